@@ -186,6 +186,13 @@ def test_turns_are_learnt_where_a_template_marks_none():
     assert every[0] == "" and every[1] == every[2] == [prompt + texts[0]]
 
 
+def test_every_message_is_learnt_where_a_template_marks_the_models_alone():
+    chat = Chat([], ([USER, GOOD],), "", ((True, True),))  # data.learn=all
+    for name in ("Qwen-Qwen2.5-7B-Instruct", "qwen2_5_training"):
+        prompt, (text,), learnt = decoded(name, chat)
+        assert prompt == "" and learnt == [text] and "What is 12 + 30?" in text, name
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in MARKED])
 def test_every_turn_of_a_conversation_is_learnt_or_the_reason_is_given(name):
     said = [{"role": "assistant", "content": text} for text in ("First 1.", "Second 2.")]

@@ -234,15 +234,17 @@ class ChatTokens:
     def _as_marked(self, made: Rendering) -> Encoded | None:
         """A conversation of which is learnt what the template marks as the model's; what comes before is the prompt.
 
-        None where the template marks nothing, or not message by message.
+        None where the template marks nothing, or not message by message, or where others' messages are learnt, too.
         """
         chat = made.chat
         if not self.template.has_marks or chat.learnt is None or len(made.wholes) != 1:
             return None
         (whole,) = made.wholes
         messages = [*chat.prompt, *chat.completions[0]]
-        spans = self.template.marked(Conversation(messages, chat.tools, self.template.arguments(chat)))
         wanted = [*[False] * len(chat.prompt), *self._learnt(chat, 0)]
+        if any(is_learnt and not _is_model(message) for message, is_learnt in zip(messages, wanted, strict=True)):
+            return None
+        spans = self.template.marked(Conversation(messages, chat.tools, self.template.arguments(chat)))
         of_model = [is_learnt for message, is_learnt in zip(messages, wanted, strict=True) if _is_model(message)]
         if all(of_model):
             of_model = [True] * len(spans)  # Phi-3's template marks an end of the text, too
