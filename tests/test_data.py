@@ -277,6 +277,16 @@ def test_text_is_all_completion(load, bos):
     assert texts(dataset, tokenizer)[1] == "Hello there</s>"
 
 
+@pytest.mark.parametrize("record", [{"text": "TEXT"}, {"prompt": "", "completion": "TEXT"}])
+def test_a_text_that_was_rendered_keeps_its_own_opening_and_end(load, record):
+    """Its BOS is not learnt, nor is there a second end behind the line break that many templates write."""
+    tokenizer = byte_level(CORPUS, bos=True)
+    for text in ("<s>user: hi\nHello</s>", "<s>user: hi\nHello</s>\n", "user: hi\nHello"):
+        written = {name: value.replace("TEXT", text) for name, value in record.items()}
+        dataset = load([written], "sft", tokenizer)
+        assert dataset[0].prompt_ids.tolist() == [0] and texts(dataset, tokenizer)[1] == "user: hi\nHello</s>"
+
+
 def test_tokenised_records_are_taken_as_they_are(load):
     pair = {"prompt_ids": [5, 6, 7], "chosen_ids": [8, 9], "rejected_ids": [10], "chosen": "ignored"}
     example = load([pair], tokenizer=None, vocab_size=11)[0]

@@ -185,11 +185,7 @@ class ChatTokens:
         for written in self._written_behind:
             if ids[-len(written) :] == written:
                 ids = ids[: -len(written)]
-        cut, index = None, len(ids)
-        while index > 0 and (ids[index - 1] in self.end_ids or self.tokens.is_blank(ids[index - 1])):
-            index -= 1
-            cut = index + 1 if ids[index] in self.end_ids else cut
-        return ids[:cut] if cut is not None else [*ids, self.eos_token_id]
+        return ended(ids, self.end_ids, self.tokens, self.eos_token_id)
 
     def _finish_turns(self, made: Rendering, k: int, start: int, ids: list[int]) -> tuple[list[int], list[bool]]:
         """A completion of several messages: up to the last token that is learnt. Raises Unusable."""
@@ -331,6 +327,15 @@ class ChatTokens:
             arguments["enable_thinking"] = thinks
         (text,) = self.template.texts([Conversation(messages, None, arguments)], False)
         return [] if isinstance(text, Unusable) else self.tokens.ids([text.partition(SENTINEL)[2]])[0]
+
+
+def ended(ids: list[int], end_ids: set[int], tokens: TextTokens, eos_token_id: int) -> list[int]:
+    """Up to the first of the trailing tokens, blanks between them, that is an end; with one, where there is none."""
+    cut, index = None, len(ids)
+    while index > 0 and (ids[index - 1] in end_ids or tokens.is_blank(ids[index - 1])):
+        index -= 1
+        cut = index + 1 if ids[index] in end_ids else cut
+    return ids[:cut] if cut is not None else [*ids, eos_token_id]
 
 
 def _is_model(message: Message) -> bool:

@@ -8,7 +8,7 @@ from typing import NotRequired, TypedDict
 
 from lib.config.schema import DataSettings
 from lib.data.chat_template import ChatTemplate
-from lib.data.chat_tokens import ChatTokens, Encoded
+from lib.data.chat_tokens import ChatTokens, Encoded, ended
 from lib.data.model_limits import ModelLimits
 from lib.data.record_formats import Chat, Message, Plain, Tokens, Unusable
 from lib.data.text_tokens import SPECIMEN, TextTokens, Tokenizer
@@ -164,13 +164,23 @@ class Encoder:
         continued = iter(self.tokens.continued([text for example in examples for text in example.completions]))
         result = []
         for example, prompt in zip(examples, prompts, strict=True):
-            # No text gets BOS twice.
+            completions = [next(continued) for _ in example.completions]
+            # No text gets BOS twice, wherever it was written.
+            if not prompt:
+                completions = [*map(self._without_opening, completions)]
             if prompt[: len(self.tokens.opening)] != self.tokens.opening:
                 prompt = self.tokens.opening + prompt
-            completions = [next(continued) for _ in example.completions]
             result.append(Encoded(prompt, [*map(self._end, completions)]))
         return result
 
+    def _without_opening(self, ids: list[int]) -> list[int]:
+        """A text without BOS, which was rendered with one and gets its own."""
+        opening = self.tokens.opening
+        return ids[len(opening) :] if ids[: len(opening)] == opening else ids
+
     def _end(self, ids: list[int]) -> list[int]:
-        """With the end token, unless the record has ended the completion already."""
-        return ids if not ids or ids[-1] in self.end_ids else [*ids, self._eos_token_id]
+        """With the end token, unless the record has ended the completion already, with a line break behind it or not.
+
+        A text that is nothing stays so: it is refused.
+        """
+        return ended(ids, self.end_ids, self.tokens, self._eos_token_id) if ids else ids
