@@ -153,6 +153,37 @@ def test_thinking_goes_on_from_the_prompt_that_opens_it():
             assert text.startswith("12 + 30 makes 42\n</think>\n\nThe answer is 42.<")
 
 
+@pytest.mark.parametrize("name", ["deepseek-ai-DeepSeek-R1-Distill-Llama-8B", "Qwen-QwQ-32B"])
+def test_thinking_that_the_answer_repeats_goes_on_from_the_prompt_too(name):
+    thought = {"role": "assistant", "content": "2+2=4, so the answer is 4.", "reasoning_content": "2+2=4"}
+    inline = {"role": "assistant", "content": "<think>\n2+2=4\n</think>\n\n2+2=4, so the answer is 4."}
+    for answer in (thought, inline):
+        _, (text,), learnt = decoded(name, Chat([USER], ([answer],), ""))
+        assert learnt == [text] and text.startswith("2+2=4\n</think>\n\n2+2=4, so the answer is 4.<")
+
+
+def test_what_a_template_leaves_out_is_named_although_the_text_has_it_elsewhere():
+    thought = {**GOOD, "reasoning_content": "42"}
+    made = encode("meta-llama-Llama-3.1-8B-Instruct", Chat([USER], ([thought],), ""))
+    assert isinstance(made, Unusable) and "leaves out 'reasoning_content'" in str(made)
+    said = {"role": "assistant", "content": "12 + 30", "tool_calls": [chat_rows.CALL]}
+    made = encode("meta-llama-Llama-3.1-8B-Instruct", Chat([USER], ([said],), "", tools=chat_rows.TOOLS))
+    assert isinstance(made, Unusable) and "leaves out the answer's content" in str(made)
+
+
+@pytest.mark.parametrize(
+    "field", [{"thoughts": "The answer"}, {"reasoning_details": [{"text": "a"}]}, {"extra": ["a"]}]
+)
+def test_a_field_of_an_answer_that_a_template_does_not_know_is_named(field):
+    (name,) = field
+    made = encode("Qwen-Qwen3-0.6B", Chat([USER], ([GOOD | field],), ""))
+    assert isinstance(made, Unusable) and f"leaves out {name!r} of a message from 'assistant' (or" in str(made)
+    template = "{% for m in messages %}{{ m.content }}{{ m." + name + " }}<|im_end|>{% endfor %}"
+    about = chat_models.registry()["Qwen-Qwen3-0.6B"]
+    encoder = chat_rows.encoder_of(chat_models.tokenizer_of("Qwen-Qwen3-0.6B", template), about)
+    assert isinstance(encoder.encode([Chat([USER], ([GOOD | field],), "")])[0], Encoded)
+
+
 def test_what_a_template_leaves_out_is_named():
     call = chat_rows.CALL
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}

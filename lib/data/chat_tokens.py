@@ -18,12 +18,11 @@ from functools import cached_property
 
 from lib.data.chat_template import (
     EMPTY_THINKING,
-    SENTINEL,
     ChatTemplate,
     Conversation,
     Rendering,
-    has_reasoning,
 )
+from lib.data.lost_text import SENTINEL, has_reasoning
 from lib.data.record_formats import Chat, Message, Unusable
 from lib.data.text_tokens import TextTokens
 
