@@ -6,6 +6,7 @@ import datetime
 import gzip
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -277,6 +278,50 @@ def test_a_long_question_is_cut_at_its_beginning_and_stays_well_formed(tmp_path)
     text = wrapped.decode(data[0].prompt_ids.tolist())
     assert text.startswith("<|im_start|>system\nYou are terse.<|im_end|>\n<|im_start|>user\nword1")
     assert text.endswith(" word199 and?<|im_end|>\n<|im_start|>assistant\n") and 80 < data.lengths[0] <= 89
+
+
+def one_row(name: str, row: dict[str, Any], kind: Any, folder: Path, **settings: Any) -> tuple[str, str]:
+    """The prompt and the first completion of a row, as text."""
+    file = folder / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    wrapped = chat_rows.encoder_of(chat_models.tokenizer_of(name), chat_models.registry()[name]).tokenizer
+    data = load_dataset(str(file), DataSettings(train=str(file), **settings), kind, wrapped, eos_token_id=None)
+    return wrapped.decode(data[0].prompt_ids.tolist()), wrapped.decode(data[0].completions[0].tolist())
+
+
+def test_a_long_conversation_loses_its_end_and_nothing_of_its_beginning(tmp_path):
+    """Though its first question and the system prompt are more than a quarter of data.max_length."""
+    name = "Qwen-Qwen3-0.6B"
+    prompt = [{"role": "system", "content": "You are " + "very " * 30 + "terse."}, USER]
+    turns = [{"role": "assistant", "content": f"{number} " + "word " * 20} for number in range(6)]
+    messages = [*prompt, *(one for turn in turns for one in (turn, USER))][:-1]
+    row = {"messages": messages, "tools": chat_rows.TOOLS}
+    whole = "".join(one_row(name, row, "sft", tmp_path, learn="assistant", max_length=4096))
+    shown, answer = one_row(name, row, "sft", tmp_path, learn="assistant", max_length=512)
+    assert whole.startswith(shown + answer) and len(shown + answer) < len(whole) and "very terse." in shown
+    assert f"user\n{USER['content']}<|im_end|>\n<|im_start|>assistant\n" in shown and "0 word" in answer
+
+
+@pytest.mark.parametrize("answer", ["word " * 300, "word " * 30])
+def test_a_long_system_prompt_stays_whole(tmp_path, answer):
+    name = "Qwen-Qwen2.5-7B-Instruct"
+    prompt = [{"role": "system", "content": "First " + "very " * 50 + "terse."}, GOOD | {"role": "user"}, GOOD, USER]
+    row = {"prompt": prompt, "chosen": [GOOD | {"content": answer}], "rejected": [BAD]}
+    shown, cut = one_row(name, row, "preference", tmp_path, max_length=200)
+    assert shown.startswith("<|im_start|>system\nFirst very") and "very terse.<|im_end|>\n<|im_start|>user\n" in shown
+    assert "The answer is 42." not in shown and shown.endswith("30?<|im_end|>\n<|im_start|>assistant\n")
+    assert answer.startswith(cut.removesuffix("<|im_end|>"))
+
+
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused(tmp_path):
+    prompt = [{"role": "system", "content": "very " * 75}, USER]
+    row = {"prompt": prompt, "chosen": [GOOD | {"content": "word " * 30}], "rejected": [BAD]}
+    for limit, words in (
+        (180, "the prompt alone has 175 .* leaves less than 22 of data.max_length=180 "),
+        (100, "less than 12 of"),
+    ):
+        with pytest.raises(UserError, match=words):
+            one_row("Qwen-Qwen2.5-7B-Instruct", row, "preference", tmp_path, max_length=limit)
 
 
 def test_arguments_of_the_settings_and_of_a_row():

@@ -12,7 +12,7 @@ from lib.data.chat_tokens import ChatTokens, Encoded, ended
 from lib.data.model_limits import ModelLimits
 from lib.data.record_formats import Chat, Message, Plain, Tokens, Unusable
 from lib.data.text_tokens import SPECIMEN, TextTokens, Tokenizer
-from lib.data.truncate import prompt_room, shorten
+from lib.data.truncate import most_of_prompt, shortened
 from lib.errors import UserError
 
 TOKENS_VERSION = 2  # of what is made of a record: tokens that another version has kept are made again
@@ -122,18 +122,31 @@ class Encoder:
         ]
 
     def shorten(self, example: Plain | Chat, encoded: Encoded, max_length: int) -> Encoded:
-        """A chat that is too long, without its middle messages (lib/data/truncate.py); other text as it was."""
+        """A chat that is too long, without its middle messages (lib/data/truncate.py); other text as it was.
+
+        Raises:
+            Unusable: what cannot be cut of its prompt leaves too little for an answer.
+        """
         chat = self._choose_form(example)
         if not isinstance(chat, Chat) or not encoded.completions:
             return encoded
-        room = prompt_room(len(encoded.prompt), max(map(len, encoded.completions)), max_length)
-        if len(encoded.prompt) <= room:
-            return encoded
-        shorter = shorten(chat, lambda other: len(self._prompt_of(other) or encoded.prompt) <= room)
-        if shorter is None:
-            return encoded
-        (again,) = self.encode([shorter])
-        return encoded if isinstance(again, Unusable) else again
+        longest = max(map(len, encoded.completions))
+
+        def size(other: Chat) -> int:
+            return len(encoded.prompt if other is chat else self._prompt_of(other) or encoded.prompt)
+
+        shorter = shortened(chat, size, longest, max_length)
+        again = encoded
+        if shorter is not None and shorter is not chat:
+            (made,) = self.encode([shorter])
+            again = encoded if isinstance(made, Unusable) else made
+        tokens, most = len(again.prompt), most_of_prompt(longest, max_length)
+        if tokens > most:
+            raise Unusable(
+                f"the prompt alone has {tokens} tokens, and what is not cut of it (system prompt, tools) leaves less "
+                f"than {max_length - most} of data.max_length={max_length} for the answer; raise it"
+            )
+        return _without_ends(again, max_length - tokens)
 
     def _prompt_of(self, chat: Chat) -> list[int] | None:
         """Ids of the prompt alone, with the arguments that its answers call for."""
@@ -184,3 +197,9 @@ class Encoder:
         A text that is nothing stays so: it is refused.
         """
         return ended(ids, self.end_ids, self.tokens, self._eos_token_id) if ids else ids
+
+
+def _without_ends(encoded: Encoded, room: int) -> Encoded:
+    """With completions of at most so many tokens."""
+    learnt = None if encoded.learnt is None else [mask[:room] for mask in encoded.learnt]
+    return Encoded(encoded.prompt, [ids[:room] for ids in encoded.completions], learnt)
