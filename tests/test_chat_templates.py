@@ -6,6 +6,7 @@ import datetime
 import gzip
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -153,6 +154,37 @@ def test_thinking_goes_on_from_the_prompt_that_opens_it():
             assert text.startswith("12 + 30 makes 42\n</think>\n\nThe answer is 42.<")
 
 
+@pytest.mark.parametrize("name", ["deepseek-ai-DeepSeek-R1-Distill-Llama-8B", "Qwen-QwQ-32B"])
+def test_thinking_that_the_answer_repeats_goes_on_from_the_prompt_too(name):
+    thought = {"role": "assistant", "content": "2+2=4, so the answer is 4.", "reasoning_content": "2+2=4"}
+    inline = {"role": "assistant", "content": "<think>\n2+2=4\n</think>\n\n2+2=4, so the answer is 4."}
+    for answer in (thought, inline):
+        _, (text,), learnt = decoded(name, Chat([USER], ([answer],), ""))
+        assert learnt == [text] and text.startswith("2+2=4\n</think>\n\n2+2=4, so the answer is 4.<")
+
+
+def test_what_a_template_leaves_out_is_named_although_the_text_has_it_elsewhere():
+    thought = {**GOOD, "reasoning_content": "42"}
+    made = encode("meta-llama-Llama-3.1-8B-Instruct", Chat([USER], ([thought],), ""))
+    assert isinstance(made, Unusable) and "leaves out 'reasoning_content'" in str(made)
+    said = {"role": "assistant", "content": "12 + 30", "tool_calls": [chat_rows.CALL]}
+    made = encode("meta-llama-Llama-3.1-8B-Instruct", Chat([USER], ([said],), "", tools=chat_rows.TOOLS))
+    assert isinstance(made, Unusable) and "leaves out the answer's content" in str(made)
+
+
+@pytest.mark.parametrize(
+    "field", [{"thoughts": "The answer"}, {"reasoning_details": [{"text": "a"}]}, {"extra": ["a"]}]
+)
+def test_a_field_of_an_answer_that_a_template_does_not_know_is_named(field):
+    (name,) = field
+    made = encode("Qwen-Qwen3-0.6B", Chat([USER], ([GOOD | field],), ""))
+    assert isinstance(made, Unusable) and f"leaves out {name!r} of a message from 'assistant' (or" in str(made)
+    template = "{% for m in messages %}{{ m.content }}{{ m." + name + " }}<|im_end|>{% endfor %}"
+    about = chat_models.registry()["Qwen-Qwen3-0.6B"]
+    encoder = chat_rows.encoder_of(chat_models.tokenizer_of("Qwen-Qwen3-0.6B", template), about)
+    assert isinstance(encoder.encode([Chat([USER], ([GOOD | field],), "")])[0], Encoded)
+
+
 def test_what_a_template_leaves_out_is_named():
     call = chat_rows.CALL
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -184,6 +216,13 @@ def test_turns_are_learnt_where_a_template_marks_none():
     assert learnt == texts and texts[0].endswith("Sure?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>")
     every = decoded(name, Chat([], ([USER, *messages],), "", ((True,) * 4,)))
     assert every[0] == "" and every[1] == every[2] == [prompt + texts[0]]
+
+
+def test_every_message_is_learnt_where_a_template_marks_the_models_alone():
+    chat = Chat([], ([USER, GOOD],), "", ((True, True),))  # data.learn=all
+    for name in ("Qwen-Qwen2.5-7B-Instruct", "qwen2_5_training"):
+        prompt, (text,), learnt = decoded(name, chat)
+        assert prompt == "" and learnt == [text] and "What is 12 + 30?" in text, name
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in MARKED])
@@ -239,6 +278,50 @@ def test_a_long_question_is_cut_at_its_beginning_and_stays_well_formed(tmp_path)
     text = wrapped.decode(data[0].prompt_ids.tolist())
     assert text.startswith("<|im_start|>system\nYou are terse.<|im_end|>\n<|im_start|>user\nword1")
     assert text.endswith(" word199 and?<|im_end|>\n<|im_start|>assistant\n") and 80 < data.lengths[0] <= 89
+
+
+def one_row(name: str, row: dict[str, Any], kind: Any, folder: Path, **settings: Any) -> tuple[str, str]:
+    """The prompt and the first completion of a row, as text."""
+    file = folder / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    wrapped = chat_rows.encoder_of(chat_models.tokenizer_of(name), chat_models.registry()[name]).tokenizer
+    data = load_dataset(str(file), DataSettings(train=str(file), **settings), kind, wrapped, eos_token_id=None)
+    return wrapped.decode(data[0].prompt_ids.tolist()), wrapped.decode(data[0].completions[0].tolist())
+
+
+def test_a_long_conversation_loses_its_end_and_nothing_of_its_beginning(tmp_path):
+    """Though its first question and the system prompt are more than a quarter of data.max_length."""
+    name = "Qwen-Qwen3-0.6B"
+    prompt = [{"role": "system", "content": "You are " + "very " * 30 + "terse."}, USER]
+    turns = [{"role": "assistant", "content": f"{number} " + "word " * 20} for number in range(6)]
+    messages = [*prompt, *(one for turn in turns for one in (turn, USER))][:-1]
+    row = {"messages": messages, "tools": chat_rows.TOOLS}
+    whole = "".join(one_row(name, row, "sft", tmp_path, learn="assistant", max_length=4096))
+    shown, answer = one_row(name, row, "sft", tmp_path, learn="assistant", max_length=512)
+    assert whole.startswith(shown + answer) and len(shown + answer) < len(whole) and "very terse." in shown
+    assert f"user\n{USER['content']}<|im_end|>\n<|im_start|>assistant\n" in shown and "0 word" in answer
+
+
+@pytest.mark.parametrize("answer", ["word " * 300, "word " * 30])
+def test_a_long_system_prompt_stays_whole(tmp_path, answer):
+    name = "Qwen-Qwen2.5-7B-Instruct"
+    prompt = [{"role": "system", "content": "First " + "very " * 50 + "terse."}, GOOD | {"role": "user"}, GOOD, USER]
+    row = {"prompt": prompt, "chosen": [GOOD | {"content": answer}], "rejected": [BAD]}
+    shown, cut = one_row(name, row, "preference", tmp_path, max_length=200)
+    assert shown.startswith("<|im_start|>system\nFirst very") and "very terse.<|im_end|>\n<|im_start|>user\n" in shown
+    assert "The answer is 42." not in shown and shown.endswith("30?<|im_end|>\n<|im_start|>assistant\n")
+    assert answer.startswith(cut.removesuffix("<|im_end|>"))
+
+
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused(tmp_path):
+    prompt = [{"role": "system", "content": "very " * 75}, USER]
+    row = {"prompt": prompt, "chosen": [GOOD | {"content": "word " * 30}], "rejected": [BAD]}
+    for limit, words in (
+        (180, "the prompt alone has 175 .* leaves less than 22 of data.max_length=180 "),
+        (100, "less than 12 of"),
+    ):
+        with pytest.raises(UserError, match=words):
+            one_row("Qwen-Qwen2.5-7B-Instruct", row, "preference", tmp_path, max_length=limit)
 
 
 def test_arguments_of_the_settings_and_of_a_row():
@@ -372,6 +455,30 @@ def test_tokens_that_are_not_learnt_are_kept_and_are_not_scored(tmp_path):
     for other in batches[1:]:
         for key, value in one.inputs.items():
             assert np.array_equal(value, other.inputs[key]), key
+
+
+def test_kept_tokens_are_those_of_the_same_arguments_and_code(tmp_path, monkeypatch):
+    """enable_thinking=false and its absence render a question alike, and an answer that thinks otherwise."""
+    name = "Qwen-Qwen3-0.6B"
+    wrapped = chat_rows.encoder_of(chat_models.tokenizer_of(name), chat_models.registry()[name]).tokenizer
+    file = tmp_path / "rows.jsonl"
+    thought = {**GOOD, "reasoning_content": "12 + 30 makes 42"}
+    file.write_text(json.dumps({"messages": [USER, thought]}) + "\n")
+
+    def prompt_of(**changes: Any) -> list[int]:
+        settings = DataSettings(train=str(file), cache_dir=str(tmp_path / "cache"), **changes)
+        data = open_training(settings, "sft", wrapped, tell=print, eos_token_id=None)
+        ids: list[int] = data[0].prompt_ids.tolist()
+        return ids
+
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert prompt_of() != prompt_of(**off)
+    assert prompt_of(streaming=True) == prompt_of()
+    assert prompt_of(streaming=True, **off) == prompt_of(**off)
+    folders = len([*tmp_path.glob("cache/tokens-*")])
+    monkeypatch.setattr("lib.data.streaming.TOKENS_VERSION", "another")
+    prompt_of(streaming=True)
+    assert len([*tmp_path.glob("cache/tokens-*")]) == folders + 1
 
 
 def test_tokens_of_ones_own_may_have_a_mask(tmp_path):

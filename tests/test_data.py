@@ -26,7 +26,9 @@ from lib.config.schema import DataSettings
 from lib.data.batch_shapes import pad_length
 from lib.data.collate import collate
 from lib.data.dataset import Dataset, Example, load_dataset
+from lib.data.groups import load_groups
 from lib.data.micro_batches import MicroBatches
+from lib.data.model_limits import ModelLimits
 from lib.data.parquet import read_parquet
 from lib.data.prefetch import prefetch
 from lib.data.row_order import Position, advance, epoch_order, global_batch, micro_batches, split
@@ -275,6 +277,16 @@ def test_text_is_all_completion(load, bos):
     assert texts(dataset, tokenizer)[1] == "Hello there</s>"
 
 
+@pytest.mark.parametrize("record", [{"text": "TEXT"}, {"prompt": "", "completion": "TEXT"}])
+def test_a_text_that_was_rendered_keeps_its_own_opening_and_end(load, record):
+    """Its BOS is not learnt, nor is there a second end behind the line break that many templates write."""
+    tokenizer = byte_level(CORPUS, bos=True)
+    for text in ("<s>user: hi\nHello</s>", "<s>user: hi\nHello</s>\n", "user: hi\nHello"):
+        written = {name: value.replace("TEXT", text) for name, value in record.items()}
+        dataset = load([written], "sft", tokenizer)
+        assert dataset[0].prompt_ids.tolist() == [0] and texts(dataset, tokenizer)[1] == "user: hi\nHello</s>"
+
+
 def test_tokenised_records_are_taken_as_they_are(load):
     pair = {"prompt_ids": [5, 6, 7], "chosen_ids": [8, 9], "rejected_ids": [10], "chosen": "ignored"}
     example = load([pair], tokenizer=None, vocab_size=11)[0]
@@ -302,6 +314,19 @@ def test_every_file_format_gives_the_same_data(load, tmp_path, name):
                 path.write_bytes(b"\xef\xbb\xbf" + content)
         dataset = load_dataset(str(path), DataSettings(train=str(path)), "preference", PLAIN, eos_token_id=1)
         assert dataset.digest == expected.digest and len(dataset) == len(rows)
+
+
+def test_parquet_keeps_the_masks_and_figures_of_tokens(tmp_path):
+    path, settings = tmp_path / "data.parquet", DataSettings(train=str(tmp_path / "data.parquet"))
+    masked = {"prompt_ids": [5, 6], "completion_ids": [7, 8, 9], "completion_mask": [0, 0, 1]}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([masked]), path)
+    dataset = load_dataset(str(path), settings, "sft", None, eos_token_id=None)
+    assert dataset[0].stored[1].tolist() == [~7, ~8, 9]
+    group = {"prompt_ids": [5], "completion_ids": [[7, 8], [9]], "rewards": [1.0, None], "logps": [[-1.0, -2.0], [0.0]]}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([group | {"completion_mask": [[0, 1], [1]]}]), path)
+    groups = load_groups(settings, ModelLimits(48))
+    assert groups[0].stored[1].tolist() == [~7, 8] and groups[0].rewards.tolist()[0] == 1.0
+    assert groups[0].sampling_logps[0].tolist() == [-1.0, -2.0]
 
 
 def test_parquet_leaves_a_message_without_the_fields_it_lacks(load, tmp_path):

@@ -6,6 +6,7 @@ Every record here was written for these tests, in the columns and the nesting of
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -510,9 +511,17 @@ def test_the_direction_of_a_preference_decides_which_is_chosen(record: dict[str,
     [
         (HELPSTEER2_PREFERENCE | {"preference_strength": 0}, "'preference_strength' is 0, a tie"),
         (HELPSTEER3 | {"overall_preference": "1"}, "'overall_preference' is a string, not a number"),
+        (
+            HELPSTEER2_PREFERENCE | {"preference_strength": math.nan},
+            "'preference_strength' is nan, which prefers nothing",
+        ),
         (SHP | {"labels": 2}, "'labels' is 2, not 0 or 1"),
         (SAFE_RLHF | {"better_response_id": -1}, "'better_response_id' is -1"),
         (ULTRAFEEDBACK | {"completions": ULTRAFEEDBACK["completions"][:1]}, "1 answers with a overall_score"),
+        (
+            {"prompt": "a", "answers": [{"answer": "b", "rank": math.nan}, {"answer": "c", "rank": 1}]},
+            "'answers' has 1 answers with a rank",
+        ),
         (
             ULTRAFEEDBACK | {"completions": [ULTRAFEEDBACK["completions"][0]] * 2},
             "every answer in 'completions' has overall_score 4.0",

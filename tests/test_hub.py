@@ -213,6 +213,27 @@ def test_a_local_folder_of_the_same_layout_gives_the_same_rows(name: str, tmp_pa
             assert any(word in str(error.value) for word in words.split("|"))
 
 
+def test_a_local_folder_is_fetched_again_once_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From any working folder, and although the cache lies inside it."""
+    settings, told = DataSettings(train="-", cache_dir=str(tmp_path / "one" / "cache")), list[str]()
+
+    def rows(source: str) -> list[Any]:
+        shards = sources.files_of(source, settings, told.append)
+        return [json.loads(line) for shard in shards for line in shard.read_text().splitlines()]
+
+    for name, some in (("one", PAIRS[:20]), ("two", PAIRS[20:])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.jsonl").write_bytes(json_lines(some))
+    for name, some in (("one", PAIRS[:20]), ("two", PAIRS[20:])):
+        monkeypatch.chdir(tmp_path / name)
+        assert rows("hf://.") == rows(f"hf://{tmp_path}/{name}") == some
+    assert len(told) == 2
+    (tmp_path / "two" / "a.jsonl").write_bytes(json_lines(PAIRS[:7]))
+    assert rows("hf://.") == rows("hf://.") == PAIRS[:7] and len(told) == 3
+    (tmp_path / "two" / "b.jsonl").write_bytes(json_lines(PAIRS[7:9]))
+    assert rows("hf://.") == PAIRS[:9] and len(told) == 4
+
+
 def test_a_stream_goes_on_at_its_row(tmp_path: Path) -> None:
     for i, content in enumerate((parquet(PAIRS[:20]), parquet(PAIRS[20:]))):
         (tmp_path / f"train-{i}.parquet").write_bytes(content)

@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx_lm
 import numpy as np
+import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -194,6 +195,16 @@ def test_rounds_take_all_prompts_in_turn(tmp_path: Path) -> None:
     for rows in rounds:
         lengths = [len(prompts.prompt_ids(row)) for row in rows]
         assert lengths == sorted(lengths, reverse=True)
+
+
+def test_a_judge_gets_the_whole_record_of_parquet_too(tmp_path: Path) -> None:
+    records = [
+        {"prompt_ids": [2, 3], "tests": ["assert f(1) == 2"], "rubric": "short", "level": row} for row in range(3)
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "prompts.parquet")
+    data = load(None, [], {"model": {"path": "m"}, "data": {"train": "d", "cache_dir": str(tmp_path / "cache")}}).data
+    prompts = open_prompts(str(tmp_path / "prompts.parquet"), data, None, RolloutSettings(), 2, None, print)
+    assert [prompts.record(row) for row in range(3)] == records
 
 
 # ---- Held-out prompts

@@ -251,11 +251,29 @@ def test_an_index_older_than_its_file_is_told_and_made_anew(tmp_path: Path) -> N
     after = open_streamed(tmp_path, path, told)
     assert told == [f"indexing {path}, which has changed since it was indexed (0 MB)"]
     assert tokens_of(after, 59) == tokens_of(in_memory(tmp_path, path), 59) and after.digest != before.digest
-    stamp = path.stat()
-    path.write_bytes(path.read_bytes().replace(b"What", b"Wha\xff"))
-    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # nothing shows that it is another file
+    records = sources.Records(after.records.indices)
+    write_unseen(path, path.read_bytes().replace(b"What", b"Wha\xff"))
     with pytest.raises(UserError, match=r"a.jsonl:\d+ is no longer what was indexed"):
-        open_streamed(tmp_path, path).records[0]
+        records[0]
+
+
+def write_unseen(path: Path, content: bytes) -> None:
+    """Another content of the same size, with the modification time put back, as some tools that copy do."""
+    stamp = path.stat()
+    path.write_bytes(content)
+    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    assert path.stat().st_size == stamp.st_size
+
+
+def test_an_index_is_not_taken_for_another_file_of_the_same_size_and_time(tmp_path: Path) -> None:
+    path, told = write(tmp_path / "a.jsonl", RECORDS), list[str]()
+    before = open_streamed(tmp_path, path, told)
+    write_unseen(path, path.read_bytes().replace(b"is", b"IS"))
+    after = open_streamed(tmp_path, path, told)
+    assert told == [f"indexing {path}, which has changed since it was indexed (0 MB)"]
+    assert after.digest != before.digest and tokens_of(after, 3) == tokens_of(in_memory(tmp_path, path), 3)
+    os.link(path, tmp_path / "linked")  # only its change time is another one
+    assert open_streamed(tmp_path, path, told).digest == after.digest and len(told) == 1
 
 
 @pytest.mark.parametrize("what", ["entries.bin", "index.json", "lines.jsonl"])

@@ -8,29 +8,30 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from lib.config import read_file
 from lib.config.schema import DataSettings
 from lib.data import template_process
+from lib.data.lost_text import (
+    INLINE_THINKING,
+    REASONING,
+    SENTINEL,
+    changes,
+    has_reasoning,
+    inline_reasoning,
+    lost_of_chat,
+    with_other_thinking,
+)
 from lib.data.record_formats import JSON, Chat, Message, Unusable
 from lib.data.text_tokens import Tokenizer
 from lib.errors import UserError
 
-# Stands for a text whose place in a rendering is looked for: no template trims, splits or escapes it.
-SENTINEL = "qZ7sentinelZ7q"
-REASONING = ("reasoning_content", "reasoning", "thinking")
-FIELDS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", "weight", *REASONING})
-"""Of a message: what is looked for by itself, what only tells which call is meant, and what no template shows."""
-"""Fields in which messages carry their thinking; transformers gives templates all of them where a message has one."""
 # An opening and a closing mark of thinking, in the templates that there are, with nothing between them.
 EMPTY_THINKING = re.compile(
     r"\s*(?:<(seed:)?think>\s*</(?:seed:)?think>|</think>|\[THINK\]\s*\[/THINK\]|<\|channel>thought\s*<channel\|>"
     r"|<\|think:start\|>\s*<\|think:end\|>|<\|START_THINKING\|>\s*<\|END_THINKING\|>"
     r"|<\|inner_prefix\|>\s*<\|inner_suffix\|>|<\|think_start\|>\s*<\|think_end\|>|<mm:think>\s*</mm:think>)"
-)
-INLINE_THINKING = re.compile(
-    r"\s*(?:<(?:seed:|mm:)?think>|\[THINK\])(.*?)(?:</(?:seed:|mm:)?think>|\[/THINK\])", re.DOTALL
 )
 OPENED_THINKING = re.compile(r"<((?:seed:|mm:)?think)>(\n?)$")
 # What the rendering itself is asked for: an argument of this name would not reach the template.
@@ -80,18 +81,6 @@ def arguments_at_inference(settings: DataSettings, template: str) -> JSON:
     """
     date = {"date_string": settings.template_date.strftime("%d %b %Y")} if "date_string" in template else {}
     return {"enable_thinking": False, **date, **settings.chat_template_kwargs}
-
-
-def inline_reasoning(message: Message) -> str | None:
-    """The thinking that an answer's content begins with, without its marks; None where there is none."""
-    content = message.get("content")
-    match = INLINE_THINKING.match(content) if isinstance(content, str) else None
-    return match[1] if match else None
-
-
-def has_reasoning(message: Message) -> bool:
-    """Whether a message brings thinking of its own, in a field or within its content."""
-    return any(message.get(name) for name in REASONING) or inline_reasoning(message) is not None
 
 
 class ChatTemplate:
@@ -179,17 +168,33 @@ class ChatTemplate:
                 False,
             )
         )
+        made = [
+            _rendering(chat, prompt, [next(wholes) for _ in chat.completions])
+            for chat, prompt in zip(chats, prompts, strict=True)
+        ]
+        lost = iter(self._lost([rendered for rendered in made if isinstance(rendered, Rendering)]))
         result: list[Rendering | Unusable] = []
-        for chat, prompt in zip(chats, prompts, strict=True):
-            texts = [next(wholes) for _ in chat.completions]
+        for chat, rendered in zip(chats, made, strict=True):
+            is_whole = isinstance(rendered, Rendering) and next(lost) is None
             if reserved := RESERVED & chat.template_arguments.keys():
                 result.append(Unusable(f"chat_template_kwargs: {min(reserved)!r} is no argument of a template"))
-                continue
-            rendered = _rendering(chat, prompt, texts)
-            if isinstance(rendered, Unusable) or _lost(rendered):
-                rendered = self._render_adapted(chat, rendered)
-            result.append(rendered)
+            else:
+                result.append(rendered if is_whole else self._render_adapted(chat, rendered))
         return result
+
+    def _lost(self, made: Sequence[Rendering]) -> list[str | None]:
+        """What of each chat does not reach its text, in words; None for nothing. Some are rendered once more."""
+        lost = [lost_of_chat(one.chat, one.prompt, one.wholes) for one in made]
+        asked = [(i, change) for i, one in enumerate(made) if lost[i] is None for change in changes(one.chat)]
+        conversations = []
+        for i, change in asked:
+            chat = made[i].chat
+            given = self.arguments(chat)
+            conversations.append(Conversation([*chat.prompt, *change.messages], chat.tools, given))
+        for (i, change), text in zip(asked, self.texts(conversations, False), strict=True):
+            if text == made[i].wholes[change.completion]:
+                lost[i] = lost[i] or change.name
+        return lost
 
     def texts(self, conversations: Sequence[Conversation], add_generation_prompt: bool) -> list[str | Unusable]:
         """Text of each conversation, or Unusable; those that share tools and arguments go in one call."""
@@ -234,23 +239,23 @@ class ChatTemplate:
     def _render_adapted(self, chat: Chat, first: Rendering | Unusable) -> Rendering | Unusable:
         """A chat that was refused or lost something, with the same content in another form; `first` where none does."""
         if isinstance(first, Rendering):
-            first = self._with_thinking(first)
-            if not _lost(first):
-                return first
+            added = self._with_thinking(first)
+            if added is not first and lost_of_chat(added.chat, added.prompt, added.wholes) is None:
+                return added
         best = first  # of two failures the one that says more
         for adapted in _adaptations(chat):
             given = self.arguments(adapted)
             (prompt,) = self.texts([Conversation(adapted.prompt, adapted.tools, given)], True)
             wholes = [Conversation([*adapted.prompt, *answer], adapted.tools, given) for answer in adapted.completions]
             rendered = _rendering(adapted, prompt, self.texts(wholes, False))
-            if isinstance(rendered, Rendering) and not _lost(rendered):
+            if isinstance(rendered, Rendering) and self._lost([rendered]) == [None]:
                 return rendered
             best = rendered if isinstance(best, Unusable) else best
         if isinstance(best, Unusable):
             return first if isinstance(first, Unusable) else best
         return Unusable(
-            f"the chat template leaves out {_lost(best)}; take it out of the data, or give a template that keeps it "
-            "with data.chat_template=FILE"
+            f"the chat template leaves out {self._lost([best])[0]}; take it out of the data, or give a template that "
+            "keeps it with data.chat_template=FILE"
         )
 
     def _with_thinking(self, made: Rendering) -> Rendering:
@@ -267,19 +272,22 @@ class ChatTemplate:
         for k, messages in enumerate(conversations):
             answer = messages[-1]
             thinking = next((answer.get(name) for name in REASONING if answer.get(name)), inline_reasoning(answer))
-            if len(chat.completions[k]) > 1 or not isinstance(thinking, str) or thinking.strip() in wholes[k]:
+            other = with_other_thinking(answer)
+            if len(chat.completions[k]) > 1 or not isinstance(thinking, str) or other is None or "tool_calls" in answer:
+                continue
+            bare: Message = {"role": "assistant", "content": SENTINEL}
+            given = self.arguments(chat)
+            asked = [Conversation([*chat.prompt, message], chat.tools, given) for message in (other, bare)]
+            changed, whole = self.texts(asked, False)
+            if changed != wholes[k] or isinstance(whole, Unusable) or SENTINEL not in whole:
                 continue
             content = INLINE_THINKING.sub("", str(answer.get("content") or ""), count=1)
-            bare: Message = {"role": "assistant", "content": content.strip() or SENTINEL}
-            whole = self.texts([Conversation([*chat.prompt, bare], chat.tools, self.arguments(chat))], False)[0]
-            if isinstance(whole, Unusable) or whole.count(bare["content"]) < 1:
-                continue
-            suffix = whole[whole.rindex(bare["content"]) + len(bare["content"]) :]
+            suffix = whole.partition(SENTINEL)[2]
             line = opened[2]
             inline = inline_reasoning(answer) is not None
             gap = "" if inline else 2 * line
             wholes[k] = f"{made.prompt}{thinking.strip()}{line}</{opened[1]}>{gap}{content}{suffix}"
-        return made._replace(wholes=wholes)
+        return made if wholes == made.wholes else made._replace(wholes=wholes)
 
     @cached_property
     def refuses_system(self) -> bool:
@@ -332,74 +340,6 @@ class ChatTemplate:
         except template_process.Refused:
             return []
         return [(begin, end) for begin, end in marked[0]]
-
-
-def _lost(made: Rendering) -> str | None:
-    """What of a chat's messages is not in its texts, in words; None for nothing.
-
-    Tools that a template does not show are no error: lib/data/template_facts.py says so at the start.
-    """
-    chat = made.chat
-    for message in chat.prompt:
-        is_answer = message["role"] == "assistant"
-        if (name := (lost_of_earlier if is_answer else _lost_of_others)(message, made.prompt)) is not None:
-            return name
-    for answer, whole in zip(chat.completions, made.wholes, strict=True):
-        for message in answer:
-            is_answer = message["role"] == "assistant"
-            if (name := (lost if is_answer else _lost_of_others)(message, whole)) is not None:
-                return name
-    return None
-
-
-def lost_of_earlier(message: Message, text: str) -> str | None:
-    """`lost` of an answer in the prompt, whose thinking need not be shown again."""
-    content = message.get("content")
-    said = INLINE_THINKING.sub("", content, count=1) if isinstance(content, str) else content
-    without = {key: item for key, item in message.items() if key not in REASONING} | {"content": said}
-    return lost(cast(Message, without), text)
-
-
-def _lost_of_others(message: Message, text: str) -> str | None:
-    """What of a question, an instruction or a tool's result is not in a text, in words; None for nothing."""
-    content = message.get("content")
-    if isinstance(content, str) and not _is_said(content.strip(), text):
-        return f"the content of a message from {message['role']!r}"
-    if len(message) > 2:
-        for name, value in message.items():
-            if name not in FIELDS and value not in ("", [], {}) and not _is_said(str(value), text):
-                return f"{name!r} of a message from {message['role']!r} (or leave it out with data.ignore=[{name}])"
-    return None
-
-
-def _is_said(said: str, text: str) -> bool:
-    """Whether a text has this in it: as it is, as a JSON string, or with other white space."""
-    if said in text or json.dumps(said, ensure_ascii=False)[1:-1] in text:
-        return True
-    return "".join(said.split()) in "".join(text.split())
-
-
-def lost(message: Message, whole: str) -> str | None:
-    """What of an answer's thinking, content and calls is not in its conversation's text, in words; None for nothing."""
-    if message["role"] != "assistant":
-        return None
-    for name in REASONING:
-        text = message.get(name)
-        if isinstance(text, str) and text.strip() not in whole:
-            return repr(name)
-    content, inline = message.get("content"), inline_reasoning(message)
-    if inline is not None and inline.strip() not in whole:
-        return "the thinking in its content"
-    if isinstance(content, str):
-        said = content if inline is None else INLINE_THINKING.sub("", content, count=1)
-        if said.strip() not in whole:
-            return "the answer's content"
-    calls: Any = message.get("tool_calls") or ()
-    for call in calls:
-        called = (call.get("function") or call).get("name") if isinstance(call, dict) else None
-        if isinstance(called, str) and called not in whole:
-            return f"the call of {called!r}"
-    return None
 
 
 def _rendering(chat: Chat, prompt: str | Unusable, wholes: list[str | Unusable]) -> Rendering | Unusable:

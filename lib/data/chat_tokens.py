@@ -18,12 +18,11 @@ from functools import cached_property
 
 from lib.data.chat_template import (
     EMPTY_THINKING,
-    SENTINEL,
     ChatTemplate,
     Conversation,
     Rendering,
-    has_reasoning,
 )
+from lib.data.lost_text import SENTINEL, has_reasoning
 from lib.data.record_formats import Chat, Message, Unusable
 from lib.data.text_tokens import TextTokens
 
@@ -185,11 +184,7 @@ class ChatTokens:
         for written in self._written_behind:
             if ids[-len(written) :] == written:
                 ids = ids[: -len(written)]
-        cut, index = None, len(ids)
-        while index > 0 and (ids[index - 1] in self.end_ids or self.tokens.is_blank(ids[index - 1])):
-            index -= 1
-            cut = index + 1 if ids[index] in self.end_ids else cut
-        return ids[:cut] if cut is not None else [*ids, self.eos_token_id]
+        return ended(ids, self.end_ids, self.tokens, self.eos_token_id)
 
     def _finish_turns(self, made: Rendering, k: int, start: int, ids: list[int]) -> tuple[list[int], list[bool]]:
         """A completion of several messages: up to the last token that is learnt. Raises Unusable."""
@@ -234,15 +229,17 @@ class ChatTokens:
     def _as_marked(self, made: Rendering) -> Encoded | None:
         """A conversation of which is learnt what the template marks as the model's; what comes before is the prompt.
 
-        None where the template marks nothing, or not message by message.
+        None where the template marks nothing, or not message by message, or where others' messages are learnt, too.
         """
         chat = made.chat
         if not self.template.has_marks or chat.learnt is None or len(made.wholes) != 1:
             return None
         (whole,) = made.wholes
         messages = [*chat.prompt, *chat.completions[0]]
-        spans = self.template.marked(Conversation(messages, chat.tools, self.template.arguments(chat)))
         wanted = [*[False] * len(chat.prompt), *self._learnt(chat, 0)]
+        if any(is_learnt and not _is_model(message) for message, is_learnt in zip(messages, wanted, strict=True)):
+            return None
+        spans = self.template.marked(Conversation(messages, chat.tools, self.template.arguments(chat)))
         of_model = [is_learnt for message, is_learnt in zip(messages, wanted, strict=True) if _is_model(message)]
         if all(of_model):
             of_model = [True] * len(spans)  # Phi-3's template marks an end of the text, too
@@ -329,6 +326,15 @@ class ChatTokens:
             arguments["enable_thinking"] = thinks
         (text,) = self.template.texts([Conversation(messages, None, arguments)], False)
         return [] if isinstance(text, Unusable) else self.tokens.ids([text.partition(SENTINEL)[2]])[0]
+
+
+def ended(ids: list[int], end_ids: set[int], tokens: TextTokens, eos_token_id: int) -> list[int]:
+    """Up to the first of the trailing tokens, blanks between them, that is an end; with one, where there is none."""
+    cut, index = None, len(ids)
+    while index > 0 and (ids[index - 1] in end_ids or tokens.is_blank(ids[index - 1])):
+        index -= 1
+        cut = index + 1 if ids[index] in end_ids else cut
+    return ids[:cut] if cut is not None else [*ids, eos_token_id]
 
 
 def _is_model(message: Message) -> bool:

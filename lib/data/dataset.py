@@ -339,7 +339,7 @@ def pack(kind: RecordKind, pieces: Pieces, labels: np.ndarray | None) -> Packed:
 
 def _parsed(file: Path, settings: DataSettings, kind: RecordKind) -> Iterator[tuple[str, Record | Unusable]]:
     """`file:line` and form of each record."""
-    for line, record in record_files.read(str(file), settings):
+    for line, record in record_files.read(str(file), settings, kind):
         for row in [record] if isinstance(record, Unusable) else parse_rows(record, settings, kind):
             yield f"{file}:{line}", row
 

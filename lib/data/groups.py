@@ -104,7 +104,7 @@ def load_groups(settings: DataSettings, limits: ModelLimits) -> GroupedDataset:
 def _read(file: Path, settings: DataSettings, limits: ModelLimits, skipped: list[str]) -> list[Group]:
     """The usable groups of a file; `skipped` gets the reasons for the others."""
     groups = []
-    for line, record in record_files.read(str(file), settings):
+    for line, record in record_files.read(str(file), settings, "group"):
         try:
             if isinstance(record, Unusable):
                 raise record

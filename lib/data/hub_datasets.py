@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, TypedDict
 from urllib.parse import parse_qsl
 
 from lib.config.schema import DataSettings
-from lib.data.hub_files import open_stream, reason
+from lib.data.hub_files import is_local, open_stream, reason
 from lib.data.record_formats import JSON
 from lib.errors import UserError
 from lib.system import files
@@ -52,26 +52,43 @@ class Stream(Protocol):
 
 
 def folder_of(source: str, settings: DataSettings) -> Path:
-    """The folder of a hub data set's shards."""
-    return Path(settings.cache_dir) / f"hub-{hashlib.sha256(source.encode()).hexdigest()[:24]}"
+    """The folder of a hub data set's shards; of a local folder what the names of their folders begin with."""
+    return Path(settings.cache_dir) / f"hub-{hashlib.sha256(_absolute(source).encode()).hexdigest()[:24]}"
+
+
+def _absolute(source: str) -> str:
+    """A source that says the same from any working folder: many runs share one cache."""
+    where, mark, query = source.removeprefix(PREFIX).partition("?")
+    return f"{PREFIX}{Path(where).expanduser().absolute()}{mark}{query}" if is_local(where) else source
 
 
 def fetch(source: str, settings: DataSettings, tell: Callable[[str], None]) -> list[Path]:
     """The shards of a hub's data set on this disk, downloaded where they are missing.
 
-    One process of a host at a time may call this.
+    Those of a local folder are made anew once its files have changed. One process of a host at a time may call this.
 
     Raises:
         UserError: no such data set, or more than data.spool_limit_gb.
     """
-    folder = folder_of(source, settings)
-    if not _state(folder)["done"]:
-        name, options = parse(source)
-        rows = int(options.pop("rows")) if "rows" in options else None
+    folder, stream = folder_of(source, settings), None
+    name, options = parse(_absolute(source))
+    rows = int(options.pop("rows")) if "rows" in options else None
+    if is_local(name):
         stream = open_stream(source, name, options)
+        cache = Path(settings.cache_dir).absolute()
+        stream.paths = [path for path in stream.paths if not Path(path).is_relative_to(cache)]
+        folder = folder.with_name(f"{folder.name}-{_stamp(stream.paths)}")
+    if not _state(folder)["done"]:
+        stream = stream or open_stream(source, name, options)
         tell(f"fetching {source} to {folder}")
         keep(stream, source, folder, settings.spool_limit_gb, rows)
     return [folder / shard["name"] for shard in _state(folder)["shards"]]
+
+
+def _stamp(paths: Sequence[str]) -> str:
+    """What tells files from what they were: their names, sizes and modification times."""
+    seen = [(path, (now := Path(path).stat()).st_size, now.st_mtime_ns) for path in paths]
+    return hashlib.sha256(repr(seen).encode()).hexdigest()[:12]
 
 
 def parse(source: str) -> tuple[str, dict[str, str]]:

@@ -171,7 +171,7 @@ def index(
 
     with locked(folder.with_suffix(".lock"), waiting):
         meta = _read_meta(folder)
-        if meta is None or [meta["size"], meta["modified_ns"]] != [now.st_size, now.st_mtime_ns]:
+        if meta is None or not _is_of(meta, file, now, folder):
             again = "" if meta is None else ", which has changed since it was indexed"
             if meta is not None or is_long:
                 tell(f"indexing {file}{again} ({now.st_size / 1e6:,.0f} MB)")
@@ -195,6 +195,10 @@ class Meta(TypedDict):
     file: str
     size: int
     modified_ns: int
+    changed_ns: int
+    inode: int
+    content: str
+    """sha256 of the whole file."""
     unpacked: bool
     bytes: int
     count: int
@@ -204,7 +208,7 @@ class Meta(TypedDict):
     unusable_count: int
 
 
-VERSION = 4  # of what an index holds
+VERSION = 6  # of what an index holds
 META, ENTRIES, LINES, UNUSABLE = "index.json", "entries.bin", "lines.jsonl", "unusable.txt"
 
 
@@ -218,6 +222,41 @@ def _read_meta(folder: Path) -> Meta | None:
         return None
 
 
+def _is_of(meta: Meta, file: Path, now: os.stat_result, folder: Path) -> bool:
+    """Whether an index is of the file as it is now.
+
+    A modification time can be put back, and a change time cannot. But that one is new for a link or a copy as well:
+    then the file is read once more, and what is the same keeps its index.
+    """
+    if (meta["size"], meta["modified_ns"]) != (now.st_size, now.st_mtime_ns):
+        return False
+    if (meta["changed_ns"], meta["inode"]) == (now.st_ctime_ns, now.st_ino):
+        return True
+    if meta["content"] != _content(file):
+        return False
+    _write_meta(folder, {**meta, "changed_ns": now.st_ctime_ns, "inode": now.st_ino})
+    return True
+
+
+def _content(file: Path) -> str:
+    """sha256 of a whole file.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+def _write_meta(folder: Path, meta: Meta) -> None:
+    unfinished = folder / f".{META}"
+    unfinished.write_text(json.dumps(meta, indent=2) + "\n")
+    unfinished.replace(folder / META)
+
+
 def _build(file: Path, seen: os.stat_result, folder: Path, settings: DataSettings, kind: RecordKind) -> Meta:
     """Indexes a file in one pass: checks every record, and enters the usable ones."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -229,7 +268,7 @@ def _build(file: Path, seen: os.stat_result, folder: Path, settings: DataSetting
         entries = stack.enter_context((folder / ENTRIES).open("wb"))
         unusable = stack.enter_context((folder / UNUSABLE).open("w", encoding="utf-8"))
         lines: IO[bytes] | None = stack.enter_context((folder / LINES).open("wb")) if unpacks else None
-        for line, offset, raw, record in record_files.scan(file, settings):
+        for line, offset, raw, record in record_files.scan(file, settings, kind):
             try:
                 if isinstance(record, Unusable):
                     raise record
@@ -254,6 +293,9 @@ def _build(file: Path, seen: os.stat_result, folder: Path, settings: DataSetting
         "file": str(file),
         "size": seen.st_size,
         "modified_ns": seen.st_mtime_ns,
+        "changed_ns": seen.st_ctime_ns,
+        "inode": seen.st_ino,
+        "content": _content(file),
         "unpacked": unpacks,
         "bytes": written,
         "count": count,
@@ -265,9 +307,7 @@ def _build(file: Path, seen: os.stat_result, folder: Path, settings: DataSetting
     after = file.stat()
     if (after.st_size, after.st_mtime_ns) != (seen.st_size, seen.st_mtime_ns):
         raise UserError(f"{file} changed while it was indexed; start again once nobody writes to it")
-    unfinished = folder / f".{META}"
-    unfinished.write_text(json.dumps(meta, indent=2) + "\n")
-    unfinished.replace(folder / META)  # last: where it is, the index is whole
+    _write_meta(folder, meta)  # last: where it is, the index is whole
     return meta
 
 

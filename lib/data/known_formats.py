@@ -6,6 +6,7 @@ prompt and answers wherever the record had them, not yet checked. Nothing here k
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def _best_and_worst(record: JSON, column: str, text: str, score: str, sign: int)
     items = record[column]
     if not isinstance(items, list) or not items or not all(isinstance(item, dict) for item in items):
         raise Unusable(f"column {column!r} is not a list of answers")
-    scored = [item for item in items if isinstance(item.get(score), int | float) and item.get(text) is not None]
+    scored = [item for item in items if _is_finite(item.get(score)) and item.get(text) is not None]
     if len(scored) < 2:
         raise Unusable(f"{column!r} has {len(scored)} answers with a {score}; a pair takes two")
     best = max(scored, key=lambda item: sign * item[score])
@@ -111,9 +112,16 @@ def _by_sign(prompt: object, record: JSON, names: tuple[str, str], column: str) 
     preference = record[column]
     if isinstance(preference, bool) or not isinstance(preference, int | float):
         raise Unusable(f"column {column!r} is {name_of_type(preference)}, not a number")
+    if not _is_finite(preference):
+        raise Unusable(f"column {column!r} is {preference}, which prefers nothing")
     if preference == 0:
         raise Unusable(f"{column!r} is 0, a tie: nothing to prefer")
     return _ordered(prompt, record, names, first_is_better=preference < 0)
+
+
+def _is_finite(value: object) -> bool:
+    """Whether it is a number that can be compared: JSON and parquet may have NaN, which is neither more nor less."""
+    return isinstance(value, int | float) and -math.inf < value < math.inf
 
 
 def _shp(record: JSON) -> Draft:

@@ -18,7 +18,16 @@ from lib.config import read_file
 from lib.config.schema import DataSettings
 from lib.data.known_formats import columns_read
 from lib.data.parquet import read_parquet
-from lib.data.record_formats import ANSWER, JSON, LINE_BYTES, TOKEN_COLUMNS, Columns, Unusable, name_of_type
+from lib.data.record_formats import (
+    ANSWER,
+    JSON,
+    LINE_BYTES,
+    TOKEN_COLUMNS,
+    Columns,
+    RecordKind,
+    Unusable,
+    name_of_type,
+)
 from lib.errors import UserError
 
 # What a compressed file begins with, and what to do with it.
@@ -54,7 +63,7 @@ def require(file: Path) -> None:
         )
 
 
-def read(path: str, settings: DataSettings) -> Iterator[tuple[int, JSON | Unusable]]:
+def read(path: str, settings: DataSettings, kind: RecordKind = "preference") -> Iterator[tuple[int, JSON | Unusable]]:
     """Yield (line, record) in a file's order; a broken line yields the reason in the record's place.
 
     Lines count from 1: the text line of JSON lines (blank lines are no records), the row of parquet. A file that is
@@ -64,17 +73,17 @@ def read(path: str, settings: DataSettings) -> Iterator[tuple[int, JSON | Unusab
     if file.is_dir():
         raise UserError(f"{path} is a folder; name a file: .jsonl, .jsonl.gz or .parquet")
     require(file)
-    for line, _, _, record in scan(file, settings, with_raw=False):
+    for line, _, _, record in scan(file, settings, kind, with_raw=False):
         yield line, record
 
 
 def scan(
-    file: Path, settings: DataSettings, with_raw: bool = True
+    file: Path, settings: DataSettings, kind: RecordKind, with_raw: bool = True
 ) -> Iterator[tuple[int, int, bytes, JSON | Unusable]]:
     """Yield (line, offset in bytes, raw line, record) in a file's order; of parquet each row as a line of JSON."""
     try:
         if file.suffix == ".parquet":
-            for line, record in read_parquet(file, {*columns_read(Columns.of(settings)), *TOKEN_COLUMNS, ANSWER}):
+            for line, record in read_parquet(file, _columns_wanted(settings, kind)):
                 values = {} if isinstance(record, Unusable) else {k: v for k, v in record.items() if v is not None}
                 yield line, 0, json.dumps(values, default=str).encode() if with_raw else b"", record
         elif file.suffix == ".gz":
@@ -85,6 +94,13 @@ def scan(
                 yield from scan_json_lines(stream)
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror or str(error).splitlines()[0]}") from error
+
+
+def _columns_wanted(settings: DataSettings, kind: RecordKind) -> set[str] | None:
+    """The columns of parquet that are read; None for all: a judge gets the whole record, whatever it looks at."""
+    if kind in ("prompt", "group"):
+        return None
+    return {*columns_read(Columns.of(settings)), *TOKEN_COLUMNS, ANSWER}
 
 
 def refusal(first: str, count: int) -> str:

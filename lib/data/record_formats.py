@@ -87,7 +87,8 @@ class Chat:
 LINE_BYTES = 8 * 2**20
 # Column of what a program can check an answer by.
 ANSWER = "answer"
-TOKEN_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
+# Columns of tokenised records; the last ones say something of each completion's tokens.
+TOKEN_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids", "completion_ids", "completion_mask", "rewards", "logps")
 
 
 class Columns(NamedTuple):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Unpack
@@ -26,7 +27,7 @@ from lib.data.record_formats import Columns, RecordKind, Unusable, Unwanted
 from lib.data.sources import Records
 from lib.data.text_tokens import Tokenizer
 from lib.data.token_cache import TokenCache
-from lib.data.tokenize import Encoder, Vocabulary, limits_of
+from lib.data.tokenize import TOKENS_VERSION, Encoder, Vocabulary, limits_of
 from lib.errors import UserError
 
 # Rows that are tokenised to know how many tokens a character makes.
@@ -203,8 +204,12 @@ class StreamedDataset(Sized):
         )
         for index in records.indices:
             made_by.update(f"{index.digest} {len(index.entries)}".encode())
+        # Not of the digest, by which a run knows its data when it goes on: older runs have it without these.
+        kept_by = made_by.copy()
+        arguments = json.dumps(settings.chat_template_kwargs, sort_keys=True, default=str)
+        kept_by.update(f"{TOKENS_VERSION} {arguments}".encode())
         self._cache: TokenCache | None = TokenCache(
-            Path(settings.cache_dir) / f"tokens-{made_by.hexdigest()[:24]}",
+            Path(settings.cache_dir) / f"tokens-{kept_by.hexdigest()[:24]}",
             len(records),
             1 + self.completions_per_example,
         )

@@ -8,12 +8,14 @@ from typing import NotRequired, TypedDict
 
 from lib.config.schema import DataSettings
 from lib.data.chat_template import ChatTemplate
-from lib.data.chat_tokens import ChatTokens, Encoded
+from lib.data.chat_tokens import ChatTokens, Encoded, ended
 from lib.data.model_limits import ModelLimits
 from lib.data.record_formats import Chat, Message, Plain, Tokens, Unusable
 from lib.data.text_tokens import SPECIMEN, TextTokens, Tokenizer
-from lib.data.truncate import prompt_room, shorten
+from lib.data.truncate import most_of_prompt, shortened
 from lib.errors import UserError
+
+TOKENS_VERSION = 2  # of what is made of a record: tokens that another version has kept are made again
 
 
 class Vocabulary(TypedDict):
@@ -120,18 +122,31 @@ class Encoder:
         ]
 
     def shorten(self, example: Plain | Chat, encoded: Encoded, max_length: int) -> Encoded:
-        """A chat that is too long, without its middle messages (lib/data/truncate.py); other text as it was."""
+        """A chat that is too long, without its middle messages (lib/data/truncate.py); other text as it was.
+
+        Raises:
+            Unusable: what cannot be cut of its prompt leaves too little for an answer.
+        """
         chat = self._choose_form(example)
         if not isinstance(chat, Chat) or not encoded.completions:
             return encoded
-        room = prompt_room(len(encoded.prompt), max(map(len, encoded.completions)), max_length)
-        if len(encoded.prompt) <= room:
-            return encoded
-        shorter = shorten(chat, lambda other: len(self._prompt_of(other) or encoded.prompt) <= room)
-        if shorter is None:
-            return encoded
-        (again,) = self.encode([shorter])
-        return encoded if isinstance(again, Unusable) else again
+        longest = max(map(len, encoded.completions))
+
+        def size(other: Chat) -> int:
+            return len(encoded.prompt if other is chat else self._prompt_of(other) or encoded.prompt)
+
+        shorter = shortened(chat, size, longest, max_length)
+        again = encoded
+        if shorter is not None and shorter is not chat:
+            (made,) = self.encode([shorter])
+            again = encoded if isinstance(made, Unusable) else made
+        tokens, most = len(again.prompt), most_of_prompt(longest, max_length)
+        if tokens > most:
+            raise Unusable(
+                f"the prompt alone has {tokens} tokens, and what is not cut of it (system prompt, tools) leaves less "
+                f"than {max_length - most} of data.max_length={max_length} for the answer; raise it"
+            )
+        return _without_ends(again, max_length - tokens)
 
     def _prompt_of(self, chat: Chat) -> list[int] | None:
         """Ids of the prompt alone, with the arguments that its answers call for."""
@@ -162,13 +177,29 @@ class Encoder:
         continued = iter(self.tokens.continued([text for example in examples for text in example.completions]))
         result = []
         for example, prompt in zip(examples, prompts, strict=True):
-            # No text gets BOS twice.
+            completions = [next(continued) for _ in example.completions]
+            # No text gets BOS twice, wherever it was written.
+            if not prompt:
+                completions = [*map(self._without_opening, completions)]
             if prompt[: len(self.tokens.opening)] != self.tokens.opening:
                 prompt = self.tokens.opening + prompt
-            completions = [next(continued) for _ in example.completions]
             result.append(Encoded(prompt, [*map(self._end, completions)]))
         return result
 
+    def _without_opening(self, ids: list[int]) -> list[int]:
+        """A text without BOS, which was rendered with one and gets its own."""
+        opening = self.tokens.opening
+        return ids[len(opening) :] if ids[: len(opening)] == opening else ids
+
     def _end(self, ids: list[int]) -> list[int]:
-        """With the end token, unless the record has ended the completion already."""
-        return ids if not ids or ids[-1] in self.end_ids else [*ids, self._eos_token_id]
+        """With the end token, unless the record has ended the completion already, with a line break behind it or not.
+
+        A text that is nothing stays so: it is refused.
+        """
+        return ended(ids, self.end_ids, self.tokens, self._eos_token_id) if ids else ids
+
+
+def _without_ends(encoded: Encoded, room: int) -> Encoded:
+    """With completions of at most so many tokens."""
+    learnt = None if encoded.learnt is None else [mask[:room] for mask in encoded.learnt]
+    return Encoded(encoded.prompt, [ids[:room] for ids in encoded.completions], learnt)

@@ -2,7 +2,9 @@
 
 Of text, a prompt loses its beginning. A chat loses whole messages: the oldest of those between the system prompt and
 the last question, and is rendered again, so that it begins and ends as its template has it. Only where these are too
-long by themselves is the last question cut, at its beginning; and a completion at its end.
+long by themselves is the last question cut, at its beginning; and a completion at its end. Of a completion of several
+messages the end goes before the question's beginning. A chat's tokens are never cut at the prompt's beginning: the
+model would see no system prompt, or half a definition of a tool.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import dataclasses
 from collections.abc import Callable
 
 from lib.data.record_formats import Chat, Message
+
+LEAST_REST = 8  # a chat's answer keeps an eighth of max_length, or all of it where it is shorter
 
 
 def prompt_room(prompt: int, longest: int, max_length: int) -> int:
@@ -38,17 +42,45 @@ def truncate(
     return prompt, [completion[: max_length - kept] for completion in completions], True
 
 
+def most_of_prompt(longest: int, max_length: int) -> int:
+    """Tokens that a chat's prompt may have at most, so that its answer is not cut to nothing."""
+    return max_length - min(longest, max(1, max_length // LEAST_REST))
+
+
+def shortened(chat: Chat, size: Callable[[Chat], int], longest: int, max_length: int) -> Chat | None:
+    """The chat with what is kept of its prompt; the completions' ends are cut by what they are then too long.
+
+    None where what cannot be cut of the prompt, its system prompt and tools, leaves too little for an answer.
+
+    size: tokens of a chat's prompt. longest: tokens of the longest completion.
+    """
+
+    def fits(room: int) -> Callable[[Chat], bool]:
+        return lambda other: size(other) <= room
+
+    most = fits(most_of_prompt(longest, max_length))
+    if any(len(answer) > 1 for answer in chat.completions):
+        whole = _without_oldest(chat, fits(max_length - longest))
+        if whole is not None:
+            return whole
+        return chat if most(chat) else shorten(chat, most)
+    room = fits(prompt_room(size(chat), longest, max_length))
+    if room(chat):
+        return chat
+    if (shorter := shorten(chat, room)) is not None:
+        return shorter
+    last = _last_exchange(chat)
+    return last if most(last) else shorten(last, most)
+
+
 def shorten(chat: Chat, fits: Callable[[Chat], bool]) -> Chat | None:
     """The chat with as much of its prompt as fits; None where not even its last question's end does.
 
     fits: whether a chat's prompt is short enough; it is asked some ten times.
     """
-    exchanges = _exchanges(chat.prompt)
-    without = [_without(chat, start) for start in exchanges]
-    count = _first(len(without), lambda index: fits(without[index]))
-    if count < len(without):
-        return without[count]
-    chat = without[-1] if without else chat
+    if (without := _without_oldest(chat, fits)) is not None:
+        return without
+    chat = _last_exchange(chat)
     index = _last_question(chat.prompt)
     content = chat.prompt[index].get("content") if index is not None else None
     if index is None or not isinstance(content, str):
@@ -61,6 +93,19 @@ def shorten(chat: Chat, fits: Callable[[Chat], bool]) -> Chat | None:
 
     count = _first(len(starts), lambda number: fits(cut(number)))
     return cut(count) if count < len(starts) else None
+
+
+def _without_oldest(chat: Chat, fits: Callable[[Chat], bool]) -> Chat | None:
+    """The chat without as many of its oldest exchanges as have to go; None where that does not do."""
+    without = [_without(chat, start) for start in _exchanges(chat.prompt)]
+    count = _first(len(without), lambda index: fits(without[index]))
+    return without[count] if count < len(without) else None
+
+
+def _last_exchange(chat: Chat) -> Chat:
+    """The chat with its system prompt and its last question alone."""
+    exchanges = _exchanges(chat.prompt)
+    return _without(chat, exchanges[-1]) if exchanges else chat
 
 
 def _first(count: int, holds: Callable[[int], bool]) -> int:
