@@ -270,9 +270,9 @@ def load_dataset(
                 truncated_count += result[1]
                 examples.append((result[0], key, record.label))
         times = int(weight) if not held_out else 1
-        once_more = 0 if held_out else sources.hash_limit(weight % 1)
-        chosen = [example for _ in range(times) for example in examples]
-        chosen += [example for example in examples if example[1] < once_more]
+        taken = sources.taken_once_more(np.array([key for _, key, _ in examples], np.uint64), weight % 1)
+        once_more: list[int] = [] if held_out else np.flatnonzero(taken).tolist()
+        chosen = [example for _ in range(times) for example in examples] + [examples[i] for i in once_more]
         pieces += [piece for example, _, _ in chosen for piece in example]
         labels += [label for _, _, label in chosen if label is not None]
     if skipped and not settings.skip_invalid:

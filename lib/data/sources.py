@@ -71,6 +71,18 @@ def hash_limit(fraction: float) -> int:
     return int(fraction * 2**64)
 
 
+def taken_once_more(keys: np.ndarray, fraction: float) -> np.ndarray:
+    """Which records this fraction of a weight takes, by their hashes: uint64 [n] ➜ bool [n].
+
+    The hashes are mixed anew (the end of SplitMix64). Plain text is held out by the same ones, so that a fraction of
+    what the holdout left would otherwise be taken from its upper end alone.
+    """
+    mixed = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    below: np.ndarray = (mixed ^ (mixed >> np.uint64(31))) < np.uint64(hash_limit(fraction))
+    return below
+
+
 # ---- Records of many files
 
 
@@ -198,6 +210,6 @@ def chosen_rows(
     keys = records.column("content_key")
     chosen = []
     for part, weight in zip(parts, weights, strict=True):
-        once_more = keys[part] < np.uint64(hash_limit(weight % 1))
+        once_more = taken_once_more(keys[part], weight % 1)
         chosen += [part] * int(weight) + [part[once_more]]
     return np.concatenate(chosen)
