@@ -22,7 +22,9 @@ import numpy as np
 import pytest
 
 from lib.config import load, schema
+from lib.data.answer_questions import load_questions
 from lib.data.dataset import load_dataset
+from lib.data.tokenizer import load_tokenizer_of
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate import command as evaluate
@@ -324,6 +326,49 @@ def test_answers_are_written_in_order_and_draws_follow_the_seed(writer: Path, tm
     a, b = scored(tmp_path / "a"), scored(tmp_path / "b")
     assert a == b and len(set(map(len, (row["completions"] for row in a)))) == 1 and len(a[0]["completions"]) == 3
     assert [row["completions"] for row in scored(tmp_path / "c")] != [row["completions"] for row in a]
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model whose template writes tools and a system prompt, and may be told to think."""
+    folder = tmp_path_factory.mktemp("chatty")
+    template = (ROOT / "tests/templates/Qwen-Qwen3-0.6B.jinja").read_text()
+    tokenizer = byte_level(CORPUS, template=template)
+    tokenizer.save_pretrained(folder / "model")
+    tiny.model_folder(folder / "model", vocab_size=len(tokenizer))
+    return folder
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
+# What a row may say of its prompt, and what a model is sent because of it.
+BESIDE = [
+    ({"prompt": "Q?", "system": "Be brief."}, ["system\nBe brief.", "user\nQ?"]),
+    ({"prompt": [{"role": "user", "content": "Q?"}], "tools": TOOLS}, ['"name": "add"', "user\nQ?"]),
+    ({"prompt": "Q?", "chat_template_kwargs": {"enable_thinking": False}}, ["<think>\n\n</think>"]),
+    ({"conversations": [{"from": "human", "value": "Q?"}, {"from": "gpt", "value": "A."}]}, ["user\nQ?"]),
+    ({"messages": [{"from": "human", "value": "Q?"}, {"from": "gpt", "value": "A."}]}, ["user\nQ?"]),
+    ({"instruction": "Q?", "input": "", "output": "A."}, ["user\nQ?"]),
+    ({"chosen": "\n\nHuman: Q?\n\nAssistant: A.", "rejected": "\n\nHuman: Q?\n\nAssistant: B."}, ["user\nQ?"]),
+]
+
+
+def config_of(folder: Path, *words: str) -> schema.Config:
+    return load.load(None, [f"model.path={folder}/model", f"data.cache_dir={folder}/cache", "data.train=-", *words])
+
+
+def test_questions_are_asked_with_all_that_training_reads_beside_a_prompt(chatty: Path, tmp_path: Path) -> None:
+    path = tiny.write_jsonl(tmp_path / "q.jsonl", [record | {"answer": "7"} for record, _ in BESIDE])
+    config = config_of(chatty, f"evaluate.answers={path}", "evaluate.max_tokens=4")
+    tokenizer = load_tokenizer_of(config.model)
+    assert tokenizer is not None
+    for (record, wanted), question in zip(BESIDE, load_questions(config, tokenizer), strict=True):
+        text = tokenizer.decode(question.prompt_ids)
+        assert all(part in text for part in wanted) and "A." not in text, record
+        assert (question.prompt, question.answer) == ("Q?", "7")
+    for wrong in ([], ["a"], [{"role": "user"}]):
+        tiny.write_jsonl(path, [{"prompt": wrong, "answer": "7"}])
+        with pytest.raises(UserError, match=r"q\.jsonl:1: .*prompt"):
+            load_questions(config, tokenizer)
 
 
 def test_pairs_are_made_by_an_answer_or_by_a_judge(
