@@ -27,11 +27,12 @@ from lib.data.dataset import load_dataset
 from lib.data.tokenizer import load_tokenizer_of
 from lib.distributed.world import World
 from lib.errors import UserError
+from lib.evaluate import batch_inference, work_queue
 from lib.evaluate import command as evaluate
-from lib.evaluate import work_queue
 from lib.evaluate.work_queue import Dispatcher, Journal, Local, Remote, Server, opened_journal, work
 from lib.model import load as models
 from lib.training import reference_model
+from lib.training.progress_display import RunConsole
 from tests import tiny
 from tests.test_data import CORPUS, byte_level
 from tests.tiny import ROOT
@@ -353,7 +354,16 @@ BESIDE = [
 
 
 def config_of(folder: Path, *words: str) -> schema.Config:
-    return load.load(None, [f"model.path={folder}/model", f"data.cache_dir={folder}/cache", "data.train=-", *words])
+    return load.load(
+        None,
+        [
+            f"model.path={folder}/model",
+            "model.random_init=true",
+            f"data.cache_dir={folder}/cache",
+            "data.train=-",
+            *words,
+        ],
+    )
 
 
 def test_questions_are_asked_with_all_that_training_reads_beside_a_prompt(chatty: Path, tmp_path: Path) -> None:
@@ -361,10 +371,14 @@ def test_questions_are_asked_with_all_that_training_reads_beside_a_prompt(chatty
     config = config_of(chatty, f"evaluate.answers={path}", "evaluate.max_tokens=4")
     tokenizer = load_tokenizer_of(config.model)
     assert tokenizer is not None
-    for (record, wanted), question in zip(BESIDE, load_questions(config, tokenizer), strict=True):
+    questions = load_questions(config, tokenizer)
+    for (record, wanted), question in zip(BESIDE, questions, strict=True):
         text = tokenizer.decode(question.prompt_ids)
         assert all(part in text for part in wanted) and "A." not in text, record
         assert (question.prompt, question.answer) == ("Q?", "7")
+    records = batch_inference.open_rows(str(path), config.data, "prompt", RunConsole(World()))
+    asked = batch_inference.CompletionWriter(models.load(config.model, 0), tokenizer, records, config, None)
+    assert [asked._prompt_ids(row) for row in range(len(BESIDE))] == [one.prompt_ids for one in questions]
     for wrong in ([], ["a"], [{"role": "user"}]):
         tiny.write_jsonl(path, [{"prompt": wrong, "answer": "7"}])
         with pytest.raises(UserError, match=r"q\.jsonl:1: .*prompt"):

@@ -25,9 +25,10 @@ from mlx_lm.sample_utils import make_sampler
 
 from lib.config.schema import Config, DataSettings
 from lib.data import sources
+from lib.data.asked import ids_of
 from lib.data.collate import collate
 from lib.data.dataset import Example, parse, tokenised
-from lib.data.record_formats import RecordKind, Tokens, Unusable
+from lib.data.record_formats import RecordKind, Unusable
 from lib.data.row_order import micro_batches
 from lib.data.sources import Records
 from lib.data.text_tokens import Tokenizer
@@ -363,9 +364,7 @@ class CompletionWriter:
         try:
             if isinstance(record, Unusable):
                 raise record
-            ids = record.prompt if isinstance(record, Tokens) else self.encoder.prompt_ids(record.prompt or "")
-            if not ids:
-                raise Unusable("the prompt is empty")
+            ids = ids_of(record, self.encoder)
             self.limits.check_ids([ids])
             self.limits.check_answer(len(ids), self.settings.evaluate.max_tokens, "evaluate.max_tokens")
         except Unusable as why:
