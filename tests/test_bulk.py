@@ -385,13 +385,45 @@ def test_questions_are_asked_with_all_that_training_reads_beside_a_prompt(chatty
             load_questions(config, tokenizer)
 
 
+def always_drawn(monkeypatch: pytest.MonkeyPatch, *texts: str, cut: tuple[str, ...] = ()) -> None:
+    """Whatever is asked, these are the answers; those of `cut` have no end."""
+    made = [batch_inference.Drawn(text, [20 + i], text not in cut) for i, text in enumerate(texts)]
+    monkeypatch.setattr(batch_inference.CompletionWriter, "drawn", lambda self, rows: [made] * len(rows))
+
+
+def by_length(prompt: Any, completions: list[str], record: dict[str, Any]) -> list[int]:
+    """A judge that is told the prompt, and nothing of what the record has for an answer."""
+    said = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    assert said == "Q?" and (isinstance(prompt, str) or {one["role"] for one in prompt} <= {"system", "user"}), prompt
+    return [len(text) for text in completions]
+
+
+def test_pairs_are_trained_behind_the_prompts_that_were_answered(
+    chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every format; the judge sees what was asked, without the answer that a record has."""
+    always_drawn(monkeypatch, "One.", "Three.")
+    tokenizer = load_tokenizer_of(config_of(chatty).model)
+    assert tokenizer is not None
+    ids = {"prompt_ids": tokenizer.encode("Q?", add_special_tokens=False)}
+    data = tiny.write_jsonl(tmp_path / "q.jsonl", [*(record for record, _ in BESIDE), ids])
+    out = tmp_path / "pairs.jsonl"
+    words = [*common(chatty, "evaluate.judge=tests.test_bulk:by_length", "data.max_length=1024"), "--data", str(data)]
+    bulk([*words, "--make-pairs", str(out)])
+    config = config_of(chatty)
+    records = batch_inference.open_rows(str(data), config.data, "prompt", RunConsole(World()))
+    asked = batch_inference.CompletionWriter(models.load(config.model, 0), tokenizer, records, config, None)
+    trained = load_dataset(str(out), config.data, "preference", tokenizer, eos_token_id=1)
+    assert [one.prompt_ids.tolist() for one in trained] == [asked._prompt_ids(row) for row in range(len(records))]
+    assert [(pair["chosen"], pair["rejected"]) for pair in scored(out)] == [("Three.", "One.")] * len(records)
+    assert [ids.tolist() for ids in trained[len(BESIDE)].completions] == [[21, 1], [20, 1]], "with their end"
+
+
 def test_pairs_are_made_by_an_answer_or_by_a_judge(
     writer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn = ["It is 0.", "It is 1.", "It is 2.", "It is 2."]
-    monkeypatch.setattr(
-        "lib.evaluate.batch_inference.CompletionWriter.completions", lambda self, rows: [drawn] * len(rows)
-    )
+    always_drawn(monkeypatch, *drawn)
     words = [*common(writer), "--data", str(writer / "questions.jsonl")]
     pattern = r"evaluate.answer_pattern=(\d+)\."
     bulk([*words, pattern, "--make-pairs", str(tmp_path / "checked.jsonl")])

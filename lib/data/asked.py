@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lib.config.schema import DataSettings
+from lib.data.column_readers import TEMPLATE_ARGUMENTS
 from lib.data.parse_records import parse
 from lib.data.record_formats import JSON, Chat, Message, Plain, Tokens, Unusable
 from lib.data.text_tokens import Tokenizer
@@ -25,6 +26,22 @@ def shown(parsed: Tokens | Plain | Chat, stored: object, tokenizer: Tokenizer) -
         return parsed.prompt or ""
     is_text = isinstance(stored, str) and parsed.prompt == [{"role": "user", "content": stored}]
     return str(stored) if is_text else parsed.prompt
+
+
+def columns_of(record: JSON, data: DataSettings, tokenizer: Tokenizer) -> JSON:
+    """The columns of a prompt, under the names that every reader knows: training renders what was answered.
+
+    Raises Unusable.
+    """
+    parsed = parse(record, data, "prompt")
+    columns: JSON = {"prompt": shown(parsed, record.get(data.prompt), tokenizer)}
+    if isinstance(parsed, Tokens):
+        columns["prompt_ids"] = parsed.prompt
+    if isinstance(parsed, Chat) and parsed.tools:
+        columns["tools"] = parsed.tools
+    if isinstance(parsed, Chat) and parsed.template_arguments:
+        columns[TEMPLATE_ARGUMENTS] = parsed.template_arguments
+    return columns
 
 
 def ids_of(parsed: Tokens | Plain | Chat, encoder: Encoder) -> list[int]:
