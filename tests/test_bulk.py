@@ -419,6 +419,26 @@ def test_pairs_are_trained_behind_the_prompts_that_were_answered(
     assert [ids.tolist() for ids in trained[len(BESIDE)].completions] == [[21, 1], [20, 1]], "with their end"
 
 
+def test_an_answer_without_an_end_is_in_no_pair(writer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training adds an end token to every text: a model would learn to stop in the middle of a sentence."""
+    questions, out = str(writer / "questions.jsonl"), tmp_path / "pairs.jsonl"
+    words = [*common(writer, "evaluate.judge=tests.test_bulk:longest"), "--data", questions, "--make-pairs"]
+    with monkeypatch.context() as patch:
+        always_drawn(patch, "It is 0.", "It is 11.", "It is 22222222 and", cut=("It is 22222222 and",))
+        _, said = bulk([*words, str(out)])
+    assert {(pair["chosen"], pair["rejected"]) for pair in scored(out)} == {("It is 11.", "It is 0.")}
+    told = " ".join(said.split())
+    assert "20 of 20 prompts gave a pair; 20 of the 60 answers that rank 0 drew have no end within" in told
+    _, said = bulk([*words, str(tmp_path / "none.jsonl"), "evaluate.max_tokens=1", "evaluate.completions=2"])
+    assert scored(tmp_path / "none.jsonl") == []
+    assert "0 of 20 prompts gave a pair; 40 of the 40 answers" in " ".join(said.split())
+
+
+def longest(prompt: Any, completions: list[str], record: dict[str, Any]) -> list[int]:
+    """A judge that prefers long answers."""
+    return [len(text) for text in completions]
+
+
 def test_pairs_are_made_by_an_answer_or_by_a_judge(
     writer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

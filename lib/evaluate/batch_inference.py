@@ -392,10 +392,15 @@ def _distinct(drawn: Sequence[Drawn]) -> list[Drawn]:
 
 
 class PairMaker:
-    """Preference pairs from drawn completions: the best against the worst, where one is better."""
+    """Preference pairs from drawn completions: the best against the worst, where one is better.
+
+    A completion that evaluate.max_tokens cut is in none: training adds an end token to a text, and the model would
+    learn to stop in the middle of a sentence.
+    """
 
     def __init__(self, writer: CompletionWriter):
         self.writer, self.settings, self.judge = writer, writer.settings, scorer_of(writer.settings)
+        self.drawn = self.cut = 0  # completions of this rank, and those of them that have no end
 
     def __call__(self, rows: range) -> Lines:
         """One line for each of some rows: a pair, or nothing where all completions are the same.
@@ -403,7 +408,10 @@ class PairMaker:
         Raises:
             UserError: a record without an answer, where there is no judge; or what the judge did wrong.
         """
-        drawn = [_distinct(of_row) for of_row in self.writer.drawn(rows)]
+        made = self.writer.drawn(rows)
+        drawn = [_distinct([one for one in of_row if one.is_whole]) for of_row in made]
+        self.drawn += sum(map(len, made))
+        self.cut += sum(not one.is_whole for of_row in made for one in of_row)
         with agreeing(self.writer.world, "judging"):
             return self._pairs(rows, drawn) if self.writer.world.rank == 0 else []
 
@@ -411,20 +419,32 @@ class PairMaker:
         """The same for some chunks, one after the other."""
         return list(map(self, chunks))
 
+    def summary(self, out: Path, rows: int) -> str:
+        """For people: how many prompts gave a pair, whoever drew for them, and what this rank had to leave out."""
+        with out.open("rb") as file:
+            pairs = sum(1 for _ in file)
+        made = f"{out}: {pairs:,} of {rows:,} prompts gave a pair"
+        if not self.cut:
+            return made
+        most = self.settings.evaluate.max_tokens
+        return (
+            f"{made}; {self.cut:,} of the {self.drawn:,} answers that rank {self.writer.world.rank} drew have no end "
+            f"within evaluate.max_tokens={most} and are in none"
+        )
+
     def _pairs(self, rows: range, drawn: Sequence[list[Drawn]]) -> Lines:
         writer, data = self.writer, self.settings.data
-        kept = [(row, writer.records[row], of_row) for row, of_row in zip(rows, drawn, strict=True)]
-        scores = self.judge(
-            [
-                Question(
-                    writer.records.location(row),
-                    asked_of(record, data, writer.tokenizer),
-                    [one.text for one in of_row],
-                    record,
-                )
-                for row, record, of_row in kept
-            ]
-        )
+        kept = [(row, writer.records[row], of_row) for row, of_row in zip(rows, drawn, strict=True) if of_row]
+        questions = [
+            Question(
+                writer.records.location(row),
+                asked_of(record, data, writer.tokenizer),
+                [one.text for one in of_row],
+                record,
+            )
+            for row, record, of_row in kept
+        ]
+        scores = self.judge(questions) if questions else []
         lines = []
         for (_, record, of_row), of_texts in zip(kept, scores, strict=True):
             grades = np.array(of_texts)  # NaN where the judge gave none

@@ -224,6 +224,8 @@ def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None
     if figures is not None:
         speed = f"{figures['rows_per_second']:.1f} rows/s"
         say.line(f"{out}: {figures['rows']:,} rows in {figures['seconds']:.1f} s ({speed})")
+        if isinstance(do, batch_inference.PairMaker):
+            say.line(do.summary(out, figures["rows"]))
         say.record(dict(figures))
 
 
