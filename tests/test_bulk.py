@@ -24,11 +24,13 @@ import pytest
 from lib.config import load, schema
 from lib.data.answer_questions import load_questions
 from lib.data.dataset import load_dataset
+from lib.data.streaming import open_held_out
 from lib.data.tokenizer import load_tokenizer_of
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate import batch_inference, work_queue
 from lib.evaluate import command as evaluate
+from lib.evaluate.asked_rows import open_asked
 from lib.evaluate.work_queue import Dispatcher, Journal, Local, Remote, Server, opened_journal, work
 from lib.model import load as models
 from lib.training import reference_model
@@ -562,3 +564,35 @@ def test_a_run_is_scored_against_what_it_started_from(tmp_path: Path) -> None:
     for one, other in zip(scored(tmp_path / "out.jsonl"), scored(tmp_path / "pairs.jsonl"), strict=True):
         assert {name: one[name] for name in other} == pytest.approx(other, rel=1e-4, abs=1e-5)
     assert any(abs(row["reward_chosen"]) > 1e-4 for row in scored(tmp_path / "out.jsonl"))
+
+
+def test_by_default_a_runs_held_out_rows_are_scored(tmp_path: Path) -> None:
+    """Not those that it was trained on; of several sources, and by the hashes that training went by."""
+    words = [word for word in tiny.settings(tmp_path, rows=30) if not word.startswith(("data.train=", "data.valid="))]
+    folder, out = tmp_path / "runs", tmp_path / "out.jsonl"
+    other = tiny.write_jsonl(tmp_path / "other.jsonl", list(tiny.pairs(30, seed=5)))
+    mixture = f"data.train={{{tmp_path}/train.jsonl: 1, {other}: 0.5}}"
+    tiny.train(tmp_path, [*words, mixture, "data.holdout=0.3", "train.steps=2", "run.name=run"])
+    cache = f"data.cache_dir={tmp_path}/cache"
+    bulk(["--run", str(folder / "run"), cache, "--score", "--out", str(out)])
+    bulk(["--run", str(folder / "run"), cache, "--per-pair", str(tmp_path / "pairs.jsonl")])
+    assert 5 < len(scored(out)) < 30
+    for one, pair in zip(scored(out), scored(tmp_path / "pairs.jsonl"), strict=True):
+        assert {name: one[name] for name in pair} == pytest.approx(pair, rel=1e-4, abs=1e-5)
+    tiny.train(tmp_path, [*words, f"data.train={other}", "train.steps=2", "run.name=bare"])
+    status, said = bulk(["--run", str(folder / "bare"), cache, "--score", "--out", f"{out}.2"], check=False)
+    assert status == 2 and "the run has no held-out records (data.valid, data.holdout); name a file with" in said
+
+
+def test_held_out_conversations_are_asked_on_the_side_where_training_has_them(chatty: Path, tmp_path: Path) -> None:
+    """With data.learn=all a conversation has no prompt to be held out by, though it has one to be asked."""
+    rows = [[{"role": "user", "content": f"{i % 4}?"}, {"role": "assistant", "content": str(i)}] for i in range(40)]
+    data = tiny.write_jsonl(tmp_path / "chats.jsonl", [{"messages": messages} for messages in rows])
+    words = [f"data.train={data}", "data.holdout=0.3", "train.loss=sft", f"data.cache_dir={tmp_path}/cache"]
+    for learn in ("all", "last"):
+        config = config_of(chatty, *words, f"data.learn={learn}")
+        asked = open_asked(None, config, "prompt", RunConsole(World()))
+        trained = open_asked(None, config, "sft", RunConsole(World()))
+        assert [asked[i] for i in range(len(asked))] == [trained[i] for i in range(len(trained))]
+        held_out = open_held_out(config.data, "sft", load_tokenizer_of(config.model), tell=print, eos_token_id=1)
+        assert held_out is not None and len(held_out) == len(asked) and 0 < len(asked) < 40

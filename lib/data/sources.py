@@ -7,6 +7,7 @@ A source is a file, a folder or a glob of them, or a data set of the Hugging Fac
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import glob
 import itertools
 import os
@@ -111,6 +112,20 @@ class Records:
         """A record's line in its file, from 1."""
         which = bisect.bisect_right(self.starts, number) - 1
         return int(self.indices[which].entries["line"][number - self.starts[which]])
+
+    def lines_of_files(self, rows: np.ndarray) -> list[np.ndarray]:
+        """The lines of some records, ascending by number: int64 [n] for each file."""
+        return [index.entries["line"][own] for index, own in zip(self.indices, self._by_file(rows), strict=True)]
+
+    def only(self, rows: np.ndarray) -> Records:
+        """Some records alone, ascending by number, and numbered anew."""
+        own = zip(self.indices, self._by_file(rows), strict=True)
+        return Records([dataclasses.replace(index, entries=index.entries[numbers]) for index, numbers in own])
+
+    def _by_file(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Numbers inside of each file."""
+        parts = np.split(rows, np.searchsorted(rows, self.starts[1:-1]))
+        return [part - start for part, start in zip(parts, self.starts, strict=False)]
 
     def label(self, number: int) -> bool | None:
         """Whether the completion of a record is desirable; None for a record without a label."""
