@@ -35,6 +35,7 @@ from lib.rollouts.gate import RoundFigures, losses_of, warnings_of
 from lib.rollouts.pairs import Answer, Group, Pair, SampleFigures, figures_of, groups_of, pairs_of
 from lib.rollouts.rounds import Rounds
 from lib.telemetry.run_records import read_records
+from lib.training.reference_model import AskedReference
 from lib.training.step_retries import Learner
 from tests import tiny
 from tests.kills import digests
@@ -448,6 +449,21 @@ def test_a_finished_run_answers_questions(whole: tuple[Path, list[str]], capsys:
     pairs = tiny.write_jsonl(sums.with_name("held-out-pairs.jsonl"), list(tiny.pairs(3)))
     assert evaluate.main(["--run", str(run), f"data.valid={pairs}"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"] == 3
+
+
+def alike(prompt: Any, completions: list[str], record: dict[str, Any]) -> list[int]:
+    """A judge that prefers nothing."""
+    return [1] * len(completions)
+
+
+def test_the_reference_follows_after_a_round_without_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would be that of the rounds before, until its next turn."""
+    followed: list[int] = []
+    monkeypatch.setattr(AskedReference, "follow", lambda self, step: followed.append(step))
+    judge = "tests.test_rollouts:alike"
+    words = tiny.rounds(tmp_path, rollouts__rounds=2, evaluate__judge=judge, rollouts__reference_every=1)
+    tiny.train(tmp_path, [*words, "run.name=run"])
+    assert followed[:2] == [2, 4] and lines(tmp_path / "runs/run/rounds/0001/pairs.jsonl") == []
 
 
 def asks(prompt: Any, completions: list[str], record: dict[str, Any]) -> list[int]:

@@ -192,6 +192,8 @@ class Rounds:
                 first_step,
             )
             run.progress.step = run.steps
+            if run.reference is not None:  # its turn is the round's, whatever was learnt
+                run.reference.follow(run.progress.step)
             self.loop.latest = dict(self._kept().held_out)
             run.save()
         seconds["training_seconds"] = time.perf_counter() - training
