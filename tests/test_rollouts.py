@@ -35,6 +35,7 @@ from lib.rollouts.gate import RoundFigures, losses_of, warnings_of
 from lib.rollouts.pairs import Answer, Group, Pair, SampleFigures, figures_of, groups_of, pairs_of
 from lib.rollouts.rounds import Rounds
 from lib.telemetry.run_records import read_records
+from lib.training.checkpoint import load_part
 from lib.training.reference_model import AskedReference
 from lib.training.step_retries import Learner
 from tests import tiny
@@ -449,6 +450,25 @@ def test_a_finished_run_answers_questions(whole: tuple[Path, list[str]], capsys:
     pairs = tiny.write_jsonl(sums.with_name("held-out-pairs.jsonl"), list(tiny.pairs(3)))
     assert evaluate.main(["--run", str(run), f"data.valid={pairs}"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"] == 3
+
+
+def test_the_momentum_of_merges_goes_with_a_round_that_is_undone(
+    second_loses: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Independent ranks would follow it into the next round; so too where a fault came before the round was undone."""
+    words = [*tiny.rounds(tmp_path), "strategy=independent", "independent.merge=outer", "sync.compression=int8"]
+    tiny.train(tmp_path, [*words, "run.name=whole"])
+    run, stopped = tmp_path / "runs/whole", tmp_path / "runs/stopped"
+    first, second, third = (load_part(run / "checkpoints", step, 0) for step in (2, 4, 6))
+    for kind in ("momentum", "feedback"):
+        assert first[kind] and first[kind].keys() == second[kind].keys()
+        assert all(np.array_equal(second[kind][name], array) for name, array in first[kind].items())
+        assert not all(np.array_equal(third[kind][name], array) for name, array in first[kind].items())
+    with monkeypatch.context() as patcher:
+        stopped_at(Rounds, "_undo", 1)(patcher)
+        tiny.train(tmp_path, [*words, "run.name=stopped"], check=False)
+    tiny.train(tmp_path, ["--resume", str(stopped)])
+    assert outcome(stopped) == outcome(run)
 
 
 def alike(prompt: Any, completions: list[str], record: dict[str, Any]) -> list[int]:

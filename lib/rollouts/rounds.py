@@ -49,7 +49,7 @@ from lib.system import files
 from lib.training.local_sgd import LocalSGD
 from lib.training.loop import Batches, TrainingLoop
 from lib.training.objective import Metrics
-from lib.training.resume import restore_learned
+from lib.training.resume import own_part_at, restore_learned
 from lib.training.training_run import TrainingRun
 
 ROUND = "round.json"
@@ -311,13 +311,16 @@ class Rounds:
             self._undo()
 
     def _undo(self) -> None:
-        """Goes back to the weights and the optimizer's state of the last round that was kept."""
+        """Goes back to the weights, the optimizer's state and the merges' momentum of the last round that was kept."""
         run, kept = self.run, self._kept()
         path = run.folder / "checkpoints" / f"step-{kept.number * self.steps:08d}"
         restore_learned(path, run.model, run.optimizer, run.world)
         if run.reference is not None:
             run.reference.follow(run.progress.step)
         run.feedback.clear()
+        if run.local_sgd is not None:  # what the round did to the merges that follow goes with it
+            own, merger, run.resumed = own_part_at(path, run.world), run.local_sgd.merger, {}
+            merger.momentum, merger.feedback = own.get("momentum", {}), own.get("feedback", {})
         self.loop.latest = dict(kept.held_out)
         run.save()
 
