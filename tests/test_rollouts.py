@@ -23,7 +23,9 @@ from lib.dashboard import charts, pictures
 from lib.dashboard import rounds as rounds_shown
 from lib.dashboard.history import RunHistory
 from lib.data.answer_questions import load_questions
+from lib.data.dataset import load_dataset
 from lib.data.prompts import open_prompts
+from lib.data.tokenize import Encoder
 from lib.data.tokenizer import load_tokenizer_of
 from lib.errors import UserError
 from lib.evaluate import command as evaluate
@@ -40,6 +42,7 @@ from lib.training.reference_model import AskedReference
 from lib.training.step_retries import Learner
 from tests import tiny
 from tests.kills import digests
+from tests.test_data import CORPUS, byte_level
 
 # ---- Pairs
 
@@ -469,6 +472,29 @@ def test_the_momentum_of_merges_goes_with_a_round_that_is_undone(
         tiny.train(tmp_path, [*words, "run.name=stopped"], check=False)
     tiny.train(tmp_path, ["--resume", str(stopped)])
     assert outcome(stopped) == outcome(run)
+
+
+def test_pairs_of_a_round_are_trained_by_their_ids_and_by_no_other_tokenizer(
+    whole: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    pairs = next(path for path in sorted(whole[0].glob("rounds/*/pairs.jsonl")) if path.stat().st_size)
+    config = load(None, whole[1])
+    own, other = load_tokenizer_of(config.model), byte_level(CORPUS)
+
+    def read(path: Path, tokenizer: Any) -> list[list[int]]:
+        data = config.data.model_copy(update={"max_length": 1024})
+        rows = load_dataset(str(path), data, "preference", tokenizer, eos_token_id=1)
+        return [row.completions[0].tolist() for row in rows]
+
+    assert read(pairs, own) == [pair["chosen_ids"] for pair in lines(pairs)]
+    with pytest.raises(UserError, match=r"pairs.jsonl:1: its token ids are of another tokenizer than the model's"):
+        read(pairs, other)
+    with pytest.raises(UserError, match=r"pairs.jsonl:1: its token ids are of another tokenizer than the model's"):
+        encoder = Encoder(other, config.data, 1)
+        open_prompts(str(pairs), config.data, encoder, RolloutSettings(), 2, None, print)
+    without = [{name: value for name, value in pair.items() if not name.endswith("_ids")} for pair in lines(pairs)]
+    texts = [other.decode(ids[:-1]) for ids in read(tiny.write_jsonl(tmp_path / "texts.jsonl", without), other)]
+    assert texts == [pair["chosen"] for pair in lines(pairs)]
 
 
 def alike(prompt: Any, completions: list[str], record: dict[str, Any]) -> list[int]:

@@ -6,6 +6,7 @@ from lib.config.schema import DataSettings
 from lib.data.column_readers import TEMPLATE_ARGUMENTS
 from lib.data.parse_records import parse
 from lib.data.record_formats import JSON, Chat, Message, Plain, Tokens, Unusable
+from lib.data.stamped_tokens import stamp_of
 from lib.data.text_tokens import Tokenizer
 from lib.data.tokenize import Encoder, encode_records
 
@@ -36,7 +37,7 @@ def columns_of(record: JSON, data: DataSettings, tokenizer: Tokenizer) -> JSON:
     parsed = parse(record, data, "prompt")
     columns: JSON = {"prompt": shown(parsed, record.get(data.prompt), tokenizer)}
     if isinstance(parsed, Tokens):
-        columns["prompt_ids"] = parsed.prompt
+        columns |= {"prompt_ids": parsed.prompt, **stamp_of(tokenizer)}
     if isinstance(parsed, Chat) and parsed.tools:
         columns["tools"] = parsed.tools
     if isinstance(parsed, Chat) and parsed.template_arguments:

@@ -23,6 +23,7 @@ from lib.data.chat_tokens import Encoded
 from lib.data.model_limits import ModelLimits
 from lib.data.record_formats import JSON, Chat, Plain, RecordKind, Tokens, Unusable, Unwanted
 from lib.data.sources import Records
+from lib.data.stamped_tokens import require_own
 from lib.data.text_tokens import Tokenizer
 from lib.data.tokenize import Encoder, Vocabulary, encode_records, limits_of
 from lib.data.truncate import truncate
@@ -366,12 +367,13 @@ def tokenised(
 ) -> Iterator[tuple[str, Record | Unusable, tuple[Pieces, bool] | Unusable]]:
     """Place, record, and its ids with whether they were cut; or why there are none. Some thousand records at a time.
 
-    Raises UserError for text without a tokenizer.
+    Raises UserError for text without a tokenizer, and for ids of another one.
     """
     iterator = iter(source)
     while chunk := list(islice(iterator, CHUNK_RECORDS)):
         encoded = encode_records([record for _, record in chunk], encoder, chunk[0][0].rpartition(":")[0])
         for (place, record), ids in zip(chunk, encoded, strict=True):
+            require_own(record, encoder.tokenizer if encoder else None, place)
             try:
                 yield place, record, _finish(record, ids, settings, encoder, limits)
             except Unusable as why:

@@ -31,6 +31,7 @@ from lib.data.dataset import Example, parse, tokenised
 from lib.data.record_formats import RecordKind, Unusable
 from lib.data.row_order import micro_batches
 from lib.data.sources import Records
+from lib.data.stamped_tokens import require_own
 from lib.data.text_tokens import Tokenizer
 from lib.data.tokenize import Encoder, limits_of
 from lib.distributed.sharded_world import Lockstep
@@ -375,6 +376,7 @@ class CompletionWriter:
         try:
             if isinstance(record, Unusable):
                 raise record
+            require_own(record, self.tokenizer, self.records.location(row))
             ids = ids_of(record, self.encoder)
             self.limits.check_ids([ids])
             self.limits.check_answer(len(ids), self.settings.evaluate.max_tokens, "evaluate.max_tokens")

@@ -31,6 +31,7 @@ from lib.data.asked import asked_of, columns_of
 from lib.data.model_limits import ModelLimits
 from lib.data.prompts import Prompts
 from lib.data.record_formats import Unusable
+from lib.data.stamped_tokens import stamp_of
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate.batch_inference import key_of, pull
@@ -328,6 +329,7 @@ class Collector:
             **columns_of(self.prompts.record(pair.prompt_id), self.config.data, self.sampler.tokenizer),
             "chosen": pair.chosen.text,
             "rejected": pair.rejected.text,
+            **stamp_of(self.sampler.tokenizer),
             "prompt_ids": pair.prompt_tokens,
             "chosen_ids": pair.chosen.tokens,
             "rejected_ids": pair.rejected.tokens,
