@@ -22,14 +22,19 @@ import numpy as np
 import pytest
 
 from lib.config import load, schema
+from lib.data.answer_questions import load_questions
 from lib.data.dataset import load_dataset
+from lib.data.streaming import open_held_out
+from lib.data.tokenizer import load_tokenizer_of
 from lib.distributed.world import World
 from lib.errors import UserError
+from lib.evaluate import batch_inference, work_queue
 from lib.evaluate import command as evaluate
-from lib.evaluate import work_queue
+from lib.evaluate.asked_rows import open_asked
 from lib.evaluate.work_queue import Dispatcher, Journal, Local, Remote, Server, opened_journal, work
 from lib.model import load as models
 from lib.training import reference_model
+from lib.training.progress_display import RunConsole
 from tests import tiny
 from tests.test_data import CORPUS, byte_level
 from tests.tiny import ROOT
@@ -326,13 +331,121 @@ def test_answers_are_written_in_order_and_draws_follow_the_seed(writer: Path, tm
     assert [row["completions"] for row in scored(tmp_path / "c")] != [row["completions"] for row in a]
 
 
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model whose template writes tools and a system prompt, and may be told to think."""
+    folder = tmp_path_factory.mktemp("chatty")
+    template = (ROOT / "tests/templates/Qwen-Qwen3-0.6B.jinja").read_text()
+    tokenizer = byte_level(CORPUS, template=template)
+    tokenizer.save_pretrained(folder / "model")
+    tiny.model_folder(folder / "model", vocab_size=len(tokenizer))
+    return folder
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
+# What a row may say of its prompt, and what a model is sent because of it.
+BESIDE = [
+    ({"prompt": "Q?", "system": "Be brief."}, ["system\nBe brief.", "user\nQ?"]),
+    ({"prompt": [{"role": "user", "content": "Q?"}], "tools": TOOLS}, ['"name": "add"', "user\nQ?"]),
+    ({"prompt": "Q?", "chat_template_kwargs": {"enable_thinking": False}}, ["<think>\n\n</think>"]),
+    ({"conversations": [{"from": "human", "value": "Q?"}, {"from": "gpt", "value": "A."}]}, ["user\nQ?"]),
+    ({"messages": [{"from": "human", "value": "Q?"}, {"from": "gpt", "value": "A."}]}, ["user\nQ?"]),
+    ({"instruction": "Q?", "input": "", "output": "A."}, ["user\nQ?"]),
+    ({"chosen": "\n\nHuman: Q?\n\nAssistant: A.", "rejected": "\n\nHuman: Q?\n\nAssistant: B."}, ["user\nQ?"]),
+]
+
+
+def config_of(folder: Path, *words: str) -> schema.Config:
+    return load.load(
+        None,
+        [
+            f"model.path={folder}/model",
+            "model.random_init=true",
+            f"data.cache_dir={folder}/cache",
+            "data.train=-",
+            *words,
+        ],
+    )
+
+
+def test_questions_are_asked_with_all_that_training_reads_beside_a_prompt(chatty: Path, tmp_path: Path) -> None:
+    path = tiny.write_jsonl(tmp_path / "q.jsonl", [record | {"answer": "7"} for record, _ in BESIDE])
+    config = config_of(chatty, f"evaluate.answers={path}", "evaluate.max_tokens=4")
+    tokenizer = load_tokenizer_of(config.model)
+    assert tokenizer is not None
+    questions = load_questions(config, tokenizer)
+    for (record, wanted), question in zip(BESIDE, questions, strict=True):
+        text = tokenizer.decode(question.prompt_ids)
+        assert all(part in text for part in wanted) and "A." not in text, record
+        assert (question.prompt, question.answer) == ("Q?", "7")
+    records = batch_inference.open_rows(str(path), config.data, "prompt", RunConsole(World()))
+    asked = batch_inference.CompletionWriter(models.load(config.model, 0), tokenizer, records, config, None)
+    assert [asked._prompt_ids(row) for row in range(len(BESIDE))] == [one.prompt_ids for one in questions]
+    for wrong in ([], ["a"], [{"role": "user"}]):
+        tiny.write_jsonl(path, [{"prompt": wrong, "answer": "7"}])
+        with pytest.raises(UserError, match=r"q\.jsonl:1: .*prompt"):
+            load_questions(config, tokenizer)
+
+
+def always_drawn(monkeypatch: pytest.MonkeyPatch, *texts: str, cut: tuple[str, ...] = ()) -> None:
+    """Whatever is asked, these are the answers; those of `cut` have no end."""
+    made = [batch_inference.Drawn(text, [20 + i], text not in cut) for i, text in enumerate(texts)]
+    monkeypatch.setattr(batch_inference.CompletionWriter, "drawn", lambda self, rows: [made] * len(rows))
+
+
+def by_length(prompt: Any, completions: list[str], record: dict[str, Any]) -> list[int]:
+    """A judge that is told the prompt, and nothing of what the record has for an answer."""
+    said = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    assert said == "Q?" and (isinstance(prompt, str) or {one["role"] for one in prompt} <= {"system", "user"}), prompt
+    return [len(text) for text in completions]
+
+
+def test_pairs_are_trained_behind_the_prompts_that_were_answered(
+    chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every format; the judge sees what was asked, without the answer that a record has."""
+    always_drawn(monkeypatch, "One.", "Three.")
+    tokenizer = load_tokenizer_of(config_of(chatty).model)
+    assert tokenizer is not None
+    ids = {"prompt_ids": tokenizer.encode("Q?", add_special_tokens=False)}
+    data = tiny.write_jsonl(tmp_path / "q.jsonl", [*(record for record, _ in BESIDE), ids])
+    out = tmp_path / "pairs.jsonl"
+    words = [*common(chatty, "evaluate.judge=tests.test_bulk:by_length", "data.max_length=1024"), "--data", str(data)]
+    bulk([*words, "--make-pairs", str(out)])
+    config = config_of(chatty)
+    records = batch_inference.open_rows(str(data), config.data, "prompt", RunConsole(World()))
+    asked = batch_inference.CompletionWriter(models.load(config.model, 0), tokenizer, records, config, None)
+    trained = load_dataset(str(out), config.data, "preference", tokenizer, eos_token_id=1)
+    assert [one.prompt_ids.tolist() for one in trained] == [asked._prompt_ids(row) for row in range(len(records))]
+    assert [(pair["chosen"], pair["rejected"]) for pair in scored(out)] == [("Three.", "One.")] * len(records)
+    assert [ids.tolist() for ids in trained[len(BESIDE)].completions] == [[21, 1], [20, 1]], "with their end"
+
+
+def test_an_answer_without_an_end_is_in_no_pair(writer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training adds an end token to every text: a model would learn to stop in the middle of a sentence."""
+    questions, out = str(writer / "questions.jsonl"), tmp_path / "pairs.jsonl"
+    words = [*common(writer, "evaluate.judge=tests.test_bulk:longest"), "--data", questions, "--make-pairs"]
+    with monkeypatch.context() as patch:
+        always_drawn(patch, "It is 0.", "It is 11.", "It is 22222222 and", cut=("It is 22222222 and",))
+        _, said = bulk([*words, str(out)])
+    assert {(pair["chosen"], pair["rejected"]) for pair in scored(out)} == {("It is 11.", "It is 0.")}
+    told = " ".join(said.split())
+    assert "20 of 20 prompts gave a pair; 20 of the 60 answers that rank 0 drew have no end within" in told
+    _, said = bulk([*words, str(tmp_path / "none.jsonl"), "evaluate.max_tokens=1", "evaluate.completions=2"])
+    assert scored(tmp_path / "none.jsonl") == []
+    assert "0 of 20 prompts gave a pair; 40 of the 40 answers" in " ".join(said.split())
+
+
+def longest(prompt: Any, completions: list[str], record: dict[str, Any]) -> list[int]:
+    """A judge that prefers long answers."""
+    return [len(text) for text in completions]
+
+
 def test_pairs_are_made_by_an_answer_or_by_a_judge(
     writer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn = ["It is 0.", "It is 1.", "It is 2.", "It is 2."]
-    monkeypatch.setattr(
-        "lib.evaluate.batch_inference.CompletionWriter.completions", lambda self, rows: [drawn] * len(rows)
-    )
+    always_drawn(monkeypatch, *drawn)
     words = [*common(writer), "--data", str(writer / "questions.jsonl")]
     pattern = r"evaluate.answer_pattern=(\d+)\."
     bulk([*words, pattern, "--make-pairs", str(tmp_path / "checked.jsonl")])
@@ -451,3 +564,35 @@ def test_a_run_is_scored_against_what_it_started_from(tmp_path: Path) -> None:
     for one, other in zip(scored(tmp_path / "out.jsonl"), scored(tmp_path / "pairs.jsonl"), strict=True):
         assert {name: one[name] for name in other} == pytest.approx(other, rel=1e-4, abs=1e-5)
     assert any(abs(row["reward_chosen"]) > 1e-4 for row in scored(tmp_path / "out.jsonl"))
+
+
+def test_by_default_a_runs_held_out_rows_are_scored(tmp_path: Path) -> None:
+    """Not those that it was trained on; of several sources, and by the hashes that training went by."""
+    words = [word for word in tiny.settings(tmp_path, rows=30) if not word.startswith(("data.train=", "data.valid="))]
+    folder, out = tmp_path / "runs", tmp_path / "out.jsonl"
+    other = tiny.write_jsonl(tmp_path / "other.jsonl", list(tiny.pairs(30, seed=5)))
+    mixture = f"data.train={{{tmp_path}/train.jsonl: 1, {other}: 0.5}}"
+    tiny.train(tmp_path, [*words, mixture, "data.holdout=0.3", "train.steps=2", "run.name=run"])
+    cache = f"data.cache_dir={tmp_path}/cache"
+    bulk(["--run", str(folder / "run"), cache, "--score", "--out", str(out)])
+    bulk(["--run", str(folder / "run"), cache, "--per-pair", str(tmp_path / "pairs.jsonl")])
+    assert 5 < len(scored(out)) < 30
+    for one, pair in zip(scored(out), scored(tmp_path / "pairs.jsonl"), strict=True):
+        assert {name: one[name] for name in pair} == pytest.approx(pair, rel=1e-4, abs=1e-5)
+    tiny.train(tmp_path, [*words, f"data.train={other}", "train.steps=2", "run.name=bare"])
+    status, said = bulk(["--run", str(folder / "bare"), cache, "--score", "--out", f"{out}.2"], check=False)
+    assert status == 2 and "the run has no held-out records (data.valid, data.holdout); name a file with" in said
+
+
+def test_held_out_conversations_are_asked_on_the_side_where_training_has_them(chatty: Path, tmp_path: Path) -> None:
+    """With data.learn=all a conversation has no prompt to be held out by, though it has one to be asked."""
+    rows = [[{"role": "user", "content": f"{i % 4}?"}, {"role": "assistant", "content": str(i)}] for i in range(40)]
+    data = tiny.write_jsonl(tmp_path / "chats.jsonl", [{"messages": messages} for messages in rows])
+    words = [f"data.train={data}", "data.holdout=0.3", "train.loss=sft", f"data.cache_dir={tmp_path}/cache"]
+    for learn in ("all", "last"):
+        config = config_of(chatty, *words, f"data.learn={learn}")
+        asked = open_asked(None, config, "prompt", RunConsole(World()))
+        trained = open_asked(None, config, "sft", RunConsole(World()))
+        assert [asked[i] for i in range(len(asked))] == [trained[i] for i in range(len(trained))]
+        held_out = open_held_out(config.data, "sft", load_tokenizer_of(config.model), tell=print, eos_token_id=1)
+        assert held_out is not None and len(held_out) == len(asked) and 0 < len(asked) < 40

@@ -797,6 +797,14 @@ def test_a_row_has_template_arguments_of_its_own() -> None:
 # ---- Duplicates
 
 
+def test_conversations_that_are_learnt_whole_are_held_out_by_all_that_they_say() -> None:
+    """They have no prompt to be held out by; else all would be on the same side of data.holdout."""
+    rows = [{"messages": [user(f"How much is {i}?"), assistant("a")]} for i in range(20)]
+    rows += [rows[0] | {"tools": [{"type": "function", "function": {"name": "f"}}]}]
+    keys = [index.keys_of(read(row, "sft", learn="all")) for row in rows]
+    assert len({prompt for prompt, _ in keys}) == len(rows) and all(prompt == whole for prompt, whole in keys)
+
+
 def test_rows_are_the_same_only_where_all_that_is_trained_is() -> None:
     base = {"messages": [user("a"), assistant("b", tool_calls=[CALL]), RESULT, assistant("d")]}
     rows: list[tuple[dict[str, Any], dict[str, Any]]] = [

@@ -24,7 +24,9 @@ from lib.dashboard import charts, pictures
 from lib.dashboard import rounds as rounds_shown
 from lib.dashboard.history import RunHistory
 from lib.data.answer_questions import load_questions
+from lib.data.dataset import load_dataset
 from lib.data.prompts import open_prompts
+from lib.data.tokenize import Encoder
 from lib.data.tokenizer import load_tokenizer_of
 from lib.errors import UserError
 from lib.evaluate import command as evaluate
@@ -36,9 +38,12 @@ from lib.rollouts.gate import RoundFigures, losses_of, warnings_of
 from lib.rollouts.pairs import Answer, Group, Pair, SampleFigures, figures_of, groups_of, pairs_of
 from lib.rollouts.rounds import Rounds
 from lib.telemetry.run_records import read_records
+from lib.training.checkpoint import load_part
+from lib.training.reference_model import AskedReference
 from lib.training.step_retries import Learner
 from tests import tiny
 from tests.kills import digests
+from tests.test_data import CORPUS, byte_level
 
 # ---- Pairs
 
@@ -459,6 +464,97 @@ def test_a_finished_run_answers_questions(whole: tuple[Path, list[str]], capsys:
     pairs = tiny.write_jsonl(sums.with_name("held-out-pairs.jsonl"), list(tiny.pairs(3)))
     assert evaluate.main(["--run", str(run), f"data.valid={pairs}"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"] == 3
+
+
+def test_the_momentum_of_merges_goes_with_a_round_that_is_undone(
+    second_loses: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Independent ranks would follow it into the next round; so too where a fault came before the round was undone."""
+    words = [*tiny.rounds(tmp_path), "strategy=independent", "independent.merge=outer", "sync.compression=int8"]
+    tiny.train(tmp_path, [*words, "run.name=whole"])
+    run, stopped = tmp_path / "runs/whole", tmp_path / "runs/stopped"
+    first, second, third = (load_part(run / "checkpoints", step, 0) for step in (2, 4, 6))
+    for kind in ("momentum", "feedback"):
+        assert first[kind] and first[kind].keys() == second[kind].keys()
+        assert all(np.array_equal(second[kind][name], array) for name, array in first[kind].items())
+        assert not all(np.array_equal(third[kind][name], array) for name, array in first[kind].items())
+    with monkeypatch.context() as patcher:
+        stopped_at(Rounds, "_undo", 1)(patcher)
+        tiny.train(tmp_path, [*words, "run.name=stopped"], check=False)
+    tiny.train(tmp_path, ["--resume", str(stopped)])
+    assert outcome(stopped) == outcome(run)
+
+
+def test_pairs_of_a_round_are_trained_by_their_ids_and_by_no_other_tokenizer(
+    whole: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    pairs = next(path for path in sorted(whole[0].glob("rounds/*/pairs.jsonl")) if path.stat().st_size)
+    config = load(None, whole[1])
+    own, other = load_tokenizer_of(config.model), byte_level(CORPUS)
+
+    def read(path: Path, tokenizer: Any) -> list[list[int]]:
+        data = config.data.model_copy(update={"max_length": 1024})
+        rows = load_dataset(str(path), data, "preference", tokenizer, eos_token_id=1)
+        return [row.completions[0].tolist() for row in rows]
+
+    assert read(pairs, own) == [pair["chosen_ids"] for pair in lines(pairs)]
+    with pytest.raises(UserError, match=r"pairs.jsonl:1: its token ids are of another tokenizer than the model's"):
+        read(pairs, other)
+    with pytest.raises(UserError, match=r"pairs.jsonl:1: its token ids are of another tokenizer than the model's"):
+        encoder = Encoder(other, config.data, 1)
+        open_prompts(str(pairs), config.data, encoder, RolloutSettings(), 2, None, print)
+    without = [{name: value for name, value in pair.items() if not name.endswith("_ids")} for pair in lines(pairs)]
+    texts = [other.decode(ids[:-1]) for ids in read(tiny.write_jsonl(tmp_path / "texts.jsonl", without), other)]
+    assert texts == [pair["chosen"] for pair in lines(pairs)]
+
+
+def alike(prompt: Any, completions: list[str], record: dict[str, Any]) -> list[int]:
+    """A judge that prefers nothing."""
+    return [1] * len(completions)
+
+
+def test_the_reference_follows_after_a_round_without_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would be that of the rounds before, until its next turn."""
+    followed: list[int] = []
+    monkeypatch.setattr(AskedReference, "follow", lambda self, step: followed.append(step))
+    judge = "tests.test_rollouts:alike"
+    words = tiny.rounds(tmp_path, rollouts__rounds=2, evaluate__judge=judge, rollouts__reference_every=1)
+    tiny.train(tmp_path, [*words, "run.name=run"])
+    assert followed[:2] == [2, 4] and lines(tmp_path / "runs/run/rounds/0001/pairs.jsonl") == []
+
+
+def asks(prompt: Any, completions: list[str], record: dict[str, Any]) -> list[int]:
+    """A judge that reads a prompt as it was asked."""
+    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    assert text.startswith("Add") and text.endswith("."), prompt
+    return [text.count("1") for text in completions]
+
+
+def test_prompts_of_every_format_are_answered_judged_and_shown(tmp_path: Path) -> None:
+    words = tiny.rounds(tmp_path, rollouts__rounds=1, evaluate__judge="tests.test_rollouts:asks")
+    tokenizer = load_tokenizer_of(load(None, words).model)
+    assert tokenizer is not None
+
+    def stored(text: str) -> list[dict[str, Any]]:
+        sides = [f"\n\nHuman: {text}\n\nAssistant: {answer}" for answer in "12"]
+        return [
+            {"instruction": text, "input": "", "output": "1"},
+            {"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": "1"}]},
+            {"messages": [{"from": "human", "value": text}, {"from": "gpt", "value": "1"}]},
+            {"chosen": sides[0], "rejected": sides[1]},
+            {"prompt_ids": tokenizer.encode(text)},
+        ]
+
+    for name in ("prompts", "held-out"):
+        texts = [record["prompt"] for record in lines(tmp_path / f"{name}.jsonl")]
+        tiny.write_jsonl(tmp_path / f"{name}.jsonl", [stored(text)[i % 5] for i, text in enumerate(texts)])
+    tiny.train(tmp_path, [*words, "run.name=run"])
+    run = tmp_path / "runs/run"
+    pairs = lines(run / "rounds/0001/pairs.jsonl")
+    assert (run / "rounds/0001/round.json").exists() and pairs
+    for pair in pairs:
+        prompt = pair["prompt"] if isinstance(pair["prompt"], str) else pair["prompt"][-1]["content"]
+        assert prompt.startswith("Add")
 
 
 def test_groups_train_in_rounds(whole: tuple[Path, list[str]], tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from lib.config import schema
 from lib.distributed.world import World
 from lib.model import load as models
 from lib.rollouts.sampler import Sample
+from lib.training.checkpoint import load_part
 from tests import rounding, tiny
 from tests.test_rollouts import lines
 from tests.test_sampler import logps_of
@@ -93,4 +94,17 @@ def test_ranks_that_hold_parts_of_the_model_draw_what_one_draws(alone: Alone, wo
             model, lambda: [{str(i): logps_of(model, sample, 1.5) for i, sample in enumerate(samples)}]
         )
         rounding.assert_within([{str(i): np.array(one.logps) for i, one in enumerate(samples)}], expected, limits)
+    world.gather_text("checked")
+
+
+def test_every_rank_goes_back_to_the_momentum_before_a_round_that_is_undone(
+    alone: Alone, world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why = "lib.rollouts.rounds.losses_of"
+    monkeypatch.setattr(why, lambda rounds, latest, tolerance: ["it shall"] * (rounds[-1].number == 1))
+    own = ["strategy=independent", "plan.shares=[2,2]", "rollouts.rounds=2", "independent.merge=outer"]
+    run = together(alone, world, folder, *own)
+    for rank in range(world.size):
+        kept, undone = (load_part(run / "checkpoints", step, rank)["momentum"] for step in (2, 4))
+        assert kept and all(np.array_equal(undone[name], array) for name, array in kept.items())
     world.gather_text("checked")

@@ -167,6 +167,15 @@ def test_weights_say_how_often_an_epoch_takes_a_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("streaming", [True, False])
+def test_a_part_of_a_plain_text_is_taken_from_what_the_holdout_leaves(tmp_path: Path, streaming: bool) -> None:
+    """Both are decided by a hash of the whole text, which must not be the same number."""
+    texts = write(tmp_path / "texts.jsonl", [{"text": f"The number {i} is a number."} for i in range(1000)])
+    settings = settings_of(tmp_path, {str(texts): 0.1}, holdout=0.1, streaming=streaming)
+    data = open_training(settings, "sft", TOKENIZER, tell=print, eos_token_id=1, vocab_size=None)
+    assert 60 < len(data) < 120, "a tenth of 900"
+
+
+@pytest.mark.parametrize("streaming", [True, False])
 def test_a_holdout_stays_when_rows_are_added_and_keeps_prompts_together(tmp_path: Path, streaming: bool) -> None:
     again = [{**r, "chosen": r["chosen"] + " Yes."} for r in RECORDS]
 

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 from lib.config.schema import Config
 from lib.data import tokenizer as tokenizer_module
+from lib.data.asked import ids_of, last_text, shown
 from lib.data.model_limits import NO_LIMITS, ModelLimits
+from lib.data.parse_records import parse
 from lib.data.record_files import read
-from lib.data.record_formats import Unusable
+from lib.data.record_formats import ANSWER, Unusable
 from lib.data.text_tokens import Tokenizer
 from lib.data.tokenize import Encoder
 from lib.errors import UserError
@@ -41,19 +43,20 @@ def load_questions(settings: Config, tokenizer: Tokenizer | None, limits: ModelL
     for line, record in read(path, settings.data):
         if isinstance(record, ValueError):
             raise UserError(f"{path}:{line}: {record}")
-        prompt, answer = record.get(settings.data.prompt), record.get("answer")
-        if not isinstance(prompt, str | list) or not isinstance(answer, str | int | float):
+        answer = record.get(ANSWER)
+        if not isinstance(answer, str | int | float):
             raise UserError(
-                f"{path}:{line}: a question needs {settings.data.prompt!r} and 'answer'; it has {', '.join(record)}"
+                f"{path}:{line}: a question needs {settings.data.prompt!r} and {ANSWER!r}; it has {', '.join(record)}"
             )
-        shown = prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
-        ids = encoder.prompt_ids(prompt)
         try:
+            parsed = parse(record, settings.data, "prompt")
+            ids = ids_of(parsed, encoder)
             limits.check_ids([ids])
             limits.check_answer(len(ids), settings.evaluate.max_tokens, "evaluate.max_tokens")
+            said = last_text(shown(parsed, record.get(settings.data.prompt), tokenizer))
         except Unusable as why:
             raise UserError(f"{path}:{line}: {why}") from None
-        questions.append(Question(shown, ids, str(answer).strip()))
+        questions.append(Question(said, ids, str(answer).strip()))
         if len(questions) == settings.evaluate.answers_limit:
             break
     if not questions:

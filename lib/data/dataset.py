@@ -23,6 +23,7 @@ from lib.data.chat_tokens import Encoded
 from lib.data.model_limits import ModelLimits
 from lib.data.record_formats import JSON, Chat, Plain, RecordKind, Tokens, Unusable, Unwanted
 from lib.data.sources import Records
+from lib.data.stamped_tokens import require_own
 from lib.data.text_tokens import Tokenizer
 from lib.data.tokenize import Encoder, Vocabulary, encode_records, limits_of
 from lib.data.truncate import truncate
@@ -270,9 +271,9 @@ def load_dataset(
                 truncated_count += result[1]
                 examples.append((result[0], key, record.label))
         times = int(weight) if not held_out else 1
-        once_more = 0 if held_out else sources.hash_limit(weight % 1)
-        chosen = [example for _ in range(times) for example in examples]
-        chosen += [example for example in examples if example[1] < once_more]
+        taken = sources.taken_once_more(np.array([key for _, key, _ in examples], np.uint64), weight % 1)
+        once_more: list[int] = [] if held_out else np.flatnonzero(taken).tolist()
+        chosen = [example for _ in range(times) for example in examples] + [examples[i] for i in once_more]
         pieces += [piece for example, _, _ in chosen for piece in example]
         labels += [label for _, _, label in chosen if label is not None]
     if skipped and not settings.skip_invalid:
@@ -366,12 +367,13 @@ def tokenised(
 ) -> Iterator[tuple[str, Record | Unusable, tuple[Pieces, bool] | Unusable]]:
     """Place, record, and its ids with whether they were cut; or why there are none. Some thousand records at a time.
 
-    Raises UserError for text without a tokenizer.
+    Raises UserError for text without a tokenizer, and for ids of another one.
     """
     iterator = iter(source)
     while chunk := list(islice(iterator, CHUNK_RECORDS)):
         encoded = encode_records([record for _, record in chunk], encoder, chunk[0][0].rpartition(":")[0])
         for (place, record), ids in zip(chunk, encoded, strict=True):
+            require_own(record, encoder.tokenizer if encoder else None, place)
             try:
                 yield place, record, _finish(record, ids, settings, encoder, limits)
             except Unusable as why:

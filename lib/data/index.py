@@ -75,6 +75,8 @@ def keys_of(record: Tokens | Plain | Chat) -> tuple[int, int]:
 def _text_of_chat(chat: Chat) -> tuple[str, str]:
     """All that is trained of a conversation, as text: what is asked, and what is learnt."""
     messages = chat.prompt
+    if not messages:  # its first message is learnt (data.learn=all): as of plain text, all of it is what it is about
+        return "", json.dumps([*_extras(chat), chat.completions, chat.learnt], sort_keys=True, default=str)
     only = messages[0] if len(messages) == 1 else None
     # A prompt is the same one whether it came as a string or as the user's only message.
     is_plain = only is not None and only["role"] == "user" and only.keys() == _PLAIN and not _extras(chat)

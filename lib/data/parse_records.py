@@ -23,6 +23,7 @@ from lib.data.messages import (
     parse_json_text,
 )
 from lib.data.record_formats import JSON, Chat, Columns, Message, Plain, RecordKind, Tokens, Unusable, name_of_type
+from lib.data.stamped_tokens import VOCABULARY, StampedTokens
 
 # The word that gives a column its meaning, where it would be lost.
 MEANT_BY = {
@@ -42,6 +43,8 @@ def parse(record: JSON, settings: DataSettings, kind: RecordKind) -> Tokens | Pl
     columns, readers = _readers(settings, kind)
     if (names := _token_columns(record, kind)) is not None:
         tokens = _parse_tokens(record, names)
+        if isinstance(record.get(VOCABULARY), str):
+            tokens = StampedTokens(**vars(tokens), vocabulary=record[VOCABULARY])
         if kind == "unpaired":
             if record.get(columns.label) is None:
                 raise Unusable(missing(record, columns, kind))

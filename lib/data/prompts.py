@@ -17,6 +17,7 @@ from lib.data.dataset import Example, Sized, parse
 from lib.data.model_limits import NO_LIMITS, ModelLimits
 from lib.data.record_formats import JSON, RecordKind, Unusable
 from lib.data.sources import Records
+from lib.data.stamped_tokens import require_own
 from lib.data.tokenize import Encoder, encode_records
 from lib.errors import UserError
 
@@ -132,7 +133,8 @@ def open_prompts(
     rows = sources.chosen_rows(records, ends, list(weights.values()), settings, bool(held_out))
     kept, ids, skipped = [], [], [text for index in records.indices for text in index.unusable]
     parsed = [parse(records, row, settings, "prompt") for row in rows.tolist()]
-    for row, encoded in zip(rows.tolist(), encode_records(parsed, encoder, name), strict=True):
+    for row, record, encoded in zip(rows.tolist(), parsed, encode_records(parsed, encoder, name), strict=True):
+        require_own(record, encoder.tokenizer if encoder else None, records.location(row))
         try:
             ids.append(_answerable(encoded, rollouts.max_tokens, settings.max_length, limits))
             kept.append(row)

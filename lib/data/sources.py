@@ -7,6 +7,7 @@ A source is a file, a folder or a glob of them, or a data set of the Hugging Fac
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import glob
 import itertools
 import os
@@ -71,6 +72,18 @@ def hash_limit(fraction: float) -> int:
     return int(fraction * 2**64)
 
 
+def taken_once_more(keys: np.ndarray, fraction: float) -> np.ndarray:
+    """Which records this fraction of a weight takes, by their hashes: uint64 [n] ➜ bool [n].
+
+    The hashes are mixed anew (the end of SplitMix64). Plain text is held out by the same ones, so that a fraction of
+    what the holdout left would otherwise be taken from its upper end alone.
+    """
+    mixed = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    below: np.ndarray = (mixed ^ (mixed >> np.uint64(31))) < np.uint64(hash_limit(fraction))
+    return below
+
+
 # ---- Records of many files
 
 
@@ -99,6 +112,20 @@ class Records:
         """A record's line in its file, from 1."""
         which = bisect.bisect_right(self.starts, number) - 1
         return int(self.indices[which].entries["line"][number - self.starts[which]])
+
+    def lines_of_files(self, rows: np.ndarray) -> list[np.ndarray]:
+        """The lines of some records, ascending by number: int64 [n] for each file."""
+        return [index.entries["line"][own] for index, own in zip(self.indices, self._by_file(rows), strict=True)]
+
+    def only(self, rows: np.ndarray) -> Records:
+        """Some records alone, ascending by number, and numbered anew."""
+        own = zip(self.indices, self._by_file(rows), strict=True)
+        return Records([dataclasses.replace(index, entries=index.entries[numbers]) for index, numbers in own])
+
+    def _by_file(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Numbers inside of each file."""
+        parts = np.split(rows, np.searchsorted(rows, self.starts[1:-1]))
+        return [part - start for part, start in zip(parts, self.starts, strict=False)]
 
     def label(self, number: int) -> bool | None:
         """Whether the completion of a record is desirable; None for a record without a label."""
@@ -198,6 +225,6 @@ def chosen_rows(
     keys = records.column("content_key")
     chosen = []
     for part, weight in zip(parts, weights, strict=True):
-        once_more = keys[part] < np.uint64(hash_limit(weight % 1))
+        once_more = taken_once_more(keys[part], weight % 1)
         chosen += [part] * int(weight) + [part[once_more]]
     return np.concatenate(chosen)

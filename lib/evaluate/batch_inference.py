@@ -14,7 +14,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,11 +25,13 @@ from mlx_lm.sample_utils import make_sampler
 
 from lib.config.schema import Config, DataSettings
 from lib.data import sources
+from lib.data.asked import asked_of, columns_of, ids_of
 from lib.data.collate import collate
 from lib.data.dataset import Example, parse, tokenised
-from lib.data.record_formats import RecordKind, Tokens, Unusable
+from lib.data.record_formats import RecordKind, Unusable
 from lib.data.row_order import micro_batches
 from lib.data.sources import Records
+from lib.data.stamped_tokens import require_own
 from lib.data.text_tokens import Tokenizer
 from lib.data.tokenize import Encoder, limits_of
 from lib.distributed.sharded_world import Lockstep
@@ -289,9 +291,14 @@ class Scorer:
 # ---- Answers, and pairs made of them
 
 
-def prompt_of(record: Mapping[str, Any], data: DataSettings) -> Any:
-    """A record's prompt as it is stored: text, messages or token ids."""
-    return record.get(data.prompt, record.get(data.messages))
+class Drawn(NamedTuple):
+    """A completion that was drawn."""
+
+    text: str
+    ids: list[int]
+    """Without the end token."""
+    is_whole: bool
+    """Whether the model ended it; else evaluate.max_tokens did."""
 
 
 class CompletionWriter:
@@ -316,6 +323,7 @@ class CompletionWriter:
         self.limits = limits_of(words)
         self.encoder = Encoder(tokenizer, settings.data, words["eos_token_id"])
         self.encoder.stop_generation()
+        self.end_id = words["eos_token_id"] if words["eos_token_id"] is not None else min(self.encoder.end_ids)
         self.model.eval()
 
     def __call__(self, rows: range) -> Lines:
@@ -332,6 +340,10 @@ class CompletionWriter:
 
     def completions(self, rows: range) -> list[list[str]]:
         """Some completions of each row's prompt."""
+        return [[one.text for one in of_row] for of_row in self.drawn(rows)]
+
+    def drawn(self, rows: range) -> list[list[Drawn]]:
+        """The same, with what else is known of them."""
         settings = self.settings
         with agreeing(self.world, "reading rows"):
             prompts = [ids for ids in map(self._prompt_ids, rows) for _ in range(self.draws or 1)]
@@ -349,9 +361,10 @@ class CompletionWriter:
                 sampler=lambda logps: workers.decide(draw(logps)),
             )
         ends = self.tokenizer.eos_token_ids
-        ids = [list(itertools.takewhile(lambda token: token not in ends, made)) for made in response.token_ids or []]
-        texts = [self.tokenizer.decode(made) for made in ids]
-        return [texts[start : start + (self.draws or 1)] for start in range(0, len(texts), self.draws or 1)]
+        ids = [list(itertools.takewhile(lambda token: token not in ends, own)) for own in response.token_ids or []]
+        most = settings.evaluate.max_tokens
+        made = [Drawn(self.tokenizer.decode(own), own, len(own) < most) for own in ids]
+        return [made[start : start + (self.draws or 1)] for start in range(0, len(made), self.draws or 1)]
 
     def _prompt_ids(self, row: int) -> list[int]:
         """The tokens of a row's prompt.
@@ -363,9 +376,8 @@ class CompletionWriter:
         try:
             if isinstance(record, Unusable):
                 raise record
-            ids = record.prompt if isinstance(record, Tokens) else self.encoder.prompt_ids(record.prompt or "")
-            if not ids:
-                raise Unusable("the prompt is empty")
+            require_own(record, self.tokenizer, self.records.location(row))
+            ids = ids_of(record, self.encoder)
             self.limits.check_ids([ids])
             self.limits.check_answer(len(ids), self.settings.evaluate.max_tokens, "evaluate.max_tokens")
         except Unusable as why:
@@ -373,11 +385,24 @@ class CompletionWriter:
         return ids
 
 
+def _distinct(drawn: Sequence[Drawn]) -> list[Drawn]:
+    """The first of each text."""
+    first: dict[str, Drawn] = {}
+    for one in drawn:
+        first.setdefault(one.text, one)
+    return list(first.values())
+
+
 class PairMaker:
-    """Preference pairs from drawn completions: the best against the worst, where one is better."""
+    """Preference pairs from drawn completions: the best against the worst, where one is better.
+
+    A completion that evaluate.max_tokens cut is in none: training adds an end token to a text, and the model would
+    learn to stop in the middle of a sentence.
+    """
 
     def __init__(self, writer: CompletionWriter):
         self.writer, self.settings, self.judge = writer, writer.settings, scorer_of(writer.settings)
+        self.drawn = self.cut = 0  # completions of this rank, and those of them that have no end
 
     def __call__(self, rows: range) -> Lines:
         """One line for each of some rows: a pair, or nothing where all completions are the same.
@@ -385,7 +410,10 @@ class PairMaker:
         Raises:
             UserError: a record without an answer, where there is no judge; or what the judge did wrong.
         """
-        drawn = [list(dict.fromkeys(texts)) for texts in self.writer.completions(rows)]
+        made = self.writer.drawn(rows)
+        drawn = [_distinct([one for one in of_row if one.is_whole]) for of_row in made]
+        self.drawn += sum(map(len, made))
+        self.cut += sum(not one.is_whole for of_row in made for one in of_row)
         with agreeing(self.writer.world, "judging"):
             return self._pairs(rows, drawn) if self.writer.world.rank == 0 else []
 
@@ -393,23 +421,41 @@ class PairMaker:
         """The same for some chunks, one after the other."""
         return list(map(self, chunks))
 
-    def _pairs(self, rows: range, drawn: Sequence[list[str]]) -> Lines:
-        records = self.writer.records
-        kept = [records[row] for row in rows]
-        scores = self.judge(
-            [
-                Question(records.location(row), prompt_of(record, self.settings.data), texts, record)
-                for row, record, texts in zip(rows, kept, drawn, strict=True)
-            ]
+    def summary(self, out: Path, rows: int) -> str:
+        """For people: how many prompts gave a pair, whoever drew for them, and what this rank had to leave out."""
+        with out.open("rb") as file:
+            pairs = sum(1 for _ in file)
+        made = f"{out}: {pairs:,} of {rows:,} prompts gave a pair"
+        if not self.cut:
+            return made
+        most = self.settings.evaluate.max_tokens
+        return (
+            f"{made}; {self.cut:,} of the {self.drawn:,} answers that rank {self.writer.world.rank} drew have no end "
+            f"within evaluate.max_tokens={most} and are in none"
         )
+
+    def _pairs(self, rows: range, drawn: Sequence[list[Drawn]]) -> Lines:
+        writer, data = self.writer, self.settings.data
+        kept = [(row, writer.records[row], of_row) for row, of_row in zip(rows, drawn, strict=True) if of_row]
+        questions = [
+            Question(
+                writer.records.location(row),
+                asked_of(record, data, writer.tokenizer),
+                [one.text for one in of_row],
+                record,
+            )
+            for row, record, of_row in kept
+        ]
+        scores = self.judge(questions) if questions else []
         lines = []
-        for record, texts, of_texts in zip(kept, drawn, scores, strict=True):
+        for (_, record, of_row), of_texts in zip(kept, scores, strict=True):
             grades = np.array(of_texts)  # NaN where the judge gave none
             if np.isnan(grades).all():
                 continue
-            best, worst = int(np.nanargmax(grades)), int(np.nanargmin(grades))
-            if grades[best] > grades[worst] and texts[best].strip() and texts[worst].strip():
-                prompt = prompt_of(record, self.settings.data)
-                pair = {"prompt": prompt, "chosen": texts[best], "rejected": texts[worst]}
+            best, worst = (of_row[int(find(grades))] for find in (np.nanargmax, np.nanargmin))
+            if np.nanmax(grades) > np.nanmin(grades) and best.text.strip() and worst.text.strip():
+                pair = columns_of(record, data, writer.tokenizer) | {"chosen": best.text, "rejected": worst.text}
+                if "prompt_ids" in pair:  # an end token is added to text alone
+                    pair |= {"chosen_ids": [*best.ids, writer.end_id], "rejected_ids": [*worst.ids, writer.end_id]}
                 lines.append(json.dumps(pair, ensure_ascii=False))
         return lines

@@ -40,6 +40,7 @@ from lib.distributed.world import World, host_names, start
 from lib.errors import UserError
 from lib.evaluate import batch_inference, harness_tasks, win_rate
 from lib.evaluate.answers import exact_match, greedy
+from lib.evaluate.asked_rows import open_asked
 from lib.evaluate.divided_inference import DividedModel, Parts, divides, in_step, parts_of_model
 from lib.evaluate.held_out_metrics import digest_of, metrics_of, policy_logps, write_per_pair
 from lib.evaluate.whole_model import WholeModel
@@ -199,10 +200,7 @@ def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None
         tokenizer = tokenizer_module.load_tokenizer_of(settings.model)
         if writes and tokenizer is None:
             raise UserError(f"model.path {settings.model.path} has no tokenizer, which writing answers needs")
-        source = options.data or settings.data.valid or settings.data.train
-        records = batch_inference.open_rows(
-            str(source), settings.data, "prompt" if writes else settings.record_kind, say
-        )
+        records = open_asked(options.data, settings, "prompt" if writes else settings.record_kind, say)
     load_model = DividedModel.load if divides(settings, world) else _load_whole
     asked = load_model(settings, run, kind == "rewards", world)
     key = batch_inference.key_of(
@@ -224,6 +222,8 @@ def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None
     if figures is not None:
         speed = f"{figures['rows_per_second']:.1f} rows/s"
         say.line(f"{out}: {figures['rows']:,} rows in {figures['seconds']:.1f} s ({speed})")
+        if isinstance(do, batch_inference.PairMaker):
+            say.line(do.summary(out, figures["rows"]))
         say.record(dict(figures))
 
 
@@ -255,8 +255,7 @@ def against(settings: Config, options: argparse.Namespace, world: World) -> None
     with world.agreeing("reading the prompts"):
         _need_whole_models(settings, world, "--against")
         first, second = _subject(settings, options), _other(settings, options)
-        source = str(options.data or settings.data.valid or settings.data.train)
-        records = batch_inference.open_rows(source, settings.data, "prompt", say)
+        records = open_asked(options.data, settings, "prompt", say)
     result = win_rate.compare(first, second, records, Path(options.out), world)
     if result is not None:
         win_rate.show(say, first.name, second.name, result)

@@ -17,7 +17,9 @@ from typing import Any, Literal, TypedDict
 
 from lib.config.schema import Config
 from lib.data import tokenizer as tokenizer_module
+from lib.data.asked import asked_of
 from lib.data.sources import Records
+from lib.data.text_tokens import Tokenizer
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate import batch_inference
@@ -81,7 +83,7 @@ def compare(first: WholeModel, second: WholeModel, records: Records, out: Path, 
     settings, data = first.settings, batch_inference.digest_of(records)
     named = {"answers": _unjudged(first), "against": _unjudged(second)}
     models = {_place(model, name, records, out, world): model for name, model in named.items()}
-    judge, key, judged = None, "", out
+    judge, tokenizer, key, judged = None, None, "", out
     with world.agreeing("the comparison"):
         if world.rank == 0:
             key = batch_inference.key_of(
@@ -91,17 +93,19 @@ def compare(first: WholeModel, second: WholeModel, records: Records, out: Path, 
             judged = _kept(out, "verdicts", key)
             if not judged.exists():  # with it, a process was killed before the parts went
                 files.require_absent(out)
-            judge = judge_of(settings)
+            judge, tokenizer = judge_of(settings), _tokenizer_of(first)
             if not judge.looks_at_order:  # no answer to check by? said now, and not after the answers
-                judge([_question(records, 0, settings, ("", ""))])
+                judge([_question(records, 0, settings, tokenizer, ("", ""))])
     if not json.loads(world.broadcast_text(json.dumps(judged.exists()))):
         for path, model in models.items():
             _write_answers(model, path, records, world)
-    if judge is None:
+    if judge is None or tokenizer is None:
         return None
 
     def verdicts(rows: range) -> Lines:
-        return [json.dumps(one, ensure_ascii=False) for one in _compared(judge, records, rows, texts, settings)]
+        return [
+            json.dumps(one, ensure_ascii=False) for one in _compared(judge, records, rows, texts, settings, tokenizer)
+        ]
 
     if not judged.exists():
         texts = [[line["completions"][0] for line in plain_json.read_lines(path)] for path in models]
@@ -139,12 +143,17 @@ def _write_answers(model: WholeModel, path: Path, records: Records, world: World
     if json.loads(world.broadcast_text(json.dumps(path.exists()))):
         return
     with world.agreeing("loading the model"):
-        tokenizer = tokenizer_module.load_tokenizer_of(model.settings.model)
-        if tokenizer is None:
-            raise UserError(f"{model.name} has no tokenizer, which writing answers needs")
+        tokenizer = _tokenizer_of(model)
         loaded = model.load(world)
     writer = batch_inference.CompletionWriter(loaded, tokenizer, records, model.settings, None)
     batch_inference.pull(f"answers of {model.name}", path.name, records, path, model.settings, world, writer)
+
+
+def _tokenizer_of(model: WholeModel) -> Tokenizer:
+    tokenizer = tokenizer_module.load_tokenizer_of(model.settings.model)
+    if tokenizer is None:
+        raise UserError(f"{model.name} has no tokenizer, which writing answers needs")
+    return tokenizer
 
 
 def _kept(out: Path, name: str, key: str) -> Path:
@@ -153,10 +162,15 @@ def _kept(out: Path, name: str, key: str) -> Path:
 
 
 def _compared(
-    judge: Judge, records: Records, rows: range, texts: Sequence[Sequence[str]], settings: Config
+    judge: Judge,
+    records: Records,
+    rows: range,
+    texts: Sequence[Sequence[str]],
+    settings: Config,
+    tokenizer: Tokenizer,
 ) -> list[Comparison]:
     """Some prompts with both answers and a verdict."""
-    questions = [_question(records, row, settings, (texts[0][row], texts[1][row])) for row in rows]
+    questions = [_question(records, row, settings, tokenizer, (texts[0][row], texts[1][row])) for row in rows]
     # Of two equal answers none is better: no model is asked.
     asked = [q for q in questions if not judge.looks_at_order or q.completions[0] != q.completions[1]]
     scores = dict(zip([q.place for q in asked], judge(asked), strict=True))
@@ -179,9 +193,11 @@ def _compared(
     ]
 
 
-def _question(records: Records, row: int, settings: Config, completions: tuple[str, str]) -> Question:
+def _question(
+    records: Records, row: int, settings: Config, tokenizer: Tokenizer, completions: tuple[str, str]
+) -> Question:
     record = records[row]
-    return Question(records.location(row), batch_inference.prompt_of(record, settings.data), completions, record)
+    return Question(records.location(row), asked_of(record, settings.data, tokenizer), completions, record)
 
 
 def verdict(scores: Sequence[float], swapped: Sequence[float] | None = None) -> Verdict:

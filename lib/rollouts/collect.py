@@ -27,12 +27,14 @@ from typing_extensions import TypedDict
 from lib.config import read_file
 from lib.config.rollout_settings import RolloutSettings
 from lib.config.schema import Config
+from lib.data.asked import asked_of, columns_of
 from lib.data.model_limits import ModelLimits
 from lib.data.prompts import Prompts
 from lib.data.record_formats import Unusable
+from lib.data.stamped_tokens import stamp_of
 from lib.distributed.world import World
 from lib.errors import UserError
-from lib.evaluate.batch_inference import key_of, prompt_of, pull
+from lib.evaluate.batch_inference import key_of, pull
 from lib.evaluate.judges import Judge, Question
 from lib.evaluate.model_judge import text_of
 from lib.evaluate.work_queue import Lines, SharedQueue, work
@@ -273,7 +275,8 @@ class Collector:
         for row in rows:
             record = self.prompts.record(row)
             texts = [answer["text"] for answer in of_row[row]]
-            question = Question(self.prompts.location(row), prompt_of(record, self.config.data), texts, record)
+            prompt = asked_of(record, self.config.data, self.sampler.tokenizer)
+            question = Question(self.prompts.location(row), prompt, texts, record)
             asked.append((question, of_row[row]))
         return asked
 
@@ -312,8 +315,9 @@ class Collector:
         """A few pairs as text, for people."""
         shown = []
         for pair in pairs[: self.config.evaluate.samples]:
-            prompt = text_of(prompt_of(self.prompts.record(pair.prompt_id), self.config.data))
-            texts = {"prompt": prompt, "chosen": pair.chosen.text, "rejected": pair.rejected.text}
+            record = self.prompts.record(pair.prompt_id)
+            prompt = asked_of(record, self.config.data, self.sampler.tokenizer)
+            texts = {"prompt": text_of(prompt), "chosen": pair.chosen.text, "rejected": pair.rejected.text}
             shown.append({name: text[:SHOWN_CHARACTERS] for name, text in texts.items()})
         return shown
 
@@ -322,9 +326,10 @@ class Collector:
             "prompt_id": pair.prompt_id,
             "k": [pair.chosen.k, pair.rejected.k],
             "scores": [pair.chosen.score, pair.rejected.score],
-            "prompt": prompt_of(self.prompts.record(pair.prompt_id), self.config.data),
+            **columns_of(self.prompts.record(pair.prompt_id), self.config.data, self.sampler.tokenizer),
             "chosen": pair.chosen.text,
             "rejected": pair.rejected.text,
+            **stamp_of(self.sampler.tokenizer),
             "prompt_ids": pair.prompt_tokens,
             "chosen_ids": pair.chosen.tokens,
             "rejected_ids": pair.rejected.tokens,

@@ -24,14 +24,16 @@ from typing_extensions import TypedDict
 from lib.config import read_file
 from lib.config.evaluate_settings import REWARD_MODEL
 from lib.config.schema import Config
+from lib.data.asked import asked_of
 from lib.data.dataset import Dataset, in_memory
 from lib.data.groups import groups_in_memory
 from lib.data.prompts import Prompts
 from lib.data.record_formats import ANSWER
+from lib.data.text_tokens import Tokenizer
 from lib.distributed.world import World
 from lib.errors import AgreedError, UserError
 from lib.evaluate import answers
-from lib.evaluate.batch_inference import key_of, prompt_of
+from lib.evaluate.batch_inference import key_of
 from lib.evaluate.choose_judge import guarded_scorer_of
 from lib.evaluate.evaluator import Evaluator
 from lib.evaluate.judges import Judge, Question
@@ -47,7 +49,7 @@ from lib.system import files
 from lib.training.local_sgd import LocalSGD
 from lib.training.loop import Batches, TrainingLoop
 from lib.training.objective import Metrics
-from lib.training.resume import restore_learned
+from lib.training.resume import own_part_at, restore_learned
 from lib.training.training_run import TrainingRun
 
 ROUND = "round.json"
@@ -80,9 +82,11 @@ class HeldOut:
         return values | {"held_out_score": score}
 
     def _mean_score(self, prompts: Prompts, texts: list[str]) -> float | None:
+        tokenizer, data = self.run.inputs.tokenizer, self.run.config.data
+        assert tokenizer is not None  # which wrote the texts
         records = [(prompts.location(row), prompts.record(row)) for row in range(len(texts))]
         questions = [
-            Question(place, prompt_of(record, self.run.config.data), [text], record)
+            Question(place, asked_of(record, data, tokenizer), [text], record)
             for (place, record), text in zip(records, texts, strict=True)
         ]
         scores = [one.score for (one,) in scores_of(self.judge, questions) if one.score is not None]
@@ -188,6 +192,8 @@ class Rounds:
                 first_step,
             )
             run.progress.step = run.steps
+            if run.reference is not None:  # its turn is the round's, whatever was learnt
+                run.reference.follow(run.progress.step)
             self.loop.latest = dict(self._kept().held_out)
             run.save()
         seconds["training_seconds"] = time.perf_counter() - training
@@ -305,13 +311,16 @@ class Rounds:
             self._undo()
 
     def _undo(self) -> None:
-        """Goes back to the weights and the optimizer's state of the last round that was kept."""
+        """Goes back to the weights, the optimizer's state and the merges' momentum of the last round that was kept."""
         run, kept = self.run, self._kept()
         path = run.folder / "checkpoints" / f"step-{kept.number * self.steps:08d}"
         restore_learned(path, run.model, run.optimizer, run.world)
         if run.reference is not None:
             run.reference.follow(run.progress.step)
         run.feedback.clear()
+        if run.local_sgd is not None:  # what the round did to the merges that follow goes with it
+            own, merger, run.resumed = own_part_at(path, run.world), run.local_sgd.merger, {}
+            merger.momentum, merger.feedback = own.get("momentum", {}), own.get("feedback", {})
         self.loop.latest = dict(kept.held_out)
         run.save()
 
@@ -371,14 +380,15 @@ def _read(path: Path) -> str:
         return "{"
 
 
-def _judge_of(config: Config, section: str, prompts: Prompts) -> Judge:
+def _judge_of(config: Config, section: str, prompts: Prompts, tokenizer: Tokenizer) -> Judge:
     """The judge that rollouts.judge or evaluate.judge names, tried on the first prompt with its own answer."""
     named = config.evaluate.model_copy(update={"judge": getattr(config, section).judge})
     judge = guarded_scorer_of(config.model_copy(update={"evaluate": named}), f"{section}.judge")
     record = prompts.record(0)
     answer = record.get(ANSWER)
     tried = "" if answer is None else str(answer)
-    require_scores(judge, Question(prompts.location(0), prompt_of(record, config.data), [tried], record))
+    asked = asked_of(record, config.data, tokenizer)
+    require_scores(judge, Question(prompts.location(0), asked, [tried], record))
     return judge
 
 
@@ -394,10 +404,11 @@ def train(run: TrainingRun, evaluator: Evaluator) -> TrainingLoop:
     with world.agreeing("opening the prompts"):
         if run.plan.strategy == "sharded":
             raise UserError("the plan is sharded, and ranks draw with whole models, or pipelined; take pipelined")
-        judge = judge_of_held_out = _judge_of(config, "rollouts" if rollouts.judge is not None else "evaluate", prompts)
+        section = "rollouts" if rollouts.judge is not None else "evaluate"
+        judge = judge_of_held_out = _judge_of(config, section, prompts, tokenizer)
         is_other = rollouts.judge not in (None, config.evaluate.judge)
         if inputs.held_out is not None and (is_other or rollouts.overlap):  # it may be asked while the first one scores
-            judge_of_held_out = _judge_of(config, "evaluate", prompts)
+            judge_of_held_out = _judge_of(config, "evaluate", prompts, tokenizer)
         judges_beside = not (rollouts.judge or config.evaluate.judge or "").startswith(REWARD_MODEL)
     loop = TrainingLoop.over(run, None, HeldOut(run, evaluator, judge_of_held_out))
     sampler = Sampler(run.model, tokenizer, rollouts, world=world)

@@ -24,6 +24,7 @@ from lib.training.checkpoint import (
     REFERENCE,
     MovingReference,
     Progress,
+    RankArrays,
     checkpoints_in,
     file_sha256,
     inside_a_round,
@@ -218,6 +219,21 @@ def restore_learned(path: Path, model: nn.Module, optimizer: optim.Optimizer, wo
             state = _arrays_of(path, OPTIMIZER)
     optimizer.state = tree_unflatten(list(world.scattered(state)))
     mx.eval(optimizer.state)
+
+
+def own_part_at(path: Path, world: World) -> RankArrays:
+    """What this rank alone had at a checkpoint of rank 0's; nothing on any rank, where one has lost its part.
+
+    Raises:
+        AgreedError: the checkpoint is damaged.
+    """
+    with world.agreeing("going back to a checkpoint"):
+        offered = read_progress(path).parts if world.rank == 0 else []
+    parts: list[str] = json.loads(world.broadcast_text(json.dumps(offered)))
+    step = step_of(path)
+    fits = len(parts) == world.size and _has_part(path.parent, step, world.rank, parts[world.rank])
+    is_lost = any(world.gather_text("" if fits else "missing", "who has a part of the checkpoint"))
+    return {} if is_lost else load_part(path.parent, step, world.rank)
 
 
 def restore_reference(path: Path, reference: MovingReference, world: World) -> None:
