@@ -24,7 +24,7 @@ from lib.errors import UserError
 from lib.evaluate import command as evaluate
 from lib.system import mpi_and_blas
 from lib.telemetry.run_records import PerformanceTracker, read_records
-from lib.training import checkpoint, resume, run_folder
+from lib.training import checkpoint, find_checkpoint, run_folder
 from lib.training import reference_model as scoring
 from tests import float64, rounding, tiny
 from tests.tiny import ROOT, difference, weights
@@ -586,8 +586,8 @@ def test_a_disk_that_fills_up_loses_no_checkpoint(tmp_path: Path) -> None:
         assert_one_clear_line(result, "checkpoint of step 50", "earlier ones are whole")  # no other is worth a run
         assert "training goes on, earlier checkpoints are whole" in result.stderr
         assert "bytes are free" in result.stderr or "No space left" in result.stderr
-        newest, damaged = resume.newest(disk / "run" / "checkpoints")
-        assert newest is not None and not damaged
+        newest = find_checkpoint.find(disk / "run", "last")
+        assert newest == checkpoint.checkpoints_in(disk / "run" / "checkpoints")[0], "none is damaged"
         saved, logged = int(newest.name.removeprefix("step-")), [step["step"] for step in tiny.steps_of(disk / "run")]
         assert logged[:saved] == list(range(1, saved + 1)), "a checkpoint holds what no log tells"
         for step in (1, 2, 3):

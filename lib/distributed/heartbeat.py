@@ -25,6 +25,7 @@ from lib.system import network
 
 ADDRESS = "TANDEM_AGENT"
 FOLDER = "TANDEM_AGENT_FOLDER"
+RESTART = "TANDEM_RESTART"  # set where a launcher starts its ranks again, a host with the newest checkpoint first
 SECONDS = 0.5
 
 

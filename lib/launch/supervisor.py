@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from lib.distributed import heartbeat
 from lib.errors import UserError
 from lib.launch import reachable_hosts, topology
 from lib.launch.agent_link import Link, connect
@@ -146,7 +147,8 @@ async def supervise(
                 + (f" (without {', '.join(without)})" if without else "")
                 + (f", from the last checkpoint of {run}" if run else "")
             )
-            again = replace(job, hosts=placed, command=command)
+            environment = {**job.environment, heartbeat.RESTART: str(starts)}
+            again = replace(job, hosts=placed, command=command, environment=environment)
             attempt = Attempt(again, console, None, links, restarts < (max_restarts or 0), attempt.names)
     finally:
         looking.cancel()
