@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from lib.distributed import heartbeat
 from lib.distributed.world import World
 from lib.telemetry.run_records import first_missed, read_records, rewind
 from lib.training import checkpoint, resume
@@ -280,3 +281,14 @@ def test_hosts_that_were_alone_in_turn_leave_one_history(tmp_path: Path) -> None
     resume.go_back(there / "logs", progress, World(), keeps_disk=True)
     assert max(step["step"] for step in tiny.steps_of(there)) == 4, "steps that the other host trained otherwise"
     assert all(int(path.name[5:]) <= 4 for path in (there / "checkpoints").glob("step-*")), "of an undone history"
+
+
+def test_a_restart_names_a_run_by_a_path_that_all_hosts_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one host `runs` leads to a larger disk, which the others lack."""
+    (tmp_path / "larger").mkdir()
+    (tmp_path / "runs").symlink_to(tmp_path / "larger")
+    told: list[str] = []
+    monkeypatch.setattr(heartbeat, "tell", lambda **facts: told.extend(facts[key] for key in facts if key == "run"))
+    tiny.train(tmp_path, [*tiny.settings(tmp_path), "train.steps=2", "run.name=run"])
+    tiny.train(tmp_path, ["--resume", told[0], "train.steps=3"])  # as a restart does; the next one names it as well
+    assert told == [str(tmp_path / "runs/run")] * 2
