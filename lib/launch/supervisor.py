@@ -77,8 +77,8 @@ def is_hopeless(fault: Fault | None, before: Fault | None, has_new_checkpoint: b
 async def supervise(
     job: Job,
     console: Console,
-    max_restarts: int | None = 0,
-    restart_with: str = "all",
+    max_restarts: int | None,
+    restart_with: str,
     here: Host | None = None,
     secret: bytes | None = None,
 ) -> int:
@@ -86,6 +86,7 @@ async def supervise(
 
     Args:
         max_restarts: None for what suits the hosts' systems.
+        restart_with: "all" waits for every host before another start; "survivors" goes on with those that answer.
         here, secret: as Attempt has them.
     """
     interrupts: asyncio.Queue[int] = asyncio.Queue()
