@@ -7,6 +7,7 @@ import contextlib
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -115,6 +116,18 @@ def test_an_ssh_that_hangs_is_given_up_with_what_it_started(tmp_path: Path, monk
     # 1: the interrupt came as the check ended by itself, and failed.
     assert process.returncode in (1, 130) and "Traceback" not in errors
     wait_for(lambda: not any(map(is_running, pids.read_text().split())))
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="this system has no ssh")
+def test_no_connection_of_the_users_is_shared_and_no_forward_made_again(tmp_path: Path) -> None:
+    """A master that died would hang every new session; a forward's port is taken by the user's own session."""
+    config = tmp_path / "config"
+    config.write_text("Host *\n ControlMaster auto\n ControlPath /tmp/master-%h\n LocalForward 8989 localhost:22\n")
+    program, *words = ssh_module.remote_command(Job((FAR,), "ring", ("true",)), FAR, "lib.agent")
+    shown = subprocess.run([program, "-G", "-F", str(config), *words], capture_output=True, text=True, check=True)
+    settings = dict(line.partition(" ")[::2] for line in shown.stdout.splitlines())
+    assert settings["controlmaster"] == "false" and "localforward" not in settings
+    assert settings.get("controlpath", "none") == "none"
 
 
 def test_a_name_that_takes_long_to_look_up_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
