@@ -522,6 +522,8 @@ def test_a_new_run_takes_what_a_killed_one_left_and_no_other_folder(tmp_path: Pa
     for name in (".lock", "plan.json", "config.yaml.7.unfinished", ".disk-0a-0001"):
         (tmp_path / name).touch()
     run_folder.require_free(tmp_path)
+    run_folder.sweep(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "plan.json"], "they would add up"
     (tmp_path / "README.md").touch()
     with pytest.raises(UserError, match=r"is not a run: it holds README.md; give another run.name"):
         run_folder.require_free(tmp_path)

@@ -138,9 +138,9 @@ def keeps_disk(folder: Path, world: World) -> bool:
     with world.agreeing(f"opening {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         mine.touch()
-    first = min(folder.glob(f".disk-{token}-*"))
+    first = min(folder.glob(f".disk-{token}-*"), default=mine)  # none: who owns the folder has swept it
     world.gather_text("seen", "every rank's look at its disk")
-    mine.unlink()
+    mine.unlink(missing_ok=True)
     return first == mine
 
 
