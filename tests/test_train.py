@@ -529,6 +529,26 @@ def test_a_new_run_takes_what_a_killed_one_left_and_no_other_folder(tmp_path: Pa
         run_folder.require_free(tmp_path)
 
 
+def test_a_checkpoint_takes_the_place_of_another_one_of_its_step_or_leaves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    final, plain = tmp_path / "step-00000005", Path.rename
+
+    def fails(path: Path, target: Path) -> Path:
+        if path.name == ".unfinished-00000005":
+            raise OSError(5, "Input/output error")
+        return plain(path, target)
+
+    checkpoint._write_whole(final, {}, {"text": "old"})
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "rename", fails)
+        with pytest.raises(OSError, match="cannot be written"):
+            checkpoint._write_whole(final, {}, {"text": "new"})
+    assert (final / "text").read_text() == "old"
+    checkpoint._write_whole(final, {}, {"text": "new"})
+    assert (final / "text").read_text() == "new" and [path.name for path in tmp_path.iterdir()] == [final.name]
+
+
 def test_changed_data_is_not_resumed(tmp_path: Path) -> None:
     tiny.train(tmp_path, [*tiny.settings(tmp_path), "train.steps=2", "run.name=run"])
     tiny.write_jsonl(tmp_path / "train.jsonl", list(tiny.pairs(21, seed=5)))
