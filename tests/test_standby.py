@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -140,3 +141,15 @@ def test_a_rank_ends_when_its_agent_is_gone(short: Path) -> None:
         for process in (agent, rank):
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize("is_left", [True, False], ids=["folder left", "no folder"])
+def test_a_rank_whose_agent_was_killed_before_its_first_beat_ends(short: Path, is_left: bool) -> None:
+    if is_left:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as agent:
+            agent.bind(f"{short}/agent")
+            agent.listen()
+    code = "from lib.distributed import heartbeat; heartbeat.start(0); print('goes on')"
+    variables = {**os.environ, ADDRESS: "/nowhere", FOLDER: str(short)}
+    rank = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=variables, capture_output=True, text=True)
+    assert (rank.returncode, rank.stdout) == ((1, "") if is_left else (0, "goes on\n")), rank.stderr

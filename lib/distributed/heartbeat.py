@@ -5,8 +5,8 @@ this machine's own name). A thread of its own tells it, twice a second, which wa
 pass through the model. So a rank that was stopped, one that is late, one that hangs and one that waits for a dead peer
 look different from outside.
 
-Where nobody listened at the start nothing is sent. Where the agent is gone later, this process ends: nobody would end
-it any more, and it would keep the run's folder from those who go on.
+Where the agent is gone, at the start or later, this process ends: nobody would end it any more, and it would keep the
+run's folder from those who go on. Without the agent's folder nothing is sent: the variable is of a launch that is over.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def start(rank: int) -> None:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.connect(f"{agent_folder()}/agent")
-    except OSError:  # the agent is gone, and will end this process
+    except ConnectionRefusedError:  # it was killed, and had no time to remove its folder
+        os._exit(1)
+    except OSError:
         listener.close()
         return
     thread = threading.Thread(target=_beat, args=(listener,), name="heartbeat", daemon=True)
