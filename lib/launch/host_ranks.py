@@ -319,10 +319,21 @@ def process_state(pid: int) -> str:
     except FileNotFoundError:
         if Path("/proc/self").exists():
             return "gone"
-        letter = os_commands.output(["ps", "-o", "state=", "-p", str(pid)]).strip()[:1] or "Z"
+        letter = os_commands.output(["ps", "-o", "state=", "-p", str(pid)]).strip()[:1] or _letter_of_kernel(pid)
     except ProcessLookupError:
         return "gone"
     return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(letter, "running")
+
+
+def _letter_of_kernel(pid: int) -> str:
+    """Where ps says nothing, be it that it failed or was late: whether there is such a process. "R" or "Z"."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return "Z"
+    except PermissionError:  # it is somebody else's now
+        pass
+    return "R"
 
 
 def signal_group(pid: int, number: int) -> None:
