@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import pty
 import re
@@ -19,8 +20,10 @@ import pytest
 
 from lib.launch import agent_link, host_facts, preflight, remote_process, supervisor
 from lib.launch import ssh as ssh_module
+from lib.launch.attempt import Attempt
 from lib.launch.hostfile import Host
 from lib.launch.job import Job
+from lib.launch.rank_console import Quiet
 from lib.launch.run_needs import Needs
 from tests import tiny
 from tests.test_launch import python, wait_for, words
@@ -163,6 +166,34 @@ def test_a_launch_waits_for_its_network_while_there_is_a_run_to_go_on_with(
 
     assert asyncio.run(answering(0.0)) == ()
     assert asyncio.run(answering(30.0)) == (FAR,)
+
+
+def test_one_look_out_that_fails_ends_no_other_and_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    looked: list[str] = []
+
+    async def look(attempt: Any, host: Host, everyone: tuple[Host, ...]) -> None:
+        while True:
+            await asyncio.sleep(0.02)
+            looked.append(host.name)
+            if host.name == "odd":
+                raise ValueError("unexpected")
+
+    async def play() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(str(context)))
+        attempt = Attempt(Job((FAR,), "ring", ("true",)), Quiet([]))
+        attempt.console.note = told.append  # type: ignore[method-assign]
+        looking = supervisor.looking_out(attempt, (Host("odd"), FAR), (FAR,))
+        await asyncio.sleep(0.2)
+        looking.cancel()
+        del looking
+        await asyncio.sleep(0.1)
+        gc.collect()
+
+    monkeypatch.setattr(supervisor, "_look_out", look)
+    asyncio.run(play())
+    assert looked.count(FAR.name) > 2 and looked.count("odd") == 1
+    assert told == ["odd is not looked for any more: ValueError('unexpected')"], told
 
 
 BACKGROUND = """

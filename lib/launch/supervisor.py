@@ -105,7 +105,7 @@ async def supervise(
     try:
         while True:
             missing = tuple(host for host in everyone if host not in hosts)
-            looking = asyncio.gather(*(_look_out(attempt, host, everyone) for host in missing))
+            looking = looking_out(attempt, missing, everyone)
             outcome = await _outcome(attempt, interrupts, is_first=starts == 1)
             if max_restarts is None and attempt.systems:  # all hosts were there once
                 max_restarts = usual_restarts(attempt.systems.values())
@@ -244,6 +244,20 @@ async def _outcome(attempt: Attempt, interrupts: asyncio.Queue[int], is_first: b
             raise
         attempt.console.note(f"refused: {error}")
         return Outcome(1, Fault("refused", str(error), ()))
+
+
+def looking_out(attempt: Attempt, missing: Sequence[Host], everyone: tuple[Host, ...]) -> asyncio.Future[Any]:
+    """Looks for missing hosts until it is cancelled. What goes wrong with one is noted, and is none of the others'."""
+
+    async def look(host: Host) -> None:
+        try:
+            await _look_out(attempt, host, everyone)
+        except Exception as error:  # nobody waits for it
+            attempt.console.note(f"{host.name} is not looked for any more: {error!r}")
+
+    looking = asyncio.gather(*map(look, missing))
+    looking.add_done_callback(lambda done: done.cancelled() or done.exception())  # asyncio would tell it as unseen
+    return looking
 
 
 async def _look_out(attempt: Attempt, host: Host, everyone: tuple[Host, ...]) -> None:
