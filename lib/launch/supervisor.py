@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from lib.distributed import heartbeat
@@ -288,10 +288,10 @@ async def _could_join(attempt: Attempt, link: Link, host: Host, everyone: tuple[
     asking = attempt.links.get(before[0] if job.backend == "ring" else job.hosts[0].name)
     port = next_port(job)  # ranks listen at those before it
     try:
-        await link.ask("listen", ANSWER_SECONDS, port=port, token=token)
+        door = reachable_hosts.Door(port, token, reachable_hosts.PROBE_SECONDS)
+        await link.ask("listen", ANSWER_SECONDS, **asdict(door))
         if asking is None or asking.closed:
             return False
-        door = reachable_hosts.Door(port, token, reachable_hosts.PROBE_SECONDS)
         if await reachable_hosts.first_address(asking, host, job.hosts, door) is None:
             return False
     except ConnectionError:
