@@ -29,7 +29,7 @@ from typing import Any
 from lib.distributed.heartbeat import ADDRESS, FOLDER, SECONDS, agent_folder
 from lib.launch import agent_messages
 from lib.launch.agent_messages import PING_SECONDS, RankProcess, Start
-from lib.launch.host_ranks import Ranks, open_process, process_state, write_message
+from lib.launch.host_ranks import LAST_WORDS_SECONDS, Ranks, open_process, process_state, write_message
 from lib.launch.patience import Load, Punctuality, silence_limit
 from lib.launch.standby_process import READY, Standby
 from lib.system import handshake, network, os_commands
@@ -165,7 +165,7 @@ class Agent:
         if ranks is not None:
             await ranks.end(number, grace_seconds)
             if ranks.tasks:  # last lines and exits are sent before; who still holds a pipe open is not waited for
-                await asyncio.wait(ranks.tasks, timeout=1.0)
+                await asyncio.wait(ranks.tasks, timeout=LAST_WORDS_SECONDS)
         write_message(self.writer, "ended", start=address)
 
     async def close(self) -> None:
