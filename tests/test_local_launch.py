@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,24 @@ def test_a_launch_waits_for_its_network_while_there_is_a_run_to_go_on_with(
 
     assert asyncio.run(answering(0.0)) == ()
     assert asyncio.run(answering(30.0)) == (FAR,)
+
+
+def test_a_slow_login_is_waited_for_and_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = stand_in(tmp_path, 'sleep 1.5; for last; do :; done; exec sh -c "$last"', monkeypatch)
+    monkeypatch.setattr(supervisor, "work_limit", lambda seconds, load: 0.2)
+    here = Host("localhost")
+
+    async def answering(hosts: tuple[Host, ...]) -> list[str]:
+        links: dict[str, agent_link.Link] = {}
+        job, none = Job(hosts, "ring", ("true",)), asyncio.Queue[int]()
+        found = await supervisor.answering_hosts(job, links, hosts, False, 0.0, none)
+        await asyncio.gather(*(link.close() for link in links.values()))
+        return [host.name for host in found]
+
+    assert asyncio.run(answering((FAR,))) == [FAR.name], "no other one is there"
+    script.write_text("#!/bin/sh\nsleep 100\n")
+    began = time.monotonic()
+    assert asyncio.run(answering((FAR, here))) == [here.name] and time.monotonic() - began < ssh_module.CONNECT_SECONDS
 
 
 def test_one_look_out_that_fails_ends_no_other_and_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,8 @@ from lib.launch.patience import Load, work_limit
 from lib.launch.rank_console import Console
 from lib.launch.rank_faults import Fault
 
-ANSWER_SECONDS = 3.0  # for a host that has to show that it is there
+ANSWER_SECONDS = 3.0  # for a host that has to show that it is there, where another one has
+LOOK_SECONDS = 0.1  # between looks whether one has, or the user interrupts
 PATIENCE_SECONDS = 900.0  # while none of the hosts answers
 QUICK_STARTS = 2  # in a row without a new checkpoint, before others wait
 LONGEST_PAUSE_SECONDS = 30.0
@@ -162,12 +163,31 @@ async def _reach(job: Job, links: dict[str, Link], host: Host) -> bool:
         if host.name in links:
             links[host.name].drop()
         try:
-            limit = work_limit(ANSWER_SECONDS, Load().look())  # of this machine: of the other one nothing is known
-            async with asyncio.timeout(limit):
-                links[host.name] = await connect(job, host)
-        except (OSError, UserError):  # TimeoutError is one of the first; UserError: no process can be started here now
+            links[host.name] = await connect(job, host)
+        except (OSError, UserError):  # it is away, or no process can be started here now
             links.pop(host.name, None)
     return host.name in links
+
+
+async def _reach_all(
+    job: Job, links: dict[str, Link], hosts: tuple[Host, ...], all_of_them: bool, interrupts: asyncio.Queue[int]
+) -> list[bool]:
+    """Whether each host answers, in as long as a first start allows; once one does, the others get less time.
+
+    A login may take longer than usual, and is not to be cut off at every try.
+    """
+    tries = [asyncio.ensure_future(_reach(job, links, host)) for host in hosts]
+    enough = time.monotonic() + work_limit(ANSWER_SECONDS, Load().look())  # of the other machines nothing is known
+    try:
+        while interrupts.empty() and not all(task.done() for task in tries):
+            if not all_of_them and time.monotonic() > enough and any(task.done() and task.result() for task in tries):
+                break
+            await asyncio.wait(tries, timeout=LOOK_SECONDS)
+    finally:
+        for task in tries:
+            task.cancel()
+        await asyncio.gather(*tries, return_exceptions=True)
+    return [task.done() and not task.cancelled() and task.result() for task in tries]
 
 
 async def answering_hosts(
@@ -187,7 +207,7 @@ async def answering_hosts(
         return connected
     deadline = time.monotonic() + patience_seconds
     while True:
-        answered = await asyncio.gather(*(_reach(job, links, host) for host in hosts))
+        answered = await _reach_all(job, links, hosts, all_of_them, interrupts)
         enough = all(answered) if all_of_them else any(answered) or time.monotonic() > deadline
         if enough or not interrupts.empty():
             return tuple(host for host, there in zip(hosts, answered, strict=True) if there)
