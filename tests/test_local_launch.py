@@ -202,7 +202,7 @@ def test_one_look_out_that_fails_ends_no_other_and_is_told_in_one_line(monkeypat
         asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(str(context)))
         attempt = Attempt(Job((FAR,), "ring", ("true",)), Quiet([]))
         attempt.console.note = told.append  # type: ignore[method-assign]
-        looking = supervisor.looking_out(attempt, (Host("odd"), FAR), (FAR,))
+        looking = supervisor.looking_out(attempt, (Host("odd"), FAR), (FAR,), supervisor.Unfit())
         await asyncio.sleep(0.2)
         looking.cancel()
         del looking

@@ -38,6 +38,7 @@ HOPELESS = (
     "step, then --resume {run}"
 )
 LOOK_OUT_SECONDS = 1.0  # between looks for a host that is missing
+AGAIN_SECONDS = 300.0  # until a host that was taken back and could not take part is looked for again; then twice that
 INPUT_SECONDS = 1.0  # between looks whether the rank that was given input is still there
 
 
@@ -75,6 +76,41 @@ def is_hopeless(fault: Fault | None, before: Fault | None, has_new_checkpoint: b
     return kinds == ["diverged", "diverged"] and not has_new_checkpoint
 
 
+class Unfit:
+    """Hosts that were taken back and could not take part: the run's folder, a disk or the data was not there."""
+
+    def __init__(self) -> None:
+        self.until: dict[str, float] = {}  # when each is looked for again, by time.monotonic()
+        self.seconds: dict[str, float] = {}  # how long that was to be
+
+    def note(self, outcome: Outcome, attempt: Attempt, before: Sequence[Host]) -> bool:
+        """Whether a start ended by what a host lacks that it took back; then others go on without it for a while.
+
+        before: of the start before it.
+        """
+        joined = [host.name for host in attempt.job.hosts if host.name not in {one.name for one in before}]
+        has_others = 0 < len(joined) < len(attempt.job.hosts)
+        if not has_others or outcome.rejoined or outcome.status != 2 or attempt.world.checkpoint is not None:
+            return False
+        for name in joined:
+            self.seconds[name] = 2 * self.seconds.get(name, AGAIN_SECONDS / 2)
+            self.until[name] = time.monotonic() + self.seconds[name]
+            attempt.console.note(
+                f"{name} was taken back and cannot take part, as it says above; mend that: "
+                f"it is taken back again in {self.seconds[name]:.0f} s"
+            )
+        return True
+
+    def pause_seconds(self, host: Host) -> float:
+        """Until a host is looked for."""
+        return max(0.0, self.until.get(host.name, 0.0) - time.monotonic())
+
+    def without(self, hosts: tuple[Host, ...], links: Mapping[str, Link]) -> tuple[Host, ...]:
+        """The hosts but these, if one of the others is there."""
+        others = tuple(host for host in hosts if not self.pause_seconds(host))
+        return others if any(host.name in links and not links[host.name].closed for host in others) else hosts
+
+
 async def supervise(
     job: Job,
     console: Console,
@@ -90,23 +126,20 @@ async def supervise(
         restart_with: "all" waits for every host before another start; "survivors" goes on with those that answer.
         here, secret: as Attempt has them.
     """
-    interrupts: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    # Under nohup the training is meant to outlive its terminal.
-    hangups = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
-    for number in (signal.SIGINT, signal.SIGTERM, *hangups):
-        loop.add_signal_handler(number, interrupts.put_nowait, int(number))
+    interrupts = _interrupts(loop)
     links: dict[str, Link] = {}  # an agent that is there need not be reached again
     attempt = Attempt(job, console, here, links, None if max_restarts is None else max_restarts > 0, secret=secret)
     _hand_on_input(loop, lambda: attempt)
     everyone, hosts, run, starts, restarts, fruitless = job.hosts, job.hosts, None, 1, 0, 0
     holders = hosts
     fault_before: Fault | None = None
+    unfit, hosts_before = Unfit(), job.hosts
     looking: asyncio.Future[Any] = asyncio.gather()
     try:
         while True:
             missing = tuple(host for host in everyone if host not in hosts)
-            looking = looking_out(attempt, missing, everyone)
+            looking = looking_out(attempt, missing, everyone, unfit)
             outcome = await _outcome(attempt, interrupts, is_first=starts == 1)
             if max_restarts is None and attempt.systems:  # all hosts were there once
                 max_restarts = usual_restarts(attempt.systems.values())
@@ -115,7 +148,7 @@ async def supervise(
             if outcome.interrupted or (outcome.status == 0 and not outcome.rejoined):
                 return outcome.status
             broken = time.monotonic()
-            if not outcome.rejoined:
+            if not outcome.rejoined and not unfit.note(outcome, attempt, hosts_before):
                 is_wrong_input = outcome.status == 2 and starts == 1  # later it may be a disk that is full for a while
                 if is_wrong_input or restarts >= (max_restarts or 0):
                     return outcome.status
@@ -129,7 +162,9 @@ async def supervise(
                     async with asyncio.timeout(pause_seconds(fruitless)):
                         return 128 + await interrupts.get()
             patience_seconds = PATIENCE_SECONDS if run else 0.0  # without a run there is nothing to lose
-            hosts = await _next_hosts(job, console, links, restart_with == "all", patience_seconds, interrupts)
+            hosts_before = attempt.job.hosts
+            able = replace(job, hosts=unfit.without(job.hosts, links))
+            hosts = await _next_hosts(able, console, links, restart_with == "all", patience_seconds, interrupts)
             holders = holders_of_newest(holders, attempt.world.checkpoints(), attempt.job.hosts)
             placed = await _placed(attempt.job, links, hosts, everyone, outcome)
             # Where nobody has the newest checkpoint, those that were there are ahead of those that were not.
@@ -155,6 +190,15 @@ async def supervise(
     finally:
         looking.cancel()
         await asyncio.gather(looking, *(link.close() for link in links.values()), return_exceptions=True)
+
+
+def _interrupts(loop: asyncio.AbstractEventLoop) -> asyncio.Queue[int]:
+    """The signals that end the job, as they come. Under nohup the training is meant to outlive its terminal."""
+    interrupts: asyncio.Queue[int] = asyncio.Queue()
+    hangups = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
+    for number in (signal.SIGINT, signal.SIGTERM, *hangups):
+        loop.add_signal_handler(number, interrupts.put_nowait, int(number))
+    return interrupts
 
 
 async def _reach(job: Job, links: dict[str, Link], host: Host) -> bool:
@@ -266,11 +310,14 @@ async def _outcome(attempt: Attempt, interrupts: asyncio.Queue[int], is_first: b
         return Outcome(1, Fault("refused", str(error), ()))
 
 
-def looking_out(attempt: Attempt, missing: Sequence[Host], everyone: tuple[Host, ...]) -> asyncio.Future[Any]:
+def looking_out(
+    attempt: Attempt, missing: Sequence[Host], everyone: tuple[Host, ...], unfit: Unfit
+) -> asyncio.Future[Any]:
     """Looks for missing hosts until it is cancelled. What goes wrong with one is noted, and is none of the others'."""
 
     async def look(host: Host) -> None:
         try:
+            await asyncio.sleep(unfit.pause_seconds(host))
             await _look_out(attempt, host, everyone)
         except Exception as error:  # nobody waits for it
             attempt.console.note(f"{host.name} is not looked for any more: {error!r}")
