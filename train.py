@@ -167,7 +167,7 @@ def prepare(config: Config, world: World, resume: bool, dry_run: bool) -> Traini
     # ---- The run's folder has one owner, on every disk ---------------------------------------------------------------
 
     lock = checkpoint.open_run(folder, config, plan.to_dict(), steps if resume else None, world)  # of one rank a disk
-    heartbeat.tell(run=str(folder.resolve()))  # where the launcher goes on, if a host is lost
+    heartbeat.tell(run=str(folder.absolute()))  # where the launcher goes on, whatever links each host has there
     return TrainingRun(config, folder, lock, world, hosts, inputs, plan, steps, model, optimizer, layout, say, feed)
 
 

@@ -150,7 +150,7 @@ def test_an_agent_goes_on_after_lines_that_are_not_the_launchers() -> None:
     ]
     questions = [
         encoded("ask", question="listen", number=1),
-        encoded("ask", question="listen", number=2, port=0, token=""),
+        encoded("ask", question="listen", number=2, port=0, token="", seconds=1),
     ]
     assert agent.stdin is not None and agent.stdout is not None
     agent.stdin.write(b"".join([*sent, *questions]))
@@ -185,11 +185,28 @@ def test_of_questions_that_come_in_a_heap_none_keeps_a_port() -> None:
             free.bind(("", 0))
             port = free.getsockname()[1]
         agent = host_agent.Agent(None)  # type: ignore[arg-type]
-        questions = [agent.answer("listen", port=port, token="00" * 32) for _ in range(2)]
+        questions = [agent.answer("listen", port=port, token="00" * 32, seconds=1) for _ in range(2)]
         asked = [asyncio.ensure_future(question) for question in questions]
         await asyncio.sleep(0)  # both have begun, as the next message is read
         await agent._change_listener()
         assert await asyncio.gather(*asked) == [port, port]
+        socket.create_server(("", port)).close()
+
+    asyncio.run(story())
+
+
+def test_a_probed_port_is_given_back_where_nobody_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_agent, "PROBES", 0.2)
+
+    async def story() -> None:
+        agent = host_agent.Agent(None)  # type: ignore[arg-type]
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        await agent.answer("listen", port=port, token="00" * 32, seconds=0.0)
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server(("", port)).close()
+        await asyncio.sleep(0.6)
         socket.create_server(("", port)).close()
 
     asyncio.run(story())

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,8 +21,10 @@ import pytest
 
 from lib.launch import agent_link, host_facts, preflight, remote_process, supervisor
 from lib.launch import ssh as ssh_module
+from lib.launch.attempt import Attempt
 from lib.launch.hostfile import Host
 from lib.launch.job import Job
+from lib.launch.rank_console import Quiet
 from lib.launch.run_needs import Needs
 from tests import tiny
 from tests.test_launch import python, wait_for, words
@@ -117,6 +122,18 @@ def test_an_ssh_that_hangs_is_given_up_with_what_it_started(tmp_path: Path, monk
     wait_for(lambda: not any(map(is_running, pids.read_text().split())))
 
 
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="this system has no ssh")
+def test_no_connection_of_the_users_is_shared_and_no_forward_made_again(tmp_path: Path) -> None:
+    """A master that died would hang every new session; a forward's port is taken by the user's own session."""
+    config = tmp_path / "config"
+    config.write_text("Host *\n ControlMaster auto\n ControlPath /tmp/master-%h\n LocalForward 8989 localhost:22\n")
+    program, *words = ssh_module.remote_command(Job((FAR,), "ring", ("true",)), FAR, "lib.agent")
+    shown = subprocess.run([program, "-G", "-F", str(config), *words], capture_output=True, text=True, check=True)
+    settings = dict(line.partition(" ")[::2] for line in shown.stdout.splitlines())
+    assert settings["controlmaster"] == "false" and "localforward" not in settings
+    assert settings.get("controlpath", "none") == "none"
+
+
 def test_a_name_that_takes_long_to_look_up_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ssh = stand_in(tmp_path, NAMELESS, monkeypatch)  # `ssh -G NAME` that waits for a name server
 
@@ -150,6 +167,52 @@ def test_a_launch_waits_for_its_network_while_there_is_a_run_to_go_on_with(
 
     assert asyncio.run(answering(0.0)) == ()
     assert asyncio.run(answering(30.0)) == (FAR,)
+
+
+def test_a_slow_login_is_waited_for_and_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = stand_in(tmp_path, 'sleep 1.5; for last; do :; done; exec sh -c "$last"', monkeypatch)
+    monkeypatch.setattr(supervisor, "work_limit", lambda seconds, load: 0.2)
+    here = Host("localhost")
+
+    async def answering(hosts: tuple[Host, ...]) -> list[str]:
+        links: dict[str, agent_link.Link] = {}
+        job, none = Job(hosts, "ring", ("true",)), asyncio.Queue[int]()
+        found = await supervisor.answering_hosts(job, links, hosts, False, 0.0, none)
+        await asyncio.gather(*(link.close() for link in links.values()))
+        return [host.name for host in found]
+
+    assert asyncio.run(answering((FAR,))) == [FAR.name], "no other one is there"
+    script.write_text("#!/bin/sh\nsleep 100\n")
+    began = time.monotonic()
+    assert asyncio.run(answering((FAR, here))) == [here.name] and time.monotonic() - began < ssh_module.CONNECT_SECONDS
+
+
+def test_one_look_out_that_fails_ends_no_other_and_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    looked: list[str] = []
+
+    async def look(attempt: Any, host: Host, everyone: tuple[Host, ...]) -> None:
+        while True:
+            await asyncio.sleep(0.02)
+            looked.append(host.name)
+            if host.name == "odd":
+                raise ValueError("unexpected")
+
+    async def play() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(str(context)))
+        attempt = Attempt(Job((FAR,), "ring", ("true",)), Quiet([]))
+        attempt.console.note = told.append  # type: ignore[method-assign]
+        looking = supervisor.looking_out(attempt, (Host("odd"), FAR), (FAR,), supervisor.Unfit())
+        await asyncio.sleep(0.2)
+        looking.cancel()
+        del looking
+        await asyncio.sleep(0.1)
+        gc.collect()
+
+    monkeypatch.setattr(supervisor, "_look_out", look)
+    asyncio.run(play())
+    assert looked.count(FAR.name) > 2 and looked.count("odd") == 1
+    assert told == ["odd is not looked for any more: ValueError('unexpected')"], told
 
 
 BACKGROUND = """

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 
 from lib.distributed import world
 from lib.distributed.world import World
-from lib.launch import ssh
+from lib.launch import attempt, ssh
 from lib.launch.agent_link import Link
 from lib.launch.attempt import Attempt, HostNames
 from lib.launch.hostfile import Host
@@ -69,6 +71,9 @@ class FakeLink:
     def send(self, kind: str, **fields: Any) -> None:
         self.sent.append({"kind": kind, **fields})
 
+    def drop(self) -> None:
+        return
+
 
 def test_the_launcher_tells_two_machines_of_one_name_apart() -> None:
     hosts = (Host("10.0.0.1"), Host("10.0.0.2"), Host("10.0.0.3"))
@@ -82,6 +87,38 @@ def test_the_launcher_tells_two_machines_of_one_name_apart() -> None:
     asyncio.run(start())
     names = [link.sent[0]["host"] for link in links.values()]
     assert names == ["MacBook-Pro-1111", "MacBook-Pro-2222", "studio"]
+
+
+def test_a_host_that_speaks_gets_the_time_that_its_agent_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To give a large model's memory back takes seconds after SIGKILL. Who says nothing is not waited for as long."""
+    for name, seconds in (("END_ANSWER_SECONDS", 0.2), ("KILLED_SECONDS", 1.0), ("LAST_WORDS_SECONDS", 0.5)):
+        monkeypatch.setattr(attempt, name, seconds)
+    monkeypatch.setattr(attempt.topology, "end_seconds", lambda backend, is_fault: 0.1)
+    slow, dead = Host("10.0.0.1"), Host("10.0.0.2")
+    links = {host.name: FakeLink(host, host.name, host.name) for host in (slow, dead)}
+
+    async def end() -> float:
+        one = Attempt(Job((slow, dead), "nccl", ("train.py",)), Quiet([]), links=links)  # type: ignore[arg-type]
+        await one.start_ranks()
+
+        async def speak() -> None:
+            for _ in range(20):
+                await asyncio.sleep(0.05)
+                links[slow.name].punctuality.note(time.monotonic())
+            one.world.ended[slow.name].set()
+
+        speaking, began = asyncio.ensure_future(speak()), time.monotonic()
+        await one._end(signal.SIGTERM, asyncio.Queue(), is_fault=True)
+        assert list(links) == [slow.name], "it is wanted for the next start"
+        await speaking
+        gone = {dead.name: FakeLink(dead, "", "")}
+        only_dead = Attempt(Job((dead,), "nccl", ("train.py",)), Quiet([]), links=gone)  # type: ignore[arg-type]
+        await only_dead.start_ranks()
+        gone[dead.name].punctuality.last, began = began - 100.0, time.monotonic()
+        await only_dead._end(signal.SIGTERM, asyncio.Queue(), is_fault=True)
+        return time.monotonic() - began
+
+    assert asyncio.run(end()) < 0.1 + 0.2 + 0.5, "no more than what it had to answer"
 
 
 def test_a_name_stays_through_restarts_whoever_is_away_and_whatever_the_network_does() -> None:

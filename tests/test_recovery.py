@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from lib.distributed import heartbeat
 from lib.distributed.world import World
 from lib.telemetry.run_records import first_missed, read_records, rewind
 from lib.training import checkpoint, resume
@@ -196,6 +197,34 @@ def test_training_goes_on_from_a_survivors_own_disk_and_takes_the_host_back(
         assert sorted(epochs[45 * epoch : 45 * epoch + 45]) == list(range(45)), "an example was lost or repeated"
 
 
+def test_a_host_that_is_back_and_cannot_take_part_ends_nothing(fresh_hosts: list[Host], tmp_path: Path) -> None:
+    """It lost its disk, or was never there since the run began: --resume finds no run on it."""
+    a, b, _ = fresh_hosts
+    options = ["--max-restarts", "1", "--silent-seconds", str(LIMIT)]
+    train = train_words(tmp_path, a.disk / "runs", steps=4000, evaluate__samples=0)
+    launch = Watched(a, [*words([a, b], *options), *train])
+    try:
+        wait_for(lambda: len(steps(a, 0)) >= 7)
+        b.unplug()
+        launch.until(r"start 2.* on 1 of 2 hosts \(without host-b\)")
+        wait_for(lambda: not b.processes())  # its agent has ended them: the launcher is silent
+        shutil.rmtree(b.outside / "runs")
+        b.plug_in()
+        launch.until("a host is back")
+        launch.until(r"start 3.* on 2 of 2 hosts")
+        launch.until("host-b was taken back and cannot take part, as it says above; .* again in 300 s")
+        launch.until(r"start 4.* on 1 of 2 hosts \(without host-b\)")  # of which one was to be counted
+        before = len(steps(a, 0))
+        wait_for(lambda: len(steps(a, 0)) > before + 20)
+    finally:
+        b.plug_in()
+        for pid in [pid for pid, line in a.processes().items() if f"{ROOT}/launch" in line]:
+            a.signal(pid, signal.SIGINT)
+    assert launch.end() == 130
+    assert "a host is back" not in launch.notes[-1][1], "not before the pause is over"
+    wait_for(lambda: nothing_left(fresh_hosts))
+
+
 def test_a_network_that_lets_only_ssh_through_is_told_from_a_dead_rank(fresh_hosts: list[Host], tmp_path: Path) -> None:
     a, b, _ = fresh_hosts
     options = ["--max-restarts", "3", "--silent-seconds", str(LIMIT)]  # far less than --wedged-seconds
@@ -280,3 +309,14 @@ def test_hosts_that_were_alone_in_turn_leave_one_history(tmp_path: Path) -> None
     resume.go_back(there / "logs", progress, World(), keeps_disk=True)
     assert max(step["step"] for step in tiny.steps_of(there)) == 4, "steps that the other host trained otherwise"
     assert all(int(path.name[5:]) <= 4 for path in (there / "checkpoints").glob("step-*")), "of an undone history"
+
+
+def test_a_restart_names_a_run_by_a_path_that_all_hosts_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one host `runs` leads to a larger disk, which the others lack."""
+    (tmp_path / "larger").mkdir()
+    (tmp_path / "runs").symlink_to(tmp_path / "larger")
+    told: list[str] = []
+    monkeypatch.setattr(heartbeat, "tell", lambda **facts: told.extend(facts[key] for key in facts if key == "run"))
+    tiny.train(tmp_path, [*tiny.settings(tmp_path), "train.steps=2", "run.name=run"])
+    tiny.train(tmp_path, ["--resume", told[0], "train.steps=3"])  # as a restart does; the next one names it as well
+    assert told == [str(tmp_path / "runs/run")] * 2

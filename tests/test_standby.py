@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,9 +18,11 @@ from typing import Any
 import pytest
 
 from lib.distributed.heartbeat import ADDRESS, FOLDER
-from lib.launch.host_ranks import Ranks, open_process
+from lib.launch import host_ranks
+from lib.launch.host_ranks import Ranks, open_process, process_state
 from lib.launch.remote_process import close_pipes
 from lib.launch.standby_process import READY, Standby
+from lib.system import os_commands
 from tests.tiny import ROOT
 
 # Slow to get ready; then it becomes what the second line says.
@@ -140,3 +143,29 @@ def test_a_rank_ends_when_its_agent_is_gone(short: Path) -> None:
         for process in (agent, rank):
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize("is_left", [True, False], ids=["folder left", "no folder"])
+def test_a_rank_whose_agent_was_killed_before_its_first_beat_ends(short: Path, is_left: bool) -> None:
+    if is_left:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as agent:
+            agent.bind(f"{short}/agent")
+            agent.listen()
+    code = "from lib.distributed import heartbeat; heartbeat.start(0); print('goes on')"
+    variables = {**os.environ, ADDRESS: "/nowhere", FOLDER: str(short)}
+    rank = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=variables, capture_output=True, text=True)
+    assert (rank.returncode, rank.stdout) == ((1, "") if is_left else (0, "goes on\n")), rank.stderr
+
+
+def test_a_process_is_gone_only_where_the_kernel_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Mac tells the state of a process by `ps`, which may fail or be late where many processes want the cores."""
+    monkeypatch.setattr(host_ranks, "Path", lambda path: Path(f"/nowhere{path}"))  # a system without /proc
+    said = {"letter": ""}
+    monkeypatch.setattr(os_commands, "output", lambda command: said["letter"])
+    with subprocess.Popen(["sleep", "100"]) as process:
+        assert process_state(process.pid) == "running"
+        said["letter"] = "T+\n"
+        assert process_state(process.pid) == "stopped"
+        process.kill()
+    said["letter"] = ""
+    assert process_state(process.pid) == "gone"

@@ -24,7 +24,7 @@ from lib.errors import UserError
 from lib.evaluate import command as evaluate
 from lib.system import mpi_and_blas
 from lib.telemetry.run_records import PerformanceTracker, read_records
-from lib.training import checkpoint, resume, run_folder
+from lib.training import checkpoint, find_checkpoint, run_folder
 from lib.training import reference_model as scoring
 from tests import float64, rounding, tiny
 from tests.tiny import ROOT, difference, weights
@@ -522,9 +522,31 @@ def test_a_new_run_takes_what_a_killed_one_left_and_no_other_folder(tmp_path: Pa
     for name in (".lock", "plan.json", "config.yaml.7.unfinished", ".disk-0a-0001"):
         (tmp_path / name).touch()
     run_folder.require_free(tmp_path)
+    run_folder.sweep(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "plan.json"], "they would add up"
     (tmp_path / "README.md").touch()
     with pytest.raises(UserError, match=r"is not a run: it holds README.md; give another run.name"):
         run_folder.require_free(tmp_path)
+
+
+def test_a_checkpoint_takes_the_place_of_another_one_of_its_step_or_leaves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    final, plain = tmp_path / "step-00000005", Path.rename
+
+    def fails(path: Path, target: Path) -> Path:
+        if path.name == ".unfinished-00000005":
+            raise OSError(5, "Input/output error")
+        return plain(path, target)
+
+    checkpoint._write_whole(final, {}, {"text": "old"})
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "rename", fails)
+        with pytest.raises(OSError, match="cannot be written"):
+            checkpoint._write_whole(final, {}, {"text": "new"})
+    assert (final / "text").read_text() == "old"
+    checkpoint._write_whole(final, {}, {"text": "new"})
+    assert (final / "text").read_text() == "new" and [path.name for path in tmp_path.iterdir()] == [final.name]
 
 
 def test_changed_data_is_not_resumed(tmp_path: Path) -> None:
@@ -586,8 +608,8 @@ def test_a_disk_that_fills_up_loses_no_checkpoint(tmp_path: Path) -> None:
         assert_one_clear_line(result, "checkpoint of step 50", "earlier ones are whole")  # no other is worth a run
         assert "training goes on, earlier checkpoints are whole" in result.stderr
         assert "bytes are free" in result.stderr or "No space left" in result.stderr
-        newest, damaged = resume.newest(disk / "run" / "checkpoints")
-        assert newest is not None and not damaged
+        newest = find_checkpoint.find(disk / "run", "last")
+        assert newest == checkpoint.checkpoints_in(disk / "run" / "checkpoints")[0], "none is damaged"
         saved, logged = int(newest.name.removeprefix("step-")), [step["step"] for step in tiny.steps_of(disk / "run")]
         assert logged[:saved] == list(range(1, saved + 1)), "a checkpoint holds what no log tells"
         for step in (1, 2, 3):

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lib.launch.agent_link import Link
+from lib.launch.attempt import Attempt, Outcome
 from lib.launch.hostfile import Host
 from lib.launch.job import Job
 from lib.launch.patience import Load, Punctuality, silence_limit, work_limit
@@ -25,7 +26,7 @@ from lib.launch.rank_faults import (
     exit_status,
     stragglers,
 )
-from lib.launch.supervisor import is_hopeless
+from lib.launch.supervisor import Unfit, is_hopeless
 from lib.launch.world_state import WorldState
 
 
@@ -237,3 +238,26 @@ def test_a_launcher_that_was_stopped_itself_takes_nobody_for_silent() -> None:
     link.punctuality.last -= 70.0  # while the launcher looked
     fault = world.fault()
     assert fault and fault.kind == "silent" and fault.hosts == ("a",)
+
+
+def test_only_a_host_that_was_taken_back_is_unfit_and_only_beside_others() -> None:
+    a, b = Host("a"), Host("b")
+
+    def noted(
+        hosts: tuple[Host, ...], before: tuple[Host, ...], status: int = 2, step: int | None = None
+    ) -> Unfit | None:
+        unfit = Unfit()
+        attempt = SimpleNamespace(
+            job=Job(hosts, "ring", ("train.py",)),
+            world=SimpleNamespace(checkpoint=step),
+            console=SimpleNamespace(note=lambda text: None),
+        )
+        return unfit if unfit.note(Outcome(status), cast(Attempt, attempt), before) else None
+
+    unfit = noted((a, b), (a,))
+    assert unfit is not None and 290 < unfit.pause_seconds(b) <= 300 and not unfit.pause_seconds(a)
+    links = {name: cast(Link, SimpleNamespace(closed=False)) for name in "ab"}
+    assert unfit.without((a, b), links) == (a,)
+    assert unfit.without((a, b), {"b": links["b"]}) == (a, b), "better than nobody"
+    assert noted((a, b), (a, b)) is None and noted((b,), (a,)) is None, "such a start counts: it may never end"
+    assert noted((a, b), (a,), status=137) is None and noted((a, b), (a,), step=7) is None

@@ -13,7 +13,7 @@ import pytest
 
 import train as script
 from lib.config import load, schema
-from lib.distributed import collectives
+from lib.distributed import collectives, heartbeat
 from lib.distributed.world import World
 from lib.errors import AgreedError, Stopped, UserError
 from lib.evaluate import batch_inference
@@ -21,7 +21,7 @@ from lib.model import load as models
 from lib.system import handshake
 from lib.telemetry import run_records
 from lib.telemetry.run_records import PerformanceTracker
-from lib.training import baseline
+from lib.training import baseline, resume
 from tests import rounding, tiny
 from tests.tiny import difference, rows_of_epochs, steps_of, weights
 
@@ -357,3 +357,53 @@ def test_a_rank_that_comes_late_finds_the_queue(world: World, folder: Path, monk
     out = folder / "out.jsonl"
     batch_inference.pull("rows", "key", range(4), out, config, world, lambda rows: [str(rows[0])], chunk_rows=1)
     assert world.rank > 0 or out.read_text() == "0\n1\n2\n3\n"
+
+
+@two
+def test_a_run_does_not_go_back_behind_what_another_disk_alone_has(
+    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first host was lost at step 2, and the other one went on alone: a resume on both would remove what it did."""
+    words, alone = settings(world, folder, "checkpoint.every=1"), world.alone()
+    runs = [folder / "runs" / name for name in ("here", "there")]
+    if world.rank == 0:
+        train(alone, folder, [*words, "train.steps=2"], "here")
+        shutil.copytree(*runs)
+        train(alone, folder, [*words, "train.steps=5"], "there", resume=True)
+    world.gather_text("both disks are as they were left")
+    mine, name = runs[world.rank] / "checkpoints", f"host-{world.rank}"
+    told = "rank 1: host-1 has a newer checkpoint of this run, of step 5; .* of step 2: name host-1 first in the host f"
+    with pytest.raises(AgreedError, match=told):
+        resume.choose(mine, world, name)
+    assert resume.choose(runs[0] / "checkpoints", world, name)[0] == runs[0] / "checkpoints/step-00000002", "one disk"
+    with monkeypatch.context() as launcher:
+        launcher.setenv(heartbeat.RESTART, "2")
+        chosen, _, _ = resume.choose(mine, world, name)
+        assert chosen is not None and chosen.name == "step-00000002", "who comes first is the launcher's to know"
+    world.gather_text("all have looked")
+    if world.rank == 0:
+        train(alone, folder, [*words, "train.steps=3"], "here", resume=True)
+    world.gather_text("the first host has a history of its own")
+    chosen, _, _ = resume.choose(mine, world, name)
+    assert chosen is not None and chosen.name == "step-00000003", "the other one's is of steps that are left"
+
+
+@two
+def test_disks_that_are_a_write_apart_go_on(world: World, folder: Path) -> None:
+    words = settings(world, folder, "checkpoint.every=1", "checkpoint.keep=9")
+    runs = [folder / "runs" / name for name in ("first", "other")]
+    if world.rank == 0:
+        train(world.alone(), folder, [*words, "train.steps=5"], "first")
+        shutil.copytree(*runs)
+        for step in (4, 5):
+            shutil.rmtree(runs[0] / f"checkpoints/step-{step:08d}")
+    world.gather_text("all ended at once")
+    mine = runs[world.rank] / "checkpoints"
+    chosen, _, _ = resume.choose(mine, world, "host")
+    assert chosen is not None and chosen.name == "step-00000003"
+    world.gather_text("all have looked")
+    if world.rank == 0:
+        shutil.rmtree(runs[0] / "checkpoints/step-00000003")
+    world.gather_text("the first disk was full for long")
+    with pytest.raises(AgreedError, match="of step 5; the first host's newest is of step 2"):
+        resume.choose(mine, world, "host")

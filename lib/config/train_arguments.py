@@ -63,7 +63,8 @@ def read_config(options: argparse.Namespace) -> Config:
         if config.strategy == "auto":  # decided once: what a link or a host is like today changes nothing
             config = load.with_strategy(config, decided(path.with_name("plan.json")))
         folder = Path(options.resume)
-        if not folder.name or folder.absolute() != folder.resolve():  # a link: the run is where it leads to
+        # A link to a run: its name is where that leads to. A link above it stays: other hosts may have a folder there.
+        if folder.name in ("", "..") or folder.is_symlink():
             folder = folder.resolve()
         run = {"name": folder.name, "dir": str(folder.parent)}
         _require_same_folder(folder, config, options.overrides)

@@ -1,12 +1,12 @@
 """What a rank says of itself while it works: that it lives, and what it waits for.
 
 The launcher's agent on this host listens at a Unix socket (in `TANDEM_AGENT_FOLDER`; under mpirun in `TANDEM_AGENT` and
-this machine's own name). A thread of its own tells it, twice a second, how many waits for other ranks are over, which
-one goes on, and which pass through the model. So a rank that was stopped, one that is late, one that hangs and one that
-waits for a dead peer look different from outside.
+this machine's own name). A thread of its own tells it, twice a second, which wait for other ranks goes on, and which
+pass through the model. So a rank that was stopped, one that is late, one that hangs and one that waits for a dead peer
+look different from outside.
 
-Where nobody listened at the start nothing is sent. Where the agent is gone later, this process ends: nobody would end
-it any more, and it would keep the run's folder from those who go on.
+Where the agent is gone, at the start or later, this process ends: nobody would end it any more, and it would keep the
+run's folder from those who go on. Without the agent's folder nothing is sent: the variable is of a launch that is over.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from lib.system import network
 
 ADDRESS = "TANDEM_AGENT"
 FOLDER = "TANDEM_AGENT_FOLDER"
+RESTART = "TANDEM_RESTART"  # set where a launcher starts its ranks again, a host with the newest checkpoint first
 SECONDS = 0.5
 
 
@@ -33,7 +34,6 @@ class Facts(TypedDict, total=False):
 
     rank: int
     pid: int
-    waits: int  # that are over
     waiting: str | None  # for what, now
     since: float  # by time.monotonic()
     passing: str | None  # what pass through the model goes on
@@ -67,11 +67,13 @@ def start(rank: int) -> None:
     """Begins to beat, if a launcher's agent listens."""
     if ADDRESS not in os.environ or _facts:
         return
-    _facts.update({"rank": rank, "pid": os.getpid(), "waits": 0, "waiting": None, "since": time.monotonic(), **NO_PASS})
+    _facts.update({"rank": rank, "pid": os.getpid(), "waiting": None, "since": time.monotonic(), **NO_PASS})
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.connect(f"{agent_folder()}/agent")
-    except OSError:  # the agent is gone, and will end this process
+    except ConnectionRefusedError:  # it was killed, and had no time to remove its folder
+        os._exit(1)
+    except OSError:
         listener.close()
         return
     thread = threading.Thread(target=_beat, args=(listener,), name="heartbeat", daemon=True)
@@ -102,7 +104,7 @@ def waiting(what: str) -> Iterator[None]:
         yield
     finally:
         if _facts:
-            _facts.update({"waiting": None, "since": time.monotonic(), "waits": _facts["waits"] + 1})
+            _facts.update({"waiting": None, "since": time.monotonic()})
 
 
 @contextlib.contextmanager

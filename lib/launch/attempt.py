@@ -16,6 +16,7 @@ from lib.distributed import run_secret
 from lib.launch import patience, rank_faults, reachable_hosts, topology
 from lib.launch.agent_link import Link, connect
 from lib.launch.agent_messages import RankProcess, Start
+from lib.launch.host_ranks import KILLED_SECONDS, LAST_WORDS_SECONDS
 from lib.launch.hostfile import Host
 from lib.launch.job import Job, full_command, next_port, resume_command
 from lib.launch.rank_console import Console
@@ -26,7 +27,7 @@ from lib.system import network
 
 TICK_SECONDS = 0.03
 SETTLE_SECONDS = 0.5  # after a death, for the others to report why they end
-END_ANSWER_SECONDS = 1.0  # for an agent to report that its ranks have ended
+END_ANSWER_SECONDS = 1.0  # for an agent to report that its ranks have ended, beyond what it may take to end them
 PREPARE_SECONDS = 60.0  # for a process to import and read everything
 PREPARE_AFTER_SECONDS = 1.0  # the ranks that are about to train come first
 PROBE_AGAIN_TIMES = 5.0  # the limit of silence, between two looks whether hosts reach each other, during one wait
@@ -298,12 +299,11 @@ class Attempt:
         grace_seconds = topology.end_seconds(self.job.backend, is_fault)
         for link in links:
             link.send("end", number=int(number), grace_seconds=grace_seconds)
-        alive = [world.ended[link.name] for link in links if not world.hosts[link.name].closed]
-        ended = asyncio.ensure_future(_all_set(alive))
+        alive = [link.name for link in links if not world.hosts[link.name].closed]
+        ended = asyncio.ensure_future(self._hear_the_end(alive, grace_seconds))
         again = asyncio.ensure_future(interrupts.get())
         waits: set[asyncio.Future[Any]] = {ended, again}
-        answer_seconds = patience.work_limit(END_ANSWER_SECONDS, world.load())
-        await asyncio.wait(waits, timeout=grace_seconds + answer_seconds, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         interrupted = again.done()
         if interrupted:
             for link in links:
@@ -315,6 +315,17 @@ class Attempt:
             if link.closed or not world.ended[link.name].is_set():  # who does not answer is connected anew, if at all
                 self._give_up(link.name)
         return interrupted
+
+    async def _hear_the_end(self, names: Sequence[str], grace_seconds: float) -> None:
+        """Waits until the hosts say that their ranks have ended; one that still speaks gets what its agent may take."""
+        world, now = self.world, time.monotonic()
+        answer_seconds = patience.work_limit(END_ANSWER_SECONDS, world.load())
+        deadline = now + grace_seconds + answer_seconds
+        longer = patience.work_limit(KILLED_SECONDS + LAST_WORDS_SECONDS, world.load())
+        await _all_set([world.ended[name] for name in names], deadline - now)
+        now = time.monotonic()
+        speak = [name for name in names if world.has_spoken(name, now, answer_seconds)]
+        await _all_set([world.ended[name] for name in speak], deadline + longer - now)
 
 
 async def prepare_standbys(job: Job, link: Link, host: Host, run: str) -> None:
@@ -339,6 +350,9 @@ async def prepare_standbys(job: Job, link: Link, host: Host, run: str) -> None:
         )
 
 
-async def _all_set(events: Sequence[asyncio.Event]) -> None:
-    for event in events:
-        await event.wait()
+async def _all_set(events: Sequence[asyncio.Event], limit_seconds: float) -> None:
+    """Waits for all of the events, at most so long."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit_seconds):
+            for event in events:
+                await event.wait()

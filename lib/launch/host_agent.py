@@ -29,12 +29,13 @@ from typing import Any
 from lib.distributed.heartbeat import ADDRESS, FOLDER, SECONDS, agent_folder
 from lib.launch import agent_messages
 from lib.launch.agent_messages import PING_SECONDS, RankProcess, Start
-from lib.launch.host_ranks import Ranks, open_process, process_state, write_message
+from lib.launch.host_ranks import LAST_WORDS_SECONDS, Ranks, open_process, process_state, write_message
 from lib.launch.patience import Load, Punctuality, silence_limit
 from lib.launch.standby_process import READY, Standby
 from lib.system import handshake, network, os_commands
 
 LOOK_SECONDS = 0.1  # between looks at the ranks; on a Mac, where each is a program that is run, SECONDS
+PROBES = 8  # one after the other, of so many addresses of a host, by those that ask it at all
 PROBE = "whether hosts reach each other"
 HOST_FILE = "host"  # in the agent's folder: the name that the launcher fixed for this machine
 
@@ -49,6 +50,7 @@ class Agent:
         self.standbys: dict[int, Standby] = {}  # by index among this host's ranks
         self.preparing: asyncio.Future[None] | None = None
         self.listener: handshake.StreamListener | None = None
+        self.closing: asyncio.Future[None] | None = None
         self.changing_listener = asyncio.Lock()  # over a slow link questions come in heaps
         self.launcher = Punctuality(PING_SECONDS, time.monotonic())
         self.load = Load()
@@ -111,8 +113,10 @@ class Agent:
             await asyncio.wait([self.preparing])
             return sum(standby.is_ready for standby in self.standbys.values())
         if question == "listen":  # at a port of the run's, which a firewall may refuse
-            port, token = int(fields["port"]), bytes.fromhex(fields["token"])
-            await self._change_listener(handshake.StreamListener(token, PROBE, _nothing_more), port)
+            port, token, seconds = int(fields["port"]), bytes.fromhex(fields["token"]), float(fields["seconds"])
+            listener = handshake.StreamListener(token, PROBE, _nothing_more)
+            await self._change_listener(listener, port)
+            self.closing = asyncio.ensure_future(self._close_later(listener, PROBES * (seconds + 1.0)))
             return port
         async with asyncio.timeout(fields["seconds"]):
             reader, writer = await asyncio.open_connection(fields["address"], fields["port"])
@@ -130,6 +134,12 @@ class Agent:
             if instead is not None:
                 await instead.start(port)
                 self.listener = instead
+
+    async def _close_later(self, listener: handshake.StreamListener, seconds: float) -> None:
+        """Gives the port back where nobody asks for it: a launcher may end in the middle of its questions."""
+        await asyncio.sleep(seconds)
+        if self.listener is listener:
+            await self._change_listener()
 
     async def watch(self) -> None:
         """Reports that this host lives, and which ranks are stopped or gone; returns when the launcher is silent."""
@@ -155,7 +165,7 @@ class Agent:
         if ranks is not None:
             await ranks.end(number, grace_seconds)
             if ranks.tasks:  # last lines and exits are sent before; who still holds a pipe open is not waited for
-                await asyncio.wait(ranks.tasks, timeout=1.0)
+                await asyncio.wait(ranks.tasks, timeout=LAST_WORDS_SECONDS)
         write_message(self.writer, "ended", start=address)
 
     async def close(self) -> None:

@@ -29,6 +29,8 @@ CHUNK_BYTES = 2**16
 LOG_BYTES = 2**18  # of a log, sent at a time
 POLL_SECONDS = 0.02  # between looks whether a rank has ended
 QUIET_SECONDS, QUIET_LOOKS = 0.5, 2  # without output of one that has ended: nothing is left of it
+KILLED_SECONDS = 2.0  # for the kernel to end who is killed: to give much memory back takes a while
+LAST_WORDS_SECONDS = 1.0  # for what ranks that have ended still say
 LEFT_SECONDS = 60.0  # at most for what it left, which may be much, and the connection slow
 
 
@@ -236,7 +238,7 @@ class Ranks:
             await asyncio.sleep(POLL_SECONDS)
         for pid in self._left():
             signal_group(pid, signal.SIGKILL)
-        while self._left() and time.monotonic() < deadline + 2:
+        while self._left() and time.monotonic() < deadline + KILLED_SECONDS:
             await asyncio.sleep(POLL_SECONDS)
         self.ending.set()
 
@@ -319,10 +321,21 @@ def process_state(pid: int) -> str:
     except FileNotFoundError:
         if Path("/proc/self").exists():
             return "gone"
-        letter = os_commands.output(["ps", "-o", "state=", "-p", str(pid)]).strip()[:1] or "Z"
+        letter = os_commands.output(["ps", "-o", "state=", "-p", str(pid)]).strip()[:1] or _letter_of_kernel(pid)
     except ProcessLookupError:
         return "gone"
     return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(letter, "running")
+
+
+def _letter_of_kernel(pid: int) -> str:
+    """Where ps says nothing, be it that it failed or was late: whether there is such a process. "R" or "Z"."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return "Z"
+    except PermissionError:  # it is somebody else's now
+        pass
+    return "R"
 
 
 def signal_group(pid: int, number: int) -> None:

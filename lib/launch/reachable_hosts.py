@@ -73,7 +73,7 @@ async def reach_each_other(
     try:
         await asyncio.gather(
             *(
-                links[host.name].ask("listen", seconds + 1.0, port=door.port, token=token)
+                links[host.name].ask("listen", seconds + 1.0, **asdict(door))
                 for host, door in zip(hosts, doors, strict=True)
             )
         )

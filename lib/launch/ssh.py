@@ -17,12 +17,18 @@ CONNECT_SECONDS = 10
 def remote_command(job: Job, host: Host, module: str) -> list[str]:
     """The command line that runs a module of ours on a host, over ssh."""
     start = shlex.join([job.python, "-m", module])
-    return [*ssh_command(host), f"cd {shlex.quote(job.directory)} && exec {start}"]
+    *options, end, name = ssh_command(host)
+    # The user's own forwards are not wanted a second time.
+    return [*options, "-o", "ClearAllForwardings=yes", end, name, f"cd {shlex.quote(job.directory)} && exec {start}"]
 
 
 def ssh_command(host: Host) -> list[str]:
-    """ssh to a host: it never asks, notices a dead host, and takes nothing in the name for an option."""
+    """ssh to a host: it never asks, notices a dead host, and takes nothing in the name for an option.
+
+    It shares no connection of the user's: behind one that died every new session would hang.
+    """
     options = ["BatchMode=yes", f"ConnectTimeout={CONNECT_SECONDS}", "ServerAliveInterval=5", "ServerAliveCountMax=3"]
+    options += ["ControlMaster=no", "ControlPath=none"]
     return ["ssh", "-T", *(word for option in options for word in ("-o", option)), "--", host.name]
 
 

@@ -12,9 +12,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
+from lib.distributed import heartbeat
 from lib.errors import UserError
 from lib.launch import reachable_hosts, topology
 from lib.launch.agent_link import Link, connect
@@ -25,7 +26,8 @@ from lib.launch.patience import Load, work_limit
 from lib.launch.rank_console import Console
 from lib.launch.rank_faults import Fault
 
-ANSWER_SECONDS = 3.0  # for a host that has to show that it is there
+ANSWER_SECONDS = 3.0  # for a host that has to show that it is there, where another one has
+LOOK_SECONDS = 0.1  # between looks whether one has, or the user interrupts
 PATIENCE_SECONDS = 900.0  # while none of the hosts answers
 QUICK_STARTS = 2  # in a row without a new checkpoint, before others wait
 LONGEST_PAUSE_SECONDS = 30.0
@@ -36,6 +38,7 @@ HOPELESS = (
     "step, then --resume {run}"
 )
 LOOK_OUT_SECONDS = 1.0  # between looks for a host that is missing
+AGAIN_SECONDS = 300.0  # until a host that was taken back and could not take part is looked for again; then twice that
 INPUT_SECONDS = 1.0  # between looks whether the rank that was given input is still there
 
 
@@ -73,11 +76,46 @@ def is_hopeless(fault: Fault | None, before: Fault | None, has_new_checkpoint: b
     return kinds == ["diverged", "diverged"] and not has_new_checkpoint
 
 
+class Unfit:
+    """Hosts that were taken back and could not take part: the run's folder, a disk or the data was not there."""
+
+    def __init__(self) -> None:
+        self.until: dict[str, float] = {}  # when each is looked for again, by time.monotonic()
+        self.seconds: dict[str, float] = {}  # how long that was to be
+
+    def note(self, outcome: Outcome, attempt: Attempt, before: Sequence[Host]) -> bool:
+        """Whether a start ended by what a host lacks that it took back; then others go on without it for a while.
+
+        before: of the start before it.
+        """
+        joined = [host.name for host in attempt.job.hosts if host.name not in {one.name for one in before}]
+        has_others = 0 < len(joined) < len(attempt.job.hosts)
+        if not has_others or outcome.rejoined or outcome.status != 2 or attempt.world.checkpoint is not None:
+            return False
+        for name in joined:
+            self.seconds[name] = 2 * self.seconds.get(name, AGAIN_SECONDS / 2)
+            self.until[name] = time.monotonic() + self.seconds[name]
+            attempt.console.note(
+                f"{name} was taken back and cannot take part, as it says above; mend that: "
+                f"it is taken back again in {self.seconds[name]:.0f} s"
+            )
+        return True
+
+    def pause_seconds(self, host: Host) -> float:
+        """Until a host is looked for."""
+        return max(0.0, self.until.get(host.name, 0.0) - time.monotonic())
+
+    def without(self, hosts: tuple[Host, ...], links: Mapping[str, Link]) -> tuple[Host, ...]:
+        """The hosts but these, if one of the others is there."""
+        others = tuple(host for host in hosts if not self.pause_seconds(host))
+        return others if any(host.name in links and not links[host.name].closed for host in others) else hosts
+
+
 async def supervise(
     job: Job,
     console: Console,
-    max_restarts: int | None = 0,
-    restart_with: str = "all",
+    max_restarts: int | None,
+    restart_with: str,
     here: Host | None = None,
     secret: bytes | None = None,
 ) -> int:
@@ -85,25 +123,23 @@ async def supervise(
 
     Args:
         max_restarts: None for what suits the hosts' systems.
+        restart_with: "all" waits for every host before another start; "survivors" goes on with those that answer.
         here, secret: as Attempt has them.
     """
-    interrupts: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    # Under nohup the training is meant to outlive its terminal.
-    hangups = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
-    for number in (signal.SIGINT, signal.SIGTERM, *hangups):
-        loop.add_signal_handler(number, interrupts.put_nowait, int(number))
+    interrupts = _interrupts(loop)
     links: dict[str, Link] = {}  # an agent that is there need not be reached again
     attempt = Attempt(job, console, here, links, None if max_restarts is None else max_restarts > 0, secret=secret)
     _hand_on_input(loop, lambda: attempt)
     everyone, hosts, run, starts, restarts, fruitless = job.hosts, job.hosts, None, 1, 0, 0
     holders = hosts
     fault_before: Fault | None = None
+    unfit, hosts_before = Unfit(), job.hosts
     looking: asyncio.Future[Any] = asyncio.gather()
     try:
         while True:
             missing = tuple(host for host in everyone if host not in hosts)
-            looking = asyncio.gather(*(_look_out(attempt, host, everyone) for host in missing))
+            looking = looking_out(attempt, missing, everyone, unfit)
             outcome = await _outcome(attempt, interrupts, is_first=starts == 1)
             if max_restarts is None and attempt.systems:  # all hosts were there once
                 max_restarts = usual_restarts(attempt.systems.values())
@@ -112,7 +148,7 @@ async def supervise(
             if outcome.interrupted or (outcome.status == 0 and not outcome.rejoined):
                 return outcome.status
             broken = time.monotonic()
-            if not outcome.rejoined:
+            if not outcome.rejoined and not unfit.note(outcome, attempt, hosts_before):
                 is_wrong_input = outcome.status == 2 and starts == 1  # later it may be a disk that is full for a while
                 if is_wrong_input or restarts >= (max_restarts or 0):
                     return outcome.status
@@ -126,7 +162,9 @@ async def supervise(
                     async with asyncio.timeout(pause_seconds(fruitless)):
                         return 128 + await interrupts.get()
             patience_seconds = PATIENCE_SECONDS if run else 0.0  # without a run there is nothing to lose
-            hosts = await _next_hosts(job, console, links, restart_with == "all", patience_seconds, interrupts)
+            hosts_before = attempt.job.hosts
+            able = replace(job, hosts=unfit.without(job.hosts, links))
+            hosts = await _next_hosts(able, console, links, restart_with == "all", patience_seconds, interrupts)
             holders = holders_of_newest(holders, attempt.world.checkpoints(), attempt.job.hosts)
             placed = await _placed(attempt.job, links, hosts, everyone, outcome)
             # Where nobody has the newest checkpoint, those that were there are ahead of those that were not.
@@ -146,11 +184,21 @@ async def supervise(
                 + (f" (without {', '.join(without)})" if without else "")
                 + (f", from the last checkpoint of {run}" if run else "")
             )
-            again = replace(job, hosts=placed, command=command)
+            environment = {**job.environment, heartbeat.RESTART: str(starts)}
+            again = replace(job, hosts=placed, command=command, environment=environment)
             attempt = Attempt(again, console, None, links, restarts < (max_restarts or 0), attempt.names)
     finally:
         looking.cancel()
         await asyncio.gather(looking, *(link.close() for link in links.values()), return_exceptions=True)
+
+
+def _interrupts(loop: asyncio.AbstractEventLoop) -> asyncio.Queue[int]:
+    """The signals that end the job, as they come. Under nohup the training is meant to outlive its terminal."""
+    interrupts: asyncio.Queue[int] = asyncio.Queue()
+    hangups = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
+    for number in (signal.SIGINT, signal.SIGTERM, *hangups):
+        loop.add_signal_handler(number, interrupts.put_nowait, int(number))
+    return interrupts
 
 
 async def _reach(job: Job, links: dict[str, Link], host: Host) -> bool:
@@ -159,12 +207,31 @@ async def _reach(job: Job, links: dict[str, Link], host: Host) -> bool:
         if host.name in links:
             links[host.name].drop()
         try:
-            limit = work_limit(ANSWER_SECONDS, Load().look())  # of this machine: of the other one nothing is known
-            async with asyncio.timeout(limit):
-                links[host.name] = await connect(job, host)
-        except (OSError, UserError):  # TimeoutError is one of the first; UserError: no process can be started here now
+            links[host.name] = await connect(job, host)
+        except (OSError, UserError):  # it is away, or no process can be started here now
             links.pop(host.name, None)
     return host.name in links
+
+
+async def _reach_all(
+    job: Job, links: dict[str, Link], hosts: tuple[Host, ...], all_of_them: bool, interrupts: asyncio.Queue[int]
+) -> list[bool]:
+    """Whether each host answers, in as long as a first start allows; once one does, the others get less time.
+
+    A login may take longer than usual, and is not to be cut off at every try.
+    """
+    tries = [asyncio.ensure_future(_reach(job, links, host)) for host in hosts]
+    enough = time.monotonic() + work_limit(ANSWER_SECONDS, Load().look())  # of the other machines nothing is known
+    try:
+        while interrupts.empty() and not all(task.done() for task in tries):
+            if not all_of_them and time.monotonic() > enough and any(task.done() and task.result() for task in tries):
+                break
+            await asyncio.wait(tries, timeout=LOOK_SECONDS)
+    finally:
+        for task in tries:
+            task.cancel()
+        await asyncio.gather(*tries, return_exceptions=True)
+    return [task.done() and not task.cancelled() and task.result() for task in tries]
 
 
 async def answering_hosts(
@@ -184,7 +251,7 @@ async def answering_hosts(
         return connected
     deadline = time.monotonic() + patience_seconds
     while True:
-        answered = await asyncio.gather(*(_reach(job, links, host) for host in hosts))
+        answered = await _reach_all(job, links, hosts, all_of_them, interrupts)
         enough = all(answered) if all_of_them else any(answered) or time.monotonic() > deadline
         if enough or not interrupts.empty():
             return tuple(host for host, there in zip(hosts, answered, strict=True) if there)
@@ -243,6 +310,23 @@ async def _outcome(attempt: Attempt, interrupts: asyncio.Queue[int], is_first: b
         return Outcome(1, Fault("refused", str(error), ()))
 
 
+def looking_out(
+    attempt: Attempt, missing: Sequence[Host], everyone: tuple[Host, ...], unfit: Unfit
+) -> asyncio.Future[Any]:
+    """Looks for missing hosts until it is cancelled. What goes wrong with one is noted, and is none of the others'."""
+
+    async def look(host: Host) -> None:
+        try:
+            await asyncio.sleep(unfit.pause_seconds(host))
+            await _look_out(attempt, host, everyone)
+        except Exception as error:  # nobody waits for it
+            attempt.console.note(f"{host.name} is not looked for any more: {error!r}")
+
+    looking = asyncio.gather(*map(look, missing))
+    looking.add_done_callback(lambda done: done.cancelled() or done.exception())  # asyncio would tell it as unseen
+    return looking
+
+
 async def _look_out(attempt: Attempt, host: Host, everyone: tuple[Host, ...]) -> None:
     """Looks for a missing host, while it could not take part again."""
     while True:
@@ -271,10 +355,10 @@ async def _could_join(attempt: Attempt, link: Link, host: Host, everyone: tuple[
     asking = attempt.links.get(before[0] if job.backend == "ring" else job.hosts[0].name)
     port = next_port(job)  # ranks listen at those before it
     try:
-        await link.ask("listen", ANSWER_SECONDS, port=port, token=token)
+        door = reachable_hosts.Door(port, token, reachable_hosts.PROBE_SECONDS)
+        await link.ask("listen", ANSWER_SECONDS, **asdict(door))
         if asking is None or asking.closed:
             return False
-        door = reachable_hosts.Door(port, token, reachable_hosts.PROBE_SECONDS)
         if await reachable_hosts.first_address(asking, host, job.hosts, door) is None:
             return False
     except ConnectionError:

@@ -13,7 +13,7 @@ from lib.launch import rank_faults
 from lib.launch.agent_link import Link
 from lib.launch.agent_messages import Beat, Message
 from lib.launch.job import Job, local_run_folder
-from lib.launch.patience import Punctuality
+from lib.launch.patience import Punctuality, silence_limit
 from lib.launch.rank_console import Console
 from lib.launch.rank_faults import HostState, RankState
 from lib.system import mlx_failures
@@ -86,6 +86,11 @@ class WorldState:
     def usual_lateness(self) -> float:
         """Of the messages of the host where it is longest, in seconds."""
         return max((host.usual_lateness for host in self.hosts.values()), default=0.0)
+
+    def has_spoken(self, host: str, now: float, limit_seconds: float) -> bool:
+        """Whether a host's agent has said something within a limit, as punctual as it usually is."""
+        punctuality = self.punctuality[host]
+        return now - punctuality.last <= silence_limit(limit_seconds, punctuality.usual_lateness(now))
 
     def load(self) -> float:
         """Processes that want each core of the busiest host."""

@@ -138,9 +138,9 @@ def keeps_disk(folder: Path, world: World) -> bool:
     with world.agreeing(f"opening {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         mine.touch()
-    first = min(folder.glob(f".disk-{token}-*"))
+    first = min(folder.glob(f".disk-{token}-*"), default=mine)  # none: who owns the folder has swept it
     world.gather_text("seen", "every rank's look at its disk")
-    mine.unlink()
+    mine.unlink(missing_ok=True)
     return first == mine
 
 
@@ -322,6 +322,7 @@ def _write_whole(
     final: Path, arrays: Mapping[str, tuple[Described, adapter_files.Arrays]], texts: Mapping[str, str]
 ) -> None:
     folder, unfinished = final.parent, final.parent / f".unfinished-{step_of(final):08d}"
+    before = final.with_name(f".unfinished-{final.name}")  # one of this step, of a run that a resume went back behind
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
@@ -334,10 +335,16 @@ def _write_whole(
         for file in unfinished.iterdir():
             files.flush_path(file)
         files.flush_path(unfinished)
-        discard(final)  # left from a run that a resume went back behind
+        shutil.rmtree(before, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            final.rename(before)
         unfinished.rename(final)
         files.flush_path(folder)
+        shutil.rmtree(before, ignore_errors=True)  # not earlier: it takes a while, and a whole one is to be there
     except OSError as error:
+        if not final.exists():
+            with contextlib.suppress(OSError):
+                before.rename(final)
         shutil.rmtree(unfinished, ignore_errors=True)
         free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
         reason = f"cannot be written, {free:,} bytes are free there ({error.strerror})"

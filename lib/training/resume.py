@@ -14,6 +14,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_unflatten
 
+from lib.distributed import heartbeat
 from lib.distributed.gradients import Arrays
 from lib.distributed.world import Described, World
 from lib.errors import AgreedError, UserError
@@ -36,6 +37,7 @@ from lib.training.find_checkpoint import fault_of, read_progress
 from lib.training.run_folder import discard
 from lib.training.training_run import TrainingRun
 
+WRITES_APART = 2  # one goes on beside training, and the next may begin elsewhere before it is done
 RANK_LOG = re.compile(r"rank-[0-9]{3,6}\.jsonl")
 
 
@@ -46,6 +48,7 @@ class Offer(TypedDict):
     step: int
     parts: list[str]  # the hash of every rank's own part
     whole: bool  # whether the ranks had the same weights
+    resume_ids: list[str]  # of the resumes before it
 
 
 def resume_run(run: TrainingRun) -> None:
@@ -55,7 +58,7 @@ def resume_run(run: TrainingRun) -> None:
         AgreedError: it does not fit the run as it is now.
     """
     folder = run.folder / "checkpoints"
-    path, with_parts, warnings = choose(folder, run.world)
+    path, with_parts, warnings = choose(folder, run.world, run.hosts[run.world.rank] if run.lock is not None else None)
     for warning in warnings:
         run.say.warning(warning)
     run.progress = restore_all(path, run.model, run.optimizer, run.progress, run.world)
@@ -90,25 +93,38 @@ def _restores(run: TrainingRun) -> bool:
         raise AgreedError(f"{run.folder}: the plans in its checkpoint are not what a run writes: {error!r}") from None
 
 
-def choose(folder: Path, world: World) -> tuple[Path | None, bool, list[str]]:
+def choose(folder: Path, world: World, disk_of: str | None = None) -> tuple[Path | None, bool, list[str]]:
     """The newest checkpoint that these ranks can go on from, whether with every rank's own part, and warnings.
 
     Rank 0 has the checkpoints; each rank looks for its own part. Without all parts only a checkpoint at which the ranks
     had the same weights will do.
+
+    Args:
+        disk_of: the host whose disk this rank keeps; None of a rank that keeps none.
+
+    Raises:
+        AgreedError: another host's disk has a newer one.
     """
     candidates = checkpoints_in(folder) if world.rank == 0 else []
     warnings: list[str] = []
+    is_first = True
     while True:
         own_offer: Offer | None = None
         while world.rank == 0 and candidates and own_offer is None:
             path = candidates.pop(0)
             fault = fault_of(path)
             if fault is None:
-                parts = read_progress(path).parts
-                own_offer = Offer(path=str(path), step=step_of(path), parts=parts, whole=not inside_a_round(path))
+                saved, whole = read_progress(path), not inside_a_round(path)
+                ids = _ids_of(saved)
+                own_offer = Offer(path=str(path), step=saved.step, parts=saved.parts, whole=whole, resume_ids=ids)
             else:
                 warnings.append(f"checkpoint {path} is damaged ({fault}); the one before it is taken")
         offer: Offer | None = json.loads(world.broadcast_text(json.dumps(own_offer)))
+        if is_first and world.size > 1:  # against rank 0's newest: one that it passes over later has a reason
+            with world.agreeing("looking for newer checkpoints on other disks"):
+                if disk_of is not None and world.rank > 0 and heartbeat.RESTART not in os.environ:
+                    _require_none_newer(folder, offer, disk_of)
+        is_first = False
         if offer is None:
             return None, False, warnings
         parts = offer["parts"]
@@ -134,15 +150,37 @@ def _has_part(folder: Path, step: int, rank: int, expected: str) -> bool:
         return False
 
 
-def newest(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint, if any, and a warning for each newer one that is torn or tampered with."""
-    warnings: list[str] = []
+def _require_none_newer(folder: Path, offer: Offer | None, host: str) -> None:
+    """Makes sure that the run did not go on without rank 0's disk: to go back to its offer would remove what this has.
+
+    A checkpoint that lacks one of the offer's resumes is of a history that the others left. Disks that trained together
+    are a write or two apart where all ended at once. The launcher's own restarts need no look: of the hosts that are
+    there, it puts one with the newest first.
+
+    Raises:
+        UserError: it did.
+    """
+    step, ids = (offer["step"], offer["resume_ids"]) if offer is not None else (-1, [])
+    newer: list[Path] = []
     for path in checkpoints_in(folder):
-        fault = fault_of(path)
-        if fault is None:
-            return path, warnings
-        warnings.append(f"checkpoint {path} is damaged ({fault}); the one before it is taken")
-    return None, warnings
+        if step_of(path) <= step or inside_a_round(path) or fault_of(path) is not None:
+            continue
+        own_ids = _ids_of(read_progress(path))
+        if own_ids[: len(ids)] != ids:
+            continue
+        newer.append(path)
+        if len(own_ids) == len(ids) and len(newer) <= WRITES_APART:
+            continue
+        first = f"the first host's newest is of step {step}" if offer is not None else "the first host has none"
+        raise UserError(
+            f"{host} has a newer checkpoint of this run, of step {step_of(newer[0])}; {first}: name {host} first in "
+            f"the host file, or, if the later steps are to be undone, move the newer ones out of {folder} there"
+        )
+
+
+def _ids_of(progress: Progress) -> list[str]:
+    """One a resume: in a run of an earlier version they have none."""
+    return progress.resume_ids + [""] * (len(progress.resumes) - len(progress.resume_ids))
 
 
 def restore(path: Path, wanted: Described, data_digest: str) -> tuple[Progress, Arrays, Arrays]:
@@ -255,7 +293,7 @@ def restore_reference(path: Path, reference: MovingReference, world: World) -> N
 
 def go_back(logs: Path, progress: Progress, world: World, keeps_disk: bool) -> None:
     """Notes the resume, and cuts every log on this disk back to the history that lives on; later checkpoints go."""
-    progress.resume_ids += [""] * (len(progress.resumes) - len(progress.resume_ids))  # a run of an earlier version
+    progress.resume_ids = _ids_of(progress)
     progress.resumes.append([progress.step, *progress.rounds.get("local_steps", [])])
     progress.resume_ids.append(world.broadcast_text(os.urandom(8).hex()))
     history = progress.resumes, progress.resume_ids

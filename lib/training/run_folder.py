@@ -16,6 +16,8 @@ from lib.errors import UserError
 # What a run writes before its config.yaml, a place for its logs, and what macOS and NFS leave in any folder.
 BEFORE_A_RUN = re.compile(r"\.lock|plan\.json|logs|.*\.unfinished|\.disk-.*|\.DS_Store|\._.*|\.nfs.*")
 
+UNFINISHED = ("*.unfinished", "logs/**/*.unfinished", "rounds/*/*.unfinished", "checkpoints/**/.unfinished-*")
+
 
 def claim(folder: Path) -> IO[str]:
     """Makes this process the folder's only owner, for as long as the file stays open.
@@ -72,7 +74,7 @@ def sweep(folder: Path) -> None:
     """Removes what a process that was killed left unfinished of a run: its owner alone writes there."""
     for path in [
         found
-        for pattern in ("*.unfinished", "logs/**/*.unfinished", "rounds/*/*.unfinished", "checkpoints/**/.unfinished-*")
+        for pattern in (*UNFINISHED, ".disk-*")  # which every rank of this start has seen by now
         for found in folder.glob(pattern)
     ]:
         if path.is_dir() and not path.is_symlink():
