@@ -33,6 +33,16 @@ def merges_of(run: Path, rank: int = 0) -> list[dict[str, Any]]:
     return [r for r in read_records(run / "logs" / f"rank-{rank:03d}.jsonl") if r["kind"] == "merge"]
 
 
+def cut_after(step: int, run: Path, copy: Path, world: World) -> None:
+    """Copies a run without the checkpoints of later steps."""
+    if world.rank == 0:
+        shutil.copytree(run, copy)
+        for path in (copy / "checkpoints").glob("step-*"):
+            if int(path.name.removeprefix("step-")) > step:
+                shutil.rmtree(path)
+    world.gather_text("cut")
+
+
 def products(adapter: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What each layer adds to its weight, float64 [in, out]."""
     layers = [name.removesuffix(".lora_a") for name in adapter if name.endswith(".lora_a")]
@@ -215,12 +225,7 @@ def test_a_run_that_goes_on_inside_a_round_has_the_bits_of_one_that_never_stoppe
     words += ["checkpoint.every=5", "checkpoint.keep=99", "evaluate.every=10"]
     whole, cut = train(world, folder, words, "whole"), folder / "runs/cut"
     world.gather_text("finished")
-    if world.rank == 0:
-        shutil.copytree(whole, cut)
-        for path in (cut / "checkpoints").glob("step-*"):
-            if int(path.name.removeprefix("step-")) > 10:
-                shutil.rmtree(path)
-    world.gather_text("cut")
+    cut_after(10, whole, cut, world)
     train(world, folder, words, "cut", resume=True)
     world.gather_text("resumed")
     state = json.loads((cut / "checkpoints/step-00000010/state.json").read_text())["rounds"]
@@ -245,12 +250,7 @@ def test_a_run_that_is_to_end_inside_a_round_merges_what_its_ranks_have(world: W
     longer, ended = train(world, folder, [*words, "train.steps=24"], "longer"), folder / "runs/ended"
     shorter = train(world, folder, [*words, "train.steps=10"], "shorter")
     world.gather_text("finished")
-    if world.rank == 0:
-        shutil.copytree(longer, ended)
-        for path in (ended / "checkpoints").glob("step-*"):
-            if int(path.name.removeprefix("step-")) > 10:
-                shutil.rmtree(path)
-    world.gather_text("cut")
+    cut_after(10, longer, ended, world)
     state = json.loads((longer / "checkpoints/step-00000010/state.json").read_text())["rounds"]
     assert not state["are_one"], "the test wants a stop inside a round, which are nine steps each"
     train(world, folder, [*words, "train.steps=10"], "ended", resume=True)
