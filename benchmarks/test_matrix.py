@@ -10,7 +10,8 @@ environment, or one of its own where that cannot be (another Python, another use
 Without test files: --tests all (the default), near (all but what takes minutes) or numerics.
 
 Each row is kept in build/test-matrix.jsonl as soon as it is known. The same command goes on where it was stopped: rows
-that passed on this commit, with these tests, are not run again (--again does).
+that passed on this commit, with these tests, are not run again (--again does). What a row with failures printed is
+kept beside it.
 """
 
 from __future__ import annotations
@@ -108,6 +109,7 @@ class Result:
     seconds: float = 0.0
     not_run: str | None = None
     failures: list[str] = field(default_factory=list)
+    output: str | None = None  # the file that has all of it, where something failed
 
 
 # ---- Which settings there are
@@ -218,11 +220,22 @@ def tried(setting: Setting, options: argparse.Namespace, folder: Path) -> Result
             raise NotHere(setting.why_not)
         clone, run = prepared(setting, folder)
         with busy_processes(setting.busy):
-            count(result, *run(command_of(options, str(clone / ".venv/bin/python")), ROW_SECONDS))
+            status, output = run(command_of(options, str(clone / ".venv/bin/python")), ROW_SECONDS)
+        count(result, status, output)
+        if result.failed:
+            result.output = kept_output(result, output)
     except NotHere as reason:
         result.not_run = str(reason)
     result.seconds = time.monotonic() - began
     return result
+
+
+def kept_output(result: Result, output: str) -> str:
+    """The file of what the tests of a row printed, from the project's folder."""
+    file = RECORD.parent / f"{RECORD.stem}-{re.sub('[^A-Za-z0-9.]+', '-', result.name)}.txt"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(output)
+    return str(file.relative_to(ROOT))
 
 
 def prepared(setting: Setting, folder: Path) -> tuple[Path, Callable[[list[str], float], tuple[int, str]]]:
@@ -385,6 +398,8 @@ def table(chosen: Sequence[Setting], options: argparse.Namespace, folder: Path) 
         print(f"{result.name:32} {f'not run: {result.not_run}' if result.not_run else figures}", flush=True)
         for failure in result.failures:
             print(f"    {failure}", flush=True)
+        if result.output:
+            print(f"    all that they printed: {result.output}", flush=True)
     return results
 
 

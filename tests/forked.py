@@ -55,8 +55,9 @@ class Forks:
     def __init__(self, folder: Path):
         command = [sys.executable, "-m", "tests.forked"]
         self._errors = (folder / "forked.said").open("w")
+        one_thread = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # a fork has none of its others
         self._process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors
+            command, cwd=ROOT, env=one_thread, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors
         )
         self._number()  # its own, once it has imported everything: no life is to take so long
 

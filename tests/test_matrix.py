@@ -46,6 +46,13 @@ def test_a_row_counts_what_pytest_says_of_every_part() -> None:
     assert green.failed == 1 and green.failures
 
 
+def test_what_a_red_row_printed_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix, "ROOT", tmp_path)
+    monkeypatch.setattr(matrix, "RECORD", tmp_path / "build/record.jsonl")
+    assert matrix.kept_output(Result("kernels: Zen, 1 thread"), "assert 1\n") == "build/record-kernels-Zen-1-thread.txt"
+    assert (tmp_path / "build/record-kernels-Zen-1-thread.txt").read_text() == "assert 1\n"
+
+
 def test_it_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix, "RECORD", tmp_path / "build/record.jsonl")
     assert matrix.recorded() == []
