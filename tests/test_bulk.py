@@ -513,10 +513,7 @@ def ring(folder: Path, ranks: int, words: list[str]) -> list[subprocess.Popen[st
     ]
 
 
-def test_a_killed_ranks_rows_are_done_by_the_others_and_the_output_is_one_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # one rank alone may have more of them, which round otherwise
+def test_a_killed_ranks_rows_are_done_by_the_others_and_the_output_is_one_ranks(tmp_path: Path) -> None:
     tiny.settings(tmp_path, rows=1000)
     tiny.model_folder(tmp_path / "model", hidden_size=64, num_hidden_layers=4, intermediate_size=256)
     words = [*common(tmp_path, "data.skip_invalid=true"), "--data", str(tmp_path / "train.jsonl")]
@@ -531,7 +528,11 @@ def test_a_killed_ranks_rows_are_done_by_the_others_and_the_output_is_one_ranks(
     processes[1].communicate()
     assert processes[0].returncode == 0, said
     figures = json.loads(said.splitlines()[-1])
-    assert (tmp_path / "both.jsonl").read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
+    of_both, of_one = (scored(tmp_path / name) for name in ("both.jsonl", "alone.jsonl"))
+    assert len(of_both) == len(of_one)
+    for both, one in zip(of_both, of_one, strict=True):  # to rounding: a rank alone may have more of the BLAS's threads
+        assert both.keys() == one.keys()
+        assert all(both[key] == one[key] or math.isclose(both[key], one[key], rel_tol=1e-5) for key in one), (both, one)
     assert set(figures["chunks_by_rank"]) == {"0", "1"} and sum(figures["chunks_by_rank"].values()) == 250
 
 
