@@ -22,6 +22,7 @@ from lib.data.dataset import Example
 from lib.model import adapter_files, adapters, lora, swiglu, token_stream
 from lib.model import load as load_module
 from lib.model import logps as logps_module
+from lib.model.backward_order import checkpoint_blocks
 from tests import rounding
 from tests.tiny import model_folder
 
@@ -181,7 +182,7 @@ def test_chunks_of_the_head_checkpoints_and_compilation_change_nothing(
     kind = type(model.layers[0])
     monkeypatch.setattr(kind, "__call__", kind.__call__)  # checkpointing belongs to the class: undone after the test
     if checkpointing:
-        adapters.checkpoint_blocks(model)
+        checkpoint_blocks(model)
     monkeypatch.setattr(logps_module, "LOGITS_BYTES", 7 * VOCABULARY * 4)
     assert token_stream.cannot_share_prompts(model) is None
     examples = draw(3, 4, shortest_prompt=4)
@@ -189,6 +190,33 @@ def test_chunks_of_the_head_checkpoints_and_compilation_change_nothing(
     for shared in (False, True):
         assert_equal(model, examples, collate(examples, 4, shared), compiled)
     assert [name for name, _ in tree_flatten(model.parameters())] == names
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_that_are_made_again_have_the_same_gradients_in_every_family(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    model, examples = load(tmp_path, family), draw(4, 2)
+    inputs = token_stream.arrays_of(collate(examples, 4, False).inputs)
+    slopes_of = nn.value_and_grad(model, lambda inputs: logps_module.completion_logps(model, inputs).sum())
+    kept = dict(tree_flatten(slopes_of(inputs)[1]))
+    norm = type(next(part for name, part in model.layers[0].named_modules() if "norm" in name or name.startswith("ln")))
+    calls, plain = [0], norm.__call__
+
+    def counted(self: nn.Module, *args: Any) -> mx.array:
+        calls[0] += 1
+        output: mx.array = plain(self, *args)
+        return output
+
+    monkeypatch.setattr(norm, "__call__", counted)
+    slopes_of(inputs)
+    once, calls[0] = calls[0], 0
+    checkpoint_blocks(model)
+    again = dict(tree_flatten(slopes_of(inputs)[1]))
+    assert calls[0] > once, "no block was made again"
+    assert kept.keys() == again.keys() and any(mx.abs(slope).max().item() > 0 for slope in kept.values())
+    for name, slope in kept.items():  # the same operations, on the same numbers
+        assert mx.allclose(again[name], slope, rtol=0, atol=1e-6 * mx.linalg.norm(slope).item()), name
 
 
 def test_softcapped_and_quantised_heads_keep_their_gradient(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is trained of a model: adapters, or its blocks; gradient checkpointing of blocks."""
+"""What is trained of a model: adapters, or its blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
-from mlx_lm.tuner.trainer import grad_checkpoint
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from lib.config import read_file, schema
@@ -18,6 +17,7 @@ from lib.errors import UserError
 from lib.model import peft_files, peft_start
 from lib.model.adapter_files import adapter_config, adapter_layers_of, described, load_trained, trainable
 from lib.model.adapter_layers import AdapterLayer, groups, is_uniform, matches, trained_blocks
+from lib.model.backward_order import checkpoint_blocks, order_backward
 from lib.model.lora import use_low_rank_linear
 from lib.model.quantised import use_own_layers
 from lib.model.swiglu import use_own_swiglu
@@ -71,6 +71,7 @@ def make_trainable(model: nn.Module, settings: schema.ModelSettings, seed: int) 
         )
     if settings.adapter is not None:
         load_adapter(model, settings)
+    order_backward(model)
     if settings.gradient_checkpointing:
         checkpoint_blocks(model)
 
@@ -181,30 +182,3 @@ def _require_same_layers(stored: Mapping[str, Any], ours: Mapping[str, AdapterLa
                 f"{theirs.get('scale')}, and {layer.rank} and {layer.scale:g} here; give model.rank, scale, alpha and "
                 "their patterns as it was made with"
             )
-
-
-def checkpoint_blocks(model: nn.Module) -> None:
-    """Lets every block recompute its inside in the backward pass."""
-    for layer in model.layers:
-        _checkpoint_while_training(layer)
-
-
-def _checkpoint_while_training(layer: nn.Module) -> None:
-    """mlx-lm's gradient checkpointing, which changes the layer's class, for this layer alone and while it trains.
-
-    Other models of the class, in this process, go on as they were; generation passes a cache through.
-    """
-    layer.is_checkpointed = True
-    plain = type(layer).__call__
-    if getattr(plain, "only_where_asked", False):
-        return
-    grad_checkpoint(layer)
-    checkpointed = type(layer).__call__
-
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return (checkpointed if self.training and getattr(self, "is_checkpointed", False) else plain)(
-            self, *args, **kwargs
-        )
-
-    call.only_where_asked = True  # type: ignore[attr-defined]
-    type(layer).__call__ = call

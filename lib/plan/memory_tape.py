@@ -13,7 +13,7 @@ from typing import NamedTuple
 from lib.system.hardware import Device
 
 TASKS = 11  # that MLX has under way at most: ten, and the one that is being filled
-CUDA_TASKS = {"lora": TASKS, "dora": 5, "full": 4}  # one H200's peaks; 11 would plan up to 1.7 times
+CUDA_TASKS = {"lora": TASKS, "dora": 6, "full": 4}  # one H200's peaks; 11 would plan up to 1.9 times
 TASK_SIZES = {"cpu": (2, math.inf), "metal": (50, 50 * 2**20), "cuda": (100, 1000 * 2**20)}  # operations, elements read
 
 

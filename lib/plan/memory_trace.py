@@ -30,34 +30,14 @@ from lib.model import adapter_layers
 from lib.model.attention_blocks import TILE, block_rows, is_fused
 from lib.model.partition import ModelShape
 from lib.plan.memory_tape import Array, Tape
+from lib.plan.optimizer_memory import ADAM, OPTIMIZERS, OptimizerNeeds
 from lib.system.hardware import Device
 
 LOGITS_BYTES = 2**29  # most bytes of float32 logits at a time, as lib/model/logps.py has it
+DEQUANTISING = (
+    10  # on a CPU, which has no kernel for it: operations besides, whose arrays are as large together as the weights
+)
 LOSS_OPERATIONS = 20  # between the head and the backward pass, on numbers a pair: large arrays are let go meanwhile
-LATE_BLOCKS = {"lora": 0, "dora": 2, "full": 2}  # whose gradients are made at the end
-CUDA_LATE_BLOCKS = {"lora": 0, "dora": 3, "full": 5}  # the same by one H200's peaks
-
-
-@dataclass(frozen=True)
-class OptimizerNeeds:
-    """What an optimizer keeps and takes, in float32 numbers for one that is trained; measured on a CPU."""
-
-    moments: float = 2  # that it keeps
-    update: float = 5.2  # that updating an array makes on the way, until all of it is done
-    slice_update: float = 0  # the same, where no more than a slice is updated at a time (lib/training/optimizers.py)
-
-
-OPTIMIZERS = {
-    "adafactor": OptimizerNeeds(0.02, 6.0),
-    "adagrad": OptimizerNeeds(1, 4.6),
-    "adadelta": OptimizerNeeds(2, 7.2),
-    "adamw_8bit": OptimizerNeeds(0.51, 2.2, 36),
-    "lion": OptimizerNeeds(1, 5.6),
-    "muon": OptimizerNeeds(1, 13.0),
-    "rmsprop": OptimizerNeeds(1, 4.3),
-    "sgd": OptimizerNeeds(1, 1.3),
-}
-ADAM = OptimizerNeeds()  # and all others
 
 
 @dataclass(frozen=True)
@@ -119,10 +99,9 @@ class Step:
         v, d, r = shape.vocabulary, shape.hidden_size, training.rank * training.adapts_embeddings
         self.head_gradient = r * (v + d) or v * d * (self.is_full and training.blocks is None)  # the embedding's, too
         self.is_trained = False  # the block that is being written down
-        # MLX orders a graph breadth first, twenty arrays wide: the first parameters' gradients are made last of all,
-        # and what they read is held until then.
-        self.is_late = False
-        self.late: list[tuple[float, tuple[Array, ...]]] = []
+        self.not_made_again = (
+            0  # from this operation on, if the block ends there: its backward pass reads none of these
+        )
 
     # ---- Layers: each makes its output, and records what its backward pass does
 
@@ -166,10 +145,13 @@ class Step:
         method = self.training.method if self.is_trained else "frozen"
         if method == "dora":
             shared = None if self.on_cpu else self.wide(x)  # compiled, it is made once
-            return [self.dora(x, shared or self.wide(x), width) for width in widths]
+            ys = [self.dora(x, shared or self.wide(x), width) for width in widths]
+            self.not_made_again = len(self.tape.operations)
+            return ys
         tape, inner = self.tape, x.elements / self.tokens
         adapted = method == "lora"
         low = self.array(self.training.rank * len(widths), x) if adapted else None
+        self.not_made_again = len(tape.operations)
         ys = []
         for width in widths:
             y = self.product(width, weight or inner * width, x)
@@ -202,8 +184,13 @@ class Step:
     def dequantised(self, elements: float) -> list[Array]:
         """Weights as they are multiplied by, made of packed ones, where they are stored quantised."""
         packed = elements * self.shape.weight_bytes / 4
-        is_quantised = self.shape.weight_bytes < self.shape.other_bytes
-        return [self.tape.make(elements, self.item, weights=packed)] if is_quantised else []
+        if self.shape.weight_bytes >= self.shape.other_bytes:
+            return []
+        beside = elements * self.item if self.on_cpu else 0.0
+        weights = self.tape.make(elements, self.item, weights=packed, scratch=beside)
+        for _ in range(DEQUANTISING * self.on_cpu):
+            self.tape.touch()
+        return [weights]
 
     def wide(self, x: Array) -> Array:
         return x if self.item == 4 else self.array(x.elements / self.tokens, x, item=4)
@@ -215,7 +202,13 @@ class Step:
         low = self.array(self.training.rank, wide, item=4)
         z = self.array(width, low, item=4)
         out = tape.over(y, self.item, z)
-        tape.over(tape.over(tape.make(inner * width, 4, *self.dequantised(inner * width)), 4), 4)  # its norms' squares
+        own = self.dequantised(inner * width)
+        if self.device == "cuda":
+            tape.touch(*own)  # one H200's peaks show nothing of the adapted weights
+        else:
+            tape.make(
+                inner * width, 4, tape.make(inner * width, 4, tape.make(inner * width, 4, *own))
+            )  # norms' squares
         scaled = self.array(width, out)
 
         def back() -> None:
@@ -226,16 +219,13 @@ class Step:
             d_low = self.array(self.training.rank, dz, item=4)
             self.gradient(self.training.rank * (inner + width) + width, low, dz, wide, d_low)
             d_wide = self.array(inner, d_low, item=4)
-            tape.give(x, d_wide if self.item == 4 else self.array(inner, d_wide), self.item)
-            tape.give(x, self.product(inner, inner * width, d_out), self.item)
+            dx = self.product(inner, inner * width, d_out)
+            tape.give(x, tape.over(dx, self.item, d_wide), self.item)
 
         self.later(back)
         return scaled
 
     def gradient(self, elements: float, *reads: Array) -> None:
-        if self.is_late:
-            self.late.append((elements, reads))
-            return
         array = self.tape.make(elements, 4, *reads)
         self.tape.kept_to_the_end.append(array)
 
@@ -426,18 +416,14 @@ class Step:
         self.head(hidden)
         tape.go_back(final)
         trained = blocks[shape.blocks - self.trained_blocks :]
-        late_blocks = CUDA_LATE_BLOCKS if self.device == "cuda" else LATE_BLOCKS
-        for index, (x, y, backs, is_sparse) in reversed(list(enumerate(trained))):
-            self.is_late = index < late_blocks[self.training.method]
+        for x, y, backs, is_sparse in reversed(trained):
             if self.training.checkpointing:
                 dy = tape.cotangents.pop(y)
                 again = self.block(x, is_sparse)
+                del tape.operations[self.not_made_again :]
                 backs, tape.backward = tape.backward, []
                 tape.cotangents[again] = dy
             tape.go_back(backs)
-        self.is_late = False
-        for elements, reads in self.late:
-            self.gradient(elements, *reads)
         if self.head_gradient:  # of the embedding, added to the head's where they are one
             embedding = tape.make(self.head_gradient, 4)
             if not shape.is_tied:

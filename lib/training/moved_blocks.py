@@ -16,7 +16,7 @@ import mlx.nn as nn
 from lib.distributed import sharded_model
 from lib.distributed.pipelined_world import PipelinedWorld
 from lib.errors import AgreedError
-from lib.model import adapters
+from lib.model import backward_order
 from lib.plan.pipeline_replan import MovedCut, moved_cut, moved_plan
 from lib.system import files
 from lib.training import preload, reference_model, report
@@ -102,7 +102,7 @@ def move_blocks(run: TrainingRun, learner: Learner, moved: MovedCut) -> Learner:
         with world.agreeing("loading other blocks"):
             model = preload.policy(config, lazy=True)
             if plan.checkpoints_blocks(world.rank):
-                adapters.checkpoint_blocks(model)
+                backward_order.checkpoint_blocks(model)
         run.world = world = sharded_model.divided(model, plan.blocks, world, config.metal.wired)
         run.model = model
         run.asked_reference = reference_model.asked(config, model, run.inputs.data, world)

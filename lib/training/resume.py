@@ -18,7 +18,7 @@ from lib.distributed import heartbeat
 from lib.distributed.gradients import Arrays
 from lib.distributed.world import Described, World
 from lib.errors import AgreedError, UserError
-from lib.model import adapter_files, adapters
+from lib.model import adapter_files, backward_order
 from lib.telemetry.run_records import first_missed, rewind
 from lib.training.checkpoint import (
     OPTIMIZER,
@@ -80,7 +80,7 @@ def resume_run(run: TrainingRun) -> None:
     if run.progress.schedule and not _restores(run):
         run.say.line("hosts or settings are no longer those of the checkpoint: the work is divided anew")
     if run.schedule.at(run.progress.step + 1).gradient_checkpointing and not run.plan.gradient_checkpointing:
-        adapters.checkpoint_blocks(run.model)
+        backward_order.checkpoint_blocks(run.model)
     go_back(run.folder / "logs", run.progress, run.world, run.lock is not None)
     run.say.line(f"resuming {run.folder} after step {run.progress.step} of {run.steps}")
 

@@ -11,7 +11,7 @@ from lib.data.micro_batches import MicroBatches
 from lib.distributed import heartbeat
 from lib.distributed.pipelined_world import InStages
 from lib.errors import AgreedError, Stopped
-from lib.model import adapters
+from lib.model import backward_order
 from lib.plan.first_plan import memory_limit
 from lib.plan.memory_ceilings import HostCeilings
 from lib.system import network, out_of_memory
@@ -123,7 +123,7 @@ class Learner:
             )
         if at_one:
             self.recomputes = True
-            adapters.checkpoint_blocks(self.run.model)
+            backward_order.checkpoint_blocks(self.run.model)
             self.take_step = self._make_step()
         self.max_micro_batch_size = self.run.schedule.most_at(self.worker)
         needed = ", ".join(f"{size_bytes / 1e9:.4g} GB" for size_bytes in failure.needed_bytes)
