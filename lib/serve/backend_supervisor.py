@@ -119,6 +119,8 @@ class Process:
         """Ends it and what it started (mlx_lm.fuse), whatever they are doing."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        if self.process.stdin is not None:
+            self.process.stdin.close()
         await self.ended
         self.reading.cancel()
 

@@ -72,7 +72,7 @@ class Reader:
                 while self._waiting:
                     await self._serve(self._next())
         finally:
-            self._kill()
+            await self._kill()
 
     def _next(self) -> _Body:
         one = min(self._waiting, key=lambda one: (self._turns.get(one.owner, 0), one.number))
@@ -93,10 +93,10 @@ class Reader:
             result = error
         except TimeoutError:
             result = RequestError(400, f"the body could not be read in {READ_SECONDS:g} s", "too_complex")
-            self._lose(f"a body of {len(one.raw)} bytes took longer than {READ_SECONDS:g} s")
+            await self._lose(f"a body of {len(one.raw)} bytes took longer than {READ_SECONDS:g} s")
         except (OSError, ReaderLost) as error:
             result = RequestError(503, "the body could not be read", "reader_lost", retry_seconds=5)
-            self._lose(str(error))
+            await self._lose(str(error))
         if one.answer.done():
             return
         if isinstance(result, RequestError):
@@ -147,20 +147,22 @@ class Reader:
             async with asyncio.timeout(START_SECONDS):
                 fields, _ = await self._answer()
         except BaseException:  # the server's end among them, which the process would learn from a broken pipe
-            self._kill()
+            await self._kill()
             raise
         if "failed" in fields:
             raise Stopped(fields["failed"])
 
-    def _lose(self, reason: str) -> None:
+    async def _lose(self, reason: str) -> None:
         self.log("reader", state="lost", reason=reason)
-        self._kill()
+        await self._kill()
 
-    def _kill(self) -> None:
-        if self._process is not None:
+    async def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is not None and process.stdin is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process = None
+                os.killpg(process.pid, signal.SIGKILL)
+            process.stdin.close()
+            await process.wait()  # a pipe that is open when the event loop ends is a traceback from Python 3.12 on
 
 
 class Readers:
@@ -184,7 +186,9 @@ class Readers:
             await asyncio.gather(*running)
         finally:
             for task in running:
-                task.cancel()
+                if not task.cancelling():  # a second time would end its wait for its process
+                    task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
 
     async def read(self, owner: str, kind: Kind, raw: bytes) -> BackendRequest:
         """What a backend is asked for by a body.
