@@ -192,11 +192,19 @@ def test_chunks_of_the_head_checkpoints_and_compilation_change_nothing(
     assert [name for name, _ in tree_flatten(model.parameters())] == names
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_blocks_that_are_made_again_have_the_same_gradients_in_every_family(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        *((family, {}) for family in FAMILIES),
+        ("llama", {"blocks": 1, "adapt_embeddings": True}),  # the block between is frozen, and passes gradients on
+        ("llama", {"blocks": 1, "method": "full"}),
+        ("llama", {"method": "dora"}),
+    ],
+)
+def test_blocks_that_are_made_again_have_the_same_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, changes: dict[str, Any]
 ) -> None:
-    model, examples = load(tmp_path, family), draw(4, 2)
+    model, examples = load(tmp_path, family, **changes), draw(4, 2)
     inputs = token_stream.arrays_of(collate(examples, 4, False).inputs)
     slopes_of = nn.value_and_grad(model, lambda inputs: logps_module.completion_logps(model, inputs).sum())
     kept = dict(tree_flatten(slopes_of(inputs)[1]))

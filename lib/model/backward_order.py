@@ -73,8 +73,9 @@ def _in_order(block: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...]
         made = mx.custom_function(inside)
 
         @made.vjp
-        def made_again(primals: Sequence[mx.array], cotangents: Sequence[mx.array], _: Any) -> list[mx.array]:
-            slopes = mx.vjp(inside, mx.depends(list(primals), list(cotangents)), list(cotangents))[1]
+        def made_again(primals: Any, cotangents: Sequence[mx.array], _: Any) -> list[mx.array]:
+            inputs = [primals] if isinstance(primals, mx.array) else list(primals)  # MLX hands a single one so
+            slopes = mx.vjp(inside, mx.depends(inputs, list(cotangents)), list(cotangents))[1]
             return own_first(slopes)
 
         outputs: Iterator[mx.array] = iter(made(*parameters, *given))
