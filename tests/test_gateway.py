@@ -12,6 +12,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
@@ -585,8 +586,11 @@ def test_a_backend_that_leaves_a_child_is_seen_to_end_and_takes_it_along() -> No
         process = await Process.start(["sh", "-c", script], {})
         await asyncio.wait_for(process.ended, 20)
         await process.stop()
-        child = subprocess.run(["ps", "-o", "stat=", "-p", process.last_lines[0]], capture_output=True).stdout
-        return process.process.returncode, child.strip()[:1]
+        child, deadline = b"S", time.monotonic() + 20
+        while child not in (b"", b"Z") and time.monotonic() < deadline:  # a signal takes a moment
+            listed = subprocess.run(["ps", "-o", "stat=", "-p", process.last_lines[0]], capture_output=True)
+            child = listed.stdout.strip()[:1]
+        return process.process.returncode, child
 
     status, child = asyncio.run(life())
     assert status == 3 and child in (b"", b"Z")

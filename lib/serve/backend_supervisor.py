@@ -122,6 +122,7 @@ class Process:
         if self.process.stdin is not None:
             self.process.stdin.close()
         await self.ended
+        await asyncio.wait([self.reading], timeout=0.5)  # a pipe that outlives the event loop is a traceback
         self.reading.cancel()
 
 
