@@ -53,23 +53,28 @@ def _in_order(block: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...]
     names, parameters = [name for name, _ in tree_flatten(trained)], [array for _, array in tree_flatten(trained)]
     given: list[mx.array] = []
     tree_map(lambda leaf: given.append(leaf) if _has_gradient(leaf) else None, (args, kwargs))
-    returned: list[Any] = []
 
-    def inside(*arrays: mx.array) -> list[mx.array]:
+    def output_of(*arrays: mx.array) -> Any:
         block.update(tree_unflatten(list(zip(names, arrays, strict=False))))
         rest = iter(arrays[len(names) :])
         own_args, own_kwargs = tree_map(lambda leaf: next(rest) if _has_gradient(leaf) else leaf, (args, kwargs))
         try:
-            returned[:] = [plain(block, *own_args, **own_kwargs)]
+            return plain(block, *own_args, **own_kwargs)
         finally:
             block.update(trained)
-        return [array for _, array in tree_flatten(returned)]
 
     def own_first(slopes: Sequence[mx.array]) -> list[mx.array]:
         own, passed_on = list(slopes[: len(names)]), slopes[len(names) :]
         return [*own, *(mx.depends([slope], own)[0] for slope in passed_on)] if own else list(slopes)
 
     if getattr(block, "is_checkpointed", False):
+        form: list[Any] = []  # of the output, without its arrays, which nobody is to hold
+
+        def inside(*arrays: mx.array) -> list[mx.array]:
+            output = output_of(*arrays)
+            form[:] = [tree_map(lambda _: None, output)]
+            return [array for _, array in tree_flatten([output])]
+
         made = mx.custom_function(inside)
 
         @made.vjp
@@ -79,7 +84,7 @@ def _in_order(block: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...]
             return own_first(slopes)
 
         outputs: Iterator[mx.array] = iter(made(*parameters, *given))
-        return tree_map(lambda _: next(outputs), returned[0])
+        return tree_map(lambda _: next(outputs), form[0])
 
     if not names:
         return plain(block, *args, **kwargs)
@@ -92,8 +97,7 @@ def _in_order(block: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...]
     def left(_: Any, cotangents: Sequence[mx.array], __: Any) -> list[mx.array]:
         return own_first(cotangents)
 
-    inside(*entered(*parameters, *given))
-    return returned[0]
+    return output_of(*entered(*parameters, *given))
 
 
 def _has_gradient(leaf: Any) -> bool:
