@@ -513,12 +513,17 @@ def ring(folder: Path, ranks: int, words: list[str]) -> list[subprocess.Popen[st
     ]
 
 
-def test_a_killed_ranks_rows_are_done_by_the_others_and_the_output_is_one_ranks(tmp_path: Path) -> None:
+def test_a_killed_ranks_rows_are_done_by_the_others_and_the_output_is_one_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # a rank alone could have more, which round otherwise
     tiny.settings(tmp_path, rows=1000)
     tiny.model_folder(tmp_path / "model", hidden_size=64, num_hidden_layers=4, intermediate_size=256)
     words = [*common(tmp_path, "data.skip_invalid=true"), "--data", str(tmp_path / "train.jsonl")]
     words += ["--score", "logps", "--out"]
-    bulk([*words, str(tmp_path / "alone.jsonl")])
+    [alone] = ring(tmp_path, 1, [*words, str(tmp_path / "alone.jsonl")])
+    told, _ = alone.communicate(timeout=120)
+    assert alone.returncode == 0, told
     processes = ring(tmp_path, 2, [*words, str(tmp_path / "both.jsonl")])
     partial, deadline = tmp_path / "both.jsonl.partial", time.monotonic() + 120
     while time.monotonic() < deadline and not (partial.exists() and partial.read_bytes().count(b"\n") > 40):
@@ -528,11 +533,7 @@ def test_a_killed_ranks_rows_are_done_by_the_others_and_the_output_is_one_ranks(
     processes[1].communicate()
     assert processes[0].returncode == 0, said
     figures = json.loads(said.splitlines()[-1])
-    of_both, of_one = (scored(tmp_path / name) for name in ("both.jsonl", "alone.jsonl"))
-    assert len(of_both) == len(of_one)
-    for both, one in zip(of_both, of_one, strict=True):  # to rounding: a rank alone may have more of the BLAS's threads
-        assert both.keys() == one.keys()
-        assert all(both[key] == one[key] or math.isclose(both[key], one[key], rel_tol=1e-5) for key in one), (both, one)
+    assert (tmp_path / "both.jsonl").read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
     assert set(figures["chunks_by_rank"]) == {"0", "1"} and sum(figures["chunks_by_rank"].values()) == 250
 
 

@@ -173,7 +173,8 @@ def test_a_request_keeps_its_id_and_leaves_a_record(gateway: Served, key: str) -
         gateway.wait(lambda told=told: gateway.of("request", request_id=told["x-request-id"]))
         [record] = gateway.of("request", request_id=told["x-request-id"])
         assert record["key"] == "alice" and record["completion_tokens"] == 2 and record["status"] == 200
-        assert key not in json.dumps(record) and QUESTION[0]["content"] not in json.dumps(record)
+        line = json.dumps(record)
+        assert not any(text in line for text in (key, "Add", "797 and", "and 370"))  # 797 alone may be part of an id
 
 
 def test_health_readiness_and_metrics(gateway: Served, key: str, client: openai.OpenAI) -> None:

@@ -144,7 +144,7 @@ class ModelSettings(Section):
 
     @property
     def may_turn_on_checkpointing(self) -> bool:
-        """Whether a plan may turn gradient checkpointing on: dropout is the one thing that MLX's gets wrong."""
+        """Whether a plan may turn gradient checkpointing on: with dropout it is refused."""
         return self.gradient_checkpointing is None and not self.dropout
 
 
@@ -383,10 +383,10 @@ class Config(Section):
         if self.train.loraplus_lr_ratio is not None and self.model.method == "full":
             raise ValueError("train.loraplus_lr_ratio is for adapters, and model.method=full has none; leave it out")
         if self.model.dropout and self.model.gradient_checkpointing:
-            # MLX draws a new mask when it recomputes a block: the gradients would belong to another forward pass.
+            # A block that is recomputed draws another mask: the gradients would belong to another forward pass.
             raise ValueError(
-                "model.dropout with model.gradient_checkpointing would give wrong gradients in MLX; "
-                "set one of them to 0 or false"
+                "model.dropout with model.gradient_checkpointing would give wrong gradients: a recomputed block draws "
+                "another mask; set one of them to 0 or false"
             )
         return self
 

@@ -34,9 +34,7 @@ from lib.plan.optimizer_memory import ADAM, OPTIMIZERS, OptimizerNeeds
 from lib.system.hardware import Device
 
 LOGITS_BYTES = 2**29  # most bytes of float32 logits at a time, as lib/model/logps.py has it
-DEQUANTISING = (
-    10  # on a CPU, which has no kernel for it: operations besides, whose arrays are as large together as the weights
-)
+DEQUANTISING = 10  # further operations on a CPU, which has no kernel for it; together they make as much as the weights
 LOSS_OPERATIONS = 20  # between the head and the backward pass, on numbers a pair: large arrays are let go meanwhile
 
 
@@ -99,9 +97,8 @@ class Step:
         v, d, r = shape.vocabulary, shape.hidden_size, training.rank * training.adapts_embeddings
         self.head_gradient = r * (v + d) or v * d * (self.is_full and training.blocks is None)  # the embedding's, too
         self.is_trained = False  # the block that is being written down
-        self.not_made_again = (
-            0  # from this operation on, if the block ends there: its backward pass reads none of these
-        )
+        # Where a block's last layers begin their products: its backward pass reads none, so they are not recomputed.
+        self.last_products = 0
 
     # ---- Layers: each makes its output, and records what its backward pass does
 
@@ -146,12 +143,12 @@ class Step:
         if method == "dora":
             shared = None if self.on_cpu else self.wide(x)  # compiled, it is made once
             ys = [self.dora(x, shared or self.wide(x), width) for width in widths]
-            self.not_made_again = len(self.tape.operations)
+            self.last_products = len(self.tape.operations)  # DoRA's outputs are read
             return ys
         tape, inner = self.tape, x.elements / self.tokens
         adapted = method == "lora"
         low = self.array(self.training.rank * len(widths), x) if adapted else None
-        self.not_made_again = len(tape.operations)
+        self.last_products = len(tape.operations)
         ys = []
         for width in widths:
             y = self.product(width, weight or inner * width, x)
@@ -183,11 +180,10 @@ class Step:
 
     def dequantised(self, elements: float) -> list[Array]:
         """Weights as they are multiplied by, made of packed ones, where they are stored quantised."""
-        packed = elements * self.shape.weight_bytes / 4
         if self.shape.weight_bytes >= self.shape.other_bytes:
             return []
-        beside = elements * self.item if self.on_cpu else 0.0
-        weights = self.tape.make(elements, self.item, weights=packed, scratch=beside)
+        packed, scratch = elements * self.shape.weight_bytes / 4, elements * self.item * self.on_cpu
+        weights = self.tape.make(elements, self.item, weights=packed, scratch=scratch)
         for _ in range(DEQUANTISING * self.on_cpu):
             self.tape.touch()
         return [weights]
@@ -202,13 +198,12 @@ class Step:
         low = self.array(self.training.rank, wide, item=4)
         z = self.array(width, low, item=4)
         out = tape.over(y, self.item, z)
-        own = self.dequantised(inner * width)
+        weights = self.dequantised(inner * width)
         if self.device == "cuda":
-            tape.touch(*own)  # one H200's peaks show nothing of the adapted weights
+            tape.touch(*weights)  # one H200's peaks show nothing of the adapted weights
         else:
-            tape.make(
-                inner * width, 4, tape.make(inner * width, 4, tape.make(inner * width, 4, *own))
-            )  # norms' squares
+            for _ in ("change", "sum", "squares for the norm"):  # of the adapted weights
+                weights = [tape.make(inner * width, 4, *weights)]
         scaled = self.array(width, out)
 
         def back() -> None:
@@ -420,7 +415,7 @@ class Step:
             if self.training.checkpointing:
                 dy = tape.cotangents.pop(y)
                 again = self.block(x, is_sparse)
-                del tape.operations[self.not_made_again :]
+                del tape.operations[self.last_products :]
                 backs, tape.backward = tape.backward, []
                 tape.cotangents[again] = dy
             tape.go_back(backs)

@@ -34,6 +34,7 @@ from lib.serve.event_log import Log
 HEALTH_EVERY_SECONDS = 2.0
 HEALTH_SECONDS = 10.0
 EXIT_SECONDS = 0.1  # between looks whether a backend's process has ended
+OUTPUT_SECONDS = 0.5  # until what an ended process has printed is read
 STEADY_SECONDS = 60.0  # up for so long, and the failures before are forgotten
 LONGEST_PAUSE_SECONDS = 30.0
 PROBE = {"prompt": "1", "max_tokens": 1, "temperature": 0.0}
@@ -113,7 +114,7 @@ class Process:
         while self.process.returncode is None:  # wait() may last until its children let go of its output, too
             await asyncio.sleep(EXIT_SECONDS)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self.reading), 0.5)  # what it printed last
+            await asyncio.wait_for(asyncio.shield(self.reading), OUTPUT_SECONDS)
 
     async def stop(self) -> None:
         """Ends it and what it started (mlx_lm.fuse), whatever they are doing."""
@@ -122,7 +123,8 @@ class Process:
         if self.process.stdin is not None:
             self.process.stdin.close()
         await self.ended
-        await asyncio.wait([self.reading], timeout=0.5)  # a pipe that outlives the event loop is a traceback
+        # A pipe that is open when the event loop ends prints a traceback.
+        await asyncio.wait([self.reading], timeout=OUTPUT_SECONDS)
         self.reading.cancel()
 
 

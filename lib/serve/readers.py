@@ -21,6 +21,7 @@ from lib.serve.request_reading import Told
 SMALL_BYTES = 16 * 1024  # a body of this size is read in a few milliseconds
 READ_SECONDS = 20.0  # what takes longer is not read
 START_SECONDS = 120.0
+END_SECONDS = 5.0  # of a killed process
 REMEMBERED = 4096  # keys
 
 
@@ -162,7 +163,8 @@ class Reader:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.stdin.close()
-            await process.wait()  # a pipe that is open when the event loop ends is a traceback from Python 3.12 on
+            with contextlib.suppress(TimeoutError):  # a pipe that is open when the event loop ends prints a traceback
+                await asyncio.wait_for(process.wait(), END_SECONDS)
 
 
 class Readers:
@@ -183,11 +185,12 @@ class Readers:
             raise Stopped(f"the process that reads requests does not start: {error or type(error).__name__}") from None
         running = [asyncio.create_task(reader.run()) for reader in (self.small, self.large)]
         try:
-            await asyncio.gather(*running)
+            ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()
         finally:
             for task in running:
-                if not task.cancelling():  # a second time would end its wait for its process
-                    task.cancel()
+                task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
     async def read(self, owner: str, kind: Kind, raw: bytes) -> BackendRequest:
