@@ -177,7 +177,7 @@ def test_dora_is_the_same_and_keeps_no_weights(tmp_path: Path, choose: Callable[
     model = load_module.load(settings, 0)
     adapters.make_trainable(model, settings, 0)
     layer = model.layers[0].mlp.down_proj
-    assert type(layer) is lora.QuantisedDoRA
+    assert type(layer) is lora.DoRA
     layer.lora_b = 0.1 * mx.random.normal(layer.lora_b.shape)
     layer.linear.bias = mx.random.normal((64,))
     layer.linear.freeze()
@@ -191,7 +191,7 @@ def test_dora_is_the_same_and_keeps_no_weights(tmp_path: Path, choose: Callable[
             return mx.sin(kind.__call__(layer, x)).sum()
 
         given = layer.trainable_parameters()
-        ours, theirs = (dict(tree_flatten(mx.grad(loss)(given, kind))) for kind in (lora.QuantisedDoRA, DoRALinear))
+        ours, theirs = (dict(tree_flatten(mx.grad(loss)(given, kind))) for kind in (lora.DoRA, DoRALinear))
         layer.update(given)
         assert ours.keys() == theirs.keys() == {"m", "lora_a", "lora_b"}
         assert_near(*[[np.array(found[name]) for name in ours] for found in (ours, theirs)])

@@ -26,20 +26,31 @@ class LowRankLinear(LoRALinear):
         return self.siblings.output_of(self, x)
 
 
-class QuantisedDoRA(DoRALinear):
-    """DoRA on a quantised layer, with mlx-lm's parameters; it keeps no dequantised weights for the backward pass.
+class DoRA(DoRALinear):
+    """mlx-lm's, with the same parameters; no weight that is made for it, adapted or dequantised, is kept.
 
     y = m (W + scale (A B)^T) x / |W + scale (A B)^T| (DoRA, arXiv:2402.09353, equation 5), where the norm, of each row,
     is a constant in the gradient (section 4.3).
     """
 
     def __call__(self, x: mx.array) -> mx.array:
+        linear = self.linear
         low = (self.dropout(x) @ self.lora_a) @ self.lora_b
-        y = multiply(self.linear, x) + (self.scale * low).astype(x.dtype)
-        adapted = dequantised(self.linear, x) + (self.scale * self.lora_b.T) @ self.lora_a.T
-        norms = mx.stop_gradient(mx.linalg.norm(adapted, axis=1))
-        y = (self.m / norms).astype(x.dtype) * y
-        return y + self.linear.bias if "bias" in self.linear else y
+        y = multiply(linear, x) if isinstance(linear, QuantisedLinear) else x @ linear.weight.T
+        y = y + (self.scale * low).astype(x.dtype)
+        y = (self.m / mx.sqrt(self.squares(x))).astype(x.dtype) * y
+        return y + linear.bias if "bias" in linear else y
+
+    def squares(self, after: mx.array) -> mx.array:
+        """|W + scale (A B)^T|^2 of each row: [out], float32. Made once `after`, which is multiplied, is there.
+
+        It depends on nothing else that a step computes. MLX would make the adapted weights of many blocks early.
+        """
+        linear = self.linear
+        is_quantised = isinstance(linear, QuantisedLinear)
+        weight = dequantised(linear, after) if is_quantised else mx.depends([linear.weight], [after])[0]
+        adapted = weight + (self.scale * self.lora_b.T) @ self.lora_a.T
+        return mx.stop_gradient(mx.square(adapted.astype(mx.float32)).sum(axis=1))
 
 
 class Siblings:
@@ -115,11 +126,11 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 def use_low_rank_linear(model: nn.Module) -> None:
     """Replaces mlx-lm's LoRALinear by LowRankLinear, except where there is dropout between x and A.
 
-    Its DoRALinear on a quantised layer becomes a QuantisedDoRA.
+    Its DoRALinear becomes a DoRA.
     """
     for module in model.modules():
-        if type(module) is DoRALinear and isinstance(module.linear, QuantisedLinear):
-            module.__class__ = QuantisedDoRA
+        if type(module) is DoRALinear:
+            module.__class__ = DoRA
         if type(module) is LoRALinear and module.dropout._p_1 == 1:
             module.__class__ = LowRankLinear  # the same parameters by the same names, another way to multiply them
             module.siblings = Siblings([module])

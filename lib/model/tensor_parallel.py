@@ -21,11 +21,10 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.tuner.dora import DoRALinear
 
 from lib.errors import UserError
+from lib.model.lora import DoRA
 from lib.model.partition import Division, Part, bounds
-from lib.model.quantised import QuantisedLinear, multiply
 
 MODULES = ("llama", "ministral3", "qwen2", "qwen3", "qwen3_moe")  # of mlx_lm.models
 
@@ -266,8 +265,12 @@ def _join_inputs(linear: nn.Module, ends: tuple[int, ...], ranks: Ranks) -> None
     dropout = getattr(linear, "dropout", None)
     if isinstance(dropout, nn.Dropout) and dropout._p_1 < 1:
         linear.dropout = _DropoutOfPart(1 - dropout._p_1, ends, ranks.rank)
-    if isinstance(linear, DoRALinear):
-        _derive(linear, lambda _: lambda self, x: _dora(self, x, ranks))
+    if isinstance(linear, DoRA):  # whose norms are of whole rows
+
+        def of_whole_rows(own: Any) -> Any:
+            return lambda self, after: mx.stop_gradient(ranks.sum_forward(own(self, after)))
+
+        _derive(linear, of_whole_rows, "squares")
 
 
 class _DropoutOfPart(nn.Dropout):
@@ -284,26 +287,8 @@ class _DropoutOfPart(nn.Dropout):
         return (1 / self._p_1) * mask[..., self._ends[self._rank] : self._ends[self._rank + 1]] * x
 
 
-def _dora(layer: DoRALinear, x: mx.array, ranks: Ranks) -> mx.array:
-    """DoRA (arXiv:2402.09353, equations 5 and 11) on some of the inputs: m / |W + scale (A B)^T| wants whole rows.
-
-    Their squares are summed over the ranks. The norm is a constant in the gradient (section 4.3). The sum waits for x,
-    so that no collective can overtake another.
-    """
-    weight = layer._dequantized_weight()
-    y = multiply(layer.linear, x) if isinstance(layer.linear, QuantisedLinear) else x @ weight.T
-    low = (layer.dropout(x) @ layer.lora_a) @ layer.lora_b
-    y = y + (layer.scale * low).astype(x.dtype)
-    adapted = weight + (layer.scale * layer.lora_b.T) @ layer.lora_a.T
-    squares = mx.stop_gradient(mx.square(adapted.astype(mx.float32)).sum(axis=1))
-    (squares,) = mx.depends([squares], [mx.stop_gradient(x)])
-    y = (layer.m / mx.sqrt(mx.stop_gradient(ranks.sum_forward(squares)))).astype(x.dtype) * y
-    return y + layer.linear.bias if "bias" in layer.linear else y
-
-
-def _derive(module: nn.Module, make: Any) -> None:
-    """Gives a module a class of its own whose call is `make(the call that it had)`."""
+def _derive(module: nn.Module, make: Any, method: str = "__call__") -> None:
+    """Gives a module a class of its own whose method is `make(the method that it had)`."""
     plain = type(module)
-    module.__class__ = type(
-        plain.__name__, (plain,), {"__call__": make(plain.__call__), "__module__": plain.__module__}
-    )
+    own = {method: make(getattr(plain, method)), "__module__": plain.__module__}
+    module.__class__ = type(plain.__name__, (plain,), own)
