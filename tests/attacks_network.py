@@ -577,8 +577,11 @@ def crowded_out(_: Path) -> str | None:
 def secrets_in_words(_: Path) -> str | None:
     """What `ps` shows of a launch and its ranks holds nothing of the run's secret, and nor does a rank's environment."""
     code = (
-        "import os, sys; from lib.distributed.run_secret import run_secret; secret = run_secret().hex()\n"
-        "words = open('/proc/self/environ').read() + ''.join(open(f'/proc/{p}/cmdline').read() for p in os.listdir('/proc') if p.isdecimal())\n"
+        "import contextlib, os, sys; from lib.distributed.run_secret import run_secret; secret = run_secret().hex()\n"
+        "words = open('/proc/self/environ').read()\n"
+        "for process in filter(str.isdecimal, os.listdir('/proc')):\n"
+        "    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended\n"
+        "        words += open(f'/proc/{process}/cmdline').read()\n"
         "mode = os.stat(os.path.join(os.environ['TANDEM_AGENT'] + '-' + __import__('lib.system.network').system.network.own_name())).st_mode\n"
         "print('held' if secret not in words and not mode & 0o077 else 'fell')"
     )
