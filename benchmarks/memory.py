@@ -3,7 +3,8 @@
     python benchmarks/memory.py                                      small models, every method: two minutes on two cores
     python benchmarks/memory.py --quick                              one model
     python benchmarks/memory.py --optimizers                         the same models with every optimizer: three minutes
-    python benchmarks/memory.py --models 1B,8B --seed 0              Llama's shapes in bfloat16, for a GPU: four minutes
+    python benchmarks/memory.py --models 1B 8B --seed 0              Llama's shapes in bfloat16, for a GPU: two minutes
+    python benchmarks/memory.py --models 0.5B 3B 7B                  other lengths, methods and shapes: four minutes
 
 Weights are drawn at random; nothing is downloaded and no tokenizer is needed. A row is a model, a method, lengths and a micro-batch;
 `measured` is `mx.get_peak_memory` of the steps after the first one, which is of arrays in use: neither MLX's cache nor the program.
@@ -75,10 +76,15 @@ MODELS = {
     "wide MLP": llama(256, 8, 4, 2, 768, 512),
     "many heads": llama(384, 6, 12, 6, 512, 2048),
     "large head": llama(256, 2, 4, 4, 768, 16384, tie_word_embeddings=True),
+    "0.5B": llama(896, 24, 14, 2, 4864, 151936, tie_word_embeddings=True),  # Qwen 2.5's widths
     "1B": llama(2048, 16, 32, 8, 8192, 128256, head_dim=64, tie_word_embeddings=True),
+    "3B": llama(3072, 28, 24, 8, 8192, 128256, tie_word_embeddings=True),
+    "3B, a key for each query": llama(2560, 32, 32, 32, 6912, 32000),
+    "7B": llama(3584, 28, 28, 4, 18944, 152064),  # Qwen 2.5's
     "8B": llama(4096, 32, 32, 8, 14336, 128256),
 }
 SMALL = ("wide MLP", "many heads", "large head")
+OTHERS = ("0.5B", "3B", "3B, a key for each query", "7B")
 OPTIMIZERS = get_args(TrainSettings.model_fields["optimizer"].annotation)
 
 
@@ -107,6 +113,18 @@ def cases_of(name: str) -> list[Case]:
         others = [Case(name, bits=4, pairs=8), Case(name, method="dora", pairs=4), Case(name, method="full", pairs=2)]
         again = [Case(name, method=m, checkpointing=True, pairs=8) for m in ("lora", "dora", "full")]
         return [*plain, *others, *again, Case(name, bits=4, checkpointing=True, pairs=16)]
+    if name in OTHERS:
+        rows = [
+            Case(name, prompt=n, completion=m, pairs=k) for n, m, k in ((300, 700, 3), (2048, 256, 1), (128, 128, 6))
+        ]
+        rows += [Case(name, pairs=3, words=("model.rank=64",)), Case(name, pairs=4, words=("model.blocks=8",))]
+        rows += [Case(name, prompt=256, completion=384, pairs=5, bits=8)]
+        rows += [Case(name, prompt=700, completion=200, pairs=7, checkpointing=True)]
+        rows += [Case(name, "dora", bits=4, pairs=k, checkpointing=k > 2) for k in (2, 4)]
+        if name in ("0.5B", "3B"):
+            rows += [Case(name, "full", pairs=2), Case(name, "full", pairs=4, checkpointing=True)]
+            rows += [Case(name, "full", pairs=1, words=("model.blocks=4",))]
+        return rows
     kinds: list[dict[str, Any]] = [{"method": "lora"}, {"method": "dora"}, {"method": "full"}, {"bits": 4}]
     kinds = [kind | {"checkpointing": on} for kind in kinds for on in (False, True)]
     # A CPU is slow at what is not float32.
@@ -198,16 +216,13 @@ def planned_bytes(case: Case, stored: dict[str, Any], multiple: int) -> memory.S
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(SMALL), help=f"of {', '.join(MODELS)}, with commas")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=SMALL)
     parser.add_argument("--optimizers", action="store_true", help="rows of every optimizer instead, in float32")
     parser.add_argument("--quick", action="store_true", help="the first model, in float32")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=2, help="measured ones, after the first")
     options = parser.parse_args()
-    names = options.models.split(",")[: 1 if options.quick else None]
-    if unknown := [name for name in names if name not in MODELS]:
-        print(f"error: --models {unknown[0]}: not known; there are {', '.join(MODELS)}", file=sys.stderr)
-        return 2
+    names = options.models[: 1 if options.quick else None]
     table = Table(title=f"{provenance.device_name()}, MB")
     for column in ("model", "method", "type", "checkpointing", "lengths", "pairs", "planned", "measured", "ratio"):
         table.add_column(column, justify="left" if column in ("model", "method", "type") else "right")

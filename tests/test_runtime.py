@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from lib.errors import UserError
-from lib.system import mpi_and_blas
+from lib.system import mpi_and_blas, os_commands
 from lib.system.mpi_and_blas import Launch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -123,6 +123,19 @@ def test_the_users_thread_count_stays():
     assert python(show).stdout == "1\n"
     cores = mpi_and_blas.own_cores()
     assert python(show, OPENBLAS_NUM_THREADS=str(cores)).stdout == f"{cores}\n"
+
+
+def test_command_buffers_are_short_but_on_a_mac_and_where_the_user_says_otherwise(monkeypatch):
+    def asked(mac: bool) -> str | None:
+        monkeypatch.setattr(os_commands, "is_mac", lambda: mac)
+        mpi_and_blas.prepare(relax_watchdog=False)
+        return os.environ.get("MLX_MAX_MB_PER_BUFFER")
+
+    monkeypatch.delenv("MLX_MAX_MB_PER_BUFFER", raising=False)
+    assert asked(mac=True) is None
+    assert asked(mac=False) == str(mpi_and_blas.CUDA_BUFFER_SIZE)
+    monkeypatch.setenv("MLX_MAX_MB_PER_BUFFER", "400")
+    assert asked(mac=False) == "400"
 
 
 def test_ranks_have_no_more_threads_together_than_cores():

@@ -76,7 +76,7 @@ def _gradients_and_peak(
     """Bytes of the gradients, of the largest one, and the most that the passes hold at a time."""
     tape = Step(shape, training, batch, device).write()
     sizes = [array.size_bytes for array in tape.kept_to_the_end]
-    return sum(sizes), max(sizes), tape.peak_bytes(training.method)
+    return sum(sizes), max(sizes), tape.peak_bytes()
 
 
 # ---- Micro-batches that fit

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from lib.system.hardware import Device
+from lib.system.mpi_and_blas import CUDA_BUFFER_SIZE
 
 TASKS = 11  # that MLX has under way at most: ten, and the one that is being filled
-CUDA_TASKS = {"lora": TASKS, "dora": 6, "full": 4}  # one H200's peaks; 11 would plan up to 1.9 times
-TASK_SIZES = {"cpu": (2, math.inf), "metal": (50, 50 * 2**20), "cuda": (100, 1000 * 2**20)}  # operations, elements read
+# Operations, elements read. CUDA's second figure is this program's own (lib/system/mpi_and_blas.py).
+TASK_SIZES = {"cpu": (2, math.inf), "metal": (50, 50 * 2**20), "cuda": (100, CUDA_BUFFER_SIZE * 2**20)}
 
 
 class Array:
@@ -71,9 +72,8 @@ class Tape:
         while operations:
             operations.pop()()
 
-    def peak_bytes(self, method: str) -> float:
-        """The most bytes held at a time, by a method of training."""
-        tasks_under_way = CUDA_TASKS[method] if self.device == "cuda" else TASKS
+    def peak_bytes(self) -> float:
+        """The most bytes held at a time."""
         last = {
             array: i for i, operation in enumerate(self.operations) for array in (*operation.makes, *operation.reads)
         }
@@ -93,6 +93,6 @@ class Tape:
             if count >= most_operations or elements > most_elements:
                 tasks.append(freed)
                 freed, elements, count = 0.0, 0.0, 0
-                if len(tasks) >= tasks_under_way:
+                if len(tasks) >= TASKS:
                     held -= tasks.popleft()
         return peak

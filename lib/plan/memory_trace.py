@@ -199,11 +199,8 @@ class Step:
         z = self.array(width, low, item=4)
         out = tape.over(y, self.item, z)
         weights = self.dequantised(inner * width)
-        if self.device == "cuda":
-            tape.touch(*weights)  # one H200's peaks show nothing of the adapted weights
-        else:
-            for _ in ("change", "sum", "squares for the norm"):  # of the adapted weights
-                weights = [tape.make(inner * width, 4, *weights)]
+        for _ in ("change", "sum", "squares for the norm"):  # of the adapted weights
+            weights = [tape.make(inner * width, 4, *weights)]
         scaled = self.array(width, out)
 
         def back() -> None:
