@@ -286,7 +286,7 @@ def test_a_command_ends_with_ctrl_c_and_what_it_started_too(tmp_path: Path, run:
 
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
-        run(["sh", "-c", f"(sleep 30; touch {ended}) & echo $! > {note}.new; mv {note}.new {note}; wait"], 60.0)
+        run(["sh", "-c", f"(sleep 100 && touch {ended}) & echo $! > {note}.new; mv {note}.new {note}; wait"], 60.0)
     assert _ends(int(note.read_text())) and not ended.exists()
 
 
