@@ -112,8 +112,10 @@ def check_figures(page: chromium.Page, run: Path) -> None:
     evaluations = [r for r in read_records(run / "logs" / "rank-000.jsonl") if r["kind"] == "evaluation"]
     assert drawn(page, "loss")["held out"] == [[e["step"] for e in evaluations], [e["loss"] for e in evaluations]]
     for rank in (0, 1):
-        own = tiny.steps_of(run, rank)
-        _, speeds = drawn(page, "speed")[f"rank {rank}, {own[0]['host']}"]
+        label = f"rank {rank}, {tiny.steps_of(run, rank)[0]['host']}"
+        # A rank that is killed may have a last record under way.
+        wait_for(lambda at=label, of=rank: len(drawn(page, "speed")[at][1]) == len(tiny.steps_of(run, of)))
+        own, (_, speeds) = tiny.steps_of(run, rank), drawn(page, "speed")[label]
         assert speeds == pytest.approx([record["pairs_per_second"] for record in own])
         bars = {name: values[0][rank] for name, values in drawn(page, "seconds").items()}
         for part in ("compute", "sync", "wait"):
