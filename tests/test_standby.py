@@ -54,6 +54,7 @@ async def played(agent: Messages, command: list[str], standby: Standby | None = 
     """Runs a command as rank 1, by itself or in a standby; returns what its agent has sent when it has ended."""
     ranks = Ranks(agent, os.environ[ADDRESS], False, "here")  # type: ignore[arg-type]
     try:
+        await ranks.listen({})
         taken = await standby.taken() if standby is not None else None
         unsaid = READY if standby is not None and not standby.is_ready else b""
         await ranks.start({"rank": 1, "command": command, "environment": {}}, "/", taken, unsaid)
@@ -96,6 +97,35 @@ def test_what_an_ended_rank_left_in_its_pipes_is_sent_however_slow_the_connectio
     said = asyncio.run(played(Slow(), [sys.executable, "-c", lines]))
     assert [one["text"] for one in said if one["kind"] == "output"] == [str(number) for number in range(40000)]
     assert said[-1]["kind"] == "exit", "after all of it"
+
+
+def test_the_last_beat_comes_before_the_exit_that_it_explains(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_beats = Ranks._take_beats
+
+    class Late:
+        """A connection that a busy agent comes to when it has seen the process end."""
+
+        def __init__(self, reader: asyncio.StreamReader):
+            self.reader = reader
+
+        async def readline(self) -> bytes:
+            line = await self.reader.readline()
+            await asyncio.sleep(0.4 if b"not finite" in line else 0)
+            return line
+
+    monkeypatch.setattr(Ranks, "_take_beats", lambda ranks, reader: take_beats(ranks, Late(reader)))  # type: ignore[arg-type]
+    beat = {"rank": 1, "waiting": None, "seconds": 0, "passing": None, "passing_seconds": 0, "passes": 1}
+    code = f"""
+import json, os, socket
+agent = socket.socket(socket.AF_UNIX)
+agent.connect(os.environ["TANDEM_AGENT_FOLDER"] + "/agent")
+agent.sendall(b'{{"kind": "beat"}}\\n')
+for why in ["", "not finite"]:
+    agent.sendall(json.dumps({{**{beat!r}, "pid": os.getpid(), "diverged": why}}).encode() + b"\\n")
+os._exit(1)
+"""
+    said = asyncio.run(played(Messages(), [sys.executable, "-c", code]))
+    assert [one.get("diverged", one["kind"]) for one in said] == ["", "not finite", "exit"]
 
 
 def test_a_standby_that_is_gone_is_none(tmp_path: Path) -> None:

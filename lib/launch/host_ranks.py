@@ -52,6 +52,7 @@ class Ranks:
         self.tasks: set[asyncio.Future[None]] = set()
         self.ending = asyncio.Event()
         self.memory: dict[int, MemoryWatch] = {}  # of every rank of this host
+        self.said_all: dict[int, asyncio.Event] = {}  # by rank that beats: its last beat was taken
         self.mpi_connections: set[str] = set()  # of mpirun with its own processes
         self.has_strangers = False
         self.input: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()  # rank 0's
@@ -116,6 +117,11 @@ class Ranks:
             await asyncio.wait([relays], timeout=QUIET_SECONDS)
             quiet = quiet + 1 if self.relayed_bytes == before and not self.sending else 0
         relays.cancel()
+        # What it said last, in its heartbeat, may be why it ended.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(QUIET_SECONDS * QUIET_LOOKS):
+                for said in [said for one, said in self.said_all.items() if rank in (one, None)]:
+                    await said.wait()
         if rank is not None:
             self.check_memory(rank, process.pid, status)
         else:
@@ -188,12 +194,21 @@ class Ranks:
                 self.pids[hello["rank"]] = hello["pid"]
                 await self._task(self._relay(reader, hello["rank"], hello["stream"]))
             else:
-                while line := await reader.readline():
-                    self._take_beat(json.loads(line))
+                await self._take_beats(reader)
         except (ValueError, KeyError, TypeError, ConnectionError):
             pass  # a rank that died in the middle of a line: its exit says more
         finally:
             writer.close()
+
+    async def _take_beats(self, reader: asyncio.StreamReader) -> None:
+        said_all = asyncio.Event()
+        try:
+            while line := await reader.readline():
+                beat: Beat = json.loads(line)
+                self.said_all[beat["rank"]] = said_all
+                self._take_beat(beat)
+        finally:
+            said_all.set()
 
     def _take_beat(self, beat: Beat) -> None:
         rank, pid = beat["rank"], beat["pid"]
