@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -223,6 +224,23 @@ def test_a_host_that_is_back_and_cannot_take_part_ends_nothing(fresh_hosts: list
     assert launch.end() == 130
     assert "a host is back" not in launch.notes[-1][1], "not before the pause is over"
     wait_for(lambda: nothing_left(fresh_hosts))
+
+
+def test_a_run_goes_on_from_the_disk_that_alone_went_on_with_it(fresh_hosts: list[Host], tmp_path: Path) -> None:
+    """The first host was away while the other one trained; then the command is given again, in the old order."""
+    a, b, _ = fresh_hosts
+    run, (script, *settings) = a.disk / "runs/run", train_words(tmp_path, a.disk / "runs", steps=5, evaluate__samples=0)
+    alone = a.run([sys.executable, ROOT / script, *settings], cwd=ROOT)
+    assert alone.returncode == 0, alone.stderr
+    shutil.copytree(a.outside / "runs", b.outside / "runs")
+    alone = b.run([sys.executable, ROOT / script, "--resume", run, "train.steps=15"], cwd=ROOT)
+    assert alone.returncode == 0, alone.stderr
+    done = a.run([*words([a, b]), script, "--resume", str(run), "train.steps=20"])
+    assert done.returncode == 0, done.stderr
+    assert "launch: behind: the first host lacks the run's newest checkpoint, which host-b has" in done.stderr
+    assert re.search(r"start 2, .* on 2 of 2 hosts, host-b first, from the last checkpoint of ", done.stderr)
+    assert [record["step"] for record in steps(b, 0)] == [*range(1, 21)], "nothing was undone"
+    assert [record["step"] for record in steps(a, 1)] == [*range(16, 21)]
 
 
 def test_a_network_that_lets_only_ssh_through_is_told_from_a_dead_rank(fresh_hosts: list[Host], tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from lib.errors import UserError
 from lib.launch import command, hostfile, options, supervisor, topology
 from lib.launch.hostfile import Host
 from lib.launch.job import Job
-from lib.launch.rank_faults import RankState
+from lib.launch.rank_faults import Fault, RankState
 from lib.launch.rank_processes import processes_of
-from lib.launch.supervisor import holders_of_newest
+from lib.launch.supervisor import holders_of_newest, is_led_by_another
 from lib.launch.world_state import WorldState
 from tests import macs
 from tests.cluster import Host as Machine
@@ -105,6 +105,11 @@ def test_the_first_host_is_one_whose_disk_has_the_newest_checkpoint() -> None:
     assert topology.led_by((a, c), (b, c)) == (c, b)
     assert holders_of_newest((a, c), {"a": 40, "b": 40, "c": 40}, (a, b, c)) == (a, b, c)
     assert holders_of_newest((a, c), {"b": 50, "c": 40}, (a, b, c)) == (b,), "the others had not done writing it"
+    behind = Fault("behind", "", ("b",))
+    assert holders_of_newest((a, c), {}, (a, b, c), behind) == (b,), "as its rank says of its disk"
+    assert is_led_by_another(behind, (a, b)) and is_led_by_another(behind, (a,)) and is_led_by_another(behind, ())
+    assert not is_led_by_another(behind, (b, a)), "mpirun's own words may keep rank 0 elsewhere: once is enough"
+    assert not is_led_by_another(None, (a, b)) and not is_led_by_another(Fault("died", "", ("b",)), (a, b))
     state = WorldState(Job((a, b), "ring", ("train.py",)), None, "/tmp/x")  # type: ignore[arg-type]
     state.ranks = {0: RankState(0, "a", checkpoint=40), 1: RankState(1, "b"), 2: RankState(2, "a", checkpoint=50)}
     assert state.checkpoints() == {"a": 50}

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lib.distributed import heartbeat
 from lib.launch.agent_link import Link
 from lib.launch.attempt import Attempt, Outcome
 from lib.launch.hostfile import Host
@@ -24,6 +25,7 @@ from lib.launch.rank_faults import (
     cut_between,
     diagnose,
     exit_status,
+    holders_of_newer,
     stragglers,
 )
 from lib.launch.supervisor import Unfit, is_hopeless
@@ -214,6 +216,22 @@ def test_updates_that_are_never_finite_are_told_before_the_deaths_that_follow() 
     why = "5 updates in a row were not finite, the last at step 9"
     fault = found([RankState(0, "a", status=1, diverged=why), RankState(1, "b", status=1, lost_another=True)])
     assert fault == Fault("diverged", f"rank 0 on a: {why}", ("a",))
+
+
+def test_the_disk_with_most_of_a_run_is_found_and_a_fork_is_left_to_the_user() -> None:
+    def ended(*newer: tuple[int, list[str]] | None) -> list[RankState]:
+        reached = [one and heartbeat.Reached(step=one[0], resume_ids=one[1]) for one in newer]
+        return [RankState(rank, "abc"[rank], status=2, newer=one) for rank, one in enumerate(reached)]
+
+    assert holders_of_newer(ended(None, None)) == ()
+    assert holders_of_newer(ended(None, (9, []), (12, []))) == ("c",)
+    assert holders_of_newer(ended(None, (12, ["x"]), (12, ["x"]))) == ("b", "c")
+    assert holders_of_newer(ended(None, (12, []), (9, ["x"]))) == ("c",), "b's later steps were left"
+    assert holders_of_newer(ended(None, (12, ["x"]), (9, ["y"]))) == ()
+    fault = found(ended(None, (9, []), (12, [])))
+    assert fault is not None and (fault.kind, fault.hosts) == ("behind", ("c",))
+    fork = found(ended(None, (12, ["x"]), (9, ["y"])))
+    assert fork is not None and fork.kind == "died", "it ends with what the ranks say"
 
 
 def test_no_start_follows_where_the_last_two_ended_alike() -> None:

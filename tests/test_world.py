@@ -373,13 +373,13 @@ def test_a_run_does_not_go_back_behind_what_another_disk_alone_has(
     world.gather_text("both disks are as they were left")
     mine, name = runs[world.rank] / "checkpoints", f"host-{world.rank}"
     told = "rank 1: host-1 has a newer checkpoint of this run, of step 5; .* of step 2: name host-1 first in the host f"
+    beats: list[heartbeat.Facts] = []
+    monkeypatch.setattr(heartbeat, "tell", lambda **facts: beats.append(heartbeat.Facts(**facts)))
     with pytest.raises(AgreedError, match=told):
         resume.choose(mine, world, name)
+    newest = [(fact["newer"]["step"], len(fact["newer"]["resume_ids"])) for fact in beats]
+    assert newest == [(5, 1)] * world.rank, "the launcher can start with host-1 first"
     assert resume.choose(runs[0] / "checkpoints", world, name)[0] == runs[0] / "checkpoints/step-00000002", "one disk"
-    with monkeypatch.context() as launcher:
-        launcher.setenv(heartbeat.RESTART, "2")
-        chosen, _, _ = resume.choose(mine, world, name)
-        assert chosen is not None and chosen.name == "step-00000002", "who comes first is the launcher's to know"
     world.gather_text("all have looked")
     if world.rank == 0:
         train(alone, folder, [*words, "train.steps=3"], "here", resume=True)
@@ -389,7 +389,7 @@ def test_a_run_does_not_go_back_behind_what_another_disk_alone_has(
 
 
 @two
-def test_disks_that_are_a_write_apart_go_on(world: World, folder: Path) -> None:
+def test_disks_that_are_a_write_apart_go_on(world: World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = settings(world, folder, "checkpoint.every=1", "checkpoint.keep=9")
     runs = [folder / "runs" / name for name in ("first", "other")]
     if world.rank == 0:
@@ -405,5 +405,18 @@ def test_disks_that_are_a_write_apart_go_on(world: World, folder: Path) -> None:
     if world.rank == 0:
         shutil.rmtree(runs[0] / "checkpoints/step-00000003")
     world.gather_text("the first disk was full for long")
+    beats: list[heartbeat.Facts] = []
+    monkeypatch.setattr(heartbeat, "tell", lambda **facts: beats.append(heartbeat.Facts(**facts)))
     with pytest.raises(AgreedError, match="of step 5; the first host's newest is of step 2"):
         resume.choose(mine, world, "host")
+    assert not beats, "it may be of an earlier run of this name: which one is meant is the user's to say"
+    world.gather_text("refused")
+    if world.rank == 0:
+        for path in (runs[0] / "checkpoints").iterdir():
+            shutil.rmtree(path)
+        for step in (1, 2, 3, 4):
+            shutil.rmtree(runs[1] / f"checkpoints/step-{step:08d}")
+    world.gather_text("the first write came to one disk alone")
+    with pytest.raises(AgreedError, match="of step 5; the first host has none"):
+        resume.choose(mine, world, "host")
+    assert [fact["newer"]["step"] for fact in beats] == [5] * world.rank

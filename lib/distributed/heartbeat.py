@@ -25,8 +25,14 @@ from lib.system import network
 
 ADDRESS = "TANDEM_AGENT"
 FOLDER = "TANDEM_AGENT_FOLDER"
-RESTART = "TANDEM_RESTART"  # set where a launcher starts its ranks again, a host with the newest checkpoint first
 SECONDS = 0.5
+
+
+class Reached(TypedDict):
+    """How far a disk's newest checkpoint is."""
+
+    step: int
+    resume_ids: list[str]  # of every resume before it: a checkpoint without them is of a history that was left
 
 
 class Facts(TypedDict, total=False):
@@ -46,6 +52,7 @@ class Facts(TypedDict, total=False):
     machine: str
     ended: bool  # by itself: nobody killed it
     diverged: str  # why it ends, where another start would end the same
+    newer: Reached  # what this disk alone has: it ends, since the first host's disk would undo it
 
 
 NO_PASS: Facts = {"passing": None, "passing_since": 0.0, "passes": 1}

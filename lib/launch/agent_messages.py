@@ -14,6 +14,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+from lib.distributed.heartbeat import Reached
+
 PING_SECONDS = 1.0  # between two signs of life of the launcher
 LINE_BYTES = 2**24  # of one message; a longer line is none
 TEXTS, TEXT_CHARACTERS = 20, 300  # of foreign texts that are shown
@@ -71,6 +73,7 @@ class Beat(TypedDict, total=False):
     micro_batch_size: int
     gradient_checkpointing: bool
     diverged: str
+    newer: Reached
 
 
 def encoded(kind: str, **fields: Any) -> bytes:

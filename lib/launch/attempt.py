@@ -237,8 +237,9 @@ class Attempt:
         if len(self.hosts_to_start) < 2 or self.job.backend != "ring" or waited <= limit / 2:
             self.probing = None
         elif self.probing is None or (self.probing.done() and now > self.probed + PROBE_AGAIN_TIMES * limit):
-            # The kernel takes connections on a busy host as on any other; only who asks and who answers may be late.
-            seconds = patience.silence_limit(max(reachable_hosts.PROBE_SECONDS, limit / 2), world.usual_lateness())
+            # The kernel takes connections on a busy host as on any other; who asks and who answers may be late.
+            seconds = patience.work_limit(max(reachable_hosts.PROBE_SECONDS, limit / 2), world.load())
+            seconds = patience.silence_limit(seconds, world.usual_lateness())
             port = None if world.run else next_port(self.job)  # while they start, ranks listen at theirs
             probe = reachable_hosts.reach_each_other(self.job, self.links, self.job.hosts, seconds, port)
             self.probing, self.probed = asyncio.ensure_future(probe), now + seconds
@@ -256,7 +257,7 @@ class Attempt:
 
     async def _fail(self, fault: Fault, interrupts: asyncio.Queue[int]) -> Outcome:
         world = self.world
-        if fault.kind in ("died", "diverged"):
+        if fault.kind in ("died", "diverged", "behind"):
             fault = await self._settle(fault)
         status = world.worst_status() or 1
         self._report(fault)
@@ -268,6 +269,9 @@ class Attempt:
         is_stopped = fault.kind == "stopped" and self.job.backend not in topology.RDMA_BACKENDS
         number = signal.SIGKILL if is_stopped else signal.SIGTERM
         interrupted = await self._end(number, interrupts, is_fault=True)
+        told = world.fault()
+        if fault.kind == "died" and told is not None and told.kind in ("diverged", "behind"):  # told late
+            self._report(fault := told)
         return Outcome(status, fault, world.run, interrupted, reached=self.reached)
 
     async def _settle(self, fault: Fault) -> Fault:
@@ -280,7 +284,8 @@ class Attempt:
                 await asyncio.sleep(0.02)
         elif world.is_mpi and len(world.hosts) > 1:  # of other hosts only their agents know
             await asyncio.sleep(SETTLE_SECONDS)
-        if any(rank.memory or rank.cause or rank.lost_another or rank.diverged for rank in world.ranks.values()):
+        ranks = world.ranks.values()
+        if any(one.memory or one.cause or one.lost_another or one.diverged or one.newer for one in ranks):
             return world.fault() or fault
         return fault
 

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from lib.distributed.heartbeat import Reached
 from lib.launch import patience
 from lib.system import mlx_failures
 
@@ -57,11 +58,12 @@ class RankState:
     checkpoint: int | None = None  # the newest that it wrote to its disk in this start: its step
     memory: str | None = None  # what shows that it ran out of memory
     diverged: str | None = None  # why no further update can be made, whoever takes it
+    newer: Reached | None = None  # what its disk has beyond the first host's, where the run may not go back behind it
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a world cannot go on. kind: refused, died, diverged, lost, silent, stopped, hung, late, wedged."""
+    """Why a world cannot go on. kind: refused, died, diverged, behind, lost, silent, stopped, hung, late, wedged."""
 
     kind: str
     message: str
@@ -91,6 +93,9 @@ def diagnose(
         if diverged := [rank for rank in died if rank.diverged]:
             names = ", ".join(f"rank {rank.rank} on {rank.host}" for rank in diverged)
             return Fault("diverged", f"{names}: {diverged[0].diverged}", tuple({rank.host for rank in diverged}))
+        if holders := holders_of_newer(ranks):
+            newest = f"the first host lacks the run's newest checkpoint, which {' and '.join(holders)} has"
+            return Fault("behind", newest, holders)
         died = [rank for rank in died if not rank.lost_another] or died
         # mpirun's death is reported instead of its ranks'; what one of them printed is added.
         causes = [f"rank {rank.rank} on {rank.host}: {rank.cause}" for rank in ranks if rank.cause]
@@ -128,6 +133,18 @@ def diagnose(
             )
             return Fault("hung", message, (rank.host,))
     return _mpirun_alone(now, ranks, silent_seconds) or _endless_wait(now, hosts, working, wedged_seconds)
+
+
+def holders_of_newer(ranks: Sequence[RankState]) -> tuple[str, ...]:
+    """The hosts whose disks have what the first host's lacks: those that have most of it.
+
+    None where two of them went on apart from each other: which of the two is meant is the user's to say.
+    """
+    found = [(rank.host, rank.newer["step"], rank.newer["resume_ids"]) for rank in ranks if rank.newer is not None]
+    _, newest, ids = max(found, key=lambda one: (len(one[2]), one[1]), default=("", 0, []))
+    if any(ids[: len(known)] != known for _, _, known in found):
+        return ()
+    return tuple(dict.fromkeys(host for host, step, known in found if (step, known) == (newest, ids)))
 
 
 def late_hosts(now: float, hosts: Mapping[str, HostState], limit_seconds: float) -> list[str]:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from lib.distributed import heartbeat
 from lib.errors import UserError
 from lib.launch import reachable_hosts, topology
 from lib.launch.agent_link import Link, connect
@@ -53,7 +52,9 @@ def usual_restarts(systems: Iterable[str]) -> int:
     return MAC_RESTARTS if "Darwin" in systems else 0
 
 
-def holders_of_newest(before: Sequence[Host], told: Mapping[str, int], hosts: Sequence[Host]) -> tuple[Host, ...]:
+def holders_of_newest(
+    before: Sequence[Host], told: Mapping[str, int], hosts: Sequence[Host], fault: Fault | None = None
+) -> tuple[Host, ...]:
     """The hosts whose disks have the newest checkpoint: one of them has to be the first of the next start.
 
     All go on from the first host's. One that has just come back has older ones, until it has written the next.
@@ -62,9 +63,17 @@ def holders_of_newest(before: Sequence[Host], told: Mapping[str, int], hosts: Se
         before: those of whom one was the first of this start.
         told: what each host has written since, by WorldState.checkpoints.
         hosts: of this start.
+        fault: that ended it: where it went behind what some disks have, by their ranks' own words.
     """
+    if fault is not None and fault.kind == "behind":
+        return tuple(host for host in hosts if host.name in fault.hosts)
     newest = max(told.values(), default=None)
     return tuple(before) if newest is None else tuple(host for host in hosts if told.get(host.name) == newest)
+
+
+def is_led_by_another(fault: Fault | None, hosts: Sequence[Host]) -> bool:
+    """Whether a disk has a newer checkpoint than the first of these hosts, by the ranks' own words."""
+    return fault is not None and fault.kind == "behind" and not any(host.name in fault.hosts for host in hosts[:1])
 
 
 def is_hopeless(fault: Fault | None, before: Fault | None, has_new_checkpoint: bool) -> bool:
@@ -131,7 +140,7 @@ async def supervise(
     links: dict[str, Link] = {}  # an agent that is there need not be reached again
     attempt = Attempt(job, console, here, links, None if max_restarts is None else max_restarts > 0, secret=secret)
     _hand_on_input(loop, lambda: attempt)
-    everyone, hosts, run, starts, restarts, fruitless = job.hosts, job.hosts, None, 1, 0, 0
+    everyone, hosts, run, starts, restarts, fruitless, is_first = job.hosts, job.hosts, None, 1, 0, 0, True
     holders = hosts
     fault_before: Fault | None = None
     unfit, hosts_before = Unfit(), job.hosts
@@ -140,16 +149,17 @@ async def supervise(
         while True:
             missing = tuple(host for host in everyone if host not in hosts)
             looking = looking_out(attempt, missing, everyone, unfit)
-            outcome = await _outcome(attempt, interrupts, is_first=starts == 1)
+            outcome = await _outcome(attempt, interrupts, is_first)
             if max_restarts is None and attempt.systems:  # all hosts were there once
                 max_restarts = usual_restarts(attempt.systems.values())
             looking.cancel()  # and not waited for: it may be about to end an agent that does not answer
             run = outcome.run or run
             if outcome.interrupted or (outcome.status == 0 and not outcome.rejoined):
                 return outcome.status
-            broken = time.monotonic()
-            if not outcome.rejoined and not unfit.note(outcome, attempt, hosts_before):
-                is_wrong_input = outcome.status == 2 and starts == 1  # later it may be a disk that is full for a while
+            is_behind = here is None and is_led_by_another(outcome.fault, attempt.job.hosts)
+            broken, fault_before = time.monotonic(), None if is_behind else fault_before
+            if not outcome.rejoined and not is_behind and not unfit.note(outcome, attempt, hosts_before):
+                is_wrong_input = outcome.status == 2 and is_first  # later it may be a disk that is full for a while
                 if is_wrong_input or restarts >= (max_restarts or 0):
                     return outcome.status
                 if is_hopeless(outcome.fault, fault_before, attempt.world.checkpoint is not None):
@@ -165,7 +175,7 @@ async def supervise(
             hosts_before = attempt.job.hosts
             able = replace(job, hosts=unfit.without(job.hosts, links))
             hosts = await _next_hosts(able, console, links, restart_with == "all", patience_seconds, interrupts)
-            holders = holders_of_newest(holders, attempt.world.checkpoints(), attempt.job.hosts)
+            holders = holders_of_newest(holders, attempt.world.checkpoints(), attempt.job.hosts, outcome.fault)
             placed = await _placed(attempt.job, links, hosts, everyone, outcome)
             # Where nobody has the newest checkpoint, those that were there are ahead of those that were not.
             placed = topology.led_by(holders, topology.led_by(attempt.job.hosts, placed))
@@ -173,23 +183,28 @@ async def supervise(
             hosts = tuple(host for one in placed for host in hosts if host.name == one.name)
             if not interrupts.empty():
                 return 128 + interrupts.get_nowait()
-            if not hosts:
-                console.note("no host answers; " + (f"go on later by --resume {run}" if run else "nothing was saved"))
+            has_newest = not is_behind or not is_led_by_another(outcome.fault, placed)
+            if not hosts or (is_first and not has_newest):  # what it alone has would be undone
+                who = "no host answers" if not hosts else "who has the newest checkpoint answers no more"
+                console.note(f"{who}; " + (f"go on later by --resume {run}" if run else "nothing was saved"))
                 return outcome.status
-            starts += 1
-            without = [host.name for host in everyone if host not in hosts]
+            starts, is_first = starts + 1, is_first and is_behind
             command = resume_command(job.command, run, hosts == everyone) if run else job.command
-            console.note(
-                f"start {starts}, {time.monotonic() - broken:.1f} s later, on {len(hosts)} of {len(everyone)} hosts"
-                + (f" (without {', '.join(without)})" if without else "")
-                + (f", from the last checkpoint of {run}" if run else "")
-            )
-            environment = {**job.environment, heartbeat.RESTART: str(starts)}
-            again = replace(job, hosts=placed, command=command, environment=environment)
+            lead = f", {placed[0].name} first" if is_behind else ""
+            whence = f", from the last checkpoint of {run}" if run else ""
+            seconds = time.monotonic() - broken
+            console.note(f"start {starts}, {seconds:.1f} s later, {_on(hosts, everyone)}{lead}{whence}")
+            again = replace(job, hosts=placed, command=command)
             attempt = Attempt(again, console, None, links, restarts < (max_restarts or 0), attempt.names)
     finally:
         looking.cancel()
         await asyncio.gather(looking, *(link.close() for link in links.values()), return_exceptions=True)
+
+
+def _on(hosts: Sequence[Host], everyone: Sequence[Host]) -> str:
+    """Where a start is made, for its line."""
+    without = ", ".join(host.name for host in everyone if host not in hosts)
+    return f"on {len(hosts)} of {len(everyone)} hosts" + (f" (without {without})" if without else "")
 
 
 def _interrupts(loop: asyncio.AbstractEventLoop) -> asyncio.Queue[int]:

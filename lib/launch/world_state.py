@@ -182,7 +182,7 @@ class WorldState:
         seen.beats = True
         seen.waiting, seen.waiting_since = beat["waiting"], now - beat["seconds"]
         seen.passing, seen.passing_since, seen.passes = beat["passing"], now - beat["passing_seconds"], beat["passes"]
-        seen.diverged, seen.checkpoint = beat.get("diverged"), beat.get("checkpoint")
+        seen.diverged, seen.newer, seen.checkpoint = beat.get("diverged"), beat.get("newer"), beat.get("checkpoint")
         if beat["rank"] == 0:
             self.run, self.checkpoint = beat.get("run"), beat.get("checkpoint")
 

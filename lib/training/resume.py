@@ -107,7 +107,6 @@ def choose(folder: Path, world: World, disk_of: str | None = None) -> tuple[Path
     """
     candidates = checkpoints_in(folder) if world.rank == 0 else []
     warnings: list[str] = []
-    is_first = True
     while True:
         own_offer: Offer | None = None
         while world.rank == 0 and candidates and own_offer is None:
@@ -120,11 +119,9 @@ def choose(folder: Path, world: World, disk_of: str | None = None) -> tuple[Path
             else:
                 warnings.append(f"checkpoint {path} is damaged ({fault}); the one before it is taken")
         offer: Offer | None = json.loads(world.broadcast_text(json.dumps(own_offer)))
-        if is_first and world.size > 1:  # against rank 0's newest: one that it passes over later has a reason
-            with world.agreeing("looking for newer checkpoints on other disks"):
-                if disk_of is not None and world.rank > 0 and heartbeat.RESTART not in os.environ:
-                    _require_none_newer(folder, offer, disk_of)
-        is_first = False
+        with world.agreeing("looking for newer checkpoints on other disks"):
+            if disk_of is not None and world.rank > 0:
+                _require_none_newer(folder, offer, disk_of)
         if offer is None:
             return None, False, warnings
         parts = offer["parts"]
@@ -154,8 +151,7 @@ def _require_none_newer(folder: Path, offer: Offer | None, host: str) -> None:
     """Makes sure that the run did not go on without rank 0's disk: to go back to its offer would remove what this has.
 
     A checkpoint that lacks one of the offer's resumes is of a history that the others left. Disks that trained together
-    are a write or two apart where all ended at once. The launcher's own restarts need no look: of the hosts that are
-    there, it puts one with the newest first.
+    are a write or two apart where all ended at once. The launcher is told: it starts all again, with this host first.
 
     Raises:
         UserError: it did.
@@ -169,8 +165,10 @@ def _require_none_newer(folder: Path, offer: Offer | None, host: str) -> None:
         if own_ids[: len(ids)] != ids:
             continue
         newer.append(path)
-        if len(own_ids) == len(ids) and len(newer) <= WRITES_APART:
+        if offer is not None and len(own_ids) == len(ids) and len(newer) <= WRITES_APART:
             continue
+        if offer is None or len(own_ids) > len(ids):  # else it may be of an earlier run of this name
+            heartbeat.tell(newer={"step": step_of(newer[0]), "resume_ids": own_ids})
         first = f"the first host's newest is of step {step}" if offer is not None else "the first host has none"
         raise UserError(
             f"{host} has a newer checkpoint of this run, of step {step_of(newer[0])}; {first}: name {host} first in "
