@@ -33,7 +33,7 @@ from lib.errors import UserError  # noqa: E402
 from lib.model import partition  # noqa: E402
 from lib.plan.calibration import BatchCurve, CurveKey, HostCalibration, Link, read_published  # noqa: E402
 from lib.plan.cluster_plan import ClusterPlan  # noqa: E402
-from lib.plan.memory import MemoryModel, Rows  # noqa: E402
+from lib.plan.memory import MemoryModel, Rows, metal_limit_bytes  # noqa: E402
 from lib.plan.memory_trace import Training  # noqa: E402
 from lib.plan.run_facts import RankHost, RunFacts  # noqa: E402
 from lib.plan.run_plan import plan_run  # noqa: E402
@@ -98,7 +98,7 @@ def decided(name: str, stored: dict[str, Any], link: str) -> dict[str, Any]:
     found: dict[str, Any] = {"model": name, "link": link_name, "sync_cost": None}
     found |= dict.fromkeys((*WAYS, "steps_per_round"))
     hosts = [
-        RankHost(name, one, device="metal", memory_bytes=one.machine.memory_bytes)
+        RankHost(name, one, device="metal", memory_bytes=metal_limit_bytes(one.machine.memory_bytes))
         for name, one in zip(HOSTS, calibrations, strict=True)
     ]
     training = Training(method=method, rank=RANK, shared_prompts=False)

@@ -315,7 +315,7 @@ class Config(Section):
     """How the machines work together: `synchronous` sums the gradients of every step, `independent` trains on each its
     own pairs and merges now and then, `sharded` gives each a part of every block, `pipelined` gives each some of the
     blocks; `auto`: the faster of these two where the model does not fit every host, else independent (synchronous with
-    plan.shares, or checkpoint.max_lost_seconds). A resumed run keeps its strategy."""
+    plan.shares, checkpoint.max_lost_seconds, or a reference that follows). A resumed run keeps its strategy."""
     plan: PlanSettings = PlanSettings()
     cost: CostSettings = CostSettings()
     sync: SyncSettings = SyncSettings()
