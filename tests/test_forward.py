@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,6 +141,53 @@ def test_prompts_of_one_length_make_a_dense_stream(tmp_path: Path) -> None:
     assert batch.prefix_length == 16 and batch.suffix_indices is None and batch.computed_tokens == 3 * (16 + 2 * 8)
     assert_equal(model, examples, batch)
     assert_equal(model, examples, batch, compiled=True)
+
+
+def graph_of(states: mx.array) -> Counter[str]:
+    """How often each kind of operation is in what has to be computed."""
+    text = io.StringIO()
+    mx.export_to_dot(text, states)
+    return Counter(re.findall(r'label ?="([A-Za-z]+)"', text.getvalue()))
+
+
+@pytest.mark.parametrize("family", STREAMS)
+def test_the_last_block_goes_on_with_the_tokens_that_the_head_sees(tmp_path: Path, family: str) -> None:
+    model = load(tmp_path, family)
+    assert token_stream.cannot_share_prompts(model) is None
+    batch = collate(draw(3, 4, shortest_prompt=6), 4, shared_prompts=True)
+    inputs = token_stream.arrays_of(batch.inputs)
+    of_all, of_scored = token_stream.hidden_states(model, inputs), token_stream.scored_states(model, inputs)
+    assert len(of_all) == batch.computed_tokens > len(of_scored) == len(batch.scored)
+    more = graph_of(of_scored) - graph_of(of_all)
+    assert more["Gather"] >= 2 and not any("Mat" in name or "MM" in name for name in more), "no product is made twice"
+
+
+def test_a_model_that_needs_every_token_after_its_blocks_gets_them(tmp_path: Path) -> None:
+    model = load(tmp_path, "llama")
+    backbone, embedding = type(model.model), model.model.embed_tokens
+
+    class Skipping(backbone):  # type: ignore[misc, valid-type]
+        def __call__(self, tokens: mx.array, *args: Any, **options: Any) -> mx.array:
+            states: mx.array = backbone.__call__(self, tokens, *args, **options)
+            return states + embedding(tokens)
+
+    model.model.__class__ = Skipping
+    assert token_stream.cannot_share_prompts(model) is None and not model.ends_early
+    examples = draw(3, 4, shortest_prompt=6)
+    assert_equal(model, examples, collate(examples, 4, shared_prompts=True))
+
+
+def test_with_dropout_every_token_goes_through_the_last_block(tmp_path: Path) -> None:
+    model = load(tmp_path, "llama", dropout=0.1)
+    assert token_stream.cannot_share_prompts(model) is None and model.ends_early
+    inputs = token_stream.arrays_of(collate(draw(3, 4, shortest_prompt=6), 4, shared_prompts=True).inputs)
+    drawn = []
+    for ends_early in (True, False):
+        model.ends_early = ends_early
+        mx.random.seed(5)
+        drawn.append((token_stream.scored_states(model, inputs), mx.array(mx.random.state[0])))
+    (first, key), (second, other_key) = drawn
+    assert mx.array_equal(first, second) and mx.array_equal(key, other_key), "cuts of a pipeline draw the same masks"
 
 
 @pytest.mark.parametrize("completions", [1, 3])

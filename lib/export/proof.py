@@ -18,7 +18,7 @@ from lib.export.form import ExportOptions, Form, Logps
 from lib.export.fused_weights import fused_model
 from lib.export.trained_run import TrainedRun
 from lib.model.logps import token_logps
-from lib.model.token_stream import arrays_of, hidden_states
+from lib.model.token_stream import arrays_of, scored_states
 
 LIMIT = 1e-4  # nats of one token, between two float32 computations of one model
 UNIT_ROUNDOFF = 2.0**-24  # of float32
@@ -141,8 +141,7 @@ def _row_logps(model: nn.Module, ids: np.ndarray) -> np.ndarray:
     """Of every token but the first: float32 [tokens - 1]."""
     batch = collate([Example(0, ids[:1], (ids[1:],))], length_multiple=8, shared_prompts=False)
     inputs = arrays_of(batch.inputs)
-    hidden = mx.take(hidden_states(model, inputs), inputs["scored"], axis=0)
-    logps = token_logps(model, hidden, inputs["targets"])
+    logps = token_logps(model, scored_states(model, inputs), inputs["targets"])
     return np.array(mx.take(logps, inputs["logp_indices"])[0, 0, : len(ids) - 1])
 
 

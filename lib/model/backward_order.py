@@ -7,6 +7,7 @@ gradients are computed from until then.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,12 +15,15 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
+from lib.model.token_stream import end_at_scored_tokens
+
 
 def order_backward(model: nn.Module) -> None:
     """Lets every block pass its input's gradient on when its own parameters' gradients are computed.
 
     It wraps the call of the blocks' class, for training alone. Outputs and gradients stay what they are.
     """
+    end_at_scored_tokens(model)  # within: a recomputed block does all of it again
     for kind in {type(block) for block in model.layers}:
         if not getattr(kind.__call__, "is_ordered", False):
             kind.__call__ = _ordered(kind.__call__)
@@ -39,6 +43,7 @@ def checkpoint_blocks(model: nn.Module) -> None:
 def _ordered(plain: Callable[..., Any]) -> Callable[..., Any]:
     """A block's call whose backward pass neither begins early nor leaves anything for later."""
 
+    @functools.wraps(plain)
     def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         trained = block.trainable_parameters() if block.training else {}
         parameters = dict(tree_flatten(trained))

@@ -15,9 +15,9 @@ from lib.model.token_stream import (
     Replaced,
     StreamInputs,
     backbone_of,
-    hidden_states,
     is_frozen,
     parameters_outside_blocks,
+    scored_states,
 )
 
 Head = Callable[[mx.array], mx.array]
@@ -80,9 +80,9 @@ def completion_token_logps(
 
 def _scored_states(model: nn.Module, inputs: StreamInputs) -> mx.array | None:
     """What the head sees of the scored tokens, [M, D]; None on a rank whose stage has no head."""
-    states = hidden_states(model, inputs, getattr(model, "attention_window", None))
+    states = scored_states(model, inputs, getattr(model, "attention_window", None))
     stage = getattr(model, "stage", None)
-    return mx.take(states, inputs["scored"], axis=0) if stage is None or stage.is_last else None
+    return states if stage is None or stage.is_last else None
 
 
 def _summed(figures: mx.array, inputs: StreamInputs) -> mx.array:
@@ -95,8 +95,7 @@ def greedy_logps(model: nn.Module, inputs: StreamInputs) -> tuple[mx.array, mx.a
 
     Of a whole model in evaluation mode.
     """
-    states = hidden_states(model, inputs, getattr(model, "attention_window", None))
-    hidden, head = mx.take(states, inputs["scored"], axis=0), head_of(model)
+    hidden, head = scored_states(model, inputs, getattr(model, "attention_window", None)), head_of(model)
     logps: list[mx.array] = []
     are_likeliest: list[mx.array] = []
     with dequantised_once(model, len(hidden), hidden):

@@ -2,12 +2,16 @@
 
 The blocks see the stream of lib/data/collate.py as N sequences of one token: every layer but attention computes each
 token by itself, and the rotary embedding takes an offset for each. Attention recognises a stream by the type of its
-cache: there the stream is laid out as rectangles, all of them causal, so that no mask is needed. No model file knows
-of it.
+cache: there the stream is laid out as rectangles, all of them causal, so that no mask is needed. The last block gives
+its keys and values for all tokens, and computes what follows attention for those alone that the head sees. No model
+file knows of it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Required, TypedDict, cast
@@ -60,6 +64,20 @@ def hidden_states(model: nn.Module, inputs: StreamInputs, window: int | None = N
 
     window: tokens that each attends to, itself included; for models that take a stream.
     """
+    return _states(model, inputs, window, None)[0]
+
+
+def scored_states(model: nn.Module, inputs: StreamInputs, window: int | None = None) -> mx.array:
+    """What the head sees of the scored tokens: `hidden_states` of these, [M, D]."""
+    scored = inputs["scored"]
+    states, are_scored = _states(model, inputs, window, scored if getattr(model, "ends_early", False) else None)
+    return states if are_scored else mx.take(states, scored, axis=0)
+
+
+def _states(
+    model: nn.Module, inputs: StreamInputs, window: int | None, scored: mx.array | None
+) -> tuple[mx.array, bool]:
+    """What the head would see: of every token, or of the scored ones alone, where the last block ends with those."""
     tokens, (rows, completions, _) = inputs["tokens"], inputs["mask"].shape
     if model.training and "noise_keys" in inputs:
         place = embedding_of(model)
@@ -67,21 +85,31 @@ def hidden_states(model: nn.Module, inputs: StreamInputs, window: int | None = N
         silent: StreamInputs = {**inputs}
         keys, scales = silent.pop("noise_keys"), silent.pop("noise_scales")
         with Replaced(*place, _noisy(place[0][place[1]], keys, scales)):
-            return hidden_states(model, silent, window)
+            return _states(model, silent, window, scored)
     if inputs["prefix_length"] == 0 and "suffix_indices" not in inputs and window is None:
         hidden = run_backbone(model, tokens.reshape(rows * completions, -1))
-    else:
-        stream = Stream(
-            inputs["offsets"],
-            rows,
-            completions,
-            inputs["prefix_length"],
-            inputs.get("suffix_indices"),
-            inputs.get("suffix_uses"),
-            window,
-        )
-        hidden = run_backbone(model, tokens[:, None], cache=[stream] * len(model.layers))
-    return hidden.reshape(len(tokens), -1)
+        return hidden.reshape(len(tokens), -1), False
+    stream = Stream(
+        inputs["offsets"],
+        rows,
+        completions,
+        inputs["prefix_length"],
+        inputs.get("suffix_indices"),
+        inputs.get("suffix_uses"),
+        window,
+    )
+    caches = [stream] * len(model.layers)
+    last = copy.copy(stream)
+    if scored is not None:
+        last.scored = scored
+        caches[_last_block(model)] = last
+    hidden = run_backbone(model, tokens[:, None], cache=caches)
+    return hidden.reshape(-1, hidden.shape[-1]), last.has_ended
+
+
+def _last_block(model: nn.Module) -> int:
+    """Of those that have parameters: of a model that ranks hold in stages, or of which some are left out, others do."""
+    return max(i for i, block in enumerate(model.layers) if tree_flatten(block.parameters()))
 
 
 def _noisy(embedding: nn.Module, keys: mx.array, scales: mx.array) -> Callable[[mx.array], mx.array]:
@@ -112,6 +140,13 @@ class Stream:
         suffix_indices, suffix_uses: of a ragged stream (see lib/data/collate.py's Batch).
         window: tokens that each attends to, itself included.
     """
+
+    scored: mx.array | None = None
+    """int32 [M], of the last block's: where in the stream the tokens are that the head sees."""
+    attended: mx.array | None = None
+    """[M, heads, 1, head_dim]: what attention gave these, until it is asked for."""
+    has_ended = False
+    """Whether the block went on with these alone."""
 
     def __init__(
         self,
@@ -168,7 +203,9 @@ class Stream:
         if self.prefix:
             tails[1:] = [self._behind(*both) for both in zip(prefixes[1:], tails[1:], strict=True)]
         outputs.append(self._gather(attention(*tails)))
-        return mx.concatenate(outputs)[:, :, None]
+        output = mx.concatenate(outputs)[:, :, None]
+        self.attended = None if self.scored is None else mx.take(output, self.scored, axis=0)
+        return output
 
     def _behind(self, prefix: mx.array, tails: mx.array) -> mx.array:
         """Each row's prefix, [b, heads, P, head_dim], before each of its tails: [b * K, heads, P + T, head_dim]."""
@@ -187,6 +224,51 @@ class Stream:
     def _gather(self, x: mx.array) -> mx.array:
         """The way back."""
         return x if self.suffix_uses is None else _move(x, self.suffix_uses[:, 0], self.owned[:, None])
+
+
+class _Attended:
+    """Passed to the last block for the scored tokens: what attention gives them is known."""
+
+    def __init__(self, offset: mx.array, output: mx.array):
+        self.offset, self.output = offset, output
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return keys, values
+
+    def attend(self, *_: Any, **__: Any) -> mx.array:
+        return self.output
+
+
+def end_at_scored_tokens(model: nn.Module) -> None:
+    """Lets a block that is handed the last block's stream give what the head sees of the scored tokens alone.
+
+    It wraps the call of the blocks' class. The block runs twice: over all tokens up to its attention, and with what
+    attention gives the scored tokens over those. MLX computes nothing of the rest, which nobody asks for.
+    """
+    for kind in {type(block) for block in model.layers}:
+        if not getattr(kind.__call__, "ends_at_scored_tokens", False):
+            kind.__call__ = _ending(kind.__call__)
+
+
+def _ending(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        output = plain(block, *args, **kwargs)
+        stream = next((one for one in (*args, *kwargs.values()) if isinstance(one, Stream)), None)
+        if stream is None or stream.scored is None or stream.attended is None:
+            return output
+        attended, stream.attended = stream.attended, None
+        if block.training and any(isinstance(part, nn.Dropout) and part._p_1 < 1 for part in block.modules()):
+            return output  # masks are drawn for all tokens, once
+
+        def of_scored(leaf: Any) -> Any:
+            return known if leaf is stream else mx.take(leaf, stream.scored, axis=0) if leaf is args[0] else leaf
+
+        known, stream.has_ended = _Attended(stream.offset[stream.scored], attended), True
+        return plain(block, *map(of_scored, args), **{name: of_scored(leaf) for name, leaf in kwargs.items()})
+
+    call.ends_at_scored_tokens = True  # type: ignore[attr-defined]
+    return call
 
 
 class Window:
@@ -277,13 +359,15 @@ def accept_streams(model: nn.Module) -> None:
         if getattr(module, "scaled_dot_product_attention", None) is base.scaled_dot_product_attention:
             attention = _attention_of(base.scaled_dot_product_attention)
             module.scaled_dot_product_attention = attention  # type: ignore[attr-defined]
+    end_at_scored_tokens(model)
 
 
 def cannot_share_prompts(model: nn.Module) -> str | None:
     """None for a model to which a stream is the same as whole rows; else why not, in words.
 
     It is tried, on random tokens: recurrent layers, or an attention of the family's own, show there. A rank that holds
-    a stage of the model tries its own blocks.
+    a stage of the model tries its own blocks. Afterwards the model's `ends_early` says whether its last block may end
+    with the scored tokens alone.
     """
     accept_streams(model)
     prompt, long, short = (np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enumerate((5, 3, 1)))
@@ -295,31 +379,42 @@ def cannot_share_prompts(model: nn.Module) -> str | None:
         "offsets": mx.array([0, 1, 2, 3, 4, 5, 6, 7, 5]),
         "suffix_indices": mx.array([[[0, 1, 2, 3, 4, 5], [0, 1, 2, 6, -1, -1]]]),
         "suffix_uses": mx.array([[0, 6], [1, 7], [2, 8], [3, -1], [4, -1], [5, -1], [9, -1]]),
+        "scored": mx.array([4, 5, 4, 8, 0]),
         "mask": mask,
     }
     was_training, stage = model.training, getattr(model, "stage", None)
 
-    def outputs(inputs: StreamInputs) -> mx.array:
+    def error(states_of: Callable[[StreamInputs], mx.array], wanted: mx.array) -> float:
+        found: float = (mx.linalg.norm(outputs(states_of, stream) - wanted) / mx.linalg.norm(wanted)).item()
+        return found
+
+    def outputs(states_of: Callable[[StreamInputs], mx.array], inputs: StreamInputs) -> mx.array:
         if stage is None:
-            return hidden_states(model, inputs).astype(mx.float32)
+            return states_of(inputs).astype(mx.float32)
         table = mx.random.normal((16, stage.hidden_size), key=mx.random.key(0)).astype(stage.dtypes[0])
         given = None if stage.is_first else table[inputs["tokens"]]
-        made: mx.array = stage.run(lambda: hidden_states(model, inputs), given)
+        made: mx.array = stage.run(lambda: states_of(inputs), given)
         return made.astype(mx.float32)
 
+    def of_scored(inputs: StreamInputs) -> mx.array:
+        return _states(model, inputs, None, inputs["scored"])[0]
+
     model.eval()
+    tolerance, model.ends_early = rounding_tolerance(model), False
     try:
-        wanted = outputs(rows)[mx.array([*range(8), 13])]
-        error = (mx.linalg.norm(outputs(stream) - wanted) / mx.linalg.norm(wanted)).item()
+        wanted = outputs(functools.partial(hidden_states, model), rows)[mx.array([*range(8), 13])]
+        if (found := error(functools.partial(hidden_states, model), wanted)) > tolerance:
+            return f"a stream of tokens would change its outputs by {found:.2g} of their norm"
+        if stage is None or stage.is_last:
+            with contextlib.suppress(Exception):  # of a family's own code, where its blocks give fewer tokens
+                model.ends_early = error(of_scored, wanted[stream["scored"]]) <= tolerance
+        return None
     except Exception as reason:  # a family's own code, handed what it does not expect, may raise anything
         return (
             f"its blocks do not take a stream of tokens ({type(reason).__name__}: {str(reason).splitlines()[0][:80]})"
         )
     finally:
         model.train(was_training)
-    if error <= rounding_tolerance(model):
-        return None
-    return f"a stream of tokens would change its outputs by {error:.2g} of their norm"
 
 
 def rounding_tolerance(model: nn.Module) -> float:

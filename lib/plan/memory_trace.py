@@ -15,6 +15,8 @@ the adapters), in every block:
                           long rows, which attend in blocks
     SwiGLU                2 F; on a CPU 3 F
     or, checkpointed      D, and all of the above of one block at a time
+
+The last block of a stream goes on from its attention with the scored tokens alone.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ class Training:
     optimizer: OptimizerNeeds = ADAM
     moving_reference: bool = False
     shared_prompts: bool = True
+    ends_early: bool = True  # the last block goes on from its attention with the scored tokens alone
 
     @classmethod
     def of(cls, config: Config, block_count: int, shared_prompts: bool) -> Training:
@@ -66,6 +69,7 @@ class Training:
             optimizer=OPTIMIZERS.get(train.optimizer, ADAM),
             moving_reference=config.reference_sync_steps is not None,
             shared_prompts=shared_prompts,
+            ends_early=model.dropout == 0,
         )
 
 
@@ -97,6 +101,8 @@ class Step:
         v, d, r = shape.vocabulary, shape.hidden_size, training.rank * training.adapts_embeddings
         self.head_gradient = r * (v + d) or v * d * (self.is_full and training.blocks is None)  # the embedding's, too
         self.is_trained = False  # the block that is being written down
+        is_stream = batch.prefix > 0 or not batch.is_dense or training.window is not None
+        self.ends_early = is_stream and training.ends_early
         # Where a block's last layers begin their products: its backward pass reads none, so they are not recomputed.
         self.last_products = 0
 
@@ -105,9 +111,16 @@ class Step:
     def array(self, width: float, *reads: Array, item: float | None = None, **more: float) -> Array:
         return self.tape.make(self.tokens * width, self.item if item is None else item, *reads, **more)
 
-    def later(self, back: Callable[[], None]) -> None:
+    def later(self, back: Callable[[], None], place: int | None = None) -> None:
+        """Records what the backward pass does, on as many tokens as now. place: among the others, as list.insert."""
+        tokens, backward = self.tokens, self.tape.backward
+
+        def of_tokens() -> None:
+            self.tokens = tokens
+            back()
+
         if self.is_trained:
-            self.tape.backward.append(back)
+            backward.insert(len(backward) if place is None else place, of_tokens)
 
     def norm(self, x: Array) -> Array:
         tape, width = self.tape, x.elements / self.tokens
@@ -354,11 +367,23 @@ class Step:
 
     # ---- The model
 
-    def block(self, x: Array, has_experts: bool) -> Array:
-        shape = self.shape
+    def taken(self, x: Array) -> Array:
+        """Of the scored tokens alone."""
+        y = self.tape.make(self.batch.scored * x.elements / self.tokens, self.item, x)
+        self.later(
+            lambda: self.tape.give(x, self.tape.make(x.elements, self.item, self.tape.cotangents.pop(y)), self.item)
+        )
+        return y
+
+    def block(self, x: Array, has_experts: bool, is_last: bool) -> Array:
+        shape, self.tokens = self.shape, self.batch.tokens
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         q, k, v = self.linears(self.norm(x), queries, keys, keys)
-        (out,) = self.linears(self.attention(self.rotate(q), self.rotate(k), v), shape.hidden_size)
+        attended = self.attention(self.rotate(q), self.rotate(k), v)
+        if is_last and self.ends_early:
+            x, attended = self.taken(x), self.taken(attended)
+            self.tokens = self.batch.scored
+        (out,) = self.linears(attended, shape.hidden_size)
         h = self.add(x, out)
         return self.add(h, self.experts(self.norm(h)) if has_experts else self.mlp(self.norm(h), shape.mlp_columns))
 
@@ -376,8 +401,7 @@ class Step:
         def gather() -> None:
             self.tape.give(x, self.array(shape.hidden_size, self.tape.cotangents.pop(copies)), self.item)
 
-        if self.is_trained:
-            self.tape.backward.insert(-1, gather)
+        self.later(gather, -1)
         (y,) = self.linears(self.swiglu(gate, up), times * shape.hidden_size, weight=weight)
         total = self.array(shape.hidden_size, self.array(times * shape.hidden_size, y))
 
@@ -392,15 +416,15 @@ class Step:
         """The whole micro-batch: forward, the head, backward."""
         shape, tape = self.shape, self.tape
         x = self.array(shape.hidden_size)
-        blocks: list[tuple[Array, Array, list[Callable[[], None]], bool]] = []
+        blocks: list[tuple[Array, Array, list[Callable[[], None]], tuple[bool, bool]]] = []
         for index in range(shape.blocks):
             # A checkpointed block keeps nothing: its operations are recorded again where its backward pass begins.
             is_trained = index >= shape.blocks - self.trained_blocks
             self.is_trained = is_trained and not self.training.checkpointing
-            is_sparse = index >= shape.blocks - shape.expert_blocks
-            y = self.block(x, is_sparse)
+            kind = index >= shape.blocks - shape.expert_blocks, index == shape.blocks - 1
+            y = self.block(x, *kind)
             backs, tape.backward = tape.backward, []
-            blocks.append((x, y, backs, is_sparse))
+            blocks.append((x, y, backs, kind))
             x = y
         self.is_trained = True
         hidden = self.norm(x)
@@ -408,10 +432,10 @@ class Step:
         self.head(hidden)
         tape.go_back(final)
         trained = blocks[shape.blocks - self.trained_blocks :]
-        for x, y, backs, is_sparse in reversed(trained):
+        for x, y, backs, kind in reversed(trained):
             if self.training.checkpointing:
                 dy = tape.cotangents.pop(y)
-                again = self.block(x, is_sparse)
+                again = self.block(x, *kind)
                 del tape.operations[self.last_products :]
                 backs, tape.backward = tape.backward, []
                 tape.cotangents[again] = dy
@@ -427,7 +451,7 @@ class Step:
         shape, tape, scored = self.shape, self.tape, self.batch.scored
         pieces = max(1, math.ceil(scored * shape.vocabulary * 4 / LOGITS_BYTES))
         rows = math.ceil(scored / pieces)
-        taken = tape.make(scored * shape.hidden_size, self.item, hidden)
+        taken = hidden if self.ends_early else tape.make(scored * shape.hidden_size, self.item, hidden)
         head_weights = shape.vocabulary * shape.hidden_size
         reads = (taken, *self.dequantised(head_weights))  # for all chunks
         head_weights = 0 if reads[1:] else head_weights
@@ -436,7 +460,7 @@ class Step:
         for _ in range(LOSS_OPERATIONS):
             tape.touch()
         d_taken = tape.make(scored * shape.hidden_size, self.item, *slopes)
-        tape.cotangents[hidden] = tape.make(hidden.elements, self.item, d_taken)
+        tape.cotangents[hidden] = d_taken if self.ends_early else tape.make(hidden.elements, self.item, d_taken)
 
     def trained_head(self, reads: tuple[Array, ...], rows: int, pieces: int, head_weights: float) -> list[Array]:
         """Logits are made a second time, unless one piece is all."""

@@ -218,7 +218,7 @@ class PipelineCosts:
             ]
             table = 16.0 * self.shape.vocabulary * self.shape.hidden_size * (self.method == "full")
             return _HostMemory((trained[0], trained[1]), (0.0, 0.0), (0.0, 0.0), 0.0, 0.0, table, 0.0)
-        training = replace(model.training, checkpointing=False, blocks=None)
+        training = replace(model.training, checkpointing=False, blocks=None, ends_early=False)  # of any block
         batch = model.rows.batch(pairs, training.shared_prompts)
         memory = _host_memory(self.shape, training, batch, device)
         return memory if model.training.blocks is None else replace(memory, table_bytes=0.0)

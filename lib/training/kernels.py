@@ -35,7 +35,7 @@ from lib.distributed.world import World
 from lib.errors import UserError
 from lib.model import adapters, load
 from lib.model.quantised import device
-from lib.model.token_stream import Replaced, arrays_of, backbone_of, hidden_states, length_multiple
+from lib.model.token_stream import Replaced, arrays_of, backbone_of, hidden_states, length_multiple, scored_states
 from lib.system import model_folder
 from lib.training import losses
 from lib.training.compiled_pass import is_compiled
@@ -211,7 +211,7 @@ def _with_few_blocks(stored: dict[str, Any]) -> dict[str, Any]:
 def blocks(step: TrainStep, batch: Batch) -> None:
     """Forward and backward through the blocks."""
     model = step.model
-    run = nn.value_and_grad(model, lambda inputs: mx.square(hidden_states(model, inputs).astype(mx.float32)).sum())
+    run = nn.value_and_grad(model, lambda inputs: mx.square(scored_states(model, inputs).astype(mx.float32)).sum())
     mx.eval(mx.compile(run, inputs=[model.state, mx.random.state])(arrays_of(batch.inputs)))
 
 
