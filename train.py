@@ -80,7 +80,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     # ---- Reference: the policy before training, or another model, asked once and kept on disk ------------------------
 
     references = reference_model.of_run(run.config, run.model, run.inputs, run.world, run.plan.shares, run.say.counting)
-    run.asked_reference = reference_model.asked(run.config, run.model, run.inputs.data, run.world)
+    run.asked_reference = reference_model.asked(run.config, run.model, run.inputs.data, run.world, run.layout)
 
     # ---- Resume: weights, optimizer, position and counters of the last good checkpoint -------------------------------
 

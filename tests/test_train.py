@@ -3,6 +3,7 @@
 import concurrent.futures
 import errno
 import fcntl
+import importlib
 import json
 import shutil
 import signal
@@ -16,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_map
+from mlx_lm.models import base
 
 from lib.data.dataset import in_memory
 from lib.distributed import gradients as exchange
@@ -269,6 +271,28 @@ def test_another_reference_model_is_used(tmp_path: Path) -> None:
     words = [*tiny.settings(tmp_path), "train.steps=2", "run.name=a", f"model.reference={stored}"]
     tiny.train(tmp_path, words)
     assert abs(tiny.steps_of(tmp_path / "runs" / "a")[0]["reward_margin"]) > 1e-3
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+def test_a_reference_of_another_family_is_the_same_where_each_step_asks_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    module = importlib.import_module(f"mlx_lm.models.{family}")
+    own = {"head_dim": 4, "query_pre_attn_scalar": 4} if family == "gemma2" else {}
+    words = [f"model.reference={tiny.stored_model(tmp_path, model_type=family, **own)}", "train.steps=1"]
+    margins = []
+    for name in ("known", "asked"):
+        if hasattr(module, "scaled_dot_product_attention"):  # as in a process that has seen no such model
+            monkeypatch.setattr(module, "scaled_dot_product_attention", base.scaled_dot_product_attention)
+        streamed = [f"data.streaming={str(name == 'asked').lower()}", f"run.name={name}"]
+        done = tiny.train(tmp_path, [*tiny.settings(tmp_path), *words, *streamed], check=family == "qwen2")
+        if done.returncode:
+            assert name == "asked" and done.returncode == 2 and "set data.shared_prompts=false" in done.stderr
+            streamed += ["data.shared_prompts=false", "run.name=whole"]
+            tiny.train(tmp_path, [*tiny.settings(tmp_path), *words, *streamed])
+            name = "whole"
+        margins.append(tiny.steps_of(tmp_path / "runs" / name)[0]["reward_margin"])
+    assert margins[1] == pytest.approx(margins[0], abs=1e-5) and abs(margins[0]) > 1e-3
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:

@@ -109,7 +109,8 @@ def _states(
 
 def _last_block(model: nn.Module) -> int:
     """Of those that have parameters: of a model that ranks hold in stages, or of which some are left out, others do."""
-    return max(i for i, block in enumerate(model.layers) if tree_flatten(block.parameters()))
+    blocks = list(model.layers)
+    return next(i for i in reversed(range(len(blocks))) if tree_flatten(blocks[i].parameters()))
 
 
 def _noisy(embedding: nn.Module, keys: mx.array, scales: mx.array) -> Callable[[mx.array], mx.array]:

@@ -95,6 +95,7 @@ def move_blocks(run: TrainingRun, learner: Learner, moved: MovedCut) -> Learner:
     report.record_moved_cut(run, before, plan, moved)
     # What the old blocks and their step hold goes before anything of the new ones is read.
     vars(learner).clear()
+    ends_early = getattr(run.model, "ends_early", False)
     run.model, run.asked_reference, run.optimizer = nn.Module(), None, make_optimizer(config.train)
     gc.collect()
     mx.clear_cache()
@@ -104,8 +105,8 @@ def move_blocks(run: TrainingRun, learner: Learner, moved: MovedCut) -> Learner:
             if plan.checkpoints_blocks(world.rank):
                 backward_order.checkpoint_blocks(model)
         run.world = world = sharded_model.divided(model, plan.blocks, world, config.metal.wired)
-        run.model = model
-        run.asked_reference = reference_model.asked(config, model, run.inputs.data, world)
+        run.model, model.ends_early = model, ends_early
+        run.asked_reference = reference_model.asked(config, model, run.inputs.data, world, run.layout)
         path = run.folder / "checkpoints" / f"step-{step:08d}"
         restore_all(path, model, run.optimizer, run.progress, world)
         if run.reference is not None:

@@ -233,17 +233,22 @@ class AskedReference:
 
 
 def asked(
-    settings: Config, policy: nn.Module, data: Dataset | StreamedDataset | Prompts, world: World
+    settings: Config, policy: nn.Module, data: Dataset | StreamedDataset | Prompts, world: World, batches: Layout
 ) -> AskedReference | None:
     """The reference that is asked in each step; None where it is known before, or the loss has none.
 
-    policy: before training.
+    policy: before training. batches: how those of its steps are laid out.
+
+    Raises:
+        UserError: another reference cannot take batches that are laid out so.
     """
     named, train = settings.model.reference != "initial", settings.train
     is_late = settings.reference_sync_steps or data.is_estimated or train.loss == "grpo"
     if not losses.needs_reference(train) or not is_late:
         return None
     reference = sharded_model.load_reference(settings, world) if named else policy
+    if named and batches.shares_prompts and (why_not := layout(reference, settings.data, world).why_not):
+        raise UserError(f"model.reference={settings.model.reference}: {why_not}; set data.shared_prompts=false")
     reference.eval()
     mx.eval(reference.state)
     start = {} if named else adapter_files.trainable(policy)
