@@ -162,6 +162,22 @@ def assert_equals_whole(
     assert abs(norm - wanted) <= np.sqrt(sum(limit**2 for limit in limits[2].values()))
 
 
+@two
+def test_the_last_block_sums_no_more_than_the_head_sees(world: World, folder: Path) -> None:
+    path = folder_of(world, folder, "llama")
+    model, _ = build(path)
+    together = divide(world, path, model, (1.0, 1.0))
+    assert token_stream.cannot_share_prompts(model) is None and model.ends_early
+    batch, sent = batch_of(True), []
+    for ends_early in (True, False):
+        model.ends_early, before = ends_early, together.traffic.bytes_sent
+        gradients_of(model, token_stream.arrays_of(batch.inputs))
+        sent.append(together.traffic.bytes_sent - before)
+    fewer = batch.computed_tokens - len(batch.scored)
+    hidden_size = 4 * json.loads((path / "config.json").read_text())["hidden_size"]  # bytes of float32
+    assert fewer > 0 and sent[1] - sent[0] == 3 * fewer * hidden_size, "attention's output, the MLP's, and its gradient"
+
+
 @mpi
 @pytest.mark.parametrize(
     ("family", "method"),

@@ -144,8 +144,6 @@ class Stream:
 
     scored: mx.array | None = None
     """int32 [M], of the last block's: where in the stream the tokens are that the head sees."""
-    attended: mx.array | None = None
-    """[M, heads, 1, head_dim]: what attention gave these, until it is asked for."""
     has_ended = False
     """Whether the block went on with these alone."""
 
@@ -184,7 +182,11 @@ class Stream:
         mask: Window | None,
         **options: Any,
     ) -> mx.array:
-        """[N, heads, 1, head_dim] each: every token attends to its own sequence up to itself."""
+        """[N, heads, 1, head_dim] each: every token attends to its own sequence up to itself.
+
+        Raises:
+            _Attended: in the last block.
+        """
         if not (mask is None or isinstance(mask, Window)):
             raise TypeError("this model makes its own attention mask")
 
@@ -205,7 +207,8 @@ class Stream:
             tails[1:] = [self._behind(*both) for both in zip(prefixes[1:], tails[1:], strict=True)]
         outputs.append(self._gather(attention(*tails)))
         output = mx.concatenate(outputs)[:, :, None]
-        self.attended = None if self.scored is None else mx.take(output, self.scored, axis=0)
+        if self.scored is not None:
+            raise _Attended(mx.take(output, self.scored, axis=0))
         return output
 
     def _behind(self, prefix: mx.array, tails: mx.array) -> mx.array:
@@ -227,8 +230,15 @@ class Stream:
         return x if self.suffix_uses is None else _move(x, self.suffix_uses[:, 0], self.owned[:, None])
 
 
-class _Attended:
-    """Passed to the last block for the scored tokens: what attention gives them is known."""
+class _Attended(Exception):
+    """Ends a block's call at its attention: what that gives the scored tokens is known."""
+
+    def __init__(self, output: mx.array):
+        self.output = output
+
+
+class _OfScored:
+    """Passed to the last block for the scored tokens alone: their attention is known."""
 
     def __init__(self, offset: mx.array, output: mx.array):
         self.offset, self.output = offset, output
@@ -243,8 +253,8 @@ class _Attended:
 def end_at_scored_tokens(model: nn.Module) -> None:
     """Lets a block that is handed the last block's stream give what the head sees of the scored tokens alone.
 
-    It wraps the call of the blocks' class. The block runs twice: over all tokens up to its attention, and with what
-    attention gives the scored tokens over those. MLX computes nothing of the rest, which nobody asks for.
+    It wraps the call of the blocks' class. The block runs twice: over all tokens up to its attention, and over the
+    scored ones with what attention gives them. MLX computes no queries, keys and values of the second run: nobody asks.
     """
     for kind in {type(block) for block in model.layers}:
         if not getattr(kind.__call__, "ends_at_scored_tokens", False):
@@ -254,18 +264,21 @@ def end_at_scored_tokens(model: nn.Module) -> None:
 def _ending(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        output = plain(block, *args, **kwargs)
         stream = next((one for one in (*args, *kwargs.values()) if isinstance(one, Stream)), None)
-        if stream is None or stream.scored is None or stream.attended is None:
-            return output
-        attended, stream.attended = stream.attended, None
+        if stream is None or stream.scored is None:
+            return plain(block, *args, **kwargs)
         if block.training and any(isinstance(part, nn.Dropout) and part._p_1 < 1 for part in block.modules()):
-            return output  # masks are drawn for all tokens, once
+            stream.scored = None  # masks are drawn for all tokens, once
+            return plain(block, *args, **kwargs)
+        try:
+            return plain(block, *args, **kwargs)
+        except _Attended as attended:
+            known = _OfScored(stream.offset[stream.scored], attended.output)
 
         def of_scored(leaf: Any) -> Any:
             return known if leaf is stream else mx.take(leaf, stream.scored, axis=0) if leaf is args[0] else leaf
 
-        known, stream.has_ended = _Attended(stream.offset[stream.scored], attended), True
+        stream.has_ended = True
         return plain(block, *map(of_scored, args), **{name: of_scored(leaf) for name, leaf in kwargs.items()})
 
     call.ends_at_scored_tokens = True  # type: ignore[attr-defined]
