@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import cast
 
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lib.distributed import heartbeat
+from lib.launch import reachable_hosts
 from lib.launch.agent_link import Link
 from lib.launch.attempt import Attempt, Outcome
 from lib.launch.hostfile import Host
@@ -30,6 +33,8 @@ from lib.launch.rank_faults import (
 )
 from lib.launch.supervisor import Unfit, is_hopeless
 from lib.launch.world_state import WorldState
+
+RANKS = ((0, "a"), (1, "b"))
 
 
 def found(ranks: list[RankState], hosts: list[HostState] | None = None) -> Fault | None:
@@ -279,3 +284,51 @@ def test_only_a_host_that_was_taken_back_is_unfit_and_only_beside_others() -> No
     assert unfit.without((a, b), {"b": links["b"]}) == (a, b), "better than nobody"
     assert noted((a, b), (a, b)) is None and noted((b,), (a,)) is None, "such a start counts: it may never end"
     assert noted((a, b), (a,), status=137) is None and noted((a, b), (a,), step=7) is None
+
+
+def test_a_wait_without_an_end_is_not_told_while_hosts_are_asked_which_of_them_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A busy machine: the probe takes longer than what is left of the limit of a wait; its answer names the host."""
+    a, b = Host("a"), Host("b")
+    endless = Fault("wedged", "all ranks have waited, and it does not end", ("a", "b"))
+
+    async def reached(*_: object) -> tuple[Host, ...]:
+        await asyncio.sleep(0.3)
+        return (a,)
+
+    async def watched(answer: Callable[..., Awaitable[object]]) -> Fault | None:
+        monkeypatch.setattr(reachable_hosts, "reach_each_other", answer)
+        attempt = Attempt(Job((a, b), "ring", ("true",), silent_seconds=1.0), cast(Console, None))
+        faults = iter([None])  # the first look begins to ask; from then on the wait is beyond its limit
+        since = time.monotonic() - 5.0
+        waiting = {
+            rank: RankState(rank, name, beats=True, waiting="a sum", waiting_since=since) for rank, name in RANKS
+        }
+        attempt.world = cast(
+            WorldState,
+            SimpleNamespace(
+                is_running=lambda: True,
+                fault=lambda: next(faults, endless),
+                ranks=waiting,
+                hosts=dict.fromkeys("ab"),
+                run=None,
+                checkpoint=None,
+                load=lambda: 1.0,
+                usual_lateness=lambda: 0.0,
+            ),
+        )
+
+        async def told(fault: Fault, interrupts: asyncio.Queue[int]) -> Outcome:
+            return Outcome(1, fault)
+
+        monkeypatch.setattr(attempt, "_fail", told)
+        return (await attempt._watch(asyncio.Queue())).fault
+
+    cut = asyncio.run(watched(reached))
+    assert cut and cut.hosts == ("b",) and "do not reach each other" in cut.message
+
+    async def nothing_known(*_: object) -> None:
+        await asyncio.sleep(0.3)
+
+    assert asyncio.run(watched(nothing_known)) is endless  # the probe has an end of its own

@@ -190,6 +190,8 @@ class Attempt:
         checkpoint = None  # the newest one when the hosts became complete again
         while world.is_running():
             fault = world.fault()
+            if fault is None or fault.kind == "wedged":
+                fault = self._look_for_a_cut(fault)
             if fault is not None:
                 return await self._fail(fault, interrupts)
             self._name_stragglers()
@@ -198,8 +200,6 @@ class Attempt:
                     asyncio.ensure_future(self._prepare(self.links[host.name], host, world.run))
                     for host in self.job.hosts
                 ]
-            if (cut := self._look_for_a_cut()) is not None:
-                return await self._fail(cut, interrupts)
             is_complete = any(not link.closed for link in self.back)  # or more so than before
             if not is_complete or not all(task.done() for task in self.preparing):
                 checkpoint = world.checkpoint
@@ -229,8 +229,12 @@ class Attempt:
                 self.named_stragglers.add(rank.rank)
                 self.console.note(f"rank {rank.rank} on {rank.host} lets the others wait")
 
-    def _look_for_a_cut(self) -> Fault | None:
-        """Where all ranks wait, asks whether their hosts still reach each other: sooner than --wedged-seconds."""
+    def _look_for_a_cut(self, endless: Fault | None) -> Fault | None:
+        """Where all ranks wait, asks whether their hosts still reach each other: sooner than --wedged-seconds.
+
+        endless: the fault that their wait has no end, where it is beyond that limit. It names no host, so it is told
+        only once the answer is there; that has a limit of its own.
+        """
         world, limit = self.world, self.job.silent_seconds
         now = time.monotonic()
         waited = rank_faults.common_wait_seconds(now, list(world.ranks.values()))
@@ -247,7 +251,7 @@ class Attempt:
             self.reached = reached
             cut_off = [name for name in world.hosts if name not in {host.name for host in reached}]
             return rank_faults.cut_between(list(world.hosts), cut_off, waited)
-        return None
+        return endless if self.probing is None or self.probing.done() else None
 
     async def _prepare(self, link: Link, host: Host, run: str) -> None:
         await asyncio.sleep(PREPARE_AFTER_SECONDS)
