@@ -436,6 +436,9 @@ def examples(steps: Steps, rows_an_epoch: int, is_divided: bool) -> tuple[int, i
         for record in records[:1] if is_divided else records:
             epochs.setdefault(record["epoch"], []).extend(record["rows"])
     lost = sum(rows_an_epoch - len(set(rows)) for rows in epochs.values())
+    for epoch, rows in sorted(epochs.items()):
+        if len(rows) != rows_an_epoch or len(set(rows)) != rows_an_epoch:
+            print(f"epoch {epoch} of {len(epochs)}: {len(rows)} rows, {len(set(rows))} different, of {rows_an_epoch}")
     return lost, sum(len(rows) - len(set(rows)) for rows in epochs.values())
 
 
