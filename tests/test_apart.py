@@ -1,5 +1,6 @@
 """Ranks that train apart, on real ranks: exact where it can be, every pair once, no rank left waiting."""
 
+import itertools
 import json
 import shutil
 import time
@@ -18,7 +19,7 @@ from lib.distributed.world import World
 from lib.errors import AgreedError, Stopped
 from lib.plan import first_plan
 from lib.telemetry.run_records import read_records
-from lib.training import local_sgd, step
+from lib.training import local_sgd, step, training_run
 from tests import rounding, tiny
 from tests.test_world import settings, train
 from tests.tiny import difference, rows_of_epochs, steps_of, weights
@@ -152,7 +153,7 @@ def test_ranks_leave_a_round_with_the_same_weights(
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_a_slow_rank_takes_less_and_every_pair_is_trained_once_after_a_stop_too(
+def test_a_slow_rank_takes_less_and_every_pair_is_trained_once_after_a_full_disk_and_a_stop_too(
     world: World,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -179,7 +180,13 @@ def test_a_slow_rank_takes_less_and_every_pair_is_trained_once_after_a_stop_too(
 
         return original(self, queue, seconds, step_or_stop, rewards)
 
+    write, writes = training_run.save_all, itertools.count(1)
+
+    def write_or_fail(*args: Any) -> str:
+        return "no space left, for the test" if next(writes) == 2 else write(*args)
+
     monkeypatch.setattr(local_sgd.LocalSGD, "_work", stopping)
+    monkeypatch.setattr(training_run, "save_all", write_or_fail)
     with pytest.raises(Stopped):
         train(world, folder, words, "run")
     world.gather_text("stopped")

@@ -40,7 +40,7 @@ class Evaluator:
                 values["exact_match"] = answers.exact_match(questions, texts, run.config)
         self.texts[run.progress.step] = texts
         if values:
-            run.tracker.record("evaluation", step=run.progress.steps_of(run.world.rank), **values)
+            run.tracker.record("evaluation", step=run.own_step, **values)
             run.say.held_out(run.progress.step, run.steps, values)
         return values
 

@@ -78,7 +78,7 @@ class HeldOut:
             if world.rank == 0:
                 score = self._mean_score(prompts, texts)
         score = json.loads(world.broadcast_text(json.dumps(score)))
-        self.run.tracker.record("evaluation", step=self.run.progress.step, held_out_score=score)
+        self.run.tracker.record("evaluation", step=self.run.own_step, held_out_score=score)
         return values | {"held_out_score": score}
 
     def _mean_score(self, prompts: Prompts, texts: list[str]) -> float | None:
@@ -295,11 +295,11 @@ class Rounds:
         self.history.append(RoundFigures(number, _known(latest), samples, bool(lost)))
         warnings = warnings_of(self.history, self.settings.tolerance)
         for warning in warnings:
-            run.say.warning(f"round {number}: {warning}", run.progress.step)
+            run.say.warning(f"round {number}: {warning}", run.own_step)
         verdict = {"round": number, "staleness": staleness, "undone": bool(lost), "why": lost, "warnings": warnings}
         known = verdict | {"held_out": latest, "samples": asdict(samples)}
         answers = {"answers": asdict(samples), "examples": examples}
-        run.tracker.record("round", step=run.progress.step, **verdict, held_out=latest, **answers, **seconds)
+        run.tracker.record("round", step=run.own_step, **verdict, held_out=latest, **answers, **seconds)
         with run.world.agreeing(f"writing {ROUND}"):
             if run.lock is not None:
                 files.write_atomically(self._file_of(number), json.dumps(known, indent=2) + "\n")

@@ -183,7 +183,7 @@ class TrainingLoop:
         path = run.folder / "checkpoints" / f"step-{step:08d}"
         if fault := run.world.broadcast_text(fault_of(path) or "" if run.world.rank == 0 else ""):
             text = f"{path}, of the lowest held-out loss, is damaged ({fault}); the last weights are taken"
-            run.say.warning(text, progress.step)
+            run.say.warning(text, run.own_step)
             return
         restore_weights(path, run.model, run.world)
         self.final_step, self.latest = step, progress.best_metrics
@@ -230,7 +230,7 @@ class TrainingLoop:
             if merged is None:  # inside a round
                 self._evaluate_and_save(False, checkpoint_due)
                 continue
-            run.tracker.log_merge(progress.steps_of(rank), vars(merged))
+            run.tracker.log_merge(run.own_step, vars(merged))
             report.show_merge(run.say, progress.step, run.steps, merged, local_sgd.take_remark())
             evaluation_due = progress.step == run.steps or progress.step // every > evaluated // every
             self._evaluate_and_save(evaluation_due, checkpoint_due)
@@ -260,7 +260,7 @@ class TrainingLoop:
         """
         run, config, world, tracker = self.run, self.run.config, self.run.world, self.run.tracker
         world.check_exchanges()
-        report.warn_of_the_end(run.say, run.progress.step, self.latest.get("kl"))
+        report.warn_of_the_end(run.say, run.own_step, self.latest.get("kl"))
         ending = summary.Ending(self.final_step, self.latest, self.early_end())
         totals = tracker.totals() | (self.latest if run.is_never_merged else {})
         each = world.gather_long_text(json.dumps(totals), "every rank's figures")
@@ -288,7 +288,7 @@ class TrainingLoop:
         self.run.writer.record(tracker)
         tracker.record(
             "end",
-            step=run.progress.steps_of(world.rank),
+            step=run.own_step,
             final_step=ending.step,
             reason=ending.reason,
             **ending.metrics,

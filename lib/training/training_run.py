@@ -87,6 +87,11 @@ class TrainingRun:
         return self.local_sgd.ranks.shares if self.local_sgd else self.schedule.at(self.progress.step + 1).shares
 
     @property
+    def own_step(self) -> int:
+        """The last step in this rank's log: every record there counts so, or a resume would cut what lives on."""
+        return self.progress.steps_of(self.world.rank)
+
+    @property
     def is_never_merged(self) -> bool:
         """Whether every rank ends with a model of its own."""
         return self.local_sgd is not None and self.local_sgd.method == "none"
@@ -129,5 +134,5 @@ class TrainingRun:
         plan = self.schedule.at(progress.step + 1).to_dict()
         state = TrainingState(self.config, progress, self.model, self.optimizer, plan, own, self.reference)
         if fault := save_all(self.folder, state, self.world, self.writer, self.tracker, self.is_over):
-            self.say.warning(fault, progress.step)
+            self.say.warning(fault, self.own_step)
         return not fault
