@@ -70,6 +70,7 @@ from tests.cluster import Host, cluster  # noqa: E402
 from tests.faults import KINDS, STRATEGIES, Launch, Scene  # noqa: E402
 
 HANG_SECONDS = 90.0  # without a new step: given up
+LEFT_OUT_STEPS = 20  # that a run takes under `nan-stays`: five updates in each of two starts, each computed twice
 WEDGED_SECONDS = 5.0
 TRIES = 3  # to make a fault
 SLOW_SECONDS = 5.0  # of a recovery: what the launcher wrote meanwhile is printed
@@ -214,11 +215,12 @@ def one_fault(kind_name: str, strategy: str, scene: Scene) -> Found:
                 found.hung = True
                 return found
     made = time.monotonic()
+    limit = HANG_SECONDS + LEFT_OUT_STEPS * step_seconds(scene) * kind.ends_launch
     noticed: float | None = None if kind.noticed or kind.ends_launch else made
     is_undone = False
     while True:
         newest, now = scene.newest_step(), time.monotonic()
-        if now - made > HANG_SECONDS:
+        if now - made > limit:
             found.hung = True
             break
         if noticed is None:
@@ -244,6 +246,13 @@ def one_fault(kind_name: str, strategy: str, scene: Scene) -> Found:
     found.recovery_seconds = found.recovery_seconds or time.monotonic() - made
     found.corrupt_used = scene.torn >= 0 and scene.resumed_step() == scene.torn
     return found
+
+
+def step_seconds(scene: Scene) -> float:
+    """The median of the last steps, of all ranks."""
+    records = itertools.chain.from_iterable(steps_of(scene.logs()).values())
+    latest = sorted(records, key=lambda record: record["step"])[-5 * len(scene.hosts) :]
+    return statistics.median(record["step_seconds"] for record in latest) if latest else 0.0
 
 
 def when_noticed(kind: faults.Kind, scene: Scene, began: float) -> float | None:
