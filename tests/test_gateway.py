@@ -27,7 +27,7 @@ from lib.config import load
 from lib.config.serve_settings import ServeSettings
 from lib.errors import UserError
 from lib.launch.hostfile import Host
-from lib.serve import api_keys, openai_answers, openai_requests, request_reading
+from lib.serve import api_keys, backend_pool, openai_answers, openai_requests, request_reading
 from lib.serve import command as server
 from lib.serve.backend_pool import Backend, Pool, QueueFull, choose
 from lib.serve.backend_supervisor import Process, Recipe, pause_seconds
@@ -175,6 +175,27 @@ def test_one_of_several_keys_leaves_slots_to_the_others() -> None:
         pool.give_back(alone[5], "greedy", 0.1)
         await asyncio.sleep(0.01)
         assert all(task.done() for task in more)
+
+    asyncio.run(story())
+
+
+def test_who_leaves_answers_again_and_again_is_charged_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        monkeypatch.setattr(backend_pool, "CHARGED_SECONDS", 0.2)
+        [backend] = ups(8)
+        pool = Pool([backend], max_queue=99)
+        pool.is_shared = True
+        for name in ("modest", "hasty"):
+            pool.give_back(await pool.take(name, 1), name, 0.1)
+        for _ in range(2):  # its quarter
+            pool.give_back(await pool.take("hasty", 1), "hasty", 0.1, is_abandoned=True)
+        assert backend.in_flight == 0, "the slots are free for others"
+        await pool.take("modest", 0.01)
+        waiting = asyncio.create_task(pool.take("hasty", 60))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        await asyncio.wait_for(waiting, 60)
+        assert backend.in_flight == 2
 
     asyncio.run(story())
 

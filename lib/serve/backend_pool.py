@@ -6,7 +6,8 @@ requests without a backend loses the newest of them, or is the one who is refuse
 A request takes a slot of a backend and gives it back. It goes to the backend that should finish it first by the
 measured speeds, so backends of unequal speed get unequal parts. Of those that wait, the owner with the fewest requests
 under way is next. While several owners ask, each has at most a quarter of the slots, for what one runs makes all others
-slower; and who asks alone leaves a quarter free for the next, who would have to wait for an answer's end.
+slower; and who asks alone leaves a quarter free for the next, who would have to wait for an answer's end. A request
+that its client left counts as its owner's for a second more: its prompt was read for nobody, and the next is read anew.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ WINDOW_SECONDS = 1.0  # of work, between two measurements of a backend's speed
 SMOOTHING = 0.3  # weight of the newest
 SLOWEST = 1e-3  # tokens a second, of a backend that did nothing in a whole window
 RECENT_SECONDS = 60.0  # after its last request, for which an owner counts as one who asks
+CHARGED_SECONDS = 1.0  # for which a request that its client left counts as its owner's, after its slot is free
 PART = 4  # a quarter of the slots, of one owner where several ask, and kept free where one of several does
 
 
@@ -188,15 +190,27 @@ class Pool:
                 one.admitted.cancel()
             raise
 
-    def give_back(self, backend: Backend, owner: str, seconds: float | None) -> None:
-        """A slot is free again, after `seconds` of work (None: it was never used)."""
+    def give_back(self, backend: Backend, owner: str, seconds: float | None, is_abandoned: bool = False) -> None:
+        """A slot is free again, after `seconds` of work (None: it was never used).
+
+        Args:
+            is_abandoned: its answer was for nobody. Where several owners may ask, it is charged for longer.
+        """
         backend.count(0, self.clock())
         backend.in_flight -= 1
+        if seconds is not None:
+            self._mean_seconds += 0.1 * (seconds - self._mean_seconds)
+        if is_abandoned and self.is_shared:
+            asyncio.get_running_loop().call_later(CHARGED_SECONDS, self._discharge, owner)
+            self._admit_waiting()
+        else:
+            self._discharge(owner)
+
+    def _discharge(self, owner: str) -> None:
+        """One request less is this owner's."""
         self._in_flight_of[owner] -= 1
         if not self._in_flight_of[owner]:
             del self._in_flight_of[owner]
-        if seconds is not None:
-            self._mean_seconds += 0.1 * (seconds - self._mean_seconds)
         self._admit_waiting()
 
     def set_up(self, backend: Backend, is_up: bool) -> None:

@@ -118,17 +118,17 @@ class Completions:
     def _give_back(self, owner: str, attempt: Attempt) -> None:
         """Gives a slot back: at once where the backend is done with the request, else when it is."""
 
-        def give_back() -> None:
-            self.pool.give_back(attempt.backend, owner, time.monotonic() - attempt.since)
+        def give_back(is_abandoned: bool) -> None:
+            self.pool.give_back(attempt.backend, owner, time.monotonic() - attempt.since, is_abandoned)
 
         async def later() -> None:
             try:
                 await self._stop(attempt)
             finally:
-                give_back()
+                give_back(is_abandoned=True)
 
         if attempt.is_over:
-            give_back()
+            give_back(is_abandoned=False)
             return
         task = asyncio.create_task(later())
         self.stopping.add(task)
