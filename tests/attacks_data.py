@@ -66,6 +66,13 @@ def pairs_of(prompt: Any, count: int) -> pyarrow.Table:
     return pyarrow.table({"prompt": prompt, "chosen": ["a"] * count, "rejected": ["b"] * count})
 
 
+def false_histograms(path: Path) -> None:
+    """A schema that says that no row lacks a value, over histograms of those that do: Arrow's exception ends its process."""
+    pyarrow.parquet.write_table(pairs_of(["x"], 1), path)
+    optional, required = b"\x25\x02\x18", b"\x25\x00\x18"  # the field repetition_type, before a name
+    path.write_bytes(path.read_bytes().replace(optional, required))
+
+
 def nested_once() -> pyarrow.Table:
     """A chat's content that is kept once, and repeated in a thousand rows."""
     content = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 1024, pyarrow.int32()), pyarrow.array([LONG]))
@@ -132,7 +139,14 @@ def varint(value: int) -> bytes:
 
 def reads_false_pages(folder: Path) -> str | None:
     """Headers of pages that are none, that never end, or nest, are refused in a moment."""
-    for raw in (b"\x15", b"\x1c" * 100, b"\x19\xfc" + b"\xff" * 8 + b"\x7f", b"\x15" + b"\xff" * 20, b"\x1b\x00"):
+    for raw in (
+        b"\x15",
+        b"\x1c" * 100,
+        b"\x19\xfc" + b"\xff" * 8 + b"\x7f",
+        b"\x15" + b"\xff" * 20,
+        b"\x1b\x00",
+        b"\x15\x00\x05\x02\x02\x00",
+    ):
         try:
             parquet_pages.struct(raw, 0)
         except (parquet_pages.FalsePage, IndexError):
@@ -260,6 +274,7 @@ ATTACKS: dict[str, Attack] = {
     # Parquet
     "parquet: a page of 1.9 GB in 60 kB": of_bytes("page.parquet", false_page(1900 * 2**20)),
     "parquet: a dictionary of 1.9 GB in 60 kB": of_bytes("dictionary.parquet", false_page(1900 * 2**20, kind=2)),
+    "parquet: histograms of other values": of_bytes("histograms.parquet", false_histograms),
     "parquet: headers that are none": reads_false_pages,
     "parquet: a text that repeats the one before": of_bytes("delta.parquet", repeats_itself),
     "parquet: a chat that is kept once": of_table(nested_once, dictionary_pagesize_limit=2**30),

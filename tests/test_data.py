@@ -31,6 +31,7 @@ from lib.data.micro_batches import MicroBatches
 from lib.data.model_limits import ModelLimits
 from lib.data.parquet import read_parquet
 from lib.data.prefetch import prefetch
+from lib.data.record_formats import Unusable
 from lib.data.row_order import Position, advance, epoch_order, global_batch, micro_batches, split
 from lib.data.truncate import truncate
 from lib.errors import UserError
@@ -342,6 +343,20 @@ def test_parquet_leaves_a_message_without_the_fields_it_lacks(load, tmp_path):
     dataset = load_dataset(str(path), DataSettings(train=str(path)), "sft", tokenizer, eos_token_id=1)
     assert dataset.digest == load(rows, "sft", tokenizer).digest
     assert texts(dataset, tokenizer)[1] == "['content', 'role']The answer is 42.</s>"
+
+
+def test_no_byte_of_a_parquet_footer_ends_the_process(tmp_path):
+    """Some of these ended it: histograms of a wrong length, an encrypted column."""
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "n": [{"x": 1, "y": ["q"]}, None]}), path)
+    whole = path.read_bytes()
+    refused = 0
+    for at in range(len(whole) - 8 - int.from_bytes(whole[-8:-4], "little"), len(whole) - 8):
+        changed = bytearray(whole)
+        changed[at] ^= 0x10
+        path.write_bytes(changed)
+        refused += any(isinstance(record, Unusable) for _, record in read_parquet(path))
+    assert refused > 100
 
 
 def test_parquet_has_the_same_rows_however_it_is_cut_into_groups_and_pages(tmp_path):

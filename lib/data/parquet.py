@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from lib.data.parquet_pages import Chunk, FalsePage, HonestPages
+from lib.data.parquet_pages import Chunk, FalsePage, FooterOnly, HonestPages, PageWanted
 from lib.data.record_formats import JSON, LINE_BYTES, Unusable
 from lib.errors import UserError
 
@@ -37,13 +37,16 @@ def read_parquet(file: Path | IO[bytes], known: Collection[str] | None = None) -
         raise UserError(f"{file}: reading parquet needs pyarrow; run pip install pyarrow") from error
     line, unpacked = 0, 0
     try:
-        with _opened(file) as raw, pyarrow.parquet.ParquetFile(raw) as table:
-            names, metadata = table.schema_arrow.names, table.metadata
-        wanted = [name for name in names if known is None or name in known]
+        with _opened(file) as raw:
+            footer = FooterOnly(raw)
+            with pyarrow.parquet.ParquetFile(footer, pre_buffer=False) as table:
+                names, metadata = table.schema_arrow.names, table.metadata
+                wanted = [name for name in names if known is None or name in known]
+                _check_columns(table, footer, wanted)
         if (why := _expansion(metadata, wanted)) is not None:
             yield 1, Unusable(why)
             return
-        packed = sum(column.total_compressed_size for _, column in _columns(metadata, wanted))
+        packed = sum(column.total_compressed_size for _, _, column in _columns(metadata, wanted))
         if metadata.num_rows > max(PLAIN_ROWS, MOST_ROWS * packed):
             yield 1, Unusable(f"{metadata.num_rows:,} rows in {packed:,} bytes: no data has")
             return
@@ -86,9 +89,11 @@ def _of_pages(
     import pyarrow.parquet
 
     chunks = []
-    for group, column in _columns(metadata, wanted):
-        begin = min(offset for offset in (column.dictionary_page_offset, column.data_page_offset) if offset)
-        name, end = f"{column.path_in_schema!r} of row group {group}", begin + column.total_compressed_size
+    for group, path, column in _columns(metadata, wanted):
+        begin, dictionary = column.data_page_offset, column.dictionary_page_offset
+        if dictionary is not None and 0 < dictionary < begin:  # the first page, as Arrow finds it
+            begin = dictionary
+        name, end = f"{path!r} of row group {group}", begin + column.total_compressed_size
         chunks.append(Chunk(name, begin, end, column.total_uncompressed_size, column.num_values))
     return pyarrow.parquet.ParquetFile(HonestPages(file, chunks), **options)
 
@@ -103,7 +108,7 @@ def _batch_rows(metadata: pyarrow.parquet.FileMetaData, wanted: Collection[str])
     """So many rows at once that texts which each repeat the one before (DELTA_BYTE_ARRAY) fit when written out."""
     longest = [
         column.total_uncompressed_size  # of one text, at most
-        for _, column in _columns(metadata, wanted)
+        for _, _, column in _columns(metadata, wanted)
         if "DELTA_BYTE_ARRAY" in column.encodings
     ]
     return max(1, min(BATCH_ROWS, PLAIN_BYTES // max(1, max(longest)))) if longest else BATCH_ROWS
@@ -111,9 +116,9 @@ def _batch_rows(metadata: pyarrow.parquet.FileMetaData, wanted: Collection[str])
 
 def _expansion(metadata: pyarrow.parquet.FileMetaData, wanted: Collection[str]) -> str | None:
     """Why a file would take more memory than one may expect of its size; None where it would not."""
-    for group, column in _columns(metadata, wanted):
+    for group, path, column in _columns(metadata, wanted):
         packed = max(column.total_compressed_size, 1)
-        what = f"{column.path_in_schema!r} of row group {group}"
+        what = f"{path!r} of row group {group}"
         if column.total_uncompressed_size > max(PLAIN_BYTES, MOST_EXPANSION * packed):
             return f"{what} declares {column.total_uncompressed_size:,} bytes in {packed:,}: no data does"
         if column.num_values > max(PLAIN_VALUES, MOST_EXPANSION * packed):
@@ -125,8 +130,8 @@ def _kept_once(metadata: pyarrow.parquet.FileMetaData, wanted: Collection[str]) 
     """The columns of texts that the file keeps in dictionaries."""
     return sorted(
         {
-            column.path_in_schema
-            for _, column in _columns(metadata, wanted)
+            path
+            for _, path, column in _columns(metadata, wanted)
             if column.physical_type == "BYTE_ARRAY" and any("DICTIONARY" in name for name in column.encodings)
         }
     )
@@ -134,12 +139,33 @@ def _kept_once(metadata: pyarrow.parquet.FileMetaData, wanted: Collection[str]) 
 
 def _columns(
     metadata: pyarrow.parquet.FileMetaData, wanted: Collection[str]
-) -> Iterator[tuple[int, pyarrow.parquet.ColumnChunkMetaData]]:
+) -> Iterator[tuple[int, str, pyarrow.parquet.ColumnChunkMetaData]]:
+    """Each wanted column of each row group: the group, its path, what the footer says. `_check_columns` comes first."""
     for group in range(metadata.num_row_groups):
-        for index in range(metadata.num_columns):
-            column = metadata.row_group(group).column(index)
-            if column.path_in_schema.partition(".")[0] in wanted or column.path_in_schema in wanted:
-                yield group, column
+        for index, path in _paths(metadata, wanted):
+            yield group, path, metadata.row_group(group).column(index)
+
+
+def _check_columns(table: pyarrow.parquet.ParquetFile, footer: FooterOnly, wanted: Collection[str]) -> None:
+    """Has Arrow look at what the footer says of each column where its errors become Python's: on the way to a page.
+
+    What it finds wrong when `RowGroupMetaData.column` asks for the same (histograms of a wrong length, an encrypted
+    column) is an exception of C++ that ends the process (pyarrow 26).
+
+    Raises:
+        ArrowException, OSError: it found something.
+    """
+    footer.is_read = True
+    for group in range(table.metadata.num_row_groups):
+        for index, _ in _paths(table.metadata, wanted):
+            with contextlib.suppress(PageWanted):
+                next(table.reader.iter_batches(1, row_groups=[group], column_indices=[index], use_threads=False), None)
+
+
+def _paths(metadata: pyarrow.parquet.FileMetaData, wanted: Collection[str]) -> list[tuple[int, str]]:
+    """Index and path of the wanted columns, by the schema: that is what is read, whatever a column calls itself."""
+    paths = [metadata.schema.column(index).path for index in range(metadata.num_columns)]
+    return [(i, path) for i, path in enumerate(paths) if path in wanted or path.partition(".")[0] in wanted]
 
 
 def _rows(batch: pyarrow.RecordBatch, names: list[str]) -> Iterator[JSON | Unusable]:

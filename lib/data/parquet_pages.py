@@ -24,6 +24,10 @@ class FalsePage(ValueError):
     """A page is larger than the footer says of its whole column."""
 
 
+class PageWanted(Exception):
+    """A page was to be read of a file of which only the footer is."""
+
+
 @dataclass
 class Chunk:
     """A column of a row group in the file.
@@ -42,18 +46,11 @@ class Chunk:
     values: int
 
 
-class HonestPages(io.RawIOBase):
-    """A file of parquet in which every page is within what its footer declares.
+class _Wrapped(io.RawIOBase):
+    """A file that is read from the same places as another."""
 
-    Args:
-        file: is read from the same places as this.
-        chunks: all that will be read.
-    """
-
-    def __init__(self, file: IO[bytes], chunks: Sequence[Chunk]):
+    def __init__(self, file: IO[bytes]):
         self._file = file
-        self._chunks = sorted(chunks, key=lambda chunk: chunk.next)
-        self._starts = [chunk.next for chunk in self._chunks]
 
     def readable(self) -> bool:
         return True
@@ -66,6 +63,32 @@ class HonestPages(io.RawIOBase):
 
     def tell(self) -> int:
         return self._file.tell()
+
+
+class FooterOnly(_Wrapped):
+    """A file of parquet of which nothing can be read once its footer was."""
+
+    is_read = False
+
+    def read(self, size: int = -1) -> bytes:
+        """Raises PageWanted where the footer was read before."""
+        if self.is_read:
+            raise PageWanted
+        return self._file.read(size)
+
+
+class HonestPages(_Wrapped):
+    """A file of parquet in which every page is within what its footer declares.
+
+    Args:
+        file: is read from the same places as this.
+        chunks: all that will be read.
+    """
+
+    def __init__(self, file: IO[bytes], chunks: Sequence[Chunk]):
+        super().__init__(file)
+        self._chunks = sorted(chunks, key=lambda chunk: chunk.next)
+        self._starts = [chunk.next for chunk in self._chunks]
 
     def read(self, size: int = -1) -> bytes:
         """Raises FalsePage where a page begins in these bytes that is larger than it may be."""
@@ -126,6 +149,8 @@ def struct(data: bytes, at: int, depth: int = 0) -> tuple[dict[int, Any], int]:
             number += delta
         else:
             number, at = _number(data, at)
+        if number in fields or number >= 2**15:  # of which a reader may take another, or a part of the number
+            raise FalsePage(f"a field {number} that is twice there, or none")
         fields[number], at = _value(data, at, kind & 15, depth)
     return fields, at + 1
 
