@@ -362,6 +362,20 @@ def test_a_log_is_cut_at_a_line_that_is_too_long_for_a_record(
     assert [record["step"] for record in run_records.read_records(log)] == [1, 2, 3, 4]
 
 
+def test_much_that_is_cut_of_a_log_is_moved_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sparse file of terabytes takes no room, and its copy all that there is."""
+    monkeypatch.setattr(run_records, "MOVED_BYTES", 10_000)
+    log = tmp_path / "logs" / "rank-000.jsonl"
+    for number in (1, 2):
+        write(log, [step(n) for n in range(1, 4)])
+        whole = log.read_bytes()
+        log.write_bytes(whole + bytes(20_000))
+        assert rewind(log, 9) == 1
+        assert log.read_bytes() == whole
+        assert (log.parent / "discarded" / f"{log.name}.{number}").read_bytes() == whole + bytes(20_000)
+        log.unlink()
+
+
 def test_a_warning_is_told_once_whoever_says_it(tmp_path: Path) -> None:
     said = [{"kind": "warning", "time": 1000.5 + rank, "host": "a", "step": 3, "text": "hot"} for rank in range(2)]
     plan = {"plan": {"warnings": ["equal shares"]}, "kind": "start", "time": 1000.0, "host": "a", "steps": 9}

@@ -65,9 +65,10 @@ def _cells(one: Record) -> list[str]:
 def _seconds(records: Sequence[Record]) -> list[list[str]]:
     """Each rank's seconds of all rounds."""
     totals: dict[tuple[int, str], list[float]] = {}
-    once = {(one["rank"], one["host"], one["round"]): one for one in records}  # a resumed run may have one twice
-    for one in once.values():
-        own = totals.setdefault((one["rank"], one["host"]), [0.0] * len(PARTS))
+    # A resumed run may have one twice.
+    once = {(one.get("rank", 0), one.get("host", ""), one["round"]): one for one in records}
+    for (rank, host, _), one in once.items():
+        own = totals.setdefault((rank, host), [0.0] * len(PARTS))
         drawing = one.get("sampling_seconds"), one.get("waiting_seconds")
         parts = *drawing, one.get("judging_seconds"), one.get("training_seconds")
         own[:] = [total + (part or 0.0) for total, part in zip(own, parts, strict=True)]

@@ -10,6 +10,7 @@ import html
 import json
 import re
 import shlex
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -293,14 +294,19 @@ def _summary(path: Path) -> Summary:
 
 def _fits(name: str, value: object) -> bool:
     """Whether a figure of summary.json is of its type: anybody may have changed the file."""
+    fields = value if isinstance(value, dict) else {}
     if name in ("pairs_per_second", "efficiency"):
-        return type(value) in (int, float) or (value is None and name == "efficiency")
-    if name in ("cost", "checkpoint"):
-        wanted: dict[str, tuple[type, ...]] = {"cost": (int, float), "energy_kwh": (int, float)}
-        wanted = wanted if name == "cost" else {"which": (str,), "step": (int,)}
-        fields = value if isinstance(value, dict) else {}
-        return value is None or all(isinstance(fields.get(key), kinds) for key, kinds in wanted.items())
+        return _is_figure(value) or (value is None and name == "efficiency")
+    if name == "cost":
+        return value is None or (_is_figure(fields.get("cost")) and _is_figure(fields.get("energy_kwh")))
+    if name == "checkpoint":
+        return value is None or (isinstance(fields.get("which"), str) and isinstance(fields.get("step"), int))
     return value is None or isinstance(value, str)
+
+
+def _is_figure(value: object) -> bool:
+    """Whether it is a number that can be written as a float: JSON's integers have any number of digits."""
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def _table(head: Sequence[str] | None, rows: Sequence[Sequence[str]]) -> str:

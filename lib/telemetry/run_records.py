@@ -7,10 +7,11 @@ import errno
 import hashlib
 import itertools
 import json
+import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import IO, Annotated, Any, Protocol, cast
@@ -27,6 +28,9 @@ from lib.telemetry.trackers import Feed
 NETWORK_SECONDS = 10.0  # between records of the network
 SENSORS_SECONDS = 15.0  # between records of temperature and power
 PIECE_BYTES = 2**20  # of a log, in one collective at the end of a run
+MOVED_BYTES = (
+    2**30
+)  # what is cut of a log is copied up to so much: millions of steps; a file of somebody else's may be larger
 _HISTORY = TypeAdapter(tuple[list[Annotated[list[int], Field(min_length=1)]], list[str]])
 GATHERED_PIECES = 64  # the most collectives at the end of a run
 
@@ -265,6 +269,7 @@ def rewind(path: Path, step: int) -> int:
 
     What is cut (steps that a crash undid, and half a line, maybe) is kept beside it in `discarded/`. A line that is no
     record, or too long for one, is cut with all that follows: nobody reads beyond it. Returns the number of lines cut.
+    Of more than MOVED_BYTES no copy is made: the log goes there as it is, by a name of its own, and counts as one line.
     """
     with path.open("rb") as file:
         pieces, kept_bytes = _pieces_of(file), 0
@@ -276,21 +281,29 @@ def rewind(path: Path, step: int) -> int:
             kept_bytes += len(piece)
         else:
             return 0
-        discarded, cut = path.parent / "discarded" / path.name, 0
+        discarded = path.parent / "discarded" / path.name
         discarded.parent.mkdir(exist_ok=True)
-        with discarded.open("ab") as beside:
-            while piece:
-                beside.write(piece)
-                cut += (is_end := piece.endswith(b"\n"))
-                piece = next(pieces, b"")
-            if not is_end:
-                beside.write(b"\n")
-                cut += 1
+        is_moved = os.fstat(file.fileno()).st_size - kept_bytes > MOVED_BYTES
+        cut = 1 if is_moved else _append(discarded, itertools.chain([piece], pieces))
         file.seek(0)
         with files.replacing(path) as shortened:
             while piece := file.read(min(kept_bytes, PIECE_BYTES)):
                 kept_bytes -= shortened.write(piece)
+            if is_moved:
+                path.rename(next(name for n in itertools.count(1) if not (name := Path(f"{discarded}.{n}")).exists()))
     return cut
+
+
+def _append(discarded: Path, pieces: Iterable[bytes]) -> int:
+    """Adds what is cut of a log to a file, whose last line is whole then; returns the number of lines."""
+    lines, is_end = 0, True
+    with discarded.open("ab") as file:
+        for piece in pieces:
+            file.write(piece)
+            lines += (is_end := piece.endswith(b"\n"))
+        if not is_end:
+            file.write(b"\n")
+    return lines + (not is_end)
 
 
 def first_missed(path: Path, resumes: Sequence[Sequence[int]], ids: Sequence[str], place: int = 0) -> int:
