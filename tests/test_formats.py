@@ -5,6 +5,7 @@ Every record here was written for these tests, in the columns and the nesting of
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 from pathlib import Path
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 from lib.config.schema import DataSettings
 from lib.data import index, inspect, known_formats, record_files
+from lib.data.messages import check_messages, check_tools
 from lib.data.parse_records import parse, parse_rows
 from lib.data.record_formats import Chat, Columns, Plain, RecordKind, Tokens, Unusable
 from tests import tiny
@@ -713,6 +715,20 @@ def test_arguments_are_parsed_once_and_their_nulls_are_theirs() -> None:
     }
     (tool,) = as_chat(read(OPENAI | {"tools": [schema]}, "sft")).tools or []
     assert tool["function"] == {"name": "f", "parameters": {"properties": {"a": {"default": None, "enum": [None, 1]}}}}
+
+
+@pytest.mark.parametrize("odd", [b"\xff", datetime.date(2026, 1, 1)])
+def test_tools_and_calls_have_what_json_has(odd: object) -> None:
+    """Parquet has more; a template would write its type's name in its place."""
+    call = {"function": {"name": "f", "arguments": {"day": [odd]}}}
+    with pytest.raises(Unusable, match="'m.*tool_calls' has a value that JSON does not have"):
+        check_messages([{"role": "assistant", "tool_calls": [call]}], "m")
+    with pytest.raises(Unusable, match="'tools' has a value that JSON does not have"):
+        check_tools([{"name": "f", "parameters": {"default": odd}}], "tools")
+    checked = check_messages([{"role": "user", "content": "a", "about": {"day": odd}}], "m")
+    assert checked[0]["about"] == {"day": odd}  # type: ignore[typeddict-item]  # no template asks for it
+    with pytest.raises(Unusable, match="weight is .*, not 0 or 1"):
+        check_messages([{"role": "user", "content": "a", "weight": odd}], "m")
 
 
 def test_parquet_gives_tools_and_calls_no_fields_that_they_lack(tmp_path: Path) -> None:

@@ -77,9 +77,10 @@ def _message(message: JSON, where: str, ignore: Collection[str]) -> Message:
     for key, item in fields.items():
         check_unicode(key, f"a field of {where}")
         if isinstance(item, str | list | dict):
-            check_unicode(item if isinstance(item, str) else json.dumps(item, ensure_ascii=False), f"{where}.{key}")
+            text = item if isinstance(item, str) else json.dumps(item, ensure_ascii=False, default=str)
+            check_unicode(text, f"{where}.{key}")
     if fields.get("weight", 1) not in (0, 1):
-        raise Unusable(f"{where}.weight is {json.dumps(fields['weight'])}, not 0 or 1")
+        raise Unusable(f"{where}.weight is {json.dumps(fields['weight'], default=str)}, not 0 or 1")
     checked = {"role": fields.pop("role"), "content": check_unicode(content or "", where) if content else content}
     return cast(Message, checked | ({"tool_calls": calls} if calls else {}) | fields)
 
@@ -119,7 +120,7 @@ def _check_calls(value: object, where: str) -> list[JSON]:
         if function is not call:
             checked = {key: item for key, item in call.items() if item is not None} | checked
         calls.append(checked)
-    check_unicode(json.dumps(calls, ensure_ascii=False), where)
+    _check_json(calls, where)
     return calls
 
 
@@ -154,7 +155,7 @@ def check_tools(value: object, name: str) -> list[JSON] | None:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise Unusable(f"{name}[{index}] is no function with a name")
         tools.append(_without_nulls(tool if function is not tool else {"type": "function", "function": tool}))
-    check_unicode(json.dumps(tools, ensure_ascii=False), name)
+    _check_json(tools, name)
     return tools
 
 
@@ -218,6 +219,15 @@ def check_completion(text: str, name: str) -> str:
     if not text.strip():
         raise Unusable(f"empty completion: {name!r} is blank")
     return check_unicode(text, name)
+
+
+def _check_json(value: object, name: str) -> None:
+    """Templates write it as JSON, which has no bytes and no dates; parquet has. Raises Unusable."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except TypeError as error:
+        raise Unusable(f"{name!r} has a value that JSON does not have: {error}") from error
+    check_unicode(text, name)
 
 
 def check_unicode(text: str, name: str) -> str:
