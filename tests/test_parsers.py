@@ -39,6 +39,7 @@ def test_no_parser_lets_an_error_through(name: str, tmp_path: Path) -> None:
         ("journals", json_lines([{"chunk": -1, "lines": ["a"]}])),
         ("journals", json_lines([[1]])),
         ("journals", json_lines([{"chunk": 0, "lines": 3}])),
+        ("journals", json_lines([{"chunk": n, "lines": ["a", "\ud800"]} for n in range(3)])),
         ("rounds", json_lines([seeds.SAMPLE | {"tokens": ["a"]}])),
         ("rounds", json_lines([seeds.SAMPLE | {"k": DEEP}])),
     ],

@@ -136,8 +136,17 @@ def _chunk_of(line: bytes, chunks: int) -> int | None:
     except (ValueError, RecursionError):
         return None
     chunk, lines = (read.get("chunk"), read.get("lines")) if isinstance(read, dict) else (None, None)
-    is_whole = isinstance(lines, list) and all(isinstance(text, str) for text in lines)
+    is_whole = isinstance(lines, list) and all(isinstance(text, str) and _is_unicode(text) for text in lines)
     return chunk if is_whole and type(chunk) is int and 0 <= chunk < chunks else None
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it can be written: JSON can spell half a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 # ---- The queue
