@@ -29,7 +29,8 @@ from lib.distributed import ring_start
 from lib.distributed.checked_sums import CheckedSums
 from lib.distributed.peer_messages import PeerMessages
 from lib.errors import Stopped, UserError
-from lib.evaluate.work_queue import Dispatcher, Journal, Remote, Server, work
+from lib.evaluate.work_journal import Journal
+from lib.evaluate.work_queue import Dispatcher, Remote, Server, work
 from lib.launch import host_agent, host_ranks, link_probe, mpirun_ports, rendezvous
 from lib.launch.hostfile import Host
 from lib.system import handshake, key_file

@@ -36,7 +36,7 @@ from lib.data.index import keys_of
 from lib.data.model_limits import ModelLimits
 from lib.data.record_formats import RecordKind, Unusable
 from lib.errors import UserError, shown
-from lib.evaluate.work_queue import Journal
+from lib.evaluate.work_journal import Journal
 from lib.launch import hostfile
 from lib.rollouts import collect
 from lib.rollouts import rounds as rollout_rounds
@@ -445,7 +445,7 @@ PARSERS: dict[str, Parser] = {
         _round,
         ("rollouts/collect.py",),
     ),
-    "journals": Parser(several(seeds.JOURNAL, [], [0, 1, 2, 3, "a"]), _journal, ("evaluate/work_queue.py",)),
+    "journals": Parser(several(seeds.JOURNAL, [], [0, 1, 2, 3, "a"]), _journal, ("evaluate/work_journal.py",)),
     "checkpoints": Parser(
         st.one_of(changed([seeds.STATE_OF_A_RUN]).map(json_text), bent(json_text(seeds.STATE_OF_A_RUN))),
         _checkpoint,

@@ -31,7 +31,8 @@ from lib.errors import UserError
 from lib.evaluate import batch_inference, work_queue
 from lib.evaluate import command as evaluate
 from lib.evaluate.asked_rows import open_asked
-from lib.evaluate.work_queue import Dispatcher, Journal, Local, Remote, Server, opened_journal, work
+from lib.evaluate.work_journal import Journal, opened_journal
+from lib.evaluate.work_queue import Dispatcher, Local, Remote, Server, work
 from lib.model import load as models
 from lib.training import reference_model
 from lib.training.progress_display import RunConsole

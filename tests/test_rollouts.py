@@ -32,7 +32,8 @@ from lib.errors import UserError
 from lib.evaluate import command as evaluate
 from lib.evaluate.answers import part_of
 from lib.evaluate.judges import CommandJudge, Question
-from lib.evaluate.work_queue import Dispatcher, Journal, Local
+from lib.evaluate.work_journal import Journal
+from lib.evaluate.work_queue import Dispatcher, Local
 from lib.rollouts.drawing import JudgingThread
 from lib.rollouts.gate import RoundFigures, losses_of, warnings_of
 from lib.rollouts.pairs import Answer, Group, Pair, SampleFigures, figures_of, groups_of, pairs_of

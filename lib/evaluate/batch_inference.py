@@ -39,7 +39,8 @@ from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate.choose_judge import scorer_of
 from lib.evaluate.judges import Question
-from lib.evaluate.work_queue import Lines, SharedQueue, work
+from lib.evaluate.work_journal import Lines
+from lib.evaluate.work_queue import SharedQueue, work
 from lib.model import adapter_files
 from lib.model.logps import completion_logps
 from lib.model.token_stream import arrays_of

@@ -21,7 +21,7 @@ from lib.distributed.pipelined_world import pipelined
 from lib.distributed.sharded_world import sharded
 from lib.distributed.world import World, host_names
 from lib.evaluate.batch_inference import FileFigures
-from lib.evaluate.work_queue import Lines, opened_journal
+from lib.evaluate.work_journal import Lines, opened_journal
 from lib.model import adapter_files, adapters, load
 from lib.model.partition import Division, Part
 from lib.plan.first_plan import sharded_plan, stage_blocks

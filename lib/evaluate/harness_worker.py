@@ -25,7 +25,7 @@ from lib.data.text_tokens import TextTokens, Tokenizer
 from lib.distributed.world import World
 from lib.errors import AgreedError
 from lib.evaluate import batch_inference
-from lib.evaluate.work_queue import Lines
+from lib.evaluate.work_journal import Lines
 from lib.model.logps import greedy_logps
 from lib.model.token_stream import arrays_of
 from lib.system import metal, out_of_memory, plain_json

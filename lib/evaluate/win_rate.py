@@ -27,7 +27,7 @@ from lib.evaluate.choose_judge import judge_of
 from lib.evaluate.judges import Judge, Question
 from lib.evaluate.model_judge import instructions_of
 from lib.evaluate.whole_model import WholeModel
-from lib.evaluate.work_queue import Lines
+from lib.evaluate.work_journal import Lines
 from lib.system import files, plain_json
 from lib.training.progress_display import RunConsole
 

@@ -1,16 +1,16 @@
 """Chunks of a file's rows, pulled by ranks at their own pace: each is done once, whoever does it, and kept on disk.
 
-Rank 0 has the queue and the journal; others reach it over TCP, where both ends prove that they know the run's secret
-(lib/system/handshake.py) and a message of JSON goes each way for every chunk. When nothing is left to begin, an idle
-rank begins what another has not finished, and the first result counts: a slow, stopped or dead rank costs at most the
-chunk in its hands. Who asks meanwhile whether a chunk is still wanted can leave the one that another has finished.
+Rank 0 has the queue and the journal (work_journal.py); others reach it over TCP, where both ends prove that they know
+the run's secret (lib/system/handshake.py) and a message of JSON goes each way for every chunk. When nothing is left to
+begin, an idle rank begins what another has not finished, and the first result counts: a slow, stopped or dead rank
+costs at most the chunk in its hands. Who asks meanwhile whether a chunk is still wanted can leave the one that another
+has finished.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import secrets
 import socket
 import threading
@@ -26,13 +26,13 @@ import numpy as np
 from lib.distributed.run_secret import run_secret
 from lib.distributed.world import World
 from lib.errors import UserError
-from lib.system import files, handshake, network
+from lib.evaluate.work_journal import Journal, Lines, opened_journal
+from lib.system import handshake, network
 from lib.system.mpi_and_blas import launch_environment
 
 CONNECT_SECONDS = 10.0  # to one address, on machines that others keep busy
 WAIT_SECONDS = 1.0  # for work, before a rank hears that there is none yet
 PURPOSE = "the work queue"
-Lines = list[str]
 
 
 class Queue(Protocol):
@@ -53,100 +53,6 @@ class Queue(Protocol):
 
     def fail(self, reason: str) -> None:
         """Tells all ranks of a user's error that this one met."""
-
-
-# ---- On disk
-
-
-class Journal:
-    """Finished chunks in the order in which they came, one JSON line each, behind a line that says what they are of."""
-
-    def __init__(self, path: Path, key: str, chunks: int):
-        """Goes on with what is there, if it is of the same key; a line that was cut off goes.
-
-        Raises:
-            UserError: it is of another key.
-            OSError: the disk is full or not writable.
-        """
-        self.path = path
-        self.offsets = np.full(chunks, -1, np.int64)  # of each chunk's line, in bytes
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a+b", buffering=0)
-        self._file.seek(0)
-        end = self._read(json.dumps({"key": key, "chunks": chunks}).encode() + b"\n")
-        self._file.truncate(end)
-        self._file.seek(end)
-
-    def _read(self, header: bytes) -> int:
-        with self.path.open("rb") as file:
-            first = file.readline()
-            if not first.endswith(b"\n"):
-                self._file.truncate(0)
-                self._file.write(header)
-                return len(header)
-            if first != header:
-                raise UserError(
-                    f"{self.path} is of another model, data or settings; remove it, or give another name for the output"
-                )
-            end = file.tell()
-            while (chunk := _chunk_of(file.readline(), len(self.offsets))) is not None:
-                self.offsets[chunk] = end
-                end = file.tell()
-            return end
-
-    @property
-    def done(self) -> np.ndarray:
-        """bool [chunks]."""
-        return self.offsets >= 0
-
-    def put(self, chunk: int, lines: Lines) -> None:
-        """Keeps a chunk's lines.
-
-        Raises:
-            OSError: the disk is full.
-        """
-        place = self._file.seek(0, os.SEEK_END)
-        rest = json.dumps({"chunk": chunk, "lines": lines}).encode() + b"\n"
-        try:
-            while rest:  # a disk that is nearly full takes part of it, without a word
-                rest = rest[self._file.write(rest) :]
-        except OSError:
-            self._file.truncate(place)  # else another chunk's line would go on where this one broke off
-            raise
-        self.offsets[chunk] = place
-
-    def finish(self, out: Path) -> None:
-        """Writes all lines in the order of the input, whole or not at all; the journal goes."""
-        with self.path.open("rb") as file, files.replacing(out) as whole:
-            for place in self.offsets.tolist():
-                file.seek(place)
-                whole.writelines(line.encode() + b"\n" for line in json.loads(file.readline())["lines"])
-        self.close()
-        self.path.unlink()
-
-    def close(self) -> None:
-        """Lets the file go; it stays on the disk."""
-        self._file.close()
-
-
-def _chunk_of(line: bytes, chunks: int) -> int | None:
-    """Which of so many chunks a journal's line is of; None where it was cut off, or is another's."""
-    try:
-        read = json.loads(line) if line.endswith(b"\n") else None
-    except (ValueError, RecursionError):
-        return None
-    chunk, lines = (read.get("chunk"), read.get("lines")) if isinstance(read, dict) else (None, None)
-    is_whole = isinstance(lines, list) and all(isinstance(text, str) and _is_unicode(text) for text in lines)
-    return chunk if is_whole and type(chunk) is int and 0 <= chunk < chunks else None
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether it can be written: JSON can spell half a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 # ---- The queue
@@ -472,25 +378,6 @@ class SharedQueue:
             self.server.close(seconds)
         if self.dispatcher is not None:
             self.dispatcher.journal.close()
-
-
-def opened_journal(out: Path, key: str, chunks: int) -> Journal:
-    """What is finished of an output so far; what a killed process left of it otherwise goes.
-
-    Raises:
-        UserError: the output is there, or the journal is of another model, data or settings.
-        OSError: it cannot be written.
-    """
-    partial = out.with_name(f"{out.name}.partial")
-    files.sweep_unfinished(out)
-    if not out.exists():
-        return Journal(partial, key, chunks)
-    if partial.exists():  # of a process that was killed between the two: the output is whole, and is written once more
-        journal = Journal(partial, key, chunks)
-        if journal.done.all():
-            return journal
-        journal.close()
-    raise UserError(f"{out} is there already; remove it, or give another name")
 
 
 def work(queue: Queue, do: Callable[[int], Lines | None]) -> None:

@@ -37,7 +37,8 @@ from lib.errors import UserError
 from lib.evaluate.batch_inference import key_of, pull
 from lib.evaluate.judges import Judge, Question
 from lib.evaluate.model_judge import text_of
-from lib.evaluate.work_queue import Lines, SharedQueue, work
+from lib.evaluate.work_journal import Lines
+from lib.evaluate.work_queue import SharedQueue, work
 from lib.rollouts.drawing import Drawing, JudgingThread
 from lib.rollouts.judged import scores_of
 from lib.rollouts.pairs import Answer, Group, Pair, pairs_of

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from lib.evaluate.work_queue import Lines, Queue, SharedQueue
+from lib.evaluate.work_journal import Lines
+from lib.evaluate.work_queue import Queue, SharedQueue
 
 Judge = Callable[[], Lines]  # scores a chunk's answers
 
