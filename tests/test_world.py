@@ -379,12 +379,12 @@ def test_a_run_does_not_go_back_behind_what_another_disk_alone_has(
         resume.choose(mine, world, name)
     newest = [(fact["newer"]["step"], len(fact["newer"]["resume_ids"])) for fact in beats]
     assert newest == [(5, 1)] * world.rank, "the launcher can start with host-1 first"
-    assert resume.choose(runs[0] / "checkpoints", world, name)[0] == runs[0] / "checkpoints/step-00000002", "one disk"
+    assert resume.choose(runs[0] / "checkpoints", world, name).path == runs[0] / "checkpoints/step-00000002", "one disk"
     world.gather_text("all have looked")
     if world.rank == 0:
         train(alone, folder, [*words, "train.steps=3"], "here", resume=True)
     world.gather_text("the first host has a history of its own")
-    chosen, _, _ = resume.choose(mine, world, name)
+    chosen = resume.choose(mine, world, name).path
     assert chosen is not None and chosen.name == "step-00000003", "the other one's is of steps that are left"
 
 
@@ -399,7 +399,7 @@ def test_disks_that_are_a_write_apart_go_on(world: World, folder: Path, monkeypa
             shutil.rmtree(runs[0] / f"checkpoints/step-{step:08d}")
     world.gather_text("all ended at once")
     mine = runs[world.rank] / "checkpoints"
-    chosen, _, _ = resume.choose(mine, world, "host")
+    chosen = resume.choose(mine, world, "host").path
     assert chosen is not None and chosen.name == "step-00000003"
     world.gather_text("all have looked")
     if world.rank == 0:

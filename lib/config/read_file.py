@@ -44,8 +44,9 @@ def require_own(folder: Path) -> None:
     """
     for path in folder.iterdir():
         require_regular(path, "the run's")
-    written = [*folder.glob("logs/**/*"), *folder.glob("rounds/**/*")]
-    folders = [folder / "logs", folder / "rounds", folder / "checkpoints", *folder.glob("checkpoints/*")]
+    written = [path for name in ("logs", "rounds", "recent") for path in folder.glob(f"{name}/**/*")]
+    folders = [folder / name for name in ("logs", "rounds", "recent", "checkpoints")]
+    folders += folder.glob("checkpoints/*")
     for path in (folder / ".lock", *folders, *written):
         with contextlib.suppress(FileNotFoundError):
             facts = path.lstat()

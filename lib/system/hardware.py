@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import re
@@ -107,6 +108,14 @@ def mlx_device() -> tuple[Device, DeviceInfo]:
     if mx.default_device() == mx.cpu:
         return "cpu", facts
     return "metal" if mx.metal.is_available() else "cuda", facts
+
+
+@functools.cache
+def boot_id() -> str:
+    """What is another after each start of this machine's system; empty where it does not say."""
+    if os_commands.is_mac():
+        return os_commands.sysctl("kern.bootsessionuuid")
+    return _text(Path("/proc/sys/kernel/random/boot_id")).strip()
 
 
 def processor_name() -> str:

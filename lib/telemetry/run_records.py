@@ -108,6 +108,11 @@ class PerformanceTracker:
         while self._unwritten:
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
+    @property
+    def has_unwritten(self) -> bool:
+        """Whether records wait in memory for room on the disk."""
+        return bool(self._unwritten)
+
     def flush(self) -> None:
         """Writes what was kept in memory.
 

@@ -55,15 +55,25 @@ def read_progress(path: Path) -> Progress:
     """How far a checkpoint is, by its state.json, which anybody may have changed: the manifest proves no author.
 
     Raises:
-        UserError: a field is missing, unknown or of another type, or a number is negative or not finite.
+        UserError: as `progress_of`.
+    """
+    return progress_of(read_text(path / STATE, "checkpoint", STATE_BYTES), step_of(path))
+
+
+def progress_of(text: str, step: int) -> Progress:
+    """What a state.json says.
+
+    Raises:
+        UserError: a field is missing, unknown or of another type, a number is negative or not finite, or it is of
+            another step.
     """
     try:
-        progress = TypeAdapter(Progress).validate_json(read_text(path / STATE, "checkpoint", STATE_BYTES))
+        progress = TypeAdapter(Progress).validate_json(text)
     except ValidationError as error:
         fault = error.errors()[0]
         where = ".".join(map(str, fault["loc"]))
         raise UserError(f"{STATE}: {where + ': ' if where else ''}{fault['msg']}") from None
-    if progress.step != step_of(path):
+    if progress.step != step:
         raise UserError(f"{STATE} is of step {progress.step}")
     counts = asdict(replace(progress, before={}, best_metrics={}, best_loss=None, schedule={}))
     if not _is_sound(counts):

@@ -21,12 +21,13 @@ from lib.distributed.world import World
 from lib.errors import Stopped, UserError
 from lib.model import adapter_files
 from lib.system import files, metal, plain_json
-from lib.training import checkpoint, report, summary
+from lib.training import checkpoint, recent_state, report, summary
 from lib.training.compiled_pass import is_compiled
 from lib.training.find_checkpoint import fault_of
 from lib.training.local_sgd import LocalSGD
 from lib.training.moved_blocks import CutWatch, move_blocks
 from lib.training.objective import Metrics
+from lib.training.recent_state import RecentState
 from lib.training.resume import restore_weights
 from lib.training.step import MicroBatch, StepResult
 from lib.training.step_retries import Learner
@@ -192,6 +193,7 @@ class TrainingLoop:
     def _train_synchronously(self, show: Show) -> None:
         run, progress, schedule = self.run, self.run.progress, self.run.schedule
         every, cut_watch = run.config.evaluate.every, CutWatch(run)
+        recent = RecentState(run)
         with contextlib.closing(prefetch(self.batches.upcoming(run), PREFETCHED)) as upcoming:
             for batch in upcoming:
                 step = batch.step
@@ -213,6 +215,7 @@ class TrainingLoop:
                 if moved is not None and is_saved:
                     self.learner = move_blocks(run, self.learner, moved)
                     cut_watch.moved()
+                recent.keep(result.elapsed_seconds)
 
     def _train_independently(self, local_sgd: LocalSGD, show: Show) -> None:
         run, progress = self.run, self.run.progress
@@ -286,6 +289,7 @@ class TrainingLoop:
                     f"mend that, then --resume {run.folder}"
                 ) from None
         self.run.writer.record(tracker)
+        recent_state.forget(run)
         tracker.record(
             "end",
             step=run.own_step,

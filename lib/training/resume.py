@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypedDict
 
@@ -20,6 +21,7 @@ from lib.distributed.world import Described, World
 from lib.errors import AgreedError, UserError
 from lib.model import adapter_files, backward_order
 from lib.telemetry.run_records import first_missed, rewind
+from lib.training import recent_state
 from lib.training.checkpoint import (
     OPTIMIZER,
     REFERENCE,
@@ -42,9 +44,9 @@ RANK_LOG = re.compile(r"rank-[0-9]{3,6}\.jsonl")
 
 
 class Offer(TypedDict):
-    """A checkpoint, as rank 0 offers it to all."""
+    """A checkpoint, or a state after it, as rank 0 offers it to all."""
 
-    path: str
+    path: str  # empty: of the state that every rank has kept of that step (lib/training/recent_state.py)
     step: int
     parts: list[str]  # the hash of every rank's own part
     whole: bool  # whether the ranks had the same weights
@@ -52,19 +54,24 @@ class Offer(TypedDict):
 
 
 def resume_run(run: TrainingRun) -> None:
-    """Takes a run to the last good checkpoint, on every rank.
+    """Takes a run to the last good checkpoint, or to a state after it, on every rank.
 
     Raises:
         AgreedError: it does not fit the run as it is now.
     """
-    folder = run.folder / "checkpoints"
-    path, with_parts, warnings = choose(folder, run.world, run.hosts[run.world.rank] if run.lock is not None else None)
-    for warning in warnings:
+    folder, world = run.folder / "checkpoints", run.world
+    mine, recent = recent_state.found_by_all(run)
+    chosen = choose(folder, world, run.hosts[world.rank] if run.lock is not None else None, recent)
+    for warning in chosen.warnings:
         run.say.warning(warning)
-    run.progress = restore_all(path, run.model, run.optimizer, run.progress, run.world)
-    if run.reference is not None and path is not None:
-        restore_reference(path, run.reference, run.world)
-    own = load_part(folder, run.progress.step, run.world.rank) if with_parts else {}
+    if chosen.recent_step is not None:
+        own = recent_state.restore(run, mine.get(chosen.recent_step))
+    else:
+        run.progress = restore_all(chosen.path, run.model, run.optimizer, run.progress, world)
+        if run.reference is not None and chosen.path is not None:
+            restore_reference(chosen.path, run.reference, world)
+        own = load_part(folder, run.progress.step, world.rank) if chosen.with_parts else {}
+    recent_state.forget(run, chosen.recent_step)
     if "weights" in own:
         run.model.update(tree_unflatten(list(own["weights"].items())))
     if "optimizer" in own:
@@ -74,7 +81,7 @@ def resume_run(run: TrainingRun) -> None:
         try:
             run.local_sgd.resume(run.progress, own)
         except (KeyError, TypeError, ValueError, IndexError) as error:  # the same on every rank: all have this state
-            raise AgreedError(f"{path}: the state of its rounds is not what a run writes: {error!r}") from None
+            raise AgreedError(f"{chosen.path}: the state of its rounds is not what a run writes: {error!r}") from None
     elif run.local_sgd is None and run.progress.rounds:
         raise AgreedError(f"{run.folder} is a run of independent ranks; go on with strategy=independent")
     if run.progress.schedule and not _restores(run):
@@ -93,14 +100,31 @@ def _restores(run: TrainingRun) -> bool:
         raise AgreedError(f"{run.folder}: the plans in its checkpoint are not what a run writes: {error!r}") from None
 
 
-def choose(folder: Path, world: World, disk_of: str | None = None) -> tuple[Path | None, bool, list[str]]:
-    """The newest checkpoint that these ranks can go on from, whether with every rank's own part, and warnings.
+@dataclass(frozen=True)
+class Choice:
+    """What ranks go on from.
+
+    path: of a checkpoint; None where there is none, or a newer state. with_parts: with every rank's own part of it.
+    recent_step: of the newer state, which ranks have kept (lib/training/recent_state.py).
+    """
+
+    path: Path | None
+    with_parts: bool
+    warnings: list[str]
+    recent_step: int | None = None
+
+
+def choose(
+    folder: Path, world: World, disk_of: str | None = None, recent: Mapping[int, Sequence[str]] | None = None
+) -> Choice:
+    """The newest checkpoint, or state after it, that these ranks can go on from.
 
     Rank 0 has the checkpoints; each rank looks for its own part. Without all parts only a checkpoint at which the ranks
     had the same weights will do.
 
     Args:
         disk_of: the host whose disk this rank keeps; None of a rank that keeps none.
+        recent: the steps of newer states, each with the resumes before it, as all ranks know them.
 
     Raises:
         AgreedError: another host's disk has a newer one.
@@ -108,36 +132,50 @@ def choose(folder: Path, world: World, disk_of: str | None = None) -> tuple[Path
     candidates = checkpoints_in(folder) if world.rank == 0 else []
     warnings: list[str] = []
     while True:
-        own_offer: Offer | None = None
-        while world.rank == 0 and candidates and own_offer is None:
-            path = candidates.pop(0)
-            fault = fault_of(path)
-            if fault is None:
-                saved, whole = read_progress(path), not inside_a_round(path)
-                ids = _ids_of(saved)
-                own_offer = Offer(path=str(path), step=saved.step, parts=saved.parts, whole=whole, resume_ids=ids)
-            else:
-                warnings.append(f"checkpoint {path} is damaged ({fault}); the one before it is taken")
+        own_offer, damaged = _newest_whole(candidates)
+        if recent and world.rank == 0:
+            before = (own_offer["step"], own_offer["resume_ids"]) if own_offer else (-1, [])
+            if (step := recent_state.newest(recent, *before)) is not None:
+                ids = list(recent[step])
+                own_offer = Offer(path="", step=step, parts=[], whole=True, resume_ids=ids)
+        taken = "a newer state" if own_offer and not own_offer["path"] else "the one before it"
+        warnings += [f"checkpoint {path} is damaged ({fault}); {taken} is taken" for path, fault in damaged]
         offer: Offer | None = json.loads(world.broadcast_text(json.dumps(own_offer)))
         with world.agreeing("looking for newer checkpoints on other disks"):
             if disk_of is not None and world.rank > 0:
                 _require_none_newer(folder, offer, disk_of)
         if offer is None:
-            return None, False, warnings
+            return Choice(None, False, warnings)
+        if not offer["path"]:
+            return Choice(None, False, warnings, offer["step"])
         parts = offer["parts"]
         if not any(parts) and offer["whole"]:
-            return Path(offer["path"]), False, warnings
+            return Choice(Path(offer["path"]), False, warnings)
         fits = len(parts) == world.size and _has_part(folder, offer["step"], world.rank, parts[world.rank])
         missing = [str(rank) for rank, answer in enumerate(world.gather_text("" if fits else "missing")) if answer]
         if not missing:
-            return Path(offer["path"]), True, warnings
+            return Choice(Path(offer["path"]), True, warnings)
         why = (
             f"rank {', '.join(missing)}" if len(parts) == world.size else f"{len(parts)} ranks instead of {world.size}"
         )
         if offer["whole"]:
             warnings.append(f"{offer['path']}: no part of {why}; all ranks go on from rank 0's optimizer")
-            return Path(offer["path"]), False, warnings
+            return Choice(Path(offer["path"]), False, warnings)
         warnings.append(f"{offer['path']} is inside a round, and has no part of {why}; one at a round's end is taken")
+
+
+def _newest_whole(candidates: list[Path]) -> tuple[Offer | None, list[tuple[Path, str]]]:
+    """The first checkpoint that is whole, and those before it with what is wrong; all these go from the candidates."""
+    damaged: list[tuple[Path, str]] = []
+    while candidates:
+        path = candidates.pop(0)
+        if (fault := fault_of(path)) is None:
+            saved = read_progress(path)
+            whole = not inside_a_round(path)
+            ids = _ids_of(saved)
+            return Offer(path=str(path), step=saved.step, parts=saved.parts, whole=whole, resume_ids=ids), damaged
+        damaged.append((path, fault))
+    return None, damaged
 
 
 def _has_part(folder: Path, step: int, rank: int, expected: str) -> bool:
