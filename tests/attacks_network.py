@@ -10,7 +10,6 @@ import contextlib
 import http.client
 import os
 import re
-import select
 import socket
 import stat
 import subprocess
@@ -129,13 +128,13 @@ def relay(change: Callable[[bytes, int], bytes], target: int) -> int:
     """A port whose connections are handed on to another port; `change` gets what passes, and which connection it is."""
     server = socket.create_server(("127.0.0.1", 0))
 
-    def splice(one: socket.socket, other: socket.socket, number: int) -> None:
-        with one, other, contextlib.suppress(OSError):
-            while True:
-                for ready in select.select([one, other], [], [], 30)[0]:
-                    if not (piece := ready.recv(65536)):
-                        return
-                    (other if ready is one else one).sendall(change(piece, number))
+    def hand_on(one: socket.socket, other: socket.socket, number: int) -> None:
+        with contextlib.suppress(OSError):
+            while piece := one.recv(65536):
+                other.sendall(change(piece, number))
+        for end in (one, other):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)  # the other direction's thread ends, too
 
     def accept() -> None:
         number = 0
@@ -146,7 +145,9 @@ def relay(change: Callable[[bytes, int], bytes], target: int) -> int:
             except OSError:
                 one.close()
                 continue
-            threading.Thread(target=splice, args=(one, other, number), daemon=True).start()
+            other.settimeout(None)
+            for ends in ((one, other), (other, one)):  # a thread each: both may be full at once
+                threading.Thread(target=hand_on, args=(*ends, number), daemon=True).start()
             number += 1
 
     threading.Thread(target=accept, daemon=True).start()

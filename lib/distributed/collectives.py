@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,9 +23,11 @@ from lib.distributed.checked_sums import CheckedSums
 from lib.system.network import host_name
 
 BUCKET_BYTES = 256 * 2**20  # a collective's largest buffer: full-model gradients are not copied whole
-# Arrays of at most so many bytes travel as messages where a ring has channels of our own: a sum over MLX's ring took
-# three ranks on two cores 17 to 38 ms, of two numbers as of 50,000, a message 1 to 3.
+# Arrays travel as messages where a ring has channels of our own and each rank gets at most so many bytes: a sum over
+# MLX's ring took three ranks on two cores 17 to 38 ms, of two numbers as of 50,000, a message 1 to 3. A sum that each
+# rank makes of all arrays takes more of a link than one that is made on its way.
 SMALL_BYTES = 2**20
+SMALL_SUM_BYTES = 2**19
 ALIGNED_BYTES = 8  # a GPU reads a number only at a multiple of its size
 
 
@@ -54,6 +56,9 @@ class Collectives:
         if self.size == 1:
             return array
         mx.eval(array)
+        if self._travels_as_message(array.nbytes, SMALL_SUM_BYTES) and array.dtype in (mx.float32, mx.int32):
+            self.traffic.bytes_sent += array.nbytes * (self.size - 1)
+            return _added(self.peer_bytes(_bytes_of(array), what), array)
         with self.deadline(what):
             total = mx.distributed.all_sum(array, group=self.group, stream=self.stream)
             mx.eval(total)
@@ -71,15 +76,25 @@ class Collectives:
             own = [arrays[i] for i in bucket]
             flat = packed(own)
             mx.eval(flat)
-            with self.deadline(what):
-                together = mx.distributed.all_gather(flat, group=self.group, stream=self.stream)
-                mx.eval(together)
-                if self.checks is not None:
-                    self.checks.note_gather(what, flat, together)
-            self.traffic.bytes_sent += flat.nbytes * (self.size - 1)
-            for rank, theirs in enumerate(together.reshape(self.size, -1)):
+            for rank, theirs in enumerate(self._gathered_bits(flat, what)):
                 gathered[rank] += unpacked(theirs, own)
         return gathered
+
+    def _gathered_bits(self, flat: mx.array, what: str) -> Iterable[mx.array]:
+        """Every rank's bits, uint8 [n], in rank order."""
+        self.traffic.bytes_sent += flat.nbytes * (self.size - 1)
+        if self._travels_as_message(flat.nbytes, SMALL_BYTES):
+            return [mx.array(np.frombuffer(theirs, np.uint8)) for theirs in self.peer_bytes(_bytes_of(flat), what)]
+        with self.deadline(what):
+            together = mx.distributed.all_gather(flat, group=self.group, stream=self.stream)
+            mx.eval(together)
+            if self.checks is not None:
+                self.checks.note_gather(what, flat, together)
+        return together.reshape(self.size, -1)
+
+    def _travels_as_message(self, size_bytes: int, most_bytes: int) -> bool:
+        """Whether arrays of so many bytes go over channels of our own."""
+        return self.checks is not None and size_bytes * (self.size - 1) <= most_bytes
 
     def sum_arrays(self, arrays: list[mx.array], what: str, dtype: mx.Dtype = mx.float32) -> list[mx.array]:
         """Each array's sum over all ranks, in `dtype`: it is added up in this type, hop by hop."""
@@ -108,7 +123,7 @@ class Collectives:
     def _of_rank_0(self, flat: mx.array) -> mx.array:
         """Rank 0's packed bytes, on every rank. They are as many everywhere."""
         if self.checks is not None and flat.nbytes <= SMALL_BYTES:
-            theirs = self.peer_bytes(np.array(flat).tobytes() if self.rank == 0 else b"", "rank 0's arrays")[0]
+            theirs = self.peer_bytes(_bytes_of(flat) if self.rank == 0 else b"", "rank 0's arrays")[0]
             return mx.array(np.frombuffer(theirs, np.uint8))
         # Bits, because a sum would lose NaN and -0.0; as int32, because not every backend sums uint8. The sum of
         # one number and zeros is that number in any order.
@@ -219,6 +234,21 @@ class Collectives:
     def _sum_lazily(self, x: mx.array) -> mx.array:
         self.traffic.bytes_sent += 2 * x.nbytes * (self.size - 1) // self.size
         return mx.distributed.all_sum(x, group=self.group, stream=self.stream)
+
+
+def _bytes_of(array: mx.array) -> bytes:
+    """An evaluated array's bits."""
+    return np.array(array, copy=False).tobytes()
+
+
+def _added(every: Sequence[bytes], like: mx.array) -> mx.array:
+    """The sum of every rank's bits, in rank order, so that all ranks get the same; of float32 or int32."""
+    kind = np.float32 if like.dtype == mx.float32 else np.int32
+    total = np.frombuffer(every[0], kind).copy()
+    with np.errstate(all="ignore"):  # a step may have numbers that are not finite
+        for theirs in every[1:]:
+            total += np.frombuffer(theirs, kind)
+    return mx.array(total).reshape(like.shape)
 
 
 def packed(arrays: Sequence[mx.array]) -> mx.array:

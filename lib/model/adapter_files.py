@@ -103,22 +103,32 @@ def _unpadded(arrays: Mapping[str, mx.array], config: Mapping[str, Any]) -> dict
     return own
 
 
-def write_arrays(path: Path, described: Described, arrays: Arrays, kind: str = "mlx") -> None:
+def write_arrays(
+    path: Path,
+    described: Described,
+    arrays: Arrays,
+    kind: str = "mlx",
+    told: Mapping[str, str] | None = None,
+    durable: bool = True,
+) -> None:
     """A safetensors file, whole or absent, written array by array: the whole is never in memory.
 
-    kind: `mlx`, or `pt` where others expect PyTorch's.
+    Args:
+        kind: `mlx`, or `pt` where others expect PyTorch's.
+        told: what else the file says.
+        durable: it is on the disk then, and outlasts a power cut.
 
     Raises:
         OSError: the disk is full or not writable.
     """
-    header: dict[str, object] = {"__metadata__": {"format": kind}}
+    header: dict[str, object] = {"__metadata__": {"format": kind, **(told or {})}}
     end = 0
     for name, (shape, dtype) in described.items():
         begin, end = end, end + math.prod(shape) * dtype.size
         header[name] = {"dtype": SAFETENSORS[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with files.replacing(path) as file:
+    with files.replacing(path, durable) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, array in arrays:
             file.write((array if isinstance(array, np.ndarray) else raw({name: array})[0][1]).data)

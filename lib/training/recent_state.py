@@ -17,20 +17,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
-from lib.distributed.gradients import Arrays
 from lib.errors import UserError
 from lib.model import adapter_files
 from lib.system.hardware import boot_id
 from lib.training.checkpoint import Progress, RankArrays
 from lib.training.find_checkpoint import progress_of
+from lib.training.finite import bits_are_finite
 from lib.training.training_run import TrainingRun
 
 FOLDER = "recent"
 KEPT = 2  # steps of each rank: ranks that end at different moments have one of them in common
 BYTES_PER_SECOND = 8e6  # written on average: a larger state is written after fewer steps, and takes 1 % of the time
+MOST_BYTES = 2**28  # checkpoints come about as often as larger states would
 FILE = re.compile(r"step-(\d{8,})-rank-(\d{3,})\.safetensors")
 
 
@@ -54,10 +54,11 @@ class RecentState:
 
     def __post_init__(self) -> None:
         world = self.run.world
-        self.is_off = bool(self.run.config.rollouts.rounds)  # a round may be undone, and has a checkpoint of its own
         own = str(sum(array.nbytes for kind in held_by(self.run).values() for array in kind.values()))
         largest = max(map(int, world.gather_text(own, "the size of every rank's state")))
         self.every_seconds = largest / BYTES_PER_SECOND
+        # A round may be undone, and has a checkpoint of its own.
+        self.is_off = largest > MOST_BYTES or bool(self.run.config.rollouts.rounds)
 
     def keep(self, elapsed_seconds: float) -> None:
         """Writes the state after a step, if it is time. elapsed_seconds: since the step before, as all ranks know it.
@@ -71,21 +72,17 @@ class RecentState:
             return
         self.unkept_seconds = 0.0
         run.count_wall_seconds()
-        folder, rank = run.folder / FOLDER, run.world.rank
-        path = folder / f"step-{progress.step:08d}-rank-{rank:03d}.safetensors"
-        unfinished = path.with_name(f".unfinished-{rank:03d}.safetensors")
         arrays = {f"{kind}/{name}": array for kind, held in held_by(run).items() for name, array in held.items()}
+        described = dict(sorted(adapter_files.described(arrays).items()))
+        bits = adapter_files.raw(arrays)
+        if not bits_are_finite((described[name][1], each) for name, each in bits):
+            return
         told = {"boot": boot_id(), "layout": layout_of(run), "progress": json.dumps(asdict(progress))}
-        try:
-            folder.mkdir(exist_ok=True)
-            unfinished.unlink(missing_ok=True)  # MLX follows links
-            mx.save_safetensors(str(unfinished), arrays, told)
-            unfinished.replace(path)
-            for older in _files_of(folder, rank)[KEPT:]:
+        path = run.folder / FOLDER / f"step-{progress.step:08d}-rank-{run.world.rank:03d}.safetensors"
+        with contextlib.suppress(OSError):  # a full disk: the next checkpoint says so
+            adapter_files.write_arrays(path, described, bits, told=told, durable=False)
+            for older in _files_of(path.parent, run.world.rank)[KEPT:]:
                 older.unlink()
-        except (OSError, RuntimeError):  # a full disk: the next checkpoint says so
-            with contextlib.suppress(OSError):
-                unfinished.unlink(missing_ok=True)
 
 
 def held_by(run: TrainingRun) -> RankArrays:
@@ -190,12 +187,6 @@ def _whole_ones(run: TrainingRun) -> list[Recent]:
                 trees[kind][rest] = array
             fits = all(adapter_files.described(trees[kind]) == wanted[kind] for kind in ("weights", "reference"))
             is_of_this_run = progress.data_digest == run.progress.data_digest and told["boot"] == boot_id() != ""
-            if fits and is_of_this_run and told["layout"] == layout_of(run) and _are_finite(trees):
+            if fits and is_of_this_run and told["layout"] == layout_of(run):
                 found.append(Recent(progress, trees))
     return found
-
-
-def _are_finite(trees: Mapping[str, Arrays]) -> bool:
-    """Whether all numbers are; reads them."""
-    floats = [array for held in trees.values() for array in held.values() if mx.issubdtype(array.dtype, mx.floating)]
-    return all(bool(np.isfinite(np.array(array.astype(mx.float32), copy=False)).all()) for array in floats)
