@@ -65,7 +65,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     """One run, from its configuration to the finished adapter."""
-    from lib.dashboard import run_report
     from lib.evaluate.evaluator import Evaluator
     from lib.rollouts import rounds
     from lib.training import reference_model, report, summary
@@ -105,6 +104,8 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     if (figures := loop.finish()) is not None:
         if config.run.pages:
+            from lib.dashboard import run_report
+
             run_report.write(run.folder)
         summary.show_end(run.say, run.folder, figures)
     run.close()

@@ -22,9 +22,9 @@ that is NaN once (`nan`), a time of day that jumps by up to a day (`clock`, a pr
 
 At a run's end the logs of all disks have to show every example exactly once an epoch, and every loss and the weights have
 to be those of one process that trained without faults (of independent ranks only the examples: who is away changes what is
-merged). Goodput is the seconds in steps that live on, of the mean rank (of independent ones, of the host that has most),
-over all seconds from the first step to the last fault's end; evaluations, checkpoints and steps that are undone are no
-such seconds. A host is wrongly called dead where a line of the launcher's blames one that no fault was made on, or any
+merged). Goodput is the seconds of work that lives on (steps, evaluations, merges with the wait for them) over all seconds
+from the first step to the last fault's end; checkpoints, steps that are undone and all that a restart takes are no such
+seconds. They are those of the mean rank; of independent ones, of the host that has most. A host is wrongly called dead where a line of the launcher's blames one that no fault was made on, or any
 during a fault that should not end a rank. The last line is one JSON object.
 """
 
@@ -302,7 +302,7 @@ def run_strategy(
         scene.wait(lambda: all(map(scene.rank, scene.hosts)), HANG_SECONDS, 0.05)
         lasted = time.monotonic() - first_step
         interrupt(scene)
-    useful = useful_seconds(strategy, steps_of(scene.logs()))
+    useful = useful_seconds(strategy, scene.logs())
     an_epoch = -(-setup.rows // setup.batch_size(strategy))
     steps = an_epoch * (scene.newest_step() // an_epoch + 1)
     if strategy == "independent":  # a rank's log counts its own steps
@@ -424,17 +424,28 @@ def checkpoints(scene: Scene) -> list[dict[str, Any]]:
     return found
 
 
-def useful_seconds(strategy: str, steps: Steps) -> float:
-    """Seconds in steps that live on: of the mean rank of each, or of the independent host that has most.
+def useful_seconds(strategy: str, logs: Sequence[Path]) -> float:
+    """Seconds of work that lives on: of the mean rank of each step, or of the independent host that has most.
 
     Not of the slowest of each: a rank that is ahead waits in its own next step, which then counts twice.
     """
-    if strategy != "independent":
-        return sum(statistics.fmean(record["step_seconds"] for record in records) for records in steps.values())
-    hosts: dict[str, float] = {}
-    for record in itertools.chain.from_iterable(steps.values()):
-        hosts[record["host"]] = hosts.get(record["host"], 0.0) + record["step_seconds"]
-    return max(hosts.values(), default=0.0)
+    records = list(itertools.chain.from_iterable(map(read_records, logs)))
+    if strategy == "independent":
+        hosts: dict[str, float] = {}
+        for record in records:
+            hosts[record["host"]] = hosts.get(record["host"], 0.0) + work_seconds(record)
+        return max(hosts.values(), default=0.0)
+    together: dict[tuple[str, int], list[float]] = {}  # of every rank's record of one piece of work
+    for record in records:
+        if seconds := work_seconds(record):
+            together.setdefault((record["kind"], record["step"]), []).append(seconds)
+    return sum(map(statistics.fmean, together.values()))
+
+
+def work_seconds(record: dict[str, Any]) -> float:
+    """What a record says of the time that training itself took."""
+    names = {"step": ["step_seconds"], "evaluation": ["evaluation_seconds"], "merge": ["seconds", "waited_seconds"]}
+    return sum(record[name] for name in names.get(record["kind"], ()))
 
 
 def examples(steps: Steps, rows_an_epoch: int, is_divided: bool) -> tuple[int, int]:

@@ -160,7 +160,8 @@ def test_mlxs_ring_of_three_comes_up_whoever_is_late(tmp_path: Path) -> None:
         "mx.distributed.init = lambda *a, **k: (calls.append(time.monotonic()), init(*a, **k))[1]\n"
         "began = time.monotonic()\n"
         "world = worlds.start(mpi_and_blas.launch_environment(), 30)\n"
-        "print(world.all_sum(mx.array(2**world.rank), 'the sum').item(), began, calls[0])"
+        "own = mx.full(2**19, 2**world.rank)  # smaller ones are messages\n"
+        "print(world.all_sum(own, 'the sum')[0].item(), began, calls[0])"
     )
     started = []
     for rank in (2, 1, 0):

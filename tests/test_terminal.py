@@ -138,7 +138,7 @@ def test_the_progress_line_keeps_what_matters(total: int) -> None:
 
 def result(loss: float) -> StepResult:
     means: dict[str, float | None] = {"loss": loss, "reward_accuracy": 1.0, "reward_margin": -0.123, "kl": 0.1}
-    return StepResult(means, 1.0, 1e-4, False, 0.5, 64, 9, 9, 9, 0, [0.4], 0.1, 0.0, 10**9, 0, 0.5, 1)
+    return StepResult(means, 1.0, 1e-4, False, 0.5, 64, 9, 9, 9, 0, [0.4], 0.1, 0.0, 10**9, 0, 0.5, 0, 1)
 
 
 def test_signs_that_an_output_cannot_write_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

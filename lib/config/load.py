@@ -183,12 +183,20 @@ def _require_text(value: Any, key: str, where: str) -> None:
         raise UserError(f"{where}: {key} holds a NUL or half a surrogate pair, which is no text; take it out")
 
 
+@functools.lru_cache(maxsize=4)
+def _parsed(text: str) -> tuple[yaml.Node | None, Any]:
+    """The nodes of a YAML text, and their values; a run's own settings are asked for several times.
+
+    Raises:
+        yaml.YAMLError: it is not valid.
+    """
+    return yaml.compose(text, Loader=PlainLoader), yaml.load(text, Loader=PlainLoader)
+
+
 def _read_yaml(path: Path) -> tuple[Tree, dict[str, str]]:
     """The file's tree, and for each dotted key its `file:line`."""
     try:
-        text = read_file.read_text(path, "config file", LARGEST_FILE)
-        node = yaml.compose(text, Loader=PlainLoader)
-        tree = yaml.load(text, Loader=PlainLoader)
+        node, tree = _parsed(read_file.read_text(path, "config file", LARGEST_FILE))
     except FileNotFoundError:
         raise UserError(
             f"config file {path} does not exist (looked from {Path.cwd()}, which should be the project's folder); "
@@ -218,7 +226,7 @@ def _read_yaml(path: Path) -> tuple[Tree, dict[str, str]]:
                 walk(value, f"{dotted}.")
 
     walk(node, "")
-    return tree, origins
+    return copy.deepcopy(tree), origins
 
 
 def _parse_value(key: str, text: str) -> Any:

@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,11 +23,9 @@ from lib.distributed.checked_sums import CheckedSums
 from lib.system.network import host_name
 
 BUCKET_BYTES = 256 * 2**20  # a collective's largest buffer: full-model gradients are not copied whole
-# Arrays travel as messages where a ring has channels of our own and each rank gets at most so many bytes: a sum over
-# MLX's ring took three ranks on two cores 17 to 38 ms, of two numbers as of 50,000, a message 1 to 3. A sum that each
-# rank makes of all arrays takes more of a link than one that is made on its way.
+# Arrays of at most so many bytes travel as messages where a ring has channels of our own: a sum over MLX's ring took
+# three ranks on two cores 17 to 38 ms, of two numbers as of 50,000, a message 1 to 3.
 SMALL_BYTES = 2**20
-SMALL_SUM_BYTES = 2**19
 ALIGNED_BYTES = 8  # a GPU reads a number only at a multiple of its size
 
 
@@ -38,13 +36,17 @@ class Traffic:
     bytes_sent: int = 0
 
 
+def no_group() -> Any:
+    """Of a world of one."""
+
+
 @dataclass(frozen=True)
 class Collectives:
-    """What ranks do with arrays together; `group` is None in a world of one, `checks` where the backend has none."""
+    """What ranks do with arrays together; `group` is MLX's, `checks` None where the backend has none."""
 
     rank: int = 0
     size: int = 1
-    group: Any = None
+    group: Callable[[], Any] = field(default=no_group, compare=False)
     stream: Any = None
     timeout_seconds: float = 600.0
     backend: str = ""
@@ -56,15 +58,16 @@ class Collectives:
         if self.size == 1:
             return array
         mx.eval(array)
-        if self._travels_as_message(array.nbytes, SMALL_SUM_BYTES) and array.dtype in (mx.float32, mx.int32):
-            self.traffic.bytes_sent += array.nbytes * (self.size - 1)
-            return _added(self.peer_bytes(_bytes_of(array), what), array)
+        self.traffic.bytes_sent += 2 * array.nbytes * (self.size - 1) // self.size
+        if self.checks is not None and array.nbytes <= SMALL_BYTES and array.dtype in (mx.float32, mx.int32):
+            self.finish_messages(what)
+            with self.deadline(what):
+                return mx.array(self.checks.peers.sum(np.array(array).reshape(-1))).reshape(array.shape)
         with self.deadline(what):
-            total = mx.distributed.all_sum(array, group=self.group, stream=self.stream)
+            total = mx.distributed.all_sum(array, group=self.group(), stream=self.stream)
             mx.eval(total)
             if self.checks is not None:
                 self.checks.note_sum(what, array, total)
-        self.traffic.bytes_sent += 2 * array.nbytes * (self.size - 1) // self.size
         return total
 
     def gather_arrays(self, arrays: list[mx.array], what: str) -> list[list[mx.array]]:
@@ -83,18 +86,14 @@ class Collectives:
     def _gathered_bits(self, flat: mx.array, what: str) -> Iterable[mx.array]:
         """Every rank's bits, uint8 [n], in rank order."""
         self.traffic.bytes_sent += flat.nbytes * (self.size - 1)
-        if self._travels_as_message(flat.nbytes, SMALL_BYTES):
+        if self.checks is not None and flat.nbytes <= SMALL_BYTES:
             return [mx.array(np.frombuffer(theirs, np.uint8)) for theirs in self.peer_bytes(_bytes_of(flat), what)]
         with self.deadline(what):
-            together = mx.distributed.all_gather(flat, group=self.group, stream=self.stream)
+            together = mx.distributed.all_gather(flat, group=self.group(), stream=self.stream)
             mx.eval(together)
             if self.checks is not None:
                 self.checks.note_gather(what, flat, together)
         return together.reshape(self.size, -1)
-
-    def _travels_as_message(self, size_bytes: int, most_bytes: int) -> bool:
-        """Whether arrays of so many bytes go over channels of our own."""
-        return self.checks is not None and size_bytes * (self.size - 1) <= most_bytes
 
     def sum_arrays(self, arrays: list[mx.array], what: str, dtype: mx.Dtype = mx.float32) -> list[mx.array]:
         """Each array's sum over all ranks, in `dtype`: it is added up in this type, hop by hop."""
@@ -154,21 +153,21 @@ class Collectives:
     def send(self, array: mx.array, rank: int, stream: Any) -> mx.array:
         """An evaluated array, once another rank has it; nothing is sent before this is evaluated."""
         self.traffic.bytes_sent += array.nbytes
-        return mx.distributed.send(array, rank, group=self.group, stream=stream)
+        return mx.distributed.send(array, rank, group=self.group(), stream=stream)
 
     def receive(self, shape: Sequence[int], dtype: mx.Dtype, rank: int, stream: Any) -> mx.array:
         """What another rank sends next, once this is evaluated."""
-        return mx.distributed.recv(shape, dtype, rank, group=self.group, stream=stream)
+        return mx.distributed.recv(shape, dtype, rank, group=self.group(), stream=stream)
 
     def split(self, color: int) -> Collectives:
         """The ranks that give the same color, in their order. All ranks call it."""
         with self.deadline("all ranks to form groups"):
-            group = self.group.split(color)
-        return replace(self, rank=group.rank(), size=group.size(), group=group)
+            group = self.group().split(color)
+        return replace(self, rank=group.rank(), size=group.size(), group=lambda: group)
 
     def gather_lazily(self, array: mx.array) -> mx.array:
         """Every rank's array, one after the other along the first axis, once this is evaluated."""
-        return mx.distributed.all_gather(array, group=self.group, stream=self.stream)
+        return mx.distributed.all_gather(array, group=self.group(), stream=self.stream)
 
     @contextlib.contextmanager
     def deadline(self, what: str, times: int = 1) -> Iterator[None]:
@@ -233,22 +232,12 @@ class Collectives:
 
     def _sum_lazily(self, x: mx.array) -> mx.array:
         self.traffic.bytes_sent += 2 * x.nbytes * (self.size - 1) // self.size
-        return mx.distributed.all_sum(x, group=self.group, stream=self.stream)
+        return mx.distributed.all_sum(x, group=self.group(), stream=self.stream)
 
 
 def _bytes_of(array: mx.array) -> bytes:
     """An evaluated array's bits."""
     return np.array(array, copy=False).tobytes()
-
-
-def _added(every: Sequence[bytes], like: mx.array) -> mx.array:
-    """The sum of every rank's bits, in rank order, so that all ranks get the same; of float32 or int32."""
-    kind = np.float32 if like.dtype == mx.float32 else np.int32
-    total = np.frombuffer(every[0], kind).copy()
-    with np.errstate(all="ignore"):  # a step may have numbers that are not finite
-        for theirs in every[1:]:
-            total += np.frombuffer(theirs, kind)
-    return mx.array(total).reshape(like.shape)
 
 
 def packed(arrays: Sequence[mx.array]) -> mx.array:

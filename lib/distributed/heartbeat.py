@@ -18,7 +18,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
 from lib.system import network
@@ -26,6 +27,8 @@ from lib.system import network
 ADDRESS = "TANDEM_AGENT"
 FOLDER = "TANDEM_AGENT_FOLDER"
 SECONDS = 0.5
+CALL_SECONDS = 0.3  # for the system of a neighbour's host to answer a call, while nothing comes from there
+AGAIN_SECONDS = 0.1  # between two such calls
 
 
 class Reached(TypedDict):
@@ -33,6 +36,14 @@ class Reached(TypedDict):
 
     step: int
     resume_ids: list[str]  # of every resume before it: a checkpoint without them is of a history that was left
+
+
+class Heard(TypedDict):
+    """What this host's system knows of another host's, whatever the processes do."""
+
+    seconds: float  # since anything came from there
+    round_trip_seconds: float  # a bound: network.Contact
+    calls: int  # that it has not answered in a row, where it answered others before
 
 
 class Facts(TypedDict, total=False):
@@ -53,6 +64,18 @@ class Facts(TypedDict, total=False):
     ended: bool  # by itself: nobody killed it
     diverged: str  # why it ends, where another start would end the same
     newer: Reached  # what this disk alone has: it ends, since the first host's disk would undo it
+    heard: dict[int, Heard]  # of neighbours in a ring, by rank
+
+
+@dataclass
+class _Neighbour:
+    """A rank before or after this one in a ring."""
+
+    rank: int
+    connections: list[socket.socket]  # copies
+    address: tuple[str, int]  # where it has listened
+    answers: bool  # whether its system answers a call there: else some firewall passes over what nobody listens to
+    missed: int = 0  # calls in a row
 
 
 NO_PASS: Facts = {"passing": None, "passing_since": 0.0, "passes": 1}
@@ -60,6 +83,7 @@ NO_PASS: Facts = {"passing": None, "passing_since": 0.0, "passes": 1}
 _facts: Facts = {}
 _ended = threading.Event()
 _changed = threading.Event()
+_neighbours: list[_Neighbour] = []
 
 
 def agent_folder() -> str:
@@ -102,6 +126,20 @@ def tell(**facts: Unpack[Facts]) -> None:
         _changed.set()
 
 
+def watch(neighbours: Mapping[int, tuple[Sequence[socket.socket], tuple[str, int]]]) -> None:
+    """From now on beats say whether the systems of these ranks' hosts answer.
+
+    A host whose processes get no core, or whose words to the launcher are held up on a slow link, answers here; one
+    whose ports a firewall closed answers the launcher alone.
+
+    neighbours: connections to each rank, and an address where it has listened.
+    """
+    if _facts:
+        answering = network.answering([address for _, address in neighbours.values()], CALL_SECONDS)
+        for rank, (connections, address) in neighbours.items():
+            _neighbours.append(_Neighbour(rank, [one.dup() for one in connections], address, address in answering))
+
+
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
     """Says that this rank waits for others while the block runs."""
@@ -126,18 +164,35 @@ def passing(what: str, passes: int = 1) -> Iterator[None]:
             _facts.update(NO_PASS)
 
 
+def _heard() -> dict[int, Heard]:
+    """What is known of all neighbours; where one is waited for and nothing comes, its system is called."""
+    known = [(one, contact) for one in _neighbours if (contact := network.contact(one.connections)) is not None]
+    is_waiting = _facts["waiting"] is not None
+    called = [one for one, contact in known if is_waiting and one.answers and contact.silent_seconds > SECONDS]
+    answering = network.answering([one.address for one in called], CALL_SECONDS) if called else set()
+    heard: dict[int, Heard] = {}
+    for one, contact in known:
+        has_answered = one in called and one.address in answering
+        one.missed = one.missed + 1 if one in called and not has_answered else 0
+        silent = 0.0 if has_answered else contact.silent_seconds
+        heard[one.rank] = Heard(seconds=silent, round_trip_seconds=contact.round_trip_seconds, calls=one.missed)
+    return heard
+
+
 def _beat(listener: socket.socket) -> None:
+    heard: dict[int, Heard] = {}
     try:
         with listener:
             listener.sendall(b'{"kind": "beat"}\n')
             while True:
                 facts, now = _facts.copy(), time.monotonic()
                 seconds = {"seconds": now - facts.pop("since"), "passing_seconds": now - facts.pop("passing_since")}
-                listener.sendall(json.dumps({**facts, **seconds}).encode() + b"\n")
+                listener.sendall(json.dumps({**facts, **seconds, "heard": heard}).encode() + b"\n")
                 if _ended.is_set():
                     return
-                _changed.wait(SECONDS)
+                _changed.wait(AGAIN_SECONDS if any(known["calls"] for known in heard.values()) else SECONDS)
                 _changed.clear()
+                heard = _heard()
     except OSError:  # the agent is gone
         if not _ended.is_set():
             os._exit(1)

@@ -27,7 +27,7 @@ ATTEMPTS = 3  # a port that is free may be somebody's a moment later
 # In a process of its own: MLX holds Python's lock while it waits for this. It ends with its input.
 CONNECT = """
 import select, socket, sys
-made, wanted = [], [int(word) for word in sys.argv[1:]]
+made, wanted = [], [int(word) for word in sys.stdin.readline().split()]
 while not select.select([sys.stdin], [], [], 0.005 if wanted else None)[0]:
     for port in list(wanted):
         try:
@@ -36,6 +36,21 @@ while not select.select([sys.stdin], [], [], 0.005 if wanted else None)[0]:
         except OSError:
             pass
 """
+
+
+_ready: list[subprocess.Popen[bytes]] = []  # helpers that are there before they are needed
+
+
+def prepare() -> None:
+    """Has the next ring opened sooner, by a tenth of a second on a busy machine."""
+    if not _ready:
+        _ready.append(_helper())
+
+
+def _helper() -> subprocess.Popen[bytes]:
+    """A process that connects to the ports that it is given, and holds these connections until its input ends."""
+    words = [sys.executable, "-I", "-S", "-c", CONNECT]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
 
 def opened(
@@ -60,8 +75,10 @@ def opened(
             file = stack.enter_context(tempfile.NamedTemporaryFile("w", prefix="tandem-ring-"))
             file.write(json.dumps(nodes))
             file.flush()
-            words = [sys.executable, "-I", "-S", "-c", CONNECT, *map(str, left)]
-            stack.enter_context(subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL))
+            helper = stack.enter_context(_ready.pop() if _ready else _helper())
+            assert helper.stdin is not None
+            helper.stdin.write(" ".join(map(str, left)).encode() + b"\n")
+            helper.stdin.flush()
             try:
                 with _environment({ADDRESSES: file.name, RANK: str(rank)}):
                     ring = init()

@@ -44,6 +44,19 @@ class Neighbours:
     after: list[socket.socket]
     messages: PeerMessages
 
+    def connections(self, nodes: Sequence[Sequence[Address]]) -> dict[int, tuple[list[socket.socket], Address]]:
+        """All of them by the rank at the other end, which is one in a ring of two, and where that has listened."""
+        rank, size = self.messages.rank, self.messages.size
+        found: dict[int, tuple[list[socket.socket], Address]] = {}
+        for other, channel, others in (
+            ((rank - 1) % size, self.messages.before, self.before),
+            ((rank + 1) % size, self.messages.after, self.after),
+        ):
+            # By the address at this very connection: in a ring of cables the rank before is reached at no other.
+            address = channel.connection.getpeername()[0], nodes[other][0][1]
+            found.setdefault(other, ([], address))[0].extend([channel.connection, *others])
+        return found
+
 
 def meet(rank: int, nodes: Sequence[Sequence[Address]], secret: bytes) -> Neighbours:
     """Returns when every rank of the ring has called this function; its caller bounds the wait.

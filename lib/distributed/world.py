@@ -9,7 +9,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from lib.distributed import heartbeat, ring_sockets, ring_start
 from lib.distributed.checked_sums import CheckedSums, different
-from lib.distributed.collectives import Collectives, buckets
+from lib.distributed.collectives import Collectives, buckets, no_group
 from lib.distributed.run_secret import run_secret
 from lib.errors import AgreedError, Stopped, UserError, shown
 from lib.model.partition import Holders, Part
@@ -50,7 +50,7 @@ class World(Collectives):
 
     def alone(self) -> World:
         """A world of this rank by itself, for work that no other takes part in."""
-        return replace(self, rank=0, size=1, group=None, checks=None)
+        return replace(self, rank=0, size=1, checks=None)
 
     def gather_text(self, text: str, what: str = "a message from every rank") -> list[str]:
         """Every rank's text, cut at 1,024 bytes, in rank order."""
@@ -296,23 +296,37 @@ def start(launch: Launch, timeout_seconds: float = 600.0) -> World:
     if launch.size == 1:
         return World(timeout_seconds=timeout_seconds)
     stream = mx.gpu if launch.backend == "nccl" else mx.cpu
-    world = World(launch.rank, launch.size, None, stream, timeout_seconds, launch.backend or "")
-    init = functools.partial(mx.distributed.init, backend=launch.backend, strict=True)
+    world = World(launch.rank, launch.size, no_group, stream, timeout_seconds, launch.backend or "")
+    init = functools.partial(
+        _group, launch, functools.partial(mx.distributed.init, strict=True, backend=launch.backend)
+    )
     with world.deadline(f"all {launch.size} ranks to join over {launch.backend}"):
         if launch.backend == "ring":
             secret = run_secret() or ring_start.NO_SECRET
-            met = ring_start.meet(launch.rank, _ring_addresses(), secret)
-            group = ring_sockets.opened(launch.rank, launch.size, met.before, met.after, init)
-            world = replace(world, checks=CheckedSums(met.messages, secret))
-        else:
-            group = init()
+            addresses = _ring_addresses()
+            met = ring_start.meet(launch.rank, addresses, secret)
+            heartbeat.watch(met.connections(addresses))
+            ring = functools.partial(ring_sockets.opened, launch.rank, launch.size, met.before, met.after, init)
+            # Not before it is needed: it takes a while, and small arrays travel as messages.
+            return replace(world, group=functools.cache(ring), checks=CheckedSums(met.messages, secret))
+        group = init()
+        return replace(world, group=lambda: group)
+
+
+def _group(launch: Launch, init: Callable[[], Any]) -> Any:
+    """MLX's group, as the launcher described it.
+
+    Raises:
+        RuntimeError: it has another size or rank.
+    """
+    group = init()
     if group.size() != launch.size or group.rank() != launch.rank:
         raise RuntimeError(
             f"the launcher started rank {launch.rank} of {launch.size}, but MLX's {launch.backend} backend sees "
             f"rank {group.rank()} of {group.size()}; is the MPI that launched this the one in MLX_MPI_LIBNAME "
             f"({os.environ.get('MLX_MPI_LIBNAME', 'unset')})?"
         )
-    return replace(world, group=group)
+    return group
 
 
 def _ring_addresses() -> list[list[tuple[str, int]]]:

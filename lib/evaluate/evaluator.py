@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -31,6 +32,7 @@ class Evaluator:
         run, valid, questions = self.run, self.run.inputs.valid, self.run.inputs.questions
         values: Metrics = {}
         texts: list[str] = []
+        began = time.perf_counter()
         with run.say.doing("evaluating"):
             if valid is not None:
                 policy = policy_logps(run.model, valid, run.config, world, shares)
@@ -40,7 +42,8 @@ class Evaluator:
                 values["exact_match"] = answers.exact_match(questions, texts, run.config)
         self.texts[run.progress.step] = texts
         if values:
-            run.tracker.record("evaluation", step=run.own_step, **values)
+            seconds = time.perf_counter() - began
+            run.tracker.record("evaluation", step=run.own_step, evaluation_seconds=seconds, **values)
             run.say.held_out(run.progress.step, run.steps, values)
         return values
 

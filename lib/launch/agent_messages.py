@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from lib.distributed.heartbeat import Reached
+from lib.distributed.heartbeat import Heard, Reached
 
 PING_SECONDS = 1.0  # between two signs of life of the launcher
 LINE_BYTES = 2**24  # of one message; a longer line is none
@@ -74,6 +74,7 @@ class Beat(TypedDict, total=False):
     gradient_checkpointing: bool
     diverged: str
     newer: Reached
+    heard: dict[str, Heard]  # by rank of a neighbour
 
 
 def encoded(kind: str, **fields: Any) -> bytes:

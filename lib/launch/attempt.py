@@ -30,6 +30,10 @@ SETTLE_SECONDS = 0.5  # after a death, for the others to report why they end
 END_ANSWER_SECONDS = 1.0  # for an agent to report that its ranks have ended, beyond what it may take to end them
 PREPARE_SECONDS = 60.0  # for a process to import and read everything
 PREPARE_AFTER_SECONDS = 1.0  # the ranks that are about to train come first
+CUT_TIMES = (
+    2.5  # the limit of silence: between hosts that both answer; a link of 1 Mbit/s loses much of what it is sent
+)
+CUT_SECONDS = 0.3  # for all hosts to say of which others they hear nothing
 PROBE_AGAIN_TIMES = 5.0  # the limit of silence, between two looks whether hosts reach each other, during one wait
 LEAST_SILENCE_SECONDS = 5.0  # --silent-seconds may be less; an agent and a straggler get this long
 
@@ -104,6 +108,7 @@ class Attempt:
         self.preparing: list[asyncio.Future[None]] = []  # of standbys
         self.probing: asyncio.Future[tuple[Host, ...] | None] | None = None  # which hosts reach each other
         self.probed = 0.0  # when that is over, by time.monotonic()
+        self.cut_seen: float | None = None  # since when a host knows of a cut, by time.monotonic()
         self.reached: tuple[Host, ...] | None = None
 
     async def go(self, interrupts: asyncio.Queue[int]) -> Outcome:
@@ -237,6 +242,8 @@ class Attempt:
         """
         world, limit = self.world, self.job.silent_seconds
         now = time.monotonic()
+        if (cut := self._seen_cut(now)) is not None:
+            return cut
         waited = rank_faults.common_wait_seconds(now, list(world.ranks.values()))
         if len(self.hosts_to_start) < 2 or self.job.backend != "ring" or waited <= limit / 2:
             self.probing = None
@@ -252,6 +259,20 @@ class Attempt:
             cut_off = [name for name in world.hosts if name not in {host.name for host in reached}]
             return rank_faults.cut_between(list(world.hosts), cut_off, waited)
         return endless if self.probing is None or self.probing.done() else None
+
+    def _seen_cut(self, now: float) -> Fault | None:
+        """What the systems of the ranks' hosts know of a cut between them, once all of them have had time to say so."""
+        ranks, names = list(self.world.ranks.values()), list(self.world.hosts)
+        links = rank_faults.cut_links(now, ranks, CUT_TIMES * self.job.silent_seconds)
+        if not links or any(host.addresses for host in self.job.hosts):  # in a ring of cables each has its own
+            self.cut_seen = None
+            return None
+        self.cut_seen = self.cut_seen or now
+        if now - self.cut_seen < CUT_SECONDS:
+            return None
+        without = rank_faults.cut_off(names, links)
+        self.reached = tuple(host for host in self.job.hosts if host.name not in without)
+        return rank_faults.cut_between(names, without, CUT_TIMES * self.job.silent_seconds)
 
     async def _prepare(self, link: Link, host: Host, run: str) -> None:
         await asyncio.sleep(PREPARE_AFTER_SECONDS)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lib.distributed.heartbeat import Reached
 from lib.launch import patience
@@ -24,7 +25,16 @@ CAUSES = (
         "what else uses that GPU",
     ),
 )
+MISSED_CALLS = 2  # in a row: one may be lost
 FAILED = re.compile(rf"^error: .*?({mlx_failures.FAILED}.*?)(?:; go on with .*)?$", re.MULTILINE)
+
+
+class Sign(NamedTuple):
+    """What the system of a rank's host knows of a neighbour's host, as of the rank's last beat."""
+
+    at: float  # when anything came from there
+    round_trip_seconds: float  # within which an answer comes nearly always
+    missed_calls: int  # since then, in a row
 
 
 @dataclass
@@ -33,6 +43,7 @@ class HostState:
 
     name: str
     last_message: float  # when its agent last sent one, in seconds of the launcher's clock
+    last_sign: float = 0.0  # when another host's system last got anything from it, where one says so
     closed: bool = False  # the connection ended
     usual_lateness: float = 0.0  # of its messages, in seconds
     load: float = 1.0  # processes that want each of its cores
@@ -59,6 +70,7 @@ class RankState:
     memory: str | None = None  # what shows that it ran out of memory
     diverged: str | None = None  # why no further update can be made, whoever takes it
     newer: Reached | None = None  # what its disk has beyond the first host's, where the run may not go back behind it
+    heard: Mapping[int, Sign] = field(default_factory=dict)  # what its host knows of those of its neighbours, by rank
 
 
 @dataclass(frozen=True)
@@ -110,7 +122,7 @@ def diagnose(
                 f"the connection to {host.name} ended (rank {', '.join(mine)}): it is off, or its sshd was stopped"
             )
             return Fault("lost", message, (host.name,))
-        if now - host.last_message > patience.silence_limit(silent_seconds, host.usual_lateness):
+        if _is_silent(now, host, silent_seconds):
             message = (
                 f"{host.name} (rank {', '.join(mine)}) has said nothing for {now - host.last_message:.1f} s: "
                 "it sleeps, is off, or is cut off"
@@ -149,11 +161,51 @@ def holders_of_newer(ranks: Sequence[RankState]) -> tuple[str, ...]:
 
 def late_hosts(now: float, hosts: Mapping[str, HostState], limit_seconds: float) -> list[str]:
     """The hosts that are connected, and have said nothing for longer than a limit and their usual lateness."""
-    return [
-        host.name
-        for host in hosts.values()
-        if not host.closed and now - host.last_message > patience.silence_limit(limit_seconds, host.usual_lateness)
+    return [host.name for host in hosts.values() if not host.closed and _is_silent(now, host, limit_seconds)]
+
+
+def _is_silent(now: float, host: HostState, limit_seconds: float) -> bool:
+    """Whether neither a host's agent nor its system has given a sign of life within a limit and its usual lateness.
+
+    What its system gives does not count for ever: its agent may be stopped, and nobody ends its ranks.
+    """
+    limit = patience.silence_limit(limit_seconds, host.usual_lateness)
+    silent = now - host.last_message
+    return silent > limit and (now - host.last_sign > limit or silent > patience.MOST_TIMES * limit_seconds)
+
+
+def cut_links(now: float, ranks: Sequence[RankState], limit_seconds: float) -> set[frozenset[str]]:
+    """The pairs of hosts of which one's system has called the other's in vain, and heard nothing for so long.
+
+    Where both answer the launcher, a firewall or a cable is between them. No process has to have a core for it. On a
+    slow link calls wait behind what ranks send: the limit grows by the longest round trip of either host.
+    """
+    hosts = {rank.rank: rank.host for rank in ranks}
+    known = [
+        (rank.host, hosts[other], sign)
+        for rank in ranks
+        for other, sign in rank.heard.items()
+        if rank.status is None and hosts.get(other, rank.host) != rank.host
     ]
+    slow: dict[str, float] = {}
+    for one, other, sign in known:
+        for host in (one, other):
+            slow[host] = max(slow.get(host, 0.0), sign.round_trip_seconds)
+    return {
+        frozenset((one, other))
+        for one, other, sign in known
+        if sign.missed_calls >= MISSED_CALLS and now - sign.at > limit_seconds + max(slow[one], slow[other])
+    }
+
+
+def cut_off(hosts: Sequence[str], links: Collection[frozenset[str]]) -> list[str]:
+    """The hosts without which no link that is cut is left: first those with most of them; of equals the last."""
+    left, without = set(links), []
+    while left:
+        worst = max(reversed(hosts), key=lambda host: sum(host in link for link in left))
+        without.append(worst)
+        left = {link for link in left if worst not in link}
+    return without
 
 
 def _mpirun_alone(now: float, ranks: Sequence[RankState], limit_seconds: float) -> Fault | None:

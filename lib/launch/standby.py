@@ -43,7 +43,8 @@ def main() -> None:
     from lib.distributed import sharded_model  # noqa: F401
     from lib.evaluate import evaluator  # noqa: F401
     from lib.plan import first_plan  # noqa: F401
-    from lib.training import loop, preload, reference_model, report, resume, step_retries  # noqa: F401
+    from lib.rollouts import rounds  # noqa: F401
+    from lib.training import kernels, loop, preload, reference_model, report, resume, step_retries, summary  # noqa: F401
 
     words = expected["command"]
     if words and Path(words[0]).resolve() == ROOT / "train.py":

@@ -68,6 +68,10 @@ class WorldState:
         for name, host in self.hosts.items():
             host.last_message = self.punctuality[name].last
             host.usual_lateness = self.punctuality[name].usual_lateness(now)
+        for rank in self.ranks.values():
+            for other, heard in rank.heard.items():
+                if other in self.ranks and (host := self.hosts[self.ranks[other].host]).name != rank.host:
+                    host.last_sign = max(host.last_sign, heard.at)
         limits = self.job.silent_seconds, self.job.wedged_seconds
         return rank_faults.diagnose(now, self.hosts, list(self.ranks.values()), *limits)
 
@@ -182,6 +186,10 @@ class WorldState:
         seen.beats = True
         seen.waiting, seen.waiting_since = beat["waiting"], now - beat["seconds"]
         seen.passing, seen.passing_since, seen.passes = beat["passing"], now - beat["passing_seconds"], beat["passes"]
+        seen.heard = {
+            int(rank): rank_faults.Sign(now - heard["seconds"], heard["round_trip_seconds"], heard["calls"])
+            for rank, heard in beat.get("heard", {}).items()
+        }
         seen.diverged, seen.newer, seen.checkpoint = beat.get("diverged"), beat.get("newer"), beat.get("checkpoint")
         if beat["rank"] == 0:
             self.run, self.checkpoint = beat.get("run"), beat.get("checkpoint")

@@ -54,6 +54,20 @@ def write_atomically(path: Path, content: bytes | str, durable: bool = True) -> 
         file.write(content.encode("utf-8") if isinstance(content, str) else content)
 
 
+def write_changed(path: Path, text: str) -> None:
+    """The same, unless the file has this text already: then there is nothing to wait for.
+
+    Raises:
+        OSError: as `write_atomically`.
+    """
+    encoded = text.encode()
+    with contextlib.suppress(OSError):
+        is_file = path.is_file() and not path.is_symlink()
+        if is_file and path.stat().st_size == len(encoded) and path.read_bytes() == encoded:
+            return
+    write_atomically(path, encoded)
+
+
 @contextlib.contextmanager
 def replacing(path: Path, durable: bool = True) -> Iterator[IO[bytes]]:
     """A file to write; when the block ends it takes the place of `path`, and not at all where the block raises.

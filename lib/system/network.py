@@ -6,18 +6,21 @@ Only the standard library is imported: the agent, which has to be there in a ten
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import ipaddress
 import json
 import os
 import re
+import selectors
 import socket
 import stat
 import struct
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import TypedDict
+from typing import NamedTuple, TypedDict, cast
 
 from lib.system import os_commands
 
@@ -26,8 +29,9 @@ IPV6_PREFIX = 64  # of a network whose addresses one customer has all of
 ID_DIGITS = 4  # of a machine's id, behind a name that two machines have
 
 
-# Places in Linux's struct tcp_info (linux/tcp.h): tcpi_rtt in microseconds, tcpi_total_retrans.
-ROUND_TRIP, RETRANSMITS, INFO_BYTES = 68, 100, 104
+# Places in Linux's struct tcp_info (linux/tcp.h): tcpi_rtt and tcpi_rttvar in microseconds, tcpi_total_retrans; and for
+# how many milliseconds nothing came: tcpi_last_data_recv, tcpi_last_ack_recv.
+LAST_DATA, LAST_ACKNOWLEDGEMENT, ROUND_TRIP, DEVIATION, RETRANSMITS, INFO_BYTES = 52, 56, 68, 72, 100, 104
 
 
 # ---- Names
@@ -143,10 +147,59 @@ def connections() -> list[Connection]:
                 if copy.family not in (socket.AF_INET, socket.AF_INET6) or copy.type != socket.SOCK_STREAM:
                     continue
                 peer = copy.getpeername()[0]
-                info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_BYTES)
-            trip, retransmits = (struct.unpack_from("=I", info, place)[0] for place in (ROUND_TRIP, RETRANSMITS))
+                trip, retransmits = _tcp_info(copy, ROUND_TRIP, RETRANSMITS)
             connected.append({"peer": peer, "round_trip_seconds": trip / 1e6, "retransmits": retransmits})
     return sorted(connected, key=lambda one: one["peer"])
+
+
+def _tcp_info(connection: socket.socket, *places: int) -> list[int]:
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_BYTES)
+    return [struct.unpack_from("=I", info, place)[0] for place in places]
+
+
+class Contact(NamedTuple):
+    """What this system knows of another one, whatever their processes do."""
+
+    silent_seconds: float  # since any packet came from there
+    round_trip_seconds: float  # within which an answer comes nearly always: the mean and four times the deviation
+
+
+def contact(connections: Iterable[socket.socket]) -> Contact | None:
+    """By all TCP connections to it, on Linux; None elsewhere, and where all are closed.
+
+    The bound of a round trip is RFC 6298's for the first try again, section 2.
+    """
+    silent, round_trips = [], []
+    for connection in connections if hasattr(socket, "TCP_INFO") else ():
+        with contextlib.suppress(OSError):
+            *waits, trip, deviation = _tcp_info(connection, LAST_DATA, LAST_ACKNOWLEDGEMENT, ROUND_TRIP, DEVIATION)
+            silent.append(min(waits) / 1e3)
+            round_trips.append((trip + 4 * deviation) / 1e6)
+    return Contact(min(silent), max(round_trips)) if silent else None
+
+
+def answering(addresses: Collection[tuple[str, int]], seconds: float) -> set[tuple[str, int]]:
+    """Those whose system answers a call, be it that nothing listens there; some firewalls pass over such calls.
+
+    A call of its own, since a connection on which packets were lost may wait for seconds until it tries again.
+    """
+    answered = set()
+    with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
+        for address in addresses:
+            call = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            call.setblocking(False)
+            if call.connect_ex(address) in (0, errno.ECONNREFUSED):
+                answered.add(address)
+            else:
+                selector.register(call, selectors.EVENT_WRITE, address)
+        deadline = time.monotonic() + seconds
+        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                call = cast(socket.socket, key.fileobj)
+                selector.unregister(call)
+                if call.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in (0, errno.ECONNREFUSED):
+                    answered.add(key.data)
+    return answered
 
 
 def network_of(address: str) -> str:

@@ -112,6 +112,7 @@ class Record(PlanRecord, total=False):
     reward_margin: FiniteFloat | None
     exact_match: FiniteFloat | None
     held_out_score: FiniteFloat | None
+    evaluation_seconds: FiniteFloat
     # round: of the rank, its seconds; the rest is the same on all
     round: int
     staleness: int  # rounds that were learnt between the drawing of the answers and the training on them

@@ -175,8 +175,8 @@ def open_run(
             if resumed_steps is not None:
                 _require_no_more_made(folder / "checkpoints", config, resumed_steps)
             sweep(folder)
-            files.write_atomically(folder / "plan.json", json.dumps(plan, indent=2) + "\n")
-            files.write_atomically(folder / "config.yaml", dump(config))  # last: where it is, there is a run to resume
+            files.write_changed(folder / "plan.json", json.dumps(plan, indent=2) + "\n")
+            files.write_changed(folder / "config.yaml", dump(config))  # last: where it is, there is a run to resume
             on_failure.pop_all()
             return lock
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -68,7 +69,7 @@ def progress_of(text: str, step: int) -> Progress:
             another step.
     """
     try:
-        progress = TypeAdapter(Progress).validate_json(text)
+        progress = _of_progress().validate_json(text)
     except ValidationError as error:
         fault = error.errors()[0]
         where = ".".join(map(str, fault["loc"]))
@@ -79,6 +80,11 @@ def progress_of(text: str, step: int) -> Progress:
     if not _is_sound(counts):
         raise UserError(f"{STATE} has a count that is negative or not finite")
     return progress
+
+
+@functools.cache
+def _of_progress() -> TypeAdapter[Progress]:
+    return TypeAdapter(Progress)
 
 
 def _is_sound(value: Any) -> bool:

@@ -215,7 +215,7 @@ class TrainingLoop:
                 if moved is not None and is_saved:
                     self.learner = move_blocks(run, self.learner, moved)
                     cut_watch.moved()
-                recent.keep(result.elapsed_seconds)
+                recent.keep(result)
 
     def _train_independently(self, local_sgd: LocalSGD, show: Show) -> None:
         run, progress = self.run, self.run.progress

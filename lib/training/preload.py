@@ -30,8 +30,9 @@ from lib.data.streaming import StreamedDataset, is_streamed, open_held_out, open
 from lib.data.template_facts import facts_of
 from lib.data.text_tokens import Tokenizer
 from lib.data.tokenize import Encoder, Vocabulary, limits_of
+from lib.distributed import ring_sockets
 from lib.errors import UserError
-from lib.model import adapters, load
+from lib.model import adapters, load, token_stream
 from lib.system import hardware, model_folder, provenance
 from lib.training import judge_checks, losses
 from lib.training.known_tokens import vocabulary
@@ -59,6 +60,8 @@ class Ahead:
     state: str
     inputs: Inputs | None
     policy: nn.Module | None
+    tried: nn.Module | None = None  # the policy, also once it was handed on
+    why_not: str | None = None  # what cannot_share_prompts says of it
 
 
 _ahead: Ahead | None = None
@@ -95,6 +98,13 @@ def policy(config: Config, lazy: bool) -> nn.Module:
     return model
 
 
+def cannot_share_prompts(model: nn.Module) -> str | None:
+    """What the function of that name in lib/model/token_stream.py says; it was tried ahead, or is tried now."""
+    if _ahead is not None and _ahead.tried is model:
+        return _ahead.why_not
+    return token_stream.cannot_share_prompts(model)
+
+
 def read(words: Sequence[str]) -> None:
     """Reads ahead for the run that these words of train.py's would start.
 
@@ -119,7 +129,9 @@ def read(words: Sequence[str]) -> None:
             model = None
     load.fingerprint(config.model, config.train.seed)
     load.reference_fingerprint(config.model, config.train.seed)
-    _ahead = Ahead(state, data, model)
+    _ahead = Ahead(state, data, model, model, None if model is None else token_stream.cannot_share_prompts(model))
+    if config.strategy in ("sharded", "pipelined"):
+        ring_sockets.prepare()
 
 
 def is_small(weights_bytes: int, free_bytes: int) -> bool:

@@ -25,24 +25,31 @@ from lib.system.hardware import boot_id
 from lib.training.checkpoint import Progress, RankArrays
 from lib.training.find_checkpoint import progress_of
 from lib.training.finite import bits_are_finite
+from lib.training.step import StepResult
 from lib.training.training_run import TrainingRun
 
 FOLDER = "recent"
 KEPT = 2  # steps of each rank: ranks that end at different moments have one of them in common
 BYTES_PER_SECOND = 8e6  # written on average: a larger state is written after fewer steps, and takes 1 % of the time
 MOST_BYTES = 2**28  # checkpoints come about as often as larger states would
-FILE = re.compile(r"step-(\d{8,})-rank-(\d{3,})\.safetensors")
+FILE = re.compile(r"(step|settled)-(\d{8,})-rank-(\d{3,})\.safetensors")
 
 
 @dataclass(frozen=True)
 class Recent:
     """The state of one rank after a step, as its file has it.
 
-    arrays: not read yet; by what they are and name.
+    Args:
+        arrays: not read yet; by what they are and name.
+        rank: whose it is, among ranks on `hosts`.
+        is_settled: whether all of them had the step in their logs for sure: this rank went on to a later one.
     """
 
     progress: Progress
     arrays: RankArrays
+    rank: int
+    hosts: list[str]
+    is_settled: bool
 
 
 @dataclass
@@ -60,24 +67,24 @@ class RecentState:
         # A round may be undone, and has a checkpoint of its own.
         self.is_off = largest > MOST_BYTES or bool(self.run.config.rollouts.rounds)
 
-    def keep(self, elapsed_seconds: float) -> None:
-        """Writes the state after a step, if it is time. elapsed_seconds: since the step before, as all ranks know it.
+    def keep(self, result: StepResult) -> None:
+        """Writes the state after a step, if it is time: all ranks know when, by the step's figures.
 
-        A state whose records wait for room on the disk is left out, and one that is about to be computed again.
+        A step is left out whose update was, and one before which a rank's records waited for room on its disk.
         """
         run, progress = self.run, self.run.progress
-        self.unkept_seconds += elapsed_seconds
-        is_due = self.unkept_seconds >= self.every_seconds and not self.is_off
-        if not is_due or progress.skipped_in_row or run.tracker.has_unwritten:
+        self.unkept_seconds += result.elapsed_seconds
+        if self.is_off or self.unkept_seconds < self.every_seconds or progress.skipped_in_row or result.unwritten:
             return
         self.unkept_seconds = 0.0
         run.count_wall_seconds()
         arrays = {f"{kind}/{name}": array for kind, held in held_by(run).items() for name, array in held.items()}
         described = dict(sorted(adapter_files.described(arrays).items()))
         bits = adapter_files.raw(arrays)
-        if not bits_are_finite((described[name][1], each) for name, each in bits):
+        if run.tracker.has_unwritten or not bits_are_finite((described[name][1], each) for name, each in bits):
             return
-        told = {"boot": boot_id(), "layout": layout_of(run), "progress": json.dumps(asdict(progress))}
+        told = {"boot": boot_id(), "layout": layout_of(run), "hosts": json.dumps(run.hosts)}
+        told["progress"] = json.dumps(asdict(progress))
         path = run.folder / FOLDER / f"step-{progress.step:08d}-rank-{run.world.rank:03d}.safetensors"
         with contextlib.suppress(OSError):  # a full disk: the next checkpoint says so
             adapter_files.write_arrays(path, described, bits, told=told, durable=False)
@@ -94,24 +101,29 @@ def held_by(run: TrainingRun) -> RankArrays:
 
 
 def layout_of(run: TrainingRun) -> str:
-    """What has to be the same for a rank's file to be of use to it: how many ranks there are, and what each holds."""
+    """What has to be the same for a rank's file to be of use to it: how the model is divided."""
     plan = run.schedule.at(run.progress.step + 1)
     division = asdict(plan.division) if plan.division else None
-    return json.dumps([plan.strategy, run.world.size, plan.blocks, division])
+    return json.dumps([plan.strategy, plan.blocks, division])
 
 
 def found_by_all(run: TrainingRun) -> tuple[dict[int, Recent], dict[int, list[str]]]:
     """This rank's states by step; and of those from which all ranks can go on, the resumes before each.
 
-    All ranks call it. Of replicas rank 0's will do: the others take its.
+    All ranks call it. Who has the state of a step has the step in its log. So all go on from a step of which each has a
+    state, if they are all that there were. Of replicas any one's will do, if it is settled: a rank that is gone may
+    have been ended before it wrote the step down.
     """
-    needs_all = run.world.divides_model or run.config.sync.compression != "none"
-    recents = _whole_ones(run) if needs_all or run.world.rank == 0 else []
-    mine = {recent.progress.step: recent for recent in recents}
-    known = json.dumps([[step, recent.progress.resume_ids] for step, recent in mine.items()])
-    texts = run.world.gather_long_text(known, "every rank's recent states")
-    every = [dict(json.loads(text)) for text in texts]
-    return mine, in_common(every if needs_all else every[:1])
+    world, found = run.world, _whole_ones(run)
+    own = {one.progress.step: one for one in found if one.rank == world.rank and one.hosts == run.hosts}
+    known = [[step, one.progress.resume_ids] for step, one in own.items()]
+    texts = world.gather_long_text(json.dumps(known), "every rank's recent states")
+    common = in_common([dict(json.loads(text)) for text in texts])
+    if world.divides_model or run.config.sync.compression != "none":
+        return own, common
+    settled = {one.progress.step: one for one in found if one.is_settled} if world.rank == 0 else {}
+    told = world.broadcast_text(json.dumps([[step, one.progress.resume_ids] for step, one in settled.items()]))
+    return settled | own, dict(json.loads(told)) | common
 
 
 def in_common(every: Sequence[Mapping[int, list[str]]]) -> dict[int, list[str]]:
@@ -151,42 +163,53 @@ def restore(run: TrainingRun, mine: Recent | None) -> RankArrays:
     return {"feedback": feedback} if feedback else {}
 
 
-def forget(run: TrainingRun, kept_step: int | None = None) -> None:
-    """Removes this rank's states but one: they are of steps that are undone, or of a run that is over.
+def forget(run: TrainingRun, kept: Recent | None = None) -> None:
+    """Removes all states on this disk but those of one step: of steps that are undone, or of a run that is over.
 
-    The rank that keeps a disk removes those of ranks that are no more, too.
+    kept: what this rank goes on from, where it has that.
     """
-    for path in (run.folder / FOLDER).glob("*"):
-        named = FILE.fullmatch(path.name)
-        step, owner = (int(named[1]), int(named[2])) if named else (None, None)
-        is_mine = owner == run.world.rank or (run.lock is not None and (owner is None or owner >= run.world.size))
-        if is_mine and (step is None or step != kept_step):
+    folder, rank = run.folder / FOLDER, run.world.rank
+    if kept is not None:
+        name, step = f"rank-{rank:03d}.safetensors", kept.progress.step
+        for path in _files_of(folder, kept.rank):
+            if int(path.name.split("-")[1]) == step:
+                path.replace(folder / f"settled-{step:08d}-{name}")
+    if run.lock is None:
+        return
+    mine = [f"rank-{other:03d}.safetensors" for other, host in enumerate(run.hosts) if host == run.hosts[rank]]
+    kept_names = [f"{kind}-{kept.progress.step:08d}-{name}" for kind in ("step", "settled") for name in mine if kept]
+    for path in folder.glob("*"):
+        if path.name not in kept_names:
             path.unlink(missing_ok=True)
-    if kept_step is None:
+    if kept is None:
         with contextlib.suppress(OSError):
-            (run.folder / FOLDER).rmdir()
+            folder.rmdir()
 
 
-def _files_of(folder: Path, rank: int) -> list[Path]:
-    """A rank's states, newest first."""
-    found = [(int(named[1]), path) for path in folder.glob("step-*") if (named := FILE.fullmatch(path.name))]
-    return [path for _, path in sorted(found, reverse=True) if path.name.endswith(f"-rank-{rank:03d}.safetensors")]
+def _files_of(folder: Path, rank: int | None) -> list[Path]:
+    """The states of a rank, or of all, newest first."""
+    found = [(int(named[2]), path) for path in folder.glob("*") if (named := FILE.fullmatch(path.name))]
+    ending = "" if rank is None else f"-rank-{rank:03d}.safetensors"
+    return [path for _, path in sorted(found, reverse=True) if path.name.endswith(ending)]
 
 
 def _whole_ones(run: TrainingRun) -> list[Recent]:
-    """This rank's states that fit the run as it is now. A file that anybody changed or damaged is passed over."""
+    """The states on this disk that fit the run as it is now. A file that anybody changed or damaged is passed over."""
     wanted = {kind: adapter_files.described(held) for kind, held in held_by(run).items()}
-    found = []
-    for path in _files_of(run.folder / FOLDER, run.world.rank):
+    found: list[Recent] = []
+    for path in _files_of(run.folder / FOLDER, run.world.rank if run.world.divides_model else None):
         with contextlib.suppress(RuntimeError, ValueError, KeyError, TypeError, OSError, UserError):
+            kind, step, _, rank = path.name.removesuffix(".safetensors").split("-")
             arrays, told = mx.load(str(path), return_metadata=True)
-            progress = progress_of(told["progress"], int(path.name.split("-")[1]))
+            progress = progress_of(told["progress"], int(step))
             trees: RankArrays = {kind: {} for kind in wanted}
             for name, array in arrays.items():
-                kind, _, rest = name.partition("/")
-                trees[kind][rest] = array
+                of, _, rest = name.partition("/")
+                trees[of][rest] = array
             fits = all(adapter_files.described(trees[kind]) == wanted[kind] for kind in ("weights", "reference"))
             is_of_this_run = progress.data_digest == run.progress.data_digest and told["boot"] == boot_id() != ""
             if fits and is_of_this_run and told["layout"] == layout_of(run):
-                found.append(Recent(progress, trees))
+                later = [one for one in found if one.rank == int(rank)]
+                is_settled = kind == "settled" or any(one.progress.resume_ids == progress.resume_ids for one in later)
+                found.append(Recent(progress, trees, int(rank), json.loads(told["hosts"]), is_settled))
     return found

@@ -64,14 +64,16 @@ def resume_run(run: TrainingRun) -> None:
     chosen = choose(folder, world, run.hosts[world.rank] if run.lock is not None else None, recent)
     for warning in chosen.warnings:
         run.say.warning(warning)
+    kept: recent_state.Recent | None = None
     if chosen.recent_step is not None:
-        own = recent_state.restore(run, mine.get(chosen.recent_step))
+        kept = mine.get(chosen.recent_step)
+        own = recent_state.restore(run, kept)
     else:
         run.progress = restore_all(chosen.path, run.model, run.optimizer, run.progress, world)
         if run.reference is not None and chosen.path is not None:
             restore_reference(chosen.path, run.reference, world)
         own = load_part(folder, run.progress.step, world.rank) if chosen.with_parts else {}
-    recent_state.forget(run, chosen.recent_step)
+    recent_state.forget(run, kept)
     if "weights" in own:
         run.model.update(tree_unflatten(list(own["weights"].items())))
     if "optimizer" in own:

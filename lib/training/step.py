@@ -63,6 +63,7 @@ class StepResult:
     peak_memory_bytes: int
     bytes_sent: int
     elapsed_seconds: float  # rank 0's, from the step before to this one: the same number on every rank
+    unwritten: int  # ranks of which records of earlier steps wait for room on the disk
     traces: int  # distinct batch shapes so far: each is compiled once
     sent_error: float | None = None  # of compressed activations: what was left out, relative to their norm
 
@@ -216,6 +217,7 @@ class TrainStep:
     rewards: list[float] = field(default_factory=lambda: [0.0, 0.0])  # bco: sum and count of all so far
     shapes: set[object] = field(default_factory=set)  # of the batches so far
     last_started: float = field(default_factory=time.perf_counter)
+    has_unwritten: bool = False  # records of earlier steps, told to all
 
     def __call__(self, index: int, steps: int, batches: Iterable[MicroBatch], watching: Watching = iter) -> StepResult:
         """One step. index: its number from 0, of `steps` in the run. `batches` may raise OutOfMemory, too.
@@ -247,7 +249,7 @@ class TrainStep:
         sync_seconds = time.perf_counter() - started - compute_seconds
         values = totals.tolist()
         sums, by_rank = dict(zip(SUMS, values, strict=False)), values[len(SUMS) :]
-        ranks_seconds, ranks_bytes = by_rank[: self.world.size], by_rank[self.world.size : -2]
+        ranks_seconds, ranks_bytes = by_rank[: self.world.size], by_rank[self.world.size : -3]
         _raise_failures(failure, ranks_bytes)
         # Made of sums that are the same bits on every rank, so all ranks skip or none does.
         skipped = not (math.isfinite(sums["loss"]) and math.isfinite(norm.item()))
@@ -265,7 +267,7 @@ class TrainStep:
             grad_norm=norm.item(),
             learning_rate=rate,
             skipped=skipped,
-            tokens=int(values[-2]),
+            tokens=int(values[-3]),
             rank_tokens=own.tokens,
             padded_tokens=own.padded_tokens,
             rank=self.world.rank,
@@ -275,6 +277,7 @@ class TrainStep:
             peak_memory_bytes=mx.get_peak_memory(),
             bytes_sent=self.world.traffic.bytes_sent - bytes_before,
             elapsed_seconds=values[-1],
+            unwritten=int(values[-2]),
             traces=len(self.shapes),
         )
 
@@ -349,13 +352,14 @@ class TrainStep:
         """Gradients summed over the ranks; a float32 vector; and what compression left out of the gradients.
 
         The vector holds SUMS, every rank's compute seconds, every rank's bytes where its memory ran out, the tokens of
-        all ranks, and rank 0's elapsed seconds. Each rank has elements of its own in it: after the sum all ranks know
-        who waited for whom, and who ran out of memory.
+        all ranks, how many of them have unwritten records, and rank 0's elapsed seconds. Each rank has elements of its
+        own in it: after the sum all ranks know who waited for whom, and who ran out of memory.
         """
         size, rank = self.world.size, self.world.rank
         seconds, failed_bytes = [0.0] * size, [0.0] * size
         seconds[rank], failed_bytes[rank] = compute_seconds, float(own.failed_bytes)
-        vector = mx.concatenate([own.sums, mx.array([*seconds, *failed_bytes, float(own.tokens), elapsed_seconds])])
+        alone = float(own.tokens), float(self.has_unwritten), elapsed_seconds
+        vector = mx.concatenate([own.sums, mx.array([*seconds, *failed_bytes, *alone])])
         return exchange.sum_gradients(self.world, gradients, vector, self.sync, self.feedback)
 
     def take(self, gradients: Tree, norm: mx.array, rate: float) -> None:
