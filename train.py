@@ -11,6 +11,7 @@ mpirun -n 2 python train.py 'plan.shares=[24,8]'           the same file on two 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import sys
 import time
 from pathlib import Path
@@ -103,10 +104,8 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     # ---- Finish: the adapter where mlx-lm finds it, the figures, the curves ------------------------------------------
 
     if (figures := loop.finish()) is not None:
-        if config.run.pages:
-            from lib.dashboard import run_report
-
-            run_report.write(run.folder)
+        if config.run.pages:  # not imported before: what draws them takes a while
+            importlib.import_module("lib.dashboard.run_report").write(run.folder)
         summary.show_end(run.say, run.folder, figures)
     run.close()
 

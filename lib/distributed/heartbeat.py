@@ -165,10 +165,9 @@ def passing(what: str, passes: int = 1) -> Iterator[None]:
 
 
 def _heard() -> dict[int, Heard]:
-    """What is known of all neighbours; where one is waited for and nothing comes, its system is called."""
+    """What is known of all neighbours; where nothing comes from one, be it that it computes, its system is called."""
     known = [(one, contact) for one in _neighbours if (contact := network.contact(one.connections)) is not None]
-    is_waiting = _facts["waiting"] is not None
-    called = [one for one, contact in known if is_waiting and one.answers and contact.silent_seconds > SECONDS]
+    called = [one for one, contact in known if one.answers and contact.silent_seconds > SECONDS]
     answering = network.answering([one.address for one in called], CALL_SECONDS) if called else set()
     heard: dict[int, Heard] = {}
     for one, contact in known:
