@@ -95,7 +95,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
         loop = rounds.train(run, evaluator)
     else:
         loop = TrainingLoop.over(run, references.data, evaluator)
-        if run.progress.step == 0:
+        if run.is_new:
             loop.evaluate_before()
             evaluator.show_before()
         loop.train()

@@ -198,6 +198,11 @@ class CheckpointWriter:
         self._written: list[tuple[int, Path]] = []
         self._faults: list[tuple[int, str]] = []
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a checkpoint is not whole yet."""
+        return self._thread is not None and self._thread.is_alive()
+
     def is_due(self, elapsed_seconds: float) -> bool:
         """Counts a step, and tells whether it and one more would exceed what a fault may undo."""
         self.unsaved_seconds += elapsed_seconds

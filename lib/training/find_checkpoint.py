@@ -56,17 +56,19 @@ def read_progress(path: Path) -> Progress:
     """How far a checkpoint is, by its state.json, which anybody may have changed: the manifest proves no author.
 
     Raises:
-        UserError: as `progress_of`.
+        UserError: as `progress_of`, or it is of another step.
     """
-    return progress_of(read_text(path / STATE, "checkpoint", STATE_BYTES), step_of(path))
+    progress = progress_of(read_text(path / STATE, "checkpoint", STATE_BYTES))
+    if progress.step != step_of(path):
+        raise UserError(f"{STATE} is of step {progress.step}")
+    return progress
 
 
-def progress_of(text: str, step: int) -> Progress:
+def progress_of(text: str) -> Progress:
     """What a state.json says.
 
     Raises:
-        UserError: a field is missing, unknown or of another type, a number is negative or not finite, or it is of
-            another step.
+        UserError: a field is missing, unknown or of another type, or a number is negative or not finite.
     """
     try:
         progress = _of_progress().validate_json(text)
@@ -74,8 +76,6 @@ def progress_of(text: str, step: int) -> Progress:
         fault = error.errors()[0]
         where = ".".join(map(str, fault["loc"]))
         raise UserError(f"{STATE}: {where + ': ' if where else ''}{fault['msg']}") from None
-    if progress.step != step:
-        raise UserError(f"{STATE} is of step {progress.step}")
     counts = asdict(replace(progress, before={}, best_metrics={}, best_loss=None, schedule={}))
     if not _is_sound(counts):
         raise UserError(f"{STATE} has a count that is negative or not finite")

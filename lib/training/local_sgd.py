@@ -11,11 +11,12 @@ for (lib/plan/strategy.py).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
 import mlx.core as mx
@@ -44,11 +45,26 @@ SYNCHRONISE_AT = 0.75  # of the time that a round is expected to take: what is l
 PATIENCE = 0.25  # of sync.timeout_seconds: the longest that ranks go without synchronising
 
 
+@dataclass
+class Unfinished:
+    """What a rank has trained since the ranks synchronised last, as it may go on from there by itself.
+
+    digest: of the rows that it took, in their order. rewards_before: of all ranks, when the round began.
+    """
+
+    report: RankReport
+    digest: str
+    rewards_before: list[float]
+
+
 class LocalStep(Protocol):
     """Trains rows in one local step."""
 
     def __call__(self, step: int, index: int, epoch: int, rows: np.ndarray, micro_batch_size: int) -> StepResult:
         """step: this rank's own; index: the global step that decides the learning rate; rows: int64 [n]."""
+
+
+Keep = Callable[[StepResult | None, Unfinished], None]  # (result of a local step; None: none was taken yet, state)
 
 
 class LocalSGD:
@@ -92,17 +108,20 @@ class LocalSGD:
         self.rewards_before = [0.0, 0.0]  # of all ranks, when the round began
         self.skipped_in_row = [0] * world.size  # every rank's, when they last synchronised
         self._warm = False
+        self.unfinished: Unfinished | None = None  # with which the next steps go on
 
     # ---- Training
 
     def train(
-        self, progress: Progress, local_step: LocalStep, checkpoint_every: int
+        self, progress: Progress, local_step: LocalStep, checkpoint_every: int, keep: Keep
     ) -> Iterator[tuple[MergeResult | None, bool]]:
         """Trains until the run's last step, and counts in `progress`.
 
         Yields whenever all ranks have synchronised: at a round's end the figures of the merge, and whether a checkpoint
         is due; inside a round None, where one is due. Only one from a round's end serves a world of another size, so it
         comes at the next such end, unless that is far.
+
+        keep: is called after local steps, from which a rank may go on by itself.
 
         Raises:
             Stopped, AgreedError: on all ranks, what one rank met.
@@ -116,7 +135,7 @@ class LocalSGD:
                 target = (saved // checkpoint_every + 1) * checkpoint_every
                 if self.round.last_step - target < checkpoint_every:
                     target = self.round.last_step
-                self._work_and_synchronise(progress, local_step, target)
+                self._work_and_synchronise(progress, local_step, target, keep)
                 if len(self.pending) and progress.step > saved and progress.step >= target - self.ranks.follows:
                     saved = max(progress.step, target)
                     yield None, True
@@ -194,11 +213,11 @@ class LocalSGD:
         )
         self.round = replace(opened, first_step=first_step, last_step=opened.last_step + before)
 
-    def _work_and_synchronise(self, progress: Progress, local_step: LocalStep, target: int) -> None:
+    def _work_and_synchronise(self, progress: Progress, local_step: LocalStep, target: int, keep: Keep) -> None:
         """Local steps until the ranks synchronise, and what they know then. target: the step of the next checkpoint."""
         began = time.perf_counter()
         queues, seconds = self._assign(target)
-        own = self._work(queues[self.world.rank], seconds, local_step, progress.rewards)
+        own = self._work(queues[self.world.rank], seconds, local_step, progress.rewards, keep)
         own.skipped_in_row = progress.skipped_in_row
         arrived = time.perf_counter()
         texts = self.world.gather_long_text(json.dumps(asdict(own)), "the other ranks to train their part of the round")
@@ -210,6 +229,7 @@ class LocalSGD:
         self.rewards = [report.rewards for report in reports]
         self.skipped_in_row = [report.skipped_in_row for report in reports]
         steps = [report.steps for report in reports]
+        assert all(count <= len(queue) for count, queue in zip(steps, queues, strict=True))
         pairs = [sum(len(chunk.indices) for chunk in queue[:count]) for queue, count in zip(queues, steps, strict=True)]
         self.pending = round_assignment.left_over(self.pending, queues, steps)
         self.trained = RoundWork(_sums(self.trained.pairs, pairs), _sums(self.trained.steps, steps))
@@ -263,13 +283,18 @@ class LocalSGD:
         seconds: float | None,
         local_step: LocalStep,
         rewards: list[float],
+        keep: Keep,
     ) -> RankReport:
         """This rank's local steps until `seconds` have passed. rewards: the steps add to them."""
         assert self.round is not None
         rank, batch_size = self.world.rank, self.config.train.global_batch_size
         report = RankReport(self.ranks.max_micro_batch_sizes[rank], self.own_round_end, rewards)
+        if self.unfinished is not None:
+            report, self.unfinished = replace(self.unfinished.report, rewards=rewards), None
+        digest = _digest_of(queue[: report.steps])
+        keep(None, Unfinished(report, digest.hexdigest(), self.rewards_before))
         began = time.perf_counter()
-        for chunk in queue:
+        for chunk in queue[report.steps :]:
             elapsed = time.perf_counter() - began
             if seconds is not None and report.steps and elapsed * (1 + 0.5 / report.steps) > seconds:
                 break
@@ -293,6 +318,9 @@ class LocalSGD:
                 report.timed_tokens += result.tokens
                 report.timed_seconds += time.perf_counter() - step_began
             self._warm = True
+            digest.update(chunk.indices.tobytes())
+            if chunk is not queue[-1]:  # after the last one of a round its merge is in the log
+                keep(result, Unfinished(report, digest.hexdigest(), self.rewards_before))
         return report
 
     def _position(self) -> tuple[int, Position]:
@@ -344,10 +372,15 @@ class LocalSGD:
             own |= {"weights": adapter_files.trainable(self.model), "optimizer": dict(tree_flatten(optimizer.state))}
         return own
 
-    def resume(self, progress: Progress, own: RankArrays) -> None:
+    def resume(self, progress: Progress, own: RankArrays, unfinished: Unfinished | None = None) -> bool:
         """Takes up what a checkpoint has; in a world of another size it is one from between two rounds.
 
         A synchronous run's is one, too: the ranks part where it stood.
+
+        unfinished: what this rank trained after it.
+
+        Returns:
+            Whether this rank would take the same rows once more, so that it goes on behind them.
         """
         if progress.step < self.steps and to_ranks(self.model, self.config.model):
             mx.eval(self.model.trainable_parameters())
@@ -355,8 +388,10 @@ class LocalSGD:
         state = progress.rounds
         self.local_steps = [progress.steps_of(rank) for rank in range(self.world.size)]
         self.former_steps = state.get("local_steps", [])[self.world.size :]
+        if state and len(state["shares"]) == self.world.size:
+            self.ranks.speeds = state["speeds"]
         if state and self.ranks.follows and len(state["shares"]) == self.world.size:
-            self.ranks.shares, self.ranks.speeds = state["shares"], state["speeds"]
+            self.ranks.shares = state["shares"]
             self.round_ends = state.get("round_ends", [])
             self._choose_length()
         limits = state.get("max_micro_batch_sizes", [])
@@ -379,6 +414,23 @@ class LocalSGD:
             self.rewards, self.rewards_before = state["rewards"], state["rewards_before"]
             progress.rewards = list(self.rewards[self.world.rank])
         progress.rounds = self.state()
+        self.unfinished = unfinished
+        if unfinished is None:
+            return True
+        if self.round is None:
+            self._open(progress.step, unfinished.rewards_before)
+            self.start = own["start"]
+        progress.rewards = list(unfinished.report.rewards)
+        own_queue = self._assign(self.steps)[0][self.world.rank]
+        return _digest_of(own_queue[: unfinished.report.steps]).hexdigest() == unfinished.digest
+
+
+def _digest_of(queue: Sequence[round_assignment.Chunk]) -> hashlib._Hash:
+    """Of the rows of these chunks, in their order."""
+    digest = hashlib.sha256()
+    for chunk in queue:
+        digest.update(chunk.indices.tobytes())
+    return digest
 
 
 def _sums(first: Sequence[int], second: Sequence[int]) -> list[int]:

@@ -229,7 +229,8 @@ class TrainingLoop:
 
         # Of the last merge, from which the next evaluation counts: a resume may be inside a round.
         evaluated = progress.step if local_sgd.round is None else local_sgd.round.first_step
-        for merged, checkpoint_due in local_sgd.train(progress, local_step, self.checkpoint_every):
+        keep = RecentState(run).keep
+        for merged, checkpoint_due in local_sgd.train(progress, local_step, self.checkpoint_every, keep):
             if merged is None:  # inside a round
                 self._evaluate_and_save(False, checkpoint_due)
                 continue

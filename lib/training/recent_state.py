@@ -10,11 +10,13 @@ with In-Memory Checkpoints", SOSP 2023, keeps such states in other machines' mem
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
@@ -25,11 +27,13 @@ from lib.system.hardware import boot_id
 from lib.training.checkpoint import Progress, RankArrays
 from lib.training.find_checkpoint import progress_of
 from lib.training.finite import bits_are_finite
+from lib.training.local_sgd import Unfinished
+from lib.training.rank_speeds import RankReport
 from lib.training.step import StepResult
 from lib.training.training_run import TrainingRun
 
 FOLDER = "recent"
-KEPT = 2  # steps of each rank: ranks that end at different moments have one of them in common
+KEPT = 2  # meetings of each rank: ranks that end at different moments have one of them in common
 BYTES_PER_SECOND = 8e6  # written on average: a larger state is written after fewer steps, and takes 1 % of the time
 MOST_BYTES = 2**28  # checkpoints come about as often as larger states would
 FILE = re.compile(r"(step|settled)-(\d{8,})-rank-(\d{3,})\.safetensors")
@@ -37,19 +41,44 @@ FILE = re.compile(r"(step|settled)-(\d{8,})-rank-(\d{3,})\.safetensors")
 
 @dataclass(frozen=True)
 class Recent:
-    """The state of one rank after a step, as its file has it.
+    """The state of one rank, as its file has it.
 
     Args:
+        progress: after the last step in which all ranks met; independent ranks have trained `unfinished` since then.
         arrays: not read yet; by what they are and name.
         rank: whose it is, among ranks on `hosts`.
         is_settled: whether all of them had the step in their logs for sure: this rank went on to a later one.
     """
 
+    path: Path
     progress: Progress
     arrays: RankArrays
     rank: int
     hosts: list[str]
     is_settled: bool
+    unfinished: Unfinished | None
+
+    @property
+    def meeting(self) -> Meeting:
+        """At which all ranks knew the same."""
+        return meeting_of(self.progress)
+
+
+class Meeting(NamedTuple):
+    """A moment at which all ranks knew the same: after a step, or where independent ones synchronised."""
+
+    place: int  # among all of a run
+    digest: str  # of what they knew
+    step: int
+    resume_ids: list[str]
+
+
+def meeting_of(progress: Progress) -> Meeting:
+    """The last one: of independent ranks by the steps that all had taken; a merge comes after them."""
+    rounds = progress.rounds
+    place = 2 * sum(rounds.get("local_steps", [])) + ("tail" not in rounds) if rounds else progress.step
+    digest = hashlib.sha256(json.dumps([progress.step, rounds]).encode()).hexdigest()[:16]
+    return Meeting(place, digest, progress.step, progress.resume_ids)
 
 
 @dataclass
@@ -58,6 +87,7 @@ class RecentState:
 
     run: TrainingRun
     unkept_seconds: float = 0.0
+    kept: dict[str, Path] = field(default_factory=dict)  # the newest of each meeting, by its digest, in their order
 
     def __post_init__(self) -> None:
         world = self.run.world
@@ -67,14 +97,21 @@ class RecentState:
         # A round may be undone, and has a checkpoint of its own.
         self.is_off = largest > MOST_BYTES or bool(self.run.config.rollouts.rounds)
 
-    def keep(self, result: StepResult) -> None:
-        """Writes the state after a step, if it is time: all ranks know when, by the step's figures.
+    def keep(self, result: StepResult | None, unfinished: Unfinished | None = None) -> None:
+        """Writes the state after a step, if it is time: ranks in step know when by figures that all have.
 
-        A step is left out whose update was, and one before which a rank's records waited for room on its disk.
+        A step is left out whose update was, and one before which a rank's records waited for room on its disk; also one
+        whose checkpoint, or that of a step before it, is not whole yet: what resumes makes it again.
+
+        Args:
+            result: None where independent ranks have met, and no step was taken since.
         """
         run, progress = self.run, self.run.progress
-        self.unkept_seconds += result.elapsed_seconds
-        if self.is_off or self.unkept_seconds < self.every_seconds or progress.skipped_in_row or result.unwritten:
+        if result is not None:
+            self.unkept_seconds += result.elapsed_seconds
+            if self.unkept_seconds < self.every_seconds or result.unwritten:
+                return
+        if self.is_off or progress.skipped_in_row or run.writer.is_busy:
             return
         self.unkept_seconds = 0.0
         run.count_wall_seconds()
@@ -85,11 +122,23 @@ class RecentState:
             return
         told = {"boot": boot_id(), "layout": layout_of(run), "hosts": json.dumps(run.hosts)}
         told["progress"] = json.dumps(asdict(progress))
-        path = run.folder / FOLDER / f"step-{progress.step:08d}-rank-{run.world.rank:03d}.safetensors"
+        told["unfinished"] = json.dumps(unfinished and asdict(unfinished))
+        step = run.own_step + (unfinished.report.steps if unfinished is not None else 0)
+        path = run.folder / FOLDER / f"step-{step:08d}-rank-{run.world.rank:03d}.safetensors"
         with contextlib.suppress(OSError):  # a full disk: the next checkpoint says so
             adapter_files.write_arrays(path, described, bits, told=told, durable=False)
-            for older in _files_of(path.parent, run.world.rank)[KEPT:]:
-                older.unlink()
+            self._keep_alone(path, meeting_of(progress).digest)
+
+    def _keep_alone(self, path: Path, digest: str) -> None:
+        """Removes the state before this one of its meeting, and those of meetings long ago."""
+        if (before := self.kept.pop(digest, path)) != path:
+            before.unlink(missing_ok=True)
+        self.kept[digest] = path
+        if len(self.kept) > KEPT:
+            self.kept.pop(next(iter(self.kept)))
+        others = [one for one in _files_of(path.parent, self.run.world.rank) if one not in self.kept.values()]
+        for older in others[KEPT - len(self.kept) :]:  # what the run went on from stays until there are others
+            older.unlink(missing_ok=True)
 
 
 def held_by(run: TrainingRun) -> RankArrays:
@@ -97,7 +146,10 @@ def held_by(run: TrainingRun) -> RankArrays:
     moving = run.reference.arrays if run.reference is not None else {}
     state = dict(tree_flatten(run.optimizer.state))
     held = {"weights": adapter_files.trainable(run.model), "optimizer": state, "reference": moving}
-    return {**held, "feedback": run.feedback}
+    if (local_sgd := run.local_sgd) is None:
+        return {**held, "feedback": run.feedback}
+    merger = local_sgd.merger
+    return {**held, "start": local_sgd.start, "momentum": merger.momentum, "feedback": merger.feedback}
 
 
 def layout_of(run: TrainingRun) -> str:
@@ -107,38 +159,43 @@ def layout_of(run: TrainingRun) -> str:
     return json.dumps([plan.strategy, plan.blocks, division])
 
 
-def found_by_all(run: TrainingRun) -> tuple[dict[int, Recent], dict[int, list[str]]]:
-    """This rank's states by step; and of those from which all ranks can go on, the resumes before each.
+def found_by_all(run: TrainingRun) -> tuple[dict[str, Recent], list[Meeting]]:
+    """This rank's states by their meetings' digests; and the meetings from which all ranks can go on, newest first.
 
     All ranks call it. Who has the state of a step has the step in its log. So all go on from a step of which each has a
     state, if they are all that there were. Of replicas any one's will do, if it is settled: a rank that is gone may
     have been ended before it wrote the step down.
     """
     world, found = run.world, _whole_ones(run)
-    own = {one.progress.step: one for one in found if one.rank == world.rank and one.hosts == run.hosts}
-    known = [[step, one.progress.resume_ids] for step, one in own.items()]
-    texts = world.gather_long_text(json.dumps(known), "every rank's recent states")
-    common = in_common([dict(json.loads(text)) for text in texts])
-    if world.divides_model or run.config.sync.compression != "none":
-        return own, common
-    settled = {one.progress.step: one for one in found if one.is_settled} if world.rank == 0 else {}
-    told = world.broadcast_text(json.dumps([[step, one.progress.resume_ids] for step, one in settled.items()]))
-    return settled | own, dict(json.loads(told)) | common
+    own: dict[str, Recent] = {}
+    for one in found:
+        if one.rank == world.rank and one.hosts == run.hosts:
+            own.setdefault(one.meeting.digest, one)
+    told = json.dumps([one.meeting for one in own.values()])
+    every = [[Meeting(*one) for one in json.loads(text)] for text in world.gather_long_text(told, "recent states")]
+    common = in_common(every)
+    if run.local_sgd is None and not world.divides_model and run.config.sync.compression == "none":
+        settled = {one.meeting.digest: one for one in found if one.is_settled} if world.rank == 0 else {}
+        told = world.broadcast_text(json.dumps([one.meeting for one in settled.values()]))
+        own, common = settled | own, common + [Meeting(*one) for one in json.loads(told)]
+    return own, sorted(common, reverse=True)
 
 
-def in_common(every: Sequence[Mapping[int, list[str]]]) -> dict[int, list[str]]:
-    """What is the same on all ranks. every: of each rank, the resumes before each of its states, by step."""
+def in_common(every: Sequence[Sequence[Meeting]]) -> list[Meeting]:
+    """The meetings that all ranks have. every: those of each rank."""
     first, *others = every
-    return {step: ids for step, ids in first.items() if all(theirs.get(step) == ids for theirs in others)}
+    return [one for one in first if all(one in theirs for theirs in others)]
 
 
-def newest(states: Mapping[int, Sequence[str]], step: int, resume_ids: Sequence[str]) -> int | None:
-    """The last of these states' steps that goes on from a checkpoint: after it, and of its history.
+def newest(meetings: Sequence[Meeting], before: Meeting | None, is_inside: bool) -> Meeting | None:
+    """The first of them that goes on from a checkpoint: after it, and of its history.
 
-    states: the resumes before each. step, resume_ids: of the checkpoint; -1 and none without one.
+    Args:
+        before: the checkpoint's; None without one.
+        is_inside: whether ranks have trained on since they met: then it is the checkpoint's own, too.
     """
-    after = (one for one, ids in states.items() if one > step and list(ids[: len(resume_ids)]) == list(resume_ids))
-    return max(after, default=None)
+    place, ids = (before.place, before.resume_ids) if before is not None else (-1, [])
+    return next((one for one in meetings if one.place + is_inside > place and one.resume_ids[: len(ids)] == ids), None)
 
 
 def restore(run: TrainingRun, mine: Recent | None) -> RankArrays:
@@ -152,34 +209,33 @@ def restore(run: TrainingRun, mine: Recent | None) -> RankArrays:
     run.progress = Progress(**json.loads(told))
     held = mine.arrays if mine is not None else {}
     whole = {kind: dict(held.get(kind, {})) for kind in ("weights", "optimizer", "reference")}
-    if not world.divides_model:
+    if not world.divides_model and run.local_sgd is None:
         whole = {kind: dict(world.scattered(arrays)) for kind, arrays in whole.items()}
     model.update(tree_unflatten(list(whole["weights"].items())) or {})
     run.optimizer.state = tree_unflatten(list(whole["optimizer"].items()))
     if run.reference is not None:
         run.reference.arrays = whole["reference"]
-    feedback = held.get("feedback", {})
-    mx.eval(model.trainable_parameters(), run.optimizer.state, whole["reference"], feedback)
-    return {"feedback": feedback} if feedback else {}
+    own = {kind: arrays for kind, arrays in held.items() if kind in ("start", "momentum", "feedback") and arrays}
+    mx.eval(model.trainable_parameters(), run.optimizer.state, whole["reference"], own)
+    return own
 
 
 def forget(run: TrainingRun, kept: Recent | None = None) -> None:
-    """Removes all states on this disk but those of one step: of steps that are undone, or of a run that is over.
+    """Removes this rank's states but one: they are of steps that are undone, or of a run that is over.
+
+    The rank that keeps a disk removes those there that are no rank's of its host, too.
 
     kept: what this rank goes on from, where it has that.
     """
     folder, rank = run.folder / FOLDER, run.world.rank
-    if kept is not None:
-        name, step = f"rank-{rank:03d}.safetensors", kept.progress.step
-        for path in _files_of(folder, kept.rank):
-            if int(path.name.split("-")[1]) == step:
-                path.replace(folder / f"settled-{step:08d}-{name}")
-    if run.lock is None:
-        return
-    mine = [f"rank-{other:03d}.safetensors" for other, host in enumerate(run.hosts) if host == run.hosts[rank]]
-    kept_names = [f"{kind}-{kept.progress.step:08d}-{name}" for kind in ("step", "settled") for name in mine if kept]
+    ending = f"-rank-{rank:03d}.safetensors"
+    settled = None
+    if kept is not None and kept.path.exists():
+        settled = kept.path.replace(folder / f"settled-{kept.path.name.split('-')[1]}{ending}")
+    others = [f"-rank-{other:03d}.safetensors" for other, host in enumerate(run.hosts) if host == run.hosts[rank]]
     for path in folder.glob("*"):
-        if path.name not in kept_names:
+        is_foreign = run.lock is not None and not path.name.endswith(tuple(others))
+        if path != settled and (path.name.endswith(ending) or is_foreign):
             path.unlink(missing_ok=True)
     if kept is None:
         with contextlib.suppress(OSError):
@@ -199,9 +255,11 @@ def _whole_ones(run: TrainingRun) -> list[Recent]:
     found: list[Recent] = []
     for path in _files_of(run.folder / FOLDER, run.world.rank if run.world.divides_model else None):
         with contextlib.suppress(RuntimeError, ValueError, KeyError, TypeError, OSError, UserError):
-            kind, step, _, rank = path.name.removesuffix(".safetensors").split("-")
+            kind, _, _, rank = path.name.removesuffix(".safetensors").split("-")
             arrays, told = mx.load(str(path), return_metadata=True)
-            progress = progress_of(told["progress"], int(step))
+            progress, unfinished = progress_of(told["progress"]), json.loads(told["unfinished"])
+            if unfinished is not None:
+                unfinished = Unfinished(**{**unfinished, "report": RankReport(**unfinished["report"])})
             trees: RankArrays = {kind: {} for kind in wanted}
             for name, array in arrays.items():
                 of, _, rest = name.partition("/")
@@ -211,5 +269,6 @@ def _whole_ones(run: TrainingRun) -> list[Recent]:
             if fits and is_of_this_run and told["layout"] == layout_of(run):
                 later = [one for one in found if one.rank == int(rank)]
                 is_settled = kind == "settled" or any(one.progress.resume_ids == progress.resume_ids for one in later)
-                found.append(Recent(progress, trees, int(rank), json.loads(told["hosts"]), is_settled))
+                hosts = json.loads(told["hosts"])
+                found.append(Recent(path, progress, trees, int(rank), hosts, is_settled, unfinished))
     return found

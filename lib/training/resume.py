@@ -36,6 +36,7 @@ from lib.training.checkpoint import (
     step_of,
 )
 from lib.training.find_checkpoint import fault_of, read_progress
+from lib.training.recent_state import Meeting, Recent
 from lib.training.run_folder import discard
 from lib.training.training_run import TrainingRun
 
@@ -46,9 +47,9 @@ RANK_LOG = re.compile(r"rank-[0-9]{3,6}\.jsonl")
 class Offer(TypedDict):
     """A checkpoint, or a state after it, as rank 0 offers it to all."""
 
-    path: str  # empty: of the state that every rank has kept of that step (lib/training/recent_state.py)
+    path: str  # empty: of a state that ranks have kept after one (lib/training/recent_state.py)
     step: int
-    parts: list[str]  # the hash of every rank's own part
+    parts: list[str]  # the hash of every rank's own part; of such a state its meeting's
     whole: bool  # whether the ranks had the same weights
     resume_ids: list[str]  # of the resumes before it
 
@@ -57,41 +58,58 @@ def resume_run(run: TrainingRun) -> None:
     """Takes a run to the last good checkpoint, or to a state after it, on every rank.
 
     Raises:
-        AgreedError: it does not fit the run as it is now.
+        AgreedError: a checkpoint does not fit the run as it is now.
     """
-    folder, world = run.folder / "checkpoints", run.world
-    mine, recent = recent_state.found_by_all(run)
-    chosen = choose(folder, world, run.hosts[world.rank] if run.lock is not None else None, recent)
+    world, found = run.world, recent_state.found_by_all(run)
+    chosen = _take_up(run, *found)
+    if chosen is None:  # another division of the work than before
+        chosen = _take_up(run, {}, [])
+        assert chosen is not None
     for warning in chosen.warnings:
         run.say.warning(warning)
-    kept: recent_state.Recent | None = None
-    if chosen.recent_step is not None:
-        kept = mine.get(chosen.recent_step)
+    if run.progress.schedule and not _restores(run):
+        run.say.line("hosts or settings are no longer those of the checkpoint: the work is divided anew")
+    if run.schedule.at(run.progress.step + 1).gradient_checkpointing and not run.plan.gradient_checkpointing:
+        backward_order.checkpoint_blocks(run.model)
+    taken = run.local_sgd.unfinished.report.steps if run.local_sgd and run.local_sgd.unfinished else 0
+    own_steps = [int(text) for text in world.gather_text(str(taken), "every rank's steps since all met")]
+    go_back(run.folder / "logs", run.progress, world, run.lock is not None, own_steps)
+    run.say.line(f"resuming {run.folder} after step {run.progress.step} of {run.steps}")
+
+
+def _take_up(run: TrainingRun, states: Mapping[str, Recent], meetings: Sequence[Meeting]) -> Choice | None:
+    """Takes a run to one of these states, or to a checkpoint; None where ranks cannot go on with what was unfinished.
+
+    Raises:
+        AgreedError: a checkpoint does not fit the run as it is now.
+    """
+    folder, world, local_sgd = run.folder / "checkpoints", run.world, run.local_sgd
+    disk_of = run.hosts[world.rank] if run.lock is not None else None
+    chosen = choose(folder, world, disk_of, meetings, is_inside=local_sgd is not None)
+    kept = states.get(chosen.recent) if chosen.recent is not None else None
+    if chosen.recent is not None:
         own = recent_state.restore(run, kept)
     else:
         run.progress = restore_all(chosen.path, run.model, run.optimizer, run.progress, world)
         if run.reference is not None and chosen.path is not None:
             restore_reference(chosen.path, run.reference, world)
         own = load_part(folder, run.progress.step, world.rank) if chosen.with_parts else {}
-    recent_state.forget(run, kept)
     if "weights" in own:
         run.model.update(tree_unflatten(list(own["weights"].items())))
     if "optimizer" in own:
         run.optimizer.state = tree_unflatten(list(own["optimizer"].items()))
     run.feedback, run.resumed = own.get("feedback", {}), own
-    if run.local_sgd is not None and not run.config.rollouts.rounds:
+    if local_sgd is not None and not run.config.rollouts.rounds:
         try:
-            run.local_sgd.resume(run.progress, own)
+            goes_on = local_sgd.resume(run.progress, own, kept.unfinished if kept is not None else None)
         except (KeyError, TypeError, ValueError, IndexError) as error:  # the same on every rank: all have this state
             raise AgreedError(f"{chosen.path}: the state of its rounds is not what a run writes: {error!r}") from None
-    elif run.local_sgd is None and run.progress.rounds:
+        if any(world.gather_text("" if goes_on else "other", "whether all go on with the same rows")):
+            return None
+    elif local_sgd is None and run.progress.rounds:
         raise AgreedError(f"{run.folder} is a run of independent ranks; go on with strategy=independent")
-    if run.progress.schedule and not _restores(run):
-        run.say.line("hosts or settings are no longer those of the checkpoint: the work is divided anew")
-    if run.schedule.at(run.progress.step + 1).gradient_checkpointing and not run.plan.gradient_checkpointing:
-        backward_order.checkpoint_blocks(run.model)
-    go_back(run.folder / "logs", run.progress, run.world, run.lock is not None)
-    run.say.line(f"resuming {run.folder} after step {run.progress.step} of {run.steps}")
+    recent_state.forget(run, kept)
+    return chosen
 
 
 def _restores(run: TrainingRun) -> bool:
@@ -107,17 +125,21 @@ class Choice:
     """What ranks go on from.
 
     path: of a checkpoint; None where there is none, or a newer state. with_parts: with every rank's own part of it.
-    recent_step: of the newer state, which ranks have kept (lib/training/recent_state.py).
+    recent: the digest of the newer state's meeting (lib/training/recent_state.py).
     """
 
     path: Path | None
     with_parts: bool
     warnings: list[str]
-    recent_step: int | None = None
+    recent: str | None = None
 
 
 def choose(
-    folder: Path, world: World, disk_of: str | None = None, recent: Mapping[int, Sequence[str]] | None = None
+    folder: Path,
+    world: World,
+    disk_of: str | None = None,
+    recent: Sequence[Meeting] = (),
+    is_inside: bool = False,
 ) -> Choice:
     """The newest checkpoint, or state after it, that these ranks can go on from.
 
@@ -126,7 +148,8 @@ def choose(
 
     Args:
         disk_of: the host whose disk this rank keeps; None of a rank that keeps none.
-        recent: the steps of newer states, each with the resumes before it, as all ranks know them.
+        recent: the meetings of which ranks have states, as all know them.
+        is_inside: whether ranks trained on since then.
 
     Raises:
         AgreedError: another host's disk has a newer one.
@@ -134,12 +157,9 @@ def choose(
     candidates = checkpoints_in(folder) if world.rank == 0 else []
     warnings: list[str] = []
     while True:
-        own_offer, damaged = _newest_whole(candidates)
-        if recent and world.rank == 0:
-            before = (own_offer["step"], own_offer["resume_ids"]) if own_offer else (-1, [])
-            if (step := recent_state.newest(recent, *before)) is not None:
-                ids = list(recent[step])
-                own_offer = Offer(path="", step=step, parts=[], whole=True, resume_ids=ids)
+        own_offer, meeting, damaged = _newest_whole(candidates)
+        if world.rank == 0 and (newer := recent_state.newest(recent, meeting, is_inside)) is not None:
+            own_offer = Offer(path="", step=newer.step, parts=[newer.digest], whole=True, resume_ids=newer.resume_ids)
         taken = "a newer state" if own_offer and not own_offer["path"] else "the one before it"
         warnings += [f"checkpoint {path} is damaged ({fault}); {taken} is taken" for path, fault in damaged]
         offer: Offer | None = json.loads(world.broadcast_text(json.dumps(own_offer)))
@@ -149,7 +169,7 @@ def choose(
         if offer is None:
             return Choice(None, False, warnings)
         if not offer["path"]:
-            return Choice(None, False, warnings, offer["step"])
+            return Choice(None, False, warnings, offer["parts"][0])
         parts = offer["parts"]
         if not any(parts) and offer["whole"]:
             return Choice(Path(offer["path"]), False, warnings)
@@ -166,18 +186,21 @@ def choose(
         warnings.append(f"{offer['path']} is inside a round, and has no part of {why}; one at a round's end is taken")
 
 
-def _newest_whole(candidates: list[Path]) -> tuple[Offer | None, list[tuple[Path, str]]]:
-    """The first checkpoint that is whole, and those before it with what is wrong; all these go from the candidates."""
+def _newest_whole(candidates: list[Path]) -> tuple[Offer | None, Meeting | None, list[tuple[Path, str]]]:
+    """The first checkpoint that is whole, its meeting, and those before it with what is wrong.
+
+    All these go from the candidates.
+    """
     damaged: list[tuple[Path, str]] = []
     while candidates:
         path = candidates.pop(0)
         if (fault := fault_of(path)) is None:
-            saved = read_progress(path)
-            whole = not inside_a_round(path)
-            ids = _ids_of(saved)
-            return Offer(path=str(path), step=saved.step, parts=saved.parts, whole=whole, resume_ids=ids), damaged
+            saved, whole = read_progress(path), not inside_a_round(path)
+            meeting, ids = recent_state.meeting_of(saved), _ids_of(saved)
+            offer = Offer(path=str(path), step=saved.step, parts=saved.parts, whole=whole, resume_ids=ids)
+            return offer, meeting._replace(resume_ids=ids), damaged
         damaged.append((path, fault))
-    return None, damaged
+    return None, None, damaged
 
 
 def _has_part(folder: Path, step: int, rank: int, expected: str) -> bool:
@@ -329,10 +352,15 @@ def restore_reference(path: Path, reference: MovingReference, world: World) -> N
     mx.eval(reference.arrays)
 
 
-def go_back(logs: Path, progress: Progress, world: World, keeps_disk: bool) -> None:
-    """Notes the resume, and cuts every log on this disk back to the history that lives on; later checkpoints go."""
+def go_back(logs: Path, progress: Progress, world: World, keeps_disk: bool, taken: Sequence[int] | None = None) -> None:
+    """Notes the resume, and cuts every log on this disk back to the history that lives on; later checkpoints go.
+
+    taken: steps of every rank that live on beyond those in `progress`, where ranks are independent.
+    """
     progress.resume_ids = _ids_of(progress)
-    progress.resumes.append([progress.step, *progress.rounds.get("local_steps", [])])
+    own_steps = list(progress.rounds.get("local_steps", []))
+    own_steps[: len(taken or ())] = [one + more for one, more in zip(own_steps, taken or (), strict=False)]
+    progress.resumes.append([progress.step, *own_steps])
     progress.resume_ids.append(world.broadcast_text(os.urandom(8).hex()))
     history = progress.resumes, progress.resume_ids
     with world.agreeing("going back in the logs"):

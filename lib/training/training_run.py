@@ -92,6 +92,11 @@ class TrainingRun:
         return self.progress.steps_of(self.world.rank)
 
     @property
+    def is_new(self) -> bool:
+        """Whether the model is as it was before training."""
+        return self.progress.step == 0 and (self.local_sgd is None or self.local_sgd.unfinished is None)
+
+    @property
     def is_never_merged(self) -> bool:
         """Whether every rank ends with a model of its own."""
         return self.local_sgd is not None and self.local_sgd.method == "none"
