@@ -95,6 +95,7 @@ REGISTRY = """\
     }
 """
 UUID = "5B4A3C2D-1E0F-5A6B-8C7D-9E0F1A2B3C4D"
+BOOT = "6C1FB2E0-54A7-4D0C-9E7B-2B7B7F2D7A10"  # of this start of the system
 
 
 def forget_names() -> None:
@@ -121,6 +122,7 @@ class Mac:
         self.says("sysctl -n machdep.cpu.brand_string", "Apple M4 Max\n")
         self.says("sysctl -n iogpu.wired_limit_mb", "0\n")
         self.says("sysctl -n sysctl.proc_translated", "0\n")
+        self.says("sysctl -n kern.bootsessionuuid", f"{BOOT}\n")
         self.says("ioreg -rd1 -c IOPlatformExpertDevice", REGISTRY % UUID)
         self.says("system_profiler SPDisplaysDataType -json", ASLEEP)
 

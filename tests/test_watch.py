@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from lib.distributed import heartbeat
 from lib.launch import reachable_hosts
 from lib.launch.agent_link import Link
+from lib.launch.agent_messages import Beat
 from lib.launch.attempt import Attempt, Outcome
 from lib.launch.hostfile import Host
 from lib.launch.job import Job
@@ -24,8 +25,11 @@ from lib.launch.rank_faults import (
     Fault,
     HostState,
     RankState,
+    Sign,
     common_wait_seconds,
     cut_between,
+    cut_links,
+    cut_off,
     diagnose,
     exit_status,
     holders_of_newer,
@@ -212,6 +216,84 @@ def test_a_busy_host_is_given_up_later_and_a_dead_one_beside_it_in_time() -> Non
 def test_load_is_how_many_want_a_core() -> None:
     load = Load()
     assert 0 <= load.look() < 1000 and load.cores >= 1
+
+
+# ---- What the systems of hosts know of each other, whatever their processes do
+
+
+def test_a_host_whose_system_answers_is_not_silent_yet() -> None:
+    """Its agent gets no core, or what it says waits on a slow link behind what its rank sends."""
+    ranks = [RankState(0, "a", beats=True), RankState(1, "b", beats=True)]
+    assert found(ranks, [HostState("a", 100.0), HostState("b", 80.0, last_sign=99.0)]) is None
+    gone = found(ranks, [HostState("a", 100.0), HostState("b", 80.0, last_sign=89.0)])
+    assert gone and gone.kind == "silent" and gone.hosts == ("b",)
+    stopped = found(ranks, [HostState("a", 100.0), HostState("b", 49.0, last_sign=99.0)])
+    assert stopped and stopped.kind == "silent", "nobody would end its ranks"
+
+
+def heard_of(rank: int, host: str, **signs: Sign) -> RankState:
+    """What a rank's host knows of others, by their ranks: `r1=...`."""
+    return RankState(rank, host, beats=True, heard={int(name[1:]): sign for name, sign in signs.items()})
+
+
+def test_a_link_is_cut_where_a_system_calls_in_vain_for_longer_than_its_round_trips_take() -> None:
+    def links(sign: Sign, *others: RankState) -> set[frozenset[str]]:
+        return cut_links(100.0, [heard_of(0, "a", r1=sign), RankState(1, "b"), *others], limit_seconds=5.0)
+
+    both = {frozenset("ab")}
+    assert links(Sign(94.0, 0.1, 2)) == both
+    assert links(Sign(94.0, 0.1, 1)) == set(), "one call may be lost"
+    assert links(Sign(96.0, 0.1, 2)) == set() == links(Sign(94.0, 1.5, 2)), "not for long enough"
+    slow = heard_of(2, "c", r1=Sign(99.0, 1.5, 0))
+    assert links(Sign(94.0, 0.1, 2), slow) == set(), "another one knows how slow b is"
+    beside = heard_of(0, "a", r1=Sign(0.0, 0.0, 9))
+    assert cut_links(100.0, [beside, RankState(1, "a")], 5.0) == set(), "on one host"
+    beside.status = 0
+    assert cut_links(100.0, [beside, RankState(1, "b")], 5.0) == set(), "it has ended"
+
+
+def test_who_is_cut_off_has_most_of_the_links_that_are_cut() -> None:
+    def without(*links: str) -> list[str]:
+        return cut_off(["a", "b", "c", "d"], {frozenset(link) for link in links})
+
+    assert without() == []
+    assert without("ab", "bc") == ["b"] and without("ab", "ad", "ac") == ["a"]
+    assert without("ab") == ["b"], "the launcher's own host stays, as the first"
+    assert without("ab", "cd") == ["d", "b"]
+
+
+def test_what_neighbours_tell_of_a_host_counts_as_its_sign_of_life() -> None:
+    def world_of(seconds: float) -> WorldState:
+        job = Job((Host("a"), Host("b")), "ring", ("true",), silent_seconds=1.0)
+        world = WorldState(job, cast(Console, None), "address")
+        for rank, name in RANKS:
+            link = SimpleNamespace(name=name, closed=False, punctuality=Punctuality(0.5, 0.0))
+            world.add_host(cast(Link, link), [rank])
+        world.links["b"].punctuality.last -= 2.0
+        beat = {"rank": 0, "waiting": "a sum", "seconds": 0.1, "passing": None, "passing_seconds": 0.0, "passes": 1}
+        told = {"1": {"seconds": seconds, "round_trip_seconds": 0.1, "calls": 0}}
+        world._note_beat("a", cast(Beat, {**beat, "heard": told}))
+        return world
+
+    assert world_of(0.2).fault() is None
+    fault = world_of(1.9).fault()
+    assert fault and fault.kind == "silent" and fault.hosts == ("b",)
+
+
+def test_a_cut_is_told_once_all_hosts_had_time_to_say_what_they_hear(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    job = Job((Host("a"), Host("b"), Host("c")), "ring", ("true",), silent_seconds=1.0)
+    attempt = Attempt(job, cast(Console, None))
+    ranks = {0: heard_of(0, "a", r1=Sign(97.0, 0.1, 2)), 1: RankState(1, "b"), 2: RankState(2, "c")}
+    attempt.world = cast(WorldState, SimpleNamespace(ranks=ranks, hosts=dict.fromkeys("abc")))
+    assert attempt._seen_cut(now) is None
+    ranks[2].heard = {1: Sign(97.0, 0.1, 2)}  # without it either of a and b might be the one
+    fault = attempt._seen_cut(now + 0.35)
+    assert fault and fault.hosts == ("b",) and attempt.reached == (Host("a"), Host("c"))
+    ranks[0].heard, ranks[2].heard = {}, {}
+    assert attempt._seen_cut(now + 0.4) is None
+    ranks[0].heard = {1: Sign(97.0, 0.1, 2)}
+    assert attempt._seen_cut(now + 0.5) is None, "they are asked anew"
 
 
 # ---- Faults that another start would meet again

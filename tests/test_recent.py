@@ -1,0 +1,323 @@
+"""A run goes on from the last step where processes alone ended, from a checkpoint where anything speaks against it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from lib.distributed.world import World
+from lib.model import adapter_files
+from lib.telemetry.run_records import PerformanceTracker
+from lib.training import finite, recent_state
+from lib.training.checkpoint import CheckpointWriter
+from lib.training.recent_state import Meeting, RecentState, in_common, newest
+from lib.training.step import TrainStep
+from tests import darwin
+from tests.test_world import settings, train
+from tests.tiny import difference, rows_of_epochs, steps_of
+
+two = pytest.mark.mpi(min_size=2, max_size=2)
+Told = pytest.CaptureFixture[str]
+
+
+class Killed(BaseException):
+    """Nothing catches it."""
+
+
+@pytest.fixture(autouse=True)
+def after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small the model is, and however fast the machine."""
+    monkeypatch.setattr(recent_state, "BYTES_PER_SECOND", 1e15)
+
+
+def few_checkpoints(world: World, folder: Path) -> list[str]:
+    """Settings of a run of twelve steps, which has none."""
+    return [*settings(world, folder, train__epochs=4), "checkpoint.every=99"]
+
+
+def dies(patch: pytest.MonkeyPatch, step: int, before_it_keeps: bool = False) -> None:
+    """From now on a rank is killed after a step of its own, with that step's state or without."""
+    keep = RecentState.keep
+
+    def keep_and_die(self: RecentState, result: Any, unfinished: Any = None) -> None:
+        own = self.run.own_step + (unfinished.report.steps if unfinished else 0)
+        if own >= step and before_it_keeps:
+            raise Killed
+        keep(self, result, unfinished)
+        if own >= step:
+            raise Killed
+
+    patch.setattr(RecentState, "keep", keep_and_die)
+
+
+def killed(world: World, folder: Path, words: list[str], step: int, before_it_keeps: bool = False) -> Path:
+    """A run that was."""
+    with pytest.MonkeyPatch.context() as patch:
+        dies(patch, step, before_it_keeps)
+        with pytest.raises(Killed):
+            train(world, folder, words, "killed")
+    gc.collect()  # frames of the error hold the run's lock
+    world.gather_text("killed")
+    return folder / "runs/killed"
+
+
+def resumed(world: World, folder: Path, words: list[str], told: Told) -> int:
+    """After which step the run went on, to its end."""
+    told.readouterr()
+    train(world, folder, words, "killed", resume=True)
+    world.gather_text("finished")
+    line = next((line for line in told.readouterr().out.splitlines() if line.startswith("resuming")), None)
+    return int(line.split(" after step ")[1].split()[0]) if line is not None else -1
+
+
+def assert_same(whole: Path, again: Path, rank: int = 0) -> None:
+    assert difference(whole, again) == 0.0
+    logged = [[(r["step"], r["loss"], r["rows"]) for r in steps_of(run, rank)] for run in (whole, again)]
+    assert logged[0] == logged[1]
+    assert rows_of_epochs(whole) == rows_of_epochs(again)
+    assert not (again / "recent").exists(), "the run is over"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.dropout=0.1", "plan.micro_batch_sizes=[3]"],
+        ["model.method=full", "train.reference_sync_steps=3", "train.learning_rate=1e-4"],
+        ["train.loss=bco_pair", "checkpoint.every=4"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_resume_goes_on_from_the_last_step(words: list[str], tmp_path: Path, capsys: Told) -> None:
+    words = [*few_checkpoints(World(), tmp_path), *words]
+    whole = train(World(), tmp_path, words, "whole")
+    run = killed(World(), tmp_path, words, 5)
+    assert len(list((run / "recent").iterdir())) == recent_state.KEPT
+    assert resumed(World(), tmp_path, words, capsys) == 5
+    assert_same(whole, run)
+
+
+def test_a_second_death_before_the_next_step_goes_back_no_further(tmp_path: Path, capsys: Told) -> None:
+    words = few_checkpoints(World(), tmp_path)
+    whole, run = train(World(), tmp_path, words, "whole"), killed(World(), tmp_path, words, 5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainStep, "__call__", lambda *args, **kwargs: (_ for _ in ()).throw(Killed()))
+        with pytest.raises(Killed):
+            train(World(), tmp_path, words, "killed", resume=True)
+    gc.collect()
+    assert resumed(World(), tmp_path, words, capsys) == 5
+    assert_same(whole, run)
+
+
+def told_anew(path: Path, key: str, change: Callable[[str], str]) -> None:
+    """Changes what a file says of its state; the arrays stay."""
+    arrays, told = mx.load(str(path), return_metadata=True)
+    mx.eval(arrays)
+    assert change(told[key]) != told[key]
+    told[key] = change(told[key])
+    told.pop("format")
+    described = dict(sorted(adapter_files.described(arrays).items()))
+    adapter_files.write_arrays(path, described, adapter_files.raw(arrays), told=told)
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+AGAINST: dict[str, Callable[[Path], None]] = {
+    "the machine was off": lambda path: told_anew(path, "boot", lambda boot: boot[::-1]),
+    "other hosts": lambda path: told_anew(path, "hosts", lambda hosts: '["another"]'),
+    "another division": lambda path: told_anew(path, "layout", lambda layout: layout.replace("synchronous", "sharded")),
+    "other data": lambda path: told_anew(path, "progress", lambda text: text.replace('"data_digest": "', '"data_digest": "a')),
+    "no step": lambda path: told_anew(path, "progress", lambda text: text.replace('"step": 5', '"step": -5')),
+    "no JSON": lambda path: told_anew(path, "progress", lambda text: text[:-1]),
+    "an unknown field": lambda path: told_anew(path, "unfinished", lambda text: '{"digest": 3}'),
+    "cut short": cut_short,
+    "empty": lambda path: path.write_bytes(b""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("against", AGAINST)
+def test_a_state_that_does_not_fit_is_passed_over(against: str, tmp_path: Path, capsys: Told) -> None:
+    words = few_checkpoints(World(), tmp_path)
+    whole, run = train(World(), tmp_path, words, "whole"), killed(World(), tmp_path, words, 5)
+    older, newer = sorted((run / "recent").iterdir())
+    older.unlink()
+    AGAINST[against](newer)
+    assert resumed(World(), tmp_path, words, capsys) == 0
+    assert_same(whole, run)
+
+
+def test_a_state_of_a_history_that_was_left_is_passed_over() -> None:
+    state = Meeting(7, "b", 7, ["first", "second"])
+    assert newest([state], Meeting(5, "a", 5, ["first"]), False) == state
+    assert newest([state], Meeting(5, "a", 5, ["other"]), False) is None
+    assert newest([state], Meeting(7, "b", 7, ["first"]), False) is None, "the checkpoint has it"
+    assert newest([state], Meeting(7, "b", 7, ["first"]), True) == state, "a rank has trained on since"
+    assert newest([state], None, False) == state
+    assert newest([state], Meeting(8, "c", 8, ["first"]), True) is None
+
+
+def test_ranks_have_in_common_what_each_of_them_has() -> None:
+    five, six, seven = (Meeting(step, str(step), step, []) for step in (5, 6, 7))
+    assert in_common([[six, five], [seven, six]]) == [six]
+    assert in_common([[six, five], [seven]]) == []
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        (CheckpointWriter, "is_busy", property(lambda self: True)),
+        (PerformanceTracker, "has_unwritten", property(lambda self: True)),
+        (recent_state, "bits_are_finite", lambda arrays: False),
+        (recent_state, "MOST_BYTES", 10),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_state_that_a_resume_would_not_go_on_from_as_it_is_is_not_kept(
+    owner: object, name: str, value: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, value)
+    run = killed(World(), tmp_path, few_checkpoints(World(), tmp_path), 5)
+    assert not (run / "recent").exists()
+
+
+def test_a_state_is_not_kept_after_a_step_whose_update_was_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = TrainStep.__call__
+
+    def broken(self: TrainStep, index: int, *args: Any) -> Any:
+        if index != 4:
+            return take(self, index, *args)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("lib.training.step.math.isfinite", lambda number: False)
+            return take(self, index, *args)
+
+    monkeypatch.setattr(TrainStep, "__call__", broken)
+    run = killed(World(), tmp_path, few_checkpoints(World(), tmp_path), 5)
+    assert [path.name for path in sorted((run / "recent").iterdir())] == [
+        f"step-{step:08d}-rank-000.safetensors" for step in (3, 4)
+    ]
+
+
+def test_a_full_disk_costs_the_state_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    words = few_checkpoints(World(), tmp_path)
+    whole = train(World(), tmp_path, words, "whole")
+    monkeypatch.setattr(recent_state.adapter_files, "write_arrays", full)
+    run = killed(World(), tmp_path, words, 5)
+    monkeypatch.undo()
+    assert resumed(World(), tmp_path, words, capsys) == 0
+    assert_same(whole, run)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38, -0.0])
+def test_bits_are_finite_where_their_numbers_are(dtype: mx.Dtype, value: float) -> None:
+    array = mx.array([1.0, value, -2.0]).astype(dtype)
+    expected = bool(mx.isfinite(array).all().item())
+    ((_, bits),) = adapter_files.raw({"x": array})
+    assert finite.bits_are_finite([(dtype, bits), (mx.uint32, np.full(4, 255, np.uint8))]) == expected
+
+
+def test_a_mac_tells_one_start_of_its_system_from_the_next(mac: darwin.Mac) -> None:
+    hardware = recent_state.boot_id.__wrapped__
+    assert hardware() == darwin.BOOT
+    mac.says("sysctl -n kern.bootsessionuuid", None)
+    assert hardware() == "", "no state is taken then"
+
+
+# ---- On real ranks
+
+
+@two
+@pytest.mark.parametrize("words", [[], ["sync.compression=int8"]], ids=["plain", "int8"])
+def test_ranks_that_die_a_step_apart_go_on_from_the_step_that_all_have(
+    world: World, folder: Path, words: list[str], capsys: Told
+) -> None:
+    words = [*few_checkpoints(world, folder), "plan.shares=[5,3]", *words]
+    whole = train(world, folder, words, "whole")
+    world.gather_text("finished")
+    run = killed(world, folder, words, 6, before_it_keeps=world.rank == 1)
+    assert len(list((run / "recent").glob("step-*6-rank-*"))) == 1
+    after = resumed(world, folder, words, capsys)
+    assert world.rank != 0 or after == 5
+    assert_same(whole, run, world.rank)
+    world.gather_text("checked")
+
+
+@two
+@pytest.mark.parametrize("strategy", ["sharded", "pipelined"])
+def test_a_divided_model_goes_on_from_the_last_step(world: World, folder: Path, strategy: str, capsys: Told) -> None:
+    words = [*few_checkpoints(world, folder), f"strategy={strategy}"]
+    whole = train(world, folder, words, "whole")
+    world.gather_text("finished")
+    run = killed(world, folder, words, 6)
+    after = resumed(world, folder, words, capsys)
+    assert world.rank != 0 or after == 6
+    assert_same(whole, run, world.rank)
+    world.gather_text("checked")
+
+
+@two
+def test_one_of_two_replicas_goes_on_alone_from_a_step_that_both_had(world: World, folder: Path, capsys: Told) -> None:
+    words = [*few_checkpoints(world, folder), "plan.shares=[5,3]"]
+    run = killed(world, folder, words, 6, before_it_keeps=world.rank == 1)
+    if world.rank == 0:
+        # It has step 6; but who is gone may not have written that one to its log.
+        assert resumed(World(), folder, words[:-1], capsys) == 5
+        assert rows_of_epochs(run) == {epoch: list(range(21)) for epoch in range(4)}
+    world.gather_text("checked")
+
+
+@two
+@pytest.mark.parametrize("merge", ["stack", "outer"])
+def test_independent_ranks_go_on_from_their_own_last_steps(
+    world: World, folder: Path, merge: str, capsys: Told
+) -> None:
+    words = [*settings(world, folder, rows=45), "strategy=independent", f"independent.merge={merge}"]
+    words += [
+        "plan.shares=[5,3]",
+        "independent.pairs_per_round=64",
+        "train.steps=24",
+        "checkpoint.every=99",
+        "model.dropout=0.1",
+    ]
+    whole = train(world, folder, words, "whole")
+    world.gather_text("finished")
+    run = killed(world, folder, words, [8, 6][world.rank])
+    train(world, folder, words, "killed", resume=True)
+    world.gather_text("finished")
+    assert_same(whole, run, world.rank)
+    resumes = capsys.readouterr().out
+    assert world.rank != 0 or "resuming" in resumes
+    discarded = list((run / "logs/discarded").glob("*")) if (run / "logs/discarded").exists() else []
+    assert not discarded, "no step was taken twice"
+    world.gather_text("checked")
+
+
+@two
+def test_where_one_independent_rank_lost_its_state_all_go_back_to_the_checkpoint(
+    world: World, folder: Path, capsys: Told
+) -> None:
+    words = [*settings(world, folder, rows=45), "strategy=independent", "plan.shares=[5,3]"]
+    words += ["independent.pairs_per_round=64", "train.steps=24", "checkpoint.every=99"]
+    whole = train(world, folder, words, "whole")
+    world.gather_text("finished")
+    run = killed(world, folder, words, [8, 6][world.rank])
+    if world.rank == 1:
+        for path in (run / "recent").glob("*-rank-001.safetensors"):
+            path.unlink()
+    world.gather_text("lost")
+    after = resumed(world, folder, words, capsys)
+    assert world.rank != 0 or after == 0
+    assert_same(whole, run, world.rank)
+    world.gather_text("checked")
