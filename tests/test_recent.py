@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,24 @@ def test_a_state_that_a_resume_would_not_go_on_from_as_it_is_is_not_kept(
     assert not (run / "recent").exists()
 
 
+def test_a_state_is_not_kept_whose_own_step_waits_for_room_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeps = False
+    keep = RecentState.keep
+
+    def keep_full(self: RecentState, *args: Any) -> None:
+        nonlocal keeps
+        keeps = True
+        keep(self, *args)
+        keeps = False
+
+    monkeypatch.setattr(RecentState, "keep", keep_full)
+    monkeypatch.setattr(PerformanceTracker, "has_unwritten", property(lambda self: keeps))
+    run = killed(World(), tmp_path, few_checkpoints(World(), tmp_path), 5)
+    assert not (run / "recent").exists()
+
+
 def test_a_state_is_not_kept_after_a_step_whose_update_was_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,6 +320,30 @@ def test_independent_ranks_go_on_from_their_own_last_steps(
     assert world.rank != 0 or "resuming" in resumes
     discarded = list((run / "logs/discarded").glob("*")) if (run / "logs/discarded").exists() else []
     assert not discarded, "no step was taken twice"
+    world.gather_text("checked")
+
+
+@two
+def test_where_one_independent_rank_would_take_other_rows_all_go_back_to_the_checkpoint(
+    world: World, folder: Path, capsys: Told
+) -> None:
+    """It is of a round's end; what each rank had begun of the next round is forgotten."""
+    words = [*settings(world, folder, rows=45), "strategy=independent", "plan.shares=[5,3]"]
+    words += ["independent.pairs_per_round=64", "train.steps=24", "checkpoint.every=3", "checkpoint.keep=99"]
+    whole = train(world, folder, words, "whole")
+    world.gather_text("finished")
+    run = killed(world, folder, words, 14)
+    if world.rank == 0:
+        for path in (run / "checkpoints").glob("step-*"):
+            if int(path.name.removeprefix("step-")) > 9:
+                shutil.rmtree(path)
+    else:
+        for path in (run / "recent").glob("*-rank-001.safetensors"):
+            told_anew(path, "unfinished", lambda text: text.replace('"digest": "', '"digest": "a'))
+    world.gather_text("changed")
+    after = resumed(world, folder, words, capsys)
+    assert world.rank != 0 or after == 9
+    assert_same(whole, run, world.rank)
     world.gather_text("checked")
 
 

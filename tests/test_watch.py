@@ -241,15 +241,24 @@ def test_a_link_is_cut_where_a_system_calls_in_vain_for_longer_than_its_round_tr
         return cut_links(100.0, [heard_of(0, "a", r1=sign), RankState(1, "b"), *others], limit_seconds=5.0)
 
     both = {frozenset("ab")}
-    assert links(Sign(94.0, 0.1, 2)) == both
-    assert links(Sign(94.0, 0.1, 1)) == set(), "one call may be lost"
-    assert links(Sign(96.0, 0.1, 2)) == set() == links(Sign(94.0, 1.5, 2)), "not for long enough"
-    slow = heard_of(2, "c", r1=Sign(99.0, 1.5, 0))
-    assert links(Sign(94.0, 0.1, 2), slow) == set(), "another one knows how slow b is"
-    beside = heard_of(0, "a", r1=Sign(0.0, 0.0, 9))
+    assert links(Sign(94.0, 94.0, 0.1, 2)) == both
+    assert links(Sign(94.0, 94.0, 0.1, 1)) == set(), "one call may be lost"
+    assert links(Sign(96.0, 96.0, 0.1, 2)) == set() == links(Sign(94.0, 94.0, 1.5, 2)), "not for long enough"
+    slow = heard_of(2, "c", r1=Sign(99.0, 99.0, 1.5, 0))
+    assert links(Sign(94.0, 94.0, 0.1, 2), slow) == set(), "another one knows how slow b is"
+    beside = heard_of(0, "a", r1=Sign(0.0, 0.0, 0.0, 9))
     assert cut_links(100.0, [beside, RankState(1, "a")], 5.0) == set(), "on one host"
     beside.status = 0
     assert cut_links(100.0, [beside, RankState(1, "b")], 5.0) == set(), "it has ended"
+
+
+def test_a_wait_during_which_bytes_move_is_on_a_slow_link_and_ends() -> None:
+    """One rank has its last bytes of a merge, and waits for the next thing already, while another gets them."""
+    ranks = [RankState(i, "ab"[i], waiting=what, waiting_since=60.0, beats=True) for i, what in enumerate("xy")]
+    for data_at, kind in ((69.9, "wedged"), (70.0, None)):
+        ranks[1].heard = {0: Sign(100.0, data_at, 1.0, 0)}
+        fault = found(ranks)
+        assert (fault and fault.kind) == kind
 
 
 def test_who_is_cut_off_has_most_of_the_links_that_are_cut() -> None:
@@ -271,7 +280,7 @@ def test_what_neighbours_tell_of_a_host_counts_as_its_sign_of_life() -> None:
             world.add_host(cast(Link, link), [rank])
         world.links["b"].punctuality.last -= 2.0
         beat = {"rank": 0, "waiting": "a sum", "seconds": 0.1, "passing": None, "passing_seconds": 0.0, "passes": 1}
-        told = {"1": {"seconds": seconds, "round_trip_seconds": 0.1, "calls": 0}}
+        told = {"1": {"seconds": seconds, "data_seconds": 9.0, "round_trip_seconds": 0.1, "calls": 0}}
         world._note_beat("a", cast(Beat, {**beat, "heard": told}))
         return world
 
@@ -284,15 +293,15 @@ def test_a_cut_is_told_once_all_hosts_had_time_to_say_what_they_hear(monkeypatch
     now = 100.0
     job = Job((Host("a"), Host("b"), Host("c")), "ring", ("true",), silent_seconds=1.0)
     attempt = Attempt(job, cast(Console, None))
-    ranks = {0: heard_of(0, "a", r1=Sign(97.0, 0.1, 2)), 1: RankState(1, "b"), 2: RankState(2, "c")}
+    ranks = {0: heard_of(0, "a", r1=Sign(97.0, 97.0, 0.1, 2)), 1: RankState(1, "b"), 2: RankState(2, "c")}
     attempt.world = cast(WorldState, SimpleNamespace(ranks=ranks, hosts=dict.fromkeys("abc")))
     assert attempt._seen_cut(now) is None
-    ranks[2].heard = {1: Sign(97.0, 0.1, 2)}  # without it either of a and b might be the one
+    ranks[2].heard = {1: Sign(97.0, 97.0, 0.1, 2)}  # without it either of a and b might be the one
     fault = attempt._seen_cut(now + 0.35)
     assert fault and fault.hosts == ("b",) and attempt.reached == (Host("a"), Host("c"))
     ranks[0].heard, ranks[2].heard = {}, {}
     assert attempt._seen_cut(now + 0.4) is None
-    ranks[0].heard = {1: Sign(97.0, 0.1, 2)}
+    ranks[0].heard = {1: Sign(97.0, 97.0, 0.1, 2)}
     assert attempt._seen_cut(now + 0.5) is None, "they are asked anew"
 
 

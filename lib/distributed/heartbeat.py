@@ -42,6 +42,7 @@ class Heard(TypedDict):
     """What this host's system knows of another host's, whatever the processes do."""
 
     seconds: float  # since anything came from there
+    data_seconds: float  # since anything of what ranks send each other did
     round_trip_seconds: float  # a bound: network.Contact
     calls: int  # that it has not answered in a row, where it answered others before
 
@@ -173,8 +174,12 @@ def _heard() -> dict[int, Heard]:
     for one, contact in known:
         has_answered = one in called and one.address in answering
         one.missed = one.missed + 1 if one in called and not has_answered else 0
-        silent = 0.0 if has_answered else contact.silent_seconds
-        heard[one.rank] = Heard(seconds=silent, round_trip_seconds=contact.round_trip_seconds, calls=one.missed)
+        heard[one.rank] = Heard(
+            seconds=0.0 if has_answered else contact.silent_seconds,
+            data_seconds=contact.data_seconds,
+            round_trip_seconds=contact.round_trip_seconds,
+            calls=one.missed,
+        )
     return heard
 
 

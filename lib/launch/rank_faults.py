@@ -33,6 +33,7 @@ class Sign(NamedTuple):
     """What the system of a rank's host knows of a neighbour's host, as of the rank's last beat."""
 
     at: float  # when anything came from there
+    data_at: float  # when anything of what ranks send each other did
     round_trip_seconds: float  # within which an answer comes nearly always
     missed_calls: int  # since then, in a row
 
@@ -228,7 +229,9 @@ def _endless_wait(
     waiting = [rank for rank in working if rank.waiting]
     longest = max(waiting, key=lambda rank: now - rank.waiting_since, default=None)
     limit = patience.work_limit(wedged_seconds, max((host.load for host in hosts.values()), default=1.0))
-    if longest is None or now - longest.waiting_since <= limit:
+    # As long as anything moves, where systems tell, a link is slow. Ranks do not come to a wait at one time then.
+    moved_at = max((sign.data_at for rank in working for sign in rank.heard.values()), default=0.0)
+    if longest is None or now - max(longest.waiting_since, moved_at) <= limit:
         return None
     since = f"for {now - longest.waiting_since:.1f} s"
     late = [rank for rank in working if rank.beats and not rank.waiting]

@@ -187,8 +187,10 @@ class WorldState:
         seen.waiting, seen.waiting_since = beat["waiting"], now - beat["seconds"]
         seen.passing, seen.passing_since, seen.passes = beat["passing"], now - beat["passing_seconds"], beat["passes"]
         seen.heard = {
-            int(rank): rank_faults.Sign(now - heard["seconds"], heard["round_trip_seconds"], heard["calls"])
-            for rank, heard in beat.get("heard", {}).items()
+            int(rank): rank_faults.Sign(
+                now - known["seconds"], now - known["data_seconds"], known["round_trip_seconds"], known["calls"]
+            )
+            for rank, known in beat.get("heard", {}).items()
         }
         seen.diverged, seen.newer, seen.checkpoint = beat.get("diverged"), beat.get("newer"), beat.get("checkpoint")
         if beat["rank"] == 0:

@@ -161,6 +161,7 @@ class Contact(NamedTuple):
     """What this system knows of another one, whatever their processes do."""
 
     silent_seconds: float  # since any packet came from there
+    data_seconds: float  # since any bytes did
     round_trip_seconds: float  # within which an answer comes nearly always: the mean and four times the deviation
 
 
@@ -169,13 +170,14 @@ def contact(connections: Iterable[socket.socket]) -> Contact | None:
 
     The bound of a round trip is RFC 6298's for the first try again, section 2.
     """
-    silent, round_trips = [], []
+    silent, without_data, round_trips = [], [], []
     for connection in connections if hasattr(socket, "TCP_INFO") else ():
         with contextlib.suppress(OSError):
             *waits, trip, deviation = _tcp_info(connection, LAST_DATA, LAST_ACKNOWLEDGEMENT, ROUND_TRIP, DEVIATION)
             silent.append(min(waits) / 1e3)
+            without_data.append(waits[0] / 1e3)
             round_trips.append((trip + 4 * deviation) / 1e6)
-    return Contact(min(silent), max(round_trips)) if silent else None
+    return Contact(min(silent), min(without_data), max(round_trips)) if silent else None
 
 
 def answering(addresses: Collection[tuple[str, int]], seconds: float) -> set[tuple[str, int]]:

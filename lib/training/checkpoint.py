@@ -332,7 +332,7 @@ def _write_whole(
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         for name, (described, each) in arrays.items():
-            adapter_files.write_arrays(unfinished / name, described, each)
+            adapter_files.write_arrays(unfinished / name, described, each, durable=False)  # all are flushed below
         for name, text in texts.items():
             (unfinished / name).write_text(text)
         hashes = {file.name: file_sha256(file) for file in sorted(unfinished.iterdir())}

@@ -399,6 +399,7 @@ class LocalSGD:
             self.ranks.limit(rank, size)
         if len(skipped := state.get("skipped_in_row", [])) == self.world.size:
             self.skipped_in_row, progress.skipped_in_row = skipped, skipped[self.world.rank]
+        self.round = None  # also where this is the second try
         if "tail" in state:
             # A run of an earlier version took an epoch, where the settings did not say.
             pairs = (
