@@ -159,7 +159,7 @@ class Setup:
         if strategy == "independent":  # its rounds are what a fault may undo
             return [*words, f"independent.pairs_per_round={8 * batch_size}", "checkpoint.every=8"]
         # One a second would take three ranks on two cores 13 % of their time, one every two 5 %.
-        lost = ["checkpoint.every=1000000", "checkpoint.max_lost_seconds=2"]
+        lost = ["checkpoint.every=1000000", "checkpoint.max_lost_seconds=5"]
         return [*words, *lost]
 
 
