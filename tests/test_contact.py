@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import time
 from collections.abc import Iterator
@@ -53,6 +54,16 @@ def test_a_system_answers_whether_or_not_anybody_listens() -> None:
         assert network.answering([silent, there, refused], 0.3) == {there, refused}
         assert time.monotonic() - began >= 0.3, "the third was given its time"
         assert network.answering([silent], 0.0) == set() == network.answering([], 0.3)
+
+
+@pytest.mark.parametrize("error", [errno.ENETUNREACH, errno.EADDRNOTAVAIL])
+def test_a_call_that_this_system_cannot_make_is_not_answered(error: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unreachable(socket.socket):
+        def connect_ex(self, address: object) -> int:
+            return error
+
+    monkeypatch.setattr(socket, "socket", Unreachable)
+    assert network.answering([("192.0.2.1", 9)], 0.1) == set()
 
 
 @needs_tcp_info

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from lib.model import adapter_files
 from lib.telemetry.run_records import PerformanceTracker
 from lib.training import finite, recent_state
 from lib.training.checkpoint import CheckpointWriter
-from lib.training.recent_state import Meeting, RecentState, in_common, newest
+from lib.training.recent_state import Meeting, RecentState, in_common, newest, vouched_for
 from lib.training.step import TrainStep
 from tests import darwin
 from tests.test_world import settings, train
@@ -90,7 +91,7 @@ def assert_same(whole: Path, again: Path, rank: int = 0) -> None:
     [
         ["model.dropout=0.1", "plan.micro_batch_sizes=[3]"],
         ["model.method=full", "train.reference_sync_steps=3", "train.learning_rate=1e-4"],
-        ["train.loss=bco_pair", "checkpoint.every=4"],
+        ["train.loss=bco_pair"],
     ],
     ids=lambda words: words[0],
 )
@@ -168,6 +169,61 @@ def test_ranks_have_in_common_what_each_of_them_has() -> None:
     five, six, seven = (Meeting(step, str(step), step, []) for step in (5, 6, 7))
     assert in_common([[six, five], [seven, six]]) == [six]
     assert in_common([[six, five], [seven]]) == []
+
+
+def test_a_state_counts_where_every_host_that_took_part_and_is_here_has_one_from_then_or_later() -> None:
+    state, later = Meeting(49, "a", 49, ["x"]), Meeting(50, "b", 50, ["x"])
+    assert vouched_for(state, ["a", "b"], [("a", [state]), ("b", [later])])
+    assert vouched_for(state, ["a"], [("a", [state]), ("b", [])]), "it had no part in it"
+    assert vouched_for(state, ["a", "b"], [("a", [state])]), "nobody knows"
+    assert not vouched_for(state, ["a", "b"], [("a", [state]), ("b", [])]), "it was off"
+    assert not vouched_for(later, ["a", "b"], [("a", [later]), ("b", [state])])
+    alone = Meeting(60, "c", 60, ["x", "y"])  # went on without the other, maybe from before
+    assert not vouched_for(state, ["a", "b"], [("a", [state]), ("b", [alone])])
+
+
+def test_fewer_steps_than_a_state_has_are_those_that_are_made(tmp_path: Path, capsys: Told) -> None:
+    words = [*settings(World(), tmp_path), "checkpoint.every=99", "train.schedule=constant"]
+    shorter = train(World(), tmp_path, [*words, "train.steps=4"], "shorter")
+    run = killed(World(), tmp_path, [*words, "train.steps=12"], 3)
+    shutil.copytree(run, tmp_path / "runs/copy")
+    assert resumed(World(), tmp_path, [*words, "train.steps=4"], capsys) == 3
+    assert_same(shorter, run)
+    shutil.rmtree(run)
+    (tmp_path / "runs/copy").rename(run)
+    for path in (run / "recent").iterdir():
+        told_anew(path, "progress", lambda text: re.sub(r'"step": \d+', '"step": 5', text))
+    assert resumed(World(), tmp_path, [*words, "train.steps=4"], capsys) == 0, "that is beyond the run's end"
+
+
+def test_what_else_lies_among_the_states_ends_nothing(tmp_path: Path, capsys: Told) -> None:
+    words = few_checkpoints(World(), tmp_path)
+    run = killed(World(), tmp_path, words, 5)
+    (run / "recent/@eaDir").mkdir()
+    made = "step-00000009-rank-000.safetensors"
+    (run / "recent" / made).mkdir()
+    (run / "recent/note.txt").write_text("mine")
+    assert resumed(World(), tmp_path, words, capsys) == 5
+    assert sorted(path.name for path in (run / "recent").iterdir()) == ["@eaDir", "note.txt", made], "not the run's"
+
+
+def test_what_a_power_cut_may_undo_counts_from_the_last_checkpoint(tmp_path: Path) -> None:
+    words = [*settings(World(), tmp_path, train__epochs=40), "checkpoint.max_lost_seconds=1000", "checkpoint.every=999"]
+    killed(World(), tmp_path, words, 5)
+    seen: list[float] = []
+    due = CheckpointWriter.is_due
+
+    def is_due(self: CheckpointWriter, elapsed_seconds: float) -> bool:
+        seen.append(self.unsaved_seconds)
+        return due(self, elapsed_seconds)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointWriter, "is_due", is_due)
+        dies(patch, 7)
+        with pytest.raises(Killed):
+            train(World(), tmp_path, words, "killed", resume=True)
+    gc.collect()
+    assert seen[0] > 0.05, "of the process before"
 
 
 @pytest.mark.parametrize(
@@ -324,25 +380,77 @@ def test_independent_ranks_go_on_from_their_own_last_steps(
 
 
 @two
+@pytest.mark.parametrize("after", [0, 9])
+@pytest.mark.parametrize("merge", ["stack", "outer"])
 def test_where_one_independent_rank_would_take_other_rows_all_go_back_to_the_checkpoint(
-    world: World, folder: Path, capsys: Told
+    world: World, folder: Path, after: int, merge: str, capsys: Told
 ) -> None:
-    """It is of a round's end; what each rank had begun of the next round is forgotten."""
+    """It is of a round's end, or none is left; what each rank had trained in the next round is forgotten."""
     words = [*settings(world, folder, rows=45), "strategy=independent", "plan.shares=[5,3]"]
     words += ["independent.pairs_per_round=64", "train.steps=24", "checkpoint.every=3", "checkpoint.keep=99"]
+    words.append(f"independent.merge={merge}")
     whole = train(world, folder, words, "whole")
     world.gather_text("finished")
     run = killed(world, folder, words, 14)
     if world.rank == 0:
         for path in (run / "checkpoints").glob("step-*"):
-            if int(path.name.removeprefix("step-")) > 9:
+            if int(path.name.removeprefix("step-")) > after:
                 shutil.rmtree(path)
     else:
         for path in (run / "recent").glob("*-rank-001.safetensors"):
             told_anew(path, "unfinished", lambda text: text.replace('"digest": "', '"digest": "a'))
     world.gather_text("changed")
-    after = resumed(world, folder, words, capsys)
-    assert world.rank != 0 or after == 9
+    went_on = resumed(world, folder, words, capsys)
+    assert world.rank != 0 or went_on == after
+    assert_same(whole, run, world.rank)
+    world.gather_text("checked")
+
+
+@two
+def test_without_held_out_rows_the_log_keeps_the_steps_that_live_on(world: World, folder: Path) -> None:
+    words = [*settings(world, folder, rows=45), "strategy=independent", "plan.shares=[5,3]", "data.valid=null"]
+    words += ["independent.pairs_per_round=64", "train.steps=24", "checkpoint.every=99"]
+    whole = train(world, folder, words, "whole")
+    world.gather_text("finished")
+    run = killed(world, folder, words, 2)
+    train(world, folder, words, "killed", resume=True)
+    world.gather_text("finished")
+    assert_same(whole, run, world.rank)
+    world.gather_text("checked")
+
+
+@two
+def test_checkpoints_may_come_more_often_than_the_ranks_meant_to_meet(world: World, folder: Path) -> None:
+    words = [*settings(world, folder, rows=45), "strategy=independent", "plan.shares=[5,3]"]
+    words += ["independent.pairs_per_round=160", "train.steps=24"]
+    whole = train(world, folder, [*words, "checkpoint.every=99"], "whole")
+    world.gather_text("finished")
+    run = killed(world, folder, [*words, "checkpoint.every=99"], 9)
+    train(world, folder, [*words, "checkpoint.every=3"], "killed", resume=True)
+    world.gather_text("finished")
+    assert rows_of_epochs(run) == rows_of_epochs(whole)
+    world.gather_text("checked")
+
+
+@two
+def test_checkpoints_at_rounds_ends_come_where_they_would_have(world: World, folder: Path) -> None:
+    """However often a run is killed between two of them."""
+    words = [*settings(world, folder, rows=45), "strategy=independent", "plan.shares=[5,3]"]
+    words += ["independent.pairs_per_round=24", "train.steps=24", "checkpoint.every=7", "checkpoint.keep=99"]
+    whole = train(world, folder, words, "whole")
+    world.gather_text("finished")
+    run = killed(world, folder, words, 4)
+    for step in (8, 11, 14, 17):
+        with pytest.MonkeyPatch.context() as patch:
+            dies(patch, step)
+            with pytest.raises(Killed):
+                train(world, folder, words, "killed", resume=True)
+        gc.collect()
+        world.gather_text("killed again")
+    train(world, folder, words, "killed", resume=True)
+    world.gather_text("finished")
+    saved = [sorted(path.name for path in (one / "checkpoints").glob("step-*")) for one in (whole, run)]
+    assert saved[0] == saved[1]
     assert_same(whole, run, world.rank)
     world.gather_text("checked")
 

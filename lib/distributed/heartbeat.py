@@ -196,7 +196,8 @@ def _beat(listener: socket.socket) -> None:
                     return
                 _changed.wait(AGAIN_SECONDS if any(known["calls"] for known in heard.values()) else SECONDS)
                 _changed.clear()
-                heard = _heard()
+                with contextlib.suppress(OSError):  # too many open files, say: what was known stays
+                    heard = _heard()
     except OSError:  # the agent is gone
         if not _ended.is_set():
             os._exit(1)

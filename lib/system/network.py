@@ -190,9 +190,10 @@ def answering(addresses: Collection[tuple[str, int]], seconds: float) -> set[tup
         for address in addresses:
             call = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
             call.setblocking(False)
-            if call.connect_ex(address) in (0, errno.ECONNREFUSED):
+            outcome = call.connect_ex(address)
+            if outcome in (0, errno.ECONNREFUSED):
                 answered.add(address)
-            else:
+            elif outcome == errno.EINPROGRESS:  # all else is this system's word: no route, no address
                 selector.register(call, selectors.EVENT_WRITE, address)
         deadline = time.monotonic() + seconds
         while selector.get_map() and (left := deadline - time.monotonic()) > 0:

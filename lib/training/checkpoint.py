@@ -61,6 +61,7 @@ class RoundsState(TypedDict, total=False):
     max_micro_batch_sizes: list[int | None]
     local_steps: list[int]  # of ranks that take part no more, too
     round_ends: list[float]  # seconds, of the last rounds
+    saved_whole: int  # the step of the last checkpoint that was due at a round's end
     scattered: list[int]  # inside a round: what is pending, as round_assignment.to_state has it
     tail: int
     first_step: int

@@ -11,6 +11,7 @@ for (lib/plan/strategy.py).
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import sys
@@ -49,11 +50,13 @@ PATIENCE = 0.25  # of sync.timeout_seconds: the longest that ranks go without sy
 class Unfinished:
     """What a rank has trained since the ranks synchronised last, as it may go on from there by itself.
 
-    digest: of the rows that it took, in their order. rewards_before: of all ranks, when the round began.
+    digest: of the rows that it took, in their order. rewards_before: of all ranks, when the round began. target: the
+    step up to which all ranks divided the work.
     """
 
     report: RankReport
     digest: str
+    target: int
     rewards_before: list[float]
 
 
@@ -108,6 +111,7 @@ class LocalSGD:
         self.rewards_before = [0.0, 0.0]  # of all ranks, when the round began
         self.skipped_in_row = [0] * world.size  # every rank's, when they last synchronised
         self._warm = False
+        self.saved_whole = 0  # the step of the last checkpoint that was due at a round's end
         self.unfinished: Unfinished | None = None  # with which the next steps go on
 
     # ---- Training
@@ -126,7 +130,7 @@ class LocalSGD:
         Raises:
             Stopped, AgreedError: on all ranks, what one rank met.
         """
-        saved = saved_whole = progress.step
+        saved = progress.step
         while progress.step < self.steps or self.round is not None:  # a resume may end a run inside a round
             if self.round is None:
                 self._open(progress.step, progress.rewards)
@@ -140,9 +144,10 @@ class LocalSGD:
                     saved = max(progress.step, target)
                     yield None, True
             result = self._end_round(progress)
-            is_due = progress.step >= min(self.steps, saved_whole + checkpoint_every)
+            is_due = progress.step >= min(self.steps, self.saved_whole + checkpoint_every)
             if is_due:
-                saved = saved_whole = progress.step
+                saved = self.saved_whole = progress.step
+                progress.rounds = self.state()
             yield result, is_due
 
     def _end_round(self, progress: Progress) -> MergeResult:
@@ -216,8 +221,10 @@ class LocalSGD:
     def _work_and_synchronise(self, progress: Progress, local_step: LocalStep, target: int, keep: Keep) -> None:
         """Local steps until the ranks synchronise, and what they know then. target: the step of the next checkpoint."""
         began = time.perf_counter()
+        if self.unfinished is not None:  # the same on all ranks, which go on together
+            target = max(target, self.unfinished.target)
         queues, seconds = self._assign(target)
-        own = self._work(queues[self.world.rank], seconds, local_step, progress.rewards, keep)
+        own = self._work(queues[self.world.rank], seconds, local_step, progress.rewards, keep, target)
         own.skipped_in_row = progress.skipped_in_row
         arrived = time.perf_counter()
         texts = self.world.gather_long_text(json.dumps(asdict(own)), "the other ranks to train their part of the round")
@@ -284,6 +291,7 @@ class LocalSGD:
         local_step: LocalStep,
         rewards: list[float],
         keep: Keep,
+        target: int,
     ) -> RankReport:
         """This rank's local steps until `seconds` have passed. rewards: the steps add to them."""
         assert self.round is not None
@@ -292,7 +300,8 @@ class LocalSGD:
         if self.unfinished is not None:
             report, self.unfinished = replace(self.unfinished.report, rewards=rewards), None
         digest = _digest_of(queue[: report.steps])
-        keep(None, Unfinished(report, digest.hexdigest(), self.rewards_before))
+        if report.steps < len(queue):  # else this rank's log has what follows next as well, soon
+            keep(None, Unfinished(report, digest.hexdigest(), target, self.rewards_before))
         began = time.perf_counter()
         for chunk in queue[report.steps :]:
             elapsed = time.perf_counter() - began
@@ -320,7 +329,7 @@ class LocalSGD:
             self._warm = True
             digest.update(chunk.indices.tobytes())
             if chunk is not queue[-1]:  # after the last one of a round its merge is in the log
-                keep(result, Unfinished(report, digest.hexdigest(), self.rewards_before))
+                keep(result, Unfinished(report, digest.hexdigest(), target, self.rewards_before))
         return report
 
     def _position(self) -> tuple[int, Position]:
@@ -342,13 +351,14 @@ class LocalSGD:
     def state(self) -> RoundsState:
         """What all ranks know."""
         state: RoundsState = {
-            "shares": self.ranks.shares,
-            "speeds": self.ranks.speeds,
+            "shares": list(self.ranks.shares),
+            "speeds": list(self.ranks.speeds),
             "are_one": not self.is_inside,
-            "max_micro_batch_sizes": self.ranks.max_micro_batch_sizes,
+            "max_micro_batch_sizes": list(self.ranks.max_micro_batch_sizes),  # a rank's own may change before all meet
             "local_steps": [*self.local_steps, *self.former_steps],
             "round_ends": self.round_ends,
             "skipped_in_row": self.skipped_in_row,
+            "saved_whole": self.saved_whole,
         }
         if self.round is not None:
             pending = round_assignment.to_state(self.pending, len(self.round.rows))
@@ -372,27 +382,53 @@ class LocalSGD:
             own |= {"weights": adapter_files.trainable(self.model), "optimizer": dict(tree_flatten(optimizer.state))}
         return own
 
-    def resume(self, progress: Progress, own: RankArrays, unfinished: Unfinished | None = None) -> bool:
+    def resume(self, progress: Progress, own: RankArrays, unfinished: Unfinished | None = None) -> None:
         """Takes up what a checkpoint has; in a world of another size it is one from between two rounds.
 
         A synchronous run's is one, too: the ranks part where it stood.
 
-        unfinished: what this rank trained after it.
-
-        Returns:
-            Whether this rank would take the same rows once more, so that it goes on behind them.
+        unfinished: what this rank trained after it, and goes on from (`would_go_on`).
         """
         if progress.step < self.steps and to_ranks(self.model, self.config.model):
             mx.eval(self.model.trainable_parameters())
         self.merger.momentum, self.merger.feedback = own.get("momentum", {}), own.get("feedback", {})
+        self._take_rounds(progress)
+        if self.round is not None:
+            self.start = own["start"]
+        progress.rounds = self.state()
+        self.unfinished = unfinished
+        if unfinished is not None:
+            self._open_after(progress, unfinished)
+            self.start = own["start"]
+            progress.rewards, progress.skipped_in_row = list(unfinished.report.rewards), 0
+
+    def would_go_on(self, progress: Progress, unfinished: Unfinished) -> bool:
+        """Whether this rank would take the same rows once more, from where all met, so that it can go on behind them.
+
+        Raises:
+            KeyError, TypeError, ValueError, IndexError: the state is not what a run writes.
+        """
+        self._take_rounds(copy.deepcopy(progress))
+        self._open_after(progress, unfinished)
+        own_queue = self._assign(unfinished.target)[0][self.world.rank]
+        steps = unfinished.report.steps
+        return steps <= len(own_queue) and _digest_of(own_queue[:steps]).hexdigest() == unfinished.digest
+
+    def _open_after(self, progress: Progress, unfinished: Unfinished) -> None:
+        if self.round is None:
+            self._open(progress.step, unfinished.rewards_before)
+
+    def _take_rounds(self, progress: Progress) -> None:
+        """Where all ranks are, but for arrays."""
         state = progress.rounds
         self.local_steps = [progress.steps_of(rank) for rank in range(self.world.size)]
         self.former_steps = state.get("local_steps", [])[self.world.size :]
+        self.saved_whole = state.get("saved_whole", progress.step)
         if state and len(state["shares"]) == self.world.size:
-            self.ranks.speeds = state["speeds"]
+            self.ranks.speeds = list(state["speeds"])
         if state and self.ranks.follows and len(state["shares"]) == self.world.size:
-            self.ranks.shares = state["shares"]
-            self.round_ends = state.get("round_ends", [])
+            self.ranks.shares = list(state["shares"])
+            self.round_ends = list(state.get("round_ends", []))
             self._choose_length()
         limits = state.get("max_micro_batch_sizes", [])
         for rank, size in enumerate(limits if len(limits) == self.world.size else ()):
@@ -409,21 +445,10 @@ class LocalSGD:
             assert self.round is not None
             self.pending = round_assignment.from_state(state["scattered"], state["tail"], len(self.round.rows))
             self.trained = RoundWork(*(list(of_ranks) for of_ranks in zip(*state["trained"], strict=True)))
-            self.start = own["start"]
         self.rewards, self.rewards_before = [list(progress.rewards)] * self.world.size, list(progress.rewards)
         if "rewards" in state and len(state["rewards"]) == self.world.size:
             self.rewards, self.rewards_before = state["rewards"], state["rewards_before"]
             progress.rewards = list(self.rewards[self.world.rank])
-        progress.rounds = self.state()
-        self.unfinished = unfinished
-        if unfinished is None:
-            return True
-        if self.round is None:
-            self._open(progress.step, unfinished.rewards_before)
-            self.start = own["start"]
-        progress.rewards = list(unfinished.report.rewards)
-        own_queue = self._assign(self.steps)[0][self.world.rank]
-        return _digest_of(own_queue[: unfinished.report.steps]).hexdigest() == unfinished.digest
 
 
 def _digest_of(queue: Sequence[round_assignment.Chunk]) -> hashlib._Hash:

@@ -215,7 +215,8 @@ class TrainingLoop:
                 if moved is not None and is_saved:
                     self.learner = move_blocks(run, self.learner, moved)
                     cut_watch.moved()
-                recent.keep(result)
+                if not is_saved:  # else the checkpoint has that step, once it is whole
+                    recent.keep(result)
 
     def _train_independently(self, local_sgd: LocalSGD, show: Show) -> None:
         run, progress = self.run, self.run.progress

@@ -77,7 +77,8 @@ def meeting_of(progress: Progress) -> Meeting:
     """The last one: of independent ranks by the steps that all had taken; a merge comes after them."""
     rounds = progress.rounds
     place = 2 * sum(rounds.get("local_steps", [])) + ("tail" not in rounds) if rounds else progress.step
-    digest = hashlib.sha256(json.dumps([progress.step, rounds]).encode()).hexdigest()[:16]
+    known = json.dumps([progress.step, rounds, progress.resume_ids])
+    digest = hashlib.sha256(known.encode()).hexdigest()[:16]
     return Meeting(place, digest, progress.step, progress.resume_ids)
 
 
@@ -91,8 +92,7 @@ class RecentState:
 
     def __post_init__(self) -> None:
         world = self.run.world
-        own = str(sum(array.nbytes for kind in held_by(self.run).values() for array in kind.values()))
-        largest = max(map(int, world.gather_text(own, "the size of every rank's state")))
+        largest = max(map(int, world.gather_text(str(_bytes_of(self.run)), "the size of every rank's state")))
         self.every_seconds = largest / BYTES_PER_SECOND
         # A round may be undone, and has a checkpoint of its own.
         self.is_off = largest > MOST_BYTES or bool(self.run.config.rollouts.rounds)
@@ -100,8 +100,8 @@ class RecentState:
     def keep(self, result: StepResult | None, unfinished: Unfinished | None = None) -> None:
         """Writes the state after a step, if it is time: ranks in step know when by figures that all have.
 
-        A step is left out whose update was, and one before which a rank's records waited for room on its disk; also one
-        whose checkpoint, or that of a step before it, is not whole yet: what resumes makes it again.
+        A step is left out whose update was, and one before which a rank's records waited for room on its disk, or a
+        checkpoint was not whole yet: what resumes makes that again.
 
         Args:
             result: None where independent ranks have met, and no step was taken since.
@@ -111,7 +111,7 @@ class RecentState:
             self.unkept_seconds += result.elapsed_seconds
             if self.unkept_seconds < self.every_seconds or result.unwritten:
                 return
-        if self.is_off or progress.skipped_in_row or run.writer.is_busy:
+        if self.is_off or progress.skipped_in_row:
             return
         self.unkept_seconds = 0.0
         run.count_wall_seconds()
@@ -152,6 +152,15 @@ def held_by(run: TrainingRun) -> RankArrays:
     return {**held, "start": local_sgd.start, "momentum": merger.momentum, "feedback": merger.feedback}
 
 
+def _bytes_of(run: TrainingRun) -> int:
+    """Of a rank's state, once it has trained: two moments of Adam's, and where independent ranks met last."""
+    held = held_by(run)
+    weights = sum(array.nbytes for array in held["weights"].values())
+    known = sum(array.nbytes for kind in held.values() for array in kind.values())
+    is_new = len(held["optimizer"]) < len(held["weights"])
+    return known + 2 * weights * is_new + (weights if "start" in held and not held["start"] else 0)
+
+
 def layout_of(run: TrainingRun) -> str:
     """What has to be the same for a rank's file to be of use to it: how the model is divided."""
     plan = run.schedule.at(run.progress.step + 1)
@@ -163,22 +172,37 @@ def found_by_all(run: TrainingRun) -> tuple[dict[str, Recent], list[Meeting]]:
     """This rank's states by their meetings' digests; and the meetings from which all ranks can go on, newest first.
 
     All ranks call it. Who has the state of a step has the step in its log. So all go on from a step of which each has a
-    state, if they are all that there were. Of replicas any one's will do, if it is settled: a rank that is gone may
-    have been ended before it wrote the step down.
+    state, if they are all that there were. Of replicas rank 0's will do, if it is settled: a rank that is gone may have
+    been ended before it wrote the step down. A host that is here has to vouch for its log: it has some state that came
+    later, so it was not off since then.
     """
     world, found = run.world, _whole_ones(run)
     own: dict[str, Recent] = {}
     for one in found:
         if one.rank == world.rank and one.hosts == run.hosts:
             own.setdefault(one.meeting.digest, one)
-    told = json.dumps([one.meeting for one in own.values()])
-    every = [[Meeting(*one) for one in json.loads(text)] for text in world.gather_long_text(told, "recent states")]
-    common = in_common(every)
+    told = json.dumps([[one.meeting for one in own.values()], [one.meeting for one in found]])
+    every = [json.loads(text) for text in world.gather_long_text(told, "recent states")]
+    common = in_common([[Meeting(*one) for one in theirs] for theirs, _ in every])
     if run.local_sgd is None and not world.divides_model and run.config.sync.compression == "none":
-        settled = {one.meeting.digest: one for one in found if one.is_settled} if world.rank == 0 else {}
-        told = world.broadcast_text(json.dumps([one.meeting for one in settled.values()]))
-        own, common = settled | own, common + [Meeting(*one) for one in json.loads(told)]
+        disks = [(host, [Meeting(*one) for one in disk]) for host, (_, disk) in zip(run.hosts, every, strict=True)]
+        settled = [one for one in found if one.is_settled and vouched_for(one.meeting, one.hosts, disks)]
+        told = world.broadcast_text(json.dumps([one.meeting for one in settled]))
+        if world.rank == 0:
+            own = {one.meeting.digest: one for one in reversed(settled)} | own
+        common += [Meeting(*one) for one in json.loads(told)]
     return own, sorted(common, reverse=True)
+
+
+def vouched_for(meeting: Meeting, hosts: Sequence[str], disks: Sequence[tuple[str, Sequence[Meeting]]]) -> bool:
+    """Whether each host that took part, and is here, has a state of that history from then or later.
+
+    disks: of each rank its host, and the meetings whose states are on its disk.
+    """
+    return all(
+        host not in hosts or any(one.resume_ids == meeting.resume_ids and one.place >= meeting.place for one in on_disk)
+        for host, on_disk in disks
+    )
 
 
 def in_common(every: Sequence[Sequence[Meeting]]) -> list[Meeting]:
@@ -221,23 +245,23 @@ def restore(run: TrainingRun, mine: Recent | None) -> RankArrays:
 
 
 def forget(run: TrainingRun, kept: Recent | None = None) -> None:
-    """Removes this rank's states but one: they are of steps that are undone, or of a run that is over.
+    """Removes the states of this run's ranks but one of each: of steps that are undone, or of a run that is over.
 
-    The rank that keeps a disk removes those there that are no rank's of its host, too.
+    All ranks call it: whoever keeps a disk removes what is there, once each rank has named what it goes on from.
 
     kept: what this rank goes on from, where it has that.
     """
-    folder, rank = run.folder / FOLDER, run.world.rank
-    ending = f"-rank-{rank:03d}.safetensors"
-    settled = None
-    if kept is not None and kept.path.exists():
-        settled = kept.path.replace(folder / f"settled-{kept.path.name.split('-')[1]}{ending}")
-    others = [f"-rank-{other:03d}.safetensors" for other, host in enumerate(run.hosts) if host == run.hosts[rank]]
-    for path in folder.glob("*"):
-        is_foreign = run.lock is not None and not path.name.endswith(tuple(others))
-        if path != settled and (path.name.endswith(ending) or is_foreign):
-            path.unlink(missing_ok=True)
-    if kept is None:
+    folder, name = run.folder / FOLDER, ""
+    if kept is not None:
+        name = f"settled-{kept.path.name.split('-')[1]}-rank-{run.world.rank:03d}.safetensors"
+        with contextlib.suppress(OSError):
+            kept.path.replace(folder / name)
+    names = run.world.gather_text(name, "the states that ranks go on from")
+    for path in folder.glob("*") if run.lock is not None else ():
+        if FILE.match(path.name) and path.name not in names:  # also one that was not whole yet
+            with contextlib.suppress(OSError):
+                path.unlink()
+    if not any(names):
         with contextlib.suppress(OSError):
             folder.rmdir()
 
@@ -265,6 +289,9 @@ def _whole_ones(run: TrainingRun) -> list[Recent]:
                 of, _, rest = name.partition("/")
                 trees[of][rest] = array
             fits = all(adapter_files.described(trees[kind]) == wanted[kind] for kind in ("weights", "reference"))
+            if run.local_sgd is not None:
+                fits = fits and unfinished is not None and adapter_files.described(trees["start"]) == wanted["weights"]
+            fits = fits and progress.step + (run.local_sgd is not None) <= run.steps
             is_of_this_run = progress.data_digest == run.progress.data_digest and told["boot"] == boot_id() != ""
             if fits and is_of_this_run and told["layout"] == layout_of(run):
                 later = [one for one in found if one.rank == int(rank)]

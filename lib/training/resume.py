@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -36,6 +37,7 @@ from lib.training.checkpoint import (
     step_of,
 )
 from lib.training.find_checkpoint import fault_of, read_progress
+from lib.training.local_sgd import LocalSGD
 from lib.training.recent_state import Meeting, Recent
 from lib.training.run_folder import discard
 from lib.training.training_run import TrainingRun
@@ -52,6 +54,7 @@ class Offer(TypedDict):
     parts: list[str]  # the hash of every rank's own part; of such a state its meeting's
     whole: bool  # whether the ranks had the same weights
     resume_ids: list[str]  # of the resumes before it
+    wall_seconds: float  # that the run had taken at the checkpoint
 
 
 def resume_run(run: TrainingRun) -> None:
@@ -60,11 +63,8 @@ def resume_run(run: TrainingRun) -> None:
     Raises:
         AgreedError: a checkpoint does not fit the run as it is now.
     """
-    world, found = run.world, recent_state.found_by_all(run)
-    chosen = _take_up(run, *found)
-    if chosen is None:  # another division of the work than before
-        chosen = _take_up(run, {}, [])
-        assert chosen is not None
+    world = run.world
+    chosen = _take_up(run, *recent_state.found_by_all(run))
     for warning in chosen.warnings:
         run.say.warning(warning)
     if run.progress.schedule and not _restores(run):
@@ -77,8 +77,8 @@ def resume_run(run: TrainingRun) -> None:
     run.say.line(f"resuming {run.folder} after step {run.progress.step} of {run.steps}")
 
 
-def _take_up(run: TrainingRun, states: Mapping[str, Recent], meetings: Sequence[Meeting]) -> Choice | None:
-    """Takes a run to one of these states, or to a checkpoint; None where ranks cannot go on with what was unfinished.
+def _take_up(run: TrainingRun, states: Mapping[str, Recent], meetings: Sequence[Meeting]) -> Choice:
+    """Takes a run to one of these states, or to a checkpoint.
 
     Raises:
         AgreedError: a checkpoint does not fit the run as it is now.
@@ -87,8 +87,13 @@ def _take_up(run: TrainingRun, states: Mapping[str, Recent], meetings: Sequence[
     disk_of = run.hosts[world.rank] if run.lock is not None else None
     chosen = choose(folder, world, disk_of, meetings, is_inside=local_sgd is not None)
     kept = states.get(chosen.recent) if chosen.recent is not None else None
+    if chosen.recent is not None and local_sgd is not None:
+        others = world.gather_text("" if _would_go_on(local_sgd, kept) else "other", "whether all take the same rows")
+        if any(others):  # the work is divided in another way than before
+            chosen, kept = choose(folder, world, disk_of), None
     if chosen.recent is not None:
         own = recent_state.restore(run, kept)
+        run.writer.unsaved_seconds = max(0.0, run.progress.wall_seconds - chosen.saved_wall_seconds)
     else:
         run.progress = restore_all(chosen.path, run.model, run.optimizer, run.progress, world)
         if run.reference is not None and chosen.path is not None:
@@ -101,15 +106,21 @@ def _take_up(run: TrainingRun, states: Mapping[str, Recent], meetings: Sequence[
     run.feedback, run.resumed = own.get("feedback", {}), own
     if local_sgd is not None and not run.config.rollouts.rounds:
         try:
-            goes_on = local_sgd.resume(run.progress, own, kept.unfinished if kept is not None else None)
+            local_sgd.resume(run.progress, own, kept.unfinished if kept is not None else None)
         except (KeyError, TypeError, ValueError, IndexError) as error:  # the same on every rank: all have this state
             raise AgreedError(f"{chosen.path}: the state of its rounds is not what a run writes: {error!r}") from None
-        if any(world.gather_text("" if goes_on else "other", "whether all go on with the same rows")):
-            return None
     elif local_sgd is None and run.progress.rounds:
         raise AgreedError(f"{run.folder} is a run of independent ranks; go on with strategy=independent")
     recent_state.forget(run, kept)
     return chosen
+
+
+def _would_go_on(local_sgd: LocalSGD, kept: Recent | None) -> bool:
+    """Whether this rank can go on behind what it trained since all met."""
+    with contextlib.suppress(KeyError, TypeError, ValueError, IndexError):  # somebody changed it
+        if kept is not None and kept.unfinished is not None:
+            return local_sgd.would_go_on(kept.progress, kept.unfinished)
+    return False
 
 
 def _restores(run: TrainingRun) -> bool:
@@ -125,13 +136,15 @@ class Choice:
     """What ranks go on from.
 
     path: of a checkpoint; None where there is none, or a newer state. with_parts: with every rank's own part of it.
-    recent: the digest of the newer state's meeting (lib/training/recent_state.py).
+    recent: the digest of the newer state's meeting (lib/training/recent_state.py). saved_wall_seconds: how long the run
+    had taken when the checkpoint before it came.
     """
 
     path: Path | None
     with_parts: bool
     warnings: list[str]
     recent: str | None = None
+    saved_wall_seconds: float = 0.0
 
 
 def choose(
@@ -159,7 +172,9 @@ def choose(
     while True:
         own_offer, meeting, damaged = _newest_whole(candidates)
         if world.rank == 0 and (newer := recent_state.newest(recent, meeting, is_inside)) is not None:
-            own_offer = Offer(path="", step=newer.step, parts=[newer.digest], whole=True, resume_ids=newer.resume_ids)
+            seconds = own_offer["wall_seconds"] if own_offer else 0.0
+            parts, ids = [newer.digest], newer.resume_ids
+            own_offer = Offer(path="", step=newer.step, parts=parts, whole=True, resume_ids=ids, wall_seconds=seconds)
         taken = "a newer state" if own_offer and not own_offer["path"] else "the one before it"
         warnings += [f"checkpoint {path} is damaged ({fault}); {taken} is taken" for path, fault in damaged]
         offer: Offer | None = json.loads(world.broadcast_text(json.dumps(own_offer)))
@@ -169,7 +184,7 @@ def choose(
         if offer is None:
             return Choice(None, False, warnings)
         if not offer["path"]:
-            return Choice(None, False, warnings, offer["parts"][0])
+            return Choice(None, False, warnings, offer["parts"][0], offer["wall_seconds"])
         parts = offer["parts"]
         if not any(parts) and offer["whole"]:
             return Choice(Path(offer["path"]), False, warnings)
@@ -197,7 +212,14 @@ def _newest_whole(candidates: list[Path]) -> tuple[Offer | None, Meeting | None,
         if (fault := fault_of(path)) is None:
             saved, whole = read_progress(path), not inside_a_round(path)
             meeting, ids = recent_state.meeting_of(saved), _ids_of(saved)
-            offer = Offer(path=str(path), step=saved.step, parts=saved.parts, whole=whole, resume_ids=ids)
+            offer = Offer(
+                path=str(path),
+                step=saved.step,
+                parts=saved.parts,
+                whole=whole,
+                resume_ids=ids,
+                wall_seconds=saved.wall_seconds,
+            )
             return offer, meeting._replace(resume_ids=ids), damaged
         damaged.append((path, fault))
     return None, None, damaged
@@ -366,7 +388,8 @@ def go_back(logs: Path, progress: Progress, world: World, keeps_disk: bool, take
     with world.agreeing("going back in the logs"):
         own_logs = [log for log in sorted(logs.glob("rank-*")) if RANK_LOG.fullmatch(log.name)] if keeps_disk else []
         lived = max((first_missed(log, *history) for log in own_logs), default=progress.step)
-        is_known = bool(progress.step or progress.before)  # rounds have a checkpoint before the first step
+        # Rounds have a checkpoint before the first step.
+        is_known = bool(progress.step or progress.before or any(taken or ()))
         for log in own_logs:
             index = 1 + int(log.stem.removeprefix("rank-"))
             rewind(log, first_missed(log, *history, index) if is_known else -1)

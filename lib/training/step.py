@@ -63,7 +63,7 @@ class StepResult:
     peak_memory_bytes: int
     bytes_sent: int
     elapsed_seconds: float  # rank 0's, from the step before to this one: the same number on every rank
-    unwritten: int  # ranks of which records of earlier steps wait for room on the disk
+    unwritten: int  # ranks of which records, or a checkpoint, of earlier steps are not on the disk yet
     traces: int  # distinct batch shapes so far: each is compiled once
     sent_error: float | None = None  # of compressed activations: what was left out, relative to their norm
 
@@ -217,7 +217,7 @@ class TrainStep:
     rewards: list[float] = field(default_factory=lambda: [0.0, 0.0])  # bco: sum and count of all so far
     shapes: set[object] = field(default_factory=set)  # of the batches so far
     last_started: float = field(default_factory=time.perf_counter)
-    has_unwritten: bool = False  # records of earlier steps, told to all
+    has_unwritten: bool = False  # records, or a checkpoint, of earlier steps, told to all
 
     def __call__(self, index: int, steps: int, batches: Iterable[MicroBatch], watching: Watching = iter) -> StepResult:
         """One step. index: its number from 0, of `steps` in the run. `batches` may raise OutOfMemory, too.

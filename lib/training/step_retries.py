@@ -92,7 +92,7 @@ class Learner:
             fitting = self.make.within(batches, self.max_micro_batch_size)  # those made ahead may be larger
             size = max((len(batch.rows) for batch, _ in fitting), default=0)
             heartbeat.tell(micro_batch_size=size, gradient_checkpointing=self.recomputes, machine=network.host_name())
-            self.take_step.has_unwritten = self.run.tracker.has_unwritten
+            self.take_step.has_unwritten = self.run.tracker.has_unwritten or self.run.writer.is_busy
             self.take_step.evaluate_held()
             try:
                 return out_of_memory.attempt(
