@@ -380,8 +380,7 @@ def test_independent_ranks_go_on_from_their_own_last_steps(
 
 
 @two
-@pytest.mark.parametrize("after", [0, 9])
-@pytest.mark.parametrize("merge", ["stack", "outer"])
+@pytest.mark.parametrize(("after", "merge"), [(0, "outer"), (9, "stack")])
 def test_where_one_independent_rank_would_take_other_rows_all_go_back_to_the_checkpoint(
     world: World, folder: Path, after: int, merge: str, capsys: Told
 ) -> None:
