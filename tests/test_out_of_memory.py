@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import os
@@ -20,8 +21,9 @@ import pytest
 
 from lib.config.schema import PlanSettings
 from lib.data import micro_batches
+from lib.distributed import heartbeat
 from lib.distributed.world import World
-from lib.launch import rank_faults
+from lib.launch import host_ranks, rank_faults
 from lib.launch.memory_watch import MemoryWatch
 from lib.model import backward_order
 from lib.plan import calibration, memory_ceilings
@@ -90,6 +92,27 @@ def test_the_kernels_counter_is_evidence_for_a_kill_alone() -> None:
     assert not out_of_memory.has_killed(before, {"boot a": 9, "group a /x": 0})  # somebody else's
     assert out_of_memory.has_killed(before, {"boot a": 5}) and not out_of_memory.has_killed(before, {"boot b": 5})
     assert not out_of_memory.has_killed({}, {})
+
+
+def test_what_shows_that_a_rank_of_mpirun_ran_out_of_memory_is_told_before_it_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher judges by the first word that a rank is gone, and mpirun does not say why."""
+    looks = iter(["running", "gone", "gone", "gone"])  # it ends between an agent's two looks
+    told: list[str] = []
+    monkeypatch.setenv(heartbeat.FOLDER, str(tmp_path / "here-a"))
+    monkeypatch.setattr(host_ranks, "process_state", lambda pid: next(looks))
+    monkeypatch.setattr(out_of_memory, "has_killed", lambda before, now: True)
+    monkeypatch.setattr(host_ranks.Ranks, "report", lambda self, kind, **fields: told.append(kind))
+
+    async def look_twice() -> None:
+        ranks = host_ranks.Ranks(None, str(tmp_path / "here"), False, "a")  # type: ignore[arg-type]
+        ranks.pids[0] = 2**22 + 1  # of no process
+        for _ in range(2):
+            told.append(ranks.states()[0])
+
+    asyncio.run(look_twice())
+    assert told == ["memory", "running", "gone"]
 
 
 # ---- Work that is tried again

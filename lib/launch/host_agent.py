@@ -146,9 +146,8 @@ class Agent:
         pause_seconds = SECONDS if os_commands.is_mac() else LOOK_SECONDS
         while True:
             if self.ranks is not None:
-                self.ranks.check_memory_of_mpi_ranks()
                 self.ranks.hang_up_on_strangers()
-                states = {rank: process_state(pid) for rank, pid in self.ranks.pids.items()}
+                states = self.ranks.states()
                 # The exits once more: a line can be lost to somebody who writes into the same stream.
                 self.ranks.report("alive", states=states, exits=self.ranks.exits, load=round(self.load.look(), 2))
             before = time.monotonic()

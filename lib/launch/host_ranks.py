@@ -166,6 +166,12 @@ class Ranks:
             if (evidence := watch.ran_out(status)) is not None:
                 self.report("memory", rank=rank, text=evidence)
 
+    def states(self) -> dict[int, str]:
+        """Of every rank, as the system has it. What shows that one that is gone ran out of memory is reported before."""
+        states = {rank: process_state(pid) for rank, pid in self.pids.items()}
+        self.check_memory_of_mpi_ranks()  # after that look: a rank may end between the two
+        return states
+
     def check_memory_of_mpi_ranks(self) -> None:
         """The same for all ranks that mpirun started: it does not say how each of them ended."""
         for rank, pid in self.pids.items():
