@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         terminal.error(f"{error.filename or 'a file'}: {error.strerror or error}; mend it, then {terminal.way_on(run)}")
         return mpi_and_blas.leave(2, launch, alone=True)
     except (Stopped, KeyboardInterrupt) as error:
-        terminal.error(f"{str(error) or 'interrupted'}; {terminal.way_on(run, ' from the last checkpoint')}", "stopped")
+        terminal.error(f"{str(error) or 'interrupted'}; {terminal.way_on(run)}", "stopped")
         return 1
     except (out_of_memory.OutOfMemory, RuntimeError, MemoryError) as error:
         if (advice := mlx_failures.advice(error, launch)) is None:

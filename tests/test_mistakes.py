@@ -349,7 +349,7 @@ def test_a_run_that_was_interrupted_before_it_had_a_folder(monkeypatch: pytest.M
     monkeypatch.undo()
     monkeypatch.setattr("lib.training.report.record_start", interrupted)
     status, _, errors = said(train.main, [*words_of("train.py", "", folder), "run.name=new"])
-    assert (status, errors.split(" with ")[0]) == (1, "stopped: interrupted; go on from the last checkpoint")
+    assert (status, errors.split(" with ")[0]) == (1, "stopped: interrupted; go on")
     monkeypatch.undo()
     assert said(train.main, ["--resume", str(folder / "runs/new")])[0] == 0
 

@@ -165,7 +165,7 @@ def test_training_goes_on_from_a_survivors_own_disk_and_takes_the_host_back(
         assert references["host-a"] == references["host-b"] != set(), "a survivor would have to ask the reference anew"
         a.unplug()
         launch.until("launch: silent: host-a")
-        launch.until(r"start 2.* on 1 of 2 hosts \(without host-a\), from the last checkpoint")
+        launch.until(r"start 2.* on 1 of 2 hosts \(without host-a\), going on with ")
         wait_for(lambda: len(steps(b, 0)) >= 10)
         assert a.run(["hostname", "cafe-17"]).returncode == 0, "as another network would call it"
         a.plug_in()
@@ -238,7 +238,7 @@ def test_a_run_goes_on_from_the_disk_that_alone_went_on_with_it(fresh_hosts: lis
     done = a.run([*words([a, b]), script, "--resume", str(run), "train.steps=20"])
     assert done.returncode == 0, done.stderr
     assert "launch: behind: the first host lacks the run's newest checkpoint, which host-b has" in done.stderr
-    assert re.search(r"start 2, .* on 2 of 2 hosts, host-b first, from the last checkpoint of ", done.stderr)
+    assert re.search(r"start 2, .* on 2 of 2 hosts, host-b first, going on with ", done.stderr)
     assert [record["step"] for record in steps(b, 0)] == [*range(1, 21)], "nothing was undone"
     assert [record["step"] for record in steps(a, 1)] == [*range(16, 21)]
 

@@ -114,7 +114,7 @@ def test_ctrl_c_is_one_line_and_resumes(tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=120)
     assert (
         process.returncode == 1
-        and errors.startswith("stopped: interrupted; go on from the last checkpoint with --resume ")
+        and errors.startswith("stopped: interrupted; go on with --resume ")
         and errors.strip().endswith("runs/run")
         and errors.count("\n") == 1
     )

@@ -177,7 +177,7 @@ class Collectives:
             print(
                 f"error: rank {self.rank} on {host_name()} waited {times * self.timeout_seconds:g} s for {what}; "
                 "another rank is dead, stopped or cut off (raise sync.timeout_seconds if it is only slow); "
-                "resume from the last checkpoint",
+                "go on with --resume",
                 file=sys.stderr,
                 flush=True,
             )

@@ -84,7 +84,7 @@ def _add_hosts_and_checks(parser: argparse.ArgumentParser) -> None:
 def _add_restarts_and_ranks(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     restarts = (
-        "after a fault, go on from the last checkpoint, at most N times "
+        "after a fault, go on from what the ranks kept, at most N times "
         f"(default: {MAC_RESTARTS} where a host is a Mac, else 0)"
     )
     add("--max-restarts", type=int, metavar="N", help=restarts)

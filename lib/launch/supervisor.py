@@ -191,7 +191,7 @@ async def supervise(
             starts, is_first = starts + 1, is_first and is_behind
             command = resume_command(job.command, run, hosts == everyone) if run else job.command
             lead = f", {placed[0].name} first" if is_behind else ""
-            whence = f", from the last checkpoint of {run}" if run else ""
+            whence = f", going on with {run}" if run else ""
             seconds = time.monotonic() - broken
             console.note(f"start {starts}, {seconds:.1f} s later, {_on(hosts, everyone)}{lead}{whence}")
             again = replace(job, hosts=placed, command=command)

@@ -136,11 +136,11 @@ def python() -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def way_on(run: Path | None, place: str = "") -> str:
+def way_on(run: Path | None) -> str:
     """What one types after a run that ended early: --resume, where the run's folder is there to go on with."""
     if run is None or not (run / "config.yaml").is_file():
         return "give the same command again"
-    return f"go on{place} with --resume {run}"
+    return f"go on with --resume {run}"
 
 
 # ---- Lay-out: pure
