@@ -29,7 +29,10 @@ class UserError(ValueError):
 
 
 class Stopped(RuntimeError):
-    """Training cannot go on; the message says why and what to do. Exit status 1."""
+    """Training cannot go on; the message says in one line why and what to do. Exit status 1."""
+
+    def __init__(self, message: object = ""):
+        super().__init__(shown(str(message)).replace("\n", "␊"))
 
 
 class AgreedError(UserError):

@@ -9,12 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+
 from lib.dashboard import rounds
 from lib.dashboard.history import RunHistory
 from lib.errors import UserError, shown
 from lib.export import push_checks
 from lib.launch import hostfile
 from lib.serve import api_keys
+from lib.system import network, out_of_memory
 from lib.training.checkpoint import MANIFEST, STATE
 from tests import tiny
 from tests.attacks import PAIR, Attack, agree, copy_of_run, of_words, refused, run_of, set_in
@@ -87,6 +90,45 @@ def of_checkpoint(change: Callable[[Path], None], is_agreed: bool = True) -> Att
             agree(newest(run))
 
     return of_folder(altered)
+
+
+def of_arrays(file: str, change: Callable[[dict[str, mx.array]], object]) -> Attack:
+    """The arrays of the newest checkpoint, changed, with hashes that agree."""
+
+    def altered(path: Path) -> None:
+        arrays = dict(mx.load(str(path / file)))
+        mx.eval(arrays)
+        change(arrays)
+        mx.save_safetensors(str(path / file), arrays)
+
+    return of_checkpoint(altered)
+
+
+def of_state(**fields: Any) -> Attack:
+    """Fields of the newest checkpoint's state with values of a right type that no run has."""
+    return of_checkpoint(lambda path: put(path / STATE, json.loads((path / STATE).read_text()) | fields))
+
+
+def moment(arrays: dict[str, mx.array]) -> str:
+    return next(name for name in sorted(arrays) if arrays[name].ndim == 2)
+
+
+def of_padding(**layer: Any) -> Attack:
+    """The newest checkpoint says that the ranks of its layers were padded, and how."""
+
+    def change(path: Path) -> None:
+        config = json.loads((path / "adapter_config.json").read_text())
+        names = {name.rpartition(".")[0] for name in mx.load(str(path / "adapters.safetensors"))}
+        layers = dict.fromkeys(names, config["lora_parameters"] | layer)
+        put(path / "adapter_config.json", config | {"padded": True, "layers": layers})
+
+    return of_checkpoint(change)
+
+
+def of_note(run: Path, victim: Path) -> None:
+    """A note of an agent that is none of this machine's, of a micro-batch below nothing."""
+    note = {"micro_batch_size": -4, "gradient_checkpointing": False, "evidence": "\x1b[31mx", "boot": "x"}
+    put(run / out_of_memory.NOTE.format(host=network.host_name()), note)
 
 
 def of_manifest(hashes: Any) -> Attack:
@@ -304,6 +346,33 @@ ATTACKS: dict[str, Attack] = {
     "checkpoint: an optimizer of 2^63 bytes": of_checkpoint(
         lambda path: put(path / "optimizer.safetensors", b"\xff" * 7 + b"\x7f{}")
     ),
+    "checkpoint: a moment of another shape": of_arrays(
+        "optimizer.safetensors", lambda arrays: arrays.update({moment(arrays): arrays[moment(arrays)].T})
+    ),
+    "checkpoint: a moment is missing": of_arrays("optimizer.safetensors", lambda arrays: arrays.pop(moment(arrays))),
+    "checkpoint: an optimizer without its step": of_arrays("optimizer.safetensors", lambda arrays: arrays.pop("step")),
+    "checkpoint: an optimizer of 3 * 10^8 layers": of_arrays(
+        "optimizer.safetensors", lambda arrays: arrays.update({"300000000.x": mx.ones(2)})
+    ),
+    "checkpoint: a row of 2^62": of_state(cursor=2**62),
+    "checkpoint: resumes from no step": of_state(resumes=[[]], resume_ids=["a"]),
+    "checkpoint: more ids than resumes": of_state(resumes=[], resume_ids=["a"]),
+    "checkpoint: micro-batches of no pairs": of_state(
+        rounds={"shares": [1], "speeds": [1.0], "max_micro_batch_sizes": [0]}
+    ),
+    "checkpoint: speeds of no ranks": of_state(rounds={"shares": [1], "speeds": []}),
+    **{
+        f"checkpoint: layers of {field} {value}": of_padding(**{field: value})
+        for field, value in (
+            ("rank", 20),
+            ("rank", 100_000),
+            ("rank", -5),
+            ("rank", 2**31 - 8),
+            ("rank", 2**40),
+            ("scale", 0.0),
+        )
+    },
+    "run: a note of too little memory": of_folder(of_note),
     "checkpoint: an adapter's configuration of lists": of_checkpoint(
         lambda path: put(path / "adapter_config.json", {"padded": True, "layers": [], "lora_parameters": 3})
     ),
@@ -328,6 +397,7 @@ ATTACKS: dict[str, Attack] = {
     "setting: calibrations of another": of_setting("plan.calibration_dir", "{victim}"),
     "setting: a cache of another": of_setting("data.cache_dir", "{victim}"),
     "setting: a sink without its package": of_setting("run.sinks", "[wandb]"),
+    "setting: figures that are sent away": of_setting("run.sinks", "[trackio]"),
     "setting: two figures' pages": of_setting("run.pages", "3"),
     "setting: a key twice": of_folder(
         lambda run, victim: put(run / "config.yaml", (run / "config.yaml").read_text() + "run: {}\n")

@@ -364,6 +364,16 @@ def test_the_command_that_goes_on() -> None:
     )  # fmt: skip
 
 
+def test_a_restart_is_given_what_the_user_allowed_and_the_runs_folder_cannot(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("model: {path: m, trust_remote_code: true}\ndata: {train: d}\nrun: {sinks: [wandb, tensorboard]}\n")
+    assert resume_command(("train.py", "--config", str(own)), "runs/y", True)[3:] == (
+        "model.trust_remote_code=true", "run.sinks=[wandb,tensorboard]",
+    )  # fmt: skip
+    given = ("train.py", "--config", str(own), "run.sinks=[]", "model.trust_remote_code=false", "run.dir=x")
+    assert resume_command(given, "runs/y", True)[3:] == ("run.sinks=[]", "model.trust_remote_code=false")
+
+
 def test_only_starts_that_bring_nothing_wait() -> None:
     assert [supervisor.pause_seconds(n) for n in (0, 1, 2, 3, 4, 6, 7, 10_000)] == [0, 0, 1, 2, 4, 16, 30, 30]
 

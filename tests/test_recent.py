@@ -127,6 +127,30 @@ def told_anew(path: Path, key: str, change: Callable[[str], str]) -> None:
     adapter_files.write_arrays(path, described, adapter_files.raw(arrays), told=told)
 
 
+def held_anew(change: Callable[[dict[str, Any]], object], is_agreed: bool = True) -> Callable[[Path], None]:
+    """Changes the arrays; is_agreed: what the file says of their bits then agrees, as anybody can have it."""
+
+    def alter(path: Path) -> None:
+        arrays, told = mx.load(str(path), return_metadata=True)
+        mx.eval(arrays)
+        change(arrays)
+        told.pop("format")
+        bits = adapter_files.raw(arrays)
+        if is_agreed:
+            told["crc32"] = recent_state._checksum(bits)
+        adapter_files.write_arrays(path, dict(sorted(adapter_files.described(arrays).items())), bits, told=told)
+
+    return alter
+
+
+def first_of(arrays: dict[str, Any], kind: str) -> str:
+    return next(name for name in sorted(arrays) if name.startswith(kind) and arrays[name].ndim == 2)
+
+
+def replace_first(kind: str, change: Callable[[mx.array], mx.array]) -> Callable[[dict[str, Any]], object]:
+    return lambda arrays: arrays.update({first_of(arrays, kind): change(arrays[first_of(arrays, kind)])})
+
+
 def cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
@@ -139,6 +163,14 @@ AGAINST: dict[str, Callable[[Path], None]] = {
     "no step": lambda path: told_anew(path, "progress", lambda text: text.replace('"step": 5', '"step": -5')),
     "no JSON": lambda path: told_anew(path, "progress", lambda text: text[:-1]),
     "an unknown field": lambda path: told_anew(path, "unfinished", lambda text: '{"digest": 3}'),
+    "hosts that are none": lambda path: told_anew(path, "hosts", lambda hosts: "3"),
+    "one number is another": held_anew(replace_first("weights", lambda array: array + 1), is_agreed=False),
+    "one number is none": held_anew(replace_first("weights", lambda array: array * float("nan"))),
+    "a moment of another shape": held_anew(replace_first("optimizer", lambda array: array.T)),
+    "a moment is missing": held_anew(lambda arrays: arrays.pop(first_of(arrays, "optimizer"))),
+    "no optimizer": held_anew(lambda arrays: [arrays.pop(name) for name in [*arrays] if name.startswith("optimizer")]),
+    "an optimizer of a hundred million layers": held_anew(lambda arrays: arrays.update({"optimizer/99999999.m": mx.ones(2)})),
+    "arrays of no kind": held_anew(lambda arrays: arrays.update({"else/x": mx.ones(2)})),
     "cut short": cut_short,
     "empty": lambda path: path.write_bytes(b""),
 }  # fmt: skip

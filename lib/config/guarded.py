@@ -20,6 +20,7 @@ GUARDED: dict[str, str] = {
     "evaluate.judge": "may run a command or code, or send texts away",
     "evaluate.judge_prompt": "has a file's text sent to the judge",
     "rollouts.judge": "may run a command or code, or send texts away",
+    "run.sinks": "sends figures and settings away",
     "serve.host": "opens the server to other machines",
     "serve.keys": "says who may use the server",
     "serve.hostfile": "starts commands on other hosts",
@@ -30,7 +31,11 @@ GUARDED: dict[str, str] = {
     "serve.feedback": "writes a file",
 }
 CHECKS = ("exact", "number", "regex", "json_schema")
-HARMLESS: dict[str, tuple[str, ...]] = {"evaluate.judge": CHECKS, "rollouts.judge": CHECKS}
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "evaluate.judge": CHECKS,
+    "rollouts.judge": CHECKS,
+    "run.sinks": (("tensorboard",),),  # files in the run's own folder
+}
 
 
 def require_own(config: Config, path: Path, overrides: Sequence[str], uses: Sequence[str]) -> None:

@@ -129,7 +129,8 @@ def resume(path: Path, overrides: list[str]) -> Config:
         UserError: an override would change what the run has been learning.
     """
     before, after = load(path), load(path, overrides)
-    guarded.require_own(before, path, overrides, ("model.", *JUDGES) if before.rollouts.rounds else ("model.",))
+    uses = ("model.", "run.", *(JUDGES if before.rollouts.rounds else ()))
+    guarded.require_own(before, path, overrides, uses)
     for key in known_settings():
         if _at(before, key) != _at(after, key) and not key.startswith(RESUMABLE):
             raise UserError(

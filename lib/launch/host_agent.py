@@ -29,7 +29,7 @@ from typing import Any
 from lib.distributed.heartbeat import ADDRESS, FOLDER, SECONDS, agent_folder
 from lib.launch import agent_messages
 from lib.launch.agent_messages import PING_SECONDS, RankProcess, Start
-from lib.launch.host_ranks import LAST_WORDS_SECONDS, Ranks, open_process, process_state, write_message
+from lib.launch.host_ranks import LAST_WORDS_SECONDS, Ranks, open_process, write_message
 from lib.launch.patience import Load, Punctuality, silence_limit
 from lib.launch.standby_process import READY, Standby
 from lib.system import handshake, network, os_commands

@@ -167,7 +167,7 @@ class Ranks:
                 self.report("memory", rank=rank, text=evidence)
 
     def states(self) -> dict[int, str]:
-        """Of every rank, as the system has it. What shows that one that is gone ran out of memory is reported before."""
+        """Of every rank, as the system has it; what shows that one ran out of memory is reported before it is gone."""
         states = {rank: process_state(pid) for rank, pid in self.pids.items()}
         self.check_memory_of_mpi_ranks()  # after that look: a rank may end between the two
         return states

@@ -64,7 +64,7 @@ def full_command(job: Job) -> list[str]:
 
 def resume_command(command: Sequence[str], run: str, same_world: bool) -> tuple[str, ...]:
     """The command that resumes a run. The run's folder has its settings; those that were given beside them are kept."""
-    kept = [word for word in command[1:] if "=" in word and not word.startswith(("-", "run."))]
+    kept = [word for word in command[1:] if "=" in word and not word.startswith(("-", "run.dir=", "run.name="))]
     if not same_world:  # shares were given for other ranks: plan again
         kept = [word for word in kept if not word.startswith(("plan.shares=", "plan.micro_batch_sizes="))]
         kept += ["plan.shares=null", "plan.micro_batch_sizes=null"]
@@ -80,8 +80,12 @@ def _allowed_by_file(command: Sequence[str]) -> list[str]:
         settings = load.load(ROOT / (options.config or train_arguments.QUICKSTART), options.overrides)
     except (UserError, SystemExit):  # no command of train.py's
         return []
-    given = any(word.startswith("model.trust_remote_code=") for word in options.overrides)
-    return ["model.trust_remote_code=true"] if settings.model.trust_remote_code and not given else []
+    given = {word.partition("=")[0] for word in options.overrides}
+    allowed = {
+        "model.trust_remote_code": "true" if settings.model.trust_remote_code else None,
+        "run.sinks": f"[{','.join(settings.run.sinks)}]" if settings.run.sinks else None,
+    }
+    return [f"{key}={value}" for key, value in allowed.items() if value is not None and key not in given]
 
 
 def local_run_folder(job: Job, run: str) -> Path:

@@ -10,7 +10,7 @@ from collections import deque
 from pathlib import Path
 
 from lib.launch.agent_messages import Beat
-from lib.system import files, out_of_memory
+from lib.system import files, hardware, out_of_memory
 
 LAST_LINES = 40  # of a rank's output, in which MLX may have reported why it ended
 
@@ -49,7 +49,8 @@ class MemoryWatch:
         if self.held_bytes:
             evidence += f"; it held {self.held_bytes / 1e9:.4g} GB when last seen"
         if self.facts.get("run") and self.facts.get("micro_batch_size"):
-            note = {"evidence": evidence, **{name: self.facts.get(name) for name in ("rank", *out_of_memory.NOTED)}}
+            note = {name: self.facts.get(name) for name in ("rank", *out_of_memory.NOTED)}
+            note |= {"evidence": evidence, "boot": hardware.boot_id()}
             file = Path(self.facts["run"]) / out_of_memory.NOTE.format(host=self.facts["machine"])
             with contextlib.suppress(OSError):
                 files.write_atomically(file, json.dumps(note) + "\n")

@@ -90,17 +90,32 @@ def _padded(
 
 
 def _unpadded(arrays: Mapping[str, mx.array], config: Mapping[str, Any]) -> dict[str, mx.array]:
-    """What `_padded` was made of."""
-    scale, layers = config["lora_parameters"]["scale"], config["layers"]
+    """What `_padded` was made of.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError, IndexError: no such configuration is ever written.
+    """
+    scale, layers = _scale_in(config["lora_parameters"]), config["layers"]
     own: dict[str, mx.array] = {}
     for name, array in arrays.items():
         layer = layers.get(name.rpartition(".")[0])
         if layer is not None and ".lora_" in name:
-            array = mx.take(array, mx.arange(layer["rank"]), axis=rank_axis(name, array.ndim))
-            if name.endswith(".lora_b") and layer["scale"] != scale:
-                array = array * (scale / layer["scale"])
+            axis, rank = rank_axis(name, array.ndim), layer["rank"]
+            if type(rank) is not int or not 1 <= rank <= array.shape[axis]:  # MLX would read what is behind the array
+                raise ValueError(f"rank {rank!r} of {name}, which has {array.shape[axis]}")
+            array = mx.take(array, mx.arange(rank), axis=axis)
+            if name.endswith(".lora_b") and (layer_scale := _scale_in(layer)) != scale:
+                array = array * (scale / layer_scale)
         own[name] = array
     return own
+
+
+def _scale_in(settings: Mapping[str, Any]) -> float:
+    """Raises ValueError where the scale is 0 or not finite."""
+    scale = float(settings["scale"])
+    if not math.isfinite(scale) or scale == 0:
+        raise ValueError(f"scale {scale}")
+    return scale
 
 
 def write_arrays(
@@ -180,7 +195,7 @@ def read_trained(wanted: Described, folder: Path, where: str) -> dict[str, mx.ar
     if config.get("padded"):
         try:
             loaded = _unpadded(loaded, config)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise UserError(f"{where} {path} does not say how its layers were padded ({error!r})") from None
     return fitted(wanted, loaded, f"{where} {folder}")
 
@@ -202,6 +217,17 @@ def fitted(wanted: Described, loaded: Mapping[str, mx.array], where: str) -> dic
                 f"the model wants {wanted[name][0]}"
             )
     return {name: array.astype(wanted[name][1]) for name, array in loaded.items()}
+
+
+def misfit(wanted: Described, found: Described) -> str | None:
+    """The first array that is missing, too many, or of another shape or dtype, and how; None where all fit."""
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            here, there = (
+                "absent" if one is None else f"{one[1]} {one[0]}" for one in (found.get(name), wanted.get(name))
+            )
+            return f"{name} is {here}, not {there}"
+    return None
 
 
 def adapter_layers_of(settings: schema.ModelSettings, shapes: Described) -> dict[str, AdapterLayer]:

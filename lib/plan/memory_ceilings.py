@@ -21,12 +21,15 @@ import numpy as np
 from lib.config import read_file
 from lib.config.schema import Config
 from lib.data.micro_batches import pieces
-from lib.errors import UserError
+from lib.errors import UserError, shown
 from lib.plan import calibration, calibrator
 from lib.plan.calibration import Ceiling, CurveKey, HostCalibration
 from lib.plan.cluster_plan import ClusterPlan
 from lib.system import hardware, network, out_of_memory
 from lib.telemetry.run_records import lines_of
+
+LONGEST_EVIDENCE = 1000  # letters of a note
+MOST_PAIRS = 2**20  # in a micro-batch
 
 # ---- Pure: plans below their ceilings
 
@@ -211,11 +214,17 @@ def killed_before(
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         note = read_file.read_object(folder / out_of_memory.NOTE.format(host=machine_name), "the agent's note")
         size, checkpointing = int(note["micro_batch_size"]), bool(note["gradient_checkpointing"])
-        killed.append(Killed(size, checkpointing, str(note["evidence"])))
+        if note["boot"] == hardware.boot_id():  # else the folder may be somebody's, whose machine is none of ours
+            killed.append(
+                Killed(size, checkpointing, shown(str(note["evidence"])[:LONGEST_EVIDENCE]).replace("\n", "␊"))
+            )
     for log in sorted((folder / "logs").glob("rank-*.jsonl")):
         with contextlib.suppress(OSError, ValueError, KeyError, IndexError, TypeError, RecursionError):
             by_log = _killed_by_log(log, host, kills())
             killed += [by_log] if by_log else []
+    killed = [
+        one for one in killed if isinstance(one.micro_batch_size, int) and 1 <= one.micro_batch_size <= MOST_PAIRS
+    ]
     return min(killed, key=lambda one: (not one.gradient_checkpointing, one.micro_batch_size), default=None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -77,9 +78,27 @@ def progress_of(text: str) -> Progress:
         where = ".".join(map(str, fault["loc"]))
         raise UserError(f"{STATE}: {where + ': ' if where else ''}{fault['msg']}") from None
     counts = asdict(replace(progress, before={}, best_metrics={}, best_loss=None, schedule={}))
-    if not _is_sound(counts):
+    if not is_sound(counts):
         raise UserError(f"{STATE} has a count that is negative or not finite")
+    if (why := _inconsistency(progress)) is not None:
+        raise UserError(f"{STATE}: {why}")
     return progress
+
+
+def _inconsistency(progress: Progress) -> str | None:
+    """What cannot be of one run, though each field by itself could."""
+    rounds, ranks = progress.rounds, len(progress.rounds.get("shares", []))
+    if not all(progress.resumes) or len(progress.resume_ids) > len(progress.resumes):
+        return "resumes: one has no step, or there are more ids than resumes"
+    of_ranks: list[Sequence[float | None]] = [
+        rounds.get("speeds", [0.0] * ranks),
+        rounds.get("max_micro_batch_sizes") or [None] * ranks,
+    ]
+    if any(len(values) != ranks for values in of_ranks):
+        return f"rounds: its lists are not all of {ranks} ranks"
+    if 0 in (rounds.get("max_micro_batch_sizes") or []):
+        return "rounds: a micro-batch of no pairs"
+    return None
 
 
 @functools.cache
@@ -87,12 +106,12 @@ def _of_progress() -> TypeAdapter[Progress]:
     return TypeAdapter(Progress)
 
 
-def _is_sound(value: Any) -> bool:
+def is_sound(value: Any) -> bool:
     """Whether no number in it is negative or not finite; rewards may be negative."""
     if isinstance(value, dict):
-        return all(_is_sound(item) for name, item in value.items() if not str(name).startswith("rewards"))
+        return all(is_sound(item) for name, item in value.items() if not str(name).startswith("rewards"))
     if isinstance(value, list | tuple):
-        return all(map(_is_sound, value))
+        return all(map(is_sound, value))
     return not isinstance(value, int | float) or 0 <= value < 2**63
 
 

@@ -13,22 +13,25 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
+from pydantic import TypeAdapter
 
+from lib.config import read_file
 from lib.errors import UserError
 from lib.model import adapter_files
 from lib.system.hardware import boot_id
 from lib.training.checkpoint import Progress, RankArrays
-from lib.training.find_checkpoint import progress_of
+from lib.training.find_checkpoint import is_sound, progress_of
 from lib.training.finite import bits_are_finite
 from lib.training.local_sgd import Unfinished
-from lib.training.rank_speeds import RankReport
 from lib.training.step import StepResult
 from lib.training.training_run import TrainingRun
 
@@ -120,7 +123,7 @@ class RecentState:
         bits = adapter_files.raw(arrays)
         if run.tracker.has_unwritten or not bits_are_finite((described[name][1], each) for name, each in bits):
             return
-        told = {"boot": boot_id(), "layout": layout_of(run), "hosts": json.dumps(run.hosts)}
+        told = {"boot": boot_id(), "layout": layout_of(run), "hosts": json.dumps(run.hosts), "crc32": _checksum(bits)}
         told["progress"] = json.dumps(asdict(progress))
         told["unfinished"] = json.dumps(unfinished and asdict(unfinished))
         step = run.own_step + (unfinished.report.steps if unfinished is not None else 0)
@@ -150,6 +153,23 @@ def held_by(run: TrainingRun) -> RankArrays:
         return {**held, "feedback": run.feedback}
     merger = local_sgd.merger
     return {**held, "start": local_sgd.start, "momentum": merger.momentum, "feedback": merger.feedback}
+
+
+def misfit_of_own(run: TrainingRun, own: RankArrays) -> str | None:
+    """What is not as the run would hold it, of arrays that a rank alone had; None where all fit."""
+    weights, state = (
+        adapter_files.described(adapter_files.trainable(run.model)),
+        dict(tree_flatten(run.optimizer.state)),
+    )
+    for kind, arrays in own.items():
+        found = adapter_files.described(arrays)
+        if kind in ("momentum", "feedback"):  # of as many of the weights as there are, in float32
+            wanted = {name: (weights[name][0], mx.float32) for name in found.keys() & weights.keys()}
+        else:
+            wanted = {"weights": weights, "start": weights, "optimizer": adapter_files.described(state)}.get(kind, {})
+        if (fault := adapter_files.misfit(wanted, found)) is not None:
+            return f"{kind}/{fault}"
+    return None
 
 
 def _bytes_of(run: TrainingRun) -> int:
@@ -228,7 +248,6 @@ def restore(run: TrainingRun, mine: Recent | None) -> RankArrays:
     mine: None on a rank that takes rank 0's.
     """
     world, model = run.world, run.model
-    run.optimizer.init(model.trainable_parameters())
     told = world.broadcast_text(json.dumps(asdict(mine.progress)) if mine is not None else "")
     run.progress = Progress(**json.loads(told))
     held = mine.arrays if mine is not None else {}
@@ -266,6 +285,14 @@ def forget(run: TrainingRun, kept: Recent | None = None) -> None:
             folder.rmdir()
 
 
+def _checksum(bits: Sequence[tuple[str, np.ndarray]]) -> str:
+    """Of arrays' bytes, in their order: nobody waited for a flush, and somebody may have changed the file."""
+    checksum = 0
+    for _, each in bits:
+        checksum = zlib.crc32(each.data, checksum)
+    return f"{checksum:08x}"
+
+
 def _files_of(folder: Path, rank: int | None) -> list[Path]:
     """The states of a rank, or of all, newest first."""
     found = [(int(named[2]), path) for path in folder.glob("*") if (named := FILE.fullmatch(path.name))]
@@ -275,27 +302,57 @@ def _files_of(folder: Path, rank: int | None) -> list[Path]:
 
 def _whole_ones(run: TrainingRun) -> list[Recent]:
     """The states on this disk that fit the run as it is now. A file that anybody changed or damaged is passed over."""
-    wanted = {kind: adapter_files.described(held) for kind, held in held_by(run).items()}
     found: list[Recent] = []
     for path in _files_of(run.folder / FOLDER, run.world.rank if run.world.divides_model else None):
         with contextlib.suppress(RuntimeError, ValueError, KeyError, TypeError, OSError, UserError):
             kind, _, _, rank = path.name.removesuffix(".safetensors").split("-")
+            read_file.require_regular(path, "state")
             arrays, told = mx.load(str(path), return_metadata=True)
-            progress, unfinished = progress_of(told["progress"]), json.loads(told["unfinished"])
-            if unfinished is not None:
-                unfinished = Unfinished(**{**unfinished, "report": RankReport(**unfinished["report"])})
-            trees: RankArrays = {kind: {} for kind in wanted}
+            progress, unfinished = progress_of(told["progress"]), _unfinished_of(told["unfinished"])
+            hosts = _HOSTS.validate_json(told["hosts"])
+            trees: RankArrays = {}
             for name, array in arrays.items():
                 of, _, rest = name.partition("/")
-                trees[of][rest] = array
-            fits = all(adapter_files.described(trees[kind]) == wanted[kind] for kind in ("weights", "reference"))
-            if run.local_sgd is not None:
-                fits = fits and unfinished is not None and adapter_files.described(trees["start"]) == wanted["weights"]
-            fits = fits and progress.step + (run.local_sgd is not None) <= run.steps
+                trees.setdefault(of, {})[rest] = array
+            fits = _fits(run, trees, progress, unfinished) and told["layout"] == layout_of(run)
             is_of_this_run = progress.data_digest == run.progress.data_digest and told["boot"] == boot_id() != ""
-            if fits and is_of_this_run and told["layout"] == layout_of(run):
+            if fits and is_of_this_run and _are_as_written(arrays, told["crc32"]):
                 later = [one for one in found if one.rank == int(rank)]
                 is_settled = kind == "settled" or any(one.progress.resume_ids == progress.resume_ids for one in later)
-                hosts = json.loads(told["hosts"])
                 found.append(Recent(path, progress, trees, int(rank), hosts, is_settled, unfinished))
     return found
+
+
+_HOSTS = TypeAdapter(list[str])
+_UNFINISHED = TypeAdapter(Unfinished | None)
+
+
+def _unfinished_of(text: str) -> Unfinished | None:
+    """Raises ValueError where it is none that a rank goes on from."""
+    unfinished = _UNFINISHED.validate_json(text)
+    if unfinished is not None:
+        report = unfinished.report
+        if report.stopped or report.failed or not is_sound(asdict(unfinished)):
+            raise ValueError("a rank that had ended, or counts below 0")
+    return unfinished
+
+
+def _fits(run: TrainingRun, trees: RankArrays, progress: Progress, unfinished: Unfinished | None) -> bool:
+    """Whether these are the arrays that the run holds after such a step."""
+    is_apart = run.local_sgd is not None
+    moving = run.reference.arrays if run.reference is not None else {}
+    reference = adapter_files.described(trees.get("reference", {}))
+    kinds = ("weights", "optimizer", *(["start"] if is_apart else []))
+    own = {kind: trees.get(kind, {}) for kind in dict.fromkeys([*kinds, *trees]) if kind != "reference"}
+    return (
+        misfit_of_own(run, own) is None
+        and adapter_files.misfit(adapter_files.described(moving), reference) is None
+        and (unfinished is not None or not is_apart)
+        and progress.step + is_apart <= run.steps
+    )
+
+
+def _are_as_written(arrays: Mapping[str, mx.array], checksum: str) -> bool:
+    """Whether the arrays have the bits that were written, and all numbers are finite."""
+    bits = adapter_files.raw(arrays)
+    return _checksum(bits) == checksum and bits_are_finite((arrays[name].dtype, each) for name, each in bits)

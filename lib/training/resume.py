@@ -14,7 +14,7 @@ from typing import TypedDict
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from mlx.utils import tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 from lib.distributed import heartbeat
 from lib.distributed.gradients import Arrays
@@ -64,6 +64,7 @@ def resume_run(run: TrainingRun) -> None:
         AgreedError: a checkpoint does not fit the run as it is now.
     """
     world = run.world
+    run.optimizer.init(run.model.trainable_parameters())
     chosen = _take_up(run, *recent_state.found_by_all(run))
     for warning in chosen.warnings:
         run.say.warning(warning)
@@ -98,7 +99,11 @@ def _take_up(run: TrainingRun, states: Mapping[str, Recent], meetings: Sequence[
         run.progress = restore_all(chosen.path, run.model, run.optimizer, run.progress, world)
         if run.reference is not None and chosen.path is not None:
             restore_reference(chosen.path, run.reference, world)
-        own = load_part(folder, run.progress.step, world.rank) if chosen.with_parts else {}
+        own = _own_part(run) if chosen.with_parts else {}
+    if run.progress.cursor >= len(run.inputs.data) and not run.config.rollouts.rounds:
+        raise AgreedError(
+            f"{chosen.path or run.folder}: row {run.progress.cursor} of {len(run.inputs.data)} comes next"
+        )
     if "weights" in own:
         run.model.update(tree_unflatten(list(own["weights"].items())))
     if "optimizer" in own:
@@ -113,6 +118,24 @@ def _take_up(run: TrainingRun, states: Mapping[str, Recent], meetings: Sequence[
         raise AgreedError(f"{run.folder} is a run of independent ranks; go on with strategy=independent")
     recent_state.forget(run, kept)
     return chosen
+
+
+def _own_part(run: TrainingRun) -> RankArrays:
+    """What this rank alone had at the checkpoint that it was taken to.
+
+    Raises:
+        AgreedError: one of the ranks cannot read its part, or it does not fit the run.
+    """
+    folder, step, rank = run.folder / "checkpoints", run.progress.step, run.world.rank
+    own: RankArrays = {}
+    with run.world.agreeing("resuming"):
+        try:
+            own = load_part(folder, step, rank)
+        except (RuntimeError, ValueError) as error:
+            raise UserError(f"{part_of(folder, step, rank)} cannot be read: {str(error).splitlines()[0]}") from None
+        if (fault := recent_state.misfit_of_own(run, own)) is not None:
+            raise UserError(f"{part_of(folder, step, rank)} does not fit the run: {fault}")
+    return own
 
 
 def _would_go_on(local_sgd: LocalSGD, kept: Recent | None) -> bool:
@@ -266,11 +289,13 @@ def _ids_of(progress: Progress) -> list[str]:
     return progress.resume_ids + [""] * (len(progress.resumes) - len(progress.resume_ids))
 
 
-def restore(path: Path, wanted: Described, data_digest: str) -> tuple[Progress, Arrays, Arrays]:
+def restore(
+    path: Path, wanted: Described, wanted_state: Described, data_digest: str
+) -> tuple[Progress, Arrays, Arrays]:
     """A checkpoint: how far it was, its weights and its optimizer's state, both not read yet.
 
     Raises:
-        UserError: the weights do not fit, or the training data is no longer the same.
+        UserError: weights or state do not fit, or the training data is no longer the same.
     """
     progress = read_progress(path)
     if progress.data_digest != data_digest:
@@ -278,7 +303,19 @@ def restore(path: Path, wanted: Described, data_digest: str) -> tuple[Progress, 
             f"{path}: data.train is no longer what this run was trained on; put the file back, "
             f"or start a new run with model.adapter={path}"
         )
-    return progress, adapter_files.read_trained(wanted, path, "checkpoint"), _arrays_of(path, OPTIMIZER)
+    return progress, adapter_files.read_trained(wanted, path, "checkpoint"), _state_in(path, wanted_state)
+
+
+def _state_in(path: Path, wanted: Described) -> Arrays:
+    """The optimizer's state of a checkpoint; before the first step there need not be one.
+
+    Raises:
+        UserError: it is damaged, or not of the arrays that the optimizer holds.
+    """
+    state = _arrays_of(path, OPTIMIZER)
+    if step_of(path) and (fault := adapter_files.misfit(wanted, adapter_files.described(state))) is not None:
+        raise UserError(f"{path}: {OPTIMIZER} does not fit the model and train.optimizer: {fault}")
+    return state
 
 
 def _arrays_of(path: Path, name: str) -> Arrays:
@@ -286,6 +323,11 @@ def _arrays_of(path: Path, name: str) -> Arrays:
         return dict(mx.load(str(path / name)))
     except (RuntimeError, ValueError) as error:
         raise UserError(f"{path}: {name} cannot be read: {str(error).splitlines()[0]}") from None
+
+
+def _flat(optimizer: optim.Optimizer) -> Arrays:
+    """Its state by name."""
+    return dict(tree_flatten(optimizer.state))
 
 
 def restore_all(
@@ -300,10 +342,10 @@ def restore_all(
     progress = start
     weights: Arrays = {}
     state: Arrays = {}
-    wanted = world.whole(adapter_files.trainable(model))
+    wanted, wanted_state = (world.whole(arrays) for arrays in (adapter_files.trainable(model), _flat(optimizer)))
     with world.agreeing("resuming"):
         if path is not None and world.rank == 0:
-            progress, weights, state = restore(path, wanted, start.data_digest)
+            progress, weights, state = restore(path, wanted, wanted_state, start.data_digest)
     progress = Progress(**json.loads(world.broadcast_text(json.dumps(asdict(progress)))))
     if progress.step:
         model.update(tree_unflatten(list(world.scattered(weights))) or {})
@@ -335,9 +377,10 @@ def restore_learned(path: Path, model: nn.Module, optimizer: optim.Optimizer, wo
     """
     restore_weights(path, model, world)
     state: Arrays = {}
+    wanted = world.whole(_flat(optimizer))
     with world.agreeing("going back to a checkpoint"):
         if world.rank == 0:
-            state = _arrays_of(path, OPTIMIZER)
+            state = _state_in(path, wanted)
     optimizer.state = tree_unflatten(list(world.scattered(state)))
     mx.eval(optimizer.state)
 
