@@ -97,9 +97,8 @@ def check(words: list[str], needs: str, folder: Path) -> None:
 
 def check_make(words: list[str], needs: str, folder: Path) -> None:
     """The target exists, and what it would run is a command that can be run; but it sets nothing up."""
-    alone = {
-        name: value for name, value in os.environ.items() if not name.startswith("MAKE")
-    }  # `make test` is not its parent
+    # `make test ARGS=...` is not its parent.
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "ARGS"}
     command = ["make", "-n", "-o", "setup", *words]
     dry = subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True)
     assert dry.returncode == 0, dry.stderr
