@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,23 @@ def test_a_falsified_point_does_not_steer_the_shares() -> None:
 def test_the_rate_of_products_is_measured_in_well_under_a_second() -> None:
     rates = [matmul_rate.quick_gflops(0.1) for _ in range(3)]
     assert min(rates) > 0.1 and np.median(rates) > 0
+
+
+@pytest.mark.parametrize("loads_seconds", [0.0, 0.2, 3.0])
+def test_the_rate_is_the_devices_however_long_its_libraries_take_to_load(
+    loads_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA, whose first product loads them: a product takes 50 us to begin, and runs at 400 TFLOP/s."""
+    now, begun = [100.0], []
+
+    def multiply(a: Any, b: Any) -> None:
+        now[0] += 5e-5 + 2 * a.shape[0] ** 3 * matmul_rate.CHAIN / 400e12 + (0.0 if begun else loads_seconds)
+        begun.append(a.shape[0])
+
+    monkeypatch.setattr(matmul_rate, "_multiply", multiply)
+    monkeypatch.setattr(matmul_rate, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    assert matmul_rate.quick_gflops() == pytest.approx(400e3, rel=0.02)
+    assert begun[-1] == max(matmul_rate.WIDTHS) and now[0] < 101 + loads_seconds
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
