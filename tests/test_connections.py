@@ -29,7 +29,7 @@ def taken(connections: Connections, closed: list[str], name: str, address: str =
 def test_a_new_connection_takes_the_place_of_the_longest_idle_stranger() -> None:
     connections, closed = Connections(4, 4), list[str]()
     known, busy, first, second = (taken(connections, closed, name) for name in ("known", "busy", "first", "second"))
-    known.is_known = True
+    known.owner = "alice"
     connections.is_idle(known)
     connections.is_busy(busy)
     connections.is_idle(first)  # again, and so the youngest
@@ -43,7 +43,7 @@ def test_somebody_with_a_key_goes_last_and_who_is_served_stays() -> None:
     connections, closed = Connections(2, 2), list[str]()
     for name in ("known", "other"):
         one = taken(connections, closed, name)
-        one.is_known = True
+        one.owner = "alice"
         connections.is_idle(one)
     taken(connections, closed, "stranger")
     taken(connections, closed, "stranger again")
@@ -52,6 +52,19 @@ def test_somebody_with_a_key_goes_last_and_who_is_served_stays() -> None:
     for name in ("a", "b"):
         connections.is_busy(taken(connections, closed, name))
     assert connections.take("c") is None and not closed and connections.count == 2
+
+
+def test_no_key_keeps_so_many_that_a_newcomer_is_closed_before_it_asks() -> None:
+    """New ones get half of its places, from the keys that have most of them."""
+    connections, closed = Connections(200, 100), list[str]()
+    for owner in ("alice", *["greedy"] * 50, *["greedier"] * 49):
+        one = taken(connections, closed, owner)
+        one.owner = owner
+        connections.is_idle(one)
+    for number in range(80):
+        taken(connections, closed, f"new {number}")
+    assert sorted(closed[:50]) == ["greedier"] * 24 + ["greedy"] * 26
+    assert closed[50:] == [f"new {number}" for number in range(30)]  # the longest idle of their own half
 
 
 def test_an_address_has_its_part_and_who_has_most_makes_room() -> None:

@@ -448,7 +448,9 @@ def asked(
 ) -> Any:
     encoded = [(name.encode(), value.encode()) for name, value in {"host": "localhost", **headers}.items()]
     aborted: list[bool] = []
-    client = SimpleNamespace(abort=lambda: aborted.append(True), ignore=lambda: None, recognise=lambda: None, **acts)
+    client = SimpleNamespace(
+        abort=lambda: aborted.append(True), ignore=lambda: None, recognise=lambda owner: None, **acts
+    )
     scope = {"type": "http", "method": method, "path": path, "headers": encoded, "query_string": b""}
     scope |= {"state": {"client": client}, "client": ("127.0.0.1", 1)}
 

@@ -21,6 +21,7 @@ from lib.config.serve_settings import ServeSettings
 from lib.serve import command
 from lib.serve.api_keys import Keys
 from lib.serve.backend_pool import Pool
+from lib.serve.feedback import Feedback
 from lib.serve.gateway import Gateway
 from lib.serve.openai_requests import RequestError
 from tests.hostile import head
@@ -41,7 +42,9 @@ async def read(owner: str, kind: str, body: bytes) -> Any:
 async def listening(**words: Any) -> AsyncIterator[Connect]:
     """A gateway without a backend, for as long as it is needed; gives how one connects to it."""
     own = ServeSettings(**{"drain_seconds": 0.0, **words})
-    gateway = Gateway(own, "tiny", read, Pool([], own.max_queue), httpx2.AsyncClient(), KEYS, lambda *a, **b: None)
+    feedback = Feedback(own, Path(own.feedback), "chat") if own.feedback else None
+    pool, client = Pool([], own.max_queue), httpx2.AsyncClient()
+    gateway = Gateway(own, "tiny", read, pool, client, KEYS, lambda *a, **b: None, feedback)
     door = command.bind("127.0.0.1", 0)
     port = door.getsockname()[1]
     listener = command._listener(gateway, own)
@@ -187,6 +190,29 @@ async def until_done(tasks: list[asyncio.Task[bytes]], count: int) -> None:
             await asyncio.sleep(0.02)
     await asyncio.sleep(0.1)
     assert sum(task.done() for task in tasks) == count
+
+
+@pytest.mark.parametrize("sent", [GET + b"\r\n"])
+def test_no_key_keeps_every_place_of_its_address(sent: bytes, tmp_path: Path) -> None:
+    """Neither between two requests nor in the middle of bodies: somebody who takes a while to ask is answered."""
+
+    async def story() -> None:
+        limits: dict[str, Any] = {"max_connections": 20, "max_connections_per_address": 10}
+        async with listening(**limits, feedback=str(tmp_path / "labels")) as connect:
+            held = [await connect() for _ in range(10)]
+            for reader, writer in held:
+                writer.write(sent)
+                if sent.startswith(b"GET"):
+                    await reader.readuntil(b"}]}")
+            await asyncio.sleep(0.2)
+            reader, writer = await connect()
+            newer = [await connect() for _ in range(3)]
+            writer.write(LAST.replace(b"alice", b"bob"))
+            assert (await heard(reader)).startswith(b"HTTP/1.1 200 ")
+            for _, each in [*held, *newer]:
+                each.transport.abort()
+
+    asyncio.run(story())
 
 
 def test_a_keys_requests_do_not_shut_out_another_key() -> None:

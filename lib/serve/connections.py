@@ -2,13 +2,14 @@
 
 A connection is idle while nobody works for it: before its TLS handshake, before its headers, between two requests, and
 after a refusal. HTTP lets a server close such a one at any time. So where there are too many, a new one takes the place
-of an idle one: of the address that has most, of somebody who brought no key if there is any, and of those the longest
-idle one.
+of an idle one, of the address that has most. There, those over which no key came yet and those over which one did have
+half of the idle ones each: a flood without a key closes none of the others beyond that, and no key keeps so many that
+new ones are closed before they can ask. Of the half that has more it is the longest idle one; with a key, of the key
+that has most.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -29,17 +30,17 @@ class Connection:
 
     address: str
     close: Callable[[], object] = lambda: None  # at once, whatever is on its way
-    is_known: bool = False  # a key came over it
+    owner: str = ""  # of the key that came over it; of none yet
+    idle_as: str | None = None  # the owner with whose idle ones it counts; None: somebody works for it
     is_over: bool = False
 
 
 @dataclass(eq=False)
 class _Address:
-    """The connections of one address; of the idle ones, the longest idle first."""
+    """The connections of one address; of the idle ones by owner, the longest idle first."""
 
     count: int = 0
-    strangers: OrderedDict[Connection, None] = field(default_factory=OrderedDict)
-    known: OrderedDict[Connection, None] = field(default_factory=OrderedDict)
+    idle: dict[str, OrderedDict[Connection, None]] = field(default_factory=dict)
 
 
 class Connections:
@@ -69,22 +70,25 @@ class Connections:
         self.count += 1
         here = self._addresses.setdefault(address, _Address())
         here.count += 1
-        here.strangers[connection] = None
+        self.is_idle(connection)
         return connection
 
     def is_idle(self, connection: Connection) -> None:
         """Notes that nobody works for it, from now on."""
         if not connection.is_over:
             self.is_busy(connection)
-            here = self._addresses[connection.address]
-            (here.known if connection.is_known else here.strangers)[connection] = None
+            connection.idle_as = connection.owner
+            self._addresses[connection.address].idle.setdefault(connection.owner, OrderedDict())[connection] = None
 
     def is_busy(self, connection: Connection) -> None:
         """Notes that somebody works for it."""
-        if not connection.is_over:
-            here = self._addresses[connection.address]
-            here.strangers.pop(connection, None)
-            here.known.pop(connection, None)
+        if connection.idle_as is None:
+            return
+        idle = self._addresses[connection.address].idle
+        del idle[connection.idle_as][connection]
+        if not idle[connection.idle_as]:
+            del idle[connection.idle_as]
+        connection.idle_as = None
 
     def leave(self, connection: Connection) -> None:
         """Notes that it is over; once more changes nothing."""
@@ -99,10 +103,13 @@ class Connections:
             del self._addresses[connection.address]
 
     def _make_room(self, here: _Address) -> bool:
-        """Closes the longest idle connection of an address."""
-        longest = next(itertools.chain(here.strangers, here.known), None)
-        if longest is None:
+        """Closes the longest idle connection of an address: without a key, or of the key that has most."""
+        if not here.idle:
             return False
+        strangers = here.idle.get("", OrderedDict())
+        known = [ones for owner, ones in here.idle.items() if owner]
+        fullest = max(known, key=len) if sum(map(len, known)) > len(strangers) else strangers
+        longest = next(iter(fullest))
         self.leave(longest)
         longest.close()
         return True

@@ -156,7 +156,7 @@ class Gateway:
         owner = self.keys.owner(key.strip()) if scheme.lower() == "bearer" else None
         if owner is None:
             raise RequestError(401, "no valid API key: send it as `Authorization: Bearer KEY`", "invalid_api_key")
-        exchange.client.recognise()
+        exchange.client.recognise(owner)
         exchange.owner = exchange.record["key"] = owner
 
     def _sender(self, exchange: Exchange, send: Send) -> Send:

@@ -25,8 +25,8 @@ class ClientGone(Exception):
 class Client(Protocol):
     """The other end of a connection (lib/serve/http_protocol.py)."""
 
-    def recognise(self) -> None:
-        """It brought a key."""
+    def recognise(self, owner: str) -> None:
+        """It brought a key of this owner's."""
 
     def rest(self) -> None:
         """Nobody works for it for a while: it may be closed to make room for another."""

@@ -65,7 +65,7 @@ class _Connection(h11.Connection):
 class Protocol(H11Protocol):
     """One connection.
 
-    Applications find it as `client` in the scope's state: `recognise()` says that a key came over it, `rest()` and
+    Applications find it as `client` in the scope's state: `recognise()` says whose key came over it, `rest()` and
     `work()` whether somebody works for it, `ignore()` ends the reading of a request that is refused, and `abort()` cuts
     it off.
     """
@@ -85,8 +85,8 @@ class Protocol(H11Protocol):
 
     # ---- For applications
 
-    def recognise(self) -> None:
-        self.place.is_known = True
+    def recognise(self, owner: str) -> None:
+        self.place.owner = owner
 
     def rest(self) -> None:
         self.places.is_idle(self.place)
