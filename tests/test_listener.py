@@ -192,7 +192,11 @@ async def until_done(tasks: list[asyncio.Task[bytes]], count: int) -> None:
     assert sum(task.done() for task in tasks) == count
 
 
-@pytest.mark.parametrize("sent", [GET + b"\r\n"])
+LABEL = b"POST /v1/feedback HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer alice\r\nContent-Type: application/json\r\n"
+HALF = b"Content-Length: 60\r\n\r\n{"
+
+
+@pytest.mark.parametrize("sent", [GET + b"\r\n", LABEL + HALF, head("alice", "Content-Length: 60") + b"{"])
 def test_no_key_keeps_every_place_of_its_address(sent: bytes, tmp_path: Path) -> None:
     """Neither between two requests nor in the middle of bodies: somebody who takes a while to ask is answered."""
 

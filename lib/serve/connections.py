@@ -1,11 +1,10 @@
 """Who may stay connected: counted from the first packet on, by address, and the longest idle one makes room.
 
-A connection is idle while nobody works for it: before its TLS handshake, before its headers, between two requests, and
-after a refusal. HTTP lets a server close such a one at any time. So where there are too many, a new one takes the place
-of an idle one, of the address that has most. There, those over which no key came yet and those over which one did have
-half of the idle ones each: a flood without a key closes none of the others beyond that, and no key keeps so many that
-new ones are closed before they can ask. Of the half that has more it is the longest idle one; with a key, of the key
-that has most.
+A connection is idle while nobody works for it: before its TLS handshake, its headers or its body's end, between two
+requests, and after a refusal. So where there are too many, a new one takes the place of an idle one, of the address
+that has most. There, those over which no key came yet and those over which one did have half of the idle ones each: a
+flood without a key closes none of the others beyond that, and no key keeps so many that new ones are closed before they
+can ask. Of the half that has more it is the longest idle one; with a key, of the key that has most.
 """
 
 from __future__ import annotations

@@ -88,6 +88,7 @@ async def read_body(exchange: Exchange, max_bytes: int, limit_seconds: float) ->
     if not length.isdecimal() or int(length) > max_bytes:
         raise too_large
     parts, size = [], 0
+    exchange.client.rest()
     try:
         async with asyncio.timeout(limit_seconds):
             while True:
@@ -104,6 +105,8 @@ async def read_body(exchange: Exchange, max_bytes: int, limit_seconds: float) ->
                 await asyncio.sleep(0)  # others come in between two pieces
     except TimeoutError:
         raise RequestError(408, f"the body was not there after {limit_seconds:g} s", "timeout") from None
+    finally:
+        exchange.client.work()
 
 
 async def while_listening(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
