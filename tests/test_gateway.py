@@ -111,7 +111,7 @@ def test_the_queue_is_fair_and_forgets_who_leaves() -> None:
         assert pool.queue_length == 3
         pool.give_back(held, "a", 0.1)
         await asyncio.gather(*waiting, return_exceptions=True)
-        assert order == ["a1", "a2", "b1"] and backend.in_flight == 0
+        assert order == ["b1", "a1", "a2"] and backend.in_flight == 0
         with pytest.raises(TimeoutError):
             held = await pool.take("a", 5)
             await pool.take("b", 0.01)
@@ -226,6 +226,31 @@ def test_who_has_least_in_flight_comes_next() -> None:
         assert [task.done() for task in waiting] == [False, False, True]
         for task in waiting:
             task.cancel()
+
+    asyncio.run(story())
+
+
+def test_keys_take_turns_at_a_backend_of_one_slot() -> None:
+    """However many requests one of them has waiting, and whoever came first."""
+
+    async def story() -> None:
+        [backend] = ups(1)
+        pool = Pool([backend], max_queue=99)
+        pool.is_shared = True
+        order: list[str] = []
+
+        async def ask(name: str, times: int) -> None:
+            for _ in range(times):
+                got = await pool.take(name, 60)
+                order.append(name)
+                await asyncio.sleep(0.001)
+                pool.give_back(got, name, 0.1)
+
+        greedy = [asyncio.create_task(ask("greedy", 1)) for _ in range(40)]
+        await asyncio.sleep(0)
+        await asyncio.gather(ask("modest", 3), ask("other", 3))
+        assert len(order) <= 10, order  # the three by turns, and one more at the end
+        await asyncio.gather(*greedy)
 
     asyncio.run(story())
 

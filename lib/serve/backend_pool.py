@@ -5,9 +5,10 @@ requests without a backend loses the newest of them, or is the one who is refuse
 
 A request takes a slot of a backend and gives it back. It goes to the backend that should finish it first by the
 measured speeds, so backends of unequal speed get unequal parts. Of those that wait, the owner with the fewest requests
-under way is next. While several owners ask, each has at most a quarter of the slots, for what one runs makes all others
-slower; and who asks alone leaves a quarter free for the next, who would have to wait for an answer's end. A request
-that its client left counts as its owner's for a second more: its prompt was read for nobody, and the next is read anew.
+under way is next, and of several the one who got a slot longest ago. While several owners ask, each has at most a
+quarter of the slots, for what one runs makes all others slower; and who asks alone leaves a quarter free for the next,
+who would have to wait for an answer's end. A request that its client left counts as its owner's for a second more: its
+prompt was read for nobody, and the next is read anew.
 """
 
 from __future__ import annotations
@@ -107,9 +108,10 @@ class Pool:
         self.max_queue = max_queue
         self.clock = clock
         self.is_shared = False  # several owners may ask
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(1)
         self._waiting: list[_Waiting] = []
         self._in_flight_of: Counter[str] = Counter()
+        self._turns: dict[str, int] = {}  # by owner: when it got its last slot
         self._places: dict[Place, None] = {}  # the oldest first
         self._asked_at: dict[str, float] = {}  # by owner
         self._mean_seconds = 1.0  # that a request occupies its slot
@@ -232,10 +234,14 @@ class Pool:
             ready = [one for one in self._waiting if self._in_flight_of[one.owner] < most]
             if not ready:
                 return
-            one = min(ready, key=lambda one: (self._in_flight_of[one.owner], one.number))
+            one = min(ready, key=self._turn)
             self._waiting.remove(one)
             self._admit(backend, one.owner)
             one.admitted.set_result(backend)
+
+    def _turn(self, one: _Waiting) -> tuple[int, int, int]:
+        """The least comes next. With one slot all have none under way, and only the last turn tells owners apart."""
+        return self._in_flight_of[one.owner], self._turns.get(one.owner, 0), one.number
 
     def _most_of_owner(self) -> int:
         """The slots that one owner may have."""
@@ -250,3 +256,4 @@ class Pool:
         backend.count(0, self.clock())
         backend.in_flight += 1
         self._in_flight_of[owner] += 1
+        self._turns[owner] = next(self._numbers)
