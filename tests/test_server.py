@@ -587,6 +587,14 @@ def test_hosts_serve_together_and_open_no_port(run: Path, three_hosts: list[Host
             time.sleep(0.1)
 
 
+def test_a_folders_name_is_shown_and_not_obeyed(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "a\x1b]0;x\x07", ignore=shutil.ignore_patterns("fused-*", "checkpoints"))
+    with served("--run", tmp_path / "a\x1b]0;x\x07", "serve.backends=[http://127.0.0.1:1]") as one:
+        assert one.stop() == 0 and one.process.stderr is not None
+        said = one.process.stderr.read()
+    assert "a␛]0;x␇ at http://127.0.0.1:" in said and "\x1b" not in said
+
+
 # ---- What is refused before it starts ----------------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ from lib.dashboard import run_report
 from lib.dashboard.app import make_app
 from lib.dashboard.history import runs_in
 from lib.dashboard.watcher import Watcher
-from lib.errors import UserError
+from lib.errors import UserError, shown
 from lib.system import command_errors
 from lib.system.network import own_addresses
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     if options.export:
         for path in run_report.write(Path(options.export)):
-            print(path)
+            print(shown(str(path)))
         return 0
     watcher = Watcher(Path(options.runs), [Path(run) for run in options.run])
     token = secrets.token_urlsafe(24)

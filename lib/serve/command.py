@@ -39,7 +39,7 @@ from lib.config import command_line, help, load, read_file
 from lib.config.schema import Config
 from lib.config.serve_settings import ServeSettings
 from lib.data import chat_template
-from lib.errors import UserError
+from lib.errors import UserError, shown
 from lib.launch import hostfile, ssh
 from lib.serve import api_keys
 from lib.serve.backend_link import client_of, socket_folder
@@ -224,7 +224,7 @@ async def _serve(
     address = f"{'https' if options.tls_certificate else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
     log("start", address=address, port=port, model=name, backends=list(named), keys=len(ring.digests) if ring else 0)
     who = f"keys: {len(ring.digests)}" if ring else "no keys: for this machine alone"
-    print(f"{name} at {address}/v1 ({', '.join(named)}; {who})", file=sys.stderr)
+    print(shown(f"{name} at {address}/v1 ({', '.join(named)}; {who})"), file=sys.stderr)
     serving = asyncio.create_task(listener.serve([listening]))
     keeping = [asyncio.create_task(keeper.run()) for keeper in keepers]
     keeping.append(asyncio.create_task(readers.run()))
