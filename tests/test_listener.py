@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import re
+import signal
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from lib.serve.backend_pool import Pool
 from lib.serve.feedback import Feedback
 from lib.serve.gateway import Gateway
 from lib.serve.openai_requests import RequestError
+from lib.serve.tls_listener import Listener
 from tests.hostile import head
 from tests.served import certificate
 
@@ -41,6 +43,13 @@ async def read(owner: str, kind: str, body: bytes) -> Any:
 @contextlib.asynccontextmanager
 async def listening(**words: Any) -> AsyncIterator[Connect]:
     """A gateway without a backend, for as long as it is needed; gives how one connects to it."""
+    async with serving(**words) as (connect, _, _):
+        yield connect
+
+
+@contextlib.asynccontextmanager
+async def serving(**words: Any) -> AsyncIterator[tuple[Connect, Listener, asyncio.Task[None]]]:
+    """The same with its listener, and the task that serves until it is told to end."""
     own = ServeSettings(**{"drain_seconds": 0.0, **words})
     feedback = Feedback(own, Path(own.feedback), "chat") if own.feedback else None
     pool, client = Pool([], own.max_queue), httpx2.AsyncClient()
@@ -48,16 +57,16 @@ async def listening(**words: Any) -> AsyncIterator[Connect]:
     door = command.bind("127.0.0.1", 0)
     port = door.getsockname()[1]
     listener = command._listener(gateway, own)
-    serving = asyncio.create_task(listener.serve([door]))
+    task = asyncio.create_task(listener.serve([door]))
 
     async def connect(tls: ssl.SSLContext | None = None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection("127.0.0.1", port, ssl=tls, server_hostname=tls and "localhost")
 
     try:
-        yield connect
+        yield connect, listener, task
     finally:
         listener.should_exit = listener.force_exit = True
-        await serving
+        await task
 
 
 async def heard(reader: asyncio.StreamReader, seconds: float = 20.0) -> bytes:
@@ -235,5 +244,41 @@ def test_a_keys_requests_do_not_shut_out_another_key() -> None:
             for task in greedy:
                 task.cancel()
             await asyncio.gather(*greedy, return_exceptions=True)
+
+    asyncio.run(story())
+
+
+def test_whoever_polls_keeps_no_gateway_from_its_end() -> None:
+    """Answers that wait for their turn are nobody's loss; a request that was taken is waited for."""
+
+    async def story() -> None:
+        async with serving() as (connect, listener, task):
+
+            async def poll(request: bytes) -> None:
+                while not task.done():
+                    with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                        reader, writer = await connect()
+                        while True:
+                            writer.write(request)
+                            await reader.readuntil(b"\r\n\r\n")
+                    await asyncio.sleep(0.01)
+
+            probe = b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n"
+            polling = [
+                asyncio.create_task(poll(request)) for request in [probe, GET.replace(b"alice", b"") + b"\r\n"] * 30
+            ]
+            half = head("alice", "Content-Length: 1", "Connection: close")
+            reader, writer = await connect()
+            writer.write(half)
+            await asyncio.sleep(1.0)
+            listener.handle_exit(signal.SIGTERM, None)
+            await asyncio.sleep(0.5)
+            assert not task.done() and listener.gateway.active == 1
+            writer.write(b"x")
+            assert b" 418 " in await heard(reader)
+            await asyncio.wait_for(task, 20)
+            for one in polling:
+                one.cancel()
+            await asyncio.gather(*polling, return_exceptions=True)
 
     asyncio.run(story())

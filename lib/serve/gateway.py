@@ -53,7 +53,7 @@ class Gateway:
         self.created = int(time.time())
         self.is_draining = False  # load balancers are told to go elsewhere
         self.is_closed = False  # every new request is refused
-        self.active = 0
+        self.active = 0  # requests with a key that are answered, and not refused
         self.pace, self.turns = Pace(), Pace()  # of refusals, and of answers that take no place
         self.probes = Pace(PROBE_DELAY_SECONDS)  # of whoever asks whether this server is up
         self.routes: dict[str, dict[str, Callable[[Exchange], Coroutine[Any, Any, None]]]] = {
@@ -84,7 +84,6 @@ class Gateway:
             scope, receive, send, headers, given if REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(8)}"
         )
         exchange.send = self._sender(exchange, send)
-        self.active += 1
         try:
             try:
                 await self._route(exchange)
@@ -101,7 +100,6 @@ class Gateway:
             exchange.record["gone"] = str(gone)
             exchange.client.abort()
         finally:
-            self.active -= 1
             self._log(exchange)
 
     async def _route(self, exchange: Exchange) -> None:
@@ -119,11 +117,19 @@ class Gateway:
             )
         if method not in methods:
             raise RequestError(405, f"{path} takes {', '.join(methods)}", "method_not_allowed")
-        if self.is_closed and not is_open:
-            raise RequestError(503, "the server is shutting down", "shutting_down", retry_seconds=5)
-        if path not in COMPLETIONS:
+        if is_open:  # not counted: whoever polls would keep the server from its end
             await self._in_turn(exchange)
-        await methods[method](exchange)
+            await methods[method](exchange)
+            return
+        if self.is_closed:
+            raise RequestError(503, "the server is shutting down", "shutting_down", retry_seconds=5)
+        self.active += 1
+        try:
+            if path not in COMPLETIONS:
+                await self._in_turn(exchange)
+            await methods[method](exchange)
+        finally:
+            self.active -= 1
 
     async def _in_turn(self, exchange: Exchange) -> None:
         """Waits where somebody asks too often for what takes no place, and so waits for nobody."""
