@@ -486,12 +486,18 @@ def asked(
     return aborted
 
 
+PREFLIGHT = {"access-control-request-method": "POST"}
+PAGE = "https://a.example"
+
+
 def test_who_does_not_read_is_cut_off() -> None:
     async def send(message: Any) -> None:
         await asyncio.sleep(3600)
 
     gateway = application(write_seconds=0.05)
     assert asked(gateway, {}, send) == [True] and gateway.active == 0
+    gateway = application(write_seconds=0.05, cors_origins=(PAGE,))
+    assert asked(gateway, {"origin": PAGE, **PREFLIGHT}, send, "OPTIONS") == [True]
 
 
 @pytest.mark.parametrize(
@@ -529,19 +535,21 @@ def test_what_is_not_there_is_told(method: str, path: str, status: int, said: st
 
 
 def test_browsers_are_let_in_by_name_alone() -> None:
-    def allowed(origins: tuple[str, ...], origin: str) -> bytes | None:
+    def allowed(origins: tuple[str, ...], origin: str, method: str = "GET", **headers: str) -> bytes | None:
         sent: list[Any] = []
 
         async def send(message: Any) -> None:
             sent.append(message)
 
-        gateway = application(cors_origins=origins)
-        asked(server.with_cors(gateway, gateway.settings), {"origin": origin}, send)
+        asked(application(cors_origins=origins), {"origin": origin, **headers}, send, method)
         return dict(sent[0]["headers"]).get(b"access-control-allow-origin")
 
-    assert allowed((), "https://a.example") is None
-    assert allowed(("https://a.example",), "https://a.example") == b"https://a.example"
-    assert allowed(("https://a.example",), "https://b.example") is None
+    assert allowed((), PAGE) is None
+    assert allowed((PAGE,), PAGE) == PAGE.encode()
+    assert allowed((PAGE,), "https://b.example") is None
+    assert allowed((PAGE,), PAGE, "OPTIONS", **PREFLIGHT) == PAGE.encode()
+    assert allowed((PAGE,), "https://b.example", "OPTIONS", **PREFLIGHT) is None
+    assert allowed((), PAGE, "OPTIONS", **PREFLIGHT) is None
 
 
 class Rests(BaseException):
@@ -555,13 +563,13 @@ def test_a_flood_of_probes_delays_no_owner_and_other_requests_delay_no_probe() -
     def rest() -> None:
         raise Rests
 
-    def rests(path: str, flooded: str) -> bool:
-        gateway = application()
+    def rests(path: str, flooded: str, method: str = "GET") -> bool:
+        gateway = application(cors_origins=(PAGE,))
         for who in ("local", "127.0.0.1"):  # the owner where there are no keys; whoever probes
             delays = [getattr(gateway, flooded).delay_seconds(who) for _ in range(200)]
         assert max(delays) == {"probes": PROBE_DELAY_SECONDS, "turns": LONGEST_DELAY_SECONDS}[flooded]
         try:
-            asked(gateway, {}, send, path=path, rest=rest)
+            asked(gateway, {"origin": PAGE, **PREFLIGHT}, send, method, path, rest=rest)
         except Rests:
             return True
         return False
@@ -569,6 +577,7 @@ def test_a_flood_of_probes_delays_no_owner_and_other_requests_delay_no_probe() -
     paths = ("/healthz", "/readyz", "/v1/models")
     assert [rests(path, "probes") for path in paths] == [True, True, False]
     assert [rests(path, "turns") for path in paths] == [False, False, True]
+    assert rests("/v1/models", "probes", "OPTIONS") and not rests("/v1/models", "turns", "OPTIONS")  # of a browser
 
 
 def test_a_reader_ends_with_a_server_that_ends_while_it_starts() -> None:

@@ -32,8 +32,6 @@ from pathlib import Path
 from typing import IO
 
 import uvicorn
-from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp
 
 from lib.config import command_line, help, load, read_file
 from lib.config.schema import Config
@@ -243,17 +241,9 @@ async def _serve(
         log("end")
 
 
-def with_cors(gateway: Gateway, settings: ServeSettings) -> ASGIApp:
-    """The application, which browsers may call from the pages that are named, and from no other."""
-    if not settings.cors_origins:
-        return gateway
-    methods, headers = ["GET", "POST"], ["authorization", "content-type", "x-request-id"]
-    return CORSMiddleware(gateway, list(settings.cors_origins), allow_methods=methods, allow_headers=headers)
-
-
 def _listener(gateway: Gateway, settings: ServeSettings) -> Listener:
     options = uvicorn.Config(
-        with_cors(gateway, settings),
+        gateway,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import ipaddress
 import json
 import re
@@ -14,6 +15,7 @@ from typing import Any
 
 import httpx2
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Message, Receive, Scope, Send
 
 from lib.config.serve_settings import ServeSettings
@@ -29,6 +31,7 @@ from lib.serve.openai_requests import RequestError
 from lib.system.network import network_of
 
 COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
+ASKED_METHOD = "access-control-request-method"  # of a browser that asks before it sends
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -48,6 +51,7 @@ class Gateway:
     ):
         self.settings, self.model, self.pool, self.log = settings, model, pool, log
         self.use_keys(keys)
+        self.cors = self._cors()
         self.metrics, self.feedback = prometheus_metrics.Metrics(pool), feedback
         completions = Completions(settings, read, pool, client, self.metrics, log, feedback)
         self.created = int(time.time())
@@ -104,6 +108,11 @@ class Gateway:
 
     async def _route(self, exchange: Exchange) -> None:
         path, method = exchange.scope["path"], exchange.scope["method"]
+        if self.cors is not None:
+            if method == "OPTIONS" and "origin" in exchange.headers and ASKED_METHOD in exchange.headers:
+                await self._preflight(exchange, self.cors)
+                return
+            exchange.send = functools.partial(self.cors.send, send=exchange.send, request_headers=exchange.headers)
         is_open = path in ("/healthz", "/readyz")
         if not is_open:
             self._admit(exchange)
@@ -130,6 +139,26 @@ class Gateway:
             await methods[method](exchange)
         finally:
             self.active -= 1
+
+    def _cors(self) -> CORSMiddleware | None:
+        """What browsers are told: pages that are named may call, and no others."""
+        # Inside of this application: around it, it would answer at any pace, and wait for ever for who reads nothing.
+        if not self.settings.cors_origins:
+            return None
+        methods, headers = ["GET", "POST"], ["authorization", "content-type", "x-request-id"]
+        return CORSMiddleware(self, self.settings.cors_origins, allow_methods=methods, allow_headers=headers)
+
+    async def _preflight(self, exchange: Exchange, cors: CORSMiddleware) -> None:
+        """Answers a browser that asks, before a request and without its key, whether a page may send it.
+
+        Raises:
+            RequestError: it may not.
+        """
+        answer = cors.preflight_response(exchange.headers)
+        if answer.status_code != 200:
+            raise RequestError(400, bytes(answer.body).decode(), "cors_refused")
+        await self._in_turn(exchange)
+        await answer(exchange.scope, exchange.receive, exchange.send)
 
     async def _in_turn(self, exchange: Exchange) -> None:
         """Waits where somebody asks too often for what takes no place, and so waits for nobody."""
@@ -206,8 +235,8 @@ class Gateway:
         known = path if path in self.routes else "other"
         status = exchange.status or 499
         self.metrics.requests.labels(known, str(status)).inc()
-        if known in ("/healthz", "/readyz", "/metrics") and status == 200:
-            return
+        if status == 200 and (known in ("/healthz", "/readyz", "/metrics") or exchange.scope["method"] == "OPTIONS"):
+            return  # they ask again and again, and change nothing
         client = exchange.scope.get("client")
         self.log(
             "request",
