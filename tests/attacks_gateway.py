@@ -398,6 +398,7 @@ WORDS_OF_OTHERS: dict[str, Attack] = {
 
 ASKED: JSON = {"messages": [{"role": role, "content": "a" * 60 + "!"} for role in ("user", "assistant", "user")]}
 READERS: dict[str, Attack] = {
+    "a prompt of no tokens": reader(with_template("{% for message in [] %}{% endfor %}"), ASKED, chat_template=True),
     "a tokenizer's pattern that never ends": reader(with_pattern(BOMB), ASKED, ASKED),
     "a template that doubles a text": reader(with_template(WAITS % DOUBLES), ASKED, ASKED, chat_template=True),
     "a template that loops": reader(with_template(WAITS % (LOOPS * 50)), ASKED, chat_template=True),

@@ -382,6 +382,30 @@ def test_prompts_are_counted_as_the_model_will_see_them(tmp_path: Path, template
         assert counted == len(seen[0]) > 0, body
 
 
+def test_a_prompt_of_no_tokens_is_refused(tmp_path: Path) -> None:
+    """mlx_lm.server's thread that generates would end with it, for everybody; by itself a backend of ours refuses it too."""
+    from mlx_lm import server as mlx_server
+
+    from lib.serve import backend_server
+
+    folder = tmp_path / "model"
+    shutil.copytree(ROOT / "configs/quickstart/model", folder)
+    stored = json.loads((folder / "tokenizer.json").read_text())
+    strip = {"type": "Strip", "strip_left": True, "strip_right": True}
+    (folder / "tokenizer.json").write_text(json.dumps(stored | {"normalizer": strip}))
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages if message.role == 'user' %}{{ message.content }}{% endfor %}")
+    count = request_reading.counter(Told(str(folder), False, str(template), {}, {}))
+    assert count({"prompt": " a "}) == count({"messages": [{"role": "user", "content": "a"}]}) == 1
+    for body in ({"prompt": " "}, {"messages": [{"role": "system", "content": "a"}]}):
+        with pytest.raises(RequestError, match="make no tokens of this") as refused:
+            count(body)
+        assert refused.value.status == 400
+    asked = mlx_server.CompletionRequest("text", " ", [], None, None)
+    with pytest.raises(ValueError, match="the prompt has no tokens"):
+        object.__new__(backend_server.Generator)._tokenize(SimpleNamespace(encode=lambda text: []), asked, None)
+
+
 @settings(max_examples=60)
 @given(
     st.recursive(

@@ -69,7 +69,21 @@ class Requests:
 
 
 class Generator(server.ResponseGenerator):  # type: ignore[misc]
-    """mlx_lm.server's, that looks for new requests as soon as there are some, not twice a second."""
+    """mlx_lm.server's, that looks for new requests as soon as there are some, not twice a second.
+
+    A prompt of no tokens fails by itself: inserted into a batch, it would end the thread that generates for everybody.
+    """
+
+    def _tokenize(self, *arguments: Any) -> Any:
+        """As mlx_lm.server's.
+
+        Raises:
+            ValueError: the prompt has no tokens.
+        """
+        made = super()._tokenize(*arguments)
+        if not made[0]:
+            raise ValueError("the prompt has no tokens")
+        return made
 
     @property  # type: ignore[override]
     def _time_budget(self) -> Iterator[None]:

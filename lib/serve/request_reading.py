@@ -107,7 +107,10 @@ def counter(told: Told) -> Count:
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
             raise RequestError(400, f"the model cannot take this: {error}", "invalid_request") from None
-        if vocab_size is not None and max(ids, default=0) >= vocab_size:  # MLX would read beyond the embedding
+        if not ids:  # of a role that a template leaves out, or spaces that a tokenizer strips: nothing can follow them
+            why = "the model's template and tokenizer make no tokens of this"
+            raise RequestError(400, f"the model cannot take this: {why}", "invalid_request")
+        if vocab_size is not None and max(ids) >= vocab_size:  # MLX would read beyond the embedding
             why = f"the tokenizer makes id {max(ids)} of this, and the model's vocabulary has {vocab_size}"
             raise RequestError(400, f"the model cannot take this: {why}", "invalid_request")
         return len(ids)
