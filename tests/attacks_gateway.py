@@ -21,7 +21,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx2
@@ -33,7 +33,7 @@ from lib.serve.request_reading import Told
 from tests import hostile
 from tests.attacks_models import BOMB, DOUBLES, LOOPS, QUICKSTART, WAITS, put, splitting
 from tests.hostile import chat, head
-from tests.served import Served, certificate, command_of, finished_run
+from tests.served import Served, certificate, command_of, finished_run, served
 
 Attack = Callable[[Path], str | None]  # in the folder of `prepare`; why it fell
 READ_SECONDS = 2.0
@@ -107,9 +107,13 @@ def beside(name: str) -> Attack:
     return attack
 
 
-def _connect(one: Served) -> socket.socket:
+def _where(one: Served) -> tuple[str, int]:
     host, _, port = one.address.rpartition("/")[2].rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=20)
+    return host, int(port)
+
+
+def _connect(one: Served) -> socket.socket:
+    return socket.create_connection(_where(one), timeout=20)
 
 
 def heard(one: Served, *sent: bytes) -> bytes:
@@ -300,6 +304,109 @@ def slow_headers(folder: Path) -> str | None:
     return "a slow one was not closed" if over.is_set() else why
 
 
+# ---- Gateways of their own, without a backend where none is asked for
+
+
+@contextlib.contextmanager
+def bare(folder: Path, *words: str, run: str = "tiny") -> Iterator[Served]:
+    """A gateway whose backend is never there."""
+    own = ["serve.backends=[http://127.0.0.1:1]", f"serve.keys={folder}/keys", "serve.drain_seconds=0", *words]
+    with served("--run", folder / run, *own) as one:
+        yield one
+
+
+def held_connections(sent: bytes) -> Attack:
+    """One key takes every connection of its address, where somebody else connects, and asks a little later."""
+
+    def attack(folder: Path) -> str | None:
+        few = ["serve.max_connections=32", "serve.max_connections_per_address=16"]
+        with bare(folder, *few, f"serve.feedback={folder}/labels") as one, contextlib.ExitStack() as held:
+            for _ in range(16):
+                connection = held.enter_context(_connect(one))
+                connection.sendall(sent.replace(b"KEY", _key(folder, "hostile").encode()))
+                if b"{" not in sent:
+                    connection.recv(65536)
+            time.sleep(0.3)
+            good = held.enter_context(_connect(one))
+            for _ in range(4):
+                held.enter_context(_connect(one))
+            time.sleep(0.1)
+            with contextlib.suppress(OSError):
+                good.sendall(b"%sAuthorization: Bearer %s\r\n\r\n" % (GET, _key(folder, "good").encode()))
+                if good.recv(65536).startswith(b"HTTP/1.1 200 "):
+                    return None
+            return "somebody else is closed before it asks"
+
+    return attack
+
+
+def preflights(folder: Path) -> str | None:
+    """A stranger asks as a browser does, and is answered no faster than a probe."""
+    page = "https://a.example"
+    asks = f"OPTIONS / HTTP/1.1\r\nHost: a\r\nOrigin: {page}\r\nAccess-Control-Request-Method: POST\r\n\r\n"
+    with bare(folder, f"serve.cors_origins=[{page}]") as one, _connect(one) as connection:
+        connection.sendall(asks.encode() * 500)
+        connection.settimeout(0.2)
+        answered, ends = 0, time.monotonic() + 2
+        while time.monotonic() < ends:
+            with contextlib.suppress(TimeoutError):
+                answered += connection.recv(65536).count(b"HTTP/1.1 200 ")
+    return None if 50 <= answered < 250 else f"{answered} are answered in two seconds"
+
+
+def polled_to_its_end(folder: Path) -> str | None:
+    """A stranger polls a gateway that is asked to end."""
+    with bare(folder) as one:
+
+        def poll() -> None:
+            while one.process.poll() is None:
+                with contextlib.suppress(OSError), _connect(one) as connection:
+                    connection.sendall(hostile.KEEP_ALIVE)
+                    while connection.recv(65536):
+                        connection.sendall(hostile.KEEP_ALIVE)
+
+        threads = [threading.Thread(target=poll) for _ in range(16)]
+        for thread in threads:
+            thread.start()
+        time.sleep(1)
+        try:
+            one.stop(seconds=20)
+            return None
+        except subprocess.TimeoutExpired:
+            return "it does not end"
+        finally:
+            one.process.kill()
+            for thread in threads:
+                thread.join()
+
+
+def one_slot(folder: Path) -> str | None:
+    """One key fills the queue before the only slot: another key's request waits for an answer or two, not for all."""
+    body = chat(max_tokens=200)
+    request = head(_key(folder, "hostile"), f"Content-Length: {len(body)}") + body
+    words = [f"serve.keys={folder}/keys", "serve.concurrency=1"]
+    with served("--run", folder / "tiny", *words) as one, contextlib.ExitStack() as held:
+        one.until_up(1)
+        for _ in range(40):
+            held.enter_context(_connect(one)).sendall(request)
+        one.wait(lambda: one.of("request", key="hostile"))
+        why = _good(folder, one)
+        before = len(one.of("request", key="hostile"))
+    return why or (None if before <= 5 * REQUESTS else f"{REQUESTS} requests waited for {before} of another key")
+
+
+def obeyed_name(folder: Path) -> str | None:
+    """A run whose folder is called what a terminal obeys."""
+    name = "a\x1b]0;x\x07"
+    if not (folder / name).exists():
+        shutil.copytree(folder / "tiny", folder / name, ignore=shutil.ignore_patterns("checkpoints"))
+    with bare(folder, run=name) as one:
+        one.stop()
+        assert one.process.stderr is not None
+        said = one.process.stderr.read()
+    return None if "\x1b" not in said else f"it prints {said!r}"
+
+
 # ---- What a body may cost where the model is somebody else's
 
 
@@ -354,6 +461,8 @@ def with_template(text: str) -> Callable[[Path], None]:
 CHUNKED = head("KEY", "Transfer-Encoding: chunked")
 NO_KEY = head(None, "Content-Length: 1000000")
 GET = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
+WITH_KEY = GET + b"Authorization: Bearer KEY\r\n\r\n"
+HALF_LABEL = head("KEY", "Content-Length: 60").replace(hostile.PATH.encode(), b"/v1/feedback") + b"{"
 MESSAGE = {"role": "user", "content": "x"}
 BESIDE: dict[str, Attack] = {
     **{f"beside: {name}": beside(name) for name in hostile.HOSTILE},
@@ -379,6 +488,12 @@ WORDS_OF_OTHERS: dict[str, Attack] = {
     "a chunk's extension of 200 KB": raw(400, CHUNKED, b"1;" + b"x" * 200_000, key=True),
     "a chunk of no number": raw(400, CHUNKED, b"zz\r\n", key=True),
     "a body that stops": raw(408, head("KEY", "Content-Length: 5000") + b"{", key=True),
+    "one key holds every connection": held_connections(WITH_KEY),
+    "one key half-sends its labels": held_connections(HALF_LABEL),
+    "preflights without a pause": preflights,
+    "a stranger polls to the end": polled_to_its_end,
+    "one key fills the queue of one slot": one_slot,
+    "a run's name that a terminal obeys": obeyed_name,
     "a body larger than it says": raw(413, head("KEY", "Content-Length: 2000000"), key=True),
     "requests without an end": raw(401, (GET + b"\r\n") * 5000, or_nothing=True),
     "499,000 faults": refused(400, hostile.WRONG_VALUES),
