@@ -170,6 +170,15 @@ def test_what_is_said_to_what_is_sent(parts: list[bytes], statuses: list[int]) -
     assert [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+)", said)] == statuses, said
 
 
+def test_who_asks_for_another_protocol_is_answered_by_this_one(caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> bytes:
+        async with listening() as connect:
+            return await asked(connect, GET + b"Connection: upgrade, close\r\nUpgrade: websocket\r\n\r\n")
+
+    assert asyncio.run(story()).startswith(b"HTTP/1.1 200 ")
+    assert not [record for record in caplog.records if record.name.startswith("uvicorn")]
+
+
 @pytest.mark.parametrize("tls", [False, True])
 def test_idle_connections_make_room(tls: bool, tmp_path: Path) -> None:
     """Of 30 that say nothing, 10 stay at a time, and none of them for long; who asks is answered."""

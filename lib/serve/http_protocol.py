@@ -169,6 +169,10 @@ class Protocol(H11Protocol):
         """As uvicorn's, but for a client that still sends, from which a close would take the answer."""
         self._turn_away(b"400 Bad Request")
 
+    def _should_upgrade(self) -> bool:
+        """Never, and without uvicorn's advice in the log to install what it would take: a server may pass over it."""
+        return False
+
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
         self.loop.call_later(self.settings.write_seconds, self.transport.abort)
