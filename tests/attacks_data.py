@@ -179,6 +179,29 @@ def of_card(front: str) -> Attack:
     return of_hub({"README.md": f"---\n{front}\n---\n".encode(), "b.jsonl": rows}, may_run=True)
 
 
+def fetches_into_links(folder: Path) -> str | None:
+    """A cache that came with a run's folder, with links in the places where a hub's data set is kept."""
+    rows = [json.dumps({"prompt_ids": [2], "chosen_ids": [3], "rejected_ids": [4]})] * 9
+    root, cache, victim = folder / "evil-hub", folder / "evil-cache", folder / "victim"
+    words = [f"data.train=hf://{root}", f"data.cache_dir={cache}"]
+    if fault := of_hub({"a.jsonl": "\n".join(rows).encode()}, may_run=True)(folder):
+        return fault
+    shutil.rmtree(victim, ignore_errors=True)
+    victim.mkdir()
+    (kept,) = (path for path in cache.glob("hub-*") if path.is_dir())
+    for path in list(kept.iterdir()):
+        path.unlink()
+        (kept / f".{path.name}").symlink_to(victim / "file")
+    shutil.rmtree(folder / "attacked", ignore_errors=True)
+    status, _, errors = run_of("train.py", training(folder, *words))
+    if status != 0 or list(victim.iterdir()):
+        return f"status {status}, {list(victim.iterdir())}: {errors[-300:]}"
+    shutil.rmtree(kept)
+    kept.symlink_to(victim)
+    fault = of_words(*words, told="would be written to")(folder)
+    return f"it wrote into a folder of yours: {list(victim.iterdir())}" if any(victim.iterdir()) else fault
+
+
 def squeezed_list(folder: Path) -> str | None:
     """A list of 1.5 GB in one file of JSON, in 1.5 MB."""
     sink = io.BytesIO()
@@ -309,6 +332,7 @@ ATTACKS: dict[str, Attack] = {
     "card: a split that a terminal obeys": of_card(
         'configs:\n- config_name: a\n  data_files: [{split: "\\e[31mx", path: b.jsonl}]'
     ),
+    "hub: links where it is kept": fetches_into_links,
     "hub: rows of 10^400": of_hub({"a.jsonl": b"{}"}, "?rows=" + "9" * 400),
     "hub: a configuration outside": of_hub({"a/b.jsonl": b"{}"}, "?config=../.."),
     "hub: no files": of_hub({"README.md": b"---\n---\n"}),

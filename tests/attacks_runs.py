@@ -20,7 +20,7 @@ from lib.serve import api_keys
 from lib.system import network, out_of_memory
 from lib.training.checkpoint import MANIFEST, STATE
 from tests import tiny
-from tests.attacks import PAIR, Attack, agree, copy_of_run, of_words, refused, run_of, set_in
+from tests.attacks import PAIR, Attack, agree, copy_of_run, of_words, refused, run_of, set_in, training
 from tests.attacks_models import Content, link_to, pipe, put
 
 VICTIM = "a line that somebody needs\n"
@@ -133,6 +133,37 @@ def of_note(run: Path, victim: Path) -> None:
 
 def of_manifest(hashes: Any) -> Attack:
     return of_checkpoint(lambda path: put(path / MANIFEST, hashes), is_agreed=False)
+
+
+def of_cache(pattern: str, kind: str, told: str = "", may_run: bool = False, beside: str = "") -> Attack:
+    """A data.cache_dir that came with a run's folder, with something in the place of what a pattern finds there.
+
+    may_run: training on it may also end well. Nobody's file is touched. beside: the name of a file beside what is found.
+    """
+
+    def attack(folder: Path) -> str | None:
+        kept, cache, victim = folder / "kept", folder / "evil-cache", folder / "victim"
+        words = training(folder, "data.streaming=true")
+        for data in folder.glob("*.jsonl"):  # written anew, and the same: its index is good, and says when it was read
+            os.utime(data, ns=(10**18, 10**18))
+        if not kept.exists() and (status := run_of("train.py", [*words, f"data.cache_dir={kept}"]))[0] != 0:
+            return f"nothing was kept: {status}"
+        for old in (cache, victim, folder / "attacked"):
+            shutil.rmtree(old, ignore_errors=True)
+        shutil.copytree(kept, cache)
+        victim.mkdir()
+        (victim / "file").write_text(VICTIM)
+        (found,) = cache.glob(pattern)
+        in_place_of(str(found.with_name(beside or found.name).relative_to(cache)), kind)(cache, victim / "file")
+        words.append(f"data.cache_dir={cache}")
+        if not may_run or run_of("train.py", words)[0] != 0:
+            shutil.rmtree(folder / "attacked", ignore_errors=True)
+            if (fault := refused("train.py", words, told)) is not None:
+                return fault
+        is_touched = (victim / "file").read_text() != VICTIM or len(list(victim.iterdir())) > 1
+        return f"it wrote outside of the cache: {[path.name for path in victim.iterdir()]}" if is_touched else None
+
+    return attack
 
 
 def of_setting(key: str, value: str, program: str = "train.py", *words: str) -> Attack:
@@ -402,6 +433,17 @@ ATTACKS: dict[str, Attack] = {
     "setting: a key twice": of_folder(
         lambda run, victim: put(run / "config.yaml", (run / "config.yaml").read_text() + "run: {}\n")
     ),
+    # A cache in a run's folder
+    **{
+        f"cache: {name} is a {kind}": of_cache(name, kind, told="would be written to")
+        for name in ("tokens-*/table.bin", "tokens-*/segment-00001.bin", "tokens-*/.lock", "index-*.lock")
+        for kind in ("link", "hard link", "pipe")
+    },
+    **{
+        f"cache: {name} is a link": of_cache(name, "folder", told="would be written to")
+        for name in ("tokens-*", "index-*[0-9a-f]")
+    },
+    "cache: an unfinished index is a link": of_cache("index-*/index.json", "link", may_run=True, beside=".index.json"),
     # Records, as pages show them
     "record: markup as a host": of_records(record(host=MARKUP)),
     "record: markup as a kind": of_records(record(kind=MARKUP)),

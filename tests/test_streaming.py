@@ -321,6 +321,19 @@ def test_kept_tokens_survive_what_crashes_and_others_do(tmp_path: Path) -> None:
     assert [tokens_of(again, row) for row in range(60)] == [tokens_of(expected, row) for row in range(60)]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_kept_tokens_of_another_user_are_written_where_the_folder_is_theirs_too(tmp_path: Path) -> None:
+    """As on disks that give all files to one user."""
+    path = write(tmp_path / "a.jsonl", RECORDS)
+    open_streamed(tmp_path, path)
+    (table,) = (tmp_path / "cache").glob("tokens-*/table.bin")
+    os.chown(table, 12345, -1)
+    with pytest.raises(UserError, match=f"^{table} is a link, has a second name, is another user's"):
+        open_streamed(tmp_path, path)
+    os.chown(table.parent, 12345, -1)
+    assert len(open_streamed(tmp_path, path)) == 60
+
+
 def test_a_full_disk_costs_the_kept_tokens_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = open_streamed(tmp_path, write(tmp_path / "a.jsonl", RECORDS))
 

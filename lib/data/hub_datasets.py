@@ -111,9 +111,9 @@ def keep(stream: Stream, source: str, folder: Path, limit_gb: float, rows: int |
     """Writes a stream's records (those that are not there yet) as shards of JSON lines.
 
     Raises:
-        UserError: the limit is reached, or the stream breaks off; what is whole stays.
+        UserError: the limit is reached, or the stream breaks off; what is whole stays. The folder is a link.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    files.make_own(folder)
     state = _state(folder)
     if state["stream"] is not None:
         stream.load_state_dict(state["stream"])
@@ -139,8 +139,9 @@ def keep(stream: Stream, source: str, folder: Path, limit_gb: float, rows: int |
 def _write_shard(path: Path, stream: Iterable[JSON], source: str, room: float) -> tuple[int, int]:
     """One shard, whole or not at all: its records and bytes, 0 where the stream has ended."""
     unfinished = path.with_name(f".{path.name}")
+    unfinished.unlink(missing_ok=True)  # of a process that was killed; or somebody's link, to a file of yours
     count = size = 0
-    with unfinished.open("wb") as file:
+    with unfinished.open("xb") as file:
         try:
             for record in stream:
                 size += file.write(json.dumps(record, ensure_ascii=False, default=str).encode() + b"\n")
@@ -177,6 +178,4 @@ def _state(folder: Path) -> State:
 
 
 def _write_state(folder: Path, state: State) -> None:
-    unfinished = folder / f".{STATE}"
-    unfinished.write_text(json.dumps(state) + "\n")
-    unfinished.replace(folder / STATE)
+    files.write_atomically(folder / STATE, json.dumps(state) + "\n")

@@ -26,6 +26,7 @@ from lib.config.schema import DataSettings
 from lib.data import parse_records, record_files
 from lib.data.record_formats import Chat, Columns, Message, Plain, RecordKind, Tokens, Unusable
 from lib.errors import UserError
+from lib.system import files
 
 # Larger sources are read as they are needed, smaller ones whole.
 STREAMED_BYTES = 64 * 2**20
@@ -159,7 +160,7 @@ def index(
     """The index of a file, made where there is none, or the file has changed.
 
     Raises:
-        UserError: the file cannot be read, or has no records.
+        UserError: the file cannot be read, or has no records; the index's folder is a link.
         OSError: data.cache_dir is full or not writable.
     """
     key = hashlib.sha256(repr((str(file.resolve()), kind, Columns.of(settings), VERSION)).encode()).hexdigest()[:24]
@@ -172,6 +173,7 @@ def index(
             tell(f"another process indexes {file}: waiting for it")
 
     with locked(folder.with_suffix(".lock"), waiting):
+        files.make_own(folder)
         meta = _read_meta(folder)
         if meta is None or not _is_of(meta, file, now, folder):
             again = "" if meta is None else ", which has changed since it was indexed"
@@ -254,15 +256,13 @@ def _content(file: Path) -> str:
 
 
 def _write_meta(folder: Path, meta: Meta) -> None:
-    unfinished = folder / f".{META}"
-    unfinished.write_text(json.dumps(meta, indent=2) + "\n")
-    unfinished.replace(folder / META)
+    files.write_atomically(folder / META, json.dumps(meta, indent=2) + "\n", durable=False)  # made again if lost
 
 
 def _build(file: Path, seen: os.stat_result, folder: Path, settings: DataSettings, kind: RecordKind) -> Meta:
     """Indexes a file in one pass: checks every record, and enters the usable ones."""
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder.mkdir()
     unpacks = file.suffix in (".gz", ".parquet")
     digest, formats, named = hashlib.sha256(), dict[str, Seen](), list[str]()
     count = unusable_count = written = 0
@@ -315,9 +315,14 @@ def _build(file: Path, seen: os.stat_result, folder: Path, settings: DataSetting
 
 @contextlib.contextmanager
 def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """One process of a host at a time; the lock of one that dies is free again."""
+    """One process of a host at a time; the lock of one that dies is free again.
+
+    Raises:
+        UserError: it is not our own (`files.open_own`).
+        OSError: it cannot be made.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as lock:
+    with files.open_own(path) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -17,6 +17,7 @@ import numpy as np
 
 from lib.data.dataset import Pieces
 from lib.data.index import locked
+from lib.system import files
 
 _CELL = struct.Struct("<IIq4I")  # segment + 1 (0: not there), crc32, offset in tokens, tokens of up to four pieces
 
@@ -26,15 +27,19 @@ class TokenCache:
 
     A table has a cell for each record; tokens are in segments, and to each of these one process at a time appends. A
     cell is written after its tokens, and has their checksum: a half-written one counts as missing.
+
+    Raises:
+        UserError: the folder or a file in it is not our own (`files.open_own`).
+        OSError: the disk is full or not writable.
     """
 
     def __init__(self, folder: Path, count: int, pieces: int):
         self.folder, self.pieces = folder, pieces
-        folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder / ".lock"), (folder / "table.bin").open("ab") as table:
-            if table.tell() != count * _CELL.size:
-                os.truncate(table.fileno(), count * _CELL.size)  # sparse
-        self._table_file = (folder / "table.bin").open("r+b", buffering=0)
+        files.make_own(folder)
+        self._table_file = files.open_own(folder / "table.bin")
+        with locked(folder / ".lock"):
+            if self._table_file.seek(0, os.SEEK_END) != count * _CELL.size:
+                self._table_file.truncate(count * _CELL.size)  # sparse
         self._table = mmap.mmap(self._table_file.fileno(), 0, prot=mmap.PROT_READ)
         self._segments: dict[int, mmap.mmap] = {}
         self._read_bytes: dict[int, int] = {}
@@ -67,6 +72,7 @@ class TokenCache:
         """Keeps a record's pieces.
 
         Raises:
+            UserError: a segment is not our own (`files.open_own`).
             OSError: the disk is full.
         """
         raw = np.concatenate(pieces).astype("<i4", copy=False).tobytes()
@@ -79,8 +85,11 @@ class TokenCache:
             os.pwrite(self._table_file.fileno(), cell, number * _CELL.size)
             self._end += len(raw)
 
+    def _path_of(self, segment: int) -> Path:
+        return self.folder / f"segment-{segment:05d}.bin"
+
     def _map(self, segment: int) -> mmap.mmap | None:
-        with contextlib.suppress(OSError, ValueError), (self.folder / f"segment-{segment:05d}.bin").open("rb") as file:
+        with contextlib.suppress(OSError, ValueError), files.open_own(self._path_of(segment), os.O_RDONLY) as file:
             self._segments[segment] = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         return self._segments.get(segment)
 
@@ -94,9 +103,7 @@ class TokenCache:
     def _claim(self) -> tuple[int, IO[bytes]]:
         """A segment that no living process appends to."""
         for segment in itertools.count(1):
-            path = self.folder / f"segment-{segment:05d}.bin"
-            path.touch()
-            file = path.open("r+b", buffering=0)
+            file = files.open_own(self._path_of(segment))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
