@@ -93,6 +93,35 @@ def test_modules_and_functions_fit_the_mind(name: str) -> None:
             assert len([one for one in given if one not in ("self", "cls")]) <= 8, node.name
 
 
+def text_without_encoding(tree: ast.AST) -> Iterator[ast.Call]:
+    """Calls that read or write text as the locale has it. ruff's PLW1514 knows only paths whose type it can infer."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or any(word.arg == "encoding" for word in node.keywords):
+            continue
+        name, is_method = ast.unparse(node.func).rpartition(".")[2], isinstance(node.func, ast.Attribute)
+        mode = [word.value for word in node.keywords if word.arg == "mode"]
+        if name in ("open", "fdopen"):
+            mode += node.args[0 if is_method and name == "open" else 1 :][:1]
+            modes = [one.value for one in mode if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            if ast.unparse(node.func) != "os.open" and all("b" not in one for one in modes) and len(modes) == len(mode):
+                yield node
+        elif (name, len(node.args)) in (("read_text", 0), ("write_text", 1)) or name == "NamedTemporaryFile":
+            yield node
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_text_is_utf_8_in_every_locale(name: str) -> None:
+    tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
+    assert [f"line {node.lineno}: {ast.unparse(node)}" for node in text_without_encoding(tree)] == []
+
+
+def test_text_without_an_encoding_is_found() -> None:
+    wrong = "p.read_text(); p.write_text(x); open(p); open(p, 'a'); p.open(); p.open(mode='w'); os.fdopen(d, 'w')"
+    right = "p.read_text('utf-8'); open(p, 'rb'); p.open('rb'); os.open(p, f); read_text(p, x, 3); Queue.open(p, 3)"
+    assert [ast.unparse(node) for node in text_without_encoding(ast.parse(wrong))] == wrong.split("; ")
+    assert not list(text_without_encoding(ast.parse(right)))
+
+
 def test_help_needs_neither_mlx_nor_a_model() -> None:
     started = time.perf_counter()
     result = subprocess.run(

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import importlib
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.models import base
 
+from lib.config import load
 from lib.data.dataset import in_memory
 from lib.distributed import gradients as exchange
 from lib.distributed.world import World
@@ -598,6 +600,20 @@ def test_a_fault_of_ours_on_one_rank_ends_all(tmp_path: Path) -> None:
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 1
     assert "ZeroDivisionError" in result.stderr
+
+
+def test_checkpoints_are_utf_8_in_every_locale(tmp_path: Path) -> None:
+    config = tmp_path / "pattern.yaml"
+    config.write_text(
+        tiny.config_file(tmp_path).read_text() + 'evaluate: {answer_pattern: "é(.*)"}\n', encoding="utf-8"
+    )
+    words = tiny.settings(tmp_path, train__steps=1, run__name="a")
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "train.py", "--config", str(config), *words]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stderr) == (0, "")
+    (saved,) = (tmp_path / "runs/a/checkpoints").glob("step-*")
+    assert load.load(saved / "config.yaml").evaluate.answer_pattern == "é(.*)"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")

@@ -55,7 +55,7 @@ def make_app(watcher: Watcher, token: str) -> Any:
         update_title="",
         serve_locally=True,
         assets_folder=str(STYLE.with_suffix("")),  # there are none
-        index_string=PAGE.replace("STYLE", STYLE.read_text()),
+        index_string=PAGE.replace("STYLE", STYLE.read_text(encoding="utf-8")),
     )
     app.layout = lambda: page_layout(dash, [str(path) for path in (watcher.given or watcher.listed()[:1])])
     _callbacks(dash, app, watcher)

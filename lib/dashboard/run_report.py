@@ -141,7 +141,7 @@ def report_html(run: RunHistory, now: Figures, summary: Summary) -> str:
     parts += [f"<details><summary>Settings</summary><pre>{settings}</pre></details>"]
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(run.name)}</title><style>{STYLE.read_text()}</style>"
+        f"<title>{html.escape(run.name)}</title><style>{STYLE.read_text(encoding='utf-8')}</style>"
     )
     body = "".join(parts)
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n'

@@ -171,7 +171,7 @@ def _write_shard(path: Path, stream: Iterable[JSON], source: str, room: float) -
 def _state(folder: Path) -> State:
     """How far the download is."""
     try:
-        state: State = json.loads((folder / STATE).read_text())
+        state: State = json.loads((folder / STATE).read_text(encoding="utf-8"))
         return state
     except (OSError, ValueError, RecursionError):
         return {"shards": [], "stream": None, "done": False}

@@ -219,7 +219,7 @@ META, ENTRIES, LINES, UNUSABLE = "index.json", "entries.bin", "lines.jsonl", "un
 def _read_meta(folder: Path) -> Meta | None:
     """What an index says of itself; None where there is none, or part of it is lost."""
     try:
-        meta: Meta = json.loads((folder / META).read_text())
+        meta: Meta = json.loads((folder / META).read_text(encoding="utf-8"))
         whole = (folder / ENTRIES).stat().st_size == meta["count"] * ENTRY.itemsize
         return meta if whole and (not meta["unpacked"] or (folder / LINES).stat().st_size == meta["bytes"]) else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -48,5 +48,5 @@ def vocabulary(settings: schema.ModelSettings) -> Vocabulary:
 
 def stored_config(settings: schema.ModelSettings) -> JSON:
     """The model's config.json."""
-    stored: JSON = json.loads((resolve(settings.path, settings.revision) / "config.json").read_text())
+    stored: JSON = json.loads((resolve(settings.path, settings.revision) / "config.json").read_text(encoding="utf-8"))
     return stored

@@ -72,7 +72,7 @@ def opened(
             right = [one.getsockname()[1] for one in accepting]
             nodes = [[f"{HOST}:{port}" for port in left] for _ in range(size)]
             nodes[(rank + 1) % size] = [f"{HOST}:{port}" for port in right]
-            file = stack.enter_context(tempfile.NamedTemporaryFile("w", prefix="tandem-ring-"))
+            file = stack.enter_context(tempfile.NamedTemporaryFile("w", encoding="utf-8", prefix="tandem-ring-"))
             file.write(json.dumps(nodes))
             file.flush()
             helper = stack.enter_context(_ready.pop() if _ready else _helper())

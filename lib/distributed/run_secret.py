@@ -24,7 +24,7 @@ def run_secret() -> bytes | None:
     if ADDRESS in os.environ:
         path = Path(agent_folder()) / FILE
         try:
-            return bytes.fromhex(path.read_text())
+            return bytes.fromhex(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UserError(f"the secret of this start cannot be read ({error}); start again by ./launch") from None
     if named := os.environ.get(key_file.VARIABLE):

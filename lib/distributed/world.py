@@ -331,7 +331,7 @@ def _group(launch: Launch, init: Callable[[], Any]) -> Any:
 
 def _ring_addresses() -> list[list[tuple[str, int]]]:
     """Every rank's addresses in the file that the ring reads."""
-    ranks = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text())
+    ranks = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text(encoding="utf-8"))
     split = [[address.rpartition(":") for address in addresses] for addresses in ranks]
     return [[(host, int(port)) for host, _, port in addresses] for addresses in split]
 

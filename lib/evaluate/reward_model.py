@@ -61,7 +61,7 @@ class RewardModel:
         except UserError as error:
             raise UserError(f"{self.name}: {str(error).removeprefix('model.path ')}") from None
         self.multiple = length_multiple(settings.data)
-        stored = json.loads((folder / "config.json").read_text())
+        stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         self.is_classifier = any(name.endswith(CLASSIFIER) for name in stored.get("architectures") or ())
         try:
             self.tokenizer: Any = load_words(folder, {"trust_remote_code": False})

@@ -42,5 +42,5 @@ def for_transformers(run: TrainedRun, folder: Path) -> Path:
     model.set_dtype(mx.float32)
     write_weights(copy, dict(unstacked(dict(tree_flatten(model.parameters())))))
     copy_companions(run.base, copy)
-    (copy / "config.json").write_text(json.dumps(without_quantisation(run.base_config)))
+    (copy / "config.json").write_text(json.dumps(without_quantisation(run.base_config)), encoding="utf-8")
     return copy

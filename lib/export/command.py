@@ -75,7 +75,7 @@ def _export(options: argparse.Namespace, say: RunConsole) -> Path:
         raise UserError(f"{target.parent} is a link, perhaps to a folder of yours; name the export's folder by --out")
     facts = _facts(options.to, run, wanted)
     if options.push is not None and _is_export(target) and _stored_facts(target) == facts:
-        if options.prove and json.loads((target / FACTS).read_text())["proof"] is None:
+        if options.prove and json.loads((target / FACTS).read_text(encoding="utf-8"))["proof"] is None:
             raise UserError(f"{target} was written with --no-proof; remove it, or send it as it is by --no-proof")
         say.line(f"{target}: written before")
         return target
@@ -91,7 +91,7 @@ def _export(options: argparse.Namespace, say: RunConsole) -> Path:
             proven = proof.prove(form, run, folder, wanted) if options.prove else None
         card.write(run, folder, options.to, None if proven is None else str(proven))
         facts["proof"] = None if proven is None else dataclasses.asdict(proven)
-        (folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
+        (folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     say.line(f"{target}: {options.to} of {run.folder}, {run.checkpoint}", "bold")
     say.line(str(proven) if proven else "not proven, as asked for: nothing has read what was written")
     say.record({"folder": str(target), **facts})
@@ -104,7 +104,7 @@ def _is_export(folder: Path) -> bool:
 
 def _stored_facts(folder: Path) -> dict[str, object]:
     """What tandem_export.json holds, without the proof."""
-    stored = json.loads((folder / FACTS).read_text())
+    stored = json.loads((folder / FACTS).read_text(encoding="utf-8"))
     return {name: value for name, value in stored.items() if name != "proof"}
 
 

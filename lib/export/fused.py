@@ -40,7 +40,7 @@ def write(run: TrainedRun, folder: Path, options: ExportOptions) -> None:
     write_weights(folder, arrays)
     copy_companions(run.base, folder)
     if options.dequantize or options.type is not None:
-        (folder / "config.json").write_text(json.dumps(_config(run, options), indent=2) + "\n")
+        (folder / "config.json").write_text(json.dumps(_config(run, options), indent=2) + "\n", encoding="utf-8")
 
 
 def stored_model(run: TrainedRun, options: ExportOptions) -> nn.Module | None:

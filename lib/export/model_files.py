@@ -31,7 +31,7 @@ def write_weights(folder: Path, arrays: dict[str, mx.array]) -> None:
         index |= dict.fromkeys(names, file)
     if len(shards) > 1:
         content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}
-        (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n")
+        (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _taken(arrays: dict[str, mx.array], names: list[str]) -> Iterator[tuple[str, mx.array]]:

@@ -63,7 +63,7 @@ def write(run: TrainedRun, folder: Path, options: ExportOptions) -> None:
     arrays = dict(sorted(peft_arrays(trainable(model), embeddings, is_tied).items()))
     write_arrays(folder / PEFT_WEIGHTS, described(arrays), arrays.items(), kind="pt")
     config = peft_config(run, layers, linear_layers(run.base_model()), is_tied)
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def stored_model(run: TrainedRun, options: ExportOptions) -> nn.Module | None:
@@ -79,7 +79,7 @@ def read_logps(run: TrainedRun, folder: Path, options: ExportOptions) -> Reading
     with tempfile.TemporaryDirectory(dir=folder.parent) as own:
         base = base_copy.for_transformers(run, Path(own))
         rows, found = Path(own, "rows.json"), Path(own, "logps.npz")
-        rows.write_text(json.dumps([ids.tolist() for ids in run.rows]))
+        rows.write_text(json.dumps([ids.tolist() for ids in run.rows]), encoding="utf-8")
         words = [options.peft_python or sys.executable, str(SCRIPT), str(base), str(folder), str(rows), str(found)]
         words += ["--trust-remote-code"] if run.settings.model.trust_remote_code else []
         done = os_commands.run(words, READ_SECONDS)

@@ -34,7 +34,7 @@ def main(base: str, adapter: str, rows: str, out: str, *options: str) -> None:
         return logps.gather(1, tokens[0, 1:, None])[:, 0].numpy()
 
     found = {}
-    for index, ids in enumerate(json.loads(Path(rows).read_text())):
+    for index, ids in enumerate(json.loads(Path(rows).read_text(encoding="utf-8"))):
         found[f"row{index}"] = logps_of(ids)
         with adapted.disable_adapter():
             found[f"base{index}"] = logps_of(ids)

@@ -158,7 +158,7 @@ def text_of(machines: Sequence[Machine], slots: dict[str, int]) -> str:
 def configured(path: Path, most: int = MOST_FILES) -> list[str]:
     """The names that an ssh configuration has a Host entry for, patterns left out, with what it includes."""
     try:
-        lines = path.read_text(errors="replace").splitlines()
+        lines = path.read_text(errors="replace", encoding="utf-8").splitlines()
     except OSError:
         return []
     names: list[str] = []

@@ -64,7 +64,7 @@ class Ranks:
     async def listen(self, files: dict[str, str]) -> None:
         """Writes the files that the ranks read, and listens for their heartbeats."""
         for name, text in files.items():
-            (self.folder / name).write_text(text)
+            (self.folder / name).write_text(text, encoding="utf-8")
         self.server = await asyncio.start_unix_server(
             self._accept, self.folder / "agent", limit=agent_messages.LINE_BYTES
         )
@@ -338,7 +338,7 @@ async def _exit_of(process: asyncio.subprocess.Process) -> int:
 def process_state(pid: int) -> str:
     """running, stopped (by a signal, or in a debugger) or gone."""
     try:
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        letter = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except FileNotFoundError:
         if Path("/proc/self").exists():
             return "gone"

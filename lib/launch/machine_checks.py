@@ -106,7 +106,7 @@ def check_python(limit_seconds: float) -> Result:
 
 def check_packages(limit_seconds: float) -> Result:
     """The packages' versions, against constraints.txt."""
-    wanted = pinned((ROOT / "constraints.txt").read_text())
+    wanted = pinned((ROOT / "constraints.txt").read_text(encoding="utf-8"))
     differ, there = [], []
     for name in host_facts.PACKAGES:
         try:
@@ -184,7 +184,7 @@ def check_ring(limit_seconds: float) -> Result:
     """Two ranks add up a number over MLX's ring, on the loopback."""
     with tempfile.TemporaryDirectory() as folder:
         listed = Path(folder) / "hosts.json"
-        listed.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(2)]))
+        listed.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(2)]), encoding="utf-8")
         words = [sys.executable, "-m", "lib.launch.sum_check"]
         common = {"TANDEM_RANKS": "2", "MLX_HOSTFILE": str(listed)}
         ends: dict[int, Ended] = {}

@@ -32,7 +32,7 @@ class MemoryWatch:
         self.kills = {**out_of_memory.kernel_kills(groups), **self.kills}  # who is counted first counts
         self.groups = groups
         with contextlib.suppress(OSError, IndexError, ValueError):
-            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+            pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1])
             self.held_bytes = pages * os.sysconf("SC_PAGE_SIZE") or self.held_bytes
 
     def ran_out(self, status: int | None) -> str | None:

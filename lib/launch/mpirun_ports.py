@@ -77,7 +77,7 @@ def _entries() -> list[Entry]:
     found: list[Entry] = []
     for path in TABLES:
         with contextlib.suppress(OSError):
-            rows = (line.split() for line in path.read_text().splitlines()[1:])
+            rows = (line.split() for line in path.read_text(encoding="utf-8").splitlines()[1:])
             found += [Entry(row[1], row[2], row[3], row[9]) for row in rows if len(row) > 9]
     return found
 
@@ -111,7 +111,7 @@ def parent_of(pid: int) -> int:
 
 def _parent(folder: Path) -> int:
     with contextlib.suppress(OSError, ValueError, IndexError):
-        return int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        return int((folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
     return 0
 
 

@@ -158,7 +158,7 @@ def _template_words(settings: Config, run: Path | None, folder: Path | None) -> 
 
 def limits_of(settings: ServeSettings, name: str, folder: Path) -> Limits:
     """What the model allows, by its config.json, and its server."""
-    stored = json.loads((folder / "config.json").read_text())
+    stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     text = stored.get("text_config") or {}
     vocab_size = stored.get("vocab_size") or text.get("vocab_size")
     context = model_folder.context_tokens(stored)
@@ -182,7 +182,7 @@ def labelled_kind(settings: Config, folder: Path) -> Kind:
     """Which completions training gives the tokens that they were served with: a template makes chats of all records."""
     stored = folder / "tokenizer_config.json"
     has_template = (folder / "chat_template.jinja").exists() or (
-        stored.exists() and json.loads(stored.read_text()).get("chat_template") is not None
+        stored.exists() and json.loads(stored.read_text(encoding="utf-8")).get("chat_template") is not None
     )
     wanted = settings.data.chat_template  # false, true for the model's own, or a file
     return "chat" if isinstance(wanted, str) or (wanted and has_template) else "text"

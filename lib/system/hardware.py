@@ -68,7 +68,9 @@ def free_memory_bytes() -> int | None:
     if os_commands.is_mac():
         return mac_free_memory_bytes(os_commands.output(["vm_stat"]))
     facts = Path("/proc/meminfo")
-    available = re.search(r"^MemAvailable:\s*(\d+) kB$", facts.read_text() if facts.exists() else "", re.MULTILINE)
+    available = re.search(
+        r"^MemAvailable:\s*(\d+) kB$", facts.read_text(encoding="utf-8") if facts.exists() else "", re.MULTILINE
+    )
     limit = container_memory_bytes()
     return min(1024 * int(available[1]), limit or 2**60) if available else None
 
@@ -123,7 +125,11 @@ def processor_name() -> str:
     if os_commands.is_mac():
         return os_commands.sysctl("machdep.cpu.brand_string") or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
-    named = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    named = (
+        re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(encoding="utf-8"), re.MULTILINE)
+        if cpuinfo.exists()
+        else None
+    )
     return named[1].strip() if named else platform.machine()
 
 
@@ -209,8 +215,8 @@ def _sysfs(system: Path, values: str, name: str, unit: float) -> dict[Path, floa
     readings = {}
     for path in (system / ("hwmon" if values.startswith("hwmon") else "thermal")).glob(values):
         with contextlib.suppress(OSError, ValueError):  # a sensor may be asleep
-            if PROCESSOR_SENSORS.search((path.parent / name).read_text()):
-                readings[path] = unit * int(path.read_text())
+            if PROCESSOR_SENSORS.search((path.parent / name).read_text(encoding="utf-8")):
+                readings[path] = unit * int(path.read_text(encoding="utf-8"))
     return readings
 
 
@@ -268,5 +274,5 @@ def is_translated() -> bool:
 
 def _text(path: Path) -> str:
     with contextlib.suppress(OSError):
-        return path.read_text().strip()
+        return path.read_text(encoding="utf-8").strip()
     return ""

@@ -55,7 +55,7 @@ def make(path: Path) -> bool:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         whole = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        with os.fdopen(os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        with os.fdopen(os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write(secrets.token_hex(32) + "\n")
         try:
             os.link(whole, path)  # unlike a rename it takes nobody's place

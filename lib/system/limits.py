@@ -46,5 +46,5 @@ def limit_memory(size: int) -> None:
     if sys.platform != "linux":
         return
     _, most = resource.getrlimit(resource.RLIMIT_AS)
-    limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + size
+    limit = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize() + size
     resource.setrlimit(resource.RLIMIT_AS, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))

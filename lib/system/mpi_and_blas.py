@@ -168,7 +168,7 @@ def _site_packages(package: str) -> Path:
 def _mapped(name: str) -> bool:
     """Whether a library is in this process already."""
     maps = Path("/proc/self/maps")
-    return maps.exists() and name in maps.read_text()
+    return maps.exists() and name in maps.read_text(encoding="utf-8")
 
 
 def _first_rank() -> bool:

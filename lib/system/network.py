@@ -65,7 +65,7 @@ def machine_id() -> str:
         identity = next(iter(re.findall(r'"IOPlatformUUID"\s*=\s*"([^"]+)"', registry)), "")
     for path in (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id")):
         with contextlib.suppress(OSError):
-            identity = identity or path.read_text().strip()
+            identity = identity or path.read_text(encoding="utf-8").strip()
     return hashlib.sha256(identity.encode()).hexdigest()[:8]  # the id itself is nobody's business
 
 
@@ -106,7 +106,7 @@ def own_addresses() -> list[str]:
         named = [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
     addresses = ["127.0.0.1", socket.gethostname(), *reversed(likeliest_first(named))]
     with contextlib.suppress(OSError, ValueError, KeyError, IndexError, TypeError):
-        ring = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text())
+        ring = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text(encoding="utf-8"))
         addresses += [address.rpartition(":")[0] for address in ring[int(os.environ.get("MLX_RANK", 0))]]
     with contextlib.suppress(OSError):
         addresses.append(address_towards("192.0.2.1"))

@@ -235,7 +235,7 @@ def in_pieces(rows: Sequence[T], work: Callable[[Sequence[T]], R], can_halve: bo
 def control_groups(process: int | str = "self") -> str:
     """The control groups of a process, as Linux lists them; empty where it is gone, or there are none."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{process}/cgroup").read_text()
+        return Path(f"/proc/{process}/cgroup").read_text(encoding="utf-8")
     return ""
 
 
@@ -246,7 +246,7 @@ def kernel_kills(groups: str | None = None) -> dict[str, int]:
     """
     counts: dict[str, int] = {}
     with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         counts |= _count(VMSTAT, f"boot {boot}")
         for line in (control_groups() if groups is None else groups).splitlines():
             number, controllers, path = line.split(":", 2)
@@ -259,7 +259,7 @@ def kernel_kills(groups: str | None = None) -> dict[str, int]:
 
 def _count(file: Path, name: str) -> dict[str, int]:
     try:
-        match = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
+        match = re.search(r"^oom_kill (\d+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
         return {}
     return {name: int(match[1])} if match else {}

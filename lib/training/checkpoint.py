@@ -335,9 +335,9 @@ def _write_whole(
         for name, (described, each) in arrays.items():
             adapter_files.write_arrays(unfinished / name, described, each, durable=False)  # all are flushed below
         for name, text in texts.items():
-            (unfinished / name).write_text(text)
+            (unfinished / name).write_text(text, encoding="utf-8")
         hashes = {file.name: file_sha256(file) for file in sorted(unfinished.iterdir())}
-        (unfinished / MANIFEST).write_text(json.dumps(hashes, indent=2) + "\n")
+        (unfinished / MANIFEST).write_text(json.dumps(hashes, indent=2) + "\n", encoding="utf-8")
         for file in unfinished.iterdir():
             files.flush_path(file)
         files.flush_path(unfinished)

@@ -134,7 +134,9 @@ def _digest(model: ModelSettings, train: TrainSettings) -> str:
 
 
 def _stored(model: ModelSettings) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((model_folder.resolve(model.path, model.revision) / "config.json").read_text())
+    config: dict[str, Any] = json.loads(
+        (model_folder.resolve(model.path, model.revision) / "config.json").read_text(encoding="utf-8")
+    )
     return config
 
 
@@ -185,7 +187,7 @@ def small_model(settings: ModelSettings, seed: int) -> nn.Module:
     """
     stored = _stored(settings)
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(_with_few_blocks(stored)))
+        Path(folder, "config.json").write_text(json.dumps(_with_few_blocks(stored)), encoding="utf-8")
         drawn = {"path": folder, "random_init": True, "adapter": None, "blocks": None, "revision": None}
         dtype = settings.dtype or str(stored.get("torch_dtype") or stored.get("dtype") or "bfloat16")
         settings = settings.model_copy(update=drawn | {"dtype": dtype})

@@ -27,7 +27,7 @@ def claim(folder: Path) -> IO[str]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     read_file.require_own(folder)
-    lock = (folder / ".lock").open("a+")
+    lock = (folder / ".lock").open("a+", encoding="utf-8")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
