@@ -68,13 +68,15 @@ def in_place_of(name: str, kind: str) -> Callable[[Path, Path], None]:
             path.symlink_to(victim.parent)
         elif kind == "hard link":
             path.hardlink_to(victim)
-        elif kind == "huge":
-            path.touch()
-            os.truncate(path, HUGE)
         else:
-            put(path, pipe if kind == "pipe" else link_to("/dev/zero"))
+            put(path, {"pipe": pipe, "huge": huge}.get(kind) or link_to("/dev/zero"))
 
     return change
+
+
+def huge(path: Path) -> None:
+    path.touch()
+    os.truncate(path, HUGE)
 
 
 def newest(run: Path) -> Path:
@@ -162,6 +164,18 @@ def of_cache(pattern: str, kind: str, told: str = "", may_run: bool = False, bes
                 return fault
         is_touched = (victim / "file").read_text() != VICTIM or len(list(victim.iterdir())) > 1
         return f"it wrote outside of the cache: {[path.name for path in victim.iterdir()]}" if is_touched else None
+
+    return attack
+
+
+def of_calibration(content: Content) -> Attack:
+    """A file of somebody else as this host's calibration, in the folder that a run's configuration names."""
+
+    def attack(folder: Path) -> str | None:
+        kept = folder / "evil-calibration"
+        shutil.rmtree(kept, ignore_errors=True)
+        put(kept / f"{network.host_name()}.json", content)
+        return of_folder(lambda run, victim: set_in(run / "config.yaml", "plan.calibration_dir", str(kept)))(folder)
 
     return attack
 
@@ -433,6 +447,9 @@ ATTACKS: dict[str, Attack] = {
     "setting: a key twice": of_folder(
         lambda run, victim: put(run / "config.yaml", (run / "config.yaml").read_text() + "run: {}\n")
     ),
+    "calibration: a pipe": of_calibration(pipe),
+    "calibration: it never ends": of_calibration(link_to("/dev/zero")),
+    "calibration: 12 GB": of_calibration(huge),
     # A cache in a run's folder
     **{
         f"cache: {name} is a {kind}": of_cache(name, kind, told="would be written to")

@@ -131,7 +131,7 @@ def test_missing_binary_and_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist; make calibrate"):
         read_calibration(tmp_path / "none.json")
     (tmp_path / "b.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="not text"):
+    with pytest.raises(UserError, match="not UTF-8 text"):
         read_calibration(tmp_path / "b.json")
     with pytest.raises(UserError, match="cannot be read"):
         read_calibration(tmp_path)

@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from lib.config import read_file
 from lib.config.schema import Config
 from lib.environment import ROOT
 from lib.errors import UserError
@@ -29,6 +30,7 @@ FOLDER = ROOT / "calibration"
 MEMORY_HEADROOM = 0.1  # of the limit, kept free: a longer row than the probe's, fragmentation, the system's own
 
 
+LARGEST_FILE = 2**24  # bytes
 LARGEST_BATCH = 2**20  # pairs: every smaller size is looked at
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -254,20 +256,20 @@ def read_calibration(path: Path) -> HostCalibration:
     """Reads and checks one file.
 
     Raises:
-        UserError: it is missing, not JSON, or holds values that cannot be (a time of 0, one point): one line
-            with the file, the key and the remedy.
+        UserError: it is missing, no file or too large, not JSON, or holds values that cannot be (a time of 0, one
+            point): one line with the file, the key and the remedy.
     """
     remedy = f"delete {path.name} and run make calibrate"
     try:
-        return HostCalibration.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        text = read_file.read_text(path, "calibration", LARGEST_FILE)  # its folder may be somebody else's
     except FileNotFoundError:
         raise UserError(f"calibration {path} does not exist; make calibrate writes it") from None
     except OSError as error:
         raise UserError(f"calibration {path} cannot be read: {error.strerror}") from None
+    try:
+        return HostCalibration.model_validate(json.loads(text))
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}: not valid JSON ({error.msg}); {remedy}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"calibration {path} is not text; {remedy}") from None
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"])) or "the file"
