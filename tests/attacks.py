@@ -93,10 +93,10 @@ def of_words(*words: str, told: str = "") -> Attack:
     return attack
 
 
-def of_config(text: str) -> Attack:
+def of_config(text: str, told: str = "") -> Attack:
     def attack(folder: Path) -> str | None:
         (folder / "attack.yaml").write_text(text)
-        return refused("train.py", ["--config", str(folder / "attack.yaml")])
+        return refused("train.py", ["--config", str(folder / "attack.yaml")], told)
 
     return attack
 
@@ -322,6 +322,7 @@ def many_values() -> pyarrow.Table:
     return pyarrow.table({"prompt_ids": values, "chosen_ids": values, "rejected_ids": values})
 
 
+TAGGED = ("!!bool maybe", '!!int ""', '!!float ""', "!!timestamp x")  # what PyYAML itself falls over
 TRUST = ("model.trust_remote_code", "true")
 JUDGE = ("evaluate.judge", "touch {marker}")
 RESUME = ("--resume", "{run}")
@@ -386,6 +387,14 @@ ATTACKS: dict[str, Attack] = {
     "3,000 mappings deep": of_config("model: " + "{a: " * 3000 + "1" + "}" * 3000),
     "a day that is none": of_config("model: {path: 2001-99-99}\ndata: {train: x}\n"),
     "a number that is none": of_config("model: {path: !!int x}\ndata: {train: x}\n"),
+    **{
+        f"{tag} that is none": of_config(
+            f"model: {{path: x}}\ndata: {{train: x}}\ntrain:\n  steps: {tag}\n", told="yaml:4: "
+        )
+        for tag in TAGGED
+    },
+    **{f"{tag} in a word": of_words(f"train.steps={tag}", told="train.steps=") for tag in TAGGED},
+    "!!timestamp x inside a word": of_words("data.chat_template_kwargs={a: !!timestamp x}"),
     "5,000 digits": of_config("model: {path: x}\ndata: {train: x, max_length: " + "9" * 5000 + "}\n"),
     "a Python object": of_config("model: {path: !!python/object/apply:os.system [id]}\ndata: {train: x}\n"),
     "half a surrogate pair": of_config('model: {path: x}\ndata: {train: "\\ud800"}\n'),

@@ -31,3 +31,8 @@ class PlainLoader(yaml.SafeLoader):
         except (ValueError, OverflowError) as error:  # 2026-13-45, !!int x, an integer of 5,000 digits
             fault = str(error).partition(";")[0]
             raise yaml.MarkedYAMLError(problem=fault, problem_mark=node.start_mark) from None
+        except (AttributeError, LookupError):  # PyYAML's own mistakes: !!bool maybe, !!int "", !!timestamp x
+            if not isinstance(node, yaml.ScalarNode):
+                raise
+            fault = f"{node.value[:60]!r} is no {node.tag.rpartition(':')[2]}"
+            raise yaml.MarkedYAMLError(problem=fault, problem_mark=node.start_mark) from None
