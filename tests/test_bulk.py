@@ -163,8 +163,24 @@ def test_a_journal_goes_on_behind_the_last_whole_line_and_knows_what_it_is_of(tm
     again.finish(tmp_path / "out.jsonl")
     assert (tmp_path / "out.jsonl").read_text().split() == [line for chunk in range(4) for line in lines(chunk)]
     journal(tmp_path, key="one")
-    with pytest.raises(UserError, match="is of another model, data or settings; remove it"):
+    with pytest.raises(UserError, match="is of another model, data or settings, or something else; remove it"):
         journal(tmp_path, key="other")
+
+
+@pytest.mark.parametrize("content", [b"my notes, in one line without an end", b"{}", b'{"key": "kk', bytes(80)])
+def test_a_file_of_the_users_under_a_journals_name_stays(tmp_path: Path, content: bytes) -> None:
+    partial = tmp_path / "out.jsonl.partial"
+    partial.write_bytes(content)
+    with pytest.raises(UserError, match=f"^{partial} is of another model, data or settings, or something else; remove"):
+        journal(tmp_path)
+    assert partial.read_bytes() == content
+
+
+def test_a_journal_whose_first_line_was_cut_off_begins_again(tmp_path: Path) -> None:
+    header = journal(tmp_path).path.read_bytes()
+    for size in range(len(header)):
+        (tmp_path / "out.jsonl.partial").write_bytes(header[:size])
+        assert not journal(tmp_path).done.any() and (tmp_path / "out.jsonl.partial").read_bytes() == header
 
 
 def test_a_journal_has_whole_lines_only_whatever_the_disk_took(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ class Journal:
         """Goes on with what is there, if it is of the same key; a line that was cut off goes.
 
         Raises:
-            UserError: it is of another key.
+            UserError: it is of another key, or no journal: a file of the user's.
             OSError: the disk is full or not writable.
         """
         self.path = path
@@ -35,14 +35,15 @@ class Journal:
 
     def _read(self, header: bytes) -> int:
         with self.path.open("rb") as file:
-            first = file.readline()
-            if not first.endswith(b"\n"):
+            first = file.readline(len(header))
+            if first != header and header.startswith(first):  # nothing yet, or it was cut off
                 self._file.truncate(0)
                 self._file.write(header)
                 return len(header)
             if first != header:
                 raise UserError(
-                    f"{self.path} is of another model, data or settings; remove it, or give another name for the output"
+                    f"{self.path} is of another model, data or settings, or something else; "
+                    "remove it, or give another name for the output"
                 )
             end = file.tell()
             while (chunk := _chunk_of(file.readline(), len(self.offsets))) is not None:
