@@ -17,6 +17,7 @@ from tests.attacks import Attack, refused, run_of, training
 
 QUICKSTART = tiny.ROOT / "configs/quickstart/model"
 EVIL = "import os, pathlib\npathlib.Path(os.environ['MARKER']).touch()\n"  # what none of these files may run
+HUGE = 12 * 2**30  # bytes of nothing, which take no room on a disk
 Content = bytes | str | dict[str, Any] | list[Any] | Callable[[Path], None]
 CHAT = {
     "prompt": [{"role": "user", "content": "a"}],
@@ -41,12 +42,19 @@ def pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
+def huge(path: Path) -> None:
+    path.touch()
+    os.truncate(path, HUGE)
+
+
 def link_to(target: str) -> Callable[[Path], None]:
     """A symbolic link."""
     return lambda path: path.symlink_to(target)
 
 
-def of_files(files: dict[str, Content], *words: str, base: str = "stored", may_run: bool = False) -> Attack:
+def of_files(
+    files: dict[str, Content], *words: str, base: str = "stored", may_run: bool = False, told: str = ""
+) -> Attack:
     """A model folder with some files of an attacker's in the place of its own.
 
     base: `stored` for a tiny model with weights, `drawn` for a configuration alone, `chat` for one with a tokenizer.
@@ -68,17 +76,17 @@ def of_files(files: dict[str, Content], *words: str, base: str = "stored", may_r
         if base == "chat":
             data = tiny.write_jsonl(folder / "chats.jsonl", [CHAT] * 8)
             given += [f"data.train={data}", "data.valid=null"]
-        return _judged(training(folder, *given), marker, may_run)
+        return _judged(training(folder, *given), marker, may_run, told)
 
     return attack
 
 
-def _judged(words: list[str], marker: Path, may_run: bool) -> str | None:
+def _judged(words: list[str], marker: Path, may_run: bool, told: str = "") -> str | None:
     if may_run:
         status, _, errors = run_of("train.py", words)
         fault = None if status == 0 and "Traceback" not in errors else refused("train.py", words)
     else:
-        fault = refused("train.py", words)
+        fault = refused("train.py", words, told)
     return "its code has run" if marker.exists() else fault
 
 
@@ -270,6 +278,11 @@ ATTACKS: dict[str, Attack] = {
     "weights: none": of_files({"model.safetensors": b""}),
     "weights: a pipe": of_files({"model.safetensors": pipe}),
     "weights: /dev/zero": of_files({"model.safetensors": link_to("/dev/zero")}),
+    "model: a configuration of 12 GB": of_files({"config.json": huge}, base="drawn", told="more than"),
+    **{
+        f"tokenizer: {name} of 12 GB": of_files({name: huge}, base="chat", told="more than")
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt")
+    },
     "weights: an index that points outside": of_files(
         {"model.safetensors.index.json": {"weight_map": {"a": "../../../etc/passwd"}}}, may_run=True
     ),

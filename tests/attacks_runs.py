@@ -21,12 +21,11 @@ from lib.system import network, out_of_memory
 from lib.training.checkpoint import MANIFEST, STATE
 from tests import tiny
 from tests.attacks import PAIR, Attack, agree, copy_of_run, of_words, refused, run_of, set_in, training
-from tests.attacks_models import Content, link_to, pipe, put
+from tests.attacks_models import Content, huge, link_to, pipe, put
 
 VICTIM = "a line that somebody needs\n"
 MARKUP = "<script>alert(1)</script><img src=x onerror=alert(2)>"
 RESUMED = "train.steps=3"
-HUGE = 12 * 2**30  # bytes of nothing, which take no room on a disk
 
 
 def of_folder(change: Callable[[Path, Path], None], program: str = "train.py", *words: str) -> Attack:
@@ -72,11 +71,6 @@ def in_place_of(name: str, kind: str) -> Callable[[Path, Path], None]:
             put(path, {"pipe": pipe, "huge": huge}.get(kind) or link_to("/dev/zero"))
 
     return change
-
-
-def huge(path: Path) -> None:
-    path.touch()
-    os.truncate(path, HUGE)
 
 
 def newest(run: Path) -> Path:

@@ -156,7 +156,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     # Models
     ("train.py", "model.path={d}/none", "no such folder .a hub name is of the form owner/name"),
     ("train.py", "model.path={d}/model.none", "the folder has no config.json"),
-    ("train.py", "model.path={d}/model.cut", "its config.json is not a JSON object, perhaps cut short"),
+    ("train.py", "model.path={d}/model.cut", "model.path .*model.cut/config.json is not JSON .*copy it again"),
     ("train.py", "model.path={d}/model.strange", "mlx-lm cannot load it: Model type frob not supported"),
     ("train.py", "model.random_init=false model.path={d}/model.pointer", "model.safetensors is Git LFS.*git lfs pull"),
     ("train.py", "model.path={d}/train.jsonl", "is a file; give the folder"),

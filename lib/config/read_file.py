@@ -19,19 +19,27 @@ MANIFEST = "manifest.json"  # of a checkpoint, which has a config.yaml as a run 
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # how such a file begins
 
 
-def require_regular(path: Path, what: str) -> None:
+def require_regular(path: Path, what: str, limit_bytes: int | None = None) -> None:
     """Makes sure that reading a file comes to an end: a pipe waits for a writer, and /dev/zero never ends.
 
     Raises:
-        UserError: it is a pipe, a device or a socket. One that is absent is for the reader to report.
+        UserError: it is a pipe, a device or a socket, or a file of more than `limit_bytes`. One that is absent is for
+            the reader to report.
     """
     try:
-        mode = path.stat().st_mode
+        facts = path.stat()
     except (OSError, ValueError):
         return
+    mode = facts.st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
         raise UserError(f"{what} {path} is {kinds.get(stat.S_IFMT(mode), 'a device')}, not a file; copy it into one")
+    if limit_bytes is not None and facts.st_size > limit_bytes:
+        raise _too_large(path, what, limit_bytes)
+
+
+def _too_large(path: Path, what: str, limit_bytes: int) -> UserError:
+    return UserError(f"{what} {path} has more than {limit_bytes:,} bytes; is it the file that you mean?")
 
 
 def require_own(folder: Path) -> None:
@@ -86,7 +94,7 @@ def read_text(path: Path, what: str, limit_bytes: int) -> str:
     with path.open("rb") as file:
         data = file.read(limit_bytes + 1)
     if len(data) > limit_bytes:
-        raise UserError(f"{what} {path} has more than {limit_bytes:,} bytes; is it the file that you mean?")
+        raise _too_large(path, what, limit_bytes)
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:

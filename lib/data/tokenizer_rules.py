@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import pydantic_core
 
 from lib.errors import UserError
+from lib.system.model_folder import LARGEST_TOKENIZER
 
-LARGEST_FILE = 2**28  # bytes; those of models have 30 million at most
 MOST_RULES = 64  # models have a handful
 MOST_GROWTH = 100  # letters that are made of one
 LONGEST_PADDING = 2**20  # tokens
@@ -34,10 +34,10 @@ def require_bounded(folder: Path) -> None:
     path = folder / "tokenizer.json"
     try:
         size = path.stat().st_size
-        stored = pydantic_core.from_json(path.read_bytes()) if size <= LARGEST_FILE else None
+        stored = pydantic_core.from_json(path.read_bytes()) if size <= LARGEST_TOKENIZER else None
     except (OSError, ValueError):
         return
-    fault = f"has {size:,} bytes" if size > LARGEST_FILE else _fault(stored if isinstance(stored, dict) else {})
+    fault = f"has {size:,} bytes" if size > LARGEST_TOKENIZER else _fault(stored if isinstance(stored, dict) else {})
     if fault is not None:
         raise UserError(f"model.path {folder}: its tokenizer.json {fault}, as no model's does; copy the model again")
 

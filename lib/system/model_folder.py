@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,9 @@ ADAPTER_WEIGHTS = "adapters.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 PEFT_WEIGHTS = "adapter_model.safetensors"  # PEFT's, whose configuration has the same name
 LFS_POINTER = b"version https://git-lfs"
+# What is read whole, most of it by transformers, and how many bytes it may have; models' tokenizers have 30 million.
+READ_WHOLE = re.compile(r".*\.(json|jinja|model)|(merges|vocab)\.txt")
+LARGEST_FILE, LARGEST_TOKENIZER = 2**26, 2**28
 NUMBERS = ("rope_theta", "rms_norm_eps", "layer_norm_eps")
 NEEDED = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers", "num_layers")  # one at least
 SIZES = ("vocab_size", "hidden_size", "intermediate_size")
@@ -40,7 +43,8 @@ def resolve(path: str, revision: str | None = None) -> Path:
     """The model's local folder; a hub name is fetched first.
 
     Raises:
-        UserError: neither a folder with a config.json nor a model that the hub has.
+        UserError: neither a folder with a config.json nor a model that the hub has; a file of it that is read whole is
+            too large, or is no file.
     """
     folder = Path(path)
     if not folder.exists():
@@ -66,15 +70,9 @@ def resolve(path: str, revision: str | None = None) -> Path:
             f"model.path {path}: the folder has no config.json; give a model folder as mlx-lm or transformers saves it"
         )
     for file in folder.iterdir():
-        read_file.require_regular(file, "model.path")
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except (ValueError, RecursionError):
-        config = None
-    if not isinstance(config, dict):
-        raise UserError(
-            f"model.path {path}: its config.json is not a JSON object, perhaps cut short; copy the model again"
-        )
+        limit_bytes = LARGEST_TOKENIZER if file.name == "tokenizer.json" else LARGEST_FILE
+        read_file.require_regular(file, "model.path", limit_bytes if READ_WHOLE.fullmatch(file.name) else None)
+    config = read_file.read_object(folder / "config.json", "model.path", LARGEST_FILE)
     if (fault := _absurd(config)) is not None:
         raise UserError(f"model.path {path}: its config.json has {fault}; copy the model again")
     return folder
