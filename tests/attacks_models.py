@@ -194,6 +194,19 @@ def of_adapter(config: Content, arrays: dict[str, mx.array] | None = None, weigh
     return attack
 
 
+def of_own_adapter(weights: Content, told: str) -> Attack:
+    """A run's adapter as model.adapter, with other weights."""
+
+    def attack(folder: Path) -> str | None:
+        adapter = folder / "evil-adapter"
+        shutil.rmtree(adapter, ignore_errors=True)
+        put(adapter / "adapter_config.json", (folder / "runs/done/adapter_config.json").read_bytes())
+        put(adapter / "adapters.safetensors", weights)
+        return refused("train.py", training(folder, f"model.adapter={adapter}"), told)
+
+    return attack
+
+
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 FACTORS = {f"{Q}.lora_A.weight": mx.zeros((4, 16)), f"{Q}.lora_B.weight": mx.zeros((16, 4))}
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -384,6 +397,8 @@ ATTACKS: dict[str, Attack] = {
     "adapter: weights that are a pipe": of_adapter({}, weights=pipe),
     "adapter: weights that never end": of_adapter({}, weights=link_to("/dev/zero")),
     "adapter: weights that are none": of_adapter({}, weights=b""),
+    "adapter: a run's weights that are a pipe": of_own_adapter(pipe, told="adapters.safetensors is a pipe"),
+    "adapter: a run's weights that never end": of_own_adapter(link_to("/dev/zero"), told="is a device"),
     "adapter: no arrays": of_adapter({}, {"x": mx.zeros(1)}),
     "adapter: one dimension": of_adapter({}, {name: mx.zeros(4) for name in FACTORS}),
     "adapter: no dimension": of_adapter({}, {name: mx.array(1.0) for name in FACTORS}),

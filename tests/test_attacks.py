@@ -17,7 +17,7 @@ SLOW_KINDS += ("template: it waits", "tokenizer: a pattern that is slow")
 HUNGRY = ("never end", "/dev/zero", "GB")  # of all memory, should they not hold
 QUICK = [name for name in OTHERS if not name.startswith(SLOW_KINDS) and not any(word in name for word in HUNGRY)]
 ALWAYS = ("checkpoint: a moment", "checkpoint: layers of rank", "checkpoint: a row", "run: a note", "setting: figures")
-ALWAYS += ("cache: ", "calibration: ")
+ALWAYS += ("cache: ", "calibration: ", "adapter: a run's")
 TRIED = [name for name in attacks.ATTACKS if name not in SLOW]
 TRIED += [name for number, name in enumerate(QUICK) if number % 5 == 0 or name.startswith(ALWAYS)]
 

@@ -314,6 +314,10 @@ def test_a_torn_or_unknown_file_of_peft_is_refused(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:40])
     with pytest.raises(UserError, match="cannot be read"):
         peft_files.read(tmp_path / "adapter", "model.adapter")
+    weights.unlink()
+    os.mkfifo(weights)
+    with pytest.raises(UserError, match=f"^model.adapter {weights} is a pipe"):
+        peft_files.read(tmp_path / "adapter", "model.adapter")
 
 
 def test_experts_that_peft_adapted_as_two_parameters() -> None:

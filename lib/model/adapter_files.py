@@ -186,6 +186,7 @@ def read_trained(wanted: Described, folder: Path, where: str) -> dict[str, mx.ar
     Raises:
         UserError: they are not those of the wanted names and shapes; names the first of them.
     """
+    read_file.require_regular(folder / ADAPTER_WEIGHTS, where)
     try:
         loaded = mx.load(str(folder / ADAPTER_WEIGHTS))
     except (RuntimeError, OSError, ValueError) as error:

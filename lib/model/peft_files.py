@@ -135,6 +135,7 @@ def read(folder: Path, where: str) -> PeftAdapter:
     Raises:
         UserError: it cannot be read, or has more than low-rank factors and magnitudes.
     """
+    read_file.require_regular(folder / PEFT_WEIGHTS, where)
     where = f"{where} {folder}"
     try:
         config = read_file.read_object(folder / ADAPTER_CONFIG, where)
