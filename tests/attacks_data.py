@@ -17,6 +17,7 @@ import pyarrow.parquet
 from lib.data import parquet_pages
 from tests import tiny
 from tests.attacks import PAIR, Attack, of_rows, of_words, refused, run_of, training
+from tests.attacks_models import huge, link_to, pipe, put
 
 PIECE = bytes(2**20)
 LONG = "x" * 5_000_000
@@ -166,6 +167,7 @@ def of_hub(files: dict[str, bytes], query: str = "", may_run: bool = False) -> A
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_bytes(content)
         words = [f"data.train=hf://{root}{query}", f"data.cache_dir={folder}/evil-cache"]
+        shutil.rmtree(folder / "attacked", ignore_errors=True)
         if may_run and run_of("train.py", training(folder, *words))[0] == 0:
             return None
         return of_words(*words)(folder)
@@ -200,6 +202,23 @@ def fetches_into_links(folder: Path) -> str | None:
     kept.symlink_to(victim)
     fault = of_words(*words, told="would be written to")(folder)
     return f"it wrote into a folder of yours: {list(victim.iterdir())}" if any(victim.iterdir()) else fault
+
+
+def of_download(state: Any) -> Attack:
+    """A cache that came with a run's folder, whose download says another position than it has: it is made anew."""
+
+    def attack(folder: Path) -> str | None:
+        row = json.dumps({"prompt_ids": [2], "chosen_ids": [3], "rejected_ids": [4]})
+        if fault := of_hub({"a.jsonl": f"{row}\n".encode() * 9}, may_run=True)(folder):
+            return fault
+        root, cache = folder / "evil-hub", folder / "evil-cache"
+        (kept,) = (path for path in cache.glob("hub-*") if path.is_dir())
+        put(kept / "stream.json", state)
+        shutil.rmtree(folder / "attacked", ignore_errors=True)
+        words = [f"data.train=hf://{root}", f"data.cache_dir={cache}"]
+        return None if run_of("train.py", training(folder, *words))[0] == 0 else of_words(*words)(folder)
+
+    return attack
 
 
 def squeezed_list(folder: Path) -> str | None:
@@ -250,6 +269,11 @@ def leaves_out_broken_rows(folder: Path) -> str | None:
 def chat(content: Any, **more: Any) -> list[Any]:
     """A row with one conversation."""
     return [{"messages": [{"role": "user", "content": content, **more}, {"role": "assistant", "content": "y"}]}]
+
+
+def shards(name: str) -> dict[str, Any]:
+    """What a finished download of one shard says of itself."""
+    return {"shards": [{"name": name, "records": 9, "bytes": 9}], "stream": None, "done": True}
 
 
 IDS = {"prompt_ids": [2, 3], "chosen_ids": [4], "rejected_ids": [5]}
@@ -315,6 +339,22 @@ ATTACKS: dict[str, Attack] = {
     "parquet: nothing": of_bytes("none.parquet", b""),
     "parquet: a day of the year 200,000": of_table(
         lambda: pyarrow.table({"prompt": pyarrow.array([2**62], pyarrow.timestamp("us")), **{"chosen": ["a"]}})
+    ),
+    "download: a list": of_download([1]),
+    "download: nothing": of_download({}),
+    "download: a pipe": of_download(pipe),
+    "download: it never ends": of_download(link_to("/dev/zero")),
+    "download: 12 GB": of_download(huge),
+    "download: shards of numbers": of_download({"shards": [1], "stream": None, "done": True}),
+    "download: no shards": of_download({"shards": [], "stream": None, "done": True}),
+    "download: a shard that is not there": of_download(shards("shard-00007.jsonl")),
+    "download: a shard outside": of_download(shards("../../../../../../etc/passwd")),
+    "download: a position of numbers": of_download({"shards": [], "stream": 3, "done": False}),
+    "download: a position in another's file": of_download(
+        {"shards": [], "stream": {"paths": ["/etc/passwd"], "file": 0, "row": 0}, "done": False}
+    ),
+    "download: a position below none": of_download(
+        {"shards": [], "stream": {"paths": [], "file": -1, "row": -1}, "done": False}
     ),
     # A hub's card
     "card: a billion laughs": of_card(

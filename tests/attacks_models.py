@@ -271,6 +271,12 @@ ATTACKS: dict[str, Attack] = {
     "model: a configuration that is a pipe": of_files({"config.json": pipe}),
     "model: a configuration that never ends": of_files({"config.json": link_to("/dev/zero")}),
     "model: a configuration that is itself": of_files({"config.json": link_to("config.json")}),
+    "model: architectures of numbers": of_config(architectures=[3]),
+    "model: an architecture that is a number": of_config(architectures=3),
+    "model: text of lists": of_config(text_config=[1]),
+    "model: text that is text": of_config(text_config="evil"),
+    "model: tokens of text": of_config(vocab_size="many"),
+    "model: no end tokens": of_config(eos_token_id=[], may_run=True),
     # Weights
     "weights: a header of 2^63 bytes": of_weights({}, size=2**63),
     "weights: a header of 2^40 bytes": of_weights({}, size=2**40),

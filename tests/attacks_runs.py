@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from lib.dashboard import rounds
 from lib.dashboard.history import RunHistory
+from lib.data.index import ENTRY
 from lib.errors import UserError, shown
 from lib.export import push_checks
 from lib.launch import hostfile
@@ -21,7 +23,7 @@ from lib.system import network, out_of_memory
 from lib.training.checkpoint import MANIFEST, STATE
 from tests import tiny
 from tests.attacks import PAIR, Attack, agree, copy_of_run, of_words, refused, run_of, set_in, training
-from tests.attacks_models import Content, huge, link_to, pipe, put
+from tests.attacks_models import DEEP, Content, huge, link_to, pipe, put
 
 VICTIM = "a line that somebody needs\n"
 MARKUP = "<script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -131,15 +133,18 @@ def of_manifest(hashes: Any) -> Attack:
     return of_checkpoint(lambda path: put(path / MANIFEST, hashes), is_agreed=False)
 
 
-def of_cache(pattern: str, kind: str, told: str = "", may_run: bool = False, beside: str = "") -> Attack:
+def of_cache(
+    pattern: str, kind: str | Callable[[Path], None], told: str = "", may_run: bool = False, beside: str = ""
+) -> Attack:
     """A data.cache_dir that came with a run's folder, with something in the place of what a pattern finds there.
 
-    may_run: training on it may also end well. Nobody's file is touched. beside: the name of a file beside what is found.
+    kind: as `in_place_of` has it, or what changes the file. may_run: training on it may also end well. Nobody's file is touched. beside: the name of a file beside what is found.
     """
 
     def attack(folder: Path) -> str | None:
         kept, cache, victim = folder / "kept", folder / "evil-cache", folder / "victim"
         words = training(folder, "data.streaming=true")
+        shutil.rmtree(folder / "attacked", ignore_errors=True)
         for data in folder.glob("*.jsonl"):  # written anew, and the same: its index is good, and says when it was read
             os.utime(data, ns=(10**18, 10**18))
         if not kept.exists() and (status := run_of("train.py", [*words, f"data.cache_dir={kept}"]))[0] != 0:
@@ -150,7 +155,10 @@ def of_cache(pattern: str, kind: str, told: str = "", may_run: bool = False, bes
         victim.mkdir()
         (victim / "file").write_text(VICTIM)
         (found,) = cache.glob(pattern)
-        in_place_of(str(found.with_name(beside or found.name).relative_to(cache)), kind)(cache, victim / "file")
+        if callable(kind):
+            kind(found)
+        else:
+            in_place_of(str(found.with_name(beside or found.name).relative_to(cache)), kind)(cache, victim / "file")
         words.append(f"data.cache_dir={cache}")
         if not may_run or run_of("train.py", words)[0] != 0:
             shutil.rmtree(folder / "attacked", ignore_errors=True)
@@ -158,6 +166,48 @@ def of_cache(pattern: str, kind: str, told: str = "", may_run: bool = False, bes
                 return fault
         is_touched = (victim / "file").read_text() != VICTIM or len(list(victim.iterdir())) > 1
         return f"it wrote outside of the cache: {[path.name for path in victim.iterdir()]}" if is_touched else None
+
+    return attack
+
+
+def of_index(**fields: Any) -> Attack:
+    """An index of somebody else, with values that no index has: it is made anew."""
+    return of_cache("index-*/index.json", lambda path: put(path, json.loads(path.read_text()) | fields), may_run=True)
+
+
+def of_entries(**fields: int) -> Attack:
+    """Places of records that are not in the file."""
+
+    def change(path: Path) -> None:
+        entries = np.fromfile(path, ENTRY)
+        for name, value in fields.items():
+            entries[name] = value
+        entries.tofile(path)
+        (tokens,) = (kept for kept in path.parent.parent.glob("tokens-*") if kept.is_dir())
+        shutil.rmtree(tokens)  # or no record is read
+
+    return of_cache("index-*/entries.bin", change, told="is no longer what was indexed")
+
+
+def of_export(facts: Content) -> Attack:
+    """An export's folder of somebody else, sent to the hub."""
+
+    def attack(folder: Path) -> str | None:
+        kept = folder / "evil-export"
+        shutil.rmtree(kept, ignore_errors=True)
+        put(kept / "tandem_export.json", facts)
+        return refused("lib.export", [str(kept), "--push", "a/b", "--dry-run"])
+
+    return attack
+
+
+def of_written_export(facts: Content) -> Attack:
+    """The same in a run's folder, where an export that was written before stays."""
+
+    def attack(folder: Path) -> str | None:
+        with copy_of_run(folder) as run:
+            put(run / "export/mlx/tandem_export.json", facts)
+            return refused("lib.export", [str(run), "--to", "mlx", "--push", "a/b", "--dry-run"])
 
     return attack
 
@@ -412,6 +462,12 @@ ATTACKS: dict[str, Attack] = {
         )
     },
     "run: a note of too little memory": of_folder(of_note),
+    "checkpoint: a copy of a rank's part": of_folder(
+        lambda run, victim: put(run / "checkpoints/ranks/step-00000001-rank-000 (1).safetensors", b"")
+    ),
+    "checkpoint: a rank's part of another name": of_folder(
+        lambda run, victim: put(run / "checkpoints/ranks/step-x-rank-y.safetensors", b"")
+    ),
     "checkpoint: an adapter's configuration of lists": of_checkpoint(
         lambda path: put(path / "adapter_config.json", {"padded": True, "layers": [], "lora_parameters": 3})
     ),
@@ -454,6 +510,29 @@ ATTACKS: dict[str, Attack] = {
         f"cache: {name} is a link": of_cache(name, "folder", told="would be written to")
         for name in ("tokens-*", "index-*[0-9a-f]")
     },
+    "cache: an index of lists": of_cache("index-*/index.json", lambda path: put(path, [1]), may_run=True),
+    "cache: an index of nothing": of_cache("index-*/index.json", lambda path: put(path, {}), may_run=True),
+    "cache: an index of 100,000 lists": of_cache("index-*/index.json", lambda path: put(path, DEEP), may_run=True),
+    "cache: an index that is a pipe": of_cache("index-*/index.json", "pipe", may_run=True),
+    "cache: an index of 12 GB": of_cache("index-*/index.json", "huge", may_run=True),
+    "cache: an index that never ends": of_cache("index-*/index.json", "endless", may_run=True),
+    "cache: entries that are a pipe": of_cache("index-*/entries.bin", "pipe", may_run=True),
+    "cache: forms of lists": of_index(formats=[1]),
+    "cache: a form without its first row": of_index(formats={"x": {"count": 1}}),
+    "cache: rows below none": of_index(count=-1),
+    "cache: rows of text": of_index(count="many"),
+    "cache: sizes of lists": of_index(size=[], modified_ns={}),
+    "cache: unusable rows that have no names": of_index(unusable_count=3),
+    "cache: unusable rows of numbers": of_index(unusable=[1], unusable_count=1),
+    "cache: rows that were unpacked to a pipe": of_index(unpacked=True, bytes=0),
+    "cache: rows before the file": of_entries(offset=-1),
+    "cache: rows behind the file": of_entries(offset=2**62),
+    "cache: rows of 4 GB": of_entries(size=2**32 - 1),
+    "export: facts of lists": of_export([1]),
+    "export: facts that are a pipe": of_export(pipe),
+    "export: facts that were written before are text": of_written_export("{"),
+    "export: facts that were written before are lists": of_written_export([1]),
+    "export: facts that were written before never end": of_written_export(link_to("/dev/zero")),
     "cache: an unfinished index is a link": of_cache("index-*/index.json", "link", may_run=True, beside=".index.json"),
     # Records, as pages show them
     "record: markup as a host": of_records(record(host=MARKUP)),

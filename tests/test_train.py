@@ -178,6 +178,21 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> Non
     assert all(np.array_equal(before[name], array) for name, array in weights(run).items())
 
 
+def test_of_ranks_parts_only_those_of_checkpoints_that_are_gone_are_removed(tmp_path: Path) -> None:
+    kept = [checkpoint.part_of(tmp_path, 4, rank).name for rank in (0, 1, 2)]
+    kept += [
+        checkpoint.part_of(tmp_path, 2, 1).name,
+        "step-00000002-rank-000 (1).safetensors",
+        "step-x-rank-y.safetensors",
+    ]
+    gone = [checkpoint.part_of(tmp_path, 2, rank).name for rank in (0, 2)]
+    (tmp_path / "ranks").mkdir()
+    for name in kept + gone:
+        (tmp_path / "ranks" / name).touch()
+    checkpoint.prune_parts(tmp_path, [4], 0, 2)  # rank 1 looks after its own, and of rank 2 there is none any more
+    assert {path.name for path in (tmp_path / "ranks").iterdir()} == set(kept)
+
+
 def test_checkpoints_kept_are_the_newest_and_the_best(tmp_path: Path) -> None:
     words = [
         *tiny.settings(tmp_path),

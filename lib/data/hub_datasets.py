@@ -12,9 +12,13 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol, TypedDict
+from typing import Annotated, Protocol
 from urllib.parse import parse_qsl
 
+from pydantic import Field, TypeAdapter
+from typing_extensions import TypedDict  # which pydantic reads on Python 3.11
+
+from lib.config import read_file
 from lib.config.schema import DataSettings
 from lib.data.hub_files import is_local, open_stream, reason
 from lib.data.record_formats import JSON
@@ -29,9 +33,9 @@ STATE = "stream.json"
 class Shard(TypedDict):
     """A whole shard on the disk."""
 
-    name: str
-    records: int
-    bytes: int
+    name: Annotated[str, Field(pattern=r"^shard-[0-9]{5,}\.jsonl$")]
+    records: Annotated[int, Field(ge=0)]
+    bytes: Annotated[int, Field(ge=0)]
 
 
 class State(TypedDict):
@@ -43,12 +47,17 @@ class State(TypedDict):
     done: bool
 
 
+_STATE = TypeAdapter(State)
+
+
 class Stream(Protocol):
     """Records, with a position from which they go on."""
 
     def __iter__(self) -> Iterator[JSON]: ...
     def state_dict(self) -> object: ...
-    def load_state_dict(self, state: object) -> None: ...
+    def load_state_dict(self, state: object) -> None:
+        """Raises ValueError: it is none of this stream's."""
+        ...
 
 
 def folder_of(source: str, settings: DataSettings) -> Path:
@@ -116,7 +125,11 @@ def keep(stream: Stream, source: str, folder: Path, limit_gb: float, rows: int |
     files.make_own(folder)
     state = _state(folder)
     if state["stream"] is not None:
-        stream.load_state_dict(state["stream"])
+        try:
+            stream.load_state_dict(state["stream"])
+        except ValueError as error:
+            why = f"holds no position in {source} ({reason(error)}); remove the folder, and all is fetched anew"
+            raise UserError(f"{folder / STATE} {why}") from None
     left = None if rows is None else rows - sum(shard["records"] for shard in state["shards"])
     source_records = iter(stream)
     while left is None or left > 0:
@@ -169,12 +182,18 @@ def _write_shard(path: Path, stream: Iterable[JSON], source: str, room: float) -
 
 
 def _state(folder: Path) -> State:
-    """How far the download is."""
+    """How far the download is; at its beginning where a shard is lost, or somebody wrote something else."""
     try:
-        state: State = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        return state
-    except (OSError, ValueError, RecursionError):
-        return {"shards": [], "stream": None, "done": False}
+        state = _STATE.validate_python(read_file.read_object(folder / STATE, "the download's"), strict=True)
+        for shard in state["shards"]:
+            read_file.require_regular(folder / shard["name"], "the download's")
+            if (folder / shard["name"]).stat().st_size != shard["bytes"]:
+                raise UserError(f"{folder / shard['name']} is not whole")
+        if state["shards"] or not state["done"]:
+            return state
+    except (OSError, ValueError, UserError):
+        pass
+    return {"shards": [], "stream": None, "done": False}
 
 
 def _write_state(folder: Path, state: State) -> None:

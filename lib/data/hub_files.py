@@ -16,9 +16,11 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Annotated, Any, cast
 
 import yaml
+from pydantic import Field, TypeAdapter
+from typing_extensions import TypedDict  # which pydantic reads on Python 3.11
 
 from lib.config.plain_yaml import PlainLoader
 from lib.data import record_files
@@ -53,6 +55,7 @@ class Repository:
 
     def __init__(self, where: str, revision: str | None):
         self.root: str = where
+        self._any_commit: str | None = None  # how the paths of all commits begin
         self._open: Callable[[str], IO[bytes]] = _open_local
         if is_local(where):
             names = [file.relative_to(where).as_posix() for file in Path(where).rglob("*") if file.is_file()]
@@ -65,7 +68,8 @@ class Repository:
             commit = hub.repo_info(where, revision=revision, repo_type="dataset").sha
             tree = hub.list_repo_tree(where, recursive=True, revision=commit, repo_type="dataset")
             names = [file.path for file in tree if isinstance(file, RepoFile)]
-            self.root = f"datasets/{where}@{commit}"
+            self._any_commit = f"datasets/{where}@"
+            self.root = f"{self._any_commit}{commit}"
             files = HfFileSystem()
             self._open = lambda path: cast(IO[bytes], files.open(path, "rb"))
         self.names = sorted(names)
@@ -75,7 +79,7 @@ class Repository:
             return file.read()
 
     def stream(self, names: Sequence[str]) -> FileStream:
-        return FileStream([f"{self.root}/{name}" for name in names], self._open)
+        return FileStream([f"{self.root}/{name}" for name in names], self._open, self._any_commit)
 
 
 def _open_local(path: str) -> IO[bytes]:
@@ -218,20 +222,40 @@ def _split_of(name: str) -> str | None:
 # ---- Their records
 
 
-class FileStream:
-    """The records of files, in their order, and the position up to which they were taken."""
+class Position(TypedDict):
+    """Up to where the records of files were taken."""
 
-    def __init__(self, paths: Sequence[str], open_file: Callable[[str], IO[bytes]]):
+    paths: list[str]
+    file: Annotated[int, Field(ge=0)]
+    row: Annotated[int, Field(ge=0)]
+
+
+_POSITION = TypeAdapter(Position)
+
+
+class FileStream:
+    """The records of files, in their order, and the position up to which they were taken.
+
+    Args:
+        begin: how paths begin of which a position may be, besides these files: of the same repository, another day.
+    """
+
+    def __init__(self, paths: Sequence[str], open_file: Callable[[str], IO[bytes]], begin: str | None = None):
         self.paths = list(paths)
-        self._open = open_file
+        self._open, self._begin = open_file, begin
         self._file = self._row = 0
 
-    def state_dict(self) -> object:
+    def state_dict(self) -> Position:
         return {"paths": self.paths, "file": self._file, "row": self._row}
 
     def load_state_dict(self, state: object) -> None:
-        known = cast(dict[str, Any], state)
-        self.paths, self._file, self._row = known["paths"], known["file"], known["row"]
+        """Raises ValueError: it is no position in these files; somebody else may have written it."""
+        known = _POSITION.validate_python(state, strict=True)
+        if known["paths"] != self.paths:
+            if self._begin is None or not all(path.startswith(self._begin) for path in known["paths"]):
+                raise ValueError("it is of other files")
+            self.paths = known["paths"]
+        self._file, self._row = known["file"], known["row"]
 
     def __iter__(self) -> Iterator[JSON]:
         """Raises UserError for a line that is no record."""

@@ -18,10 +18,13 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TypedDict
+from typing import IO, Annotated
 
 import numpy as np
+from pydantic import Field, TypeAdapter
+from typing_extensions import TypedDict  # which pydantic reads on Python 3.11
 
+from lib.config import read_file
 from lib.config.schema import DataSettings
 from lib.data import parse_records, record_files
 from lib.data.record_formats import Chat, Columns, Message, Plain, RecordKind, Tokens, Unusable
@@ -123,11 +126,14 @@ def _characters(message: Message) -> int:
 # ---- One file's index
 
 
+Count = Annotated[int, Field(ge=0)]
+
+
 class Seen(TypedDict):
     """The records of one format."""
 
-    count: int
-    first: int
+    count: Count
+    first: Count
     """The first one's number in the index."""
 
 
@@ -204,25 +210,31 @@ class Meta(TypedDict):
     content: str
     """sha256 of the whole file."""
     unpacked: bool
-    bytes: int
-    count: int
+    bytes: Count
+    count: Count
     digest: str
     formats: dict[str, Seen]
     unusable: list[str]
-    unusable_count: int
+    unusable_count: Count
 
 
+_META = TypeAdapter(Meta)
 VERSION = 6  # of what an index holds
 META, ENTRIES, LINES, UNUSABLE = "index.json", "entries.bin", "lines.jsonl", "unusable.txt"
 
 
 def _read_meta(folder: Path) -> Meta | None:
-    """What an index says of itself; None where there is none, or part of it is lost."""
+    """What an index says of itself; None where there is none, part of it is lost, or somebody wrote something else."""
     try:
-        meta: Meta = json.loads((folder / META).read_text(encoding="utf-8"))
-        whole = (folder / ENTRIES).stat().st_size == meta["count"] * ENTRY.itemsize
-        return meta if whole and (not meta["unpacked"] or (folder / LINES).stat().st_size == meta["bytes"]) else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        meta = _META.validate_python(read_file.read_object(folder / META, "the index's"), strict=True)
+        sizes = {ENTRIES: meta["count"] * ENTRY.itemsize} | ({LINES: meta["bytes"]} if meta["unpacked"] else {})
+        for name, size in sizes.items():
+            read_file.require_regular(folder / name, "the index's")
+            if (folder / name).stat().st_size != size:
+                return None
+        is_one = (not meta["unusable_count"] or meta["unusable"]) and bool(meta["formats"]) == bool(meta["count"])
+        return meta if is_one and all(seen["first"] < meta["count"] for seen in meta["formats"].values()) else None
+    except (OSError, ValueError, UserError):
         return None
 
 

@@ -141,8 +141,10 @@ class Records:
         """
         which = bisect.bisect_right(self.starts, number) - 1
         offset, size, *_ = self.indices[which].entries[number - self.starts[which]].item()
-        raw = os.pread(self._descriptor(which), size, offset)
-        record = record_files.parse_json(raw) if len(raw) == size else None
+        descriptor = self._descriptor(which)
+        # Whoever wrote the index may have written anything: the file's size bounds what is read.
+        is_inside = 0 <= offset <= os.fstat(descriptor).st_size - size
+        record = record_files.parse_json(os.pread(descriptor, size, offset)) if is_inside else None
         if not isinstance(record, dict):
             raise UserError(f"{self.location(number)} is no longer what was indexed; {_CHANGED}")
         return record

@@ -41,9 +41,12 @@ def load_tokenizer_of(settings: schema.ModelSettings) -> Tokenizer | None:
 def vocabulary(settings: schema.ModelSettings) -> Vocabulary:
     """From the model's config.json; of several eos_token_ids the first."""
     stored = stored_config(settings)
-    text = {**stored, **stored.get("text_config", {})}  # models that also see pictures keep these one level down
+    text = {**stored, **(stored.get("text_config") or {})}  # models that also see pictures keep these one level down
     end = text.get("eos_token_id")
-    return {"vocab_size": text.get("vocab_size"), "eos_token_id": end[0] if isinstance(end, list) else end}
+    return {
+        "vocab_size": text.get("vocab_size"),
+        "eos_token_id": next(iter(end), None) if isinstance(end, list) else end,
+    }
 
 
 def stored_config(settings: schema.ModelSettings) -> JSON:

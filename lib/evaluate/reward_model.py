@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 from mlx_lm.utils import load_model
 from mlx_lm.utils import load_tokenizer as load_words
 
+from lib.config import read_file
 from lib.config.evaluate_settings import REWARD_MODEL
 from lib.config.schema import Config
 from lib.data import template_process
@@ -61,7 +61,7 @@ class RewardModel:
         except UserError as error:
             raise UserError(f"{self.name}: {str(error).removeprefix('model.path ')}") from None
         self.multiple = length_multiple(settings.data)
-        stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        stored = read_file.read_object(folder / "config.json", self.name)
         self.is_classifier = any(name.endswith(CLASSIFIER) for name in stored.get("architectures") or ())
         try:
             self.tokenizer: Any = load_words(folder, {"trust_remote_code": False})
@@ -148,8 +148,8 @@ def _score_head(folder: Path, name: str) -> mx.array:
         for key in ("score.weight", "classifier.weight"):
             if key in weights:
                 head = weights[key].astype(mx.float32)
-                if head.shape[0] != 1:
-                    raise UserError(f"{name}: has {head.shape[0]} labels; a reward model has one")
+                if (labels := head.shape[0] if head.ndim == 2 else 0) != 1:
+                    raise UserError(f"{name}: has {labels} labels; a reward model has one")
                 mx.eval(head)
                 return head[0]
     raise UserError(f"{name}: no score.weight in its files, which a sequence classifier has")

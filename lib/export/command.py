@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from lib.config import command_line
+from lib.config import command_line, read_file
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.export import card, fused, gguf_model, mlx_adapter, ollama, peft_adapter, proof, push
@@ -75,7 +75,7 @@ def _export(options: argparse.Namespace, say: RunConsole) -> Path:
         raise UserError(f"{target.parent} is a link, perhaps to a folder of yours; name the export's folder by --out")
     facts = _facts(options.to, run, wanted)
     if options.push is not None and _is_export(target) and _stored_facts(target) == facts:
-        if options.prove and json.loads((target / FACTS).read_text(encoding="utf-8"))["proof"] is None:
+        if options.prove and _stored(target).get("proof") is None:
             raise UserError(f"{target} was written with --no-proof; remove it, or send it as it is by --no-proof")
         say.line(f"{target}: written before")
         return target
@@ -104,8 +104,11 @@ def _is_export(folder: Path) -> bool:
 
 def _stored_facts(folder: Path) -> dict[str, object]:
     """What tandem_export.json holds, without the proof."""
-    stored = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-    return {name: value for name, value in stored.items() if name != "proof"}
+    return {name: value for name, value in _stored(folder).items() if name != "proof"}
+
+
+def _stored(folder: Path) -> dict[str, object]:
+    return read_file.read_object(folder / FACTS, "the export's")
 
 
 def _default_target(run: TrainedRun, to: str) -> Path:

@@ -105,5 +105,5 @@ def _named(name: str, patterns: Sequence[str]) -> bool:
 def _json(content: bytes) -> object:
     try:
         return json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None

@@ -107,7 +107,8 @@ def diagnose(
             names = ", ".join(f"rank {rank.rank} on {rank.host}" for rank in diverged)
             return Fault("diverged", f"{names}: {diverged[0].diverged}", tuple({rank.host for rank in diverged}))
         if holders := holders_of_newer(ranks):
-            newest = f"the first host lacks the run's newest checkpoint, which {' and '.join(holders)} {'has' if len(holders) == 1 else 'have'}"
+            have = "has" if len(holders) == 1 else "have"
+            newest = f"the first host lacks the run's newest checkpoint, which {' and '.join(holders)} {have}"
             return Fault("behind", newest, holders)
         died = [rank for rank in died if not rank.lost_another] or died
         # mpirun's death is reported instead of its ranks'; what one of them printed is added.

@@ -182,7 +182,7 @@ def labelled_kind(settings: Config, folder: Path) -> Kind:
     """Which completions training gives the tokens that they were served with: a template makes chats of all records."""
     stored = folder / "tokenizer_config.json"
     has_template = (folder / "chat_template.jinja").exists() or (
-        stored.exists() and json.loads(stored.read_text(encoding="utf-8")).get("chat_template") is not None
+        stored.exists() and read_file.read_object(stored, "model.path").get("chat_template") is not None
     )
     wanted = settings.data.chat_template  # false, true for the model's own, or a file
     return "chat" if isinstance(wanted, str) or (wanted and has_template) else "text"

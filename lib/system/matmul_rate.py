@@ -23,8 +23,8 @@ def quick_gflops(seconds: float = 0.3) -> float:
         if rate and 2 * REPEATS * operations / rate > seconds - spent:
             break
         a, b = (mx.random.normal((width, width), scale=width**-0.5).astype(dtype) for _ in range(2))
-        # Compiles, and finds the caches cold. It is not counted: CUDA's libraries load for a second, and a host that was
-        # left with small matrices for that had a hundredth of the rate of the same one whose libraries were there.
+        # Compiles, and finds the caches cold. It is not counted: CUDA's libraries load for a second, and a host that
+        # was left with small matrices for that had a hundredth of the rate of the same one whose libraries were there.
         _multiply(a, b)
         started = time.perf_counter()
         _multiply(a, b)

@@ -81,12 +81,17 @@ def resolve(path: str, revision: str | None = None) -> Path:
 def _absurd(config: dict[str, Any]) -> str | None:
     """What no model has, in words: sizes that would take all memory before a weight is read, text for a number."""
     text, packed = config.get("text_config"), config.get("quantization") or {}
+    if not isinstance(text or {}, dict):
+        return "a text_config that is none"
+    names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return f"architectures={str(names)[:30]}, which is no list of names"
     if not isinstance(packed, dict) or any(packed.get(name, 1) in (0, None) for name in ("group_size", "bits")):
         return "a quantization that is none"
     if isinstance(bits := packed.get("bits"), int) and not 0 < bits <= MOST_BITS:
         return f"a quantization to {bits} bits"
     for name, value in [*config.items(), *(text.items() if isinstance(text, dict) else ())]:
-        if name in NUMBERS and isinstance(value, str | list | dict):
+        if name in (*NUMBERS, "vocab_size") and isinstance(value, str | list | dict):
             return f"{name}={str(value)[:30]!r}, which is no number"
         if isinstance(value, int) and (name.startswith("num_") or name.endswith(SIZES)):
             most, least = MOST_BLOCKS if "layers" in name else LARGEST_SIZE, 1 if name in NEEDED else -1

@@ -461,8 +461,8 @@ def own_folder(folder: Path, rank: int) -> Path:
 def prune_parts(folder: Path, kept: list[int], rank: int, size: int) -> None:
     """Removes a rank's parts of checkpoints that are gone; rank 0 removes those of ranks that are no more, too."""
     for path in (folder / "ranks").glob("step-*-rank-*.safetensors"):
-        step, owner = (int(number) for number in re.findall(r"\d+", path.name))
-        if step not in kept and (owner == rank or (rank == 0 and owner >= size)):
+        named = re.fullmatch(r"step-([0-9]+)-rank-([0-9]+)", path.stem)  # a copy's name has more behind it
+        if named and int(named[1]) not in kept and (int(named[2]) == rank or (rank == 0 and int(named[2]) >= size)):
             path.unlink(missing_ok=True)
     for path in (folder / "ranks").glob(f".unfinished-*-rank-{rank:03d}.safetensors"):
         path.unlink(missing_ok=True)
