@@ -609,6 +609,9 @@ ATTACKS: dict[str, Attack] = {
     "keys: /dev/zero": of_keys(link_to("/dev/zero")),
     "keys: a key itself": of_keys("sk-secret\n"),
     "keys: a name that a terminal obeys": of_keys("\x1b[31m sha256:" + "a" * 64),
+    "keys: a file that anybody may change": of_keys(
+        lambda path: (path.write_text("alice sha256:" + "a" * 64 + "\n"), path.chmod(0o646))[0]
+    ),
     "keys: a short hash": of_keys("alice sha256:abc\n"),
     "keys: other digits": of_keys("alice sha256:" + "٣" * 64),
     "keys: a name twice": of_keys(("alice sha256:" + "a" * 64 + "\n") * 2),

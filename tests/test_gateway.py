@@ -460,6 +460,17 @@ def test_keys_are_kept_as_hashes(tmp_path: Path) -> None:
     assert alice not in path.read_text() and stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+def test_a_key_file_that_others_may_change_lets_nobody_in(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    api_keys.make("alice", path)
+    for mode in (0o602, 0o666):
+        path.chmod(mode)
+        with pytest.raises(UserError, match=rf"others may write a key of theirs into it .mode {mode:04o}"):
+            api_keys.read(path)
+    path.chmod(0o644)
+    assert dict(api_keys.read(path).digests).keys() == {"alice"}
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [("alice sk-secret\n", ":1: not of the form"), ("a sha256:" + "0" * 64 + "\n" + "a sha256:" + "1" * 64, ":2: a is there twice")],

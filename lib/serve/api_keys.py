@@ -13,6 +13,7 @@ import hashlib
 import os
 import re
 import secrets
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,15 +43,20 @@ def read(path: Path) -> Keys:
     """Reads a file of hashed keys.
 
     Raises:
-        UserError: it cannot be read, or has a line of another form; a line's content is never shown.
+        UserError: it cannot be read, others may change it, or it has a line of another form; a line's content is never
+            shown.
     """
     try:
         lines = read_file.read_text(path, "serve.keys", LARGEST_FILE).splitlines()
+        facts = path.stat()
     except OSError as error:
         raise UserError(
             f"serve.keys {path} cannot be read: {error.strerror}; "
             f"python -m lib.server --make-key NAME --keys {path} makes it"
         ) from None
+    if facts.st_mode & 0o002 or facts.st_uid not in (0, os.geteuid()):
+        owner = f"mode {stat.S_IMODE(facts.st_mode):04o}, of user {facts.st_uid}"
+        raise UserError(f"serve.keys {path}: others may write a key of theirs into it ({owner}); chmod go-w, chown it")
     digests: dict[str, bytes] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.startswith("#"):
