@@ -256,9 +256,8 @@ async def serve() -> None:
 def become_rank(command: list[str]) -> None:
     """Joins this process's output to the agent's socket, and becomes the command."""
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
-    os.environ[network.HOST] = (Path(agent_folder()) / HOST_FILE).read_text(
-        encoding="utf-8"
-    )  # mpirun hands on the first host's
+    own_host = Path(agent_folder()) / HOST_FILE
+    os.environ[network.HOST] = own_host.read_text(encoding="utf-8")  # mpirun hands on the first host's
     for descriptor, stream in enumerate(("stdin", "stdout", "stderr")):
         if descriptor == 0 and rank > 0:
             continue

@@ -81,8 +81,7 @@ class Load:
 
     def _wanting(self) -> float:
         with contextlib.suppress(OSError, ValueError, IndexError):
-            running = (
-                Path("/proc/loadavg").read_text(encoding="utf-8").split()[3]
-            )  # "3/412": of all threads, this one among them
+            # "3/412": of all threads, this one among them
+            running = Path("/proc/loadavg").read_text(encoding="utf-8").split()[3]
             return int(running.partition("/")[0]) - 1
         return os.getloadavg()[0]
