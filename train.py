@@ -132,7 +132,7 @@ def prepare(config: Config, world: World, resume: bool, dry_run: bool) -> Traini
 
     with world.agreeing("reading the data"), say.doing("reading the data"):
         feed = Feed(config.run.sinks if world.rank == 0 else (), folder)
-        inputs = preload.inputs(config, say.line)
+        inputs = preload.inputs(config, say.line, keep=not dry_run)
     data, steps = inputs.data, config.steps_over(len(inputs.data))
     world.require_equal("tokenised training data", data.digest)
     world.require_equal("held-out data or questions", digest_of(inputs.valid or inputs.held_out, inputs.questions))

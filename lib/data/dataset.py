@@ -330,12 +330,17 @@ def pack(kind: RecordKind, pieces: Pieces, labels: np.ndarray | None) -> Packed:
     """Pieces one after the other, where each begins, and the digest of it all."""
     tokens = np.concatenate(pieces)
     bounds = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
+    return Packed(tokens, bounds, digest_of(kind, tokens, bounds, labels))
+
+
+def digest_of(kind: RecordKind, tokens: np.ndarray, bounds: np.ndarray, labels: np.ndarray | None) -> str:
+    """`Dataset.digest`."""
     digest = hashlib.sha256(kind.encode())
     for array, dtype in ((bounds, "<i8"), (tokens, "<i4")):  # In one byte order, so that all hosts agree.
         digest.update(array.astype(dtype, copy=False).data)
     if labels is not None:
         digest.update(labels.tobytes())
-    return Packed(tokens, bounds, digest.hexdigest())
+    return digest.hexdigest()
 
 
 def _parsed(file: Path, settings: DataSettings, kind: RecordKind) -> Iterator[tuple[str, Record | Unusable]]:

@@ -77,10 +77,12 @@ class Evaluator:
 
     def _show_samples(self, when: str) -> None:
         """Greedy continuations of the first few prompts, which are the same before and after."""
-        settings, tokenizer = self.run.config.evaluate, self.run.inputs.tokenizer
+        settings = self.run.config.evaluate
         dataset = self.run.inputs.valid or self.run.inputs.data
         examples = dataset.examples(range(min(settings.samples, len(dataset))))
-        if tokenizer is None or not examples or any(len(example.prompt_ids) == 0 for example in examples):
+        if not examples or any(len(example.prompt_ids) == 0 for example in examples):
+            return
+        if (tokenizer := self.run.inputs.tokenizer) is None:
             return
         prompts = [example.prompt_ids.tolist() for example in examples]
         texts = answers.greedy(self.run.model, tokenizer, prompts, settings.max_tokens, self.run.world)

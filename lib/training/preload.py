@@ -1,8 +1,9 @@
-"""What a run reads before it needs the others, and what a process that waits for its work has read ahead.
+"""What a run reads before it needs the others: read ahead by a process that waits for its work, kept by an earlier
+start, or read now.
 
 A standby process (lib/launch/standby.py) knows the command that it will be given, so it reads data and model before.
 `inputs` and `policy` then hand these on if they are still what the files say: by settings, and by size, time and inode
-of every file.
+of every file. So it is with what is kept on the disk (kept_inputs.py).
 """
 
 from __future__ import annotations
@@ -15,42 +16,30 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from rich.text import Text
 
 from lib.config import train_arguments
 from lib.config.schema import Config
 from lib.data import answer_questions, hub_datasets, sources
 from lib.data import tokenizer as tokenizer_module
-from lib.data.answer_questions import Question
 from lib.data.dataset import Dataset
 from lib.data.groups import load_groups
-from lib.data.model_limits import NO_LIMITS, ModelLimits
 from lib.data.prompts import Prompts, open_prompts
 from lib.data.record_formats import Unusable
 from lib.data.streaming import StreamedDataset, is_streamed, open_held_out, open_training
-from lib.data.template_facts import facts_of
+from lib.data.template_facts import facts_of, picture
 from lib.data.text_tokens import Tokenizer
 from lib.data.tokenize import Encoder, Vocabulary, limits_of
 from lib.distributed import ring_sockets
 from lib.errors import UserError
 from lib.model import adapters, load, token_stream
 from lib.system import hardware, model_folder, provenance
-from lib.training import judge_checks, losses
+from lib.training import judge_checks, kept_inputs, losses
+from lib.training.inputs import Inputs
 from lib.training.known_tokens import vocabulary
 
+SHOWN_CHARACTERS = 400  # of the first row
 ROOM = 10  # a model is read ahead where so many times its bytes are free: beside it another process trains
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What a run learns from and is judged by, the same on every host."""
-
-    tokenizer: Tokenizer | None
-    data: Dataset | StreamedDataset | Prompts
-    valid: Dataset | None
-    questions: list[Question]
-    messages: tuple[str, ...] = ()  # what reading them had to say
-    held_out: Prompts | None = None  # of a run of rounds
-    limits: ModelLimits = NO_LIMITS  # of the policy and the reference
 
 
 @dataclass
@@ -67,15 +56,17 @@ class Ahead:
 _ahead: Ahead | None = None
 
 
-def inputs(config: Config, tell: Callable[[str], None]) -> Inputs:
+def inputs(config: Config, tell: Callable[[str], None], keep: bool = True) -> Inputs:
     """The tokenizer, the data and the questions; read now, unless they were read ahead and are the same still.
+
+    keep: for the next start, where the disk has room.
 
     Raises:
         UserError: as the functions that read them.
     """
     known = _current(config)
     if known is None or known.inputs is None:
-        return _read(config, tell)
+        return _kept_or_read(config, tell, keep)
     for text in known.inputs.messages:
         tell(text)
     return known.inputs
@@ -117,7 +108,7 @@ def read(words: Sequence[str]) -> None:
     if any(source.startswith(hub_datasets.PREFIX) for source in sources.weights_of(config.data.train)):
         return  # what it is now, only a hub can tell
     state = state_of(config)
-    data = None if is_streamed(config.data) and not config.rollouts.rounds else _read(config)
+    data = None if is_streamed(config.data) and not config.rollouts.rounds else _kept_or_read(config)
     model = None
     free = hardware.free_memory_bytes() if hardware.mlx_device()[0] == "cpu" else None  # a GPU's is not the host's
     if free is not None and config.strategy not in ("sharded", "pipelined"):
@@ -160,9 +151,40 @@ def _current(config: Config) -> Ahead | None:
     return _ahead
 
 
-def _read(config: Config, tell: Callable[[str], None] | None = None) -> Inputs:
+def _kept_or_read(config: Config, tell: Callable[[str], None] = lambda text: None, keep: bool = True) -> Inputs:
+    """What an earlier start has kept of these settings and files, or what is read now."""
+    try:
+        state = state_of(config) if kept_inputs.may_keep(config) else None
+    except (OSError, UserError):  # a file is missing: who reads it tells
+        state = None
+    if state is None:
+        return _read(config, tell)
+    path = kept_inputs.path_of(config, state)
+    if (kept := kept_inputs.read(path, config)) is not None:
+        for text in kept.messages:
+            tell(text)
+        return kept
+    read = _read(config, tell)
+    if keep and _is_still(config, state):
+        kept_inputs.keep(path, read)
+    return read
+
+
+def _is_still(config: Config, state: str) -> bool:
+    """Whether no file was changed while it was read."""
+    try:
+        return state_of(config) == state
+    except (OSError, UserError):
+        return False
+
+
+def _read(config: Config, tell: Callable[[str], None]) -> Inputs:
     messages: list[str] = []
-    say = tell or messages.append
+
+    def say(text: str) -> None:
+        messages.append(text)
+        tell(text)
+
     tokenizer, words = tokenizer_module.load_tokenizer_of(config.model), vocabulary(config.model)
     if tokenizer is not None and (facts := facts_of(Encoder(tokenizer, config.data, words["eos_token_id"]))):
         say(str(facts))
@@ -178,9 +200,18 @@ def _read(config: Config, tell: Callable[[str], None] | None = None) -> Inputs:
         valid = open_held_out(config.data, kind, tokenizer, tell=say, mismatched=mismatched, **words)
     limits = limits_of(words)
     questions = answer_questions.load_questions(config, tokenizer, limits)
-    read = Inputs(tokenizer, data, valid, questions, tuple(messages), held_out, limits)
+    row = _first_row(data, tokenizer)
+    read = Inputs(lambda: tokenizer, data, valid, questions, tuple(messages), row, held_out, limits)
     _require_room(config, read)
     return read
+
+
+def _first_row(data: Dataset | StreamedDataset | Prompts, tokenizer: Tokenizer | None) -> Text | None:
+    """A row's text in one line, cut where it is long: to its end, where the answer is."""
+    if tokenizer is None or not (examples := data.examples([0])):
+        return None
+    text = Text("↵").join(picture(examples[0], tokenizer, 0, "green").split("\n", allow_blank=True))
+    return Text("... ").append_text(text[-SHOWN_CHARACTERS:]) if len(text) > SHOWN_CHARACTERS else text
 
 
 def _require_room(config: Config, read: Inputs) -> None:

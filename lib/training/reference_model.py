@@ -32,7 +32,7 @@ from lib.model.logps import completion_logps, completion_token_logps
 from lib.model.token_stream import StreamInputs, arrays_of, cannot_share_prompts, length_multiple
 from lib.system import files, metal, out_of_memory
 from lib.training import losses, preload
-from lib.training.preload import Inputs
+from lib.training.inputs import Inputs
 from lib.training.step import MicroBatch
 
 MIXUP = 0.6  # how far a reference that follows goes, by default (arXiv:2404.09656, table 1)

@@ -8,14 +8,12 @@ from pathlib import Path
 
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from rich.text import Text
 
 from lib.config.schema import Config
 from lib.config.without_effect import without_effect
 from lib.data.dataset import Dataset
 from lib.data.prompts import Prompts
 from lib.data.streaming import StreamedDataset
-from lib.data.template_facts import picture
 from lib.distributed.world import World
 from lib.model import quantised
 from lib.plan import plan_warnings
@@ -26,12 +24,10 @@ from lib.system import metal, out_of_memory
 from lib.system.provenance import device_name, provenance
 from lib.telemetry.cost import hosts_cost
 from lib.telemetry.run_records import PerformanceTracker
-from lib.training.preload import Inputs
+from lib.training.inputs import Inputs
 from lib.training.progress_display import RunConsole, size_text, three_digits
 from lib.training.round_merge import MergeResult
 from lib.training.training_run import TrainingRun
-
-SHOWN_CHARACTERS = 400  # of a row
 
 
 def show_new_plan(
@@ -83,12 +79,6 @@ def show_merge(say: RunConsole, step: int, steps: int, merged: MergeResult, rema
     say.line(f"step {step}: merged by {merged.method}: {', '.join(shown)}")
 
 
-def _one_line(text: Text) -> Text:
-    """A row's text without its line breaks, and cut where it is long: to its end, where the answer is."""
-    text = Text("↵").join(text.split("\n", allow_blank=True))
-    return Text("... ").append_text(text[-SHOWN_CHARACTERS:]) if len(text) > SHOWN_CHARACTERS else text
-
-
 def show_run(say: RunConsole, config: Config, plan: ClusterPlan, inputs: Inputs, steps: int) -> None:
     """Derived, printed, then run: what the data and the settings come to."""
     data, valid, batch = inputs.data, inputs.valid, config.train.global_batch_size
@@ -119,8 +109,8 @@ def show_run(say: RunConsole, config: Config, plan: ClusterPlan, inputs: Inputs,
     if (plan.calibrated or plan.stages) and plan.predicted_step_seconds:
         rows.append(("predicted", _predicted(plan, steps)))
     say.facts(f"run {config.run.name}", [*rows, ("folder", str(Path(config.run.dir) / str(config.run.name)))])
-    if inputs.tokenizer is not None and (examples := data.examples([0])):
-        say.line(_one_line(picture(examples[0], inputs.tokenizer, 0, "green")), lead="row 1: ")
+    if inputs.first_row is not None:
+        say.line(inputs.first_row, lead="row 1: ")
     if len(plan.ranks) > 1:
         say.line("")
         say.table("", *_without_unknown(plan.rows()), text_columns=2)

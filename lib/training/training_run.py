@@ -19,8 +19,8 @@ from lib.telemetry.run_records import PerformanceTracker
 from lib.telemetry.trackers import Feed
 from lib.training.checkpoint import CheckpointWriter, Progress, RankArrays, TrainingState, save_all
 from lib.training.finite import are_finite
+from lib.training.inputs import Inputs
 from lib.training.local_sgd import LocalSGD
-from lib.training.preload import Inputs
 from lib.training.progress_display import RunConsole
 from lib.training.reference_model import AskedReference, Layout
 from lib.training.replicas import share
