@@ -64,6 +64,7 @@ from lib.system import mpi_and_blas  # noqa: E402
 mpi_and_blas.prepare()
 
 from benchmarks.busy import busy_processes  # noqa: E402
+from lib.system.hardware import mlx_device  # noqa: E402
 from lib.telemetry.run_records import read_records  # noqa: E402
 from tests import faults, tiny  # noqa: E402
 from tests.cluster import Host, cluster  # noqa: E402
@@ -72,6 +73,7 @@ from tests.faults import KINDS, STRATEGIES, Launch, Scene  # noqa: E402
 HANG_SECONDS = 90.0  # without a new step: given up
 LEFT_OUT_STEPS = 8  # that a run takes under `nan-stays`: two updates in each of two starts, each computed twice
 WEDGED_SECONDS = 5.0
+COMPILING_SECONDS = 60.0  # the same on a GPU, whose kernels are compiled in the first step for half a minute
 TRIES = 3  # to make a fault
 SLOW_SECONDS = 5.0  # of a recovery: what the launcher wrote meanwhile is printed
 TOLERANCE = 1e-3  # of a loss that roundings explain
@@ -191,7 +193,8 @@ def set_up(folder: Path, machines: Sequence[Host], is_tiny: bool, backend: str, 
     words += [f"plan.calibration_dir={disk}/calibration", "run.pages=false"]
     names = ",".join(host.name for host in machines[:-1])
     options = ["--no-preflight", "--backend", backend, "--max-restarts", "100000"]
-    options += ["--silent-seconds", str(faults.SILENT_SECONDS), "--wedged-seconds", str(WEDGED_SECONDS)]
+    wedged_seconds = WEDGED_SECONDS if mlx_device()[0] == "cpu" else COMPILING_SECONDS
+    options += ["--silent-seconds", str(faults.SILENT_SECONDS), "--wedged-seconds", str(wedged_seconds)]
     options += ["--env", f"PYTHONPATH={folder}", "--env", f"CHAOS_ORDER={disk}/order"]
     moved = ["env", f"LD_PRELOAD={clock}", f"CLOCK_OFFSET={disk}/clock"]
     launch = [*moved, sys.executable, str(ROOT / "launch"), "--hosts", names, *options]
