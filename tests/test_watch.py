@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from types import SimpleNamespace
 from typing import cast
 
@@ -388,7 +388,9 @@ def test_a_wait_without_an_end_is_not_told_while_hosts_are_asked_which_of_them_i
         await asyncio.sleep(0.3)
         return (a,)
 
-    async def watched(answer: Callable[..., Awaitable[object]]) -> Fault | None:
+    async def watched(
+        answer: Callable[..., Awaitable[object]], heard: Mapping[str, float] | None = None
+    ) -> Fault | None:
         monkeypatch.setattr(reachable_hosts, "reach_each_other", answer)
         attempt = Attempt(Job((a, b), "ring", ("true",), silent_seconds=1.0), cast(Console, None))
         faults = iter([None])  # the first look begins to ask; from then on the wait is beyond its limit
@@ -396,6 +398,10 @@ def test_a_wait_without_an_end_is_not_told_while_hosts_are_asked_which_of_them_i
         waiting = {
             rank: RankState(rank, name, beats=True, waiting="a sum", waiting_since=since) for rank, name in RANKS
         }
+        for rank, name in RANKS:
+            if heard is not None:  # of the other one
+                at = time.monotonic() + heard[name]
+                waiting[rank].heard = {1 - rank: Sign(at, at, 0.5, 0)}
         attempt.world = cast(
             WorldState,
             SimpleNamespace(
@@ -418,6 +424,10 @@ def test_a_wait_without_an_end_is_not_told_while_hosts_are_asked_which_of_them_i
 
     cut = asyncio.run(watched(reached))
     assert cut and cut.hosts == ("b",) and "do not reach each other" in cut.message
+    assert asyncio.run(watched(reached, {"a": 0.2, "b": 0.2})) is endless, "a slow link, where others came first"
+    for heard in ({"a": 0.2, "b": -0.1}, {"a": -0.1, "b": 0.2}, {"a": -0.1, "b": -0.1}):
+        cut = asyncio.run(watched(reached, heard))
+        assert cut and cut.hosts == ("b",), f"{heard}: heard one way, or not since they were asked"
 
     async def nothing_known(*_: object) -> None:
         await asyncio.sleep(0.3)

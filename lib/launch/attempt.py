@@ -107,7 +107,7 @@ class Attempt:
         self.named_stragglers: set[int] = set()
         self.preparing: list[asyncio.Future[None]] = []  # of standbys
         self.probing: asyncio.Future[tuple[Host, ...] | None] | None = None  # which hosts reach each other
-        self.probed = 0.0  # when that is over, by time.monotonic()
+        self.probed_from = self.probed = 0.0  # when that began and is over, by time.monotonic()
         self.cut_seen: float | None = None  # since when a host knows of a cut, by time.monotonic()
         self.reached: tuple[Host, ...] | None = None
 
@@ -253,11 +253,14 @@ class Attempt:
             seconds = patience.silence_limit(seconds, world.usual_lateness())
             port = None if world.run else next_port(self.job)  # while they start, ranks listen at theirs
             probe = reachable_hosts.reach_each_other(self.job, self.links, self.job.hosts, seconds, port)
-            self.probing, self.probed = asyncio.ensure_future(probe), now + seconds
-        elif self.probing.done() and (reached := self.probing.result()) is not None and len(reached) < len(world.hosts):
-            self.reached = reached
-            cut_off = [name for name in world.hosts if name not in {host.name for host in reached}]
-            return rank_faults.cut_between(list(world.hosts), cut_off, waited)
+            self.probing, self.probed_from, self.probed = asyncio.ensure_future(probe), now, now + seconds
+        elif self.probing.done() and (reached := self.probing.result()) is not None:
+            # A new connection waits behind all that ranks have sent, on a link of 1 Mbit/s for seconds.
+            there = {host.name for host in reached}
+            there |= rank_faults.heard_both_ways(list(world.ranks.values()), self.probed_from)
+            if cut_off := [name for name in world.hosts if name not in there]:
+                self.reached = tuple(host for host in self.job.hosts if host.name in there)
+                return rank_faults.cut_between(list(world.hosts), cut_off, waited)
         return endless if self.probing is None or self.probing.done() else None
 
     def _seen_cut(self, now: float) -> Fault | None:

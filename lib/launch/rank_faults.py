@@ -200,6 +200,21 @@ def cut_links(now: float, ranks: Sequence[RankState], limit_seconds: float) -> s
     }
 
 
+def heard_both_ways(ranks: Sequence[RankState], since: float) -> set[str]:
+    """The hosts that heard of another one, and it of them, since then. What connects them is slow, and not cut.
+
+    A firewall may let one way alone through.
+    """
+    hosts = {rank.rank: rank.host for rank in ranks}
+    ways = {
+        (rank.host, hosts[other])
+        for rank in ranks
+        for other, sign in rank.heard.items()
+        if rank.status is None and sign.at > since and hosts.get(other, rank.host) != rank.host
+    }
+    return {host for host, other in ways if (other, host) in ways}
+
+
 def cut_off(hosts: Sequence[str], links: Collection[frozenset[str]]) -> list[str]:
     """The hosts without which no link that is cut is left: first those with most of them; of equals the last."""
     left, without = set(links), []
