@@ -30,9 +30,9 @@ from lib.config.schema import DataSettings
 from lib.dashboard import charts, rounds, run_report
 from lib.dashboard.figures import figures
 from lib.dashboard.history import RunHistory
-from lib.data import dataset, record_files
+from lib.data import dataset, hub_datasets, hub_files, record_files, sources
 from lib.data.groups import load_groups
-from lib.data.index import keys_of
+from lib.data.index import index, keys_of
 from lib.data.model_limits import ModelLimits
 from lib.data.record_formats import RecordKind, Unusable
 from lib.errors import UserError, shown
@@ -153,6 +153,30 @@ def _groups(data: bytes, folder: Path) -> None:
     for example in groups:
         assert all(0 <= token < 48 for piece in (example.prompt_ids, *example.completions) for token in piece.tolist())
         assert example.rewards is not None and not np.isinf(example.rewards).any()
+
+
+def _cache(data: bytes, folder: Path) -> None:
+    """An index and a download that somebody else kept, of files that are as they say."""
+    settings = DATA.model_copy(update={"cache_dir": str(folder / "cache")})
+    file = folder / "data.jsonl"
+    file.write_bytes(json_lines(seeds.IDS))
+    index(file, settings, "preference")
+    (kept,) = (folder / "cache").glob("index-*/index.json")
+    real = json.loads(kept.read_text())
+    with contextlib.suppress(ValueError, RecursionError):
+        if isinstance(told := json.loads(data), dict):
+            same = [key for key in ("size", "modified_ns", "changed_ns", "inode") if told.get(key) == seeds.INDEX[key]]
+            data = json_text(told | {key: real[key] for key in same})
+    kept.write_bytes(data)
+    with contextlib.suppress(UserError):
+        records = sources.open_records([file], settings, "preference")
+        ", ".join([*records.indices[0].formats, *records.indices[0].unusable, records.location(0)])
+        assert all(isinstance(records[number], dict) for number in range(len(records)))
+    (folder / hub_datasets.STATE).write_bytes(data)
+    for shard in hub_datasets._state(folder)["shards"]:
+        assert (folder / shard["name"]).parent == folder
+    with contextlib.suppress(ValueError):
+        hub_files.FileStream(["/a"], open).load_state_dict(json.loads(data))
 
 
 # ---- Hosts, keys, requests
@@ -394,6 +418,14 @@ PARSERS: dict[str, Parser] = {
     "parquet": Parser(parquet(), _parquet, ("data/parquet.py", "data/parquet_pages.py")),
     "groups": Parser(
         several(seeds.GROUPS, [], [48, 47, [0.1], -0.5]), _groups, ("data/groups.py", "data/model_limits.py")
+    ),
+    "caches": Parser(
+        st.one_of(
+            *(changed([kept]).map(json_text) for kept in (seeds.INDEX, seeds.DOWNLOAD, seeds.DOWNLOAD["stream"])),
+            bent(json_text(seeds.INDEX)),
+        ),
+        _cache,
+        ("data/index.py", "data/hub_datasets.py", "config/read_file.py"),
     ),
     "host files": Parser(
         st.one_of(

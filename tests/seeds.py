@@ -211,3 +211,17 @@ CALIBRATION: dict[str, Any] = {
     ],
     "measured_at": "2026-01-01T00:00:00",
 }
+
+# ---- What is kept of data
+
+INDEX: dict[str, Any] = {
+    **{"file": "data.jsonl", "size": 1, "modified_ns": 2, "changed_ns": 3, "inode": 4, "content": "0" * 64},
+    **{"unpacked": False, "bytes": 0, "count": 2, "digest": "0" * 64},
+    "formats": {"prompt_ids + chosen_ids + rejected_ids": {"count": 2, "first": 0}},
+    **{"unusable": [], "unusable_count": 0},
+}
+DOWNLOAD: dict[str, Any] = {
+    "shards": [{"name": "shard-00000.jsonl", "records": 2, "bytes": 0}],
+    "stream": {"paths": ["/a"], "file": 0, "row": 2},
+    "done": False,
+}
