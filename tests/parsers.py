@@ -175,7 +175,7 @@ def _cache(data: bytes, folder: Path) -> None:
     (folder / hub_datasets.STATE).write_bytes(data)
     for shard in hub_datasets._state(folder)["shards"]:
         assert (folder / shard["name"]).parent == folder
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         hub_files.FileStream(["/a"], open).load_state_dict(json.loads(data))
 
 
