@@ -56,6 +56,32 @@ def test_a_system_answers_whether_or_not_anybody_listens() -> None:
         assert network.answering([silent], 0.0) == set() == network.answering([], 0.3)
 
 
+def test_an_answer_that_comes_late_counts_once_it_is_there() -> None:
+    """Over a link that has become slow: until its queue has room, a listener answers nobody."""
+    with socket.socket() as listener, contextlib.closing(network.Calls()) as calls, contextlib.ExitStack() as stack:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        address = listener.getsockname()
+        for _ in range(3):
+            caller = stack.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(address)
+        time.sleep(0.05)
+        assert calls.answered([address], 0.1, 60.0) == set() == calls.answered([address], 0.1, 60.0)
+        assert len(calls._open) == 2
+        listener.settimeout(10)
+        for _ in range(3):
+            stack.enter_context(listener.accept()[0])
+        deadline, heard = time.monotonic() + 20, set[object]()
+        while not heard and time.monotonic() < deadline:  # the system asks again after a second
+            heard = {*calls.answered([address], 0.3, 60.0)}
+        assert heard == {address} and not calls._open
+        with answering_nobody() as silent:
+            assert calls.answered([silent], 0.1, 60.0) == set() and len(calls._open) == 1
+            assert calls.answered([silent], 0.1, 0.0) == set() and len(calls._open) == 1, "the old one is given up"
+            assert calls.answered([], 0.1, 60.0) == set() and not calls._open, "nobody asks any more"
+
+
 @pytest.mark.parametrize("error", [errno.ENETUNREACH, errno.EADDRNOTAVAIL])
 def test_a_call_that_this_system_cannot_make_is_not_answered(error: int, monkeypatch: pytest.MonkeyPatch) -> None:
     class Unreachable(socket.socket):
@@ -105,10 +131,14 @@ def test_a_beat_tells_of_neighbours_that_do_not_answer_and_of_those_that_only_co
             heartbeat.watch(
                 {1: ([pair[0]], computes.getsockname()), 2: ([pair[0]], answered), 3: ([pair[0]], behind_a_firewall)}
             )
-        monkeypatch.setattr(network, "answering", lambda addresses, seconds: {computes.getsockname()})
+        monkeypatch.setattr(heartbeat._calls, "answered", lambda addresses, *seconds: {computes.getsockname()})
         time.sleep(0.2)
         heartbeat._heard()
         heard = heartbeat._heard()
+        monkeypatch.setattr(heartbeat._calls, "answered", lambda *_: set())
+        time.sleep(0.1)
+        later = heartbeat._heard()
+    assert later[1]["seconds"] + 0.1 <= later[2]["seconds"] and later[1]["calls"] == 1, "it answered since"
     assert heard[1]["seconds"] == 0.0 and heard[1]["calls"] == 0, "its system answers"
     assert heard[2]["seconds"] >= 0.2 and heard[2]["calls"] == 2, "it answered before"
     assert heard[3]["calls"] == 0, "it never answered: some firewalls pass over calls"

@@ -29,6 +29,7 @@ FOLDER = "TANDEM_AGENT_FOLDER"
 SECONDS = 0.5
 CALL_SECONDS = 0.3  # for the system of a neighbour's host to answer a call, while nothing comes from there
 AGAIN_SECONDS = 0.1  # between two such calls
+LATE_SECONDS = 3.0  # the most that an answer may take: over a link that has become slow
 
 
 class Reached(TypedDict):
@@ -77,6 +78,7 @@ class _Neighbour:
     address: tuple[str, int]  # where it has listened
     answers: bool  # whether its system answers a call there: else some firewall passes over what nobody listens to
     missed: int = 0  # calls in a row
+    answered_at: float = float("-inf")  # the last call, by time.monotonic()
 
 
 NO_PASS: Facts = {"passing": None, "passing_since": 0.0, "passes": 1}
@@ -85,6 +87,7 @@ _facts: Facts = {}
 _ended = threading.Event()
 _changed = threading.Event()
 _neighbours: list[_Neighbour] = []
+_calls = network.Calls()
 
 
 def agent_folder() -> str:
@@ -169,13 +172,15 @@ def _heard() -> dict[int, Heard]:
     """What is known of all neighbours; where nothing comes from one, be it that it computes, its system is called."""
     known = [(one, contact) for one in _neighbours if (contact := network.contact(one.connections)) is not None]
     called = [one for one, contact in known if one.answers and contact.silent_seconds > SECONDS]
-    answering = network.answering([one.address for one in called], CALL_SECONDS) if called else set()
+    answering = _calls.answered([one.address for one in called], CALL_SECONDS, LATE_SECONDS)
+    now = time.monotonic()
     heard: dict[int, Heard] = {}
     for one, contact in known:
-        has_answered = one in called and one.address in answering
-        one.missed = one.missed + 1 if one in called and not has_answered else 0
+        if one.address in answering:
+            one.answered_at = now
+        one.missed = one.missed + 1 if one in called and one.address not in answering else 0
         heard[one.rank] = Heard(
-            seconds=0.0 if has_answered else contact.silent_seconds,
+            seconds=min(contact.silent_seconds, now - one.answered_at),
             data_seconds=contact.data_seconds,
             round_trip_seconds=contact.round_trip_seconds,
             calls=one.missed,

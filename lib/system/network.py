@@ -181,28 +181,66 @@ def contact(connections: Iterable[socket.socket]) -> Contact | None:
 
 
 def answering(addresses: Collection[tuple[str, int]], seconds: float) -> set[tuple[str, int]]:
-    """Those whose system answers a call, be it that nothing listens there; some firewalls pass over such calls.
+    """Those whose system answers a call within so long."""
+    with contextlib.closing(Calls()) as calls:
+        return calls.answered(addresses, seconds)
 
-    A call of its own, since a connection on which packets were lost may wait for seconds until it tries again.
+
+class Calls:
+    """Calls to other systems, each a connection of its own: one on which packets were lost may wait for seconds.
+
+    A system answers be it that nothing listens there; some firewalls pass over such calls. On a slow link an answer
+    takes longer than one can wait for it: a call stays open, and its answer counts when it comes.
     """
-    answered = set()
-    with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
-        for address in addresses:
-            call = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-            call.setblocking(False)
-            outcome = call.connect_ex(address)
-            if outcome in (0, errno.ECONNREFUSED):
-                answered.add(address)
-            elif outcome == errno.EINPROGRESS:  # all else is this system's word: no route, no address
-                selector.register(call, selectors.EVENT_WRITE, address)
-        deadline = time.monotonic() + seconds
-        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
-                call = cast(socket.socket, key.fileobj)
-                selector.unregister(call)
-                if call.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in (0, errno.ECONNREFUSED):
-                    answered.add(key.data)
-    return answered
+
+    def __init__(self) -> None:
+        self._open: dict[socket.socket, tuple[tuple[str, int], float]] = {}  # who is called, and since when
+
+    def close(self) -> None:
+        self._end(list(self._open))
+
+    def _end(self, calls: Iterable[socket.socket]) -> None:
+        for call in calls:
+            del self._open[call]
+            call.close()
+
+    def answered(
+        self, addresses: Collection[tuple[str, int]], seconds: float, kept_seconds: float = 0.0
+    ) -> set[tuple[str, int]]:
+        """Calls these once more, and waits; those that answer this call or an earlier one.
+
+        seconds: for an answer. kept_seconds: an older call is given up.
+        """
+        now = time.monotonic()
+        self._end([one for one, (to, since) in self._open.items() if to not in addresses or now - since > kept_seconds])
+        answered = {address for address in addresses if self._call(address, now)}
+        with selectors.DefaultSelector() as selector:
+            for call in self._open:
+                selector.register(call, selectors.EVENT_WRITE)
+            while (
+                not answered.issuperset(addresses)
+                and selector.get_map()
+                and (left := now + seconds - time.monotonic()) > 0
+            ):
+                for key, _ in selector.select(left):
+                    call = cast(socket.socket, key.fileobj)
+                    selector.unregister(call)
+                    if call.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in (0, errno.ECONNREFUSED):
+                        answered.add(self._open[call][0])
+                    self._end([call])
+        self._end([call for call, (to, _) in self._open.items() if to in answered])
+        return answered
+
+    def _call(self, address: tuple[str, int], now: float) -> bool:
+        """Whether it is answered at once."""
+        call = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        call.setblocking(False)
+        outcome = call.connect_ex(address)
+        if outcome == errno.EINPROGRESS:
+            self._open[call] = address, now
+        else:  # an answer, or this system's word: no route, no address
+            call.close()
+        return outcome in (0, errno.ECONNREFUSED)
 
 
 def network_of(address: str) -> str:
