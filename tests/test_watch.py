@@ -303,6 +303,12 @@ def test_a_cut_is_told_once_all_hosts_had_time_to_say_what_they_hear(monkeypatch
     assert attempt._seen_cut(now + 0.4) is None
     ranks[0].heard = {1: Sign(97.0, 97.0, 0.1, 2)}
     assert attempt._seen_cut(now + 0.5) is None, "they are asked anew"
+    for silent_since, blamed in ((98.4, ("a",)), (99.4, ("b",))):  # its other neighbour called a moment before the cut
+        attempt.cut_seen = None
+        ranks[2].heard = {0: Sign(silent_since, 97.0, 0.1, 2)}
+        assert attempt._seen_cut(now) is None
+        fault = attempt._seen_cut(now + 0.35)
+        assert fault and fault.hosts == blamed
 
 
 # ---- Faults that another start would meet again

@@ -34,6 +34,7 @@ CUT_TIMES = (
     2.5  # the limit of silence: between hosts that both answer; a link of 1 Mbit/s loses much of what it is sent
 )
 CUT_SECONDS = 0.3  # for all hosts to say of which others they hear nothing
+CALLED_SECONDS = 1.0  # within which all hosts call each other once: so far apart the links of one cut fall silent
 PROBE_AGAIN_TIMES = 5.0  # the limit of silence, between two looks whether hosts reach each other, during one wait
 LEAST_SILENCE_SECONDS = 5.0  # --silent-seconds may be less; an agent and a straggler get this long
 
@@ -273,6 +274,7 @@ class Attempt:
         self.cut_seen = self.cut_seen or now
         if now - self.cut_seen < CUT_SECONDS:
             return None
+        links = rank_faults.cut_links(now, ranks, CUT_TIMES * self.job.silent_seconds - CALLED_SECONDS)
         without = rank_faults.cut_off(names, links)
         self.reached = tuple(host for host in self.job.hosts if host.name not in without)
         return rank_faults.cut_between(names, without, CUT_TIMES * self.job.silent_seconds)
