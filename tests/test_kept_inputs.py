@@ -214,6 +214,11 @@ HOSTILE: dict[str, Callable[[Path], Any]] = {
     "lists without end": lambda path: mx.save_safetensors(str(path), {"a": mx.zeros(2)}, {"inputs": "[" * 99_999}),
     "a token beyond the vocabulary": put("data.tokens", at(3, 2**20)),
     "a token beyond it that is not learnt": put("data.tokens", at(3, -(2**31))),
+    "a prompt's token below zero": put("data.tokens", at(0, -7)),
+    "a prompt's token far below zero": put("data.tokens", at(0, -40)),
+    "tokens of half the bits": altered(
+        lambda arrays, kept: arrays.update({"data.other": mx.zeros(3, mx.bfloat16)}) or arrays.pop("valid.bounds")
+    ),
     "tokens of another type": put("data.tokens", lambda array: array.astype(np.float32)),
     "tokens in a square": put("data.tokens", lambda array: array[: len(array) // 2 * 2].reshape(2, -1)),
     "pieces that end before they begin": put("data.bounds", at(2, 10**6)),
@@ -230,6 +235,8 @@ HOSTILE: dict[str, Callable[[Path], Any]] = {
     "no questions": field(questions=[]),
     "a question of text": field(questions=[{"prompt": "a", "prompt_ids": "b", "answer": "c"}]),
     "a question beyond the vocabulary": field(questions=[{"prompt": "a", "prompt_ids": [10**9], "answer": "c"}]),
+    "a question below zero": field(questions=[{"prompt": "a", "prompt_ids": [-5], "answer": "c"}]),
+    "a question of no tokens": field(questions=[{"prompt": "a", "prompt_ids": [], "answer": "c"}]),
     "messages of numbers": field(messages=[1]),
     "a first row of text": field(first_row="x"),
     "data of text": field(data="x"),

@@ -186,7 +186,7 @@ def read(path: Path, config: Config) -> Inputs | None:
         kept = _KEPT.validate_json(texts[WHAT], strict=True)
         arrays = {name: np.array(array) for name, array in loaded.items()}
         os.utime(path)  # those that are used stay longest
-    except (OSError, RuntimeError, ValueError, KeyError):
+    except (OSError, RuntimeError, ValueError, TypeError, KeyError):
         return None
     has_valid = config.data.valid is not None or config.data.holdout > 0
     if (kept.valid is not None, bool(kept.questions)) != (has_valid, config.evaluate.answers is not None):
@@ -195,7 +195,11 @@ def read(path: Path, config: Config) -> Inputs | None:
     try:
         data = _data(kept.data, arrays, "data", config, limits)
         valid = None if kept.valid is None else _data(kept.valid, arrays, "valid", config, limits)
-        limits.check_ids([question.prompt_ids for question in kept.questions])
+        for question in kept.questions:
+            limits.check_ids([question.prompt_ids])
+            limits.check_answer(len(question.prompt_ids), config.evaluate.max_tokens, "evaluate.max_tokens")
+            if min(question.prompt_ids, default=-1) < 0:
+                return None
     except (ValueError, KeyError):
         return None
     row = kept.first_row
@@ -231,6 +235,9 @@ def _data(rows: Rows, arrays: dict[str, np.ndarray], name: str, config: Config, 
     largest = int(np.where(tokens < 0, ~tokens, tokens).max(initial=0))
     if largest >= min(limits.vocab_size or LARGEST_ID, LARGEST_ID):
         raise ValueError("tokens that the model does not know")
+    is_prompt = np.arange(len(bounds) - 1) % (1 + data.completions_per_example) == 0
+    if (tokens[np.repeat(is_prompt, np.diff(bounds))] < 0).any():  # only a completion's are marked as not learnt
+        raise ValueError("tokens below zero")
     if data.lengths.max() > limits.row_tokens(config.data.max_length) or data.trained[2].min() < 1:
         raise ValueError("rows that are too long, or of nothing that is learnt")
     if data.digest != digest_of(rows.kind, tokens, bounds, labels):
