@@ -34,6 +34,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -77,6 +78,7 @@ COMPILING_SECONDS = 60.0  # the same on a GPU, whose kernels are compiled in the
 TRIES = 3  # to make a fault
 SLOW_SECONDS = 5.0  # of a recovery: what the launcher wrote meanwhile is printed
 TOLERANCE = 1e-3  # of a loss that roundings explain
+ROUNDING = 5e-6  # of a loss: 20 times the most that 100 faults of pipelined ranks gave on a CPU
 BLAMES = re.compile(rf"{faults.RESTARTS}(.*)|launch: start .*\(without (.*?)\)")
 Steps = dict[int, list[dict[str, Any]]]  # every rank's record of each step that lives on
 
@@ -363,6 +365,29 @@ def compare(outcomes: Sequence[Outcome], setup: Setup, machine: Host) -> None:
             for step in range(1, outcome.steps + 1)
         )
         outcome.weights_difference = tiny.difference(alone / "run", outcome.run)
+        if not outcome.is_same:
+            show_difference(outcome, losses, alone / "run")
+
+
+def show_difference(outcome: Outcome, losses: dict[int, float], alone: Path) -> None:
+    """Prints where a run left that of one process, and keeps both: such a fault may not come again for hours."""
+    apart = [
+        step
+        for step, loss in sorted(outcome.losses.items())
+        if not abs(loss - losses.get(step, math.nan)) <= ROUNDING  # NaN, too
+    ]
+    kept = Path(tempfile.mkdtemp(prefix=f"chaos-{outcome.strategy}-"))
+    shutil.copytree(outcome.run, kept / "faults")
+    shutil.copytree(alone, kept / "alone")
+    print(
+        f"{outcome.strategy}: weights differ by {outcome.weights_difference:.2g}; both runs are in {kept}", flush=True
+    )
+    if not apart:
+        print("    no loss shows it: the last steps, or what was saved of them")
+        return
+    before = [one for one in outcome.found if one.step < apart[0]][-2:]
+    faults_before = ", ".join(f"{one.kind} on {one.host} at step {one.step}" for one in before) or "no fault"
+    print(f"    losses leave roundings at step {apart[0]}, after {faults_before}", flush=True)
 
 
 def all_faults(strategy: str, kinds: list[str], seconds: float, scene: Scene) -> list[Found]:
