@@ -111,13 +111,13 @@ class Progress:
         local = self.rounds.get("local_steps", [])
         return local[rank] if rank < len(local) else self.step
 
-    def is_best(self, metrics: Metrics, is_finite: bool = True) -> bool:
-        """Counts an evaluation of this step: whether its loss is the lowest so far, of finite weights, and to beat."""
+    def is_best(self, metrics: Metrics, may_be_saved: bool = True) -> bool:
+        """Counts an evaluation of this step: whether its loss is the lowest so far, of weights that are saved then."""
         loss = metrics.get("loss")
         if loss is None:
             return False
         self.evaluations_since_best += 1
-        if not is_finite or not math.isfinite(loss) or (self.best_loss is not None and loss >= self.best_loss):
+        if not may_be_saved or not math.isfinite(loss) or (self.best_loss is not None and loss >= self.best_loss):
             return False
         self.best_step, self.best_loss, self.best_metrics = self.step, loss, metrics
         self.evaluations_since_best = 0

@@ -247,14 +247,16 @@ class TrainingLoop:
         """Held-out metrics, and a checkpoint where one is due or the model is the best so far; whether it was saved."""
         run = self.run
         self.run.writer.record(run.tracker)
-        if run.local_sgd is None and run.progress.skipped_in_row and not run.is_over:
-            checkpoint_due = False  # if none follows that is finite, a resume takes those that were left out again
+        # If no finite update follows one that was left out, a resume takes that again: until then nothing is saved.
+        is_left_out = run.local_sgd is None and run.progress.skipped_in_row > 0
+        if is_left_out and not run.is_over:
+            checkpoint_due = False
         if evaluation_due:
             self.latest = self.evaluate()
             # Rank 0's: ranks that are never merged have losses of their own.
             metrics: Metrics = json.loads(run.world.broadcast_text(json.dumps(self.latest)))
-            is_finite = run.is_finite()  # no checkpoint is written of other weights, so they are never the best
-            checkpoint_due = run.progress.is_best(metrics, is_finite) or run.is_over or checkpoint_due
+            may_be_saved = run.is_finite() and not is_left_out  # what is not saved is never the best
+            checkpoint_due = run.progress.is_best(metrics, may_be_saved) or run.is_over or checkpoint_due
         return checkpoint_due and run.save()
 
     def finish(self) -> summary.RunSummary | None:
