@@ -319,7 +319,7 @@ def run_strategy(
     print(f"finished at step {steps}", flush=True)
     disk = next(disk for disk in scene.disks if (disk / "runs/run/summary.json").exists())
     kept = setup.folder / strategy
-    shutil.copytree(disk / "runs/run", kept, ignore=shutil.ignore_patterns("checkpoints"))
+    shutil.copytree(disk / "runs/run", kept)
     lived = steps_of(scene.logs())
     lost, repeated = examples(lived, setup.rows, is_divided=strategy in ("sharded", "pipelined"))
     return Outcome(
