@@ -185,13 +185,16 @@ def test_a_log_on_a_full_disk_ends_nothing() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
-def test_a_program_whose_output_is_on_a_full_disk_goes_on() -> None:
+@pytest.mark.parametrize(("unbuffered", "before"), [("1", ""), ("", ""), ("", "print('left in a buffer'); ")])
+def test_a_program_whose_output_is_on_a_full_disk_goes_on(unbuffered: str, before: str) -> None:
     """Nor does what is left unwritten at the end change its exit status."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with Path("/dev/full").open("w") as full:
-        words = [sys.executable, "-c", "from lib.system.terminal import Voice; Voice().line('a'); Voice().line('b')"]
-        done = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+        code = f"from lib.system.terminal import Voice; {before}Voice().line('a'); Voice().line('b')"
+        words = [sys.executable, "-c", code]
+        done = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
         assert done.returncode == 0 and done.stderr.count("\n") == 1 and "No space left" in done.stderr, done.stderr
-        done = subprocess.run(words, cwd=ROOT, stdout=full, stderr=full)
+        done = subprocess.run(words, cwd=ROOT, stdout=full, stderr=full, env=environment)
         assert done.returncode == 0
 
 

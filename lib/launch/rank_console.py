@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import queue
 import sys
@@ -22,11 +21,9 @@ class Console:
 
     def __init__(self, on_broken_pipe: Callable[[], None]):
         self.lines: queue.SimpleQueue[tuple[TextIO, str] | None] = queue.SimpleQueue()
+        # Each lets its stream replace a character that this terminal lacks: that ends no training.
         self.colour = Voice().is_live and not os.environ.get("NO_COLOR")
         self.width = Voice(stderr=True).width
-        for output in (sys.stdout, sys.stderr):  # a character that this terminal lacks ends no training
-            if isinstance(output, io.TextIOWrapper):
-                output.reconfigure(errors="replace")
         self.thread = threading.Thread(target=self._write, args=(on_broken_pipe,), daemon=True)
         self.thread.start()
 

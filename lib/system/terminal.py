@@ -35,8 +35,11 @@ class Voice:
 
     def __init__(self, stderr: bool = False, silent: bool = False):
         stream = sys.stderr if stderr else sys.stdout
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # where it is not UTF-8, a bar is not worth an end
+        if isinstance(stream, io.TextIOWrapper) and stream.errors != "replace":
+            try:
+                stream.reconfigure(errors="replace")  # where it is not UTF-8, a bar is not worth an end
+            except OSError as error:  # it writes first what is left
+                _warn_of_lost_lines(stderr, error.strerror or str(error))
         # mpirun gives its ranks a terminal even where its own output goes to a file: plain lines serve both.
         plain = "OMPI_COMM_WORLD_SIZE" in os.environ
         colours = False if plain else None
