@@ -123,7 +123,7 @@ def test_a_beat_tells_of_neighbours_that_do_not_answer_and_of_those_that_only_co
 ) -> None:
     monkeypatch.setattr(heartbeat, "_neighbours", [])
     monkeypatch.setattr(heartbeat, "_facts", {"rank": 0})
-    monkeypatch.setattr(heartbeat, "SECONDS", 0.1)
+    monkeypatch.setattr(heartbeat, "LOOK_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as computes, answering_nobody() as behind_a_firewall:
         cut: socket.socket
         with socket.create_server(("127.0.0.1", 0)) as cut:

@@ -229,6 +229,10 @@ def test_a_host_whose_system_answers_is_not_silent_yet() -> None:
     assert gone and gone.kind == "silent" and gone.hosts == ("b",)
     stopped = found(ranks, [HostState("a", 100.0), HostState("b", 49.0, last_sign=99.0)])
     assert stopped and stopped.kind == "silent", "nobody would end its ranks"
+    far = HostState("b", 80.0, last_sign=89.0, round_trip_seconds=1.5)
+    assert found(ranks, [HostState("a", 100.0), far]) is None, "its answer is under way"
+    far.last_message = 49.0
+    assert found(ranks, [HostState("a", 100.0), far]) is not None
 
 
 def heard_of(rank: int, host: str, **signs: Sign) -> RankState:
@@ -272,7 +276,7 @@ def test_who_is_cut_off_has_most_of_the_links_that_are_cut() -> None:
 
 
 def test_what_neighbours_tell_of_a_host_counts_as_its_sign_of_life() -> None:
-    def world_of(seconds: float) -> WorldState:
+    def world_of(seconds: float, round_trip_seconds: float = 0.1) -> WorldState:
         job = Job((Host("a"), Host("b")), "ring", ("true",), silent_seconds=1.0)
         world = WorldState(job, cast(Console, None), "address")
         for rank, name in RANKS:
@@ -280,11 +284,11 @@ def test_what_neighbours_tell_of_a_host_counts_as_its_sign_of_life() -> None:
             world.add_host(cast(Link, link), [rank])
         world.links["b"].punctuality.last -= 2.0
         beat = {"rank": 0, "waiting": "a sum", "seconds": 0.1, "passing": None, "passing_seconds": 0.0, "passes": 1}
-        told = {"1": {"seconds": seconds, "data_seconds": 9.0, "round_trip_seconds": 0.1, "calls": 0}}
+        told = {"1": {"seconds": seconds, "data_seconds": 9.0, "round_trip_seconds": round_trip_seconds, "calls": 0}}
         world._note_beat("a", cast(Beat, {**beat, "heard": told}))
         return world
 
-    assert world_of(0.2).fault() is None
+    assert world_of(0.2).fault() is None and world_of(1.9, 1.0).fault() is None
     fault = world_of(1.9).fault()
     assert fault and fault.kind == "silent" and fault.hosts == ("b",)
 

@@ -1,7 +1,7 @@
 """What a rank says of itself while it works: that it lives, and what it waits for.
 
 The launcher's agent on this host listens at a Unix socket (in `TANDEM_AGENT_FOLDER`; under mpirun in `TANDEM_AGENT` and
-this machine's own name). A thread of its own tells it, twice a second, which wait for other ranks goes on, and which
+this machine's own name). A thread of its own tells it, twice a second or more often, which wait for other ranks goes on, and which
 pass through the model. So a rank that was stopped, one that is late, one that hangs and one that waits for a dead peer
 look different from outside.
 
@@ -26,7 +26,8 @@ from lib.system import network
 
 ADDRESS = "TANDEM_AGENT"
 FOLDER = "TANDEM_AGENT_FOLDER"
-SECONDS = 0.5
+SECONDS = 0.5  # the most between two words of it
+LOOK_SECONDS = 0.2  # between two looks at what neighbours' hosts send, and without anything from one before it is called
 CALL_SECONDS = 0.3  # for the system of a neighbour's host to answer a call, while nothing comes from there
 AGAIN_SECONDS = 0.1  # between two such calls
 LATE_SECONDS = 3.0  # the most that an answer may take: over a link that has become slow
@@ -171,7 +172,7 @@ def passing(what: str, passes: int = 1) -> Iterator[None]:
 def _heard() -> dict[int, Heard]:
     """What is known of all neighbours; where nothing comes from one, be it that it computes, its system is called."""
     known = [(one, contact) for one in _neighbours if (contact := network.contact(one.connections)) is not None]
-    called = [one for one, contact in known if one.answers and contact.silent_seconds > SECONDS]
+    called = [one for one, contact in known if one.answers and contact.silent_seconds > LOOK_SECONDS]
     answering = _calls.answered([one.address for one in called], CALL_SECONDS, LATE_SECONDS)
     now = time.monotonic()
     heard: dict[int, Heard] = {}
@@ -199,7 +200,8 @@ def _beat(listener: socket.socket) -> None:
                 listener.sendall(json.dumps({**facts, **seconds, "heard": heard}).encode() + b"\n")
                 if _ended.is_set():
                     return
-                _changed.wait(AGAIN_SECONDS if any(known["calls"] for known in heard.values()) else SECONDS)
+                is_missed = any(known["calls"] for known in heard.values())
+                _changed.wait(AGAIN_SECONDS if is_missed else LOOK_SECONDS if _neighbours else SECONDS)
                 _changed.clear()
                 with contextlib.suppress(OSError):  # too many open files, say: what was known stays
                     heard = _heard()

@@ -45,6 +45,7 @@ class HostState:
     name: str
     last_message: float  # when its agent last sent one, in seconds of the launcher's clock
     last_sign: float = 0.0  # when another host's system last got anything from it, where one says so
+    round_trip_seconds: float = 0.0  # within which its system nearly always answers those that say so
     closed: bool = False  # the connection ended
     usual_lateness: float = 0.0  # of its messages, in seconds
     load: float = 1.0  # processes that want each of its cores
@@ -169,11 +170,13 @@ def late_hosts(now: float, hosts: Mapping[str, HostState], limit_seconds: float)
 def _is_silent(now: float, host: HostState, limit_seconds: float) -> bool:
     """Whether neither a host's agent nor its system has given a sign of life within a limit and its usual lateness.
 
-    What its system gives does not count for ever: its agent may be stopped, and nobody ends its ranks.
+    A system that is called over a slow link answers a round trip later: that is added to its limit. What it gives does
+    not count for ever: its agent may be stopped, and nobody ends its ranks.
     """
     limit = patience.silence_limit(limit_seconds, host.usual_lateness)
+    most = patience.MOST_TIMES * limit_seconds
     silent = now - host.last_message
-    return silent > limit and (now - host.last_sign > limit or silent > patience.MOST_TIMES * limit_seconds)
+    return silent > limit and (now - host.last_sign > limit + host.round_trip_seconds or silent > most)
 
 
 def cut_links(now: float, ranks: Sequence[RankState], limit_seconds: float) -> set[frozenset[str]]:

@@ -68,10 +68,12 @@ class WorldState:
         for name, host in self.hosts.items():
             host.last_message = self.punctuality[name].last
             host.usual_lateness = self.punctuality[name].usual_lateness(now)
+            host.round_trip_seconds = 0.0
         for rank in self.ranks.values():
             for other, heard in rank.heard.items():
                 if other in self.ranks and (host := self.hosts[self.ranks[other].host]).name != rank.host:
                     host.last_sign = max(host.last_sign, heard.at)
+                    host.round_trip_seconds = max(host.round_trip_seconds, heard.round_trip_seconds)
         limits = self.job.silent_seconds, self.job.wedged_seconds
         return rank_faults.diagnose(now, self.hosts, list(self.ranks.values()), *limits)
 
