@@ -1,9 +1,9 @@
 """What a rank says of itself while it works: that it lives, and what it waits for.
 
 The launcher's agent on this host listens at a Unix socket (in `TANDEM_AGENT_FOLDER`; under mpirun in `TANDEM_AGENT` and
-this machine's own name). A thread of its own tells it, twice a second or more often, which wait for other ranks goes on, and which
-pass through the model. So a rank that was stopped, one that is late, one that hangs and one that waits for a dead peer
-look different from outside.
+this machine's own name). A thread of its own tells it, at least twice a second, which wait for other ranks goes on, and
+which pass through the model. So a rank that was stopped, one that is late, one that hangs and one that waits for a dead
+peer look different from outside.
 
 Where the agent is gone, at the start or later, this process ends: nobody would end it any more, and it would keep the
 run's folder from those who go on. Without the agent's folder nothing is sent: the variable is of a launch that is over.
@@ -27,7 +27,7 @@ from lib.system import network
 ADDRESS = "TANDEM_AGENT"
 FOLDER = "TANDEM_AGENT_FOLDER"
 SECONDS = 0.5  # the most between two words of it
-LOOK_SECONDS = 0.2  # between two looks at what neighbours' hosts send, and without anything from one before it is called
+LOOK_SECONDS = 0.2  # between two looks at what neighbours' hosts send; one that sent nothing for so long is called
 CALL_SECONDS = 0.3  # for the system of a neighbour's host to answer a call, while nothing comes from there
 AGAIN_SECONDS = 0.1  # between two such calls
 LATE_SECONDS = 3.0  # the most that an answer may take: over a link that has become slow
