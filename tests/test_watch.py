@@ -235,6 +235,14 @@ def test_a_host_whose_system_answers_is_not_silent_yet() -> None:
     assert found(ranks, [HostState("a", 100.0), far]) is not None
 
 
+def test_words_that_a_slow_link_keeps_back_get_time_also_where_silence_gets_little() -> None:
+    ranks = [RankState(0, "a", beats=True), RankState(1, "b", beats=True)]
+    for last_message, kind in ((76.0, None), (74.0, "silent")):
+        hosts = {"a": HostState("a", 100.0), "b": HostState("b", last_message, last_sign=99.5)}
+        fault = diagnose(100.0, hosts, ranks, silent_seconds=1, wedged_seconds=30)
+        assert (fault and fault.kind) == kind
+
+
 def heard_of(rank: int, host: str, **signs: Sign) -> RankState:
     """What a rank's host knows of others, by their ranks: `r1=...`."""
     return RankState(rank, host, beats=True, heard={int(name[1:]): sign for name, sign in signs.items()})

@@ -36,7 +36,6 @@ CUT_TIMES = (
 CUT_SECONDS = 0.3  # for all hosts to say of which others they hear nothing
 CALLED_SECONDS = 1.0  # within which all hosts call each other once: so far apart the links of one cut fall silent
 PROBE_AGAIN_TIMES = 5.0  # the limit of silence, between two looks whether hosts reach each other, during one wait
-LEAST_SILENCE_SECONDS = 5.0  # --silent-seconds may be less; an agent and a straggler get this long
 
 
 @dataclass(frozen=True)
@@ -176,7 +175,7 @@ class Attempt:
                 processes=processes,
                 files={**files, run_secret.FILE: self.secret.hex()},
                 directory=self.job.directory,
-                silent_seconds=max(LEAST_SILENCE_SECONDS, self.job.silent_seconds),
+                silent_seconds=max(patience.LEAST_SILENCE_SECONDS, self.job.silent_seconds),
                 nice=self.job.nice,
                 awake=True,
                 sends_logs=not link.is_local,
@@ -229,7 +228,7 @@ class Attempt:
         return Outcome(world.worst_status(), fault, world.run)
 
     def _name_stragglers(self) -> None:
-        after_seconds = max(LEAST_SILENCE_SECONDS, self.job.silent_seconds)
+        after_seconds = max(patience.LEAST_SILENCE_SECONDS, self.job.silent_seconds)
         for rank in rank_faults.stragglers(time.monotonic(), list(self.world.ranks.values()), after_seconds):
             if rank.rank not in self.named_stragglers:
                 self.named_stragglers.add(rank.rank)

@@ -171,10 +171,11 @@ def _is_silent(now: float, host: HostState, limit_seconds: float) -> bool:
     """Whether neither a host's agent nor its system has given a sign of life within a limit and its usual lateness.
 
     A system that is called over a slow link answers a round trip later: that is added to its limit. What it gives does
-    not count for ever: its agent may be stopped, and nobody ends its ranks.
+    not count for ever: its agent may be stopped, and nobody ends its ranks. It counts for long: of a full link's
+    packets some are lost, and each that is keeps the agent's words back for seconds.
     """
     limit = patience.silence_limit(limit_seconds, host.usual_lateness)
-    most = patience.MOST_TIMES * limit_seconds
+    most = patience.MOST_TIMES * max(patience.LEAST_SILENCE_SECONDS, limit_seconds)
     silent = now - host.last_message
     return silent > limit and (now - host.last_sign > limit + host.round_trip_seconds or silent > most)
 
