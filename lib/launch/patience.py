@@ -18,7 +18,7 @@ from collections import deque
 from pathlib import Path
 
 LATE_TIMES = 3.0  # of the usual lateness; a machine that is busier than before is later than before
-LEAST_SILENCE_SECONDS = 5.0  # --silent-seconds may be less; an agent and a straggler get this long
+LEAST_SILENCE_SECONDS = 10.0  # --silent-seconds may be less; words that a slow link may keep back get this long
 MOST_TIMES = 5.0  # of a limit: beyond, a host that dies slowly would never be given up
 WINDOW_SECONDS = 60.0  # that lateness is remembered
 USUAL_FROM = 3  # so many late messages in the window: one or two are a cable that was out, or a lid that was closed
