@@ -419,10 +419,18 @@ def all_faults(strategy: str, kinds: list[str], seconds: float, scene: Scene) ->
 
 
 def all_train(scene: Scene) -> bool:
-    """Waits until every host has a rank, and these make steps; whether that was in time."""
-    there = scene.wait(lambda: all(map(scene.rank, scene.hosts)), HANG_SECONDS, 0.05)
+    """Waits until every host takes part, and they make steps; whether that was in time."""
+    there = scene.wait(lambda: is_complete(scene) and all(map(scene.rank, scene.hosts)), HANG_SECONDS, 0.05)
     reached = scene.newest_step()
     return there and scene.wait(lambda: scene.newest_step() >= reached + 2, HANG_SECONDS, 0.05)
+
+
+def is_complete(scene: Scene) -> bool:
+    """Whether all hosts take part in the newest start. On one that was cut off a rank may live that is none of it."""
+    starts = [
+        found for _, line in list(scene.launch.lines) if (found := re.search(r"start \d.* on (\d+) of (\d+)", line))
+    ]
+    return not starts or starts[-1][1] == starts[-1][2]
 
 
 def interrupt(scene: Scene) -> None:

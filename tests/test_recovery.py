@@ -226,6 +226,46 @@ def test_a_host_that_is_back_and_cannot_take_part_ends_nothing(fresh_hosts: list
     wait_for(lambda: nothing_left(fresh_hosts))
 
 
+def test_a_host_that_is_back_joins_once_the_agent_that_was_cut_off_has_ended(
+    fresh_hosts: list[Host], tmp_path: Path
+) -> None:
+    """Its rank owns the run's folder on that disk: a start in which the host takes part would be refused."""
+    a, b, _ = fresh_hosts
+    options = ["--max-restarts", "1", "--silent-seconds", str(LIMIT)]
+    train = train_words(tmp_path, a.disk / "runs", steps=4000, evaluate__samples=0)
+    launch = Watched(a, [*words([a, b], *options), *train])
+    stopped: int | None = None
+    try:
+        wait_for(lambda: len(steps(a, 0)) >= 7)
+        stopped = next(pid for pid, line in b.processes().items() if line.endswith("-m lib.agent"))
+        b.unplug()
+        for pid in (stopped, rank_of(b)):  # neither sees that the others are gone, as on a link that loses packets
+            b.signal(pid, signal.SIGSTOP)
+        launch.until(r"start 2.* on 1 of 2 hosts \(without host-b\)")
+        there = {*b.processes()}
+        b.plug_in()
+        wait_for(lambda: any("lib.agent" in line for pid, line in b.processes().items() if pid not in there))
+        patient = time.monotonic() + 4
+        while time.monotonic() < patient:
+            news = [line for pid, line in b.processes().items() if pid not in there]
+            assert not any("lib.launch.standby" in line for line in news), "it gets ready to take part"
+            time.sleep(0.1)
+        b.signal(stopped, signal.SIGCONT)
+        stopped = None
+        launch.until("a host is back")
+        launch.until(r"start 3.* on 2 of 2 hosts")
+        before = len(steps(b, 1))
+        wait_for(lambda: len(steps(b, 1)) > before)
+    finally:
+        if stopped is not None:
+            b.signal(stopped, signal.SIGCONT)
+        b.plug_in()
+        for pid in [pid for pid, line in a.processes().items() if f"{ROOT}/launch" in line]:
+            a.signal(pid, signal.SIGINT)
+    assert launch.end() == 130
+    wait_for(lambda: nothing_left(fresh_hosts))
+
+
 def test_a_run_goes_on_from_the_disk_that_alone_went_on_with_it(fresh_hosts: list[Host], tmp_path: Path) -> None:
     """The first host was away while the other one trained; then the command is given again, in the old order."""
     a, b, _ = fresh_hosts

@@ -59,6 +59,7 @@ class HostNames:
     def __init__(self) -> None:
         self.machines: dict[str, tuple[str, str]] = {}  # name and machine id, by the host file's names
         self.names: dict[str, str] = {}
+        self.agents: dict[str, str] = {}  # the folder of each host's agent, in the last start with that host
 
     def name_of_each(self, links: Sequence[Link]) -> list[str]:
         """The names of hosts that are about to start, in their order."""
@@ -162,6 +163,7 @@ class Attempt:
         """
         folders = {link.name: f"{self.address}-{link.machine}" for link in self.links.values()}
         hosts = self.job.hosts
+        self.names.agents.update({host.name: folders[host.name] for host in hosts if host.name in folders})
         # On a thread: a name may take seconds to look up, in which no agent would be pinged.
         work = await asyncio.to_thread(processes_of, self.job, [folders.get(host.name, "") for host in hosts])
         work_of_host = dict(zip((host.name for host in hosts), work, strict=True))

@@ -13,6 +13,7 @@ Only the standard library is imported: an agent is there in a tenth of a second.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import platform
@@ -106,7 +107,7 @@ class Agent:
             await asyncio.wait([standby.getting_ready])
 
     async def answer(self, question: str, **fields: Any) -> int | str:
-        """Answers a question of the launcher's: whether standbys are ready, or whether a connection can be made."""
+        """Answers a question of the launcher's: who is ready, who lives here, or whether a connection can be made."""
         if question == "prepare":
             if self.preparing is None or self.preparing.done():
                 self.preparing = asyncio.ensure_future(self.prepare(**fields))
@@ -118,6 +119,9 @@ class Agent:
             await self._change_listener(listener, port)
             self.closing = asyncio.ensure_future(self._close_later(listener, PROBES * (seconds + 1.0)))
             return port
+        if question == "lives":  # the agent of an earlier start; one that was killed leaves its folder
+            is_own = self.ranks is not None and self.ranks.folder == Path(fields["folder"])
+            return not is_own and _listens(fields["folder"])
         async with asyncio.timeout(fields["seconds"]):
             reader, writer = await asyncio.open_connection(fields["address"], fields["port"])
             steps = handshake.calling(bytes.fromhex(fields["token"]), PROBE)
@@ -190,6 +194,13 @@ class Agent:
             if shutil.which("sudo") is None or subprocess.run(command, capture_output=True).returncode:
                 text = f"--nice {nice} needs root or sudo without a password; goes on at usual priority"
                 write_message(self.writer, "warning", text=text)
+
+
+def _listens(folder: str) -> bool:
+    """Whether the agent that has this folder lives, be it stopped."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as call:
+        call.setblocking(False)
+        return call.connect_ex(f"{folder}/agent") in (0, errno.EAGAIN)
 
 
 async def _nothing_more(channel: handshake.StreamChannel) -> None:

@@ -158,7 +158,9 @@ async def supervise(
                 return outcome.status
             is_behind = here is None and is_led_by_another(outcome.fault, attempt.job.hosts)
             broken, fault_before = time.monotonic(), None if is_behind else fault_before
-            if not outcome.rejoined and not is_behind and not unfit.note(outcome, attempt, hosts_before):
+            if outcome.rejoined:
+                fruitless = 0  # it has made the checkpoint at which it ended
+            elif not is_behind and not unfit.note(outcome, attempt, hosts_before):
                 is_wrong_input = outcome.status == 2 and is_first  # later it may be a disk that is full for a while
                 if is_wrong_input or restarts >= (max_restarts or 0):
                     return outcome.status
@@ -364,12 +366,18 @@ async def _look_out(attempt: Attempt, host: Host, everyone: tuple[Host, ...]) ->
 
 
 async def _could_join(attempt: Attempt, link: Link, host: Host, everyone: tuple[Host, ...]) -> bool:
-    """Whether a missing host takes connections at the run's ports from one that trains; then it prepares standbys."""
+    """Whether a missing host takes connections at the run's ports from one that trains; then it prepares standbys.
+
+    Not before the agent that was cut off there has ended its ranks: one of them owns the run's folder on that disk.
+    """
     job, training, token = attempt.job, {one.name for one in attempt.job.hosts}, secrets.token_hex(32)
     before = [one.name for one in reversed(topology.in_ring_order(host, everyone)) if one.name in training]
     asking = attempt.links.get(before[0] if job.backend == "ring" else job.hosts[0].name)
     port = next_port(job)  # ranks listen at those before it
     try:
+        folder = attempt.names.agents.get(host.name)
+        if folder is not None and await link.ask("lives", ANSWER_SECONDS, folder=folder):
+            return False
         door = reachable_hosts.Door(port, token, reachable_hosts.PROBE_SECONDS)
         await link.ask("listen", ANSWER_SECONDS, **asdict(door))
         if asking is None or asking.closed:
