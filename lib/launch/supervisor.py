@@ -158,9 +158,8 @@ async def supervise(
                 return outcome.status
             is_behind = here is None and is_led_by_another(outcome.fault, attempt.job.hosts)
             broken, fault_before = time.monotonic(), None if is_behind else fault_before
-            if outcome.rejoined:
-                fruitless = 0  # it has made the checkpoint at which it ended
-            elif not is_behind and not unfit.note(outcome, attempt, hosts_before):
+            fruitless = 0 if outcome.rejoined else fruitless  # it has made the checkpoint at which it ended
+            if not outcome.rejoined and not is_behind and not unfit.note(outcome, attempt, hosts_before):
                 is_wrong_input = outcome.status == 2 and is_first  # later it may be a disk that is full for a while
                 if is_wrong_input or restarts >= (max_restarts or 0):
                     return outcome.status
