@@ -21,10 +21,11 @@ import pytest
 
 from lib.launch import agent_link, host_facts, preflight, remote_process, supervisor
 from lib.launch import ssh as ssh_module
-from lib.launch.attempt import Attempt
+from lib.launch.attempt import Attempt, Outcome
 from lib.launch.hostfile import Host
 from lib.launch.job import Job
 from lib.launch.rank_console import Quiet
+from lib.launch.rank_faults import Fault
 from lib.launch.run_needs import Needs
 from tests import tiny
 from tests.test_launch import python, wait_for, words
@@ -213,6 +214,35 @@ def test_one_look_out_that_fails_ends_no_other_and_is_told_in_one_line(monkeypat
     asyncio.run(play())
     assert looked.count(FAR.name) > 2 and looked.count("odd") == 1
     assert told == ["odd is not looked for any more: ValueError('unexpected')"], told
+
+
+def test_a_start_that_ends_because_a_host_is_back_lets_no_later_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has made a checkpoint; the starts of all hosts between them met a fault before their first."""
+    lost, back = Outcome(1, Fault("lost", "host-b is off", ("b",)), "run"), Outcome(0, run="run", rejoined=True)
+    outcomes = [lost, back, lost, back, lost, lost, Outcome(0)]
+    paused: list[int] = []
+
+    async def outcome_of(*_: object) -> Outcome:
+        return outcomes.pop(0)
+
+    async def hosts_of(job: Job, *_: object) -> tuple[Host, ...]:
+        return job.hosts
+
+    async def placed(before: Job, *_: object) -> tuple[Host, ...]:
+        return before.hosts
+
+    def pause_seconds(fruitless: int) -> float:
+        paused.append(fruitless)
+        return 0.0
+
+    monkeypatch.setattr(supervisor, "_outcome", outcome_of)
+    monkeypatch.setattr(supervisor, "_next_hosts", hosts_of)
+    monkeypatch.setattr(supervisor, "_placed", placed)
+    monkeypatch.setattr(supervisor, "pause_seconds", pause_seconds)
+    monkeypatch.setattr(supervisor, "_hand_on_input", lambda *_: None)
+    job = Job((Host("a"), Host("b")), "ring", ("train.py",))
+    assert asyncio.run(supervisor.supervise(job, Quiet([]), 9, "survivors")) == 0
+    assert paused == [1, 1, 1, 2]
 
 
 BACKGROUND = """

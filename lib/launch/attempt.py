@@ -53,7 +53,8 @@ class Outcome:
 class HostNames:
     """What plan, logs and calibration call each host of a launch: fixed at its first start, for all that follow.
 
-    Two machines of one name are two. Each stays so while the other is away, and whatever its network calls it.
+    Two machines of one name are two. Each stays so while the other is away, and whatever its network calls it. With
+    them goes what each host's agent called its folder.
     """
 
     def __init__(self) -> None:
