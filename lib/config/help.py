@@ -46,6 +46,7 @@ def setting_types() -> dict[str, Any]:
     return {setting.key: setting.annotation for setting in settings()}
 
 
+@functools.cache
 def help_text(only: str = "") -> str:
     """The reference of all settings, or of one section, as `--help` prints it."""
     lines, section = [], ""

@@ -9,14 +9,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
+from lib.model.backbone import backbone_of, is_frozen, parameters_outside_blocks
 from lib.model.quantised import dequantised_once
 from lib.model.tensor_parallel import PositionsPart, VocabularyPart
 from lib.model.token_stream import (
     Replaced,
     StreamInputs,
-    backbone_of,
-    is_frozen,
-    parameters_outside_blocks,
     scored_states,
 )
 

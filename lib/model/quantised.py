@@ -20,6 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
+from lib.model.backbone import modules_outside_blocks
 from lib.model.quantised_products import Product, dequantise_from
 from lib.system.hardware import Device
 
@@ -258,12 +259,10 @@ def dequantised_once(model: nn.Module, tokens: int, after: mx.array) -> Iterator
 
     For a head that makes the logits of so many tokens in pieces. Where it would not dequantise, nothing changes.
     """
-    inside = {id(module) for block in model.layers for module in block.modules()}
     layers = [
         module
-        for module in model.modules()
+        for module in modules_outside_blocks(model)
         if isinstance(module, Quantised)
-        and id(module) not in inside
         and "weight" in module  # else another stage of a pipeline has it
         and all(dequantises(module, tokens, after.dtype))
     ]

@@ -14,6 +14,7 @@ import copy
 import functools
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Required, TypedDict, cast
 
 import mlx.core as mx
@@ -23,6 +24,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import base
 
 from lib.config.schema import DataSettings
+from lib.model.backbone import backbone_of, embedding_of
 from lib.model.blocked_attention import causal_attention
 
 
@@ -123,13 +125,6 @@ def _noisy(embedding: nn.Module, keys: mx.array, scales: mx.array) -> Callable[[
         return embedded + (scales[:, None] / size**0.5 * noise).reshape(embedded.shape).astype(embedded.dtype)
 
     return call
-
-
-def embedding_of(model: nn.Module) -> tuple[nn.Module, str] | None:
-    """The module that has the embedding of tokens among its parts, and its name there; None without one."""
-    place = backbone_of(model)
-    holder = model if place is None else place[0][place[1]]
-    return next(((holder, name) for name, part in holder.children().items() if hasattr(part, "as_linear")), None)
 
 
 class Stream:
@@ -376,14 +371,26 @@ def accept_streams(model: nn.Module) -> None:
     end_at_scored_tokens(model)
 
 
+@dataclass(frozen=True)
+class Tried:
+    """What cannot_share_prompts said of a model."""
+
+    why_not: str | None
+
+
 def cannot_share_prompts(model: nn.Module) -> str | None:
     """None for a model to which a stream is the same as whole rows; else why not, in words.
 
     It is tried, on random tokens: recurrent layers, or an attention of the family's own, show there. A rank that holds
     a stage of the model tries its own blocks. Afterwards the model's `ends_early` says whether its last block may end
-    with the scored tokens alone.
+    with the scored tokens alone, and its `tried` what was returned.
     """
     accept_streams(model)
+    model.tried = Tried(_why_not_shared(model))
+    return model.tried.why_not
+
+
+def _why_not_shared(model: nn.Module) -> str | None:
     prompt, long, short = (np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enumerate((5, 3, 1)))
     mask = mx.ones((1, 2, 1))
     rows: StreamInputs = {"prefix_length": 0, "tokens": mx.array([*prompt, *long, *prompt, *short, 0, 0]), "mask": mask}
@@ -439,16 +446,6 @@ def rounding_tolerance(model: nn.Module) -> float:
     return 1e-4 if mx.default_device() == mx.cpu else 0.01
 
 
-def parameters_outside_blocks(model: nn.Module) -> dict[str, mx.array]:
-    """Trained parameters that belong to no block, by name."""
-    blocks = {id(a) for layer in model.layers for _, a in tree_flatten(layer.trainable_parameters())}
-    return {name: a for name, a in tree_flatten(model.trainable_parameters()) if id(a) not in blocks}
-
-
-def is_frozen(model: nn.Module) -> bool:
-    return not parameters_outside_blocks(model)
-
-
 def run_backbone(model: nn.Module, tokens: mx.array, **options: Any) -> mx.array:
     """The backbone's output, called as the model calls it; of a model without one, the model's."""
     place = backbone_of(model)
@@ -483,13 +480,3 @@ class Replaced:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.part, name)
-
-
-def backbone_of(model: nn.Module) -> tuple[nn.Module, str] | None:
-    """The module that holds the backbone (the part that owns the blocks), and its name there; None without one."""
-    for holder in model.modules():
-        for name, part in holder.children().items():
-            owns = isinstance(part, nn.Module) and part is not model and part.get("layers")
-            if owns and [*map(id, owns)] == [*map(id, model.layers)]:  # which may be a new list at every look
-                return holder, name
-    return None

@@ -49,8 +49,6 @@ class Ahead:
     state: str
     inputs: Inputs | None
     policy: nn.Module | None
-    tried: nn.Module | None = None  # the policy, also once it was handed on
-    why_not: str | None = None  # what cannot_share_prompts says of it
 
 
 _ahead: Ahead | None = None
@@ -89,13 +87,6 @@ def policy(config: Config, lazy: bool) -> nn.Module:
     return model
 
 
-def cannot_share_prompts(model: nn.Module) -> str | None:
-    """What the function of that name in lib/model/token_stream.py says; it was tried ahead, or is tried now."""
-    if _ahead is not None and _ahead.tried is model:
-        return _ahead.why_not
-    return token_stream.cannot_share_prompts(model)
-
-
 def read(words: Sequence[str]) -> None:
     """Reads ahead for the run that these words of train.py's would start.
 
@@ -116,11 +107,12 @@ def read(words: Sequence[str]) -> None:
         if is_small(sum(array.nbytes for _, array in tree_flatten(model.parameters())), free):
             adapters.make_trainable(model, config.model, config.train.seed)
             mx.eval(model.parameters())
+            token_stream.cannot_share_prompts(model)  # it remembers
         else:
             model = None
     load.fingerprint(config.model, config.train.seed)
     load.reference_fingerprint(config.model, config.train.seed)
-    _ahead = Ahead(state, data, model, model, None if model is None else token_stream.cannot_share_prompts(model))
+    _ahead = Ahead(state, data, model)
     if config.strategy in ("sharded", "pipelined"):
         ring_sockets.prepare()
 

@@ -31,7 +31,7 @@ from lib.model import adapter_files, load
 from lib.model.logps import completion_logps, completion_token_logps
 from lib.model.token_stream import StreamInputs, arrays_of, cannot_share_prompts, length_multiple
 from lib.system import files, metal, out_of_memory
-from lib.training import losses, preload
+from lib.training import losses
 from lib.training.inputs import Inputs
 from lib.training.step import MicroBatch
 
@@ -105,7 +105,8 @@ def layout(model: nn.Module, settings: DataSettings, world: World) -> Layout:
     why_not, window, is_divided = None, getattr(model, "attention_window", None), world.workers.size < world.size
     if settings.shared_prompts or window is not None:
         with world.workers.together("a look at how the model takes prompts"):
-            why_not = cannot_share_prompts(model) if is_divided else preload.cannot_share_prompts(model)
+            known = None if is_divided else getattr(model, "tried", None)  # it may be from before it was divided
+            why_not = cannot_share_prompts(model) if known is None else known.why_not
     if is_divided:  # ranks may hold unlike parts of the model
         why_not = next(filter(None, world.gather_text(why_not or "", "how the model takes prompts")), None)
     if why_not and window is not None:

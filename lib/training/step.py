@@ -23,7 +23,8 @@ from lib.distributed import gradients as exchange
 from lib.distributed.sharded_world import Lockstep
 from lib.distributed.world import World
 from lib.errors import UserError
-from lib.model.token_stream import StreamInputs, arrays_of, embedding_of
+from lib.model.backbone import embedding_of
+from lib.model.token_stream import StreamInputs, arrays_of
 from lib.system import out_of_memory
 from lib.system.out_of_memory import OutOfMemory
 from lib.training import baseline, losses
