@@ -23,12 +23,12 @@ export PRTE_MCA_rmaps_default_mapping_policy = :oversubscribe
 PYTEST = pytest -n 3 --dist loadfile --no-loadscope-reorder
 MPI_PYTEST = $(BIN)/python -m pytest -x -p no:cacheprovider
 
-.PHONY: help setup train test launch preflight calibrate doctor serve dashboard bench lint coverage docs mutation test-matrix clean
+.PHONY: help setup train test test-long launch preflight calibrate doctor serve dashboard bench lint coverage docs mutation test-matrix clean
 
 help:
 	@echo "make setup        install what is needed into .venv (EXTRA=cpu, metal or cuda; PYTHON=/path/to/python)"
 	@echo "make train        train the quickstart, offline, in about two minutes"
-	@echo "make test         all tests"
+	@echo "make test         the tests, in ten minutes on two cores; make test-long: those that take longer"
 	@echo "make doctor       try this machine part by part"
 	@echo "make preflight    check the machines of HOSTS=hostfile; starts nothing"
 	@echo "make calibrate    measure this machine, or those of HOSTS=hostfile"
@@ -62,12 +62,14 @@ $(INSTALLED): pyproject.toml constraints.txt
 train: setup
 	$(BIN)/python train.py $(ARGS)
 
-# All parts run, whatever fails in one of them; the last lines say what failed in which.
-test: setup
+# All parts run, whatever fails in one of them; the last lines say what failed in which. Tests marked long are test-long's.
+test: LENGTH = short
+test-long: LENGTH = long
+test test-long: setup
 	@$(BIN)/python -m tests.parts \
-	  "one process" $(BIN)/python -m $(PYTEST) $(ARGS) -- \
-	  "two ranks" $(BIN)/mpirun -n 2 $(MPI_PYTEST) -- \
-	  "three ranks" $(BIN)/mpirun -n 3 $(MPI_PYTEST)
+	  "one process" $(BIN)/python -m $(PYTEST) --length $(LENGTH) $(ARGS) -- \
+	  "two ranks" $(BIN)/mpirun -n 2 $(MPI_PYTEST) --length $(LENGTH) -- \
+	  "three ranks" $(BIN)/mpirun -n 3 $(MPI_PYTEST) --length $(LENGTH)
 
 # make launch HOSTS=hostfile ARGS="--config ..." trains on all of them; OPTIONS="--backend mpi --max-restarts 3" is for ./launch.
 launch: setup

@@ -53,6 +53,14 @@ if LAUNCH.size > 1:
     assert mx.distributed.init(backend=LAUNCH.backend, strict=True).size() == LAUNCH.size
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--length",
+        choices=["short", "long"],
+        help="the tests of make test, or those marked long, of make test-long (default: both)",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if (
         signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -133,19 +141,27 @@ LONGEST = [
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (length := config.getoption("length")) is not None:
+        if not any("::" in word for word in config.args):
+            _require_named(items)
+        _deselect(config, items, [item for item in items if _is_long(item) == (length == "long")])
     if LAUNCH.size == 1:
         names = [f"test_{name}" for name in LONGEST]
         items.sort(key=lambda item: names.index(item.path.stem) if item.path.stem in names else len(names))
         return
-    mine = [item for item in items if _is_for(list(item.iter_markers("mpi")), LAUNCH.size)]
-    config.hook.pytest_deselected(items=[item for item in items if item not in mine])
-    items[:] = mine
+    _deselect(config, items, [item for item in items if _is_for(list(item.iter_markers("mpi")), LAUNCH.size)])
+
+
+def _deselect(config: pytest.Config, items: list[pytest.Item], kept: list[pytest.Item]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected stays: looking for garbage in it was a tenth of the tests' time."""
+    """What was imported and collected stays: looking for garbage in it, and often, was a sixth of the tests' time."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 50, 100)
 
 
 def _is_for(marks: list[pytest.Mark], size: int) -> bool:
@@ -155,6 +171,31 @@ def _is_for(marks: list[pytest.Mark], size: int) -> bool:
     """
     sizes = [(mark.kwargs.get("min_size", 1), mark.kwargs.get("max_size", size)) for mark in marks]
     return bool(marks) and all(least <= size <= most for least, most in sizes)
+
+
+def _is_long(item: pytest.Item) -> bool:
+    """Whether one of its marks `long` is for these parameters, by their id, and for a world of this size."""
+    return any(
+        (not mark.args or _parameters(item) in mark.args) and mark.kwargs.get("ranks", LAUNCH.size) == LAUNCH.size
+        for mark in item.iter_markers("long")
+    )
+
+
+def _require_named(items: list[pytest.Item]) -> None:
+    """Refuses a mark `long` that names parameters which its test does not have."""
+    known: dict[str, set[str]] = {}
+    named: dict[str, set[str]] = {}
+    for item in items:
+        test = item.nodeid.split("[")[0]
+        known.setdefault(test, set()).add(_parameters(item))
+        named.setdefault(test, set()).update(*(mark.args for mark in item.iter_markers("long")))
+    for test, names in named.items():
+        if names - known[test]:
+            raise pytest.UsageError(f"{test} is marked long for {sorted(names - known[test])}, and has none of that id")
+
+
+def _parameters(item: pytest.Item) -> str:
+    return item.callspec.id if hasattr(item, "callspec") else ""
 
 
 @pytest.fixture(scope="session")

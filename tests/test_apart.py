@@ -59,6 +59,8 @@ def shares(world: World) -> str:
 
 
 @pytest.mark.parametrize("method", ["full", pytest.param("dora", marks=pytest.mark.mpi(min_size=2, max_size=2))])
+@pytest.mark.long("dora")
+@pytest.mark.long(ranks=3)
 def test_rounds_of_one_batch_are_synchronous_steps(world: World, folder: Path, shares: str, method: str) -> None:
     """With plain SGD the weighted mean of one step each is the step of the weighted gradient."""
     words = [*settings(world, folder), f"model.method={method}", "train.optimizer=sgd", "train.max_grad_norm=null"]
@@ -75,6 +77,7 @@ def test_rounds_of_one_batch_are_synchronous_steps(world: World, folder: Path, s
     world.gather_text("checked")
 
 
+@pytest.mark.long(ranks=3)
 def test_each_merge_of_one_round_is_what_it_says(world: World, folder: Path, shares: str) -> None:
     """With told shares the ranks' own adapters are the same bits every time: `none` shows what the others merged."""
     words = [*settings(world, folder, rows=40), "strategy=independent", shares, "model.rank=3"]
@@ -153,6 +156,7 @@ def test_ranks_leave_a_round_with_the_same_weights(
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.long
 def test_a_slow_rank_takes_less_and_every_pair_is_trained_once_after_a_full_disk_and_a_stop_too(
     world: World,
     folder: Path,
@@ -202,6 +206,7 @@ def test_a_slow_rank_takes_less_and_every_pair_is_trained_once_after_a_full_disk
     world.gather_text("checked")
 
 
+@pytest.mark.long(ranks=3)
 def test_a_run_goes_on_alone_from_a_rounds_end(
     world: World,
     folder: Path,
@@ -251,6 +256,7 @@ def test_a_run_that_goes_on_inside_a_round_has_the_bits_of_one_that_never_stoppe
 
 
 @two
+@pytest.mark.long
 def test_a_run_that_is_to_end_inside_a_round_merges_what_its_ranks_have(world: World, folder: Path) -> None:
     words = [*settings(world, folder, rows=45), "strategy=independent", "independent.merge=outer", "plan.shares=[5,3]"]
     words += ["independent.pairs_per_round=64", "train.schedule=constant", "checkpoint.every=5", "checkpoint.keep=99"]
@@ -269,6 +275,7 @@ def test_a_run_that_is_to_end_inside_a_round_merges_what_its_ranks_have(world: W
     world.gather_text("checked")
 
 
+@pytest.mark.long(ranks=3)
 def test_a_stacked_run_goes_on_at_its_rank(
     world: World,
     folder: Path,
@@ -293,6 +300,7 @@ def test_a_stacked_run_goes_on_at_its_rank(
     world.gather_text("checked")
 
 
+@pytest.mark.long(ranks=3)
 def test_a_merged_adapter_loads_in_mlx_lm(world: World, folder: Path, shares: str) -> None:
     words = [*settings(world, folder), "strategy=independent", shares, "train.steps=3"]
     stored = folder / "stored"
@@ -310,6 +318,7 @@ def test_a_merged_adapter_loads_in_mlx_lm(world: World, folder: Path, shares: st
     world.gather_text("checked")
 
 
+@pytest.mark.long(ranks=3)
 def test_compressed_gradients_of_synchronous_ranks(world: World, folder: Path, shares: str) -> None:
     words = [*settings(world, folder), "train.steps=6", shares]
     sent = {}
@@ -344,6 +353,7 @@ def test_ranks_that_would_plan_unlike_end_before_they_train(
 
 
 @two
+@pytest.mark.long
 def test_what_compression_left_out_is_in_the_checkpoint(world: World, folder: Path, shares: str) -> None:
     words = [*settings(world, folder), shares, "sync.compression=topk", "train.schedule=constant", "model.dropout=0.1"]
     straight = train(world, folder, [*words, "train.steps=11"], "straight")
@@ -355,6 +365,7 @@ def test_what_compression_left_out_is_in_the_checkpoint(world: World, folder: Pa
 
 
 @pytest.mark.parametrize("words", [(), ("plan.replan=false",)], ids=["by speed", "as planned"])
+@pytest.mark.long(ranks=3)
 def test_what_one_rank_meets_ends_all(
     world: World,
     folder: Path,

@@ -179,6 +179,11 @@ def test_the_last_weights_are_kept_where_they_are_asked_for_or_the_best_are_dama
     ],
     ids=lambda words: f"{words[0]} {words[-1]}",
 )
+@pytest.mark.long(
+    "strategy=pipelined train.patience=2",
+    "strategy=independent independent.merge=stack",
+    "strategy=sharded train.patience=2",
+)
 def test_ranks_end_together_with_the_best(words: list[str], tmp_path: Path) -> None:
     world = start(mpi_and_blas.launch_environment(), timeout_seconds=120)
     folder = Path(world.broadcast_text(str(tmp_path)))

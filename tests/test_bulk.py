@@ -530,6 +530,7 @@ def ring(folder: Path, ranks: int, words: list[str]) -> list[subprocess.Popen[st
     ]
 
 
+@pytest.mark.long
 def test_a_killed_ranks_rows_are_done_by_the_others_and_the_output_is_one_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

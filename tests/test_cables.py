@@ -48,6 +48,7 @@ def test_no_host_but_the_one_before_reaches_an_address(fresh_hosts: list[Host]) 
                 assert (number == 111) == (other in (place, (place + 1) % 3)), "refused by a host that is reached"
 
 
+@pytest.mark.long
 def test_a_ring_of_cables_is_checked_and_trains_and_without_a_host_its_neighbours_go_on(
     fresh_hosts: list[Host], host_file: Path, tmp_path: Path
 ) -> None:

@@ -351,6 +351,7 @@ def test_the_share_is_measured_with_the_largest_micro_batch_that_leaves_time_for
     assert measured.size_in(60.0) == measured.best == 4
 
 
+@pytest.mark.long
 def test_a_quick_calibration_of_a_tiny_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -389,6 +390,7 @@ def test_a_quick_calibration_of_a_tiny_model(
 
 
 @pytest.mark.mpi(min_size=3)  # two have one link, three have to take turns
+@pytest.mark.long
 def test_ranks_of_one_host_have_a_file_each_and_their_links(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

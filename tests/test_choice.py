@@ -193,6 +193,7 @@ def test_tokens_of_a_divided_pass_are_those_of_its_batch(shares_prompts: bool) -
     assert sharded_tokens(unknown, 4) == 4 * 2 * KEY.sequence_length
 
 
+@pytest.mark.long
 def test_the_table_of_two_macs() -> None:
     """benchmarks/decide.py: what fits trains on independent replicas, what does not is cut into stages."""
     done = subprocess.run(

@@ -65,6 +65,7 @@ def broken_mlx(tmp_path: Path) -> Path:
     return tmp_path / "broken"
 
 
+@pytest.mark.long
 def test_the_page_of_a_mac_without_mlx_has_every_part_and_fits_80_columns(tmp_path: Path, broken_mlx: Path) -> None:
     mac = darwin.Mac(tmp_path)
     mac.says("system_profiler SPDisplaysDataType -json", darwin.LIT)

@@ -64,6 +64,7 @@ def test_an_example_passes_zsh_unharmed(script: str) -> None:
         assert not re.search(r"[\[\]*?#~]", bare), f"{line}: zsh would take this for a pattern; quote it"
 
 
+@pytest.mark.long
 def test_trainings_of_the_help_run_as_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -114,6 +114,7 @@ def test_a_change_of_any_file_or_setting_is_read(folder: Path, monkeypatch: pyte
     assert not is_kept(folder, monkeypatch), "another version of what makes the tokens"
 
 
+@pytest.mark.long
 def test_a_start_without_answers_to_show_needs_no_transformers(folder: Path) -> None:
     program = "import sys, train; status = train.main(sys.argv[1:]); print(status, 'transformers' in sys.modules)"
     words = words_of(folder, "evaluate.answers=null", "evaluate.samples=0", "train.steps=2", "run.pages=false")

@@ -226,6 +226,7 @@ def test_a_reader_that_has_seen_enough_ends_the_launch(three_hosts: list[Machine
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.long("mpirun")
 def test_two_hosts_train_what_one_trains(three_hosts: list[Machine], tmp_path: Path, backend: str) -> None:
     settings = tiny.settings(tmp_path, train__steps=6)
     config = ["--config", str(tiny.config_file(tmp_path))]
@@ -260,6 +261,7 @@ def test_two_hosts_train_what_one_trains(three_hosts: list[Machine], tmp_path: P
     assert any(rates) and all(rate is None or rate > 0 for rate in rates), rates
 
 
+@pytest.mark.long
 def test_machines_started_by_hand_train_together(three_hosts: list[Machine], tmp_path: Path) -> None:
     settings = [*tiny.settings(tmp_path, train__steps=3), "--config", str(tiny.config_file(tmp_path)), "run.name=hand"]
     settings.append("strategy=synchronous")  # each step on both

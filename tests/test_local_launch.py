@@ -325,6 +325,7 @@ sys.exit(mpi_and_blas.status_of(train.main))
 
 
 @pytest.mark.parametrize("backend", ["ring", "mpi"], ids=["ring", "mpirun"])
+@pytest.mark.long("mpirun")
 def test_an_error_of_mlx_inside_a_divided_pass_ends_all_ranks_with_one_message(tmp_path: Path, backend: str) -> None:
     """One rank's part fails where it is evaluated; the other is inside the same pass, and waits for it there."""
     script = tmp_path / "rank.py"

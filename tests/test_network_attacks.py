@@ -26,6 +26,7 @@ def test_it_holds(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("strategy", "bits"), [("independent", 0x40), ("pipelined", 0x40), ("pipelined", 0)])
+@pytest.mark.long("pipelined-0", "independent-64")
 def test_a_run_whose_arrays_are_changed_on_their_way_ends_before_it_saves_them(
     strategy: str, bits: int, tmp_path: Path
 ) -> None:

@@ -508,6 +508,7 @@ def small_group() -> Iterator[Path]:
 
 @pytest.mark.skipif(not os.access(GROUP / "cgroup.procs", os.W_OK), reason="no memory control group can be made here")
 @pytest.mark.parametrize("backend", ["ring", "mpi"], ids=["by itself", "by Open MPI"])
+@pytest.mark.long
 def test_a_rank_that_the_kernel_kills_goes_on_with_half(small_group: Path, tmp_path: Path, backend: str) -> None:
     script = tmp_path / "train_there.py"
     script.write_text(

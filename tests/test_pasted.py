@@ -154,6 +154,7 @@ def of_remedies() -> Iterator[tuple[str, str]]:
             yield "links", found.remedy
 
 
+@pytest.mark.long
 def test_every_command_is_taken_as_it_stands() -> None:
     places = {"documents": of_documents, "help": of_help, "docstrings": of_docstrings, "remedies": of_remedies}
     found = {name: [(place, line) for place, line in each() if line] for name, each in places.items()}

@@ -192,6 +192,7 @@ def test_stages_drop_what_the_whole_drops(world: World, folder: Path, recomputes
     [{"blocks": 1}, {"blocks": 4, "method": "full"}, {"method": "full", "gradient_checkpointing": True}],
     ids=["the last block", "all but the first block", "checkpointing"],
 )
+@pytest.mark.long("checkpointing")
 def test_no_gradient_goes_where_nothing_is_trained(world: World, folder: Path, changes: dict[str, Any]) -> None:
     path = folder_of(world, folder, "llama-tied-biased")
     for recomputes, blocks in zip((False, True), CUTS[world.size], strict=True):
@@ -236,6 +237,14 @@ def test_stages_of_a_quantised_model(world: World, folder: Path, family: str) ->
     ],
     ids=lambda words: " ".join(words[:2]),
 )
+@pytest.mark.long(
+    "model.method=dora train.loss=orpo",
+    "model.method=lora train.loss=kto",
+    "train.neftune_noise_alpha=5 train.loraplus_lr_ratio=8",
+    "model.adapt_embeddings=true train.loss=[sft,sppo]",
+    "model.method=lora train.loss=bco",
+    "model.method=lora train.loss=ipo",
+)
 def test_stages_train_to_the_weights_of_the_whole(world: World, folder: Path, words: tuple[str, ...]) -> None:
     common = [*words_of(world, folder), "train.steps=5", *words, "train.max_grad_norm=0.05", "strategy=pipelined"]
     common += ["plan.micro_batch_sizes=[3]", "checkpoint.final=last"]
@@ -260,6 +269,7 @@ def test_stages_train_to_the_weights_of_the_whole(world: World, folder: Path, wo
 
 @two
 @pytest.mark.parametrize("words", [("train.loss=kto",), ("train.reference_sync_steps=2",)], ids=lambda words: words[0])
+@pytest.mark.long("train.reference_sync_steps=2")
 def test_memory_that_runs_out_in_a_pass_without_gradients_halves_the_micro_batch(
     world: World, folder: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,6 +299,8 @@ def test_memory_that_runs_out_in_a_pass_without_gradients_halves_the_micro_batch
     ids=lambda words: words[0] if isinstance(words, tuple) else "",
 )
 @mpi
+@pytest.mark.long("model.adapt_embeddings=true-")
+@pytest.mark.long("model.method=lora-", ranks=2)
 def test_stages_join_their_arrays_in_a_compiled_step(
     world: World, folder: Path, words: tuple[str, ...], kinds: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,6 +334,7 @@ def test_stages_join_their_arrays_in_a_compiled_step(
 
 
 @mpi
+@pytest.mark.long(ranks=3)
 def test_a_run_moves_between_cuts_and_one_rank(world: World, folder: Path) -> None:
     common = [*words_of(world, folder, tie_word_embeddings=True), "model.method=full", "train.learning_rate=1e-4"]
     common += ["train.schedule=constant", "checkpoint.every=1", "strategy=pipelined", "data.valid=null"]
@@ -339,6 +352,7 @@ def test_a_run_moves_between_cuts_and_one_rank(world: World, folder: Path) -> No
 
 
 @two
+@pytest.mark.long
 def test_a_run_moves_between_strategies(world: World, folder: Path) -> None:
     common = [*words_of(world, folder), "train.schedule=constant", "checkpoint.every=1", "data.valid=null"]
     ways = ("sharded", "pipelined", "synchronous", "pipelined", "sharded")
@@ -361,6 +375,7 @@ def test_a_run_moves_between_strategies(world: World, folder: Path) -> None:
     ],
     ids=["streamed, dropout", "full, a reference that follows"],
 )
+@pytest.mark.long
 def test_blocks_move_away_from_a_rank_that_slows(
     world: World, folder: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
@@ -403,6 +418,7 @@ def test_blocks_move_away_from_a_rank_that_slows(
 
 @two
 @pytest.mark.parametrize(("kind", "most"), [("bf16", 2.0**-9), ("int8", BLOCK**0.5 / 254)])
+@pytest.mark.long("int8-0.06299212598425197")
 def test_compressed_activations_say_what_was_left_out(world: World, folder: Path, kind: str, most: float) -> None:
     """bf16 rounds to 8 bits; int8 to the 254th part of a block's largest value, which is at most the block's norm."""
     common = [*words_of(world, folder), "strategy=pipelined", "train.steps=2", "data.valid=null"]
@@ -416,6 +432,7 @@ def test_compressed_activations_say_what_was_left_out(world: World, folder: Path
 
 
 @two
+@pytest.mark.long
 def test_answers_metrics_and_another_reference_in_stages(
     world: World, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -480,6 +497,7 @@ def test_a_rank_reads_and_holds_its_own_blocks(world: World, folder: Path) -> No
 
 
 @mpi
+@pytest.mark.long(ranks=3)
 def test_ranks_leave_together_when_one_cannot_write_or_nothing_is_finite(world: World, folder: Path) -> None:
     assert_ranks_leave_together(world, folder, [*words_of(world, folder), "strategy=pipelined"])
 

@@ -196,6 +196,7 @@ def test_other_versions_a_full_disk_no_ssh_and_too_large_a_model(
     assert [f.message for f in shown if f.status == "failed"] == ["/x: Permission denied"]
 
 
+@pytest.mark.long
 def test_a_slow_link_a_cut_one_and_a_backend_that_does_not_sum(three_hosts: list[Machine]) -> None:
     a, b, c = three_hosts
     b.shape("20mbit")

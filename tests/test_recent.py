@@ -347,6 +347,7 @@ def test_a_mac_tells_one_start_of_its_system_from_the_next(mac: darwin.Mac) -> N
 
 @two
 @pytest.mark.parametrize("words", [[], ["sync.compression=int8"]], ids=["plain", "int8"])
+@pytest.mark.long("int8")
 def test_ranks_that_die_a_step_apart_go_on_from_the_step_that_all_have(
     world: World, folder: Path, words: list[str], capsys: Told
 ) -> None:
@@ -387,6 +388,7 @@ def test_one_of_two_replicas_goes_on_alone_from_a_step_that_both_had(world: Worl
 
 @two
 @pytest.mark.parametrize("merge", ["stack", "outer"])
+@pytest.mark.long("stack")
 def test_independent_ranks_go_on_from_their_own_last_steps(
     world: World, folder: Path, merge: str, capsys: Told
 ) -> None:
@@ -413,6 +415,7 @@ def test_independent_ranks_go_on_from_their_own_last_steps(
 
 @two
 @pytest.mark.parametrize(("after", "merge"), [(0, "outer"), (9, "stack")])
+@pytest.mark.long("9-stack")
 def test_where_one_independent_rank_would_take_other_rows_all_go_back_to_the_checkpoint(
     world: World, folder: Path, after: int, merge: str, capsys: Told
 ) -> None:
@@ -438,6 +441,7 @@ def test_where_one_independent_rank_would_take_other_rows_all_go_back_to_the_che
 
 
 @two
+@pytest.mark.long
 def test_without_held_out_rows_the_log_keeps_the_steps_that_live_on(world: World, folder: Path) -> None:
     words = [*settings(world, folder, rows=45), "strategy=independent", "plan.shares=[5,3]", "data.valid=null"]
     words += ["independent.pairs_per_round=64", "train.steps=24", "checkpoint.every=99"]
@@ -451,6 +455,7 @@ def test_without_held_out_rows_the_log_keeps_the_steps_that_live_on(world: World
 
 
 @two
+@pytest.mark.long
 def test_checkpoints_may_come_more_often_than_the_ranks_meant_to_meet(world: World, folder: Path) -> None:
     words = [*settings(world, folder, rows=45), "strategy=independent", "plan.shares=[5,3]"]
     words += ["independent.pairs_per_round=160", "train.steps=24"]
@@ -464,6 +469,7 @@ def test_checkpoints_may_come_more_often_than_the_ranks_meant_to_meet(world: Wor
 
 
 @two
+@pytest.mark.long
 def test_checkpoints_at_rounds_ends_come_where_they_would_have(world: World, folder: Path) -> None:
     """However often a run is killed between two of them."""
     words = [*settings(world, folder, rows=45), "strategy=independent", "plan.shares=[5,3]"]
@@ -487,6 +493,7 @@ def test_checkpoints_at_rounds_ends_come_where_they_would_have(world: World, fol
 
 
 @two
+@pytest.mark.long
 def test_where_one_independent_rank_lost_its_state_all_go_back_to_the_checkpoint(
     world: World, folder: Path, capsys: Told
 ) -> None:

@@ -95,6 +95,7 @@ FAULTS: dict[str, Callable[[Host], None]] = {
 
 
 @pytest.mark.parametrize(("kind", "backend"), [("died", "ring"), ("stopped", "mpi")], ids=["died", "stopped"])
+@pytest.mark.long("stopped")
 def test_a_lost_rank_is_noticed_named_and_trained_on(
     fresh_hosts: list[Host], tmp_path: Path, kind: str, backend: str
 ) -> None:
@@ -121,6 +122,7 @@ def test_a_lost_rank_is_noticed_named_and_trained_on(
 
 
 @pytest.mark.parametrize("kind", ["died", "silent"])
+@pytest.mark.long
 def test_independent_ranks_of_auto_go_on_after_a_fault(fresh_hosts: list[Host], tmp_path: Path, kind: str) -> None:
     """Started again on both hosts, or without the lost one from the last merge: no strategy is named anywhere."""
     a, b, _ = fresh_hosts
@@ -198,6 +200,7 @@ def test_training_goes_on_from_a_survivors_own_disk_and_takes_the_host_back(
         assert sorted(epochs[45 * epoch : 45 * epoch + 45]) == list(range(45)), "an example was lost or repeated"
 
 
+@pytest.mark.long
 def test_a_host_that_is_back_and_cannot_take_part_ends_nothing(fresh_hosts: list[Host], tmp_path: Path) -> None:
     """It lost its disk, or was never there since the run began: --resume finds no run on it."""
     a, b, _ = fresh_hosts
@@ -226,6 +229,7 @@ def test_a_host_that_is_back_and_cannot_take_part_ends_nothing(fresh_hosts: list
     wait_for(lambda: nothing_left(fresh_hosts))
 
 
+@pytest.mark.long
 def test_a_host_that_is_back_joins_once_the_agent_that_was_cut_off_has_ended(
     fresh_hosts: list[Host], tmp_path: Path
 ) -> None:
@@ -266,6 +270,7 @@ def test_a_host_that_is_back_joins_once_the_agent_that_was_cut_off_has_ended(
     wait_for(lambda: nothing_left(fresh_hosts))
 
 
+@pytest.mark.long
 def test_a_run_goes_on_from_the_disk_that_alone_went_on_with_it(fresh_hosts: list[Host], tmp_path: Path) -> None:
     """The first host was away while the other one trained; then the command is given again, in the old order."""
     a, b, _ = fresh_hosts

@@ -201,6 +201,7 @@ def test_the_command_for_the_others_is_this_one_with_the_other_role() -> None:
     assert command.role_commands(["--role=primary", "--hosts", "a,b"])[1] == "./launch --role secondary --hosts a,b"
 
 
+@pytest.mark.long
 def test_three_machines_by_hand_with_one_that_comes_late(three_hosts: list[Machine]) -> None:
     show = ["sh", "-c", "cat $MLX_HOSTFILE; echo"]
     key = three_hosts[0].disk.parent / "by-hand-key"  # on a disk that all of them see

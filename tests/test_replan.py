@@ -600,6 +600,7 @@ def test_a_run_that_is_planned_again_loses_no_example_and_resumes_bit_for_bit(
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.long
 def test_real_ranks_correct_a_calibration_that_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two equal ranks, one of which is said to be twice as fast at one size: their own times say otherwise."""
     observe = Schedule.observe

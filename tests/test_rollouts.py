@@ -359,6 +359,12 @@ STOPS: dict[str, tuple[str, list[Moment]]] = {
 
 
 @pytest.mark.parametrize("moments", STOPS)
+@pytest.mark.long(
+    "judging; before a round is undone",
+    "drawing ahead; before a round is undone, the next being drawn",
+    "after the answers, before their journal goes; before the verdict",
+    "training, all drawn",
+)
 def test_a_run_that_was_stopped_is_one_that_never_was(
     moments: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -467,6 +473,7 @@ def test_a_finished_run_answers_questions(whole: tuple[Path, list[str]], capsys:
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"] == 3
 
 
+@pytest.mark.long
 def test_the_momentum_of_merges_goes_with_a_round_that_is_undone(
     second_loses: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -514,6 +521,7 @@ def alike(prompt: Any, completions: list[str], record: dict[str, Any]) -> list[i
     return [1] * len(completions)
 
 
+@pytest.mark.long
 def test_the_reference_follows_after_a_round_without_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would be that of the rounds before, until its next turn."""
     followed: list[int] = []

@@ -65,6 +65,7 @@ def test_unequal_ranks_draw_what_one_draws(alone: Alone, world: World, folder: P
     world.gather_text("checked")
 
 
+@pytest.mark.long
 def test_unequal_ranks_draw_ahead_what_one_draws(alone: Alone, world: World, folder: Path) -> None:
     """The first two rounds are of the same weights on any ranks."""
     own = ["strategy=independent", "plan.shares=[3,1]", "rollouts.rounds=2", "rollouts.overlap=true"]
@@ -72,6 +73,7 @@ def test_unequal_ranks_draw_ahead_what_one_draws(alone: Alone, world: World, fol
     world.gather_text("checked")
 
 
+@pytest.mark.long
 def test_ranks_that_hold_parts_of_the_model_draw_what_one_draws(alone: Alone, world: World, folder: Path) -> None:
     run = together(alone, world, folder, "strategy=pipelined", "rollouts.rounds=2", "rollouts.overlap=true")
     one, parts = (lines(each / "rounds/0001/samples.jsonl") for each in (alone.run, run))
@@ -97,6 +99,7 @@ def test_ranks_that_hold_parts_of_the_model_draw_what_one_draws(alone: Alone, wo
     world.gather_text("checked")
 
 
+@pytest.mark.long
 def test_every_rank_goes_back_to_the_momentum_before_a_round_that_is_undone(
     alone: Alone, world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,6 +109,7 @@ def test_one_rank_apart_is_one_rank(tmp_path: Path) -> None:
         assert sorted(one["rows"]) == sorted(other["rows"]) and one["learning_rate"] == other["learning_rate"]
 
 
+@pytest.mark.long
 def test_hosts_with_disks_of_their_own_keep_their_parts(tmp_path: Path, fresh_hosts: list[Host]) -> None:
     """Killed on all hosts inside a round, and resumed: the bits of a run that nobody stopped, nothing on a shared disk."""
     hosts = fresh_hosts[:2]

@@ -503,6 +503,7 @@ def test_keys_are_read_again_on_request(gateway: Served, run: Path, client: open
         client.with_options(api_key=bob).models.list()
 
 
+@pytest.mark.long
 def test_a_drain_loses_no_request(run: Path) -> None:
     with served("--run", run, "serve.concurrency=4", "serve.drain_seconds=0.5") as one:
         one.until_up(1)

@@ -77,6 +77,7 @@ def epoch_of(data: Dataset, make: MicroBatches, epoch: int, sizes: list[list[int
     [(PANDALM, [[8, 8]]), (GSM8K, [[8, 8]]), (GSM8K, [[16]]), (PANDALM, [[16, 16, 16], [8, 8]])],
     ids=["pandalm, two of 8", "gsm8k, two of 8", "gsm8k, 16", "pandalm, two ranks"],
 )
+@pytest.mark.long("gsm8k, two of 8", "pandalm, two of 8")
 def test_an_epoch_has_few_shapes_the_next_has_none_anew_and_little_is_padded(
     data: Dataset, sizes: list[list[int]]
 ) -> None:

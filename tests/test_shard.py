@@ -385,6 +385,13 @@ def words_of(world: World, folder: Path, *words: str, **changes: Any) -> list[st
     ],
     ids=lambda words: " ".join(words[:2]),
 )
+@pytest.mark.long(
+    "model.method=lora train.loss=sft",
+    "model.method=dora train.loss=orpo",
+    "model.method=lora train.loss=bco",
+    "model.method=lora train.loss=kto",
+)
+@pytest.mark.long("model.method=full train.loss=sft", ranks=3)
 def test_parts_train_to_the_weights_of_the_whole(world: World, folder: Path, words: tuple[str, ...]) -> None:
     common = [*words_of(world, folder), "train.steps=8", *words, "train.max_grad_norm=0.05", "strategy=sharded"]
     common.append("checkpoint.final=last")
@@ -437,6 +444,7 @@ def test_equal_parts_compiled_train_to_the_weights_of_the_whole(
 
 
 @mpi
+@pytest.mark.long(ranks=3)
 def test_a_run_moves_between_divisions_and_one_rank(world: World, folder: Path) -> None:
     common = [*words_of(world, folder, mlp_bias=True), "model.method=full", "train.learning_rate=1e-4"]
     common += ["train.schedule=constant", "checkpoint.every=1", "strategy=sharded", "data.valid=null"]
@@ -454,6 +462,7 @@ def test_a_run_moves_between_divisions_and_one_rank(world: World, folder: Path) 
 
 
 @two
+@pytest.mark.long
 def test_answers_metrics_and_another_reference_in_parts(
     world: World, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -543,6 +552,7 @@ def test_a_rank_reads_and_holds_its_planned_part(world: World, folder: Path) -> 
 
 
 @mpi
+@pytest.mark.long(ranks=3)
 def test_a_rank_trains_in_its_planned_memory(world: World, folder: Path) -> None:
     """The steps' measured peaks, beyond what all ranks keep whole (embedding, head, norms), are as the plan's parts."""
     words = words_of(world, folder, hidden_size=256, num_hidden_layers=8, intermediate_size=768, vocab_size=48)

@@ -141,6 +141,8 @@ two = pytest.mark.mpi(min_size=2, max_size=2)  # what a third rank changes is se
     ],
     ids=["epochs", "short", "few rows", "streaming", "full", "checkpoints"],
 )
+@pytest.mark.long("streaming", "checkpoints", "epochs")
+@pytest.mark.long(ranks=3)
 def test_auto_is_independent_on_ranks_of_one_host(
     world: World,
     folder: Path,
@@ -170,6 +172,7 @@ def test_auto_is_independent_on_ranks_of_one_host(
 
 
 @mpi
+@pytest.mark.long(ranks=3)
 def test_ranks_that_measured_unlike_ends_agree_on_the_next_round(
     world: World,
     folder: Path,
@@ -193,6 +196,7 @@ def test_ranks_that_measured_unlike_ends_agree_on_the_next_round(
 
 
 @two
+@pytest.mark.long
 def test_without_timings_the_same_independent_run_twice_gives_the_same_bits(world: World, folder: Path) -> None:
     words = [*settings(world, folder), "train.epochs=4", "model.dropout=0.2", "plan.replan=false"]
     runs = [train(world, folder, words, name) for name in ("a", "b")]
@@ -202,6 +206,7 @@ def test_without_timings_the_same_independent_run_twice_gives_the_same_bits(worl
 
 
 @mpi
+@pytest.mark.long(ranks=3)
 def test_a_run_that_auto_made_independent_moves_to_one_rank_and_back(world: World, folder: Path) -> None:
     words = [*settings(world, folder, rows=24), "train.schedule=constant", "checkpoint.every=2"]
     run = train(world, folder, [*words, "train.steps=6"], "run")
@@ -240,6 +245,7 @@ def resume(run: Path, world: World, *words: str) -> None:
 
 @two
 @pytest.mark.parametrize(("before", "after"), [("one", "all"), ("all", "one"), ("all", "all")])
+@pytest.mark.long("all-all", "one-all")
 def test_a_synchronous_run_of_an_older_auto_goes_on_as_it_was(
     world: World, folder: Path, capsys: pytest.CaptureFixture[str], before: str, after: str
 ) -> None:

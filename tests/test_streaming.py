@@ -457,6 +457,7 @@ def test_a_step_of_which_every_row_is_left_out_changes_nothing(tmp_path: Path) -
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.long(ranks=3)
 def test_streamed_ranks_end_with_one_ranks_weights_and_move_to_other_worlds(world: World, tmp_path: Path) -> None:
     folder = Path(world.broadcast_text(str(tmp_path)))
     words = json.loads(world.broadcast_text(json.dumps(streamed_words(folder, rows=45) if world.rank == 0 else [])))

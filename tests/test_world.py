@@ -75,6 +75,11 @@ def unequal(world: World) -> list[int]:
     ],
     ids=lambda words: " ".join(words[:2]),
 )
+@pytest.mark.long(
+    "model.adapt_embeddings=true model.rank_pattern={q_proj: 3}",
+    "model.method=dora train.loss=orpo",
+    "train.loss=[sigmoid,apo_zero,sft] train.use_weighting=true",
+)
 def test_unequal_ranks_end_with_one_ranks_weights(world: World, folder: Path, words: tuple[str, ...]) -> None:
     # 21 rows in batches of 8: an epoch's last batch is ragged, and a rank of three may get nothing of it.
     is_first = words[:2] == ("model.method=lora", "train.loss=sigmoid")  # how rows are shared is nothing to a method
@@ -126,6 +131,7 @@ def test_ranks_with_other_files_than_rank_0_stop_together(world: World, folder: 
         train(world, folder, words, "run")
 
 
+@pytest.mark.long(ranks=3)
 def test_a_run_moves_from_many_ranks_to_one_and_back(world: World, folder: Path) -> None:
     common = [*settings(world, folder, rows=27), "strategy=synchronous", "checkpoint.every=2", "checkpoint.final=last"]
     if world.rank == 0:
@@ -142,6 +148,7 @@ def test_a_run_moves_from_many_ranks_to_one_and_back(world: World, folder: Path)
     world.gather_text("checked")
 
 
+@pytest.mark.long(ranks=3)
 def test_the_same_run_twice_gives_the_same_bits(world: World, folder: Path) -> None:
     words = [*settings(world, folder), "train.steps=6", "model.dropout=0.2", f"plan.shares={unequal(world)}"]
     runs = [train(world, folder, words, name) for name in ("a", "b")]
@@ -150,6 +157,7 @@ def test_the_same_run_twice_gives_the_same_bits(world: World, folder: Path) -> N
     world.gather_text("checked")
 
 
+@pytest.mark.long(ranks=3)
 def test_reference_log_probabilities_are_computed_once(
     world: World, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -279,6 +287,8 @@ def test_logs_of_other_disks_come_to_rank_0_and_those_of_the_same_disk_do_not(
 
 
 @pytest.mark.parametrize("loss", ["kto", pytest.param("bco", marks=two)])
+@pytest.mark.long("bco")
+@pytest.mark.long(ranks=3)
 def test_a_baseline_is_exact_over_unequal_ranks_and_ragged_micro_batches(world: World, folder: Path, loss: str) -> None:
     """21 pairs are 42 rows: batches of 8, the last one of 2, of which a rank may get nothing."""
     common = [*settings(world, folder), f"train.loss={loss}", "train.steps=12", "train.learning_rate=1e-2"]
@@ -322,6 +332,7 @@ def test_memory_that_runs_out_before_the_baseline_is_known_stops_no_other_rank(
     world.gather_text("checked")
 
 
+@pytest.mark.long(ranks=3)
 def test_independent_ranks_merge_what_they_know_of_rewards(world: World, folder: Path) -> None:
     """bco's delta is a mean over all ranks from a round's end on; a run that goes on in the middle of one is the same."""
     words = [*settings(world, folder), "train.loss=bco", "strategy=independent", f"plan.shares={unequal(world)}"]
