@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -32,7 +33,7 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None) is not None:
 # once, which would take a core from those that it waits for.
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 os.environ.setdefault("OMPI_MCA_threads_pthreads_yield_strategy", "nanosleep")
-os.environ.setdefault("OMPI_MCA_threads_pthreads_nanosleep_time", "20000")
+os.environ.setdefault("OMPI_MCA_threads_pthreads_nanosleep_time", "1000000")
 # How long an example took says how busy the machine is. What fails prints how to run it again.
 hypothesis_settings.register_profile(
     "anywhere", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
@@ -153,7 +154,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _deselect(config: pytest.Config, items: list[pytest.Item], kept: list[pytest.Item]) -> None:
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    config.hook.pytest_deselected(items=list(set(items) - set(kept)))
     items[:] = kept
 
 
@@ -176,9 +177,15 @@ def _is_for(marks: list[pytest.Mark], size: int) -> bool:
 def _is_long(item: pytest.Item) -> bool:
     """Whether one of its marks `long` is for these parameters, by their id, and for a world of this size."""
     return any(
-        (not mark.args or _parameters(item) in mark.args) and mark.kwargs.get("ranks", LAUNCH.size) == LAUNCH.size
+        (not mark.args or any(_names(name, _parameters(item)) for name in mark.args))
+        and mark.kwargs.get("ranks", LAUNCH.size) == LAUNCH.size
         for mark in item.iter_markers("long")
     )
+
+
+def _names(name: str, parameters: str) -> bool:
+    """Whether a name, in which * stands for anything, is that of these parameters."""
+    return re.fullmatch(".*".join(map(re.escape, name.split("*"))), parameters) is not None
 
 
 def _require_named(items: list[pytest.Item]) -> None:
@@ -190,8 +197,9 @@ def _require_named(items: list[pytest.Item]) -> None:
         known.setdefault(test, set()).add(_parameters(item))
         named.setdefault(test, set()).update(*(mark.args for mark in item.iter_markers("long")))
     for test, names in named.items():
-        if names - known[test]:
-            raise pytest.UsageError(f"{test} is marked long for {sorted(names - known[test])}, and has none of that id")
+        for name in names:
+            if not any(_names(name, parameters) for parameters in known[test]):
+                raise pytest.UsageError(f"{test} is marked long for {name!r}, and has no parameters of that id")
 
 
 def _parameters(item: pytest.Item) -> str:

@@ -128,6 +128,7 @@ def test_each_merge_of_one_round_is_what_it_says(world: World, folder: Path, sha
         ("full", "int8", "outer"),
     ],
 )
+@pytest.mark.long("lora-*", ranks=3)
 def test_ranks_leave_a_round_with_the_same_weights(
     world: World,
     folder: Path,

@@ -120,6 +120,7 @@ def assert_equal(model: nn.Module, examples: list[Example], batch: Batch, compil
 
 
 @pytest.mark.parametrize("family", STREAMS)
+@pytest.mark.long("mixtral", "qwen3")
 def test_a_stream_gives_the_log_probabilities_and_gradients_of_sequences_alone(tmp_path: Path, family: str) -> None:
     model = load(tmp_path, family)
     assert token_stream.cannot_share_prompts(model) is None
@@ -225,6 +226,7 @@ def test_a_family_with_its_own_attention_is_found_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.long("False-*")
 def test_chunks_of_the_head_checkpoints_and_compilation_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, checkpointing: bool, compiled: bool
 ) -> None:

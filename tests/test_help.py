@@ -93,6 +93,7 @@ def test_trainings_of_the_help_run_as_printed(
         assert done.returncode == 0 and "dry run: nothing is trained" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_mlxs_own_launcher_finds_the_program(tmp_path: Path) -> None:
     """It starts what stands in the PATH, where `make setup` has a link; and says 0, whatever becomes of the ranks."""
     makefile = (ROOT / "Makefile").read_text()

@@ -106,6 +106,8 @@ def test_two_ranks_exchange(world: World, links: Links, dtype: mx.Dtype) -> None
 @mpi
 @pytest.mark.parametrize("recomputes", [False, True], ids=["keeps", "recomputes"])
 @pytest.mark.parametrize("kind", ["jaccl", "nccl"])
+@pytest.mark.long("nccl-*", "jaccl-recomputes", ranks=3)
+@pytest.mark.long("nccl-recomputes", "jaccl-keeps", ranks=2)
 def test_stages_compute_what_the_whole_computes_over_any_links(
     world: World, folder: Path, kind: str, recomputes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

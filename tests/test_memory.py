@@ -48,6 +48,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.long("Case(model='wide MLP'*", "*adamw_8bit*", "Case(model='many heads', method='dora'*")
 def test_planned_is_near_what_is_measured(case: benchmark.Case) -> None:
     row = benchmark.measured(case, seed=3, steps=1)
     assert benchmark.LEAST <= row["ratio"] <= benchmark.MOST, row

@@ -399,6 +399,7 @@ def test_down_to_one_pair_then_checkpointing_then_a_clear_end(
 @pytest.mark.parametrize(
     ("strategy", "sizes"), [("synchronous", "[2,8]"), ("independent", "[2,8]"), ("sharded", "[16,16]")]
 )
+@pytest.mark.long("independent-*")
 def test_ranks_agree_on_what_one_of_them_met(
     world: World,
     folder: Path,

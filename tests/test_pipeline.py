@@ -148,6 +148,8 @@ def assert_equals_whole(
 @pytest.mark.parametrize(
     "family", [pytest.param(family, marks=() if i % 2 == 0 else two) for i, family in enumerate(FAMILIES)]
 )
+@pytest.mark.long("mixtral", "gemma2", "mistral", "qwen3", "qwen2", ranks=2)
+@pytest.mark.long("gemma2", "qwen2", ranks=3)
 def test_stages_compute_what_the_whole_computes(world: World, folder: Path, family: str) -> None:
     """One method a family and world, so that all of them meet; DPO and SFT, kept and recomputed, in turn."""
     turn = list(FAMILIES).index(family) + world.size
@@ -180,6 +182,7 @@ def test_the_first_blocks_alone(tmp_path: Path, family: str) -> None:
 
 @mpi
 @pytest.mark.parametrize("recomputes", [False, True], ids=["keeps", "recomputes"])
+@pytest.mark.long(ranks=2)
 def test_stages_drop_what_the_whole_drops(world: World, folder: Path, recomputes: bool) -> None:
     path = folder_of(world, folder, "qwen3_moe")
     assert_equals_whole(world, path, CUTS[world.size][0], recomputes=recomputes, dropout=0.3)
@@ -202,6 +205,7 @@ def test_no_gradient_goes_where_nothing_is_trained(world: World, folder: Path, c
 
 @two
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.long("qwen3_moe")
 def test_stages_of_a_quantised_model(world: World, folder: Path, family: str) -> None:
     wide = {"moe_intermediate_size": 32, "head_dim": 16}
     if world.rank == 0:
@@ -269,7 +273,7 @@ def test_stages_train_to_the_weights_of_the_whole(world: World, folder: Path, wo
 
 @two
 @pytest.mark.parametrize("words", [("train.loss=kto",), ("train.reference_sync_steps=2",)], ids=lambda words: words[0])
-@pytest.mark.long("train.reference_sync_steps=2")
+@pytest.mark.long
 def test_memory_that_runs_out_in_a_pass_without_gradients_halves_the_micro_batch(
     world: World, folder: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,8 +303,7 @@ def test_memory_that_runs_out_in_a_pass_without_gradients_halves_the_micro_batch
     ids=lambda words: words[0] if isinstance(words, tuple) else "",
 )
 @mpi
-@pytest.mark.long("model.adapt_embeddings=true-")
-@pytest.mark.long("model.method=lora-", ranks=2)
+@pytest.mark.long("model.adapt_embeddings=true-", "model.method=lora-")
 def test_stages_join_their_arrays_in_a_compiled_step(
     world: World, folder: Path, words: tuple[str, ...], kinds: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -418,7 +421,7 @@ def test_blocks_move_away_from_a_rank_that_slows(
 
 @two
 @pytest.mark.parametrize(("kind", "most"), [("bf16", 2.0**-9), ("int8", BLOCK**0.5 / 254)])
-@pytest.mark.long("int8-0.06299212598425197")
+@pytest.mark.long
 def test_compressed_activations_say_what_was_left_out(world: World, folder: Path, kind: str, most: float) -> None:
     """bf16 rounds to 8 bits; int8 to the 254th part of a block's largest value, which is at most the block's norm."""
     common = [*words_of(world, folder), "strategy=pipelined", "train.steps=2", "data.valid=null"]

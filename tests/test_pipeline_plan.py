@@ -492,6 +492,7 @@ MACS = (("m4-max", "Apple M4 Max", 128 * GB, 12956.0), ("m3-ultra", "Apple M3 Ul
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.long
 def test_two_macs_plan_a_pipeline(
     world: World,
     folder: Path,

@@ -177,6 +177,9 @@ AGAINST: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("against", AGAINST)
+@pytest.mark.long(
+    "a moment*", "no *", "one number*", "an optimizer*", "hosts that are none", "an unknown field", "arrays of no kind"
+)
 def test_a_state_that_does_not_fit_is_passed_over(against: str, tmp_path: Path, capsys: Told) -> None:
     words = few_checkpoints(World(), tmp_path)
     whole, run = train(World(), tmp_path, words, "whole"), killed(World(), tmp_path, words, 5)
@@ -415,7 +418,7 @@ def test_independent_ranks_go_on_from_their_own_last_steps(
 
 @two
 @pytest.mark.parametrize(("after", "merge"), [(0, "outer"), (9, "stack")])
-@pytest.mark.long("9-stack")
+@pytest.mark.long
 def test_where_one_independent_rank_would_take_other_rows_all_go_back_to_the_checkpoint(
     world: World, folder: Path, after: int, merge: str, capsys: Told
 ) -> None:

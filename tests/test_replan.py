@@ -138,6 +138,7 @@ def hosts_of(shape: str, skew: float) -> list[BatchCurve]:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("skew", [1.0, 3.0, 8.0])
+@pytest.mark.long("3.0-*")
 def test_one_point_that_is_wrong_by_half_is_corrected_within_twenty_steps(shape: str, skew: float) -> None:
     """Whichever point of whichever host, given too fast or too slow."""
     true = hosts_of(shape, skew)

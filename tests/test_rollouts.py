@@ -385,6 +385,7 @@ def test_a_run_that_was_stopped_is_one_that_never_was(
     assert evaluated == evaluated_whole and 0 in evaluated, "the policy before the first round stays in the log"
 
 
+@pytest.mark.long
 def test_answers_drawn_ahead_are_one_round_old_at_most_and_say_so(
     whole: tuple[Path, list[str]], overlapping: tuple[Path, list[str]]
 ) -> None:
@@ -539,6 +540,7 @@ def asks(prompt: Any, completions: list[str], record: dict[str, Any]) -> list[in
     return [text.count("1") for text in completions]
 
 
+@pytest.mark.long
 def test_prompts_of_every_format_are_answered_judged_and_shown(tmp_path: Path) -> None:
     words = tiny.rounds(tmp_path, rollouts__rounds=1, evaluate__judge="tests.test_rollouts:asks")
     tokenizer = load_tokenizer_of(load(None, words).model)

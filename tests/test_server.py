@@ -626,6 +626,7 @@ def test_a_mistake_is_one_line(run: Path, capsys: pytest.CaptureFixture[str], wo
     assert said in captured.err and captured.err.count("\n") == 1 and not captured.out
 
 
+@pytest.mark.long
 def test_a_backend_that_cannot_start_ends_the_server(run: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()

@@ -77,7 +77,7 @@ def epoch_of(data: Dataset, make: MicroBatches, epoch: int, sizes: list[list[int
     [(PANDALM, [[8, 8]]), (GSM8K, [[8, 8]]), (GSM8K, [[16]]), (PANDALM, [[16, 16, 16], [8, 8]])],
     ids=["pandalm, two of 8", "gsm8k, two of 8", "gsm8k, 16", "pandalm, two ranks"],
 )
-@pytest.mark.long("gsm8k, two of 8", "pandalm, two of 8")
+@pytest.mark.long("gsm8k, two of 8", "pandalm, *")
 def test_an_epoch_has_few_shapes_the_next_has_none_anew_and_little_is_padded(
     data: Dataset, sizes: list[list[int]]
 ) -> None:
@@ -109,6 +109,7 @@ def test_shapes_do_not_depend_on_what_was_asked_before() -> None:
 
 @settings(max_examples=15)
 @given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 5), st.booleans(), st.sampled_from([1, 3]))
+@pytest.mark.long
 def test_any_rows_fit_into_one_of_the_shapes(seed: int, size: int, most: int, shared: bool, count: int) -> None:
     random = np.random.default_rng(seed)
     prompts = random.integers(0, 30, 40)
@@ -227,6 +228,7 @@ def roomier(examples: list[Example], multiple: int, shared: bool, rows: int) -> 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "qwen3_moe"])
 @pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.long("True-*")
 def test_rows_of_padding_change_no_log_probability_and_no_gradient(tmp_path: Path, family: str, shared: bool) -> None:
     assert family in FAMILIES
     model = load(tmp_path, family)

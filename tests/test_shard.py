@@ -187,6 +187,7 @@ def test_the_last_block_sums_no_more_than_the_head_sees(world: World, folder: Pa
         for j, method in enumerate(("lora", "dora", "full"))
     ],
 )
+@pytest.mark.long("*-lora", ranks=2)
 def test_parts_compute_what_the_whole_computes(world: World, folder: Path, family: str, method: str) -> None:
     path = folder_of(world, folder, family)
     changes: dict[str, Any] = {"method": method}
@@ -224,6 +225,7 @@ def test_a_divided_vocabulary(
 
 @mpi
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.long(ranks=3)
 def test_parts_of_a_quantised_model(world: World, folder: Path, family: str) -> None:
     sizes = {"hidden_size": 64, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}
     widths = {"intermediate_size": 256, "moe_intermediate_size": 96}
@@ -421,6 +423,7 @@ def test_parts_train_to_the_weights_of_the_whole(world: World, folder: Path, wor
     ],
     ids=lambda words: " ".join(words)[:60] if isinstance(words, tuple) else words.get("model_type", "llama"),
 )
+@pytest.mark.long("*qwen3_moe", "*dora*", "*sigmoid*")
 def test_equal_parts_compiled_train_to_the_weights_of_the_whole(
     world: World, folder: Path, words: tuple[str, ...], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -552,7 +555,7 @@ def test_a_rank_reads_and_holds_its_planned_part(world: World, folder: Path) -> 
 
 
 @mpi
-@pytest.mark.long(ranks=3)
+@pytest.mark.long
 def test_a_rank_trains_in_its_planned_memory(world: World, folder: Path) -> None:
     """The steps' measured peaks, beyond what all ranks keep whole (embedding, head, norms), are as the plan's parts."""
     words = words_of(world, folder, hidden_size=256, num_hidden_layers=8, intermediate_size=768, vocab_size=48)

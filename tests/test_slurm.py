@@ -38,6 +38,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
+@pytest.mark.long
 def test_slurm_trains_what_one_machine_trains(
     three_hosts: list[Host], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -172,7 +172,7 @@ def test_auto_is_independent_on_ranks_of_one_host(
 
 
 @mpi
-@pytest.mark.long(ranks=3)
+@pytest.mark.long
 def test_ranks_that_measured_unlike_ends_agree_on_the_next_round(
     world: World,
     folder: Path,

@@ -384,6 +384,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize("words", RUNS, ids=lambda words: " ".join(words[:2]))
+@pytest.mark.long("train.optimizer=*", "train.loss=*")
 def test_a_resumed_run_ends_with_the_bits_of_one_that_was_never_stopped(
     tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

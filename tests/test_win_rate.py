@@ -373,6 +373,7 @@ def test_what_is_finished_is_kept_and_no_judge_is_asked_twice(
 
 
 @pytest.mark.parametrize("removed", [0, 1, 2])
+@pytest.mark.long("1", "2")
 def test_killed_while_the_parts_go_the_same_comparison_ends_and_another_is_refused(
     folder: Path,
     tmp_path: Path,

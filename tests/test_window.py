@@ -58,6 +58,7 @@ def masked_logps(model: nn.Module, examples: list[Example], window: int) -> mx.a
 
 @pytest.mark.parametrize("window", [5, 7, 100])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "mixtral", "gpt2"])
+@pytest.mark.long("gpt2-*", "mixtral-*", "qwen3-*", "*-7")
 def test_a_window_equals_its_mask_in_every_layout(tmp_path: Path, family: str, window: int) -> None:
     model = load(tmp_path, family, attention_window=window)
     assert token_stream.cannot_share_prompts(model) is None

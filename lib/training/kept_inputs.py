@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import functools
 import hashlib
 import importlib.metadata
 import os
@@ -98,18 +97,14 @@ def _held_out(config: Config) -> dict[str, float]:
     return {} if config.data.valid is None else sources.weights_of(config.data.valid)
 
 
-@functools.cache
-def _versions() -> list[str]:
-    return [importlib.metadata.version(name) for name in MAKERS]
-
-
 def path_of(config: Config, state: str) -> Path:
     """The file of these inputs.
 
     state: the settings that decide what is read, and what tells each file from what it was.
     """
+    versions = [importlib.metadata.version(name) for name in MAKERS]
     code = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(CODE.glob("*.py"))]
-    key = hashlib.sha256(repr((_versions(), code, config.record_kind, state)).encode()).hexdigest()
+    key = hashlib.sha256(repr((versions, code, config.record_kind, state)).encode()).hexdigest()
     return Path(config.data.cache_dir) / f"inputs-{key[:24]}.safetensors"
 
 
