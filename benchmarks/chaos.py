@@ -466,12 +466,12 @@ def useful_seconds(strategy: str, logs: Sequence[Path]) -> float:
 
     Not of the slowest of each: a rank that is ahead waits in its own next step, which then counts twice.
     """
-    records = list(itertools.chain.from_iterable(map(read_records, logs)))
     if strategy == "independent":
-        hosts: dict[str, float] = {}
-        for record in records:
-            hosts[record["host"]] = hosts.get(record["host"], 0.0) + work_seconds(record)
+        hosts: dict[Path, float] = {}  # by their disks: one that has moved has another name
+        for log in logs:
+            hosts[log.parent] = hosts.get(log.parent, 0.0) + sum(map(work_seconds, read_records(log)))
         return max(hosts.values(), default=0.0)
+    records = itertools.chain.from_iterable(map(read_records, logs))
     together: dict[tuple[str, int], list[float]] = {}  # of every rank's record of one piece of work
     for record in records:
         if seconds := work_seconds(record):
