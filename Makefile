@@ -18,9 +18,9 @@ export PRTE_ALLOW_RUN_AS_ROOT = 1
 export PRTE_ALLOW_RUN_AS_ROOT_CONFIRM = 1
 export PRTE_MCA_rmaps_default_mapping_policy = :oversubscribe
 
-# A file after the other on each of three workers, the longest first (tests/conftest.py). Tests wait for other processes a third of
+# A file after the other on each of four workers, the longest first (tests/conftest.py). Tests wait for other processes a third of
 # their time, so that also two cores have work for them and for the ranks beside them.
-PYTEST = pytest -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST = pytest -n 4 --dist loadfile --no-loadscope-reorder
 MPI_PYTEST = $(BIN)/python -m pytest -x -p no:cacheprovider
 
 .PHONY: help setup train test test-long launch preflight calibrate doctor serve dashboard bench lint coverage docs mutation test-matrix clean

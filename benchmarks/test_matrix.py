@@ -83,7 +83,7 @@ class NotHere(Exception):
 
 @dataclass(frozen=True)
 class Setting:
-    """What is different from a plain `make test`."""
+    """What is different from a plain `make test` or `make test-long`."""
 
     name: str
     environment: dict[str, str] = field(default_factory=dict)
@@ -193,14 +193,14 @@ def python_settings() -> list[Setting]:
 
 
 def command_of(options: argparse.Namespace, python: str) -> list[str]:
-    """`make test`, or what was chosen of it: its parts beside each other."""
+    """All tests, or what was chosen of them, in the parts of `make test`, beside each other."""
     plain, of_ranks = options.files, [file for file in options.files if "mark.mpi" in (ROOT / file).read_text()]
     if not plain and options.tests != "all":
         names = NUMERICS + (NEAR if options.tests == "near" else ())
         plain, of_ranks = [[f"tests/test_{name}.py" for name in each] for each in (names, NUMERICS_OF_RANKS)]
     everything = not plain
     seed = [f"--hypothesis-seed={options.seed}"]
-    workers = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
+    workers = ["-n", "4", "--dist", "loadfile", "--no-loadscope-reorder"]
     plain_part = [python, "-m", "pytest", *workers, "-p", "no:cacheprovider", *seed, *plain]
     mpirun = str(Path(python).parent / "mpirun")
     parts = [python, "-m", "tests.parts", "one process", *plain_part]

@@ -55,6 +55,7 @@ def drawn(page: chromium.Page, name: str) -> dict[str, Any]:
 
 
 @needs_chromium
+@pytest.mark.long
 def test_a_training_of_two_ranks_is_seen_live_and_as_it_was_logged(tmp_path: Path) -> None:
     words = tiny.settings(tmp_path, rows=300, **{"train.steps": 100_000, "data.skip_invalid": "true"})
     words += [
@@ -221,6 +222,7 @@ def test_colours_are_told_apart_by_everybody_on_light_and_dark() -> None:
 # ---- Records of other hosts ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_records_of_every_host_come_to_the_launching_machine_as_they_are_written(
     three_hosts: list[Host], tmp_path: Path
 ) -> None:

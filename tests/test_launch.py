@@ -73,6 +73,7 @@ def nothing_left(hosts: list[Machine]) -> bool:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.long("mpirun")
 def test_words_arrive_unchanged_on_every_rank_and_run_nothing(
     three_hosts: list[Machine], tmp_path: Path, backend: str
 ) -> None:
@@ -127,6 +128,7 @@ def test_a_rank_killed_by_a_signal_is_told_as_a_shell_tells_it(three_hosts: list
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.long("mpirun")
 def test_input_goes_to_rank_0_alone_and_output_keeps_its_lines(three_hosts: list[Machine], backend: str) -> None:
     text = "".join(f"line {number} é\n" for number in range(20_000)) + "no end"
     code = python(
@@ -138,6 +140,7 @@ def test_input_goes_to_rank_0_alone_and_output_keeps_its_lines(three_hosts: list
     assert tagged(done.stderr)["1 host-b"] == ["", "to err"]
 
 
+@pytest.mark.long
 def test_a_command_that_is_not_there_or_a_host_that_does_not_answer_is_one_line(three_hosts: list[Machine]) -> None:
     done = three_hosts[0].run([*words(three_hosts[:2]), "no-such-command"])
     assert done.returncode == 127 and "no-such-command: No such file" in done.stderr

@@ -284,6 +284,7 @@ signal.signal(signal.SIGUSR1, hang)
 """
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_while_nobody_waits_for_it_is_started_again(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HANG)
     run = tmp_path / "runs/run"
@@ -342,6 +343,7 @@ def test_an_error_of_mlx_inside_a_divided_pass_ends_all_ranks_with_one_message(t
     assert "rank 0" not in last and done.stderr.count("launch: ") == 1
 
 
+@pytest.mark.long
 def test_a_run_whose_updates_are_never_finite_is_started_once_more_and_then_no_more(tmp_path: Path) -> None:
     changes = {"train__steps": 99, "train__learning_rate": "1e30", "train__max_grad_norm": "null"}
     settings = tiny.settings(tmp_path, run__name="run", train__max_skipped_steps=2, evaluate__samples=0, **changes)

@@ -78,7 +78,7 @@ def test_it_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.Mon
 def test_it_has_as_many_workers_as_make_test() -> None:
     options = argparse.Namespace(files=[], tests="all", seed=0, quick=False)
     command = " ".join(matrix.command_of(options, "python"))
-    (workers,) = re.findall(r"pytest (-n 3.*?) -p", command)
+    (workers,) = re.findall(r"pytest (-n 4.*?) -p", command)
     assert f"pytest {workers}\n" in (ROOT / "Makefile").read_text()
     assert command.count(" -- ") == 2, "the ranks' parts beside it"
 

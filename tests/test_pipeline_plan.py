@@ -164,6 +164,7 @@ def test_the_best_cut_is_within_two_percent_of_all_cuts(costs: CutCosts) -> None
 
 
 @given(st.lists(seconds, min_size=2, max_size=2), st.integers(2, 30), st.integers(1, 20), st.integers(0, 1))
+@pytest.mark.long
 def test_a_faster_host_never_gets_fewer_blocks(
     speeds: list[float], blocks: int, micro_batches: int, faster: int
 ) -> None:

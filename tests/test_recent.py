@@ -178,7 +178,7 @@ AGAINST: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("against", AGAINST)
 @pytest.mark.long(
-    "a moment*", "no *", "one number*", "an optimizer*", "hosts that are none", "an unknown field", "arrays of no kind"
+    "a moment*", "an*", "no *", "one number*", "hosts that are none", "other hosts", "arrays of no kind", "the machine*"
 )
 def test_a_state_that_does_not_fit_is_passed_over(against: str, tmp_path: Path, capsys: Told) -> None:
     words = few_checkpoints(World(), tmp_path)

@@ -150,6 +150,7 @@ def test_independent_ranks_of_auto_go_on_after_a_fault(fresh_hosts: list[Host], 
         assert trained([a, b]) == {epoch: list(range(45)) for epoch in range(20)}
 
 
+@pytest.mark.long
 def test_training_goes_on_from_a_survivors_own_disk_and_takes_the_host_back(
     fresh_hosts: list[Host], tmp_path: Path
 ) -> None:
@@ -329,6 +330,7 @@ def test_a_network_that_is_cut_before_the_start_is_no_endless_wait(fresh_hosts: 
     wait_for(lambda: nothing_left(fresh_hosts))
 
 
+@pytest.mark.long
 def test_a_wrong_input_or_too_many_faults_are_not_tried_again(three_hosts: list[Host], tmp_path: Path) -> None:
     done = three_hosts[0].run([*words(three_hosts[:2], "--max-restarts", "3"), *python("sys.exit(2)")])
     assert done.returncode == 2 and "start 2" not in done.stderr

@@ -138,7 +138,7 @@ def hosts_of(shape: str, skew: float) -> list[BatchCurve]:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("skew", [1.0, 3.0, 8.0])
-@pytest.mark.long("3.0-*")
+@pytest.mark.long("3.0-*", "1.0-*")
 def test_one_point_that_is_wrong_by_half_is_corrected_within_twenty_steps(shape: str, skew: float) -> None:
     """Whichever point of whichever host, given too fast or too slow."""
     true = hosts_of(shape, skew)
@@ -165,6 +165,7 @@ def test_a_curve_that_is_wrong_everywhere_is_corrected_under_noise(seed: int) ->
 
 
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.long("1", "2", "3", "4")
 def test_shares_do_not_follow_noise(seed: int) -> None:
     """The curves are right: to look for errors in them costs next to nothing, however much the steps differ."""
     true = hosts_of("a fixed part", 2.0)
@@ -544,6 +545,7 @@ def test_the_benchmark_of_balance_says_what_it_needs(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.long
 def test_a_run_that_is_planned_again_loses_no_example_and_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

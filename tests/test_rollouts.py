@@ -264,6 +264,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_every_sample_score_and_pair_is_kept(whole: tuple[Path, list[str]]) -> None:
     run, _ = whole
     policies = set()
@@ -405,6 +406,7 @@ def test_answers_drawn_ahead_are_one_round_old_at_most_and_say_so(
         assert one == other, name
 
 
+@pytest.mark.long
 def test_answers_that_went_with_a_disk_are_drawn_again(overlapping: tuple[Path, list[str]], tmp_path: Path) -> None:
     """At step 4 of 6 the third round was drawn long ago, by weights that have learnt since."""
     run = tmp_path / "run"

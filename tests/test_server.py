@@ -412,6 +412,7 @@ def test_no_web_page_may_call(gateway: Served, key: str) -> None:
 # ---- What breaks -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_killed_backend_costs_no_more_than_what_it_was_saying(gateway: Served, key: str) -> None:
     driving = load(gateway.address, "--key", key, "--streams=8", "--requests=40", "--max-tokens=80", "--whole-every=2")
     seen = len(gateway.records)
@@ -463,6 +464,7 @@ def door(port: int, target: int) -> Iterator[None]:
             one.close()
 
 
+@pytest.mark.long
 def test_a_server_that_runs_already_is_taken_out_and_back(run: Path) -> None:
     """Twice: first it cannot be reached any more, then it is killed."""
     import openai
@@ -565,6 +567,7 @@ def test_a_quantised_model_is_not_fused(tmp_path: Path, capsys: pytest.CaptureFi
     assert "is quantised, and merged weights rounded" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_hosts_serve_together_and_open_no_port(run: Path, three_hosts: list[Host]) -> None:
     here, there = three_hosts[:2]
     (run / "hosts").write_text(f"{here.name}:1\n{there.name}:1\n")

@@ -273,6 +273,7 @@ def test_rows_of_padding_count_in_no_loss_and_no_metric(
     rounding.assert_within([means_of(result), gradients], expected, limits)
 
 
+@pytest.mark.long
 def test_a_compiled_run_has_few_traces_and_ends_with_the_same_weights(tmp_path: Path) -> None:
     words = tiny.settings(tmp_path, rows=37, train__epochs=2, plan__micro_batch_sizes=[3])
     words += ["data.length_multiple=2", "train.max_traces=4", "evaluate.samples=0", "train.global_batch_size=8"]

@@ -142,6 +142,7 @@ def test_the_digest_covers_all_that_makes_the_tokens(tmp_path: Path) -> None:
     assert len({same, *others}) == 6
 
 
+@pytest.mark.long
 def test_estimated_lengths_give_few_shapes_that_hold_nearly_all_batches(tmp_path: Path) -> None:
     data = open_streamed(tmp_path, write(tmp_path / "a.jsonl", [record(i) for i in range(3000)]))
     words = ["model.path=-", "data.train=-", "train.global_batch_size=32", "train.max_traces=6"]

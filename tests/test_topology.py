@@ -252,6 +252,7 @@ WATCHDOG = (
 )
 
 
+@pytest.mark.long
 def test_macs_whose_watchdog_ends_a_rank_are_told_the_remedy_and_started_again(imitated: list[Machine]) -> None:
     done = imitated[0].run([*launch_on("host-b,host-c", imitated), *code(WATCHDOG, imitated)])
     assert done.returncode == 128 + signal.SIGABRT

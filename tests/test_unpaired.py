@@ -200,6 +200,7 @@ def step_gradients(
 
 
 @pytest.mark.parametrize("loss", UNPAIRED_LOSSES)
+@pytest.mark.long("bco")
 def test_a_steps_loss_and_every_gradient_equal_float64(tmp_path: Path, loss: str) -> None:
     words = [f"train.loss={loss}", "train.max_grad_norm=null", "train.beta=0.5"]
     model, settings = build(tmp_path, *words, "train.desirable_weight=1.5", "train.undesirable_weight=0.8")
@@ -583,6 +584,7 @@ def test_a_step_that_runs_out_of_memory_is_taken_again_with_the_same_baseline(
 @pytest.mark.parametrize(
     "words", [["model.gradient_checkpointing=true"], ["data.shared_prompts=false"], ["train.compile=true"]], ids=str
 )
+@pytest.mark.long("*checkpointing*", "*compile*")
 def test_layouts_change_no_result(tmp_path: Path, words: list[str]) -> None:
     common = [*run_words(tmp_path, "kto"), "train.steps=4", "train.learning_rate=1e-2"]
     tiny.train(tmp_path, [*common, "run.name=plain"])

@@ -269,6 +269,7 @@ def lines_of(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_a_run_against_its_base_by_the_numbers_in_its_answers(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
