@@ -22,10 +22,12 @@ from mlx_lm.tuner.lora import LoRALinear
 from lib.config import schema
 from lib.data.collate import Batch, collate
 from lib.data.dataset import Example
+from lib.distributed.world import World
 from lib.model import adapter_files, adapters, lora, swiglu, token_stream
 from lib.model import load as load_module
 from lib.model import logps as logps_module
 from lib.model.backward_order import checkpoint_blocks
+from lib.training import reference_model
 from tests import rounding
 from tests.tiny import model_folder
 
@@ -221,6 +223,30 @@ def test_a_family_with_its_own_attention_is_found_out(tmp_path: Path) -> None:
     )
     model = load_module.load(schema.ModelSettings(path=str(mamba), random_init=True), 0)
     assert token_stream.cannot_share_prompts(model) is not None
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_model_is_tried_once_until_it_is_divided(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[nn.Module] = []
+    why_not = token_stream._why_not_shared
+    monkeypatch.setattr(token_stream, "_why_not_shared", lambda model: (tries.append(model), why_not(model))[1])
+    model, data = load(tmp_path, family), schema.DataSettings(train="-")
+    first, again = (reference_model.layout(model, data, World()) for _ in range(2))
+    assert first == again and first.shares_prompts == (family == "llama") and len(tries) == 1
+
+    class Divided(World):
+        """Ranks with a part of the model each, of which this one speaks for all."""
+
+        @property
+        def workers(self) -> World:
+            return World()
+
+        def gather_text(self, text: str, what: str = "") -> list[str]:
+            return [text] * self.size
+
+    assert reference_model.layout(model, data, Divided(size=2)) == first and len(tries) == 2
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
