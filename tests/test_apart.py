@@ -129,6 +129,7 @@ def test_each_merge_of_one_round_is_what_it_says(world: World, folder: Path, sha
     ],
 )
 @pytest.mark.long("lora-*", ranks=3)
+@pytest.mark.long("lora-none-outer", "full-bf16-outer", "full-none-average", ranks=2)
 def test_ranks_leave_a_round_with_the_same_weights(
     world: World,
     folder: Path,

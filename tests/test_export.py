@@ -122,6 +122,7 @@ def by_pefts_formula(run: TrainedRun, adapter: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", RUNS)
+@pytest.mark.long("*4-bit*")
 def test_every_form_has_the_runs_log_probabilities(name: str, tmp_path: Path) -> None:
     run = opened(tmp_path, name)
     for form in (mlx_adapter, fused):

@@ -197,6 +197,7 @@ time.sleep(1000)
     ids=["ring", "mpirun", "twice", "killed"],
 )
 @pytest.mark.long("twice")
+@pytest.mark.long("mpirun")
 def test_ctrl_c_or_a_killed_launcher_leaves_no_process_on_any_host(
     three_hosts: list[Machine], backend: str, how: str
 ) -> None:

@@ -101,6 +101,7 @@ def random_curve(rng: np.random.Generator, kind: str) -> BatchCurve:
 
 
 @pytest.mark.parametrize("kind", ["launch cost", "peak", "noise"])
+@pytest.mark.long("noise", "peak")
 def test_near_exhaustive_search_and_never_worse_than_one_host(kind: str) -> None:
     """1,000 instances of 2 to 4 hosts over the three kinds of curve."""
     rng = np.random.default_rng([1, len(kind)])

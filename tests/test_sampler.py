@@ -152,6 +152,7 @@ def test_families_that_share_no_prompt_are_sampled_by_their_own_caches(tmp_path:
         assert np.abs(logps_of(model, sample) - sample.logps).max() <= rounding.roundoff(64) * VOCABULARY
 
 
+@pytest.mark.long
 def test_who_samples_and_in_which_batch_changes_no_token(tmp_path: Path) -> None:
     """Logits of another batch may be rounded otherwise; a token would change where a number lies within that rounding."""
     model, prompts = load(tmp_path, "llama").eval(), prompts_of(9)

@@ -188,6 +188,7 @@ def test_the_last_block_sums_no_more_than_the_head_sees(world: World, folder: Pa
     ],
 )
 @pytest.mark.long("*-lora", ranks=2)
+@pytest.mark.long("qwen3-lora", "ministral3-full", "llama-lora", ranks=3)
 def test_parts_compute_what_the_whole_computes(world: World, folder: Path, family: str, method: str) -> None:
     path = folder_of(world, folder, family)
     changes: dict[str, Any] = {"method": method}
@@ -209,6 +210,7 @@ def test_parts_drop_what_the_whole_drops(world: World, folder: Path) -> None:
 @pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=two)])
 @pytest.mark.parametrize("family", [pytest.param("qwen3", marks=two), "llama-tied-biased"])
 @pytest.mark.parametrize("logits_bytes", [2**29, 2000], ids=["whole", "in pieces"])
+@pytest.mark.long("whole-*", ranks=2)
 def test_a_divided_vocabulary(
     world: World, folder: Path, family: str, method: str, logits_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
