@@ -196,8 +196,7 @@ time.sleep(1000)
     [("ring", "once"), ("mpi", "once"), ("ring", "twice"), ("mpi", "killed")],
     ids=["ring", "mpirun", "twice", "killed"],
 )
-@pytest.mark.long("twice")
-@pytest.mark.long("mpirun")
+@pytest.mark.long("twice", "mpirun")
 def test_ctrl_c_or_a_killed_launcher_leaves_no_process_on_any_host(
     three_hosts: list[Machine], backend: str, how: str
 ) -> None:

@@ -24,8 +24,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-@pytest.mark.long("zero", "negative", "hardly anything")
-@pytest.mark.long("one step", "infinite")
+@pytest.mark.long("zero", "negative", "hardly anything", "one step", "infinite")
 def test_odd_figures_are_drawn_without_a_warning(tmp_path: Path, name: str) -> None:
     tracker = PerformanceTracker(tmp_path / "logs" / "rank-000.jsonl", 0, "a")
     tracker.record("start")

@@ -79,8 +79,9 @@ def unequal(world: World) -> list[int]:
     "model.adapt_embeddings=true model.rank_pattern={q_proj: 3}",
     "model.method=dora train.loss=orpo",
     "train.loss=[sigmoid,apo_zero,sft] train.use_weighting=true",
+    "model.method=lora train.loss=sft",
+    "model.method=full train.loss=sigmoid",
 )
-@pytest.mark.long("model.method=lora train.loss=sft", "model.method=full train.loss=sigmoid")
 def test_unequal_ranks_end_with_one_ranks_weights(world: World, folder: Path, words: tuple[str, ...]) -> None:
     # 21 rows in batches of 8: an epoch's last batch is ragged, and a rank of three may get nothing of it.
     is_first = words[:2] == ("model.method=lora", "train.loss=sigmoid")  # how rows are shared is nothing to a method

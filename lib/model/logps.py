@@ -12,11 +12,7 @@ from mlx.utils import tree_unflatten
 from lib.model.backbone import backbone_of, is_frozen, parameters_outside_blocks
 from lib.model.quantised import dequantised_once
 from lib.model.tensor_parallel import PositionsPart, VocabularyPart
-from lib.model.token_stream import (
-    Replaced,
-    StreamInputs,
-    scored_states,
-)
+from lib.model.token_stream import Replaced, StreamInputs, scored_states
 
 Head = Callable[[mx.array], mx.array]
 

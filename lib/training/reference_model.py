@@ -102,7 +102,7 @@ def layout(model: nn.Module, settings: DataSettings, world: World) -> Layout:
     Raises:
         UserError: the model cannot attend to model.attention_window tokens alone.
     """
-    why_not, window, is_divided = None, getattr(model, "attention_window", None), world.workers.size < world.size
+    why_not, window, is_divided = None, getattr(model, "attention_window", None), world.divides_model
     if settings.shared_prompts or window is not None:
         with world.workers.together("a look at how the model takes prompts"):
             known = None if is_divided else getattr(model, "tried", None)  # it may be from before it was divided
