@@ -24,8 +24,9 @@ At a run's end the logs of all disks have to show every example exactly once an 
 to be those of one process that trained without faults (of independent ranks only the examples: who is away changes what is
 merged). Goodput is the seconds of work that lives on (steps, evaluations, merges with the wait for them) over all seconds
 from the first step to the last fault's end; checkpoints, steps that are undone and all that a restart takes are no such
-seconds. They are those of the mean rank; of independent ones, of the host that has most. A host is wrongly called dead where a line of the launcher's blames one that no fault was made on, or any
-during a fault that should not end a rank. The last line is one JSON object.
+seconds. They are those of the mean rank; of independent ones, of the host that has most. A fault's cost is its share of the
+other seconds, until all train again. A host is wrongly called dead where a line of the launcher's blames one that no fault
+was made on, or any during a fault that should not end a rank. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ class Found:
     step: int
     noticed_seconds: float | None = None
     recovery_seconds: float = 0.0  # until a step beyond the last one before it
+    cost_seconds: float = 0.0  # until all train again, without the work that lives on
     hung: bool = False
     corrupt_used: bool = False
     wrongly_blamed: int = 0  # lines of the launcher's
@@ -162,8 +164,8 @@ class Setup:
         words = [*self.words, f"strategy={strategy}", f"train.global_batch_size={batch_size}"]
         if strategy == "independent":  # its rounds are what a fault may undo
             return [*words, f"independent.pairs_per_round={8 * batch_size}", "checkpoint.every=8"]
-        # One a second would take three ranks on two cores 13 % of their time, one every two 5 %.
-        lost = ["checkpoint.every=1000000", "checkpoint.max_lost_seconds=5"]
+        # One takes three ranks that divide a model, on two cores, 60 ms.
+        lost = ["checkpoint.every=1000000", "checkpoint.max_lost_seconds=2"]
         return [*words, *lost]
 
 
@@ -402,8 +404,12 @@ def all_faults(strategy: str, kinds: list[str], seconds: float, scene: Scene) ->
         fault_began = time.monotonic()
         wrong = wrongly_blamed(scene, found[-1].kind if found else None, last_end)
         if ready:
+            useful = useful_seconds(strategy, scene.logs())
             found.append(one_fault(kind, strategy, scene))
             wrong += wrongly_blamed(scene, kind, fault_began)
+            all_train(scene)
+            useful = useful_seconds(strategy, scene.logs()) - useful
+            found[-1].cost_seconds = time.monotonic() - fault_began - useful
         else:
             found.append(Found(kind, strategy, "-", scene.newest_step(), hung=True))
         found[-1].wrongly_blamed = len(wrong)
@@ -506,27 +512,27 @@ def show(number: int, count: int, found: Found, wrong: list[str]) -> None:
     noticed = "" if found.noticed_seconds is None else f"noticed {found.noticed_seconds:.1f} s, "
     missed = "NOT NOTICED, " if found.is_missed else ""
     text = f"{found.strategy} {number}/{count} {found.kind} on {found.host} at step {found.step}: "
-    print(f"{text}{missed}{noticed}trained on {found.recovery_seconds:.1f} s", flush=True)
+    went_on = f"trained on {found.recovery_seconds:.1f} s, cost {found.cost_seconds:.1f} s"
+    print(f"{text}{missed}{noticed}{went_on}", flush=True)
     for line in wrong:
         print(f"    wrongly: {line}", flush=True)
 
 
 def show_table(found: list[Found], title: str) -> None:
-    """The kinds, with what noticing and going on took."""
+    """The kinds, with what noticing and going on took, and how much time had no work that lives on: median and most."""
     table = Table(title=title)
-    for column in ("fault", "times", "noticed, seconds (median, most)", "trained on, seconds (median, most)", "hung"):
+    for column in ("fault", "times", "noticed, seconds", "trained on, seconds", "cost, seconds", "hung"):
         table.add_column(column)
     for kind in KINDS:
         these = [one for one in found if one.kind == kind]
         if not these:
             continue
         noticed = [one.noticed_seconds for one in these if one.noticed_seconds is not None]
-        recovery = [one.recovery_seconds for one in these]
+        all_seconds = noticed, [one.recovery_seconds for one in these], [one.cost_seconds for one in these]
         table.add_row(
             kind,
             str(len(these)),
-            f"{statistics.median(noticed):.1f}  {max(noticed):.1f}" if noticed else "-",
-            f"{statistics.median(recovery):.1f}  {max(recovery):.1f}",
+            *(f"{statistics.median(seconds):.1f}  {max(seconds):.1f}" if seconds else "-" for seconds in all_seconds),
             str(sum(one.hung for one in these)),
         )
     Console(width=110).print(table)

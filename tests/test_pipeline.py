@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ from lib.model import pipeline_stage, token_stream
 from lib.plan.pipeline_replan import MovedCut
 from lib.system.out_of_memory import Limit, OutOfMemory
 from lib.telemetry.run_records import read_records
-from lib.training import pipelined_step
+from lib.training import checkpoint, pipelined_step
 from lib.training.joined_arrays import JoinedArrays
 from lib.training.moved_blocks import CutWatch
 from lib.training.step import MicroBatch, make_step
@@ -496,6 +497,31 @@ def test_a_rank_reads_and_holds_its_own_blocks(world: World, folder: Path) -> No
     told = [int(text) for text in world.gather_text(str(held))]
     for size, count in zip(told, blocks, strict=True):
         assert size / sum(told) == pytest.approx(count / sum(blocks), rel=0.05)
+    world.gather_text("checked")
+
+
+@mpi
+def test_training_goes_on_while_a_checkpoint_is_written(
+    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_beyond = threading.Event()
+    count, write = checkpoint.Progress.count, checkpoint._write_whole
+
+    def counts(progress: checkpoint.Progress, step: int, *rest: Any) -> None:
+        count(progress, step, *rest)
+        if step == 3:
+            is_beyond.set()
+
+    def writes(*arguments: Any) -> None:
+        assert is_beyond.wait(30), "step 3 did not come"
+        write(*arguments)
+
+    monkeypatch.setattr(checkpoint.Progress, "count", counts)
+    monkeypatch.setattr(checkpoint, "_write_whole", writes)
+    words = [*words_of(world, folder), "train.steps=4", "checkpoint.every=2", "strategy=pipelined", "data.valid=null"]
+    run = train(world, folder, words, "beside")
+    world.gather_text("finished")
+    assert [path.name for path in checkpoint.checkpoints_in(run / "checkpoints")] == ["step-00000004", "step-00000002"]
     world.gather_text("checked")
 
 

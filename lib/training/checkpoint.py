@@ -47,7 +47,7 @@ STATE = "state.json"
 MANIFEST = read_file.MANIFEST
 GATHER_SECONDS = 10.0  # between pieces of other disks' logs, where ranks train in step
 COPIED_BYTES = 4 * 2**30  # more is written while training waits: memory may have no room for a copy
-
+COPIED_OF_PARTS_BYTES = 2**28  # the same where ranks hold parts of one model: each copies the whole, which none has
 
 RankArrays = dict[str, Arrays]  # what one rank alone has: arrays by name, by what they are
 
@@ -316,12 +316,12 @@ def save(folder: Path, state: TrainingState, world: World, writer: CheckpointWri
 
 
 def has_to_wait(world: World, model: nn.Module, optimizer: optim.Optimizer) -> bool:
-    """Whether training waits for a checkpoint: ranks hold parts of one model, or a copy of it would be large.
-
-    All ranks decide alike: of a divided model a rank may train nothing itself, and gathers as the others do.
-    """
-    whole = {**adapter_files.trainable(model), **dict(tree_flatten(optimizer.state))}
-    return world.divides_model or sum(array.nbytes for array in whole.values()) > COPIED_BYTES
+    """Whether training waits for a checkpoint, since a copy of it would be large. All ranks ask, and decide alike."""
+    held = {**adapter_files.trainable(model), **dict(tree_flatten(optimizer.state))}
+    held_bytes = sum(array.nbytes for array in held.values())
+    if not world.divides_model:
+        return held_bytes > COPIED_BYTES
+    return sum(map(int, world.gather_text(str(held_bytes), "the size of every rank's part"))) > COPIED_OF_PARTS_BYTES
 
 
 def _write_whole(
