@@ -28,7 +28,7 @@ from tests.tiny import ROOT
 
 SYNCHRONOUS = ("synchronous", "sharded", "pipelined")
 STRATEGIES = (*SYNCHRONOUS, "independent")
-SILENT_SECONDS = 0.5  # of the launch: the least that there is
+SILENT_SECONDS = 1.0  # of the launch: the least that there is
 AWAY_SECONDS = 4.0  # that a host stays away, and a disk or a link is slow, once that was noticed or is in force
 DISK_BYTES = 256 * 2**20  # of each host's runs
 SLOW_DISK = 200_000  # bytes a second

@@ -26,7 +26,7 @@ from lib.system import network
 
 ADDRESS = "TANDEM_AGENT"
 FOLDER = "TANDEM_AGENT_FOLDER"
-SECONDS = 0.25  # the most between two words of it
+SECONDS = 0.5  # the most between two words of it
 LOOK_SECONDS = 0.2  # between two looks at what neighbours' hosts send; one that sent nothing for so long is called
 CALL_SECONDS = 0.3  # for the system of a neighbour's host to answer a call, while nothing comes from there
 AGAIN_SECONDS = 0.1  # between two such calls

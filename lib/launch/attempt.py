@@ -30,8 +30,9 @@ SETTLE_SECONDS = 0.5  # after a death, for the others to report why they end
 END_ANSWER_SECONDS = 1.0  # for an agent to report that its ranks have ended, beyond what it may take to end them
 PREPARE_SECONDS = 60.0  # for a process to import and read everything
 PREPARE_AFTER_SECONDS = 1.0  # the ranks that are about to train come first
-LINK_SECONDS = 1.0  # the least limit of silence of a link between hosts that both answer
-CUT_TIMES = 2.5  # that limit, for such a link to be called cut: one of 1 Mbit/s loses much of what it is sent
+CUT_TIMES = (
+    2.5  # the limit of silence: between hosts that both answer; a link of 1 Mbit/s loses much of what it is sent
+)
 CUT_SECONDS = 0.3  # for all hosts to say of which others they hear nothing
 CALLED_SECONDS = 1.0  # within which all hosts call each other once: so far apart the links of one cut fall silent
 PROBE_AGAIN_TIMES = 5.0  # the limit of silence, between two looks whether hosts reach each other, during one wait
@@ -242,7 +243,7 @@ class Attempt:
         endless: the fault that their wait has no end, where it is beyond that limit. It names no host, so it is told
         only once the answer is there; that has a limit of its own.
         """
-        world, limit = self.world, max(LINK_SECONDS, self.job.silent_seconds)
+        world, limit = self.world, self.job.silent_seconds
         now = time.monotonic()
         if (cut := self._seen_cut(now)) is not None:
             return cut
@@ -268,18 +269,17 @@ class Attempt:
     def _seen_cut(self, now: float) -> Fault | None:
         """What the systems of the ranks' hosts know of a cut between them, once all of them have had time to say so."""
         ranks, names = list(self.world.ranks.values()), list(self.world.hosts)
-        limit = CUT_TIMES * max(LINK_SECONDS, self.job.silent_seconds)
-        links = rank_faults.cut_links(now, ranks, limit)
+        links = rank_faults.cut_links(now, ranks, CUT_TIMES * self.job.silent_seconds)
         if not links or any(host.addresses for host in self.job.hosts):  # in a ring of cables each has its own
             self.cut_seen = None
             return None
         self.cut_seen = self.cut_seen or now
         if now - self.cut_seen < CUT_SECONDS:
             return None
-        links = rank_faults.cut_links(now, ranks, limit - CALLED_SECONDS)
+        links = rank_faults.cut_links(now, ranks, CUT_TIMES * self.job.silent_seconds - CALLED_SECONDS)
         without = rank_faults.cut_off(names, links)
         self.reached = tuple(host for host in self.job.hosts if host.name not in without)
-        return rank_faults.cut_between(names, without, limit)
+        return rank_faults.cut_between(names, without, CUT_TIMES * self.job.silent_seconds)
 
     async def _prepare(self, link: Link, host: Host, run: str) -> None:
         await asyncio.sleep(PREPARE_AFTER_SECONDS)
@@ -294,8 +294,7 @@ class Attempt:
         status = world.worst_status() or 1
         self._report(fault)
         if fault.kind in ("lost", "silent"):  # its agent ends its ranks by itself
-            limit = max(LINK_SECONDS, self.job.silent_seconds) / 2
-            late = rank_faults.late_hosts(time.monotonic(), world.hosts, limit)
+            late = rank_faults.late_hosts(time.monotonic(), world.hosts, self.job.silent_seconds / 2)
             for name in dict.fromkeys((*fault.hosts, *late)):  # one about to be silent as well is not waited for
                 self._give_up(name)
         # A stopped process receives no other signal until it is continued, which an agent does after any other.
