@@ -77,7 +77,9 @@ LEFT_OUT_STEPS = 8  # that a run takes under `nan-stays`: two updates in each of
 WEDGED_SECONDS = 5.0
 COMPILING_SECONDS = 60.0  # the same on a GPU, whose kernels are compiled in the first step for half a minute
 TRIES = 3  # to make a fault
-SLOW_SECONDS = 5.0  # of a recovery: what the launcher wrote meanwhile is printed
+SLOW_SECONDS = (
+    5.0  # of a recovery: what the launcher wrote meanwhile is printed; all lines where a host was wrongly blamed
+)
 TOLERANCE = 1e-3  # of a loss that roundings explain
 ROUNDING = 5e-6  # of a loss: 20 times the most that 100 faults of pipelined ranks gave on a CPU
 BLAMES = re.compile(rf"{faults.RESTARTS}(.*)|launch: start .*\(without (.*?)\)")
@@ -415,9 +417,10 @@ def all_faults(strategy: str, kinds: list[str], seconds: float, scene: Scene) ->
         found[-1].wrongly_blamed = len(wrong)
         last_end = time.monotonic()
         show(number, len(kinds), found[-1], wrong)
-        if found[-1].recovery_seconds > SLOW_SECONDS:
-            for at, line in [one for one in scene.launch.lines if one[0] >= fault_began and "launch: " in one[1]]:
-                print(f"    {at - fault_began:5.1f} s  {line}", flush=True)
+        if found[-1].recovery_seconds > SLOW_SECONDS or wrong:
+            for at, line in [one for one in scene.launch.lines if one[0] >= fault_began]:
+                if "launch: " in line or wrong:  # the ranks' own words say why
+                    print(f"    {at - fault_began:5.1f} s  {line}", flush=True)
         if found[-1].hung:
             print("\n".join(line for _, line in scene.launch.lines[-40:]))
             break
