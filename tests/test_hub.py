@@ -234,6 +234,17 @@ def test_a_local_folder_is_fetched_again_once_it_has_changed(tmp_path: Path, mon
     assert rows("hf://.") == PAIRS[:9] and len(told) == 4
 
 
+def test_what_a_killed_download_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_bytes(json_lines(PAIRS[:2]))
+    source, settings = f"hf://{tmp_path}", DataSettings(train="-", cache_dir=str(tmp_path / "cache"))
+    [shard] = hub_datasets.fetch(source, settings, print)
+    state, left = shard.parent / hub_datasets.STATE, shard.parent / f"{hub_datasets.STATE}.1.unfinished"
+    state.write_text(state.read_text().replace("true", "false"))
+    left.touch()
+    assert hub_datasets.fetch(source, settings, print) == [shard]
+    assert sorted(path.name for path in shard.parent.iterdir()) == sorted([shard.name, state.name])
+
+
 def test_a_stream_goes_on_at_its_row(tmp_path: Path) -> None:
     for i, content in enumerate((parquet(PAIRS[:20]), parquet(PAIRS[20:]))):
         (tmp_path / f"train-{i}.parquet").write_bytes(content)

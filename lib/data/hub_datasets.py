@@ -123,6 +123,7 @@ def keep(stream: Stream, source: str, folder: Path, limit_gb: float, rows: int |
         UserError: the limit is reached, or the stream breaks off; what is whole stays. The folder is a link.
     """
     files.make_own(folder)
+    files.sweep_unfinished(folder / STATE)
     state = _state(folder)
     if state["stream"] is not None:
         try:

@@ -26,6 +26,7 @@ CAUSES = (
     ),
 )
 MISSED_CALLS = 2  # in a row: one may be lost
+NEW_ROUND_TRIP_SECONDS = 0.4  # the least that a host's system is given for an answer beyond the limit of silence
 FAILED = re.compile(rf"^error: .*?({mlx_failures.FAILED}.*?)(?:; go on with .*)?$", re.MULTILINE)
 
 
@@ -170,14 +171,15 @@ def late_hosts(now: float, hosts: Mapping[str, HostState], limit_seconds: float)
 def _is_silent(now: float, host: HostState, limit_seconds: float) -> bool:
     """Whether neither a host's agent nor its system has given a sign of life within a limit and its usual lateness.
 
-    A system that is called over a slow link answers a round trip later: that is added to its limit. What it gives does
-    not count for ever: its agent may be stopped, and nobody ends its ranks. It counts for long: of a full link's
+    A system that is called over a slow link answers a round trip later: that is added to its limit. A link may have just
+    become slow, and its round trip is not known yet. What a system gives does not count for ever: its agent may be stopped, and nobody ends its ranks. It counts for long: of a full link's
     packets some are lost, and each that is keeps the agent's words back for seconds.
     """
     limit = patience.silence_limit(limit_seconds, host.usual_lateness)
     most = patience.MOST_TIMES * max(patience.LEAST_SILENCE_SECONDS, limit_seconds)
     silent = now - host.last_message
-    return silent > limit and (now - host.last_sign > limit + host.round_trip_seconds or silent > most)
+    round_trip_seconds = max(host.round_trip_seconds, NEW_ROUND_TRIP_SECONDS)
+    return silent > limit and (now - host.last_sign > limit + round_trip_seconds or silent > most)
 
 
 def cut_links(now: float, ranks: Sequence[RankState], limit_seconds: float) -> set[frozenset[str]]:
