@@ -171,9 +171,10 @@ def late_hosts(now: float, hosts: Mapping[str, HostState], limit_seconds: float)
 def _is_silent(now: float, host: HostState, limit_seconds: float) -> bool:
     """Whether neither a host's agent nor its system has given a sign of life within a limit and its usual lateness.
 
-    A system that is called over a slow link answers a round trip later: that is added to its limit. A link may have just
-    become slow, and its round trip is not known yet. What a system gives does not count for ever: its agent may be stopped, and nobody ends its ranks. It counts for long: of a full link's
-    packets some are lost, and each that is keeps the agent's words back for seconds.
+    A system that is called over a slow link answers a round trip later: that is added to its limit. A link may have
+    just become slow: then its round trip is not known yet. What a system gives does not count for ever: its agent may
+    be stopped, and nobody ends its ranks. It counts for long: of a full link's packets some are lost, and each that is
+    keeps the agent's words back for seconds.
     """
     limit = patience.silence_limit(limit_seconds, host.usual_lateness)
     most = patience.MOST_TIMES * max(patience.LEAST_SILENCE_SECONDS, limit_seconds)
