@@ -149,6 +149,17 @@ def test_an_address_that_is_not_this_hosts_is_one_line() -> None:
     assert "\n" not in str(error.value)
 
 
+def test_a_port_that_becomes_free_in_time_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as before:
+        address = before.getsockname()
+        threading.Timer(0.3, before.close).start()
+        with ring_start._listening(address) as listening:
+            assert listening.getsockname() == address
+            monkeypatch.setattr(ring_start, "IN_USE_SECONDS", 0.1)
+            with pytest.raises(UserError, match=r"Address already in use; .*--starting-port"):
+                ring_start._listening(address)
+
+
 def test_mlxs_ring_of_three_comes_up_whoever_is_late(tmp_path: Path) -> None:
     path = tmp_path / "hosts.json"
     ports = [f"{host}:{port}" for host, port in free_addresses(6)]

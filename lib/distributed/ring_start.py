@@ -12,6 +12,7 @@ its previous neighbour, which no other host reaches. Whoever is early calls agai
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -30,6 +31,7 @@ Address = tuple[str, int]
 
 AGAIN_SECONDS = 0.02  # between two calls
 CONNECT_SECONDS = 5.0
+IN_USE_SECONDS = 2.0  # for a port that another process listens at to become free
 FOREIGN_SECONDS = 3.0  # of nobody but strangers at a neighbour's address, then a line says so
 RELAYED = "TANDEM_RELAYED"  # set by who has NAT or a tunnel between hosts: then ends of a connection look unlike
 NO_SECRET = b""  # of ranks that nobody gave one: the steps then only tell them from other programs
@@ -85,13 +87,18 @@ def meet(rank: int, nodes: Sequence[Sequence[Address]], secret: bytes) -> Neighb
 
 
 def _listening(address: Address) -> socket.socket:
-    try:
-        return socket.create_server(address)
-    except OSError as error:
-        raise UserError(
-            f"this rank cannot listen at {address[0]}:{address[1]}: {error.strerror}; in the host file give an address "
-            "that this host has, or another port by --starting-port"
-        ) from None
+    """Listens there; where another process still does, once it ends: it may be of the start before this one."""
+    deadline = time.monotonic() + IN_USE_SECONDS
+    while True:
+        try:
+            return socket.create_server(address)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                raise UserError(
+                    f"this rank cannot listen at {address[0]}:{address[1]}: {error.strerror}; in the host file give an "
+                    "address that this host has, or another port by --starting-port"
+                ) from None
+        time.sleep(AGAIN_SECONDS)
 
 
 def _accept(listeners: Sequence[Listener]) -> list[Channel]:
