@@ -156,7 +156,7 @@ def test_a_port_that_becomes_free_in_time_is_taken(monkeypatch: pytest.MonkeyPat
         with ring_start._listening(address) as listening:
             assert listening.getsockname() == address
             monkeypatch.setattr(ring_start, "IN_USE_SECONDS", 0.1)
-            with pytest.raises(UserError, match=r"Address already in use; .*--starting-port"):
+            with pytest.raises(UserError, match=r"Address already in use.*--starting-port"):
                 ring_start._listening(address)
 
 
