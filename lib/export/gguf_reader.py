@@ -40,8 +40,16 @@ class GgufModel:
     def __init__(self, path: Path) -> None:
         from gguf import GGUFReader
 
+        class WholeReader(GGUFReader):
+            """Refuses what ends beyond the file: a length of 2**60 in it was counted up to, until no memory was left."""
+
+            def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **named: Any) -> Array:
+                if int(offset) + np.dtype(dtype).itemsize * int(count) > self.data.size:
+                    raise ValueError("it ends too soon")
+                return super()._get(offset, dtype, count, *order, **named)
+
         try:
-            reader = GGUFReader(path)
+            reader = WholeReader(path)
             self.fields = reader.fields
             self.tensors = {tensor.name: tensor for tensor in reader.tensors}
             self.architecture = str(self.field("general.architecture"))
