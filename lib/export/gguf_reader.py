@@ -41,7 +41,7 @@ class GgufModel:
         from gguf import GGUFReader
 
         class WholeReader(GGUFReader):
-            """Refuses what ends beyond the file: a length of 2**60 in it was counted up to, until no memory was left."""
+            """Refuses a length that ends beyond the file; gguf counts up to it, until no memory is left."""
 
             def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **named: Any) -> Array:
                 if int(offset) + np.dtype(dtype).itemsize * int(count) > self.data.size:
