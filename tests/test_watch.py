@@ -302,6 +302,39 @@ def test_what_neighbours_tell_of_a_host_counts_as_its_sign_of_life() -> None:
     assert fault and fault.kind == "silent" and fault.hosts == ("b",)
 
 
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_a_host_that_fell_silent_is_not_waited_for_to_end_its_ranks(
+    monkeypatch: pytest.MonkeyPatch, is_silent: bool
+) -> None:
+    """Two faults at once: a rank died on one host, and the other was cut off."""
+    monkeypatch.setattr("lib.launch.attempt.END_ANSWER_SECONDS", 1000.0)
+
+    async def go() -> list[str]:
+        attempt = Attempt(Job((Host("a"), Host("b")), "ring", ("true",), silent_seconds=1.0), cast(Console, None))
+        world, order = attempt.world, list[str]()
+        for rank, name in RANKS:
+            link = SimpleNamespace(name=name, closed=False, punctuality=Punctuality(0.5, 0.0))
+            world.add_host(cast(Link, link), [rank])
+        world.links["b"].punctuality.last -= 5.0 if is_silent else 0.0
+        world.ended["a"].set()
+
+        async def end_late() -> None:
+            await asyncio.sleep(0.3)
+            order.append("b ended")
+            world.ended["b"].set()
+
+        if not is_silent:
+            ending = asyncio.ensure_future(end_late())
+        async with asyncio.timeout(20):
+            await attempt._hear_the_end(["a", "b"], 0.5)
+        order.append("heard")
+        if not is_silent:
+            await ending
+        return order
+
+    assert asyncio.run(go()) == (["heard"] if is_silent else ["b ended", "heard"])
+
+
 def test_a_cut_is_told_once_all_hosts_had_time_to_say_what_they_hear(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     job = Job((Host("a"), Host("b"), Host("c")), "ring", ("true",), silent_seconds=1.0)

@@ -294,7 +294,7 @@ class Attempt:
         status = world.worst_status() or 1
         self._report(fault)
         if fault.kind in ("lost", "silent"):  # its agent ends its ranks by itself
-            late = rank_faults.late_hosts(time.monotonic(), world.hosts, self.job.silent_seconds / 2)
+            late = world.late_hosts(self.job.silent_seconds / 2)
             for name in dict.fromkeys((*fault.hosts, *late)):  # one about to be silent as well is not waited for
                 self._give_up(name)
         # A stopped process receives no other signal until it is continued, which an agent does after any other.
@@ -354,13 +354,19 @@ class Attempt:
         return interrupted
 
     async def _hear_the_end(self, names: Sequence[str], grace_seconds: float) -> None:
-        """Waits until the hosts say that their ranks have ended; one that still speaks gets what its agent may take."""
+        """Waits until the hosts say that their ranks have ended; one that still speaks gets what its agent may take.
+
+        One that is silent by now is not waited for: its agent ends its ranks by itself.
+        """
         world, now = self.world, time.monotonic()
         answer_seconds = patience.work_limit(END_ANSWER_SECONDS, world.load())
         deadline = now + grace_seconds + answer_seconds
         longer = patience.work_limit(KILLED_SECONDS + LAST_WORDS_SECONDS, world.load())
-        await _all_set([world.ended[name] for name in names], deadline - now)
-        now = time.monotonic()
+        while now < deadline and not all(world.ended[name].is_set() for name in names):
+            silent = world.late_hosts(self.job.silent_seconds)
+            names = [name for name in names if name not in silent]
+            await _all_set([world.ended[name] for name in names], TICK_SECONDS)
+            now = time.monotonic()
         speak = [name for name in names if world.has_spoken(name, now, answer_seconds)]
         await _all_set([world.ended[name] for name in speak], deadline + longer - now)
 

@@ -62,6 +62,16 @@ class WorldState:
 
     def fault(self) -> rank_faults.Fault | None:
         """The first thing that is wrong now; None if nothing is."""
+        now = self._look()
+        limits = self.job.silent_seconds, self.job.wedged_seconds
+        return rank_faults.diagnose(now, self.hosts, list(self.ranks.values()), *limits)
+
+    def late_hosts(self, limit_seconds: float) -> list[str]:
+        """The hosts that are connected, and have been silent for longer than a limit by now."""
+        return rank_faults.late_hosts(self._look(), self.hosts, limit_seconds)
+
+    def _look(self) -> float:
+        """Brings what is known of the hosts up to now, which it returns, by time.monotonic()."""
         now = time.monotonic()
         self._excuse(now - self.looked - LOOK_SECONDS)
         self.looked = now
@@ -74,8 +84,7 @@ class WorldState:
                 if other in self.ranks and (host := self.hosts[self.ranks[other].host]).name != rank.host:
                     host.last_sign = max(host.last_sign, heard.at)
                     host.round_trip_seconds = max(host.round_trip_seconds, heard.round_trip_seconds)
-        limits = self.job.silent_seconds, self.job.wedged_seconds
-        return rank_faults.diagnose(now, self.hosts, list(self.ranks.values()), *limits)
+        return now
 
     def _excuse(self, absent_seconds: float) -> None:
         """Counts no time in which this process was stopped, or its machine slept: what came then is not read yet."""
