@@ -59,7 +59,7 @@ CHATS = [
 HOST_LINES = "mac-a slots=2\nmac-b:3 # x\n\n# a comment\nuser@10.0.0.7\nhost_4.example slots=01\n"
 HOSTS = [
     [{"ssh": "mac-a", "ips": ["10.0.0.1"], "rdma": [None, "rdma_en1", ["rdma_en2"]], "slots": 2}, {"ssh": "mac-b"}],
-    {"backend": "ring", "envs": ["A=b"], "hosts": [{"ssh": "u@mac-a", "ips": ["10.0.0.1", "10.0.1.1"]}]},
+    {"backend": "ring", "envs": ["NCCL_DEBUG=b"], "hosts": [{"ssh": "u@mac-a", "ips": ["10.0.0.1", "10.0.1.1"]}]},
 ]
 KEYS = f"alice sha256:{'a' * 64}\n# x\n\nbob@x sha256:{'b' * 64}\n"
 STATE_OF_A_RUN = asdict(

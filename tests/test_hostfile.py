@@ -36,10 +36,10 @@ def test_mlx_own_file_keeps_addresses_devices_backend_and_variables() -> None:
         {"ssh": "b", "ips": [], "rdma": ["rdma_en5", None]},
     ]
     found = parse(
-        json.dumps({"backend": "jaccl", "envs": ["MLX_METAL_FAST_SYNCH=1", "A=b=c d"], "hosts": entries}), "here"
+        json.dumps({"backend": "jaccl", "envs": ["MLX_METAL_FAST_SYNCH=1", "NCCL_IB_HCA=b=c d"], "hosts": entries}), "here"
     )
     assert found.hosts[0] == Host("a", 1, ("10.0.0.1", "10.0.1.1"), (None, "rdma_en5"))
-    assert found.backend == "jaccl" and found.environment == {"MLX_METAL_FAST_SYNCH": "1", "A": "b=c d"}
+    assert found.backend == "jaccl" and found.environment == {"MLX_METAL_FAST_SYNCH": "1", "NCCL_IB_HCA": "b=c d"}
 
 
 def test_the_example_is_one() -> None:
@@ -96,6 +96,9 @@ def test_the_example_is_one() -> None:
         ('{"envs": ["A"], "hosts": [{"ssh": "a"}]}', "'A' is not of the form NAME=VALUE"),
         ('{"envs": ["A B=1"], "hosts": [{"ssh": "a"}]}', "NAME=VALUE"),
         ('{"envs": {"A": 1}, "hosts": [{"ssh": "a"}]}', "NAME=VALUE"),
+        ('{"envs": ["PYTHONPATH=/tmp/x y"], "hosts": [{"ssh": "a"}]}', "PYTHONPATH.* --env 'PYTHONPATH=/tmp/x y'"),
+        ('{"envs": ["MLX_MPI_LIBNAME=x"], "hosts": [{"ssh": "a"}]}', "MLX_MPI_LIBNAME"),
+        ('{"envs": ["TANDEM_RELAYED=1"], "hosts": [{"ssh": "a"}]}', "TANDEM_RELAYED"),
         ("[" * 100_000, "not JSON"),
     ],
 )

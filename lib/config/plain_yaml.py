@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import yaml
@@ -36,3 +37,15 @@ class PlainLoader(yaml.SafeLoader):
                 raise
             fault = f"{node.value[:60]!r} is no {node.tag.rpartition(':')[2]}"
             raise yaml.MarkedYAMLError(problem=fault, problem_mark=node.start_mark) from None
+
+
+CARD_BYTES = 2**20  # of a README.md that are read: what is said in its front matter is at its beginning
+
+
+def front_matter(card: str) -> Any:
+    """The YAML that a README.md begins with, between two lines `---`; None where it has none, or that is no YAML."""
+    front = re.match(r"---\r?\n(.*?)\n---", card, re.DOTALL)
+    try:
+        return yaml.load(front[1], Loader=PlainLoader) if front else None
+    except yaml.YAMLError:
+        return None

@@ -116,7 +116,7 @@ class ModelSettings(Section):
             for pattern in getattr(self, setting):
                 try:
                     re.compile(pattern)
-                except re.error as error:
+                except (re.error, OverflowError, RecursionError) as error:
                     raise ValueError(f"model.{setting}: {pattern!r} is no regular expression: {error}") from None
         if self.alpha is not None and self.scale != type(self).model_fields["scale"].default:
             raise ValueError(

@@ -18,11 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Annotated, Any, cast
 
-import yaml
 from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict  # which pydantic reads on Python 3.11
 
-from lib.config.plain_yaml import PlainLoader
+from lib.config.plain_yaml import CARD_BYTES, front_matter
 from lib.data import record_files
 from lib.data.parquet import read_parquet
 from lib.data.record_formats import JSON, LINE_BYTES, Unusable
@@ -38,6 +37,7 @@ SPLIT_WORDS = {
 }
 # Where the hub keeps what it has made of data sets that come in other forms: CONFIG/SPLIT/0000.parquet.
 CONVERTED = "refs/convert/parquet"
+CARD = "README.md"
 PIECE_BYTES = 2**20  # of a file that is one list
 BETWEEN = re.compile(r"[\s,]*")  # two of its records
 
@@ -74,9 +74,12 @@ class Repository:
             self._open = lambda path: cast(IO[bytes], files.open(path, "rb"))
         self.names = sorted(names)
 
-    def read(self, name: str) -> bytes:
-        with self._open(f"{self.root}/{name}") as file:
-            return file.read()
+    def card(self) -> str:
+        """The beginning of its README.md, in which its front matter is; empty where it has none."""
+        if CARD not in self.names:
+            return ""
+        with self._open(f"{self.root}/{CARD}") as file:
+            return file.read(CARD_BYTES).decode(errors="replace")  # the last character may be cut
 
     def stream(self, names: Sequence[str]) -> FileStream:
         return FileStream([f"{self.root}/{name}" for name in names], self._open, self._any_commit)
@@ -102,7 +105,7 @@ def open_stream(source: str, where: str, options: dict[str, str]) -> FileStream:
         repository = Repository(where, options.get("revision"))
         if not any(map(_is_data, repository.names)) and not is_local(where) and "revision" not in options:
             repository = Repository(where, CONVERTED)
-        card = repository.read("README.md").decode() if "README.md" in repository.names else ""
+        card = repository.card()
     except Exception as error:  # not found, not allowed, offline: a dozen unrelated types
         raise UserError(f"{source}: cannot be opened: {reason(error)}") from None
     try:
@@ -152,11 +155,7 @@ def files_of_split(names: Sequence[str], card: str, config: str | None, split: s
 
 def _configurations(card: str) -> list[dict[str, Any]]:
     """What the front matter of a README.md says of configurations."""
-    front = re.match(r"---\r?\n(.*?)\n---", card, re.DOTALL)
-    try:
-        known = yaml.load(front[1], Loader=PlainLoader) if front else None
-    except yaml.YAMLError:
-        return []
+    known = front_matter(card)
     entries = known.get("configs") if isinstance(known, dict) else None
     return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 from mlx_lm.utils import load_tokenizer
 
@@ -11,7 +12,7 @@ from lib.data.record_formats import JSON
 from lib.data.text_tokens import Tokenizer
 from lib.data.tokenize import Vocabulary
 from lib.data.tokenizer_rules import require_bounded
-from lib.errors import UserError
+from lib.errors import UserError, shown
 from lib.system.model_folder import end_ids, resolve, why_unreadable
 
 
@@ -28,6 +29,7 @@ def load_tokenizer_of(settings: schema.ModelSettings) -> Tokenizer | None:
     ):
         return None
     require_bounded(folder)
+    _have_logs_shown()
     try:
         return load_tokenizer(
             folder, {"trust_remote_code": settings.trust_remote_code}, eos_token_ids=sorted(end_ids(folder)) or None
@@ -36,6 +38,20 @@ def load_tokenizer_of(settings: schema.ModelSettings) -> Tokenizer | None:
         raise UserError(
             f"model.path {settings.path}: its tokenizer cannot be loaded: {why_unreadable(folder, error)}"
         ) from None
+
+
+def _have_logs_shown() -> None:
+    """Has transformers tell what it found in a folder, which may be anybody's, as text."""
+    from transformers.utils import logging as of_transformers  # here: a rank whose data is kept needs no tokenizer
+
+    for handler in of_transformers.get_logger("transformers").handlers:
+        handler.addFilter(_as_text)  # a second time it changes nothing
+
+
+def _as_text(record: logging.LogRecord) -> bool:
+    """Has a line of a log shown by a terminal, not obeyed."""
+    record.msg, record.args = shown(record.getMessage()), None
+    return True
 
 
 def vocabulary(settings: schema.ModelSettings) -> Vocabulary:

@@ -99,8 +99,8 @@ def _replace(connections: Sequence[tuple[int, socket.socket]], end: int) -> None
         descriptors = [number for number, ends in mine.items() if ends[end] == (HOST, port)]
         if len(descriptors) != 1:
             raise RuntimeError(
-                f"MLX has {len(descriptors)} sockets at port {port}, not the one that its ring was given; install the "
-                "versions of constraints.txt (make setup)"
+                f"MLX has {len(descriptors)} sockets at port {port}, not the one that its ring was given; start again, "
+                "and if that does not help, install the versions of constraints.txt (make setup)"
             )
         connection.setblocking(False)  # MLX asks again and again, and so it set its own
         os.dup2(connection.fileno(), descriptors[0], inheritable=False)
@@ -127,12 +127,17 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 def _connected() -> dict[int, tuple[object, object]]:
-    """Both ends of every TCP connection of this process, its own first, by file descriptor."""
+    """Both ends of every TCP connection of this process, its own first, by file descriptor.
+
+    Of one that the other end has reset that end is None: a stranger may do that to the socket which MLX took from him.
+    """
     found: dict[int, tuple[object, object]] = {}
     for path in Path("/dev/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile, or not connected
+        with contextlib.suppress(OSError):  # closed meanwhile, or the other end has
             if stat.S_ISSOCK(os.fstat(int(path.name)).st_mode):
                 with socket.socket(fileno=os.dup(int(path.name))) as copy:
-                    if copy.family == socket.AF_INET:
-                        found[int(path.name)] = copy.getsockname(), copy.getpeername()
+                    if copy.family != socket.AF_INET or copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        continue
+                    found[int(path.name)] = (copy.getsockname(), None)
+                    found[int(path.name)] = (copy.getsockname(), copy.getpeername())
     return found

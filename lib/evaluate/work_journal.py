@@ -21,14 +21,13 @@ class Journal:
         """Goes on with what is there, if it is of the same key; a line that was cut off goes.
 
         Raises:
-            UserError: it is of another key, or no journal: a file of the user's.
+            UserError: it is of another key, or no journal: a file of the user's; or a link (`files.open_own`).
             OSError: the disk is full or not writable.
         """
         self.path = path
         self.offsets = np.full(chunks, -1, np.int64)  # of each chunk's line, in bytes
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a+b", buffering=0)
-        self._file.seek(0)
+        self._file = files.open_own(path)
         end = self._read(json.dumps({"key": key, "chunks": chunks}).encode() + b"\n")
         self._file.truncate(end)
         self._file.seek(end)

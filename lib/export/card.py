@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lib.config import read_file
-from lib.errors import UserError
+from lib.errors import UserError, shown
 from lib.export.trained_run import TrainedRun
 
 CARD = "README.md"
@@ -21,6 +21,7 @@ USES = {
 }
 FIGURES = ("loss", "reward_accuracy", "reward_margin", "exact_match_before", "exact_match_after", "steps", "pairs")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+PLAIN = re.compile(r"(?!.*www\.)[^\W_][\w./-]*", re.IGNORECASE)  # Markdown has no other use for it
 
 
 def write(run: TrainedRun, folder: Path, to: str, proven: str | None) -> None:
@@ -52,11 +53,11 @@ def model_card(run: TrainedRun, to: str, proven: str | None) -> str:
         data["base_model_relation"] = relation
     loss = "SFT" if names == ["sft"] else f"{' + '.join(names)} loss, beta {settings.train.beta}"
     lines = [
-        f"---\n{data.to_yaml()}\n---\n\n# {run.folder.resolve().name}\n",
-        f"{base}, trained by Tandem ({settings.model.method}, {loss}); {run.checkpoint}.\n",
-        f"    {use.format(base=base)}\n",
+        f"---\n{data.to_yaml()}\n---\n\n# {_as_text(run.folder.resolve().name)}\n",
+        f"{_as_text(base)}, trained by Tandem ({settings.model.method}, {loss}); {run.checkpoint}.\n",
+        f"    {use.format(base=_in_one_line(base))}\n",
         "## How it was made\n",
-        f"- data: {', '.join(_source(each) for each in _sources(settings.data.train))}",
+        f"- data: {', '.join(_as_text(_source(each)) for each in _sources(settings.data.train))}",
         f"- learning rate {settings.train.learning_rate}, seed {settings.train.seed}",
         *(f"- {name.replace('_', ' ')}: {value:.4g}" for name, value in _figures(run.folder).items()),
         *([f"- {proven}"] if proven else []),
@@ -86,4 +87,19 @@ def _figures(folder: Path) -> dict[str, float]:
         stored = read_file.read_object(folder / "summary.json", "the run's")
     except (OSError, UserError):
         return {}
-    return {name: stored[name] for name in FIGURES if isinstance(stored.get(name), int | float)}
+    return {name: stored[name] for name in FIGURES if _is_figure(stored.get(name))}
+
+
+def _is_figure(value: object) -> bool:
+    """Whether it is a number that can be written in a few digits; a whole one of JSON may have hundreds."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 10**15)
+
+
+def _as_text(name: str) -> str:
+    """A name that may be somebody else's, as text of the card: what Markdown could take for something else is code."""
+    text = _in_one_line(name)
+    return text if PLAIN.fullmatch(text) else "`" + text.replace("`", "'") + "`"
+
+
+def _in_one_line(name: str) -> str:
+    return " ".join(shown(name).split())

@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from lib.errors import UserError
 from lib.model.adapter_files import write_arrays
 
 SHARD_BYTES = 5 * 2**30  # of one file of weights
@@ -53,10 +54,24 @@ def shards_of(sizes: dict[str, int], most: int) -> list[list[str]]:
 
 
 def copy_companions(base: Path, folder: Path) -> None:
-    """Copies what belongs to a model besides its weights and their index."""
+    """Copies what belongs to a model besides its weights and their index.
+
+    Raises:
+        UserError: one of these files is a link out of the model's folder, perhaps to a file of yours: an export is
+            given to others.
+    """
     for path in sorted({path for pattern in COMPANIONS for path in base.glob(pattern)}):
-        if not path.name.endswith(".index.json"):
-            shutil.copyfile(path, folder / path.name)
+        if path.name.endswith(".index.json"):
+            continue
+        if not _is_of_model(path.resolve(), base.resolve()):
+            raise UserError(f"{path} is a link to {path.resolve()}, which would be exported; put a copy in its place")
+        shutil.copyfile(path, folder / path.name)
+
+
+def _is_of_model(file: Path, base: Path) -> bool:
+    """Whether a file is in a model's folder, or among those of the hub's cache that its snapshots/COMMIT links to."""
+    blobs = base.parent.parent / "blobs"
+    return file.is_relative_to(base) or (base.parent.name == "snapshots" and file.is_relative_to(blobs))
 
 
 def stored_names(folder: Path) -> set[str]:

@@ -13,10 +13,9 @@ from typing import Any
 
 import mlx.nn as nn
 import numpy as np
-import yaml
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from lib.config.plain_yaml import PlainLoader
+from lib.config.plain_yaml import CARD_BYTES, front_matter
 from lib.errors import Stopped, UserError
 from lib.export import base_copy
 from lib.export.form import ExportOptions, Reading
@@ -163,11 +162,9 @@ def original_of(run: TrainedRun) -> str:
     """The model that peft would load: of a quantised one that which its card names as its base, where it has a card."""
     card = run.base / "README.md"
     if run.is_quantised and card.is_file():
-        front = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
-        try:
-            named = (yaml.load(front[1], Loader=PlainLoader) or {}).get("base_model") if front else None
-        except (yaml.YAMLError, AttributeError):
-            named = None
+        with card.open("rb") as file:
+            known = front_matter(file.read(CARD_BYTES).decode(errors="replace"))
+        named = known.get("base_model") if isinstance(known, dict) else None
         named = named[0] if isinstance(named, list) and named else named
         if isinstance(named, str):
             return named

