@@ -287,7 +287,7 @@ def of_hosts(content: Content) -> Attack:
 
     def attack(folder: Path) -> str | None:
         put(folder / "evil-hosts", content)
-        return _refuses(lambda: hostfile.read(folder / "evil-hosts"))
+        return refusal_of(lambda: hostfile.read(folder / "evil-hosts"))
 
     return attack
 
@@ -295,12 +295,12 @@ def of_hosts(content: Content) -> Attack:
 def of_keys(content: Content) -> Attack:
     def attack(folder: Path) -> str | None:
         put(folder / "evil-keys", content)
-        return _refuses(lambda: api_keys.read(folder / "evil-keys"))
+        return refusal_of(lambda: api_keys.read(folder / "evil-keys"))
 
     return attack
 
 
-def _refuses(read: Callable[[], object]) -> str | None:
+def refusal_of(read: Callable[[], object]) -> str | None:
     """Why a reader did not refuse by one clear line."""
     try:
         taken = read()
@@ -336,7 +336,7 @@ def pushes(name: str, change: Callable[[Path], None]) -> Attack:
         shutil.rmtree(export, ignore_errors=True)
         put(export / "adapter_config.json", {"a": 1})
         change(export / name)
-        return _refuses(lambda: push_checks.files_to_send(export))
+        return refusal_of(lambda: push_checks.files_to_send(export))
 
     return attack
 

@@ -6,18 +6,26 @@ from pathlib import Path
 
 import pytest
 
-from tests import attacks, attacks_data, attacks_models, attacks_rounds, attacks_runs
+from tests import attacks, attacks_data, attacks_models, attacks_rounds, attacks_runs, attacks_shared
 from tests.attacks import prepare
 
 # benchmarks/attack.py has all of them, each with a limit on its seconds and bytes.
 SLOW = ("64 million values of parquet", "a summary of text", "a summary of lists")
-OTHERS = attacks_data.ATTACKS | attacks_models.ATTACKS | attacks_runs.ATTACKS
+OTHERS = attacks_data.ATTACKS | attacks_models.ATTACKS | attacks_runs.ATTACKS | attacks_shared.ATTACKS
 SLOW_KINDS = ("record: ", "environment: ", "pattern: ", "template: loops", "template: 10", "parquet: 20", "data: 2")
 SLOW_KINDS += ("template: it waits", "tokenizer: a pattern that is slow")
 HUNGRY = ("never end", "/dev/zero", "GB")  # of all memory, should they not hold
 QUICK = [name for name in OTHERS if not name.startswith(SLOW_KINDS) and not any(word in name for word in HUNGRY)]
 ALWAYS = ("checkpoint: a moment", "checkpoint: layers of rank", "checkpoint: a row", "run: a note", "setting: figures")
-ALWAYS += ("cache: ", "calibration: ", "adapter: a run's")
+ALWAYS += ("cache: ", "calibration: ", "adapter: a run's", "code: ", "ring: ")
+ALWAYS += (
+    "run: tensorboard",
+    "journal: it is",
+    "export: a model's",
+    "export: markup",
+    "terminal: ",
+    "host: a file that sets",
+)
 TRIED = [name for name in attacks.ATTACKS if name not in SLOW]
 TRIED += [name for number, name in enumerate(QUICK) if number % 5 == 0 or name.startswith(ALWAYS)]
 

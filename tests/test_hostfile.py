@@ -36,7 +36,8 @@ def test_mlx_own_file_keeps_addresses_devices_backend_and_variables() -> None:
         {"ssh": "b", "ips": [], "rdma": ["rdma_en5", None]},
     ]
     found = parse(
-        json.dumps({"backend": "jaccl", "envs": ["MLX_METAL_FAST_SYNCH=1", "NCCL_IB_HCA=b=c d"], "hosts": entries}), "here"
+        json.dumps({"backend": "jaccl", "envs": ["MLX_METAL_FAST_SYNCH=1", "NCCL_IB_HCA=b=c d"], "hosts": entries}),
+        "here",
     )
     assert found.hosts[0] == Host("a", 1, ("10.0.0.1", "10.0.1.1"), (None, "rdma_en5"))
     assert found.backend == "jaccl" and found.environment == {"MLX_METAL_FAST_SYNCH": "1", "NCCL_IB_HCA": "b=c d"}

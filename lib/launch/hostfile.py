@@ -225,7 +225,7 @@ def _from_json(text: str, source: str) -> Hosts:
     for name, value in variables.items():
         if name not in OF_A_FILE:
             raise UserError(
-                f"{source}: envs sets {name}, which a host file may not, since some variables run code; take it out, and "
+                f"{source}: envs sets {name}, which a host file may not, as some variables run code; take it out, and "
                 f"give --env {shlex.quote(f'{name}={value}')}"
             )
     return Hosts(tuple(hosts), backend, variables)
