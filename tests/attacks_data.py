@@ -144,6 +144,9 @@ def reads_false_pages(folder: Path) -> str | None:
         b"\x15",
         b"\x1c" * 100,
         b"\x19\xfc" + b"\xff" * 8 + b"\x7f",
+        b"\x19\xf1" + b"\xff" * 8 + b"\x7f",  # 2^63 truths, and 2^63 floating-point numbers
+        b"\x19\xf7" + b"\xff" * 8 + b"\x7f",
+        b"\x19" * 5000,  # a list of a list ...
         b"\x15" + b"\xff" * 20,
         b"\x1b\x00",
         b"\x15\x00\x05\x02\x02\x00",

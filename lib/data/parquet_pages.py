@@ -139,8 +139,6 @@ def struct(data: bytes, at: int, depth: int = 0) -> tuple[dict[int, Any], int]:
         IndexError: it goes on behind the data.
         FalsePage: it is none.
     """
-    if depth > DEEPEST:
-        raise FalsePage(f"structures nested more than {DEEPEST} deep")
     fields: dict[int, Any] = {}
     number = 0
     while kind := data[at]:
@@ -156,6 +154,8 @@ def struct(data: bytes, at: int, depth: int = 0) -> tuple[dict[int, Any], int]:
 
 
 def _value(data: bytes, at: int, kind: int, depth: int) -> tuple[Any, int]:
+    if depth > DEEPEST:
+        raise FalsePage(f"structures and lists nested more than {DEEPEST} deep")
     if kind in (1, 2):
         return kind == 1, at
     if kind == 3:
@@ -170,6 +170,8 @@ def _value(data: bytes, at: int, kind: int, depth: int) -> tuple[Any, int]:
     if kind in (9, 10):
         head, at = data[at], at + 1
         count, at = (head >> 4, at) if head >> 4 < 15 else _varint(data, at)
+        if count > len(data) - at:  # each takes a byte at least
+            raise IndexError
         for _ in range(count):
             _, at = _value(data, at + (head & 15 in (1, 2)), head & 15, depth + 1)
         return None, at
