@@ -250,6 +250,8 @@ ATTACKS: dict[str, Attack] = {
     "model: a width of 10^30": of_config(hidden_size=10**30, base="drawn"),
     "model: a width below zero": of_config(hidden_size=-16, base="drawn"),
     "model: 10^9 blocks": of_config(num_hidden_layers=10**9, base="drawn"),
+    "model: 33,000 blocks of GPT-2": of_config(n_layer=33_000, base="drawn"),
+    "model: a width of 10^9 of GPT-2": of_config(n_embd=10**9, base="drawn"),
     "model: blocks below zero": of_config(num_hidden_layers=-1),
     "model: blocks of text": of_config(num_hidden_layers="2"),
     "model: 10^12 tokens": of_config(vocab_size=10**12, base="drawn"),

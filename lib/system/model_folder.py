@@ -18,8 +18,8 @@ LFS_POINTER = b"version https://git-lfs"
 READ_WHOLE = re.compile(r".*\.(json|jinja|model)|(merges|vocab)\.txt")
 LARGEST_FILE, LARGEST_TOKENIZER = 2**26, 2**28
 NUMBERS = ("rope_theta", "rms_norm_eps", "layer_norm_eps")
-NEEDED = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers", "num_layers")  # one at least
-SIZES = ("vocab_size", "hidden_size", "intermediate_size")
+NEEDED = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers", "num_layers", "n_layer", "n_layers")  # 1
+COUNTS, SIZES = ("num_", "n_", "d_"), ("vocab_size", "hidden_size", "intermediate_size", "_dim")
 CONTEXT = ("n_positions", "max_position_embeddings", "n_ctx")
 LARGEST_SIZE = 2**24
 MOST_BLOCKS = 2**12
@@ -93,8 +93,10 @@ def _absurd(config: dict[str, Any]) -> str | None:
     for name, value in [*config.items(), *(text.items() if isinstance(text, dict) else ())]:
         if name in (*NUMBERS, "vocab_size") and isinstance(value, str | list | dict):
             return f"{name}={str(value)[:30]!r}, which is no number"
-        if isinstance(value, int) and (name.startswith("num_") or name.endswith(SIZES)):
-            most, least = MOST_BLOCKS if "layers" in name else LARGEST_SIZE, 1 if name in NEEDED else -1
+        is_count = name.startswith(COUNTS)
+        if isinstance(value, int) and (is_count or name.endswith(SIZES)):
+            most = MOST_BLOCKS if is_count and "layer" in name else LARGEST_SIZE
+            least = 1 if name in NEEDED else -1
             if not least <= value <= most:  # -1: none, in some configurations
                 return f"{name}={str(value)[:30]}, which may be {least} to {most:,}"
     return None
