@@ -24,7 +24,7 @@ def order_backward(model: nn.Module) -> None:
     It wraps the call of the blocks' class, for training alone. Outputs and gradients stay what they are.
     """
     end_at_scored_tokens(model)  # within: a recomputed block does all of it again
-    for kind in {type(block) for block in model.layers}:
+    for kind in {type(block) for block in _own_blocks(model)}:
         if not getattr(kind.__call__, "is_ordered", False):
             kind.__call__ = _ordered(kind.__call__)
 
@@ -36,8 +36,17 @@ def checkpoint_blocks(model: nn.Module) -> None:
     is recomputed: MLX may recompute all of them before the first is needed, and hold them all.
     """
     order_backward(model)
-    for block in model.layers:
+    for block in _own_blocks(model):
         block.is_checkpointed = True
+
+
+def _own_blocks(model: nn.Module) -> list[nn.Module]:
+    """Without those that other ranks hold (lib/model/pipeline_stage.py).
+
+    What is in their place hands on, in its call, what the stage is given and what it gives: no part of a function to
+    wrap, which would cut the gradients off there.
+    """
+    return [block for block in model.layers if tree_flatten(block.parameters())]
 
 
 def _ordered(plain: Callable[..., Any]) -> Callable[..., Any]:
