@@ -275,14 +275,17 @@ def torn(scene: Scene, host: Host) -> Undo:
     scene.kill(host)
     folders = [disk / "runs/run/checkpoints" for disk in scene.disks]
     newest = max(path.name for folder in folders for path in folder.glob("step-*"))
+    torn_on = 0
     for folder in folders:  # at once, before a start looks for it, and after the last one was made
         path = folder / newest / "optimizer.safetensors"
         with contextlib.suppress(FileNotFoundError):  # the other disks may not have it yet
             path.write_bytes(path.read_bytes()[: scene.rng.randrange(1, path.stat().st_size)])
+            torn_on += 1
     for disk in scene.disks:  # else the run goes on from what is newer
         for path in (disk / "runs/run/recent").glob("step-*"):
             path.write_bytes(path.read_bytes()[: scene.rng.randrange(1, path.stat().st_size)])
-    scene.torn = int(newest.removeprefix("step-"))
+    if torn_on == len(folders):  # else a disk may get it now, and whole
+        scene.torn = int(newest.removeprefix("step-"))
     return nothing
 
 

@@ -75,7 +75,9 @@ def resume_run(run: TrainingRun) -> None:
     taken = run.local_sgd.unfinished.report.steps if run.local_sgd and run.local_sgd.unfinished else 0
     own_steps = [int(text) for text in world.gather_text(str(taken), "every rank's steps since all met")]
     go_back(run.folder / "logs", run.progress, world, run.lock is not None, own_steps)
-    run.say.line(f"resuming {run.folder} after step {run.progress.step} of {run.steps}")
+    source = f"checkpoints/{chosen.path.name}" if chosen.path is not None else "its beginning"
+    source = source if chosen.recent is None else recent_state.FOLDER
+    run.say.line(f"resuming {run.folder} after step {run.progress.step} of {run.steps}, from {source}")
 
 
 def _take_up(run: TrainingRun, states: Mapping[str, Recent], meetings: Sequence[Meeting]) -> Choice:
