@@ -27,8 +27,8 @@ from lib.distributed.links import Links
 from lib.distributed.pipelined_world import PipelinedWorld, pipelined
 from lib.distributed.world import World
 from lib.evaluate import command
-from lib.model import load as load_module
 from lib.model import backward_order, pipeline_stage, token_stream
+from lib.model import load as load_module
 from lib.plan.pipeline_replan import MovedCut
 from lib.system.out_of_memory import Limit, OutOfMemory
 from lib.telemetry.run_records import read_records

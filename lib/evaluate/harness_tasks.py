@@ -56,7 +56,6 @@ def evaluate_tasks(subject: WholeModel, tasks: Tasks, out: Path, world: World) -
     with world.agreeing("reading the model"):
         if world.rank == 0:
             _check(tasks, out)
-        files.make_own(kept)
         tokenizer = tokenizer_module.load_tokenizer_of(settings.model)
         if tokenizer is None:
             raise UserError(f"{subject.name} has no tokenizer, which tasks need")

@@ -28,7 +28,7 @@ from lib.evaluate import batch_inference
 from lib.evaluate.work_journal import Lines
 from lib.model.logps import greedy_logps
 from lib.model.token_stream import arrays_of
-from lib.system import metal, out_of_memory, plain_json
+from lib.system import files, metal, out_of_memory, plain_json
 from lib.training import reference_model
 
 CHECK_EVERY = 8  # tokens between two looks for a stop text
@@ -108,6 +108,9 @@ class HarnessWorker:
         path = self.folder / f"{kind}-{key[:16]}.jsonl"
         do = {"scores": self.score, "answers": self.write}[kind]
         if not json.loads(self.world.broadcast_text(json.dumps(path.exists()))):
+            with self.world.agreeing("keeping what is finished"):
+                if self.world.rank == 0:
+                    files.make_own(self.folder)  # it may be in the folder of somebody else's run
             batch_inference.pull(
                 kind, key, items, path, self.settings, self.world, lambda rows: do([items[row] for row in rows])
             )
