@@ -175,14 +175,14 @@ def ranks_text_at_the_launchers_terminal(folder: Path) -> str | None:
 def log_of_a_library(folder: Path) -> str | None:
     """transformers tells what it found in a model's config.json."""
     tokenizer._have_logs_shown()
-    out = io.StringIO()
-    handlers = logging.getLogger("transformers").handlers
-    streams = [handler.setStream(out) for handler in handlers if isinstance(handler, logging.StreamHandler)]
+    out, log = io.StringIO(), logging.getLogger("transformers")
+    own = [one for one in log.handlers if type(one) is logging.StreamHandler]  # pytest may have added some
+    streams = [handler.setStream(out) for handler in own]
     try:
-        logging.getLogger("transformers.x").error("type %s", "\x1b]0;owned\x07")
+        log.getChild("x").error("type %s", "\x1b]0;owned\x07")
     finally:
-        for handler, stream in zip(handlers, streams, strict=True):
-            handler.setStream(stream)  # type: ignore[attr-defined]
+        for handler, stream in zip(own, streams, strict=True):
+            handler.setStream(stream)
     text = out.getvalue()
     return None if "owned" in text and not OBEYED.search(text) else f"it obeys {text!r}"
 

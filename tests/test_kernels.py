@@ -252,8 +252,7 @@ def test_a_part_ends_with_the_block_whatever_it_does(
     on_cuda: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python(tmp_path, monkeypatch, "exec sleep 100")
-    (tmp_path / "work").touch()
-    with kernels._running("head", tmp_path / "head", tmp_path / "work") as process:
+    with kernels._running("head", tmp_path / "head", b"") as process:
         assert process.poll() is None
     assert process.returncode == -signal.SIGKILL
     monkeypatch.setattr(kernels, "LIMIT_SECONDS", 0.0)

@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -74,8 +74,7 @@ def compiled(
                 tell("compiling CUDA kernels: about a minute, once for this machine, kind of model and loss")
                 folder.mkdir(parents=True, exist_ok=True)
                 own = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
-                work = stack.enter_context(tempfile.TemporaryFile("w+b", 0))  # it has no name: nobody else writes it
-                work.write(pickle.dumps((_found(config), data.examples(range(min(2, len(data)))))))
+                work = pickle.dumps((_found(config), data.examples(range(min(2, len(data))))))
                 for part in PARTS:
                     parts[own / part] = stack.enter_context(_running(part, own / part, work))
         yield
@@ -148,17 +147,21 @@ def _found(config: Config) -> Config:
 
 
 @contextlib.contextmanager
-def _running(part: str, folder: Path, work: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that compiles a part into a folder of its own, which the block does not outlive. work: a file of it."""
+def _running(part: str, folder: Path, work: bytes) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that compiles a part into a folder of its own, which the block does not outlive. work: its input."""
     folder.mkdir()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lib.training.kernels", part],
-        stdin=work,  # not a pipe: rows may be long, and what fills one waits for the process to read
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd=ROOT,
-        env=os.environ | {"MLX_PTX_CACHE_DIR": str(folder)},
-    )
+    # Not a pipe: rows may be long, and what fills one waits for the process to read. No name: nobody else writes it.
+    with tempfile.TemporaryFile() as file:
+        file.write(work)
+        file.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lib.training.kernels", part],
+            stdin=file,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd=ROOT,
+            env=os.environ | {"MLX_PTX_CACHE_DIR": str(folder)},
+        )
     try:
         yield process
     finally:
@@ -282,5 +285,4 @@ def compile_part(part: str, config: Config, examples: Sequence[Example]) -> None
 
 
 if __name__ == "__main__":
-    # The parts have one file, and one place in it: none moves that.
-    compile_part(sys.argv[1], *pickle.loads(os.pread(0, os.fstat(0).st_size, 0)))
+    compile_part(sys.argv[1], *pickle.loads(sys.stdin.buffer.read()))
