@@ -83,6 +83,29 @@ def both_taken(shared: Path) -> None:
     anothers(shared / f"tandem-{os.getuid()}")
 
 
+def takes_nothing_from_a_full_disk(folder: Path) -> str | None:
+    """Another user's folder, and no room for one's own: one line, and no code of his."""
+    with (
+        temporary_folder(Path(tempfile.mkdtemp(dir=folder))) as shared,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
+        anothers(shared / "mlx")
+        put(shared / f"tandem-{os.getuid()}", "in its place")
+        before = tempfile.mkdtemp
+        tempfile.mkdtemp = _no_room
+        try:
+            compiled_code.keep_private()
+        except SystemExit as end:
+            return None if end.code == 2 and err.getvalue().count("\n") == 1 else f"status {end.code}: {err.getvalue()}"
+        finally:
+            tempfile.mkdtemp = before
+    return "it goes on"
+
+
+def _no_room(*_: object, **__: object) -> str:
+    raise OSError(28, "No space left on device")
+
+
 def link_elsewhere(shared: Path) -> None:
     anothers(shared / "theirs")
     (shared / "mlx").symlink_to(shared / "theirs")
@@ -194,6 +217,7 @@ ATTACKS: dict[str, Attack] = {
     "code: a folder of a version is another user's": of_code(lambda shared: anothers(shared / "mlx/0.1")),
     "code: MLX's folder is a link": of_code(link_elsewhere),
     "code: the folder in its place is taken, too": of_code(both_taken),
+    "code: no room for another folder": takes_nothing_from_a_full_disk,
     "ring: a stranger's socket is reset": resets_a_ring_socket,
     "run: tensorboard is a link": of_folder(in_place_of("tensorboard", "folder"), *TENSORBOARD),
     "journal: it is a link": journal_behind_a_link,

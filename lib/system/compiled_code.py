@@ -9,22 +9,36 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import sys
 import tempfile
 from pathlib import Path
 
 FOLDER = "mlx"
+VARIABLES = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # where C++ looks for the folder for temporary files
 
 
 def keep_private() -> None:
-    """Makes MLX's folder where there is none; where it is another user's, TMPDIR becomes a folder of one's own."""
-    shared = Path(tempfile.gettempdir())
+    """Makes MLX's folder where there is none; where it is another user's, TMPDIR becomes a folder of one's own.
+
+    Raises:
+        SystemExit: status 2, after one line: it is another user's, and no other one can be made.
+    """
+    shared = Path(next((os.environ[name] for name in VARIABLES if os.environ.get(name)), "/tmp"))
     own = shared / FOLDER
-    with contextlib.suppress(OSError):  # it is there; no room or no right: nothing is kept there either
+    with contextlib.suppress(OSError):  # it is there; or nothing can be kept there, by MLX either
         own.mkdir(mode=0o700)
     # MLX makes those below it, the cpu and ptx of each version, and where one was open, others may have.
-    if all(_is_own(folder, stat.S_IWGRP | stat.S_IWOTH) for folder in (own, *_inside(own))):
+    if not os.path.lexists(own) or all(_is_own(one, stat.S_IWGRP | stat.S_IWOTH) for one in (own, *_inside(own))):
         return
-    os.environ["TMPDIR"] = str(_private(shared))
+    try:
+        os.environ["TMPDIR"] = str(_private(shared))
+    except OSError as error:
+        print(
+            f"error: {own} is another user's, or others may write to it, and MLX would run what lies there; "
+            f"no folder can be made in its place ({error}): set TMPDIR to one of your own",
+            file=sys.stderr,
+        )
+        raise SystemExit(2) from None
     tempfile.tempdir = None  # Python looks at TMPDIR once
 
 
