@@ -420,10 +420,36 @@ def test_any_json_is_a_request_or_a_clean_refusal(tree: Any) -> None:
             assert 400 <= error.status < 500 and json.loads(error.body)["error"]["message"]
 
 
+def test_no_key_learns_what_was_read_for_another() -> None:
+    """How much of a prompt a backend has in its cache would tell it, token by token."""
+    usage = b'{"choices": [], "usage": {"prompt_tokens": 9, "total_tokens": 9%s}}'
+    told = openai_answers.for_clients(usage % b', "prompt_tokens_details": {"cached_tokens": 7}', "m")
+    assert told == usage % b""
+    assert openai_answers.for_clients(b": keepalive 2/3", "m") == b":"
+    said = json.dumps({"content": ', "prompt_tokens_details": {"cached_tokens": 7}'}).encode()
+    assert openai_answers.for_clients(said, "m") == said
+
+
+def test_a_prompt_that_was_read_to_its_last_token_leaves_one_to_read() -> None:
+    """mlx_lm.server's thread that generates would end with it, for everybody."""
+    import mlx.core as mx
+    from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+    from lib.serve.backend_server import PromptCache
+
+    for kind, left in ((KVCache(), [4]), (RotatingKVCache(max_size=2), [2, 3, 4])):
+        known, read = PromptCache(9), mx.zeros((1, 1, 3, 4))
+        kind.update_and_fetch(read, read)
+        known.insert_cache("model", [2, 3, 4], [kind])
+        cache, rest = known.fetch_nearest_cache("model", [2, 3, 4])
+        assert rest == left and (cache is None or cache[0].offset == 2)
+        assert known.fetch_nearest_cache("model", [2, 3, 4, 5])[1] == [5], "what is kept stays as it is"
+
+
 def test_the_models_name_is_put_in_its_place_alone() -> None:
     said = json.dumps({"content": '"model": "default_model"'})
     event = b'{"model": "default_model", "x": %s}' % said.encode()
-    changed = json.loads(openai_answers.renamed(event, 'a"b'))
+    changed = json.loads(openai_answers.for_clients(event, 'a"b'))
     assert changed == {"model": 'a"b', "x": json.loads(said)}
 
 

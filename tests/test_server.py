@@ -309,6 +309,11 @@ def test_what_is_odd_but_allowed_harms_no_backend(gateway: Served, client: opena
     ]
     for words in odd:
         client.chat.completions.create(**{"model": "tiny", "messages": QUESTION, "max_tokens": 3, **words})
+    for _ in range(4):  # so that each backend has both
+        cut = client.completions.create(model="tiny", prompt="Add 797 and 370.", max_tokens=8, temperature=0)
+        whole = "Add 797 and 370." + cut.choices[0].text
+        usage = client.completions.create(model="tiny", prompt=whole, max_tokens=3, temperature=0).usage
+        assert usage is not None and usage.prompt_tokens_details is None
     assert len(gateway.of("backend", state="up")) == 2 and not gateway.of("backend", state="failed")
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_lm import server
+from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
 from lib.serve.backend_link import ID_HEADER, SECRET_HEADER
 
@@ -96,6 +97,23 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
     @_time_budget.setter
     def _time_budget(self, budget: object) -> None:
         """mlx_lm.server's own is not needed."""
+
+
+class PromptCache(server.LRUPromptCache):  # type: ignore[misc]
+    """mlx_lm.server's, that always leaves a token to read.
+
+    Of a prompt that it has seen to its last token it leaves nothing, and a request for nothing would end the thread
+    that generates for everybody. Whoever continues an answer that was cut off sends such a prompt.
+    """
+
+    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[Any, list[int]]:
+        cache, rest = super().fetch_nearest_cache(model, tokens)
+        if rest or not tokens:
+            return cache, rest
+        if not can_trim_prompt_cache(cache):
+            return None, tokens
+        trim_prompt_cache(cache, 1)
+        return cache, tokens[-1:]
 
 
 class _Stoppable:
@@ -178,7 +196,7 @@ def run_at(path: Path, secret: str) -> Callable[..., None]:
     """What takes the place of mlx_lm.server's `run`: the same, at a Unix socket."""
 
     def run(host: str, port: int, provider: Any) -> None:
-        generator = Generator(provider, server.LRUPromptCache(provider.cli_args.prompt_cache_size))
+        generator = Generator(provider, PromptCache(provider.cli_args.prompt_cache_size))
         fingerprint, answers = server.get_system_fingerprint(), handler(secret)
 
         def answer(*arguments: Any) -> Any:

@@ -185,7 +185,7 @@ class Completions:
                 if not exchange.status:
                     await exchange.send(start_of_answer(200, STREAM_HEADERS))
                 exchange.has_content = exchange.has_content or any(openai_answers.data_of(event) for event in passed)
-                body = b"".join(openai_answers.renamed(event, request.model) + b"\n\n" for event in passed)
+                body = b"".join(openai_answers.for_clients(event, request.model) + b"\n\n" for event in passed)
                 await exchange.send({"type": "http.response.body", "body": body, "more_body": True})
         await exchange.send({"type": "http.response.body", "body": b""})
 
@@ -210,7 +210,7 @@ class Completions:
         if self.feedback is not None:
             self.feedback.remember(exchange.owner, request, whole)
         exchange.has_content = True
-        await send_answer(exchange, 200, JSON_HEADERS, openai_answers.renamed(answer, request.model))
+        await send_answer(exchange, 200, JSON_HEADERS, openai_answers.for_clients(answer, request.model))
 
     async def _fetch(self, request: BackendRequest, attempt: Attempt) -> bytes:
         """A backend's whole answer."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Any, TypedDict
 
 BACKEND_MODEL = (
     b'"model": "default_model"'  # as mlx_lm.server answers; inside of a JSON string its quotes would be escaped
 )
+CACHED = re.compile(rb', "prompt_tokens_details": \{"cached_tokens": \d+\}')  # likewise
 HEADER = ("id", "object", "created", "model", "system_fingerprint")  # of an answer, the same in each of its events
 
 
@@ -31,9 +33,15 @@ class Event(TypedDict, total=False):
     usage: Usage
 
 
-def renamed(event: bytes, model: str) -> bytes:
-    """A backend's answer, under the name that clients know."""
-    return event.replace(BACKEND_MODEL, b'"model": ' + json.dumps(model).encode())
+def for_clients(event: bytes, model: str) -> bytes:
+    """A backend's answer, under the name that clients know, and without what it had read already for others.
+
+    How much of a prompt is known from before would tell one key, token by token, what another has asked. A comment,
+    which counts what is left to read, is an empty one.
+    """
+    if event.startswith(b":"):
+        return b":"
+    return CACHED.sub(b"", event.replace(BACKEND_MODEL, b'"model": ' + json.dumps(model).encode()))
 
 
 def data_of(event: bytes) -> bytes | None:
