@@ -7,7 +7,7 @@ import gc
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -421,6 +421,12 @@ def test_blocks_move_away_from_a_rank_that_slows(
 
     monkeypatch.setattr(pipelined_step._Passes, "backward", slowly)
     monkeypatch.setattr(CutWatch, "observe", of_sleep_alone)
+    beside = checkpoint.CheckpointWriter.write_beside
+
+    def late(writer: checkpoint.CheckpointWriter, step: int, path: Path, work: Callable[[], None]) -> None:
+        beside(writer, step, path, lambda: (time.sleep(1), work())[1])  # a slow disk: it is read at once
+
+    monkeypatch.setattr(checkpoint.CheckpointWriter, "write_beside", late)
     train(world, folder, [*common, "train.steps=8"], "moving")
     slept[0] = 0.0  # of its last step, after which nothing can move
     run = train(world, folder, [*common, "train.steps=12"], "moving", resume=True)

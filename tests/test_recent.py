@@ -279,9 +279,11 @@ def test_a_state_that_a_resume_would_not_go_on_from_as_it_is_is_not_kept(
     assert not (run / "recent").exists()
 
 
-def test_a_state_is_not_kept_whose_own_step_waits_for_room_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("owner", "name"), [(PerformanceTracker, "has_unwritten"), (CheckpointWriter, "is_busy")])
+def test_a_state_is_not_kept_whose_own_rank_waits_for_its_disk(
+    owner: type, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of a model in parts the step may have told the others nothing of it."""
     keeps = False
     keep = RecentState.keep
 
@@ -292,7 +294,7 @@ def test_a_state_is_not_kept_whose_own_step_waits_for_room_on_the_disk(
         keeps = False
 
     monkeypatch.setattr(RecentState, "keep", keep_full)
-    monkeypatch.setattr(PerformanceTracker, "has_unwritten", property(lambda self: keeps))
+    monkeypatch.setattr(owner, name, property(lambda self: keeps))
     run = killed(World(), tmp_path, few_checkpoints(World(), tmp_path), 5)
     assert not (run / "recent").exists()
 

@@ -346,12 +346,16 @@ def test_a_gradient_that_is_nan_once_is_computed_again(tmp_path: Path, monkeypat
     assert tiny.difference(tmp_path / "runs/plain", tmp_path / "runs/poisoned") == 0.0
 
 
-def test_a_nan_that_stays_gets_into_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("strategy", ["auto", "independent"])
+def test_a_nan_that_stays_gets_into_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
     """Once the cause is gone, the run goes on as if nothing had been: the updates that were left out are made.
 
     The first evaluation comes after such an update, and its loss is the lowest so far.
     """
     words = [*tiny.settings(tmp_path), "train.steps=8", "checkpoint.every=1", "evaluate.samples=0", "evaluate.every=4"]
+    words.append(f"strategy={strategy}")
     tiny.train(tmp_path, [*words, "run.name=plain"])
     sums, calls = exchange.sum_gradients, iter(range(99))
 
@@ -419,6 +423,21 @@ def test_a_checkpoint_that_cannot_be_written_is_recorded(tmp_path: Path, capsys:
     records = read_records(tmp_path / "log.jsonl")
     assert [(record["kind"], record["step"]) for record in records] == [("warning", 3), ("checkpoint", 4)]
     assert f"warning: {records[0]['text']}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_records_wait_for_room_on_the_disk_or_in_a_quota(tmp_path: Path, number: int) -> None:
+    class Full:
+        def write(self, _: bytes) -> int:
+            raise OSError(number, os.strerror(number))
+
+    tracker = PerformanceTracker(tmp_path / "log.jsonl")
+    tracker._file, file = Full(), tracker._file  # type: ignore[assignment]
+    tracker.record("warning", step=1, text="kept")
+    assert tracker.has_unwritten
+    tracker._file = file
+    tracker.record("warning", step=2, text="written")
+    assert [record["step"] for record in read_records(tmp_path / "log.jsonl")] == [1, 2]
 
 
 def test_evaluate_command_agrees_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

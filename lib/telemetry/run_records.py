@@ -96,7 +96,7 @@ class PerformanceTracker:
         try:
             self._write(plain_json.dumps(entry))
         except OSError as error:
-            if error.errno != errno.ENOSPC:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # of the disk, or of this user
                 raise
             if had_room:
                 text = f"warning: {self.log_path}: {error.strerror}; records are kept in memory until there is room"

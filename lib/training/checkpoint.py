@@ -364,12 +364,12 @@ def save_all(
     writer: CheckpointWriter,
     tracker: PerformanceTracker,
     is_last: bool,
+    wait: bool = False,
 ) -> str:
     """One checkpoint of all ranks, on every disk, and each rank's own part beside it where ranks have one. Old ones go.
 
     A host that is lost takes its disk along, and the others go on from theirs. folder: the run's. All wait for the last
-    one, and for one of which ranks have parts of their own. What the log lacks, on a full disk, no checkpoint holds.
-    Weights that are not finite are not saved, so they never push out a checkpoint that one can go on from.
+    one and for parts of ranks. What the log lacks on a full disk, or is not finite, gets into none and pushes none out.
 
     Returns:
         Why there is none now, the same on every rank; earlier ones are untouched, and no run ends for want of one.
@@ -380,7 +380,7 @@ def save_all(
     step, own = state.progress.step, state.own
     what = f"the checkpoint of step {step} (earlier ones are whole: --resume {folder})"
     folder, writer.unsaved_seconds = folder / "checkpoints", 0.0
-    wait = is_last or own is not None or has_to_wait(world, state.model, state.optimizer)
+    wait = wait or is_last or own is not None or has_to_wait(world, state.model, state.optimizer)
     if not are_finite(world, state.model, state.optimizer):
         return f"training goes on without {what}: the weights or the optimizer's state are not finite"
     try:

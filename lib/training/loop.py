@@ -209,7 +209,8 @@ class TrainingLoop:
                 checkpoint_due = self.run.writer.is_due(result.elapsed_seconds) or step % self.checkpoint_every == 0
                 evaluation_due = is_last or bool(every and step % every == 0)
                 moved = None if is_last else cut_watch.observe(step, result.compute_seconds[0])
-                is_saved = self._evaluate_and_save(evaluation_due, is_last or checkpoint_due or moved is not None)
+                is_moving = moved is not None
+                is_saved = self._evaluate_and_save(evaluation_due, is_last or checkpoint_due or is_moving, is_moving)
                 if run.is_over:
                     break
                 if moved is not None and is_saved:
@@ -243,12 +244,16 @@ class TrainingLoop:
             if run.is_over:
                 break
 
-    def _evaluate_and_save(self, evaluation_due: bool, checkpoint_due: bool) -> bool:
-        """Held-out metrics, and a checkpoint where one is due or the model is the best so far; whether it was saved."""
+    def _evaluate_and_save(self, evaluation_due: bool, checkpoint_due: bool, wait: bool = False) -> bool:
+        """Held-out metrics, and a checkpoint where one is due or the model is the best so far; whether it was saved.
+
+        wait: until it is whole, as where it is read at once.
+        """
         run = self.run
         self.run.writer.record(run.tracker)
         # If no finite update follows one that was left out, a resume takes that again: until then nothing is saved.
-        is_left_out = run.local_sgd is None and run.progress.skipped_in_row > 0
+        in_row = run.local_sgd.skipped_in_row if run.local_sgd is not None else [run.progress.skipped_in_row]
+        is_left_out = any(in_row)  # every rank's, as all know them
         if is_left_out and not run.is_over:
             checkpoint_due = False
         if evaluation_due:
@@ -257,7 +262,7 @@ class TrainingLoop:
             metrics: Metrics = json.loads(run.world.broadcast_text(json.dumps(self.latest)))
             may_be_saved = run.is_finite() and not is_left_out  # what is not saved is never the best
             checkpoint_due = run.progress.is_best(metrics, may_be_saved) or run.is_over or checkpoint_due
-        return checkpoint_due and run.save()
+        return checkpoint_due and run.save(wait)
 
     def finish(self) -> summary.RunSummary | None:
         """Saves the result, and closes the log.

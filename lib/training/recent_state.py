@@ -114,7 +114,8 @@ class RecentState:
             self.unkept_seconds += result.elapsed_seconds
             if self.unkept_seconds < self.every_seconds or result.unwritten:
                 return
-        if self.is_off or progress.skipped_in_row:
+        # Of a model in parts not every rank hears of the one that writes: without its state none counts.
+        if self.is_off or progress.skipped_in_row or run.writer.is_busy:
             return
         self.unkept_seconds = 0.0
         run.count_wall_seconds()

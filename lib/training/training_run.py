@@ -120,8 +120,10 @@ class TrainingRun:
         """Whether every rank's weights and optimizer state are finite; all ranks ask together."""
         return are_finite(self.world, self.model, self.optimizer)
 
-    def save(self) -> bool:
+    def save(self, wait: bool = False) -> bool:
         """Writes a checkpoint; where none can be written, says why, and training goes on. Whether there is one now.
+
+        wait: until it is whole; otherwise a small one is written meanwhile, and may still fail.
 
         Raises:
             AgreedError: the last one cannot be written.
@@ -138,6 +140,6 @@ class TrainingRun:
             own = {"feedback": self.feedback} if self.config.sync.compression != "none" else None
         plan = self.schedule.at(progress.step + 1).to_dict()
         state = TrainingState(self.config, progress, self.model, self.optimizer, plan, own, self.reference)
-        if fault := save_all(self.folder, state, self.world, self.writer, self.tracker, self.is_over):
+        if fault := save_all(self.folder, state, self.world, self.writer, self.tracker, self.is_over, wait):
             self.say.warning(fault, self.own_step)
         return not fault
