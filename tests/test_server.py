@@ -604,6 +604,24 @@ def test_a_folders_name_is_shown_and_not_obeyed(run: Path, tmp_path: Path) -> No
     assert "a␛]0;x␇ at http://127.0.0.1:" in said and "\x1b" not in said
 
 
+ENDED_AT_ITS_START = """
+import os, signal, sys
+from lib.serve import command
+def log(kind, said=command.log, **fields):
+    said(kind, **fields)
+    if kind == "start":
+        os.kill(os.getpid(), signal.SIGTERM)
+command.log = log
+sys.exit(command.main(sys.argv[1:]))
+"""
+
+
+def test_a_gateway_that_is_ended_as_soon_as_it_says_that_it_serves_ends_well(run: Path) -> None:
+    words = ["--run", str(run), "serve.port=0", "serve.backends=[http://127.0.0.1:1]"]
+    ended = subprocess.run([sys.executable, "-c", ENDED_AT_ITS_START, *words], cwd=ROOT, capture_output=True, timeout=60)
+    assert ended.returncode == 0 and json.loads(ended.stdout.splitlines()[-1])["kind"] == "end"
+
+
 # ---- What is refused before it starts ----------------------------------------------------------------------------------
 
 

@@ -218,12 +218,13 @@ async def _serve(
     listener = _listener(gateway, options)
     if options.keys is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _read_keys_again, gateway, Path(options.keys))
+    serving = asyncio.create_task(listener.serve([listening]))
+    await asyncio.sleep(0)  # signals are the listener's from now on: whoever reads that it serves may end it
     host, port = listening.getsockname()[:2]
     address = f"{'https' if options.tls_certificate else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
     log("start", address=address, port=port, model=name, backends=list(named), keys=len(ring.digests) if ring else 0)
     who = f"keys: {len(ring.digests)}" if ring else "no keys: for this machine alone"
     print(shown(f"{name} at {address}/v1 ({', '.join(named)}; {who})"), file=sys.stderr)
-    serving = asyncio.create_task(listener.serve([listening]))
     keeping = [asyncio.create_task(keeper.run()) for keeper in keepers]
     keeping.append(asyncio.create_task(readers.run()))
     try:
