@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import shutil
@@ -21,6 +22,7 @@ from lib.evaluate import command as evaluate
 from lib.evaluate.evaluator import Evaluator
 from lib.system import mpi_and_blas
 from lib.telemetry.run_records import read_records
+from lib.training import checkpoint
 from lib.training.checkpoint import Progress, checkpoints_in, step_of
 from lib.training.find_checkpoint import find
 from tests import tiny
@@ -164,6 +166,28 @@ def test_the_last_weights_are_kept_where_they_are_asked_for_or_the_best_are_dama
     assert same(run, last) and "is damaged (adapters.safetensors does not match its hash)" in damaged.stdout
     with pytest.raises(UserError, match=r"--checkpoint best: .* is damaged"):
         find(run, "best")
+
+
+def test_the_best_that_found_no_room_on_the_disk_pushes_out_none_before_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = losses(folder / "runs" / "whole")
+    best = min(expected, key=lambda step: expected[step])
+    write = checkpoint._write_whole
+
+    def full_for_a_while(final: Path, *words: Any) -> None:
+        if step_of(final) == best:
+            raise OSError(errno.ENOSPC, "No space left on device", str(final))
+        write(final, *words)
+
+    monkeypatch.setattr(checkpoint, "_write_whole", full_for_a_while)
+    words = [*written(tmp_path), *WORDS, "checkpoint.every=1", "checkpoint.keep=1", "run.name=run"]
+    told = tiny.train(tmp_path, words)
+    run = tmp_path / "runs" / "run"
+    assert losses(run) == expected and f"without the checkpoint of step {best}" in told.stdout
+    second = min(expected.keys() - {best}, key=lambda step: expected[step])
+    assert summary(run)["checkpoint"] == {"which": "best", "step": second, "held_out_loss": expected[second]}
+    assert same(run, find(run, "best")) and step_of(find(run, "best")) == second
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)

@@ -618,7 +618,9 @@ sys.exit(command.main(sys.argv[1:]))
 
 def test_a_gateway_that_is_ended_as_soon_as_it_says_that_it_serves_ends_well(run: Path) -> None:
     words = ["--run", str(run), "serve.port=0", "serve.backends=[http://127.0.0.1:1]"]
-    ended = subprocess.run([sys.executable, "-c", ENDED_AT_ITS_START, *words], cwd=ROOT, capture_output=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDED_AT_ITS_START, *words], cwd=ROOT, capture_output=True, timeout=60
+    )
     assert ended.returncode == 0 and json.loads(ended.stdout.splitlines()[-1])["kind"] == "end"
 
 

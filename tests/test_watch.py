@@ -245,7 +245,8 @@ def test_words_that_a_slow_link_keeps_back_get_time_also_where_silence_gets_litt
 
 def heard_of(rank: int, host: str, **signs: Sign) -> RankState:
     """What a rank's host knows of others, by their ranks: `r1=...`."""
-    return RankState(rank, host, beats=True, heard={int(name[1:]): sign for name, sign in signs.items()})
+    heard = {int(name[1:]): sign for name, sign in signs.items()}
+    return RankState(rank, host, beats=True, heard=heard, heard_at=100.0)
 
 
 def test_a_link_is_cut_where_a_system_calls_in_vain_for_longer_than_its_round_trips_take() -> None:
@@ -258,6 +259,11 @@ def test_a_link_is_cut_where_a_system_calls_in_vain_for_longer_than_its_round_tr
     assert links(Sign(96.0, 96.0, 0.1, 2)) == set() == links(Sign(94.0, 94.0, 1.5, 2)), "not for long enough"
     slow = heard_of(2, "c", r1=Sign(99.0, 99.0, 1.5, 0))
     assert links(Sign(94.0, 94.0, 0.1, 2), slow) == set(), "another one knows how slow b is"
+    late = heard_of(0, "a", r1=Sign(94.0, 94.0, 0.1, 2))
+    late.heard_at = 98.0  # on a slow link: nobody has said what came since
+    assert cut_links(100.0, [late, RankState(1, "b")], 5.0) == set()
+    late.heard_at = 99.0
+    assert cut_links(100.0, [late, RankState(1, "b")], 5.0) == both
     beside = heard_of(0, "a", r1=Sign(0.0, 0.0, 0.0, 9))
     assert cut_links(100.0, [beside, RankState(1, "a")], 5.0) == set(), "on one host"
     beside.status = 0
@@ -339,7 +345,7 @@ def test_a_cut_is_told_once_all_hosts_had_time_to_say_what_they_hear(monkeypatch
     now = 100.0
     job = Job((Host("a"), Host("b"), Host("c")), "ring", ("true",), silent_seconds=1.0)
     attempt = Attempt(job, cast(Console, None))
-    ranks = {0: heard_of(0, "a", r1=Sign(97.0, 97.0, 0.1, 2)), 1: RankState(1, "b"), 2: RankState(2, "c")}
+    ranks = {0: heard_of(0, "a", r1=Sign(97.0, 97.0, 0.1, 2)), 1: RankState(1, "b"), 2: heard_of(2, "c")}
     attempt.world = cast(WorldState, SimpleNamespace(ranks=ranks, hosts=dict.fromkeys("abc")))
     assert attempt._seen_cut(now) is None
     ranks[2].heard = {1: Sign(97.0, 97.0, 0.1, 2)}  # without it either of a and b might be the one

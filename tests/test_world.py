@@ -402,6 +402,29 @@ def test_a_run_does_not_go_back_behind_what_another_disk_alone_has(
 
 
 @two
+def test_what_another_disk_has_of_later_resumes_is_newer_at_any_step(
+    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first host was at step 5 when it was lost; the other one went back to step 2, and on to step 4 alone."""
+    words, alone = settings(world, folder, "checkpoint.every=1", "checkpoint.keep=9"), world.alone()
+    runs = [folder / "runs" / name for name in ("here", "there")]
+    if world.rank == 0:
+        train(alone, folder, [*words, "train.steps=5"], "here")
+        shutil.copytree(*runs)
+        for step in (3, 4, 5):
+            shutil.rmtree(runs[1] / f"checkpoints/step-{step:08d}")
+        train(alone, folder, [*words, "train.steps=4"], "there", resume=True)
+    world.gather_text("both disks are as they were left")
+    beats: list[heartbeat.Facts] = []
+    monkeypatch.setattr(heartbeat, "tell", lambda **facts: beats.append(heartbeat.Facts(**facts)))
+    with pytest.raises(AgreedError, match="of step 4 after a later resume; the first host's newest is of step 5"):
+        resume.choose(runs[world.rank] / "checkpoints", world, "host")
+    assert [fact["newer"]["step"] for fact in beats] == [4] * world.rank
+    chosen = resume.choose(runs[1 - world.rank] / "checkpoints", world, "host").path
+    assert chosen is not None and chosen.name == "step-00000004", "named first, it leads"
+
+
+@two
 def test_disks_that_are_a_write_apart_go_on(world: World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = settings(world, folder, "checkpoint.every=1", "checkpoint.keep=9")
     runs = [folder / "runs" / name for name in ("first", "other")]

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lib.distributed.heartbeat import Reached
+from lib.distributed import heartbeat
 from lib.launch import patience
 from lib.system import mlx_failures
 
@@ -72,8 +72,9 @@ class RankState:
     checkpoint: int | None = None  # the newest that it wrote to its disk in this start: its step
     memory: str | None = None  # what shows that it ran out of memory
     diverged: str | None = None  # why no further update can be made, whoever takes it
-    newer: Reached | None = None  # what its disk has beyond the first host's, where the run may not go back behind it
+    newer: heartbeat.Reached | None = None  # what its disk has beyond the first host's, which the run may not undo
     heard: Mapping[int, Sign] = field(default_factory=dict)  # what its host knows of those of its neighbours, by rank
+    heard_at: float = 0.0  # when that was said
 
 
 @dataclass(frozen=True)
@@ -187,23 +188,24 @@ def cut_links(now: float, ranks: Sequence[RankState], limit_seconds: float) -> s
     """The pairs of hosts of which one's system has called the other's in vain, and heard nothing for so long.
 
     Where both answer the launcher, a firewall or a cable is between them. No process has to have a core for it. On a
-    slow link calls wait behind what ranks send: the limit grows by the longest round trip of either host.
+    slow link calls wait behind what ranks send: the limit grows by the longest round trip of either host. There what a
+    rank says comes late, too, and tells nothing of the time since.
     """
     hosts = {rank.rank: rank.host for rank in ranks}
     known = [
-        (rank.host, hosts[other], sign)
+        (rank.host, hosts[other], sign, min(now, rank.heard_at + heartbeat.SECONDS) - sign.at)
         for rank in ranks
         for other, sign in rank.heard.items()
         if rank.status is None and hosts.get(other, rank.host) != rank.host
     ]
     slow: dict[str, float] = {}
-    for one, other, sign in known:
+    for one, other, sign, _ in known:
         for host in (one, other):
             slow[host] = max(slow.get(host, 0.0), sign.round_trip_seconds)
     return {
         frozenset((one, other))
-        for one, other, sign in known
-        if sign.missed_calls >= MISSED_CALLS and now - sign.at > limit_seconds + max(slow[one], slow[other])
+        for one, other, sign, silent_seconds in known
+        if sign.missed_calls >= MISSED_CALLS and silent_seconds > limit_seconds + max(slow[one], slow[other])
     }
 
 

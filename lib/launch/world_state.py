@@ -197,6 +197,7 @@ class WorldState:
         seen.beats = True
         seen.waiting, seen.waiting_since = beat["waiting"], now - beat["seconds"]
         seen.passing, seen.passing_since, seen.passes = beat["passing"], now - beat["passing_seconds"], beat["passes"]
+        seen.heard_at = now
         seen.heard = {
             int(rank): rank_faults.Sign(
                 now - known["seconds"], now - known["data_seconds"], known["round_trip_seconds"], known["calls"]

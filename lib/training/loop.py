@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -181,14 +182,21 @@ class TrainingLoop:
         step, loss = progress.best_step, progress.best_loss
         if run.is_never_merged or step is None or step == progress.step:
             return
-        path = run.folder / "checkpoints" / f"step-{step:08d}"
-        if fault := run.world.broadcast_text(fault_of(path) or "" if run.world.rank == 0 else ""):
+        path = self._checkpoint_of(step)
+        if fault := self._fault_of(path):
             text = f"{path}, of the lowest held-out loss, is damaged ({fault}); the last weights are taken"
             run.say.warning(text, run.own_step)
             return
         restore_weights(path, run.model, run.world)
         self.final_step, self.latest = step, progress.best_metrics
         run.say.line(f"the weights of step {step} are taken, of the lowest held-out loss ({loss:.4f})")
+
+    def _checkpoint_of(self, step: int) -> Path:
+        return self.run.folder / "checkpoints" / f"step-{step:08d}"
+
+    def _fault_of(self, path: Path) -> str:
+        """What is wrong with a checkpoint on rank 0's disk, as all ranks learn; "" if it is whole."""
+        return self.run.world.broadcast_text(fault_of(path) or "" if self.run.world.rank == 0 else "")
 
     def _train_synchronously(self, show: Show) -> None:
         run, progress, schedule = self.run, self.run.progress, self.run.schedule
@@ -249,10 +257,11 @@ class TrainingLoop:
 
         wait: until it is whole, as where it is read at once.
         """
-        run = self.run
+        run, progress = self.run, self.run.progress
+        best_so_far, is_best = (progress.best_step, progress.best_loss, progress.best_metrics), False
         self.run.writer.record(run.tracker)
         # If no finite update follows one that was left out, a resume takes that again: until then nothing is saved.
-        in_row = run.local_sgd.skipped_in_row if run.local_sgd is not None else [run.progress.skipped_in_row]
+        in_row = run.local_sgd.skipped_in_row if run.local_sgd is not None else [progress.skipped_in_row]
         is_left_out = any(in_row)  # every rank's, as all know them
         if is_left_out and not run.is_over:
             checkpoint_due = False
@@ -261,8 +270,13 @@ class TrainingLoop:
             # Rank 0's: ranks that are never merged have losses of their own.
             metrics: Metrics = json.loads(run.world.broadcast_text(json.dumps(self.latest)))
             may_be_saved = run.is_finite() and not is_left_out  # what is not saved is never the best
-            checkpoint_due = run.progress.is_best(metrics, may_be_saved) or run.is_over or checkpoint_due
-        return checkpoint_due and run.save(wait)
+            is_best = progress.is_best(metrics, may_be_saved)
+            checkpoint_due = is_best or run.is_over or checkpoint_due
+        # Until the best is whole the best before it is the one that is kept: training waits to know.
+        is_saved = checkpoint_due and run.save(wait or is_best)
+        if is_best and not is_saved and self._fault_of(self._checkpoint_of(progress.step)):
+            progress.best_step, progress.best_loss, progress.best_metrics = best_so_far
+        return is_saved
 
     def finish(self) -> summary.RunSummary | None:
         """Saves the result, and closes the log.

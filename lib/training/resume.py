@@ -269,20 +269,24 @@ def _require_none_newer(folder: Path, offer: Offer | None, host: str) -> None:
     step, ids = (offer["step"], offer["resume_ids"]) if offer is not None else (-1, [])
     newer: list[Path] = []
     for path in checkpoints_in(folder):
-        if step_of(path) <= step or inside_a_round(path) or fault_of(path) is not None:
+        try:
+            own_ids = _ids_of(read_progress(path))
+        except UserError:  # damaged
             continue
-        own_ids = _ids_of(read_progress(path))
-        if own_ids[: len(ids)] != ids:
+        # Of later resumes it is newer at any step: those without the first host's disk may have begun further back.
+        is_newer = own_ids[: len(ids)] == ids and (len(own_ids) > len(ids) or step_of(path) > step)
+        if not is_newer or inside_a_round(path) or fault_of(path) is not None:
             continue
         newer.append(path)
         if offer is not None and len(own_ids) == len(ids) and len(newer) <= WRITES_APART:
             continue
         if offer is None or len(own_ids) > len(ids):  # else it may be of an earlier run of this name
             heartbeat.tell(newer={"step": step_of(newer[0]), "resume_ids": own_ids})
+        after = " after a later resume" if step_of(newer[0]) <= step else ""
         first = f"the first host's newest is of step {step}" if offer is not None else "the first host has none"
         raise UserError(
-            f"{host} has a newer checkpoint of this run, of step {step_of(newer[0])}; {first}: name {host} first in "
-            f"the host file, or, if the later steps are to be undone, move the newer ones out of {folder} there"
+            f"{host} has a newer checkpoint of this run, of step {step_of(newer[0])}{after}; {first}: name {host} "
+            f"first in the host file, or, if that is to be undone, move the newer ones out of {folder} there"
         )
 
 
