@@ -416,12 +416,13 @@ def test_only_a_host_that_was_taken_back_is_unfit_and_only_beside_others() -> No
     a, b = Host("a"), Host("b")
 
     def noted(
-        hosts: tuple[Host, ...], before: tuple[Host, ...], status: int = 2, step: int | None = None
+        hosts: tuple[Host, ...], before: tuple[Host, ...], status: int = 2, step: int | None = None, refused: str = ""
     ) -> Unfit | None:
         unfit = Unfit()
+        ranks = {i: RankState(i, host.name, refused=host.name in refused) for i, host in enumerate(hosts)}
         attempt = SimpleNamespace(
             job=Job(hosts, "ring", ("train.py",)),
-            world=SimpleNamespace(checkpoint=step),
+            world=SimpleNamespace(checkpoint=step, ranks=ranks),
             console=SimpleNamespace(note=lambda text: None),
         )
         return unfit if unfit.note(Outcome(status), cast(Attempt, attempt), before) else None
@@ -432,6 +433,9 @@ def test_only_a_host_that_was_taken_back_is_unfit_and_only_beside_others() -> No
     assert unfit.without((a, b), links) == (a,)
     assert unfit.without((a, b), {"b": links["b"]}) == (a, b), "better than nobody"
     assert noted((a, b), (a, b)) is None and noted((b,), (a,)) is None, "such a start counts: it may never end"
+    assert noted((a, b), (a,), refused="a") is None, "it was there before: another start may end the same"
+    unfit = noted((a, b, Host("c")), (a,), refused="c")
+    assert unfit is not None and unfit.pause_seconds(Host("c")) and not unfit.pause_seconds(b)
     assert noted((a, b), (a,), status=137) is None and noted((a, b), (a,), step=7) is None
 
 

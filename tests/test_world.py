@@ -390,7 +390,7 @@ def test_a_run_does_not_go_back_behind_what_another_disk_alone_has(
     monkeypatch.setattr(heartbeat, "tell", lambda **facts: beats.append(heartbeat.Facts(**facts)))
     with pytest.raises(AgreedError, match=told):
         resume.choose(mine, world, name)
-    newest = [(fact["newer"]["step"], len(fact["newer"]["resume_ids"])) for fact in beats]
+    newest = [(fact["newer"]["step"], len(fact["newer"]["resume_ids"])) for fact in beats if "newer" in fact]
     assert newest == [(5, 1)] * world.rank, "the launcher can start with host-1 first"
     assert resume.choose(runs[0] / "checkpoints", world, name).path == runs[0] / "checkpoints/step-00000002", "one disk"
     world.gather_text("all have looked")
@@ -399,6 +399,16 @@ def test_a_run_does_not_go_back_behind_what_another_disk_alone_has(
     world.gather_text("the first host has a history of its own")
     chosen = resume.choose(mine, world, name).path
     assert chosen is not None and chosen.name == "step-00000003", "the other one's is of steps that are left"
+
+
+@two
+def test_the_launcher_learns_whose_error_all_ranks_end_with(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    beats: list[heartbeat.Facts] = []
+    monkeypatch.setattr(heartbeat, "tell", lambda **facts: beats.append(heartbeat.Facts(**facts)))
+    with pytest.raises(AgreedError, match="rank 1: no disk"), world.agreeing("opening"):
+        if world.rank == 1:
+            raise UserError("no disk")
+    assert [fact for fact in beats if "refused" in fact] == [{"refused": True}] * world.rank
 
 
 @two
@@ -419,7 +429,7 @@ def test_what_another_disk_has_of_later_resumes_is_newer_at_any_step(
     monkeypatch.setattr(heartbeat, "tell", lambda **facts: beats.append(heartbeat.Facts(**facts)))
     with pytest.raises(AgreedError, match="of step 4 after a later resume; the first host's newest is of step 5"):
         resume.choose(runs[world.rank] / "checkpoints", world, "host")
-    assert [fact["newer"]["step"] for fact in beats] == [4] * world.rank
+    assert [fact["newer"]["step"] for fact in beats if "newer" in fact] == [4] * world.rank
     chosen = resume.choose(runs[1 - world.rank] / "checkpoints", world, "host").path
     assert chosen is not None and chosen.name == "step-00000004", "named first, it leads"
 
@@ -445,7 +455,9 @@ def test_disks_that_are_a_write_apart_go_on(world: World, folder: Path, monkeypa
     monkeypatch.setattr(heartbeat, "tell", lambda **facts: beats.append(heartbeat.Facts(**facts)))
     with pytest.raises(AgreedError, match="of step 5; the first host's newest is of step 2"):
         resume.choose(mine, world, "host")
-    assert not beats, "it may be of an earlier run of this name: which one is meant is the user's to say"
+    assert not any("newer" in fact for fact in beats), (
+        "it may be of an earlier run of this name: which one is meant is the user's to say"
+    )
     world.gather_text("refused")
     if world.rank == 0:
         for path in (runs[0] / "checkpoints").iterdir():
@@ -455,4 +467,4 @@ def test_disks_that_are_a_write_apart_go_on(world: World, folder: Path, monkeypa
     world.gather_text("the first write came to one disk alone")
     with pytest.raises(AgreedError, match="of step 5; the first host has none"):
         resume.choose(mine, world, "host")
-    assert [fact["newer"]["step"] for fact in beats] == [5] * world.rank
+    assert [fact["newer"]["step"] for fact in beats if "newer" in fact] == [5] * world.rank

@@ -67,6 +67,7 @@ class Facts(TypedDict, total=False):
     ended: bool  # by itself: nobody killed it
     diverged: str  # why it ends, where another start would end the same
     newer: Reached  # what this disk alone has: it ends, since the first host's disk would undo it
+    refused: bool  # it met an error of what its host was given or has, which all ranks end with
     heard: dict[int, Heard]  # of neighbours in a ring, by rank
 
 

@@ -74,6 +74,7 @@ class Beat(TypedDict, total=False):
     gradient_checkpointing: bool
     diverged: str
     newer: Reached
+    refused: bool
     heard: dict[str, Heard]  # by rank of a neighbour
 
 

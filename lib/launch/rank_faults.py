@@ -73,6 +73,7 @@ class RankState:
     memory: str | None = None  # what shows that it ran out of memory
     diverged: str | None = None  # why no further update can be made, whoever takes it
     newer: heartbeat.Reached | None = None  # what its disk has beyond the first host's, which the run may not undo
+    refused: bool = False  # it met an error of what its host was given or has: then all ranks may end with it
     heard: Mapping[int, Sign] = field(default_factory=dict)  # what its host knows of those of its neighbours, by rank
     heard_at: float = 0.0  # when that was said
 

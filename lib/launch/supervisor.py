@@ -95,20 +95,25 @@ class Unfit:
     def note(self, outcome: Outcome, attempt: Attempt, before: Sequence[Host]) -> bool:
         """Whether a start ended by what a host lacks that it took back; then others go on without it for a while.
 
-        before: of the start before it.
+        Where ranks say whose error it was, that of a host which was there before is none of this kind.
+
+        Args:
+            before: of the start before it.
         """
         joined = [host.name for host in attempt.job.hosts if host.name not in {one.name for one in before}]
         has_others = 0 < len(joined) < len(attempt.job.hosts)
         if not has_others or outcome.rejoined or outcome.status != 2 or attempt.world.checkpoint is not None:
             return False
-        for name in joined:
+        refused = {rank.host for rank in attempt.world.ranks.values() if rank.refused}
+        unfit = [name for name in joined if name in refused or not refused]
+        for name in unfit:
             self.seconds[name] = 2 * self.seconds.get(name, AGAIN_SECONDS / 2)
             self.until[name] = time.monotonic() + self.seconds[name]
             attempt.console.note(
                 f"{name} was taken back and cannot take part, as it says above; mend that: "
                 f"it is taken back again in {self.seconds[name]:.0f} s"
             )
-        return True
+        return bool(unfit)
 
     def pause_seconds(self, host: Host) -> float:
         """Until a host is looked for."""

@@ -205,6 +205,7 @@ class WorldState:
             for rank, known in beat.get("heard", {}).items()
         }
         seen.diverged, seen.newer, seen.checkpoint = beat.get("diverged"), beat.get("newer"), beat.get("checkpoint")
+        seen.refused = beat.get("refused", False)
         if beat["rank"] == 0:
             self.run, self.checkpoint = beat.get("run"), beat.get("checkpoint")
 
