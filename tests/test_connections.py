@@ -29,7 +29,7 @@ def taken(connections: Connections, closed: list[str], name: str, address: str =
 def test_a_new_connection_takes_the_place_of_the_longest_idle_stranger() -> None:
     connections, closed = Connections(4, 4), list[str]()
     known, busy, first, second = (taken(connections, closed, name) for name in ("known", "busy", "first", "second"))
-    known.owner = "alice"
+    connections.recognise(known, "alice")
     connections.is_idle(known)
     connections.is_busy(busy)
     connections.is_idle(first)  # again, and so the youngest
@@ -43,7 +43,7 @@ def test_somebody_with_a_key_goes_last_and_who_is_served_stays() -> None:
     connections, closed = Connections(2, 2), list[str]()
     for name in ("known", "other"):
         one = taken(connections, closed, name)
-        one.owner = "alice"
+        connections.recognise(one, "alice")
         connections.is_idle(one)
     taken(connections, closed, "stranger")
     taken(connections, closed, "stranger again")
@@ -59,7 +59,7 @@ def test_no_key_keeps_so_many_that_a_newcomer_is_closed_before_it_asks() -> None
     connections, closed = Connections(200, 100), list[str]()
     for owner in ("alice", *["greedy"] * 50, *["greedier"] * 49):
         one = taken(connections, closed, owner)
-        one.owner = owner
+        connections.recognise(one, owner)
         connections.is_idle(one)
     for number in range(80):
         taken(connections, closed, f"new {number}")
@@ -84,19 +84,25 @@ def test_an_address_has_its_part_and_who_has_most_makes_room() -> None:
 
 
 @settings(max_examples=100)
-@given(st.lists(st.tuples(st.sampled_from("tibl"), st.integers(0, 30)), max_size=80))
+@given(st.lists(st.tuples(st.sampled_from("tibrl"), st.integers(0, 30)), max_size=80))
 def test_every_connection_is_counted_once_whatever_happens(acts: list[tuple[str, int]]) -> None:
     connections, all_of_them = Connections(6, 4), list[Connection]()
+
+    def known(one: Connection) -> None:
+        connections.recognise(one, "alice")
+
     for act, number in acts:
         if act == "t":
             one = connections.take("abc"[number % 3])
             all_of_them += [one] if one else []
         elif all_of_them:
             one = all_of_them[number % len(all_of_them)]
-            {"i": connections.is_idle, "b": connections.is_busy, "l": connections.leave}[act](one)
+            {"i": connections.is_idle, "b": connections.is_busy, "l": connections.leave, "r": known}[act](one)
         there = [one for one in all_of_them if not one.is_over]
         assert connections.count == len(there) <= 6
         assert all(sum(one.address == address for one in there) <= 4 for address in "abc")
+        for address, here in connections._addresses.items():
+            assert here.known == sum(one.address == address and bool(one.owner) for one in there)
     for one in all_of_them:
         connections.leave(one)
     assert connections.count == 0 and not connections._addresses
@@ -121,3 +127,20 @@ def test_a_load_balancer_is_answered_whoever_else_asks_from_its_address() -> Non
         now[0] += 1.0
         assert probes.delay_seconds("10.0.0.1") == 0.0
         assert max(flooded.delay_seconds("10.0.0.1") for _ in range(200)) <= PROBE_DELAY_SECONDS
+
+
+def test_silent_connections_from_many_addresses_close_none_over_which_a_key_came() -> None:
+    """Each from an address of its own, and more of them than there are places: one takes another's."""
+    connections, closed = Connections(10, 6), list[str]()
+    for number in range(4):
+        known = taken(connections, closed, f"known {number}", "home")
+        connections.recognise(known, "alice")
+        connections.is_idle(known)
+    for number in range(100):
+        taken(connections, closed, f"stranger {number}", f"10.0.0.{number}")
+    assert not [name for name in closed if name.startswith("known")] and len(closed) == 94
+    assert closed[:2] == ["stranger 0", "stranger 1"], "the longest idle first"
+    newcomer = taken(connections, closed, "new at home", "home")
+    for number in range(200):
+        taken(connections, closed, f"stranger {number}", f"10.0.1.{number}")
+    assert not newcomer.is_over, "a key comes from there"

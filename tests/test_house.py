@@ -29,7 +29,12 @@ ROOMS = [
 DOORS = {"agent": "launch", "doctor": "launch", "server": "serve"}  # `python -m lib.X`, in front of a room
 WITHOUT_MLX = ("errors", "config", "system", "telemetry", "launch", "dashboard", "serve", "agent", "doctor", "server")
 ASK_MLX = ("system.device_clock", "system.matmul_rate", "system.provenance")  # what it computes on, how fast, and when
-ASK_MLX += ("serve.backend_server",)  # what a process of its own serves a model with
+ASK_MLX += (
+    "serve.backend_server",
+    "serve.prompt_cache",
+    "serve.prompt_pace",
+    "serve.samplers",
+)  # what a process of its own serves a model with
 MODULES = {
     ".".join(path.relative_to(ROOT / "lib").with_suffix("").parts): path
     for path in sorted((ROOT / "lib").rglob("*.py"))

@@ -54,7 +54,7 @@ def read(path: Path) -> Keys:
             f"serve.keys {path} cannot be read: {error.strerror}; "
             f"python -m lib.server --make-key NAME --keys {path} makes it"
         ) from None
-    if facts.st_mode & 0o002 or facts.st_uid not in (0, os.geteuid()):
+    if facts.st_mode & 0o022 or facts.st_uid not in (0, os.geteuid()):
         owner = f"mode {stat.S_IMODE(facts.st_mode):04o}, of user {facts.st_uid}"
         raise UserError(f"serve.keys {path}: others may write a key of theirs into it ({owner}); chmod go-w, chown it")
     digests: dict[str, bytes] = {}

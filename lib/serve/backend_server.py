@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import json
 import socket
 import socketserver
 import threading
 import time
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from http.server import ThreadingHTTPServer
@@ -19,12 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from mlx_lm import server
-from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
-from lib.serve.backend_link import ID_HEADER, SECRET_HEADER
+from lib.serve.backend_link import ID_HEADER, OWNER_HEADER, SECRET_HEADER
+from lib.serve.openai_answers import FAILURE
+from lib.serve.prompt_cache import OwnedTokens, PromptCache
+from lib.serve.prompt_pace import Batches
+from lib.serve.samplers import make_sampler
 
 PASS_SECONDS = 0.1  # of generating, between two looks for requests that were stopped
 REMEMBERED = 4096  # ids that were stopped before they came
+
+ToolParser = Callable[[str, Any], Any]  # of what a model wrote, and the tools, one call or several
 
 
 class Stopped(Exception):
@@ -75,16 +82,16 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
     A prompt of no tokens fails by itself: inserted into a batch, it would end the thread that generates for everybody.
     """
 
-    def _tokenize(self, *arguments: Any) -> Any:
-        """As mlx_lm.server's.
+    def _tokenize(self, tokenizer: Any, request: Any, arguments: Any) -> Any:
+        """As mlx_lm.server's, with the prompt as its owner's.
 
         Raises:
             ValueError: the prompt has no tokens.
         """
-        made = super()._tokenize(*arguments)
-        if not made[0]:
+        prompt, *rest = super()._tokenize(tokenizer, request, arguments)
+        if not prompt:
             raise ValueError("the prompt has no tokens")
-        return made
+        return OwnedTokens(prompt, request.owner), *rest
 
     @property  # type: ignore[override]
     def _time_budget(self) -> Iterator[None]:
@@ -99,28 +106,11 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
         """mlx_lm.server's own is not needed."""
 
 
-class PromptCache(server.LRUPromptCache):  # type: ignore[misc]
-    """mlx_lm.server's, that always leaves a token to read.
-
-    Of a prompt that it has seen to its last token it leaves nothing, and a request for nothing would end the thread
-    that generates for everybody. Whoever continues an answer that was cut off sends such a prompt.
-    """
-
-    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[Any, list[int]]:
-        cache, rest = super().fetch_nearest_cache(model, tokens)
-        if rest or not tokens:
-            return cache, rest
-        if not can_trim_prompt_cache(cache):
-            return None, tokens
-        trim_prompt_cache(cache, 1)
-        return cache, tokens[-1:]
-
-
 class _Stoppable:
-    """A generator for one request, that looks before each token whether it still has to generate."""
+    """A generator for one request of an owner, that looks before each token whether it still has to generate."""
 
-    def __init__(self, generator: server.ResponseGenerator, is_stopped: Callable[[], bool]):
-        self._generator, self._is_stopped = generator, is_stopped
+    def __init__(self, generator: server.ResponseGenerator, owner: str, is_stopped: Callable[[], bool]):
+        self._generator, self._owner, self._is_stopped = generator, owner, is_stopped
         self.context: Any = None
 
     def __getattr__(self, name: str) -> Any:
@@ -131,7 +121,10 @@ class _Stoppable:
             self._look()
             progress_callback(processed, total)
 
+        request.owner = self._owner
         self.context, tokens = self._generator.generate(request, arguments, progress)
+        if self.context.tool_parser is not None:
+            self.context.tool_parser = checked(self.context.tool_parser)
         return self.context, self._looking(tokens)
 
     def _looking(self, tokens: Iterable[Any]) -> Iterator[Any]:
@@ -144,11 +137,31 @@ class _Stoppable:
             raise Stopped
 
 
+def checked(parse: ToolParser) -> ToolParser:
+    """A parser of tool calls that raises ValueError, and nothing else, for what is none: mlx_lm.server leaves it out.
+
+    A model may write anything between the tokens of a call, and a client may have it do so.
+    """
+
+    def parser(text: str, tools: Any) -> Any:
+        try:
+            found = parse(text, tools)
+            for call in found if isinstance(found, list) else [found]:
+                json.dumps({**call, "arguments": call["arguments"]})
+        except Exception as error:
+            raise ValueError(f"no tool call: {error!r}") from None
+        return found
+
+    return parser
+
+
 def handler(secret: str) -> type[server.APIHandler]:
     """mlx_lm.server's request handler, for requests that bring the secret."""
     requests = Requests()
 
     class Handler(server.APIHandler):  # type: ignore[misc]
+        has_begun = False  # the answer
+
         def parse_request(self) -> bool:
             if not super().parse_request():
                 return False
@@ -159,7 +172,8 @@ def handler(secret: str) -> type[server.APIHandler]:
 
         def do_POST(self) -> None:
             id = self.headers.get(ID_HEADER, "")
-            generator = _Stoppable(self.response_generator, lambda: requests.is_stopped(id))
+            owner, whole = self.headers.get(OWNER_HEADER, ""), self.response_generator
+            generator = _Stoppable(whole, owner, lambda: requests.is_stopped(id))
             self.response_generator = generator  # type: ignore[assignment]
             try:
                 with requests.under_way(id):
@@ -171,6 +185,26 @@ def handler(secret: str) -> type[server.APIHandler]:
                             generator.context.stop()
             except (Stopped, ConnectionError):
                 self.close_connection = True
+            except Exception:  # of this request: only without the thread that generates is it everybody's
+                self.close_connection = True
+                if not whole.generation_available():
+                    raise
+                traceback.print_exc()
+                self._fail()
+
+        def end_headers(self) -> None:
+            super().end_headers()
+            self.has_begun = True
+
+        def _fail(self) -> None:
+            """Tells the gateway that the answer cannot be made, or its rest."""
+            if self.has_begun:
+                self.wfile.write(b"data: " + FAILURE + b"\n\n")
+                return
+            self._headers_buffer: list[bytes] = []  # those of an answer
+            self._set_completion_headers(400)
+            self.end_headers()
+            self.wfile.write(FAILURE)
 
         def do_DELETE(self) -> None:
             requests.stop(self.path.removeprefix("/requests/"))
@@ -196,6 +230,8 @@ def run_at(path: Path, secret: str) -> Callable[..., None]:
     """What takes the place of mlx_lm.server's `run`: the same, at a Unix socket."""
 
     def run(host: str, port: int, provider: Any) -> None:
+        server.make_sampler = make_sampler  # type: ignore[assignment]
+        server.BatchGenerator = Batches  # type: ignore[misc]
         generator = Generator(provider, PromptCache(provider.cli_args.prompt_cache_size))
         fingerprint, answers = server.get_system_fingerprint(), handler(secret)
 

@@ -20,7 +20,7 @@ import httpx2
 
 from lib.config.serve_settings import ServeSettings
 from lib.serve import openai_answers
-from lib.serve.backend_link import ID_HEADER, SECRET_HEADER
+from lib.serve.backend_link import ID_HEADER, OWNER_HEADER, SECRET_HEADER
 from lib.serve.backend_pool import Backend, Place, Pool, QueueFull
 from lib.serve.event_log import Log
 from lib.serve.feedback import Feedback
@@ -45,6 +45,7 @@ class Attempt:
     """One request on one backend."""
 
     backend: Backend
+    owner: str
     since: float = field(default_factory=time.monotonic)
     id: str = field(default_factory=lambda: secrets.token_hex(8))
     is_over: bool = False  # for the backend, too
@@ -91,7 +92,7 @@ class Completions:
         request = await self.read(exchange.owner, kind, body)
         exchange.is_stream = exchange.record["stream"] = request.stream
         for number in range(1, ATTEMPTS + 1):
-            attempt = Attempt(await self._take_slot(exchange))
+            attempt = Attempt(await self._take_slot(exchange), exchange.owner)
             place.has_backend = True
             try:
                 async with asyncio.timeout(self.settings.request_seconds):
@@ -113,13 +114,13 @@ class Completions:
                         502, "the backend was lost in the middle of the answer", "backend_lost"
                     ) from None
             finally:
-                self._give_back(exchange.owner, attempt)
+                self._give_back(attempt)
 
-    def _give_back(self, owner: str, attempt: Attempt) -> None:
+    def _give_back(self, attempt: Attempt) -> None:
         """Gives a slot back: at once where the backend is done with the request, else when it is."""
 
         def give_back(is_abandoned: bool) -> None:
-            self.pool.give_back(attempt.backend, owner, time.monotonic() - attempt.since, is_abandoned)
+            self.pool.give_back(attempt.backend, attempt.owner, time.monotonic() - attempt.since, is_abandoned)
 
         async def later() -> None:
             try:
@@ -235,6 +236,9 @@ class Completions:
                     is_first = False
                     self.metrics.first_token.observe(exchange.seconds)
                     exchange.record["first_token_seconds"] = round(exchange.seconds, 4)
+                if datas and openai_answers.is_failure(datas[-1]):
+                    attempt.is_over = True
+                    raise RequestError(500, "the answer could not be made of what the model wrote", "answer_failed")
                 for data in datas[-2:]:
                     if openai_answers.is_usage(data):
                         self._note_usage(exchange, json.loads(data)["usage"])
@@ -257,6 +261,7 @@ class Completions:
         read_seconds = self.settings.stall_seconds if request.is_streamed else self.settings.request_seconds
         timeout = httpx2.Timeout(read_seconds, connect=10.0)
         headers = {SECRET_HEADER: backend.secret, ID_HEADER: attempt.id, "content-type": "application/json"}
+        headers |= {OWNER_HEADER: attempt.owner} if backend.secret else {}  # others' servers need no names
         async with self.client.stream(
             "POST", backend.url + path, content=request.content, headers=headers, timeout=timeout
         ) as response:

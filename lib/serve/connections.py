@@ -1,17 +1,19 @@
 """Who may stay connected: counted from the first packet on, by address, and the longest idle one makes room.
 
 A connection is idle while nobody works for it: before its TLS handshake, its headers or its body's end, between two
-requests, and after a refusal. So where there are too many, a new one takes the place of an idle one, of the address
-that has most. There, those over which no key came yet and those over which one did have half of the idle ones each: a
-flood without a key closes none of the others beyond that, and no key keeps so many that new ones are closed before they
-can ask. Of the half that has more it is the longest idle one; with a key, of the key that has most.
+requests, and after a refusal. So where there are too many, a new one takes the place of an idle one: where its address
+has too many, of that address, else of any. Those over which no key came yet and those over which one did have half of
+the idle ones each: a flood without a key, from however many addresses, closes none of the others beyond that, and no
+key keeps so many that new ones are closed before they can ask. Of the half that has more it is the longest idle one: of
+the address that has most, one from which no key comes at the time before others; or of the key that has most.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from lib.system.network import network_of
@@ -31,6 +33,7 @@ class Connection:
     close: Callable[[], object] = lambda: None  # at once, whatever is on its way
     owner: str = ""  # of the key that came over it; of none yet
     idle_as: str | None = None  # the owner with whose idle ones it counts; None: somebody works for it
+    turn: int = 0  # when it became idle, as a number that grows
     is_over: bool = False
 
 
@@ -39,6 +42,7 @@ class _Address:
     """The connections of one address; of the idle ones by owner, the longest idle first."""
 
     count: int = 0
+    known: int = 0  # of them, those over which a key came
     idle: dict[str, OrderedDict[Connection, None]] = field(default_factory=dict)
 
 
@@ -53,18 +57,17 @@ class Connections:
     def __init__(self, most: int, most_of_address: int):
         self.most, self.most_of_address = most, most_of_address
         self.count = 0
+        self._turns = itertools.count()
         self._addresses: dict[str, _Address] = {}
 
     def take(self, address: str) -> Connection | None:
         """A new connection, idle at first, for which another one may be closed; None where all are at work."""
         address = network_of(address)
         here = self._addresses.get(address)
-        if here is not None and here.count >= self.most_of_address and not self._make_room(here):
+        if here is not None and here.count >= self.most_of_address and not self._make_room([here]):
             return None
-        if self.count >= self.most:
-            fullest_first = sorted(self._addresses.values(), key=lambda one: -one.count)
-            if not any(map(self._make_room, fullest_first)):
-                return None
+        if self.count >= self.most and not self._make_room(self._addresses.values()):
+            return None
         connection = Connection(address)
         self.count += 1
         here = self._addresses.setdefault(address, _Address())
@@ -76,8 +79,14 @@ class Connections:
         """Notes that nobody works for it, from now on."""
         if not connection.is_over:
             self.is_busy(connection)
-            connection.idle_as = connection.owner
+            connection.idle_as, connection.turn = connection.owner, next(self._turns)
             self._addresses[connection.address].idle.setdefault(connection.owner, OrderedDict())[connection] = None
+
+    def recognise(self, connection: Connection, owner: str) -> None:
+        """Notes whose key came over it."""
+        if not connection.is_over:
+            self._addresses[connection.address].known += bool(owner) - bool(connection.owner)
+        connection.owner = owner
 
     def is_busy(self, connection: Connection) -> None:
         """Notes that somebody works for it."""
@@ -98,17 +107,29 @@ class Connections:
         here = self._addresses[connection.address]
         self.count -= 1
         here.count -= 1
+        here.known -= bool(connection.owner)
         if not here.count:
             del self._addresses[connection.address]
 
-    def _make_room(self, here: _Address) -> bool:
-        """Closes the longest idle connection of an address: without a key, or of the key that has most."""
-        if not here.idle:
+    def _make_room(self, places: Iterable[_Address]) -> bool:
+        """Closes the longest idle connection of these addresses: without a key, or of the key that has most."""
+        strangers: list[tuple[bool, OrderedDict[Connection, None]]] = []
+        known: dict[str, list[OrderedDict[Connection, None]]] = {}
+        for here in places:
+            for owner, ones in here.idle.items():
+                if owner:
+                    known.setdefault(owner, []).append(ones)
+                else:
+                    strangers.append((not here.known, ones))
+        counts = {owner: sum(map(len, groups)) for owner, groups in known.items()}
+        if sum(counts.values()) > sum(len(ones) for _, ones in strangers):
+            fullest = known[max(counts, key=lambda owner: counts[owner])]
+        else:
+            first = max(((is_alone, len(ones)) for is_alone, ones in strangers), default=None)
+            fullest = [ones for is_alone, ones in strangers if (is_alone, len(ones)) == first]
+        if not fullest:
             return False
-        strangers = here.idle.get("", OrderedDict())
-        known = [ones for owner, ones in here.idle.items() if owner]
-        fullest = max(known, key=len) if sum(map(len, known)) > len(strangers) else strangers
-        longest = next(iter(fullest))
+        longest = min((next(iter(ones)) for ones in fullest), key=lambda one: one.turn)
         self.leave(longest)
         longest.close()
         return True

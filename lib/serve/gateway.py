@@ -32,6 +32,7 @@ from lib.system.network import network_of
 
 COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
 ASKED_METHOD = "access-control-request-method"  # of a browser that asks before it sends
+STRANGERS = "everybody without a key"  # no address, and no key's name: it has spaces
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -162,15 +163,17 @@ class Gateway:
 
     async def _in_turn(self, exchange: Exchange) -> None:
         """Waits where somebody asks too often for what takes no place, and so waits for nobody."""
-        pace = self.turns if exchange.owner else self.probes
-        if delay := pace.delay_seconds(self._who(exchange)):
+        if delay := self._delay_seconds(self.turns if exchange.owner else self.probes, exchange):
             exchange.client.rest()
             await asyncio.sleep(delay)
             exchange.client.work()
 
-    def _who(self, exchange: Exchange) -> str:
-        """The owner of the key, or where somebody without one is."""
-        return exchange.owner or network_of((exchange.scope.get("client") or ("", 0))[0])
+    def _delay_seconds(self, pace: Pace, exchange: Exchange) -> float:
+        """How long the owner of the key waits, or whoever is where somebody without one is, and all of these."""
+        if exchange.owner:
+            return pace.delay_seconds(exchange.owner)
+        network = network_of((exchange.scope.get("client") or ("", 0))[0])
+        return max(pace.delay_seconds(network), pace.delay_seconds(STRANGERS))
 
     def _admit(self, exchange: Exchange) -> None:
         """Notes who asks. Without keys it has to be somebody on this machine, and no web page under a name of its own.
@@ -222,7 +225,7 @@ class Gateway:
             headers["www-authenticate"] = "Bearer"
         if error.retry_seconds is not None:
             headers["retry-after"] = str(error.retry_seconds)
-        delay = self.pace.delay_seconds(self._who(exchange)) if error.status < 500 else 0.0
+        delay = self._delay_seconds(self.pace, exchange) if error.status < 500 else 0.0
         if exchange.is_whole and exchange.owner and not delay:
             await send_answer(exchange, error.status, headers, error.body)
             return

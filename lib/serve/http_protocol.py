@@ -86,7 +86,7 @@ class Protocol(H11Protocol):
     # ---- For applications
 
     def recognise(self, owner: str) -> None:
-        self.place.owner = owner
+        self.places.recognise(self.place, owner)
 
     def rest(self) -> None:
         self.places.is_idle(self.place)

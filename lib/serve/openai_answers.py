@@ -11,6 +11,7 @@ BACKEND_MODEL = (
     b'"model": "default_model"'  # as mlx_lm.server answers; inside of a JSON string its quotes would be escaped
 )
 CACHED = re.compile(rb', "prompt_tokens_details": \{"cached_tokens": \d+\}')  # likewise
+FAILURE = b'{"error": "the answer could not be made of what the model wrote"}'  # an event in the place of the rest
 HEADER = ("id", "object", "created", "model", "system_fingerprint")  # of an answer, the same in each of its events
 
 
@@ -52,6 +53,11 @@ def data_of(event: bytes) -> bytes | None:
 def is_usage(data: bytes) -> bool:
     """Whether an event has the usage, and no token."""
     return b'"choices": [], "usage": {' in data
+
+
+def is_failure(data: bytes) -> bool:
+    """Whether an event says that no more of the answer follows, by a fault that is the request's alone."""
+    return data.startswith(b'{"error": ')
 
 
 def assemble(events: Iterable[bytes]) -> dict[str, object]:

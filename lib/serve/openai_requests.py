@@ -314,7 +314,7 @@ def backend_request(
             "model",
         )
     if prompt_tokens > limits.max_prompt_tokens:
-        raise _too_long(f"the prompt has {prompt_tokens} tokens, but at most {limits.max_prompt_tokens} are allowed")
+        raise too_long(f"the prompt has {prompt_tokens} tokens, but at most {limits.max_prompt_tokens} are allowed")
     asked_tokens = isinstance(request, ChatRequest) and request.max_completion_tokens or request.max_tokens
     max_tokens = asked_tokens or limits.max_tokens
     if max_tokens > limits.max_tokens:
@@ -327,7 +327,7 @@ def backend_request(
     if limits.context_tokens is not None:
         room = limits.context_tokens - prompt_tokens
         if room < (asked_tokens or 1):
-            raise _too_long(
+            raise too_long(
                 f"{prompt_tokens} tokens of prompt and {asked_tokens or 1} of completion are more than "
                 f"the model's {limits.context_tokens}"
             )
@@ -353,7 +353,8 @@ def backend_request(
     return BackendRequest(kind, content, bool(request.stream), wants_usage, limits.model, is_streamed)
 
 
-def _too_long(message: str) -> RequestError:
+def too_long(message: str) -> RequestError:
+    """A prompt beyond what a model or its server takes."""
     return RequestError(400, message, "context_length_exceeded", "messages")
 
 

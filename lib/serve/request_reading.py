@@ -28,6 +28,8 @@ from lib.system.limits import limit_memory
 
 MEMORY_BYTES = 2 * 2**30  # that bodies may take, on Linux: templates and tokenizers are programs of somebody's
 NICE = 5  # after the gateway and its backends
+LETTERS_OF_TOKEN = 8  # more than most texts have; of a prompt with more a part is counted first
+CUT_TOKENS = 64  # more than a cut in the middle of a word can add
 Count = Callable[[JSON], int]  # tokens of a backend's body, as the model will see them
 
 
@@ -92,7 +94,7 @@ def counter(told: Told) -> Count:
     from lib.config.schema import ModelSettings
     from lib.data.tokenizer import load_tokenizer_of
 
-    vocab_size = told.limits.get("vocab_size")
+    vocab_size, most = told.limits.get("vocab_size"), told.limits.get("max_prompt_tokens")
     settings = ModelSettings(path=told.path, trust_remote_code=told.trust_remote_code)
     tokenizer = cast(Any, load_tokenizer_of(settings))
     if tokenizer is None:
@@ -102,7 +104,11 @@ def counter(told: Told) -> Count:
 
     def count(body: JSON) -> int:
         try:
+            if most is not None and _begins_too_long(tokenizer, body, told.chat_template_args, most):
+                raise openai_requests.too_long(f"the prompt has more than the {most} tokens that are allowed")
             ids = _tokens(tokenizer, body, told.chat_template_args)
+        except RequestError:
+            raise
         except BaseException as error:  # whatever a template raises: of roles, of arguments that are no JSON
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
@@ -118,18 +124,38 @@ def counter(told: Told) -> Count:
     return count
 
 
+def _begins_too_long(tokenizer: Any, body: JSON, arguments: JSON, most: int) -> bool:
+    """Whether the beginning of a long prompt has more tokens than are allowed, whatever follows.
+
+    A text of 1 MB takes a tokenizer seconds, for which others would wait.
+    """
+    if len(json.dumps(body)) <= most * LETTERS_OF_TOKEN:
+        return False
+    text = _rendered(tokenizer, body, arguments, tokenize=False)
+    beginning = text[: most * LETTERS_OF_TOKEN]
+    return len(beginning) < len(text) and len(tokenizer.encode(beginning)) > most + CUT_TOKENS
+
+
 def _tokens(tokenizer: Any, body: JSON, arguments: JSON) -> list[int]:
     """As mlx_lm.server's `_tokenize`."""
+    made = _rendered(tokenizer, body, arguments, tokenize=True)
+    return list(tokenizer.encode(made) if isinstance(made, str) else made)
+
+
+def _rendered(tokenizer: Any, body: JSON, arguments: JSON, tokenize: bool) -> Any:
+    """The text of a prompt; where a template makes it, and `tokenize`, its tokens."""
     from mlx_lm import server
 
     if "prompt" in body:
-        return list(tokenizer.encode(body["prompt"]))
+        return body["prompt"]
     messages = json.loads(json.dumps(body["messages"]))  # it changes them
     if not tokenizer.has_chat_template and getattr(tokenizer, "chat_template", None) is None:
-        return list(tokenizer.encode(server.convert_chat(messages, None)))
+        return server.convert_chat(messages, None)
     server.process_message_content(messages)
     tools = body.get("tools")
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tools=tools, **arguments))
+    return tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tools=tools, tokenize=tokenize, **arguments
+    )
 
 
 def write(stream: BinaryIO, fields: JSON, raw: bytes) -> None:

@@ -1,0 +1,52 @@
+"""A backend's cache of prompts: mlx_lm.server's, in which what was read for one key's owner is used for no other.
+
+How soon an answer begins would tell one what another has asked, a token at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any, SupportsIndex, overload
+
+from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
+from mlx_lm.server import LRUPromptCache
+
+
+class OwnedTokens(list[int]):
+    """The tokens of a prompt and its answer, and for whom they are read; so are parts of them."""
+
+    def __init__(self, tokens: list[int], owner: str):
+        super().__init__(tokens)
+        self.owner = owner
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> OwnedTokens: ...
+
+    def __getitem__(self, index: SupportsIndex | slice) -> int | OwnedTokens:
+        if isinstance(index, slice):
+            return OwnedTokens(super().__getitem__(index), self.owner)
+        return super().__getitem__(index)
+
+
+class PromptCache(LRUPromptCache):  # type: ignore[misc]
+    """mlx_lm.server's, one for each owner in one order of age, that always leaves a token to read.
+
+    Of a prompt that it has seen to its last token mlx_lm.server's leaves nothing, and a request for nothing would end
+    the thread that generates for everybody. Whoever continues an answer that was cut off sends such a prompt.
+    """
+
+    def fetch_nearest_cache(self, model: Any, tokens: OwnedTokens) -> Any:  # type: ignore[override]
+        cache, rest = super().fetch_nearest_cache((model, tokens.owner), tokens)
+        if rest or not tokens:
+            return cache, rest
+        if not can_trim_prompt_cache(cache):
+            return None, tokens
+        trim_prompt_cache(cache, 1)
+        return cache, tokens[-1:]
+
+    def insert_cache(  # type: ignore[override]
+        self, model: Any, tokens: OwnedTokens, prompt_cache: list[Any], *, cache_type: str = "assistant"
+    ) -> None:
+        super().insert_cache((model, tokens.owner), tokens, prompt_cache, cache_type=cache_type)

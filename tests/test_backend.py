@@ -1,0 +1,234 @@
+"""A backend's own parts: what of mlx_lm.server is not as it is there, and that answers are the same."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm import sample_utils
+from mlx_lm import server as mlx_server
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+from lib.serve import backend_server, openai_answers
+from lib.serve.backend_link import SECRET_HEADER
+from lib.serve.prompt_cache import OwnedTokens, PromptCache
+from lib.serve.prompt_pace import FIRST_TOKENS, LEAST_TOKENS, MOST_TOKENS, Batches, step_tokens
+from lib.serve.samplers import make_sampler
+from tests.tiny import ROOT
+
+# ---- Prompts
+
+
+def test_a_prompt_of_no_tokens_fails_by_itself() -> None:
+    """mlx_lm.server's thread that generates would end with it, for everybody."""
+    asked = mlx_server.CompletionRequest("text", " ", [], None, None)
+    generator = object.__new__(backend_server.Generator)
+    with pytest.raises(ValueError, match="the prompt has no tokens"):
+        generator._tokenize(SimpleNamespace(encode=lambda text: []), asked, None)
+
+
+def test_a_prompt_that_was_read_to_its_last_token_leaves_one_to_read() -> None:
+    """mlx_lm.server's thread that generates would end with it, for everybody."""
+    for kind, left in ((KVCache(), [4]), (RotatingKVCache(max_size=2), [2, 3, 4])):
+        known, read, tokens = PromptCache(9), mx.zeros((1, 1, 3, 4)), OwnedTokens([2, 3, 4], "alice")
+        kind.update_and_fetch(read, read)
+        known.insert_cache("model", tokens, [kind])
+        cache, rest = known.fetch_nearest_cache("model", tokens)
+        assert rest == left and (cache is None or cache[0].offset == 2)
+        longer = OwnedTokens([2, 3, 4, 5], "alice")
+        assert known.fetch_nearest_cache("model", longer)[1] == [5], "what is kept stays as it is"
+        assert known.fetch_nearest_cache("model", OwnedTokens(longer, "bob")) == (None, longer), "and is alice's alone"
+
+
+def test_parts_of_an_owners_tokens_are_his() -> None:
+    tokens = OwnedTokens([1, 2], "alice")
+    tokens += [3]
+    tokens.append(4)
+    assert tokens[1:][1:] == [3, 4] and tokens[-1] == 4 and tokens[1:][1:].owner == tokens[:].owner == "alice"
+
+
+# ---- How much of them is read at a time
+
+
+def test_a_step_takes_a_few_tokens_time_and_no_more_than_it_ever_may() -> None:
+    assert step_tokens(None, 1000.0, True) == step_tokens(0.1, None, True) == FIRST_TOKENS
+    assert step_tokens(0.1, 1000.0, True) == 200 < step_tokens(0.1, 1000.0, False) == 800
+    assert step_tokens(0.001, 1000.0, True) == LEAST_TOKENS and step_tokens(9.0, 1e4, False) == MOST_TOKENS
+
+
+class Tight(Batches):
+    """As few tokens at a time as there may be: a prompt takes many steps."""
+
+    prefill_step_size = 3
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return mlx_server.load(str(ROOT / "configs/quickstart/model"))[0]
+
+
+def answers(batches: BatchGenerator, prompts: list[list[int]]) -> dict[int, list[int]]:
+    numbers = batches.insert(prompts[:2], [5, 5])
+    found: dict[int, list[int]] = {number: [] for number in numbers}
+    for _ in range(2):
+        batches.next()
+    found |= {number: [] for number in batches.insert(prompts[2:], [5] * len(prompts[2:]))}
+    while any(len(tokens) < 5 for tokens in found.values()):
+        for response in batches.next()[1]:
+            found[response.uid].append(response.token)
+    batches.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", [Batches, Tight])
+def test_answers_are_the_same_at_any_pace(kind: type[Batches], model: Any) -> None:
+    prompts = [list(range(3, 3 + length)) for length in (40, 2, 17, 1, 33)]
+    expected = answers(BatchGenerator(model, prefill_batch_size=1), prompts)
+    batches = kind(model, prefill_batch_size=8)
+    assert answers(batches, prompts) == expected
+    assert batches.token_seconds and batches.tokens_per_second
+
+
+def test_a_short_prompt_waits_for_no_long_ones(model: Any) -> None:
+    """Eight prompts that take many steps, and one that came later."""
+    batches = Tight(model, prefill_batch_size=9)
+    batches.insert([list(range(3, 103))] * 8, [5] * 8)
+    batches.next()
+    (late,) = batches.insert([[5, 6]], [1])
+    steps = 0
+    while not any(response.uid == late for response in batches.next()[1]):
+        steps += 1
+    assert steps <= 3
+
+
+# ---- How tokens are drawn
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"temp": 0.0},
+        {"temp": 0.7},
+        {"temp": 1.3, "top_p": 0.8},
+        {"temp": 0.9, "min_p": 0.05},
+        {"temp": 0.5, "top_k": 7},
+        {"temp": 1.9, "top_p": 0.9, "min_p": 0.01, "top_k": 20},
+    ],
+)
+def test_tokens_are_drawn_as_mlx_lm_draws_them(words: dict[str, Any]) -> None:
+    logits = 3 * mx.random.normal((200, 50), key=mx.random.key(1))
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    drawn = []
+    for make in (sample_utils.make_sampler, make_sampler):
+        mx.random.seed(5)
+        drawn.append(make(**words)(logprobs).tolist())
+    assert drawn[0] == drawn[1]
+
+
+def test_no_number_of_a_client_makes_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX keeps the source of each kernel that it compiles in this folder; elsewhere it has no such folder to look in."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    logprobs = mx.log(mx.softmax(mx.arange(50.0)[None]))
+
+    def draw(number: float) -> int:
+        mx.eval(make_sampler(temp=number, top_p=number / 2, min_p=number / 9, top_k=20)(logprobs))
+        return sum(path.is_file() for path in tmp_path.rglob("*"))
+
+    made = draw(0.71)
+    assert {draw(0.72 + 0.01 * i) for i in range(10)} == {made}
+
+
+# ---- What a model may write, and what may fail
+
+
+@pytest.mark.parametrize(
+    "found", [{}, {"name": "f"}, [], "f", None, 5, {"name": "f", "arguments": {1j}}, [{"arguments": {}}, {}], KeyError]
+)
+def test_what_is_no_tool_call_is_left_out(found: Any) -> None:
+    def parse(text: str, tools: Any) -> Any:
+        if found is KeyError:
+            raise KeyError("name")
+        return found
+
+    formatter = mlx_server.ToolCallFormatter(backend_server.checked(parse), [])
+    assert formatter(["anything"]) == []
+
+
+def test_a_tool_call_is_handed_on() -> None:
+    call = {"name": "f", "arguments": {"a": 1}}
+    formatter = mlx_server.ToolCallFormatter(backend_server.checked(lambda text, tools: dict(call)), [])
+    assert formatter(["x"])[0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
+
+
+class Failing:
+    """A generator whose answers fail, at once or after a token."""
+
+    cli_args = SimpleNamespace(
+        allowed_origins=[], num_draft_tokens=0, max_tokens=9, temp=0.0, top_p=1.0, top_k=0, min_p=0.0
+    )
+
+    def __init__(self) -> None:
+        self.lives = True
+
+    def generation_available(self) -> bool:
+        return self.lives
+
+    def generate(self, request: Any, arguments: Any, progress: Any) -> Any:
+        def tokens() -> Iterator[Any]:
+            if request.prompt == "later":
+                yield mlx_server.Response("a", 1, 0.0, None, ())
+            raise KeyError("a fault")
+
+        text = mlx_server.TextStateMachine()
+        context = mlx_server.GenerationContext(
+            has_tool_calling=False,
+            has_thinking=False,
+            tool_parser=None,
+            text_sm=text,
+            initial_state="normal",
+            prompt=[1],
+        )
+        return context, tokens()
+
+
+def test_a_request_that_fails_is_told_and_the_backend_goes_on() -> None:
+    failing = Failing()
+
+    def ask(prompt: str, stream: bool) -> bytes:
+        """The answer as it is on the wire; empty where there is none."""
+        ours, theirs = socket.socketpair()
+        handler, answer = backend_server.handler("secret"), b""
+
+        def serve() -> None:
+            with theirs:
+                try:
+                    handler(failing, theirs, ("gateway", 0), None, system_fingerprint="f")
+                except KeyError:
+                    assert not failing.lives
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with ours:
+            body = json.dumps({"prompt": prompt, "stream": stream})
+            lines = ["POST /v1/completions HTTP/1.1", f"{SECRET_HEADER}: secret", f"Content-Length: {len(body)}"]
+            ours.sendall(("\r\n".join(lines) + "\r\n\r\n" + body).encode())
+            while piece := ours.recv(65536):
+                answer += piece
+        thread.join()
+        return answer
+
+    for prompt in ("now", "later"):
+        assert ask(prompt, stream=False).startswith(b"HTTP/1.0 400")
+        events, _ = openai_answers.split(ask(prompt, stream=True).partition(b"\r\n\r\n")[2])
+        datas = [openai_answers.data_of(event) or b"" for event in events]
+        assert [openai_answers.is_failure(data) for data in datas] == [False] * (prompt == "later") + [True]
+    failing.lives = False
+    assert not ask("now", stream=False), "the thread that generates has ended: this is nobody's request alone"
