@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import random
 import resource
 import ssl
 import subprocess
@@ -41,11 +42,16 @@ class Target:
     def is_over(self) -> bool:
         return time.monotonic() > self.ends
 
-    async def connect(self, tls: bool = True) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def connect(
+        self, tls: bool = True, source: str | None = None
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """source: this machine's address to come from, another one than it would be."""
         parts = urlsplit(self.address)
         context = ssl.create_default_context()
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         wanted = context if tls and parts.scheme == "https" else None
+        if source is not None:
+            return await asyncio.open_connection("127.0.0.1", parts.port, ssl=wanted, local_addr=(source, 0))
         return await asyncio.open_connection(parts.hostname, parts.port, ssl=wanted)
 
     async def ask(self, body: bytes, leave_seconds: float | None = None) -> bytes:
@@ -73,7 +79,7 @@ def head(key: str | None, *lines: str) -> bytes:
 
 
 def chat(**words: Any) -> bytes:
-    return json.dumps({"messages": QUESTION, "temperature": 0, "logit_bias": NEVER_ENDS, **words}).encode()
+    return json.dumps({"messages": QUESTION, "temperature": 0, "logit_bias": NEVER_ENDS} | words).encode()
 
 
 def at_once(count: int, one: Attack) -> Attack:
@@ -148,6 +154,41 @@ def again_and_again(path: str, with_key: bool = False) -> Attack:
     return ask
 
 
+async def long_prompt(target: Target) -> None:
+    """A prompt of nearly as many tokens as one may have, and another one each time."""
+    await target.ask(
+        chat(max_tokens=1, messages=[{"role": "user", "content": "".join(random.choices("abcde", k=8000))}])
+    )
+
+
+async def own_numbers(target: Target) -> None:
+    """A way to draw tokens that nobody has asked for before."""
+    numbers = {name: random.uniform(0.1, 0.9) for name in ("temperature", "top_p", "min_p")}
+    await target.ask(chat(max_tokens=2, **numbers))
+
+
+def from_everywhere(count: int, first: bytes, pause_seconds: float) -> Attack:
+    """New connections, each from an address of its own, so many of which stay; on Linux every 127.x.y.z is one's own."""
+    addresses = (f"127.{a}.{b}.{c}" for a in range(1, 255) for b in range(255) for c in range(1, 255))
+
+    async def come(target: Target) -> None:
+        held: list[asyncio.StreamWriter] = []
+        try:
+            while not target.is_over:
+                with contextlib.suppress(OSError):
+                    _, writer = await target.connect(source=next(addresses))
+                    held.append(writer)
+                    writer.write(first)
+                if len(held) > count:
+                    held.pop(0).transport.abort()
+                await asyncio.sleep(pause_seconds)
+        finally:
+            for writer in held:
+                writer.transport.abort()
+
+    return come
+
+
 KEEP_ALIVE = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
 WRONG_VALUES = b'{"messages": [%s]}' % b",".join([b"5"] * 499_000)
 EMPTY_MESSAGES = json.dumps({"messages": [{"role": "user", "content": ""}] * 8000}).encode()
@@ -163,8 +204,15 @@ HOSTILE: dict[str, Attack] = {
     "8,000 empty messages": at_once(4, asking(EMPTY_MESSAGES)),
     "256 connections that ask whether it lives": at_once(256, again_and_again("/healthz")),
     "one key asks for the metrics, 64 connections": at_once(64, again_and_again("/metrics", with_key=True)),
+    "8 connections with prompts of 8,000 tokens": at_once(8, long_prompt),
+    "4 connections with numbers of their own": at_once(4, own_numbers),
     "one key floods": at_once(64, asking(chat(max_tokens=200))),
 }
+if sys.platform == "linux":
+    HOSTILE |= {
+        "1,100 silent connections from as many addresses": from_everywhere(1100, b"", 0.005),
+        "probes from 400 addresses at a time": from_everywhere(400, KEEP_ALIVE * 50, 0.02),
+    }
 
 
 def start(name: str, address: str, key: str, seconds: float) -> subprocess.Popen[bytes]:
