@@ -11,7 +11,7 @@ from typing import Any
 
 from mlx_lm.generate import BatchGenerator
 
-FIRST_TOKENS = 512  # of a step, before anything was measured
+FIRST_TOKENS = 128  # of a step, before anything was measured: of a large model on a slow machine they take long
 LEAST_TOKENS, MOST_TOKENS = 64, 2048  # of a step: fewer waste what a pass over the weights costs
 BESIDE_ANSWERS = 2.0  # a step's time in that of a token, while answers are generated
 ALONE = 8.0  # the same while there are none: whoever comes meanwhile waits for a step
