@@ -144,3 +144,8 @@ def test_silent_connections_from_many_addresses_close_none_over_which_a_key_came
     for number in range(200):
         taken(connections, closed, f"stranger {number}", f"10.0.1.{number}")
     assert not newcomer.is_over, "a key comes from there"
+    for number in range(20):
+        taken(connections, closed, f"silent at home {number}", "home")
+    fresh = taken(connections, closed, "fresh", "elsewhere")
+    taken(connections, closed, "one more at home", "home")
+    assert not fresh.is_over, "for as many as keys come from there, and no more"

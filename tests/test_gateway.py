@@ -29,7 +29,7 @@ from lib.errors import UserError
 from lib.launch.hostfile import Host
 from lib.serve import api_keys, backend_pool, openai_answers, openai_requests, request_reading
 from lib.serve import command as server
-from lib.serve.backend_pool import Backend, Pool, QueueFull, choose
+from lib.serve.backend_pool import SLOT_TOKENS, Backend, Pool, QueueFull, choose, slots_of
 from lib.serve.backend_supervisor import Process, Recipe, pause_seconds
 from lib.serve.connections import LONGEST_DELAY_SECONDS, PROBE_DELAY_SECONDS
 from lib.serve.gateway import STRANGERS, Gateway
@@ -177,6 +177,26 @@ def test_one_of_several_keys_leaves_slots_to_the_others() -> None:
         assert all(task.done() for task in more)
 
     asyncio.run(story())
+
+
+def test_long_prompts_count_as_several_slots_of_their_owner() -> None:
+    async def play() -> None:
+        pool = Pool(ups(16), max_queue=50)
+        pool.is_shared = True
+        await pool.take("modest", 1)
+        long = slots_of(3 * SLOT_TOKENS + 5)
+        held = await pool.take("greedy", 1, long)
+        more = asyncio.create_task(pool.take("greedy", 60))
+        await asyncio.sleep(0)
+        assert long == 4 and not more.done(), "a quarter of 16 is taken"
+        pool.give_back(held, "greedy", 0.1, slots=long)
+        await more
+        pool.is_shared = False
+        for _ in range(4):
+            await pool.take("greedy", 1, long)
+        assert pool.backends[0].in_flight == 6, "nobody else is there to wait"
+
+    asyncio.run(play())
 
 
 def test_who_leaves_answers_again_and_again_is_charged_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,6 +400,27 @@ def test_prompts_are_counted_as_the_model_will_see_them(tmp_path: Path, template
             SimpleNamespace(model_provider=provider), tokenizer, asked, arguments
         )
         assert counted == len(seen[0]) > 0, body
+
+
+def test_a_long_text_is_refused_by_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it begins with: 1 MB would keep the process from others for seconds."""
+    from transformers import PreTrainedTokenizerBase
+
+    limits = {"max_prompt_tokens": 1000, "vocab_size": 283}
+    count = request_reading.counter(Told(str(ROOT / "configs/quickstart/model"), False, None, {}, limits))
+    longest: list[int] = []
+    transformers_encode = PreTrainedTokenizerBase.encode
+
+    def encode(tokenizer: Any, text: str, *words: Any, **more: Any) -> Any:
+        longest.append(len(text))
+        return transformers_encode(tokenizer, text, *words, **more)
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "encode", encode)
+    for text in ("12 " * 300_000, " " * 8000 + "1234" * 200_000):
+        with pytest.raises(RequestError, match="more than the 1000 tokens that are allowed") as refused:
+            count({"messages": [{"role": "user", "content": text}]})
+        assert refused.value.code == "context_length_exceeded" and max(longest) <= 8000
+    assert count({"messages": [{"role": "user", "content": "12 " * 300}]}) > 500
 
 
 def test_a_prompt_of_no_tokens_is_refused(tmp_path: Path) -> None:

@@ -424,6 +424,7 @@ def test_what_another_disk_has_of_later_resumes_is_newer_at_any_step(
         for step in (3, 4, 5):
             shutil.rmtree(runs[1] / f"checkpoints/step-{step:08d}")
         train(alone, folder, [*words, "train.steps=4"], "there", resume=True)
+        (runs[1] / "checkpoints/step-00000007").mkdir()  # torn, as a power cut leaves it
     world.gather_text("both disks are as they were left")
     beats: list[heartbeat.Facts] = []
     monkeypatch.setattr(heartbeat, "tell", lambda **facts: beats.append(heartbeat.Facts(**facts)))

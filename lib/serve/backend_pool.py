@@ -3,7 +3,8 @@
 A request takes a place before its body is read, and has it to its end. Where all are taken, the owner who has most
 requests without a backend loses the newest of them, or is the one who is refused: nobody fills the queue for others.
 
-A request takes a slot of a backend and gives it back. It goes to the backend that should finish it first by the
+A request takes a slot of a backend and gives it back. To its owner it counts as several where its prompt is long: what
+is read for one makes all others slower, too. It goes to the backend that should finish it first by the
 measured speeds, so backends of unequal speed get unequal parts. Of those that wait, the owner with the fewest requests
 under way is next, and of several the one who got a slot longest ago. While several owners ask, each has at most a
 quarter of the slots, for what one runs makes all others slower; and who asks alone leaves a quarter free for the next,
@@ -17,6 +18,7 @@ import asyncio
 import contextlib
 import itertools
 import math
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +30,7 @@ SMOOTHING = 0.3  # weight of the newest
 SLOWEST = 1e-3  # tokens a second, of a backend that did nothing in a whole window
 RECENT_SECONDS = 60.0  # after its last request, for which an owner counts as one who asks
 CHARGED_SECONDS = 1.0  # for which a request that its client left counts as its owner's, after its slot is free
+SLOT_TOKENS = 2048  # of a prompt: with each as many it counts as one slot more of its owner's
 PART = 4  # a quarter of the slots, of one owner where several ask, and kept free where one of several does
 
 
@@ -83,10 +86,16 @@ def choose(backends: Sequence[Backend]) -> Backend | None:
     return min((one for one in backends if one.is_up and one.in_flight < one.capacity), key=cost, default=None)
 
 
+def slots_of(prompt_tokens: int) -> int:
+    """The slots that a request counts as, of its owner's."""
+    return 1 + prompt_tokens // SLOT_TOKENS
+
+
 @dataclass(eq=False)
 class _Waiting:
     number: int
     owner: str
+    slots: int
     admitted: asyncio.Future[Backend]
 
 
@@ -168,8 +177,11 @@ class Pool:
         if victim.task is not None:
             victim.task.cancel()
 
-    async def take(self, owner: str, queue_seconds: float) -> Backend:
+    async def take(self, owner: str, queue_seconds: float, slots: int = 1) -> Backend:
         """A slot, at once or after waiting for one.
+
+        Args:
+            slots: that it counts as, of its owner's (`slots_of`).
 
         Raises:
             TimeoutError: none became free in queue_seconds.
@@ -177,40 +189,43 @@ class Pool:
         self._asked_at[owner] = self.clock()
         # Whoever waits already waits for any slot, or until one of its owner's is free.
         if self._in_flight_of[owner] < self._most_of_owner() and (backend := choose(self.backends)) is not None:
-            self._admit(backend, owner)
+            self._admit(backend, owner, slots)
             return backend
-        one = _Waiting(next(self._numbers), owner, asyncio.get_running_loop().create_future())
+        one = _Waiting(next(self._numbers), owner, slots, asyncio.get_running_loop().create_future())
         self._waiting.append(one)
         try:
             async with asyncio.timeout(queue_seconds):
                 return await asyncio.shield(one.admitted)
         except BaseException:
             if one.admitted.done():  # admitted at the moment when it gave up
-                self.give_back(one.admitted.result(), owner, None)
+                self.give_back(one.admitted.result(), owner, None, slots=slots)
             else:
                 self._waiting.remove(one)
                 one.admitted.cancel()
             raise
 
-    def give_back(self, backend: Backend, owner: str, seconds: float | None, is_abandoned: bool = False) -> None:
+    def give_back(
+        self, backend: Backend, owner: str, seconds: float | None, is_abandoned: bool = False, slots: int = 1
+    ) -> None:
         """A slot is free again, after `seconds` of work (None: it was never used).
 
         Args:
             is_abandoned: its answer was for nobody. Where several owners may ask, it is charged for longer.
+            slots: that it counted as.
         """
         backend.count(0, self.clock())
         backend.in_flight -= 1
         if seconds is not None:
             self._mean_seconds += 0.1 * (seconds - self._mean_seconds)
         if is_abandoned and self.is_shared:
-            asyncio.get_running_loop().call_later(CHARGED_SECONDS, self._discharge, owner)
+            asyncio.get_running_loop().call_later(CHARGED_SECONDS, self._discharge, owner, slots)
             self._admit_waiting()
         else:
-            self._discharge(owner)
+            self._discharge(owner, slots)
 
-    def _discharge(self, owner: str) -> None:
-        """One request less is this owner's."""
-        self._in_flight_of[owner] -= 1
+    def _discharge(self, owner: str, slots: int) -> None:
+        """A request that counts as so many slots is this owner's no more."""
+        self._in_flight_of[owner] -= slots
         if not self._in_flight_of[owner]:
             del self._in_flight_of[owner]
         self._admit_waiting()
@@ -236,7 +251,7 @@ class Pool:
                 return
             one = min(ready, key=self._turn)
             self._waiting.remove(one)
-            self._admit(backend, one.owner)
+            self._admit(backend, one.owner, one.slots)
             one.admitted.set_result(backend)
 
     def _turn(self, one: _Waiting) -> tuple[int, int, int]:
@@ -244,16 +259,16 @@ class Pool:
         return self._in_flight_of[one.owner], self._turns.get(one.owner, 0), one.number
 
     def _most_of_owner(self) -> int:
-        """The slots that one owner may have."""
+        """The slots that one owner may have; with fewer it gets another, whatever that counts as."""
         if not self.is_shared:
-            return self._slots
+            return sys.maxsize
         since = self.clock() - RECENT_SECONDS
         self._asked_at = {one: at for one, at in self._asked_at.items() if at > since or self._in_flight_of[one]}
         part = self._slots // PART
         return self._slots - part if len(self._asked_at) < 2 else max(1, part)
 
-    def _admit(self, backend: Backend, owner: str) -> None:
+    def _admit(self, backend: Backend, owner: str, slots: int) -> None:
         backend.count(0, self.clock())
         backend.in_flight += 1
-        self._in_flight_of[owner] += 1
+        self._in_flight_of[owner] += slots
         self._turns[owner] = next(self._numbers)

@@ -56,8 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
     quiet = ["--allowed-origins", "", "--log-level", "WARNING"]
     sys.argv = ["mlx_lm.server", *where, *quiet]
     sys.argv += ["--decode-concurrency", str(options.concurrency)]
-    # Whoever comes has a part of the next step of prompts (lib/serve/prompt_pace.py), and waits for no one's end.
-    sys.argv += ["--prompt-concurrency", str(options.concurrency), "--chat-template-args", options.chat_template_args]
+    sys.argv += ["--chat-template-args", options.chat_template_args]
     if options.chat_template:
         sys.argv += ["--chat-template", Path(options.chat_template).read_text(encoding="utf-8")]
 

@@ -25,7 +25,7 @@ from mlx_lm import server
 from lib.serve.backend_link import ID_HEADER, OWNER_HEADER, SECRET_HEADER
 from lib.serve.openai_answers import FAILURE
 from lib.serve.prompt_cache import OwnedTokens, PromptCache
-from lib.serve.prompt_pace import Batches
+from lib.serve.prompt_pace import Batches, mend_window_caches
 from lib.serve.samplers import make_sampler
 
 PASS_SECONDS = 0.1  # of generating, between two looks for requests that were stopped
@@ -112,6 +112,7 @@ class _Stoppable:
     def __init__(self, generator: server.ResponseGenerator, owner: str, is_stopped: Callable[[], bool]):
         self._generator, self._owner, self._is_stopped = generator, owner, is_stopped
         self.context: Any = None
+        self.has_failed = False  # itself, and not only what is made of its tokens
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._generator, name)
@@ -128,9 +129,15 @@ class _Stoppable:
         return self.context, self._looking(tokens)
 
     def _looking(self, tokens: Iterable[Any]) -> Iterator[Any]:
-        for token in tokens:
-            self._look()
-            yield token
+        try:
+            for token in tokens:
+                self._look()
+                yield token
+        except Stopped:
+            raise
+        except Exception:
+            self.has_failed = True
+            raise
 
     def _look(self) -> None:
         if self._is_stopped():
@@ -185,9 +192,9 @@ def handler(secret: str) -> type[server.APIHandler]:
                             generator.context.stop()
             except (Stopped, ConnectionError):
                 self.close_connection = True
-            except Exception:  # of this request: only without the thread that generates is it everybody's
+            except Exception:  # of this request alone, where its tokens came
                 self.close_connection = True
-                if not whole.generation_available():
+                if generator.has_failed or not whole.generation_available():
                     raise
                 traceback.print_exc()
                 self._fail()
@@ -232,6 +239,7 @@ def run_at(path: Path, secret: str) -> Callable[..., None]:
     def run(host: str, port: int, provider: Any) -> None:
         server.make_sampler = make_sampler  # type: ignore[assignment]
         server.BatchGenerator = Batches  # type: ignore[misc]
+        mend_window_caches()
         generator = Generator(provider, PromptCache(provider.cli_args.prompt_cache_size))
         fingerprint, answers = server.get_system_fingerprint(), handler(secret)
 

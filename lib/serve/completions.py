@@ -21,7 +21,7 @@ import httpx2
 from lib.config.serve_settings import ServeSettings
 from lib.serve import openai_answers
 from lib.serve.backend_link import ID_HEADER, OWNER_HEADER, SECRET_HEADER
-from lib.serve.backend_pool import Backend, Place, Pool, QueueFull
+from lib.serve.backend_pool import Backend, Place, Pool, QueueFull, slots_of
 from lib.serve.event_log import Log
 from lib.serve.feedback import Feedback
 from lib.serve.http_exchange import JSON_HEADERS, Exchange, read_body, send_answer, start_of_answer, while_listening
@@ -46,6 +46,7 @@ class Attempt:
 
     backend: Backend
     owner: str
+    slots: int  # of its owner's, that it counts as
     since: float = field(default_factory=time.monotonic)
     id: str = field(default_factory=lambda: secrets.token_hex(8))
     is_over: bool = False  # for the backend, too
@@ -92,7 +93,8 @@ class Completions:
         request = await self.read(exchange.owner, kind, body)
         exchange.is_stream = exchange.record["stream"] = request.stream
         for number in range(1, ATTEMPTS + 1):
-            attempt = Attempt(await self._take_slot(exchange), exchange.owner)
+            slots = slots_of(request.prompt_tokens)
+            attempt = Attempt(await self._take_slot(exchange, slots), exchange.owner, slots)
             place.has_backend = True
             try:
                 async with asyncio.timeout(self.settings.request_seconds):
@@ -120,7 +122,8 @@ class Completions:
         """Gives a slot back: at once where the backend is done with the request, else when it is."""
 
         def give_back(is_abandoned: bool) -> None:
-            self.pool.give_back(attempt.backend, attempt.owner, time.monotonic() - attempt.since, is_abandoned)
+            seconds = time.monotonic() - attempt.since
+            self.pool.give_back(attempt.backend, attempt.owner, seconds, is_abandoned, attempt.slots)
 
         async def later() -> None:
             try:
@@ -156,10 +159,10 @@ class Completions:
             self.log("backend", backend=backend.name, state="failed", reason=reason)
             self.pool.set_up(backend, False)
 
-    async def _take_slot(self, exchange: Exchange) -> Backend:
+    async def _take_slot(self, exchange: Exchange, slots: int) -> Backend:
         since = time.monotonic()
         try:
-            backend = await self.pool.take(exchange.owner, self.settings.queue_seconds)
+            backend = await self.pool.take(exchange.owner, self.settings.queue_seconds, slots)
         except TimeoutError:
             message = f"no backend was free in {self.settings.queue_seconds:g} s"
             raise RequestError(503, message, "busy", retry_seconds=self.pool.retry_seconds()) from None
@@ -238,7 +241,7 @@ class Completions:
                     exchange.record["first_token_seconds"] = round(exchange.seconds, 4)
                 if datas and openai_answers.is_failure(datas[-1]):
                     attempt.is_over = True
-                    raise RequestError(500, "the answer could not be made of what the model wrote", "answer_failed")
+                    raise _failure()
                 for data in datas[-2:]:
                     if openai_answers.is_usage(data):
                         self._note_usage(exchange, json.loads(data)["usage"])
@@ -266,7 +269,10 @@ class Completions:
             "POST", backend.url + path, content=request.content, headers=headers, timeout=timeout
         ) as response:
             if response.status_code != 200:
-                text = (await response.aread()).decode(errors="replace")[:500]
+                answer = await response.aread()
+                if openai_answers.is_failure(answer):
+                    raise _failure()
+                text = answer.decode(errors="replace")[:500]
                 # It answers 404 to whatever went wrong, in the request or in itself.
                 if response.status_code not in (400, 404) or "generation thread died" in text:
                     raise BackendLost(f"it answers {response.status_code}: {text}")
@@ -282,6 +288,10 @@ class Completions:
         ):
             self.metrics.tokens.labels(kind).inc(tokens)
             exchange.record[kind] = tokens
+
+
+def _failure() -> RequestError:
+    return RequestError(500, "the answer could not be made of what the model wrote", "answer_failed")
 
 
 def _assembled(events: Sequence[bytes]) -> JSON:

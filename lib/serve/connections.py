@@ -5,7 +5,7 @@ requests, and after a refusal. So where there are too many, a new one takes the 
 has too many, of that address, else of any. Those over which no key came yet and those over which one did have half of
 the idle ones each: a flood without a key, from however many addresses, closes none of the others beyond that, and no
 key keeps so many that new ones are closed before they can ask. Of the half that has more it is the longest idle one: of
-the address that has most, one from which no key comes at the time before others; or of the key that has most.
+the address that has most, beyond as many as keys came from there at the time; or of the key that has most.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from lib.system.network import network_of
 
 REFUSAL_SECONDS = 0.05  # between two refusals, or answers that take no place, of the same key or address
+STRANGERS_SECONDS = 0.01  # between two of all addresses together: one alone asks less often than that
 AT_ONCE = 50  # that do not wait
 LONGEST_DELAY_SECONDS = 2.0
 PROBE_DELAY_SECONDS = 0.5  # at most, of an answer to a load balancer's probe, which gives up after a second or more
@@ -120,13 +121,13 @@ class Connections:
                 if owner:
                     known.setdefault(owner, []).append(ones)
                 else:
-                    strangers.append((not here.known, ones))
+                    strangers.append((len(ones) > here.known, ones))
         counts = {owner: sum(map(len, groups)) for owner, groups in known.items()}
         if sum(counts.values()) > sum(len(ones) for _, ones in strangers):
             fullest = known[max(counts, key=lambda owner: counts[owner])]
         else:
-            first = max(((is_alone, len(ones)) for is_alone, ones in strangers), default=None)
-            fullest = [ones for is_alone, ones in strangers if (is_alone, len(ones)) == first]
+            first = max(((has_more, len(ones)) for has_more, ones in strangers), default=None)
+            fullest = [ones for has_more, ones in strangers if (has_more, len(ones)) == first]
         if not fullest:
             return False
         longest = min((next(iter(ones)) for ones in fullest), key=lambda one: one.turn)
@@ -147,10 +148,10 @@ class Pace:
         self._longest, self._clock = longest_seconds, clock
         self._free_at: OrderedDict[str, float] = OrderedDict()  # by who it is; in the past: some are still free
 
-    def delay_seconds(self, who: str) -> float:
-        """How long the next refusal has to wait."""
+    def delay_seconds(self, who: str, seconds: float = REFUSAL_SECONDS) -> float:
+        """How long the next refusal has to wait. seconds: between two of them."""
         now = self._clock()
-        free_at = max(self._free_at.pop(who, 0.0), now - AT_ONCE * REFUSAL_SECONDS) + REFUSAL_SECONDS
+        free_at = max(self._free_at.pop(who, 0.0), now - AT_ONCE * seconds) + seconds
         self._free_at[who] = min(free_at, now + self._longest)
         while len(self._free_at) > REMEMBERED:
             self._free_at.popitem(last=False)

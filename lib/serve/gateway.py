@@ -23,7 +23,7 @@ from lib.serve import openai_requests, prometheus_metrics
 from lib.serve.api_keys import Keys
 from lib.serve.backend_pool import Pool
 from lib.serve.completions import Completions, Read
-from lib.serve.connections import PROBE_DELAY_SECONDS, Pace
+from lib.serve.connections import PROBE_DELAY_SECONDS, STRANGERS_SECONDS, Pace
 from lib.serve.event_log import Log
 from lib.serve.feedback import LABEL_BYTES, Feedback, Label
 from lib.serve.http_exchange import JSON_HEADERS, ClientGone, Exchange, read_body, send_answer, send_refusal
@@ -173,7 +173,7 @@ class Gateway:
         if exchange.owner:
             return pace.delay_seconds(exchange.owner)
         network = network_of((exchange.scope.get("client") or ("", 0))[0])
-        return max(pace.delay_seconds(network), pace.delay_seconds(STRANGERS))
+        return max(pace.delay_seconds(network), pace.delay_seconds(STRANGERS, STRANGERS_SECONDS))
 
     def _admit(self, exchange: Exchange) -> None:
         """Notes who asks. Without keys it has to be somebody on this machine, and no web page under a name of its own.

@@ -57,7 +57,7 @@ def is_usage(data: bytes) -> bool:
 
 def is_failure(data: bytes) -> bool:
     """Whether an event says that no more of the answer follows, by a fault that is the request's alone."""
-    return data.startswith(b'{"error": ')
+    return data == FAILURE
 
 
 def assemble(events: Iterable[bytes]) -> dict[str, object]:

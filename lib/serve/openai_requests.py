@@ -237,6 +237,7 @@ class BackendRequest:
         content: its body, as JSON.
         is_streamed: whether a backend streams it. A server that runs already notices that nobody listens only when it
             writes, so whole answers are asked for as streams, too; but its streams have no log-probabilities.
+        prompt_tokens: as the model will see them.
     """
 
     kind: Kind
@@ -245,6 +246,7 @@ class BackendRequest:
     include_usage: bool
     model: str
     is_streamed: bool = True
+    prompt_tokens: int = 0
 
     @property
     def body(self) -> JSON:
@@ -350,7 +352,7 @@ def backend_request(
             400, "logprobs come with whole answers only; set stream to false", "invalid_value", "logprobs"
         )
     content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
-    return BackendRequest(kind, content, bool(request.stream), wants_usage, limits.model, is_streamed)
+    return BackendRequest(kind, content, bool(request.stream), wants_usage, limits.model, is_streamed, prompt_tokens)
 
 
 def too_long(message: str) -> RequestError:

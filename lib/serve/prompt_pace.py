@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import BatchRotatingKVCache
 
 FIRST_TOKENS = 128  # of a step, before anything was measured: of a large model on a slow machine they take long
 LEAST_TOKENS, MOST_TOKENS = 64, 2048  # of a step: fewer waste what a pass over the weights costs
 BESIDE_ANSWERS = 2.0  # a step's time in that of a token, while answers are generated
 ALONE = 8.0  # the same while there are none: whoever comes meanwhile waits for a step
-LEAST_SECONDS = 1e-4  # that a step counts as
+LOOK_STEPS = 32  # that read, in a row, after which two tokens are made without, to see what they take
 SMOOTHING = 0.3  # weight of the newest measurement
 
 
@@ -37,12 +39,32 @@ def smoothed(before: float | None, newest: float) -> float:
     return newest if before is None else before + SMOOTHING * (newest - before)
 
 
+_make_mask = BatchRotatingKVCache.make_mask
+
+
+def mend_window_caches() -> None:
+    """Mends a fault of mlx-lm 0.32, in what a batch of prompts attends to in a model with an attention window.
+
+    After a step of one token for every row its cache is a ring. The next step of several tokens puts that in order, but
+    only once the mask is made for the ring: a row loses its oldest token. Steps of 2,048 hardly ever come to that.
+    """
+
+    def make_mask(cache: Any, tokens: int, *arguments: Any, **options: Any) -> mx.array:
+        if tokens > 1 and cache.keys is not None:
+            cache._temporal_order()
+        return _make_mask(cache, tokens, *arguments, **options)
+
+    BatchRotatingKVCache.make_mask = make_mask  # type: ignore[method-assign, assignment]
+
+
 class Batches(BatchGenerator):  # type: ignore[misc]
     """mlx-lm's, at this pace. Of several prompts each gets an equal part of a step."""
 
     token_seconds: float | None = None
     tokens_per_second: float | None = None
-    _has_read: bool = False  # in the last step
+    _steps_read: int = 0  # since the last measurement of a token's time
+    _steps_plain: int = 0  # that read nothing, in a row
+    _is_first: bool = True  # of the steps that generate: it compiles kernels
 
     @property
     def prefill_step_size(self) -> int:
@@ -58,14 +80,33 @@ class Batches(BatchGenerator):  # type: ignore[misc]
         counters = self._counters
         steps, read = counters.generation_steps, counters.prompt_tokens
         decode_seconds, prompt_seconds = counters.decode_time, counters.prompt_time
-        made = super()._next()
-        # MLX computes the next tokens while a step reads: what that takes is in the step's time, not in theirs.
+        most = self.completion_batch_size
+        if self._steps_read >= LOOK_STEPS and len(self._generation_batch) > 0:
+            self.completion_batch_size = len(self._generation_batch)  # full: then it reads nothing
+        try:
+            made = super()._next()
+        finally:
+            self.completion_batch_size = most
         is_generating, has_read = counters.generation_steps > steps, counters.prompt_tokens > read
-        if is_generating and not self._has_read:
-            self.token_seconds = smoothed(self.token_seconds, counters.decode_time - decode_seconds)
-        if has_read:
-            seconds = counters.prompt_time - prompt_seconds - (self.token_seconds or 0.0) * is_generating
-            rate = (counters.prompt_tokens - read) / max(seconds, LEAST_SECONDS)
-            self.tokens_per_second = smoothed(self.tokens_per_second, rate)
-        self._has_read = has_read
+        self._note(
+            counters.decode_time - decode_seconds if is_generating else None,
+            (counters.prompt_tokens - read, counters.prompt_time - prompt_seconds) if has_read else None,
+        )
         return made
+
+    def _note(self, decode_seconds: float | None, read: tuple[int, float] | None) -> None:
+        """Takes in what a step took: to make tokens, if it did, and to read: how many tokens, and how long."""
+        if read is None:
+            # MLX computes the next tokens while a step reads: what they take is in that step's time, not in theirs.
+            self._steps_plain += 1
+            if decode_seconds is not None and self._steps_plain > 1 and not self._is_first:
+                self.token_seconds, self._steps_read = smoothed(self.token_seconds, decode_seconds), 0
+            self._is_first = self._is_first and decode_seconds is None
+            return
+        tokens, seconds = read
+        if decode_seconds is not None and self.token_seconds is not None:
+            self.token_seconds = min(self.token_seconds, seconds)  # it takes no longer than both together
+            seconds -= self.token_seconds
+        if seconds > 0:
+            self.tokens_per_second = smoothed(self.tokens_per_second, tokens / seconds)
+        self._steps_read, self._steps_plain = self._steps_read + 1, 0

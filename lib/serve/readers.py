@@ -112,10 +112,7 @@ class Reader:
         fields, content = await self._answer()
         if "error" in fields:
             raise RequestError(*fields["error"])
-        model = self.told.limits["model"]
-        return BackendRequest(
-            one.kind, content, fields["stream"], fields["include_usage"], model, fields["is_streamed"]
-        )
+        return BackendRequest(kind=one.kind, content=content, model=self.told.limits["model"], **fields)
 
     async def _answer(self) -> tuple[JSON, bytes]:
         assert self._process is not None and self._process.stdout is not None
@@ -124,7 +121,7 @@ class Reader:
             raise ReaderLost("its process ended")
         fields: JSON = json.loads(line)
         with contextlib.suppress(asyncio.IncompleteReadError):
-            return fields, await self._process.stdout.readexactly(fields["bytes"])
+            return fields, await self._process.stdout.readexactly(fields.pop("bytes"))
         raise ReaderLost("its process ended")
 
     async def start(self) -> None:

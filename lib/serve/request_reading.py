@@ -30,6 +30,7 @@ MEMORY_BYTES = 2 * 2**30  # that bodies may take, on Linux: templates and tokeni
 NICE = 5  # after the gateway and its backends
 LETTERS_OF_TOKEN = 8  # more than most texts have; of a prompt with more a part is counted first
 CUT_TOKENS = 64  # more than a cut in the middle of a word can add
+TOLD_OF_REQUEST = ("stream", "include_usage", "is_streamed", "prompt_tokens")
 Count = Callable[[JSON], int]  # tokens of a backend's body, as the model will see them
 
 
@@ -68,8 +69,8 @@ def main() -> None:
         asked = json.loads(line)
         try:
             request = read(asked["kind"], bodies.read(asked["bytes"]), limits, count)
-            fields = {"kind": request.kind, "stream": request.stream, "include_usage": request.include_usage}
-            write(answers, fields | {"is_streamed": request.is_streamed}, request.content)
+            fields = {name: getattr(request, name) for name in TOLD_OF_REQUEST}
+            write(answers, fields, request.content)
         except RequestError as error:
             write(answers, {"error": [error.status, error.message, error.code, error.param]}, b"")
         except Exception:  # a fault of ours; the next body is read all the same
@@ -127,13 +128,19 @@ def counter(told: Told) -> Count:
 def _begins_too_long(tokenizer: Any, body: JSON, arguments: JSON, most: int) -> bool:
     """Whether the beginning of a long prompt has more tokens than are allowed, whatever follows.
 
-    A text of 1 MB takes a tokenizer seconds, for which others would wait.
+    A text of 1 MB takes a tokenizer seconds, for which others would wait: it is counted in pieces, up to the last that
+    can be in the prompt.
     """
-    if len(json.dumps(body)) <= most * LETTERS_OF_TOKEN:
+    size = most * LETTERS_OF_TOKEN
+    if len(json.dumps(body)) <= size:
         return False
     text = _rendered(tokenizer, body, arguments, tokenize=False)
-    beginning = text[: most * LETTERS_OF_TOKEN]
-    return len(beginning) < len(text) and len(tokenizer.encode(beginning)) > most + CUT_TOKENS
+    tokens = 0
+    for start in range(0, len(text) - size, size):
+        tokens += len(tokenizer.encode(text[start : start + size])) - CUT_TOKENS
+        if tokens > most:
+            return True
+    return False
 
 
 def _tokens(tokenizer: Any, body: JSON, arguments: JSON) -> list[int]:

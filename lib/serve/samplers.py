@@ -32,7 +32,8 @@ def make_sampler(temp: float = 0.0, top_p: float = 0.0, min_p: float = 0.0, top_
             is_unlikely = logprobs < mx.max(logprobs, axis=-1, keepdims=True) + log_min_p
             logprobs = mx.where(is_unlikely, -mx.inf, logprobs)
         if top_k > 0:
-            logprobs = sample_utils.apply_top_k(logprobs, top_k)
+            others = mx.argpartition(-logprobs, kth=top_k - 1, axis=-1)[..., top_k:]
+            logprobs = mx.put_along_axis(logprobs, others, mx.array(-mx.inf, logprobs.dtype), axis=-1)
         return sample_utils.categorical_sampling(logprobs, temperature)
 
     return sampler

@@ -394,6 +394,7 @@ def save_all(
     except AgreedError as error:
         if is_last:
             raise
+        heartbeat.tell(refused=False)  # the run does not end with it
         return f"training goes on without {error}"
     if own is not None or writer.ungathered_seconds >= GATHER_SECONDS:
         tracker.gather(world)
@@ -442,8 +443,7 @@ def save_part(folder: Path, step: int, rank: int, trees: RankArrays) -> str:
 
 def load_part(folder: Path, step: int, rank: int) -> RankArrays:
     """What `save_part` wrote."""
-    trees: RankArrays = {}
-    path = part_of(folder, step, rank)
+    trees, path = RankArrays(), part_of(folder, step, rank)
     for name, array in mx.load(str(path)).items() if path.exists() else ():
         kind, _, rest = name.partition("/")
         trees.setdefault(kind, {})[rest] = array

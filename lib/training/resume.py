@@ -270,22 +270,24 @@ def _require_none_newer(folder: Path, offer: Offer | None, host: str) -> None:
     newer: list[Path] = []
     for path in checkpoints_in(folder):
         try:
-            own_ids = _ids_of(read_progress(path))
-        except UserError:  # damaged
+            progress = read_progress(path)
+        except (UserError, OSError):  # damaged
             continue
-        # Of later resumes it is newer at any step: those without the first host's disk may have begun further back.
-        is_newer = own_ids[: len(ids)] == ids and (len(own_ids) > len(ids) or step_of(path) > step)
-        if not is_newer or inside_a_round(path) or fault_of(path) is not None:
+        own_ids, later = _ids_of(progress), progress.resumes[len(ids) :]
+        # What was trained after later resumes is newer at any step: they may have gone back behind the offer's.
+        is_newer = step_of(path) > (later[0][0] if later else step)
+        if own_ids[: len(ids)] != ids or not is_newer or inside_a_round(path) or fault_of(path) is not None:
             continue
         newer.append(path)
-        if offer is not None and len(own_ids) == len(ids) and len(newer) <= WRITES_APART:
+        if offer is not None and not later and len(newer) <= WRITES_APART:
             continue
-        if offer is None or len(own_ids) > len(ids):  # else it may be of an earlier run of this name
-            heartbeat.tell(newer={"step": step_of(newer[0]), "resume_ids": own_ids})
-        after = " after a later resume" if step_of(newer[0]) <= step else ""
+        newest = path if later else newer[0]
+        if offer is None or later:  # else it may be of an earlier run of this name
+            heartbeat.tell(newer={"step": step_of(newest), "resume_ids": own_ids})
+        after = " after a later resume" if step_of(newest) <= step else ""
         first = f"the first host's newest is of step {step}" if offer is not None else "the first host has none"
         raise UserError(
-            f"{host} has a newer checkpoint of this run, of step {step_of(newer[0])}{after}; {first}: name {host} "
+            f"{host} has a newer checkpoint of this run, of step {step_of(newest)}{after}; {first}: name {host} "
             f"first in the host file, or, if that is to be undone, move the newer ones out of {folder} there"
         )
 
