@@ -14,7 +14,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import BatchRotatingKVCache
 
 FIRST_TOKENS = 128  # of a step, before anything was measured: of a large model on a slow machine they take long
-LEAST_TOKENS, MOST_TOKENS = 64, 2048  # of a step: fewer waste what a pass over the weights costs
+LEAST_TOKENS, MOST_TOKENS = 16, 2048  # of a step
 BESIDE_ANSWERS = 2.0  # a step's time in that of a token, while answers are generated
 ALONE = 8.0  # the same while there are none: whoever comes meanwhile waits for a step
 LOOK_STEPS = 32  # that read, in a row, after which two tokens are made without, to see what they take
