@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import socket
@@ -20,12 +19,11 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import gemma3_text
 from mlx_lm.models.cache import BatchRotatingKVCache, KVCache, RotatingKVCache
 
-from lib.serve import backend_server, openai_answers
+from lib.serve import backend_process, backend_server, openai_answers
 from lib.serve.backend_link import SECRET_HEADER
 from lib.serve.prompt_cache import OwnedTokens, PromptCache
 from lib.serve.prompt_pace import (
     FIRST_TOKENS,
-    LEAST_TOKENS,
     LOOK_STEPS,
     MOST_TOKENS,
     Batches,
@@ -70,15 +68,28 @@ def test_parts_of_an_owners_tokens_are_his() -> None:
 
 
 def test_a_step_takes_a_few_tokens_time_and_no_more_than_it_ever_may() -> None:
-    assert step_tokens(None, 1000.0, True) == step_tokens(0.1, None, True) == FIRST_TOKENS
-    assert step_tokens(0.1, 1000.0, True) == 200 < step_tokens(0.1, 1000.0, False) == 800
-    assert step_tokens(0.001, 1000.0, True) == LEAST_TOKENS and step_tokens(9.0, 1e4, False) == MOST_TOKENS
+    assert step_tokens(None, 1000.0, True, 16) == step_tokens(0.1, None, True, 16) == FIRST_TOKENS
+    assert step_tokens(0.1, 1000.0, True, 16) == 200 < step_tokens(0.1, 1000.0, False, 16) == 800
+    assert step_tokens(0.001, 1000.0, True, 16) == 16 and step_tokens(9.0, 1e4, False, 16) == MOST_TOKENS
 
 
-class Tight(Batches):
-    """As few tokens at a time as there may be: a prompt takes many steps."""
+class Paced(Batches):
+    """Steps of these sizes, one after the other, for ever."""
 
-    prefill_step_size = 3
+    sizes: tuple[int, ...] = (3,)
+    _number = 0
+
+    @property
+    def prefill_step_size(self) -> int:
+        return self.sizes[self._number % len(self.sizes)]
+
+    @prefill_step_size.setter
+    def prefill_step_size(self, tokens: int) -> None:
+        pass
+
+    def _next(self) -> Any:
+        self._number += 1
+        return super()._next()
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +131,7 @@ def answers(batches: BatchGenerator, prompts: list[list[int]]) -> dict[int, list
     return found
 
 
-@pytest.mark.parametrize("kind", [Batches, Tight])
+@pytest.mark.parametrize("kind", [Batches, Paced])
 def test_answers_are_the_same_at_any_pace(kind: type[Batches], model: Any) -> None:
     prompts = [list(range(3, 3 + length)) for length in (40, 2, 17, 1, 33)]
     expected = answers(BatchGenerator(model, prefill_batch_size=1), prompts)
@@ -133,39 +144,29 @@ def test_answers_are_the_same_at_any_pace(kind: type[Batches], model: Any) -> No
 def test_answers_of_a_model_with_windows_are_the_same_at_any_pace(steps: tuple[int, ...], window_model: Any) -> None:
     """Steps of one token, and then of several: mlx-lm's mask is wrong there."""
 
-    class Paced(Batches):
-        numbers = itertools.cycle(steps)
-
-        @property
-        def prefill_step_size(self) -> int:
-            return self.step
-
-        @prefill_step_size.setter
-        def prefill_step_size(self, tokens: int) -> None:
-            pass
-
-        def _next(self) -> Any:
-            self.step = next(self.numbers)
-            return super()._next()
+    class OfSteps(Paced):
+        sizes = steps
 
     rng = random.Random(7)
     for _ in range(8):
         prompts = [[rng.randrange(64) for _ in range(rng.choice([2, 5, 9, 12, 17, 23, 30]))] for _ in range(4)]
         expected = [answers(BatchGenerator(window_model), [prompt])[0] for prompt in prompts]
-        made = answers(Paced(window_model, prefill_batch_size=8), prompts)
+        made = answers(OfSteps(window_model, prefill_batch_size=8), prompts)
         assert [made[number] for number in sorted(made)] == expected
 
 
 def test_a_short_prompt_waits_for_no_long_ones(model: Any) -> None:
     """Eight prompts that take many steps, and one that came later."""
-    batches = Tight(model, prefill_batch_size=9)
+    words = backend_process.server_words(backend_process._parse(["--model", "m", "--concurrency", "9"]))
+    rows = int(words[words.index("--prompt-concurrency") + 1])
+    batches = Paced(model, prefill_batch_size=rows, completion_batch_size=rows)
     batches.insert([list(range(3, 103))] * 8, [5] * 8)
     batches.next()
     (late,) = batches.insert([[5, 6]], [1])
     steps = 0
     while not any(response.uid == late for response in batches.next()[1]):
         steps += 1
-    assert steps <= 3
+    assert steps <= 3 and len(batches._currently_processing) == 8
 
 
 def test_a_tokens_time_is_measured_also_while_prompts_come_without_end(model: Any) -> None:
@@ -177,8 +178,11 @@ def test_a_tokens_time_is_measured_also_while_prompts_come_without_end(model: An
     for seconds in (0.0, 0.01):  # the first was computed while a step read
         batches._note(seconds, None)
     assert batches.token_seconds == 0.01
-    batches._note(0.0, (64, 0.005))
-    assert batches.token_seconds == 0.005 and batches.tokens_per_second == 1280, "both together took no longer"
+    batches._note(0.0, (6, 0.005))
+    assert batches.token_seconds == 0.005, "both together took no longer"
+    batches._note(0.0, (6, 0.0051))
+    expected = 0.7 * (0.7 * 1280 + 0.3 * 1200) + 0.3 * 6 / 0.0051
+    assert batches.tokens_per_second == pytest.approx(expected), "of times nearly alike no difference is known"
     batches.insert([[3, 4]], [10_000])
     for _ in range(4):
         batches.next()

@@ -179,22 +179,29 @@ def test_one_of_several_keys_leaves_slots_to_the_others() -> None:
     asyncio.run(story())
 
 
-def test_long_prompts_count_as_several_slots_of_their_owner() -> None:
+def test_long_prompts_count_as_several_slots_of_their_owner_until_they_are_read() -> None:
     async def play() -> None:
-        pool = Pool(ups(16), max_queue=50)
+        pool, long = Pool(ups(16), max_queue=50), slots_of(3 * SLOT_TOKENS + 5)
         pool.is_shared = True
+        held = [await pool.take("greedy", 1, long) for _ in range(12)]
+        assert long == 4, "but nobody else asks: three quarters of 16, of whatever length"
+        for backend in held:
+            pool.give_back(backend, "greedy", 0.1, slots=long)
         await pool.take("modest", 1)
-        long = slots_of(3 * SLOT_TOKENS + 5)
-        held = await pool.take("greedy", 1, long)
-        more = asyncio.create_task(pool.take("greedy", 60))
-        await asyncio.sleep(0)
-        assert long == 4 and not more.done(), "a quarter of 16 is taken"
-        pool.give_back(held, "greedy", 0.1, slots=long)
-        await more
+        held = [await pool.take("greedy", 1, long)]
+        more = [asyncio.create_task(pool.take("greedy", 60, long)) for _ in range(4)]
+        await asyncio.sleep(0.01)
+        assert not any(one.done() for one in more), "a quarter of 16 is taken"
+        pool.has_read("greedy", long)
+        await asyncio.sleep(0.01)
+        assert [one.done() for one in more] == [True, False, False, False]
+        pool.give_back(held[0], "greedy", 0.1, slots=1)
+        await asyncio.sleep(0.01)
+        assert [one.done() for one in more] == [True, False, False, False], "of 4 slots one still reads with 4"
         pool.is_shared = False
-        for _ in range(4):
-            await pool.take("greedy", 1, long)
-        assert pool.backends[0].in_flight == 6, "nobody else is there to wait"
+        pool._admit_waiting()
+        await asyncio.sleep(0.01)
+        assert all(one.done() for one in more) and pool.backends[0].in_flight == 5, "nobody else is there to wait"
 
     asyncio.run(play())
 

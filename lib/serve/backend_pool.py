@@ -3,13 +3,13 @@
 A request takes a place before its body is read, and has it to its end. Where all are taken, the owner who has most
 requests without a backend loses the newest of them, or is the one who is refused: nobody fills the queue for others.
 
-A request takes a slot of a backend and gives it back. To its owner it counts as several where its prompt is long: what
-is read for one makes all others slower, too. It goes to the backend that should finish it first by the
-measured speeds, so backends of unequal speed get unequal parts. Of those that wait, the owner with the fewest requests
-under way is next, and of several the one who got a slot longest ago. While several owners ask, each has at most a
-quarter of the slots, for what one runs makes all others slower; and who asks alone leaves a quarter free for the next,
-who would have to wait for an answer's end. A request that its client left counts as its owner's for a second more: its
-prompt was read for nobody, and the next is read anew.
+A request takes a slot of a backend and gives it back. Where several owners ask it counts as several of its owner's
+until its prompt is read, if that is long: what is read for one makes all others slower, too. It goes to the backend
+that should finish it first by the measured speeds, so backends of unequal speed get unequal parts. Of those that wait,
+the owner with the fewest requests under way is next, and of several the one who got a slot longest ago. While several
+owners ask, each has at most a quarter of the slots, for what one runs makes all others slower; and who asks alone
+leaves a quarter free for the next, who would have to wait for an answer's end. A request that its client left counts as
+its owner's for a second more: its prompt was read for nobody, and the next is read anew.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import itertools
 import math
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -119,7 +118,8 @@ class Pool:
         self.is_shared = False  # several owners may ask
         self._numbers = itertools.count(1)
         self._waiting: list[_Waiting] = []
-        self._in_flight_of: Counter[str] = Counter()
+        self._in_flight_of: Counter[str] = Counter()  # slots that its requests count as
+        self._requests_of: Counter[str] = Counter()
         self._turns: dict[str, int] = {}  # by owner: when it got its last slot
         self._places: dict[Place, None] = {}  # the oldest first
         self._asked_at: dict[str, float] = {}  # by owner
@@ -188,7 +188,7 @@ class Pool:
         """
         self._asked_at[owner] = self.clock()
         # Whoever waits already waits for any slot, or until one of its owner's is free.
-        if self._in_flight_of[owner] < self._most_of_owner() and (backend := choose(self.backends)) is not None:
+        if self._may_have(owner) and (backend := choose(self.backends)) is not None:
             self._admit(backend, owner, slots)
             return backend
         one = _Waiting(next(self._numbers), owner, slots, asyncio.get_running_loop().create_future())
@@ -223,11 +223,17 @@ class Pool:
         else:
             self._discharge(owner, slots)
 
+    def has_read(self, owner: str, slots: int) -> None:
+        """A prompt is read: its request, which counted as so many slots, counts as one from now on."""
+        self._in_flight_of[owner] -= slots - 1
+        self._admit_waiting()
+
     def _discharge(self, owner: str, slots: int) -> None:
         """A request that counts as so many slots is this owner's no more."""
         self._in_flight_of[owner] -= slots
-        if not self._in_flight_of[owner]:
-            del self._in_flight_of[owner]
+        self._requests_of[owner] -= 1
+        if not self._requests_of[owner]:
+            del self._in_flight_of[owner], self._requests_of[owner]
         self._admit_waiting()
 
     def set_up(self, backend: Backend, is_up: bool) -> None:
@@ -244,9 +250,9 @@ class Pool:
         return max(1, min(60, math.ceil((len(self._waiting) + 1) * self._mean_seconds / (self._slots or 1))))
 
     def _admit_waiting(self) -> None:
-        most = self._most_of_owner()
         while self._waiting and (backend := choose(self.backends)) is not None:
-            ready = [one for one in self._waiting if self._in_flight_of[one.owner] < most]
+            may = {owner for owner in {one.owner for one in self._waiting} if self._may_have(owner)}
+            ready = [one for one in self._waiting if one.owner in may]
             if not ready:
                 return
             one = min(ready, key=self._turn)
@@ -258,17 +264,20 @@ class Pool:
         """The least comes next. With one slot all have none under way, and only the last turn tells owners apart."""
         return self._in_flight_of[one.owner], self._turns.get(one.owner, 0), one.number
 
-    def _most_of_owner(self) -> int:
-        """The slots that one owner may have; with fewer it gets another, whatever that counts as."""
+    def _may_have(self, owner: str) -> bool:
+        """Whether an owner may have one request more on a backend, whatever that counts as."""
         if not self.is_shared:
-            return sys.maxsize
+            return True
         since = self.clock() - RECENT_SECONDS
         self._asked_at = {one: at for one, at in self._asked_at.items() if at > since or self._in_flight_of[one]}
         part = self._slots // PART
-        return self._slots - part if len(self._asked_at) < 2 else max(1, part)
+        if len(self._asked_at) < 2:
+            return self._requests_of[owner] < self._slots - part
+        return self._in_flight_of[owner] < max(1, part)
 
     def _admit(self, backend: Backend, owner: str, slots: int) -> None:
         backend.count(0, self.clock())
         backend.in_flight += 1
         self._in_flight_of[owner] += slots
+        self._requests_of[owner] += 1
         self._turns[owner] = next(self._numbers)

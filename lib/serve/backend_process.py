@@ -52,13 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
         where += ["--adapter-path", options.adapter]
     if options.trust_remote_code:
         where.append("--trust-remote-code")
-    # No origin is "": the gateway decides what a browser may do.
-    quiet = ["--allowed-origins", "", "--log-level", "WARNING"]
-    sys.argv = ["mlx_lm.server", *where, *quiet]
-    sys.argv += ["--decode-concurrency", str(options.concurrency)]
-    sys.argv += ["--chat-template-args", options.chat_template_args]
-    if options.chat_template:
-        sys.argv += ["--chat-template", Path(options.chat_template).read_text(encoding="utf-8")]
+    sys.argv = ["mlx_lm.server", *where, *server_words(options)]
 
     from mlx_lm import server
 
@@ -75,6 +69,19 @@ def main(arguments: list[str] | None = None) -> None:
         traceback.print_exc()
     finally:
         os._exit(1)  # the thread that generates would keep the process
+
+
+def server_words(options: argparse.Namespace) -> list[str]:
+    """mlx_lm.server's words beside those of the model."""
+    # No origin is "": the gateway decides what a browser may do.
+    words = ["--allowed-origins", "", "--log-level", "WARNING", "--decode-concurrency", str(options.concurrency)]
+    # All that are taken are read at once, and the gateway's own question whether it answers: what waits outside of a
+    # batch gives no sign of life, and cannot be stopped.
+    words += ["--prompt-concurrency", str(options.concurrency + 1)]
+    words += ["--chat-template-args", options.chat_template_args]
+    if options.chat_template:
+        words += ["--chat-template", Path(options.chat_template).read_text(encoding="utf-8")]
+    return words
 
 
 def fused(model: Path, adapter: Path, trusts_code: bool) -> Path:

@@ -237,6 +237,8 @@ class Completions:
                 backend.count(len(datas), time.monotonic())
                 if datas and is_first:
                     is_first = False
+                    self.pool.has_read(attempt.owner, attempt.slots)
+                    attempt.slots = 1
                     self.metrics.first_token.observe(exchange.seconds)
                     exchange.record["first_token_seconds"] = round(exchange.seconds, 4)
                 if datas and openai_answers.is_failure(datas[-1]):
@@ -271,6 +273,7 @@ class Completions:
             if response.status_code != 200:
                 answer = await response.aread()
                 if openai_answers.is_failure(answer):
+                    attempt.is_over = True
                     raise _failure()
                 text = answer.decode(errors="replace")[:500]
                 # It answers 404 to whatever went wrong, in the request or in itself.

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from lib.system.network import network_of
 
 REFUSAL_SECONDS = 0.05  # between two refusals, or answers that take no place, of the same key or address
-STRANGERS_SECONDS = 0.01  # between two of all addresses together: one alone asks less often than that
+STRANGERS_SECONDS = 0.01  # the same of all addresses together: one seldom gets as many
 AT_ONCE = 50  # that do not wait
 LONGEST_DELAY_SECONDS = 2.0
 PROBE_DELAY_SECONDS = 0.5  # at most, of an answer to a load balancer's probe, which gives up after a second or more

@@ -14,14 +14,15 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import BatchRotatingKVCache
 
 FIRST_TOKENS = 128  # of a step, before anything was measured: of a large model on a slow machine they take long
-LEAST_TOKENS, MOST_TOKENS = 16, 2048  # of a step
+LEAST_TOKENS = {mx.DeviceType.cpu: 16, mx.DeviceType.gpu: 64}  # of a step; a GPU reads fewer in no shorter time
+MOST_TOKENS = 2048
 BESIDE_ANSWERS = 2.0  # a step's time in that of a token, while answers are generated
 ALONE = 8.0  # the same while there are none: whoever comes meanwhile waits for a step
 LOOK_STEPS = 32  # that read, in a row, after which two tokens are made without, to see what they take
 SMOOTHING = 0.3  # weight of the newest measurement
 
 
-def step_tokens(token_seconds: float | None, tokens_per_second: float | None, is_generating: bool) -> int:
+def step_tokens(token_seconds: float | None, tokens_per_second: float | None, is_generating: bool, least: int) -> int:
     """The tokens of all prompts together that one step reads.
 
     Args:
@@ -31,7 +32,7 @@ def step_tokens(token_seconds: float | None, tokens_per_second: float | None, is
     if token_seconds is None or tokens_per_second is None:
         return FIRST_TOKENS
     seconds = token_seconds * (BESIDE_ANSWERS if is_generating else ALONE)
-    return max(LEAST_TOKENS, min(MOST_TOKENS, int(seconds * tokens_per_second)))
+    return max(least, min(MOST_TOKENS, int(seconds * tokens_per_second)))
 
 
 def smoothed(before: float | None, newest: float) -> float:
@@ -69,7 +70,8 @@ class Batches(BatchGenerator):  # type: ignore[misc]
     @property
     def prefill_step_size(self) -> int:
         """The tokens of each prompt that a step reads."""
-        tokens = step_tokens(self.token_seconds, self.tokens_per_second, len(self._generation_batch) > 0)
+        least, is_generating = LEAST_TOKENS[mx.default_device().type], len(self._generation_batch) > 0
+        tokens = step_tokens(self.token_seconds, self.tokens_per_second, is_generating, least)
         return max(1, tokens // max(1, len(self._currently_processing)))
 
     @prefill_step_size.setter
@@ -106,7 +108,8 @@ class Batches(BatchGenerator):  # type: ignore[misc]
         tokens, seconds = read
         if decode_seconds is not None and self.token_seconds is not None:
             self.token_seconds = min(self.token_seconds, seconds)  # it takes no longer than both together
-            seconds -= self.token_seconds
+            without = seconds - self.token_seconds
+            seconds = without if without > seconds / 4 else seconds  # of two times nearly alike no difference is known
         if seconds > 0:
             self.tokens_per_second = smoothed(self.tokens_per_second, tokens / seconds)
         self._steps_read, self._steps_plain = self._steps_read + 1, 0

@@ -275,7 +275,7 @@ def _require_none_newer(folder: Path, offer: Offer | None, host: str) -> None:
             continue
         own_ids, later = _ids_of(progress), progress.resumes[len(ids) :]
         # What was trained after later resumes is newer at any step: they may have gone back behind the offer's.
-        is_newer = step_of(path) > (later[0][0] if later else step)
+        is_newer = step_of(path) > (min(step, later[0][0]) if later else step)
         if own_ids[: len(ids)] != ids or not is_newer or inside_a_round(path) or fault_of(path) is not None:
             continue
         newer.append(path)
