@@ -196,6 +196,27 @@ def test_a_tokens_time_is_measured_also_while_prompts_come_without_end(model: An
     batches.close()
 
 
+def test_reading_takes_its_part_of_the_time_also_where_a_few_tokens_take_long(model: Any) -> None:
+    """Behind a long beginning each step has to look at all of it, however few its tokens are."""
+
+    class Slow(Batches):
+        def _note(self, decode_seconds: float | None, read: tuple[int, float] | None) -> None:
+            super()._note(decode_seconds and 0.01, read and (read[0], 0.2 + 0.01))
+
+    batches = Slow(model)
+    batches.insert([[3, 4]], [10_000])
+    for _ in range(4):
+        batches.next()
+    batches.insert([list(range(3, 200)) * 9], [1])
+    read = []
+    for _ in range(60):
+        before = batches._counters.prompt_tokens
+        batches.next()
+        read.append(batches._counters.prompt_tokens > before)
+    assert batches._currently_processing and 5 <= sum(read) <= 7, "a token's time ten times for each, of which it has 2"
+    batches.close()
+
+
 # ---- How tokens are drawn
 
 

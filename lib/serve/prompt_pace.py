@@ -2,7 +2,9 @@
 
 mlx-lm's batch generator makes one token of every answer, then reads a step of every prompt. With steps of a fixed size
 the prompts of one client decide how long everybody's next token takes. Here the time that a step may take follows from
-what a token takes: the tokens of a step are as many as were read in that time before, of all prompts together.
+what a token takes: the tokens of a step are as many as were read in that time before, of all prompts together. Where
+even a few take longer, as behind a long beginning that each has to look at, tokens are made without, until the time
+that went into reading is that part again.
 """
 
 from __future__ import annotations
@@ -63,6 +65,7 @@ class Batches(BatchGenerator):  # type: ignore[misc]
 
     token_seconds: float | None = None
     tokens_per_second: float | None = None
+    _ahead_seconds: float = 0.0  # that reading took beyond its part of the time
     _steps_read: int = 0  # since the last measurement of a token's time
     _steps_plain: int = 0  # that read nothing, in a row
     _is_first: bool = True  # of the steps that generate: it compiles kernels
@@ -83,7 +86,7 @@ class Batches(BatchGenerator):  # type: ignore[misc]
         steps, read = counters.generation_steps, counters.prompt_tokens
         decode_seconds, prompt_seconds = counters.decode_time, counters.prompt_time
         most = self.completion_batch_size
-        if self._steps_read >= LOOK_STEPS and len(self._generation_batch) > 0:
+        if (self._ahead_seconds > 0 or self._steps_read >= LOOK_STEPS) and len(self._generation_batch) > 0:
             self.completion_batch_size = len(self._generation_batch)  # full: then it reads nothing
         try:
             made = super()._next()
@@ -98,6 +101,10 @@ class Batches(BatchGenerator):  # type: ignore[misc]
 
     def _note(self, decode_seconds: float | None, read: tuple[int, float] | None) -> None:
         """Takes in what a step took: to make tokens, if it did, and to read: how many tokens, and how long."""
+        if decode_seconds is None:
+            self._ahead_seconds = 0.0  # nobody waits
+        elif self.token_seconds is not None:
+            self._ahead_seconds = max(0.0, self._ahead_seconds - BESIDE_ANSWERS * self.token_seconds)
         if read is None:
             # MLX computes the next tokens while a step reads: what they take is in that step's time, not in theirs.
             self._steps_plain += 1
@@ -109,6 +116,7 @@ class Batches(BatchGenerator):  # type: ignore[misc]
         if decode_seconds is not None and self.token_seconds is not None:
             self.token_seconds = min(self.token_seconds, seconds)  # it takes no longer than both together
             without = seconds - self.token_seconds
+            self._ahead_seconds += max(0.0, without - BESIDE_ANSWERS * self.token_seconds)
             seconds = without if without > seconds / 4 else seconds  # of two times nearly alike no difference is known
         if seconds > 0:
             self.tokens_per_second = smoothed(self.tokens_per_second, tokens / seconds)
