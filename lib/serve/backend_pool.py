@@ -29,7 +29,7 @@ SMOOTHING = 0.3  # weight of the newest
 SLOWEST = 1e-3  # tokens a second, of a backend that did nothing in a whole window
 RECENT_SECONDS = 60.0  # after its last request, for which an owner counts as one who asks
 CHARGED_SECONDS = 1.0  # for which a request that its client left counts as its owner's, after its slot is free
-SLOT_TOKENS = 2048  # of a prompt: with each as many it counts as one slot more of its owner's
+SLOT_TOKENS = 1024  # of a prompt: with each as many it counts as one slot more of its owner's
 PART = 4  # a quarter of the slots, of one owner where several ask, and kept free where one of several does
 
 

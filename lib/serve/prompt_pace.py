@@ -16,8 +16,9 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import BatchRotatingKVCache
 
 FIRST_TOKENS = 128  # of a step, before anything was measured: of a large model on a slow machine they take long
-LEAST_TOKENS = {mx.DeviceType.cpu: 16, mx.DeviceType.gpu: 64}  # of a step; a GPU reads fewer in no shorter time
+LEAST_TOKENS = {mx.DeviceType.cpu: 4, mx.DeviceType.gpu: 64}  # of a step; a GPU reads fewer in no shorter time
 MOST_TOKENS = 2048
+SHORT_TOKENS = 64  # of a prompt, or its part, that is read in one step
 BESIDE_ANSWERS = 2.0  # a step's time in that of a token, while answers are generated
 ALONE = 8.0  # the same while there are none: whoever comes meanwhile waits for a step
 LOOK_STEPS = 32  # that read, in a row, after which two tokens are made without, to see what they take
@@ -68,14 +69,19 @@ class Batches(BatchGenerator):  # type: ignore[misc]
     _ahead_seconds: float = 0.0  # that reading took beyond its part of the time
     _steps_read: int = 0  # since the last measurement of a token's time
     _steps_plain: int = 0  # that read nothing, in a row
+    _rests: bool = False  # this step reads nothing
     _is_first: bool = True  # of the steps that generate: it compiles kernels
 
     @property
     def prefill_step_size(self) -> int:
-        """The tokens of each prompt that a step reads."""
+        """The tokens of each prompt that a step reads; a short one is read at once."""
+        if self._rests:
+            return 0
         least, is_generating = LEAST_TOKENS[mx.default_device().type], len(self._generation_batch) > 0
         tokens = step_tokens(self.token_seconds, self.tokens_per_second, is_generating, least)
-        return max(1, tokens // max(1, len(self._currently_processing)))
+        part = max(1, tokens // max(1, len(self._currently_processing)))
+        shortest = min((len(segments[0]) for segments, *_ in self._currently_processing), default=0)
+        return max(part, shortest) if shortest <= SHORT_TOKENS else part
 
     @prefill_step_size.setter
     def prefill_step_size(self, tokens: int) -> None:
@@ -85,25 +91,22 @@ class Batches(BatchGenerator):  # type: ignore[misc]
         counters = self._counters
         steps, read = counters.generation_steps, counters.prompt_tokens
         decode_seconds, prompt_seconds = counters.decode_time, counters.prompt_time
-        most = self.completion_batch_size
-        if (self._ahead_seconds > 0 or self._steps_read >= LOOK_STEPS) and len(self._generation_batch) > 0:
-            self.completion_batch_size = len(self._generation_batch)  # full: then it reads nothing
-        try:
-            made = super()._next()
-        finally:
-            self.completion_batch_size = most
+        is_ahead = self._ahead_seconds > 0 or self._steps_read >= LOOK_STEPS
+        is_next = any(len(segments) == len(segments[0]) == 1 for segments, *_ in self._currently_processing)
+        self._rests = is_next or (is_ahead and len(self._generation_batch) > 0)  # who is next is answered at once
+        prompts, answers = super()._next()
+        if self._rests:
+            prompts = [one for one in prompts if one.end_of_prompt]
         is_generating, has_read = counters.generation_steps > steps, counters.prompt_tokens > read
         self._note(
             counters.decode_time - decode_seconds if is_generating else None,
             (counters.prompt_tokens - read, counters.prompt_time - prompt_seconds) if has_read else None,
         )
-        return made
+        return prompts, answers
 
     def _note(self, decode_seconds: float | None, read: tuple[int, float] | None) -> None:
         """Takes in what a step took: to make tokens, if it did, and to read: how many tokens, and how long."""
-        if decode_seconds is None:
-            self._ahead_seconds = 0.0  # nobody waits
-        elif self.token_seconds is not None:
+        if self.token_seconds is not None and decode_seconds is not None:
             self._ahead_seconds = max(0.0, self._ahead_seconds - BESIDE_ANSWERS * self.token_seconds)
         if read is None:
             # MLX computes the next tokens while a step reads: what they take is in that step's time, not in theirs.
@@ -113,10 +116,11 @@ class Batches(BatchGenerator):  # type: ignore[misc]
             self._is_first = self._is_first and decode_seconds is None
             return
         tokens, seconds = read
+        if self.token_seconds is not None:  # where nobody was answered it counts for who is next
+            self._ahead_seconds = max(0.0, seconds - (1 + BESIDE_ANSWERS) * self.token_seconds)
         if decode_seconds is not None and self.token_seconds is not None:
             self.token_seconds = min(self.token_seconds, seconds)  # it takes no longer than both together
             without = seconds - self.token_seconds
-            self._ahead_seconds += max(0.0, without - BESIDE_ANSWERS * self.token_seconds)
             seconds = without if without > seconds / 4 else seconds  # of two times nearly alike no difference is known
         if seconds > 0:
             self.tokens_per_second = smoothed(self.tokens_per_second, tokens / seconds)
