@@ -24,24 +24,26 @@ On two cores of a Linux machine, the quickstart's model, gateway, backends and c
 How many break off with a killed backend depends on the moment: none here, between two batches; 10 in another run, when
 other work kept both cores busy. In that run, too, nothing was lost without a kill, and none in the drain.
 
-    a good client's answers of 8 tokens, alone and beside a hostile one; other work on both cores; ms of 100
+    a good client's answers of 8 tokens, alone and beside a hostile one; nothing else on the cores; ms of 100
 
-                                                p50     p99   p99 over that of nobody beside
-    nobody beside, http                                 228
-    one-byte chunks after 401, 1 connection      40     292   1.3
-    one-byte chunks after 401, 8 connections     32     154   0.7
-    1,024 idle connections                       35      87   0.4
-    40 requests for logprobs, abandoned          85     571   2.5
-    bodies of 1 MB with 499,000 faults           62     269   1.2
-    texts of 1 MB                                24     148   0.7
-    8,000 empty messages                         37     268   1.2
-    one key floods                               75     501   2.2
-    (beside other work that took ten times what the cores have, 290 ms alone)
-    256 connections that ask whether it lives   164     354   1.2
-    one key asks for the metrics                177     410   1.4
-    one key floods                              188     551   1.9
-    nobody beside, https                                 87
-    9,000 TLS handshakes that never come         40     362   4.2
+                                                     p50     p99   p99 over that of nobody beside
+    nobody beside, http                               24      46
+    one-byte chunks after 401, 1 connection           26      47   1.0
+    one-byte chunks after 401, 8 connections          26      43   0.9
+    1,024 idle connections                            25      42   0.9
+    40 requests for logprobs, abandoned               39     129   2.8
+    bodies of 1 MB with 499,000 faults                31      50   1.1
+    texts of 1 MB                                     29      53   1.2
+    8,000 empty messages                              30      87   1.9
+    256 connections that ask whether it lives         24      44   1.0
+    one key asks for the metrics, 64 connections      23      37   0.8
+    8 connections with prompts of 8,000 tokens        47     108   2.4
+    4 connections with numbers of their own           30      88   1.9
+    one key floods                                    58     138   3.0
+    1,100 silent connections of as many addresses     29      60   1.3
+    probes from 400 addresses at a time               39      67   1.5
+    nobody beside, https                              27      36
+    9,000 TLS handshakes that never come              28      48   1.3
 
     backends with 0.6 and 0.2 of a core: 657 and 214 tokens/s alone, 860 together, which is 0.99 of the sum; of 300
     requests 229 and 71 went to them

@@ -19,13 +19,16 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import gemma3_text
 from mlx_lm.models.cache import BatchRotatingKVCache, KVCache, RotatingKVCache
 
-from lib.serve import backend_process, backend_server, openai_answers
+from lib.serve import backend_process, backend_server, openai_answers, prompt_pace
 from lib.serve.backend_link import SECRET_HEADER
 from lib.serve.prompt_cache import OwnedTokens, PromptCache
 from lib.serve.prompt_pace import (
+    ALONE,
+    BESIDE_ANSWERS,
     FIRST_TOKENS,
     LOOK_STEPS,
     MOST_TOKENS,
+    SHORT_TOKENS,
     Batches,
     mend_window_caches,
     step_tokens,
@@ -69,7 +72,9 @@ def test_parts_of_an_owners_tokens_are_his() -> None:
 
 def test_a_step_takes_a_few_tokens_time_and_no_more_than_it_ever_may() -> None:
     assert step_tokens(None, 1000.0, True, 16) == step_tokens(0.1, None, True, 16) == FIRST_TOKENS
-    assert step_tokens(0.1, 1000.0, True, 16) == 200 < step_tokens(0.1, 1000.0, False, 16) == 800
+    assert (
+        step_tokens(0.1, 1000.0, True, 16) == 100 * BESIDE_ANSWERS < step_tokens(0.1, 1000.0, False, 16) == 100 * ALONE
+    )
     assert step_tokens(0.001, 1000.0, True, 16) == 16 and step_tokens(9.0, 1e4, False, 16) == MOST_TOKENS
 
 
@@ -132,21 +137,25 @@ def answers(batches: BatchGenerator, prompts: list[list[int]]) -> dict[int, list
 
 
 @pytest.mark.parametrize("kind", [Batches, Paced])
-def test_answers_are_the_same_at_any_pace(kind: type[Batches], model: Any) -> None:
-    prompts = [list(range(3, 3 + length)) for length in (40, 2, 17, 1, 33)]
+def test_answers_are_the_same_at_any_pace(kind: type[Batches], model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_pace, "SHORT_TOKENS", 20)
+    prompts = [list(range(3, 3 + length)) for length in (40, 2, 17, 1, 33, 25)]
     expected = answers(BatchGenerator(model, prefill_batch_size=1), prompts)
     batches = kind(model, prefill_batch_size=8)
     assert answers(batches, prompts) == expected
-    assert batches.token_seconds and batches.tokens_per_second
+    assert batches.token_seconds and batches.short.tokens_per_second and batches.long.tokens_per_second
 
 
 @pytest.mark.parametrize("steps", [(1, 3), (3,), (2, 1, 1, 4)])
-def test_answers_of_a_model_with_windows_are_the_same_at_any_pace(steps: tuple[int, ...], window_model: Any) -> None:
+def test_answers_of_a_model_with_windows_are_the_same_at_any_pace(
+    steps: tuple[int, ...], window_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps of one token, and then of several: mlx-lm's mask is wrong there."""
 
     class OfSteps(Paced):
         sizes = steps
 
+    monkeypatch.setattr(prompt_pace, "SHORT_TOKENS", 10)
     rng = random.Random(7)
     for _ in range(8):
         prompts = [[rng.randrange(64) for _ in range(rng.choice([2, 5, 9, 12, 17, 23, 30]))] for _ in range(4)]
@@ -169,12 +178,34 @@ def test_a_short_prompt_waits_for_no_long_ones(model: Any) -> None:
     assert steps <= 3 and len(batches._currently_processing) == 8
 
 
+def test_long_prompts_are_read_apart_and_go_on_beside_short_ones_without_end(model: Any) -> None:
+    batches = Batches(model)
+    (long,) = batches.insert([list(range(3, 203)) * 4], [1])
+    uids = {long}
+    for _ in range(2000):
+        if not batches.short.has_some:
+            uids |= set(batches.insert([[5, 6, 7]], [1]))
+        prompts, answers = batches.next()
+        assert {one.uid for one in [*prompts, *answers]} <= uids
+        assert not (batches.short.processing and len(batches.short.processing[0][0][0]) > SHORT_TOKENS)
+        if any(one.uid == long for one in answers):
+            break
+    else:
+        raise AssertionError("the long one was never read")
+    left = batches.insert([list(range(3, 203)) * 4, [5, 6, 7]], [1, 1])
+    batches.next()
+    assert batches.extract_cache(left).keys() == set(left)
+    batches.remove(left)
+    assert not batches.short.has_some and not batches.long.has_some
+    batches.close()
+
+
 def test_a_tokens_time_is_measured_also_while_prompts_come_without_end(model: Any) -> None:
     """What a token takes changes with how many answer, and the first one compiles kernels."""
     batches = Batches(model)
     batches._note(9.0, None)
     batches._note(9.0, (128, 0.1))
-    assert batches.token_seconds is None and batches.tokens_per_second == 1280
+    assert batches.token_seconds is None and batches.lane.tokens_per_second == 1280
     for seconds in (0.0, 0.01):  # the first was computed while a step read
         batches._note(seconds, None)
     assert batches.token_seconds == 0.01
@@ -182,16 +213,16 @@ def test_a_tokens_time_is_measured_also_while_prompts_come_without_end(model: An
     assert batches.token_seconds == 0.005, "both together took no longer"
     batches._note(0.0, (6, 0.0051))
     expected = 0.7 * (0.7 * 1280 + 0.3 * 1200) + 0.3 * 6 / 0.0051
-    assert batches.tokens_per_second == pytest.approx(expected), "of times nearly alike no difference is known"
+    assert batches.lane.tokens_per_second == pytest.approx(expected), "of times nearly alike no difference is known"
     batches.insert([[3, 4]], [10_000])
     for _ in range(4):
         batches.next()
     batches.token_seconds = 1e-9  # of one answer, and now there are more
     batches.insert([list(range(3, 200)) * 30] * 4, [1] * 4)
-    batches.tokens_per_second = 1.0  # so little that it reads for many steps
+    batches.lane.tokens_per_second = 1.0  # so little that it reads for many steps
     for _ in range(3 * LOOK_STEPS):
         batches.next()
-        batches.tokens_per_second = 1.0
+        batches.lane.tokens_per_second = 1.0
     assert batches._currently_processing and batches.token_seconds > 1e-6
     batches.close()
 
@@ -209,11 +240,12 @@ def test_reading_takes_its_part_of_the_time_also_where_a_few_tokens_take_long(mo
         batches.next()
     batches.insert([list(range(3, 200)) * 9], [1])
     read = []
-    for _ in range(60):
+    for _ in range(120):
         before = batches._counters.prompt_tokens
         batches.next()
         read.append(batches._counters.prompt_tokens > before)
-    assert batches._currently_processing and 5 <= sum(read) <= 7, "a token's time ten times for each, of which it has 2"
+    expected = 120 * BESIDE_ANSWERS / 20  # each takes 20 tokens' times, of which that part is reading's beside a token
+    assert batches._currently_processing and abs(sum(read) - expected) <= 1
     batches.close()
 
 

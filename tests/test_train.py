@@ -211,10 +211,18 @@ def test_checkpoints_kept_are_the_newest_and_the_best(tmp_path: Path) -> None:
     assert not any(path.exists() for path in left)
     evaluations = [r for r in read_records(run / "logs" / "rank-000.jsonl") if r["kind"] == "evaluation" and r["step"]]
     best = min(evaluations, key=lambda r: r["loss"])["step"]
-    assert {path.name for path in (run / "checkpoints").iterdir()} == {f"step-{s:08d}" for s in (10, 12, best)}
+    kept = {f"step-{step:08d}" for step in (10, 12, best)}
+    assert {path.name for path in (run / "checkpoints").iterdir()} == kept
     told = [r for r in read_records(run / "logs" / "rank-000.jsonl") if r["kind"] == "checkpoint"]
     assert [r["step"] for r in told] == sorted({*range(2, 13, 2), best} | {r["step"] for r in told})
     assert all(r["path"].endswith(f"step-{r['step']:08d}") for r in told) and told[-1]["step"] == 12
+    (run / "summary.json").unlink()  # killed when the last checkpoint was there, and an old one was, too
+    shutil.copytree(run / "checkpoints/step-00000010", run / "checkpoints/step-00000008")
+    part = checkpoint.part_of(run / "checkpoints", 8, 0)
+    part.parent.mkdir()
+    part.touch()
+    tiny.train(tmp_path, ["--resume", str(run)])
+    assert {path.name for path in (run / "checkpoints").glob("step-*")} == kept and not part.exists()
 
 
 def test_what_is_saved_loads_in_mlx_lm(tmp_path: Path) -> None:

@@ -9,17 +9,21 @@ that went into reading is that part again.
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import BatchGenerator
+from mlx_lm.generate import BatchGenerator, PromptProcessingBatch
 from mlx_lm.models.cache import BatchRotatingKVCache
 
 FIRST_TOKENS = 128  # of a step, before anything was measured: of a large model on a slow machine they take long
 LEAST_TOKENS = {mx.DeviceType.cpu: 4, mx.DeviceType.gpu: 64}  # of a step; a GPU reads fewer in no shorter time
 MOST_TOKENS = 2048
-SHORT_TOKENS = 64  # of a prompt, or its part, that is read in one step
-BESIDE_ANSWERS = 2.0  # a step's time in that of a token, while answers are generated
+AT_ONCE_TOKENS = 64  # of a prompt, or its part, that is read in one step
+SHORT_TOKENS = 512  # of a prompt that is read among short ones
+SHORT_STEPS = 8  # of short prompts in a row, while long ones are there
+BESIDE_ANSWERS = 1.0  # a step's time in that of a token, while answers are generated
 ALONE = 8.0  # the same while there are none: whoever comes meanwhile waits for a step
 LOOK_STEPS = 32  # that read, in a row, after which two tokens are made without, to see what they take
 SMOOTHING = 0.3  # weight of the newest measurement
@@ -61,16 +65,52 @@ def mend_window_caches() -> None:
     BatchRotatingKVCache.make_mask = make_mask  # type: ignore[method-assign, assignment]
 
 
+@dataclass
+class Lane:
+    """Prompts that are read together, as a batch generator holds them; and how fast, in tokens a second."""
+
+    batch: PromptProcessingBatch
+    processing: list[Any] = field(default_factory=list)
+    waiting: deque[Any] = field(default_factory=deque)
+    tokens_per_second: float | None = None
+
+    @property
+    def has_some(self) -> bool:
+        return bool(self.processing or self.waiting)
+
+    @property
+    def has_next(self) -> bool:
+        """Whether a prompt is read but for its last token: it is answered from now on."""
+        return any(len(segments) == len(segments[0]) == 1 for segments, *_ in self.processing)
+
+
 class Batches(BatchGenerator):  # type: ignore[misc]
-    """mlx-lm's, at this pace. Of several prompts each gets an equal part of a step."""
+    """mlx-lm's, at this pace. Of several prompts each gets an equal part of a step.
+
+    Short and long ones are read apart, a step of one or of the other: a row of a batch costs what its longest one does.
+    """
 
     token_seconds: float | None = None
-    tokens_per_second: float | None = None
     _ahead_seconds: float = 0.0  # that reading took beyond its part of the time
     _steps_read: int = 0  # since the last measurement of a token's time
     _steps_plain: int = 0  # that read nothing, in a row
+    _short_steps: int = 0  # that read short prompts while there were long ones, in a row
     _rests: bool = False  # this step reads nothing
     _is_first: bool = True  # of the steps that generate: it compiles kernels
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.lane = self.short = Lane(self._prompt_batch)
+        self.long = Lane(PromptProcessingBatch.empty(self.model, self.sampler, MOST_TOKENS))
+        self._use(self.short)
+
+    def _use(self, lane: Lane) -> None:
+        """Has mlx-lm's generator work on these prompts from now on."""
+        self.lane.batch, self.lane.processing = self._prompt_batch, self._currently_processing
+        self.lane.waiting = self._unprocessed_sequences
+        self.lane = lane
+        self._prompt_batch, self._currently_processing = lane.batch, lane.processing
+        self._unprocessed_sequences = lane.waiting
 
     @property
     def prefill_step_size(self) -> int:
@@ -78,22 +118,76 @@ class Batches(BatchGenerator):  # type: ignore[misc]
         if self._rests:
             return 0
         least, is_generating = LEAST_TOKENS[mx.default_device().type], len(self._generation_batch) > 0
-        tokens = step_tokens(self.token_seconds, self.tokens_per_second, is_generating, least)
+        tokens = step_tokens(self.token_seconds, self.lane.tokens_per_second, is_generating, least)
         part = max(1, tokens // max(1, len(self._currently_processing)))
         shortest = min((len(segments[0]) for segments, *_ in self._currently_processing), default=0)
-        return max(part, shortest) if shortest <= SHORT_TOKENS else part
+        return max(part, shortest) if shortest <= AT_ONCE_TOKENS else part
 
     @prefill_step_size.setter
     def prefill_step_size(self, tokens: int) -> None:
         """mlx-lm's own is not needed."""
 
+    def insert_segments(self, *arguments: Any, **options: Any) -> list[int]:
+        """As mlx-lm's; each prompt goes to those of its kind, by all tokens that its row has before an answer."""
+        uids: list[int] = super().insert_segments(*arguments, **options)
+        self._use(self.lane)
+        for one in [self.lane.waiting.pop() for _ in uids][::-1]:
+            tokens = len(one[4]) + sum(map(len, one[1]))
+            (self.short if tokens <= SHORT_TOKENS else self.long).waiting.append(one)
+        return uids
+
+    def remove(self, uids: Any, return_prompt_caches: bool = False) -> dict[int, Any]:
+        """As mlx-lm's."""
+        before = self.lane
+        caches: dict[int, Any] = {}
+        for lane in (self.short, self.long):
+            self._use(lane)
+            caches |= super().remove(uids, return_prompt_caches)
+        self._use(before)
+        return caches
+
+    def extract_cache(self, uids: Any) -> dict[int, Any]:
+        """As mlx-lm's."""
+        before = self.lane
+        caches: dict[int, Any] = {}
+        for lane in (self.short, self.long):
+            self._use(lane)
+            caches |= super().extract_cache(uids)
+        self._use(before)
+        return caches
+
+    @property
+    def prompt_cache_nbytes(self) -> int:
+        """As mlx-lm's."""
+        other = self.long if self.lane is self.short else self.short
+        caches = [cache for sequence in other.waiting for cache in sequence[3]] + list(other.batch.prompt_cache)
+        return int(super().prompt_cache_nbytes) + sum(cache.nbytes for cache in caches)
+
+    def _choose(self) -> None:
+        """Which prompts the next step takes up, and whether it reads of them."""
+        self._use(self.lane)
+        is_generating = len(self._generation_batch) > 0
+        is_look, is_ahead = self._steps_read >= LOOK_STEPS, self._ahead_seconds > 0
+        ready = next((lane for lane in (self.short, self.long) if lane.has_next), None)
+        if ready is not None:
+            self._use(ready)
+            self._rests = True
+            return
+        is_long_due = self._short_steps >= SHORT_STEPS and not (is_ahead and is_generating)
+        if self.short.has_some and not (self.long.has_some and is_long_due):
+            self._use(self.short)
+            self._short_steps += self.long.has_some
+            self._rests = is_generating and is_look
+        else:
+            self._use(self.long)
+            self._rests = is_generating and (is_look or is_ahead)
+            self._short_steps = 0
+
     def _next(self) -> Any:
+        self._choose()
         counters = self._counters
         steps, read = counters.generation_steps, counters.prompt_tokens
         decode_seconds, prompt_seconds = counters.decode_time, counters.prompt_time
-        is_ahead = self._ahead_seconds > 0 or self._steps_read >= LOOK_STEPS
-        is_next = any(len(segments) == len(segments[0]) == 1 for segments, *_ in self._currently_processing)
-        self._rests = is_next or (is_ahead and len(self._generation_batch) > 0)  # who is next is answered at once
         prompts, answers = super()._next()
         if self._rests:
             prompts = [one for one in prompts if one.end_of_prompt]
@@ -123,5 +217,5 @@ class Batches(BatchGenerator):  # type: ignore[misc]
             without = seconds - self.token_seconds
             seconds = without if without > seconds / 4 else seconds  # of two times nearly alike no difference is known
         if seconds > 0:
-            self.tokens_per_second = smoothed(self.tokens_per_second, tokens / seconds)
+            self.lane.tokens_per_second = smoothed(self.lane.tokens_per_second, tokens / seconds)
         self._steps_read, self._steps_plain = self._steps_read + 1, 0

@@ -34,6 +34,8 @@ from lib.training.checkpoint import (
     inside_a_round,
     load_part,
     part_of,
+    prune,
+    prune_parts,
     step_of,
 )
 from lib.training.find_checkpoint import fault_of, read_progress
@@ -75,6 +77,7 @@ def resume_run(run: TrainingRun) -> None:
     taken = run.local_sgd.unfinished.report.steps if run.local_sgd and run.local_sgd.unfinished else 0
     own_steps = [int(text) for text in world.gather_text(str(taken), "every rank's steps since all met")]
     go_back(run.folder / "logs", run.progress, world, run.lock is not None, own_steps)
+    _prune(run)
     source = f"checkpoints/{chosen.path.name}" if chosen.path is not None else "its beginning"
     source = source if chosen.recent is None else recent_state.FOLDER
     run.say.line(f"resuming {run.folder} after step {run.progress.step} of {run.steps}, from {source}")
@@ -146,6 +149,15 @@ def _would_go_on(local_sgd: LocalSGD, kept: Recent | None) -> bool:
         if kept is not None and kept.unfinished is not None:
             return local_sgd.would_go_on(kept.progress, kept.unfinished)
     return False
+
+
+def _prune(run: TrainingRun) -> None:
+    """Removes old checkpoints that a crash kept the last one from removing: where it was the run's, none follows it."""
+    folder, world = run.folder / "checkpoints", run.world
+    if run.lock is not None:
+        prune(folder, run.config.checkpoint.keep, run.progress.best_step)
+    kept = json.dumps([step_of(path) for path in checkpoints_in(folder)]) if world.rank == 0 else ""
+    prune_parts(folder, json.loads(world.broadcast_text(kept)), world.rank, world.size)
 
 
 def _restores(run: TrainingRun) -> bool:
