@@ -200,11 +200,13 @@ def _become(words: list[str], death: dies.Death) -> None:
 def _launch(words: list[str], deaths: Sequence[dies.Death], ring: Path) -> int:
     """The ranks of a life over MLX's ring; the status of the first that failed."""
     ring.write_text(json.dumps([[f"127.0.0.1:{free_port()}"] for _ in deaths]))
-    ranks = set()
+    ranks, launcher = set(), os.getpid()
     for rank, death in enumerate(deaths):
         pid = os.fork()
         if pid == 0:
             ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGKILL)
+            if os.getppid() != launcher:  # which was killed before that
+                os._exit(1)
             os.environ |= {"MLX_HOSTFILE": str(ring), "MLX_RANK": str(rank)}
             _become(words, death)
         ranks.add(pid)

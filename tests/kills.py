@@ -233,7 +233,10 @@ def live(
         user.join()
     text = _essence(output.read_text(errors="replace"))
     if left:
-        raise Fault(f"it left processes behind: {left[0][:300]}")
+        how = (
+            [f"after {strike[0]:.3f} s, {strike[1]}"] if strike else [death.to_json() for death in deaths if death.word]
+        )
+        raise Fault(f"it left processes behind, killed {how}: {left[0][:300]}")
     if (fault := story.fault(folder)) is not None:
         raise Fault(fault)
     if process.returncode == 0:  # before its death, perhaps
