@@ -24,7 +24,7 @@ At a run's end the logs of all disks have to show every example exactly once an 
 to be those of one process that trained without faults (of independent ranks only the examples: who is away changes what is
 merged). Goodput is the seconds of work that lives on (steps, evaluations, merges with the wait for them) over all seconds
 from the first step to the last fault's end; checkpoints, steps that are undone and all that a restart takes are no such
-seconds. They are those of the mean rank; of independent ones, of the host that has most. A fault's cost is its share of the
+seconds. They are those of the mean rank of those that train. A fault's cost is its share of the
 other seconds, until all train again. A host is wrongly called dead where a line of the launcher's blames one that no fault
 was made on, or any during a fault that should not end a rank. The last line is one JSON object.
 """
@@ -471,15 +471,19 @@ def checkpoints(scene: Scene) -> list[dict[str, Any]]:
 
 
 def useful_seconds(strategy: str, logs: Sequence[Path]) -> float:
-    """Seconds of work that lives on: of the mean rank of each step, or of the independent host that has most.
+    """Seconds of work that lives on: of the mean rank of each step, or of each start of independent ones.
 
     Not of the slowest of each: a rank that is ahead waits in its own next step, which then counts twice.
     """
     if strategy == "independent":
-        hosts: dict[Path, float] = {}  # by their disks: one that has moved has another name
+        starts: dict[int, dict[Path, float]] = {}  # by disks: a host that has moved has another name
         for log in logs:
-            hosts[log.parent] = hosts.get(log.parent, 0.0) + sum(map(work_seconds, read_records(log)))
-        return max(hosts.values(), default=0.0)
+            hosts: dict[Path, float] = {}
+            for record in read_records(log):
+                if record["kind"] == "start":
+                    hosts = starts.setdefault(len(record["resumes"]), {})
+                hosts[log.parent] = hosts.get(log.parent, 0.0) + work_seconds(record)
+        return sum(statistics.fmean(hosts.values()) for hosts in starts.values())
     records = itertools.chain.from_iterable(map(read_records, logs))
     together: dict[tuple[str, int], list[float]] = {}  # of every rank's record of one piece of work
     for record in records:
