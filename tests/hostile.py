@@ -154,11 +154,14 @@ def again_and_again(path: str, with_key: bool = False) -> Attack:
     return ask
 
 
-async def long_prompt(target: Target) -> None:
-    """A prompt of nearly as many tokens as one may have, and another one each time."""
-    await target.ask(
-        chat(max_tokens=1, messages=[{"role": "user", "content": "".join(random.choices("abcde", k=8000))}])
-    )
+def prompts(tokens: int) -> Attack:
+    """Prompts of about so many tokens, another one each time."""
+
+    async def ask(target: Target) -> None:
+        content = "".join(random.choices("abcde", k=tokens))
+        await target.ask(chat(max_tokens=1, messages=[{"role": "user", "content": content}]))
+
+    return ask
 
 
 async def own_numbers(target: Target) -> None:
@@ -204,7 +207,9 @@ HOSTILE: dict[str, Attack] = {
     "8,000 empty messages": at_once(4, asking(EMPTY_MESSAGES)),
     "256 connections that ask whether it lives": at_once(256, again_and_again("/healthz")),
     "one key asks for the metrics, 64 connections": at_once(64, again_and_again("/metrics", with_key=True)),
-    "8 connections with prompts of 8,000 tokens": at_once(8, long_prompt),
+    "8 connections with prompts of 8,000 tokens": at_once(8, prompts(8000)),
+    "64 connections with prompts of 480 tokens": at_once(64, prompts(480)),
+    "64 connections with prompts of 60 tokens": at_once(64, prompts(45)),
     "4 connections with numbers of their own": at_once(4, own_numbers),
     "one key floods": at_once(64, asking(chat(max_tokens=200))),
 }

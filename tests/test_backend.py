@@ -28,7 +28,7 @@ from lib.serve.prompt_pace import (
     FIRST_TOKENS,
     LOOK_STEPS,
     MOST_TOKENS,
-    SHORT_TOKENS,
+    PASSED_STEPS,
     Batches,
     mend_window_caches,
     step_tokens,
@@ -138,15 +138,15 @@ def answers(batches: BatchGenerator, prompts: list[list[int]]) -> dict[int, list
 
 @pytest.mark.parametrize("kind", [Batches, Paced])
 def test_answers_are_the_same_at_any_pace(kind: type[Batches], model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_pace, "SHORT_TOKENS", 20)
+    monkeypatch.setattr(prompt_pace, "LANE_TOKENS", (10, 20))
     prompts = [list(range(3, 3 + length)) for length in (40, 2, 17, 1, 33, 25)]
     expected = answers(BatchGenerator(model, prefill_batch_size=1), prompts)
     batches = kind(model, prefill_batch_size=8)
     assert answers(batches, prompts) == expected
-    assert batches.token_seconds and batches.short.tokens_per_second and batches.long.tokens_per_second
+    assert batches.token_seconds and all(lane.tokens_per_second for lane in batches.lanes)
 
 
-@pytest.mark.parametrize("steps", [(1, 3), (3,), (2, 1, 1, 4)])
+@pytest.mark.parametrize("steps", [(1, 2), (3,), (2, 1, 1, 4)])
 def test_answers_of_a_model_with_windows_are_the_same_at_any_pace(
     steps: tuple[int, ...], window_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,9 +155,9 @@ def test_answers_of_a_model_with_windows_are_the_same_at_any_pace(
     class OfSteps(Paced):
         sizes = steps
 
-    monkeypatch.setattr(prompt_pace, "SHORT_TOKENS", 10)
+    monkeypatch.setattr(prompt_pace, "LANE_TOKENS", (3, 10))
     rng = random.Random(7)
-    for _ in range(8):
+    for _ in range(24 if steps == (1, 2) else 4):
         prompts = [[rng.randrange(64) for _ in range(rng.choice([2, 5, 9, 12, 17, 23, 30]))] for _ in range(4)]
         expected = [answers(BatchGenerator(window_model), [prompt])[0] for prompt in prompts]
         made = answers(OfSteps(window_model, prefill_batch_size=8), prompts)
@@ -168,35 +168,146 @@ def test_a_short_prompt_waits_for_no_long_ones(model: Any) -> None:
     """Eight prompts that take many steps, and one that came later."""
     words = backend_process.server_words(backend_process._parse(["--model", "m", "--concurrency", "9"]))
     rows = int(words[words.index("--prompt-concurrency") + 1])
-    batches = Paced(model, prefill_batch_size=rows, completion_batch_size=rows)
-    batches.insert([list(range(3, 103))] * 8, [5] * 8)
-    batches.next()
-    (late,) = batches.insert([[5, 6]], [1])
-    steps = 0
-    while not any(response.uid == late for response in batches.next()[1]):
+    for tokens in (40, 100, 600):  # in its own lane, in the second, in the third
+        batches = Paced(model, prefill_batch_size=rows, completion_batch_size=rows)
+        batches.insert([list(range(3, 103)) * (tokens // 100) or list(range(3, 3 + tokens))] * 8, [5] * 8)
+        batches.next()
+        (late,) = batches.insert([[5, 6]], [1])
+        steps = 0
+        while not any(response.uid == late for response in batches.next()[1]):
+            steps += 1
+        assert steps <= 3 and sum(len(lane.processing) for lane in batches.lanes) + len(batches.lane.processing) >= 8
+        batches.close()
+
+
+class Timed(Batches):
+    """Steps that take as long as is said here, in seconds: of one token, and of a read of each lane's prompts."""
+
+    token = 0.01
+    reads = (0.05, 0.2, 0.2)
+    clock = 0.0
+
+    def _note(self, decode_seconds: float | None, read: tuple[int, float] | None) -> None:
+        seconds = self.reads[self.lanes.index(self.lane)]
+        self.clock += (self.token if decode_seconds is not None else 0.0) + (seconds if read else 0.0)
+        together = seconds + (self.token if decode_seconds is not None else 0.0)
+        super()._note(decode_seconds and self.token, read and (read[0], together))
+
+
+@pytest.mark.parametrize("length", [100, 600])
+def test_long_prompts_are_read_apart_and_go_on_beside_short_ones_without_end(
+    length: int, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one is answered; the long ones are as slow as on a machine that reads few of their tokens in a step."""
+    monkeypatch.setattr(prompt_pace, "LEAST_TOKENS", dict.fromkeys(prompt_pace.LEAST_TOKENS, 25))
+    batches = Timed(model)
+    batches.insert([[3, 4]], [100_000])
+    for _ in range(8):
+        batches.next()
+    (long,) = batches.insert([(list(range(3, 203)) * 3)[:length]], [1])
+    lane = batches.lanes[1 if length < 512 else 2]
+    lane.tokens_per_second, clock, reads, steps = 1.0, batches.clock, 0, 0
+    while True:
+        while len(batches.lanes[0].waiting) < 2:
+            batches.insert([[5, 6, 7]], [1])
+        before = batches._counters.prompt_tokens
+        answered = {one.uid for one in batches.next()[1]}
         steps += 1
-    assert steps <= 3 and len(batches._currently_processing) == 8
-
-
-def test_long_prompts_are_read_apart_and_go_on_beside_short_ones_without_end(model: Any) -> None:
-    batches = Batches(model)
-    (long,) = batches.insert([list(range(3, 203)) * 4], [1])
-    uids = {long}
-    for _ in range(2000):
-        if not batches.short.has_some:
-            uids |= set(batches.insert([[5, 6, 7]], [1]))
-        prompts, answers = batches.next()
-        assert {one.uid for one in [*prompts, *answers]} <= uids
-        assert not (batches.short.processing and len(batches.short.processing[0][0][0]) > SHORT_TOKENS)
-        if any(one.uid == long for one in answers):
+        reads += batches.lane is lane and batches._counters.prompt_tokens > before
+        lane.tokens_per_second = lane.tokens_per_second and 1.0  # the least of a step
+        if long in answered:
             break
-    else:
-        raise AssertionError("the long one was never read")
-    left = batches.insert([list(range(3, 203)) * 4, [5, 6, 7]], [1, 1])
-    batches.next()
+        assert steps < 10 * length, "the long one is not read"
+    assert reads >= length // 25
+    part = reads * 0.2 / (batches.clock - clock)
+    assert 0.15 < part < 0.5, "of the time; short ones have theirs, and answers"
+    batches.close()
+
+
+def test_a_few_short_prompts_take_away_no_long_ones_debt(model: Any) -> None:
+    batches = Timed(model)
+    batches.insert([[3, 4]], [100_000])
+    for _ in range(8):
+        batches.next()
+    batches.insert([list(range(3, 203)) * 20], [1])
+    clock, reads = batches.clock, 0
+    for step in range(600):
+        if step % 4 == 0:
+            batches.insert([[5, 6, 7]], [1])
+        before = batches._counters.prompt_tokens
+        batches.next()
+        reads += batches.lane is batches.lanes[2] and batches._counters.prompt_tokens > before
+        batches.lanes[2].tokens_per_second = batches.lanes[2].tokens_per_second and 1.0
+    assert 0.3 < reads * 0.2 / (batches.clock - clock) < 0.55
+    batches.close()
+
+
+def test_lanes_take_turns_while_nobody_is_answered(model: Any) -> None:
+    batches, turns = Timed(model), []
+    batches.reads = (0.01, 0.01, 0.01)
+    lengths = (60, 400, 900)
+    for _ in range(200):
+        for lane, length in zip(batches.lanes, lengths, strict=True):
+            while len(lane.waiting) < 2:
+                batches.insert([[3 + token % 200 for token in range(length)]], [1])
+        before = batches._counters.prompt_tokens
+        batches.next()
+        if batches._counters.prompt_tokens > before:
+            turns.append(batches.lanes.index(batches.lane))
+        for lane in batches.lanes:
+            lane.tokens_per_second = lane.tokens_per_second and 1.0
+    shares = [turns.count(lane) / len(turns) for lane in range(3)]
+    assert shares[0] > 0.4 and min(shares) > 0.5 / (PASSED_STEPS + 1), shares
+    left = [sequence[0] for lane in batches.lanes for sequence in lane.waiting]
     assert batches.extract_cache(left).keys() == set(left)
     batches.remove(left)
-    assert not batches.short.has_some and not batches.long.has_some
+    assert not any(lane.waiting for lane in batches.lanes)
+    batches.close()
+
+
+def test_prompts_that_come_together_are_read_together(model: Any) -> None:
+    """A row that is shorter than the longest of a step is computed as if it were as long."""
+    batches, rows = Batches(model), []
+    batches.insert([[3, 4]], [10_000])
+    for _ in range(4):
+        batches.next()
+    read = batches.lanes[0].batch.prompt
+
+    def prompt(tokens: list[list[int]]) -> None:
+        if any(tokens):
+            rows.append([len(row) for row in tokens])
+        read(tokens)
+
+    batches.lanes[0].batch.prompt = prompt
+    batches.insert([[3 + token for token in range(61)] for _ in range(8)], [1] * 8)
+    while batches.lanes[0].has_some:
+        batches.next()
+        batches._use(batches.lane)
+    assert sum(map(sum, rows)) == 8 * 60 and all(len(set(row)) == 1 and len(row) == 8 for row in rows)
+    assert all(sum(row) <= 64 for row in rows) or len(rows) < 8
+    batches.close()
+
+
+def test_a_long_prompt_that_was_read_before_is_answered_at_once(model: Any) -> None:
+    """As of a client that goes on with his conversation: but for its last token it is in the cache."""
+    batches = Batches(model)
+    known = list(range(3, 203)) * 4
+    (first,) = batches.insert([known], [1])
+    cache = None
+    while cache is None:
+        for response in batches.next()[1]:
+            if response.uid == first and response.finish_reason:
+                cache = response.prompt_cache
+    batches.insert([[3, 4]], [10_000])
+    for _ in range(4):
+        batches.next()
+    (again,) = batches.insert([[7]], [1], caches=[cache], all_tokens=[known])
+    for steps in range(5):
+        while len(batches.lanes[0].waiting) < 2:
+            batches.insert([[5, 6, 7]], [1])
+        if again in {one.uid for one in batches.next()[1]}:
+            break
+    assert steps <= 2 and again not in {sequence[0] for sequence in batches.lanes[2].waiting}
     batches.close()
 
 

@@ -9,6 +9,8 @@ that went into reading is that part again.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,9 +22,9 @@ from mlx_lm.models.cache import BatchRotatingKVCache
 FIRST_TOKENS = 128  # of a step, before anything was measured: of a large model on a slow machine they take long
 LEAST_TOKENS = {mx.DeviceType.cpu: 4, mx.DeviceType.gpu: 64}  # of a step; a GPU reads fewer in no shorter time
 MOST_TOKENS = 2048
-AT_ONCE_TOKENS = 64  # of a prompt, or its part, that is read in one step
-SHORT_TOKENS = 512  # of a prompt that is read among short ones
-SHORT_STEPS = 8  # of short prompts in a row, while long ones are there
+AT_ONCE_TOKENS = 64  # of all prompts together that a step of those of the first lane reads, at least
+LANE_TOKENS = (AT_ONCE_TOKENS, 512)  # of a prompt in the first lane, and in the second; longer ones have the third
+PASSED_STEPS = 4  # in a row that other lanes' shorter prompts are read, while these wait
 BESIDE_ANSWERS = 1.0  # a step's time in that of a token, while answers are generated
 ALONE = 8.0  # the same while there are none: whoever comes meanwhile waits for a step
 LOOK_STEPS = 32  # that read, in a row, after which two tokens are made without, to see what they take
@@ -69,40 +71,52 @@ def mend_window_caches() -> None:
 class Lane:
     """Prompts that are read together, as a batch generator holds them; and how fast, in tokens a second."""
 
+    most_tokens: float  # of each
     batch: PromptProcessingBatch
     processing: list[Any] = field(default_factory=list)
     waiting: deque[Any] = field(default_factory=deque)
     tokens_per_second: float | None = None
+    passed_steps: int = 0  # in a row that shorter ones were read, while these waited
 
     @property
     def has_some(self) -> bool:
         return bool(self.processing or self.waiting)
 
-    @property
-    def has_next(self) -> bool:
-        """Whether a prompt is read but for its last token: it is answered from now on."""
-        return any(len(segments) == len(segments[0]) == 1 for segments, *_ in self.processing)
+    def has_next(self, room: int) -> bool:
+        """Whether a prompt is read but for its last token: it is answered from now on.
+
+        Args:
+            room: how many of those that wait can be taken up.
+        """
+        held = [segments for segments, *_ in self.processing]
+        held += [one[1] for one in itertools.islice(self.waiting, max(0, room))]
+        return any(len(segments) == len(segments[0]) == 1 for segments in held)
 
 
 class Batches(BatchGenerator):  # type: ignore[misc]
     """mlx-lm's, at this pace. Of several prompts each gets an equal part of a step.
 
-    Short and long ones are read apart, a step of one or of the other: a row of a batch costs what its longest one does.
+    Short and long ones are read apart, a step of these or of those: a row of a batch costs what its longest one does.
+    Only the shortest are read without a look at the time, so few tokens in a step that answers are held up little.
     """
 
     token_seconds: float | None = None
-    _ahead_seconds: float = 0.0  # that reading took beyond its part of the time
+    _ahead_seconds: float = 0.0  # that reading all but the shortest took beyond its part of the time
     _steps_read: int = 0  # since the last measurement of a token's time
     _steps_plain: int = 0  # that read nothing, in a row
-    _short_steps: int = 0  # that read short prompts while there were long ones, in a row
     _rests: bool = False  # this step reads nothing
     _is_first: bool = True  # of the steps that generate: it compiles kernels
+    _row_tokens: int | None = None  # that this step reads of each prompt
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
-        self.lane = self.short = Lane(self._prompt_batch)
-        self.long = Lane(PromptProcessingBatch.empty(self.model, self.sampler, MOST_TOKENS))
-        self._use(self.short)
+        self.lanes = [
+            Lane(most, PromptProcessingBatch.empty(self.model, self.sampler, MOST_TOKENS))
+            for most in (*LANE_TOKENS, math.inf)
+        ]
+        self.lane = self.lanes[0]
+        self._prompt_batch = self.lane.batch
+        self._currently_processing, self._unprocessed_sequences = self.lane.processing, self.lane.waiting
 
     def _use(self, lane: Lane) -> None:
         """Has mlx-lm's generator work on these prompts from now on."""
@@ -114,18 +128,31 @@ class Batches(BatchGenerator):  # type: ignore[misc]
 
     @property
     def prefill_step_size(self) -> int:
-        """The tokens of each prompt that a step reads; a short one is read at once."""
-        if self._rests:
-            return 0
-        least, is_generating = LEAST_TOKENS[mx.default_device().type], len(self._generation_batch) > 0
-        tokens = step_tokens(self.token_seconds, self.lane.tokens_per_second, is_generating, least)
-        part = max(1, tokens // max(1, len(self._currently_processing)))
-        shortest = min((len(segments[0]) for segments, *_ in self._currently_processing), default=0)
-        return max(part, shortest) if shortest <= AT_ONCE_TOKENS else part
+        """The tokens of each prompt that a step reads: the same of all, since a row costs what the longest one does."""
+        if self._row_tokens is None:
+            self._row_tokens = self._row_tokens_now()
+        return self._row_tokens
 
     @prefill_step_size.setter
     def prefill_step_size(self, tokens: int) -> None:
         """mlx-lm's own is not needed."""
+
+    def _row_tokens_now(self) -> int:
+        rows = max(1, len(self._currently_processing))
+        if self._rests:
+            return 0
+        least, is_generating = LEAST_TOKENS[mx.default_device().type], len(self._generation_batch) > 0
+        tokens = step_tokens(self.token_seconds, self.lane.tokens_per_second, is_generating, least)
+        if self.lane is not self.lanes[0]:
+            return max(1, tokens // rows)
+        shortest = min((len(segments[0]) for segments, *_ in self._currently_processing), default=0)
+        return max(1, tokens // rows, min(shortest, AT_ONCE_TOKENS // rows))
+
+    def _make_batch(self, n: int) -> PromptProcessingBatch:
+        """As mlx-lm's, which asks for a step's tokens before these prompts are among those that it is of."""
+        made = super()._make_batch(n)
+        self._row_tokens = None
+        return made
 
     def insert_segments(self, *arguments: Any, **options: Any) -> list[int]:
         """As mlx-lm's; each prompt goes to those of its kind, by all tokens that its row has before an answer."""
@@ -133,14 +160,14 @@ class Batches(BatchGenerator):  # type: ignore[misc]
         self._use(self.lane)
         for one in [self.lane.waiting.pop() for _ in uids][::-1]:
             tokens = len(one[4]) + sum(map(len, one[1]))
-            (self.short if tokens <= SHORT_TOKENS else self.long).waiting.append(one)
+            next(lane for lane in self.lanes if tokens <= lane.most_tokens).waiting.append(one)
         return uids
 
     def remove(self, uids: Any, return_prompt_caches: bool = False) -> dict[int, Any]:
         """As mlx-lm's."""
         before = self.lane
         caches: dict[int, Any] = {}
-        for lane in (self.short, self.long):
+        for lane in self.lanes:
             self._use(lane)
             caches |= super().remove(uids, return_prompt_caches)
         self._use(before)
@@ -150,7 +177,7 @@ class Batches(BatchGenerator):  # type: ignore[misc]
         """As mlx-lm's."""
         before = self.lane
         caches: dict[int, Any] = {}
-        for lane in (self.short, self.long):
+        for lane in self.lanes:
             self._use(lane)
             caches |= super().extract_cache(uids)
         self._use(before)
@@ -159,32 +186,39 @@ class Batches(BatchGenerator):  # type: ignore[misc]
     @property
     def prompt_cache_nbytes(self) -> int:
         """As mlx-lm's."""
-        other = self.long if self.lane is self.short else self.short
-        caches = [cache for sequence in other.waiting for cache in sequence[3]] + list(other.batch.prompt_cache)
-        return int(super().prompt_cache_nbytes) + sum(cache.nbytes for cache in caches)
+        total = int(super().prompt_cache_nbytes)
+        for lane in self.lanes:
+            if lane is not self.lane:
+                caches = [cache for sequence in lane.waiting for cache in sequence[3]] + list(lane.batch.prompt_cache)
+                total += sum(cache.nbytes for cache in caches)
+        return total
 
     def _choose(self) -> None:
         """Which prompts the next step takes up, and whether it reads of them."""
         self._use(self.lane)
         is_generating = len(self._generation_batch) > 0
-        is_look, is_ahead = self._steps_read >= LOOK_STEPS, self._ahead_seconds > 0
-        ready = next((lane for lane in (self.short, self.long) if lane.has_next), None)
-        if ready is not None:
-            self._use(ready)
-            self._rests = True
-            return
-        is_long_due = self._short_steps >= SHORT_STEPS and not (is_ahead and is_generating)
-        if self.short.has_some and not (self.long.has_some and is_long_due):
-            self._use(self.short)
-            self._short_steps += self.long.has_some
-            self._rests = is_generating and is_look
-        else:
-            self._use(self.long)
-            self._rests = is_generating and (is_look or is_ahead)
-            self._short_steps = 0
+        room = self.completion_batch_size - len(self._generation_batch)
+        for lane in self.lanes:
+            if lane.has_next(min(room, self.prefill_batch_size - len(lane.processing))):
+                self._use(lane)
+                self._rests = True
+                return
+        held = [lane for lane in self.lanes if lane.has_some] or self.lanes[:1]
+        is_ahead = is_generating and self._ahead_seconds > 0
+        due = [lane for lane in held if lane is self.lanes[0] or not is_ahead]
+        passed = [lane for lane in due if lane.passed_steps >= PASSED_STEPS]
+        self._use((passed[-1:] or due or held)[0])
+        self._rests = is_generating and (self._steps_read >= LOOK_STEPS or not due)
+        if not self._rests:
+            for lane in self.lanes:
+                if lane is self.lane or not lane.has_some:
+                    lane.passed_steps = 0
+                elif lane.most_tokens > self.lane.most_tokens:
+                    lane.passed_steps += 1
 
     def _next(self) -> Any:
         self._choose()
+        self._row_tokens = None
         counters = self._counters
         steps, read = counters.generation_steps, counters.prompt_tokens
         decode_seconds, prompt_seconds = counters.decode_time, counters.prompt_time
@@ -210,7 +244,8 @@ class Batches(BatchGenerator):  # type: ignore[misc]
             self._is_first = self._is_first and decode_seconds is None
             return
         tokens, seconds = read
-        if self.token_seconds is not None:  # where nobody was answered it counts for who is next
+        if self.token_seconds is not None and self.lane is not self.lanes[0]:
+            # Where nobody was answered it counts for who is next.
             self._ahead_seconds = max(0.0, seconds - (1 + BESIDE_ANSWERS) * self.token_seconds)
         if decode_seconds is not None and self.token_seconds is not None:
             self.token_seconds = min(self.token_seconds, seconds)  # it takes no longer than both together
