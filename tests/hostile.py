@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import random
 import resource
@@ -30,6 +31,14 @@ from tests.tiny import ROOT
 PATH = "/v1/chat/completions"
 
 
+@functools.cache
+def _trusting() -> ssl.SSLContext:
+    """One for all: to make one takes longer than a connection."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
 @dataclass(frozen=True)
 class Target:
     """A gateway, and for how long it is attacked."""
@@ -47,9 +56,7 @@ class Target:
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """source: this machine's address to come from, another one than it would be."""
         parts = urlsplit(self.address)
-        context = ssl.create_default_context()
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        wanted = context if tls and parts.scheme == "https" else None
+        wanted = _trusting() if tls and parts.scheme == "https" else None
         if source is not None:
             return await asyncio.open_connection("127.0.0.1", parts.port, ssl=wanted, local_addr=(source, 0))
         return await asyncio.open_connection(parts.hostname, parts.port, ssl=wanted)

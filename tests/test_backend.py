@@ -18,6 +18,7 @@ from mlx_lm import server as mlx_server
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import gemma3_text
 from mlx_lm.models.cache import BatchRotatingKVCache, KVCache, RotatingKVCache
+from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer
 
 from lib.serve import backend_process, backend_server, openai_answers, prompt_pace
 from lib.serve.backend_link import SECRET_HEADER
@@ -358,6 +359,35 @@ def test_reading_takes_its_part_of_the_time_also_where_a_few_tokens_take_long(mo
     expected = 120 * BESIDE_ANSWERS / 20  # each takes 20 tokens' times, of which that part is reading's beside a token
     assert batches._currently_processing and abs(sum(read) - expected) <= 1
     batches.close()
+
+
+# ---- What becomes of them
+
+
+def test_a_token_that_the_tokenizer_lacks_is_no_text() -> None:
+    """As of a vocabulary that is padded: a client may ask for it by `logit_bias`."""
+    backend_server.mend_detokenizers()
+
+    class Tokenizer(list[str]):
+        def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+            return [self[id] for id in ids]
+
+    detokenizer = SPMStreamingDetokenizer(Tokenizer(["\u2581a", "b"]), trim_space=False)
+    for token in (0, 2, 319, 1):
+        detokenizer.add_token(token)
+    detokenizer.finalize()
+    assert detokenizer.text == " ab"
+
+
+def test_requests_that_come_together_are_taken_in_one_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = backend_server.Generator.__new__(backend_server.Generator)
+    waiting = [1, 2, 3]
+    monkeypatch.setattr(
+        backend_server.server.ResponseGenerator,
+        "_next_request",
+        lambda self, timeout=None: waiting.pop(0) if waiting else None,
+    )
+    assert [generator._next_request(0.1)] + [generator._next_request() for _ in range(5)] == [1, None, 2, None, 3, None]
 
 
 # ---- How tokens are drawn

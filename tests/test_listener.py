@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import re
 import signal
+import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -48,12 +49,12 @@ async def listening(**words: Any) -> AsyncIterator[Connect]:
 
 
 @contextlib.asynccontextmanager
-async def serving(**words: Any) -> AsyncIterator[tuple[Connect, Listener, asyncio.Task[None]]]:
+async def serving(name: str = "tiny", **words: Any) -> AsyncIterator[tuple[Connect, Listener, asyncio.Task[None]]]:
     """The same with its listener, and the task that serves until it is told to end."""
     own = ServeSettings(**{"drain_seconds": 0.0, **words})
     feedback = Feedback(own, Path(own.feedback), "chat") if own.feedback else None
     pool, client = Pool([], own.max_queue), httpx2.AsyncClient()
-    gateway = Gateway(own, "tiny", read, pool, client, KEYS, lambda *a, **b: None, feedback)
+    gateway = Gateway(own, name, read, pool, client, KEYS, lambda *a, **b: None, feedback)
     door = command.bind("127.0.0.1", 0)
     port = door.getsockname()[1]
     listener = command._listener(gateway, own)
@@ -233,6 +234,65 @@ def test_no_key_keeps_every_place_of_its_address(sent: bytes, tmp_path: Path) ->
             assert (await heard(reader)).startswith(b"HTTP/1.1 200 ")
             for _, each in [*held, *newer]:
                 each.transport.abort()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_who_reads_no_answer_keeps_no_place(ends: bool) -> None:
+    """After it the connection closes, or the client has said that he hears no more; but most of it is on its way."""
+
+    async def story() -> None:
+        limits: dict[str, Any] = {"max_connections": 2, "max_connections_per_address": 2, "write_seconds": 1.0}
+        name = "x" * 60_000  # asyncio takes all of it for its client, the system does not
+        async with serving(name, **limits) as (connect, listener, _):
+            _, writer = await connect()
+            host, port = writer.get_extra_info("peername")[:2]
+            writer.transport.abort()
+            held = [socket.socket() for _ in range(2)]
+            for one in held:
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
+                one.connect((host, port))
+                one.sendall(GET + b"\r\n" if ends else LAST)
+            await asyncio.sleep(1.0)
+            if ends:
+                for one in held:
+                    one.shutdown(socket.SHUT_WR)
+                await asyncio.sleep(0.2)
+            assert (await asked(connect, LAST.replace(b"alice", b"bob"))).startswith(b"HTTP/1.1 200 ")
+            async with asyncio.timeout(10):
+                while listener.server_state.connections:
+                    await asyncio.sleep(0.05)
+            for one in held:
+                one.close()
+
+    asyncio.run(story())
+
+
+def test_a_costly_key_exchange_is_refused(tmp_path: Path) -> None:
+    """A stranger who computes nothing offers a field of 8,192 bits alone (RFC 7919); TLS 1.3's hello, RFC 8446, 4.1.2."""
+
+    def sized(data: bytes, size: int = 2) -> bytes:
+        return len(data).to_bytes(size, "big") + data
+
+    def extension(number: int, data: bytes) -> bytes:
+        return number.to_bytes(2, "big") + sized(data)
+
+    group = b"\x01\x04"  # ffdhe8192
+    extensions = extension(10, sized(group)) + extension(13, sized(b"\x08\x04\x04\x03"))
+    extensions += extension(43, sized(b"\x03\x04", 1)) + extension(51, sized(group + sized(b"\x7f" * 1024)))
+    hello = b"\x03\x03" + bytes(32) + sized(b"", 1) + sized(b"\x13\x01") + b"\x01\x00" + sized(extensions)
+    trusted, words = certificate(tmp_path)
+    own = {key.removeprefix("serve."): value for key, value in (word.split("=") for word in words)}
+
+    async def story() -> None:
+        async with listening(**own) as connect:
+            reader, writer = await connect()
+            writer.write(b"\x16\x03\x01" + sized(b"\x01" + sized(hello, 3)))
+            assert (await heard(reader))[:1] in (b"", b"\x15"), "no hello of the server, but an alert or nothing"
+            writer.transport.abort()
+            assert (await asked(connect, LAST, tls=trusted)).startswith(b"HTTP/1.1 200 ")
 
     asyncio.run(story())
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_lm import server
+from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer
 
 from lib.serve.backend_link import ID_HEADER, OWNER_HEADER, SECRET_HEADER
 from lib.serve.openai_answers import FAILURE
@@ -79,8 +80,20 @@ class Requests:
 class Generator(server.ResponseGenerator):  # type: ignore[misc]
     """mlx_lm.server's, that looks for new requests as soon as there are some, not twice a second.
 
+    Of many that come at once it takes in one a step, so that those under way wait for one of them and not for all.
     A prompt of no tokens fails by itself: inserted into a batch, it would end the thread that generates for everybody.
     """
+
+    _has_taken = False  # a request, since the last step
+
+    def _next_request(self, timeout: float | None = None) -> Any:
+        """As mlx_lm.server's. timeout: None while requests are under way."""
+        if timeout is None and self._has_taken:
+            self._has_taken = False
+            return None
+        request = super()._next_request(timeout)
+        self._has_taken = request is not None
+        return request
 
     def _tokenize(self, tokenizer: Any, request: Any, arguments: Any) -> Any:
         """As mlx_lm.server's, with the prompt as its owner's.
@@ -104,6 +117,20 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
     @_time_budget.setter
     def _time_budget(self, budget: object) -> None:
         """mlx_lm.server's own is not needed."""
+
+
+def mend_detokenizers() -> None:
+    """Mends a fault of mlx-lm 0.32: a token that the tokenizer lacks ends the thread that generates for everybody.
+
+    Models have such ids where their vocabulary is padded. Other detokenizers bear with them.
+    """
+    add_token = SPMStreamingDetokenizer.add_token
+
+    def add_known(detokenizer: SPMStreamingDetokenizer, token: int) -> None:
+        if token < len(detokenizer.tokenmap):
+            add_token(detokenizer, token)
+
+    SPMStreamingDetokenizer.add_token = add_known
 
 
 class _Stoppable:
@@ -240,6 +267,7 @@ def run_at(path: Path, secret: str) -> Callable[..., None]:
         server.make_sampler = make_sampler  # type: ignore[assignment]
         server.BatchGenerator = Batches  # type: ignore[misc]
         mend_window_caches()
+        mend_detokenizers()
         generator = Generator(provider, PromptCache(provider.cli_args.prompt_cache_size))
         fingerprint, answers = server.get_system_fingerprint(), handler(secret)
 

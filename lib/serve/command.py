@@ -263,6 +263,8 @@ def _listener(gateway: Gateway, settings: ServeSettings) -> Listener:
         raise UserError(
             f"serve.tls_certificate={settings.tls_certificate} serve.tls_key={settings.tls_key}: {error}"
         ) from None
+    if options.ssl is not None:  # a key exchange in a field of 8,192 bits takes the event loop a tenth of a second
+        options.ssl.set_ecdh_curve("prime256v1")
     return Listener(options, gateway, settings, log)
 
 

@@ -81,6 +81,7 @@ class Protocol(H11Protocol):
         self.body_bytes = 0  # of a body in chunks, with its framing
         self.is_body_wanted = self.is_ignored = self.is_turned_away = self.is_paused = False
         self.ignored_bytes = 0
+        self.is_lost = False
         self.waiting_for_headers: asyncio.TimerHandle | None = None
 
     # ---- For applications
@@ -101,7 +102,7 @@ class Protocol(H11Protocol):
         self.places.is_idle(self.place)
 
     def abort(self) -> None:
-        if not self.is_turned_away:  # else it is closed a little later
+        if not self.is_turned_away and not self.is_lost:  # else it is closed a little later, or long ago
             self.transport.abort()
 
     # ---- For asyncio and uvicorn
@@ -113,9 +114,14 @@ class Protocol(H11Protocol):
         self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.is_lost = True
         self._stop_waiting()
         self.places.leave(self.place)
         super().connection_lost(exc)
+
+    def eof_received(self) -> None:
+        """The transport closes now: nobody is answered who has said that he hears no more."""
+        self._close_in_time()
 
     def data_received(self, data: bytes) -> None:
         if self.is_ignored:
@@ -157,11 +163,13 @@ class Protocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if not self.transport.is_closing():
+        if self.transport.is_closing():
+            self._close_in_time()
+        else:
             self.places.is_idle(self.place)
             if self.conn.their_state is h11.SEND_BODY:  # an answer that did not wait for the body
                 self.ignore()
-                self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+                self.loop.call_later(LINGER_SECONDS, self._cut)
             elif self.held and self.conn.their_state is h11.IDLE:
                 self._read_head()
 
@@ -175,7 +183,16 @@ class Protocol(H11Protocol):
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        self.loop.call_later(self.settings.write_seconds, self.transport.abort)
+        self._close_in_time()
+
+    def _close_in_time(self) -> None:
+        """A transport that closes waits for ever for a client that does not read what it still has for him."""
+        self.places.is_idle(self.place)
+        self.loop.call_later(self.settings.write_seconds, self._cut)
+
+    def _cut(self) -> None:
+        if not self.is_lost:
+            self.transport.abort()
 
     # ---- The headers of a request
 
