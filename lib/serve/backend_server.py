@@ -130,7 +130,7 @@ def mend_detokenizers() -> None:
         if token < len(detokenizer.tokenmap):
             add_token(detokenizer, token)
 
-    SPMStreamingDetokenizer.add_token = add_known
+    SPMStreamingDetokenizer.add_token = add_known  # type: ignore[method-assign]
 
 
 class _Stoppable:
