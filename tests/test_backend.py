@@ -17,7 +17,7 @@ from mlx_lm import sample_utils
 from mlx_lm import server as mlx_server
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import gemma3_text
-from mlx_lm.models.cache import BatchRotatingKVCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import BatchRotatingKVCache, KVCache, PromptTrie, RotatingKVCache
 from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer
 
 from lib.serve import backend_process, backend_server, openai_answers, prompt_pace
@@ -66,6 +66,28 @@ def test_parts_of_an_owners_tokens_are_his() -> None:
     tokens += [3]
     tokens.append(4)
     assert tokens[1:][1:] == [3, 4] and tokens[-1] == 4 and tokens[1:][1:].owner == tokens[:].owner == "alice"
+
+
+def test_what_was_read_is_found_as_mlx_lm_finds_it() -> None:
+    rng, cases = random.Random(3), 0
+    for _ in range(200):
+        cache = PromptCache()
+        for _ in range(rng.randrange(1, 10)):
+            tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 9))]
+            cache.insert_cache(
+                "m",
+                OwnedTokens(tokens, rng.choice("ab")),
+                [KVCache() if rng.random() < 0.5 else RotatingKVCache(max_size=8)],
+            )
+        for _ in range(20):
+            asked, model = [rng.randrange(2) for _ in range(rng.randrange(1, 10))], ("m", rng.choice("ab"))
+            found, expected = cache._search(model, asked), PromptTrie.search(cache._trie, model, asked)
+            for name in ("exact", "shorter", "common_prefix"):
+                if expected.exact is None or name == "exact":
+                    assert getattr(found, name) == getattr(expected, name), (name, found, expected)
+            assert len(found.longer or []) == len(expected.longer or [])
+            cases += expected.longer is not None and expected.shorter is not None
+    assert cases > 100
 
 
 # ---- How much of them is read at a time
