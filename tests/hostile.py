@@ -161,14 +161,69 @@ def again_and_again(path: str, with_key: bool = False) -> Attack:
     return ask
 
 
-def prompts(tokens: int) -> Attack:
-    """Prompts of about so many tokens, another one each time."""
+def prompts(tokens: int, stops: int = 0) -> Attack:
+    """Prompts of about so many tokens, another one each time; with so many long `stop` strings of their own."""
 
     async def ask(target: Target) -> None:
         content = "".join(random.choices("abcde", k=tokens))
-        await target.ask(chat(max_tokens=1, messages=[{"role": "user", "content": content}]))
+        stop = {"stop": ["".join(random.choices("abcde é中", k=256)) for _ in range(stops)]} if stops else {}
+        await target.ask(chat(max_tokens=1, messages=[{"role": "user", "content": content}], **stop))
 
     return ask
+
+
+def to_its_end(**words: Any) -> Attack:
+    """A whole answer, which is read."""
+
+    async def ask(target: Target) -> None:
+        reader, writer = await target.connect()
+        try:
+            body = chat(**words)
+            writer.write(head(target.key, f"Content-Length: {len(body)}") + body)
+            answered = b""
+            while b'"usage"' not in answered and (piece := await reader.read(65536)):
+                answered = answered[-16:] + piece
+        finally:
+            writer.transport.abort()
+
+    return ask
+
+
+def left_at_once(request: Callable[[Target], bytes], tls: bool = False) -> Attack:
+    """A connection that ends as soon as its request is sent."""
+
+    async def leave(target: Target) -> None:
+        _, writer = await target.connect(tls)
+        try:
+            writer.write(request(target))
+            await writer.drain()
+        finally:
+            writer.transport.abort()
+
+    return leave
+
+
+def read_once(request: Callable[[Target], bytes]) -> Attack:
+    """A connection that ends with the beginning of its answer."""
+
+    async def ask(target: Target) -> None:
+        reader, writer = await target.connect()
+        try:
+            writer.write(request(target))
+            await reader.read(65536)
+        finally:
+            writer.transport.abort()
+
+    return ask
+
+
+def _models(target: Target) -> bytes:
+    return f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {target.key}\r\n\r\n".encode()
+
+
+def _chat(target: Target) -> bytes:
+    body = chat(max_tokens=100)
+    return head(target.key, f"Content-Length: {len(body)}") + body
 
 
 async def own_numbers(target: Target) -> None:
@@ -203,6 +258,15 @@ KEEP_ALIVE = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
 WRONG_VALUES = b'{"messages": [%s]}' % b",".join([b"5"] * 499_000)
 EMPTY_MESSAGES = json.dumps({"messages": [{"role": "user", "content": ""}] * 8000}).encode()
 LONG_TEXT = json.dumps({"messages": [{"role": "user", "content": "12 " * 330_000}]}).encode()
+ARGUMENTS = json.dumps({"a": ["x"] * 58_000})
+LONG_ARGUMENTS = chat(
+    max_tokens=1,
+    messages=[
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": ARGUMENTS}}]},
+        {"role": "user", "content": "1"},
+    ],
+)
+WRONG_PARTS = {count: json.dumps({"messages": [{"role": "user", "content": [{}] * count}]}) for count in (4000, 49_900)}
 HOSTILE: dict[str, Attack] = {
     "one-byte chunks after 401, 1 connection": at_once(1, one_byte_chunks),
     "one-byte chunks after 401, 8 connections": at_once(8, one_byte_chunks),
@@ -217,6 +281,19 @@ HOSTILE: dict[str, Attack] = {
     "8 connections with prompts of 8,000 tokens": at_once(8, prompts(8000)),
     "64 connections with prompts of 480 tokens": at_once(64, prompts(480)),
     "64 connections with prompts of 60 tokens": at_once(64, prompts(45)),
+    "64 connections with prompts of 60 tokens and long stops": at_once(64, prompts(45, stops=4)),
+    "16 connections with long arguments of tools": at_once(16, asking(LONG_ARGUMENTS)),
+    "8 whole answers of 2,000 tokens": at_once(8, to_its_end(max_tokens=2000)),
+    "16 answers of 300 tokens with logprobs": at_once(16, to_its_end(max_tokens=300, logprobs=True, top_logprobs=10)),
+    "64 bodies with 4,000 wrong parts": at_once(64, asking(WRONG_PARTS[4000].encode())),
+    "8 bodies with 49,900 wrong parts": at_once(8, asking(WRONG_PARTS[49_900].encode())),
+    "64 connections with what is no HTTP": at_once(64, read_once(lambda _: b"GARBAGE\r\n\r\n")),
+    "64 connections with what is no HTTP, left": at_once(64, left_at_once(lambda _: b"GARBAGE\r\n\r\n")),
+    "64 connections without a key, left": at_once(64, left_at_once(lambda _: head(None))),
+    "64 connections that ask whether it lives, left": at_once(64, left_at_once(lambda _: KEEP_ALIVE)),
+    "64 connections that ask for models, left": at_once(64, left_at_once(_models)),
+    "64 connections that ask for answers, left": at_once(64, left_at_once(_chat)),
+    "32 connections with a TLS handshake each": at_once(32, left_at_once(lambda _: b"", tls=True)),
     "4 connections with numbers of their own": at_once(4, own_numbers),
     "one key floods": at_once(64, asking(chat(max_tokens=200))),
 }

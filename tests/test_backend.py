@@ -22,6 +22,7 @@ from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer
 
 from lib.serve import backend_process, backend_server, openai_answers, prompt_pace
 from lib.serve.backend_link import SECRET_HEADER
+from lib.serve.intake import Intake
 from lib.serve.prompt_cache import OwnedTokens, PromptCache
 from lib.serve.prompt_pace import (
     ALONE,
@@ -403,13 +404,62 @@ def test_a_token_that_the_tokenizer_lacks_is_no_text() -> None:
 
 def test_requests_that_come_together_are_taken_in_one_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = backend_server.Generator.__new__(backend_server.Generator)
-    waiting = [1, 2, 3]
+    generator.intake = Intake()
+    asked = SimpleNamespace(owner="a", prepare_seconds=0.0)
+    waiting = [(number, asked, None) for number in (1, 2, 3)]
     monkeypatch.setattr(
         backend_server.server.ResponseGenerator,
         "_next_request",
         lambda self, timeout=None: waiting.pop(0) if waiting else None,
     )
-    assert [generator._next_request(0.1)] + [generator._next_request() for _ in range(5)] == [1, None, 2, None, 3, None]
+    taken = [generator._next_request(0.1)] + [generator._next_request() for _ in range(5)]
+    assert [one and one[0] for one in taken] == [1, None, 2, None, 3, None]
+
+
+def test_a_request_that_costs_more_than_tokens_is_charged_to_its_owner(model: Any) -> None:
+    batches = Batches(model)
+    batches.token_seconds = 1e-9  # so that every step takes longer
+    batches.insert([[3, 4]], [10_000], all_tokens=[OwnedTokens([], "steady")])
+    while not batches.next()[1]:
+        pass
+    for _ in range(3):
+        batches.token_seconds = 1e-9
+        batches.next()
+    batches.intake._owed_seconds.clear()
+    batches.token_seconds = 1e-9
+    batches.next()
+    assert not batches.intake._owed_seconds, "who only goes on owes nothing"
+    (short,) = batches.insert([[5, 6, 7]], [1], all_tokens=[OwnedTokens([], "short")])
+    is_over = False
+    while not is_over:
+        batches.token_seconds = 1e-9
+        is_over = any(one.uid == short and one.finish_reason for one in batches.next()[1])
+        assert set(batches.intake._owed_seconds) == {"short"}
+    assert list(batches.intake.under_way.values()) == ["steady"]
+    batches.intake.put("short", "next")
+    assert batches.intake.take() is None
+    batches.remove(list(batches.intake.under_way))
+    assert batches.intake.take() == "next"
+    batches.close()
+
+
+def test_what_is_owed_is_paid_also_while_nobody_is_answered(model: Any) -> None:
+    """Else a request that owes a microsecond waits for somebody's long prompt, and longer."""
+    batches = Batches(model)
+    batches.insert([list(range(3, 200))], [1], all_tokens=[OwnedTokens([], "long")])
+    batches.intake.charge(["good"], 1e-6)
+    batches.intake.put("good", "question")
+    batches.next()
+    assert batches.intake.take() == "question"
+    batches.close()
+
+
+def test_few_automata_of_clients_stop_strings_are_kept() -> None:
+    """mlx_lm.server keeps 100, and then drops all at once."""
+    few = backend_server._Few()
+    for number in range(100):
+        few[number] = number
+    assert list(few) == list(range(100 - backend_server.MOST_AUTOMATA, 100))
 
 
 # ---- How tokens are drawn
@@ -483,6 +533,9 @@ class Failing:
 
     def generation_available(self) -> bool:
         return self.lives
+
+    def prepare(self, request: Any, arguments: Any) -> None:
+        pass
 
     def generate(self, request: Any, arguments: Any, progress: Any) -> Any:
         def tokens() -> Iterator[Any]:

@@ -206,6 +206,30 @@ def test_long_prompts_count_as_several_slots_of_their_owner_until_they_are_read(
     asyncio.run(play())
 
 
+def test_long_answers_count_as_several_slots_by_those_before_them() -> None:
+    async def play() -> None:
+        pool = Pool(ups(16), max_queue=50)
+        assert pool.expected_tokens("wordy", 5000) == 5000, "nothing is known yet"
+        for _ in range(20):
+            pool.has_answered("wordy", 2 * SLOT_TOKENS)
+            pool.has_answered("brief", 10)
+        assert pool.expected_tokens("brief", 5000) == 10 and pool.expected_tokens("wordy", 20) == 20
+        slots, left = slots_of(SLOT_TOKENS + pool.expected_tokens("wordy", 5000)), slots_of(2 * SLOT_TOKENS)
+        assert (slots, left) == (4, 3)
+        pool.is_shared = True
+        await pool.take("brief", 1)
+        held = await pool.take("wordy", 1, slots)
+        pool.has_read("wordy", slots, left)
+        more = asyncio.create_task(pool.take("wordy", 60, 1))
+        late = asyncio.create_task(pool.take("wordy", 60, 1))
+        await asyncio.sleep(0.01)
+        assert more.done() and not late.done(), "a quarter of 16 is taken: 3 and 1"
+        pool.give_back(held, "wordy", 0.1, slots=left)
+        await asyncio.wait_for(late, 60)
+
+    asyncio.run(play())
+
+
 def test_who_leaves_answers_again_and_again_is_charged_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story() -> None:
         monkeypatch.setattr(backend_pool, "CHARGED_SECONDS", 0.2)
@@ -491,10 +515,24 @@ def test_a_stream_is_put_together_as_the_whole_answer_would_be() -> None:
     events = [base | {"choices": [choice]} for choice in choices] + [
         base | {"choices": [], "usage": {"total_tokens": 3}}
     ]
-    whole = openai_answers.assemble(json.dumps(event).encode() for event in events)
+    assembly = openai_answers.Assembly()
+    assembly.add([b": keepalive 1/2"])
+    for event in events:
+        assembly.add([b"data: " + json.dumps(event).encode()])
+    assembly.add([b"data: [DONE]"])
+    whole = assembly.answer()
     message = {"role": "assistant", "content": "ab", "reasoning": "hm", "tool_calls": [call]}
     choice = {"index": 0, "finish_reason": "tool_calls", "logprobs": None, "message": message}
     assert whole == base | {"object": "chat.completion", "choices": [choice], "usage": {"total_tokens": 3}}
+
+
+@pytest.mark.parametrize("details", [{}, {"prompt_tokens_details": {"cached_tokens": 7}}])
+@pytest.mark.parametrize("said", ["", '"usage": {"prompt_tokens": 9}}', "}" * 2000])
+@pytest.mark.parametrize("separators", [None, (",", ":")])
+def test_the_usage_is_that_of_the_answers_end(details: Any, said: str, separators: Any) -> None:
+    usage = {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8, **details}
+    answer = {"choices": [{"message": {"content": said}}], "usage": usage}
+    assert openai_answers.usage_of(json.dumps(answer, separators=separators).encode()) == usage
 
 
 # ---- Keys --------------------------------------------------------------------------------------------------------------
@@ -560,7 +598,7 @@ def asked(
     encoded = [(name.encode(), value.encode()) for name, value in {"host": "localhost", **headers}.items()]
     aborted: list[bool] = []
     client = SimpleNamespace(
-        abort=lambda: aborted.append(True), ignore=lambda: None, recognise=lambda owner: None, **acts
+        abort=lambda: aborted.append(True), ignore=lambda: None, recognise=lambda owner: None, has_left=False, **acts
     )
     scope = {"type": "http", "method": method, "path": path, "headers": encoded, "query_string": b""}
     scope |= {"state": {"client": client}, "client": ("127.0.0.1", 1)}

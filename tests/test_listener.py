@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import hashlib
 import re
 import signal
 import socket
 import ssl
+from asyncio import selector_events
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib.config.serve_settings import ServeSettings
-from lib.serve import command
+from lib.serve import command, http_protocol, tls_listener
 from lib.serve.api_keys import Keys
 from lib.serve.backend_pool import Pool
 from lib.serve.feedback import Feedback
@@ -293,6 +295,49 @@ def test_a_costly_key_exchange_is_refused(tmp_path: Path) -> None:
             assert (await heard(reader))[:1] in (b"", b"\x15"), "no hello of the server, but an alert or nothing"
             writer.transport.abort()
             assert (await asked(connect, LAST, tls=trusted)).startswith(b"HTTP/1.1 200 ")
+
+    asyncio.run(story())
+
+
+def test_who_left_before_its_turn_costs_nothing() -> None:
+    async def story() -> None:
+        door = socket.create_server(("127.0.0.1", 0))
+        for sent, is_gone in ((b"GET / HTTP/1.1\r\n\r\n", False), (b"", False), (b"", True)):
+            client = socket.create_connection(door.getsockname())
+            accepted, _ = door.accept()
+            client.sendall(sent)
+            if is_gone:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+                client.close()
+            await asyncio.sleep(0.05)
+            assert tls_listener.has_left(accepted) == is_gone
+            accepted.close()
+            client.close()
+        door.close()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("request_bytes", [b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n", b"GARBAGE\r\n\r\n", b""])
+def test_nothing_is_left_of_a_connection_that_ended(request_bytes: bytes) -> None:
+    """No timer keeps it: of some thousand in a second Python's collector would look through them all, again and again."""
+
+    async def story() -> None:
+        async with listening(write_seconds=3000.0, read_seconds=3000.0) as connect:
+            writers = []
+            for _ in range(120):  # more than the refusals that go out at once
+                _, writer = await connect()
+                writer.write(request_bytes)
+                await writer.drain()
+                writers.append(writer)
+            await asyncio.sleep(0.1)
+            while writers:
+                writers.pop().transport.abort()
+            del writer, _
+            await asyncio.sleep(0.3)
+            gc.collect()
+            kept = (http_protocol.Protocol, selector_events._SelectorSocketTransport)
+            assert not [one for one in gc.get_objects() if isinstance(one, kept)]
 
     asyncio.run(story())
 

@@ -3,8 +3,9 @@
 A request takes a place before its body is read, and has it to its end. Where all are taken, the owner who has most
 requests without a backend loses the newest of them, or is the one who is refused: nobody fills the queue for others.
 
-A request takes a slot of a backend and gives it back. Where several owners ask it counts as several of its owner's
-until its prompt is read, if that is long: what is read for one makes all others slower, too. It goes to the backend
+A request takes a slot of a backend and gives it back. Where several owners ask it counts as several of its owner's if
+it is long: its prompt until that is read, and its answer, as long as this owner's are in the mean, to its end. What is
+read for one makes all others slower, and so does a token behind many. It goes to the backend
 that should finish it first by the measured speeds, so backends of unequal speed get unequal parts. Of those that wait,
 the owner with the fewest requests under way is next, and of several the one who got a slot longest ago. While several
 owners ask, each has at most a quarter of the slots, for what one runs makes all others slower; and who asks alone
@@ -29,7 +30,8 @@ SMOOTHING = 0.3  # weight of the newest
 SLOWEST = 1e-3  # tokens a second, of a backend that did nothing in a whole window
 RECENT_SECONDS = 60.0  # after its last request, for which an owner counts as one who asks
 CHARGED_SECONDS = 1.0  # for which a request that its client left counts as its owner's, after its slot is free
-SLOT_TOKENS = 1024  # of a prompt: with each as many it counts as one slot more of its owner's
+SLOT_TOKENS = 1024  # of prompt and answer: with each as many it counts as one slot more of its owner's
+REMEMBERED = 4096  # owners
 PART = 4  # a quarter of the slots, of one owner where several ask, and kept free where one of several does
 
 
@@ -85,9 +87,9 @@ def choose(backends: Sequence[Backend]) -> Backend | None:
     return min((one for one in backends if one.is_up and one.in_flight < one.capacity), key=cost, default=None)
 
 
-def slots_of(prompt_tokens: int) -> int:
-    """The slots that a request counts as, of its owner's."""
-    return 1 + prompt_tokens // SLOT_TOKENS
+def slots_of(tokens: int) -> int:
+    """The slots that a request of so many tokens counts as, of its owner's."""
+    return 1 + tokens // SLOT_TOKENS
 
 
 @dataclass(eq=False)
@@ -123,6 +125,7 @@ class Pool:
         self._turns: dict[str, int] = {}  # by owner: when it got its last slot
         self._places: dict[Place, None] = {}  # the oldest first
         self._asked_at: dict[str, float] = {}  # by owner
+        self._answer_tokens: dict[str, float] = {}  # in the mean, by owner
         self._mean_seconds = 1.0  # that a request occupies its slot
 
     @property
@@ -204,6 +207,17 @@ class Pool:
                 one.admitted.cancel()
             raise
 
+    def expected_tokens(self, owner: str, most: int) -> int:
+        """How long an owner's next answer may become, by those before it. most: that it asks for."""
+        return min(most, int(self._answer_tokens.get(owner, most)))
+
+    def has_answered(self, owner: str, tokens: int) -> None:
+        """An answer of so many tokens ended, or was left after as many."""
+        before = self._answer_tokens.pop(owner, float(tokens))
+        self._answer_tokens[owner] = before + SMOOTHING * (tokens - before)
+        if len(self._answer_tokens) > REMEMBERED:
+            del self._answer_tokens[next(iter(self._answer_tokens))]
+
     def give_back(
         self, backend: Backend, owner: str, seconds: float | None, is_abandoned: bool = False, slots: int = 1
     ) -> None:
@@ -223,9 +237,9 @@ class Pool:
         else:
             self._discharge(owner, slots)
 
-    def has_read(self, owner: str, slots: int) -> None:
-        """A prompt is read: its request, which counted as so many slots, counts as one from now on."""
-        self._in_flight_of[owner] -= slots - 1
+    def has_read(self, owner: str, slots: int, left: int = 1) -> None:
+        """A prompt is read: its request, which counted as so many slots, counts as those that are left from now on."""
+        self._in_flight_of[owner] -= slots - left
         self._admit_waiting()
 
     def _discharge(self, owner: str, slots: int) -> None:

@@ -7,6 +7,8 @@ token, and answers when nothing is left of it; a request that was stopped before
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import hmac
 import json
 import socket
@@ -24,12 +26,14 @@ from mlx_lm import server
 from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer
 
 from lib.serve.backend_link import ID_HEADER, OWNER_HEADER, SECRET_HEADER
+from lib.serve.intake import Intake
 from lib.serve.openai_answers import FAILURE
 from lib.serve.prompt_cache import OwnedTokens, PromptCache
 from lib.serve.prompt_pace import Batches, mend_window_caches
 from lib.serve.samplers import make_sampler
 
 PASS_SECONDS = 0.1  # of generating, between two looks for requests that were stopped
+MOST_AUTOMATA = 8  # of clients' own stop strings
 REMEMBERED = 4096  # ids that were stopped before they came
 
 ToolParser = Callable[[str, Any], Any]  # of what a model wrote, and the tools, one call or several
@@ -77,21 +81,54 @@ class Requests:
             self._changed.wait_for(lambda: id not in self._under_way)
 
 
+class _Few(OrderedDict[Any, Any]):
+    """A dictionary that forgets all but the last few."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        while len(self) > MOST_AUTOMATA:
+            self.popitem(last=False)
+
+
 class Generator(server.ResponseGenerator):  # type: ignore[misc]
     """mlx_lm.server's, that looks for new requests as soon as there are some, not twice a second.
 
-    Of many that come at once it takes in one a step, so that those under way wait for one of them and not for all.
+    Of many that come at once it takes in one a step, so that those under way wait for one of them and not for all;
+    whose, lib/serve/intake.py says.
     A prompt of no tokens fails by itself: inserted into a batch, it would end the thread that generates for everybody.
     """
 
     _has_taken = False  # a request, since the last step
+    _is_loaded = False  # the model
+
+    def __init__(self, *arguments: Any, intake: Intake):
+        self.intake = intake  # before the thread starts, which asks for it
+        super().__init__(*arguments)
+        # mlx_lm.server keeps 100, each of some thousand objects, and then drops all while nobody is answered.
+        self._state_machine_cache = _Few()
+
+    def prepare(self, request: Any, arguments: Any) -> None:
+        """Makes what mlx_lm.server would make for a request's stop strings while nobody is answered; in any thread."""
+        since = time.thread_time()
+        if arguments.stop_words and (tokenizer := self.model_provider.tokenizer) is not None:
+            self._make_state_machine(self.model_provider.model_key, tokenizer, arguments.stop_words)
+        request.prepare_seconds = time.thread_time() - since
 
     def _next_request(self, timeout: float | None = None) -> Any:
         """As mlx_lm.server's. timeout: None while requests are under way."""
+        if not self._is_loaded:
+            self._is_loaded = True
+            gc.collect()
+            gc.freeze()  # the model stays, and is not looked through again and again while somebody waits for a token
         if timeout is None and self._has_taken:
             self._has_taken = False
             return None
-        request = super()._next_request(timeout)
+        if timeout is not None:
+            self.intake.under_way.clear()
+        while (come := super()._next_request(None if self.intake.is_due else timeout)) is not None:
+            self.intake.put(come[1].owner, come)
+            self.intake.charge([come[1].owner], come[1].prepare_seconds)
+        request = self.intake.take()
         self._has_taken = request is not None
         return request
 
@@ -111,7 +148,7 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
         """A pass over the requests under way: until somebody waits to join them, and not for long."""
         ends = time.monotonic() + PASS_SECONDS
         yield
-        while self.requests.empty() and time.monotonic() < ends:
+        while self.requests.empty() and not self.intake.is_due and time.monotonic() < ends:
             yield
 
     @_time_budget.setter
@@ -136,7 +173,7 @@ def mend_detokenizers() -> None:
 class _Stoppable:
     """A generator for one request of an owner, that looks before each token whether it still has to generate."""
 
-    def __init__(self, generator: server.ResponseGenerator, owner: str, is_stopped: Callable[[], bool]):
+    def __init__(self, generator: Generator, owner: str, is_stopped: Callable[[], bool]):
         self._generator, self._owner, self._is_stopped = generator, owner, is_stopped
         self.context: Any = None
         self.has_failed = False  # itself, and not only what is made of its tokens
@@ -150,6 +187,7 @@ class _Stoppable:
             progress_callback(processed, total)
 
         request.owner = self._owner
+        self._generator.prepare(request, arguments)
         self.context, tokens = self._generator.generate(request, arguments, progress)
         if self.context.tool_parser is not None:
             self.context.tool_parser = checked(self.context.tool_parser)
@@ -265,10 +303,11 @@ def run_at(path: Path, secret: str) -> Callable[..., None]:
 
     def run(host: str, port: int, provider: Any) -> None:
         server.make_sampler = make_sampler  # type: ignore[assignment]
-        server.BatchGenerator = Batches  # type: ignore[misc]
+        intake = Intake()
+        server.BatchGenerator = functools.partial(Batches, intake=intake)  # type: ignore[misc, assignment]
         mend_window_caches()
         mend_detokenizers()
-        generator = Generator(provider, PromptCache(provider.cli_args.prompt_cache_size))
+        generator = Generator(provider, PromptCache(provider.cli_args.prompt_cache_size), intake=intake)
         fingerprint, answers = server.get_system_fingerprint(), handler(secret)
 
         def answer(*arguments: Any) -> Any:

@@ -13,7 +13,7 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 import httpx2
@@ -26,7 +26,7 @@ from lib.serve.event_log import Log
 from lib.serve.feedback import Feedback
 from lib.serve.http_exchange import JSON_HEADERS, Exchange, read_body, send_answer, start_of_answer, while_listening
 from lib.serve.openai_answers import Usage
-from lib.serve.openai_requests import JSON, BackendRequest, Kind, RequestError
+from lib.serve.openai_requests import BackendRequest, Kind, RequestError
 from lib.serve.prometheus_metrics import Metrics
 
 ATTEMPTS = 2  # a request of which nothing was answered yet may try another backend once
@@ -47,6 +47,8 @@ class Attempt:
     backend: Backend
     owner: str
     slots: int  # of its owner's, that it counts as
+    slots_when_read: int  # the same once its prompt is read
+    tokens: int = 0  # of the answer, so far
     since: float = field(default_factory=time.monotonic)
     id: str = field(default_factory=lambda: secrets.token_hex(8))
     is_over: bool = False  # for the backend, too
@@ -90,11 +92,15 @@ class Completions:
 
     async def _answer(self, exchange: Exchange, kind: Kind, body: bytes, place: Place) -> None:
         """Has a backend answer; a second one where the first failed before it answered anything."""
+        since = time.monotonic()
         request = await self.read(exchange.owner, kind, body)
+        exchange.record["read_seconds"] = round(time.monotonic() - since, 4)
         exchange.is_stream = exchange.record["stream"] = request.stream
         for number in range(1, ATTEMPTS + 1):
-            slots = slots_of(request.prompt_tokens)
-            attempt = Attempt(await self._take_slot(exchange, slots), exchange.owner, slots)
+            expected = self.pool.expected_tokens(exchange.owner, request.max_tokens)
+            slots = slots_of(request.prompt_tokens + expected)
+            backend = await self._take_slot(exchange, slots)
+            attempt = Attempt(backend, exchange.owner, slots, slots_of(expected))
             place.has_backend = True
             try:
                 async with asyncio.timeout(self.settings.request_seconds):
@@ -123,6 +129,8 @@ class Completions:
 
         def give_back(is_abandoned: bool) -> None:
             seconds = time.monotonic() - attempt.since
+            if attempt.tokens:  # what was left before says nothing
+                self.pool.has_answered(attempt.owner, attempt.tokens)
             self.pool.give_back(attempt.backend, attempt.owner, seconds, is_abandoned, attempt.slots)
 
         async def later() -> None:
@@ -173,16 +181,14 @@ class Completions:
 
     async def _stream(self, exchange: Exchange, request: BackendRequest, attempt: Attempt) -> None:
         """Hands the backend's events on as they arrive."""
-        kept: list[bytes] = []  # for a label that may come
+        kept = openai_answers.Assembly()  # for a label that may come
         # Closed on every way out: the backend stops generating when its connection ends.
         async with contextlib.aclosing(self._events(exchange, request, attempt)) as blocks:
             async for events in blocks:
                 if self.feedback is not None:
-                    kept += events
-                    if (
-                        kept and openai_answers.data_of(kept[-1]) == b"[DONE]"
-                    ):  # before the client knows, who may label it
-                        self.feedback.remember(exchange.owner, request, _assembled(kept))
+                    kept.add(events)
+                    if attempt.is_over:  # before the client knows, who may label it
+                        self.feedback.remember(exchange.owner, request, kept.answer())
                 passed = [event for event in events if self._is_for_client(event, request)]
                 if not passed:
                     continue
@@ -200,17 +206,21 @@ class Completions:
     async def _whole(self, exchange: Exchange, request: BackendRequest, attempt: Attempt) -> None:
         """Collects the backend's answer, and sends it when it is whole."""
         if request.is_streamed:
+            assembly = openai_answers.Assembly()
             async with contextlib.aclosing(self._events(exchange, request, attempt)) as blocks:
-                whole = _assembled([event async for block in blocks for event in block])
+                async for events in blocks:
+                    assembly.add(events)
+            whole = assembly.answer()
             answer = json.dumps(whole).encode()
         else:
             attempt.whole = asyncio.create_task(self._fetch(request, attempt))
             answer = await asyncio.shield(attempt.whole)
             attempt.is_over = True
-            whole = json.loads(answer)
-            usage = whole["usage"]
+            usage = openai_answers.usage_of(answer)
+            whole = {} if self.feedback is None else json.loads(answer)
             self._note_usage(exchange, usage)
-            attempt.backend.count(usage["completion_tokens"], time.monotonic())
+            attempt.tokens = usage["completion_tokens"]
+            attempt.backend.count(attempt.tokens, time.monotonic())
         if self.feedback is not None:
             self.feedback.remember(exchange.owner, request, whole)
         exchange.has_content = True
@@ -235,10 +245,11 @@ class Completions:
                 events, rest = openai_answers.split(rest + block)
                 datas = [data for event in events if (data := openai_answers.data_of(event))]
                 backend.count(len(datas), time.monotonic())
+                attempt.tokens += len(datas)
                 if datas and is_first:
                     is_first = False
-                    self.pool.has_read(attempt.owner, attempt.slots)
-                    attempt.slots = 1
+                    self.pool.has_read(attempt.owner, attempt.slots, attempt.slots_when_read)
+                    attempt.slots = attempt.slots_when_read
                     self.metrics.first_token.observe(exchange.seconds)
                     exchange.record["first_token_seconds"] = round(exchange.seconds, 4)
                 if datas and openai_answers.is_failure(datas[-1]):
@@ -247,9 +258,9 @@ class Completions:
                 for data in datas[-2:]:
                     if openai_answers.is_usage(data):
                         self._note_usage(exchange, json.loads(data)["usage"])
+                attempt.is_over = bool(datas) and datas[-1] == b"[DONE]"
                 yield events
-                if datas and datas[-1] == b"[DONE]":
-                    attempt.is_over = True
+                if attempt.is_over:
                     return
         raise BackendLost("its stream broke off")
 
@@ -295,9 +306,3 @@ class Completions:
 
 def _failure() -> RequestError:
     return RequestError(500, "the answer could not be made of what the model wrote", "answer_failed")
-
-
-def _assembled(events: Sequence[bytes]) -> JSON:
-    """The whole answer, from a stream's events."""
-    datas = [data for event in events if (data := openai_answers.data_of(event))]
-    return openai_answers.assemble(data for data in datas if data != b"[DONE]")

@@ -24,7 +24,7 @@ from lib.serve.api_keys import Keys
 from lib.serve.backend_pool import Pool
 from lib.serve.completions import Completions, Read
 from lib.serve.connections import PROBE_DELAY_SECONDS, STRANGERS_SECONDS, Pace
-from lib.serve.event_log import Log
+from lib.serve.event_log import Log, SparingLog
 from lib.serve.feedback import LABEL_BYTES, Feedback, Label
 from lib.serve.http_exchange import JSON_HEADERS, ClientGone, Exchange, read_body, send_answer, send_refusal
 from lib.serve.openai_requests import RequestError
@@ -51,6 +51,7 @@ class Gateway:
         feedback: Feedback | None = None,
     ):
         self.settings, self.model, self.pool, self.log = settings, model, pool, log
+        self.sparing_log = SparingLog(log)
         self.use_keys(keys)
         self.cors = self._cors()
         self.metrics, self.feedback = prometheus_metrics.Metrics(pool), feedback
@@ -91,6 +92,7 @@ class Gateway:
         exchange.send = self._sender(exchange, send)
         try:
             try:
+                await exchange.pause(0)  # the loop learns meanwhile who has left already, and costs no more
                 await self._route(exchange)
             except RequestError as error:
                 exchange.record["error"] = error.message
@@ -165,15 +167,14 @@ class Gateway:
         """Waits where somebody asks too often for what takes no place, and so waits for nobody."""
         if delay := self._delay_seconds(self.turns if exchange.owner else self.probes, exchange):
             exchange.client.rest()
-            await asyncio.sleep(delay)
+            await exchange.pause(delay)
             exchange.client.work()
 
     def _delay_seconds(self, pace: Pace, exchange: Exchange) -> float:
         """How long the owner of the key waits, or whoever is where somebody without one is, and all of these."""
         if exchange.owner:
             return pace.delay_seconds(exchange.owner)
-        network = network_of((exchange.scope.get("client") or ("", 0))[0])
-        return max(pace.delay_seconds(network), pace.delay_seconds(STRANGERS, STRANGERS_SECONDS))
+        return max(pace.delay_seconds(_network(exchange)), pace.delay_seconds(STRANGERS, STRANGERS_SECONDS))
 
     def _admit(self, exchange: Exchange) -> None:
         """Notes who asks. Without keys it has to be somebody on this machine, and no web page under a name of its own.
@@ -230,7 +231,7 @@ class Gateway:
             await send_answer(exchange, error.status, headers, error.body)
             return
         exchange.client.ignore()
-        await asyncio.sleep(delay)
+        await exchange.pause(delay)
         await send_refusal(exchange, error.status, headers, error.body)
 
     def _log(self, exchange: Exchange) -> None:
@@ -241,7 +242,9 @@ class Gateway:
         if status == 200 and (known in ("/healthz", "/readyz", "/metrics") or exchange.scope["method"] == "OPTIONS"):
             return  # they ask again and again, and change nothing
         client = exchange.scope.get("client")
-        self.log(
+        costs = status == 200 and known in COMPLETIONS
+        log = self.log if costs else functools.partial(self.sparing_log, (exchange.owner or _network(exchange), status))
+        log(
             "request",
             request_id=exchange.id,
             method=exchange.scope["method"],
@@ -281,6 +284,11 @@ class Gateway:
 
     def _card(self) -> dict[str, object]:
         return {"id": self.model, "object": "model", "created": self.created, "owned_by": "tandem"}
+
+
+def _network(exchange: Exchange) -> str:
+    """Where a request comes from."""
+    return network_of((exchange.scope.get("client") or ("", 0))[0])
 
 
 def _is_local_name(host: str) -> bool:

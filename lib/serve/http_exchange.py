@@ -40,6 +40,13 @@ class Client(Protocol):
     def abort(self) -> None:
         """Cuts it off; closing would wait for one that does not read."""
 
+    async def pause(self, seconds: float) -> None:
+        """Waits so long, or until it has left."""
+
+    @property
+    def has_left(self) -> bool:
+        """It has closed the connection: nobody is there to answer."""
+
 
 @dataclass
 class Exchange:
@@ -72,6 +79,16 @@ class Exchange:
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.since
+
+    async def pause(self, seconds: float) -> None:
+        """Waits, for as long as the client does.
+
+        Raises:
+            ClientGone: it has closed the connection.
+        """
+        await (self.client.pause(seconds) if seconds else asyncio.sleep(0))
+        if self.client.has_left:
+            raise ClientGone("before it was answered")
 
 
 async def read_body(exchange: Exchange, max_bytes: int, limit_seconds: float) -> bytes:

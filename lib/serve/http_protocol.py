@@ -9,6 +9,7 @@ thrown away unparsed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from typing import Any
 
@@ -81,8 +82,9 @@ class Protocol(H11Protocol):
         self.body_bytes = 0  # of a body in chunks, with its framing
         self.is_body_wanted = self.is_ignored = self.is_turned_away = self.is_paused = False
         self.ignored_bytes = 0
-        self.is_lost = False
+        self.lost = asyncio.Event()
         self.waiting_for_headers: asyncio.TimerHandle | None = None
+        self.cut_off: asyncio.TimerHandle | None = None
 
     # ---- For applications
 
@@ -103,7 +105,22 @@ class Protocol(H11Protocol):
 
     def abort(self) -> None:
         if not self.is_turned_away and not self.is_lost:  # else it is closed a little later, or long ago
+            if self.cycle is not None:  # uvicorn would warn that it was not answered
+                self.cycle.disconnected = True
             self.transport.abort()
+
+    @property
+    def is_lost(self) -> bool:
+        return self.lost.is_set()
+
+    async def pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.lost.wait()
+
+    @property
+    def has_left(self) -> bool:
+        return self.is_lost or (self.transport.is_closing() and not self.is_turned_away)
 
     # ---- For asyncio and uvicorn
 
@@ -114,8 +131,10 @@ class Protocol(H11Protocol):
         self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.is_lost = True
+        self.lost.set()
         self._stop_waiting()
+        if self.cut_off is not None:  # it would keep all this in memory
+            self.cut_off.cancel()
         self.places.leave(self.place)
         super().connection_lost(exc)
 
@@ -169,7 +188,7 @@ class Protocol(H11Protocol):
             self.places.is_idle(self.place)
             if self.conn.their_state is h11.SEND_BODY:  # an answer that did not wait for the body
                 self.ignore()
-                self.loop.call_later(LINGER_SECONDS, self._cut)
+                self._cut_off_after(LINGER_SECONDS)
             elif self.held and self.conn.their_state is h11.IDLE:
                 self._read_head()
 
@@ -188,11 +207,14 @@ class Protocol(H11Protocol):
     def _close_in_time(self) -> None:
         """A transport that closes waits for ever for a client that does not read what it still has for him."""
         self.places.is_idle(self.place)
-        self.loop.call_later(self.settings.write_seconds, self._cut)
+        self._cut_off_after(self.settings.write_seconds)
 
-    def _cut(self) -> None:
+    def _cut_off_after(self, seconds: float) -> None:
+        if self.cut_off is not None:
+            seconds = min(seconds, self.cut_off.when() - self.loop.time())
+            self.cut_off.cancel()
         if not self.is_lost:
-            self.transport.abort()
+            self.cut_off = self.loop.call_later(seconds, self.transport.abort)
 
     # ---- The headers of a request
 
@@ -228,7 +250,7 @@ class Protocol(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:  # of its body: the application hears no more
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+        self._cut_off_after(LINGER_SECONDS)
 
     def _await_headers(self) -> None:
         if self.waiting_for_headers is None:

@@ -12,6 +12,7 @@ BACKEND_MODEL = (
 )
 CACHED = re.compile(rb', "prompt_tokens_details": \{"cached_tokens": \d+\}')  # likewise
 FAILURE = b'{"error": "the answer could not be made of what the model wrote"}'  # an event in the place of the rest
+LAST_USAGE = re.compile(rb'"usage": (\{[^{}]*(?:\{[^{}]*\}[^{}]*)?\})\}\s*$')
 HEADER = ("id", "object", "created", "model", "system_fingerprint")  # of an answer, the same in each of its events
 
 
@@ -60,33 +61,53 @@ def is_failure(data: bytes) -> bool:
     return data == FAILURE
 
 
-def assemble(events: Iterable[bytes]) -> dict[str, object]:
-    """The whole answer, from the events of a stream, each as JSON."""
-    answer: dict[str, object] = {}
-    texts: dict[str, list[str]] = {"content": [], "reasoning": [], "text": []}
-    calls: list[dict[str, object]] = []
-    finish_reason, usage = None, None
-    for raw in events:
-        event: Event = json.loads(raw)
-        answer = answer or {key: event[key] for key in HEADER}  # type: ignore[literal-required]
-        usage = event.get("usage") or usage
+class Assembly:
+    """A whole answer that is made of a stream's events as they come: of a long one, not all of them at its end."""
+
+    def __init__(self) -> None:
+        self._head: dict[str, object] = {}
+        self._texts: dict[str, list[str]] = {"content": [], "reasoning": [], "text": []}
+        self._calls: list[dict[str, object]] = []
+        self._finish_reason: str | None = None
+        self._usage: Usage | None = None
+
+    def add(self, events: Iterable[bytes]) -> None:
+        """Takes in more of the stream."""
+        for data in map(data_of, events):
+            if data and data != b"[DONE]":
+                self._add(json.loads(data))
+
+    def _add(self, event: Event) -> None:
+        self._head = self._head or {key: event[key] for key in HEADER}  # type: ignore[literal-required]
+        self._usage = event.get("usage") or self._usage
         for choice in event["choices"]:
-            finish_reason = choice["finish_reason"] or finish_reason
+            self._finish_reason = choice["finish_reason"] or self._finish_reason
             piece = choice.get("delta", choice)
-            for key, parts in texts.items():
+            for key, parts in self._texts.items():
                 parts.append(piece.get(key) or "")
-            calls += ({key: call[key] for key in call if key != "index"} for call in piece.get("tool_calls", ()))
-    text = {key: "".join(parts) for key, parts in texts.items()}
-    whole: dict[str, object] = {"index": 0, "finish_reason": finish_reason, "logprobs": None}
-    if answer["object"] == "text_completion":
-        whole["text"] = text["text"]
-    else:
-        answer["object"] = "chat.completion"
-        message: dict[str, object] = {"role": "assistant", "content": text["content"] or None}
-        message |= {"reasoning": text["reasoning"]} if text["reasoning"] else {}
-        message |= {"tool_calls": calls} if calls else {}
-        whole["message"] = message
-    return answer | {"choices": [whole], "usage": usage}
+            self._calls += ({key: call[key] for key in call if key != "index"} for call in piece.get("tool_calls", ()))
+
+    def answer(self) -> dict[str, Any]:
+        """The answer, of a stream that has ended."""
+        text = {key: "".join(parts) for key, parts in self._texts.items()}
+        whole: dict[str, object] = {"index": 0, "finish_reason": self._finish_reason, "logprobs": None}
+        head = dict(self._head)
+        if head["object"] == "text_completion":
+            whole["text"] = text["text"]
+        else:
+            head["object"] = "chat.completion"
+            message: dict[str, object] = {"role": "assistant", "content": text["content"] or None}
+            message |= {"reasoning": text["reasoning"]} if text["reasoning"] else {}
+            message |= {"tool_calls": self._calls} if self._calls else {}
+            whole["message"] = message
+        return head | {"choices": [whole], "usage": self._usage}
+
+
+def usage_of(answer: bytes) -> Usage:
+    """The usage of a backend's whole answer: from its end alone, since log-probabilities make the rest long."""
+    found = LAST_USAGE.search(answer[-1000:])
+    usage: Usage = json.loads(found[1]) if found else json.loads(answer)["usage"]
+    return usage
 
 
 def split(buffer: bytes) -> tuple[list[bytes], bytes]:

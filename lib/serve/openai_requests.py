@@ -238,6 +238,7 @@ class BackendRequest:
         is_streamed: whether a backend streams it. A server that runs already notices that nobody listens only when it
             writes, so whole answers are asked for as streams, too; but its streams have no log-probabilities.
         prompt_tokens: as the model will see them.
+        max_tokens: of the answer.
     """
 
     kind: Kind
@@ -247,6 +248,7 @@ class BackendRequest:
     model: str
     is_streamed: bool = True
     prompt_tokens: int = 0
+    max_tokens: int = 0
 
     @property
     def body(self) -> JSON:
@@ -352,7 +354,8 @@ def backend_request(
             400, "logprobs come with whole answers only; set stream to false", "invalid_value", "logprobs"
         )
     content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
-    return BackendRequest(kind, content, bool(request.stream), wants_usage, limits.model, is_streamed, prompt_tokens)
+    stream = bool(request.stream)
+    return BackendRequest(kind, content, stream, wants_usage, limits.model, is_streamed, prompt_tokens, max_tokens)
 
 
 def too_long(message: str) -> RequestError:

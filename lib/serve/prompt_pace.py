@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, PromptProcessingBatch
 from mlx_lm.models.cache import BatchRotatingKVCache
+
+from lib.serve.intake import Intake
 
 FIRST_TOKENS = 128  # of a step, before anything was measured: of a large model on a slow machine they take long
 LEAST_TOKENS = {mx.DeviceType.cpu: 4, mx.DeviceType.gpu: 64}  # of a step; a GPU reads fewer in no shorter time
@@ -108,8 +112,11 @@ class Batches(BatchGenerator):  # type: ignore[misc]
     _is_first: bool = True  # of the steps that generate: it compiles kernels
     _row_tokens: int | None = None  # that this step reads of each prompt
 
-    def __init__(self, *arguments: Any, **options: Any):
+    def __init__(self, *arguments: Any, intake: Intake | None = None, **options: Any):
         super().__init__(*arguments, **options)
+        self.intake = intake or Intake()
+        self._ended_at: float | None = None  # the last step
+        self._joined: set[int] = set()  # rows, since then
         self.lanes = [
             Lane(most, PromptProcessingBatch.empty(self.model, self.sampler, MOST_TOKENS))
             for most in (*LANE_TOKENS, math.inf)
@@ -154,9 +161,20 @@ class Batches(BatchGenerator):  # type: ignore[misc]
         self._row_tokens = None
         return made
 
-    def insert_segments(self, *arguments: Any, **options: Any) -> list[int]:
+    def insert_segments(
+        self,
+        segments: Any,
+        max_tokens: Any = None,
+        caches: Any = None,
+        all_tokens: Any = None,
+        *rest: Any,
+        **options: Any,
+    ) -> list[int]:
         """As mlx-lm's; each prompt goes to those of its kind, by all tokens that its row has before an answer."""
-        uids: list[int] = super().insert_segments(*arguments, **options)
+        uids: list[int] = super().insert_segments(segments, max_tokens, caches, all_tokens, *rest, **options)
+        for uid, tokens in zip(uids, all_tokens or [[]] * len(uids), strict=True):
+            self.intake.under_way[uid] = getattr(tokens, "owner", "")
+        self._joined |= set(uids)
         self._use(self.lane)
         for one in [self.lane.waiting.pop() for _ in uids][::-1]:
             tokens = len(one[4]) + sum(map(len, one[1]))
@@ -171,6 +189,8 @@ class Batches(BatchGenerator):  # type: ignore[misc]
             self._use(lane)
             caches |= super().remove(uids, return_prompt_caches)
         self._use(before)
+        for uid in uids:
+            self.intake.under_way.pop(uid, None)
         return caches
 
     def extract_cache(self, uids: Any) -> dict[int, Any]:
@@ -222,7 +242,10 @@ class Batches(BatchGenerator):  # type: ignore[misc]
         counters = self._counters
         steps, read = counters.generation_steps, counters.prompt_tokens
         decode_seconds, prompt_seconds = counters.decode_time, counters.prompt_time
+        since = time.perf_counter() if self._ended_at is None else self._ended_at
         prompts, answers = super()._next()
+        ended = {one.uid for one in answers if one.finish_reason is not None}
+        moved = {one.uid for one in prompts if one.end_of_prompt or self.lane is self.lanes[0]}
         if self._rests:
             prompts = [one for one in prompts if one.end_of_prompt]
         is_generating, has_read = counters.generation_steps > steps, counters.prompt_tokens > read
@@ -230,7 +253,28 @@ class Batches(BatchGenerator):  # type: ignore[misc]
             counters.decode_time - decode_seconds if is_generating else None,
             (counters.prompt_tokens - read, counters.prompt_time - prompt_seconds) if has_read else None,
         )
+        now = time.perf_counter()
+        if is_generating:
+            paced = 0.0 if self.lane is self.lanes[0] else counters.prompt_time - prompt_seconds
+            self._charge(self._joined | moved | ended, now - since - paced)
+        else:
+            self.intake.pay(now - since)  # nobody waited for a token
+        for uid in ended:
+            self.intake.under_way.pop(uid, None)
+        self._joined, self._ended_at = set(), now if len(self._generation_batch) else None
         return prompts, answers
+
+    def _charge(self, uids: Collection[int], seconds: float) -> None:
+        """Charges rows that came, went or are short, with what a step took beyond a token; and all have one token more.
+
+        Args:
+            seconds: of the step and what came before it, without what the other lanes' pace holds to its part.
+        """
+        if self.token_seconds is None:
+            return
+        under_way = self.intake.under_way
+        self.intake.charge([under_way[uid] for uid in uids if uid in under_way], max(0.0, seconds - self.token_seconds))
+        self.intake.pay(BESIDE_ANSWERS * self.token_seconds)
 
     def _note(self, decode_seconds: float | None, read: tuple[int, float] | None) -> None:
         """Takes in what a step took: to make tokens, if it did, and to read: how many tokens, and how long."""

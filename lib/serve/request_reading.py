@@ -30,7 +30,7 @@ MEMORY_BYTES = 2 * 2**30  # that bodies may take, on Linux: templates and tokeni
 NICE = 5  # after the gateway and its backends
 LETTERS_OF_TOKEN = 8  # more than most texts have; of a prompt with more a part is counted first
 CUT_TOKENS = 64  # more than a cut in the middle of a word can add
-TOLD_OF_REQUEST = ("stream", "include_usage", "is_streamed", "prompt_tokens")
+TOLD_OF_REQUEST = ("stream", "include_usage", "is_streamed", "prompt_tokens", "max_tokens")
 Count = Callable[[JSON], int]  # tokens of a backend's body, as the model will see them
 
 

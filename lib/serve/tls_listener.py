@@ -6,8 +6,10 @@ asyncio's own listener says nothing of a connection before its TLS handshake is 
 from __future__ import annotations
 
 import asyncio
+import select
 import signal
 import socket
+from collections import deque
 from types import FrameType
 
 import uvicorn
@@ -20,7 +22,8 @@ from lib.serve.http_protocol import Protocol
 
 LAST_WORDS_SECONDS = 2.0  # for what was on its way when the listener closed
 BACKLOG = 1024  # connections that wait to be accepted
-ACCEPTED_AT_ONCE = 16  # of these, before others are served
+ACCEPTED_AT_ONCE = 256  # of these, before others are served
+WELCOMED_AT_ONCE = {"http": 2, "https": 1}  # of those that are accepted; a handshake takes a millisecond or two
 NO_FILES_SECONDS = 0.1  # until it is tried again where the system has no file for a connection
 
 
@@ -33,6 +36,7 @@ class Listener(uvicorn.Server):
         self.loop = asyncio.get_running_loop()
         self.connections = Connections(settings.max_connections, settings.most_of_address)
         self.listening: list[socket.socket] = []
+        self.accepted: deque[tuple[socket.socket, Connection]] = deque()  # nobody has listened to them yet
         self.welcoming: set[asyncio.Task[None]] = set()
         self.draining: asyncio.Task[None] | None = None
 
@@ -66,6 +70,7 @@ class Listener(uvicorn.Server):
         self.started = True
 
     def _accept(self, listening: socket.socket) -> None:
+        """Counts those who wait, which costs little: left to the system, they would fill its queue for all others."""
         for _ in range(ACCEPTED_AT_ONCE):
             try:
                 accepted, address = listening.accept()
@@ -80,10 +85,34 @@ class Listener(uvicorn.Server):
                 accepted.close()
                 continue
             accepted.setblocking(False)
+            connection.close = accepted.close
+            self.accepted.append((accepted, connection))
+            if len(self.accepted) == 1:
+                self.loop.call_soon(self._welcome_some)
+
+    def _welcome_some(self) -> None:
+        """Listens to the next few, and to more when everybody else has had a turn."""
+        for _ in range(WELCOMED_AT_ONCE["http" if self.config.ssl is None else "https"]):
+            if (one := self._next_accepted()) is None:
+                return
+            accepted, connection = one
             task = asyncio.create_task(self._welcome(accepted, connection))
             connection.close = task.cancel
             self.welcoming.add(task)
             task.add_done_callback(self.welcoming.discard)
+        if self.accepted:
+            self.loop.call_soon(self._welcome_some)
+
+    def _next_accepted(self) -> tuple[socket.socket, Connection] | None:
+        while self.accepted:
+            accepted, connection = self.accepted.popleft()
+            if connection.is_over:  # closed, to make room for another one
+                continue
+            if not has_left(accepted):
+                return accepted, connection
+            self.connections.leave(connection)
+            accepted.close()
+        return None
 
     def _accept_again(self, listening: socket.socket) -> None:
         if listening in self.listening:
@@ -123,3 +152,10 @@ class Listener(uvicorn.Server):
         while self.server_state.connections and not self.force_exit and self.loop.time() < deadline:
             await asyncio.sleep(0.05)
         await super().shutdown(sockets)
+
+
+def has_left(accepted: socket.socket) -> bool:
+    """Whether the other end has closed a connection already, as far as the system tells without reading from it."""
+    poll = select.poll()
+    poll.register(accepted, getattr(select, "POLLRDHUP", 0))  # Linux's own; errors and resets are told unasked
+    return bool(poll.poll(0))
