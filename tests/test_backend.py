@@ -69,6 +69,21 @@ def test_parts_of_an_owners_tokens_are_his() -> None:
     assert tokens[1:][1:] == [3, 4] and tokens[-1] == 4 and tokens[1:][1:].owner == tokens[:].owner == "alice"
 
 
+def test_no_owner_pushes_out_the_prompts_of_all_others() -> None:
+    cache = PromptCache(4)
+    cache.insert_cache("model", OwnedTokens(list(range(50)), "good"), [KVCache()])
+    for number in range(20):
+        kind = ("assistant", "user", "system")[number % 3]
+        cache.insert_cache("model", OwnedTokens([number, 7, 7], "flood"), [KVCache()], cache_type=kind)
+    owners = [model[1] for ages in cache._lru._lrus.values() for model, _ in ages]
+    assert sorted(owners) == ["flood", "flood", "flood", "good"]
+    cache.insert_cache("model", OwnedTokens([1, 2], "good"), [KVCache()])
+    owners = [model[1] for ages in cache._lru._lrus.values() for model, _ in ages]
+    assert sorted(owners) == ["flood", "flood", "good", "good"]
+    cache.trim_to(n_sequences=0)
+    assert not len(cache)
+
+
 def test_what_was_read_is_found_as_mlx_lm_finds_it() -> None:
     rng, cases = random.Random(3), 0
     for _ in range(200):
@@ -591,4 +606,7 @@ def test_a_request_that_fails_is_told_and_the_backend_goes_on() -> None:
         assert [openai_answers.is_failure(data) for data in datas] == [False] * (prompt == "later") + [True]
     assert not ask("broken", stream=False), "where no tokens come it is not the request's fault alone"
     failing.lives = False
-    assert not ask("now", stream=False), "nor where the thread that generates has ended"
+    for prompt in ("now", "later"):
+        assert openai_answers.is_death(ask(prompt, stream=False).partition(b"\r\n\r\n")[2]), "nor where it all ended"
+        [*_, last], _ = openai_answers.split(ask(prompt, stream=True).partition(b"\r\n\r\n")[2])
+        assert openai_answers.is_death(openai_answers.data_of(last) or b"")

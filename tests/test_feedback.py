@@ -115,13 +115,36 @@ def test_old_and_many_completions_are_forgotten(tmp_path: Path) -> None:
     clock.now = 9.9
     assert label(own, "old", owner="bob") == 404 and "old" in own.recent
     clock.now = 10.1
-    assert label(own, "old") == 404 and not own.recent and own.held_bytes == 0
+    assert label(own, "old") == 404 and not own.recent and own.held_bytes.total() == 0
     for i in range(300):
         own.remember("alice", request(), answer(f"id-{i}", "x" * 100 * (i % 7)))
-        assert own.held_bytes == sum(one.bytes for one in own.recent.values()) <= 20_000
+        assert own.held_bytes.total() == sum(one.bytes for one in own.recent.values()) <= 20_000
     assert list(own.recent)[-1] == "id-299" and 5 < len(own.recent) < 20
     own.remember("alice", request(), answer("too large", "x" * 30_000))
-    assert not own.recent and own.held_bytes == 0
+    assert not own.recent and not own.held and not own.held_bytes
+
+
+def test_a_key_with_many_completions_has_its_own_forgotten(tmp_path: Path) -> None:
+    own, _ = kept(tmp_path, feedback_bytes=20_000)
+    own.remember("bob", request(), answer("bob's"))
+    for i in range(300):
+        own.remember("alice", request(), answer(f"id-{i}", "x" * 300))
+    assert label(own, "bob's", owner="bob") == 200 and label(own, "id-299") == 200 and label(own, "id-0") == 404
+
+
+def test_a_keys_labels_add_so_many_bytes_a_minute(tmp_path: Path) -> None:
+    own, clock = kept(tmp_path, feedback_bytes_per_minute=3000)
+    for i in range(3):
+        own.remember("alice", request(), answer(str(i), "x" * 2000))
+    own.remember("bob", request(), answer("bob's", "x" * 9000))
+    assert label(own, "0") == 200
+    with pytest.raises(RequestError, match="feedback_bytes_per_minute=3000") as error:
+        asyncio.run(own.take("alice", Label(id="1", label=True)))
+    assert (error.value.status, error.value.retry_seconds) == (429, 60)
+    assert label(own, "0") == 200, "it is written already"
+    assert label(own, "bob's", owner="bob") == 200, "one alone may be larger"
+    clock.now = 60.5
+    assert [label(own, "1"), label(own, "2")] == [200, 429] and len(rows(own)) == 3
 
 
 def test_a_key_gives_so_many_labels_a_minute_and_no_other_key_waits_for_it(tmp_path: Path) -> None:

@@ -347,6 +347,12 @@ def told(tokens: int = 1, **words: Any) -> dict[str, Any]:
     return request_reading.read("chat", raw, LIMITS, lambda body: tokens).body
 
 
+def calling(arguments: str, calls: int = 1) -> list[dict[str, Any]]:
+    """Messages with calls of a tool."""
+    one = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [{"role": "assistant", "content": "", "tool_calls": [one] * calls}, {"role": "user", "content": "go on"}]
+
+
 def test_a_backend_hears_nothing_but_what_is_known() -> None:
     assert told() == {
         "messages": CHAT["messages"],
@@ -372,6 +378,11 @@ def test_a_backend_hears_nothing_but_what_is_known() -> None:
     assert "stream" not in told(logprobs=True)
 
 
+def test_arguments_of_tools_are_handed_on_as_they_are() -> None:
+    for arguments in ('{"a": [1, 2]}', "no json", "{", ""):
+        assert told(messages=calling(arguments))["messages"] == calling(arguments)
+
+
 @pytest.mark.parametrize(("tokens", "words"), [(101, {}), (100, {"max_tokens": 21}), (1, {"max_tokens": 51})])
 def test_limits_on_tokens(tokens: int, words: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as refused:
@@ -383,7 +394,11 @@ def test_limits_on_tokens(tokens: int, words: dict[str, Any]) -> None:
     ("words", "said"),
     [
         ({"messages": [5] * 60_000}, "more than 50000 values"),
-        ({f"key{number}": 1 for number in range(60_000)}, "more than 50000 values"),
+        ({f"key{number}": 1 for number in range(5000)}, "more than 5000 keys"),
+        ({"logit_bias": {str(number): 0 for number in range(5001)}}, "more than 5000 keys"),
+        ({"messages": calling(json.dumps([0] * 50_001))}, "more than 50000 values"),
+        ({"messages": calling(json.dumps([0] * 6000), calls=9)}, "more than 50000 values"),
+        ({"messages": calling("[" * 70 + "]" * 70)}, "nested more than 64 deep"),
         ({"tools": [[[[5] * 15_000] * 4]]}, "more than 50000 values"),
         ({"metadata": functools.reduce(lambda inside, _: [inside], range(100), [])}, "nested more than 64 deep"),
     ],

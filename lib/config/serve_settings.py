@@ -73,9 +73,11 @@ class ServeSettings(Section):
     feedback_seconds: Seconds = 3600.0
     """How long after its end a completion may be labelled."""
     feedback_bytes: Positive = 64_000_000
-    """Most memory for completions that may still be labelled; the oldest go first."""
+    """Most memory for completions that may still be labelled; the oldest of the key go first that has most."""
     feedback_per_minute: Positive = 120
     """Most labels of one key in a minute; what comes beyond them is refused (429)."""
+    feedback_bytes_per_minute: Positive = 4_000_000
+    """Most bytes that one key's labels add to the file in a minute, beyond a first one; more is refused (429)."""
 
     @property
     def most_of_address(self) -> int:

@@ -20,14 +20,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from http.server import ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from mlx_lm import server
 from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer
 
 from lib.serve.backend_link import ID_HEADER, OWNER_HEADER, SECRET_HEADER
 from lib.serve.intake import Intake
-from lib.serve.openai_answers import FAILURE
+from lib.serve.openai_answers import DEATH, FAILURE
 from lib.serve.prompt_cache import OwnedTokens, PromptCache
 from lib.serve.prompt_pace import Batches, mend_window_caches
 from lib.serve.samplers import make_sampler
@@ -244,7 +244,7 @@ def handler(secret: str) -> type[server.APIHandler]:
 
         def do_POST(self) -> None:
             id = self.headers.get(ID_HEADER, "")
-            owner, whole = self.headers.get(OWNER_HEADER, ""), self.response_generator
+            owner, whole = self.headers.get(OWNER_HEADER, ""), cast(Generator, self.response_generator)
             generator = _Stoppable(whole, owner, lambda: requests.is_stopped(id))
             self.response_generator = generator  # type: ignore[assignment]
             try:
@@ -259,24 +259,26 @@ def handler(secret: str) -> type[server.APIHandler]:
                 self.close_connection = True
             except Exception:  # of this request alone, where its tokens came
                 self.close_connection = True
+                if not whole.generation_available():
+                    self._end_with(DEATH)
                 if generator.has_failed or not whole.generation_available():
                     raise
                 traceback.print_exc()
-                self._fail()
+                self._end_with(FAILURE)
 
         def end_headers(self) -> None:
             super().end_headers()
             self.has_begun = True
 
-        def _fail(self) -> None:
+        def _end_with(self, why: bytes) -> None:
             """Tells the gateway that the answer cannot be made, or its rest."""
             if self.has_begun:
-                self.wfile.write(b"data: " + FAILURE + b"\n\n")
+                self.wfile.write(b"data: " + why + b"\n\n")
                 return
             self._headers_buffer: list[bytes] = []  # those of an answer
             self._set_completion_headers(400)
             self.end_headers()
-            self.wfile.write(FAILURE)
+            self.wfile.write(why)
 
         def do_DELETE(self) -> None:
             requests.stop(self.path.removeprefix("/requests/"))

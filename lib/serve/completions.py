@@ -34,7 +34,15 @@ STREAM_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cach
 
 
 class BackendLost(Exception):
-    """A backend did not answer as it should; the request may be tried on another."""
+    """A backend did not answer as it should.
+
+    Args:
+        may_retry: whether the request may be tried on another one, which it would not end as well.
+    """
+
+    def __init__(self, message: str, may_retry: bool = True):
+        super().__init__(message)
+        self.may_retry = may_retry
 
 
 Read = Callable[[str, Kind, bytes], Awaitable[BackendRequest]]  # of an owner's body what a backend gets
@@ -117,7 +125,8 @@ class Completions:
                 self.metrics.lost.labels(backend.name).inc()
                 self.log("backend", backend=backend.name, state="failed", reason=reason, request_id=exchange.id)
                 self.pool.set_up(backend, False)
-                if exchange.has_content or number == ATTEMPTS:
+                may_retry = not isinstance(error, BackendLost) or error.may_retry
+                if exchange.has_content or number == ATTEMPTS or not may_retry:
                     raise RequestError(
                         502, "the backend was lost in the middle of the answer", "backend_lost"
                     ) from None
@@ -252,6 +261,8 @@ class Completions:
                     attempt.slots = attempt.slots_when_read
                     self.metrics.first_token.observe(exchange.seconds)
                     exchange.record["first_token_seconds"] = round(exchange.seconds, 4)
+                if datas and openai_answers.is_death(datas[-1]):
+                    raise _died()
                 if datas and openai_answers.is_failure(datas[-1]):
                     attempt.is_over = True
                     raise _failure()
@@ -286,9 +297,13 @@ class Completions:
                 if openai_answers.is_failure(answer):
                     attempt.is_over = True
                     raise _failure()
+                if openai_answers.is_death(answer):
+                    raise _died()
                 text = answer.decode(errors="replace")[:500]
                 # It answers 404 to whatever went wrong, in the request or in itself.
-                if response.status_code not in (400, 404) or "generation thread died" in text:
+                if "generation thread died" in text:
+                    raise _died()
+                if response.status_code not in (400, 404):
                     raise BackendLost(f"it answers {response.status_code}: {text}")
                 with contextlib.suppress(ValueError, KeyError, TypeError):
                     text = json.loads(text)["error"]
@@ -302,6 +317,10 @@ class Completions:
         ):
             self.metrics.tokens.labels(kind).inc(tokens)
             exchange.record[kind] = tokens
+
+
+def _died() -> BackendLost:
+    return BackendLost("the thread that generates has ended", may_retry=False)
 
 
 def _failure() -> RequestError:

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,6 +59,14 @@ class Completion:
 
 
 @dataclass
+class _Labelled:
+    """A label that an owner asked for: when, and how long the row is that it added to the file."""
+
+    at: float
+    bytes: int = 0
+
+
+@dataclass
 class Feedback:
     """The recent completions of a gateway, and the file of those that were labelled.
 
@@ -73,8 +81,9 @@ class Feedback:
     kind: Kind
     now: Callable[[], float] = time.monotonic
     recent: OrderedDict[str, Completion] = field(default_factory=OrderedDict)  # by id, the oldest first
-    held_bytes: int = 0
-    labelled: dict[str, deque[float]] = field(default_factory=dict)  # when, in the last minute, by owner
+    held: dict[str, OrderedDict[str, None]] = field(default_factory=dict)  # their ids by owner, the oldest first
+    held_bytes: Counter[str] = field(default_factory=Counter)  # by owner
+    labelled: dict[str, deque[_Labelled]] = field(default_factory=dict)  # in the last minute, by owner
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def remember(self, owner: str, request: BackendRequest, answer: JSON) -> None:
@@ -89,8 +98,10 @@ class Feedback:
         if row is None:
             return
         completion = Completion(owner, self.now() + self.settings.feedback_seconds, json.dumps(row).encode())
-        self.recent[str(answer["id"])] = completion
-        self.held_bytes += completion.bytes
+        id = str(answer["id"])
+        self.recent[id] = completion
+        self.held.setdefault(owner, OrderedDict())[id] = None
+        self.held_bytes[owner] += completion.bytes
         self._forget()
 
     async def take(self, owner: str, given: Label) -> None:
@@ -100,7 +111,7 @@ class Feedback:
             RequestError: the id is unknown to this key, or has the other label; too many labels; the disk is full.
         """
         self._forget()
-        self._limit(owner)
+        asked = self._limit(owner)
         completion = self.recent.get(given.id)
         if completion is None or completion.owner != owner:
             raise RequestError(
@@ -112,39 +123,59 @@ class Feedback:
             )
         async with self.writing:
             if completion.label is None:
+                self._limit_bytes(owner, len(completion.row))
                 row = json.loads(completion.row) | {"label": given.label, "time": round(time.time(), 3)}
                 try:
                     await asyncio.to_thread(append, self.path, json.dumps(row, ensure_ascii=False) + "\n")
                 except OSError as error:
                     reason = f"the label cannot be kept: {error.strerror}"
                     raise RequestError(503, reason, "feedback_not_written", retry_seconds=60) from None
-                completion.label = given.label
+                completion.label, asked.bytes = given.label, len(completion.row)
                 if given.id in self.recent:  # not dropped meanwhile
-                    self.held_bytes -= len(completion.row)
+                    self.held_bytes[owner] -= len(completion.row)
                 completion.row = b""
         if completion.label != given.label:
             said = str(completion.label).lower()
             raise RequestError(409, f"completion {given.id!r} has the label {said} already", "already_labelled", "id")
 
-    def _limit(self, owner: str) -> None:
+    def _limit(self, owner: str) -> _Labelled:
+        """Notes that this owner asks for one more."""
         most, now = self.settings.feedback_per_minute, self.now()
-        times = self.labelled.setdefault(owner, deque())
-        while times and times[0] <= now - MINUTE:
-            times.popleft()
-        if len(times) >= most:
-            wait = max(1, round(times[0] + MINUTE - now))
-            message = f"serve.feedback_per_minute={most} labels came in a minute; try again in {wait} s"
-            raise RequestError(429, message, "rate_limit_exceeded", retry_seconds=wait)
-        times.append(now)
+        recent = self.labelled.setdefault(owner, deque())
+        while recent and recent[0].at <= now - MINUTE:
+            recent.popleft()
+        if len(recent) >= most:
+            self._refuse(owner, f"serve.feedback_per_minute={most} labels")
+        recent.append(_Labelled(now))
+        return recent[-1]
+
+    def _limit_bytes(self, owner: str, size: int) -> None:
+        most, written = self.settings.feedback_bytes_per_minute, sum(one.bytes for one in self.labelled[owner])
+        if written and written + size > most:
+            self._refuse(owner, f"more than serve.feedback_bytes_per_minute={most}")
+
+    def _refuse(self, owner: str, what: str) -> None:
+        wait = max(1, round(self.labelled[owner][0].at + MINUTE - self.now()))
+        message = f"{what} came in a minute; try again in {wait} s"
+        raise RequestError(429, message, "rate_limit_exceeded", retry_seconds=wait)
 
     def _forget(self) -> None:
-        """What is too old, or too much."""
+        """What is too old; and of too much the oldest of whoever has most."""
         while self.recent:
             id, oldest = next(iter(self.recent.items()))
-            if oldest.ends > self.now() and self.held_bytes <= self.settings.feedback_bytes:
-                return
-            del self.recent[id]
-            self.held_bytes -= oldest.bytes
+            if oldest.ends > self.now():
+                if self.held_bytes.total() <= self.settings.feedback_bytes:
+                    return
+                greedy = max(self.held_bytes, key=lambda owner: self.held_bytes[owner])
+                id = next(iter(self.held[greedy]))
+            self._drop(id)
+
+    def _drop(self, id: str) -> None:
+        one = self.recent.pop(id)
+        del self.held[one.owner][id]
+        self.held_bytes[one.owner] -= one.bytes
+        if not self.held[one.owner]:
+            del self.held[one.owner], self.held_bytes[one.owner]
 
 
 def row_of(request: BackendRequest, answer: JSON) -> JSON | None:

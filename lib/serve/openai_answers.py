@@ -12,6 +12,7 @@ BACKEND_MODEL = (
 )
 CACHED = re.compile(rb', "prompt_tokens_details": \{"cached_tokens": \d+\}')  # likewise
 FAILURE = b'{"error": "the answer could not be made of what the model wrote"}'  # an event in the place of the rest
+DEATH = b'{"error": "the thread that generates has ended"}'  # likewise, and in the place of all further answers
 LAST_USAGE = re.compile(rb'"usage": (\{[^{}]*(?:\{[^{}]*\}[^{}]*)?\})\}\s*$')
 HEADER = ("id", "object", "created", "model", "system_fingerprint")  # of an answer, the same in each of its events
 
@@ -54,6 +55,11 @@ def data_of(event: bytes) -> bytes | None:
 def is_usage(data: bytes) -> bool:
     """Whether an event has the usage, and no token."""
     return b'"choices": [], "usage": {' in data
+
+
+def is_death(data: bytes) -> bool:
+    """Whether an event says that the backend generates no more, for anybody: one of its requests may be why."""
+    return data == DEATH
 
 
 def is_failure(data: bytes) -> bool:

@@ -8,13 +8,14 @@ would not get is refused, never ignored.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from lib.config.section import Fraction
 
@@ -22,6 +23,7 @@ Kind = Literal["chat", "text"]
 JSON = dict[str, Any]  # an object, as OpenAI's clients and mlx_lm.server write it
 TOP_LOGPROBS = 10
 MOST_VALUES = 50_000  # in a body: 10,000 messages have 40,000
+MOST_KEYS = 5_000  # of an object, where each wrong one is noted
 DEEPEST = 64
 
 
@@ -88,9 +90,9 @@ class Message(Part):
     """A message; keys with the value null, as clients echo them, are taken as absent."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Text] | None = None
+    content: str | Annotated[list[Text], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     refusal: None = None
@@ -176,11 +178,11 @@ class _Request(Part):
 class ChatRequest(_Request):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1), FailFast()]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS)] | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     response_format: TextFormat | None = None
@@ -262,7 +264,12 @@ def parse(kind: Kind, raw: bytes) -> ChatRequest | TextRequest:
     Raises:
         RequestError: it is no JSON object, or a key or value is not one that is served; names the first of them.
     """
-    return read(ChatRequest, raw) if kind == "chat" else read(TextRequest, raw)
+    if kind == "text":
+        return read(TextRequest, raw)
+    request = read(ChatRequest, raw)
+    calls = (call for message in request.messages for call in message.tool_calls or ())
+    _limit({"arguments": [_tree_of(call.function.arguments) for call in calls]})  # which a backend reads, too
+    return request
 
 
 def read(model: type[SomePart], raw: bytes) -> SomePart:
@@ -284,12 +291,21 @@ def read(model: type[SomePart], raw: bytes) -> SomePart:
         raise _refusal(error) from None
 
 
+def _tree_of(arguments: str) -> Any:
+    """What is in a string of JSON; nothing where it is none, which the model's template finds."""
+    with contextlib.suppress(ValueError):
+        return pydantic_core.from_json(arguments)
+    return None
+
+
 def _limit(tree: JSON) -> None:
     """Raises RequestError where checking a body could take long: of too many values, or too deep."""
     level: list[Any] = [tree]
     count = 0
     for _ in range(DEEPEST):
         count += len(level)
+        if any(len(part) > MOST_KEYS for part in level if isinstance(part, dict)):
+            raise RequestError(400, f"an object of the body has more than {MOST_KEYS} keys", "too_complex")
         if count > MOST_VALUES:
             raise RequestError(400, f"the body has more than {MOST_VALUES} values", "too_complex")
         parts = (part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list))

@@ -5,6 +5,8 @@ How soon an answer begins would tell one what another has asked, a token at a ti
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter, deque
 from typing import Any, SupportsIndex, overload
 
 from mlx_lm.models.cache import PromptTrieResult, can_trim_prompt_cache, trim_prompt_cache
@@ -42,8 +44,26 @@ def common_prefix(one: list[int], other: list[int]) -> int:
     return least
 
 
+class Order(LRUPromptCache.CacheOrder):  # type: ignore[misc]
+    """mlx_lm.server's order of age, but of the owner who has most goes the oldest: nobody pushes out all others."""
+
+    def pop(self) -> tuple[Any, OwnedTokens]:
+        counts: Counter[str] = Counter()
+        tokens: Counter[str] = Counter()
+        for (_, owner), each in itertools.chain(*self._lrus.values()):
+            counts[owner] += 1
+            tokens[owner] += len(each)
+        greedy = max(counts, key=lambda owner: (counts[owner], tokens[owner]))
+        of_owner = LRUPromptCache.CacheOrder(self._ordering)
+        for kind, ages in self._lrus.items():
+            of_owner._lrus[kind] = deque(one for one in ages if one[0][1] == greedy)
+        model, oldest = of_owner.pop()
+        self.remove(model, oldest)
+        return model, oldest
+
+
 class PromptCache(LRUPromptCache):  # type: ignore[misc]
-    """mlx_lm.server's, one for each owner in one order of age, that always leaves a token to read.
+    """mlx_lm.server's, one for each owner, that always leaves a token to read.
 
     Of a prompt that it has seen to its last token mlx_lm.server's leaves nothing, and a request for nothing would end
     the thread that generates for everybody. Whoever continues an answer that was cut off sends such a prompt.
@@ -54,6 +74,7 @@ class PromptCache(LRUPromptCache):  # type: ignore[misc]
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
         self._trie.search = self._search  # type: ignore[method-assign]
+        self._lru = Order()
 
     def _search(self, model: Any, tokens: list[int]) -> PromptTrieResult:
         """As mlx_lm.server's: an equal one; else the longest that these go on from, and the shortest of the nearest."""
