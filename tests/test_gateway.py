@@ -13,7 +13,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +33,7 @@ from lib.serve.backend_pool import SLOT_TOKENS, Backend, Pool, QueueFull, choose
 from lib.serve.backend_supervisor import Process, Recipe, pause_seconds
 from lib.serve.connections import LONGEST_DELAY_SECONDS, PROBE_DELAY_SECONDS
 from lib.serve.gateway import STRANGERS, Gateway
-from lib.serve.openai_requests import Limits, RequestError
+from lib.serve.openai_requests import BackendRequest, Limits, RequestError
 from lib.serve.readers import Reader
 from lib.serve.request_reading import Told
 from tests.tiny import ROOT
@@ -608,6 +608,7 @@ def asked(
     send: Callable[[Any], Coroutine[Any, Any, None]],
     method: str = "GET",
     path: str = "/v1/models",
+    body: bytes = b"",
     **acts: Callable[[], None],
 ) -> Any:
     encoded = [(name.encode(), value.encode()) for name, value in {"host": "localhost", **headers}.items()]
@@ -618,11 +619,52 @@ def asked(
     scope = {"type": "http", "method": method, "path": path, "headers": encoded, "query_string": b""}
     scope |= {"state": {"client": client}, "client": ("127.0.0.1", 1)}
 
+    bodies = [body] if body else []
+
     async def receive() -> Any:
-        await asyncio.sleep(3600)
+        if not bodies:
+            await asyncio.sleep(3600)
+        return {"type": "http.request", "body": bodies.pop()}
 
     asyncio.run(app(scope, receive, send))
     return aborted
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "backends_asked"),
+    [
+        (200, b"", 2),  # killed: its connections break off
+        (500, b"", 2),
+        (200, b": keepalive 1/2\n\ndata: " + openai_answers.DEATH + b"\n\n", 1),
+        (400, openai_answers.DEATH, 1),
+        (404, b'{"error": "generation thread died"}', 1),
+    ],
+)
+def test_what_a_backend_died_of_is_tried_on_no_other(status: int, content: bytes, backends_asked: int) -> None:
+    tried: list[str] = []
+    sent: list[Any] = []
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        async def pieces() -> AsyncIterator[bytes]:
+            yield content
+
+        tried.append(request.url.host)
+        return httpx2.Response(status, content=pieces())
+
+    async def read(*_: Any) -> BackendRequest:
+        return BackendRequest("chat", b"{}", True, False, "tiny")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    pool = Pool([Backend(name, 4, url=f"http://{name}", is_up=True) for name in ("a", "b")], 9)
+    client = httpx2.AsyncClient(transport=httpx2.MockTransport(answer))
+    gateway = Gateway(ServeSettings(), "tiny", read, pool, client, None, lambda *a, **b: None)
+    words = {"content-type": "application/json", "content-length": "2"}
+    still = {"rest": lambda: None, "work": lambda: None}
+    asked(gateway, words, send, "POST", "/v1/chat/completions", b"{}", **still)
+    assert len(tried) == len(set(tried)) == backends_asked
+    assert sent[0]["status"] == 502 and sum(one.is_up for one in pool.backends) == 2 - backends_asked
 
 
 PREFLIGHT = {"access-control-request-method": "POST"}
