@@ -54,6 +54,18 @@ def test_somebody_with_a_key_goes_last_and_who_is_served_stays() -> None:
     assert connections.take("c") is None and not closed and connections.count == 2
 
 
+def test_who_says_nothing_closes_none_in_the_middle_of_its_handshake() -> None:
+    connections, closed = Connections(8, 8), list[str]()
+    for name in ("handshake", "another"):
+        connections.hear(taken(connections, closed, name))
+    for number in range(50):
+        taken(connections, closed, str(number))
+    assert closed == [str(number) for number in range(44)] and connections.count == 8
+    for number in range(50):
+        connections.hear(taken(connections, closed, f"talks {number}"))
+    assert closed[44:48] == ["44", "45", "46", "handshake"], "until they have more than half of the places"
+
+
 def test_no_key_keeps_so_many_that_a_newcomer_is_closed_before_it_asks() -> None:
     """New ones get half of its places, from the keys that have most of them."""
     connections, closed = Connections(200, 100), list[str]()
@@ -84,7 +96,7 @@ def test_an_address_has_its_part_and_who_has_most_makes_room() -> None:
 
 
 @settings(max_examples=100)
-@given(st.lists(st.tuples(st.sampled_from("tibrl"), st.integers(0, 30)), max_size=80))
+@given(st.lists(st.tuples(st.sampled_from("tibrlh"), st.integers(0, 30)), max_size=80))
 def test_every_connection_is_counted_once_whatever_happens(acts: list[tuple[str, int]]) -> None:
     connections, all_of_them = Connections(6, 4), list[Connection]()
 
@@ -97,12 +109,13 @@ def test_every_connection_is_counted_once_whatever_happens(acts: list[tuple[str,
             all_of_them += [one] if one else []
         elif all_of_them:
             one = all_of_them[number % len(all_of_them)]
-            {"i": connections.is_idle, "b": connections.is_busy, "l": connections.leave, "r": known}[act](one)
+            acts_of = {"i": connections.is_idle, "b": connections.is_busy, "l": connections.leave, "r": known}
+            (acts_of | {"h": connections.hear})[act](one)
         there = [one for one in all_of_them if not one.is_over]
         assert connections.count == len(there) <= 6
         assert all(sum(one.address == address for one in there) <= 4 for address in "abc")
         for address, here in connections._addresses.items():
-            assert here.known == sum(one.address == address and bool(one.owner) for one in there)
+            assert here.known == sum(one.address == address and one.owner == "alice" for one in there)
     for one in all_of_them:
         connections.leave(one)
     assert connections.count == 0 and not connections._addresses

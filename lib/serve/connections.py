@@ -4,8 +4,10 @@ A connection is idle while nobody works for it: before its TLS handshake, its he
 requests, and after a refusal. So where there are too many, a new one takes the place of an idle one: where its address
 has too many, of that address, else of any. Those over which no key came yet and those over which one did have half of
 the idle ones each: a flood without a key, from however many addresses, closes none of the others beyond that, and no
-key keeps so many that new ones are closed before they can ask. Of the half that has more it is the longest idle one: of
-the address that has most, beyond as many as keys came from there at the time; or of the key that has most.
+key keeps so many that new ones are closed before they can ask. Of those without a key, in turn, half are such as said
+nothing yet, and half such as did: new ones that say nothing close none in the middle of its handshake. Of the half that
+has more it is the longest idle one: of the address that has most, beyond as many as keys came from there at the time;
+or of the key that has most.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ AT_ONCE = 50  # that do not wait
 LONGEST_DELAY_SECONDS = 2.0
 PROBE_DELAY_SECONDS = 0.5  # at most, of an answer to a load balancer's probe, which gives up after a second or more
 REMEMBERED = 4096  # keys and addresses
+SILENT = " "  # idle in the place of an owner: nothing came over it yet; no key has such a name
 
 
 @dataclass(eq=False)
@@ -32,7 +35,7 @@ class Connection:
 
     address: str
     close: Callable[[], object] = lambda: None  # at once, whatever is on its way
-    owner: str = ""  # of the key that came over it; of none yet
+    owner: str = SILENT  # of the key that came over it; of none yet: empty, once anything did
     idle_as: str | None = None  # the owner with whose idle ones it counts; None: somebody works for it
     turn: int = 0  # when it became idle, as a number that grows
     is_over: bool = False
@@ -61,6 +64,11 @@ class Connections:
         self._turns = itertools.count()
         self._addresses: dict[str, _Address] = {}
 
+    def is_full(self, address: str) -> bool:
+        """Whether a new one from there takes the place of another one, or has none."""
+        here = self._addresses.get(network_of(address))
+        return self.count >= self.most or (here is not None and here.count >= self.most_of_address)
+
     def take(self, address: str) -> Connection | None:
         """A new connection, idle at first, for which another one may be closed; None where all are at work."""
         address = network_of(address)
@@ -83,10 +91,15 @@ class Connections:
             connection.idle_as, connection.turn = connection.owner, next(self._turns)
             self._addresses[connection.address].idle.setdefault(connection.owner, OrderedDict())[connection] = None
 
+    def hear(self, connection: Connection) -> None:
+        """Notes that something came over it, of nobody who is known."""
+        self.recognise(connection, "")
+        self.is_idle(connection)
+
     def recognise(self, connection: Connection, owner: str) -> None:
         """Notes whose key came over it."""
         if not connection.is_over:
-            self._addresses[connection.address].known += bool(owner) - bool(connection.owner)
+            self._addresses[connection.address].known += _is_known(owner) - _is_known(connection.owner)
         connection.owner = owner
 
     def is_busy(self, connection: Connection) -> None:
@@ -108,32 +121,38 @@ class Connections:
         here = self._addresses[connection.address]
         self.count -= 1
         here.count -= 1
-        here.known -= bool(connection.owner)
+        here.known -= _is_known(connection.owner)
         if not here.count:
             del self._addresses[connection.address]
 
     def _make_room(self, places: Iterable[_Address]) -> bool:
         """Closes the longest idle connection of these addresses: without a key, or of the key that has most."""
-        strangers: list[tuple[bool, OrderedDict[Connection, None]]] = []
+        strangers: dict[str, list[tuple[bool, OrderedDict[Connection, None]]]] = {SILENT: [], "": []}
         known: dict[str, list[OrderedDict[Connection, None]]] = {}
         for here in places:
             for owner, ones in here.idle.items():
-                if owner:
+                if _is_known(owner):
                     known.setdefault(owner, []).append(ones)
                 else:
-                    strangers.append((len(ones) > here.known, ones))
+                    strangers[owner].append((len(ones) > here.known, ones))
         counts = {owner: sum(map(len, groups)) for owner, groups in known.items()}
-        if sum(counts.values()) > sum(len(ones) for _, ones in strangers):
+        unknown = {owner: sum(len(ones) for _, ones in groups) for owner, groups in strangers.items()}
+        if sum(counts.values()) > sum(unknown.values()):
             fullest = known[max(counts, key=lambda owner: counts[owner])]
         else:
-            first = max(((has_more, len(ones)) for has_more, ones in strangers), default=None)
-            fullest = [ones for has_more, ones in strangers if (has_more, len(ones)) == first]
+            more = strangers[max(unknown, key=lambda owner: unknown[owner])]
+            first = max(((has_more, len(ones)) for has_more, ones in more), default=None)
+            fullest = [ones for has_more, ones in more if (has_more, len(ones)) == first]
         if not fullest:
             return False
         longest = min((next(iter(ones)) for ones in fullest), key=lambda one: one.turn)
         self.leave(longest)
         longest.close()
         return True
+
+
+def _is_known(owner: str) -> bool:
+    return owner not in ("", SILENT)
 
 
 class Pace:

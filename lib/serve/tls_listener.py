@@ -1,11 +1,13 @@
 """The listener: uvicorn on connections that count from their first packet on, and an end that loses no request.
 
-asyncio's own listener says nothing of a connection before its TLS handshake is over, which may be never.
+asyncio's own listener says nothing of a connection before its TLS handshake is over, which may be never. Here a
+connection costs a socket and no more until something comes over it, and then waits for its turn.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import select
 import signal
 import socket
@@ -23,7 +25,8 @@ from lib.serve.http_protocol import Protocol
 LAST_WORDS_SECONDS = 2.0  # for what was on its way when the listener closed
 BACKLOG = 1024  # connections that wait to be accepted
 ACCEPTED_AT_ONCE = 256  # of these, before others are served
-WELCOMED_AT_ONCE = {"http": 2, "https": 1}  # of those that are accepted; a handshake takes a millisecond or two
+WELCOMED_AT_ONCE = {"http": 2, "https": 1}  # of those that say something; a handshake takes a millisecond or two
+FIRST_WORDS_SECONDS = 0.05  # for what came to a listener before it closed, and nobody has looked at
 NO_FILES_SECONDS = 0.1  # until it is tried again where the system has no file for a connection
 
 
@@ -36,7 +39,8 @@ class Listener(uvicorn.Server):
         self.loop = asyncio.get_running_loop()
         self.connections = Connections(settings.max_connections, settings.most_of_address)
         self.listening: list[socket.socket] = []
-        self.accepted: deque[tuple[socket.socket, Connection]] = deque()  # nobody has listened to them yet
+        self.silent: dict[socket.socket, asyncio.TimerHandle] = {}  # connections that have said nothing, and their ends
+        self.speaking: deque[tuple[socket.socket, Connection]] = deque()  # those that wait to be listened to
         self.welcoming: set[asyncio.Task[None]] = set()
         self.draining: asyncio.Task[None] | None = None
 
@@ -71,6 +75,7 @@ class Listener(uvicorn.Server):
 
     def _accept(self, listening: socket.socket) -> None:
         """Counts those who wait, which costs little: left to the system, they would fill its queue for all others."""
+        has_swept = False
         for _ in range(ACCEPTED_AT_ONCE):
             try:
                 accepted, address = listening.accept()
@@ -80,32 +85,63 @@ class Listener(uvicorn.Server):
                 self.loop.remove_reader(listening)
                 self.loop.call_later(NO_FILES_SECONDS, self._accept_again, listening)
                 return
+            if has_left(accepted):
+                accepted.close()
+                continue
+            if not has_swept and self.connections.is_full(address[0]):
+                has_swept = True
+                self._sweep()
             connection = self.connections.take(address[0])
             if connection is None:
                 accepted.close()
                 continue
             accepted.setblocking(False)
-            connection.close = accepted.close
-            self.accepted.append((accepted, connection))
-            if len(self.accepted) == 1:
-                self.loop.call_soon(self._welcome_some)
+            connection.close = functools.partial(self._close_silent, accepted)
+            self.silent[accepted] = self.loop.call_later(self.settings.read_seconds, self._leave, accepted, connection)
+            self.loop.add_reader(accepted, self._hear, accepted, connection)
+
+    def _sweep(self) -> None:
+        """Closes those that have left and are not listened to yet: no other one has to go for a new one then."""
+        for accepted, connection in list(self.speaking):
+            if not connection.is_over and has_left(accepted):
+                self.connections.leave(connection)
+                connection.close()
+
+    def _close_silent(self, accepted: socket.socket) -> None:
+        self.silent.pop(accepted).cancel()
+        self.loop.remove_reader(accepted)
+        accepted.close()
+
+    def _leave(self, accepted: socket.socket, connection: Connection) -> None:
+        self.connections.leave(connection)
+        self._close_silent(accepted)
+
+    def _hear(self, accepted: socket.socket, connection: Connection) -> None:
+        """Lines up a connection over which something came, if only its end."""
+        self.silent.pop(accepted).cancel()
+        self.loop.remove_reader(accepted)
+        connection.close = accepted.close
+        self.connections.hear(connection)
+        self.speaking.append((accepted, connection))
+        if len(self.speaking) == 1:
+            self.loop.call_soon(self._welcome_some)
 
     def _welcome_some(self) -> None:
         """Listens to the next few, and to more when everybody else has had a turn."""
         for _ in range(WELCOMED_AT_ONCE["http" if self.config.ssl is None else "https"]):
-            if (one := self._next_accepted()) is None:
+            if (one := self._next_speaking()) is None:
                 return
             accepted, connection = one
             task = asyncio.create_task(self._welcome(accepted, connection))
             connection.close = task.cancel
             self.welcoming.add(task)
             task.add_done_callback(self.welcoming.discard)
-        if self.accepted:
+        if self.speaking:
             self.loop.call_soon(self._welcome_some)
 
-    def _next_accepted(self) -> tuple[socket.socket, Connection] | None:
-        while self.accepted:
-            accepted, connection = self.accepted.popleft()
+    def _next_speaking(self) -> tuple[socket.socket, Connection] | None:
+        while self.speaking:
+            accepted, connection = self.speaking.popleft()
             if connection.is_over:  # closed, to make room for another one
                 continue
             if not has_left(accepted):
@@ -149,7 +185,14 @@ class Listener(uvicorn.Server):
             listening.close()
         self.listening = []
         deadline = self.loop.time() + LAST_WORDS_SECONDS
-        while self.server_state.connections and not self.force_exit and self.loop.time() < deadline:
+        await asyncio.sleep(FIRST_WORDS_SECONDS)
+        for accepted in list(self.silent):
+            self._close_silent(accepted)
+        while (
+            (self.speaking or self.welcoming or self.server_state.connections)
+            and not self.force_exit
+            and self.loop.time() < deadline
+        ):
             await asyncio.sleep(0.05)
         await super().shutdown(sockets)
 
