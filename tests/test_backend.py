@@ -433,21 +433,21 @@ def test_requests_that_come_together_are_taken_in_one_a_step(monkeypatch: pytest
 
 def test_a_request_that_costs_more_than_tokens_is_charged_to_its_owner(model: Any) -> None:
     batches = Batches(model)
-    batches.token_seconds = 1e-9  # so that every step takes longer
+    batches.plain_seconds = 1e-9  # so that every step takes longer
     batches.insert([[3, 4]], [10_000], all_tokens=[OwnedTokens([], "steady")])
     while not batches.next()[1]:
         pass
     for _ in range(3):
-        batches.token_seconds = 1e-9
+        batches.plain_seconds = 1e-9
         batches.next()
     batches.intake._owed_seconds.clear()
-    batches.token_seconds = 1e-9
+    batches.plain_seconds = 1e-9
     batches.next()
     assert not batches.intake._owed_seconds, "who only goes on owes nothing"
     (short,) = batches.insert([[5, 6, 7]], [1], all_tokens=[OwnedTokens([], "short")])
     is_over = False
     while not is_over:
-        batches.token_seconds = 1e-9
+        batches.plain_seconds = 1e-9
         is_over = any(one.uid == short and one.finish_reason for one in batches.next()[1])
         assert set(batches.intake._owed_seconds) == {"short"}
     assert list(batches.intake.under_way.values()) == ["steady"]

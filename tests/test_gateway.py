@@ -29,7 +29,7 @@ from lib.errors import UserError
 from lib.launch.hostfile import Host
 from lib.serve import api_keys, backend_pool, openai_answers, openai_requests, request_reading
 from lib.serve import command as server
-from lib.serve.backend_pool import SLOT_TOKENS, Backend, Pool, QueueFull, choose, slots_of
+from lib.serve.backend_pool import HALVING_SECONDS, SLOT_TOKENS, Backend, Pool, QueueFull, choose, slots_of
 from lib.serve.backend_supervisor import Process, Recipe, pause_seconds
 from lib.serve.connections import LONGEST_DELAY_SECONDS, PROBE_DELAY_SECONDS
 from lib.serve.gateway import STRANGERS, Gateway
@@ -208,12 +208,20 @@ def test_long_prompts_count_as_several_slots_of_their_owner_until_they_are_read(
 
 def test_long_answers_count_as_several_slots_by_those_before_them() -> None:
     async def play() -> None:
-        pool = Pool(ups(16), max_queue=50)
-        assert pool.expected_tokens("wordy", 5000) == 5000, "nothing is known yet"
-        for _ in range(20):
-            pool.has_answered("wordy", 2 * SLOT_TOKENS)
-            pool.has_answered("brief", 10)
-        assert pool.expected_tokens("brief", 5000) == 10 and pool.expected_tokens("wordy", 20) == 20
+        now: list[Any] = [100.0]
+        pool = Pool(ups(16), 50, clock=lambda: now[0])
+        assert pool.expected_tokens("brief", 4096) == 4096 and pool.expected_tokens("wordy", 20) == 20, (
+            "nothing is known"
+        )
+        for _ in range(2):
+            now[0] += HALVING_SECONDS
+            for _ in range(100):
+                pool.has_answered("wordy", 2 * SLOT_TOKENS)
+                pool.has_answered("brief", 10)
+        assert pool.expected_tokens("brief", 5000) == 1024 and pool.expected_tokens("wordy", 20) == 20
+        now[0] += 10 * HALVING_SECONDS
+        pool.has_answered("wordy", 2 * SLOT_TOKENS)
+        assert pool.expected_tokens("brief", 5000) == 1
         slots, left = slots_of(SLOT_TOKENS + pool.expected_tokens("wordy", 5000)), slots_of(2 * SLOT_TOKENS)
         assert (slots, left) == (4, 3)
         pool.is_shared = True

@@ -4,8 +4,8 @@ A request takes a place before its body is read, and has it to its end. Where al
 requests without a backend loses the newest of them, or is the one who is refused: nobody fills the queue for others.
 
 A request takes a slot of a backend and gives it back. Where several owners ask it counts as several of its owner's if
-it is long: its prompt until that is read, and its answer, as long as this owner's are in the mean, to its end. What is
-read for one makes all others slower, and so does a token behind many. It goes to the backend
+it is long: its prompt until that is read, and its answer, as long as this owner's longest was of late, to its end. What
+is read for one makes all others slower, and so does a token behind many. It goes to the backend
 that should finish it first by the measured speeds, so backends of unequal speed get unequal parts. Of those that wait,
 the owner with the fewest requests under way is next, and of several the one who got a slot longest ago. While several
 owners ask, each has at most a quarter of the slots, for what one runs makes all others slower; and who asks alone
@@ -31,6 +31,8 @@ SLOWEST = 1e-3  # tokens a second, of a backend that did nothing in a whole wind
 RECENT_SECONDS = 60.0  # after its last request, for which an owner counts as one who asks
 CHARGED_SECONDS = 1.0  # for which a request that its client left counts as its owner's, after its slot is free
 SLOT_TOKENS = 1024  # of prompt and answer: with each as many it counts as one slot more of its owner's
+FIRST_TOKENS = 4096  # expected of the answers of an owner of whom nothing is known
+HALVING_SECONDS = 30.0  # in which half of what is expected of an owner's answers is forgotten
 REMEMBERED = 4096  # owners
 PART = 4  # a quarter of the slots, of one owner where several ask, and kept free where one of several does
 
@@ -125,7 +127,7 @@ class Pool:
         self._turns: dict[str, int] = {}  # by owner: when it got its last slot
         self._places: dict[Place, None] = {}  # the oldest first
         self._asked_at: dict[str, float] = {}  # by owner
-        self._answer_tokens: dict[str, float] = {}  # in the mean, by owner
+        self._answer_tokens: dict[str, tuple[float, float]] = {}  # by owner: expected, and when
         self._mean_seconds = 1.0  # that a request occupies its slot
 
     @property
@@ -209,12 +211,16 @@ class Pool:
 
     def expected_tokens(self, owner: str, most: int) -> int:
         """How long an owner's next answer may become, by those before it. most: that it asks for."""
-        return min(most, int(self._answer_tokens.get(owner, most)))
+        if owner not in self._answer_tokens:
+            self.has_answered(owner, FIRST_TOKENS)
+        tokens, at = self._answer_tokens[owner]
+        return min(most, int(tokens * 0.5 ** ((self.clock() - at) / HALVING_SECONDS)))
 
     def has_answered(self, owner: str, tokens: int) -> None:
         """An answer of so many tokens ended, or was left after as many."""
-        before = self._answer_tokens.pop(owner, float(tokens))
-        self._answer_tokens[owner] = before + SMOOTHING * (tokens - before)
+        now = self.clock()
+        before, at = self._answer_tokens.pop(owner, (0.0, now))
+        self._answer_tokens[owner] = max(float(tokens), before * 0.5 ** ((now - at) / HALVING_SECONDS)), now
         if len(self._answer_tokens) > REMEMBERED:
             del self._answer_tokens[next(iter(self._answer_tokens))]
 

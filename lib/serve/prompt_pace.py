@@ -105,6 +105,7 @@ class Batches(BatchGenerator):  # type: ignore[misc]
     """
 
     token_seconds: float | None = None
+    plain_seconds: float | None = None  # from token to token, while nothing is read and nobody comes or goes
     _ahead_seconds: float = 0.0  # that reading all but the shortest took beyond its part of the time
     _steps_read: int = 0  # since the last measurement of a token's time
     _steps_plain: int = 0  # that read nothing, in a row
@@ -256,7 +257,7 @@ class Batches(BatchGenerator):  # type: ignore[misc]
         now = time.perf_counter()
         if is_generating:
             paced = 0.0 if self.lane is self.lanes[0] else counters.prompt_time - prompt_seconds
-            self._charge(self._joined | moved | ended, now - since - paced)
+            self._charge(self._joined | moved | ended, now - since - paced, has_read)
         else:
             self.intake.pay(now - since)  # nobody waited for a token
         for uid in ended:
@@ -264,17 +265,22 @@ class Batches(BatchGenerator):  # type: ignore[misc]
         self._joined, self._ended_at = set(), now if len(self._generation_batch) else None
         return prompts, answers
 
-    def _charge(self, uids: Collection[int], seconds: float) -> None:
+    def _charge(self, uids: Collection[int], seconds: float, has_read: bool) -> None:
         """Charges rows that came, went or are short, with what a step took beyond a token; and all have one token more.
 
         Args:
-            seconds: of the step and what came before it, without what the other lanes' pace holds to its part.
+            seconds: of the step and all since the one before it, without what the other lanes' pace holds to its part.
+            has_read: of any lane.
         """
-        if self.token_seconds is None:
+        if not uids and not has_read:
+            before = seconds if self.plain_seconds is None else self.plain_seconds
+            # Of longer ones a tenth: what makes them longer is mostly what others do meanwhile on the machine.
+            self.plain_seconds = smoothed(before, before + (seconds - before) * (0.1 if seconds > before else 1.0))
+        if self.plain_seconds is None:
             return
         under_way = self.intake.under_way
-        self.intake.charge([under_way[uid] for uid in uids if uid in under_way], max(0.0, seconds - self.token_seconds))
-        self.intake.pay(BESIDE_ANSWERS * self.token_seconds)
+        self.intake.charge([under_way[uid] for uid in uids if uid in under_way], max(0.0, seconds - self.plain_seconds))
+        self.intake.pay(BESIDE_ANSWERS * self.plain_seconds)
 
     def _note(self, decode_seconds: float | None, read: tuple[int, float] | None) -> None:
         """Takes in what a step took: to make tokens, if it did, and to read: how many tokens, and how long."""

@@ -23,7 +23,7 @@ from lib.serve.gateway import Gateway
 from lib.serve.http_protocol import Protocol
 
 LAST_WORDS_SECONDS = 2.0  # for what was on its way when the listener closed
-BACKLOG = 1024  # connections that wait to be accepted
+BACKLOG = 4096  # connections that wait to be accepted; systems make it less
 ACCEPTED_AT_ONCE = 256  # of these, before others are served
 WELCOMED_AT_ONCE = {"http": 2, "https": 1}  # of those that say something; a handshake takes a millisecond or two
 FIRST_WORDS_SECONDS = 0.05  # for what came to a listener before it closed, and nobody has looked at
