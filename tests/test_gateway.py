@@ -210,8 +210,9 @@ def test_long_answers_count_as_several_slots_by_those_before_them() -> None:
     async def play() -> None:
         now: list[Any] = [100.0]
         pool = Pool(ups(16), 50, clock=lambda: now[0])
-        assert pool.expected_tokens("brief", 4096) == 4096 and pool.expected_tokens("wordy", 20) == 20, (
-            "nothing is known"
+        assert pool.expected_tokens("brief", 1) == 1 and pool.expected_tokens("wordy", 20) == 20
+        assert pool.expected_tokens("brief", 5000) == 4096, (
+            "that it asked for one token says nothing of its next answer"
         )
         for _ in range(2):
             now[0] += HALVING_SECONDS
