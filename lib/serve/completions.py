@@ -102,7 +102,7 @@ class Completions:
         """Has a backend answer; a second one where the first failed before it answered anything."""
         since = time.monotonic()
         request = await self.read(exchange.owner, kind, body)
-        exchange.record["read_seconds"] = round(time.monotonic() - since, 4)
+        exchange.record["parse_seconds"] = round(time.monotonic() - since, 4)
         exchange.is_stream = exchange.record["stream"] = request.stream
         for number in range(1, ATTEMPTS + 1):
             expected = self.pool.expected_tokens(exchange.owner, request.max_tokens)
