@@ -396,3 +396,22 @@ def test_whoever_polls_keeps_no_gateway_from_its_end() -> None:
             await asyncio.gather(*polling, return_exceptions=True)
 
     asyncio.run(story())
+
+
+def test_who_is_connected_at_the_end_is_still_answered() -> None:
+    """Its request comes when it comes: the connection was made, and a client takes that for a server that is there."""
+
+    async def story() -> None:
+        async with serving(drain_seconds=0.2) as (connect, listener, task):
+            slow, silent = await connect(), await connect()
+            listener.handle_exit(signal.SIGTERM, None)
+            while listener.listening:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.4)
+            slow[1].write(LAST)
+            said = await heard(slow[0])
+            assert said.startswith(b"HTTP/1.1 503 ") and b"shutting_down" in said and b"\r\nretry-after: " in said
+            await asyncio.wait_for(task, 20)  # and is not kept by who says nothing
+            assert await heard(silent[0]) == b""
+
+    asyncio.run(story())

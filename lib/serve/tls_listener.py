@@ -26,7 +26,6 @@ LAST_WORDS_SECONDS = 2.0  # for what was on its way when the listener closed
 BACKLOG = 4096  # connections that wait to be accepted; systems make it less
 ACCEPTED_AT_ONCE = 256  # of these, before others are served
 WELCOMED_AT_ONCE = {"http": 2, "https": 1}  # of those that say something; a handshake takes a millisecond or two
-FIRST_WORDS_SECONDS = 0.05  # for what came to a listener before it closed, and nobody has looked at
 NO_FILES_SECONDS = 0.1  # until it is tried again where the system has no file for a connection
 
 
@@ -179,21 +178,20 @@ class Listener(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Closes the listener first; requests that were on their way still arrive, and are refused."""
         for listening in self.listening:
+            self.loop.remove_reader(listening)
             for _ in range(BACKLOG // ACCEPTED_AT_ONCE):  # who is connected already, for all that a client knows
                 self._accept(listening)
-            self.loop.remove_reader(listening)
             listening.close()
         self.listening = []
         deadline = self.loop.time() + LAST_WORDS_SECONDS
-        await asyncio.sleep(FIRST_WORDS_SECONDS)
-        for accepted in list(self.silent):
-            self._close_silent(accepted)
         while (
-            (self.speaking or self.welcoming or self.server_state.connections)
+            (self.silent or self.speaking or self.welcoming or self.server_state.connections)
             and not self.force_exit
             and self.loop.time() < deadline
         ):
             await asyncio.sleep(0.05)
+        for accepted in list(self.silent):
+            self._close_silent(accepted)
         await super().shutdown(sockets)
 
 
