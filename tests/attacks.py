@@ -445,6 +445,19 @@ ATTACKS: dict[str, Attack] = {
     "an epoch of 400 digits": of_state(lambda state: state | {"epoch": 10**400}),
     "rounds of text": of_state(lambda state: state | {"rounds": {"shares": "x"}}),
     "a schedule of text": of_state(lambda state: state | {"schedule": {**state["schedule"], "plans": "x"}}),
+    "a schedule of nothing": of_state(lambda state: state | {"schedule": {**state["schedule"], "plans": []}}),
+    "a schedule of steps to come": of_state(
+        lambda state: (
+            state
+            | {"schedule": state["schedule"] | {"plans": [one | {"first_step": 99} for one in state["schedule"]["plans"]]}}
+        )
+    ),
+    "rewards of nothing": of_state(lambda state: state | {"rewards": []}),
+    "a best step without its loss": of_state(lambda state: state | {"best_step": 1, "best_loss": None}),
+    "rounds without shares": of_state(lambda state: state | {"rounds": {"are_one": True}}),
+    "rounds of no share": of_state(
+        lambda state: state | {"rounds": {"shares": [0], "speeds": [0.0], "round_ends": [1.0], "are_one": True}}
+    ),
     "a summary of text": of_summary({"pairs_per_second": "x", "efficiency": [], "cost": 3, "checkpoint": "y"}),
     "a summary of lists": of_summary({"model": ["x"], "early_end": {"a": 1}, "cost": {"cost": "x"}}),
 }

@@ -20,7 +20,8 @@ from lib.export import push_checks
 from lib.launch import hostfile
 from lib.serve import api_keys
 from lib.system import network, out_of_memory
-from lib.training.checkpoint import MANIFEST, STATE
+from lib.training.checkpoint import MANIFEST, REFERENCE, STATE
+from lib.training.run_folder import own_folder
 from tests import tiny
 from tests.attacks import PAIR, Attack, agree, copy_of_run, of_words, refused, run_of, set_in, training
 from tests.attacks_models import DEEP, Content, huge, link_to, pipe, put
@@ -351,6 +352,42 @@ def unfinished_links(run: Path, victim: Path) -> None:
         (run / f"{name}.{os.getpid()}.unfinished").symlink_to(victim)
 
 
+def nests_folders(folder: Path) -> str | None:
+    """A thousand, one in the other: Python's own search for files ends in a RecursionError there."""
+    with copy_of_run(folder) as run:
+        nested = run / "logs"
+        for _ in range(1000):
+            (nested := nested / "d").mkdir()
+        try:
+            return refused("train.py", ["--resume", str(run), RESUMED], told="nested too deep")
+        finally:
+            for path in (nested, *nested.parents[:999]):
+                path.rmdir()
+
+
+def part_is_a_pipe(run: Path, victim: Path) -> None:
+    """Every rank has a part of its own there, or so the state says."""
+    state = newest(run) / STATE
+    put(state, json.loads(state.read_text()) | {"parts": ["x"]})
+    agree(newest(run))
+    put(run / "checkpoints/ranks" / f"{newest(run).name}-rank-000.safetensors", pipe)
+
+
+def reference_is_a_pipe(run: Path, victim: Path) -> None:
+    """In a run whose reference moves with it."""
+    for place in (run, newest(run)):
+        set_in(place / "config.yaml", "train.reference_sync_steps", "2")
+    agree(newest(run))
+    put(newest(run) / REFERENCE, pipe)
+
+
+def into_a_rank(folder: Path) -> str | None:
+    with copy_of_run(folder) as run:
+        (run / "ranks").mkdir()
+        (run / "ranks/rank-000").symlink_to(folder)
+        return refusal_of(lambda: own_folder(run, 0))
+
+
 WRITTEN = ("config.yaml", "plan.json", "summary.json", "README.md", "adapters.safetensors", "adapter_config.json")
 ATTACKS: dict[str, Attack] = {
     # Links in a run's folder
@@ -363,6 +400,9 @@ ATTACKS: dict[str, Attack] = {
     "run: its lock is a pipe": of_folder(in_place_of(".lock", "pipe")),
     "run: its plan is a pipe": of_folder(in_place_of("plan.json", "pipe")),
     "run: its configuration is a pipe": of_folder(in_place_of("config.yaml", "pipe")),
+    "run: folders 1,000 deep": nests_folders,
+    "run: the folder of ranks' adapters is a link": of_folder(in_place_of("ranks", "folder")),
+    "run: the folder of a rank's adapter is a link": into_a_rank,
     "run: an unfinished checkpoint is a link": of_folder(in_place_of("checkpoints/.unfinished-00000003", "folder")),
     "run: a checkpoint is a link": of_folder(in_place_of("checkpoints/step-00000009", "folder")),
     "run: its checkpoints are a link": of_folder(in_place_of("checkpoints", "folder")),
@@ -465,6 +505,8 @@ ATTACKS: dict[str, Attack] = {
     "checkpoint: a copy of a rank's part": of_folder(
         lambda run, victim: put(run / "checkpoints/ranks/step-00000001-rank-000 (1).safetensors", b"")
     ),
+    "checkpoint: a rank's part is a pipe": of_folder(part_is_a_pipe),
+    "checkpoint: a reference that is a pipe, and in no manifest": of_folder(reference_is_a_pipe),
     "checkpoint: a rank's part of another name": of_folder(
         lambda run, victim: put(run / "checkpoints/ranks/step-x-rank-y.safetensors", b"")
     ),

@@ -15,7 +15,7 @@ from lib.errors import UserError
 # Names in a folder of checkpoints; macOS adds some of its own, in a folder that was looked at or on another's disk.
 OF_CHECKPOINTS = re.compile(r"step-\d+|\.unfinished-.*|ranks|\.DS_Store|\._.*")
 
-WRITTEN = ("logs", "rounds", "recent", "tensorboard")  # folders of a run that it writes in
+WRITTEN = ("logs", "ranks", "rounds", "recent", "tensorboard")  # folders of a run that it writes in
 MANIFEST = "manifest.json"  # of a checkpoint, which has a config.yaml as a run has
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # how such a file begins
 
@@ -53,7 +53,10 @@ def require_own(folder: Path) -> None:
     """
     for path in folder.iterdir():
         require_regular(path, "the run's")
-    written = [path for name in WRITTEN for path in folder.glob(f"{name}/**/*")]
+    try:
+        written = [path for name in WRITTEN for path in folder.glob(f"{name}/**/*")]
+    except RecursionError:
+        raise UserError(f"{folder} has folders that are nested too deep for a run's; put a copy in its place") from None
     folders = [folder / name for name in (*WRITTEN, "checkpoints")]
     folders += folder.glob("checkpoints/*")
     for path in (folder / ".lock", *folders, *written):

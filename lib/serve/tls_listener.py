@@ -198,5 +198,6 @@ class Listener(uvicorn.Server):
 def has_left(accepted: socket.socket) -> bool:
     """Whether the other end has closed a connection already, as far as the system tells without reading from it."""
     poll = select.poll()
-    poll.register(accepted, getattr(select, "POLLRDHUP", 0))  # Linux's own; errors and resets are told unasked
+    # Linux's POLLRDHUP; macOS' POLLHUP says the same there, and only to who asks. Errors and resets are told unasked.
+    poll.register(accepted, select.POLLHUP | getattr(select, "POLLRDHUP", 0))
     return bool(poll.poll(0))

@@ -444,18 +444,11 @@ def save_part(folder: Path, step: int, rank: int, trees: RankArrays) -> str:
 def load_part(folder: Path, step: int, rank: int) -> RankArrays:
     """What `save_part` wrote."""
     trees, path = RankArrays(), part_of(folder, step, rank)
-    for name, array in mx.load(str(path)).items() if path.exists() else ():
+    for name, array in mx.load(str(path)).items() if path.is_file() else ():
         kind, _, rest = name.partition("/")
         trees.setdefault(kind, {})[rest] = array
     mx.eval(trees)  # now: the file's place may be written anew
     return trees
-
-
-def own_folder(folder: Path, rank: int) -> Path:
-    """Where a run keeps one rank's own adapter, if ranks have one."""
-    own = folder / "ranks" / f"rank-{rank:03d}"
-    own.mkdir(parents=True, exist_ok=True)
-    return own
 
 
 def prune_parts(folder: Path, kept: list[int], rank: int, size: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,7 +15,16 @@ from pydantic import TypeAdapter, ValidationError
 from lib.config.read_file import read_text
 from lib.errors import UserError
 from lib.model import adapter_files
-from lib.training.checkpoint import MANIFEST, OPTIMIZER, STATE, Progress, checkpoints_in, file_sha256, step_of
+from lib.training.checkpoint import (
+    MANIFEST,
+    OPTIMIZER,
+    REFERENCE,
+    STATE,
+    Progress,
+    checkpoints_in,
+    file_sha256,
+    step_of,
+)
 
 STATE_BYTES = 2**26
 
@@ -87,7 +97,14 @@ def progress_of(text: str) -> Progress:
 
 def _inconsistency(progress: Progress) -> str | None:
     """What cannot be of one run, though each field by itself could."""
-    rounds, ranks = progress.rounds, len(progress.rounds.get("shares", []))
+    rounds, shares = progress.rounds, progress.rounds.get("shares", [])
+    ranks = len(shares)
+    if len(progress.rewards) != 2:
+        return "rewards: not a sum and a count"
+    if (progress.best_step is None) != (progress.best_loss is None):
+        return "of best_step and best_loss there is one alone"
+    if rounds and not sum(shares):
+        return "rounds: no rank has a share"
     if not all(progress.resumes) or len(progress.resume_ids) > len(progress.resumes):
         return "resumes: one has no step, or there are more ids than resumes"
     of_ranks: list[Sequence[float | None]] = [
@@ -126,7 +143,8 @@ def fault_of(path: Path) -> str | None:
                 return f"{name} does not match its hash"
     except (UserError, OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         return str(error)
-    if not {STATE, OPTIMIZER, adapter_files.ADAPTER_WEIGHTS} <= hashes.keys():
+    may_be = [name for name in (adapter_files.ADAPTER_CONFIG, REFERENCE) if os.path.lexists(path / name)]
+    if not {STATE, OPTIMIZER, adapter_files.ADAPTER_WEIGHTS, *may_be} <= hashes.keys():
         return "files are missing from its manifest"
     try:
         read_progress(path)

@@ -388,13 +388,21 @@ class LocalSGD:
         A synchronous run's is one, too: the ranks part where it stood.
 
         unfinished: what this rank trained after it, and goes on from (`would_go_on`).
+
+        Raises:
+            AgreedError: the state is not what a run writes. It is the same on every rank.
         """
         if progress.step < self.steps and to_ranks(self.model, self.config.model):
             mx.eval(self.model.trainable_parameters())
         self.merger.momentum, self.merger.feedback = own.get("momentum", {}), own.get("feedback", {})
-        self._take_rounds(progress)
-        if self.round is not None:
-            self.start = own["start"]
+        try:
+            self._take_rounds(progress)
+            if self.round is not None:
+                self.start = own["start"]
+        except (KeyError, TypeError, ValueError, IndexError, ArithmeticError) as error:
+            raise AgreedError(
+                f"the checkpoint of step {progress.step}: the state of its rounds is not what a run writes: {error!r}"
+            ) from None
         progress.rounds = self.state()
         self.unfinished = unfinished
         if unfinished is not None:
@@ -406,7 +414,7 @@ class LocalSGD:
         """Whether this rank would take the same rows once more, from where all met, so that it can go on behind them.
 
         Raises:
-            KeyError, TypeError, ValueError, IndexError: the state is not what a run writes.
+            KeyError, TypeError, ValueError, IndexError, ArithmeticError: the state is not what a run writes.
         """
         self._take_rounds(copy.deepcopy(progress))
         self._open_after(progress, unfinished)

@@ -22,7 +22,7 @@ from lib.distributed.world import World
 from lib.errors import Stopped, UserError
 from lib.model import adapter_files
 from lib.system import files, metal, plain_json
-from lib.training import checkpoint, recent_state, report, summary
+from lib.training import checkpoint, recent_state, report, run_folder, summary
 from lib.training.compiled_pass import is_compiled
 from lib.training.find_checkpoint import fault_of
 from lib.training.local_sgd import LocalSGD
@@ -299,7 +299,7 @@ class TrainingLoop:
         with world.agreeing("finishing"), world.gathering(run.model.trainable_parameters()) as [weights]:
             try:
                 if run.is_never_merged:
-                    own_folder = checkpoint.own_folder(run.folder, world.rank)
+                    own_folder = run_folder.own_folder(run.folder, world.rank)
                     adapter_files.save_trained(run.model, config.model, own_folder)
                 if world.rank == 0:
                     adapter_files.save_trained(run.model, config.model, run.folder, *weights)

@@ -115,10 +115,7 @@ def _take_up(run: TrainingRun, states: Mapping[str, Recent], meetings: Sequence[
         run.optimizer.state = tree_unflatten(list(own["optimizer"].items()))
     run.feedback, run.resumed = own.get("feedback", {}), own
     if local_sgd is not None and not run.config.rollouts.rounds:
-        try:
-            local_sgd.resume(run.progress, own, kept.unfinished if kept is not None else None)
-        except (KeyError, TypeError, ValueError, IndexError) as error:  # the same on every rank: all have this state
-            raise AgreedError(f"{chosen.path}: the state of its rounds is not what a run writes: {error!r}") from None
+        local_sgd.resume(run.progress, own, kept.unfinished if kept is not None else None)
     elif local_sgd is None and run.progress.rounds:
         raise AgreedError(f"{run.folder} is a run of independent ranks; go on with strategy=independent")
     recent_state.forget(run, kept)
@@ -145,7 +142,7 @@ def _own_part(run: TrainingRun) -> RankArrays:
 
 def _would_go_on(local_sgd: LocalSGD, kept: Recent | None) -> bool:
     """Whether this rank can go on behind what it trained since all met."""
-    with contextlib.suppress(KeyError, TypeError, ValueError, IndexError):  # somebody changed it
+    with contextlib.suppress(KeyError, TypeError, ValueError, IndexError, ArithmeticError):  # somebody changed it
         if kept is not None and kept.unfinished is not None:
             return local_sgd.would_go_on(kept.progress, kept.unfinished)
     return False
@@ -163,7 +160,10 @@ def _prune(run: TrainingRun) -> None:
 def _restores(run: TrainingRun) -> bool:
     """Whether the plans of the checkpoint are in force again."""
     try:
-        return run.schedule.restore(run.progress.schedule)
+        restores = run.schedule.restore(run.progress.schedule)
+        if restores and not any(first <= run.progress.step + 1 for first, _ in run.schedule.plans):
+            raise ValueError(f"none of step {run.progress.step + 1}")
+        return restores
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise AgreedError(f"{run.folder}: the plans in its checkpoint are not what a run writes: {error!r}") from None
 
@@ -263,8 +263,9 @@ def _newest_whole(candidates: list[Path]) -> tuple[Offer | None, Meeting | None,
 
 
 def _has_part(folder: Path, step: int, rank: int, expected: str) -> bool:
+    part = part_of(folder, step, rank)
     try:
-        return expected == (file_sha256(part_of(folder, step, rank)) if expected else "")
+        return not expected or (part.is_file() and file_sha256(part) == expected)  # a pipe would never end
     except OSError:
         return False
 

@@ -12,6 +12,7 @@ from typing import IO
 
 from lib.config import read_file
 from lib.errors import UserError
+from lib.system import files
 
 # What a run writes before its config.yaml, a place for its logs, and what macOS and NFS leave in any folder.
 BEFORE_A_RUN = re.compile(r"\.lock|plan\.json|logs|.*\.unfinished|\.disk-.*|\.DS_Store|\._.*|\.nfs.*")
@@ -41,6 +42,18 @@ def claim(folder: Path) -> IO[str]:
     lock.write(f"{os.getpid()}\n")
     lock.flush()
     return lock
+
+
+def own_folder(folder: Path, rank: int) -> Path:
+    """Where a run keeps one rank's own adapter, if ranks have one.
+
+    Raises:
+        UserError: there is a link in its place.
+    """
+    own = folder / "ranks" / f"rank-{rank:03d}"
+    for path in (own.parent, own):
+        files.make_own(path)
+    return own
 
 
 def require_free(folder: Path) -> None:
