@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from lib.config import load
 from lib.launch import command as command_module
 from lib.launch import supervisor
 from lib.launch.hostfile import Host
@@ -378,6 +379,13 @@ def test_a_restart_is_given_what_the_user_allowed_and_the_runs_folder_cannot(tmp
     )  # fmt: skip
     given = ("train.py", "--config", str(own), "run.sinks=[]", "model.trust_remote_code=false", "run.dir=x")
     assert resume_command(given, "runs/y", True)[3:] == ("run.sinks=[]", "model.trust_remote_code=false")
+    own.write_text(
+        "model: {path: m}\ndata: {train: d}\nrollouts: {rounds: 2}\n"
+        "evaluate: {judge: 'judges:score', judge_prompt: 'a: #1.txt'}\n"
+    )
+    words = resume_command(("train.py", "--config", str(own)), "runs/y", True)[3:]
+    assert words == ("evaluate.judge=judges:score", "evaluate.judge_prompt=a: #1.txt")
+    assert load.resume(own, list(words)) == load.load(own), "a run's folder has the same settings"
 
 
 def test_only_starts_that_bring_nothing_wait() -> None:

@@ -48,20 +48,31 @@ def require_own(config: Config, path: Path, overrides: Sequence[str], uses: Sequ
     Raises:
         UserError: the file sets what the words do not; names all of it, and what to type.
     """
-    given = {word.partition("=")[0] for word in overrides}
-    defaults = {setting.key: setting.default for setting in settings()}
-    faults, remedies = [], []
-    for key, what in GUARDED.items():
-        value = functools.reduce(getattr, key.split("."), config)
-        if key in given or value == defaults[key] or value in HARMLESS.get(key, ()) or not key.startswith(tuple(uses)):
-            continue
-        faults.append(f"{key}={_as_word(value)} {what}")
-        remedies.append(f"{key}={_as_word(defaults[key])}")
-    if faults:
+    if wanted := allowed(config, overrides, uses):
+        defaults = _defaults()
+        faults = "; ".join(f"{key}={value} {GUARDED[key]}" for key, value in wanted.items())
         raise UserError(
-            f"{path}: {'; '.join(faults)}. A run's folder cannot allow that: if you want it, give the same on the "
-            f"command line, else {' '.join(remedies)}"
+            f"{path}: {faults}. A run's folder cannot allow that: if you want it, give the same on the "
+            f"command line, else {' '.join(f'{key}={_as_word(defaults[key])}' for key in wanted)}"
         )
+
+
+def allowed(config: Config, overrides: Sequence[str], uses: Sequence[str]) -> dict[str, str]:
+    """What a configuration sets beyond the words, of all that a run's folder may not decide: as one would type it.
+
+    uses: as `require_own` has it.
+    """
+    given, defaults = {word.partition("=")[0] for word in overrides}, _defaults()
+    values = {key: functools.reduce(getattr, key.split("."), config) for key in GUARDED if key.startswith(tuple(uses))}
+    return {
+        key: _as_word(value)
+        for key, value in values.items()
+        if key not in given and value != defaults[key] and value not in HARMLESS.get(key, ())
+    }
+
+
+def _defaults() -> dict[str, Any]:
+    return {setting.key: setting.default for setting in settings()}
 
 
 def _as_word(value: Any) -> str:

@@ -130,8 +130,7 @@ def resume(path: Path, overrides: list[str]) -> Config:
         UserError: an override would change what the run has been learning.
     """
     before, after = load(path), load(path, overrides)
-    uses = ("model.", "run.", *(JUDGES if before.rollouts.rounds else ()))
-    guarded.require_own(before, path, overrides, uses)
+    guarded.require_own(before, path, overrides, uses_of_training(before))
     for key in known_settings():
         if _at(before, key) != _at(after, key) and not key.startswith(RESUMABLE):
             raise UserError(
@@ -139,6 +138,11 @@ def resume(path: Path, overrides: list[str]) -> Config:
                 "start a new run instead"
             )
     return after
+
+
+def uses_of_training(config: Config) -> tuple[str, ...]:
+    """Beginnings of the settings that training acts on, of those that a run's folder may not decide."""
+    return ("model.", "run.", *(JUDGES if config.rollouts.rounds else ()))
 
 
 def of_run(path: Path, overrides: Sequence[str], uses: Sequence[str]) -> Config:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lib.config import load, train_arguments
+from lib.config import guarded, load, train_arguments
 from lib.environment import ROOT
 from lib.errors import UserError
 from lib.launch.hostfile import Host
@@ -80,12 +80,8 @@ def _allowed_by_file(command: Sequence[str]) -> list[str]:
         settings = load.load(ROOT / (options.config or train_arguments.QUICKSTART), options.overrides)
     except (UserError, SystemExit):  # no command of train.py's
         return []
-    given = {word.partition("=")[0] for word in options.overrides}
-    allowed = {
-        "model.trust_remote_code": "true" if settings.model.trust_remote_code else None,
-        "run.sinks": f"[{','.join(settings.run.sinks)}]" if settings.run.sinks else None,
-    }
-    return [f"{key}={value}" for key, value in allowed.items() if value is not None and key not in given]
+    allowed = guarded.allowed(settings, options.overrides, load.uses_of_training(settings))
+    return [f"{key}={value}" for key, value in allowed.items()]
 
 
 def local_run_folder(job: Job, run: str) -> Path:
