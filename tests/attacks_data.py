@@ -93,8 +93,11 @@ def repeats_itself(path: Path) -> None:
                 writer.write_batch(batch)
 
 
-def false_page(unpacked: int, kind: int = 0) -> Callable[[Path], None]:
-    """A page that unpacks to so many bytes, where the footer has a small column of noise; in Thrift's compact protocol."""
+def false_page(unpacked: int, kind: int = 0, is_hidden: bool = False) -> Callable[[Path], None]:
+    """A page that unpacks to so many bytes, where the footer has a small column of noise; in Thrift's compact protocol.
+
+    is_hidden: it says less, and then so much in a field whose number is the same in 16 bits.
+    """
 
     def write(path: Path) -> None:
         noise = os.urandom(NOISE // 2).hex()
@@ -110,8 +113,10 @@ def false_page(unpacked: int, kind: int = 0) -> Callable[[Path], None]:
         header, packed = b"", 0
         while len(header) + packed != size:  # the header's own length is in it
             packed = size - len(header)
-            sizes = b"".join(b"\x15" + varint(2 * value) for value in (kind, unpacked, packed))
-            header = sizes + own + b"\x00"
+            told = 9 if is_hidden else unpacked
+            sizes = b"".join(b"\x15" + varint(2 * value) for value in (kind, told, packed))
+            again = b"\x05" + varint(2 * 65534 - 1) + varint(2 * unpacked) if is_hidden else b""
+            header = sizes + own + again + b"\x00"
         room = packed - len(bomb) - 8
         chunk = header + bomb + b"\x50\x2a\x4d\x18" + room.to_bytes(4, "little") + bytes(room)  # zstd skips that
         raw[begin : begin + size] = chunk
@@ -150,12 +155,31 @@ def reads_false_pages(folder: Path) -> str | None:
         b"\x15" + b"\xff" * 20,
         b"\x1b\x00",
         b"\x15\x00\x05\x02\x02\x00",
+        b"\x25\x02\x05" + varint(2 * 65534 - 1) + b"\x04\x00",  # field -65534, in 16 bits the second one again
+        b"\x15" + varint(2**33 + 2) + b"\x00",  # in 32 bits one
     ):
         try:
             parquet_pages.struct(raw, 0)
         except (parquet_pages.FalsePage, IndexError):
             continue
         return f"{raw!r} is taken"
+    return None
+
+
+def leads_away(folder: Path) -> str | None:
+    """A page that ends behind its column, so that the next ones would not be looked at; and columns at one place."""
+    page = b"\x15\x00\x15\x02\x15" + varint(2 * 900) + b"\x2c\x15\x02\x00\x00"
+    honest = [parquet_pages.Chunk("a", 0, len(page) + 900, 10, 1), parquet_pages.Chunk("b", 4000, 4010, 10, 1)]
+    parquet_pages.HonestPages(io.BytesIO(page + bytes(3000)), honest).read()
+    for chunks in (
+        [parquet_pages.Chunk("a", 0, 500, 10, 1)],
+        [parquet_pages.Chunk("a", 0, 2500, 10, 1), parquet_pages.Chunk("b", 500, 600, 10, 1)],
+    ):
+        try:
+            parquet_pages.HonestPages(io.BytesIO(page + bytes(3000)), chunks).read()
+        except parquet_pages.FalsePage:
+            continue
+        return f"{chunks} is taken"
     return None
 
 
@@ -326,6 +350,8 @@ ATTACKS: dict[str, Attack] = {
     "parquet: a dictionary of 1.9 GB in 60 kB": of_bytes("dictionary.parquet", false_page(1900 * 2**20, kind=2)),
     "parquet: histograms of other values": of_bytes("histograms.parquet", false_histograms),
     "parquet: headers that are none": reads_false_pages,
+    "parquet: pages that lead away": leads_away,
+    "parquet: a page of 1.9 GB by a field twice": of_bytes("twice.parquet", false_page(1900 * 2**20, is_hidden=True)),
     "parquet: a text that repeats the one before": of_bytes("delta.parquet", repeats_itself),
     "parquet: a chat that is kept once": of_table(nested_once, dictionary_pagesize_limit=2**30),
     "parquet: 20 million rows of nothing": of_table(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import io
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, Any
@@ -18,6 +19,8 @@ DEEPEST = 8  # structures within a header
 TYPE, UNPACKED, PACKED = 1, 2, 3  # the fields of a header
 OF_KIND = {0: 5, 2: 7, 3: 8}  # by the page's type (data, dictionary, data of version 2): where its own header is
 VALUES = 1
+BITS = {4: 16, 5: 32, 6: 64}  # of Thrift's integers: of a number of more, a reader takes these alone
+BEHIND_BYTES = 100  # old writers leave a page's header out of what the footer says, and Arrow reads so much more
 
 
 class FalsePage(ValueError):
@@ -83,11 +86,17 @@ class HonestPages(_Wrapped):
     Args:
         file: is read from the same places as this.
         chunks: all that will be read.
+
+    Raises:
+        FalsePage: two of them are at the same place.
     """
 
     def __init__(self, file: IO[bytes], chunks: Sequence[Chunk]):
         super().__init__(file)
-        self._chunks = sorted(chunks, key=lambda chunk: chunk.next)
+        self._chunks = sorted(chunks, key=lambda chunk: (chunk.next, chunk.end))
+        for one, other in itertools.pairwise(self._chunks):
+            if one.end > other.next:  # what is read of the one would be looked at as the other's pages
+                raise FalsePage(f"{one.name} and {other.name} are at the same place")
         self._starts = [chunk.next for chunk in self._chunks]
 
     def read(self, size: int = -1) -> bytes:
@@ -117,6 +126,8 @@ class HonestPages(_Wrapped):
             values = own.get(VALUES)
         if not isinstance(unpacked, int) or not isinstance(packed, int) or not isinstance(values, int) or packed < 0:
             raise FalsePage(f"{chunk.name} has a page without a size")
+        if packed > chunk.end + BEHIND_BYTES - (at + end):
+            raise FalsePage(f"a page of {chunk.name} ends behind it")
         if not 0 <= unpacked <= chunk.unpacked_bytes:
             raise FalsePage(f"a page of {chunk.name} says {unpacked:,} bytes, all of it {chunk.unpacked_bytes:,}")
         # A dictionary may have more values than rows, and each takes a bit at least.
@@ -147,7 +158,7 @@ def struct(data: bytes, at: int, depth: int = 0) -> tuple[dict[int, Any], int]:
             number += delta
         else:
             number, at = _number(data, at)
-        if number in fields or number >= 2**15:  # of which a reader may take another, or a part of the number
+        if number in fields or not 0 < number < 2**15:  # of which a reader may take another, or a part of the number
             raise FalsePage(f"a field {number} that is twice there, or none")
         fields[number], at = _value(data, at, kind & 15, depth)
     return fields, at + 1
@@ -160,8 +171,11 @@ def _value(data: bytes, at: int, kind: int, depth: int) -> tuple[Any, int]:
         return kind == 1, at
     if kind == 3:
         return data[at], at + 1
-    if kind in (4, 5, 6):
-        return _number(data, at)
+    if kind in BITS:
+        number, at = _number(data, at)
+        if not -(2 ** (BITS[kind] - 1)) <= number < 2 ** (BITS[kind] - 1):
+            raise FalsePage(f"a number of more than {BITS[kind]} bits")
+        return number, at
     if kind == 7:
         return None, at + 8
     if kind == 8:
