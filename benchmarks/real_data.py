@@ -133,7 +133,7 @@ def make_model(folder: Path, files: list[Path]) -> Path:
 
 def measure(run: Path, path: Path) -> dict[str, Any]:
     """First and last loss (means of a tenth of the steps), and the rows that were read, trained and padded."""
-    records = read_records(run / "logs" / "rank-000.jsonl")
+    records = list(read_records(run / "logs" / "rank-000.jsonl"))
     steps = [record for record in records if record["kind"] == "step"]
     tenth = max(1, len(steps) // 10)
     in_file = sum(1 for line in path.open(encoding="utf-8") if line.strip())

@@ -449,7 +449,10 @@ ATTACKS: dict[str, Attack] = {
     "a schedule of steps to come": of_state(
         lambda state: (
             state
-            | {"schedule": state["schedule"] | {"plans": [one | {"first_step": 99} for one in state["schedule"]["plans"]]}}
+            | {
+                "schedule": state["schedule"]
+                | {"plans": [one | {"first_step": 99} for one in state["schedule"]["plans"]]}
+            }
         )
     ),
     "rewards of nothing": of_state(lambda state: state | {"rewards": []}),

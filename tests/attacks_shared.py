@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import socket
 import struct
 import tempfile
@@ -21,12 +22,16 @@ from lib.config.plain_yaml import CARD_BYTES
 from lib.data import tokenizer
 from lib.data.hub_files import Repository
 from lib.distributed import ring_sockets
+from lib.errors import UserError
 from lib.evaluate.work_journal import Journal
+from lib.launch import discovery
 from lib.launch.rank_console import Console
 from lib.model import adapter_files
 from lib.system import compiled_code
+from lib.system.os_commands import Completed
+from lib.telemetry.log_tail import Copy
 from tests.attacks import OBEYED, Attack, copy_of_run, of_words, refused, run_of, set_in
-from tests.attacks_models import put
+from tests.attacks_models import pipe, put
 from tests.attacks_runs import VICTIM, in_place_of, of_folder, of_hosts, refusal_of
 
 ANOTHER_USER = 65534
@@ -195,6 +200,53 @@ def ranks_text_at_the_launchers_terminal(folder: Path) -> str | None:
     return None if not OBEYED.search(text) and "\x1b[31mred" in out.getvalue() else f"it obeys {text!r}"
 
 
+def text_in_the_launchers_own_lines(folder: Path) -> str | None:
+    """What a rank said before it died, or ssh, or another machine's agent."""
+    out = io.StringIO()
+    with contextlib.redirect_stderr(out):
+        console = Console(lambda: None)
+        console.note("died: rank 1 on b: \x1b]52;c;eA==\x07y\x9b2J")
+        console.close()
+    return f"it obeys {out.getvalue()!r}" if OBEYED.search(out.getvalue()) else None
+
+
+def answers_of_a_strange_machine(folder: Path) -> str | None:
+    """A machine that is asked for its facts may answer anything."""
+    for answer in (
+        "gpus=x\nhost=b\nend=1",
+        "end=1",
+        "host=b\ngpus=-3\nmemory=\u0663\nend=",
+        "chip=\x1b[2J\nhost=b\nend=1",
+    ):
+        for errors in ("", "\x1b]0;owned\x07\n"):
+            run = lambda words, seconds, said=(answer, errors): Completed(0, *said)  # noqa: E731
+            told = str(discovery.ask_machine("b", "d", run, False))
+            if OBEYED.search(told) or "\\x1b" in told:
+                return f"it obeys {told!r}"
+    return None
+
+
+def log_behind_a_link(folder: Path) -> str | None:
+    """The launching machine's copies of other hosts' logs, in a run's folder that came from somebody else."""
+    victim, logs = folder / "log-victim", folder / "copied" / "logs"
+    for number, name in enumerate(("b", "b/rank-001.jsonl", "rank-001.jsonl")):
+        shutil.rmtree(logs, ignore_errors=True)
+        put(victim / "rank-001.jsonl", VICTIM)
+        (logs / name).parent.mkdir(parents=True)
+        if name == "rank-001.jsonl":
+            pipe(logs / name)
+        else:
+            (logs / name).symlink_to(victim if name == "b" else victim / "rank-001.jsonl")
+        copy = Copy(logs, "b")
+        with contextlib.suppress(UserError):
+            copy.write(1, 0, b"{}\n")
+        with contextlib.suppress(UserError, FileNotFoundError):
+            copy.write(1, number, b"{}\n")
+        if (victim / "rank-001.jsonl").read_text() != VICTIM or len(list(victim.iterdir())) > 1:
+            return f"it wrote behind {name}"
+    return None
+
+
 def log_of_a_library(folder: Path) -> str | None:
     """transformers tells what it found in a model's config.json."""
     tokenizer._have_logs_shown()
@@ -229,6 +281,9 @@ ATTACKS: dict[str, Attack] = {
     "pattern: an alpha's, of 11 digits": of_words("model.alpha=4", "model.alpha_pattern={'a{99999999999}': 4}"),
     "terminal: a rank's text": ranks_text_at_the_launchers_terminal,
     "terminal: a library's log": log_of_a_library,
+    "terminal: what a host said, in the launcher's lines": text_in_the_launchers_own_lines,
+    "terminal: facts of a strange machine": answers_of_a_strange_machine,
+    "run: copies of logs behind links": log_behind_a_link,
     **{
         f"host: a file that sets {name}": of_hosts({"hosts": [{"ssh": "a"}], "envs": [f"{name}=/tmp/x"]})
         for name in ("PYTHONPATH", "LD_PRELOAD", "MLX_MPI_LIBNAME", "TANDEM_RELAYED", "HF_ENDPOINT", "NCCL_NET_PLUGIN")

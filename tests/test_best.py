@@ -222,7 +222,7 @@ def test_ranks_end_together_with_the_best(words: list[str], tmp_path: Path) -> N
     told = summary(run)["checkpoint"]
     assert (told["which"], told["held_out_loss"]) == ("best", min(found.values()))
     assert same(run, find(run, "best")) and step_of(find(run, "best")) == told["step"]
-    own = read_records(run / "logs" / f"rank-{world.rank:03d}.jsonl")
+    own = list(read_records(run / "logs" / f"rank-{world.rank:03d}.jsonl"))
     assert [record["final_step"] for record in own if record["kind"] == "end"] == [told["step"]]
     world.gather_text("checked")
 

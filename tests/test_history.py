@@ -362,6 +362,22 @@ def test_a_log_is_cut_at_a_line_that_is_too_long_for_a_record(
     assert [record["step"] for record in run_records.read_records(log)] == [1, 2, 3, 4]
 
 
+def test_of_more_events_than_there_is_room_for_some_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the kind that takes most room, and at even distances."""
+    monkeypatch.setattr(history, "EVENT_BYTES", 100_000)
+    log = tmp_path / "logs" / "rank-000.jsonl"
+    start = {"kind": "start", "time": 1000.0, "rank": 0, "host": "a", "step": 0}
+    many = [
+        {"kind": "new", "time": 1000.0 + n, "rank": 0, "host": "a", "step": n, "text": "x" * 99} for n in range(5000)
+    ]
+    write(log, [start, *many, {**start, "kind": "end", "time": 9000.0}])
+    run = read_all(RunHistory(tmp_path))
+    kinds = [event["kind"] for event in run.events]
+    assert (kinds[0], kinds[-1]) == ("start", "end") and 200 < len(kinds) < 1000
+    steps = [event["step"] for event in run.events[1:-1]]
+    assert max(np.diff(steps[: len(steps) // 2])) < 50 and steps[-1] > 4900
+
+
 def test_much_that_is_cut_of_a_log_is_moved_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sparse file of terabytes takes no room, and its copy all that there is."""
     monkeypatch.setattr(run_records, "MOVED_BYTES", 10_000)

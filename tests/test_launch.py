@@ -257,7 +257,7 @@ def test_two_hosts_train_what_one_trains(three_hosts: list[Machine], tmp_path: P
     assert hosts == {"host-a", "host-b"}
     rates = []
     for rank, other in ((0, three_hosts[1]), (1, three_hosts[0])):  # the network as each rank saw it
-        log = read_records(runs / "together/logs" / f"rank-{rank:03d}.jsonl")
+        log = list(read_records(runs / "together/logs" / f"rank-{rank:03d}.jsonl"))
         network = next(record for record in log if record["kind"] == "network")
         assert network["bytes_sent"] > 0
         rates.append(network["bytes_per_second"])  # None of a rank that only waited for the other in that step

@@ -381,7 +381,7 @@ def test_a_run_that_was_stopped_is_one_that_never_was(
     tiny.train(tmp_path, command)
     assert outcome(tmp_path / "stopped") == outcome(run)
     assert not list((tmp_path / "stopped").glob("rounds/*/*.partial"))
-    logs = [read_records(one / "logs" / "rank-000.jsonl") for one in (tmp_path / "stopped", run)]
+    logs = [list(read_records(one / "logs" / "rank-000.jsonl")) for one in (tmp_path / "stopped", run)]
     evaluated, evaluated_whole = ({record["step"] for record in log if record["kind"] == "evaluation"} for log in logs)
     assert evaluated == evaluated_whole and 0 in evaluated, "the policy before the first round stays in the log"
 

@@ -177,5 +177,5 @@ def test_a_mistake_is_one_clear_line(tmp_path: Path, words: list[str], expected:
 def test_rounds_smaller_than_a_batch_are_whole_batches(tmp_path: Path) -> None:
     words = [*tiny.settings(tmp_path), "strategy=independent", "independent.pairs_per_round=1", "train.steps=4"]
     tiny.train(tmp_path, [*words, "run.name=run"])
-    records = read_records(tmp_path / "runs" / "run" / "logs" / "rank-000.jsonl")
+    records = list(read_records(tmp_path / "runs" / "run" / "logs" / "rank-000.jsonl"))
     assert [sum(r["pairs"]) for r in records if r["kind"] == "merge"] == [8, 8, 5, 8]

@@ -349,7 +349,7 @@ def test_a_gradient_that_is_nan_once_is_computed_again(tmp_path: Path, monkeypat
     monkeypatch.setattr(exchange, "sum_gradients", poisoned)
     result = tiny.train(tmp_path, [*words, "run.name=poisoned"])
     said = "step 4: loss or gradient is not finite; computed once more"
-    log = read_records(tmp_path / "runs/poisoned/logs/rank-000.jsonl")
+    log = list(read_records(tmp_path / "runs/poisoned/logs/rank-000.jsonl"))
     assert said in result.stdout and [(r["step"], r["text"]) for r in log if r["kind"] == "warning"] == [(4, said)]
     assert tiny.difference(tmp_path / "runs/plain", tmp_path / "runs/poisoned") == 0.0
 
@@ -407,7 +407,7 @@ def test_a_log_on_a_full_disk_is_kept_until_there_is_room(tmp_path: Path, capsys
         (disk / "filler").unlink()
         tracker.record("end")
         tracker.close()
-        records = read_records(disk / "log.jsonl")
+        records = list(read_records(disk / "log.jsonl"))
         assert [record.get("step") for record in records] == [None, *range(100), None]
     finally:
         subprocess.run(["umount", str(disk)], check=True)
@@ -428,7 +428,7 @@ def test_a_checkpoint_that_cannot_be_written_is_recorded(tmp_path: Path, capsys:
     writer.write_beside(3, tmp_path, fail)
     writer.write(4, tmp_path, lambda: None)
     writer.record(tracker)
-    records = read_records(tmp_path / "log.jsonl")
+    records = list(read_records(tmp_path / "log.jsonl"))
     assert [(record["kind"], record["step"]) for record in records] == [("warning", 3), ("checkpoint", 4)]
     assert f"warning: {records[0]['text']}" in capsys.readouterr().err
 

@@ -38,6 +38,7 @@ MEASURES: tuple[str, ...] = ("step", "time", "bytes_per_second", "round_trip_sec
 MEASURES += ("temperature_celsius", "power_watts", "speed_limit")
 CAPACITY = 1024  # buckets, at least, once there are so many records
 RECENT = 20  # records behind the figures of the moment
+EVENT_BYTES = 2**25  # of events' lines that are kept of a log; of more some are left out
 GLANCE_BYTES = 2**24  # of a longer log the first look takes samples
 GLANCE_RECORDS = 1500
 LINE_BYTES = 2**13  # most step records are shorter
@@ -107,6 +108,7 @@ class Log:
         self.series: dict[Who, Series] = {}  # steps
         self.measured: dict[Who, Series] = {}  # the network, sensors
         self.events: list[Record] = []  # all others
+        self.event_bytes: list[int] = []  # of each one's line
         self.length = 0  # when it was opened
         self.glance: Log | None = None  # what the first look at a long log gave
 
@@ -119,7 +121,7 @@ class Log:
                 return True
         begins, lines = self.tail.read()
         if begins:
-            self.series, self.measured, self.events = {}, {}, []
+            self.series, self.measured, self.events, self.event_bytes = {}, {}, [], []
             self.length = _size(self.tail.path)  # it may have been cut back
         if not lines:
             return False
@@ -135,7 +137,7 @@ class Log:
     def _take(self, lines: list[bytes]) -> None:
         steps: dict[Who, list[list[Any]]] = {}
         measured: dict[Who, list[list[Any]]] = {}
-        for record in _parse(lines):
+        for record, size in _parse(lines):
             kind, step, time = record.get("kind"), record.get("step"), record.get("time")
             rank, host = record.get("rank", 0), record.get("host", "")
             if not (isinstance(time, int | float) and 0 <= time < LATEST_TIME):
@@ -148,10 +150,25 @@ class Log:
                 measured.setdefault((rank, host), []).append(_measures(record))
             elif kind != "step" and _is_event(record):
                 self.events.append(record)
+                self.event_bytes.append(size)
+        if sum(self.event_bytes) > EVENT_BYTES:
+            self._thin()
         for who, table in steps.items():
             self.series.setdefault(who, Series()).append(_numbers(table))
         for who, table in measured.items():
             self.measured.setdefault(who, Series(CAPACITY // 4, MEASURES)).append(_numbers(table))
+
+    def _thin(self) -> None:
+        """Leaves out every second event of the kind that takes most, until a quarter of the room is free."""
+        while sum(self.event_bytes) > 0.75 * EVENT_BYTES:
+            taken: dict[str, list[int]] = {}
+            for place, event in enumerate(self.events):
+                taken.setdefault(event["kind"], []).append(place)
+            most = max(taken.values(), key=lambda places: sum(self.event_bytes[place] for place in places))
+            left_out = set(most[1::2] if len(most) > 1 else most)
+            kept = [place for place in range(len(self.events)) if place not in left_out]
+            self.events = [self.events[place] for place in kept]
+            self.event_bytes = [self.event_bytes[place] for place in kept]
 
 
 def _measures(record: JSON) -> list[Any]:
@@ -190,18 +207,22 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _parse(lines: list[bytes]) -> list[JSON]:
-    """Records of lines, at once where all are whole; a line that is none is left out."""
+def _parse(lines: list[bytes]) -> list[tuple[JSON, int]]:
+    """Records of lines and their bytes, at once where all are whole; a line that is none is left out."""
     try:
         values = json.loads(b"[" + b",".join(lines) + b"]")
     except (ValueError, RecursionError):
         values = []
-        for line in lines:
-            try:
-                values.append(json.loads(line))
-            except (ValueError, RecursionError):
-                continue
-    return [value for value in values if isinstance(value, dict)]
+    if len(values) != len(lines):  # one is none, or several
+        values = [_value(line) for line in lines]
+    return [(value, len(line)) for value, line in zip(values, lines, strict=True) if isinstance(value, dict)]
+
+
+def _value(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _numbers(table: list[list[Any]]) -> np.ndarray:

@@ -15,8 +15,9 @@ from lib.dashboard import charts
 from lib.dashboard.history import RunHistory
 from lib.plan.calibration import BatchCurve
 from lib.system import files
-from lib.telemetry.record_types import Record
 from lib.telemetry.run_records import read_records
+
+Points = list[tuple[int, float | None]]  # steps and values
 
 
 def plot_curves(log: Path, picture: Path) -> None:
@@ -26,18 +27,21 @@ def plot_curves(log: Path, picture: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    records = read_records(log)
-    steps = [r for r in records if r["kind"] == "step"]
-    evaluations = [r for r in records if r["kind"] == "evaluation"]
     titles = {name: title for name, title, _ in charts.HELD_OUT if name != "kl"}
-    panels = [(name, title) for name, title in titles.items() if _drawable(steps + evaluations, name)]
+    told: dict[tuple[str, str], Points] = {}
+    for record in read_records(log):
+        for name in titles if record["kind"] in ("step", "evaluation") else ():
+            point = record.get("step") or 0, charts.metric_of(record, name)
+            told.setdefault((record["kind"], name), []).append(point)
+    curves = {of_what: curve for of_what, points in told.items() if (curve := _drawable(points))}
+    panels = [(name, title) for name, title in titles.items() if {("step", name), ("evaluation", name)} & curves.keys()]
     if not panels:
         return
     figure, axes = pyplot.subplots(
         1, len(panels), figsize=(3.4 * len(panels), 2.8), squeeze=False, layout="constrained"
     )
     for axis, (key, label) in zip(axes[0], panels, strict=True):
-        trained, held_out = _drawable(steps, key), _drawable(evaluations, key)
+        trained, held_out = curves.get(("step", key)), curves.get(("evaluation", key))
         if trained:
             axis.plot(*zip(*trained, strict=True), color="#9ecae1", linewidth=1, label="training batches")
             smooth = charts.running_mean(np.array([value for _, value in trained]))
@@ -59,10 +63,10 @@ def plot_curves(log: Path, picture: Path) -> None:
     pyplot.close(figure)
 
 
-def _drawable(records: Sequence[Record], key: str) -> list[tuple[int, float]]:
-    """Step and value of the records that have one which an axis can show."""
-    values = charts.drawable([charts.metric_of(record, key) for record in records])
-    return [(r.get("step") or 0, float(value)) for r, value in zip(records, values, strict=True) if value == value]
+def _drawable(points: Points) -> list[tuple[int, float]]:
+    """The points that an axis can show."""
+    values = charts.drawable([value for _, value in points])
+    return [(step, float(value)) for (step, _), value in zip(points, values, strict=True) if value == value]
 
 
 def curves_svg(run: RunHistory) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from lib.errors import UserError
 from lib.system import files
 
+LONGEST_LINE = 2**28  # bytes of a chunk's line: a journal may be somebody else's
 Lines = list[str]  # of the output, without their line feeds
 
 
@@ -45,7 +46,7 @@ class Journal:
                     "remove it, or give another name for the output"
                 )
             end = file.tell()
-            while (chunk := _chunk_of(file.readline(), len(self.offsets))) is not None:
+            while (chunk := _chunk_of(file.readline(LONGEST_LINE), len(self.offsets))) is not None:
                 self.offsets[chunk] = end
                 end = file.tell()
             return end

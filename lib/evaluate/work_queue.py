@@ -238,7 +238,8 @@ class Server:
         rank, connection = None, channel.connection
         # A host that is off says nothing: the system notices within a minute, and its chunk goes to another.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+        idle = "TCP_KEEPIDLE" if hasattr(socket, "TCP_KEEPIDLE") else "TCP_KEEPALIVE"  # macOS' name for it
+        for name, value in ((idle, 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError), connection:

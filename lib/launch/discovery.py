@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from lib.errors import shown
 from lib.launch.hostfile import NAME, Host, to_text
 from lib.system import os_commands
 
@@ -114,17 +115,17 @@ def ask_machine(name: str, directory: str, run: Run, is_here: bool) -> Machine |
         options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}"]
         words = ["ssh", "-T", *options, "--", name, shlex.join(words)]
     done = run(words, ASK_SECONDS)
-    facts = [line.partition("=")[::2] for line in done.output.splitlines() if "=" in line]
+    facts = [shown(line).partition("=")[::2] for line in done.output.splitlines() if "=" in line]
     fact = dict(facts)
-    if "end" in fact:
+    if {"end", "host"} <= fact.keys():
         addresses = tuple(value for key, value in facts if key == "address" and not value.startswith("127."))
         memory = f"{int(fact['memory']) / 1e9:.0f} GB" if fact.get("memory", "").isdecimal() else ""
         described = ", ".join(part for part in (fact.get("chip", ""), memory, fact.get("system", "")) if part.strip())
-        gpus = int(fact.get("gpus", "0") or 0)
+        gpus = int(fact["gpus"]) if fact.get("gpus", "").isdecimal() else 0
         return Machine(name, fact["host"], addresses, fact.get("bridge"), described, gpus, "project" in fact)
     if done.status is None:
         return f"{name}: no answer within {ASK_SECONDS:.0f} s"
-    error = (done.errors.strip().splitlines() or ["no shell that answers"])[-1].strip()
+    error = shown((done.errors.strip().splitlines() or ["no shell that answers"])[-1].strip())
     remedy = next((text.format(name=name) for pattern, text in REMEDIES.items() if pattern in error), None)
     return f"{name}: {error}" + (f"; {remedy}" if remedy else "")
 

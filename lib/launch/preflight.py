@@ -22,7 +22,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from lib.errors import UserError
+from lib.errors import UserError, shown
 from lib.launch import attempt, hostfile, rank_console, remote_process, ssh, topology
 from lib.launch.agent_messages import Message
 from lib.launch.host_facts import LIMIT_SECONDS, digest_or_why, packages, project_digests
@@ -243,7 +243,7 @@ def show(hosts: Sequence[Host], findings: Sequence[Finding], seconds: float) -> 
         if finding.status != "ok" or finding.check == "links":
             say.line(f"{finding.host}, {finding.check}: {finding.message}")
             if finding.remedy:  # in one piece, to be copied
-                say.console.print(Text(f"    {finding.remedy}"), soft_wrap=True)
+                say.console.print(Text(f"    {shown(finding.remedy)}"), soft_wrap=True)
             if finding.note:
                 say.line(f"({finding.note})", lead="    ")
     failed = sum(finding.status == "failed" for finding in findings)

@@ -40,8 +40,8 @@ class Console:
         self.lines.put((sys.stderr if stream == "stderr" else sys.stdout, f"{tag} {text}\n"))
 
     def note(self, text: str) -> None:
-        """Writes a line of the launcher's own to standard error."""
-        wrapped = folded(Text(text), Text("launch: "), self.width)
+        """Writes a line of the launcher's own to standard error; what it tells of may be somebody else's text."""
+        wrapped = folded(Text(shown(text)), Text("launch: "), self.width)
         self.lines.put((sys.stderr, "".join(f"{line.plain}\n" for line in wrapped)))
 
     def close(self) -> None:

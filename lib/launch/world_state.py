@@ -9,6 +9,7 @@ import time
 import zlib
 from typing import cast
 
+from lib.errors import UserError
 from lib.launch import rank_faults
 from lib.launch.agent_link import Link
 from lib.launch.agent_messages import Beat, Message
@@ -217,6 +218,7 @@ class WorldState:
         if copy is not None:
             try:
                 copy.write(rank, offset, zlib.decompress(base64.b64decode(packed)))
-            except OSError as error:
-                self.console.note(f"the logs of {host} are not copied to {copy.logs}: {error.strerror}")
+            except (OSError, UserError) as error:
+                why = error.strerror if isinstance(error, OSError) else error
+                self.console.note(f"the logs of {host} are not copied to {copy.logs}: {why}")
                 self.log_copies[host] = None

@@ -1,6 +1,6 @@
 """Logs that grow, read by byte offset: only what is new, whatever their size; and copies of them on another machine.
 
-Only the standard library is imported: a host's agent reads its ranks' logs by this.
+No package is imported: a host's agent reads its ranks' logs by this.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import contextlib
 import os
 import re
 from pathlib import Path
+
+from lib.system import files
 
 PIECE_BYTES = 2**22
 LONGEST_LINE = 2**24  # bytes: no record is as long, but a log may be somebody else's
@@ -62,6 +64,7 @@ class Copy:
 
         Raises:
             OSError: the disk is full or not writable.
+            UserError: what is there is a link or no file: the folder may be somebody else's.
         """
         name = f"rank-{int(rank):03d}.jsonl"
         if offset == 0:
@@ -70,17 +73,17 @@ class Copy:
             return
         copy = self.folder / name
         if offset == 0:  # renamed into place, so that whoever reads the copy sees that it is another file
-            self.folder.mkdir(parents=True, exist_ok=True)
-            unfinished = copy.with_suffix(".tmp")
-            unfinished.write_bytes(lines)
-            unfinished.replace(copy)
+            for folder in (self.logs, self.folder):
+                files.make_own(folder)
+            files.write_atomically(copy, lines, durable=False)
             return
-        with copy.open("r+b") as file:
+        with files.open_own(copy, os.O_RDWR) as file:
             file.seek(offset)
-            file.write(lines)
+            while lines:  # a disk that is nearly full takes part of it, without a word
+                lines = lines[file.write(lines) :]
 
 
 def _holds(path: Path, lines: bytes) -> bool:
-    with contextlib.suppress(OSError), path.open("rb") as file:
+    with contextlib.suppress(FileNotFoundError), files.open_own(path, os.O_RDONLY) as file:
         return file.read(len(lines)) == lines
     return False

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
@@ -242,10 +243,13 @@ class PerformanceTracker:
             self._file = None
 
 
-def read_records(path: Path) -> list[Record]:
-    """The whole records of a log; a last line that a crash cut short is left out, and what is no record."""
+def read_records(path: Path) -> Iterator[Record]:
+    """The whole records of a log; a last line that a crash cut short is left out, and what is no record.
+
+    One after the other: all of them together may take more memory than there is.
+    """
     with path.open("rb") as file:
-        return [record for line in lines_of(file) if (record := _record_of(line)) is not None]
+        yield from (record for line in lines_of(file) if (record := _record_of(line)) is not None)
 
 
 def lines_of(file: IO[bytes]) -> Iterator[bytes]:
@@ -323,8 +327,8 @@ def first_missed(path: Path, resumes: Sequence[Sequence[int]], ids: Sequence[str
         ids: of each resume, drawn when it happened.
         place: index of this log's steps in such an entry.
     """
-    starts = [entry for entry in read_records(path) if entry["kind"] == "start"]
-    own, own_ids = _history_of(starts[-1]) if starts else ([], [])
+    starts = deque((entry for entry in read_records(path) if entry["kind"] == "start"), maxlen=1)
+    own, own_ids = _history_of(starts[0]) if starts else ([], [])
     common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(own_ids, ids, strict=False)))
     undone = [*resumes[common:], *own[common:]] or resumes[-1:]
     return min(resume[place] if place < len(resume) else resume[0] for resume in undone)

@@ -22,7 +22,7 @@ from lib.distributed.world import World
 from lib.errors import Stopped, UserError
 from lib.model import adapter_files
 from lib.system import files, metal, plain_json
-from lib.training import checkpoint, recent_state, report, run_folder, summary
+from lib.training import recent_state, report, run_folder, summary
 from lib.training.compiled_pass import is_compiled
 from lib.training.find_checkpoint import fault_of
 from lib.training.local_sgd import LocalSGD
