@@ -132,11 +132,14 @@ class Protocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost.set()
+        # What is due later would keep all this in memory until then, as would a TLS transport that was not closed.
         self._stop_waiting()
-        if self.cut_off is not None:  # it would keep all this in memory
+        self._unset_keepalive_if_required()
+        if self.cut_off is not None:
             self.cut_off.cancel()
         self.places.leave(self.place)
         super().connection_lost(exc)
+        self.transport.close()
 
     def eof_received(self) -> None:
         """The transport closes now: nobody is answered who has said that he hears no more."""
