@@ -623,7 +623,12 @@ def asked(
     encoded = [(name.encode(), value.encode()) for name, value in {"host": "localhost", **headers}.items()]
     aborted: list[bool] = []
     client = SimpleNamespace(
-        abort=lambda: aborted.append(True), ignore=lambda: None, recognise=lambda owner: None, has_left=False, **acts
+        abort=lambda: aborted.append(True),
+        ignore=lambda: None,
+        recognise=lambda owner: None,
+        has_left=False,
+        body_fault=None,
+        **acts,
     )
     scope = {"type": "http", "method": method, "path": path, "headers": encoded, "query_string": b""}
     scope |= {"state": {"client": client}, "client": ("127.0.0.1", 1)}

@@ -25,6 +25,8 @@ class ClientGone(Exception):
 class Client(Protocol):
     """The other end of a connection (lib/serve/http_protocol.py)."""
 
+    body_fault: str | None  # why no more of a body can be read
+
     def recognise(self, owner: str) -> None:
         """It brought a key of this owner's."""
 
@@ -67,9 +69,7 @@ class Exchange:
     record: dict[str, object] = field(default_factory=dict)  # for the log
 
     def __post_init__(self) -> None:
-        is_chunked = "transfer-encoding" in self.headers
-        self.is_whole = not is_chunked and self.headers.get("content-length", "0") == "0"
-        self.is_last = is_chunked  # what comes behind its last chunk may have been parsed with it
+        self.is_whole = "transfer-encoding" not in self.headers and self.headers.get("content-length", "0") == "0"
 
     @property
     def client(self) -> Client:
@@ -95,7 +95,8 @@ async def read_body(exchange: Exchange, max_bytes: int, limit_seconds: float) ->
     """The whole body.
 
     Raises:
-        RequestError: it is too large, too slow, or not JSON by its own word (which makes a browser ask first).
+        RequestError: it is too large, too slow, in chunks that are none, or not JSON by its own word (which makes a
+            browser ask first).
         ClientGone: the connection ended in its middle.
     """
     too_large = RequestError(413, f"the body has more than {max_bytes} bytes", "request_too_large")
@@ -112,6 +113,8 @@ async def read_body(exchange: Exchange, max_bytes: int, limit_seconds: float) ->
                 message = await exchange.receive()
                 if message["type"] == "http.disconnect":
                     raise ClientGone("in the middle of its body")
+                if exchange.client.body_fault is not None:
+                    raise RequestError(400, f"the body cannot be read: {exchange.client.body_fault}", "invalid_body")
                 parts.append(message.get("body", b""))
                 size += len(parts[-1])
                 if size > max_bytes:

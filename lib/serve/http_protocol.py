@@ -1,9 +1,9 @@
 """HTTP/1.1 by uvicorn and h11, which parse no more at a time than a hostile client may cost the others.
 
-h11 is exact and slow: 30 microseconds for a chunk of one byte, so a quarter of a megabyte of them keeps the event loop
+h11 is exact and slow: 30 microseconds for a piece of one byte, so a quarter of a megabyte of them keeps the event loop
 for a second. So a request's headers are parsed when they are all there, and are few; and its body only when the
-application asks for it, which it does for somebody who may send one, a piece at a time. What comes after a refusal is
-thrown away unparsed.
+application asks for it, which it does for somebody who may send one: in pieces that are neither short nor long, however
+they come. What comes after a refusal is thrown away unparsed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lib.config.serve_settings import ServeSettings
+from lib.serve.chunked_body import SIZE, ChunkedBody, FalseChunk, take_end
 from lib.serve.connections import Connection, Connections
 from lib.serve.http_exchange import LINGER_SECONDS
 
@@ -25,10 +26,9 @@ HEAD_END = re.compile(rb"\n\r?\n")
 HEAD_BYTES = 16 * 1024  # of a request line and its headers
 HEAD_LINES = 64
 HELD_BYTES = 64 * 1024  # received and not parsed
-PIECE_BYTES = 64 * 1024  # of a body whose length is known, parsed at once
-CHUNKED_BYTES = 1024  # of one in chunks, which may be of a byte each
-CHUNKS = 1024  # of a body, and one more for each KiB that it may have
-FRAMING_BYTES = 64 * 1024  # of a body in chunks, beside what it holds
+PIECE_BYTES = 64 * 1024  # of a body that are parsed at once, at most
+LEAST_BYTES = 4 * 1024  # the same at least, but for its end
+MOST_FRAMING = 2  # times what a body may have, of one in chunks with all that is around them
 
 
 class _Flow(FlowControl):
@@ -45,41 +45,25 @@ class _Flow(FlowControl):
         self._protocol.give_body()
 
 
-class _Connection(h11.Connection):
-    """h11's, with a limit on the chunks of a body."""
-
-    def __init__(self, most_chunks: int):
-        super().__init__(h11.SERVER, HEAD_BYTES)
-        self._most_chunks, self._chunks = most_chunks, 0
-
-    def next_event(self) -> Any:
-        event = super().next_event()
-        if isinstance(event, h11.Data):
-            self._chunks += 1
-            if self._chunks > self._most_chunks:
-                raise h11.RemoteProtocolError("too many chunks")
-        elif isinstance(event, h11.Request):
-            self._chunks = 0
-        return event
-
-
 class Protocol(H11Protocol):
     """One connection.
 
     Applications find it as `client` in the scope's state: `recognise()` says whose key came over it, `rest()` and
     `work()` whether somebody works for it, `ignore()` ends the reading of a request that is refused, and `abort()` cuts
-    it off.
+    it off. Where `body_fault` is told, `receive()` gives no more of the body.
     """
 
     def __init__(self, connection: Connection, connections: Connections, settings: ServeSettings, **options: Any):
         super().__init__(**options)
-        self.conn = _Connection(CHUNKS + settings.max_body_bytes // 1024)
+        self.conn = h11.Connection(h11.SERVER, HEAD_BYTES)
         self.app_state = {**self.app_state, "client": self}
         self.place, self.places, self.settings = connection, connections, settings
         self.held = bytearray()
         self.searched = 0  # of what is held, for the headers' end
-        self.rest_of_body: int | None = None  # None: it comes in chunks
-        self.body_bytes = 0  # of a body in chunks, with its framing
+        self.rest_of_body = 0
+        self.chunks: ChunkedBody | None = None  # where the body comes in some
+        self.content = bytearray()  # of them, not parsed yet
+        self.body_fault: str | None = None  # why no more of it can be read
         self.is_body_wanted = self.is_ignored = self.is_turned_away = self.is_paused = False
         self.ignored_bytes = 0
         self.lost = asyncio.Event()
@@ -100,6 +84,7 @@ class Protocol(H11Protocol):
     def ignore(self) -> None:
         self.is_ignored = True
         self.held.clear()
+        self.content.clear()
         self._resume()
         self.places.is_idle(self.place)
 
@@ -168,20 +153,44 @@ class Protocol(H11Protocol):
         if self.conn.their_state is not h11.SEND_BODY or self.is_ignored:
             return
         self.is_body_wanted = True
-        while self.held and self.is_body_wanted and self.conn.their_state is h11.SEND_BODY:
-            piece = CHUNKED_BYTES if self.rest_of_body is None else min(PIECE_BYTES, self.rest_of_body)
-            data = bytes(self.held[:piece])
-            del self.held[:piece]
-            if self.rest_of_body is None:
-                self.body_bytes += len(data)
-                if self.body_bytes > self.settings.max_body_bytes + FRAMING_BYTES:
-                    self.transport.abort()
-                    return
-            else:
-                self.rest_of_body -= len(data)
-            super().data_received(data)
-            self.is_body_wanted = not self.cycle.message_event.is_set()
+        try:
+            piece = self._piece() if self.chunks is None else self._piece_of(self.chunks)
+        except FalseChunk as fault:
+            self.body_fault = str(fault)
+            self.cycle.message_event.set()
+        else:
+            if piece:
+                self.is_body_wanted = False
+                super().data_received(piece)
         self._resume()
+
+    def _piece(self) -> bytes:
+        """What is parsed next of a body whose length is known; nothing where it has to come first."""
+        if len(self.held) < min(LEAST_BYTES, self.rest_of_body):
+            return b""
+        piece = bytes(self.held[: min(PIECE_BYTES, self.rest_of_body)])
+        del self.held[: len(piece)]
+        self.rest_of_body -= len(piece)
+        return piece
+
+    def _piece_of(self, chunks: ChunkedBody) -> bytes:
+        """The same of one in chunks, as a chunk: of those that were there, or the last one.
+
+        Raises:
+            FalseChunk: something else came.
+        """
+        if not chunks.has_content_ended:
+            self.content += chunks.take(self.held)
+            if chunks.bytes > MOST_FRAMING * self.settings.max_body_bytes:
+                raise FalseChunk(f"more than {MOST_FRAMING * self.settings.max_body_bytes:,} bytes of chunks")
+            is_all = not self.held or SIZE.match(self.held) is None
+            if not chunks.has_content_ended and is_all and len(self.content) < LEAST_BYTES:
+                return b""
+        if self.content:
+            piece = b"%x\r\n%s\r\n" % (len(self.content), self.content)
+            self.content.clear()
+            return piece
+        return take_end(self.held) or b"" if chunks.has_content_ended else b""
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -235,15 +244,15 @@ class Protocol(H11Protocol):
             return
         head = bytes(self.held[:size])
         del self.held[:size]
-        self.searched = self.body_bytes = 0
-        self.is_body_wanted = False
+        self.searched = 0
+        self.is_body_wanted, self.body_fault = False, None
         self._stop_waiting()
         self.places.is_busy(self.place)
         super().data_received(head)
         if self.conn.their_state is h11.SEND_BODY:
             headers = dict(self.headers)
-            is_chunked = b"transfer-encoding" in headers
-            self.rest_of_body = None if is_chunked else int(headers.get(b"content-length", b"0"))
+            self.chunks = ChunkedBody() if b"transfer-encoding" in headers else None
+            self.rest_of_body = int(headers.get(b"content-length", b"0"))
 
     def _turn_away(self, status: bytes) -> None:
         """Answers what is no request, and closes."""
