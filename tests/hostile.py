@@ -203,11 +203,11 @@ def left_at_once(request: Callable[[Target], bytes], tls: bool = False) -> Attac
     return leave
 
 
-def read_once(request: Callable[[Target], bytes]) -> Attack:
-    """A connection that ends with the beginning of its answer."""
+def read_once(request: Callable[[Target], bytes], source: str | None = None, tls: bool = True) -> Attack:
+    """A connection that ends with the beginning of its answer. source: the address that it comes from."""
 
     async def ask(target: Target) -> None:
-        reader, writer = await target.connect()
+        reader, writer = await target.connect(tls, source)
         try:
             writer.write(request(target))
             await reader.read(65536)
@@ -215,6 +215,18 @@ def read_once(request: Callable[[Target], bytes]) -> Attack:
             writer.transport.abort()
 
     return ask
+
+
+def _small_chunks(target: Target) -> bytes:
+    return head(target.key, "Transfer-Encoding: chunked") + b"1\r\nx\r\n" * 2000
+
+
+def _hello(target: Target) -> bytes:
+    """How a TLS handshake begins: what it costs to send it again is nothing, and to answer it a signature."""
+    said = ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        _trusting().wrap_bio(ssl.MemoryBIO(), said, server_hostname="localhost").do_handshake()
+    return said.read()
 
 
 def _models(target: Target) -> bytes:
@@ -295,11 +307,18 @@ HOSTILE: dict[str, Attack] = {
     "64 connections that ask for answers, left": at_once(64, left_at_once(_chat)),
     "32 connections with a TLS handshake each": at_once(32, left_at_once(lambda _: b"", tls=True)),
     "4 connections with numbers of their own": at_once(4, own_numbers),
+    "64 connections with one-byte chunks and a key": at_once(64, read_once(_small_chunks)),
     "one key floods": at_once(64, asking(chat(max_tokens=200))),
 }
 if sys.platform == "linux":
     HOSTILE |= {
         "1,100 silent connections from as many addresses": from_everywhere(1100, b"", 0.005),
+        "400 connections with TLS hellos, from another address": at_once(
+            400, read_once(_hello, "127.0.0.9", tls=False)
+        ),
+        "400 connections with what is no HTTP, from another address": at_once(
+            400, read_once(lambda _: b"GARBAGE\r\n\r\n", "127.0.0.9")
+        ),
         "probes from 400 addresses at a time": from_everywhere(400, KEEP_ALIVE * 50, 0.02),
     }
 

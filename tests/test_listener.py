@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import hashlib
+import itertools
 import re
 import signal
 import socket
@@ -298,6 +299,26 @@ def test_a_costly_key_exchange_is_refused(tmp_path: Path) -> None:
             assert (await heard(reader))[:1] in (b"", b"\x15"), "no hello of the server, but an alert or nothing"
             writer.transport.abort()
             assert (await asked(connect, LAST, tls=trusted)).startswith(b"HTTP/1.1 200 ")
+
+    asyncio.run(story())
+
+
+def test_addresses_take_turns_to_be_listened_to() -> None:
+    """Or whoever opens hundreds of connections would have each new one of others wait for all of them."""
+
+    async def story() -> None:
+        async with serving() as (_, listener, _):
+            pairs = [socket.socketpair() for _ in range(7)]
+            for (_, accepted), address in zip(pairs, ["a", "a", "a", "a", "b", "c", "b"], strict=True):
+                accepted.setblocking(False)
+                connection = listener.connections.take(address)
+                assert connection is not None
+                listener.silent[accepted] = asyncio.get_running_loop().call_later(99, lambda: None)
+                listener._hear(accepted, connection)
+            heard_of = [one[1].address for _ in pairs if (one := listener._next_speaking())]
+            assert heard_of == ["a", "b", "c", "a", "b", "a", "a"]
+            for one in itertools.chain.from_iterable(pairs):
+                one.close()
 
     asyncio.run(story())
 

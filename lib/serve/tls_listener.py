@@ -22,11 +22,16 @@ from lib.serve.event_log import Log
 from lib.serve.gateway import Gateway
 from lib.serve.http_protocol import Protocol
 
+LAST_ACCEPTING_SECONDS = 0.2  # at the end, for all whom the system has connected
 LAST_WORDS_SECONDS = 2.0  # for what was on its way when the listener closed
 BACKLOG = 4096  # connections that wait to be accepted; systems make it less
-ACCEPTED_AT_ONCE = 256  # of these, before others are served
+ACCEPTED_AT_ONCE = 256  # of these, before others are served, or as many as this takes:
+ACCEPTING_SECONDS = 0.002  # where each has to make room for itself among a thousand addresses
 WELCOMED_AT_ONCE = {"http": 2, "https": 1}  # of those that say something; a handshake takes a millisecond or two
 NO_FILES_SECONDS = 0.1  # until it is tried again where the system has no file for a connection
+
+
+Speaking = tuple[socket.socket, Connection]
 
 
 class Listener(uvicorn.Server):
@@ -39,7 +44,8 @@ class Listener(uvicorn.Server):
         self.connections = Connections(settings.max_connections, settings.most_of_address)
         self.listening: list[socket.socket] = []
         self.silent: dict[socket.socket, asyncio.TimerHandle] = {}  # connections that have said nothing, and their ends
-        self.speaking: deque[tuple[socket.socket, Connection]] = deque()  # those that wait to be listened to
+        self.speaking: dict[str, deque[Speaking]] = {}  # those that wait to be listened to, by address, the next first
+        self.is_welcoming = False  # some of them, in the next pass of the loop
         self.welcoming: set[asyncio.Task[None]] = set()
         self.draining: asyncio.Task[None] | None = None
 
@@ -72,18 +78,23 @@ class Listener(uvicorn.Server):
             self.loop.add_reader(listening, self._accept, listening)
         self.started = True
 
-    def _accept(self, listening: socket.socket) -> None:
-        """Counts those who wait, which costs little: left to the system, they would fill its queue for all others."""
-        has_swept = False
+    def _accept(self, listening: socket.socket) -> bool:
+        """Counts those who wait, which costs little: left to the system, they would fill its queue for all others.
+
+        Returns whether more may wait.
+        """
+        has_swept, until = False, self.loop.time() + ACCEPTING_SECONDS
         for _ in range(ACCEPTED_AT_ONCE):
+            if self.loop.time() > until:
+                break
             try:
                 accepted, address = listening.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
+                return False
             except OSError:  # no files, or no memory: those who wait are taken when there are some
                 self.loop.remove_reader(listening)
                 self.loop.call_later(NO_FILES_SECONDS, self._accept_again, listening)
-                return
+                return False
             if has_left(accepted):
                 accepted.close()
                 continue
@@ -98,10 +109,11 @@ class Listener(uvicorn.Server):
             connection.close = functools.partial(self._close_silent, accepted)
             self.silent[accepted] = self.loop.call_later(self.settings.read_seconds, self._leave, accepted, connection)
             self.loop.add_reader(accepted, self._hear, accepted, connection)
+        return True
 
     def _sweep(self) -> None:
         """Closes those that have left and are not listened to yet: no other one has to go for a new one then."""
-        for accepted, connection in list(self.speaking):
+        for accepted, connection in [one for waiting in self.speaking.values() for one in waiting]:
             if not connection.is_over and has_left(accepted):
                 self.connections.leave(connection)
                 connection.close()
@@ -121,26 +133,33 @@ class Listener(uvicorn.Server):
         self.loop.remove_reader(accepted)
         connection.close = accepted.close
         self.connections.hear(connection)
-        self.speaking.append((accepted, connection))
-        if len(self.speaking) == 1:
+        self.speaking.setdefault(connection.address, deque()).append((accepted, connection))
+        if not self.is_welcoming:
+            self.is_welcoming = True
             self.loop.call_soon(self._welcome_some)
 
     def _welcome_some(self) -> None:
         """Listens to the next few, and to more when everybody else has had a turn."""
         for _ in range(WELCOMED_AT_ONCE["http" if self.config.ssl is None else "https"]):
             if (one := self._next_speaking()) is None:
-                return
+                break
             accepted, connection = one
             task = asyncio.create_task(self._welcome(accepted, connection))
             connection.close = task.cancel
             self.welcoming.add(task)
             task.add_done_callback(self.welcoming.discard)
-        if self.speaking:
+        self.is_welcoming = bool(self.speaking)
+        if self.is_welcoming:
             self.loop.call_soon(self._welcome_some)
 
-    def _next_speaking(self) -> tuple[socket.socket, Connection] | None:
+    def _next_speaking(self) -> Speaking | None:
+        """The next one that is still there; addresses take turns, or who opens many would keep others waiting."""
         while self.speaking:
-            accepted, connection = self.speaking.popleft()
+            address = next(iter(self.speaking))
+            waiting = self.speaking.pop(address)
+            accepted, connection = waiting.popleft()
+            if waiting:
+                self.speaking[address] = waiting
             if connection.is_over:  # closed, to make room for another one
                 continue
             if not has_left(accepted):
@@ -179,8 +198,9 @@ class Listener(uvicorn.Server):
         """Closes the listener first; requests that were on their way still arrive, and are refused."""
         for listening in self.listening:
             self.loop.remove_reader(listening)
-            for _ in range(BACKLOG // ACCEPTED_AT_ONCE):  # who is connected already, for all that a client knows
-                self._accept(listening)
+            until = self.loop.time() + LAST_ACCEPTING_SECONDS
+            while self._accept(listening) and self.loop.time() < until:
+                pass  # who is connected already, for all that a client knows, is listened to
             listening.close()
         self.listening = []
         deadline = self.loop.time() + LAST_WORDS_SECONDS
