@@ -572,41 +572,62 @@ class Failing:
         return context, tokens()
 
 
+def ask(failing: Failing, prompt: str, stream: bool, missing: int = 0) -> bytes:
+    """The answer as it is on the wire; empty where there is none. missing: bytes of the body that do not come."""
+    ours, theirs = socket.socketpair()
+    handler, answer = backend_server.handler("secret"), b""
+
+    def serve() -> None:
+        with theirs:
+            try:
+                handler(failing, theirs, ("gateway", 0), None, system_fingerprint="f")
+            except (KeyError, AttributeError):
+                assert prompt == "broken" or not failing.lives
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with ours:
+        body = json.dumps({"prompt": prompt, "stream": stream})
+        lines = ["POST /v1/completions HTTP/1.1", f"{SECRET_HEADER}: secret", f"Content-Length: {len(body)}"]
+        ours.sendall(("\r\n".join(lines) + "\r\n\r\n" + body[: len(body) - missing]).encode())
+        if missing:
+            ours.shutdown(socket.SHUT_WR)
+        while piece := ours.recv(65536):
+            answer += piece
+    thread.join()
+    return answer
+
+
+@pytest.mark.parametrize(("seconds", "has_sign"), [(0.0, True), (99.0, False)])
+def test_an_answer_of_which_nothing_can_be_told_yet_gives_signs_of_life(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, has_sign: bool
+) -> None:
+    """A tool call is told when it is whole: a gateway would take a backend that is at it for one that has stalled."""
+    monkeypatch.setattr(backend_server, "SIGN_SECONDS", seconds)
+    head, _, rest = ask(Failing(), "later", stream=True).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.0 200") and rest.startswith(b": keepalive 0/0\n\n") == has_sign
+    assert not ask(Failing(), "later", stream=False).startswith(b":")
+
+
+def test_a_body_that_is_not_whole_is_in_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Its client left while the gateway sent it, and the backend's last lines may be told when it ends."""
+    assert ask(Failing(), "a secret of somebody's", stream=False, missing=4) == b""
+    assert "secret" not in caplog.text
+
+
 def test_a_request_that_fails_is_told_and_the_backend_goes_on() -> None:
     failing = Failing()
-
-    def ask(prompt: str, stream: bool) -> bytes:
-        """The answer as it is on the wire; empty where there is none."""
-        ours, theirs = socket.socketpair()
-        handler, answer = backend_server.handler("secret"), b""
-
-        def serve() -> None:
-            with theirs:
-                try:
-                    handler(failing, theirs, ("gateway", 0), None, system_fingerprint="f")
-                except (KeyError, AttributeError):
-                    assert prompt == "broken" or not failing.lives
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        with ours:
-            body = json.dumps({"prompt": prompt, "stream": stream})
-            lines = ["POST /v1/completions HTTP/1.1", f"{SECRET_HEADER}: secret", f"Content-Length: {len(body)}"]
-            ours.sendall(("\r\n".join(lines) + "\r\n\r\n" + body).encode())
-            while piece := ours.recv(65536):
-                answer += piece
-        thread.join()
-        return answer
-
     for prompt in ("now", "later"):
-        head, _, body = ask(prompt, stream=False).partition(b"\r\n\r\n")
+        head, _, body = ask(failing, prompt, stream=False).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.0 400") and openai_answers.is_failure(body)
-        events, _ = openai_answers.split(ask(prompt, stream=True).partition(b"\r\n\r\n")[2])
+        events, _ = openai_answers.split(ask(failing, prompt, stream=True).partition(b"\r\n\r\n")[2])
         datas = [openai_answers.data_of(event) or b"" for event in events]
         assert [openai_answers.is_failure(data) for data in datas] == [False] * (prompt == "later") + [True]
-    assert not ask("broken", stream=False), "where no tokens come it is not the request's fault alone"
+    assert not ask(failing, "broken", stream=False), "where no tokens come it is not the request's fault alone"
     failing.lives = False
     for prompt in ("now", "later"):
-        assert openai_answers.is_death(ask(prompt, stream=False).partition(b"\r\n\r\n")[2]), "nor where it all ended"
-        [*_, last], _ = openai_answers.split(ask(prompt, stream=True).partition(b"\r\n\r\n")[2])
+        assert openai_answers.is_death(ask(failing, prompt, stream=False).partition(b"\r\n\r\n")[2]), (
+            "nor where it all ended"
+        )
+        [*_, last], _ = openai_answers.split(ask(failing, prompt, stream=True).partition(b"\r\n\r\n")[2])
         assert openai_answers.is_death(openai_answers.data_of(last) or b"")

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import gc
 import hmac
+import io
 import json
 import socket
 import socketserver
@@ -32,6 +33,7 @@ from lib.serve.prompt_cache import OwnedTokens, PromptCache
 from lib.serve.prompt_pace import Batches, mend_window_caches
 from lib.serve.samplers import make_sampler
 
+SIGN_SECONDS = 5.0  # between two signs of life of an answer, where what is generated is not told yet
 PASS_SECONDS = 0.1  # of generating, between two looks for requests that were stopped
 MOST_AUTOMATA = 8  # of clients' own stop strings
 REMEMBERED = 4096  # ids that were stopped before they came
@@ -191,12 +193,17 @@ class _Stoppable:
         self.context, tokens = self._generator.generate(request, arguments, progress)
         if self.context.tool_parser is not None:
             self.context.tool_parser = checked(self.context.tool_parser)
-        return self.context, self._looking(tokens)
+        return self.context, self._looking(tokens, progress_callback)
 
-    def _looking(self, tokens: Iterable[Any]) -> Iterator[Any]:
+    def _looking(self, tokens: Iterable[Any], give_sign: Callable[[int, int], None]) -> Iterator[Any]:
+        """The tokens; and in between a sign of life: mlx_lm.server writes nothing before a tool call is whole."""
+        signed_at = time.monotonic()
         try:
             for token in tokens:
                 self._look()
+                if time.monotonic() - signed_at > SIGN_SECONDS:
+                    signed_at = time.monotonic()
+                    give_sign(0, 0)
                 yield token
         except Stopped:
             raise
@@ -247,6 +254,13 @@ def handler(secret: str) -> type[server.APIHandler]:
             owner, whole = self.headers.get(OWNER_HEADER, ""), cast(Generator, self.response_generator)
             generator = _Stoppable(whole, owner, lambda: requests.is_stopped(id))
             self.response_generator = generator  # type: ignore[assignment]
+            length = int(self.headers["Content-Length"])
+            body = self.rfile.read(length)
+            if len(body) < length:  # its client has left; mlx_lm.server would log what came of it
+                self.close_connection = True
+                return
+            self.rfile.close()  # nothing else comes
+            self.rfile = io.BytesIO(body)
             try:
                 with requests.under_way(id):
                     try:

@@ -120,7 +120,8 @@ class Completions:
             except TimeoutError:
                 raise RequestError(504, f"not done after {self.settings.request_seconds:g} s", "timeout") from None
             except (BackendLost, httpx2.HTTPError) as error:
-                attempt.is_over = True  # the backend is looked at before it gets another
+                # The backend is looked at before it gets another; one that is silent may still be at it.
+                attempt.is_over = not isinstance(error, httpx2.ReadTimeout)
                 backend, reason = attempt.backend, str(error) or type(error).__name__
                 self.metrics.lost.labels(backend.name).inc()
                 self.log("backend", backend=backend.name, state="failed", reason=reason, request_id=exchange.id)
@@ -227,8 +228,7 @@ class Completions:
             attempt.is_over = True
             usage = openai_answers.usage_of(answer)
             whole = {} if self.feedback is None else json.loads(answer)
-            self._note_usage(exchange, usage)
-            attempt.tokens = usage["completion_tokens"]
+            self._note_usage(exchange, usage, attempt)
             attempt.backend.count(attempt.tokens, time.monotonic())
         if self.feedback is not None:
             self.feedback.remember(exchange.owner, request, whole)
@@ -268,7 +268,7 @@ class Completions:
                     raise _failure()
                 for data in datas[-2:]:
                     if openai_answers.is_usage(data):
-                        self._note_usage(exchange, json.loads(data)["usage"])
+                        self._note_usage(exchange, json.loads(data)["usage"], attempt)
                 attempt.is_over = bool(datas) and datas[-1] == b"[DONE]"
                 yield events
                 if attempt.is_over:
@@ -310,7 +310,8 @@ class Completions:
                 raise RequestError(400, f"the model cannot take this: {text}", "invalid_request")
             yield response
 
-    def _note_usage(self, exchange: Exchange, usage: Usage) -> None:
+    def _note_usage(self, exchange: Exchange, usage: Usage, attempt: Attempt) -> None:
+        attempt.tokens = usage["completion_tokens"]  # of a tool's call there is one event, whatever it has
         for kind, tokens in (
             ("prompt_tokens", usage["prompt_tokens"]),
             ("completion_tokens", usage["completion_tokens"]),
