@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lib.serve.event_log import MOST_A_SECOND, REMEMBERED, SparingLog
+from lib.serve.event_log import MOST_A_SECOND, MOST_TOGETHER, REMEMBERED, SparingLog
 
 
 def test_what_costs_a_client_nothing_fills_no_disk() -> None:
@@ -26,3 +26,8 @@ def test_what_costs_a_client_nothing_fills_no_disk() -> None:
     for number in range(2 * REMEMBERED):
         log(number, "request")
     assert len(log._sorts) == REMEMBERED
+    now[0], records[:] = 3.0, []
+    for number in range(1000):
+        log(f"address {number}", "request", together="all of them", number=number)
+    log("c", "request", number=-1)
+    assert [one["number"] for one in records] == [*range(MOST_TOGETHER), -1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -25,12 +26,12 @@ from hypothesis import strategies as st
 
 from lib.config import load
 from lib.config.serve_settings import ServeSettings
-from lib.errors import UserError
+from lib.errors import Stopped, UserError
 from lib.launch.hostfile import Host
 from lib.serve import api_keys, backend_pool, openai_answers, openai_requests, request_reading
 from lib.serve import command as server
 from lib.serve.backend_pool import HALVING_SECONDS, SLOT_TOKENS, Backend, Pool, QueueFull, choose, slots_of
-from lib.serve.backend_supervisor import Process, Recipe, pause_seconds
+from lib.serve.backend_supervisor import Keeper, Process, Recipe, pause_seconds
 from lib.serve.connections import LONGEST_DELAY_SECONDS, PROBE_DELAY_SECONDS
 from lib.serve.gateway import STRANGERS, Gateway
 from lib.serve.openai_requests import BackendRequest, Limits, RequestError
@@ -158,6 +159,8 @@ def test_one_of_several_keys_leaves_slots_to_the_others() -> None:
         for backend in whole:
             pool.give_back(backend, "greedy", 0.1)
         pool.is_shared = True
+        with pool.place("refused"):
+            pass  # whose request was malformed
         more = [asyncio.create_task(pool.take("greedy", 60)) for _ in range(12)]
         await asyncio.sleep(0.01)
         alone = [task.result() for task in more if task.done()]
@@ -792,6 +795,34 @@ def test_a_reader_ends_with_a_server_that_ends_while_it_starts() -> None:
     asyncio.run(story())
 
 
+def test_a_reader_that_cannot_start_again_is_tried_with_the_next_body(tmp_path: Path) -> None:
+    """Its disk may be away for a while, and those whose bodies were read are answered meanwhile."""
+    model = tmp_path / "model"
+    shutil.copytree(ROOT / "configs/quickstart/model", model)
+    limits = dataclasses.asdict(Limits("tiny", 99, 9))
+
+    async def story() -> None:
+        reader = Reader(Told(str(model), False, None, {}, limits), lambda *a, **b: None)
+        running = asyncio.create_task(reader.run())
+
+        async def read() -> int | str:
+            try:
+                return (await reader.read("alice", "text", b'{"prompt": "1", "max_tokens": 1}')).max_tokens
+            except RequestError as error:
+                return error.code
+
+        assert await read() == 1
+        await reader._kill()
+        model.rename(tmp_path / "away")
+        assert [await read(), await read()] == ["reader_lost"] * 2
+        (tmp_path / "away").rename(model)
+        assert await read() == 1
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(story())
+
+
 # ---- How backends are started ------------------------------------------------------------------------------------------
 
 
@@ -807,6 +838,28 @@ def test_a_backend_on_another_host_is_reached_through_ssh_alone() -> None:
 
 def test_pauses_double_up_to_a_limit() -> None:
     assert [pause_seconds(failures) for failures in range(1, 9)] == [1, 2, 4, 8, 16, 30, 30, 30]
+
+
+@pytest.mark.parametrize("was_ever_up", [False, True])
+def test_a_process_that_cannot_be_started_is_fatal_once(was_ever_up: bool, tmp_path: Path) -> None:
+    """Later it may be memory that is short for a moment, and other backends are there."""
+
+    class Absent(Recipe):
+        def command(self, control: Path) -> list[str]:
+            return [str(tmp_path / "absent")]
+
+    async def story() -> tuple[float, str]:
+        backend = Backend("a", 1)
+        pool, client = Pool([backend], 1), httpx2.AsyncClient()
+        keeper = Keeper(backend, Absent(()), pool, client, lambda *a, **b: None, 1.0, 1.0, tmp_path / "socket")
+        keeper.was_ever_up = was_ever_up
+        return await keeper._one_life()
+
+    if was_ever_up:
+        assert asyncio.run(story()) == (0.0, f"{tmp_path}/absent cannot be started: No such file or directory")
+    else:
+        with pytest.raises(Stopped, match="cannot be started"):
+            asyncio.run(story())
 
 
 def test_every_host_gets_one_backend(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 WINDOW_SECONDS = 1.0  # of work, between two measurements of a backend's speed
 SMOOTHING = 0.3  # weight of the newest
 SLOWEST = 1e-3  # tokens a second, of a backend that did nothing in a whole window
-RECENT_SECONDS = 60.0  # after its last request, for which an owner counts as one who asks
+RECENT_SECONDS = 60.0  # after its last request that was not refused, for which an owner counts as one who asks
 CHARGED_SECONDS = 1.0  # for which a request that its client left counts as its owner's, after its slot is free
 SLOT_TOKENS = 1024  # of prompt and answer: with each as many it counts as one slot more of its owner's
 FIRST_TOKENS = 4096  # expected of the answers of an owner of whom nothing is known
@@ -150,7 +150,6 @@ class Pool:
         Raises:
             QueueFull: there is none, or it was lost to an owner who has fewer.
         """
-        self._asked_at[owner] = self.clock()
         if len(self._places) >= self.max_queue + self._slots:
             self._make_room(owner)
         place = Place(owner, asyncio.current_task())
@@ -163,7 +162,6 @@ class Pool:
             raise
         finally:
             self._places.pop(place, None)
-            self._asked_at[owner] = self.clock()
 
     def _make_room(self, owner: str) -> None:
         """Takes the newest request without a backend from the owner who has most of them.
@@ -250,6 +248,7 @@ class Pool:
 
     def _discharge(self, owner: str, slots: int) -> None:
         """A request that counts as so many slots is this owner's no more."""
+        self._asked_at[owner] = self.clock()
         self._in_flight_of[owner] -= slots
         self._requests_of[owner] -= 1
         if not self._requests_of[owner]:

@@ -156,7 +156,8 @@ class Keeper:
         """Starts, watches and restarts until it is cancelled; then ends what it started.
 
         Raises:
-            Stopped: a backend on this machine never came up: what was asked for cannot work.
+            Stopped: a backend on this machine never came up, or a command does not start: what was asked for cannot
+                work.
         """
         failures = 0
         try:
@@ -176,8 +177,8 @@ class Keeper:
     async def _one_life(self) -> tuple[float, str]:
         """From a start until it has to be started again: the seconds that it was up, and why it is over."""
         clock, up_seconds = self.pool.clock, 0.0
-        if self.recipe is not None:
-            await self._start(self.recipe)
+        if self.recipe is not None and (why := await self._start(self.recipe)) is not None:
+            return 0.0, why
         fault = await self._fault(self._until_it_answers(), self.start_seconds)
         while fault is None:
             self.was_ever_up = True
@@ -192,17 +193,26 @@ class Keeper:
         await self._stop()
         return up_seconds, fault
 
-    async def _start(self, recipe: Recipe) -> None:
+    async def _start(self, recipe: Recipe) -> str | None:
+        """Starts a process of ours: None, or why there is none, which may pass: no memory for it, a disk that is away.
+
+        Raises:
+            Stopped: none was ever up.
+        """
         assert self.socket is not None
-        for old in (self.socket, self._control):
-            old.unlink(missing_ok=True)
         self.backend.secret = secrets.token_hex(16)
         told = {"secret": self.backend.secret, "socket": str(self.socket) if recipe.host is None else None}
         command = recipe.command(self._control)
         try:
+            for old in (self.socket, self._control):
+                old.unlink(missing_ok=True)
             self.process = await Process.start(command, told)
         except OSError as error:
-            raise Stopped(f"{command[0]} cannot be started: {error.strerror}") from None
+            why = f"{command[0]} cannot be started: {error.strerror}"
+            if not self.was_ever_up:
+                raise Stopped(why) from None
+            return why
+        return None
 
     @property
     def _control(self) -> Path:
@@ -242,7 +252,7 @@ class Keeper:
                 return f"no answer in {seconds:g} seconds"
             task.result()
             return None
-        except (Fault, httpx2.HTTPError) as error:
+        except (Fault, httpx2.HTTPError, OSError) as error:
             return str(error) or type(error).__name__
         finally:
             task.cancel()

@@ -29,6 +29,7 @@ import signal
 import socket
 import ssl
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
@@ -53,7 +54,7 @@ from lib.serve.request_reading import Told
 from lib.serve.tls_listener import BACKLOG, Listener
 from lib.system import command_errors, model_folder
 
-FILES_BESIDE_CONNECTIONS = 512  # of requests on backends, processes, libraries
+FILES_BESIDE_CONNECTIONS = 512  # of processes, libraries, and what is left of connections that end
 
 
 @command_errors.reported
@@ -97,11 +98,13 @@ def serve(settings: Config, run: Path | None) -> None:
         )
     name = options.name or (run or Path(settings.model.path)).resolve().name
     folder = model_folder.resolve(settings.model.path, settings.model.revision)
-    _allow_connections(options.max_connections + FILES_BESIDE_CONNECTIONS, options.max_connections)
+    named = recipes(settings, run, folder)
+    requests = options.concurrency * len(named)  # each has a connection to its backend
+    _allow_connections(options.max_connections + requests + FILES_BESIDE_CONNECTIONS, options.max_connections)
     logging.basicConfig(level=logging.WARNING, handlers=[LibraryRecords()])
     sockets = socket_folder()
     try:
-        asyncio.run(_serve(settings, run, name, folder, ring, listening, sockets))
+        asyncio.run(_serve(settings, run, name, folder, named, ring, listening, sockets))
     finally:
         shutil.rmtree(sockets, ignore_errors=True)
 
@@ -194,12 +197,12 @@ async def _serve(
     run: Path | None,
     name: str,
     folder: Path,
+    named: Mapping[str, Recipe | None],
     ring: api_keys.Keys | None,
     listening: socket.socket,
     sockets: Path,
 ) -> None:
     options = settings.serve
-    named = recipes(settings, run, folder)
     backends = [Backend(name, options.concurrency) for name in named]
     pool = Pool(backends, options.max_queue)
     own = {f"backend-{number}": sockets / str(number) for number, one in enumerate(named.values()) if one is not None}

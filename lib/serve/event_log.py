@@ -13,6 +13,7 @@ from typing import Any
 
 Log = Callable[..., None]  # a kind, and the record's fields by name
 MOST_A_SECOND = 20  # records of a sort that costs a client nothing
+MOST_TOGETHER = 100  # the same of several sorts together
 REMEMBERED = 4096  # sorts
 
 
@@ -32,7 +33,7 @@ class _Sort:
 
 
 class SparingLog:
-    """A log of what a client can cause for nothing, as often as it likes: so many records of each sort in a second.
+    """A log of what a client can cause for nothing, as often as it likes: so many records in a second.
 
     The next one that is written says how many were left out (`omitted`); the metrics count them all.
     """
@@ -41,7 +42,18 @@ class SparingLog:
         self._log, self._clock = log, clock
         self._sorts: OrderedDict[Hashable, _Sort] = OrderedDict()
 
-    def __call__(self, sort: Hashable, kind: str, **fields: Any) -> None:
+    def __call__(self, sort: Hashable, kind: str, together: Hashable = None, **fields: Any) -> None:
+        """Writes a record, or counts it. together: what all sorts are of that anybody may make more of."""
+        one, all_of_these = self._of(sort), self._of(together) if together is not None else None
+        if one.written >= MOST_A_SECOND or (all_of_these is not None and all_of_these.written >= MOST_TOGETHER):
+            one.omitted += 1
+            return
+        self._log(kind, **fields, **({"omitted": one.omitted} if one.omitted else {}))
+        one.written, one.omitted = one.written + 1, 0
+        if all_of_these is not None:
+            all_of_these.written += 1
+
+    def _of(self, sort: Hashable) -> _Sort:
         now = self._clock()
         one = self._sorts.pop(sort, None) or _Sort(now)
         self._sorts[sort] = one
@@ -49,11 +61,7 @@ class SparingLog:
             self._sorts.popitem(last=False)
         if now - one.since >= 1:
             one.since, one.written = now, 0
-        if one.written >= MOST_A_SECOND:
-            one.omitted += 1
-            return
-        self._log(kind, **fields, **({"omitted": one.omitted} if one.omitted else {}))
-        one.written, one.omitted = one.written + 1, 0
+        return one
 
 
 class LibraryRecords(logging.Handler):

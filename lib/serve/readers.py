@@ -61,11 +61,7 @@ class Reader:
                 self._waiting.remove(one)
 
     async def run(self) -> None:
-        """Reads until it is cancelled.
-
-        Raises:
-            Stopped: the process cannot do its work.
-        """
+        """Reads until it is cancelled."""
         try:
             while True:
                 await self._wake.wait()
@@ -95,7 +91,7 @@ class Reader:
         except TimeoutError:
             result = RequestError(400, f"the body could not be read in {READ_SECONDS:g} s", "too_complex")
             await self._lose(f"a body of {len(one.raw)} bytes took longer than {READ_SECONDS:g} s")
-        except (OSError, ReaderLost) as error:
+        except (OSError, ReaderLost, Stopped) as error:  # once it could do its work, so what is wrong may pass
             result = RequestError(503, "the body could not be read", "reader_lost", retry_seconds=5)
             await self._lose(str(error))
         if one.answer.done():
@@ -174,7 +170,7 @@ class Readers:
         """Reads until it is cancelled.
 
         Raises:
-            Stopped: a process cannot do its work.
+            Stopped: a process cannot do its work, from the start on.
         """
         try:
             await self.small.start()
