@@ -17,12 +17,13 @@ from mlx_lm import sample_utils
 from mlx_lm import server as mlx_server
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import gemma3_text
-from mlx_lm.models.cache import BatchRotatingKVCache, KVCache, PromptTrie, RotatingKVCache
+from mlx_lm.models.cache import BatchRotatingKVCache, KVCache, PromptTrie, RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer
 
-from lib.serve import backend_process, backend_server, openai_answers, prompt_pace
+from lib.serve import backend_process, backend_server, memory_room, openai_answers, prompt_pace
 from lib.serve.backend_link import SECRET_HEADER
 from lib.serve.intake import Intake
+from lib.serve.memory_room import MEASURED_TOKENS, ROWS_PART
 from lib.serve.prompt_cache import OwnedTokens, PromptCache
 from lib.serve.prompt_pace import (
     ALONE,
@@ -37,6 +38,44 @@ from lib.serve.prompt_pace import (
 )
 from lib.serve.samplers import make_sampler
 from tests.tiny import ROOT
+
+# ---- Memory
+
+
+def test_what_a_token_leaves_in_all_layers_is_known_without_computing(model: Any, window_model: Any) -> None:
+    for one in (model, window_model):
+        cache = make_prompt_cache(one)
+        one(mx.zeros((1, MEASURED_TOKENS), mx.int32), cache=cache)
+        mx.eval([layer.state for layer in cache])
+        assert memory_room.bytes_of_token(one) == sum(layer.nbytes for layer in cache) / MEASURED_TOKENS > 0
+
+
+@pytest.mark.parametrize(
+    ("device", "limit", "free", "left"),
+    [
+        ("metal", 1000, 5000, 900),
+        ("metal", 1000, 400, 400),  # others hold it
+        ("cuda", 1000, 400, 900),  # the host's memory is another
+        ("cpu", 1000, 400, 400),
+        ("cpu", None, None, None),
+        ("metal", 50, 400, 0),
+    ],
+)
+def test_the_room_is_what_the_model_leaves(
+    monkeypatch: pytest.MonkeyPatch, model: Any, device: str, limit: int | None, free: int | None, left: int | None
+) -> None:
+    monkeypatch.setattr(memory_room.hardware, "mlx_device", lambda: (device, {}))
+    monkeypatch.setattr(memory_room.hardware, "memory_limit_bytes", lambda: limit)
+    monkeypatch.setattr(memory_room.hardware, "free_memory_bytes", lambda: free)
+    monkeypatch.setattr(memory_room.mx, "get_active_memory", lambda: 100)
+    assert memory_room.free_bytes() == left
+    tokens, kept_bytes = memory_room.room(model)
+    if left is None:
+        assert (tokens, kept_bytes) == (None, None)
+    else:
+        assert tokens == int(ROWS_PART * left / memory_room.bytes_of_token(model)) and kept_bytes == int(0.3 * left)
+    assert memory_room.room(object())[0] is None, "a model of another form"
+
 
 # ---- Prompts
 
@@ -419,7 +458,7 @@ def test_a_token_that_the_tokenizer_lacks_is_no_text() -> None:
 
 def test_requests_that_come_together_are_taken_in_one_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = backend_server.Generator.__new__(backend_server.Generator)
-    generator.intake = Intake()
+    generator.intake, generator._is_loaded = Intake(), True
     asked = SimpleNamespace(owner="a", prepare_seconds=0.0)
     waiting = [(number, asked, None) for number in (1, 2, 3)]
     monkeypatch.setattr(

@@ -61,7 +61,7 @@ def test_requests_go_to_backends_by_their_speed(milliseconds: int, parts: tuple[
             chosen = choose(backends)
             assert chosen is not None
             chosen.count(0, now)
-            chosen.in_flight += 1
+            chosen.held.append(0)
             left[int(chosen.name)].append(10.0)
             done[int(chosen.name)] += tick > 20_000  # once both are measured
         for backend, speed, tokens in zip(backends, speeds, left, strict=True):
@@ -69,7 +69,7 @@ def test_requests_go_to_backends_by_their_speed(milliseconds: int, parts: tuple[
                 tokens[:] = [one - 0.001 * speed / len(tokens) for one in tokens]
                 backend.count(0.001 * speed, now)  # type: ignore[arg-type]
                 tokens[:] = [one for one in tokens if one > 0]
-                backend.in_flight = len(tokens)
+                backend.held = [0] * len(tokens)
     assert [backend.tokens_per_second for backend in backends] == pytest.approx(speeds, rel=0.1)
     assert parts[0] < done[0] / max(1, done[1]) < parts[1], done
 
@@ -77,17 +77,17 @@ def test_requests_go_to_backends_by_their_speed(milliseconds: int, parts: tuple[
 def test_choosing_takes_what_is_free_and_up_and_measures_the_unknown_first() -> None:
     slow, fast, new, down = ups(4, 4, 4, 4)
     slow.tokens_per_second, fast.tokens_per_second, down.is_up = 100.0, 300.0, False
-    fast.in_flight = 1
+    fast.held = [0] * 1
     assert choose([slow, fast, new, down]) is new
-    new.in_flight = 4
+    new.held = [0] * 4
     assert choose([slow, fast, new, down]) is fast  # 2 / 300 before 1 / 100
-    fast.in_flight = 3
+    fast.held = [0] * 3
     assert choose([slow, fast, new, down]) is slow
-    fast.in_flight, slow.in_flight = 4, 4
+    fast.held, slow.held = [0] * 4, [0] * 4
     assert choose([slow, fast, new, down]) is None
     stuck = ups(4)[0]
     stuck.tokens_per_second = 0.0  # slower than anything, and not "not measured"
-    fast.in_flight = 3
+    fast.held = [0] * 3
     assert choose([stuck, fast]) is fast
 
 
@@ -178,6 +178,31 @@ def test_one_of_several_keys_leaves_slots_to_the_others() -> None:
         pool.give_back(alone[5], "greedy", 0.1)
         await asyncio.sleep(0.01)
         assert all(task.done() for task in more)
+
+    asyncio.run(story())
+
+
+def test_a_backend_holds_no_more_tokens_than_it_has_memory_for() -> None:
+    """Rows of a batch are as long as its longest."""
+
+    async def story() -> None:
+        backend = Backend("a", 8, room_tokens=1000, is_up=True)
+        pool = Pool([backend], max_queue=99)
+        held = [await pool.take("a", 1, tokens=300), await pool.take("a", 1, tokens=200)]
+        long = asyncio.create_task(pool.take("b", 60, tokens=400))  # three of 400 are too many
+        await asyncio.sleep(0.01)
+        short = asyncio.create_task(pool.take("c", 60, tokens=10))  # three of 300 would fit, but one came before
+        await asyncio.sleep(0.01)
+        assert not long.done() and not short.done() and backend.held == [300, 200]
+        pool.give_back(held[0], "a", 0.1, tokens=300)
+        await asyncio.sleep(0.01)
+        assert long.done() and not short.done() and backend.held == [200, 400], "three of 400"
+        pool.give_back(held[1], "a", 0.1, tokens=200)
+        await asyncio.sleep(0.01)
+        assert short.done() and backend.held == [400, 10]
+        for tokens in (400, 10):
+            pool.give_back(backend, "b" if tokens == 400 else "c", 0.1, tokens=tokens)
+        assert await pool.take("a", 1, tokens=5000) is backend, "alone it may try"
 
     asyncio.run(story())
 

@@ -31,6 +31,7 @@ WITHOUT_MLX = ("errors", "config", "system", "telemetry", "launch", "dashboard",
 ASK_MLX = ("system.device_clock", "system.matmul_rate", "system.provenance")  # what it computes on, how fast, and when
 ASK_MLX += (
     "serve.backend_server",
+    "serve.memory_room",
     "serve.prompt_cache",
     "serve.prompt_pace",
     "serve.samplers",

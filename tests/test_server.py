@@ -315,6 +315,7 @@ def test_what_is_odd_but_allowed_harms_no_backend(gateway: Served, client: opena
         usage = client.completions.create(model="tiny", prompt=whole, max_tokens=3, temperature=0).usage
         assert usage is not None and usage.prompt_tokens_details is None
     assert len(gateway.of("backend", state="up")) == 2 and not gateway.of("backend", state="failed")
+    assert all(one["room_tokens"] > 10_000 for one in gateway.of("backend", state="up")), "of a tiny model"
 
 
 TRICKLES = {

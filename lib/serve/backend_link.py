@@ -10,6 +10,7 @@ import httpx2
 SECRET_HEADER = "X-Backend-Secret"  # of every request
 ID_HEADER = "X-Backend-Request"  # of a request that may be stopped
 OWNER_HEADER = "X-Backend-Owner"  # the name of the key that asks: what was read for one is used for no other
+ROOM_PATH = "/room"  # of a backend that has its model: {"tokens": that it has memory for, or null}
 LISTENS = "tandem-backend listens at "  # a line of a backend's output, and the path of its socket
 LONGEST_FOLDER = 70  # a socket's path has at most 103 letters on a Mac, and ssh adds 17 while it makes its own
 

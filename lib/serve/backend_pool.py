@@ -6,7 +6,8 @@ requests without a backend loses the newest of them, or is the one who is refuse
 A request takes a slot of a backend and gives it back. Where several owners ask it counts as several of its owner's if
 it is long: its prompt until that is read, and its answer, as long as this owner's longest was of late, to its end. What
 is read for one makes all others slower, and so does a token behind many. It goes to the backend
-that should finish it first by the measured speeds, so backends of unequal speed get unequal parts. Of those that wait,
+that should finish it first by the measured speeds, so backends of unequal speed get unequal parts, among those that
+have memory for it beside what they hold. Of those that wait,
 the owner with the fewest requests under way is next, and of several the one who got a slot longest ago. While several
 owners ask, each has at most a quarter of the slots, for what one runs makes all others slower; and who asks alone
 leaves a quarter free for the next, who would have to wait for an answer's end. A request that its client left counts as
@@ -51,16 +52,21 @@ class Backend:
 
     name: str
     capacity: int  # requests at once
+    room_tokens: int | None = None  # of all its requests, as `fits` counts them; None: not known
     url: str = ""
     secret: str = ""
     is_up: bool = False
-    in_flight: int = 0
+    held: list[int] = field(default_factory=list)  # tokens of each request on it, prompt and answer, at most
     restarts: int = 0
     tokens_per_second: float | None = None  # of all its requests together, while it had any
     failed: asyncio.Event = field(default_factory=asyncio.Event)
     _since: float = 0.0
     _busy_seconds: float = 0.0
     _tokens: int = 0
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.held)
 
     def count(self, tokens: int, now: float) -> None:
         """Counts tokens that it generated, and the time since the last call."""
@@ -75,10 +81,13 @@ class Backend:
             self._busy_seconds, self._tokens = 0.0, 0
 
 
-def choose(backends: Sequence[Backend]) -> Backend | None:
+def choose(backends: Sequence[Backend], tokens: int = 0) -> Backend | None:
     """The backend with a free slot that has the least before it: requests in flight, the new one included, over speed.
 
     One that was never measured counts as the fastest, so that it is.
+
+    Args:
+        tokens: of the request, prompt and answer, for which there has to be memory.
     """
     fastest = max((backend.tokens_per_second or 0.0 for backend in backends), default=0.0)
 
@@ -86,7 +95,20 @@ def choose(backends: Sequence[Backend]) -> Backend | None:
         speed = fastest if backend.tokens_per_second is None else backend.tokens_per_second
         return (backend.in_flight + 1) / max(speed, SLOWEST), backend.in_flight, backend.tokens_per_second is not None
 
-    return min((one for one in backends if one.is_up and one.in_flight < one.capacity), key=cost, default=None)
+    free = [one for one in backends if one.is_up and one.in_flight < one.capacity]
+    return min((one for one in free if fits(one.room_tokens, one.held, tokens)), key=cost, default=None)
+
+
+def fits(room_tokens: int | None, held: Sequence[int], tokens: int) -> bool:
+    """Whether a request of so many tokens has room beside those that a backend holds; alone it has.
+
+    They are rows of one batch, and each is as long as the longest (lib/serve/memory_room.py).
+
+    Args:
+        room_tokens: of all rows together; None: not known.
+        held: tokens of each of the others, prompt and answer.
+    """
+    return room_tokens is None or not held or (len(held) + 1) * max(*held, tokens) <= room_tokens
 
 
 def slots_of(tokens: int) -> int:
@@ -99,6 +121,7 @@ class _Waiting:
     number: int
     owner: str
     slots: int
+    tokens: int
     admitted: asyncio.Future[Backend]
 
 
@@ -180,28 +203,28 @@ class Pool:
         if victim.task is not None:
             victim.task.cancel()
 
-    async def take(self, owner: str, queue_seconds: float, slots: int = 1) -> Backend:
+    async def take(self, owner: str, queue_seconds: float, slots: int = 1, tokens: int = 0) -> Backend:
         """A slot, at once or after waiting for one.
 
         Args:
             slots: that it counts as, of its owner's (`slots_of`).
+            tokens: that it may have, prompt and answer.
 
         Raises:
             TimeoutError: none became free in queue_seconds.
         """
         self._asked_at[owner] = self.clock()
-        # Whoever waits already waits for any slot, or until one of its owner's is free.
-        if self._may_have(owner) and (backend := choose(self.backends)) is not None:
-            self._admit(backend, owner, slots)
-            return backend
-        one = _Waiting(next(self._numbers), owner, slots, asyncio.get_running_loop().create_future())
+        one = _Waiting(next(self._numbers), owner, slots, tokens, asyncio.get_running_loop().create_future())
         self._waiting.append(one)
+        self._admit_waiting()
+        if one.admitted.done():
+            return one.admitted.result()
         try:
             async with asyncio.timeout(queue_seconds):
                 return await asyncio.shield(one.admitted)
         except BaseException:
             if one.admitted.done():  # admitted at the moment when it gave up
-                self.give_back(one.admitted.result(), owner, None, slots=slots)
+                self.give_back(one.admitted.result(), owner, None, slots=slots, tokens=tokens)
             else:
                 self._waiting.remove(one)
                 one.admitted.cancel()
@@ -223,16 +246,23 @@ class Pool:
             del self._answer_tokens[next(iter(self._answer_tokens))]
 
     def give_back(
-        self, backend: Backend, owner: str, seconds: float | None, is_abandoned: bool = False, slots: int = 1
+        self,
+        backend: Backend,
+        owner: str,
+        seconds: float | None,
+        is_abandoned: bool = False,
+        slots: int = 1,
+        tokens: int = 0,
     ) -> None:
         """A slot is free again, after `seconds` of work (None: it was never used).
 
         Args:
             is_abandoned: its answer was for nobody. Where several owners may ask, it is charged for longer.
             slots: that it counted as.
+            tokens: that it was taken for.
         """
         backend.count(0, self.clock())
-        backend.in_flight -= 1
+        backend.held.remove(tokens)
         if seconds is not None:
             self._mean_seconds += 0.1 * (seconds - self._mean_seconds)
         if is_abandoned and self.is_shared:
@@ -269,14 +299,17 @@ class Pool:
         return max(1, min(60, math.ceil((len(self._waiting) + 1) * self._mean_seconds / (self._slots or 1))))
 
     def _admit_waiting(self) -> None:
-        while self._waiting and (backend := choose(self.backends)) is not None:
+        while self._waiting and choose(self.backends) is not None:
             may = {owner for owner in {one.owner for one in self._waiting} if self._may_have(owner)}
             ready = [one for one in self._waiting if one.owner in may]
             if not ready:
                 return
             one = min(ready, key=self._turn)
+            backend = choose(self.backends, one.tokens)
+            if backend is None:  # for want of memory: shorter ones that came later would have it wait for ever
+                return
             self._waiting.remove(one)
-            self._admit(backend, one.owner, one.slots)
+            self._admit(backend, one)
             one.admitted.set_result(backend)
 
     def _turn(self, one: _Waiting) -> tuple[int, int, int]:
@@ -294,9 +327,9 @@ class Pool:
             return self._requests_of[owner] < self._slots - part
         return self._in_flight_of[owner] < max(1, part)
 
-    def _admit(self, backend: Backend, owner: str, slots: int) -> None:
+    def _admit(self, backend: Backend, one: _Waiting) -> None:
         backend.count(0, self.clock())
-        backend.in_flight += 1
-        self._in_flight_of[owner] += slots
-        self._requests_of[owner] += 1
-        self._turns[owner] = next(self._numbers)
+        backend.held.append(one.tokens)
+        self._in_flight_of[one.owner] += one.slots
+        self._requests_of[one.owner] += 1
+        self._turns[one.owner] = next(self._numbers)

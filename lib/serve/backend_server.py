@@ -26,7 +26,8 @@ from typing import Any, cast
 from mlx_lm import server
 from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer
 
-from lib.serve.backend_link import ID_HEADER, OWNER_HEADER, SECRET_HEADER
+from lib.serve import memory_room
+from lib.serve.backend_link import ID_HEADER, OWNER_HEADER, ROOM_PATH, SECRET_HEADER
 from lib.serve.intake import Intake
 from lib.serve.openai_answers import DEATH, FAILURE
 from lib.serve.prompt_cache import OwnedTokens, PromptCache
@@ -100,6 +101,7 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
     A prompt of no tokens fails by itself: inserted into a batch, it would end the thread that generates for everybody.
     """
 
+    room_tokens: int | None = None  # of all requests together (lib/serve/memory_room.py); None: not known
     _has_taken = False  # a request, since the last step
     _is_loaded = False  # the model
 
@@ -120,6 +122,8 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
         """As mlx_lm.server's. timeout: None while requests are under way."""
         if not self._is_loaded:
             self._is_loaded = True
+            self.room_tokens, kept_bytes = memory_room.room(self.model_provider.model)
+            self.model_provider.cli_args.prompt_cache_bytes = kept_bytes
             gc.collect()
             gc.freeze()  # the model stays, and is not looked through again and again while somebody waits for a token
         if timeout is None and self._has_taken:
@@ -234,72 +238,87 @@ def checked(parse: ToolParser) -> ToolParser:
     return parser
 
 
-def handler(secret: str) -> type[server.APIHandler]:
+class Handler(server.APIHandler):  # type: ignore[misc]
     """mlx_lm.server's request handler, for requests that bring the secret."""
-    requests = Requests()
 
-    class Handler(server.APIHandler):  # type: ignore[misc]
-        has_begun = False  # the answer
+    secret: str
+    requests: Requests
+    has_begun = False  # the answer
 
-        def parse_request(self) -> bool:
-            if not super().parse_request():
-                return False
-            if hmac.compare_digest(self.headers.get(SECRET_HEADER, "").encode("latin-1"), secret.encode()):
-                return True
-            self.send_error(403)
+    def parse_request(self) -> bool:
+        if not super().parse_request():
             return False
+        if hmac.compare_digest(self.headers.get(SECRET_HEADER, "").encode("latin-1"), self.secret.encode()):
+            return True
+        self.send_error(403)
+        return False
 
-        def do_POST(self) -> None:
-            id = self.headers.get(ID_HEADER, "")
-            owner, whole = self.headers.get(OWNER_HEADER, ""), cast(Generator, self.response_generator)
-            generator = _Stoppable(whole, owner, lambda: requests.is_stopped(id))
-            self.response_generator = generator  # type: ignore[assignment]
-            length = int(self.headers["Content-Length"])
-            body = self.rfile.read(length)
-            if len(body) < length:  # its client has left; mlx_lm.server would log what came of it
-                self.close_connection = True
-                return
-            self.rfile.close()  # nothing else comes
-            self.rfile = io.BytesIO(body)
-            try:
-                with requests.under_way(id):
-                    try:
-                        super().do_POST()
-                    finally:
-                        # It does so itself, but not where the client left before the first byte of the answer.
-                        if generator.context is not None:
-                            generator.context.stop()
-            except (Stopped, ConnectionError):
-                self.close_connection = True
-            except Exception:  # of this request alone, where its tokens came
-                self.close_connection = True
-                if not whole.generation_available():
-                    self._end_with(DEATH)
-                if generator.has_failed or not whole.generation_available():
-                    raise
-                traceback.print_exc()
-                self._end_with(FAILURE)
+    def do_POST(self) -> None:
+        id = self.headers.get(ID_HEADER, "")
+        owner, whole = self.headers.get(OWNER_HEADER, ""), cast(Generator, self.response_generator)
+        generator = _Stoppable(whole, owner, lambda: self.requests.is_stopped(id))
+        self.response_generator = generator  # type: ignore[assignment]
+        if not self._has_body():
+            self.close_connection = True
+            return
+        try:
+            with self.requests.under_way(id):
+                try:
+                    super().do_POST()
+                finally:
+                    # It does so itself, but not where the client left before the first byte of the answer.
+                    if generator.context is not None:
+                        generator.context.stop()
+        except (Stopped, ConnectionError):
+            self.close_connection = True
+        except Exception:  # of this request alone, where its tokens came
+            self.close_connection = True
+            if not whole.generation_available():
+                self._end_with(DEATH)
+            if generator.has_failed or not whole.generation_available():
+                raise
+            traceback.print_exc()
+            self._end_with(FAILURE)
 
-        def end_headers(self) -> None:
-            super().end_headers()
-            self.has_begun = True
+    def _has_body(self) -> bool:
+        """Whether the request came whole: of one whose client has left mlx_lm.server would log what came."""
+        length = int(self.headers["Content-Length"])
+        body = self.rfile.read(length)
+        self.rfile.close()  # nothing else comes
+        self.rfile = io.BytesIO(body)
+        return len(body) == length
 
-        def _end_with(self, why: bytes) -> None:
-            """Tells the gateway that the answer cannot be made, or its rest."""
-            if self.has_begun:
-                self.wfile.write(b"data: " + why + b"\n\n")
-                return
-            self._headers_buffer: list[bytes] = []  # those of an answer
-            self._set_completion_headers(400)
-            self.end_headers()
-            self.wfile.write(why)
+    def end_headers(self) -> None:
+        super().end_headers()
+        self.has_begun = True
 
-        def do_DELETE(self) -> None:
-            requests.stop(self.path.removeprefix("/requests/"))
-            self.send_response(204)
-            self.end_headers()
+    def _end_with(self, why: bytes) -> None:
+        """Tells the gateway that the answer cannot be made, or its rest."""
+        if self.has_begun:
+            self.wfile.write(b"data: " + why + b"\n\n")
+            return
+        self._headers_buffer: list[bytes] = []  # those of an answer
+        self._set_completion_headers(400)
+        self.end_headers()
+        self.wfile.write(why)
 
-    return Handler
+    def do_GET(self) -> None:
+        if self.path != ROOM_PATH:
+            super().do_GET()
+            return
+        self._set_completion_headers(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"tokens": cast(Generator, self.response_generator).room_tokens}).encode())
+
+    def do_DELETE(self) -> None:
+        self.requests.stop(self.path.removeprefix("/requests/"))
+        self.send_response(204)
+        self.end_headers()
+
+
+def handler(secret: str) -> type[Handler]:
+    """The handler of a server with this secret."""
+    return type("Handler", (Handler,), {"secret": secret, "requests": Requests()})
 
 
 class _UnixServer(ThreadingHTTPServer):

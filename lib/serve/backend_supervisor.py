@@ -27,7 +27,7 @@ from lib.errors import Stopped
 from lib.launch import ssh
 from lib.launch.hostfile import Host
 from lib.launch.job import ROOT
-from lib.serve.backend_link import LISTENS, SECRET_HEADER
+from lib.serve.backend_link import LISTENS, ROOM_PATH, SECRET_HEADER
 from lib.serve.backend_pool import Backend, Pool
 from lib.serve.event_log import Log
 
@@ -183,7 +183,7 @@ class Keeper:
         while fault is None:
             self.was_ever_up = True
             self.pool.set_up(self.backend, True)
-            self.log("backend", backend=self.backend.name, state="up")
+            self.log("backend", backend=self.backend.name, state="up", room_tokens=self.backend.room_tokens)
             since = clock()
             reason = await self._fault(self._watch(), None)
             up_seconds += clock() - since
@@ -275,7 +275,10 @@ class Keeper:
                 continue
             if answer.status_code != 200:
                 raise Fault(f"asked for a token, it answers {answer.status_code}: {answer.text[:200]}")
-            return
+            break
+        if self.recipe is not None:
+            room = await self.client.get(f"{self.backend.url}{ROOM_PATH}", headers=headers, timeout=HEALTH_SECONDS)
+            self.backend.room_tokens = room.json()["tokens"]
 
     async def _watch(self) -> None:
         """Returns never; raises when a request failed, or its generating thread is dead."""

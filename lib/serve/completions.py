@@ -54,6 +54,7 @@ class Attempt:
 
     backend: Backend
     owner: str
+    most_tokens: int  # of prompt and answer
     slots: int  # of its owner's, that it counts as
     slots_when_read: int  # the same once its prompt is read
     tokens: int = 0  # of the answer, so far
@@ -107,8 +108,9 @@ class Completions:
         for number in range(1, ATTEMPTS + 1):
             expected = self.pool.expected_tokens(exchange.owner, request.max_tokens)
             slots = slots_of(request.prompt_tokens + expected)
-            backend = await self._take_slot(exchange, slots)
-            attempt = Attempt(backend, exchange.owner, slots, slots_of(expected))
+            most_tokens = request.prompt_tokens + request.max_tokens
+            backend = await self._take_slot(exchange, slots, most_tokens)
+            attempt = Attempt(backend, exchange.owner, most_tokens, slots, slots_of(expected))
             place.has_backend = True
             try:
                 async with asyncio.timeout(self.settings.request_seconds):
@@ -141,7 +143,8 @@ class Completions:
             seconds = time.monotonic() - attempt.since
             if attempt.tokens:  # what was left before says nothing
                 self.pool.has_answered(attempt.owner, attempt.tokens)
-            self.pool.give_back(attempt.backend, attempt.owner, seconds, is_abandoned, attempt.slots)
+            slots, tokens = attempt.slots, attempt.most_tokens
+            self.pool.give_back(attempt.backend, attempt.owner, seconds, is_abandoned, slots, tokens)
 
         async def later() -> None:
             try:
@@ -177,10 +180,10 @@ class Completions:
             self.log("backend", backend=backend.name, state="failed", reason=reason)
             self.pool.set_up(backend, False)
 
-    async def _take_slot(self, exchange: Exchange, slots: int) -> Backend:
+    async def _take_slot(self, exchange: Exchange, slots: int, tokens: int) -> Backend:
         since = time.monotonic()
         try:
-            backend = await self.pool.take(exchange.owner, self.settings.queue_seconds, slots)
+            backend = await self.pool.take(exchange.owner, self.settings.queue_seconds, slots, tokens)
         except TimeoutError:
             message = f"no backend was free in {self.settings.queue_seconds:g} s"
             raise RequestError(503, message, "busy", retry_seconds=self.pool.retry_seconds()) from None
