@@ -150,7 +150,7 @@ class Protocol(H11Protocol):
 
     def give_body(self) -> None:
         """Parses the next piece of the body, or remembers that it is wanted."""
-        if self.conn.their_state is not h11.SEND_BODY or self.is_ignored:
+        if self.conn.their_state is not h11.SEND_BODY or self.is_ignored or self.body_fault is not None:
             return
         self.is_body_wanted = True
         try:
