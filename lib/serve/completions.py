@@ -30,6 +30,7 @@ from lib.serve.openai_requests import BackendRequest, Kind, RequestError
 from lib.serve.prometheus_metrics import Metrics
 
 ATTEMPTS = 2  # a request of which nothing was answered yet may try another backend once
+LOGPROBS_SLOTS = 2  # that an answer with log-probabilities counts as more: each of its tokens is put into words
 STREAM_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -107,10 +108,11 @@ class Completions:
         exchange.is_stream = exchange.record["stream"] = request.stream
         for number in range(1, ATTEMPTS + 1):
             expected = self.pool.expected_tokens(exchange.owner, request.max_tokens)
-            slots = slots_of(request.prompt_tokens + expected)
+            more = 0 if request.is_streamed else LOGPROBS_SLOTS
+            slots = more + slots_of(request.prompt_tokens + expected)
             most_tokens = request.prompt_tokens + request.max_tokens
             backend = await self._take_slot(exchange, slots, most_tokens)
-            attempt = Attempt(backend, exchange.owner, most_tokens, slots, slots_of(expected))
+            attempt = Attempt(backend, exchange.owner, most_tokens, slots, more + slots_of(expected))
             place.has_backend = True
             try:
                 async with asyncio.timeout(self.settings.request_seconds):
