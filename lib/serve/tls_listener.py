@@ -108,7 +108,8 @@ class Listener(uvicorn.Server):
             accepted.setblocking(False)
             connection.close = functools.partial(self._close_silent, accepted)
             self.silent[accepted] = self.loop.call_later(self.settings.read_seconds, self._leave, accepted, connection)
-            self.loop.add_reader(accepted, self._hear, accepted, connection)
+            # By its number: asyncio would put the socket itself into words, with its addresses, for an error of its own.
+            self.loop.add_reader(accepted.fileno(), self._hear, accepted, connection)
         return True
 
     def _sweep(self) -> None:
@@ -120,7 +121,7 @@ class Listener(uvicorn.Server):
 
     def _close_silent(self, accepted: socket.socket) -> None:
         self.silent.pop(accepted).cancel()
-        self.loop.remove_reader(accepted)
+        self.loop.remove_reader(accepted.fileno())
         accepted.close()
 
     def _leave(self, accepted: socket.socket, connection: Connection) -> None:
@@ -130,7 +131,7 @@ class Listener(uvicorn.Server):
     def _hear(self, accepted: socket.socket, connection: Connection) -> None:
         """Lines up a connection over which something came, if only its end."""
         self.silent.pop(accepted).cancel()
-        self.loop.remove_reader(accepted)
+        self.loop.remove_reader(accepted.fileno())
         connection.close = accepted.close
         self.connections.hear(connection)
         self.speaking.setdefault(connection.address, deque()).append((accepted, connection))
