@@ -456,7 +456,7 @@ ATTACKS: dict[str, Attack] = {
         )
     ),
     "rewards of nothing": of_state(lambda state: state | {"rewards": []}),
-    "a best step without its loss": of_state(lambda state: state | {"best_step": 1, "best_loss": None}),
+    "a best loss without its step": of_state(lambda state: state | {"best_step": None, "best_loss": 0.1}),
     "rounds without shares": of_state(lambda state: state | {"rounds": {"are_one": True}}),
     "rounds of no share": of_state(
         lambda state: state | {"rounds": {"shares": [0], "speeds": [0.0], "round_ends": [1.0], "are_one": True}}

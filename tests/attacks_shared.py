@@ -240,8 +240,11 @@ def log_behind_a_link(folder: Path) -> str | None:
         copy = Copy(logs, "b")
         with contextlib.suppress(UserError):
             copy.write(1, 0, b"{}\n")
+            if number == 1:  # it took the place of the link, which somebody puts back
+                (logs / name).unlink()
+                (logs / name).symlink_to(victim / "rank-001.jsonl")
         with contextlib.suppress(UserError, FileNotFoundError):
-            copy.write(1, number, b"{}\n")
+            copy.write(1, 1, b"{}\n")
         if (victim / "rank-001.jsonl").read_text() != VICTIM or len(list(victim.iterdir())) > 1:
             return f"it wrote behind {name}"
     return None

@@ -203,6 +203,14 @@ def test_a_backend_holds_no_more_tokens_than_it_has_memory_for() -> None:
         for tokens in (400, 10):
             pool.give_back(backend, "b" if tokens == 400 else "c", 0.1, tokens=tokens)
         assert await pool.take("a", 1, tokens=5000) is backend, "alone it may try"
+        pool.give_back(backend, "a", 0.1, tokens=5000)
+        await pool.take("a", 1, tokens=300)
+        long, short = [asyncio.create_task(pool.take(name, 60, tokens=n)) for name, n in (("b", 900), ("c", 10))]
+        await asyncio.sleep(0.01)
+        assert not short.done()
+        long.cancel()
+        await asyncio.sleep(0.01)
+        assert short.done(), "who waited before it has left"
 
     asyncio.run(story())
 
@@ -865,8 +873,8 @@ def test_pauses_double_up_to_a_limit() -> None:
     assert [pause_seconds(failures) for failures in range(1, 9)] == [1, 2, 4, 8, 16, 30, 30, 30]
 
 
-@pytest.mark.parametrize("was_ever_up", [False, True])
-def test_a_process_that_cannot_be_started_is_fatal_once(was_ever_up: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_started", [False, True])
+def test_a_process_that_cannot_be_started_is_fatal_once(has_started: bool, tmp_path: Path) -> None:
     """Later it may be memory that is short for a moment, and other backends are there."""
 
     class Absent(Recipe):
@@ -877,10 +885,10 @@ def test_a_process_that_cannot_be_started_is_fatal_once(was_ever_up: bool, tmp_p
         backend = Backend("a", 1)
         pool, client = Pool([backend], 1), httpx2.AsyncClient()
         keeper = Keeper(backend, Absent(()), pool, client, lambda *a, **b: None, 1.0, 1.0, tmp_path / "socket")
-        keeper.was_ever_up = was_ever_up
+        backend.restarts = int(has_started)
         return await keeper._one_life()
 
-    if was_ever_up:
+    if has_started:
         assert asyncio.run(story()) == (0.0, f"{tmp_path}/absent cannot be started: No such file or directory")
     else:
         with pytest.raises(Stopped, match="cannot be started"):

@@ -40,6 +40,7 @@ from lib.rollouts.pairs import Answer, Group, Pair, SampleFigures, figures_of, g
 from lib.rollouts.rounds import Rounds
 from lib.telemetry.run_records import read_records
 from lib.training.checkpoint import load_part
+from lib.training.find_checkpoint import fault_of
 from lib.training.reference_model import AskedReference
 from lib.training.step_retries import Learner
 from tests import tiny
@@ -378,8 +379,10 @@ def test_a_run_that_was_stopped_is_one_that_never_was(
             stopped = tiny.train(tmp_path, command, check=False)
         assert stopped.returncode == 1 and "--resume" in stopped.stderr
         command = ["--resume", str(tmp_path / "stopped")]
+        assert not any(map(fault_of, (tmp_path / "stopped").glob("checkpoints/step-*")))
     tiny.train(tmp_path, command)
     assert outcome(tmp_path / "stopped") == outcome(run)
+    assert not any(map(fault_of, run.glob("checkpoints/step-*"))), "whether there is a held-out loss or none"
     assert not list((tmp_path / "stopped").glob("rounds/*/*.partial"))
     logs = [list(read_records(one / "logs" / "rank-000.jsonl")) for one in (tmp_path / "stopped", run)]
     evaluated, evaluated_whole = ({record["step"] for record in log if record["kind"] == "evaluation"} for log in logs)

@@ -228,6 +228,7 @@ class Pool:
             else:
                 self._waiting.remove(one)
                 one.admitted.cancel()
+                self._admit_waiting()  # there may be room for those behind it
             raise
 
     def expected_tokens(self, owner: str, most: int) -> int:

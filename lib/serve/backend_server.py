@@ -258,10 +258,9 @@ class Handler(server.APIHandler):  # type: ignore[misc]
         owner, whole = self.headers.get(OWNER_HEADER, ""), cast(Generator, self.response_generator)
         generator = _Stoppable(whole, owner, lambda: self.requests.is_stopped(id))
         self.response_generator = generator  # type: ignore[assignment]
-        if not self._has_body():
-            self.close_connection = True
-            return
         try:
+            if not self._has_body():
+                raise Stopped
             with self.requests.under_way(id):
                 try:
                     super().do_POST()
@@ -282,7 +281,7 @@ class Handler(server.APIHandler):  # type: ignore[misc]
 
     def _has_body(self) -> bool:
         """Whether the request came whole: of one whose client has left mlx_lm.server would log what came."""
-        length = int(self.headers["Content-Length"])
+        length = int(self.headers.get("Content-Length", 0))
         body = self.rfile.read(length)
         self.rfile.close()  # nothing else comes
         self.rfile = io.BytesIO(body)

@@ -197,7 +197,7 @@ class Keeper:
         """Starts a process of ours: None, or why there is none, which may pass: no memory for it, a disk that is away.
 
         Raises:
-            Stopped: none was ever up.
+            Stopped: it is the first start.
         """
         assert self.socket is not None
         self.backend.secret = secrets.token_hex(16)
@@ -208,8 +208,8 @@ class Keeper:
                 old.unlink(missing_ok=True)
             self.process = await Process.start(command, told)
         except OSError as error:
-            why = f"{command[0]} cannot be started: {error.strerror}"
-            if not self.was_ever_up:
+            why = f"{command[0]} cannot be started: {error.strerror or error}"
+            if self.backend.restarts == 0:
                 raise Stopped(why) from None
             return why
         return None
@@ -277,8 +277,14 @@ class Keeper:
                 raise Fault(f"asked for a token, it answers {answer.status_code}: {answer.text[:200]}")
             break
         if self.recipe is not None:
-            room = await self.client.get(f"{self.backend.url}{ROOM_PATH}", headers=headers, timeout=HEALTH_SECONDS)
-            self.backend.room_tokens = room.json()["tokens"]
+            self.backend.room_tokens = await self._room(headers)
+
+    async def _room(self, headers: dict[str, str]) -> int | None:
+        """For how many tokens it has memory, by its own word; None where it says none, as one of an older version."""
+        answer = await self.client.get(f"{self.backend.url}{ROOM_PATH}", headers=headers, timeout=HEALTH_SECONDS)
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            return int(answer.json()["tokens"])
+        return None
 
     async def _watch(self) -> None:
         """Returns never; raises when a request failed, or its generating thread is dead."""

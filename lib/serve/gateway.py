@@ -243,7 +243,8 @@ class Gateway:
             return  # they ask again and again, and change nothing
         client = exchange.scope.get("client")
         costs = status == 200 and known in COMPLETIONS
-        sort, together = (exchange.owner or _network(exchange), status), None if exchange.owner else STRANGERS
+        sort = (exchange.owner or _network(exchange), status)
+        together = None if exchange.owner else (STRANGERS, status)
         log = self.log if costs else functools.partial(self.sparing_log, sort, together=together)
         log(
             "request",

@@ -32,7 +32,7 @@ def bytes_of_token(model: Any) -> float:
 def free_bytes() -> int | None:
     """What is left for all that a backend keeps beside its model, which is loaded; None where nobody knows."""
     device, limit = hardware.mlx_device()[0], hardware.memory_limit_bytes()
-    left = [] if limit is None or device == "cpu" else [limit - mx.get_active_memory()]
+    left = [] if limit is None else [limit - mx.get_active_memory()]
     if device != "cuda" and (free := hardware.free_memory_bytes()) is not None:  # a GPU's own memory is another
         left.append(free)
     return max(0, min(left)) if left else None

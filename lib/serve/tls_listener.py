@@ -28,6 +28,7 @@ BACKLOG = 4096  # connections that wait to be accepted; systems make it less
 ACCEPTED_AT_ONCE = 256  # of these, before others are served, or as many as this takes:
 ACCEPTING_SECONDS = 0.002  # where each has to make room for itself among a thousand addresses
 WELCOMED_AT_ONCE = {"http": 2, "https": 1}  # of those that say something; a handshake takes a millisecond or two
+SWEEP_SECONDS = 0.02  # between two looks at all of those for one that has left
 NO_FILES_SECONDS = 0.1  # until it is tried again where the system has no file for a connection
 
 
@@ -45,6 +46,7 @@ class Listener(uvicorn.Server):
         self.listening: list[socket.socket] = []
         self.silent: dict[socket.socket, asyncio.TimerHandle] = {}  # connections that have said nothing, and their ends
         self.speaking: dict[str, deque[Speaking]] = {}  # those that wait to be listened to, by address, the next first
+        self.next_sweep = 0.0  # by the loop's clock
         self.is_welcoming = False  # some of them, in the next pass of the loop
         self.welcoming: set[asyncio.Task[None]] = set()
         self.draining: asyncio.Task[None] | None = None
@@ -83,14 +85,16 @@ class Listener(uvicorn.Server):
 
         Returns whether more may wait.
         """
-        has_swept, until = False, self.loop.time() + ACCEPTING_SECONDS
+        until = self.loop.time() + ACCEPTING_SECONDS
         for _ in range(ACCEPTED_AT_ONCE):
             if self.loop.time() > until:
                 break
             try:
                 accepted, address = listening.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            except BlockingIOError:
                 return False
+            except (InterruptedError, ConnectionAbortedError):  # one of them is gone
+                continue
             except OSError:  # no files, or no memory: those who wait are taken when there are some
                 self.loop.remove_reader(listening)
                 self.loop.call_later(NO_FILES_SECONDS, self._accept_again, listening)
@@ -98,8 +102,7 @@ class Listener(uvicorn.Server):
             if has_left(accepted):
                 accepted.close()
                 continue
-            if not has_swept and self.connections.is_full(address[0]):
-                has_swept = True
+            if self.loop.time() > self.next_sweep and self.connections.is_full(address[0]):
                 self._sweep()
             connection = self.connections.take(address[0])
             if connection is None:
@@ -108,12 +111,13 @@ class Listener(uvicorn.Server):
             accepted.setblocking(False)
             connection.close = functools.partial(self._close_silent, accepted)
             self.silent[accepted] = self.loop.call_later(self.settings.read_seconds, self._leave, accepted, connection)
-            # By its number: asyncio would put the socket itself into words, with its addresses, for an error of its own.
+            # By its number: asyncio would put the socket itself into words, addresses and all, for an error of its own.
             self.loop.add_reader(accepted.fileno(), self._hear, accepted, connection)
         return True
 
     def _sweep(self) -> None:
         """Closes those that have left and are not listened to yet: no other one has to go for a new one then."""
+        self.next_sweep = self.loop.time() + SWEEP_SECONDS
         for accepted, connection in [one for waiting in self.speaking.values() for one in waiting]:
             if not connection.is_over and has_left(accepted):
                 self.connections.leave(connection)

@@ -72,9 +72,9 @@ class Copy:
         if self._is_here.get(rank, True):
             return
         copy = self.folder / name
+        for folder in (self.logs, self.folder):
+            files.make_own(folder)
         if offset == 0:  # renamed into place, so that whoever reads the copy sees that it is another file
-            for folder in (self.logs, self.folder):
-                files.make_own(folder)
             files.write_atomically(copy, lines, durable=False)
             return
         with files.open_own(copy, os.O_RDWR) as file:

@@ -180,7 +180,7 @@ class TrainingLoop:
         """Goes back to the weights with the lowest held-out loss, where these are not the last ones."""
         run, progress = self.run, self.run.progress
         step, loss = progress.best_step, progress.best_loss
-        if run.is_never_merged or step is None or step == progress.step:
+        if run.is_never_merged or step is None or loss is None or step == progress.step:
             return
         path = self._checkpoint_of(step)
         if fault := self._fault_of(path):
