@@ -34,6 +34,7 @@ from lib.launch import host_agent, host_ranks, link_probe, mpirun_ports, rendezv
 from lib.launch.hostfile import Host
 from lib.system import handshake, key_file
 from lib.system.handshake import Channel, Listener, NotTrusted
+from tests.forked import free_port
 from tests.tiny import ROOT
 
 Attack = Callable[[Path], str | None]
@@ -54,8 +55,10 @@ WORDS = {
 
 
 def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        return [held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(free_port())
+    return list(ports)
 
 
 @contextlib.contextmanager
