@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;[\t\x20-\x7e\x80-\xff]*)?\r\n")
+SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})(?:;[\t\x20-\x7e\x80-\xff]*)?[ \t]*\r\n")
 SIZE_BYTES = 256  # of a chunk's size with all that may stand behind it
 END = re.compile(rb"\r\n\r\n")  # of the last chunk, which has no content, and of the trailers behind it
 END_BYTES = 4096
