@@ -105,7 +105,9 @@ def test_links_disks_names_and_clocks_go_wrong_and_right_again(tmp_path: Path) -
         for host, seconds in ((a, 0.0), (b, -5000.5)):
             faults.set_clock(host, seconds)
         before = float(b.run(asked).stdout)
-        over_ssh = float(a.run(["ssh", b.name, shlex.join(asked)]).stdout)
+        done = a.run(["ssh", b.name, shlex.join(asked)])
+        assert done.returncode == 0, done.stderr
+        over_ssh = float(done.stdout)
         assert before <= over_ssh + 5000.5 <= time.time(), "only what comes in over ssh has the host's clock"
         connect = [sys.executable, "-S", "-c", f"import socket; socket.create_connection(('{b.name}', 22)).recv(9)"]
         b.weaken(1e6, 0.15)
