@@ -26,6 +26,8 @@ ALWAYS += (
     "terminal: ",
     "host: a file that sets",
 )
+ALWAYS += ("parquet: pages", "parquet: headers", "checkpoint: a rank's part", "checkpoint: a reference")
+ALWAYS += ("run: the folder of", "run: folders", "run: copies")
 TRIED = [name for name in attacks.ATTACKS if name not in SLOW]
 TRIED += [name for number, name in enumerate(QUICK) if number % 5 == 0 or name.startswith(ALWAYS)]
 

@@ -32,6 +32,7 @@ from lib.serve import api_keys, backend_pool, openai_answers, openai_requests, r
 from lib.serve import command as server
 from lib.serve.backend_pool import HALVING_SECONDS, SLOT_TOKENS, Backend, Pool, QueueFull, choose, slots_of
 from lib.serve.backend_supervisor import Keeper, Process, Recipe, pause_seconds
+from lib.serve.completions import LOGPROBS_SLOTS
 from lib.serve.connections import LONGEST_DELAY_SECONDS, PROBE_DELAY_SECONDS
 from lib.serve.gateway import STRANGERS, Gateway
 from lib.serve.openai_requests import BackendRequest, Limits, RequestError
@@ -715,6 +716,40 @@ def test_what_a_backend_died_of_is_tried_on_no_other(status: int, content: bytes
     asked(gateway, words, send, "POST", "/v1/chat/completions", b"{}", **still)
     assert len(tried) == len(set(tried)) == backends_asked
     assert sent[0]["status"] == 502 and sum(one.is_up for one in pool.backends) == 2 - backends_asked
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_backend_that_is_silent_is_told_to_stop_and_logprobs_count_as_more(is_streamed: bool) -> None:
+    """It may be at the request still, whose slot is free when it is done."""
+    seen: list[tuple[str, str]] = []
+    taken: list[tuple[int, int]] = []
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        seen.append((request.method, request.url.host))
+        if request.method == "POST":
+            raise httpx2.ReadTimeout("silent")
+        return httpx2.Response(204)
+
+    class Noting(Pool):
+        async def take(self, owner: str, queue_seconds: float, slots: int = 1, tokens: int = 0) -> Backend:
+            taken.append((slots, tokens))
+            return await super().take(owner, queue_seconds, slots, tokens)
+
+    async def read(*_: Any) -> BackendRequest:
+        return BackendRequest("chat", b"{}", False, False, "tiny", is_streamed, prompt_tokens=10, max_tokens=20)
+
+    async def send(message: Any) -> None:
+        pass
+
+    pool = Noting([Backend(name, 4, url=f"http://{name}", secret="s", is_up=True) for name in ("a", "b")], 9)
+    client = httpx2.AsyncClient(transport=httpx2.MockTransport(answer))
+    gateway = Gateway(ServeSettings(), "tiny", read, pool, client, None, lambda *a, **b: None)
+    words = {"content-type": "application/json", "content-length": "2"}
+    still = {"rest": lambda: None, "work": lambda: None}
+    asked(gateway, words, send, "POST", "/v1/chat/completions", b"{}", **still)
+    first = seen[0][1]
+    assert ("DELETE", first) in seen and [method for method, _ in seen].count("POST") == 2
+    assert taken == [(1 if is_streamed else 1 + LOGPROBS_SLOTS, 30)] * 2
 
 
 PREFLIGHT = {"access-control-request-method": "POST"}
