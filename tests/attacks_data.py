@@ -170,13 +170,18 @@ def leads_away(folder: Path) -> str | None:
     """A page that ends behind its column, so that the next ones would not be looked at; and columns at one place."""
     page = b"\x15\x00\x15\x02\x15" + varint(2 * 900) + b"\x2c\x15\x02\x00\x00"
     honest = [parquet_pages.Chunk("a", 0, len(page) + 900, 10, 1), parquet_pages.Chunk("b", 4000, 4010, 10, 1)]
-    parquet_pages.HonestPages(io.BytesIO(page + bytes(3000)), honest).read()
+    inside = page.replace(varint(2 * 900), varint(2 * 80))  # a page of another column, in the middle of that one
+    content = (page + bytes(500 - len(page)) + inside).ljust(4000, b"\0")
+    parquet_pages.HonestPages(io.BytesIO(content), honest).read()
     for chunks in (
         [parquet_pages.Chunk("a", 0, 500, 10, 1)],
-        [parquet_pages.Chunk("a", 0, 2500, 10, 1), parquet_pages.Chunk("b", 500, 600, 10, 1)],
+        [
+            parquet_pages.Chunk("a", 0, len(page) + 900, 10, 1),
+            parquet_pages.Chunk("b", 500, 500 + len(inside) + 80, 10, 1),
+        ],
     ):
         try:
-            parquet_pages.HonestPages(io.BytesIO(page + bytes(3000)), chunks).read()
+            parquet_pages.HonestPages(io.BytesIO(content), chunks).read()
         except parquet_pages.FalsePage:
             continue
         return f"{chunks} is taken"
