@@ -23,7 +23,7 @@ export PRTE_MCA_rmaps_default_mapping_policy = :oversubscribe
 PYTEST = pytest -n 4 --dist loadfile --no-loadscope-reorder
 MPI_PYTEST = $(BIN)/python -m pytest -x -p no:cacheprovider
 
-.PHONY: help setup train test test-long launch preflight calibrate doctor serve dashboard bench lint coverage docs mutation test-matrix clean
+.PHONY: help setup train test test-long launch preflight calibrate doctor serve dashboard bench lint coverage docs mutation clean
 
 help:
 	@echo "make setup        install what is needed into .venv (EXTRA=cpu, metal or cuda; PYTHON=/path/to/python)"
@@ -36,7 +36,7 @@ help:
 	@echo "make dashboard    runs in a browser, at the address that it prints"
 	@echo "make serve        a finished run behind an OpenAI-compatible server: RUN=runs/NAME"
 	@echo "make bench        the quickstart over five seeds, with its controls"
-	@echo "make lint | coverage | docs | mutation | test-matrix | clean     for who works on Tandem"
+	@echo "make lint | coverage | docs | mutation | clean     for who works on Tandem"
 	@echo
 	@echo 'Options of the program go into ARGS: make train ARGS="--config configs/X.yaml train.beta=0.2"'
 	@echo "All settings: .venv/bin/python train.py --help"
@@ -62,14 +62,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 train: setup
 	$(BIN)/python train.py $(ARGS)
 
-# All parts run, whatever fails in one of them; the last lines say what failed in which. Tests marked long are test-long's.
-test: LENGTH = short
+# All three parts run, whatever fails in one of them. Tests marked long are test-long's.
+test: LENGTH = not long
 test-long: LENGTH = long
 test test-long: setup
-	@$(BIN)/python -m tests.parts \
-	  "one process" $(BIN)/python -m $(PYTEST) --length $(LENGTH) $(ARGS) -- \
-	  "two ranks" $(BIN)/mpirun -n 2 $(MPI_PYTEST) --length $(LENGTH) -- \
-	  "three ranks" $(BIN)/mpirun -n 3 $(MPI_PYTEST) --length $(LENGTH)
+	@status=0; \
+	$(BIN)/python -m $(PYTEST) -m "$(LENGTH)" $(ARGS) || status=1; \
+	for ranks in 2 3; do $(BIN)/mpirun -n $$ranks $(MPI_PYTEST) -m "$(LENGTH)" || status=1; done; exit $$status
 
 # make launch HOSTS=hostfile ARGS="--config ..." trains on all of them; OPTIONS="--backend mpi --max-restarts 3" is for ./launch.
 launch: setup
@@ -120,9 +119,6 @@ docs: setup
 mutation: setup
 	$(BIN)/python benchmarks/mutation.py $(ARGS)
 
-# The tests as other machines see them: kernels, users, paths, locales, Pythons. All of it takes hours; docs/testing.md
-test-matrix: setup
-	$(BIN)/python benchmarks/test_matrix.py $(ARGS)
 
 clean:
 	rm -rf build .coverage* .venv .pytest_cache .hypothesis .mypy_cache .ruff_cache

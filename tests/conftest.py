@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -54,14 +53,6 @@ if LAUNCH.size > 1:
     assert mx.distributed.init(backend=LAUNCH.backend, strict=True).size() == LAUNCH.size
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--length",
-        choices=["short", "long"],
-        help="the tests of make test, or those marked long, of make test-long (default: both)",
-    )
-
-
 def pytest_configure(config: pytest.Config) -> None:
     if (
         signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -77,14 +68,6 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
     return (report.outcome, "", "") if LAUNCH.rank > 0 and report.outcome != "failed" else None
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """For `make test` (tests/parts.py), which tells at its end what failed in all its parts."""
-    if "FAILED_TESTS" in os.environ:
-        with Path(os.environ["FAILED_TESTS"]).open("a", encoding="utf-8") as file:
-            for kind in ("failed", "error"):
-                file.writelines(f"{report.nodeid}\n" for report in terminalreporter.stats.get(kind, []))
-
-
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Ranks of a world read only the files that have something for them: the others take seconds to import."""
     if LAUNCH.size > 1 and collection_path.name.startswith("test_") and "mark.mpi" not in collection_path.read_text():
@@ -92,70 +75,12 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return None
 
 
-# Their seconds are most of all; under xdist (make test), which hands out files, the longest have to begin first.
-LONGEST = [
-    "recovery",
-    "server",
-    "launch",
-    "train",
-    "rollouts",
-    "dashboard",
-    "preflight",
-    "out_of_memory",
-    "memory",
-    "docs",
-    "attacks_gateway",
-    "gguf",
-    "calibrate",
-    "slurm",
-    "unpaired",
-    "local_launch",
-    "shapes",
-    "help",
-    "forward",
-    "cables",
-    "attacks",
-    "topology",
-    "window",
-    "mistakes",
-    "rounds",
-    "listener",
-    "streaming",
-    "doctor",
-    "pipeline_plan",
-    "kills",
-    "network_attacks",
-    "training_options",
-    "bulk",
-    "sampler",
-    "pasted",
-    "export",
-    "plan",
-    "pages",
-    "rendezvous",
-    "cluster",
-    "win_rate",
-    "groups",
-    "discovery",
-    "best",
-]
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if (length := config.getoption("length")) is not None:
-        if not any("::" in word for word in config.args):
-            _require_named(items)
-        _deselect(config, items, [item for item in items if _is_long(item) == (length == "long")])
-    if LAUNCH.size == 1:
-        names = [f"test_{name}" for name in LONGEST]
-        items.sort(key=lambda item: names.index(item.path.stem) if item.path.stem in names else len(names))
-        return
-    _deselect(config, items, [item for item in items if _is_for(list(item.iter_markers("mpi")), LAUNCH.size)])
-
-
-def _deselect(config: pytest.Config, items: list[pytest.Item], kept: list[pytest.Item]) -> None:
-    config.hook.pytest_deselected(items=list(set(items) - set(kept)))
-    items[:] = kept
+    """Under mpirun, only the tests marked mpi for a world of this size."""
+    if LAUNCH.size > 1:
+        selected = [item for item in items if _is_for(list(item.iter_markers("mpi")), LAUNCH.size)]
+        config.hook.pytest_deselected(items=list(set(items) - set(selected)))
+        items[:] = selected
 
 
 def pytest_collection_finish() -> None:
@@ -172,38 +97,6 @@ def _is_for(marks: list[pytest.Mark], size: int) -> bool:
     """
     sizes = [(mark.kwargs.get("min_size", 1), mark.kwargs.get("max_size", size)) for mark in marks]
     return bool(marks) and all(least <= size <= most for least, most in sizes)
-
-
-def _is_long(item: pytest.Item) -> bool:
-    """Whether one of its marks `long` is for these parameters, by their id, and for a world of this size."""
-    return any(
-        (not mark.args or any(_names(name, _parameters(item)) for name in mark.args))
-        and mark.kwargs.get("ranks", LAUNCH.size) == LAUNCH.size
-        for mark in item.iter_markers("long")
-    )
-
-
-def _names(name: str, parameters: str) -> bool:
-    """Whether a name, in which * stands for anything, is that of these parameters."""
-    return re.fullmatch(".*".join(map(re.escape, name.split("*"))), parameters) is not None
-
-
-def _require_named(items: list[pytest.Item]) -> None:
-    """Refuses a mark `long` that names parameters which its test does not have."""
-    known: dict[str, set[str]] = {}
-    named: dict[str, set[str]] = {}
-    for item in items:
-        test = item.nodeid.split("[")[0]
-        known.setdefault(test, set()).add(_parameters(item))
-        named.setdefault(test, set()).update(*(mark.args for mark in item.iter_markers("long")))
-    for test, names in named.items():
-        for name in names:
-            if not any(_names(name, parameters) for parameters in known[test]):
-                raise pytest.UsageError(f"{test} is marked long for {name!r}, and has no parameters of that id")
-
-
-def _parameters(item: pytest.Item) -> str:
-    return item.callspec.id if hasattr(item, "callspec") else ""
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from lib.errors import UserError
 from lib.export import chat_shape, command, gguf_families, gguf_file, gguf_reader, go_template, mlx_reader, ollama
 from lib.export.gguf_read_tokens import GgufTokens
 from lib.export.gguf_tokenizer import facts_of, name_with, write_tokenizer
-from tests import chat_models, exported, model_parsers
+from tests import chat_models, exported
 
 # What these families have besides those of tests/exported.py: what is easily forgotten.
 SHAPE = exported.SHAPE | {"head_dim": 8}
@@ -367,13 +366,3 @@ def test_bos_is_not_written_twice() -> None:
 def test_a_go_template_that_is_none_is_refused(broken: str) -> None:
     with pytest.raises((ValueError, KeyError)):
         go_template.render(broken, {"System": "s", "Messages": []})
-
-
-def test_a_length_beyond_the_file_is_refused_at_once(tmp_path: Path) -> None:
-    """gguf itself counts up to it, with a view of nothing for each number."""
-    whole, path = model_parsers.gguf_file(), tmp_path / "model.gguf"
-    two_tokens = struct.pack("<IQ", 8, 2)  # a list of two strings
-    assert whole.count(two_tokens) == 1
-    path.write_bytes(whole.replace(two_tokens, struct.pack("<IQ", 0, 2**60)))  # of so many bytes
-    with pytest.raises(UserError, match="no GGUF file that can be read: ValueError: it ends too soon"):
-        gguf_reader.GgufModel(path)
