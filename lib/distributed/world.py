@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
-from lib.distributed import heartbeat, ring_sockets, ring_start
+from lib.distributed import agent_heartbeat, heartbeat, ring_sockets, ring_start
 from lib.distributed.checked_sums import CheckedSums, different
 from lib.distributed.collectives import Collectives, buckets, no_group
 from lib.distributed.run_secret import run_secret
@@ -307,7 +307,7 @@ def start(launch: Launch, timeout_seconds: float = 600.0) -> World:
             secret = run_secret() or ring_start.NO_SECRET
             addresses = _ring_addresses()
             met = ring_start.meet(launch.rank, addresses, secret)
-            heartbeat.watch(met.connections(addresses))
+            agent_heartbeat.watch(met.connections(addresses))
             ring = functools.partial(ring_sockets.opened, launch.rank, launch.size, met.before, met.after, init)
             # Not before it is needed: it takes a while, and small arrays travel as messages.
             return replace(world, group=functools.cache(ring), checks=CheckedSums(met.messages, secret))

@@ -1,0 +1,355 @@
+"""A queue of items, served by rank 0 and taken by all ranks at their own pace, with its results on the disk.
+
+Rank 0 keeps the journal, OUT.partial: one JSON line for each finished item. A run that was killed and starts again does
+only what is missing, so each item is in the output once. When nothing is left to begin, an idle rank repeats an item
+that another one has not finished, and the first result counts: a slow, stopped or dead rank costs at most its item.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from lib.distributed.connection import Channel, Listener, connect, new_key, run_key
+from lib.distributed.world import World
+from lib.errors import UserError
+from lib.system import files
+from lib.system.network import own_addresses
+
+WAIT_SECONDS = 1.0  # that rank 0 holds a request back while there is nothing to do
+CONNECT_SECONDS, CONNECT_TRIES = 1.0, 4  # for each of rank 0's addresses
+
+Lines = list[str]  # of the output, without their line feeds
+
+
+class Journal:
+    """The finished items of an output, in OUT.partial: a line that says of what they are, then one line an item."""
+
+    def __init__(self, out: Path, key: str, count: int):
+        """Opens the journal of an output, or begins it; a last line that was cut off is removed.
+
+        Args:
+            key: says what the output depends on (a digest of model, data and settings).
+            count: of all items.
+
+        Raises:
+            UserError: the output exists, or the journal is of another key.
+            OSError: the disk is full or not writable.
+        """
+        self.path = out.with_name(f"{out.name}.partial")
+        self.offsets = [-1] * count  # of each item's line, in bytes; -1 while it is missing
+        header = json.dumps({"key": key, "count": count}).encode() + b"\n"
+        if out.exists() and not self.path.exists():
+            raise UserError(f"{out} exists; remove it, or give another name")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        self.path.touch()
+        self._file = self.path.open("r+b")
+        first = self._file.readline(len(header))
+        if first and not header.startswith(first):
+            raise UserError(
+                f"{self.path} is of another model, data or settings; remove it, or give another name for the output"
+            )
+        end = len(header)
+        if first != header:
+            self._write_at(0, header)
+        while (line := self._file.readline()).endswith(b"\n"):
+            try:
+                self.offsets[json.loads(line)["item"]] = end
+            except (ValueError, KeyError, IndexError, TypeError) as error:
+                raise UserError(f"{self.path}: broken at byte {end} ({error!r}); remove it") from None
+            end += len(line)
+        self._file.truncate(end)
+        if out.exists() and self.missing:
+            raise UserError(f"{out} exists beside an unfinished {self.path.name}; remove one of them")
+
+    @property
+    def missing(self) -> list[int]:
+        """Items that are not finished."""
+        return [item for item, offset in enumerate(self.offsets) if offset < 0]
+
+    def add(self, item: int, lines: Lines) -> None:
+        """Keeps an item's lines, the first time.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        if self.offsets[item] >= 0:
+            return
+        end = self._file.seek(0, os.SEEK_END)
+        self._write_at(end, json.dumps({"item": item, "lines": lines}).encode() + b"\n")
+        self.offsets[item] = end
+
+    def lines(self) -> Iterator[str]:
+        """The lines of all items, in the items' order."""
+        for offset in self.offsets:
+            self._file.seek(offset)
+            yield from json.loads(self._file.readline())["lines"]
+
+    def finish(self, out: Path) -> None:
+        """Writes the output in the order of the items, whole or not at all, and removes the journal."""
+        with files.replacing(out) as whole:
+            whole.writelines(line.encode() + b"\n" for line in self.lines())
+        self.close()
+        self.path.unlink()
+
+    def close(self) -> None:
+        """Closes the file, which stays on the disk."""
+        self._file.close()
+
+    def _write_at(self, end: int, text: bytes) -> None:
+        self._file.seek(end)
+        try:
+            self._file.write(text)
+            self._file.flush()
+        except OSError:
+            os.truncate(self.path, end)  # a half line would spoil the next one
+            raise
+
+
+class WorkQueue:
+    """The queue as one rank uses it: `take` an item, do it, `finish` it. Its methods may be called from any thread."""
+
+    def take(self) -> int | None:
+        """The next item; None when all are finished. Waits while other ranks do the last ones.
+
+        Raises:
+            UserError: a rank failed, or rank 0 left.
+        """
+        raise NotImplementedError
+
+    def finish(self, item: int, lines: Lines) -> None:
+        """Hands in an item's lines; the first result of an item counts."""
+        raise NotImplementedError
+
+    def is_wanted(self, item: int) -> bool:
+        """Whether no rank has finished an item yet."""
+        raise NotImplementedError
+
+    def fail(self, reason: str) -> None:
+        """Ends the work of all ranks: their next `take` raises a UserError with this reason."""
+        raise NotImplementedError
+
+    def close(self, timeout_seconds: float) -> None:
+        """Leaves the queue; rank 0 waits so long for the others to leave."""
+        raise NotImplementedError
+
+
+class ServedQueue(WorkQueue):
+    """Rank 0's queue, which serves other ranks over TCP.
+
+    Args:
+        repeats: whether an idle rank repeats what others have not finished; else `take` gives it None at once.
+        report: called with the number of finished items and those of each rank, after each item.
+    """
+
+    def __init__(
+        self, journal: Journal, repeats: bool = True, report: Callable[[int, dict[int, int]], None] | None = None
+    ):
+        self.journal, self.repeats, self.report = journal, repeats, report
+        self.fresh: deque[int] = deque(journal.missing)
+        self.begun: dict[int, list[int]] = {}  # item ➜ ranks that work at it
+        self.finished_by: dict[int, int] = {}
+        self.fault = ""
+        self.listener: Listener | None = None
+        self._peers = 0
+        self._changed = threading.Condition()
+
+    def listen(self, host: str, key: bytes) -> int:
+        """Begins to serve; the port."""
+        self.listener = Listener(host, 0, key, self._serve)
+        return self.listener.address[1]
+
+    def take(self) -> int | None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                return self._take(0, WAIT_SECONDS)
+
+    def finish(self, item: int, lines: Lines) -> None:
+        self._finish(0, item, lines)
+
+    def is_wanted(self, item: int) -> bool:
+        return self.journal.offsets[item] < 0
+
+    def fail(self, reason: str) -> None:
+        with self._changed:
+            self.fault = self.fault or reason
+            self._changed.notify_all()
+
+    def close(self, timeout_seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._peers, timeout_seconds)
+        if self.listener is not None:
+            self.listener.close()
+        self.journal.close()
+
+    def _take(self, rank: int, wait_seconds: float) -> int | None:
+        """An item for a rank.
+
+        Raises:
+            TimeoutError: in so many seconds there was nothing to do.
+        """
+        deadline = time.monotonic() + wait_seconds
+        with self._changed:
+            while True:
+                if self.fault:
+                    raise UserError(self.fault)
+                item = self.fresh.popleft() if self.fresh else self._repeated(rank)
+                if item is not None:
+                    self.begun.setdefault(item, []).append(rank)
+                    return item
+                if not self.begun or not self.repeats:
+                    return None
+                if not self._changed.wait(deadline - time.monotonic()):
+                    raise TimeoutError
+
+    def _repeated(self, rank: int) -> int | None:
+        begun = self.begun.items() if self.repeats else ()
+        return next((item for item, ranks in begun if len(ranks) < 2 and rank not in ranks), None)
+
+    def _finish(self, rank: int, item: int, lines: Lines) -> None:
+        with self._changed:
+            if not self.is_wanted(item):
+                return
+            try:
+                self.journal.add(item, lines)
+            except OSError as error:
+                self.fault = f"{self.journal.path}: {error.strerror}; free some space, and start again"
+            self.begun.pop(item, None)
+            if item in self.fresh:
+                self.fresh.remove(item)
+            self.finished_by[rank] = self.finished_by.get(rank, 0) + 1
+            if self.report is not None:
+                self.report(sum(offset >= 0 for offset in self.journal.offsets), dict(self.finished_by))
+            self._changed.notify_all()
+
+    def _serve(self, channel: Channel) -> None:
+        rank = int((channel.receive() or {})["rank"])
+        with self._changed:
+            self._peers += 1
+        try:
+            with contextlib.suppress(EOFError, ConnectionError):
+                channel.send({})
+                while (request := channel.receive()) is not None:
+                    channel.send(self._answer(rank, request))
+        finally:
+            with self._changed:  # what only this rank worked at is done again, before all else
+                self._peers -= 1
+                for item in [item for item, ranks in self.begun.items() if rank in ranks]:
+                    self.begun[item].remove(rank)
+                    if not self.begun[item]:
+                        del self.begun[item]
+                        self.fresh.appendleft(item)
+                self._changed.notify_all()
+
+    def _answer(self, rank: int, request: dict[str, Any]) -> dict[str, Any]:
+        if request["kind"] == "wanted":
+            return {"is_wanted": self.is_wanted(request["item"])}
+        if request["kind"] == "finish":
+            self._finish(rank, request["item"], request["lines"])
+        elif request["kind"] == "fail":
+            self.fail(request["reason"])
+        elif request["kind"] == "take":
+            try:
+                return {"item": self._take(rank, WAIT_SECONDS)}
+            except TimeoutError:
+                return {"is_waiting": True}
+            except UserError as error:
+                return {"fault": str(error)}
+        return {}
+
+
+class RemoteQueue(WorkQueue):
+    """The queue from another rank.
+
+    Raises:
+        UserError: rank 0 is not reached.
+    """
+
+    def __init__(self, addresses: list[str], port: int, key: bytes, rank: int, timeout_seconds: float):
+        self.timeout_seconds = timeout_seconds
+        self._lock = threading.Lock()
+        for address in addresses * CONNECT_TRIES:
+            with contextlib.suppress(ConnectionError):
+                self._channel = connect(address, port, key, CONNECT_SECONDS)
+                self._ask({"rank": rank})
+                return
+        raise UserError(
+            f"rank {rank} on {socket.gethostname()} reaches rank 0 at none of {', '.join(addresses)}, port {port}; "
+            "open the firewall between them"
+        )
+
+    def take(self) -> int | None:
+        answer = self._ask({"kind": "take"})
+        while "is_waiting" in answer:
+            answer = self._ask({"kind": "take"})
+        if "fault" in answer:
+            raise UserError(answer["fault"])
+        item: int | None = answer["item"]
+        return item
+
+    def finish(self, item: int, lines: Lines) -> None:
+        self._ask({"kind": "finish", "item": item, "lines": lines})
+
+    def is_wanted(self, item: int) -> bool:
+        return bool(self._ask({"kind": "wanted", "item": item})["is_wanted"])
+
+    def fail(self, reason: str) -> None:
+        self._ask({"kind": "fail", "reason": reason})
+
+    def close(self, timeout_seconds: float) -> None:
+        self._channel.close()
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        with self._lock, contextlib.suppress(EOFError, ConnectionError):
+            self._channel.send(request)
+            answer = self._channel.receive(self.timeout_seconds)
+            if answer is not None:
+                return answer
+        raise UserError("rank 0, which has the work queue, left; start again: finished work is kept")
+
+
+def open_queue(world: World, out: Path, key: str, count: int, repeats: bool = True) -> WorkQueue:
+    """The queue of what an output lacks. All ranks call it; afterwards none waits for another in a collective.
+
+    Raises:
+        AgreedError: the journal is of another key or cannot be written, or rank 0 is not reached.
+    """
+    served: ServedQueue | None = None
+    address: dict[str, Any] = {}
+    with world.agreeing(f"opening {out}"):
+        if world.rank == 0:
+            served = ServedQueue(Journal(out, key, count), repeats)
+            if world.size > 1:
+                secret = run_key() or new_key()
+                address = {"hosts": own_addresses()[::-1], "port": served.listen("", secret)}
+                address |= {} if run_key() else {"key": secret.decode()}
+    address = json.loads(world.broadcast_text(json.dumps(address)))
+    with world.agreeing("reaching the work queue"):
+        if served is not None:
+            return served
+        secret = run_key() or str(address.get("key", "")).encode()
+        return RemoteQueue(address["hosts"], address["port"], secret, world.rank, world.timeout_seconds)
+
+
+def work(queue: WorkQueue, do: Callable[[int], Lines | None]) -> None:
+    """Takes items and does them until all are finished. do: gives None for an item that it left unfinished.
+
+    Raises:
+        UserError: here, or on another rank.
+    """
+    while (item := queue.take()) is not None:
+        try:
+            lines = do(item)
+        except UserError as error:
+            queue.fail(str(error))
+            raise
+        if lines is not None:
+            queue.finish(item, lines)
