@@ -121,8 +121,8 @@ def prepare(config: Config, world: World, resume: bool, dry_run: bool) -> Traini
     from lib.plan.memory import Rows
     from lib.telemetry.trackers import Feed
     from lib.training import checkpoint, kernels, preload, reference_model, report
+    from lib.training.optimizers import make_optimizer
     from lib.training.progress_display import RunConsole
-    from lib.training.step import make_optimizer
     from lib.training.training_run import TrainingRun
 
     folder = Path(config.run.dir) / str(config.run.name)

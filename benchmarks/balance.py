@@ -531,7 +531,8 @@ class Bench:
         from lib.model import adapter_files, adapters
         from lib.model import load as load_module
         from lib.model.token_stream import cannot_share_prompts, length_multiple
-        from lib.training.step import make_optimizer, make_step
+        from lib.training.optimizers import make_optimizer
+        from lib.training.step import Step
 
         words = [
             f"model.path={self.folder}/model",
@@ -543,7 +544,7 @@ class Bench:
         model = load_module.load(config.model, 0)
         adapters.make_trainable(model, config.model, 0)
         self.gradient_bytes = sum(array.nbytes for array in adapter_files.trainable(model).values())
-        step = make_step(model, make_optimizer(config.train), config.train, World(), dropout=False)
+        step = Step(model, make_optimizer(config.train), config.train, World())
         share, multiple = cannot_share_prompts(model) is None, length_multiple(config.data)
 
         def collated(size: int) -> Any:

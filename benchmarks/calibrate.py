@@ -583,7 +583,8 @@ def verify(
     import mlx.core as mx
 
     from benchmarks.probe import step_batches, trainable_model
-    from lib.training.step import make_optimizer, make_step
+    from lib.training.optimizers import make_optimizer
+    from lib.training.step import Step
 
     curves = [next(curve for curve in one.curves if curve.key == key) for one in every]
     peers = tuple(one.machine.host for one in every)
@@ -591,7 +592,7 @@ def verify(
     sync_seconds = max(k.seconds(curves[0].gradient_bytes or 0) for k in links if k.operation == "all_sum")
     model = trainable_model(config)
     optimizer = make_optimizer(config.train)
-    step = make_step(model, optimizer, config.train, world, dropout=config.model.dropout > 0)
+    step = Step(model, optimizer, config.train, world)
     rng = np.random.default_rng(options.seed)
     measured = {point.batch_size for curve in curves for point in curve.points}
     rows = []

@@ -53,7 +53,8 @@ from lib.system import (
     hardware,  # noqa: E402
     provenance,  # noqa: E402
 )
-from lib.training.step import make_optimizer, make_step  # noqa: E402
+from lib.training.optimizers import make_optimizer
+from lib.training.step import Step  # noqa: E402
 
 LEAST, MOST = 0.95, 1.15  # of measured
 
@@ -183,7 +184,7 @@ def _measured(case: Case, seed: int, steps: int) -> dict[str, Any]:
         mx.eval(model.parameters())
     adapters.make_trainable(model, settings.model, seed)
     assert token_stream.cannot_share_prompts(model) is None
-    step = make_step(model, make_optimizer(settings.train), settings.train, World(), dropout=False)
+    step = Step(model, make_optimizer(settings.train), settings.train, World())
     rng = np.random.default_rng(seed)
 
     def ids(length: int) -> np.ndarray:

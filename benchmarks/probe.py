@@ -58,7 +58,8 @@ from lib.plan import calibration  # noqa: E402
 from lib.plan.calibration import MeasuredProduct  # noqa: E402
 from lib.training import losses  # noqa: E402
 from lib.training import reference_model as scoring  # noqa: E402
-from lib.training.step import TrainStep, make_optimizer, make_step  # noqa: E402
+from lib.training.optimizers import make_optimizer
+from lib.training.step import Step  # noqa: E402
 
 Name = TypeVar("Name", int, "tuple[int, int]")  # of a run that is timed
 
@@ -154,7 +155,7 @@ def step(request: dict[str, Any]) -> dict[str, Any]:
     mx.eval(model.parameters())
     weights = mx.get_active_memory()
     optimizer = make_optimizer(config.train)
-    take_step = make_step(model, optimizer, config.train, World(), dropout=config.model.dropout > 0)
+    take_step = Step(model, optimizer, config.train, World())
     peaks = []
 
     def run(batches: Generator[list[MicroBatch], None, None]) -> None:
@@ -179,7 +180,7 @@ def rounds(request: dict[str, Any]) -> dict[str, Any]:
     """
     config = Config.model_validate(request["config"])
     model = trainable_model(config)
-    take_step = make_step(model, make_optimizer(config.train), config.train, World(), dropout=config.model.dropout > 0)
+    take_step = Step(model, make_optimizer(config.train), config.train, World())
     rng = np.random.default_rng(config.train.seed)
     taken: dict[int, list[float]] = {size: [] for size in request["sizes"]}
     each = request["seconds"] / request["rounds"] / len(taken)
@@ -217,7 +218,7 @@ def depths(request: dict[str, Any]) -> dict[str, Any]:
     if (blocks := len(model.layers)) < 2:
         return {"seconds": {}}
 
-    def run(blocks: int, take_step: TrainStep, batches: Generator[list[MicroBatch], None, None]) -> None:
+    def run(blocks: int, take_step: Step, batches: Generator[list[MicroBatch], None, None]) -> None:
         with pipeline_stage.first_blocks(model, blocks):
             take_step(0, 1, next(batches))
 
@@ -226,7 +227,7 @@ def depths(request: dict[str, Any]) -> dict[str, Any]:
         for count in (blocks, max(1, blocks // 4)):
             with pipeline_stage.first_blocks(model, count):
                 optimizer = make_optimizer(config.train)
-                take_step = make_step(model, optimizer, config.train, World(), dropout=config.model.dropout > 0)
+                take_step = Step(model, optimizer, config.train, World())
                 for micro_batches in request["micro_batches"]:
                     batches = step_batches([request["batch_size"]] * micro_batches, request, config, model)
                     runs[count, micro_batches] = partial(run, count, take_step, stack.enter_context(closing(batches)))

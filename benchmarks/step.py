@@ -35,7 +35,8 @@ from lib.distributed.world import World
 from lib.model import adapters, token_stream
 from lib.model import load as load_module
 from lib.system import provenance
-from lib.training.step import make_optimizer, make_step
+from lib.training.optimizers import make_optimizer
+from lib.training.step import Step
 
 
 def main() -> int:
@@ -43,7 +44,7 @@ def main() -> int:
     settings = settings_of(options)
     model = load_module.load(settings.model, options.seed)
     adapters.make_trainable(model, settings.model, options.seed)
-    step = make_step(model, make_optimizer(settings.train), settings.train, World(), dropout=False)
+    step = Step(model, make_optimizer(settings.train), settings.train, World())
     multiple = options.multiple or token_stream.length_multiple(settings.data)
     layouts = {"whole": False} if token_stream.cannot_share_prompts(model) else {"whole": False, "shared": True}
     layouts = {name: shared for name, shared in layouts.items() if name in options.layouts}

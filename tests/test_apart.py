@@ -164,7 +164,7 @@ def test_a_slow_rank_takes_less_and_every_pair_is_trained_once_after_a_full_disk
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    take_step = step.TrainStep.__call__
+    take_step = step.Step.__call__
 
     def slow_step(self: Any, *args: Any) -> Any:
         began = time.monotonic()
@@ -173,7 +173,7 @@ def test_a_slow_rank_takes_less_and_every_pair_is_trained_once_after_a_full_disk
         time.sleep(0.02 + 3 * world.rank * (time.monotonic() - began + 0.02))
         return result
 
-    monkeypatch.setattr(step.TrainStep, "__call__", slow_step)
+    monkeypatch.setattr(step.Step, "__call__", slow_step)
     words = [*settings(world, folder, rows=300), "strategy=independent", "independent.pairs_per_round=150"]
     words += ["train.epochs=2", "checkpoint.every=10"]
     original = local_sgd.LocalSGD._work

@@ -25,7 +25,7 @@ from lib.model.logps import completion_token_logps
 from lib.model.token_stream import arrays_of
 from lib.training.group_losses import Groups, advantages, group_loss
 from lib.training.objective import SUMS, means_of
-from lib.training.step import StepResult, make_step
+from lib.training.step import Step, StepResult
 from tests import float64, rounding, tiny
 from tests.test_step import HEADS, KV_HEADS, Spy, build, merged
 from tests.test_step import means_of as finite_means
@@ -287,7 +287,7 @@ def step_gradients(
         batch = collate(rows[start : start + size], 4, shared, shapes)
         batches.append((batch, reference_of(batch)))
         start += size
-    result = make_step(model, spy, settings.train, World(), dropout=False)(0, 10, batches)
+    result = Step(model, spy, settings.train, World())(0, 10, batches)
     return result, {name: np.array(g, np.float64) for name, g in tree_flatten(spy.state["seen"])}
 
 

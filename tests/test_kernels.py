@@ -25,9 +25,9 @@ from lib.data.collate import collate
 from lib.data.dataset import Example, load_dataset
 from lib.distributed.world import World
 from lib.errors import UserError
-from lib.model.token_stream import arrays_of
 from lib.training import kernels, losses
-from lib.training.step import make_optimizer, make_step
+from lib.training.optimizers import make_optimizer
+from lib.training.step import Step
 from tests import tiny
 
 
@@ -63,16 +63,16 @@ def test_the_parts_of_a_step_have_every_kernel_of_the_whole(
             kernels.compile_part(part, settings, rows)
 
     model = kernels.small_model(settings.model, 0)
-    step = make_step(model, make_optimizer(settings.train), settings.train, World(), dropout=False)
+    step = Step(model, make_optimizer(settings.train), settings.train, World())
     model.train()
     batch = collate(rows, 16, True)
-    reference = mx.full((len(batch.rows), count), -10.0) if losses.needs_reference(settings.train) else None
+    reference = np.full((len(batch.rows), count), -10.0, np.float32) if losses.needs_reference(settings.train) else None
     with evaluated() as whole:  # as a step does it
-        (_, sums), gradients = step.gradients_of(arrays_of(batch.inputs), reference, None, None)
+        gradients, sums = step.gradient_pass(batch, reference, None)
         whole |= fused(sums, gradients)
         of_gradients = set(whole)
-        mean, squares = step.mean_of(gradients, sums[1:2].squeeze())
-        step.take(mean, mx.sqrt(step.world.sum_of_all(squares)), 0.001)
+        mean, squares = step.update.mean(gradients, sums[1:2].squeeze())
+        step.update.take(mean, mx.sqrt(step.world.sum_of_all(squares)), 0.001)
     assert of_gradients and of_gradients < whole <= of_parts
 
 

@@ -71,10 +71,10 @@ def remembered(folder: Path) -> dict[bool, int]:
     ],
 )
 def test_what_mlx_says_is_recognised_raised_or_last_before_an_abort(text: str) -> None:
-    assert out_of_memory.told_by(RuntimeError(text)) and out_of_memory.told_by(MemoryError())
-    assert not out_of_memory.told_by(RuntimeError("[matmul] shapes do not match")) and not out_of_memory.told_by(
-        ValueError(text)
-    )
+    assert out_of_memory.is_out_of_memory(RuntimeError(text)) and out_of_memory.is_out_of_memory(MemoryError())
+    assert not out_of_memory.is_out_of_memory(
+        RuntimeError("[matmul] shapes do not match")
+    ) and not out_of_memory.is_out_of_memory(ValueError(text))
     lines = ["step 7", f"libc++abi: terminating due to uncaught exception of type std::runtime_error: {text}", ""]
     assert text in (out_of_memory.evidence(-signal.SIGABRT, lines, kernel_killed=False) or "")
     assert text in (out_of_memory.evidence(128 + signal.SIGABRT, lines, kernel_killed=False) or "")

@@ -6,8 +6,7 @@ import argparse
 import gc
 import json
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +23,14 @@ from lib.data.collate import Batch, collate
 from lib.data.dataset import Example
 from lib.distributed.compression import BLOCK
 from lib.distributed.links import Links
-from lib.distributed.pipelined_world import PipelinedWorld, pipelined
+from lib.distributed.pipelined_world import InStages, PipelinedWorld, pipelined
 from lib.distributed.world import World
 from lib.evaluate import command
 from lib.model import backward_order, pipeline_stage, token_stream
 from lib.model import load as load_module
-from lib.plan.pipeline_replan import MovedCut
 from lib.system.out_of_memory import Limit, OutOfMemory
-from lib.telemetry.run_records import read_records
 from lib.training import checkpoint, pipelined_step
-from lib.training.joined_arrays import JoinedArrays
-from lib.training.moved_blocks import CutWatch
-from lib.training.step import MicroBatch, make_step
+from lib.training.step import MicroBatch, Step
 from tests import rounding, tiny
 from tests.test_shard import (
     assert_answers_and_metrics_as_alone,
@@ -104,11 +99,12 @@ def sums_and_gradients(
     model: nn.Module, train: schema.TrainSettings, world: World, made: list[MicroBatch], recomputes: bool = False
 ) -> tuple[mx.array, dict[str, mx.array]]:
     mx.random.seed(7)  # of the dropout
-    step = make_step(model.train(), optim.SGD(1.0), train, world, dropout=True)
-    if getattr(model, "stage", None) is not None:
+    step = Step(model.train(), optim.SGD(1.0), train, world)
+    if isinstance(world, InStages):
         in_flight = [model.stage.size - rank for rank in range(model.stage.size)]
-        step = pipelined_step.pipelined(step, in_flight, recomputes, Limit())
-    gradients, sums = step._forward_backward("a test's step", made, [], None)
+        pace = pipelined_step.StagePace(in_flight, recomputes, Limit())
+        step = pipelined_step.PipelinedStep(model, optim.SGD(1.0), train, world, schema.SyncSettings(), pace)
+    gradients, sums = step.forward_backward("a test's step", made, [], None)
     mx.eval(gradients, sums)
     return sums, dict(tree_flatten(gradients or {}))
 
@@ -309,49 +305,6 @@ def test_memory_that_runs_out_in_a_pass_without_gradients_halves_the_micro_batch
     world.gather_text("checked")
 
 
-@pytest.mark.parametrize(
-    ("words", "kinds"),
-    [
-        (("model.method=lora", "train.loss=kto", "model.gradient_checkpointing=true"), {"own"}),
-        (("model.adapt_embeddings=true", "train.loss=sigmoid", "checkpoint.every=2"), {"own", "shared"}),
-        (("model.method=full", "train.loss=sft", "train.learning_rate=1e-4"), {"own", "shared"}),
-    ],
-    ids=lambda words: words[0] if isinstance(words, tuple) else "",
-)
-@mpi
-@pytest.mark.long("model.adapt_embeddings=true-", "model.method=lora-")
-def test_stages_join_their_arrays_in_a_compiled_step(
-    world: World, folder: Path, words: tuple[str, ...], kinds: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    common = [*words_of(world, folder, tie_word_embeddings=True), *words, "train.steps=5", "train.max_grad_norm=0.05"]
-    common += ["strategy=pipelined", "plan.micro_batch_sizes=[3]", "checkpoint.final=last", "train.compile=true"]
-    alone = rounding.trained_alone(world, common)
-    made: list[pipelined_step.StageFunctions] = []
-    functions = pipelined_step.StageFunctions
-    monkeypatch.setattr(pipelined_step, "StageFunctions", lambda step: (made.append(functions(step)), made[-1])[1])
-    in_place: list[bool] = []  # at every update
-    parameters = JoinedArrays.parameters
-    monkeypatch.setattr(
-        JoinedArrays, "parameters", lambda self, rate: (in_place.append(self.are_in_place()), parameters(self, rate))[1]
-    )
-    cut = f"plan.shares={list(CUTS[world.size][0])}"
-    run = train(world, folder, [*common, cut], "stages")
-    assert in_place == [False, True, True, True, True], "joined anew at every step"
-    if "checkpoint.every=2" in words:
-        common += [cut, "train.schedule=constant"]
-        straight = train(world, folder, common, "straight")
-        train(world, folder, [*common, "train.steps=3"], "stopped")
-        stopped = train(world, folder, common, "stopped", resume=True)
-        world.gather_text("resumed")
-        assert difference(straight, stopped) == 0.0
-    world.gather_text("finished")
-    is_end = world.rank in (0, world.size - 1)
-    for each in made:
-        assert each.joined is not None and set(each.joined.members) == (kinds if is_end else {"own"})
-    rounding.assert_equal_runs(alone, [run], ["loss", "grad_norm"])
-    world.gather_text("checked")
-
-
 @mpi
 @pytest.mark.long(ranks=3)
 def test_a_run_moves_between_cuts_and_one_rank(world: World, folder: Path) -> None:
@@ -382,62 +335,6 @@ def test_a_run_moves_between_strategies(world: World, folder: Path) -> None:
     words = [f"train.steps={len(ways)}", "plan.micro_batch_sizes=[3]"]
     straight = rounding.trained_alone(world, [*common, *words], "straight")
     assert difference(straight.run, run) <= straight.limit
-    world.gather_text("checked")
-
-
-@two
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("model.method=lora", "model.dropout=0.1", "data.streaming=true"),
-        ("model.method=full", "train.learning_rate=1e-4", "train.reference_sync_steps=3"),
-    ],
-    ids=["streamed, dropout", "full, a reference that follows"],
-)
-@pytest.mark.long
-def test_blocks_move_away_from_a_rank_that_slows(
-    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
-) -> None:
-    """Nobody is needed for it, nothing that is learnt changes, and a run that is resumed keeps the cut."""
-    common = [*words_of(world, folder, tie_word_embeddings=True), *words, "checkpoint.every=100", "data.valid=null"]
-    common += ["plan.replan_seconds=0", "plan.replan_steps=2", "plan.micro_batch_sizes=[3]", "strategy=pipelined"]
-    common += ["train.schedule=constant"]
-    straight = train(World(), folder, [*common, "train.steps=12"], f"straight{world.rank}")
-    backward, observe, slept = pipelined_step._Passes.backward, CutWatch.observe, [0.0]
-    are_measured: list[bool] = []
-
-    def slowly(passes: pipelined_step._Passes, i: int) -> None:
-        slept[0] += (seconds := (0.02 if world.rank == 1 else 0.002) * (passes.stage.last - passes.stage.first))
-        time.sleep(seconds)
-        backward(passes, i)
-
-    def of_sleep_alone(watch: CutWatch, step: int, compute_seconds: float) -> MovedCut | None:
-        """What else this machine does meanwhile would be noise, in which no cut is better at every step."""
-        seconds, slept[0] = slept[0], 0.0
-        assert seconds > 0
-        are_measured.append(compute_seconds >= seconds)
-        object.__setattr__(watch.run.world, "loading_seconds", 0.0)  # a move that takes longer than it saves is none
-        return observe(watch, step, seconds)
-
-    monkeypatch.setattr(pipelined_step._Passes, "backward", slowly)
-    monkeypatch.setattr(CutWatch, "observe", of_sleep_alone)
-    beside = checkpoint.CheckpointWriter.write_beside
-
-    def late(writer: checkpoint.CheckpointWriter, step: int, path: Path, work: Callable[[], None]) -> None:
-        beside(writer, step, path, lambda: (time.sleep(1), work())[1])  # a slow disk: it is read at once
-
-    monkeypatch.setattr(checkpoint.CheckpointWriter, "write_beside", late)
-    train(world, folder, [*common, "train.steps=8"], "moving")
-    slept[0] = 0.0  # of its last step, after which nothing can move
-    run = train(world, folder, [*common, "train.steps=12"], "moving", resume=True)
-    world.gather_text("finished")
-    moves = [record for record in read_records(run / "logs/rank-000.jsonl") if record["kind"] == "plan"]
-    assert moves[0]["blocks_before"] == [3, 2] and moves[0]["blocks"] == [4, 1] and moves[0]["predicted_gain"] > 0
-    assert moves[0]["step"] < 8 and len(moves) == 1, "once, and the resumed run began with it"
-    assert json.loads((run / "plan.json").read_text())["blocks"] == [4, 1]
-    assert sum(are_measured) > len(are_measured) / 2, "on a busy machine a step's waits may be counted twice"
-    monkeypatch.undo()  # what follows trains as well, in one stage
-    rounding.assert_equal_runs(straight, [run], ["loss", "grad_norm"])
     world.gather_text("checked")
 
 

@@ -19,7 +19,7 @@ from lib.telemetry.run_records import PerformanceTracker
 from lib.training import finite, recent_state
 from lib.training.checkpoint import CheckpointWriter
 from lib.training.recent_state import Meeting, RecentState, in_common, newest, vouched_for
-from lib.training.step import TrainStep
+from lib.training.step import Step
 from tests import darwin
 from tests.test_world import settings, train
 from tests.tiny import difference, rows_of_epochs, steps_of
@@ -108,7 +108,7 @@ def test_a_second_death_before_the_next_step_goes_back_no_further(tmp_path: Path
     words = few_checkpoints(World(), tmp_path)
     whole, run = train(World(), tmp_path, words, "whole"), killed(World(), tmp_path, words, 5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainStep, "__call__", lambda *args, **kwargs: (_ for _ in ()).throw(Killed()))
+        patch.setattr(Step, "__call__", lambda *args, **kwargs: (_ for _ in ()).throw(Killed()))
         with pytest.raises(Killed):
             train(World(), tmp_path, words, "killed", resume=True)
     gc.collect()
@@ -302,16 +302,16 @@ def test_a_state_is_not_kept_whose_own_rank_waits_for_its_disk(
 def test_a_state_is_not_kept_after_a_step_whose_update_was_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = TrainStep.__call__
+    take = Step.__call__
 
-    def broken(self: TrainStep, index: int, *args: Any) -> Any:
+    def broken(self: Step, index: int, *args: Any) -> Any:
         if index != 4:
             return take(self, index, *args)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("lib.training.step.math.isfinite", lambda number: False)
             return take(self, index, *args)
 
-    monkeypatch.setattr(TrainStep, "__call__", broken)
+    monkeypatch.setattr(Step, "__call__", broken)
     run = killed(World(), tmp_path, few_checkpoints(World(), tmp_path), 5)
     assert [path.name for path in sorted((run / "recent").iterdir())] == [
         f"step-{step:08d}-rank-000.safetensors" for step in (3, 4)

@@ -30,7 +30,6 @@ from lib.model import adapter_files, partition, tensor_parallel, token_stream
 from lib.model import adapters as adapters_module
 from lib.model import load as load_module
 from lib.model import logps as logps_module
-from lib.training import compiled_pass
 from lib.training import step as step_module
 from tests import rounding, tiny
 from tests.test_plan import LLAMA_8B
@@ -334,9 +333,9 @@ def test_equal_parts_are_compiled_where_nccl_sums_or_where_it_is_told(
     division = partition.Division(counts, (8, 8), weights=(1.0, 1.0))
     world = sharded(World(size=2, backend=backend), division).workers
     train_settings = schema.TrainSettings(compile=told)
-    assert compiled_pass.is_compiled(train_settings, world) == is_compiled
+    assert step_module.is_compiled(train_settings, world) == is_compiled
     unequal = partition.Division((4, 4), (8, 8), weights=(1.0, 1.01))  # of the head's positions one has more
-    assert not compiled_pass.is_compiled(train_settings, sharded(World(size=2, backend=backend), unequal).workers)
+    assert not step_module.is_compiled(train_settings, sharded(World(size=2, backend=backend), unequal).workers)
 
 
 def test_equal_ranks_have_equal_rows_of_the_vocabulary_where_that_can_be(tmp_path: Path) -> None:

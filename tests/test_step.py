@@ -20,7 +20,8 @@ from lib.distributed import world as world_module
 from lib.distributed.world import World
 from lib.model import adapter_files, adapters, token_stream
 from lib.model import load as load_module
-from lib.training.step import learning_rate, make_optimizer, make_step
+from lib.training.optimizers import learning_rate, make_optimizer
+from lib.training.step import Step
 from tests import float64, rounding
 from tests.tiny import LLAMA, model_folder, pairs
 
@@ -132,7 +133,7 @@ def step_gradients(
             part = [dataclasses.replace(example, completions=example.completions[:1]) for example in part]
         batches.append((collate(part, 4, shared), reference[start : start + size]))
         start += size
-    step = make_step(model, spy, settings.train, World(), dropout=False)
+    step = Step(model, spy, settings.train, World())
     result = step(0, 10, batches)
     return result, {name: np.array(g, np.float64) for name, g in tree_flatten(spy.state["seen"])}
 
@@ -290,7 +291,7 @@ def test_a_non_finite_batch_leaves_weights_and_optimizer_alone(tmp_path: Path) -
         adapter_files.digest(adapter_files.trainable(model)),
         adapter_files.digest(dict(tree_flatten(optimizer.state))),
     )
-    step = make_step(model, optimizer, settings.train, World(), dropout=False)
+    step = Step(model, optimizer, settings.train, World())
     result = step(0, 10, [(collate(examples(), 8, True), np.full((3, 2), np.nan, np.float32))])
     assert result.skipped
     assert (
@@ -338,7 +339,7 @@ def test_the_learning_rate_follows_the_batch_where_it_is_asked_to(scaling: str, 
 def test_every_named_optimizer_takes_a_step(tmp_path: Path, name: str) -> None:
     model, settings = build(tmp_path, f"train.optimizer={name}")
     before = adapter_files.digest(adapter_files.trainable(model))
-    result = make_step(model, make_optimizer(settings.train), settings.train, World(), dropout=False)(
+    result = Step(model, make_optimizer(settings.train), settings.train, World())(
         0, 10, [(collate(examples(), 8, True), reference_logps(3))]
     )
     assert not result.skipped and adapter_files.digest(adapter_files.trainable(model)) != before

@@ -23,10 +23,9 @@ from lib.data.streaming import StreamedDataset, open_training
 from lib.distributed.world import World
 from lib.evaluate.command import main as evaluate
 from lib.plan.plan_warnings import uneven_labels
-from lib.training import baseline
 from lib.training.losses import UNPAIRED_LOSSES, Labelled, UnpairedOptions, kl_baseline, unpaired_losses
-from lib.training.objective import SUMS, means_of, objective
-from lib.training.step import StepResult, make_step
+from lib.training.objective import SUMS, baseline_of_step, means_of, objective
+from lib.training.step import Step, StepResult
 from tests import float64, rounding, tiny
 from tests.test_losses import close, derivative64, log_sigmoid64
 from tests.test_step import HEADS, KV_HEADS, Spy, build, merged
@@ -134,7 +133,7 @@ def test_loss_gradients_and_metrics_are_those_of_trl(name: str) -> None:
     )
     ratios = (policy - reference)[:, int(name == "kto")]
     sums = mx.array([float(ratios.sum()), 6.0])
-    compared_with = mx.array(baseline.of_step(train, sums, [sum(EARLIER_REWARDS), 3.0]))
+    compared_with = mx.array(baseline_of_step(train, sums, [sum(EARLIER_REWARDS), 3.0]))
 
     def total(logps: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
         arguments = mx.stack([logps, mx.array(policy[:, 1])], axis=1), mx.ones((6, 2)), mx.array(reference)
@@ -193,7 +192,7 @@ def step_gradients(
         batch = dataclasses.replace(batch, mismatched=mismatched if with_other else None)
         batches.append((batch, reference[start : start + size, : 1 + with_other]))
         start += size
-    step = make_step(model, spy, settings.train, World(), dropout=False)
+    step = Step(model, spy, settings.train, World())
     step.rewards = rewards
     result = step(0, 10, batches)
     return result, {name: np.array(g, np.float64) for name, g in tree_flatten(spy.state["seen"])}
@@ -266,7 +265,7 @@ def test_a_step_that_is_not_finite_is_left_out_and_so_are_its_rewards(tmp_path: 
     model, settings = build(tmp_path, f"train.loss={loss}")
     reference, rewards = reference_logps(3), [0.5, 2.0]
     reference[1, -1 if loss == "kto" else 0] = np.nan  # kto: of a mismatched completion alone
-    step = make_step(model, Spy(learning_rate=0.0), settings.train, World(), dropout=False)
+    step = Step(model, Spy(learning_rate=0.0), settings.train, World())
     step.rewards = rewards
     data = labelled_dataset(3)
     make = MicroBatches(
@@ -567,7 +566,7 @@ def test_a_step_that_runs_out_of_memory_is_taken_again_with_the_same_baseline(
 ) -> None:
     words = [*run_words(tmp_path, loss), "train.steps=3", "plan.micro_batch_sizes=[8]", "train.learning_rate=1e-2"]
     tiny.train(tmp_path, [*words, "run.name=plain"])
-    sums, failures = baseline.log_ratio_sums, [1]
+    sums, failures = Step._log_ratio_sums, [1]
 
     def fails_once(*arguments: Any) -> mx.array:
         made = sums(*arguments)
@@ -575,7 +574,7 @@ def test_a_step_that_runs_out_of_memory_is_taken_again_with_the_same_baseline(
             raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
         return made
 
-    monkeypatch.setattr(baseline, "log_ratio_sums", fails_once)
+    monkeypatch.setattr(Step, "_log_ratio_sums", fails_once)
     tiny.train(tmp_path, [*words, "run.name=again"])
     assert not failures
     rounding.assert_equal_runs(tmp_path / "runs/plain", [tmp_path / "runs/again"], ["loss"])

@@ -21,7 +21,8 @@ from lib.model import load as models
 from lib.system import handshake
 from lib.telemetry import run_records
 from lib.telemetry.run_records import PerformanceTracker
-from lib.training import baseline, resume
+from lib.training import resume
+from lib.training.step import Step
 from tests import rounding, tiny
 from tests.tiny import difference, rows_of_epochs, steps_of, weights
 
@@ -316,7 +317,7 @@ def test_memory_that_runs_out_before_the_baseline_is_known_stops_no_other_rank(
 ) -> None:
     common = [*settings(world, folder), "train.loss=kto", "train.steps=3", "strategy=synchronous"]
     plain = rounding.trained_alone(world, common)
-    sums, failures = baseline.log_ratio_sums, [world.rank == 0]
+    sums, failures = Step._log_ratio_sums, [world.rank == 0]
 
     def fails_once(*arguments: Any) -> mx.array:
         made = sums(*arguments)
@@ -324,7 +325,7 @@ def test_memory_that_runs_out_before_the_baseline_is_known_stops_no_other_rank(
             raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
         return made
 
-    monkeypatch.setattr(baseline, "log_ratio_sums", fails_once)
+    monkeypatch.setattr(Step, "_log_ratio_sums", fails_once)
     again = train(world, folder, [*common, f"plan.shares={unequal(world)}"], "again")
     monkeypatch.undo()
     world.gather_text("finished")

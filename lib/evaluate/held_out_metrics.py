@@ -17,8 +17,8 @@ from lib.data.dataset import Dataset
 from lib.data.prompts import Prompts
 from lib.distributed.world import World
 from lib.system import files
-from lib.training import baseline, losses, reference_model
-from lib.training.objective import SUMS, Metrics, means_of, objective
+from lib.training import losses, reference_model
+from lib.training.objective import SUMS, Metrics, baseline_of_rows, means_of, objective
 
 
 def policy_logps(
@@ -93,5 +93,5 @@ def _objective(
     if dataset.labels is None:
         return objective(settings.train, *arrays)
     assert reference is not None
-    compared_with = baseline.of_rows(settings.train, policy, reference)
+    compared_with = baseline_of_rows(settings.train, policy, reference)
     return objective(settings.train, *arrays, mx.array(dataset.labels), compared_with)

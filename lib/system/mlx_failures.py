@@ -20,7 +20,7 @@ FAILED, NOTICED = "MLX failed: ", "lost the connection to another rank"
 def advice(error: BaseException, launch: Launch | None) -> str | None:
     """What happened, on which rank, and what helps where something does; None for an error that is not MLX's."""
     text = str(error).partition("\n")[0]
-    if out_of_memory.told_by(error):
+    if out_of_memory.is_out_of_memory(error):
         told = out_of_memory.advice(error)
     elif not isinstance(error, RuntimeError):
         return None

@@ -47,7 +47,7 @@ class OutOfMemory(Exception):
         self.ranks, self.needed_bytes = tuple(ranks), tuple(needed_bytes)
 
 
-def told_by(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception of MLX says that memory ran out. std::bad_alloc becomes a MemoryError."""
     return isinstance(error, MemoryError | OutOfMemory) or (
         isinstance(error, RuntimeError) and TEXTS.search(str(error)) is not None
@@ -185,7 +185,7 @@ def _tried(work: Callable[[], T]) -> tuple[T | None, OutOfMemory | None]:
     try:
         return work(), None
     except (OutOfMemory, RuntimeError, MemoryError) as error:
-        if not told_by(error):
+        if not is_out_of_memory(error):
             raise
         known = error if isinstance(error, OutOfMemory) else None
         failure = OutOfMemory(

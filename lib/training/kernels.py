@@ -26,7 +26,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 
 from lib.config.schema import Config, ModelSettings, TrainSettings
 from lib.data.collate import Batch, collate_trained
@@ -39,9 +39,9 @@ from lib.model.quantised import device
 from lib.model.token_stream import Replaced, arrays_of, hidden_states, length_multiple, scored_states
 from lib.system import model_folder
 from lib.training import losses
-from lib.training.compiled_pass import is_compiled
 from lib.training.objective import figures_of, loss_and_sums
-from lib.training.step import TrainStep, make_optimizer, make_step
+from lib.training.optimizers import make_optimizer
+from lib.training.step import Step, is_compiled
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS, VOCABULARY = 2, 256  # of the small model
@@ -213,14 +213,14 @@ def _with_few_blocks(stored: dict[str, Any]) -> dict[str, Any]:
     return stored | few | {"vocab_size": VOCABULARY} | nested
 
 
-def blocks(step: TrainStep, batch: Batch) -> None:
+def blocks(step: Step, batch: Batch) -> None:
     """Forward and backward through the blocks."""
     model = step.model
     run = nn.value_and_grad(model, lambda inputs: mx.square(scored_states(model, inputs).astype(mx.float32)).sum())
     mx.eval(mx.compile(run, inputs=[model.state, mx.random.state])(arrays_of(batch.inputs)))
 
 
-def head(step: TrainStep, batch: Batch) -> None:
+def head(step: Step, batch: Batch) -> None:
     """The head's log-probabilities, and back to what the blocks give."""
     place, inputs = backbone_of(step.model), arrays_of(batch.inputs)
     if place is None:
@@ -236,7 +236,7 @@ def head(step: TrainStep, batch: Batch) -> None:
     mx.eval(mx.compile(mx.value_and_grad(of_states), inputs=[step.model.state])(states))
 
 
-def loss(step: TrainStep, batch: Batch) -> None:
+def loss(step: Step, batch: Batch) -> None:
     """The loss of log-probabilities, and its gradient."""
     inputs = arrays_of(batch.inputs)
     figures = inputs["mask"].shape[: 3 if step.train.record_kind == "group" else 2]  # of tokens, or of completions
@@ -252,14 +252,15 @@ def loss(step: TrainStep, batch: Batch) -> None:
     mx.eval(mx.compile(mx.value_and_grad(of_logps))(mx.contiguous(logps)))
 
 
-def update(step: TrainStep, batch: Batch) -> None:
+def update(step: Step, batch: Batch) -> None:
     """From the gradients' sums to new parameters."""
-    mean, squares = step.mean_of(step.gradients_of_value(1.0), mx.array(1.0))
-    step.take(mean, mx.sqrt(step.world.sum_of_all(squares)), step.train.learning_rate)
+    ones = tree_map(lambda p: mx.ones(p.shape), step.model.trainable_parameters())
+    mean, squares = step.update.mean(ones, mx.array(1.0))
+    step.update.take(mean, mx.sqrt(step.world.sum_of_all(squares)), step.train.learning_rate)
     mx.eval(step.model.trainable_parameters())
 
 
-PARTS: dict[str, Callable[[TrainStep, Batch], None]] = {
+PARTS: dict[str, Callable[[Step, Batch], None]] = {
     "blocks": blocks,
     "head": head,
     "loss": loss,
@@ -270,7 +271,7 @@ PARTS: dict[str, Callable[[TrainStep, Batch], None]] = {
 def compile_part(part: str, config: Config, examples: Sequence[Example]) -> None:
     """Runs one of PARTS on a small model and these rows."""
     model = small_model(config.model, config.train.seed)
-    step = make_step(model, make_optimizer(config.train), config.train, World(), config.model.dropout > 0)
+    step = Step(model, make_optimizer(config.train), config.train, World())
     known = [
         dataclasses.replace(
             example,

@@ -23,14 +23,12 @@ from lib.errors import Stopped, UserError
 from lib.model import adapter_files
 from lib.system import files, metal, plain_json
 from lib.training import recent_state, report, run_folder, summary
-from lib.training.compiled_pass import is_compiled
 from lib.training.find_checkpoint import fault_of
 from lib.training.local_sgd import LocalSGD
-from lib.training.moved_blocks import CutWatch, move_blocks
 from lib.training.objective import Metrics
 from lib.training.recent_state import RecentState
 from lib.training.resume import restore_weights
-from lib.training.step import MicroBatch, StepResult
+from lib.training.step import MicroBatch, StepResult, is_compiled
 from lib.training.step_retries import Learner
 from lib.training.training_run import PREFETCHED, TrainingRun
 
@@ -200,7 +198,7 @@ class TrainingLoop:
 
     def _train_synchronously(self, show: Show) -> None:
         run, progress, schedule = self.run, self.run.progress, self.run.schedule
-        every, cut_watch = run.config.evaluate.every, CutWatch(run)
+        every = run.config.evaluate.every
         recent = RecentState(run)
         with contextlib.closing(prefetch(self.batches.upcoming(run), PREFETCHED)) as upcoming:
             for batch in upcoming:
@@ -216,14 +214,9 @@ class TrainingLoop:
                 is_last = step == run.steps
                 checkpoint_due = self.run.writer.is_due(result.elapsed_seconds) or step % self.checkpoint_every == 0
                 evaluation_due = is_last or bool(every and step % every == 0)
-                moved = None if is_last else cut_watch.observe(step, result.compute_seconds[0])
-                is_moving = moved is not None
-                is_saved = self._evaluate_and_save(evaluation_due, is_last or checkpoint_due or is_moving, is_moving)
+                is_saved = self._evaluate_and_save(evaluation_due, is_last or checkpoint_due)
                 if run.is_over:
                     break
-                if moved is not None and is_saved:
-                    self.learner = move_blocks(run, self.learner, moved)
-                    cut_watch.moved()
                 if not is_saved:  # else the checkpoint has that step, once it is whole
                     recent.keep(result)
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from lib.config.train_settings import TrainSettings
+from lib.data.collate import Batch
 from lib.model.logps import completion_logps, completion_logps_and_weights, completion_token_logps
 from lib.model.token_stream import StreamInputs
 from lib.training import losses
@@ -152,3 +157,61 @@ def _means_of_groups(sums: dict[str, float], has_reference: bool) -> Metrics:
     means["reward_std"] = sums["reward_std"] / sums["pairs"] if sums["pairs"] else None
     means["completion_length"] = sums["completion_tokens"] / sums["completions"] if sums["completions"] else None
     return means | ({} if has_reference else {"kl": None})
+
+
+# ---- What kto and bco compare every completion with: one number a step, made before the backward pass
+
+
+def baseline_of_step(train: TrainSettings, sums: mx.array, rewards: list[float]) -> float:
+    """kto's z_0 in nats, of mismatched completions; or bco's delta in rewards, of the rows' own.
+
+    Args:
+        sums: sum and count of a step's log ratios over all ranks, float32 [2].
+        rewards: sum and count of the steps before; not changed.
+    """
+    total, count = sums.tolist()
+    if losses.needs_mismatched(train.loss):
+        return losses.kl_baseline(total, count)
+    total, count = rewards[0] + train.beta * total, rewards[1] + count
+    return total / count if count else 0.0
+
+
+def count_rewards(train: TrainSettings, sums: mx.array, rewards: list[float]) -> None:
+    """Adds a step's rewards to those before, for bco."""
+    if train.loss == "bco":
+        total, count = sums.tolist()
+        rewards[0] += train.beta * total
+        rewards[1] += count
+
+
+def baseline_of_rows(train: TrainSettings, policy: np.ndarray, reference: np.ndarray) -> mx.array:
+    """The baseline of rows that are evaluated, all of them together: a float32 scalar.
+
+    policy, reference: float32 [n, K], log-probabilities. bco's delta is the mean of these rows' own rewards: it depends
+    on the model and the data alone.
+    """
+    ratios = mx.array(policy) - mx.array(reference)
+    column = int(losses.needs_mismatched(train.loss))
+    sums = mx.stack([ratios[:, column].sum(), mx.array(float(len(ratios)))])
+    return mx.array(baseline_of_step(train, sums, [0.0, 0.0]))
+
+
+# ---- Noise
+
+
+def noisy(
+    batches: Iterable[tuple[Batch, np.ndarray | None]], alpha: float, seed: int, step: int
+) -> Iterator[tuple[Batch, np.ndarray | None]]:
+    """Micro-batches with NEFTune's noise on the embeddings: keys and scales of every token; sqrt(D) is the model's.
+
+    Jain et al. 2023, arXiv:2310.05914, algorithm 1: each number of each token's embedding gets alpha / sqrt(L D) times
+    a number drawn evenly from [-1, 1]. L is that of the row's longest sequence: completions share their prompt's
+    tokens. Noise follows from train.seed, the step, the row and the token's index in it, so not from how rows are
+    divided and laid out.
+    """
+    for batch, reference in batches:
+        rows, numbers = batch.places.T
+        seeds = [np.random.SeedSequence([seed, step, int(row)]).generate_state(1)[0] for row in batch.rows]
+        keys = np.stack([np.array(seeds, np.uint32)[rows], numbers.astype(np.uint32)], axis=1)
+        scales = np.where(rows >= 0, alpha / np.sqrt(batch.longest[rows]), 0).astype(np.float32)
+        yield replace(batch, noise_keys=keys, noise_scales=scales), reference

@@ -1,8 +1,10 @@
-"""What MLX's optimizers lack: states of 8 bits, and rates of their own for LoRA's B."""
+"""The optimizer and its learning rate; what MLX lacks: states of 8 bits, and a rate of its own for LoRA's B."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -10,13 +12,61 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_merge, tree_unflatten
 
+from lib.config.schema import TrainSettings
 from lib.distributed.collectives import buckets
+from lib.errors import UserError
 
 BLOCK = 256  # numbers that share a largest one
 LEAST_QUANTISED = 4096  # numbers: smaller arrays keep states of 32 bits
 SLICE = 1024 * BLOCK  # numbers whose states are wide at a time
 UPDATED_BYTES = 2**22  # of trained numbers whose updates are evaluated at a time
 DECADES = 7  # between the smallest code and the largest
+
+
+def learning_rate(train: TrainSettings, step: int, steps: int) -> float:
+    """The rate of the step-th of `steps` updates, the first being 0: a linear rise, then the schedule's fall.
+
+    For another batch than the one that it was chosen for it grows linearly (arXiv:1706.02677, section 2.1) or with the
+    square root (arXiv:1404.5997, section 5), if asked to.
+    """
+    ratio = train.global_batch_size / (train.learning_rate_batch_size or train.global_batch_size)
+    scale = ratio ** {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[train.learning_rate_scaling]
+    peak, final = scale * train.learning_rate, scale * train.final_learning_rate
+    if step < train.warmup_steps:
+        return peak * (step + 1) / (train.warmup_steps + 1)
+    progress = min(1.0, (step - train.warmup_steps) / max(1, steps - train.warmup_steps))
+    fall = {"constant": 0.0, "linear": progress, "cosine": (1 - math.cos(math.pi * progress)) / 2}[train.schedule]
+    return peak + (final - peak) * fall
+
+
+def make_optimizer(train: TrainSettings) -> optim.Optimizer:
+    """MLX's optimizer of that name, or ours.
+
+    Raises:
+        UserError: it does not know an option.
+    """
+    kinds = {name.lower(): kind for name, kind in vars(optim).items() if inspect.isclass(kind)}
+    kind: Callable[..., optim.Optimizer] = (kinds | {"adamw_8bit": AdamW8bit})[train.optimizer]
+    known = list(inspect.signature(kind).parameters)
+    # MLX leaves Adam's bias correction out unless asked, and Adafactor would overrule the learning rate.
+    defaults = {"bias_correction": True, "relative_step": False}
+    options: dict[str, object] = {name: value for name, value in defaults.items() if name in known}
+    if train.weight_decay:
+        options["weight_decay"] = train.weight_decay
+    options |= train.optimizer_options
+    known = [name for name in known if name != "learning_rate"]  # train.learning_rate
+    unknown = sorted(options.keys() - set(known))
+    if unknown:
+        raise UserError(f"train.optimizer={train.optimizer} has no {', '.join(unknown)}; it has {', '.join(known)}")
+    try:  # some options are looked at in the first update alone
+        trial, weights = kind(learning_rate=train.learning_rate, **options), {"weight": mx.ones((2, 2))}
+        mx.eval(trial.apply_gradients(weights, weights))
+    except (TypeError, ValueError, IndexError, OverflowError, RuntimeError) as error:
+        fault = str(error).partition("\n")[0]
+        raise UserError(
+            f"train.optimizer_options={train.optimizer_options} is not for {train.optimizer}: {fault}"
+        ) from None
+    return kind(learning_rate=train.learning_rate, **options)
 
 
 def dynamic_codes(signed: bool) -> np.ndarray:

@@ -8,25 +8,25 @@ there; until then it holds the activations. A stage that recomputes keeps its in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
+from lib.config.schema import SyncSettings, TrainSettings
 from lib.data.collate import Batch
 from lib.distributed import compression, heartbeat
 from lib.distributed.links import Links
 from lib.distributed.pipelined_world import InStages
-from lib.model.pipeline_stage import Stage
 from lib.model.token_stream import StreamInputs, arrays_of, hidden_states
 from lib.plan.pipeline_schedule import operations
 from lib.system.out_of_memory import Limit
-from lib.training.compiled_pass import Tree, is_compiled
-from lib.training.objective import SUMS
-from lib.training.step import MicroBatch, StepResult, TrainStep, Watching, arrays_beside
+from lib.training.objective import SUMS, figures_of, loss_and_sums
+from lib.training.step import MicroBatch, Step, StepResult, Tree, Watching, arrays_beside, is_compiled
 
 ACTIVATIONS, GRADIENTS = "the activations of a micro-batch", "the gradients of a micro-batch's activations"
 INPUT = ""  # its name among parameters
@@ -42,8 +42,17 @@ class Message(NamedTuple):
     parts: list[mx.array]
 
 
+@dataclass(frozen=True)
+class StagePace:
+    """How micro-batches follow each other: in flight on each rank, recomputed here or not, and MLX's memory limit."""
+
+    in_flight: Sequence[int]
+    recomputes: bool
+    limit: Limit
+
+
 @dataclass
-class UnderWay:
+class MicroBatchState:
     """A micro-batch between its forward and its backward pass.
 
     given: what the stage was handed, [N, D]; None on the first rank. wanted: the gradient of its output, once what it
@@ -57,55 +66,54 @@ class UnderWay:
     slopes: list[mx.array] | None = None
 
 
-@dataclass
-class PipelinedStep(TrainStep):
-    """A step whose gradients are made stage by stage; all else is a TrainStep's.
+class PipelinedStep(Step):
+    """A step whose gradients are made stage by stage; all else is a Step's.
 
-    Args:
-        in_flight: micro-batches between their forward and their backward pass, of each rank at most.
-        recomputes: whether this rank keeps a micro-batch's input only, until its backward pass.
-        limit: what MLX may hold here.
+    A rank that recomputes keeps a micro-batch's input only, until its backward pass.
     """
 
-    stage: Stage = field(kw_only=True)
-    in_flight: Sequence[int] = field(kw_only=True)
-    recomputes: bool = field(kw_only=True)
-    limit: Limit = field(kw_only=True)
-    waited_seconds: float = field(default=0.0, init=False)  # of this step, for other stages
-    sent_error: float | None = field(default=None, init=False)  # what compression left out, of the norm of all sent
-
-    def __post_init__(self) -> None:
-        self.functions = StageFunctions(self)
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: optim.Optimizer,
+        train: TrainSettings,
+        world: InStages,
+        sync: SyncSettings,
+        pace: StagePace,
+    ):
+        super().__init__(model, optimizer, train, world, sync)
+        self.stages, self.stage, self.pace = world, model.stage, pace
+        self.functions = StageFunctions(model, train, is_compiled(train, world))
+        self.waited_seconds = 0.0  # of this step, for other stages
+        self.sent_error: float | None = None  # what compression left out, of the norm of all sent
 
     def __call__(self, index: int, steps: int, batches: Iterable[MicroBatch], watching: Watching = iter) -> StepResult:
-        """One step, as TrainStep's; the seconds are this rank's own.
+        """One step, as Step's; the seconds are this rank's own.
 
         watching: not used. A rank that left a pass would leave the next stages waiting, so all look at the memory where
         they agree to go on.
         """
-        world = self.world
-        assert isinstance(world, InStages)
-        self.waited_seconds = -world.ranks.links.waited_seconds
+        self.waited_seconds = -self.stages.ranks.links.waited_seconds
         result = super().__call__(index, steps, batches)
         compute = max(0.0, result.compute_seconds[0] - self.waited_seconds)
         wait = result.wait_seconds + self.waited_seconds
         return replace(result, compute_seconds=[compute], wait_seconds=wait, sent_error=self.sent_error)
 
-    def _forward_backward(
-        self, what: str, batches: Iterable[MicroBatch], counted: list[Batch], compared_with: mx.array | None
+    def forward_backward(
+        self, what: str, batches: Iterable[MicroBatch], counted: list[Batch], baseline: mx.array | None
     ) -> tuple[Tree | None, mx.array]:
-        made = list(batches)  # a reference that is asked as needed has its passes here
+        """As Step's, of this rank's stage."""
+        made = list(batches)  # a reference that is computed as needed has its passes here
         counted += [batch for batch, _ in made]
         self.shapes.update(batch.shapes for batch in counted)
-        world = self.world
-        assert isinstance(world, InStages)
-        self.limit.check(max((len(batch.rows) for batch in counted), default=0))
-        world.agree_to_go_on(what)
-        links = world.ranks.links
-        links.under_way = MOST_PARTS * self.in_flight[0]
-        passes = _Passes(self, links, made, compared_with)
+        largest = max((len(batch.rows) for batch in counted), default=0)
+        self.pace.limit.check(largest)
+        self.stages.agree_to_go_on(what)
+        links = self.stages.ranks.links
+        links.under_way = MOST_PARTS * self.pace.in_flight[0]
+        passes = StagePasses(self, links, made, baseline)
         with heartbeat.passing(what, PASSES * len(made)):
-            for operation in operations(self.in_flight[self.stage.rank], len(made)):
+            for operation in operations(self.pace.in_flight[self.stage.rank], len(made)):
                 with links.deadline(what):
                     (passes.forward if operation.is_forward else passes.backward)(operation.micro_batch)
             with links.deadline(what):
@@ -113,51 +121,27 @@ class PipelinedStep(TrainStep):
             links.finish(what)
         left_out, sent = passes.squares.tolist()
         self.sent_error = math.sqrt(left_out / sent) if sent else None
-        self.limit.check(max((len(batch.rows) for batch in counted), default=0))
-        world.agree_to_go_on(what)
+        self.pace.limit.check(largest)
+        self.stages.agree_to_go_on(what)
         self.waited_seconds += links.waited_seconds
         return passes.gradients, passes.sums
-
-
-def pipelined(step: TrainStep, in_flight: Sequence[int], recomputes: bool, limit: Limit) -> PipelinedStep:
-    """The same step for a rank that holds a stage of the model."""
-    stage = step.model.stage
-    return PipelinedStep(**vars(step), stage=stage, in_flight=in_flight, recomputes=recomputes, limit=limit)
 
 
 class StageFunctions:
     """What a stage computes of one micro-batch; traced once for every shape, where the step is compiled.
 
-    The gradients are those by the stage's input, where the rank before wants them, then those of `names`.
+    The gradients are those by the stage's input, where the rank before wants them, then those of what is trained, by
+    sorted name.
     """
 
-    def __init__(self, step: PipelinedStep):
-        self.stage, self.model, self.forward, self.joined = step.stage, step.model, step.forward, step.joined
+    def __init__(self, model: nn.Module, train: TrainSettings, is_compiled: bool):
+        self.stage, self.model, self.train = model.stage, model, train
         self.output, self.product, self.last = self._output, self._product, self._last
-        if is_compiled(step.train, step.world):
-            self.output = self._compiled(self._output)
-            self.product = self._compiled(self._product)
-            self.last = self._compiled(self._last)
-
-    @property
-    def names(self) -> list[str]:
-        """What is trained, or the kinds of what is joined."""
-        return list(_trained(self.model) if self.joined is None else self.joined.members)
-
-    def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        state = [self.model.state, mx.random.state]
-        compiled, joined = mx.compile(function, inputs=state, outputs=state), self.joined
-        if joined is None:
-            return compiled
-
-        def call(*inputs: Any) -> Any:
-            are_in_place = joined.are_in_place()
-            outputs = compiled(*inputs)
-            if are_in_place:  # mx.compile gives the model new objects for all that it has
-                joined.put_in_place()
-            return outputs
-
-        return call
+        if is_compiled:
+            state = [model.state, mx.random.state]
+            self.output = mx.compile(self._output, inputs=state, outputs=state)
+            self.product = mx.compile(self._product, inputs=state, outputs=state)
+            self.last = mx.compile(self._last, inputs=state, outputs=state)
 
     def _output(self, inputs: StreamInputs, given: mx.array | None) -> mx.array:
         """What goes to the next rank, [N, D]. given: what came from the rank before."""
@@ -171,11 +155,11 @@ class StageFunctions:
         arrays = self._differentiated(given)
 
         def outputs(*values: mx.array) -> list[mx.array]:
-            return [self._output(inputs, self._taken(dict(zip(arrays, values, strict=True)), given))]
+            return [self._output(inputs, self._put(dict(zip(arrays, values, strict=True)), given))]
 
         (output,), slopes = mx.vjp(outputs, list(arrays.values()), [wanted])
-        self._taken(arrays, given)
-        return output, self._laid_out(dict(zip(arrays, slopes, strict=True)))
+        self._put(arrays, given)
+        return output, slopes
 
     def _last(
         self,
@@ -183,59 +167,50 @@ class StageFunctions:
         given: mx.array,
         reference: mx.array | None,
         labels: mx.array | None,
-        compared_with: mx.array | None,
+        baseline: mx.array | None,
     ) -> tuple[mx.array, list[mx.array]]:
         """SUMS, and the gradients of the loss: what the last rank computes."""
         arrays = self._differentiated(given)
 
         def loss(arrays: Mapping[str, mx.array]) -> tuple[mx.array, mx.array]:
-            of_micro_batch: list[mx.array] = []
+            sums: list[mx.array] = []
 
             def work() -> mx.array:
-                value, sums = self.forward(inputs, reference, labels, compared_with)
-                of_micro_batch.append(sums)
+                figures = figures_of(self.train, self.model, inputs)
+                value, own = loss_and_sums(self.train, figures, inputs, reference, labels, baseline)
+                sums.append(own)
                 return value
 
-            return self.stage.run(work, self._taken(arrays, given)), of_micro_batch[0]
+            return self.stage.run(work, self._put(arrays, given)), sums[0]
 
         (_, sums), slopes = mx.value_and_grad(loss)(arrays) if arrays else (loss({}), {})
-        self._taken(arrays, given)
-        return sums, self._laid_out({name: slopes[name] for name in arrays})
-
-    def _laid_out(self, slopes: dict[str, mx.array]) -> list[mx.array]:
-        """Gradients by name as they are handed on."""
-        by_input = [slopes.pop(INPUT)] if INPUT in slopes else []
-        if self.joined is None:
-            return [*by_input, *slopes.values()]
-        of_kinds = self.joined.of_kinds([slopes[name] for name in self.joined.names])
-        return [*by_input, *(of_kinds[kind] for kind in self.names)]
+        self._put(arrays, given)
+        return sums, [slopes[name] for name in arrays]
 
     def _differentiated(self, given: mx.array | None) -> dict[str, mx.array]:
         """What gradients are made for."""
         by_input = {} if given is None or not self.stage.passes_gradients else {INPUT: given}
-        return {**by_input, **_trained(self.model)}
+        return {**by_input, **trained_arrays(self.model)}
 
-    def _taken(self, arrays: Mapping[str, mx.array], given: mx.array | None) -> mx.array | None:
-        """Puts the parameters among arrays in their places; returns the stage's input."""
+    def _put(self, arrays: Mapping[str, mx.array], given: mx.array | None) -> mx.array | None:
+        """Puts the parameters among arrays in their modules; returns the stage's input."""
         self.model.update(tree_unflatten([(name, array) for name, array in arrays.items() if name != INPUT]))
         return arrays.get(INPUT, given)
 
 
-def _trained(model: nn.Module) -> dict[str, mx.array]:
+def trained_arrays(model: nn.Module) -> dict[str, mx.array]:
     """What a rank trains, by sorted name."""
     return dict(sorted(tree_flatten(model.trainable_parameters())))
 
 
-class _Passes:
+class StagePasses:
     """The passes of one step's micro-batches through this rank's stage."""
 
-    def __init__(
-        self, step: PipelinedStep, links: Links, batches: list[MicroBatch], compared_with: mx.array | None
-    ) -> None:
-        self.compared_with = compared_with  # lib/training/baseline.py
+    def __init__(self, step: PipelinedStep, links: Links, batches: list[MicroBatch], baseline: mx.array | None) -> None:
+        self.baseline = baseline
         self.step, self.stage, self.links, self.batches = step, step.stage, links, batches
         self.functions = step.functions
-        self.under_way: dict[int, UnderWay] = {}
+        self.under_way: dict[int, MicroBatchState] = {}
         self.received: dict[int, Message] = {}  # or being received, by micro-batch: what the rank before sends
         self.begun = 0  # of these, so far
         self.gradients: Tree | None = None
@@ -250,17 +225,17 @@ class _Passes:
         if not stage.is_first:
             self._begin_to_receive(i)
             given = self._awaited(self.received.pop(i), ACTIVATIONS)
-        micro = UnderWay(arrays_of(batch.inputs), given, mx.array(mx.random.state[0]))
+        micro = MicroBatchState(arrays_of(batch.inputs), given, mx.array(mx.random.state[0]))
         self.under_way[i] = micro
         if stage.is_last:
-            beside = *arrays_beside(batch, reference), self.compared_with
+            beside = *arrays_beside(batch, reference), self.baseline
             sums, micro.slopes = self.functions.last(micro.inputs, given, *beside)
             self.sums = self.sums + sums
             self.links.evaluate(self.sums, micro.slopes)
             return
         if stage.is_trained:
             micro.wanted = self._expected(i, stage.rank + 1, stage.dtypes[1])
-        if stage.is_trained and not self.step.recomputes:
+        if stage.is_trained and not self.step.pace.recomputes:
             output, micro.slopes = self._product(micro)
         else:
             output = self.functions.output(micro.inputs, given)
@@ -281,15 +256,15 @@ class _Passes:
             mx.random.state[0][:] = now
         slopes = micro.slopes
         by_input = slopes.pop(0) if self.stage.passes_gradients else None
-        self._add(dict(zip(self.functions.names, slopes, strict=True)))
+        self._add(dict(zip(trained_arrays(self.step.model), slopes, strict=True)))
         del micro, slopes
         self.links.evaluate(self.gradients, [] if by_input is None else by_input)
         if by_input is not None:
             if self.links.receives_ahead:  # all that the rank before sends until it asks for this gradient
-                self._begin_to_receive(i + self.step.in_flight[self.stage.rank - 1] - 1)
+                self._begin_to_receive(i + self.step.pace.in_flight[self.stage.rank - 1] - 1)
             self._send(by_input, self.stage.rank - 1, GRADIENTS)
 
-    def _product(self, micro: UnderWay) -> tuple[mx.array, list[mx.array]]:
+    def _product(self, micro: MicroBatchState) -> tuple[mx.array, list[mx.array]]:
         assert micro.wanted is not None
         return self.functions.product(micro.inputs, micro.given, micro.wanted.array)
 

@@ -18,7 +18,6 @@ from lib.distributed.world import World
 from lib.model import quantised
 from lib.plan import plan_warnings
 from lib.plan.cluster_plan import ClusterPlan
-from lib.plan.pipeline_replan import MovedCut
 from lib.plan.replan import Schedule
 from lib.system import metal, out_of_memory
 from lib.system.provenance import device_name, provenance
@@ -37,23 +36,6 @@ def show_new_plan(
     tracker.record("plan", step=step, first_step=first, shares_before=before.shares, **plan.to_dict())
     shares = " + ".join(map(str, plan.shares))
     say.line(f"step {step}: from step {first} on shares {shares}: {plan.reason}", "bold")
-
-
-def record_moved_cut(run: TrainingRun, before: ClusterPlan, plan: ClusterPlan, moved: MovedCut) -> None:
-    """Blocks that move between the ranks of a pipeline after this step; recorded and printed."""
-    step = run.progress.step
-    run.tracker.record(
-        "plan",
-        step=step,
-        first_step=step + 1,
-        shares_before=before.shares,
-        blocks_before=before.blocks,
-        predicted_gain=moved.gain,
-        **plan.to_dict(),
-    )
-    run.say.line(
-        f"step {step}: from step {step + 1} on blocks {' + '.join(map(str, plan.blocks))}: {plan.reason}", "bold"
-    )
 
 
 def show_schedule(

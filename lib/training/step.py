@@ -5,11 +5,11 @@ Every quantity travels as a sum beside a count, so that unequal ranks and ragged
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,28 +20,22 @@ from mlx.utils import tree_flatten, tree_map
 from lib.config.schema import SyncSettings, TrainSettings
 from lib.data.collate import Batch
 from lib.distributed import gradients as exchange
+from lib.distributed.pipelined_world import InStages
 from lib.distributed.sharded_world import Lockstep
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.model.backbone import embedding_of
+from lib.model.logps import completion_logps
 from lib.model.token_stream import StreamInputs, arrays_of
 from lib.system import out_of_memory
 from lib.system.out_of_memory import OutOfMemory
-from lib.training import baseline, losses
-from lib.training.compiled_pass import GradientsOf, Tree, compiled_gradients, compiles, is_compiled
-from lib.training.joined_arrays import JoinedArrays, is_worth_it, places_of
-from lib.training.neftune import noisy
-from lib.training.objective import SUMS, Metrics, figures_of, loss_and_sums, means_of
-from lib.training.optimizers import AdamW8bit, apply_gradients, evaluate_in_turn
+from lib.training import losses, objective
+from lib.training.objective import SUMS, Figures, Metrics, figures_of, loss_and_sums, means_of
+from lib.training.optimizers import apply_gradients, evaluate_in_turn, learning_rate
 
 MicroBatch = tuple[Batch, np.ndarray | None]  # with its reference's log-probabilities: [b, K]; of groups [b, K, C]
-Forward = Callable[
-    [StreamInputs, mx.array | None, mx.array | None, mx.array | None], tuple[mx.array, mx.array]
-]  # (inputs, reference, labels, baseline) -> (loss, SUMS)
-MeanOf = Callable[[Tree, mx.array], tuple[Tree, exchange.Arrays]]  # (mean gradients, squared norms by name)
+Tree = Mapping[str, Any]  # MLX's tree of arrays: by name, nested
 Watching = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
-Places = Sequence[tuple[nn.Module, str]]
-Update = Callable[[Tree, Tree, mx.array], Tree]  # (parameters, gradients, norm) -> parameters
 
 
 @dataclass(frozen=True)
@@ -57,7 +51,7 @@ class StepResult:
     tokens: int  # of all ranks, without padding
     rank_tokens: int
     padded_tokens: int
-    rank: int  # the place of this rank in compute_seconds
+    rank: int  # this rank's index in compute_seconds
     compute_seconds: list[float]  # of every rank that took part
     sync_seconds: float
     wait_seconds: float
@@ -88,137 +82,122 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class OwnPart:
-    """What one rank brings to the sum beside its gradients: SUMS, tokens, and the bytes it held if memory ran out."""
+class RankSums:
+    """What one rank brings to the sum: gradients, SUMS, tokens, and why and at how many bytes memory ran out."""
 
+    gradients: Tree | None
     sums: mx.array
-    tokens: int
-    padded_tokens: int
-    failed_bytes: int
+    tokens: int = 0
+    padded_tokens: int = 0
+    failure: str | None = None
+    failed_bytes: int = 0
 
 
-def learning_rate(train: TrainSettings, step: int, steps: int) -> float:
-    """The rate of the step-th of `steps` updates, the first being 0: a linear rise, then the schedule's fall.
+class GradientPass:
+    """The forward and backward pass of a micro-batch; traced once for every shape, where the step is compiled."""
 
-    For another batch than the one that it was chosen for it grows linearly (arXiv:1706.02677, section 2.1) or with the
-    square root (arXiv:1404.5997, section 5), if asked to.
+    def __init__(self, model: nn.Module, train: TrainSettings, world: World):
+        self.model, self.train, self.traffic = model, train, world.traffic
+        self.is_compiled = is_compiled(train, world)
+        self.bytes_sent: dict[object, int] = {}  # within a pass, by its shapes: a compiled one counts no more
+        self._gradients = nn.value_and_grad(model, self._loss)
+        if self.is_compiled:
+            state = [model.state, mx.random.state]
+            self._gradients = mx.compile(self._gradients, inputs=state, outputs=state)
+
+    def __call__(self, batch: Batch, reference: np.ndarray | None, baseline: mx.array | None) -> tuple[Tree, mx.array]:
+        """Gradients, and SUMS: float32, not evaluated.
+
+        The metrics are made outside of the compiled function: dozens of operations on a number a row cost nothing, and
+        compiled they would be kernels more, for each of which CUDA takes three seconds on a new machine.
+        """
+        inputs, beside = arrays_of(batch.inputs), (*arrays_beside(batch, reference), baseline)
+        before = self.traffic.bytes_sent
+        (_, figures), gradients = self._gradients(inputs, *beside)
+        if self.is_compiled:
+            mx.async_eval(figures, gradients)  # the device has its work before the metrics are made
+            sent = self.bytes_sent.setdefault(batch.shapes, self.traffic.bytes_sent - before)
+            self.traffic.bytes_sent = before + sent
+        _, sums = loss_and_sums(self.train, figures, inputs, *beside)
+        return gradients, sums
+
+    def _loss(self, inputs: StreamInputs, *beside: mx.array | None) -> tuple[mx.array, Figures]:
+        figures = figures_of(self.train, self.model, inputs)
+        return loss_and_sums(self.train, figures, inputs, *beside)[0], figures
+
+
+class UpdateRule:
+    """From the gradients' sums to new parameters.
+
+    Compiled on a GPU: an adapter is hundreds of small arrays, and updating them one operation at a time took an H200
+    34 ms.
     """
-    ratio = train.global_batch_size / (train.learning_rate_batch_size or train.global_batch_size)
-    scale = ratio ** {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[train.learning_rate_scaling]
-    peak, final = scale * train.learning_rate, scale * train.final_learning_rate
-    if step < train.warmup_steps:
-        return peak * (step + 1) / (train.warmup_steps + 1)
-    progress = min(1.0, (step - train.warmup_steps) / max(1, steps - train.warmup_steps))
-    fall = {"constant": 0.0, "linear": progress, "cosine": (1 - math.cos(math.pi * progress)) / 2}[train.schedule]
-    return peak + (final - peak) * fall
+
+    def __init__(self, model: nn.Module, optimizer: optim.Optimizer, train: TrainSettings):
+        self.model, self.optimizer, self.train = model, optimizer, train
+        self.optimizer_state: list[Any] = [optimizer.state]  # which a compiled update reads and writes
+        self.mean, self._new = self._mean, self._new_parameters
+        if compiles(train):
+            self.mean = mx.compile(self._mean)
+            self._new = mx.compile(self._new_parameters, inputs=self.optimizer_state, outputs=self.optimizer_state)
+
+    def _mean(self, gradients: Tree, count: mx.array) -> tuple[Tree, exchange.Arrays]:
+        """Mean gradients, and their squared norms by name."""
+        mean = tree_map(lambda g: g / mx.maximum(count, 1), gradients)
+        # Rows first: float32 forgets what is added to a sum of millions.
+        return mean, {name: mx.square(mx.atleast_1d(g)).sum(axis=-1).sum() for name, g in tree_flatten(mean)}
+
+    def _new_parameters(self, parameters: Tree, gradients: Tree, norm: mx.array) -> Tree:
+        if self.train.max_grad_norm is not None:
+            factor = mx.minimum(self.train.max_grad_norm / (norm + 1e-6), 1.0)
+            gradients = tree_map(lambda g: g * factor, gradients)
+        return apply_gradients(self.optimizer, gradients, parameters, self.train.loraplus_lr_ratio)
+
+    def take(self, gradients: Tree, norm: mx.array, rate: float) -> None:
+        """The update by mean gradients of this global norm; its evaluation has begun."""
+        self.optimizer.learning_rate = rate
+        self.optimizer_state[0] = self.optimizer.state  # another object after a resume
+        self.model.update(self._new(self.model.trainable_parameters(), gradients, norm))
+        evaluate_in_turn(self.model.trainable_parameters(), self.optimizer.state)
 
 
-def make_optimizer(train: TrainSettings) -> optim.Optimizer:
-    """MLX's optimizer of that name, or ours.
-
-    Raises:
-        UserError: it does not know an option.
-    """
-    kinds = {name.lower(): kind for name, kind in vars(optim).items() if inspect.isclass(kind)}
-    kind: Callable[..., optim.Optimizer] = (kinds | {"adamw_8bit": AdamW8bit})[train.optimizer]
-    known = list(inspect.signature(kind).parameters)
-    # MLX leaves Adam's bias correction out unless asked, and Adafactor would overrule the learning rate.
-    defaults = {"bias_correction": True, "relative_step": False}
-    options: dict[str, object] = {name: value for name, value in defaults.items() if name in known}
-    if train.weight_decay:
-        options["weight_decay"] = train.weight_decay
-    options |= train.optimizer_options
-    known = [name for name in known if name != "learning_rate"]  # train.learning_rate
-    unknown = sorted(options.keys() - set(known))
-    if unknown:
-        raise UserError(f"train.optimizer={train.optimizer} has no {', '.join(unknown)}; it has {', '.join(known)}")
-    try:  # some options are looked at in the first update alone
-        trial, weights = kind(learning_rate=train.learning_rate, **options), {"weight": mx.ones((2, 2))}
-        mx.eval(trial.apply_gradients(weights, weights))
-    except (TypeError, ValueError, IndexError, OverflowError, RuntimeError) as error:
-        fault = str(error).partition("\n")[0]
-        raise UserError(
-            f"train.optimizer_options={train.optimizer_options} is not for {train.optimizer}: {fault}"
-        ) from None
-    return kind(learning_rate=train.learning_rate, **options)
-
-
-def arrays_beside(batch: Batch, reference: np.ndarray | None) -> tuple[mx.array | None, mx.array | None]:
-    """What a loss takes beside the log-probabilities, one row for each of the batch: the reference's, and labels."""
-    known = None if reference is None else mx.array(batch.padded(reference))
-    return known, None if batch.labels is None else mx.array(batch.padded(batch.labels))
-
-
-def _all_join(world: World, joins: bool) -> bool:
-    """Whether every rank's gradients are joined: one that does not compile may sum with one that does."""
-    ranks = world.ranks if isinstance(world, Lockstep) else world
-    if ranks.size == 1:
-        return joins
-    return set(ranks.gather_text(str(joins), "how gradients are laid out")) == {"True"}
-
-
-def _raise_failures(failure: str | None, ranks_bytes: Sequence[float]) -> None:
-    """Raises OutOfMemory on all ranks, where memory ran out on some. ranks_bytes: what each of those held; else 0."""
-    if failed := {rank: int(size) for rank, size in enumerate(ranks_bytes) if size}:
-        raise OutOfMemory(failure or "another rank's", tuple(failed), tuple(failed.values()))
-
-
-def _tried(
-    world: World, places: Places, what: str, work: Callable[[], tuple[Tree | None, mx.array]]
-) -> tuple[Tree | None, mx.array, str | None]:
-    """Gradients and sums, or None, zeros, and what went wrong where memory ran out: all that was made is let go then.
-
-    Raises:
-        OutOfMemory: no other rank waits in the sum; or ranks share one model and cannot synchronise there.
-    """
-    before = [module[key] for module, key in places]
-    try:
-        return *work(), None
-    except (OutOfMemory, RuntimeError, MemoryError) as error:
-        if not out_of_memory.told_by(error):
-            raise
-        failure, between_passes = str(error) or "std::bad_alloc", isinstance(error, OutOfMemory)
-        all_know = isinstance(error, OutOfMemory) and bool(error.ranks)
-    for (module, key), array in zip(places, before, strict=True):  # the reference's may be in their place
-        module[key] = array
-    out_of_memory.release()
-    if world.size > 1:
-        return None, mx.zeros(len(SUMS)), failure
-    if isinstance(world, Lockstep):
-        if not between_passes:  # the others are inside of one, where nothing can be said to them
-            raise OutOfMemory(failure)
-        if not all_know:
-            world.give_up(what)
-    raise OutOfMemory(failure, (0,), (max(1, mx.get_peak_memory()),))
-
-
-@dataclass
-class TrainStep:
-    """Takes one optimizer step after the other; `make_step` makes it.
+class Step:
+    """Takes one optimizer step after the other.
 
     A step raises OutOfMemory on all ranks where memory ran out on one of them before the sum: weights, optimizer and
     feedback are as they were, and the same step can be taken again.
+
+    Args:
+        world: the ranks whose gradients are summed; an independent rank is alone in it.
+        sync: how the gradients travel; uncompressed by default.
+        rank: among all ranks, which draw different dropout masks; by default world.rank.
+
+    Raises:
+        UserError: train.neftune_noise_alpha, and the model has no embedding.
     """
 
-    model: nn.Module
-    optimizer: optim.Optimizer
-    train: TrainSettings
-    world: World
-    dropout: bool
-    sync: SyncSettings
-    feedback: exchange.Arrays
-    rank: int
-    forward: Forward
-    gradients_of: GradientsOf
-    mean_of: MeanOf
-    update: Update
-    optimizer_state: list[Tree]  # one, which a compiled update reads and writes
-    places: Places  # of what is trained
-    joined: JoinedArrays | None = None  # gradients_of, mean_of and update then take trees of few arrays
-    rewards: list[float] = field(default_factory=lambda: [0.0, 0.0])  # bco: sum and count of all so far
-    shapes: set[object] = field(default_factory=set)  # of the batches so far
-    last_started: float = field(default_factory=time.perf_counter)
-    has_unwritten: bool = False  # records, or a checkpoint, of earlier steps, told to all
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: optim.Optimizer,
+        train: TrainSettings,
+        world: World,
+        sync: SyncSettings | None = None,
+        rank: int | None = None,
+    ):
+        if train.neftune_noise_alpha is not None and embedding_of(model) is None:
+            raise UserError(
+                "train.neftune_noise_alpha: the model has no embedding that noise could be added to; leave it out"
+            )
+        self.model, self.train, self.world, self.sync = model, train, world, sync or SyncSettings()
+        self.rank = world.rank if rank is None else rank
+        self.gradient_pass = GradientPass(model, train, world)
+        self.update = UpdateRule(model, optimizer, train)
+        self.feedback: exchange.Arrays = {}  # what compression left out of this rank's gradients so far, by name
+        self.rewards = [0.0, 0.0]  # bco: sum and count of all steps so far
+        self.shapes: set[object] = set()  # of the batches so far
+        self.last_started = time.perf_counter()
+        self.has_unwritten = False  # records, or a checkpoint, of earlier steps; sent to all ranks
 
     def __call__(self, index: int, steps: int, batches: Iterable[MicroBatch], watching: Watching = iter) -> StepResult:
         """One step. index: its number from 0, of `steps` in the run. `batches` may raise OutOfMemory, too.
@@ -230,36 +209,31 @@ class TrainStep:
         self.last_started = started
         mx.reset_peak_memory()
         self.model.train()
-        if self.dropout:  # from the seed, the step and the rank alone: a resumed run draws the same masks
-            mx.random.seed(int(np.random.SeedSequence([self.train.seed, index, self.rank]).generate_state(1)[0]))
+        # Dropout masks follow from the seed, the step and the rank alone: a resumed run draws the same ones.
+        mx.random.seed(int(np.random.SeedSequence([self.train.seed, index, self.rank]).generate_state(1)[0]))
         if self.train.neftune_noise_alpha is not None:
-            batches = noisy(batches, self.train.neftune_noise_alpha, self.train.seed, index)
-        what, ratios, compared_with, waited_seconds = f"step {index + 1}", None, None, 0.0
+            batches = objective.noisy(batches, self.train.neftune_noise_alpha, self.train.seed, index)
+        what, ratios, baseline, waited_seconds = f"step {index + 1}", None, None, 0.0
         if self.train.loss in losses.UNPAIRED_LOSSES:
             batches, ratios, waited_seconds = self._log_ratios(what, batches, watching)
-            compared_with = mx.array(baseline.of_step(self.train, ratios, self.rewards))
-        gradients, own, failure = self._own_gradients(what, watching(iter(batches)), compared_with)
+            baseline = mx.array(objective.baseline_of_step(self.train, ratios, self.rewards))
+        part = self._rank_sums(what, watching(iter(batches)), baseline)
         compute_seconds = time.perf_counter() - started - waited_seconds
 
-        # Names are bound anew: a rank has no room for its own gradients beside the sum.
-        gradients, totals, left_out = self._sum_over_ranks(gradients, own, compute_seconds, elapsed)
-        at = SUMS.index("count")  # a slice: with an index CUDA would compile a gathering kernel for it
-        gradients, squares = self.mean_of(gradients, totals[at : at + 1].squeeze())
-        norm = mx.sqrt(self.world.sum_of_all(squares))
-        mx.eval(norm, totals)
+        totals, mean, norm, left_out = self.sum(part, compute_seconds, elapsed)
         sync_seconds = time.perf_counter() - started - compute_seconds
         values = totals.tolist()
         sums, by_rank = dict(zip(SUMS, values, strict=False)), values[len(SUMS) :]
         ranks_seconds, ranks_bytes = by_rank[: self.world.size], by_rank[self.world.size : -3]
-        _raise_failures(failure, ranks_bytes)
+        _raise_failures(part.failure, ranks_bytes)
         # Made of sums that are the same bits on every rank, so all ranks skip or none does.
         skipped = not (math.isfinite(sums["loss"]) and math.isfinite(norm.item()))
         rate = learning_rate(self.train, index, steps)
         if not skipped and sums["count"]:  # of a streamed batch every row may turn out to be left out
             self.feedback.update(left_out)
             if ratios is not None:
-                baseline.count_rewards(self.train, ratios, self.rewards)
-            self.take(gradients, norm, rate)
+                objective.count_rewards(self.train, ratios, self.rewards)
+            self.update.take(mean, norm, rate)
         wait_seconds = min(max(ranks_seconds) - ranks_seconds[self.world.rank], sync_seconds)
         return StepResult(
             seconds=time.perf_counter() - started,
@@ -269,8 +243,8 @@ class TrainStep:
             learning_rate=rate,
             skipped=skipped,
             tokens=int(values[-3]),
-            rank_tokens=own.tokens,
-            padded_tokens=own.padded_tokens,
+            rank_tokens=part.tokens,
+            padded_tokens=part.padded_tokens,
             rank=self.world.rank,
             compute_seconds=ranks_seconds,
             sync_seconds=sync_seconds - wait_seconds,
@@ -282,51 +256,8 @@ class TrainStep:
             traces=len(self.shapes),
         )
 
-    def _log_ratios(
-        self, what: str, batches: Iterable[MicroBatch], watching: Watching
-    ) -> tuple[list[MicroBatch], mx.array, float]:
-        """The micro-batches, the sum and count of log ratios that a baseline is made of, and the seconds waited for it.
-
-        Raises:
-            OutOfMemory: on all ranks, where memory ran out on one of them.
-        """
-        taken: list[MicroBatch] = []
-        size, rank = self.world.size, self.world.rank
-
-        def work() -> tuple[None, mx.array]:
-            taken.extend(batches)
-            passed = watching(iter(taken))
-            return None, baseline.log_ratio_sums(self.model, passed, self.train, self.world.together, what)
-
-        _, sums, failure = _tried(self.world, self.places, what, work)
-        failed_bytes = [0.0] * size
-        failed_bytes[rank] = float(max(1, mx.get_peak_memory())) if failure is not None else 0.0
-        arrived = time.perf_counter()
-        totals = self.world.all_sum(mx.concatenate([sums[:2], mx.array(failed_bytes)]), "the baseline of a step")
-        mx.eval(totals)
-        _raise_failures(failure, totals[2:].tolist())
-        return taken, totals[:2], time.perf_counter() - arrived
-
-    def _own_gradients(
-        self, what: str, batches: Iterable[MicroBatch], compared_with: mx.array | None
-    ) -> tuple[Tree, OwnPart, str | None]:
-        """This rank's part of the sum; zeros, and what went wrong, where memory ran out and others wait in the sum."""
-        counted: list[Batch] = []
-        tokens = padded_tokens = failed_bytes = 0
-        gradients, sums, failure = _tried(
-            self.world, self.places, what, lambda: self._forward_backward(what, batches, counted, compared_with)
-        )
-        if failure is not None:  # the others wait for this rank in the sum: it comes with nothing but that
-            failed_bytes = max(1, mx.get_peak_memory())
-        else:
-            tokens = sum(batch.real_tokens for batch in counted)
-            padded_tokens = sum(batch.computed_tokens for batch in counted)
-        if gradients is None:  # no row of this step is this rank's
-            gradients = self.gradients_of_value(0.0)
-        return gradients, OwnPart(sums, tokens, padded_tokens, failed_bytes), failure
-
-    def _forward_backward(
-        self, what: str, batches: Iterable[MicroBatch], counted: list[Batch], compared_with: mx.array | None
+    def forward_backward(
+        self, what: str, batches: Iterable[MicroBatch], counted: list[Batch], baseline: mx.array | None
     ) -> tuple[Tree | None, mx.array]:
         """Gradients and SUMS, summed over this rank's micro-batches and evaluated; `counted` gets the batches."""
         gradients: Tree | None = None
@@ -335,9 +266,7 @@ class TrainStep:
             self.shapes.add(batch.shapes)
             counted.append(batch)
             with self.world.together(what):
-                (_, micro_sums), micro = self.gradients_of(
-                    arrays_of(batch.inputs), *arrays_beside(batch, reference), compared_with
-                )
+                micro, micro_sums = self.gradient_pass(batch, reference, baseline)
                 micro = tree_map(lambda g: g.astype(mx.float32), micro)
                 gradients = micro if gradients is None else tree_map(lambda total, g: total + g, gradients, micro)
                 del micro  # as large as what is trained
@@ -347,10 +276,10 @@ class TrainStep:
             mx.eval(gradients, sums)
         return gradients, sums
 
-    def _sum_over_ranks(
-        self, gradients: Tree, own: OwnPart, compute_seconds: float, elapsed_seconds: float
-    ) -> tuple[Tree, mx.array, exchange.Arrays]:
-        """Gradients summed over the ranks; a float32 vector; and what compression left out of the gradients.
+    def sum(
+        self, part: RankSums, compute_seconds: float, elapsed_seconds: float
+    ) -> tuple[mx.array, Tree, mx.array, exchange.Arrays]:
+        """A float32 vector summed over the ranks; mean gradients and their norm; what compression left out of them.
 
         The vector holds SUMS, every rank's compute seconds, every rank's bytes where its memory ran out, the tokens of
         all ranks, how many of them have unwritten records, and rank 0's elapsed seconds. Each rank has elements of its
@@ -358,101 +287,127 @@ class TrainStep:
         """
         size, rank = self.world.size, self.world.rank
         seconds, failed_bytes = [0.0] * size, [0.0] * size
-        seconds[rank], failed_bytes[rank] = compute_seconds, float(own.failed_bytes)
-        alone = float(own.tokens), float(self.has_unwritten), elapsed_seconds
-        vector = mx.concatenate([own.sums, mx.array([*seconds, *failed_bytes, *alone])])
-        return exchange.sum_gradients(self.world, gradients, vector, self.sync, self.feedback)
+        seconds[rank], failed_bytes[rank] = compute_seconds, float(part.failed_bytes)
+        last = float(part.tokens), float(self.has_unwritten), elapsed_seconds
+        vector = mx.concatenate([part.sums, mx.array([*seconds, *failed_bytes, *last])])
+        gradients = part.gradients
+        if gradients is None:  # no row of this step is this rank's, or memory ran out
+            gradients = self.zeros()
+        gradients, totals, left_out = exchange.sum_gradients(self.world, gradients, vector, self.sync, self.feedback)
+        at = SUMS.index("count")  # a slice: with an index CUDA would compile a gathering kernel for it
+        mean, squares = self.update.mean(gradients, totals[at : at + 1].squeeze())
+        norm = mx.sqrt(self.world.sum_of_all(squares))
+        mx.eval(norm, totals)
+        return totals, mean, norm, left_out
 
-    def take(self, gradients: Tree, norm: mx.array, rate: float) -> None:
-        """The update by mean gradients, whose norm is known; its evaluation has begun."""
-        if self.joined is not None:
-            parameters = self.joined.parameters(rate)
-            self.optimizer_state[0] = self.joined.optimizer.state
-            self.joined.take(self.update(parameters, gradients, norm))
-            return
-        self.optimizer.learning_rate = rate
-        self.optimizer_state[0] = self.optimizer.state  # another object after a resume
-        self.model.update(self.update(self.model.trainable_parameters(), gradients, norm))
-        evaluate_in_turn(self.model.trainable_parameters(), self.optimizer.state)
+    def zeros(self) -> Tree:
+        """Gradients that add nothing."""
+        zeros: Tree = tree_map(lambda p: mx.zeros(p.shape), self.model.trainable_parameters())
+        return zeros
 
-    def evaluate_held(self) -> None:
-        """Evaluates what is trained and the optimizer's state: a lazy array belongs to its thread."""
-        if self.joined is None or self.joined.has_new_state or not self.joined.are_in_place():
-            mx.async_eval(self.model.trainable_parameters(), self.optimizer.state)
-
-    def gradients_of_value(self, value: float) -> Tree:
-        """Gradients, every number of which is this one."""
-        gradients = tree_map(lambda p: mx.full(p.shape, value, mx.float32), self.model.trainable_parameters())
-        return gradients if self.joined is None else self.joined.join(gradients)
-
-
-def make_step(
-    model: nn.Module,
-    optimizer: optim.Optimizer,
-    train: TrainSettings,
-    world: World,
-    dropout: bool,
-    sync: SyncSettings | None = None,
-    feedback: exchange.Arrays | None = None,
-    rank: int | None = None,
-) -> TrainStep:
-    """Builds `step(index, steps, batches) -> StepResult`, where `batches` yields (Batch, reference log-probs or None).
-
-    Args:
-        world: the ranks whose gradients are summed; an independent rank is alone in it.
-        sync: how the gradients travel; uncompressed by default.
-        feedback: what compression left out of this rank's gradients so far, by name; each step changes it.
-        rank: among all ranks, which draw different dropout masks; by default world.rank.
-
-    Raises:
-        UserError: train.neftune_noise_alpha, and the model has no embedding.
-    """
-    if train.neftune_noise_alpha is not None and embedding_of(model) is None:
-        raise UserError(
-            "train.neftune_noise_alpha: the model has no embedding that noise could be added to; leave it out"
+    def _rank_sums(self, what: str, batches: Iterable[MicroBatch], baseline: mx.array | None) -> RankSums:
+        """This rank's part of the sum; only a failure's message, where memory ran out and others wait in the sum."""
+        counted: list[Batch] = []
+        gradients, sums, failure = self._attempt(
+            what, lambda: self.forward_backward(what, batches, counted, baseline), mx.zeros(len(SUMS))
         )
+        if failure is not None:
+            return RankSums(None, sums, failure=failure, failed_bytes=max(1, mx.get_peak_memory()))
+        tokens, padded = (sum(getattr(b, name) for b in counted) for name in ("real_tokens", "computed_tokens"))
+        return RankSums(gradients, sums, tokens, padded)
 
-    def forward(inputs: StreamInputs, *beside: mx.array | None) -> tuple[mx.array, mx.array]:
-        return loss_and_sums(train, figures_of(train, model, inputs), inputs, *beside)
+    def _log_ratios(
+        self, what: str, batches: Iterable[MicroBatch], watching: Watching
+    ) -> tuple[list[MicroBatch], mx.array, float]:
+        """The micro-batches, the sum and count of log ratios that a baseline is made of, and the seconds waited for it.
 
-    def mean_of(gradients: Tree, count: mx.array) -> tuple[Tree, exchange.Arrays]:
-        mean = tree_map(lambda g: g / mx.maximum(count, 1), gradients)
-        # Rows first: float32 forgets what is added to a sum of millions.
-        return mean, {name: mx.square(mx.atleast_1d(g)).sum(axis=-1).sum() for name, g in tree_flatten(mean)}
+        Raises:
+            OutOfMemory: on all ranks, where memory ran out on one of them.
+        """
+        taken: list[MicroBatch] = []
 
-    def update(parameters: Tree, gradients: Tree, norm: mx.array) -> Tree:
-        if train.max_grad_norm is not None:
-            factor = mx.minimum(train.max_grad_norm / (norm + 1e-6), 1.0)
-            gradients = tree_map(lambda g: g * factor, gradients)
-        updating = optimizer if joined is None else joined.optimizer
-        return apply_gradients(updating, gradients, parameters, train.loraplus_lr_ratio)
+        def work() -> tuple[None, mx.array]:
+            taken.extend(batches)
+            return None, self._log_ratio_sums(what, watching(iter(taken)))
 
-    gradients_of = nn.value_and_grad(model, forward)
-    optimizer_state: list[Tree] = [optimizer.state]
-    sync = sync or SyncSettings()
-    is_alike = train.loraplus_lr_ratio is None and sync.compression == "none"
-    joins = is_alike and is_compiled(train, world) and is_worth_it(model, optimizer)
-    joined = JoinedArrays(model, optimizer, world.kind_of) if _all_join(world, joins) else None
-    if is_compiled(train, world):
-        gradients_of = compiled_gradients(model, train, world.traffic, joined)
-    if compiles(train):
-        # An adapter is hundreds of small arrays: on an H200 updating them one operation at a time took 34 ms.
-        mean_of = mx.compile(mean_of)
-        update = mx.compile(update, inputs=optimizer_state, outputs=optimizer_state)
-    return TrainStep(
-        model,
-        optimizer,
-        train,
-        world,
-        dropout,
-        sync,
-        {} if feedback is None else feedback,
-        world.rank if rank is None else rank,
-        forward,
-        gradients_of,
-        mean_of,
-        update,
-        optimizer_state,
-        places_of(model),
-        joined,
-    )
+        _, sums, failure = self._attempt(what, work, mx.zeros(2))
+        failed_bytes = [0.0] * self.world.size
+        failed_bytes[self.world.rank] = float(max(1, mx.get_peak_memory())) if failure is not None else 0.0
+        arrived = time.perf_counter()
+        totals = self.world.all_sum(mx.concatenate([sums, mx.array(failed_bytes)]), "the baseline of a step")
+        mx.eval(totals)
+        _raise_failures(failure, totals[2:].tolist())
+        return taken, totals[:2], time.perf_counter() - arrived
+
+    def _log_ratio_sums(self, what: str, batches: Iterable[MicroBatch]) -> mx.array:
+        """Sum and count of log ratios over some micro-batches, without dropout: float32 [2]."""
+        column = int(losses.needs_mismatched(self.train.loss))
+        sums = mx.zeros(2)
+        self.model.eval()
+        for batch, reference in batches:
+            scored = batch.mismatched if column else batch
+            assert scored is not None and reference is not None
+            with self.world.together(what):
+                policy = completion_logps(self.model, arrays_of(scored.inputs))[: len(batch.rows), 0]
+                ratios = policy - mx.array(reference[:, column])
+                sums = sums + mx.stack([ratios.sum(), mx.array(float(len(batch.rows)))])
+                mx.eval(sums)  # one micro-batch's activations at a time
+        self.model.train()
+        return sums
+
+    def _attempt(
+        self, what: str, work: Callable[[], tuple[Tree | None, mx.array]], zeros: mx.array
+    ) -> tuple[Tree | None, mx.array, str | None]:
+        """Gradients, sums and None; or None, zeros and a message where memory ran out, and all is freed.
+
+        Raises:
+            OutOfMemory: no other rank waits in the sum; or ranks share one model and cannot synchronise there.
+        """
+        before = self.model.trainable_parameters()
+        try:
+            return *work(), None
+        except (OutOfMemory, RuntimeError, MemoryError) as error:
+            if not out_of_memory.is_out_of_memory(error):
+                raise
+            failure, between_passes = str(error) or "std::bad_alloc", isinstance(error, OutOfMemory)
+            all_know = isinstance(error, OutOfMemory) and bool(error.ranks)
+        self.model.update(before)  # a trace's arrays, or the reference's, may be in their place
+        out_of_memory.release()
+        if self.world.size > 1:
+            return None, zeros, failure
+        if isinstance(self.world, Lockstep):
+            if not between_passes:  # the others are inside of one, where nothing can be sent to them
+                raise OutOfMemory(failure)
+            if not all_know:
+                self.world.give_up(what)
+        raise OutOfMemory(failure, (0,), (max(1, mx.get_peak_memory()),))
+
+
+def arrays_beside(batch: Batch, reference: np.ndarray | None) -> tuple[mx.array | None, mx.array | None]:
+    """What a loss takes beside the log-probabilities, one row for each of the batch: the reference's, and labels."""
+    logps = None if reference is None else mx.array(batch.padded(reference))
+    return logps, None if batch.labels is None else mx.array(batch.padded(batch.labels))
+
+
+def _raise_failures(failure: str | None, ranks_bytes: list[float]) -> None:
+    """Raises OutOfMemory on all ranks, where memory ran out on some. ranks_bytes: what each of those held; else 0."""
+    if failed := {rank: int(size) for rank, size in enumerate(ranks_bytes) if size}:
+        raise OutOfMemory(failure or "another rank's", tuple(failed), tuple(failed.values()))
+
+
+def is_compiled(train: TrainSettings, world: World) -> bool:
+    """Whether the step is traced once for every shape of its batches.
+
+    Where ranks have unequal parts of every block their graphs differ, and so might the order of their collectives:
+    there it never is. Nor is it by default where a sum leaves the device, as over a Mac's ring, where it was not tried.
+    """
+    if isinstance(world, Lockstep) and not isinstance(world, InStages):  # within a stage there are no sums
+        division = world.ranks.division
+        if division is None or not division.is_even or not (train.compile or world.backend == "nccl"):
+            return False
+    return compiles(train)
+
+
+def compiles(train: TrainSettings) -> bool:
+    """Whether functions without collectives are compiled: on a GPU, unless the settings say otherwise."""
+    return train.compile if train.compile is not None else mx.default_device() == mx.gpu

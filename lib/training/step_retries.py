@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from pathlib import Path
 
 import mlx.core as mx
 
@@ -13,48 +14,97 @@ from lib.distributed.pipelined_world import InStages
 from lib.errors import AgreedError, Stopped
 from lib.model import backward_order
 from lib.plan.first_plan import memory_limit
-from lib.plan.memory_ceilings import HostCeilings
-from lib.system import network, out_of_memory
+from lib.system import files, network, out_of_memory
 from lib.system.out_of_memory import OutOfMemory
-from lib.training import step as train_step
-from lib.training.pipelined_step import pipelined
-from lib.training.step import MicroBatch, StepResult
+from lib.training.pipelined_step import PipelinedStep, StagePace
+from lib.training.step import MicroBatch, Step, StepResult
 from lib.training.training_run import TrainingRun
 
 
-@dataclass
+class MicroBatchLimit:
+    """The largest micro-batch that this host's memory holds, as a file of the run's folder.
+
+    The kernel's out-of-memory killer and Metal end a process without an exception. So a size is written down before it
+    is first tried, and a start that finds it unfinished halves it; on Linux only where the kernel has killed since.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            self.stored = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            self.stored = {}
+        tried, fits = self.stored.get("tried", 0), self.stored.get("fits", 0)
+        if tried > fits and self.stored.get("kills") != out_of_memory.kernel_kills():
+            self.record(tried, max(1, tried // 2), self.recomputes or tried == 1)
+
+    @property
+    def size(self) -> int | None:
+        """Pairs in a micro-batch at most; None without a limit."""
+        return self.stored.get("limit")
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether even one pair takes gradient checkpointing."""
+        return bool(self.stored.get("recomputes"))
+
+    def begin(self, size: int) -> None:
+        """Notes that micro-batches of this size are tried, if they never were."""
+        if size > self.stored.get("fits", 0):
+            self._write(tried=size, kills=out_of_memory.kernel_kills())
+
+    def end(self, size: int) -> None:
+        """Notes that they fit."""
+        if size > self.stored.get("fits", 0):
+            self._write(fits=size)
+
+    def record(self, tried: int, limit: int, recomputes: bool) -> None:
+        """Notes that micro-batches of `tried` do not fit."""
+        self._write(tried=limit, fits=min(limit, self.stored.get("fits", 0)), limit=limit, recomputes=recomputes)
+
+    def _write(self, **fields: object) -> None:
+        self.stored |= fields
+        if self.path.parent.is_dir():
+            files.write_atomically(self.path, json.dumps(self.stored) + "\n")
+
+
 class Learner:
     """Takes and records the steps of a run."""
 
-    run: TrainingRun
-    make: MicroBatches
-
-    def __post_init__(self) -> None:
-        run = self.run
+    def __init__(self, run: TrainingRun, make: MicroBatches):
+        self.run, self.make = run, make
         self.limit = memory_limit(run.config, run.hosts, run.world)  # what MLX may hold
-        self.memory = HostCeilings.of(run.config, run.hosts, run.world.rank, run.plan)  # what this host remembers
+        self.memory = MicroBatchLimit(run.folder / f"micro-batch-{run.hosts[run.world.rank]}-{run.world.rank}.json")
         mx.eval(run.model.state)
         plan = run.schedule.at(run.progress.step + 1)
         self.worker = 0 if plan.divides_model else run.world.rank
         self.recomputes = bool(run.config.model.gradient_checkpointing or plan.checkpoints_blocks(run.world.rank))
         # Pairs in a micro-batch of this rank, as memory leaves it.
         self.max_micro_batch_size = run.schedule.most_at(self.worker)
+        sizes = [self.memory.size]
+        if plan.divides_model:  # every rank takes the same micro-batches
+            sizes = [int(text) for text in run.world.gather_text(str(self.memory.size or "")) if text]
+        if stored := [size for size in (*sizes, self.max_micro_batch_size) if size is not None]:
+            self.max_micro_batch_size = min(stored)
+        if self.memory.recomputes and run.config.model.may_turn_on_checkpointing and not self.recomputes:
+            self.recomputes = True
+            backward_order.checkpoint_blocks(run.model)
         self.take_step = self._make_step()
 
-    def _make_step(self) -> train_step.TrainStep:
+    def _make_step(self) -> Step:
         """The step; anew where gradient checkpointing is turned on."""
         run, settings = self.run, self.run.config
-        world = run.world.workers if run.local_sgd is None else run.world.alone()
-        rank = None if run.local_sgd is None else run.world.rank
-        has_dropout = settings.model.dropout > 0
-        step = train_step.make_step(
-            run.model, run.optimizer, settings.train, world, has_dropout, settings.sync, run.feedback, rank
-        )
-        step.rewards = run.progress.rewards
-        if isinstance(world, InStages):
+        step: Step
+        if run.local_sgd is not None:
+            step = Step(run.model, run.optimizer, settings.train, run.world.alone(), settings.sync, run.world.rank)
+        elif isinstance(world := run.world.workers, InStages):
             stages = run.plan.stages
             in_flight = [stage.in_flight for stage in stages]
-            return pipelined(step, in_flight, stages[run.world.rank].recomputes, self.limit)
+            pace = StagePace(in_flight, stages[run.world.rank].recomputes, self.limit)
+            step = PipelinedStep(run.model, run.optimizer, settings.train, world, settings.sync, pace)
+        else:
+            step = Step(run.model, run.optimizer, settings.train, world, settings.sync)
+        step.rewards, step.feedback = run.progress.rewards, run.feedback
         return step
 
     def learn(self, step: int, index: int, epoch: int, rows: list[int], batches: list[MicroBatch]) -> StepResult:
@@ -64,95 +114,90 @@ class Learner:
             AgreedError: memory does not even hold a single pair.
             Stopped: too many steps in a row were not finite.
         """
+        run = self.run
         result = self._take(step, index, batches)
         if result.skipped:
-            self.run.say.own_warning(f"step {step}: loss or gradient is not finite; computed once more", step)
+            run.say.own_warning(f"step {step}: loss or gradient is not finite; computed once more", step)
             result = self._take(step, index, batches)
-        self.run.tracker.log_batch(
+        run.tracker.log_batch(
             step, len(rows), result.seconds, **result.means, **result.measurements(), epoch=epoch, rows=rows
         )
         self.make.pace.observe(len(rows), result.compute_seconds[result.rank], result.traces)
-        self.run.progress.skipped_in_row = in_row = self.run.progress.skipped_in_row + 1 if result.skipped else 0
+        run.progress.skipped_in_row = in_row = run.progress.skipped_in_row + 1 if result.skipped else 0
         if result.skipped:
-            self.run.say.own_warning(f"step {step}: not finite again; update {in_row} in a row left out", step)
-        if result.skipped and in_row >= self.run.config.train.max_skipped_steps:
-            train = self.run.config.train
+            run.say.own_warning(f"step {step}: not finite again; update {in_row} in a row left out", step)
+        train = run.config.train
+        if result.skipped and in_row >= train.max_skipped_steps:
             diverged = f"{in_row} updates in a row were not finite, the last at step {step}"
             heartbeat.tell(diverged=diverged)
             raise Stopped(
-                f"{diverged} (train.max_skipped_steps="
-                f"{train.max_skipped_steps}); lower train.learning_rate ({train.learning_rate:g}) "
-                f"or look at the rows in {self.run.tracker.log_path}"
+                f"{diverged} (train.max_skipped_steps={train.max_skipped_steps}); lower train.learning_rate "
+                f"({train.learning_rate:g}) or look at the rows in {run.tracker.log_path}"
             )
         return result
 
     def _take(self, step: int, index: int, batches: list[MicroBatch]) -> StepResult:
-        steps = self.run.schedule.steps
+        run = self.run
         while True:
-            fitting = self.make.within(batches, self.max_micro_batch_size)  # those made ahead may be larger
+            fitting = self.make.within(batches, self.max_micro_batch_size)  # those made in advance may be larger
             size = max((len(batch.rows) for batch, _ in fitting), default=0)
             heartbeat.tell(micro_batch_size=size, gradient_checkpointing=self.recomputes, machine=network.host_name())
-            self.take_step.has_unwritten = self.run.tracker.has_unwritten or self.run.writer.is_busy
-            self.take_step.evaluate_held()
+            self.memory.begin(size)
+            self.take_step.has_unwritten = run.tracker.has_unwritten or run.writer.is_busy
+            mx.async_eval(run.model.trainable_parameters(), run.optimizer.state)  # a lazy array belongs to its thread
+
+            def attempt(fitting: list[MicroBatch] = fitting) -> StepResult:
+                with_reference = (run.asked_reference or iter)(fitting)
+                return self.take_step(index, run.schedule.steps, with_reference, self.limit.watching)
+
             try:
-                return out_of_memory.attempt(
-                    lambda fitting=fitting: self.take_step(  # type: ignore[misc]
-                        index, steps, (self.run.asked_reference or iter)(fitting), self.limit.watching
-                    )
-                )
+                result = out_of_memory.attempt(attempt)
             except OutOfMemory as error:
                 if not error.ranks:
-                    self._remember(step, size // 2, str(error))
+                    self.memory.record(size, max(1, size // 2), self.recomputes)
                     raise
                 failure = error
-            self._go_smaller(step, failure)
+            else:
+                self.memory.end(size)
+                return result
+            self._go_smaller(step, size, failure)
 
-    def _go_smaller(self, step: int, failure: OutOfMemory) -> None:
+    def _go_smaller(self, step: int, size: int, failure: OutOfMemory) -> None:
         """Half the micro-batch for the ranks that ran out of memory; gradient checkpointing where that is one pair."""
-        hit = (self.worker,) if self.run.local_sgd is not None else failure.ranks
-        _, before = self.run.schedule.plans[-1]
+        run, schedule = self.run, self.run.schedule
+        hit = (self.worker,) if run.local_sgd is not None else failure.ranks
+        _, before = schedule.plans[-1]
         at_one = [rank for rank in hit if max(before.workers[rank].micro_batch_sizes, default=1) == 1]
-        may_recompute = self.run.config.model.may_turn_on_checkpointing and hasattr(self.run.model, "layers")
+        may_recompute = run.config.model.may_turn_on_checkpointing and hasattr(run.model, "layers")
         if at_one and (self.recomputes or not may_recompute):
-            if self.worker in hit:
-                self._remember(step, 0, str(failure))
             raise AgreedError(self._end(at_one, failure))
-        plan = self.run.schedule.halve(step, hit, gradient_checkpointing=bool(at_one))
-        if self.worker in hit:
-            self._remember(
-                step, 0 if self.worker in at_one else self.run.schedule.most_at(self.worker) or 1, str(failure)
-            )
+        plan = schedule.halve(step, hit, gradient_checkpointing=bool(at_one))
         if at_one:
             self.recomputes = True
-            backward_order.checkpoint_blocks(self.run.model)
+            backward_order.checkpoint_blocks(run.model)
             self.take_step = self._make_step()
-        self.max_micro_batch_size = self.run.schedule.most_at(self.worker)
-        needed = ", ".join(f"{size_bytes / 1e9:.4g} GB" for size_bytes in failure.needed_bytes)
-        why = f" (held {needed}: {failure})"
-        self.run.say.own_warning(f"{plan.reason}; the step is taken again", step, why)
-        first = step + self.run.schedule.lead  # until then every rank cuts what is made already
-        self.run.tracker.record("plan", step=step, first_step=first, shares_before=before.shares, **plan.to_dict())
-
-    def _remember(self, step: int, most: int, why: str) -> None:
-        """Leaves micro-batches of at most so many to this host's next run; and the log why."""
-        text = f"step {step}: memory ran out, which leaves micro-batches of {most}: {why}"
-        if fault := self.memory.remember(most, self.recomputes, text):
-            text = f"{text}; {fault}"
-        if self.run.say.tracker is None:  # not the one whose warnings are kept
-            self.run.tracker.record("warning", step=step, text=text)
+        self.max_micro_batch_size = schedule.most_at(self.worker)
+        if self.worker in hit:
+            self.memory.record(size, self.max_micro_batch_size or 1, self.recomputes)
+        why = f" (held {_sizes(failure.needed_bytes)}: {failure})"
+        run.say.own_warning(f"{plan.reason}; the step is taken again", step, why)
+        first = step + schedule.lead  # until then every rank cuts what is made already
+        run.tracker.record("plan", step=step, first_step=first, shares_before=before.shares, **plan.to_dict())
 
     def _end(self, ranks: Sequence[int], failure: OutOfMemory) -> str:
         hosts = ", ".join(f"rank {rank} ({self.run.schedule.plans[-1][1].ranks[rank].host})" for rank in ranks)
-        held = ", ".join(f"{size_bytes / 1e9:.4g} GB" for size_bytes in failure.needed_bytes)
         model, remedies = self.run.config.model, ["a smaller data.max_length"]
-        if not self.recomputes and not model.dropout:
-            remedies.insert(0, "model.gradient_checkpointing=true")
-        elif not self.recomputes:
-            remedies.insert(0, "model.dropout=0 with model.gradient_checkpointing=true")
+        if not self.recomputes:
+            without_dropout = "model.dropout=0 with " if model.dropout else ""
+            remedies.insert(0, f"{without_dropout}model.gradient_checkpointing=true")
         if model.method == "full":
             remedies.append("model.method=lora")
         remedies += ["a quantised or smaller model", "strategy=sharded over several hosts"]
         return (
             f"{hosts} ran out of memory with a single pair{' and gradient checkpointing' * self.recomputes}: "
-            f"held {held} ({failure}); try {', '.join(remedies)}"
+            f"held {_sizes(failure.needed_bytes)} ({failure}); try {', '.join(remedies)}"
         )
+
+
+def _sizes(sizes_bytes: Sequence[int]) -> str:
+    return ", ".join(f"{size / 1e9:.4g} GB" for size in sizes_bytes)
