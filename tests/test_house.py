@@ -1,51 +1,48 @@
-"""The house's own rules: imports go one way through the rooms, --help answers at once, and nothing names a machine."""
+"""The house's own rules: the order of the rooms, the budget of lines, the size of functions, names, and one grip on other projects."""
 
 import ast
+import io
 import re
 import subprocess
 import sys
-import time
+import tokenize
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.tiny import ROOT
 
-# The rooms of lib/, in the order in which one may import another: to the left only. Those of one tuple never meet.
+# The rooms of lib/, in the order in which one may import another: to the left only. Rooms of one tuple do not import each other.
 ROOMS = [
-    ("environment", "late_imports"),  # which every Python reads first, to go on in .venv and to start quickly
     ("errors",),
     ("config",),
     ("system",),
-    ("telemetry", "data", "model"),
-    ("distributed",),
+    ("data", "model", "distributed"),
     ("plan",),
     ("training",),
     ("evaluate",),
     ("rollouts",),
-    ("dashboard", "launch", "export"),
-    ("serve",),
+    ("report", "export", "launch", "serve"),
 ]
-DOORS = {"agent": "launch", "doctor": "launch", "server": "serve"}  # `python -m lib.X`, in front of a room
-WITHOUT_MLX = ("errors", "config", "system", "telemetry", "launch", "dashboard", "serve", "agent", "doctor", "server")
-ASK_MLX = ("system.device_clock", "system.matmul_rate", "system.provenance")  # what it computes on, how fast, and when
-ASK_MLX += (
-    "serve.backend_server",
-    "serve.memory_room",
-    "serve.prompt_cache",
-    "serve.prompt_pace",
-    "serve.samplers",
-)  # what a process of its own serves a model with
+DOORS = {"dashboard": "report", "doctor": "launch", "server": "serve"}  # `python -m lib.X` stands in front of a room
 MODULES = {
     ".".join(path.relative_to(ROOT / "lib").with_suffix("").parts): path
     for path in sorted((ROOT / "lib").rglob("*.py"))
     if path.stem != "__init__"
 }
+LIBRARY = [*sorted((ROOT / "lib").rglob("*.py")), ROOT / "train.py", ROOT / "launch"]
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in LIBRARY if path.suffix == ".py"}
+
+
+def lines(paths: Iterator[Path]) -> int:
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
 
 
 def imports_of(name: str) -> Iterator[str]:
     """The modules of lib/ that another one imports, at its top or inside a function."""
-    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+    for node in ast.walk(TREES[MODULES[name]]):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "lib":
             source = (node.module or "").partition(".")[2]
             for alias in node.names:
@@ -53,6 +50,9 @@ def imports_of(name: str) -> Iterator[str]:
                 yield inside if inside in MODULES else source
         elif isinstance(node, ast.Import):
             yield from (alias.name.removeprefix("lib.") for alias in node.names if alias.name.startswith("lib."))
+
+
+# ---- The order of the rooms --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -65,42 +65,161 @@ def test_imports_go_one_way_through_the_rooms(name: str) -> None:
             assert other == DOORS[room], f"lib/{name}.py is only a door to {DOORS[room]}, and imports lib.{imported}"
         elif other != room:
             assert other in order, f"lib.{imported} is in none of the rooms of this test"
-            assert order[other] < order[room], (
-                f"lib.{name} imports lib.{imported}: {room} comes before {other}, or beside it"
-            )
+            assert order[other] < order[room], f"lib.{name} imports lib.{imported}: {room} is not right of {other}"
 
 
-def test_no_circle() -> None:
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
     imports = {name: set(imports_of(name)) & MODULES.keys() - {name} for name in MODULES}
     while free := [name for name, others in imports.items() if not others]:
         imports = {name: others - set(free) for name, others in imports.items() if name not in free}
     assert not imports, f"these import each other: {sorted(imports)}"
 
 
-@pytest.mark.parametrize("room", WITHOUT_MLX)
-def test_what_needs_no_model_loads_without_mlx(room: str) -> None:
-    code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(f'lib.{name}')\n    assert 'mlx.core' not in sys.modules, name"
-    names = [
-        name for name in MODULES if name.split(".")[0] == room and not name.endswith("__main__") and name not in ASK_MLX
+def test_lib_imports_neither_tests_nor_benchmarks() -> None:
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not any(name.split(".")[0] in ("tests", "benchmarks") for name in names), path
+
+
+def test_plan_is_pure() -> None:
+    for name in MODULES:
+        if name.startswith("plan.") and not name.endswith("__main__"):
+            text = MODULES[name].read_text(encoding="utf-8")
+            assert not re.search(r"^\s*(import mlx|from mlx|from lib\.distributed)", text, re.MULTILINE), name
+
+
+# ---- The budget --------------------------------------------------------------------------------------------------------
+
+
+def test_the_budget_of_lines_holds() -> None:
+    assert lines(iter(LIBRARY)) <= 20_000, "lib/, train.py and launch"
+    assert sum(sum(1 for _ in ast.walk(tree)) for tree in TREES.values()) <= 160_000, "AST nodes of lib/ and train.py"
+    assert lines((ROOT / "tests").rglob("*.py")) <= 18_000
+    benchmarks = list((ROOT / "benchmarks").glob("*.py"))
+    assert lines(iter(benchmarks)) <= 4_000 and len(benchmarks) <= 20
+    words = sum(len(path.read_text(encoding="utf-8").split()) for path in (ROOT / "docs").glob("*.md"))
+    assert words <= 16_000, "words of docs/"
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    yield from (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
+    arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    return [argument for argument in arguments if argument.arg not in ("self", "cls")]
+
+
+@pytest.mark.parametrize("path", TREES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_functions_and_classes_fit_the_mind(path: Path) -> None:
+    for function in functions(TREES[path]):
+        assert (function.end_lineno or 0) - function.lineno < 60, f"{function.name} is longer than 60 lines"
+        assert len(parameters(function)) <= 7, f"{function.name} has more than 7 parameters"
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.ClassDef) and not is_record(node):
+            fields = [part for part in node.body if isinstance(part, ast.AnnAssign)]
+            assert len(fields) <= 12, f"{node.name} has {len(fields)} fields"
+    assert max(map(len, path.read_text(encoding="utf-8").splitlines()), default=0) <= 120
+
+
+def is_record(node: ast.ClassDef) -> bool:
+    """Settings, and what is written to or read from a file as it is."""
+    bases = {ast.unparse(base) for base in node.bases}
+    return bool(bases & {"Section", "BaseModel", "TypedDict"}) or node.name.endswith(("Settings", "Record", "Config"))
+
+
+def test_few_functions_take_the_whole_configuration() -> None:
+    taking = [
+        f"{path.name}:{function.name}"
+        for path, tree in TREES.items()
+        for function in functions(tree)
+        if any(
+            argument.annotation and ast.unparse(argument.annotation) == "Config" for argument in parameters(function)
+        )
     ]
-    done = subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True)
-    assert names and done.returncode == 0, done.stderr
+    assert len(taking) <= 15, taking
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_modules_and_functions_fit_the_mind(name: str) -> None:
-    """A module of 500 lines, a function of 80 lines and 8 parameters: beyond, it has more than one reason to change."""
-    text = MODULES[name].read_text()
-    assert len(text.splitlines()) <= 500
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            given = [one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-            assert (node.end_lineno or 0) - node.lineno < 80, node.name
-            assert len([one for one in given if one not in ("self", "cls")]) <= 8, node.name
+def test_no_name_twice() -> None:
+    classes = Counter(node.name for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    files = Counter(path.name for path in MODULES.values() if path.stem != "__main__")
+    assert [name for name, count in (classes + files).items() if count > 1] == []
+    assert not {"utils.py", "helpers.py", "common.py", "misc.py"} & files.keys()
+
+
+# ---- Words ---------------------------------------------------------------------------------------------------------------
+
+# Left columns of the table of words: relative clauses for subjects, passives without agents, words of our own.
+ODD_WORDS = r"\b(told|whoever|nobody|somebody|dealt|mend(?:s|ed)?|knock(?:s|ed)?|alike|spool|ledger)\b"
+
+
+def test_the_words_are_the_field_s() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in LIBRARY
+        for match in re.finditer(ODD_WORDS, path.read_text(encoding="utf-8"), re.IGNORECASE)
+    ]
+    assert len(found) < 20, found
+
+
+# ---- One grip on other projects -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", TREES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_other_projects_are_changed_in_one_file(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    code = "".join(
+        token.string if token.type != tokenize.COMMENT else ""
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+    )
+    assert not re.search(r"sys\.meta_path|\bdup2\b|\bsyscall\b", code)
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            assert node.attr not in ("__class__", "__call__"), f"line {node.lineno}"
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "mlx_lm":
+            private = [alias.name for alias in node.names if alias.name.startswith("_")]
+            assert not private, f"private names of mlx_lm: {private}"
+
+
+def test_nothing_of_other_projects_is_changed_but_by_patches() -> None:
+    """After a training, the attributes of other projects' modules and classes are those of a fresh import, or listed."""
+    code = """
+import importlib, json, sys
+from tests import grip
+names = ["mlx.core", "mlx.nn", "mlx_lm.models.base", "mlx_lm.models.llama", "mlx_lm.models.cache", "mlx_lm.tuner.lora", "transformers.tokenization_utils_base", "starlette.applications"]
+before = {name: grip.identities(name) for name in names}
+import train
+status = train.main(["train.steps=2", "evaluate.every=0", "run.pages=false", "run.dir=" + sys.argv[1]])
+from lib.model import patches
+changed = [f"{name}.{key}" for name in names for key in grip.changes(before[name], grip.identities(name))]
+print(json.dumps({"status": status, "changed": [key for key in changed if key not in patches.PATCHED]}))
+"""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run([sys.executable, "-c", code, folder], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().splitlines()[-1] == '{"status": 0, "changed": []}'
+
+
+# ---- train.py, --help, encodings -----------------------------------------------------------------------------------------
+
+
+def test_train_reads_as_a_story() -> None:
+    assert len((ROOT / "train.py").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_help_needs_neither_mlx_nor_a_model() -> None:
+    words = [sys.executable, "-X", "importtime", "train.py", "--help"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "train.learning_rate=5e-05" in done.stdout
+    assert not re.search(r"\b(mlx|transformers|numpy)\b", done.stderr), "--help imports modules that take seconds"
 
 
 def text_without_encoding(tree: ast.AST) -> Iterator[ast.Call]:
-    """Calls that read or write text as the locale has it. ruff's PLW1514 knows only paths whose type it can infer."""
+    """Calls that read or write text in the locale's encoding."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or any(word.arg == "encoding" for word in node.keywords):
             continue
@@ -108,8 +227,8 @@ def text_without_encoding(tree: ast.AST) -> Iterator[ast.Call]:
         mode = [word.value for word in node.keywords if word.arg == "mode"]
         if name in ("open", "fdopen"):
             mode += node.args[0 if is_method and name == "open" else 1 :][:1]
-            modes = [one.value for one in mode if isinstance(one, ast.Constant) and isinstance(one.value, str)]
-            if ast.unparse(node.func) != "os.open" and all("b" not in one for one in modes) and len(modes) == len(mode):
+            modes = [part.value for part in mode if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+            if ast.unparse(node.func) != "os.open" and all("b" not in m for m in modes) and len(modes) == len(mode):
                 yield node
         elif (name, len(node.args)) in (("read_text", 0), ("write_text", 1)) or name == "NamedTemporaryFile":
             yield node
@@ -117,26 +236,25 @@ def text_without_encoding(tree: ast.AST) -> Iterator[ast.Call]:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_text_is_utf_8_in_every_locale(name: str) -> None:
-    tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
-    assert [f"line {node.lineno}: {ast.unparse(node)}" for node in text_without_encoding(tree)] == []
+    calls = [f"line {node.lineno}: {ast.unparse(node)}" for node in text_without_encoding(TREES[MODULES[name]])]
+    assert calls == []
 
 
-def test_text_without_an_encoding_is_found() -> None:
-    wrong = "p.read_text(); p.write_text(x); open(p); open(p, 'a'); p.open(); p.open(mode='w'); os.fdopen(d, 'w')"
-    right = "p.read_text('utf-8'); open(p, 'rb'); p.open('rb'); os.open(p, f); read_text(p, x, 3); Queue.open(p, 3)"
-    assert [ast.unparse(node) for node in text_without_encoding(ast.parse(wrong))] == wrong.split("; ")
-    assert not list(text_without_encoding(ast.parse(right)))
+# ---- The inventory -------------------------------------------------------------------------------------------------------
 
 
-def test_help_needs_neither_mlx_nor_a_model() -> None:
-    started = time.perf_counter()
-    result = subprocess.run(
-        [sys.executable, "-X", "importtime", "train.py", "--help"], cwd=ROOT, capture_output=True, text=True
-    )
-    print(f"--help took {time.perf_counter() - started:.2f} s")
-    assert result.returncode == 0 and "train.learning_rate=5e-05" in result.stdout
-    assert not re.search(r"\b(mlx|transformers|numpy)\b", result.stderr), "--help imports what takes seconds"
-
-
-def test_train_reads_as_a_story() -> None:
-    assert len((ROOT / "train.py").read_text().splitlines()) <= 175
+def test_every_line_of_the_inventory_names_what_shows_it() -> None:
+    """tests/inventory.txt: a thing that a user can do | the test or benchmark that shows it."""
+    rows = [
+        line.split("|")
+        for line in (ROOT / "tests/inventory.txt").read_text(encoding="utf-8").splitlines()
+        if "|" in line
+    ]
+    assert len(rows) >= 200
+    for feature, proof in rows:
+        file, _, name = proof.strip().partition("::")
+        path = ROOT / file
+        assert path.is_file(), f"{feature.strip()}: {file} does not exist"
+        assert not name or re.search(rf"def {re.escape(name)}\b", path.read_text(encoding="utf-8")), (
+            f"{feature.strip()}: {proof.strip()}"
+        )
