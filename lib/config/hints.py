@@ -1,6 +1,6 @@
 """What to type instead of a name from TRL, transformers, mlx-lm, axolotl or torchrun: the end of the error message.
 
-Nothing here is accepted as a setting: each has one name, in lib/config/schema.py. Pure functions; the existing names
+Nothing here is accepted as a setting: each has one name, in lib/config/settings.py. Pure functions; the existing names
 are passed in.
 """
 
@@ -183,6 +183,8 @@ _VALUES: dict[str, dict[str, str]] = {
         "adam_8bit": "adamw_8bit",
     },
 }
+# Settings of earlier versions, and what to do instead.
+REMOVED: dict[str, str] = {}
 WORDS = {name: (word, note) for word, (names, note) in _RENAMED.items() for name in names.split()}
 NOTHING = {name: note for names, note in _NOTHING.items() for name in names.split()}
 
@@ -194,6 +196,8 @@ def normalised(name: str) -> str:
 
 def of_setting(key: str, known: Sequence[str]) -> str:
     """What follows "unknown setting KEY": the setting that is meant, or those that there are."""
+    if key in REMOVED:
+        return f", which an earlier version had; {REMOVED[key]}"
     name = normalised(key)
     if name in WORDS:
         word, note = WORDS[name]

@@ -51,7 +51,6 @@ RESUMABLE: tuple[str, ...] = (
 )
 JUDGES = ("evaluate.judge", "evaluate.judge_prompt", "rollouts.judge")  # which a run of rounds asks
 MOST_FAULTS = 3  # that one line names
-LARGEST_FILE = 2**20  # bytes of a configuration
 DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # libyaml's, where PyYAML was built with it: five times as fast
 NULLS = ("null", "Null", "NULL", "~")  # as YAML writes none
 NO_TEXT = re.compile("[\0\ud800-\udfff]")  # no file has it in its name, and no encoding writes it
@@ -129,7 +128,7 @@ def resume(path: Path, overrides: list[str]) -> Config:
     Raises:
         UserError: an override would change what the run has been learning.
     """
-    before, after = load(path), load(path, overrides)
+    before, after = _of_folder(path), _of_folder(path, overrides)
     guarded.require_own(before, path, overrides, uses_of_training(before))
     for key in known_settings():
         if _at(before, key) != _at(after, key) and not key.startswith(RESUMABLE):
@@ -154,8 +153,18 @@ def of_run(path: Path, overrides: Sequence[str], uses: Sequence[str]) -> Config:
     Raises:
         UserError: as `load`, and where the folder sets a guarded setting that the words do not.
     """
-    guarded.require_own(load(path), path, overrides, uses)
-    return load(path, overrides)
+    guarded.require_own(_of_folder(path), path, overrides, uses)
+    return _of_folder(path, overrides)
+
+
+def _of_folder(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """A run's own config.yaml. Settings that an earlier version wrote and this one removed are left out."""
+    tree, _ = _read_yaml(path)
+    for key in hints.REMOVED:
+        section, _, name = key.partition(".")
+        if isinstance(tree.get(section), dict):
+            tree[section].pop(name, None)
+    return load(None, overrides, tree)
 
 
 def learning_digest(config: Config) -> str:
@@ -202,7 +211,7 @@ def _parsed(text: str) -> tuple[yaml.Node | None, Any]:
 def _read_yaml(path: Path) -> tuple[Tree, dict[str, str]]:
     """The file's tree, and for each dotted key its `file:line`."""
     try:
-        node, tree = _parsed(read_file.read_text(path, "config file", LARGEST_FILE))
+        node, tree = _parsed(read_file.read_text(path, "config file"))
     except FileNotFoundError:
         raise UserError(
             f"config file {path} does not exist (looked from {Path.cwd()}, which should be the project's folder); "

@@ -10,7 +10,6 @@ import shutil
 from pathlib import Path
 from typing import IO
 
-from lib.config import read_file
 from lib.errors import UserError
 from lib.system import files
 
@@ -27,7 +26,6 @@ def claim(folder: Path) -> IO[str]:
         UserError: another process owns it, or something in it is not the run's own.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    read_file.require_own(folder)
     lock = (folder / ".lock").open("a+", encoding="utf-8")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,0 +1,991 @@
+"""Every setting of Tandem, once: its name, type, default, limits and meaning.
+
+A configuration is one frozen tree. YAML fills it, `key=value` words override it, `--help` is printed from it,
+and the resolved tree is written into the run's folder.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+
+def _no_truth_value(value: Any) -> Any:
+    """Python takes true for 1, and YAML reads `yes` and `on` as true."""
+    if isinstance(value, bool):
+        raise ValueError("should be a number")
+    return value
+
+
+Integer = Annotated[int, BeforeValidator(_no_truth_value)]
+Float = Annotated[float, BeforeValidator(_no_truth_value)]
+# Nothing that is counted comes near these limits; beyond them libraries overflow, or memory ends.
+Positive = Annotated[Integer, Field(gt=0, lt=2**53)]
+Natural = Annotated[Integer, Field(ge=0, lt=2**53)]
+Size = Annotated[Integer, Field(gt=0, le=2**20)]  # of a batch, or of an array's side
+Fraction = Annotated[Float, Field(ge=0, le=1)]
+NonNegative = Annotated[Float, Field(ge=0, allow_inf_nan=False)]
+PositiveFloat = Annotated[Float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[Float, Field(gt=0, le=1e8)]  # three years: no clock overflows
+Gigabytes = Annotated[Float, Field(gt=0, le=1e6)]
+
+
+class Section(BaseModel):
+    """Settings that belong together: frozen, without unknown names, each with its meaning behind it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
+
+
+# ---- The run, the model and the data ----
+
+
+class RunSettings(Section):
+    """Where a run keeps its files."""
+
+    dir: str = "runs"
+    """Folder that holds all runs."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
+    """The run's folder inside run.dir; by default the configuration's name and the time."""
+    log_every: Positive = 10
+    """Steps between two plain progress lines, where the output is not a terminal."""
+    pages: bool = True
+    """Leave curves.png, report.html and a model card in the run's folder when it ends; `python -m lib.dashboard
+    --export RUN` makes them later."""
+    sinks: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
+    """Where rank 0's figures go besides the run's own logs, e.g. [tensorboard]; each needs its package."""
+
+
+class ModelSettings(Section):
+    """What is trained, and what it is compared with."""
+
+    path: str
+    """Local folder or hub name of the model, as mlx-lm loads it; quantised models give QLoRA."""
+    reference: str = "initial"
+    """Reference policy: `initial` (the policy as training starts; for a fresh adapter, the model with its adapters
+    off), or another model's path."""
+    method: Literal["lora", "dora", "full"] = "lora"
+    """Train low-rank adapters, weight-decomposed adapters, or every weight."""
+    adapter: str | None = None
+    """Folder of an adapter to start from: a run, or what mlx-lm or PEFT saved."""
+    rank: Size = 8
+    """Rank of the adapters."""
+    scale: PositiveFloat = 2.0
+    """Factor on the adapter's output (alpha / rank in other trainers)."""
+    alpha: PositiveFloat | None = None
+    """Instead of model.scale: the factor is alpha / rank, of each layer's own rank."""
+    use_rslora: bool = False
+    """rsLoRA: the factor is model.alpha / sqrt(rank), so that large ranks learn as fast as small ones."""
+    rank_pattern: dict[str, Size] = Field(default_factory=dict)
+    """Ranks of layers whose names end as a regular expression says, e.g. {o_proj: 16, "layers.[0-3].mlp.*": 4}."""
+    alpha_pattern: dict[str, PositiveFloat] = Field(default_factory=dict)
+    """The same of model.alpha."""
+    dropout: Annotated[Fraction, Field(lt=1)] = 0.0
+    """Dropout on the adapter's input."""
+    keys: tuple[str, ...] | None = None
+    """Linear layers that get adapters, e.g. [self_attn.q_proj]; by default every linear layer of the blocks."""
+    adapt_embeddings: bool = False
+    """Give the embedding and the head adapters as well; of tied ones, one for both. For method=lora."""
+    blocks: Positive | tuple[int | str, ...] | None = None
+    """Train only the last n blocks, or those of a list that counts from 0, e.g. [0-3, 28-31]; by default all."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type of the weights; by default as stored. What is trained is float32 in any case: adapters, or with method=full
+    the weights."""
+    gradient_checkpointing: bool | None = None
+    """Recompute each block in the backward pass: less memory, about a third more time. Default: where a calibration
+    shows that one pair does not fit without."""
+    shard_vocabulary: bool = False
+    """With strategy=sharded: divide the embedding and the head as well; no rank then holds all logits."""
+    attention_window: Positive | None = None
+    """Tokens that each token attends to, itself included, in training, reference, evaluation and answers; by default
+    all before it. mlx-lm's own commands, given the finished adapter, know nothing of it."""
+    random_init: bool = False
+    """Take only config.json from model.path and draw the weights from train.seed."""
+    revision: str | None = None
+    """Revision of a hub model."""
+    trust_remote_code: bool = False
+    """Allow Python code that comes with the model or tokenizer."""
+
+    @field_validator("blocks", mode="before")
+    @classmethod
+    def _numbers_and_ranges(cls, value: Any) -> Any:
+        if not isinstance(value, str | list | tuple):
+            return value
+        parts = (value,) if isinstance(value, str) else tuple(value)
+        for part in parts:
+            if not re.fullmatch(r"\d{1,4}(-\d{1,4})?", str(part)):
+                raise ValueError(f"{part!r} is neither a block's number, from 0 on, nor a range like 4-7")
+        return parts
+
+    def __hash__(self) -> int:  # which mappings have none of
+        return hash(self.model_dump_json())
+
+    @model_validator(mode="after")
+    def _adapters_are_possible(self) -> ModelSettings:
+        for setting in ("rank_pattern", "alpha_pattern"):
+            for pattern in getattr(self, setting):
+                try:
+                    re.compile(pattern)
+                except (re.error, OverflowError, RecursionError) as error:
+                    raise ValueError(f"model.{setting}: {pattern!r} is no regular expression: {error}") from None
+        if self.alpha is not None and self.scale != type(self).model_fields["scale"].default:
+            raise ValueError(
+                f"model.alpha={self.alpha:g} gives the adapters' factor, and so does model.scale={self.scale:g}; "
+                "leave one of them out"
+            )
+        if self.alpha is None and (self.use_rslora or self.alpha_pattern):
+            named = "use_rslora" if self.use_rslora else "alpha_pattern"
+            raise ValueError(f"model.{named} needs model.alpha, e.g. model.alpha={self.scale * self.rank:g}")
+        of_adapters = ("alpha", "use_rslora", "rank_pattern", "alpha_pattern", "adapt_embeddings")
+        given = [name for name in of_adapters if getattr(self, name)]
+        if self.method == "full" and given:
+            raise ValueError(f"model.{given[0]} is for adapters, and model.method=full has none; leave it out")
+        if self.method == "dora" and self.adapt_embeddings:
+            raise ValueError("model.adapt_embeddings is for model.method=lora, not dora")
+        if self.adapt_embeddings and self.shard_vocabulary:
+            raise ValueError("model.adapt_embeddings adapts what model.shard_vocabulary divides; leave one of them out")
+        for part in self.blocks if isinstance(self.blocks, tuple) else ():
+            first, _, last = str(part).partition("-")
+            if int(last or first) < int(first):
+                raise ValueError(f"model.blocks: {part} ends before it begins")
+        if self.blocks == ():
+            raise ValueError("model.blocks=[] trains nothing; leave it out for all blocks")
+        return self
+
+    @property
+    def may_turn_on_checkpointing(self) -> bool:
+        """Whether a plan may turn gradient checkpointing on: with dropout it is refused."""
+        return self.gradient_checkpointing is None and not self.dropout
+
+
+class DataSettings(Section):
+    """The records, their columns, and how they become tokens."""
+
+    train: str | dict[str, PositiveFloat]
+    """Training records: a file (.jsonl, .jsonl.gz, .parquet), a folder or glob of them, or hf://OWNER/NAME?split=train;
+    or several with weights, {a.jsonl: 2, b.jsonl: 0.5}: how often an epoch takes each row."""
+    valid: str | None = None
+    """Held-out records, in the same form."""
+    holdout: Annotated[Fraction, Field(le=0.5)] = 0.0
+    """Part of data.train that is held out in the place of data.valid, by a hash of the prompt: rows that are added move
+    no other."""
+    deduplicate: bool = False
+    """Take records of the same prompt and completions once."""
+    shortest: Natural = 0
+    """Leave out rows whose longest sequence has fewer tokens, prompt included."""
+    longest: Positive | None = None
+    """Leave out rows whose longest sequence has more tokens, prompt included; by default they are cut to
+    data.max_length."""
+    streaming: bool | None = None
+    """Read and tokenise rows when their turn comes, for data larger than memory; by default from 64 MB on. Lengths are
+    then estimated."""
+    cache_dir: str = "runs/.data"
+    """Folder for what is made of the data once: indices, unpacked files, tokens. It may become as large as the data."""
+    spool_limit_gb: Gigabytes = 100.0
+    """Most that is fetched of one remote data set."""
+    max_length: Annotated[Natural, Field(ge=2, le=2**24)] = 1024
+    """Most tokens of prompt and completion together; longer chats lose middle messages, other rows the beginning
+    of their prompt."""
+    skip_invalid: bool = False
+    """Leave out unusable rows, counted and named, instead of refusing the file."""
+    chat_template: Annotated[bool | str, Field(union_mode="left_to_right")] = True
+    """Use the tokenizer's chat template where it has one; or that of a file, e.g. template.jinja."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the chat template, e.g. {enable_thinking: true}, for training, evaluation and serving; a
+    row's own chat_template_kwargs come before them. Unless set, enable_thinking is true where an answer thinks."""
+    template_date: datetime.date = datetime.date(2024, 7, 26)
+    """The day that chat templates which write one are given, so that a run makes the same tokens tomorrow."""
+    prompt: str = "prompt"
+    """Column of the prompt."""
+    chosen: str = "chosen"
+    """Column of the preferred completion."""
+    rejected: str = "rejected"
+    """Column of the other completion."""
+    completion: str = "completion"
+    """Column of the completion (SFT)."""
+    messages: str = "messages"
+    """Column of a conversation (SFT); data.learn says what of it is learnt."""
+    text: str = "text"
+    """Column of plain text (SFT)."""
+    label: str = "label"
+    """Column of unpaired feedback: true for a desirable completion, false for another."""
+    system: str = "system"
+    """Column of a system prompt beside the prompt or the conversation."""
+    tools: str = "tools"
+    """Column of the tools that the model may call: a list of definitions, or its JSON text."""
+    learn: Literal["last", "assistant", "all"] = "last"
+    """What SFT learns of a conversation: the assistant's last message, all of the assistant's, or every message.
+    Messages with a weight of 0 or 1, as OpenAI's files have them, say it themselves."""
+    ignore: tuple[str, ...] = ()
+    """Columns, and fields of messages, to leave out on purpose, e.g. [system, label]: one that means something and that
+    nothing reads stops the run otherwise."""
+    length_multiple: Size | None = None
+    """Lengths the model sees are padded to a multiple of this; by default 64 on a GPU, where other lengths are slow,
+    and 16 on a CPU."""
+    shared_prompts: bool = True
+    """Run a prompt once for all its completions, and no padding, where the model's family allows it exactly."""
+    length_window: Positive = 32
+    """Global batches among which rows are sorted by length; 1 keeps the order fully random."""
+
+
+# ---- Training and rounds ----
+
+PreferenceLoss = Literal[
+    "sigmoid",
+    "sigmoid_norm",
+    "robust",
+    "ipo",
+    "hinge",
+    "dpop",
+    "sppo",
+    "apo_zero",
+    "apo_down",
+    "bco_pair",
+    "simpo",
+    "orpo",
+    "cpo",
+]
+UnpairedLoss = Literal["kto", "bco"]
+GroupLoss = Literal["grpo"]
+REFERENCE_FREE_LOSSES: frozenset[PreferenceLoss] = frozenset({"simpo", "orpo", "cpo"})
+LossTerm = Literal[PreferenceLoss, "sft"]  # of a sum of losses
+Loss = Literal["sft", PreferenceLoss, UnpairedLoss, GroupLoss] | tuple[LossTerm, ...]
+
+
+class TrainSettings(Section):
+    """The optimisation."""
+
+    loss: Loss = "sigmoid"
+    """`sft`, a preference loss, `kto` or `bco` for completions with a label each, `grpo` for groups of a policy's own
+    completions with a reward each, or a sum of preference losses and sft, e.g. [sigmoid, bco_pair, sft];
+    docs/options.md has each one's paper."""
+    loss_weights: tuple[PositiveFloat, ...] | None = None
+    """Weights of a sum of losses, e.g. [0.8, 0.2, 1.0]; by default 1 each."""
+    use_weighting: bool = False
+    """Weight each pair by how likely the policy itself is to write it (WPO); held-out losses are not weighted."""
+    reference_sync_steps: Positive | None = None
+    """TR-DPO: every so many steps the reference follows the policy; by default it never moves. Held-out figures stay
+    relative to the reference as training starts."""
+    reference_mixup_alpha: Annotated[Fraction, Field(gt=0)] | None = None
+    """How far it goes: alpha times the policy plus (1 - alpha) times itself. By default 0.6 with model.method=full; of
+    adapters, whose mean is none of the weights, all the way: 1."""
+    beta: NonNegative = 0.1
+    """Strength of the preference (DPO's beta; the weight of the odds ratio in orpo; of the divergence from the
+    reference in grpo, where 0 asks for no reference)."""
+    desirable_weight: PositiveFloat = 1.0
+    """Weight of desirable completions in kto and bco. Rows times weight should be about equal for both labels, so that
+    the rarer one counts."""
+    undesirable_weight: PositiveFloat = 1.0
+    """Weight of undesirable completions in kto and bco."""
+    label_smoothing: Annotated[Fraction, Field(lt=0.5)] = 0.0
+    """Probability that a pair's label is flipped (cDPO with sigmoid; robust)."""
+    rpo_alpha: NonNegative = 0.0
+    """Weight of an SFT term on the chosen completion, added to any preference loss."""
+    simpo_gamma: NonNegative = 0.5
+    """Target reward margin of simpo."""
+    dpop_lambda: NonNegative = 50.0
+    """Penalty of dpop when the chosen completion becomes less likely than under the reference."""
+    cpo_alpha: NonNegative = 1.0
+    """Weight of the likelihood term of cpo."""
+    loss_type: Literal["grpo", "dr_grpo", "bnpo", "dapo"] | None = None
+    """What grpo divides the loss of all tokens by: each completion's length, then their number (grpo, the default); the
+    number times train.max_completion_length (dr_grpo); the number of tokens of the step (bnpo, dapo)."""
+    advantages: Literal["standardized", "batch_standardized", "centered", "leave_one_out"] = "standardized"
+    """What grpo makes of a completion's reward: less the mean of its group, divided by their deviation (standardized),
+    by that of all groups of the round or file (batch_standardized), or not (centered, Dr. GRPO); less the mean of the
+    others (leave_one_out, RLOO)."""
+    ratio: Literal["token", "geometric_mean", "completion"] = "token"
+    """What of grpo is compared with the sampling policy, and clipped: each token, the geometric mean of a completion's
+    tokens (GSPO), or the completion as a whole (RLOO)."""
+    epsilon: Annotated[Fraction, Field(gt=0, lt=1)] = 0.2
+    """Of grpo: a ratio to the sampling policy below 1 - epsilon, or above 1 + train.epsilon_high, is clipped."""
+    epsilon_high: PositiveFloat | None = None
+    """The upper side; by default train.epsilon, e.g. 0.28 in DAPO."""
+    temperature: PositiveFloat = 1.0
+    """Of grpo: the temperature that the completions were sampled with."""
+    max_completion_length: Positive | None = None
+    """Of loss_type=dr_grpo: the most tokens that a completion could have had."""
+    epochs: Positive = 1
+    """Passes over the training records; train.steps overrules it."""
+    steps: Positive | None = None
+    """Optimizer steps."""
+    patience: Positive | None = None
+    """End the run after so many evaluations in a row without a lower held-out loss; by default it takes all its steps.
+    Needs evaluate.every and held-out data."""
+    global_batch_size: Size = 16
+    """Pairs (rows, where records are no pairs) of one optimizer step, over all ranks."""
+    learning_rate: PositiveFloat = 5e-5
+    """Peak learning rate."""
+    loraplus_lr_ratio: PositiveFloat | None = None
+    """LoRA+: the learning rate of the adapters' B over that of all else, e.g. 16."""
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Course of the learning rate after the warm-up."""
+    warmup_steps: Natural = 0
+    """Steps over which the learning rate rises from zero."""
+    final_learning_rate: NonNegative = 0.0
+    """Learning rate at the last step (linear, cosine)."""
+    learning_rate_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """What the learning rates are multiplied by where train.global_batch_size is another than the one that they were
+    chosen for."""
+    learning_rate_batch_size: Positive | None = None
+    """The global batch that the learning rates were chosen for; a plan never changes the batch, so only you do. Where a
+    word on the command line does: the file's."""
+    optimizer: Literal[
+        "adamw", "adam", "sgd", "adafactor", "lion", "muon", "rmsprop", "adagrad", "adamax", "adadelta", "adamw_8bit"
+    ] = "adamw"
+    """Optimizer of MLX, by name; `adamw_8bit` keeps its two moments in 8 bits a number."""
+    optimizer_options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the optimizer, e.g. {betas: [0.9, 0.95]}."""
+    neftune_noise_alpha: PositiveFloat | None = None
+    """NEFTune: noise of this size on the embeddings of training sequences, e.g. 5."""
+    weight_decay: NonNegative = 0.0
+    """Weight decay, for the optimizers that know it."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Clip the gradient's global norm to this; null for never."""
+    seed: Natural = 0
+    """Decides everything random: adapters, data order, dropout, sampling."""
+    max_skipped_steps: Natural = 5
+    """Non-finite updates in a row that are skipped before the run stops."""
+    compile: bool | None = None
+    """Compile the step. By default on a GPU; of a sharded model only where NCCL connects equal parts."""
+    max_traces: Positive = 16
+    """Of a compiled step: most shapes of its micro-batches. Each is traced once, about a second for 16 blocks; fewer
+    cost more padding."""
+
+    @property
+    def record_kind(self) -> Literal["preference", "unpaired", "sft", "group"]:
+        """What a record of the data is."""
+        if self.loss == "sft":
+            return "sft"
+        if self.loss in get_args(GroupLoss):
+            return "group"
+        return "unpaired" if self.loss in get_args(UnpairedLoss) else "preference"
+
+    @property
+    def loss_terms(self) -> tuple[tuple[str, float], ...]:
+        """The losses that are added up, often one, with their weights."""
+        if isinstance(self.loss, str):
+            return ((self.loss, 1.0),)
+        return tuple(zip(self.loss, self.loss_weights or (1.0,) * len(self.loss), strict=True))
+
+    @property
+    def loss_name(self) -> str:
+        """The loss as a person reads it."""
+        return " + ".join(name if weight == 1 else f"{weight:g} {name}" for name, weight in self.loss_terms)
+
+    @model_validator(mode="after")
+    def _settings_agree(self) -> TrainSettings:
+        if self.learning_rate_scaling != "none" and self.learning_rate_batch_size is None:
+            raise ValueError(
+                f"train.learning_rate_scaling={self.learning_rate_scaling} needs train.learning_rate_batch_size, "
+                "the global batch that the learning rate was chosen for"
+            )
+        self._sum_is_possible()
+        self._groups_are_possible()
+        terms = [name for name, _ in self.loss_terms]
+        if self.label_smoothing and not {"sigmoid", "robust"} & {*terms}:
+            raise ValueError(
+                f"train.label_smoothing is for the losses sigmoid and robust, not {self.loss_name}; leave it at 0"
+            )
+        if self.rpo_alpha and (self.record_kind != "preference" or "sft" in terms):
+            raise ValueError(
+                f"train.rpo_alpha adds an SFT term to a preference loss, but train.loss is {self.loss_name}; "
+                "leave it at 0"
+            )
+        if self.use_weighting and self.record_kind != "preference":
+            raise ValueError(f"train.use_weighting is for losses of pairs, not {self.loss_name}; leave it out")
+        if self.reference_mixup_alpha is not None and self.reference_sync_steps is None:
+            raise ValueError("train.reference_mixup_alpha needs train.reference_sync_steps, e.g. 512")
+        if self.reference_sync_steps is not None and not set(terms) - REFERENCE_FREE_LOSSES - {"sft"}:
+            raise ValueError(
+                f"train.reference_sync_steps moves the reference, and the loss {self.loss_name} has none; leave it out"
+            )
+        if self.record_kind != "unpaired" and (self.desirable_weight, self.undesirable_weight) != (1, 1):
+            raise ValueError(
+                "train.desirable_weight and train.undesirable_weight are for the losses kto and bco, "
+                f"not {self.loss_name}; leave them at 1"
+            )
+        return self
+
+    def _groups_are_possible(self) -> None:
+        if self.record_kind != "group":
+            if self.beta == 0:
+                raise ValueError(f"train.beta=0 is for grpo alone, not {self.loss_name}; give a number above 0")
+            of_groups = ("loss_type", "advantages", "ratio", "epsilon", "epsilon_high", "temperature")
+            for name in (*of_groups, "max_completion_length"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"train.{name} is for train.loss=grpo, not {self.loss_name}; leave it out")
+            return
+        if self.beta == 0 and self.reference_sync_steps is not None:
+            raise ValueError("train.reference_sync_steps moves the reference, and train.beta=0 asks for none")
+        if (self.loss_type == "dr_grpo") != (self.max_completion_length is not None):
+            raise ValueError(
+                "train.loss_type=dr_grpo and train.max_completion_length belong together: "
+                "it divides by the most tokens that a completion could have had, e.g. 256; give both or neither"
+            )
+
+    def _sum_is_possible(self) -> None:
+        if isinstance(self.loss, str):
+            if self.loss_weights is not None:
+                raise ValueError(
+                    f"train.loss_weights weigh a sum of losses, e.g. train.loss=[{self.loss},sft], "
+                    f"and train.loss is {self.loss} alone; leave them out"
+                )
+            return
+        shown = f"train.loss=[{','.join(self.loss)}]"
+        if not set(self.loss) - {"sft"}:
+            raise ValueError(f"{shown} has no preference loss; SFT alone is train.loss=sft")
+        if len(set(self.loss)) < len(self.loss):
+            raise ValueError(f"{shown} has a loss twice; train.loss_weights weighs each")
+        if self.loss_weights is not None and len(self.loss_weights) != len(self.loss):
+            raise ValueError(
+                f"train.loss_weights has {len(self.loss_weights)} numbers, {shown} {len(self.loss)} losses; "
+                "give one each"
+            )
+
+
+REWARD_MODEL = "reward:"  # a judge that computes where the model does
+
+
+class EvaluateSettings(Section):
+    """Held-out evaluation."""
+
+    every: Positive | None = None
+    """Steps between evaluations; by default only at the start and the end."""
+    batch_size: Size = 16
+    """Pairs per forward pass, here and in the reference pass."""
+    answers: str | None = None
+    """Records with a `prompt` and an `answer`: greedy generations are scored by exact match."""
+    answer_pattern: str = r"([^\s].*?)\s*$"
+    """Regular expression; its last match's first group in the generated text is compared with the answer."""
+    answers_limit: Positive = 512
+    """Most answers checked."""
+    samples: Natural = 3
+    """Held-out prompts whose greedy continuation is shown."""
+    max_tokens: Size = 128
+    """Longest generation."""
+    completions: Size = 4
+    """Completions that --score=samples and --make-pairs draw for each prompt."""
+    temperature: PositiveFloat = 1.0
+    """Temperature that they are drawn at."""
+    judge: str | None = None
+    """Who scores completions for --make-pairs and --against. By default an answer is right or wrong by
+    evaluate.answer_pattern; `exact` compares the whole text with the record's `answer`, `number` the last number in it;
+    `regex` and `json_schema` take the answer as what the text has to match, or as JSON to fit. reward:PATH is a local
+    reward model: a sequence classifier's score, or how much likelier a language model finds Yes than No when asked
+    whether the answer is good.
+    MODULE:FUNCTION is called with (prompt, completions, record) and returns a list of scores. An http(s) address is an
+    OpenAI-compatible server (http://HOST:8080/v1), whose model compares two answers, or grades each. Anything else is a
+    command that reads {"prompt", "completions", "record"} a line and writes a list of scores a line."""
+    judge_seconds: Seconds = 10.0
+    """Most seconds for one prompt's completions of `regex`, `json_schema` and, in rounds, of MODULE:FUNCTION."""
+    judge_model: str | None = None
+    """Model of that server; its key is OPENAI_API_KEY of the environment."""
+    judge_prompt: str | None = None
+    """File with the instructions for that model, in which {prompt}, {first} and {second} are filled in; it has to
+    answer with [[A]], [[B]] or [[C]] (equal). In rounds and for --make-pairs, {prompt} and {answer}; it has to answer
+    with a number, as [[7]]. For reward:PATH, {prompt} and {answer}; it is asked for Yes or No."""
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _is_a_pattern(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"no regular expression: {error}") from None
+        return pattern
+
+
+class RolloutSettings(Section):
+    """Rounds, in which the model answers prompts, a judge scores the answers, and what was better is preferred."""
+
+    rounds: Natural = 0
+    """Rounds of the run; 0 trains on the records of data.train as they are. With rounds data.train holds prompts, and
+    what the judge needs beside them, e.g. an answer."""
+    prompts: Positive = 256
+    """Prompts of one round: each round takes others, until all had their turn."""
+    samples: Annotated[Size, Field(ge=2, le=1024)] = 8
+    """Answers to each prompt."""
+    steps: Positive | None = None
+    """Optimizer steps of one round; by default as many as one global batch for each train.global_batch_size prompts."""
+    temperature: PositiveFloat = 1.0
+    """Temperature that answers are drawn at."""
+    top_p: Annotated[Fraction, Field(gt=0)] = 1.0
+    """Draw among the likeliest tokens that have this probability together."""
+    max_tokens: Size = 256
+    """Longest answer, in tokens."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer, e.g. ["\\n\\n"], besides the model's end tokens."""
+    batch_size: Size = 64
+    """Answers that a rank draws at a time. Ranks take the prompts of a round in chunks of about so many answers."""
+    judge: str | None = None
+    """Who scores the answers, as evaluate.judge says; by default evaluate.judge, which scores the held-out ones."""
+    pairs: Literal["best_worst", "margin"] = "best_worst"
+    """Which answers to a prompt become pairs: the best and the worst, or all whose scores differ by rollouts.margin."""
+    margin: NonNegative = 0.0
+    """Least difference of two scores that makes a pair; answers of equal scores never do."""
+    filter_groups: bool = False
+    """Of grpo: leave out prompts whose answers all have the same score. They have no advantage, only a pass each, and
+    with train.beta the divergence from the reference (DAPO)."""
+    mask_truncated: bool = False
+    """Learn nothing from answers that rollouts.max_tokens cut: they are in no pair; of a group of grpo their scores
+    count, and their tokens do not."""
+    reference_every: Positive | None = None
+    """Rounds after which the reference becomes the policy; by default it stays what it was before training."""
+    overlap: bool = False
+    """Draw the next round's answers before a round is learnt from: a judge in another process or on another machine
+    scores them meanwhile, and no rank waits for another's last answers. They are of the policy before that round."""
+    tolerance: NonNegative | None = 0.05
+    """A round is undone after which the exact match of evaluate.answers, or the mean score of the held-out prompts
+    (data.valid, data.holdout), is lower than the best so far by more than this; null for never."""
+    after_undone: Literal["continue", "stop"] = "continue"
+    """What follows a round that is undone: the next one, from the weights before it, or the end of the run."""
+
+    @model_validator(mode="after")
+    def _settings_agree(self) -> RolloutSettings:
+        if self.pairs == "margin" and not self.margin:
+            raise ValueError("rollouts.pairs=margin needs rollouts.margin, the least difference of scores, e.g. 0.5")
+        if "" in self.stop:
+            raise ValueError("rollouts.stop has an empty text, at which every answer would end; leave it out")
+        return self
+
+
+INSTEAD = {
+    "train.reference_sync_steps": "rollouts.reference_every moves the reference",
+    "train.patience": "rollouts.tolerance and rollouts.after_undone end a run",
+    "evaluate.every": "every round ends with an evaluation",
+    "data.streaming": "prompts are kept in memory",
+}
+
+
+def why_no_rounds(
+    rollouts: RolloutSettings,
+    train: TrainSettings,
+    strategy: str,
+    merge: str | None,
+    judge: str | None,
+    given: Mapping[str, bool],
+) -> str | None:
+    """Why these settings allow no rounds, which bring their own data, steps and evaluations; None where they do.
+
+    merge: independent.merge. judge: evaluate.judge. given: settings beside those of `train` that are not for rounds,
+    and whether they are set.
+    """
+    if train.record_kind not in ("preference", "group"):
+        return (
+            f"rollouts.rounds makes pairs or groups of the model's answers, which train.loss={train.loss_name} does "
+            "not take; take a preference loss, e.g. sigmoid, or grpo"
+        )
+    of_train = {
+        "train.steps": train.steps is not None,
+        "train.epochs": train.epochs != 1,
+        "train.patience": train.patience is not None,
+        "train.reference_sync_steps": train.reference_sync_steps is not None,
+    }
+    for name in (name for name, is_given in (of_train | dict(given)).items() if is_given):
+        why = INSTEAD.get(name, "a run has rollouts.rounds times rollouts.steps of them")
+        return f"{name} is not for rounds: {why}; leave it out"
+    if train.record_kind == "group" and train.temperature != rollouts.temperature:
+        return (
+            f"train.temperature={train.temperature:g} has to be rollouts.temperature={rollouts.temperature:g}, at "
+            f"which the answers are drawn; set train.temperature={rollouts.temperature:g}"
+        )
+    if rollouts.filter_groups and train.record_kind != "group":
+        return (
+            f"rollouts.filter_groups is for train.loss=grpo, not {train.loss_name}: answers of equal scores make no "
+            "pair; leave it out"
+        )
+    if train.max_completion_length not in (None, rollouts.max_tokens):
+        return (
+            f"train.max_completion_length={train.max_completion_length} has to be rollouts.max_tokens="
+            f"{rollouts.max_tokens}, the most that an answer has"
+        )
+    if merge in ("none", "stack"):
+        return (
+            f"independent.merge={merge} is not for rounds, in which all ranks sample from one adapter of one rank; "
+            "take average or svd"
+        )
+    if strategy == "sharded":
+        return "strategy=sharded is not for rounds: ranks draw with whole models, or pipelined; take pipelined"
+    judge = rollouts.judge or judge
+    if rollouts.overlap and judge is not None and judge.startswith(REWARD_MODEL):
+        return (
+            f"rollouts.overlap=true has answers judged while the ranks learn, and {judge} needs the same devices; "
+            "leave rollouts.overlap out, or serve that model and name its address"
+        )
+    return None
+
+
+# ---- Machines ----
+
+
+class PlanSettings(Section):
+    """How a step's work is divided among the ranks."""
+
+    shares: tuple[Natural, ...] | None = None
+    """Pairs per rank and step, e.g. [6, 2]; they add up to train.global_batch_size. Default: from the calibration, else
+    equal. With strategy=sharded: each rank's weight in the division of the model; with pipelined: each rank's blocks,
+    which add up to the model's."""
+    micro_batch_sizes: tuple[Size, ...] | None = None
+    """Pairs per forward pass, one number a rank. Default: from the calibration, else at most 8."""
+    memory_limit_gb: Gigabytes | dict[str, Gigabytes] | None = None
+    """What MLX may hold in each rank's process, one number for all or by host, e.g. {m4-max: 96}: a step that takes
+    more is taken again in smaller micro-batches. Default: what the machine bears."""
+    calibration_dir: str = "calibration"
+    """Folder of this host's HOST.json, as `make calibrate` writes it; HOST-0.json, HOST-1.json, ... where several ranks
+    share a host."""
+    require_calibration: bool = False
+    """Refuse to start without a calibration of this model on every host, made with these versions."""
+    replan: bool = True
+    """Plan again from measured times while running (several ranks, no plan.shares). Timings then decide who trains
+    what, and how often independent ranks merge: for the same bits run by run, set plan.shares or turn this off."""
+    replan_threshold: PositiveFloat = 0.05
+    """Plan again when a step takes this fraction longer than the measured speeds would allow."""
+    replan_steps: Positive = 4
+    """For so many steps in a row."""
+    replan_seconds: NonNegative = 2.0
+    """Only where the rest of the run is expected to become so much shorter."""
+
+
+class CostSettings(Section):
+    """What training costs, in any one currency."""
+
+    watts: NonNegative | dict[str, NonNegative] = 0.0
+    """Power that a host draws while training: one number for all, or by host, e.g. {m4-max: 120, m3-ultra: 240}."""
+    price_per_kwh: NonNegative = 0.0
+    """Electricity."""
+    rent_per_hour: NonNegative | dict[str, NonNegative] = 0.0
+    """Rent of a host: one number for all, or by host."""
+
+
+class SyncSettings(Section):
+    """How ranks talk."""
+
+    timeout_seconds: Seconds = 600.0
+    """A rank that waits longer than this for the others ends with a message."""
+    compression: Literal["none", "bf16", "int8", "topk"] = "none"
+    """How gradients (synchronous) and a round's changes (independent) travel; what int8 and topk leave out is sent
+    later (error feedback). With strategy=pipelined: how activations and their gradients travel; what is left out is
+    lost, and is the records' `sent_error`."""
+    topk_fraction: Annotated[Fraction, Field(gt=0)] = 0.01
+    """Part of the values that topk sends, the largest ones; each costs 8 bytes."""
+
+
+class IndependentSettings(Section):
+    """Ranks that train independently, each at its own pace, and are merged at the end of every round."""
+
+    pairs_per_round: Positive | None = None
+    """Pairs of a round over all ranks, as whole global batches. Default: merges as often as costs 1 % of the time, at
+    least eight times a run; the cost is that of a calibrated link, then as measured, unless plan.replan=false or
+    plan.shares keeps timings out."""
+    merge: Literal["stack", "svd", "average", "outer", "none"] | None = None
+    """How adapters become one: `stack` (exact, of all ranks' rank added up; svd before the last round), `svd` (the best
+    of the same rank), `average` (of parameters), `outer` (DiLoCo), `none` (each keeps its own). Default: average; svd
+    for LoRA in rounds of pairs_per_round."""
+    outer_learning_rate: PositiveFloat = 0.5
+    """Of `outer`: how much of the averaged change is taken. In many rounds all changes together count rate / (1 -
+    momentum) times: once, by default; seven times with DiLoCo's 0.7 and 0.9, which are for hundreds of rounds."""
+    outer_momentum: Annotated[Fraction, Field(lt=1)] = 0.5
+    """Of `outer`: Nesterov momentum over the rounds."""
+
+
+class CheckpointSettings(Section):
+    """What is kept on disk while a run goes on."""
+
+    every: Positive | None = None
+    """Steps between checkpoints; by default a tenth of the run, at most 100."""
+    max_lost_seconds: PositiveFloat | None = None
+    """Most seconds of training that a fault may undo: a checkpoint comes before the step that would exceed them. For
+    synchronous and sharded ranks; with strategy=auto, replicas are synchronous then."""
+    keep: Positive = 3
+    """The newest checkpoints that are kept; the best one is kept as well."""
+    final: Literal["best", "last"] = "best"
+    """What the run's folder holds at the end: the weights of the best evaluation, or the last ones. Without held-out
+    data or evaluate.every, and of ranks that are never merged, the last."""
+    best_by: Literal["exact_match", "loss"] | None = None
+    """Which figure says what is best: the exact match of evaluate.answers (the default where there are questions), or
+    the held-out loss."""
+
+
+class MetalSettings(Section):
+    """What is particular to Macs; elsewhere nothing here has an effect."""
+
+    display: Literal["advise", "sleep", "ignore"] = "advise"
+    """A display that is on, for whose sake macOS may end GPU work (mlx#3267): say so at the start, put it to sleep then
+    (pmset displaysleepnow), or leave it."""
+    relax_watchdog: bool = True
+    """Set AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1 before MLX comes in: macOS then waits longer for the GPU, and a display may
+    stutter. What the environment says comes first."""
+    evaluation_seconds: PositiveFloat | None = 2.0
+    """Most seconds of one evaluation: a micro-batch that would take longer is evaluated in pieces, with the same
+    result; null for never."""
+    wired: Literal["auto", "always", "never"] = "auto"
+    """Keep in memory what MLX holds, so that macOS compresses none of it; kernel panics were reported with it
+    (mlx#3186). `auto`: where the model takes half of the memory or more."""
+
+
+class ServeSettings(Section):
+    """A finished run behind an OpenAI-compatible gateway, `make serve`; docs/serving.md tells the whole story."""
+
+    host: str = "127.0.0.1"
+    """Address that the gateway listens on; any but a loopback address needs serve.keys."""
+    port: Annotated[Natural, Field(le=65535)] = 8080
+    """Port of the gateway; 0 takes a free one."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")] | None = None
+    """What clients call the model; by default the run's name. No other name is served."""
+    keys: str | None = None
+    """File of API keys, as `python -m lib.server --make-key NAME` adds them: hashes only. Read again on SIGHUP."""
+    hostfile: str | None = None
+    """Host file: one backend on each host, over ssh, with the model and the run at the same places as here."""
+    backends: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s?#]+$")], ...] = ()
+    """Servers of the same model and adapter that already run, e.g. [http://10.0.0.2:8081]; by default one is started
+    here."""
+    fuse: bool = False
+    """Serve the model with the adapter fused into it, kept in RUN/fused-...: faster, at the price of a second copy on
+    disk."""
+    concurrency: Positive = 32
+    """Requests that one backend decodes at once; more wait in the gateway."""
+    max_queue: Natural = 256
+    """Requests that may wait; what comes beyond them is refused (429), of the key that has most of them."""
+    max_connections: Positive = 1024
+    """Open connections, from the first packet on. One more takes the place of the longest idle one; where none is idle
+    it is closed."""
+    max_connections_per_address: Positive | None = None
+    """Of these, connections of one address (of IPv6: of one /64 network); by default half of serve.max_connections."""
+    max_body_bytes: Positive = 1_000_000
+    """Largest body of a request."""
+    max_prompt_tokens: Positive = 8192
+    """Longest prompt, in tokens as the model sees them: through its chat template, with its tools."""
+    max_tokens: Positive = 2048
+    """Longest completion, and what a request gets that names no limit."""
+    read_seconds: Seconds = 10.0
+    """Longest time that a client may take to send its headers, and again its body."""
+    write_seconds: Seconds = 30.0
+    """Longest time that a client may leave the answer unread."""
+    idle_seconds: Seconds = 75.0
+    """Longest time that a connection may stay open between two requests; longer than clients keep theirs, or they may
+    send into one that is just being closed."""
+    queue_seconds: Seconds = 60.0
+    """Longest wait for a backend."""
+    stall_seconds: Seconds = 120.0
+    """Longest silence of a backend in the middle of an answer; then it is taken out and looked at."""
+    request_seconds: Seconds = 600.0
+    """Longest time that a request may occupy a backend."""
+    start_seconds: Seconds = 600.0
+    """Longest time that a backend may take to load the model."""
+    drain_seconds: NonNegative = 2.0
+    """After SIGTERM: how long new requests are still taken while /readyz already says no. What was taken is always
+    finished."""
+    cors_origins: tuple[str, ...] = ()
+    """Web pages that may call from a browser, e.g. [https://chat.example.org]; by default none."""
+    tls_certificate: str | None = None
+    """PEM file of a certificate chain, for https; needs serve.tls_key."""
+    tls_key: str | None = None
+    """PEM file of its private key."""
+    feedback: str | None = None
+    """File that gets a line for every completion that a client labels (POST /v1/feedback): what was asked, what was
+    answered, true or false, as train.loss=kto takes it. By default there is no such address, and nothing is kept."""
+    feedback_seconds: Seconds = 3600.0
+    """How long after its end a completion may be labelled."""
+    feedback_bytes: Positive = 64_000_000
+    """Most memory for completions that may still be labelled; the oldest of the key go first that has most."""
+    feedback_per_minute: Positive = 120
+    """Most labels of one key in a minute; what comes beyond them is refused (429)."""
+    feedback_bytes_per_minute: Positive = 4_000_000
+    """Most bytes that one key's labels add to the file in a minute, beyond a first one; more is refused (429)."""
+
+    @property
+    def most_of_address(self) -> int:
+        """Connections of one address."""
+        return self.max_connections_per_address or max(1, self.max_connections // 2)
+
+
+# ---- The whole ----
+
+
+class Config(Section):
+    """Tandem's settings."""
+
+    run: RunSettings = RunSettings()
+    model: ModelSettings
+    data: DataSettings
+    train: TrainSettings = TrainSettings()
+    rollouts: RolloutSettings = RolloutSettings()
+    strategy: Literal["auto", "independent", "synchronous", "sharded", "pipelined"] = "auto"
+    """How the machines work together: `synchronous` sums the gradients of every step, `independent` trains on each its
+    own pairs and merges now and then, `sharded` gives each a part of every block, `pipelined` gives each some of the
+    blocks; `auto`: the faster of these two where the model does not fit every host, else independent (synchronous with
+    plan.shares, checkpoint.max_lost_seconds, or a reference that follows). A resumed run keeps its strategy."""
+    plan: PlanSettings = PlanSettings()
+    cost: CostSettings = CostSettings()
+    sync: SyncSettings = SyncSettings()
+    independent: IndependentSettings = IndependentSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    evaluate: EvaluateSettings = EvaluateSettings()
+    metal: MetalSettings = MetalSettings()
+    serve: ServeSettings = ServeSettings()
+
+    @model_validator(mode="after")
+    def _settings_agree(self) -> Config:
+        plan, batch = self.plan, self.train.global_batch_size
+        if (self.serve.tls_certificate is None) != (self.serve.tls_key is None):
+            raise ValueError("serve.tls_certificate and serve.tls_key belong together; give both or neither")
+        has_replicas = self.strategy not in ("sharded", "pipelined")
+        if not has_replicas:
+            self._parts_are_possible()
+        if self.strategy == "sharded":
+            self._sharding_is_possible()
+        elif self.model.shard_vocabulary:
+            raise ValueError(
+                f"model.shard_vocabulary is for strategy=sharded, not {self.strategy}, which divides no vocabulary"
+            )
+        if self.strategy == "independent" and self.checkpoint.max_lost_seconds is not None:
+            raise ValueError(
+                "checkpoint.max_lost_seconds is not for strategy=independent: "
+                "independent ranks are saved at steps of their own; leave it out, and give checkpoint.every"
+            )
+        if plan.shares is not None and has_replicas and sum(plan.shares) != batch:
+            raise ValueError(
+                f"plan.shares {list(plan.shares)} sum to {sum(plan.shares)}, "
+                f"but train.global_batch_size is {batch}; make them equal"
+            )
+        if (
+            plan.shares is not None
+            and has_replicas
+            and plan.micro_batch_sizes is not None
+            and len(plan.shares) != len(plan.micro_batch_sizes)
+        ):
+            raise ValueError(
+                f"plan.shares has {len(plan.shares)} numbers and plan.micro_batch_sizes "
+                f"{len(plan.micro_batch_sizes)}; give one a rank"
+            )
+        if self.independent.merge in ("stack", "svd") and self.model.method != "lora":
+            raise ValueError(
+                f"independent.merge={self.independent.merge} is for model.method=lora, not {self.model.method}: "
+                + (
+                    "DoRA's magnitudes scale whole rows, so no low-rank sum is the mean; "
+                    * (self.model.method == "dora")
+                )
+                + "take average or outer"
+            )
+        if self.reference_sync_steps is not None:
+            self._reference_can_move()
+        given = {"evaluate.every": self.evaluate.every is not None, "data.streaming": bool(self.data.streaming)}
+        merge, judge = self.independent.merge, self.evaluate.judge
+        why_not = why_no_rounds(self.rollouts, self.train, self.strategy, merge, judge, given)
+        if self.rollouts.rounds and why_not:
+            raise ValueError(why_not)
+        if self.data.holdout and self.data.valid is not None:
+            raise ValueError(
+                f"data.valid={self.data.valid} takes the place of what data.holdout={self.data.holdout:g} keeps from "
+                "training; leave one of them out (data.valid=null, data.holdout=0)"
+            )
+        if self.train.loraplus_lr_ratio is not None and self.model.method == "full":
+            raise ValueError("train.loraplus_lr_ratio is for adapters, and model.method=full has none; leave it out")
+        if self.model.dropout and self.model.gradient_checkpointing:
+            # A block that is recomputed draws another mask: the gradients would belong to another forward pass.
+            raise ValueError(
+                "model.dropout with model.gradient_checkpointing would give wrong gradients: a recomputed block draws "
+                "another mask; set one of them to 0 or false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _patience_is_possible(self) -> Config:
+        if self.train.patience is None:
+            return self
+        if self.evaluate.every is None or not (self.data.valid or self.data.holdout):
+            raise ValueError(
+                "train.patience compares held-out losses as the run goes on: "
+                "it needs evaluate.every, and data.valid or data.holdout"
+            )
+        if self.independent.merge == "none":
+            raise ValueError(
+                "train.patience with independent.merge=none: every rank has a held-out loss of its own; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_are_read_whole(self) -> Config:
+        """Of train.loss=grpo: completions of a policy that has moved on are no measure of it."""
+        if self.record_kind != "group" or self.rollouts.rounds:
+            return self
+        for name, is_given in (("valid", self.data.valid), ("holdout", self.data.holdout)):
+            if is_given:
+                raise ValueError(
+                    f"data.{name} is not for train.loss=grpo, which has no held-out loss: leave it out, "
+                    "and measure answers to the questions of evaluate.answers"
+                )
+        if self.data.streaming:
+            raise ValueError("data.streaming is not for train.loss=grpo, whose groups are read whole; leave it out")
+        return self
+
+    def _parts_are_possible(self) -> None:
+        """Of sharded and pipelined runs: every rank has a part of one model."""
+        if self.plan.shares is not None and 0 in self.plan.shares:
+            raise ValueError(
+                f"plan.shares {list(self.plan.shares)}: with strategy={self.strategy} every rank keeps a part; "
+                "leave the rank out"
+            )
+        if len(set(self.plan.micro_batch_sizes or ())) > 1:
+            raise ValueError(
+                f"plan.micro_batch_sizes {list(self.plan.micro_batch_sizes or ())}: "
+                f"with strategy={self.strategy} all ranks run the same batches; give one size"
+            )
+        if self.strategy == "pipelined" and self.sync.compression == "topk":
+            raise ValueError("sync.compression=topk is not for activations: with strategy=pipelined take bf16 or int8")
+
+    def _reference_can_move(self) -> None:
+        setting = "rollouts.reference_every" if self.rollouts.rounds else "train.reference_sync_steps"
+        if self.model.reference != "initial":
+            raise ValueError(
+                f"{setting} moves the reference along with the policy, "
+                f"but model.reference={self.model.reference} is another model; leave one of them out"
+            )
+        if self.strategy == "independent":
+            raise ValueError(
+                f"{setting} is not for strategy=independent: each rank would follow itself; take synchronous"
+            )
+        alpha = self.train.reference_mixup_alpha
+        if self.model.method != "full" and alpha is not None and alpha < 1:
+            raise ValueError(
+                f"train.reference_mixup_alpha={alpha:g} mixes weights, and a mean of adapters' factors is no mean of "
+                "their products; take 1, or model.method=full"
+            )
+
+    def _sharding_is_possible(self) -> None:
+        if self.train.optimizer in ("adafactor", "muon", "adamw_8bit"):
+            raise ValueError(
+                f"train.optimizer={self.train.optimizer} looks at whole matrices, "
+                "which no rank of strategy=sharded has; take adamw"
+            )
+        if self.sync.compression != "none":
+            raise ValueError(
+                f"sync.compression={self.sync.compression} is for gradients and merges, "
+                "but strategy=sharded exchanges activations, which have to be exact; leave it at none"
+            )
+
+    @property
+    def steps_per_round(self) -> int:
+        """Optimizer steps of a round of rollouts."""
+        return self.rollouts.steps or -(-self.rollouts.prompts // self.train.global_batch_size)
+
+    def steps_over(self, rows: int) -> int:
+        """Optimizer steps of a run over so many rows."""
+        if self.rollouts.rounds:
+            return self.rollouts.rounds * self.steps_per_round
+        return self.train.steps or self.train.epochs * -(-rows // self.train.global_batch_size)
+
+    @property
+    def reference_sync_steps(self) -> int | None:
+        """Steps after which the reference follows the policy; None for never."""
+        if self.rollouts.rounds and self.rollouts.reference_every is not None:
+            return self.rollouts.reference_every * self.steps_per_round
+        return self.train.reference_sync_steps
+
+    @property
+    def record_kind(self) -> Literal["preference", "unpaired", "sft", "group"]:
+        return self.train.record_kind
