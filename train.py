@@ -112,7 +112,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
 def prepare(config: Config, world: World, resume: bool, dry_run: bool) -> TrainingRun | None:
     """Data, plan and model, the same on all ranks, and the run's folder; nothing where the run is a dry one."""
-    from lib.distributed import heartbeat, sharded_model
+    from lib.distributed import heartbeat
     from lib.distributed.world import host_names
     from lib.evaluate.held_out_metrics import digest_of
     from lib.model import adapter_files, backward_order, load
@@ -120,7 +120,7 @@ def prepare(config: Config, world: World, resume: bool, dry_run: bool) -> Traini
     from lib.plan.first_plan import first_plan
     from lib.plan.memory import Rows
     from lib.telemetry.trackers import Feed
-    from lib.training import checkpoint, kernels, preload, reference_model, report
+    from lib.training import checkpoint, divided_world, kernels, preload, reference_model, report
     from lib.training.optimizers import make_optimizer
     from lib.training.progress_display import RunConsole
     from lib.training.training_run import TrainingRun
@@ -157,7 +157,7 @@ def prepare(config: Config, world: World, resume: bool, dry_run: bool) -> Traini
     if dry_run:
         say.line("dry run: nothing is trained or written")
         return None
-    world = sharded_model.divided(model, plan.division or plan.blocks or None, world, config.metal.wired)
+    world = divided_world.divided(model, plan.division or plan.blocks or None, world, config.metal.wired)
     layout = reference_model.layout(model, config.data, world)
     if layout.why_not:
         say.line(f"prompts run once for each completion: {layout.why_not}")

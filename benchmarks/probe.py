@@ -42,7 +42,6 @@ from lib.data import tokenizer  # noqa: E402
 from lib.data.collate import Batch, collate_trained  # noqa: E402
 from lib.data.dataset import Dataset, Example  # noqa: E402
 from lib.data.prefetch import prefetch  # noqa: E402
-from lib.distributed import sharded_model  # noqa: E402
 from lib.distributed.world import World  # noqa: E402
 from lib.errors import UserError  # noqa: E402
 from lib.model import (
@@ -56,7 +55,10 @@ from lib.model.quantised_products import DequantiseFrom, Product  # noqa: E402
 from lib.model.token_stream import cannot_share_prompts, length_multiple  # noqa: E402
 from lib.plan import calibration  # noqa: E402
 from lib.plan.calibration import MeasuredProduct  # noqa: E402
-from lib.training import losses  # noqa: E402
+from lib.training import (
+    divided_world,  # noqa: E402
+    losses,  # noqa: E402
+)
 from lib.training import reference_model as scoring  # noqa: E402
 from lib.training.optimizers import make_optimizer
 from lib.training.step import Step  # noqa: E402
@@ -140,7 +142,7 @@ def trainable_model(config: Config) -> nn.Module:
     """The model as a run trains it."""
     model = load.load(config.model, config.train.seed)
     adapters.make_trainable(model, config.model, config.train.seed)
-    sharded_model.divided(model, None, World(), config.metal.wired)
+    divided_world.divided(model, None, World(), config.metal.wired)
     return model
 
 

@@ -74,7 +74,7 @@ def poisons(sums):
     return call
 
 CHANGED = {
-    "lib.distributed.gradients": [("sum_gradients", poisons)],
+    "lib.distributed.compression": [("sum_gradients", poisons)],
     "lib.training.merge_adapters": [("example_weights", lambda inside: ends(inside, "merge"))],
     "lib.evaluate.held_out_metrics": [("policy_logps", lambda inside: ends(inside, "evaluation"))],
 }

@@ -14,7 +14,7 @@ import pytest
 from mlx_lm.utils import load_adapters, load_model
 
 from lib.config.schema import SyncSettings
-from lib.distributed import gradients
+from lib.distributed import compression
 from lib.distributed.world import World
 from lib.errors import AgreedError, Stopped
 from lib.plan import first_plan
@@ -324,17 +324,17 @@ def test_a_merged_adapter_loads_in_mlx_lm(world: World, folder: Path, shares: st
 def test_compressed_gradients_of_synchronous_ranks(world: World, folder: Path, shares: str) -> None:
     words = [*settings(world, folder), "train.steps=6", shares]
     sent = {}
-    for compression in ("none", "bf16", "int8", "topk"):
-        run = train(world, folder, [*words, f"sync.compression={compression}"], compression)
+    for kind in ("none", "bf16", "int8", "topk"):
+        run = train(world, folder, [*words, f"sync.compression={kind}"], kind)
         world.gather_text("finished")
-        sent[compression] = [r["bytes_sent"] for r in steps_of(run)]
+        sent[kind] = [r["bytes_sent"] for r in steps_of(run)]
         losses = [r["loss"] for r in steps_of(run)]
         assert world.gather_long_text(json.dumps(losses)) == [json.dumps(losses)] * world.size
-        if compression != "topk":
+        if kind != "topk":
             plain = weights(folder / "runs" / "none")
             moved = {name: np.linalg.norm(array) for name, array in plain.items()}
             for name, array in weights(run).items():
-                assert np.linalg.norm(array - plain[name]) <= 0.2 * moved[name], (compression, name)
+                assert np.linalg.norm(array - plain[name]) <= 0.2 * moved[name], (kind, name)
     assert all(len(set(each)) == 1 for each in sent.values())
     assert sent["bf16"][0] < 0.52 * sent["none"][0] and sent["topk"][0] < 0.1 * sent["none"][0]
     assert sent["int8"][0] < 0.4 * sent["none"][0] * (world.size / 2)
@@ -410,7 +410,9 @@ def test_what_is_gathered_arrives_bit_for_bit(world: World) -> None:
         assert np.array_equal(np.array(arrays[2]), expected.integers(0, 2**32, (2, 2)).astype(np.uint32))
         assert np.array(arrays[3]).tobytes() == own[3].tobytes()
     sent = world.traffic.bytes_sent
-    decoded, left_out = gradients.gather(world, {"w": mx.array(own[0])}, SyncSettings(compression="int8"), {}, "a test")
+    decoded, left_out = compression.gather(
+        world, {"w": mx.array(own[0])}, SyncSettings(compression="int8"), {}, "a test"
+    )
     assert world.traffic.bytes_sent - sent == (16 + 8) * (world.size - 1), (
         "15 numbers and a scale, each from a multiple of 8"
     )

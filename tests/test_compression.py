@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib.config.schema import SyncSettings
-from lib.distributed import gradients
+from lib.distributed import compression
 from lib.distributed.compression import BLOCK, decode, encode, kept
 from lib.distributed.world import World
 
@@ -69,7 +69,7 @@ def test_error_feedback_sends_in_the_end_all_that_was_asked(kind: str) -> None:
     rng, asked, arrived = np.random.default_rng(0), 0.0, 0.0
     for _ in range(200):
         array = rng.normal(loc=0.3, size=(10, 30)).astype(np.float32)
-        (received,), feedback = gradients.gather(World(), {"w": mx.array(array)}, sync, feedback, "a test")
+        (received,), feedback = compression.gather(World(), {"w": mx.array(array)}, sync, feedback, "a test")
         asked, arrived = asked + array.astype(np.float64), arrived + np.array(received["w"], np.float64)
     np.testing.assert_allclose(arrived + np.array(feedback["w"]), asked, rtol=1e-4, atol=1e-3)
     assert np.abs(arrived - asked).max() < (0.05 if kind == "int8" else 40)
@@ -84,7 +84,7 @@ def test_a_descent_with_feedback_arrives_where_plain_descent_does() -> None:
     for kind, remember in (("none", True), ("topk", True), ("topk", False)):
         x, feedback = mx.zeros(64), {}
         for _ in range(3000):
-            (sent,), left_out = gradients.gather(
+            (sent,), left_out = compression.gather(
                 World(),
                 {"x": scales * (x - target)},
                 SyncSettings(compression=kind, topk_fraction=0.02),

@@ -12,12 +12,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from lib.distributed.collectives import Collectives
 from lib.distributed.links import Links, PairLinks, links_of
-from lib.distributed.pipelined_world import pipelined
-from lib.distributed.world import World, neighbour_pairs
+from lib.distributed.world import Collectives, World, neighbour_pairs
 from lib.model import pipeline_stage
 from lib.plan.pipeline_schedule import depths, operations
+from lib.training.divided_world import pipelined
 from tests.test_pipeline import CUTS, DPO, SFT, assert_equals_whole, folder_of
 
 mpi = pytest.mark.mpi(min_size=2)

@@ -305,7 +305,7 @@ def test_a_run_says_that_a_display_is_lit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     macs.is_mac(monkeypatch, tmp_path / "bin", LIT)
-    monkeypatch.setattr("lib.distributed.sharded_model.metal.keep_wired", lambda setting, size: False)
+    monkeypatch.setattr("lib.training.divided_world.metal.keep_wired", lambda setting, size: False)
     words = ["--config", str(tiny.config_file(tmp_path)), *tiny.settings(tmp_path), "--dry-run"]
     assert train.main(words) == 0
     assert "Color LCD" in capsys.readouterr().out

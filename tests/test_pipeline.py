@@ -23,13 +23,13 @@ from lib.data.collate import Batch, collate
 from lib.data.dataset import Example
 from lib.distributed.compression import BLOCK
 from lib.distributed.links import Links
-from lib.distributed.pipelined_world import InStages, PipelinedWorld, pipelined
 from lib.distributed.world import World
 from lib.evaluate import command
 from lib.model import backward_order, pipeline_stage, token_stream
 from lib.model import load as load_module
 from lib.system.out_of_memory import Limit, OutOfMemory
 from lib.training import checkpoint, pipelined_step
+from lib.training.divided_world import InStages, PipelinedWorld, pipelined
 from lib.training.step import MicroBatch, Step
 from tests import rounding, tiny
 from tests.test_shard import (

@@ -22,7 +22,6 @@ from lib.config import load, schema
 from lib.data.collate import Batch, collate
 from lib.data.dataset import Example
 from lib.distributed import world as world_module
-from lib.distributed.sharded_world import ShardedWorld, sharded
 from lib.distributed.world import World
 from lib.errors import Stopped, UserError
 from lib.evaluate import command
@@ -31,6 +30,7 @@ from lib.model import adapters as adapters_module
 from lib.model import load as load_module
 from lib.model import logps as logps_module
 from lib.training import step as step_module
+from lib.training.divided_world import ShardedWorld, sharded
 from tests import rounding, tiny
 from tests.test_plan import LLAMA_8B
 from tests.tiny import difference, model_folder, steps_of

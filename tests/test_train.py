@@ -22,7 +22,7 @@ from mlx_lm.models import base
 
 from lib.config import load
 from lib.data.dataset import in_memory
-from lib.distributed import gradients as exchange
+from lib.distributed import compression as exchange
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate import command as evaluate

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import math
 import os
 import signal
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
-from lib.distributed import agent_heartbeat, heartbeat, ring_sockets, ring_start
-from lib.distributed.checked_sums import CheckedSums, different
-from lib.distributed.collectives import Collectives, buckets, no_group
-from lib.distributed.run_secret import run_secret
+from lib.distributed import heartbeat
 from lib.errors import AgreedError, Stopped, UserError, shown
-from lib.model.partition import Holders, Part
 from lib.system.mpi_and_blas import Launch
 from lib.system.network import distinct_names, host_name, machine_id
 
@@ -34,6 +30,205 @@ TEXT_BYTES = 1024
 # GATHER_SECONDS, half as much after another.
 GATHERED_BYTES, MOST_GATHERED_BYTES = 2**17, 2**25
 GATHER_SECONDS = 0.25
+
+
+BUCKET_BYTES = 256 * 2**20  # a collective's largest buffer: full-model gradients are not copied whole
+ALIGNED_BYTES = 8  # a GPU reads a number only at a multiple of its size
+
+
+@dataclass
+class Traffic:
+    """What this rank has sent so far, as ring algorithms do it; others may send more or less."""
+
+    bytes_sent: int = 0
+
+
+class ArrayPart(Protocol):
+    """What ranks hold of a whole array (lib/model/partition.py)."""
+
+    def size(self, rank: int) -> int:
+        """How much of it a rank holds; 0 is nothing."""
+
+    def of(self, whole: Any, rank: int) -> Any:
+        """A rank's part of a whole array."""
+
+    def shape(self, of_any: Sequence[int], rank: int | None = None) -> tuple[int, ...]:
+        """The shape of the whole array, or of a rank's part."""
+
+
+def no_group() -> Any:
+    """Of a world of one."""
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """What ranks do with arrays together; `group` is MLX's."""
+
+    rank: int = 0
+    size: int = 1
+    group: Callable[[], Any] = field(default=no_group, compare=False)
+    stream: Any = None
+    timeout_seconds: float = 600.0
+    backend: str = ""
+    traffic: Traffic = field(default_factory=Traffic, compare=False)
+
+    def all_sum(self, array: mx.array, what: str) -> mx.array:
+        """The sum over all ranks, evaluated. `what` names the wait if it never ends."""
+        if self.size == 1:
+            return array
+        mx.eval(array)
+        self.traffic.bytes_sent += 2 * array.nbytes * (self.size - 1) // self.size
+        with self.deadline(what):
+            total = mx.distributed.all_sum(array, group=self.group(), stream=self.stream)
+            mx.eval(total)
+        return total
+
+    def gather_arrays(self, arrays: list[mx.array], what: str) -> list[list[mx.array]]:
+        """Every rank's arrays, in rank order, bit for bit. They have the same shapes and types everywhere."""
+        if self.size == 1:
+            return [arrays]
+        gathered: list[list[mx.array]] = [[] for _ in range(self.size)]
+        for bucket in buckets([array.nbytes for array in arrays]):
+            own = [arrays[i] for i in bucket]
+            flat = packed(own)
+            mx.eval(flat)
+            for rank, theirs in enumerate(self._gathered_bits(flat, what)):
+                gathered[rank] += unpacked(theirs, own)
+        return gathered
+
+    def _gathered_bits(self, flat: mx.array, what: str) -> Iterable[mx.array]:
+        """Every rank's bits, uint8 [n], in rank order."""
+        self.traffic.bytes_sent += flat.nbytes * (self.size - 1)
+        with self.deadline(what):
+            together = mx.distributed.all_gather(flat, group=self.group(), stream=self.stream)
+            mx.eval(together)
+        return together.reshape(self.size, -1)
+
+    def sum_arrays(self, arrays: list[mx.array], what: str, dtype: mx.Dtype = mx.float32) -> list[mx.array]:
+        """Each array's sum over all ranks, in `dtype`: it is added up in this type, hop by hop."""
+        if self.size == 1:
+            return arrays
+        summed = list(arrays)
+        for bucket in buckets([array.size * dtype.size for array in arrays]):
+            flat = self.all_sum(mx.concatenate([arrays[i].astype(dtype).reshape(-1) for i in bucket]), what)
+            ends = np.cumsum([arrays[i].size for i in bucket]).tolist()
+            for i, part in zip(bucket, mx.split(flat, ends[:-1]), strict=True):
+                summed[i] = part.reshape(arrays[i].shape)
+        return summed
+
+    def broadcast(self, tree: Any) -> Any:
+        """Rank 0's arrays, on every rank. Trees have the same names, shapes and dtypes everywhere."""
+        if self.size == 1:
+            return tree
+        # By name: a tree that was read from a file may hold the same arrays in another order.
+        leaves = sorted(tree_flatten(tree), key=lambda leaf: leaf[0])
+        for bucket in buckets([array.nbytes for _, array in leaves]):
+            own = [leaves[i][1] for i in bucket]
+            for i, array in zip(bucket, unpacked(self._of_rank_0(packed(own)), own), strict=True):
+                leaves[i] = (leaves[i][0], array)
+        return tree_unflatten(leaves)
+
+    def _of_rank_0(self, flat: mx.array) -> mx.array:
+        """Rank 0's packed bytes, on every rank. They are as many everywhere."""
+        # Bits, because a sum would lose NaN and -0.0; as int32, because not every backend sums uint8. The sum of
+        # one number and zeros is that number in any order.
+        bits = mx.view(flat, mx.int32)
+        return mx.view(self.all_sum(bits if self.rank == 0 else mx.zeros_like(bits), "rank 0's arrays"), mx.uint8)
+
+    def sum_gradients(self, gradients: Any, sums: mx.array) -> tuple[Any, mx.array]:
+        """Sums a tree of float32 gradients and a float32 vector over all ranks.
+
+        Both travel in the same buffers, so that one collective serves a LoRA step.
+        """
+        if self.size == 1:
+            return gradients, sums
+        leaves = sorted(tree_flatten(gradients), key=lambda leaf: leaf[0])
+        sums, *summed = self.sum_arrays([sums, *(array for _, array in leaves)], "the sum of the gradients")
+        return tree_unflatten([(name, array) for (name, _), array in zip(leaves, summed, strict=True)]), sums
+
+    def send(self, array: mx.array, rank: int, stream: Any) -> mx.array:
+        """An evaluated array, once another rank has it; nothing is sent before this is evaluated."""
+        self.traffic.bytes_sent += array.nbytes
+        return mx.distributed.send(array, rank, group=self.group(), stream=stream)
+
+    def receive(self, shape: Sequence[int], dtype: mx.Dtype, rank: int, stream: Any) -> mx.array:
+        """What another rank sends next, once this is evaluated."""
+        return mx.distributed.recv(shape, dtype, rank, group=self.group(), stream=stream)
+
+    def split(self, color: int) -> Collectives:
+        """The ranks that give the same color, in their order. All ranks call it."""
+        with self.deadline("all ranks to form groups"):
+            group = self.group().split(color)
+        return replace(self, rank=group.rank(), size=group.size(), group=lambda: group)
+
+    def gather_lazily(self, array: mx.array) -> mx.array:
+        """Every rank's array, one after the other along the first axis, once this is evaluated."""
+        return mx.distributed.all_gather(array, group=self.group(), stream=self.stream)
+
+    @contextlib.contextmanager
+    def deadline(self, what: str, times: int = 1) -> Iterator[None]:
+        """Ends the process with a message if the block outlasts the limit, `times` it. MLX would wait for ever."""
+
+        def give_up() -> None:
+            print(
+                f"error: rank {self.rank} on {host_name()} waited {times * self.timeout_seconds:g} s for {what}; "
+                "another rank is dead, stopped or cut off (raise sync.timeout_seconds if it is only slow); "
+                "go on with --resume",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(1)  # the main thread is inside MLX, where no exception or signal handler can reach it
+
+        timer = threading.Timer(times * self.timeout_seconds, give_up)
+        timer.daemon = True
+        timer.start()
+        try:
+            with heartbeat.waiting(what):
+                yield
+        finally:
+            timer.cancel()
+            timer.join()
+
+    # ---- Inside a graph: nothing is evaluated, and the graphs of all ranks have the same collectives in the same order
+
+    def sum_forward(self, x: mx.array) -> mx.array:
+        """The sum of all ranks' x, whose gradient is everyone's own: Megatron-LM's g (arXiv:1909.08053, section 3)."""
+        return x if self.size == 1 else self._sum_lazily(x)
+
+    def sum_backward(self, x: mx.array) -> mx.array:
+        """x itself, whose gradient is summed over the ranks: Megatron-LM's f."""
+        if self.size == 1:
+            return x
+
+        @mx.custom_function
+        def pass_on(x: mx.array) -> mx.array:
+            return x
+
+        @pass_on.vjp
+        def pass_on_vjp(_: Any, cotangent: mx.array, __: Any) -> mx.array:
+            return self._sum_lazily(cotangent)
+
+        return pass_on(x)
+
+    def agree_forward(self, x: mx.array) -> mx.array:
+        """Rank 0's x, whose gradient is everyone's own: for what decides, and may differ by roundings."""
+        if self.size == 1:
+            return x
+
+        @mx.custom_function
+        def agreed(x: mx.array) -> mx.array:
+            # Zeros wait for x as well, so that all ranks sum in one order.
+            return self._sum_lazily(x if self.rank == 0 else mx.depends([mx.zeros_like(x)], [x])[0])
+
+        @agreed.vjp
+        def agreed_vjp(_: Any, cotangent: mx.array, __: Any) -> mx.array:
+            return cotangent
+
+        return agreed(x)
+
+    def _sum_lazily(self, x: mx.array) -> mx.array:
+        self.traffic.bytes_sent += 2 * x.nbytes * (self.size - 1) // self.size
+        return mx.distributed.all_sum(x, group=self.group(), stream=self.stream)
 
 
 def _added(values: list[mx.array]) -> mx.array:
@@ -50,15 +245,13 @@ class World(Collectives):
 
     def alone(self) -> World:
         """A world of this rank by itself, for work that no other takes part in."""
-        return replace(self, rank=0, size=1, checks=None)
+        return replace(self, rank=0, size=1)
 
     def gather_text(self, text: str, what: str = "a message from every rank") -> list[str]:
         """Every rank's text, cut at 1,024 bytes, in rank order."""
         if self.size == 1:
             return [text]
         encoded = text.encode()[:TEXT_BYTES]
-        if self.checks is not None:
-            return [theirs.decode(errors="replace") for theirs in self.peer_bytes(encoded, what)]
         rows = np.zeros((self.size, TEXT_BYTES), np.int32)  # one a rank
         rows[self.rank, : len(encoded)] = list(encoded)
         gathered = np.array(self.all_sum(mx.array(rows), what))
@@ -68,8 +261,6 @@ class World(Collectives):
         """Every rank's text, whole, in rank order."""
         if self.size == 1:
             return [text]
-        if self.checks is not None:
-            return [theirs.decode() for theirs in self.peer_bytes(text.encode(), what)]
         encoded = np.frombuffer(text.encode(), np.uint8)
         sizes = np.zeros(self.size, np.int32)
         sizes[self.rank] = len(encoded)
@@ -83,8 +274,6 @@ class World(Collectives):
         """Rank 0's text, whole, on every rank."""
         if self.size == 1:
             return text
-        if self.checks is not None:
-            return self.peer_bytes(text.encode() if self.rank == 0 else b"", "rank 0's text")[0].decode()
         encoded = np.frombuffer(text.encode(), np.uint8)
         length = int(self.broadcast({"length": mx.array(len(encoded))})["length"].item())
         mine = encoded if self.rank == 0 else np.zeros(length, np.uint8)
@@ -104,32 +293,19 @@ class World(Collectives):
                 "copy the same files and settings to every host"
             )
 
-    def check_exchanges(self) -> None:
-        """Makes sure that nothing was changed on its way between ranks, of all that was summed and gathered so far.
-
-        Raises:
-            Stopped: something was; names it.
-        """
-        if self.checks is not None:
-            self.finish_messages("the check of what ranks exchanged")
-            with self.deadline("the check of what ranks exchanged"):
-                self.checks.compare()
-
     def require_identical(self, what: str, digest: str) -> None:
-        """Makes sure that all ranks hold the same, by digests that nobody between them can forge (over ring).
+        """Makes sure that all ranks hold the same, by digests.
 
         Raises:
             Stopped: names the first rank that holds something else, and its host.
         """
-        if self.checks is not None:
-            self.finish_messages(f"every rank's {what}")
-            with self.deadline(f"every rank's {what}"):
-                self.checks.require_equal(what, digest)
-            return
         held = [text.partition(" ") for text in self.gather_text(f"{digest} {host_name()}", f"every rank's {what}")]
         for rank, (theirs, _, host) in enumerate(held):
             if theirs != held[0][0]:
-                raise Stopped(different(what, rank, host))
+                raise Stopped(
+                    f"rank {rank} on {host} holds other {what} than rank 0; its memory or its link may be broken: "
+                    "go on from the last checkpoint without this host"
+                )
 
     @property
     def workers(self) -> World:
@@ -160,7 +336,7 @@ class World(Collectives):
 
     # ---- Whole arrays, for a file
 
-    def part(self, name: str) -> Part | Holders | None:
+    def part(self, name: str) -> ArrayPart | None:
         """How an array is divided: a parameter, or what an optimizer keeps for it (PARAMETER.SLOT). Here none is."""
         return None
 
@@ -257,8 +433,7 @@ class World(Collectives):
 
     def _within(self, name: str, own: Mapping[str, mx.array], shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
         """A whole array of which this rank has its part alone, zeros elsewhere."""
-        part = self.part(name)
-        assert isinstance(part, Part)
+        part: Any = self.part(name)
         array = own.get(name, mx.zeros(part.shape(shape, self.rank), dtype))  # other ranks may keep all of it
         around = [(0, 0)] * array.ndim
         around[part.axis] = (part.bounds[self.rank], part.bounds[-1] - part.bounds[self.rank + 1])
@@ -290,7 +465,6 @@ def start(launch: Launch, timeout_seconds: float = 600.0) -> World:
 
     Raises:
         RuntimeError: the backend is not there, or the world has another size than the launcher said.
-        UserError: this rank cannot listen at its address of the ring.
     """
     heartbeat.start(launch.rank)
     if launch.backend == "jaccl":  # ends as Ctrl-C does: what RDMA holds is given back, not left to the kernel
@@ -299,43 +473,15 @@ def start(launch: Launch, timeout_seconds: float = 600.0) -> World:
         return World(timeout_seconds=timeout_seconds)
     stream = mx.gpu if launch.backend == "nccl" else mx.cpu
     world = World(launch.rank, launch.size, no_group, stream, timeout_seconds, launch.backend or "")
-    init = functools.partial(
-        _group, launch, functools.partial(mx.distributed.init, strict=True, backend=launch.backend)
-    )
     with world.deadline(f"all {launch.size} ranks to join over {launch.backend}"):
-        if launch.backend == "ring":
-            secret = run_secret() or ring_start.NO_SECRET
-            addresses = _ring_addresses()
-            met = ring_start.meet(launch.rank, addresses, secret)
-            agent_heartbeat.watch(met.connections(addresses))
-            ring = functools.partial(ring_sockets.opened, launch.rank, launch.size, met.before, met.after, init)
-            # Not before it is needed: it takes a while, and small arrays travel as messages.
-            return replace(world, group=functools.cache(ring), checks=CheckedSums(met.messages, secret))
-        group = init()
-        return replace(world, group=lambda: group)
-
-
-def _group(launch: Launch, init: Callable[[], Any]) -> Any:
-    """MLX's group, as the launcher described it.
-
-    Raises:
-        RuntimeError: it has another size or rank.
-    """
-    group = init()
+        group = mx.distributed.init(strict=True, backend=launch.backend or "any")
     if group.size() != launch.size or group.rank() != launch.rank:
         raise RuntimeError(
             f"the launcher started rank {launch.rank} of {launch.size}, but MLX's {launch.backend} backend sees "
             f"rank {group.rank()} of {group.size()}; is the MPI that launched this the one in MLX_MPI_LIBNAME "
             f"({os.environ.get('MLX_MPI_LIBNAME', 'unset')})?"
         )
-    return group
-
-
-def _ring_addresses() -> list[list[tuple[str, int]]]:
-    """Every rank's addresses in the file that the ring reads."""
-    ranks = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text(encoding="utf-8"))
-    split = [[address.rpartition(":") for address in addresses] for addresses in ranks]
-    return [[(host, int(port)) for host, _, port in addresses] for addresses in split]
+    return replace(world, group=lambda: group)
 
 
 def neighbour_pairs(world: World) -> dict[int, Collectives]:
@@ -357,3 +503,31 @@ def host_names(world: World) -> list[str]:
     """The host of every rank, in their order; two machines of one name are two."""
     own = json.dumps([host_name(), machine_id()])
     return distinct_names([tuple(json.loads(text)) for text in world.gather_text(own, "the hosts' names")])
+
+
+def packed(arrays: Sequence[mx.array]) -> mx.array:
+    """The bits of arrays as uint8, one after the other; each begins at a multiple of ALIGNED_BYTES."""
+    bits = [mx.view(array.reshape(-1), mx.uint8) for array in arrays]
+    return mx.concatenate([piece for own in bits for piece in (own, mx.zeros(-own.size % ALIGNED_BYTES, mx.uint8))])
+
+
+def unpacked(flat: mx.array, like: Sequence[mx.array]) -> list[mx.array]:
+    """What packed was given, by arrays of the same shapes and types."""
+    begins = np.cumsum([0, *(-(-array.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES for array in like)]).tolist()
+    return [
+        mx.view(flat[begin : begin + array.nbytes], array.dtype).reshape(array.shape)
+        for begin, array in zip(begins, like, strict=False)
+    ]
+
+
+def buckets(sizes: list[int], most_bytes: int | None = None) -> list[list[int]]:
+    """Consecutive indices whose sizes together stay within a bucket's bytes (a larger one stands alone)."""
+    buckets: list[list[int]] = []
+    room = 0
+    for i, size in enumerate(sizes):
+        if size > room or not buckets:
+            buckets.append([])
+            room = most_bytes or BUCKET_BYTES
+        buckets[-1].append(i)
+        room -= size
+    return buckets

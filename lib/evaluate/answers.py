@@ -13,11 +13,11 @@ from lib.config.schema import Config
 from lib.data.answer_questions import Question
 from lib.data.row_order import divide_rows
 from lib.data.text_tokens import Tokenizer
-from lib.distributed.sharded_world import Lockstep
 from lib.distributed.world import World
 from lib.evaluate.judges import extract
 from lib.system import out_of_memory
 from lib.telemetry.run_records import PerformanceTracker
+from lib.training.divided_world import Lockstep
 from lib.training.progress_display import RunConsole
 
 SAMPLE_WIDTH = 160  # columns of a sample's line, in a file

@@ -34,7 +34,6 @@ from lib.data.sources import Records
 from lib.data.stamped_tokens import require_own
 from lib.data.text_tokens import Tokenizer
 from lib.data.tokenize import Encoder, limits_of
-from lib.distributed.sharded_world import Lockstep
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate.choose_judge import scorer_of
@@ -46,6 +45,7 @@ from lib.model.logps import completion_logps
 from lib.model.token_stream import arrays_of
 from lib.system import metal, out_of_memory
 from lib.training import losses, reference_model
+from lib.training.divided_world import Lockstep
 from lib.training.known_tokens import vocabulary
 from lib.training.objective import objective
 from lib.training.progress_display import RunConsole

@@ -35,7 +35,6 @@ from lib.data.dataset import load_dataset
 from lib.data.mismatched import with_mismatched
 from lib.data.text_tokens import Tokenizer
 from lib.data.tokenize import limits_of
-from lib.distributed import sharded_model
 from lib.distributed.world import World, host_names, start
 from lib.errors import UserError
 from lib.evaluate import batch_inference, harness_tasks, win_rate
@@ -51,7 +50,7 @@ from lib.model import (
 from lib.model import load as load_module
 from lib.plan import calibration
 from lib.system import command_errors, files, mpi_and_blas
-from lib.training import losses
+from lib.training import divided_world, losses
 from lib.training.find_checkpoint import find
 from lib.training.known_tokens import vocabulary
 from lib.training.objective import Metrics
@@ -119,7 +118,7 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
     shares = [1] * world.workers.size
     reference = None
     if wants_reference:
-        reference_model = sharded_model.load_reference(settings, world)
+        reference_model = divided_world.load_reference(settings, world)
         with say.counting("reference log-probabilities", len(dataset)) as progress:
             reference = dataset_logps(reference_model, dataset, world, shares, settings, progress)
         del reference_model  # two models need not lie in memory at once
@@ -168,7 +167,7 @@ def _policy(
             adapter_files.load_trained(model, Path(options.run), "--run")
         elif settings.model.adapter is not None:
             adapters.make_trainable(model, settings.model, settings.train.seed)
-    return model, sharded_model.divided(model, parts, world, settings.metal.wired)
+    return model, divided_world.divided(model, parts, world, settings.metal.wired)
 
 
 def _exact_match(
@@ -231,7 +230,7 @@ def _load_whole(settings: Config, run: Path | None, with_reference: bool, world:
     """As DividedModel.load, where every rank has the whole model."""
     with world.agreeing("loading the model"):
         model = load_module.load(settings.model, settings.train.seed)
-        sharded_model.divided(model, None, world, settings.metal.wired)
+        divided_world.divided(model, None, world, settings.metal.wired)
         reference: Any = {} if with_reference else None
         if run is not None or settings.model.adapter is not None:
             adapters.make_trainable(model, settings.model, settings.train.seed)

@@ -16,16 +16,15 @@ import mlx.nn as nn
 import numpy as np
 
 from lib.config.schema import Config
-from lib.distributed import sharded_model
-from lib.distributed.pipelined_world import pipelined
-from lib.distributed.sharded_world import sharded
 from lib.distributed.world import World, host_names
 from lib.evaluate.batch_inference import FileFigures
 from lib.evaluate.work_journal import Lines, opened_journal
 from lib.model import adapter_files, adapters, load
 from lib.model.partition import Division, Part
 from lib.plan.first_plan import sharded_plan, stage_blocks
+from lib.training import divided_world
 from lib.training.checkpoint import file_sha256
+from lib.training.divided_world import pipelined, sharded
 from lib.training.progress_display import RunConsole
 
 CHUNKS = 16  # of a group: between groups the ranks synchronise, and what is finished is kept
@@ -82,13 +81,13 @@ class DividedModel:
                 adapter_files.load_trained(model, run, "--run")
             digests = [load.fingerprint(settings.model, settings.train.seed)]
             digests += [file_sha256(adapter / adapter_files.ADAPTER_WEIGHTS)] if adapter else []
-        world = sharded_model.divided(model, parts, world, settings.metal.wired)
+        world = divided_world.divided(model, parts, world, settings.metal.wired)
         model.eval()
         if not with_reference:
             return cls(model, None, world, tuple(digests))
         if settings.model.reference == "initial":
             return cls(model, _own_part(start, model, world), world, tuple(digests))
-        reference = sharded_model.load_reference(settings, world)
+        reference = divided_world.load_reference(settings, world)
         digests.append(load.reference_fingerprint(settings.model, settings.train.seed))
         return cls(model, reference.eval(), world, tuple(digests))
 

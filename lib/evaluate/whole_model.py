@@ -9,11 +9,11 @@ import mlx.nn as nn
 
 from lib.config import load
 from lib.config.schema import Config
-from lib.distributed import sharded_model
 from lib.distributed.world import World
 from lib.evaluate import batch_inference
 from lib.model import adapter_files, adapters
 from lib.model import load as load_module
+from lib.training import divided_world
 from lib.training.checkpoint import file_sha256
 
 
@@ -41,7 +41,7 @@ class WholeModel:
         """
         settings = self.settings
         model = load_module.load(settings.model, settings.train.seed)
-        sharded_model.divided(model, None, world, settings.metal.wired)
+        divided_world.divided(model, None, world, settings.metal.wired)
         if self.adapter is not None or settings.model.adapter is not None:
             adapters.make_trainable(model, settings.model, settings.train.seed)
         if self.adapter is not None:

@@ -61,7 +61,7 @@ class RankState:
     status: int | None = None  # once it ended; negative: by that signal
     ended_at: float | None = None  # of one that mpirun started: when it was first seen to be gone
     stopped_since: float | None = None
-    waiting: str | None = None  # what it waits for, in the words of who waits (lib/distributed/collectives.py)
+    waiting: str | None = None  # what it waits for, in the words of who waits (lib/distributed/world.py)
     waiting_since: float = 0.0
     beats: bool = False  # it is one of ours, and reports what it waits for
     passing: str | None = None  # the pass through the model that it is in, in the words of its caller

@@ -40,11 +40,20 @@ def main() -> None:
         relaxed = metal.relaxes(train_arguments.parse(expected["command"][1:], None))
     mpi_and_blas.prepare(relaxed, expected.get("local_ranks"))
     # All that train.py imports on its way.
-    from lib.distributed import sharded_model  # noqa: F401
     from lib.evaluate import evaluator  # noqa: F401
     from lib.plan import first_plan  # noqa: F401
     from lib.rollouts import rounds  # noqa: F401
-    from lib.training import kernels, loop, preload, reference_model, report, resume, step_retries, summary  # noqa: F401
+    from lib.training import (  # noqa: F401
+        divided_world,  # noqa: F401
+        kernels,
+        loop,
+        preload,
+        reference_model,
+        report,
+        resume,
+        step_retries,
+        summary,
+    )
 
     words = expected["command"]
     if words and Path(words[0]).resolve() == ROOT / "train.py":

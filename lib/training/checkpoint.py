@@ -30,7 +30,7 @@ from lib.config.load import dump
 from lib.config.schema import Config
 from lib.data.row_order import Position
 from lib.distributed import heartbeat
-from lib.distributed.gradients import Arrays
+from lib.distributed.compression import Arrays
 from lib.distributed.world import Described, World
 from lib.errors import AgreedError, UserError
 from lib.model import adapter_files

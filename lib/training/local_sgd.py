@@ -28,7 +28,7 @@ from mlx.utils import tree_flatten
 
 from lib.config.schema import Config
 from lib.data.row_order import Position
-from lib.distributed.gradients import Arrays
+from lib.distributed.compression import Arrays
 from lib.distributed.world import World
 from lib.errors import AgreedError, Stopped, UserError
 from lib.model import adapter_files

@@ -278,7 +278,6 @@ class TrainingLoop:
             On rank 0 what summary.json holds.
         """
         run, config, world, tracker = self.run, self.run.config, self.run.world, self.run.tracker
-        world.check_exchanges()
         report.warn_of_the_end(run.say, run.own_step, self.latest.get("kl"))
         ending = summary.Ending(self.final_step, self.latest, self.early_end())
         totals = tracker.totals() | (self.latest if run.is_never_merged else {})

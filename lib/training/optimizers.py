@@ -13,7 +13,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_merge, tree_unflatten
 
 from lib.config.schema import TrainSettings
-from lib.distributed.collectives import buckets
+from lib.distributed.world import buckets
 from lib.errors import UserError
 
 BLOCK = 256  # numbers that share a largest one

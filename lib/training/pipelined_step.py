@@ -21,10 +21,10 @@ from lib.config.schema import SyncSettings, TrainSettings
 from lib.data.collate import Batch
 from lib.distributed import compression, heartbeat
 from lib.distributed.links import Links
-from lib.distributed.pipelined_world import InStages
 from lib.model.token_stream import StreamInputs, arrays_of, hidden_states
 from lib.plan.pipeline_schedule import operations
 from lib.system.out_of_memory import Limit
+from lib.training.divided_world import InStages
 from lib.training.objective import SUMS, figures_of, loss_and_sums
 from lib.training.step import MicroBatch, Step, StepResult, Tree, Watching, arrays_beside, is_compiled
 

@@ -30,7 +30,6 @@ from lib.data.streaming import StreamedDataset, is_streamed, open_held_out, open
 from lib.data.template_facts import facts_of, picture
 from lib.data.text_tokens import Tokenizer
 from lib.data.tokenize import Encoder, Vocabulary, limits_of
-from lib.distributed import ring_sockets
 from lib.errors import UserError
 from lib.model import adapters, load, token_stream
 from lib.system import hardware, model_folder, provenance
@@ -113,8 +112,6 @@ def read(words: Sequence[str]) -> None:
     load.fingerprint(config.model, config.train.seed)
     load.reference_fingerprint(config.model, config.train.seed)
     _ahead = Ahead(state, data, model)
-    if config.strategy in ("sharded", "pipelined"):
-        ring_sockets.prepare()
 
 
 def is_small(weights_bytes: int, free_bytes: int) -> bool:

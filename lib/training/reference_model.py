@@ -22,16 +22,15 @@ from lib.data.dataset import Dataset
 from lib.data.prompts import Prompts
 from lib.data.row_order import micro_batches, split
 from lib.data.streaming import StreamedDataset
-from lib.distributed import sharded_model
-from lib.distributed.gradients import Arrays
-from lib.distributed.sharded_world import Lockstep
+from lib.distributed.compression import Arrays
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.model import adapter_files, load
 from lib.model.logps import completion_logps, completion_token_logps
 from lib.model.token_stream import StreamInputs, arrays_of, cannot_share_prompts, length_multiple
 from lib.system import files, metal, out_of_memory
-from lib.training import losses
+from lib.training import divided_world, losses
+from lib.training.divided_world import Lockstep
 from lib.training.inputs import Inputs
 from lib.training.step import MicroBatch
 
@@ -162,7 +161,7 @@ def reference_logps(
     is_new = logps is None
     if logps is None:
         named = settings.model.reference != "initial"
-        model = sharded_model.load_reference(settings, world) if named else policy
+        model = divided_world.load_reference(settings, world) if named else policy
         with counting(f"reference log-probabilities of {Path(dataset.path).name}", len(dataset)) as progress:
             logps = dataset_logps(model, dataset, world, shares, settings, progress)
     with world.agreeing("keeping the reference's log-probabilities"):
@@ -247,7 +246,7 @@ def asked(
     is_late = settings.reference_sync_steps or data.is_estimated or train.loss == "grpo"
     if not losses.needs_reference(train) or not is_late:
         return None
-    reference = sharded_model.load_reference(settings, world) if named else policy
+    reference = divided_world.load_reference(settings, world) if named else policy
     if named and batches.shares_prompts and (why_not := layout(reference, settings.data, world).why_not):
         raise UserError(f"model.reference={settings.model.reference}: {why_not}; set data.shared_prompts=false")
     reference.eval()

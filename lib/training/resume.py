@@ -17,7 +17,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
 from lib.distributed import heartbeat
-from lib.distributed.gradients import Arrays
+from lib.distributed.compression import Arrays
 from lib.distributed.world import Described, World
 from lib.errors import AgreedError, UserError
 from lib.model import adapter_files, backward_order

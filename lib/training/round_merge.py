@@ -12,9 +12,8 @@ import numpy as np
 from mlx.utils import tree_unflatten
 
 from lib.config.schema import Config, ModelSettings
-from lib.distributed import gradients
-from lib.distributed.compression import decode, encode
-from lib.distributed.gradients import Arrays
+from lib.distributed import compression
+from lib.distributed.compression import Arrays, decode, encode
 from lib.distributed.world import World
 from lib.model import adapter_files
 from lib.model.adapter_layers import rank_of
@@ -128,7 +127,7 @@ class Merger:
             if sync.compression != "none":
                 own = {name: own[name] - begun[name] for name in names}
             feedback = {name: self.feedback[name] for name in names if name in self.feedback}
-            arrived, left_out = gradients.gather(self.world, own, sync, feedback, "the merge")
+            arrived, left_out = compression.gather(self.world, own, sync, feedback, "the merge")
             self.feedback |= left_out
             errors.lost += sum(mx.square(own[n] - arrived[self.world.rank][n]).sum().item() for n in names)
             errors.whole += sum(mx.square(own[n]).sum().item() for n in names)

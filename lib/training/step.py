@@ -19,9 +19,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from lib.config.schema import SyncSettings, TrainSettings
 from lib.data.collate import Batch
-from lib.distributed import gradients as exchange
-from lib.distributed.pipelined_world import InStages
-from lib.distributed.sharded_world import Lockstep
+from lib.distributed import compression as exchange
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.model.backbone import embedding_of
@@ -30,6 +28,7 @@ from lib.model.token_stream import StreamInputs, arrays_of
 from lib.system import out_of_memory
 from lib.system.out_of_memory import OutOfMemory
 from lib.training import losses, objective
+from lib.training.divided_world import InStages, Lockstep
 from lib.training.objective import SUMS, Figures, Metrics, figures_of, loss_and_sums, means_of
 from lib.training.optimizers import apply_gradients, evaluate_in_turn, learning_rate
 

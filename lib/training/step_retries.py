@@ -10,12 +10,12 @@ import mlx.core as mx
 
 from lib.data.micro_batches import MicroBatches
 from lib.distributed import heartbeat
-from lib.distributed.pipelined_world import InStages
 from lib.errors import AgreedError, Stopped
 from lib.model import backward_order
 from lib.plan.first_plan import memory_limit
 from lib.system import files, network, out_of_memory
 from lib.system.out_of_memory import OutOfMemory
+from lib.training.divided_world import InStages
 from lib.training.pipelined_step import PipelinedStep, StagePace
 from lib.training.step import MicroBatch, Step, StepResult
 from lib.training.training_run import TrainingRun

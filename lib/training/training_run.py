@@ -11,7 +11,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 
 from lib.config.schema import Config
-from lib.distributed.gradients import Arrays
+from lib.distributed.compression import Arrays
 from lib.distributed.world import World
 from lib.plan.cluster_plan import ClusterPlan
 from lib.plan.replan import Schedule
@@ -129,14 +129,17 @@ class TrainingRun:
             AgreedError: the last one cannot be written.
             Stopped: ranks hold unlike weights, or what they exchanged was changed on its way.
         """
-        self.world.check_exchanges()
         self.count_wall_seconds()
         progress = self.progress
         own: RankArrays | None
         if self.local_sgd is not None:
             own = self.local_sgd.own_arrays(self.optimizer)
         else:  # replicas on unlike machines drift by roundings, so all take rank 0's weights first
-            share(self.world, self.model, self.optimizer, self.reference)
+            if others := share(self.world, self.model, self.optimizer, self.reference):
+                ranks = ", ".join(map(str, others))
+                self.say.warning(
+                    f"rank {ranks} had other weights than rank 0 by rounding; took rank 0's", self.own_step
+                )
             own = {"feedback": self.feedback} if self.config.sync.compression != "none" else None
         plan = self.schedule.at(progress.step + 1).to_dict()
         state = TrainingState(self.config, progress, self.model, self.optimizer, plan, own, self.reference)

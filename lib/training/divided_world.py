@@ -1,0 +1,304 @@
+"""Ranks that hold parts of one model: together they are one worker.
+
+A sharded model has a part of every block on each rank (lib/model/tensor_parallel.py); a pipelined one has consecutive
+blocks (lib/model/pipeline_stage.py). `divided` leaves each rank its part, and gives the world of ranks that share it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+from lib.config.schema import Config
+from lib.data import tokenizer
+from lib.distributed import heartbeat
+from lib.distributed.links import Links, links_of
+from lib.distributed.world import Described, World
+from lib.model import load, pipeline_stage, tensor_parallel
+from lib.model.partition import Division, Holders, Part, apportion, divide, model_shape_of
+from lib.model.pipeline_stage import Stage
+from lib.system import metal
+from lib.system.out_of_memory import OutOfMemory
+
+OWN, SHARED = "own", "shared"  # kinds of trained arrays: of one rank alone; of the first and the last
+Blocks = tuple[int, ...]  # consecutive blocks of each rank
+
+
+@dataclass(frozen=True)
+class ShardedWorld(World):
+    """Ranks that hold parts of one model (lib/model/tensor_parallel.py): every batch goes through all of them.
+
+    Args:
+        division: that the model was divided by.
+        parts: how parameters are divided, by name; the others are whole on every rank.
+        partial: parameters that every rank holds whole, but of whose gradient it makes a part.
+    """
+
+    division: Division | None = None
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    partial: frozenset[str] = frozenset()
+
+    @property
+    def workers(self) -> World:
+        """All ranks as one."""
+        return Lockstep(timeout_seconds=self.timeout_seconds, backend=self.backend, traffic=self.traffic, ranks=self)
+
+    def whole(self, arrays: Mapping[str, mx.array]) -> Described:
+        return self._described_by_rank_0(arrays)
+
+    def part(self, name: str) -> Part | None:
+        return self.parts.get(name) or self.parts.get(name.rpartition(".")[0])
+
+
+def sharded(
+    world: World, division: Division, parts: Mapping[str, Part] | None = None, partial: Iterable[str] = ()
+) -> ShardedWorld:
+    """The world, once its ranks hold parts of a model."""
+    same = {of_world.name: getattr(world, of_world.name) for of_world in fields(World)}
+    return ShardedWorld(**same, division=division, parts=parts or {}, partial=frozenset(partial))
+
+
+@dataclass(frozen=True)
+class Lockstep(World):
+    """Ranks that do the same work at the same time, seen as one. What they may see differently, rank 0 says for all."""
+
+    ranks: ShardedWorld = field(default_factory=ShardedWorld)
+
+    def all_sum(self, array: mx.array, what: str) -> mx.array:
+        return self.ranks.all_sum(array if self.ranks.rank == 0 else mx.zeros_like(array), what)
+
+    def decide(self, x: mx.array) -> mx.array:
+        return self.ranks.agree_forward(x)
+
+    def sum_gradients(self, gradients: Any, sums: mx.array) -> tuple[Any, mx.array]:
+        flat = dict(tree_flatten(gradients))
+        parts = tree_unflatten([(name, g) for name, g in flat.items() if self.kind_of(name) == "partial"])
+        total, sums = self.ranks.sum_gradients(parts, sums if self.ranks.rank == 0 else mx.zeros_like(sums))
+        return tree_unflatten(list((flat | dict(tree_flatten(total))).items())), sums
+
+    def kind_of(self, name: str) -> str:
+        for kind, names in (("partial", self.ranks.partial), ("part", self.ranks.parts)):
+            if name == kind or name in names:
+                return kind
+        return "whole"
+
+    def sum_of_all(self, values: Mapping[str, mx.array]) -> mx.array:
+        once = {name: value for name, value in values.items() if self.kind_of(name) == "part" or self.ranks.rank == 0}
+        return self.ranks.all_sum(super().sum_of_all(once), "the gradient's norm")
+
+    def together(self, what: str, passes: int = 1) -> contextlib.AbstractContextManager[None]:
+        return self._synchronised(what, passes)
+
+    @contextlib.contextmanager
+    def _synchronised(self, what: str, passes: int) -> Iterator[None]:
+        """Ranks synchronise on the CPU first: then a GPU waits inside a pass only for what the parts' times differ by.
+
+        Raises:
+            OutOfMemory: a rank gave up instead.
+        """
+        if self.ranks.all_sum(mx.array(0.0), what).item():
+            raise OutOfMemory("another rank's", (0,))
+        with self.ranks.deadline(what, passes):
+            yield
+
+    def give_up(self, what: str) -> None:
+        """Tells the others, who are about to pass through the model, that this rank's memory does not allow it."""
+        self.ranks.all_sum(mx.array(1.0), what)
+
+
+@dataclass(frozen=True)
+class PipelinedWorld(World):
+    """Ranks that hold consecutive blocks of one model (lib/model/pipeline_stage.py): batches go through one by one.
+
+    Args:
+        links: to the ranks before and after this one.
+        blocks: of each rank.
+        holders: of every parameter of the whole model, the ranks that hold it.
+        loading_seconds: that this rank's blocks took to be read.
+    """
+
+    links: Links = field(default_factory=lambda: Links(World()))
+    blocks: tuple[int, ...] = ()
+    holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    loading_seconds: float = 0.0
+
+    @property
+    def workers(self) -> World:
+        """All ranks as one."""
+        return InStages(timeout_seconds=self.timeout_seconds, backend=self.backend, traffic=self.traffic, ranks=self)
+
+    @property
+    def last(self) -> int:
+        """The rank that knows what comes out of the model."""
+        return self.size - 1
+
+    def all_sum(self, array: mx.array, what: str) -> mx.array:
+        self.links.finish(what)
+        return super().all_sum(array, what)
+
+    def gather_arrays(self, arrays: list[mx.array], what: str) -> list[list[mx.array]]:
+        self.links.finish(what)
+        return super().gather_arrays(arrays, what)
+
+    def from_last(self, array: mx.array, what: str) -> mx.array:
+        """The last rank's array, on every rank, bit for bit where numbers are finite."""
+        return self.all_sum(array if self.rank == self.last else mx.zeros_like(array), what)
+
+    # ---- Whole arrays, for a file
+
+    def part(self, name: str) -> Holders | None:
+        """Of what belongs to one rank, or to the first and the last."""
+        ranks = self.holders.get(name) or self.holders.get(name.rpartition(".")[0])
+        return None if ranks is None or len(ranks) == self.size > 2 else Holders(ranks)
+
+    def whole(self, arrays: Mapping[str, mx.array]) -> Described:
+        mine = [(name, list(a.shape), str(a.dtype).rpartition(".")[2]) for name, a in arrays.items()]
+        texts = self.gather_long_text(json.dumps(mine), "every rank's arrays")
+        all_ranks = {
+            name: (tuple(shape), getattr(mx, dtype)) for text in texts for name, shape, dtype in json.loads(text)
+        }
+        return dict(sorted(all_ranks.items()))
+
+    def align(self, tree: Any) -> Any:
+        """The tree with rank 0's arrays on the last rank, where both hold the same."""
+        flat = dict(tree_flatten(tree))
+        for name in sorted(flat):
+            part = self.part(name)
+            if part is None or len(part.ranks) == 1:
+                continue
+            if self.rank == 0:
+                self.links.send(flat[name], self.last, "what the first and the last rank hold")
+            else:
+                flat[name] = self.links.receive(
+                    flat[name].shape, flat[name].dtype, 0, "what the first and the last rank hold"
+                )
+        return tree_unflatten(list(flat.items())) or {}  # of a rank that trains nothing; else a list
+
+    def _within(self, name: str, own: Mapping[str, mx.array], shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+        part = self.part(name)
+        assert part is not None
+        return own[name] if part.ranks[0] == self.rank else mx.zeros(shape, dtype)
+
+
+def pipelined(
+    world: World, blocks: Sequence[int], stage: Stage | None = None, links: Links | None = None
+) -> PipelinedWorld:
+    """The world, once its ranks hold their blocks of a model."""
+    same = {of_world.name: getattr(world, of_world.name) for of_world in fields(World)}
+    holders = stage.holders if stage else {}
+    return PipelinedWorld(**same, links=links or links_of(world), blocks=tuple(blocks), holders=holders)
+
+
+@dataclass(frozen=True)
+class InStages(Lockstep):
+    """Ranks through which the same work goes one after the other, seen as one. What comes of it the last rank says."""
+
+    ranks: PipelinedWorld = field(default_factory=PipelinedWorld)  # type: ignore[assignment]
+
+    def all_sum(self, array: mx.array, what: str) -> mx.array:
+        return self.ranks.from_last(array, what)
+
+    def decide(self, x: mx.array) -> mx.array:
+        return self.ranks.from_last(x, "the last rank's decision")
+
+    def kind_of(self, name: str) -> str:
+        part = self.ranks.part(name)
+        return "all" if part is None else OWN if len(part.ranks) == 1 else SHARED
+
+    def sum_gradients(self, gradients: Any, sums: mx.array) -> tuple[Any, mx.array]:
+        flat, what = dict(tree_flatten(gradients)), "the gradients that two ranks make a part of"
+        for name in sorted(flat):
+            if len(holders := self._holders(name)) == 2:
+                other = next(rank for rank in holders if rank != self.ranks.rank)
+                theirs = self.ranks.links.exchange(flat[name], other, what)
+                flat[name] = flat[name] + theirs  # the same bits on both: addition commutes
+        return tree_unflatten(list(flat.items())) or {}, self.ranks.from_last(sums, "the sums of a step")
+
+    def sum_of_all(self, values: Mapping[str, mx.array]) -> mx.array:
+        mine = [value for name, value in values.items() if self._counts(name)]
+        return self.ranks.all_sum(sum(mine, mx.array(0.0)), "the gradient's norm")
+
+    def _counts(self, name: str) -> bool:
+        return (*self._holders(name), 0)[0] == self.ranks.rank
+
+    def _holders(self, name: str) -> tuple[int, ...]:
+        """The ranks that hold a trained array, or all arrays of a kind; none where every rank does."""
+        if name in (OWN, SHARED):
+            return (self.ranks.rank,) if name == OWN else (0, self.ranks.last)
+        part = self.ranks.part(name)
+        return part.ranks if part is not None else ()
+
+    def together(self, what: str, passes: int = 1) -> contextlib.AbstractContextManager[None]:
+        """Ranks do not synchronise here: a batch goes on where the one before it has left."""
+        return heartbeat.passing(what, passes)
+
+    def agree_to_go_on(self, what: str) -> None:
+        """Returns when all ranks are here.
+
+        Raises:
+            OutOfMemory: one gave up instead.
+        """
+        began = time.perf_counter()
+        gave_up = self.ranks.all_sum(mx.array(0.0), what).item()
+        self.ranks.links.waited_seconds += time.perf_counter() - began
+        if gave_up:
+            raise OutOfMemory("another rank's", (0,))
+
+
+def divided(model: nn.Module, division: Division | Blocks | None, world: World, wired: str | None = None) -> World:
+    """Leaves every rank its part of a model, which may be loaded lazily; the world of ranks that share it.
+
+    Args:
+        division: of every block, or how many blocks each rank keeps; None: every rank keeps all.
+        wired: on a Mac, whether to keep in memory what MLX holds, by this model's size (metal.wired).
+
+    Raises:
+        AgreedError: the model cannot be divided so.
+    """
+    if isinstance(division, tuple):
+        links = world.links if isinstance(world, PipelinedWorld) else links_of(world)
+        began = time.perf_counter()
+        with world.agreeing("cutting the model"):
+            stage = pipeline_stage.cut(model, division, world.rank, links)
+            mx.eval(model.parameters())
+        world = replace(pipelined(world, division, stage, links), loading_seconds=time.perf_counter() - began)
+    elif division is not None:
+        with world.agreeing("dividing the model"):
+            parts, partial = tensor_parallel.shard(model, division, world)
+        world = sharded(world, division, parts, partial)
+    if wired is not None:
+        metal.keep_wired(wired, sum(array.nbytes for _, array in tree_flatten(model.parameters())))
+    return world
+
+
+def load_reference(settings: Config, world: World) -> nn.Module:
+    """The reference model; in parts, where the policy is.
+
+    Raises:
+        AgreedError: it cannot be loaded or divided, or ranks have unlike ones.
+    """
+    if world.size > 1:
+        world.require_equal("reference model", load.reference_fingerprint(settings.model, settings.train.seed))
+    weights = world.division.weights if isinstance(world, ShardedWorld) and world.division else None
+    if isinstance(world, PipelinedWorld):
+        with world.agreeing("loading the reference"):
+            model = load.load_reference(settings.model, settings.train.seed, lazy=True)
+            count = len(model.layers)
+            blocks = world.blocks if count == sum(world.blocks) else apportion(count, world.blocks, what="blocks")
+            pipeline_stage.cut(model, blocks, world.rank, world.links)
+        return model
+    with world.agreeing("loading the reference"):
+        model = load.load_reference(settings.model, settings.train.seed, lazy=weights is not None)
+        stored = tokenizer.stored_config(load.reference_settings(settings.model))
+        shape = model_shape_of(stored, settings.model.dtype) if weights else None
+        division = divide(shape, weights, settings.model.shard_vocabulary) if shape and weights else None
+    divided(model, division, world)
+    return model
