@@ -115,7 +115,7 @@ def prepare(config: Config, world: World, resume: bool, dry_run: bool) -> Traini
     from lib.distributed import heartbeat
     from lib.distributed.world import host_names
     from lib.evaluate.held_out_metrics import digest_of
-    from lib.model import adapter_files, backward_order, load
+    from lib.model import adapter_files, checkpointing, load
     from lib.model.token_stream import length_multiple
     from lib.plan.first_plan import first_plan
     from lib.plan.memory import Rows
@@ -151,7 +151,7 @@ def prepare(config: Config, world: World, resume: bool, dry_run: bool) -> Traini
     with world.agreeing("loading the model"), say.doing("loading the model"), compiled:
         model = preload.policy(config, lazy=dry_run or plan.divides_model)
         if plan.checkpoints_blocks(world.rank):
-            backward_order.checkpoint_blocks(model)
+            checkpointing.checkpoint_blocks(model)
         optimizer = make_optimizer(config.train)
     report.show_model(say, config, model)
     if dry_run:

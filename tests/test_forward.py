@@ -23,10 +23,11 @@ from lib.config import schema
 from lib.data.collate import Batch, collate
 from lib.data.dataset import Example
 from lib.distributed.world import World
-from lib.model import adapter_files, adapters, lora, swiglu, token_stream
+from lib.model import adapter_files, adapters, lora, patches, token_stream
 from lib.model import load as load_module
 from lib.model import logps as logps_module
-from lib.model.backward_order import checkpoint_blocks
+from lib.model.checkpointing import checkpoint_blocks
+from lib.model.layout import layout_of
 from lib.training import reference_model
 from tests import rounding
 from tests.tiny import model_folder
@@ -175,18 +176,18 @@ def test_a_model_that_needs_every_token_after_its_blocks_gets_them(tmp_path: Pat
             return states + embedding(tokens)
 
     model.model.__class__ = Skipping
-    assert token_stream.cannot_share_prompts(model) is None and not model.ends_early
+    assert token_stream.cannot_share_prompts(model) is None and not layout_of(model).ends_early
     examples = draw(3, 4, shortest_prompt=6)
     assert_equal(model, examples, collate(examples, 4, shared_prompts=True))
 
 
 def test_with_dropout_every_token_goes_through_the_last_block(tmp_path: Path) -> None:
     model = load(tmp_path, "llama", dropout=0.1)
-    assert token_stream.cannot_share_prompts(model) is None and model.ends_early
+    assert token_stream.cannot_share_prompts(model) is None and layout_of(model).ends_early
     inputs = token_stream.arrays_of(collate(draw(3, 4, shortest_prompt=6), 4, shared_prompts=True).inputs)
     drawn = []
     for ends_early in (True, False):
-        model.ends_early = ends_early
+        layout_of(model).ends_early = ends_early
         mx.random.seed(5)
         drawn.append((token_stream.scored_states(model, inputs), mx.array(mx.random.state[0])))
     (first, key), (second, other_key) = drawn
@@ -431,10 +432,10 @@ def test_both_forms_of_the_loss_equal_float64(device: mx.DeviceType, monkeypatch
     assert (np.abs(np.array(slope) - expected) <= sizes[:, None]).all()
 
 
-@pytest.mark.parametrize("ours", [swiglu.lean_swiglu, swiglu.quick_swiglu])
+@pytest.mark.parametrize("ours", [patches.lean_swiglu, patches.quick_swiglu])
 def test_swiglu_equals_mlx_lms_function(tmp_path: Path, ours: Any) -> None:
     model = load(tmp_path, "llama")
-    assert sys.modules[type(model).__module__].swiglu is swiglu.quick_swiglu  # on this CPU
+    assert sys.modules[type(model).__module__].swiglu is patches.quick_swiglu  # on this CPU
     gate = mx.concatenate([mx.random.normal((7, 64)) * 4, mx.array([[-200.0, -30.0, 0.0, 200.0] * 16])])
     x, weight = mx.random.normal((2, *gate.shape))
     (plain,), expected = mx.vjp(lambda gate, x: gate * mx.sigmoid(gate) * x, [gate, x], [weight])

@@ -11,11 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib.config.schema import ModelSettings
-from lib.model import attention_blocks
-from lib.model.attention_blocks import LONG, MULTIPLE, SCORE_BYTES, TILE, block_rows, is_fused
-from lib.model.blocked_attention import causal_attention
+from lib.model import token_stream as attention_blocks
 from lib.model.load import load
-from lib.model.token_stream import cannot_share_prompts, local_attention
+from lib.model.token_stream import (
+    LONG,
+    MULTIPLE,
+    SCORE_BYTES,
+    TILE,
+    block_rows,
+    cannot_share_prompts,
+    causal_attention,
+    is_fused,
+    local_attention,
+)
 from lib.system.hardware import Device
 from tests.tiny import model_folder
 
@@ -41,7 +49,7 @@ def test_blocks_give_what_all_at_once_gives(
 ) -> None:
     inputs = drawn(2, 4, kv_heads, length, positions)
     wanted = both(inputs)
-    monkeypatch.setattr("lib.model.blocked_attention.block_rows", lambda *_: min(rows, length))
+    monkeypatch.setattr("lib.model.token_stream.block_rows", lambda *_: min(rows, length))
     for found, array in zip(both(inputs), wanted, strict=True):
         assert np.linalg.norm(found - array) <= 1e-5 * np.linalg.norm(array)
 
@@ -84,7 +92,7 @@ def test_whole_tiles_give_what_other_lengths_give(length: int, positions: int, m
         lengths.append(queries.shape[2])
         return kernel(queries, *arrays, **options)
 
-    monkeypatch.setattr("lib.model.blocked_attention.is_fused", lambda *_: True)
+    monkeypatch.setattr("lib.model.token_stream.is_fused", lambda *_: True)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", noted)
     for found, array in zip(both(inputs), wanted, strict=True):
         assert np.linalg.norm(found - array) <= 1e-5 * np.linalg.norm(array)
@@ -97,7 +105,7 @@ def test_a_kernels_blocks_give_what_all_at_once_gives(
 ) -> None:
     inputs, sinks = drawn(2, 4, 2, length, positions), mx.array([0.5, -1.0, 0.0, 2.0])
     wanted, with_sinks = both(inputs), causal_attention(*inputs, scale=0.35, sinks=sinks)
-    monkeypatch.setattr("lib.model.blocked_attention.is_fused", lambda *_: True)
+    monkeypatch.setattr("lib.model.token_stream.is_fused", lambda *_: True)
     monkeypatch.setattr(attention_blocks, "FUSED_LONG", 512)
     read, kernel = [], mx.fast.scaled_dot_product_attention
 
@@ -138,7 +146,7 @@ def test_memory_grows_with_the_length_and_not_with_its_square(monkeypatch: pytes
 def test_whole_tiles_with_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, sinks = drawn(2, 4, 2, 9, 11), mx.array([0.5, -1.0, 0.0, 2.0])
     wanted = causal_attention(*inputs, scale=0.35, sinks=sinks)
-    monkeypatch.setattr("lib.model.blocked_attention.is_fused", lambda *_: True)
+    monkeypatch.setattr("lib.model.token_stream.is_fused", lambda *_: True)
     found = causal_attention(*inputs, scale=0.35, sinks=sinks)
     assert found.shape == wanted.shape
     assert mx.linalg.norm(found - wanted).item() <= 1e-5 * mx.linalg.norm(wanted).item()
@@ -149,12 +157,12 @@ def test_whole_tiles_with_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_windows_in_whole_tiles(window: int | None, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = drawn(2, 4, 2, queries, 12)
     wanted = local_attention(*inputs, window, scale=0.35)
-    monkeypatch.setattr("lib.model.blocked_attention.is_fused", lambda *_: True)
+    monkeypatch.setattr("lib.model.token_stream.is_fused", lambda *_: True)
     found = local_attention(*inputs, window, scale=0.35)
     assert mx.linalg.norm(found - wanted).item() <= 1e-5 * mx.linalg.norm(wanted).item()
 
 
 def test_a_stream_in_whole_tiles_is_still_as_whole_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lib.model.blocked_attention.is_fused", lambda *_: True)
+    monkeypatch.setattr("lib.model.token_stream.is_fused", lambda *_: True)
     model = load(ModelSettings(path=str(model_folder(tmp_path)), random_init=True), 0)
     assert cannot_share_prompts(model) is None

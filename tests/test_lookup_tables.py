@@ -16,7 +16,7 @@ from lib.data.model_limits import ModelLimits
 from lib.data.record_formats import Unusable
 from lib.evaluate import command
 from lib.model import load as load_module
-from lib.model.lookup_tables import TableSizes, bounded
+from lib.model.lookup_tables import bounded
 from tests import tiny
 from tests.test_forward import FAMILIES
 
@@ -69,17 +69,6 @@ def test_a_table_of_positions_is_known_by_what_it_is_asked_for(
     assert load_module.table_sizes(settings) == (48, positions)
 
 
-class Offset(nn.Module):
-    """As OPT has it: two rows come before the first position."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.places, self.words = nn.Embedding(12, 4), nn.Embedding(48, 4)
-
-    def __call__(self, tokens: mx.array) -> mx.array:
-        return self.words(tokens) + self.places(mx.arange(tokens.shape[1]) + 2)
-
-
 def test_a_model_is_loaded_once_for_its_tables_until_its_files_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,14 +81,6 @@ def test_a_model_is_loaded_once_for_its_tables_until_its_files_change(
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"changed": True}))
     assert load_module.table_sizes(settings) == sizes[0] and len(loaded) == 2
-
-
-def test_rows_before_the_first_position_are_none() -> None:
-    model = Offset()
-    assert bounded(model) == TableSizes(48, 10)
-    assert mx.array_equal(
-        model.places(mx.array([-5, 0, 11, 12, 10**6])), model.places.weight[mx.array([0, 0, 11, 11, 11])]
-    )
 
 
 def test_padding_reads_no_other_memory(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from lib.distributed import heartbeat
 from lib.distributed.world import World
 from lib.launch import host_ranks, rank_faults
 from lib.launch.memory_watch import MemoryWatch
-from lib.model import backward_order
+from lib.model import checkpointing
 from lib.plan import calibration, memory_ceilings
 from lib.plan.calibration import BatchCurve, Ceiling, CurveKey, HostCalibration
 from lib.plan.cluster_plan import ClusterPlan
@@ -368,9 +368,9 @@ def test_down_to_one_pair_then_checkpointing_then_a_clear_end(
 ) -> None:
     _, words = free
     recomputed: list[Any] = []
-    checkpoint_blocks = backward_order.checkpoint_blocks
+    checkpoint_blocks = checkpointing.checkpoint_blocks
     monkeypatch.setattr(
-        backward_order, "checkpoint_blocks", lambda model: (checkpoint_blocks(model), recomputed.extend(model.layers))
+        checkpointing, "checkpoint_blocks", lambda model: (checkpoint_blocks(model), recomputed.extend(model.layers))
     )
     monkeypatch.setattr(mx, "get_peak_memory", lambda: 3 * 10**9)  # planned to fit, and whatever is tried does not
     words = [*words, f"plan.calibration_dir={tmp_path}", f"run.dir={tmp_path}/runs", "plan.memory_limit_gb=1"]

@@ -25,8 +25,9 @@ from lib.distributed.compression import BLOCK
 from lib.distributed.links import Links
 from lib.distributed.world import World
 from lib.evaluate import command
-from lib.model import backward_order, pipeline_stage, token_stream
+from lib.model import checkpointing, pipeline_stage, token_stream
 from lib.model import load as load_module
+from lib.model.layout import layout_of
 from lib.system.out_of_memory import Limit, OutOfMemory
 from lib.training import checkpoint, pipelined_step
 from lib.training.divided_world import InStages, PipelinedWorld, pipelined
@@ -101,7 +102,7 @@ def sums_and_gradients(
     mx.random.seed(7)  # of the dropout
     step = Step(model.train(), optim.SGD(1.0), train, world)
     if isinstance(world, InStages):
-        in_flight = [model.stage.size - rank for rank in range(model.stage.size)]
+        in_flight = [layout_of(model).stage.size - rank for rank in range(layout_of(model).stage.size)]
         pace = pipelined_step.StagePace(in_flight, recomputes, Limit())
         step = pipelined_step.PipelinedStep(model, optim.SGD(1.0), train, world, schema.SyncSettings(), pace)
     gradients, sums = step.forward_backward("a test's step", made, [], None)
@@ -127,7 +128,7 @@ def assert_equals_whole(
     model, _ = build(path, **changes)
     together = cut(world, model, cuts)
     if checkpointed:
-        backward_order.checkpoint_blocks(model)
+        checkpointing.checkpoint_blocks(model)
     made = batches(1 if train.loss == "sft" else 2, shares_prompts)
     can_share = token_stream.cannot_share_prompts(whole) is None
     assert can_share == (token_stream.cannot_share_prompts(model) is None)

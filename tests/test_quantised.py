@@ -96,7 +96,7 @@ def test_dequantised_products_round_as_plain_ones(dtype: mx.Dtype, choose: Calla
     choose(ALWAYS)
     linear = nn.QuantizedLinear.from_linear(nn.Linear(INPUTS, OUTPUTS, bias=False), 64, 4)
     linear.set_dtype(dtype)
-    quantised.use_own_layers(linear)
+    linear = quantised.own_layer(linear)
     weight = mx.dequantize(linear.weight, linear.scales, linear.biases, 64, 4)
     assert weight.dtype == dtype
     x = mx.random.normal((TOKENS, INPUTS)).astype(dtype)
@@ -107,7 +107,7 @@ def test_dequantised_products_round_as_plain_ones(dtype: mx.Dtype, choose: Calla
 def test_inputs_wider_than_the_weights_are_not_rounded(choose: Callable[[DequantiseFrom], None]) -> None:
     linear = nn.QuantizedLinear.from_linear(nn.Linear(INPUTS, OUTPUTS, bias=False), 64, 4)
     linear.set_dtype(mx.bfloat16)
-    quantised.use_own_layers(linear)
+    linear = quantised.own_layer(linear)
     x = mx.random.normal((TOKENS, INPUTS))
     choose(NEVER)
     wanted = both(linear, x)
@@ -118,7 +118,7 @@ def test_inputs_wider_than_the_weights_are_not_rounded(choose: Callable[[Dequant
 
 def test_a_scale_for_each_expert_is_left_to_mlx(choose: Callable[[DequantiseFrom], None]) -> None:
     layer = QuantizedSwitchLinear(INPUTS, OUTPUTS, EXPERTS, False, 16, 4, "nvfp4", global_scale=True)
-    quantised.use_own_layers(layer)
+    layer = quantised.own_layer(layer)
     choose(ALWAYS)
     with pytest.raises(ValueError, match="gather_qmm.*Global scale is only supported on the GPU"):
         layer(mx.random.normal((TOKENS, 1, INPUTS)), mx.array([0, 0, 1, 2, 2]), True)

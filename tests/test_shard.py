@@ -29,6 +29,7 @@ from lib.model import adapter_files, partition, tensor_parallel, token_stream
 from lib.model import adapters as adapters_module
 from lib.model import load as load_module
 from lib.model import logps as logps_module
+from lib.model.layout import layout_of
 from lib.training import step as step_module
 from lib.training.divided_world import ShardedWorld, sharded
 from tests import rounding, tiny
@@ -166,10 +167,10 @@ def test_the_last_block_sums_no_more_than_the_head_sees(world: World, folder: Pa
     path = folder_of(world, folder, "llama")
     model, _ = build(path)
     together = divide(world, path, model, (1.0, 1.0))
-    assert token_stream.cannot_share_prompts(model) is None and model.ends_early
+    assert token_stream.cannot_share_prompts(model) is None and layout_of(model).ends_early
     batch, sent = batch_of(True), []
     for ends_early in (True, False):
-        model.ends_early, before = ends_early, together.traffic.bytes_sent
+        layout_of(model).ends_early, before = ends_early, together.traffic.bytes_sent
         gradients_of(model, token_stream.arrays_of(batch.inputs))
         sent.append(together.traffic.bytes_sent - before)
     fewer = batch.computed_tokens - len(batch.scored)

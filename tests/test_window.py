@@ -21,6 +21,7 @@ from lib.errors import UserError
 from lib.evaluate import answers
 from lib.model import load as load_module
 from lib.model import logps, token_stream
+from lib.model.layout import layout_of
 from lib.training import reference_model
 from tests import rounding
 from tests.test_forward import draw, load, results_of, weighted
@@ -115,7 +116,7 @@ def test_memory_grows_with_the_length_and_not_with_its_square(tmp_path: Path, sh
     assert token_stream.cannot_share_prompts(model) is None
     short, long = peak_bytes(model, 256, shared), peak_bytes(model, 512, shared)
     assert long < 2.3 * short
-    del model.attention_window
+    layout_of(model).attention_window = None
     assert peak_bytes(model, 512, shared) > 2 * long  # what it would be without
 
 

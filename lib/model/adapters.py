@@ -17,10 +17,10 @@ from lib.errors import UserError
 from lib.model import peft_files, peft_start
 from lib.model.adapter_files import adapter_config, adapter_layers_of, described, load_trained, trainable
 from lib.model.adapter_layers import AdapterLayer, groups, is_uniform, matches, trained_blocks
-from lib.model.backward_order import checkpoint_blocks, order_backward
+from lib.model.checkpointing import checkpoint_blocks, order_backward
 from lib.model.lora import use_low_rank_linear
+from lib.model.patches import use_lean_swiglu
 from lib.model.quantised import use_own_layers
-from lib.model.swiglu import use_own_swiglu
 from lib.system.model_folder import ADAPTER_CONFIG
 
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
@@ -38,7 +38,7 @@ def make_trainable(model: nn.Module, settings: schema.ModelSettings, seed: int) 
     """
     blocks = trained_blocks(settings, len(model.layers))
     model.freeze()
-    use_own_swiglu(model)
+    use_lean_swiglu(model)
     use_own_layers(model)
     if settings.method == "full":
         if any(isinstance(module, nn.QuantizedLinear) for module in model.modules()):

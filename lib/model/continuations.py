@@ -14,8 +14,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from lib.model.layout import layout_of
 from lib.model.logps import head_of
-from lib.model.token_stream import Window, accept_streams, local_attention, rounding_tolerance, run_backbone
+from lib.model.patches import attend_by_cache
+from lib.model.token_stream import Window, local_attention, rounding_tolerance, run_backbone
 
 UNSEEN = -1e30  # a masked score: finite, since a row may see nothing of its prompt through a window
 
@@ -55,7 +57,7 @@ def prefill(model: nn.Module, tokens: mx.array, lengths: mx.array) -> tuple[mx.a
 
     tokens: int32 [P, S], padded on the right; lengths: int32 [P].
     """
-    caches = [_Prefill(getattr(model, "attention_window", None)) for _ in model.layers]
+    caches = [_Prefill(layout_of(model).attention_window) for _ in model.layers]
     hidden = run_backbone(model, tokens, cache=caches)
     last = mx.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1).squeeze(1)
     return head_of(model)(last), [cache.keys for cache in caches], [cache.values for cache in caches]
@@ -66,7 +68,7 @@ def next_logits(model: nn.Module, rows: RowArrays, prompts: PromptArrays) -> tup
 
     The rows that come back have the same `tokens`: who draws the next ones puts them there.
     """
-    layout = _Layout(rows, prompts, getattr(model, "attention_window", None))
+    layout = _Layout(rows, prompts, layout_of(model).attention_window)
     caches = [_Continued(layout, i) for i in range(len(model.layers))]
     logits = model(rows["tokens"][:, None], cache=caches).squeeze(1)
     after: RowArrays = {
@@ -195,7 +197,7 @@ def cannot_continue(model: nn.Module) -> str | None:
 
     It is tried, on random tokens: recurrent layers, or an attention of the family's own, show there.
     """
-    accept_streams(model)
+    attend_by_cache(model)
     long, short = (np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enumerate((5, 3)))
     own = [[7, 2], [3, 9], [4, 4]]  # of the first prompt, the second, the first
     was_training = model.training

@@ -16,6 +16,7 @@ from mlx_lm.utils import load_model
 from lib.config import schema
 from lib.errors import UserError
 from lib.model.adapters import make_trainable
+from lib.model.layout import layout_of
 from lib.model.lookup_tables import TableSizes, bounded
 from lib.model.quantised import use_own_layers
 from lib.system.model_folder import ADAPTER_CONFIG, adapter_weights, resolve, why_unreadable
@@ -95,7 +96,7 @@ def _narrow(model: nn.Module, window: int, path: str) -> None:
                 "of their own; give no less than that"
             )
     sizes = [min(window, cache.max_size) if isinstance(cache, RotatingKVCache) else window for cache in caches]
-    model.attention_window = window
+    layout_of(model).attention_window = window
     model.make_cache = lambda: [RotatingKVCache(max_size=size) for size in sizes]
 
 

@@ -9,10 +9,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from lib.model.backbone import backbone_of, is_frozen, parameters_outside_blocks
+from lib.model.layout import backbone_of, layout_of, parameters_outside_blocks
 from lib.model.quantised import dequantised_once
-from lib.model.tensor_parallel import PositionsPart, VocabularyPart
-from lib.model.token_stream import Replaced, StreamInputs, scored_states
+from lib.model.tensor_parallel import VocabularyPart
+from lib.model.token_stream import Replaced, StreamInputs, after, scored_states
 
 Head = Callable[[mx.array], mx.array]
 
@@ -45,7 +45,7 @@ def completion_logps_and_weights(model: nn.Module, inputs: StreamInputs) -> tupl
     if hidden is None:
         return mx.zeros(inputs["mask"].shape[:2]), mx.zeros(inputs["mask"].shape[:2])
     logps = token_logps(model, hidden, inputs["targets"])
-    still = _after(mx.stop_gradient(hidden), [logps])  # ranks that hold parts sum both, in this order
+    still = after(mx.stop_gradient(hidden), [logps])  # ranks that hold parts sum both, in this order
     with dequantised_once(model, len(hidden), hidden):
         (log_square_sums,) = _of_own_positions(
             model, lambda own, _: [_log_square_sums(model, own)], still, inputs["targets"]
@@ -74,9 +74,14 @@ def completion_token_logps(
 
 def _scored_states(model: nn.Module, inputs: StreamInputs) -> mx.array | None:
     """What the head sees of the scored tokens, [M, D]; None on a rank whose stage has no head."""
-    states = scored_states(model, inputs, getattr(model, "attention_window", None))
-    stage = getattr(model, "stage", None)
+    states = scored_states(model, inputs, layout_of(model).attention_window)
+    stage = layout_of(model).stage
     return states if stage is None or stage.is_last else None
+
+
+def _is_frozen(model: nn.Module) -> bool:
+    """Whether nothing outside of the blocks is trained."""
+    return not parameters_outside_blocks(model)
 
 
 def _summed(figures: mx.array, inputs: StreamInputs) -> mx.array:
@@ -89,12 +94,12 @@ def greedy_logps(model: nn.Module, inputs: StreamInputs) -> tuple[mx.array, mx.a
 
     Of a whole model in evaluation mode.
     """
-    hidden, head = scored_states(model, inputs, getattr(model, "attention_window", None)), head_of(model)
+    hidden, head = scored_states(model, inputs, layout_of(model).attention_window), head_of(model)
     logps: list[mx.array] = []
     are_likeliest: list[mx.array] = []
     with dequantised_once(model, len(hidden), hidden):
         for h, t in _chunks(hidden, inputs["targets"], head(hidden[:1]).shape[-1]):
-            logits = head(_after(h, logps[-1:]))
+            logits = head(after(h, logps[-1:]))
             logps.append(_logps(logits, t))
             are_likeliest.append(mx.argmax(logits, axis=-1) == t)
     of_tokens, likeliest = (mx.take(mx.concatenate(each), inputs["logp_indices"]) for each in (logps, are_likeliest))
@@ -123,20 +128,20 @@ def token_logps(model: nn.Module, hidden: mx.array, targets: mx.array) -> mx.arr
 
 
 def _token_logps(model: nn.Module, head: Head, hidden: mx.array, targets: mx.array) -> mx.array:
-    part = getattr(model, "vocabulary_part", None)
+    part = layout_of(model).vocabulary
     if part is not None:
         return _logps_of_parts(model, part, head, part.ranks.sum_backward(hidden), targets)
     chunks = _chunks(hidden, targets, head(hidden[:1]).shape[-1])
-    if model.training and len(chunks) > 1 and not is_frozen(model):
+    if model.training and len(chunks) > 1 and not _is_frozen(model):
         return _checkpointed(model, head, chunks, _logps)
     outputs: list[mx.array] = []
     for h, t in chunks:
-        if model.training and not is_frozen(model):
+        if model.training and not _is_frozen(model):
             outputs.append(_logps(head(h), t))
         elif model.training:
             outputs.append(_logps_and_logits(head, h, t, outputs[-1:])[0])
         else:
-            outputs.append(_logps(head(_after(h, outputs[-1:])), t))
+            outputs.append(_logps(head(after(h, outputs[-1:])), t))
     return mx.concatenate(outputs)
 
 
@@ -154,7 +159,7 @@ def token_logps_and_entropies(
         head = lambda hidden: unscaled(hidden).astype(mx.float32) / temperature  # noqa: E731
 
     def of_both(hidden: mx.array, targets: mx.array) -> list[mx.array]:
-        if hasattr(model, "vocabulary_part") or not (model.training and is_frozen(model)):
+        if layout_of(model).vocabulary is not None or not (model.training and _is_frozen(model)):
             entropies = _entropies(model, head, mx.stop_gradient(hidden))
             return [_token_logps(model, head, hidden, targets), mx.stop_gradient(entropies)]
         logps: list[mx.array] = []
@@ -176,9 +181,9 @@ def _of_own_positions(
 
     The gradient of a head that is trained is made whole on every rank, as if it were alone.
     """
-    part: PositionsPart | None = getattr(model, "positions_part", None)
+    part = layout_of(model).positions
     bounds = None if part is None else part.bounds(len(targets))
-    if part is None or bounds is None or (model.training and not is_frozen(model)):
+    if part is None or bounds is None or (model.training and not _is_frozen(model)):
         return figures_of(hidden, targets)
     begin, end = bounds
     ranks, around = part.ranks, [(0, 0), (begin, len(targets) - end)]
@@ -207,11 +212,11 @@ def _mean_logp(logits: mx.array) -> tuple[mx.array, mx.array]:
 
 def _entropies(model: nn.Module, head: Head, hidden: mx.array) -> mx.array:
     """The entropy of the next token, float32 [M], without ever holding all logits. hidden: [M, D]."""
-    part = getattr(model, "vocabulary_part", None)
+    part = layout_of(model).vocabulary
     size = head(hidden[:1]).shape[-1] if part is None else part.size
     outputs: list[mx.array] = []
     for h, _ in _chunks(hidden, hidden, size):
-        h = _after(h, outputs[-1:])
+        h = after(h, outputs[-1:])
         if part is None:
             outputs.append(-_mean_logp(head(h))[0])
             continue
@@ -226,11 +231,11 @@ def _entropies(model: nn.Module, head: Head, hidden: mx.array) -> mx.array:
 
 def _log_square_sums(model: nn.Module, hidden: mx.array) -> mx.array:
     """log sum_v pi(v)^2 over the vocabulary, float32 [M]; without ever holding all logits. hidden: [M, D]."""
-    head, part = head_of(model), getattr(model, "vocabulary_part", None)
+    head, part = head_of(model), layout_of(model).vocabulary
     size = head(hidden[:1]).shape[-1] if part is None else part.size
     outputs: list[mx.array] = []
     for h, _ in _chunks(hidden, hidden, size):
-        h = _after(h, outputs[-1:])
+        h = after(h, outputs[-1:])
         if part is None:
             logits = head(h).astype(mx.float32)
         else:
@@ -242,11 +247,6 @@ def _log_square_sums(model: nn.Module, hidden: mx.array) -> mx.array:
             sums = mx.logsumexp(part.ranks.sum_forward(mx.where(own_row, sums[:, None], 0.0)), axis=1)
         outputs.append(sums[1] - 2 * sums[0])
     return mx.concatenate(outputs)
-
-
-def _after(x: mx.array, earlier: Sequence[mx.array]) -> mx.array:
-    """The same array, made after others: MLX would make the logits of many chunks at once, and hold them all."""
-    return mx.depends([x], [mx.stop_gradient(each) for each in earlier])[0] if earlier else x
 
 
 def _chunks(hidden: mx.array, targets: mx.array, vocabulary: int) -> list[tuple[mx.array, mx.array]]:
@@ -295,7 +295,7 @@ def _logps_and_logits(
     head: Head, hidden: mx.array, targets: mx.array, earlier: Sequence[mx.array]
 ) -> tuple[mx.array, mx.array]:
     """Log-probabilities whose gradient is made with them, float32 [M]; and the logits, [M, V], without any."""
-    still = _after(mx.stop_gradient(hidden), earlier)
+    still = after(mx.stop_gradient(hidden), earlier)
     logits = head(still)
     logps, by_logits = _logps_and_slope_of_logits(logits, targets)
     _, (slope,) = mx.vjp(head, [still], [by_logits])
@@ -340,7 +340,7 @@ def _checkpointed(
         parameters, hidden = arrays[: len(names)], arrays[len(names) :]
         outputs: list[mx.array] = []
         for h, t in zip(hidden, targets, strict=True):
-            outputs.append(made_again(parameters, _after(h, outputs[-1:]), t))
+            outputs.append(made_again(parameters, after(h, outputs[-1:]), t))
         return outputs
 
     @of_all.vjp
@@ -350,7 +350,7 @@ def _checkpointed(
         by_hidden: list[mx.array] = []
         with dequantised_once(model, sum(map(len, targets)), hidden[0]):
             for h, t, cotangent in zip(hidden, targets, cotangents, strict=True):
-                inputs = [*parameters, _after(h, [*by_hidden[-1:], *totals])]
+                inputs = [*parameters, after(h, [*by_hidden[-1:], *totals])]
                 _, slopes = mx.vjp(lambda *a, t=t: made_again(a[:-1], a[-1], t), inputs, [cotangent])
                 totals = [a + b for a, b in zip(totals, slopes[:-1], strict=True)] if totals else slopes[:-1]
                 by_hidden.append(slopes[-1])
@@ -384,16 +384,16 @@ def _logps_of_parts(
         return of_ranks[-1] - partition, partition
 
     chunks = _chunks(hidden, targets, part.size)
-    if not (model.training and is_frozen(model)):
+    if not (model.training and _is_frozen(model)):
         if model.training and len(chunks) > 1:
             return together(_checkpointed(model, own_head, chunks, known_here))[0]
         own: list[mx.array] = []
         for h, t in chunks:
-            own.append(known_here(own_head(_after(h, own[-1:])), t))
+            own.append(known_here(own_head(after(h, own[-1:])), t))
         return together(mx.concatenate(own, axis=1))[0]
     outputs: list[mx.array] = []
     for h, t in chunks:
-        still, t = _after(mx.stop_gradient(h), outputs[-1:]), _after(t, outputs[-1:])
+        still, t = after(mx.stop_gradient(h), outputs[-1:]), after(t, outputs[-1:])
         logits = own_head(still)
         logps, partition = together(known_here(logits, t))
         _, (slope,) = mx.vjp(own_head, [still], [_slope_of_part(logits, t - part.first, partition)])

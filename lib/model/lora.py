@@ -11,6 +11,7 @@ import numpy as np
 from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear
 
+from lib.model.patches import derived, replace_modules
 from lib.model.quantised import QuantisedLinear, dequantised, matrix_for_gradient, multiply
 
 
@@ -21,6 +22,7 @@ class LowRankLinear(LoRALinear):
     """
 
     siblings: Siblings
+    index = 0  # among them
 
     def __call__(self, x: mx.array) -> mx.array:
         return self.siblings.output_of(self, x)
@@ -59,13 +61,14 @@ class Siblings:
     def __init__(self, layers: Sequence[LowRankLinear]):
         self.layers = list(layers)
         self.input: mx.array | None = None
-        self.outputs: dict[int, mx.array] = {}  # by the layer's identity, until it asks
+        self.outputs: dict[int, mx.array] = {}  # by the layer's index, until it is called
 
     def output_of(self, layer: LowRankLinear, x: mx.array) -> mx.array:
         """[..., in] ➜ [..., out]."""
-        if x is not self.input or id(layer) not in self.outputs:
-            self.input, self.outputs = x, dict(zip(map(id, self.layers), adapted(self.layers, x), strict=True))
-        y = self.outputs.pop(id(layer))
+        self.layers[layer.index] = layer  # a copy of it may have taken its place in the model
+        if x is not self.input or layer.index not in self.outputs:
+            self.input, self.outputs = x, dict(enumerate(adapted(self.layers, x)))
+        y = self.outputs.pop(layer.index)
         if not self.outputs:
             self.input = None
         return y
@@ -124,20 +127,24 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def use_low_rank_linear(model: nn.Module) -> None:
-    """Replaces mlx-lm's LoRALinear by LowRankLinear, except where there is dropout between x and A.
+    """Replaces mlx-lm's LoRALinear by LowRankLinear, except where there is dropout between x and A, and its DoRALinear.
 
-    Its DoRALinear becomes a DoRA.
+    The parameters are the same by the same names.
     """
-    for module in model.modules():
+
+    def ours(module: nn.Module) -> nn.Module | None:
         if type(module) is DoRALinear:
-            module.__class__ = DoRA
+            return derived(module, DoRA)
         if type(module) is LoRALinear and module.dropout._p_1 == 1:
-            module.__class__ = LowRankLinear  # the same parameters by the same names, another way to multiply them
-            module.siblings = Siblings([module])
+            layer = derived(module, LowRankLinear)
+            layer.siblings = Siblings([layer])
+            return layer
+        return None
+
+    replace_modules(model, ours)
     for parent in model.modules():
         for names in SIBLINGS:
             layers = [parent[name] for name in names if isinstance(parent.get(name), LowRankLinear)]
-            for layer in layers:
-                layer.siblings = layers[0].siblings
-            if layers:
-                layers[0].siblings.layers = layers
+            siblings = Siblings(layers)
+            for index, layer in enumerate(layers):
+                layer.siblings, layer.index = siblings, index

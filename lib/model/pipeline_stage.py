@@ -12,7 +12,6 @@ The model files know nothing of it: the classes of their modules are derived fro
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -23,7 +22,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from lib.errors import UserError
+from lib.model.layout import block_list_of, layout_of
 from lib.model.partition import bounds
+from lib.model.patches import replace_modules, with_methods
 from lib.model.token_stream import Stream
 
 
@@ -124,7 +125,7 @@ class Stage:
 def cut(model: nn.Module, blocks: Sequence[int], rank: int, neighbours: Neighbours) -> Stage:
     """Leaves a rank its blocks of a model that may be loaded lazily: nothing else of it is ever read.
 
-    blocks: of each rank, in rank order. The stage is the model's `stage` afterwards.
+    blocks: of each rank, in rank order. The model's layout has the stage afterwards.
 
     Raises:
         UserError: a model that cannot be cut between its blocks.
@@ -137,14 +138,16 @@ def cut(model: nn.Module, blocks: Sequence[int], rank: int, neighbours: Neighbou
     first, last = ends[rank], ends[rank + 1]
     dtypes = outline.dtypes[first], outline.dtypes[min(last, ends[-1] - 1)]
     stage = Stage(rank, size, first, last, outline.hidden_size, dtypes, holders, min(trained, default=size), neighbours)
+    absent: dict[int, nn.Module] = {}
     for i, block in enumerate(model.layers):
         if not first <= i < last:
             entry = stage.enter if i == first - 1 else stage.leave if i == last else None
-            _absent_block(block, entry)
+            absent[id(block)] = _absent_block(block, entry)
     for name, unit in _units(model):
         if not ((rank == 0 and name in outline.before) or (rank == size - 1 and name in outline.after)):
-            _absent_unit(unit, outline)
-    model.stage = stage
+            absent[id(unit)] = _absent_unit(unit, outline)
+    replace_modules(model, lambda part: absent.get(id(part)))
+    layout_of(model).stage = stage
     for _, array in tree_flatten(model.parameters()):
         mx.eval(array)
     mx.clear_cache()
@@ -159,18 +162,14 @@ def first_blocks(model: nn.Module, count: int) -> Iterator[None]:
         UserError: a model that cannot be cut between its blocks.
     """
     outline_of(model)
-    place = _list_of_blocks(model)
-    assert place is not None
-    owner, attribute = place
-    held = owner[attribute]
-    others = [copy.copy(block) for block in held[count:]]
-    for block in others:
-        _absent_block(block, None)
-    owner[attribute] = [*held[:count], *others]
+    blocks = block_list_of(model)
+    assert blocks is not None
+    held = list(blocks)
+    blocks[count:] = [_absent_block(block, None) for block in held[count:]]
     try:
         yield
     finally:
-        owner[attribute] = held
+        blocks[:] = held
 
 
 # ---- What runs when
@@ -183,41 +182,28 @@ def outline_of(model: nn.Module) -> Outline:
         UserError: its blocks are not handed each other's outputs, and nothing else that was computed.
     """
     family = type(model).__module__.rpartition(".")[2]
-    place = _list_of_blocks(model)
-    if place is None:
+    blocks = block_list_of(model)
+    if blocks is None:
         raise UserError(f"strategy=pipelined cannot cut a model of family {family}: its blocks are not found in a list")
-    look = _Look()
-    (owner, attribute), blocks = place, list(model.layers)
-    units = dict(_units(model))
-    classes = {name: type(unit) for name, unit in units.items()}
-    held = owner[attribute]
+    look, held, units = _Look(), list(blocks), dict(_units(model))
+    noted = {name: with_methods(unit, **both(look.used(name, len(blocks)))) for name, unit in units.items()}
+    there = {id(unit): noted[name] for name, unit in units.items()}
+    back = {id(noted[name]): unit for name, unit in units.items()}
     try:
-        owner[attribute] = [_Probe(block, look) for block in blocks]
-        for name, unit in units.items():
-            _derive(unit, look.used(name, len(blocks)))
+        replace_modules(model, lambda part: there.get(id(part)))
+        blocks[:] = [_Probe(block, look) for block in held]  # type: ignore[misc]
         model(mx.zeros((1, 2), mx.int32))
     except (TypeError, ValueError, AttributeError, KeyError, IndexError) as reason:
         why = str(reason).splitlines()[0][:80]
         raise UserError(f"strategy=pipelined cannot cut a model of family {family}: {why}") from None
     finally:
-        owner[attribute] = held
-        for name, unit in units.items():
-            unit.__class__ = classes[name]
+        blocks[:] = held
+        replace_modules(model, lambda part: back.get(id(part)))
     unknown = sorted(units.keys() - look.before - look.after)
     if len(look.dtypes) != len(blocks) or unknown or look.output is None:
         what = f"{', '.join(unknown)} is used neither before nor after the blocks" if unknown else "it skips blocks"
         raise UserError(f"strategy=pipelined cannot cut a model of family {family}: {what}")
     return Outline(look.output.shape[-1], tuple(look.dtypes), frozenset(look.before), frozenset(look.after))
-
-
-def _list_of_blocks(model: nn.Module) -> tuple[nn.Module, str] | None:
-    """The module that has the blocks in a list, and the list's name there."""
-    wanted = [*map(id, model.layers)]
-    for module in model.modules():
-        for name, value in module.items():
-            if isinstance(value, list) and [*map(id, value)] == wanted:
-                return module, name
-    return None
 
 
 class _Look:
@@ -313,10 +299,9 @@ def _holders(model: nn.Module, outline: Outline, ends: Sequence[int]) -> dict[st
 # ---- What takes the place of the others
 
 
-def _absent_block(block: nn.Module, entry: Callable[[mx.array], mx.array] | None) -> None:
-    """Leaves of a block what its model asks it for: it passes on what it is handed, or what `entry` makes of that."""
+def _absent_block(block: nn.Module, entry: Callable[[mx.array], mx.array] | None) -> nn.Module:
+    """What stands for another rank's block: it passes on what it is handed, or what `entry` makes of that."""
     draws = sum(isinstance(part, nn.Dropout) and part._p_1 < 1 for part in block.modules())
-    _empty(block)
 
     def passing(_: Any) -> Any:
         def call(self: nn.Module, x: mx.array, *args: Any, **options: Any) -> mx.array:
@@ -331,12 +316,11 @@ def _absent_block(block: nn.Module, entry: Callable[[mx.array], mx.array] | None
 
         return call
 
-    _derive(block, passing)
+    return _empty(with_methods(block, __call__=passing))
 
 
-def _absent_unit(unit: nn.Module, outline: Outline) -> None:
-    """Leaves of an embedding, a norm or a head something of the right shape, which nobody looks at."""
-    _empty(unit)
+def _absent_unit(unit: nn.Module, outline: Outline) -> nn.Module:
+    """What stands for an embedding, a norm or a head: an output of the right shape, which is not used."""
 
     def nothing(_: Any) -> Any:
         def call(self: nn.Module, x: mx.array, *args: Any, **options: Any) -> mx.array:
@@ -345,19 +329,18 @@ def _absent_unit(unit: nn.Module, outline: Outline) -> None:
 
         return call
 
-    _derive(unit, nothing)
+    return _empty(with_methods(unit, **both(nothing)))
 
 
-def _empty(module: nn.Module) -> None:
-    """Takes away parameters and modules; settings stay."""
+def both(make: Callable[[Any], Any]) -> dict[str, Callable[[Any], Any]]:
+    """`with_methods`' argument for a module that is called, or used as a head."""
+    return {"__call__": make, "as_linear": make}
+
+
+def _empty(module: nn.Module) -> nn.Module:
+    """The module without parameters and modules; settings stay."""
     for name, value in list(module.items()):
         leaves = [leaf for _, leaf in tree_flatten([value], is_leaf=nn.Module.is_module)]
         if any(isinstance(leaf, mx.array | nn.Module) for leaf in leaves):
             dict.__delitem__(module, name)
-
-
-def _derive(module: nn.Module, make: Callable[[Any], Any]) -> None:
-    """Gives a module a class of its own whose call, also as a head, is `make(the call that it had)`."""
-    plain = type(module)
-    calls = {name: make(getattr(plain, name)) for name in ("__call__", "as_linear") if hasattr(plain, name)}
-    module.__class__ = type(plain.__name__, (plain,), {**calls, "__module__": plain.__module__})
+    return module

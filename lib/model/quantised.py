@@ -20,7 +20,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
-from lib.model.backbone import modules_outside_blocks
+from lib.model.layout import modules_outside_blocks
+from lib.model.patches import derived, replace_modules
 from lib.model.quantised_products import Product, dequantise_from
 from lib.system.hardware import Device
 
@@ -64,9 +65,12 @@ OURS: dict[type[nn.Module], type[nn.Module]] = {
 
 def use_own_layers(model: nn.Module) -> None:
     """Lets the model's quantised layers multiply the faster way: the same parameters by the same names."""
-    for module in model.modules():
-        if ours := OURS.get(type(module)):
-            module.__class__ = ours
+    replace_modules(model, own_layer)
+
+
+def own_layer(layer: nn.Module) -> nn.Module | None:
+    """A quantised layer of MLX's as one of ours; None of another module."""
+    return derived(layer, OURS[type(layer)]) if type(layer) in OURS else None
 
 
 def product_of(layer: nn.Module, dtype: mx.Dtype) -> Product:

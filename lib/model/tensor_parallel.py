@@ -23,8 +23,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from lib.errors import UserError
+from lib.model.layout import layout_of
 from lib.model.lora import DoRA
 from lib.model.partition import Division, Part, bounds
+from lib.model.patches import with_methods
 
 MODULES = ("llama", "ministral3", "qwen2", "qwen3", "qwen3_moe")  # of mlx_lm.models
 
@@ -62,7 +64,7 @@ def shard(model: nn.Module, division: Division, ranks: Ranks) -> tuple[dict[str,
     if division.vocabulary:  # first, because these are read whole: there is still room
         parts |= _divide_vocabulary(model, names, division, ranks)
     else:
-        model.positions_part = PositionsPart(ranks, division.weights)
+        layout_of(model).positions = PositionsPart(ranks, division.weights)
     for layer in model.layers:
         for module, divided in (
             (layer.self_attn, _attention_parts(layer.self_attn, division)),
@@ -73,8 +75,8 @@ def shard(model: nn.Module, division: Division, ranks: Ranks) -> tuple[dict[str,
             partial |= {f"{prefix}.{name}" for name, _ in tree_flatten(module.parameters()) if name not in divided}
             for name, part in divided.items():
                 _keep(module, name, part, ranks.rank)
-        _join_attention(layer.self_attn, division, ranks)
-        _join_mlp(layer.mlp, division, ranks)
+        layer.self_attn = _joined_attention(layer.self_attn, division, ranks)
+        layer.mlp = _joined_mlp(layer.mlp, division, ranks)
     for name, array in tree_flatten(model.parameters()):
         mx.eval(array)
     mx.clear_cache()
@@ -175,13 +177,12 @@ def _divide_vocabulary(model: nn.Module, names: dict[int, str], division: Divisi
             parts[f"{name}.{leaf}"] = Part(-2, rows)
             _keep(table, leaf, parts[f"{name}.{leaf}"], ranks.rank)
     part = VocabularyPart(ranks, rows)
-    model.vocabulary_part = part
-    _derive(embedding, lambda plain: lambda self, tokens: part.embed(lambda own: plain(self, own), tokens))
+    layout_of(model).vocabulary = part
+    embed = lambda call: lambda self, tokens: part.embed(lambda own: call(self, own), tokens)  # noqa: E731
+    logits = lambda call: lambda self, x: part.logits(call(self, x))  # noqa: E731
+    model.model.embed_tokens = with_methods(embedding, __call__=embed, as_linear=logits)
     if head is not None:
-        _derive(head, lambda plain: lambda self, x: part.logits(plain(self, x)))
-    else:
-        as_linear = type(embedding).as_linear
-        type(embedding).as_linear = lambda self, x: part.logits(as_linear(self, x))
+        model.lm_head = with_methods(head, __call__=logits)
     return parts
 
 
@@ -232,37 +233,38 @@ class PositionsPart:
 # ---- What the parts do together
 
 
-def _join_attention(attention: nn.Module, division: Division, ranks: Ranks) -> None:
+def _joined_attention(attention: nn.Module, division: Division, ranks: Ranks) -> nn.Module:
     own, all_heads = division.kv_heads[ranks.rank], attention.n_kv_heads
     inputs = bounds(division.kv_heads, _output_size(attention.q_proj) // own)
     attention.n_heads, attention.n_kv_heads = attention.n_heads // all_heads * own, own
-    _join_inputs(attention.o_proj, inputs, ranks)
-    _sum_around(attention, ranks)
+    attention.o_proj = _joined_inputs(attention.o_proj, inputs, ranks)
+    return _summed(attention, ranks)
 
 
-def _join_mlp(mlp: nn.Module, division: Division, ranks: Ranks) -> None:
+def _joined_mlp(mlp: nn.Module, division: Division, ranks: Ranks) -> nn.Module:
     if "switch_mlp" in mlp:
-        _join_inputs(mlp.switch_mlp.down_proj, bounds(division.expert_columns), ranks)
+        down = mlp.switch_mlp.down_proj
+        mlp.switch_mlp.down_proj = _joined_inputs(down, bounds(division.expert_columns), ranks)
         # Ranks on different machines round a token's scores differently: they agree, and send it to the same experts.
-        _derive(mlp.gate, lambda plain: lambda self, x: ranks.agree_forward(plain(self, x)))
+        mlp.gate = with_methods(mlp.gate, __call__=lambda call: lambda self, x: ranks.agree_forward(call(self, x)))
     else:
-        _join_inputs(mlp.down_proj, bounds(division.mlp_columns), ranks)
-    _sum_around(mlp, ranks)
+        mlp.down_proj = _joined_inputs(mlp.down_proj, bounds(division.mlp_columns), ranks)
+    return _summed(mlp, ranks)
 
 
-def _sum_around(module: nn.Module, ranks: Ranks) -> None:
+def _summed(module: nn.Module, ranks: Ranks) -> nn.Module:
     def summed(plain: Any) -> Any:
         def call(self: nn.Module, x: mx.array, *args: Any, **options: Any) -> mx.array:
             return ranks.sum_forward(plain(self, ranks.sum_backward(x), *args, **options))
 
         return call
 
-    _derive(module, summed)
+    return with_methods(module, __call__=summed)
 
 
-def _join_inputs(linear: nn.Module, ends: tuple[int, ...], ranks: Ranks) -> None:
+def _joined_inputs(linear: nn.Module, ends: tuple[int, ...], ranks: Ranks) -> nn.Module:
     """What an adapter needs where a rank sees some of the inputs only."""
-    dropout = getattr(linear, "dropout", None)
+    dropout = linear.get("dropout")
     if isinstance(dropout, nn.Dropout) and dropout._p_1 < 1:
         linear.dropout = _DropoutOfPart(1 - dropout._p_1, ends, ranks.rank)
     if isinstance(linear, DoRA):  # whose norms are of whole rows
@@ -270,7 +272,8 @@ def _join_inputs(linear: nn.Module, ends: tuple[int, ...], ranks: Ranks) -> None
         def of_whole_rows(own: Any) -> Any:
             return lambda self, after: mx.stop_gradient(ranks.sum_forward(own(self, after)))
 
-        _derive(linear, of_whole_rows, "squares")
+        return with_methods(linear, squares=of_whole_rows)
+    return linear
 
 
 class _DropoutOfPart(nn.Dropout):
@@ -285,10 +288,3 @@ class _DropoutOfPart(nn.Dropout):
             return x
         mask = mx.random.bernoulli(self._p_1, (*x.shape[:-1], self._ends[-1]))
         return (1 / self._p_1) * mask[..., self._ends[self._rank] : self._ends[self._rank + 1]] * x
-
-
-def _derive(module: nn.Module, make: Any, method: str = "__call__") -> None:
-    """Gives a module a class of its own whose method is `make(the method that it had)`."""
-    plain = type(module)
-    own = {method: make(getattr(plain, method)), "__module__": plain.__module__}
-    module.__class__ = type(plain.__name__, (plain,), own)

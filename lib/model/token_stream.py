@@ -10,11 +10,8 @@ file knows of it.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Required, TypedDict, cast
 
 import mlx.core as mx
@@ -24,8 +21,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import base
 
 from lib.config.schema import DataSettings
-from lib.model.backbone import backbone_of, embedding_of
-from lib.model.blocked_attention import causal_attention
+from lib.model.layout import backbone_of, block_list_of, embedding_of, layout_of
+from lib.model.patches import attend_by_cache
+from lib.model.quantised import device
+from lib.system.hardware import Device
 
 
 def length_multiple(settings: DataSettings) -> int:
@@ -72,7 +71,7 @@ def hidden_states(model: nn.Module, inputs: StreamInputs, window: int | None = N
 def scored_states(model: nn.Module, inputs: StreamInputs, window: int | None = None) -> mx.array:
     """What the head sees of the scored tokens: `hidden_states` of these, [M, D]."""
     scored = inputs["scored"]
-    states, are_scored = _states(model, inputs, window, scored if getattr(model, "ends_early", False) else None)
+    states, are_scored = _states(model, inputs, window, scored if layout_of(model).ends_early else None)
     return states if are_scored else mx.take(states, scored, axis=0)
 
 
@@ -100,19 +99,16 @@ def _states(
         inputs.get("suffix_uses"),
         window,
     )
-    caches = [stream] * len(model.layers)
-    last = copy.copy(stream)
-    if scored is not None:
-        last.scored = scored
-        caches[_last_block(model)] = last
-    hidden = run_backbone(model, tokens[:, None], cache=caches)
-    return hidden.reshape(-1, hidden.shape[-1]), last.has_ended
-
-
-def _last_block(model: nn.Module) -> int:
-    """Of those that have parameters: of a model that ranks hold in stages, or of which some are left out, others do."""
-    blocks = list(model.layers)
-    return next(i for i in reversed(range(len(blocks))) if tree_flatten(blocks[i].parameters()))
+    blocks = block_list_of(model) if scored is not None else None
+    if blocks is None or scored is None or not (ending := EndingBlock.at_end_of(blocks, stream, scored)):
+        hidden = run_backbone(model, tokens[:, None], cache=[stream] * len(model.layers))
+        return hidden.reshape(-1, hidden.shape[-1]), False
+    blocks[ending.index] = ending  # type: ignore[call-overload]
+    try:
+        hidden = run_backbone(model, tokens[:, None], cache=[stream] * len(blocks))
+    finally:
+        blocks[ending.index] = ending.block
+    return hidden.reshape(-1, hidden.shape[-1]), True
 
 
 def _noisy(embedding: nn.Module, keys: mx.array, scales: mx.array) -> Callable[[mx.array], mx.array]:
@@ -137,10 +133,8 @@ class Stream:
         window: tokens that each attends to, itself included.
     """
 
-    scored: mx.array | None = None
-    """int32 [M], of the last block's: where in the stream the tokens are that the head sees."""
-    has_ended = False
-    """Whether the block went on with these alone."""
+    attended: mx.array
+    """What attention gave all tokens in the block that ran last."""
 
     def __init__(
         self,
@@ -177,11 +171,7 @@ class Stream:
         mask: Window | None,
         **options: Any,
     ) -> mx.array:
-        """[N, heads, 1, head_dim] each: every token attends to its own sequence up to itself.
-
-        Raises:
-            _Attended: in the last block.
-        """
+        """[N, heads, 1, head_dim] each: every token attends to its own sequence up to itself."""
         if not (mask is None or isinstance(mask, Window)):
             raise TypeError("this model makes its own attention mask")
 
@@ -201,10 +191,8 @@ class Stream:
         if self.prefix:
             tails[1:] = [self._behind(*both) for both in zip(prefixes[1:], tails[1:], strict=True)]
         outputs.append(self._gather(attention(*tails)))
-        output = mx.concatenate(outputs)[:, :, None]
-        if self.scored is not None:
-            raise _Attended(mx.take(output, self.scored, axis=0))
-        return output
+        self.attended = mx.concatenate(outputs)[:, :, None]
+        return self.attended
 
     def _behind(self, prefix: mx.array, tails: mx.array) -> mx.array:
         """Each row's prefix, [b, heads, P, head_dim], before each of its tails: [b * K, heads, P + T, head_dim]."""
@@ -225,14 +213,44 @@ class Stream:
         return x if self.suffix_uses is None else _move(x, self.suffix_uses[:, 0], self.owned[:, None])
 
 
-class _Attended(Exception):
-    """Ends a block's call at its attention: what that gives the scored tokens is known."""
+class EndingBlock:
+    """Stands for the last block on a stream, and gives the scored tokens alone.
 
-    def __init__(self, output: mx.array):
-        self.output = output
+    The block runs twice: over all tokens, and over the scored ones with what attention gave them. MLX computes of the
+    first run what the second needs, its attention, and no queries, keys and values of the second.
+    """
+
+    def __init__(self, block: nn.Module, index: int, stream: Stream, scored: mx.array):
+        self.block, self.index, self.stream, self.scored = block, index, stream, scored
+
+    @classmethod
+    def at_end_of(cls, blocks: list[nn.Module], stream: Stream, scored: mx.array) -> EndingBlock | None:
+        """For the last block that has parameters; None where its masks are drawn for all tokens, or it is recomputed.
+
+        Of a model that ranks hold in stages, other ranks have the parameters of the others.
+        """
+        index = max(i for i, block in enumerate(blocks) if tree_flatten(block.parameters()))
+        block = blocks[index]
+        has_dropout = any(isinstance(part, nn.Dropout) and part._p_1 < 1 for part in block.modules())
+        # Also where the reference is asked: of equal weights policy and reference are equal to the bit.
+        if (block.training and has_dropout) or getattr(block, "is_recomputed", False):
+            return None
+        return cls(block, index, stream, scored)
+
+    def __call__(self, x: mx.array, *args: Any, **options: Any) -> mx.array:
+        self.block(x, *args, **options)
+        attended = mx.take(self.stream.attended, self.scored, axis=0)
+        known = KnownAttention(self.stream.offset[self.scored], attended)
+        args = tuple(known if arg is self.stream else arg for arg in args)
+        options = {name: known if value is self.stream else value for name, value in options.items()}
+        output: mx.array = self.block(mx.take(x, self.scored, axis=0), *args, **options)
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.block, name)
 
 
-class _OfScored:
+class KnownAttention:
     """Passed to the last block for the scored tokens alone: their attention is known."""
 
     def __init__(self, offset: mx.array, output: mx.array):
@@ -243,41 +261,6 @@ class _OfScored:
 
     def attend(self, *_: Any, **__: Any) -> mx.array:
         return self.output
-
-
-def end_at_scored_tokens(model: nn.Module) -> None:
-    """Lets a block that is handed the last block's stream give what the head sees of the scored tokens alone.
-
-    It wraps the call of the blocks' class. The block runs twice: over all tokens up to its attention, and over the
-    scored ones with what attention gives them. MLX computes no queries, keys and values of the second run: nobody asks.
-    """
-    for kind in {type(block) for block in model.layers}:
-        if not getattr(kind.__call__, "ends_at_scored_tokens", False):
-            kind.__call__ = _ending(kind.__call__)
-
-
-def _ending(plain: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plain)
-    def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        stream = next((one for one in (*args, *kwargs.values()) if isinstance(one, Stream)), None)
-        if stream is None or stream.scored is None:
-            return plain(block, *args, **kwargs)
-        if block.training and any(isinstance(part, nn.Dropout) and part._p_1 < 1 for part in block.modules()):
-            stream.scored = None  # masks are drawn for all tokens, once
-            return plain(block, *args, **kwargs)
-        try:
-            return plain(block, *args, **kwargs)
-        except _Attended as attended:
-            known = _OfScored(stream.offset[stream.scored], attended.output)
-
-        def of_scored(leaf: Any) -> Any:
-            return known if leaf is stream else mx.take(leaf, stream.scored, axis=0) if leaf is args[0] else leaf
-
-        stream.has_ended = True
-        return plain(block, *map(of_scored, args), **{name: of_scored(leaf) for name, leaf in kwargs.items()})
-
-    call.ends_at_scored_tokens = True  # type: ignore[attr-defined]
-    return call
 
 
 class Window:
@@ -351,43 +334,18 @@ def _move(x: mx.array, index: mx.array, inverse: mx.array) -> mx.array:
     return move(x)
 
 
-def _attention_of(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    def scaled_dot_product_attention(
-        queries: mx.array, keys: mx.array, values: mx.array, cache: Any, **options: Any
-    ) -> mx.array:
-        if hasattr(cache, "attend"):
-            return cache.attend(queries, keys, values, **options)
-        return original(queries, keys, values, cache=cache, **options)
-
-    return scaled_dot_product_attention
-
-
-def accept_streams(model: nn.Module) -> None:
-    """Lets the attention of the model's family leave it to caches that attend by themselves; others are as before."""
-    for module in {sys.modules[type(part).__module__] for part in model.modules()}:
-        if getattr(module, "scaled_dot_product_attention", None) is base.scaled_dot_product_attention:
-            attention = _attention_of(base.scaled_dot_product_attention)
-            module.scaled_dot_product_attention = attention  # type: ignore[attr-defined]
-    end_at_scored_tokens(model)
-
-
-@dataclass(frozen=True)
-class Tried:
-    """What cannot_share_prompts said of a model."""
-
-    why_not: str | None
-
-
 def cannot_share_prompts(model: nn.Module) -> str | None:
     """None for a model to which a stream is the same as whole rows; else why not, in words.
 
     It is tried, on random tokens: recurrent layers, or an attention of the family's own, show there. A rank that holds
-    a stage of the model tries its own blocks. Afterwards the model's `ends_early` says whether its last block may end
-    with the scored tokens alone, and its `tried` what was returned.
+    a stage of the model tries its own blocks. The model's layout has the answer afterwards, and whether its last block
+    may end with the scored tokens alone.
     """
-    accept_streams(model)
-    model.tried = Tried(_why_not_shared(model))
-    return model.tried.why_not
+    attend_by_cache(model)
+    layout = layout_of(model)
+    fault = _why_not_shared(model)
+    layout.stream_fault = fault or ""
+    return fault
 
 
 def _why_not_shared(model: nn.Module) -> str | None:
@@ -403,7 +361,8 @@ def _why_not_shared(model: nn.Module) -> str | None:
         "scored": mx.array([4, 5, 4, 8, 0]),
         "mask": mask,
     }
-    was_training, stage = model.training, getattr(model, "stage", None)
+    was_training, layout = model.training, layout_of(model)
+    stage = layout.stage
 
     def error(states_of: Callable[[StreamInputs], mx.array], wanted: mx.array) -> float:
         found: float = (mx.linalg.norm(outputs(states_of, stream) - wanted) / mx.linalg.norm(wanted)).item()
@@ -421,14 +380,14 @@ def _why_not_shared(model: nn.Module) -> str | None:
         return _states(model, inputs, None, inputs["scored"])[0]
 
     model.eval()
-    tolerance, model.ends_early = rounding_tolerance(model), False
+    tolerance, layout.ends_early = rounding_tolerance(model), False
     try:
         wanted = outputs(functools.partial(hidden_states, model), rows)[mx.array([*range(8), 13])]
         if (found := error(functools.partial(hidden_states, model), wanted)) > tolerance:
             return f"a stream of tokens would change its outputs by {found:.2g} of their norm"
         if stage is None or stage.is_last:
             with contextlib.suppress(Exception):  # of a family's own code, where its blocks give fewer tokens
-                model.ends_early = error(of_scored, wanted[stream["scored"]]) <= tolerance
+                layout.ends_early = error(of_scored, wanted[stream["scored"]]) <= tolerance
         return None
     except Exception as reason:  # a family's own code, handed what it does not expect, may raise anything
         return (
@@ -480,3 +439,121 @@ class Replaced:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.part, name)
+
+
+# ---- Causal attention of long rows, in blocks of queries
+
+
+LONG = 2048  # positions: shorter rows are attended to at once
+SCORE_BYTES = 2**27  # of scores at a time, over all sequences and heads
+MULTIPLE = 64  # of a block's queries
+TILE = 128  # queries of each sequence of which cuDNN's backward pass wants a multiple
+FUSED_LONG = 8192  # queries: fewer are given to cuDNN at once
+FUSED_BLOCKS = 4  # of more: each keeps a copy of the keys that it sees, so that more of them would want much memory
+
+
+def is_fused(device: Device, head_dim: int, item_bytes: int) -> bool:
+    """Whether attention has a kernel that keeps no scores for the backward pass: cuDNN's, from Ampere on."""
+    return device == "cuda" and item_bytes == 2 and head_dim <= 128 and head_dim % 8 == 0
+
+
+def block_rows(is_fused: bool, sequences: int, heads: int, queries: int, keys: int, item_bytes: int) -> int:
+    """Queries of each sequence that attend at a time; all of them where nothing is gained by blocks.
+
+    Without a fused kernel MLX's backward pass of attention keeps the scores: memory would grow with the square of the
+    length. cuDNN's keeps none, but takes nearly as long for scores that the causal mask hides as for others: with 8,192
+    queries at once an H200 took 1.2 times as long as with 2,048 at a time, with 16,384 1.3 times as long as with 4,096.
+    Where a query sees more keys than there are queries, the mask hides little.
+    """
+    if is_fused:
+        in_blocks = queries >= FUSED_LONG and keys <= 2 * queries
+        return -(-queries // FUSED_BLOCKS // TILE) * TILE if in_blocks else queries
+    if keys <= LONG:
+        return queries
+    rows = SCORE_BYTES // (sequences * heads * keys * item_bytes) // MULTIPLE * MULTIPLE
+    return min(queries, max(MULTIPLE, rows))
+
+
+def causal_attention(queries: mx.array, keys: mx.array, values: mx.array, **options: Any) -> mx.array:
+    """Attention of the last T of S positions to those up to their own: [sequences, heads, T, head_dim].
+
+    Where `block_rows` says so, a block of queries after the other. Without a kernel scores are kept for none, and made
+    again in the backward pass (Rabe and Staats, arXiv:2112.05682, section 4; a block's softmax is whole here, so that
+    nothing is rescaled).
+
+    queries: [sequences, heads, T, head_dim]; keys, values: [sequences, KV heads, S, head_dim], T <= S.
+    options: of mx.fast.scaled_dot_product_attention.
+    """
+    (sequences, heads, length, head_dim), positions = queries.shape, keys.shape[2]
+    has_kernel = is_fused(device(), head_dim, queries.dtype.size)
+    if has_kernel and length % TILE:
+        return _in_whole_tiles(queries, keys, values, options)
+    rows = block_rows(has_kernel, sequences, heads, length, positions, queries.dtype.size)
+    if has_kernel:
+        return _by_kernel(queries, keys, values, rows, options)
+    if rows == length or options.get("sinks") is not None:  # whose gradient would be lost in full training
+        return _causal(queries, keys, values, options)
+    before = positions - length
+    blocks = [(start, min(start + rows, length)) for start in range(0, length, rows)]
+
+    @mx.custom_function
+    def attention(queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+        outputs: list[mx.array] = []
+        for start, end in blocks:
+            own, seen = after(queries[:, :, start:end], outputs[-1:]), before + end
+            outputs.append(_causal(own, keys[:, :, :seen], values[:, :, :seen], options))
+        return mx.concatenate(outputs, axis=2)
+
+    @attention.vjp
+    def attention_vjp(primals: Any, dy: mx.array, _: Any) -> tuple[mx.array, mx.array, mx.array]:
+        """From the last block on: what it gives to positions that no earlier block sees is complete, and cut off."""
+        queries, keys, values = primals
+        d_queries: list[mx.array] = []
+        complete: list[list[mx.array]] = [[], []]  # of keys and values, the last positions first
+        open_ones: list[mx.array] = []  # of the earlier positions
+        for start, end in reversed(blocks):
+            own, seen = after(queries[:, :, start:end], [*d_queries[-1:], *open_ones]), before + end
+            inputs = [own, keys[:, :, :seen], values[:, :, :seen]]
+            _, (d_own, *d_both) = mx.vjp(lambda q, k, v: _causal(q, k, v, options), inputs, [dy[:, :, start:end]])
+            d_queries.append(d_own)
+            totals = [a + b for a, b in zip(d_both, open_ones, strict=True)] if open_ones else d_both
+            cut = before + start if start else 0
+            for done, total in zip(complete, totals, strict=True):
+                done.append(total[:, :, cut:])
+            open_ones = [total[:, :, :cut] for total in totals]
+        d_keys, d_values = (mx.concatenate(done[::-1], axis=2) for done in complete)
+        return mx.concatenate(d_queries[::-1], axis=2), d_keys, d_values
+
+    return attention(queries, keys, values)
+
+
+def _in_whole_tiles(queries: mx.array, keys: mx.array, values: mx.array, options: dict[str, Any]) -> mx.array:
+    """With as many positions more at the end as make whole tiles: no earlier position sees them.
+
+    MLX leaves the backward pass of other lengths to plain products, which keep the scores: 832 queries of 1B's shape
+    took an H200 six times as long as 896.
+    """
+    length = queries.shape[2]
+    more = [(0, 0), (0, 0), (0, -length % TILE), (0, 0)]
+    return causal_attention(*(mx.pad(x, more) for x in (queries, keys, values)), **options)[:, :, :length]
+
+
+def _by_kernel(queries: mx.array, keys: mx.array, values: mx.array, rows: int, options: dict[str, Any]) -> mx.array:
+    """So many queries at a time, with the keys up to the last one's: the kernel keeps no scores."""
+    length, before = queries.shape[2], keys.shape[2] - queries.shape[2]
+    starts = list(range(rows, length, rows))
+    outputs: list[mx.array] = []
+    # From the last block on, and the keys cut for the one before: gradients add up in arrays that get shorter.
+    for own, end in zip(mx.split(queries, starts, axis=2)[::-1], [*starts, length][::-1], strict=True):
+        keys, values = keys[:, :, : before + end], values[:, :, : before + end]
+        outputs.append(_causal(own, keys, values, options))
+    return mx.concatenate(outputs[::-1], axis=2)
+
+
+def _causal(queries: mx.array, keys: mx.array, values: mx.array, options: dict[str, Any]) -> mx.array:
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, mask="causal", **options)
+
+
+def after(x: mx.array, earlier: Sequence[mx.array]) -> mx.array:
+    """The same array, made after others: MLX would make the logits or scores of many pieces at once, and hold all."""
+    return mx.depends([x], [mx.stop_gradient(each) for each in earlier])[0] if earlier else x

@@ -29,8 +29,8 @@ from typing import Literal
 from lib.config.schema import Config
 from lib.data.batch_shapes import BatchShape
 from lib.model import adapter_layers
-from lib.model.attention_blocks import TILE, block_rows, is_fused
 from lib.model.partition import ModelShape
+from lib.model.token_stream import TILE, block_rows, is_fused
 from lib.plan.memory_tape import Array, Tape
 from lib.plan.optimizer_memory import ADAM, OPTIMIZERS, OptimizerNeeds
 from lib.system.hardware import Device

@@ -34,7 +34,7 @@ from lib.data.dataset import Dataset, Example
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.model import adapters, load
-from lib.model.backbone import backbone_of
+from lib.model.layout import backbone_of
 from lib.model.quantised import device
 from lib.model.token_stream import Replaced, arrays_of, hidden_states, length_multiple, scored_states
 from lib.system import model_folder

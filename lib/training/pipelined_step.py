@@ -21,6 +21,8 @@ from lib.config.schema import SyncSettings, TrainSettings
 from lib.data.collate import Batch
 from lib.distributed import compression, heartbeat
 from lib.distributed.links import Links
+from lib.model.layout import layout_of
+from lib.model.pipeline_stage import Stage
 from lib.model.token_stream import StreamInputs, arrays_of, hidden_states
 from lib.plan.pipeline_schedule import operations
 from lib.system.out_of_memory import Limit
@@ -82,7 +84,7 @@ class PipelinedStep(Step):
         pace: StagePace,
     ):
         super().__init__(model, optimizer, train, world, sync)
-        self.stages, self.stage, self.pace = world, model.stage, pace
+        self.stages, self.stage, self.pace = world, stage_of(model), pace
         self.functions = StageFunctions(model, train, is_compiled(train, world))
         self.waited_seconds = 0.0  # of this step, for other stages
         self.sent_error: float | None = None  # what compression left out, of the norm of all sent
@@ -135,7 +137,7 @@ class StageFunctions:
     """
 
     def __init__(self, model: nn.Module, train: TrainSettings, is_compiled: bool):
-        self.stage, self.model, self.train = model.stage, model, train
+        self.stage, self.model, self.train = stage_of(model), model, train
         self.output, self.product, self.last = self._output, self._product, self._last
         if is_compiled:
             state = [model.state, mx.random.state]
@@ -145,7 +147,7 @@ class StageFunctions:
 
     def _output(self, inputs: StreamInputs, given: mx.array | None) -> mx.array:
         """What goes to the next rank, [N, D]. given: what came from the rank before."""
-        window = getattr(self.model, "attention_window", None)
+        window = layout_of(self.model).attention_window
         return self.stage.run(lambda: hidden_states(self.model, inputs, window), given)
 
     def _product(
@@ -196,6 +198,13 @@ class StageFunctions:
         """Puts the parameters among arrays in their modules; returns the stage's input."""
         self.model.update(tree_unflatten([(name, array) for name, array in arrays.items() if name != INPUT]))
         return arrays.get(INPUT, given)
+
+
+def stage_of(model: nn.Module) -> Stage:
+    """This rank's stage of a model that ranks hold in stages."""
+    stage = layout_of(model).stage
+    assert stage is not None
+    return stage
 
 
 def trained_arrays(model: nn.Module) -> dict[str, mx.array]:

@@ -26,6 +26,7 @@ from lib.distributed.compression import Arrays
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.model import adapter_files, load
+from lib.model.layout import layout_of
 from lib.model.logps import completion_logps, completion_token_logps
 from lib.model.token_stream import StreamInputs, arrays_of, cannot_share_prompts, length_multiple
 from lib.system import files, metal, out_of_memory
@@ -101,11 +102,11 @@ def layout(model: nn.Module, settings: DataSettings, world: World) -> Layout:
     Raises:
         UserError: the model cannot attend to model.attention_window tokens alone.
     """
-    why_not, window, is_divided = None, getattr(model, "attention_window", None), world.divides_model
+    why_not, window, is_divided = None, layout_of(model).attention_window, world.divides_model
     if settings.shared_prompts or window is not None:
         with world.workers.together("a look at how the model takes prompts"):
-            known = None if is_divided else getattr(model, "tried", None)  # it may be from before it was divided
-            why_not = cannot_share_prompts(model) if known is None else known.why_not
+            known = None if is_divided else layout_of(model).stream_fault  # it may be from before it was divided
+            why_not = cannot_share_prompts(model) if known is None else known or None
     if is_divided:  # ranks may hold unlike parts of the model
         why_not = next(filter(None, world.gather_text(why_not or "", "how the model takes prompts")), None)
     if why_not and window is not None:

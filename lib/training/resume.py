@@ -20,7 +20,7 @@ from lib.distributed import heartbeat
 from lib.distributed.compression import Arrays
 from lib.distributed.world import Described, World
 from lib.errors import AgreedError, UserError
-from lib.model import adapter_files, backward_order
+from lib.model import adapter_files, checkpointing
 from lib.telemetry.run_records import first_missed, rewind
 from lib.training import recent_state
 from lib.training.checkpoint import (
@@ -73,7 +73,7 @@ def resume_run(run: TrainingRun) -> None:
     if run.progress.schedule and not _restores(run):
         run.say.line("hosts or settings are no longer those of the checkpoint: the work is divided anew")
     if run.schedule.at(run.progress.step + 1).gradient_checkpointing and not run.plan.gradient_checkpointing:
-        backward_order.checkpoint_blocks(run.model)
+        checkpointing.checkpoint_blocks(run.model)
     taken = run.local_sgd.unfinished.report.steps if run.local_sgd and run.local_sgd.unfinished else 0
     own_steps = [int(text) for text in world.gather_text(str(taken), "every rank's steps since all met")]
     go_back(run.folder / "logs", run.progress, world, run.lock is not None, own_steps)

@@ -22,7 +22,7 @@ from lib.data.collate import Batch
 from lib.distributed import compression as exchange
 from lib.distributed.world import World
 from lib.errors import UserError
-from lib.model.backbone import embedding_of
+from lib.model.layout import embedding_of
 from lib.model.logps import completion_logps
 from lib.model.token_stream import StreamInputs, arrays_of
 from lib.system import out_of_memory

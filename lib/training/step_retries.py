@@ -11,7 +11,7 @@ import mlx.core as mx
 from lib.data.micro_batches import MicroBatches
 from lib.distributed import heartbeat
 from lib.errors import AgreedError, Stopped
-from lib.model import backward_order
+from lib.model import checkpointing
 from lib.plan.first_plan import memory_limit
 from lib.system import files, network, out_of_memory
 from lib.system.out_of_memory import OutOfMemory
@@ -88,7 +88,7 @@ class Learner:
             self.max_micro_batch_size = min(stored)
         if self.memory.recomputes and run.config.model.may_turn_on_checkpointing and not self.recomputes:
             self.recomputes = True
-            backward_order.checkpoint_blocks(run.model)
+            checkpointing.checkpoint_blocks(run.model)
         self.take_step = self._make_step()
 
     def _make_step(self) -> Step:
@@ -174,7 +174,7 @@ class Learner:
         plan = schedule.halve(step, hit, gradient_checkpointing=bool(at_one))
         if at_one:
             self.recomputes = True
-            backward_order.checkpoint_blocks(run.model)
+            checkpointing.checkpoint_blocks(run.model)
             self.take_step = self._make_step()
         self.max_micro_batch_size = schedule.most_at(self.worker)
         if self.worker in hit:

@@ -1,8 +1,7 @@
-"""The order of the backward pass, block by block; gradient checkpointing.
+"""How a model's blocks run in training: the order of the backward pass, gradient checkpointing.
 
-MLX evaluates a step's graph in an order of its own, which follows the outputs. Where those are hundreds of gradients,
-or one array that is joined of them all, it may go down through all blocks first, and hold what every block's own
-gradients are computed from until then.
+MLX evaluates a step's graph in an order of its own, which follows the outputs. Where those are hundreds of gradients it
+may go down through all blocks first, and hold what every block's own gradients are computed from until then.
 """
 
 from __future__ import annotations
@@ -15,18 +14,17 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from lib.model.token_stream import end_at_scored_tokens
+from lib.model.patches import derived, replace_modules
 
 
 def order_backward(model: nn.Module) -> None:
     """Lets every block pass its input's gradient on when its own parameters' gradients are computed.
 
-    It wraps the call of the blocks' class, for training alone. Outputs and gradients stay what they are.
+    The blocks are replaced by ones of a derived class. Outputs and gradients stay what they are.
     """
-    end_at_scored_tokens(model)  # within: a recomputed block does all of it again
-    for kind in {type(block) for block in _own_blocks(model)}:
-        if not getattr(kind.__call__, "is_ordered", False):
-            kind.__call__ = _ordered(kind.__call__)
+    blocks = {id(block) for block in model.layers if not isinstance(block, OrderedBlock)}
+    if blocks:
+        replace_modules(model, lambda part: derived(part, _ordered(type(part))) if id(part) in blocks else None)
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
@@ -36,47 +34,46 @@ def checkpoint_blocks(model: nn.Module) -> None:
     is recomputed: MLX may recompute all of them before the first is needed, and hold them all.
     """
     order_backward(model)
-    for block in _own_blocks(model):
-        block.is_checkpointed = True
+    for block in model.layers:
+        if isinstance(block, OrderedBlock):
+            block.is_recomputed = True
 
 
-def _own_blocks(model: nn.Module) -> list[nn.Module]:
-    """Without those that other ranks hold (lib/model/pipeline_stage.py).
+class OrderedBlock(nn.Module):
+    """A block whose backward pass neither begins early nor leaves anything for later."""
 
-    What is in their place hands on, in its call, what the stage is given and what it gives: no part of a function to
-    wrap, which would cut the gradients off there.
-    """
-    return [block for block in model.layers if tree_flatten(block.parameters())]
+    is_recomputed = False
 
 
-def _ordered(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A block's call whose backward pass neither begins early nor leaves anything for later."""
+@functools.cache
+def _ordered(kind: type[nn.Module]) -> type[nn.Module]:
+    def call(self: OrderedBlock, *args: Any, **options: Any) -> Any:
+        trained = self.trainable_parameters() if self.training else {}
+        return _run(self, functools.partial(kind.__call__, self), trained, args, options)
 
-    @functools.wraps(plain)
-    def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        trained = block.trainable_parameters() if block.training else {}
-        parameters = dict(tree_flatten(trained))
-        is_checkpointed = block.training and getattr(block, "is_checkpointed", False)
-        if not (parameters or is_checkpointed):
-            return plain(block, *args, **kwargs)
-        given: list[mx.array] = []
-        tree_map(lambda leaf: given.append(leaf) if _has_gradient(leaf) else None, (args, kwargs))
+    return type(kind.__name__, (OrderedBlock, kind), {"__call__": call, "__module__": kind.__module__})
 
-        def output_of(*arrays: mx.array) -> Any:
-            """arrays: the trained parameters, then what the block is given."""
-            rest = iter(arrays)
-            block.update(tree_unflatten([(name, next(rest)) for name in parameters]))
-            own_args, own_kwargs = tree_map(lambda leaf: next(rest) if _has_gradient(leaf) else leaf, (args, kwargs))
-            try:
-                return plain(block, *own_args, **own_kwargs)
-            finally:
-                block.update(trained)
 
-        wrapped = _recomputed if is_checkpointed else _kept
-        return wrapped(output_of, [*parameters.values(), *given], len(parameters))
+def _run(block: OrderedBlock, call: Callable[..., Any], trained: Any, args: Any, options: Any) -> Any:
+    parameters = dict(tree_flatten(trained))
+    is_recomputed = block.training and block.is_recomputed
+    if not (parameters or is_recomputed):
+        return call(*args, **options)
+    given: list[mx.array] = []
+    tree_map(lambda leaf: given.append(leaf) if _has_gradient(leaf) else None, (args, options))
 
-    call.is_ordered = True  # type: ignore[attr-defined]
-    return call
+    def output_of(*arrays: mx.array) -> Any:
+        """arrays: the trained parameters, then what the block is given."""
+        rest = iter(arrays)
+        block.update(tree_unflatten([(name, next(rest)) for name in parameters]))
+        own_args, own_options = tree_map(lambda leaf: next(rest) if _has_gradient(leaf) else leaf, (args, options))
+        try:
+            return call(*own_args, **own_options)
+        finally:
+            block.update(trained)
+
+    wrapped = _recomputed if is_recomputed else _kept
+    return wrapped(output_of, [*parameters.values(), *given], len(parameters))
 
 
 def _kept(output_of: Callable[..., Any], arrays: Sequence[mx.array], trained: int) -> Any:

@@ -1,0 +1,141 @@
+"""The only file that changes other projects' insides.
+
+What, why, and until when:
+
+- `scaled_dot_product_attention` of the model's file in mlx_lm.models: a cache that attends by itself (a stream of
+  tokens, rows that share prompts) gets queries, keys and values. Until mlx-lm takes an attention object.
+- `swiglu` of that file: MLX keeps four arrays as wide as the MLP for the backward pass, ours two; on a CPU it makes one
+  exponential instead of three. Until MLX has a fused SwiGLU with a backward kernel.
+
+Read with mlx-lm 0.32.2; tests/test_forward.py holds both against the originals.
+
+What else a model does differently here it does because a module of it was replaced by one of a derived class
+(`replace_modules`): the model's own tree, not somebody's class.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import activations, base
+
+_attention, _swiglu = base.scaled_dot_product_attention, activations.swiglu
+
+
+# ---- Modules of a model's own tree
+
+
+def derived(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
+    """The same module, with its parameters and settings, as one of another class."""
+    new: nn.Module = kind.__new__(kind)
+    vars(new).update(vars(module))
+    dict.update(new, module)
+    return new
+
+
+def with_methods(module: nn.Module, **make: Callable[[Any], Any]) -> nn.Module:
+    """The same module with methods of its own: each is make(the method that it had), for those that it has."""
+    plain = type(module)
+    methods = {name: wrap(getattr(plain, name)) for name, wrap in make.items() if hasattr(plain, name)}
+    name = plain.__name__
+    return derived(module, type(name, (plain,), {"__module__": plain.__module__, **methods}))
+
+
+def replace_modules(model: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> None:
+    """Puts other modules into a model's tree: what `replacement` gives for one, unless that is None."""
+    new: dict[int, nn.Module] = {}
+
+    def of(part: Any) -> Any:
+        if isinstance(part, nn.Module):
+            if id(part) not in new:
+                other = replacement(part)
+                new[id(part)] = part if other is None else other  # an empty module is false
+            return new[id(part)]
+        if isinstance(part, list):
+            part[:] = [of(each) for each in part]
+        elif isinstance(part, dict):
+            part.update({name: of(each) for name, each in part.items()})
+        return part
+
+    for module in model.modules():  # a list, made before
+        for name, part in list(module.items()):
+            if isinstance(part, nn.Module | list | dict) and not name.startswith("_"):
+                dict.__setitem__(module, name, of(part))
+
+
+# ---- Functions of the model's file in mlx_lm.models
+
+
+def _files_of(model: nn.Module) -> set[ModuleType]:
+    """The Python modules in which the classes of a model were written."""
+    return {sys.modules[kind.__module__] for part in model.modules() for kind in type(part).__mro__[:-1]}
+
+
+def attend_by_cache(model: nn.Module) -> None:
+    """Lets the attention of the model's family leave it to caches that attend by themselves; others are as before."""
+    for file in _files_of(model):
+        if vars(file).get("scaled_dot_product_attention") is _attention and file is not base:
+            vars(file)["scaled_dot_product_attention"] = _attention_or_cache
+
+
+@functools.wraps(_attention)
+def _attention_or_cache(
+    queries: mx.array, keys: mx.array, values: mx.array, cache: Any, *args: Any, **options: Any
+) -> Any:
+    if not hasattr(cache, "attend"):
+        return _attention(queries, keys, values, cache, *args, **options)
+    options |= dict(zip(("scale", "mask"), args, strict=False))  # gpt_oss hands scale on by position
+    return cache.attend(queries, keys, values, **options)
+
+
+def use_lean_swiglu(model: nn.Module) -> None:
+    """Lets the model's family use `lean_swiglu`, or `quick_swiglu` on a CPU: the same values."""
+    ours = quick_swiglu if mx.default_device() == mx.cpu else lean_swiglu
+    for file in _files_of(model):
+        if vars(file).get("swiglu") is _swiglu and file is not activations:
+            vars(file)["swiglu"] = ours
+
+
+@mx.custom_function
+def lean_swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    """silu(gate) * x (SwiGLU, arXiv:2002.05202), which keeps nothing for the backward pass but its two inputs.
+
+    The derivative, in float32, is written so that its halves have no expression in common with each other or with
+    the forward pass: `mx.compile` would make such a one once, and keep it as an array as large as the MLP is wide.
+    """
+    return _swiglu(gate, x)
+
+
+@lean_swiglu.vjp
+def _lean_swiglu_vjp(primals: Any, cotangent: mx.array, _: Any) -> tuple[mx.array, mx.array]:
+    gate, x = primals
+    half = (0.5 * gate).astype(mx.float32)
+    t = mx.tanh(half)  # sigmoid(gate) = (1 + t) / 2
+    d_gate = (cotangent * x).astype(mx.float32) * (0.5 * (1 + t) * (1 + half * (1 - t)))
+    wide = gate.astype(mx.float32)
+    d_x = cotangent.astype(mx.float32) * (wide / (1 + mx.exp(-wide)))
+    return d_gate.astype(gate.dtype), d_x.astype(x.dtype)
+
+
+@mx.custom_function
+def _swiglu_and_sigmoid(gate: mx.array, x: mx.array) -> tuple[mx.array, mx.array]:
+    sigmoid = mx.sigmoid(gate)
+    return gate * sigmoid * x, sigmoid
+
+
+@_swiglu_and_sigmoid.vjp
+def _swiglu_and_sigmoid_vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array]:
+    (gate, x), dy, sigmoid = primals, cotangents[0], outputs[1]
+    silu = gate * sigmoid
+    return dy * x * (sigmoid + silu * (1 - sigmoid)), dy * silu
+
+
+def quick_swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    """SwiGLU for a CPU, which is slow at exponentials: one for each unit, kept for the backward pass."""
+    return _swiglu_and_sigmoid(gate, x)[0]
