@@ -1,12 +1,18 @@
-"""Exports read back: by mlx-lm, and for PEFT by its formula on the base's own arrays; files that peft itself saved, read."""
+"""Exports: each form holds the run's model, chat template and end of turn; what cannot be written is refused in a line."""
 
 from __future__ import annotations
 
+import base64
 import errno
-import fcntl
+import hashlib
+import http.server
 import json
-import os
+import re
 import shutil
+import socket
+import threading
+import urllib.parse
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +21,19 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from lib.errors import Stopped, UserError
-from lib.export import base_copy, command, fused, fused_weights, mlx_adapter, mlx_reader, peft_adapter, proof
-from lib.export.form import ExportOptions
-from lib.export.model_files import shards_of
-from lib.export.trained_run import TrainedRun, open_run
+from lib.export import card, command, fuse, gguf_families, mlx_adapter, ollama, peft, proof
+from lib.export.fuse import shards_of
+from lib.export.gguf_tokenizer import facts_of
+from lib.export.trained_run import ChatForm, TrainedRun, open_run
 from lib.model import adapters, peft_experts, peft_files
 from lib.model import load as models
-from lib.model.adapter_files import trainable, write_arrays
+from lib.model.adapter_files import trainable
 from lib.model.checkpoint_names import expert_pattern, stacked_name
-from tests import exported, tiny
+from tests import chat_models, exported, tiny
 
-PLAIN = ExportOptions()
 PEFT = Path(__file__).parent / "peft"
 DORA = {"model.method": "dora"}
 PATTERNS = {
@@ -67,112 +73,41 @@ def run(tmp_path: Path) -> TrainedRun:
     return opened(tmp_path)
 
 
-def written(form: Any, run: TrainedRun, options: ExportOptions = PLAIN) -> Path:
-    folder = run.folder.parent / "out"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    form.check(run, options, False)
-    form.write(run, folder, options)
-    return folder
+def export(run: TrainedRun, *words: str) -> tuple[int, Path]:
+    return command.main([str(run.folder), *words]), run.folder / "export"
 
 
-def by_pefts_formula(run: TrainedRun, adapter: Path, folder: Path) -> Path:
-    """The base with every adapter merged as PEFT documents it, in numpy, by the names of the base's own arrays."""
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    base = base_copy.for_transformers(run, folder)
-    arrays = {
-        name: np.array(array) for file in base.glob("*.safetensors") for name, array in mx.load(str(file)).items()
-    }
-    stored_config = json.loads((base / "config.json").read_text())
-    if "lm_head.weight" not in arrays:  # tied, and with an adapter for each use
-        arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"]
-        stored_config["tie_word_embeddings"] = False
-    base_arrays = dict(arrays)
-    theirs = {name: np.array(array) for name, array in mx.load(str(adapter / "adapter_model.safetensors")).items()}
-    seen = set()
-    for name in theirs:
-        for letter, turn in (("lora_A.weight", 0), ("lora_embedding_A", 1)):
-            if name.endswith(letter):
-                module = name.removeprefix("base_model.model.").removesuffix(f".{letter}")
-                a, b = theirs[name], theirs[name.replace("_A", "_B")]
-                values = [
-                    next(
-                        (v for k, v in config[f"{what}_pattern"].items() if peft_files.first_match({k: 1}, module, 0)),
-                        config[one],
-                    )
-                    for what, one in (("rank", "r"), ("alpha", "lora_alpha"))
-                ]
-                assert len(a) == values[0]
-                change = values[1] / values[0] * (b @ a)
-                weight = base_arrays[f"{module}.weight"] + (change.T if turn else change)
-                if config["use_dora"]:
-                    magnitude = theirs[f"base_model.model.{module}.lora_magnitude_vector"]
-                    weight = magnitude[:, None] * weight / np.linalg.norm(weight, axis=1, keepdims=True)
-                arrays[f"{module}.weight"] = weight.astype(np.float32)
-                seen.add(module)
-    ends = config["target_modules"]
-    assert {module for module in seen if any(module == end or module.endswith(f".{end}") for end in ends)} == seen
-    merged = folder / "merged"
-    merged.mkdir()
-    (merged / "config.json").write_text(json.dumps(stored_config))
-    stored = {name: mx.array(array) for name, array in arrays.items()}
-    described = {name: (array.shape, array.dtype) for name, array in stored.items()}
-    write_arrays(merged / "model.safetensors", described, stored.items())
-    return merged
+def proof_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / command.FACTS).read_text())["proof"]
+    return found
 
 
 @pytest.mark.parametrize("name", RUNS)
-@pytest.mark.long("*4-bit*")
 def test_every_form_has_the_runs_log_probabilities(name: str, tmp_path: Path) -> None:
     run = opened(tmp_path, name)
-    for form in (mlx_adapter, fused):
-        proven = proof.prove(form, run, written(form, run), PLAIN)
-        assert proven.difference <= proof.LIMIT < proven.trained_difference
-        assert (proven.rounding_difference > 0) == (form is fused and run.is_quantised)
+    for form in ("mlx", "fused", "peft"):
+        status, folder = export(run, "--to", form)
+        assert status == 0, form
+        found = proof_of(folder / form)
+        assert found["difference"] <= 1e-4 < found["trained_difference"] or (form == "fused" and run.is_quantised)
     if run.is_quantised:
-        options = ExportOptions(dequantize=True)
-        folder = written(fused, run, options)
-        assert proof.prove(fused, run, folder, options).difference <= proof.LIMIT
-        assert "quantization" not in json.loads((folder / "config.json").read_text())
-    adapter = written(peft_adapter, run)
-    (tmp_path / "numpy").mkdir()
-    merged = by_pefts_formula(run, adapter, tmp_path / "numpy")
-    found = mlx_reader.logps(merged, run.rows, False)
-    assert proof.largest_difference(found, proof.model_logps(run.model(), run.rows)) <= proof.LIMIT
+        status, folder = export(run, "--to", "fused", "--dequantize", "--out", str(tmp_path / "plain"))
+        assert status == 0 and proof_of(tmp_path / "plain")["difference"] <= proof.LIMIT
+        assert "quantization" not in json.loads((tmp_path / "plain" / "config.json").read_text())
 
 
 @pytest.mark.parametrize("name", ["llama, patterns", "qwen3_moe", "qwen2, tied dora", "qwen3, tied embeddings"])
-def test_what_we_write_for_peft_comes_in_again_with_the_same_bytes(name: str, tmp_path: Path) -> None:
+def test_an_exported_peft_adapter_starts_a_run_with_the_same_model(name: str, tmp_path: Path) -> None:
     run = opened(tmp_path, name)
-    folder = written(peft_adapter, run)
-    first = (folder / "adapter_model.safetensors").read_bytes()
+    folder = export(run, "--to", "peft")[1] / "peft"
     settings = run.settings.model.model_copy(update={"adapter": str(folder)})
     model = models.load(settings, 0)
     adapters.make_trainable(model, settings, 0)
     found = proof.model_logps(model, run.rows)
     assert proof.largest_difference(found, proof.model_logps(run.model(), run.rows)) <= proof.LIMIT
-    again = exported.adapter_files.save_trained
-    again(model, settings, run.folder)
-    if name == "llama, patterns":  # what a run ends with is padded for mlx-lm; its checkpoints are not
-        return
-    assert (written(peft_adapter, run) / "adapter_model.safetensors").read_bytes() == first
-
-
-def test_a_types_rounding_is_known_and_nothing_more_is_allowed(run: TrainedRun) -> None:
-    for kind in ("bf16", "f16"):
-        options = ExportOptions(type=kind)
-        folder = written(fused, run, options)
-        proven = proof.prove(fused, run, folder, options)
-        assert proven.difference <= proof.LIMIT < proven.rounding_difference < proven.trained_difference
-    arrays = dict(mx.load(str(folder / "model.safetensors")))
-    arrays["model.norm.weight"] = arrays["model.norm.weight"] * 1.01
-    mx.save_safetensors(str(folder / "model.safetensors"), arrays)
-    with pytest.raises(Stopped, match="first at row 0"):
-        proof.prove(fused, run, folder, options)
 
 
 def test_what_rounding_loses_is_not_written(run: TrainedRun) -> None:
-    """mlx-lm#1172: a fused model that is its base, or noise: steps of four bits are wider than what was trained."""
     base, trained = [np.zeros(3, np.float32)], [np.ones(3, np.float32)]
     proof.require_kept(run, [np.full(3, 0.9, np.float32)], trained, base)
     for lost in (0.0, 0.4, 3.0):
@@ -180,60 +115,53 @@ def test_what_rounding_loses_is_not_written(run: TrainedRun) -> None:
             proof.require_kept(run, [np.full(3, lost, np.float32)], trained, base)
 
 
-def test_what_four_bits_cannot_hold_is_not_written_in_four_bits(tmp_path: Path) -> None:
-    """A small adapter over MXFP4 experts: rounding undoes it, and the few tokens that take other experts hide nothing."""
+def test_what_four_bits_cannot_hold_is_not_written_in_four_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A small adapter over MXFP4 experts: rounding undoes it."""
     keys = "[self_attn.q_proj,mlp.experts.up_proj,mlp.experts.down_proj]"
     base = exported.base_model(tmp_path / "base", "gpt_oss", bits=4, mode="mxfp4")
     folder = exported.run_of(tmp_path / "run", base, **{"model.keys": keys, "model.scale": 0.002})
-    run = open_run(folder, "final", [], 6, lambda text: None)
-    with pytest.raises(Stopped, match="what was learned would be lost; take --dequantize"):
-        proof.prove(fused, run, written(fused, run), PLAIN)
-    plain = ExportOptions(dequantize=True, type="f32")
-    assert proof.prove(fused, run, written(fused, run, plain), plain).difference <= proof.LIMIT
-
-
-def test_experts_that_peft_has_no_names_for_are_refused(tmp_path: Path) -> None:
-    base = exported.base_model(tmp_path / "base", "gpt_oss", bits=4, mode="mxfp4")
-    folder = exported.run_of(tmp_path / "run", base, **{"model.keys": "[mlp.experts.up_proj]"})
-    run = open_run(folder, "final", [], 6, lambda text: None)
-    with pytest.raises(UserError, match="how PEFT names the experts of this family is not known"):
-        written(peft_adapter, run)
-
-
-def test_other_code_for_the_base_is_allowed_for_but_never_hides_an_adapter() -> None:
-    assert proof.allowed_for("peft", base_difference=1e-6, trained_difference=1.0) == proof.LIMIT
-    assert proof.allowed_for("peft", base_difference=3e-3, trained_difference=1.0) == 4 * 3e-3
-    with pytest.raises(Stopped, match="too little to be told by that"):
-        proof.allowed_for("peft", base_difference=3e-3, trained_difference=0.04)
+    assert command.main([str(folder), "--to", "fused"]) == 1
+    assert "what was learned would be lost; take --dequantize" in capsys.readouterr().err
+    assert command.main([str(folder), "--to", "fused", "--dequantize", "--type", "f32"]) == 0
+    assert command.main([str(folder), "--to", "peft"]) == 2
+    assert "how PEFT names the experts of this family is not known" in capsys.readouterr().err
 
 
 def test_a_fused_model_has_its_bases_names_and_types(tmp_path: Path) -> None:
     run = opened(tmp_path, "qwen3_moe")
-    folder = written(fused, run)
+    folder = export(run, "--to", "fused")[1] / "fused"
     base, stored = (mx.load(str(path / "model.safetensors")) for path in (run.base, folder))
     assert {name: (array.shape, array.dtype) for name, array in base.items()} == {
         name: (array.shape, array.dtype) for name, array in stored.items()
     }
-    assert (folder / "config.json").read_bytes() == (run.base / "config.json").read_bytes()
+    assert json.loads((folder / "config.json").read_text()) == json.loads((run.base / "config.json").read_text())
 
 
 def test_a_trained_array_that_no_layer_takes_stops_the_merge(run: TrainedRun) -> None:
-    """mlx-lm#1172: a fused model that silently is its base."""
     model = run.model()
     model.model.norm.unfreeze()
     with pytest.raises(UserError, match="1 trained arrays belong to no layer that can be merged.*model.norm.weight"):
-        list(fused_weights.adapted_layers(model))
+        list(fuse.adapted_layers(model))
 
 
-def test_a_full_run_is_its_model(tmp_path: Path) -> None:
+def test_a_full_run_is_its_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = exported.base_model(tmp_path / "base", "qwen3", dtype="bfloat16")
-    run = open_run(
-        exported.run_of(tmp_path / "run", base, **{"model.method": "full"}), "final", [], 6, lambda text: None
-    )
-    proven = proof.prove(fused, run, written(fused, run), PLAIN)
-    assert proven.difference <= proof.LIMIT < proven.rounding_difference
-    with pytest.raises(UserError, match="method=full"):
-        peft_adapter.check(run, PLAIN, False)
+    run = exported.run_of(tmp_path / "run", base, **{"model.method": "full"})
+    assert command.main([str(run), "--to", "fused"]) == 0
+    assert command.main([str(run), "--to", "gguf"]) == 0
+    assert command.main([str(run), "--to", "peft"]) == 2 and "method=full" in capsys.readouterr().err
+
+
+def test_merging_is_what_the_adapter_does(run: TrainedRun) -> None:
+    """Layer by layer: the merged weight gives what the base and the adapter beside it give."""
+    model = run.model()
+    x = mx.random.normal((3, 64), key=mx.random.key(0))
+    for layer in fuse.adapted_layers(model):
+        part = x[:, : layer.weight.shape[1]]
+        assert isinstance(layer.module, nn.Module) and mx.allclose(layer.module(part), part @ layer.weight.T, atol=1e-5)
+    assert not tree_flatten(trainable(fuse.fused_model(run).freeze()))
 
 
 # ---- PEFT's own files (benchmarks/exports.py --record)
@@ -315,10 +243,6 @@ def test_a_torn_or_unknown_file_of_peft_is_refused(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:40])
     with pytest.raises(UserError, match="cannot be read"):
         peft_files.read(tmp_path / "adapter", "model.adapter")
-    weights.unlink()
-    os.mkfifo(weights)
-    with pytest.raises(UserError, match=f"^model.adapter {weights} is a pipe"):
-        peft_files.read(tmp_path / "adapter", "model.adapter")
 
 
 def test_experts_that_peft_adapted_as_two_parameters() -> None:
@@ -354,28 +278,203 @@ def test_experts_that_peft_adapted_as_two_parameters() -> None:
         peft_experts.unfused({"x.mlp.experts": layers["down_proj"]}, lambda name: 1, "here")
 
 
+# ---- Chat template and end of turn
+
+MINE = "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+MINE += "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
+
+
+@pytest.fixture
+def with_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Makes a run of a model with a tokenizer and its chat template, or another one."""
+
+    def made(name: str, template: str | None = None, **changes: Any) -> Path:
+        tokenizer = chat_models.tokenizer_of(name, template)
+        monkeypatch.setattr(
+            exported, "SHAPE", exported.SHAPE | {"vocab_size": 1500, "eos_token_id": tokenizer.eos_token_id}
+        )
+        base = exported.base_model(tmp_path / "base", "llama")
+        tokenizer.save_pretrained(base)
+        return exported.run_of(tmp_path / "run", base, **changes)
+
+    return made
+
+
+def test_every_form_carries_the_template_and_the_end_of_turn_that_were_trained(
+    with_tokenizer: Callable[..., Path], tmp_path: Path
+) -> None:
+    """ChatML on a base whose own end is another token, by data.chat_template=FILE."""
+    from gguf import GGUFReader
+    from mlx_lm.tokenizer_utils import load
+
+    (tmp_path / "mine.jinja").write_text(MINE)
+    template = {"data.chat_template": tmp_path / "mine.jinja"}
+    run = with_tokenizer("Qwen-Qwen2.5-7B-Instruct", **template)
+    base = tmp_path / "base"
+    tokenizer = load(base)
+    other = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    stored = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**stored, "eos_token_id": other}))
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    for form in ("mlx", "fused", "peft", "gguf", "ollama"):
+        assert command.main([str(run), "--to", form]) == 0, form
+    folder = run / "export"
+    for form in ("mlx", "fused", "peft"):
+        assert (folder / form / "chat_template.jinja").read_text() == MINE
+        assert "chat template is that of training" in (folder / form / "README.md").read_text()
+    ends = json.loads((folder / "fused" / "generation_config.json").read_text())["eos_token_id"]
+    assert end in (ends if isinstance(ends, list) else [ends])
+    messages = [{"role": "user", "content": "Hi"}]
+    text = load(folder / "fused").apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>user: Hi<|im_end|><|im_start|>assistant: "
+    reader = GGUFReader(folder / "gguf" / "model.gguf")
+    assert reader.get_field("tokenizer.chat_template").contents() == MINE
+    assert end in [
+        field.contents()
+        for name in ("eos", "eot")
+        if (field := reader.get_field(f"tokenizer.ggml.{name}_token_id")) is not None
+    ]
+    assert 'PARAMETER stop """<|im_end|>"""' in (folder / "ollama" / "Modelfile").read_text()
+
+
+# ---- GGUF and Ollama
+
+MAPPED = [name for name, shape in exported.FAMILIES.items() if shape["model_type"] in gguf_families.FAMILIES]
+
+
+@pytest.mark.parametrize("family", MAPPED)
+def test_a_run_of_every_family_is_proven_to_be_in_its_file(family: str, tmp_path: Path) -> None:
+    run = exported.run_of(tmp_path / "run", exported.base_model(tmp_path / "base", family))
+    assert command.main([str(run), "--to", "gguf", "--out", str(tmp_path / "out")]) == 0
+    found = proof_of(tmp_path / "out")
+    assert found["difference"] <= 1e-4 < 0.1 < found["trained_difference"], found
+
+
+def test_types_round_the_weights_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from gguf import GGUFReader
+
+    run = exported.run_of(tmp_path / "run", exported.base_model(tmp_path / "base", "llama", bits=4))
+    moved = {}
+    for kind in ("f32", "bf16", "f16", "q8_0"):
+        assert command.main([str(run), "--to", "gguf", "--type", kind, "--out", str(tmp_path / kind)]) == 0
+        moved[kind] = proof_of(tmp_path / kind)["difference"]
+        tensors = {tensor.name: tensor for tensor in GGUFReader(tmp_path / kind / "model.gguf").tensors}
+        assert tensors["blk.0.attn_q.weight"].tensor_type.name == kind.upper()
+        assert tensors["blk.0.attn_norm.weight"].tensor_type.name == "F32"
+    assert moved["f32"] < 1e-4 < moved["f16"] < moved["bf16"], moved
+    assert command.main([str(run), "--to", "gguf", "--dequantize", "--out", str(tmp_path / "x")]) == 2
+    assert "--type q8_0" in capsys.readouterr().err
+
+
+def test_rows_that_llama_cpp_rotates_are_neighbours() -> None:
+    """A head of four: mlx-lm rotates (0, 2) and (1, 3), llama.cpp (0, 1) and (2, 3)."""
+    rows = np.arange(8.0)[:, None]
+    assert gguf_families.neighbouring_pairs(rows, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+def test_a_wrong_layout_is_seen_and_leaves_nothing(
+    run: TrainedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gguf_families, "neighbouring_pairs", lambda weight, heads: weight)
+    status, folder = export(run, "--to", "gguf")
+    assert status == 1 and "Nothing was written" in capsys.readouterr().err and list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "gemma2", **exported.FAMILIES["gemma2"], "query_pre_attn_scalar": 20}, "query_pre_attn_scalar is 20"),
+        ({"model_type": "llama", "layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 4}, "attend to a window"),
+        ({**exported.FAMILIES["qwen3_moe"], "norm_topk_prob": False}, "norm_topk_prob is not true"),
+        ({**exported.FAMILIES["qwen3_moe"], "mlp_only_layers": [1]}, "have no experts"),
+        ({"model_type": "olmo2", "tie_word_embeddings": True}, "its head is its embedding"),
+        (exported.FAMILIES["gpt_oss"], "of the family gpt_oss; there are gemma, gemma2"),
+    ],
+)  # fmt: skip
+def test_what_gguf_cannot_say_is_refused_before_a_weight_is_written(
+    changes: dict[str, Any],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(exported.FAMILIES, "changed", changes)
+    run = exported.run_of(
+        tmp_path / "run", exported.base_model(tmp_path / "base", "changed"), **{"model.keys": "[self_attn.q_proj]"}
+    )
+    assert command.main([str(run), "--to", "gguf"]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1, error
+    assert not (run / "export").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda stored: stored["model"].update(type="Unigram", vocab=[["a", 0.0]], unk_id=0), "is a Unigram"),
+        (lambda stored: stored.update(normalizer={"type": "Lowercase"}), "changes texts (Lowercase)"),
+        (lambda stored: stored["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex="[a-z]+"), "by [a-z]+"),
+        (lambda stored: stored.update(pre_tokenizer={"type": "Whitespace"}), "splits texts in a way"),
+        (lambda stored: stored["model"].update(ignore_merges=True), "takes a whole word"),
+    ],
+)
+def test_a_tokenizer_that_llama_cpp_does_not_have_is_named(change: Any, words: str) -> None:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    stored = json.loads(chat_models.tokenizer_of("Qwen-Qwen3-0.6B").backend_tokenizer.to_str())
+    change(stored)
+    if stored["model"]["type"] == "Unigram":
+        stored["model"] = {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 0}
+        stored["added_tokens"] = []
+    changed = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(stored)))
+    with pytest.raises(UserError, match=re.escape(words)):
+        facts_of(ChatForm(TokenizerWrapper(changed), None, {}, [0]), "here")
+
+
+ROLES = {"S": "system", "U": "user", "A": "assistant"}
+NO_SHAPE = ("NousResearch-Hermes-3-Llama-3.1-8B-tool_use",)  # takes no conversation without tools
+
+
+@pytest.mark.parametrize("name", sorted(chat_models.registry().keys() - set(NO_SHAPE)))
+def test_the_shape_of_a_chat_template_renders_as_the_models_own(name: str) -> None:
+    tokenizer = chat_models.tokenizer_of(name)
+    form = ChatForm(tokenizer, tokenizer.chat_template, {"enable_thinking": False}, [])
+    shape = ollama.shape_of(form.render, "")
+    for roles in ("U", "UAU", "UAUAUAU", *(["SU", "SUAUAU"] if shape.system_goes else [])):
+        messages = [{"role": ROLES[role], "content": f"{role}{{{{ {i} }}}}{{"} for i, role in enumerate(roles)]
+        assert shape.text(messages) == form.render(messages), roles
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% for m in messages %}{{ loop.index }}{{ m.content }}{% endfor %}", "change from turn to turn"),
+        ("{{ messages[0].content }}", "leaves out messages"),
+        ("{{ raise_exception('no') }}", "does not take a conversation"),
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content }}\u200b{% endfor %}", "U+200B"),
+        ('{% for m in messages %}<{{ m.role }}>{{ m.content }}"""{% endfor %}', "three quotation marks"),
+    ],
+)
+def test_a_template_without_a_shape_is_refused(
+    template: str, words: str, with_tokenizer: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main([str(with_tokenizer("Qwen-Qwen3-0.6B", template)), "--to", "ollama"]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1, error
+
+
 # ---- The command
 
 
-def export(run: TrainedRun, *words: str) -> tuple[int, Path]:
-    return command.main([str(run.folder), *words, *(["--no-proof"] if "peft" in words else [])]), run.folder / "export"
-
-
 def test_an_export_is_whole_and_says_what_it_is(run: TrainedRun, capsys: pytest.CaptureFixture[str]) -> None:
-    torn = run.folder / "export" / ".fused.unfinished"  # of a process that was killed
-    (torn / "torn-folder").mkdir(parents=True)
-    (torn / "torn-file").touch()
-    lock = os.open(torn, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    assert export(run, "--to", "fused")[0] == 2
-    assert "another process is writing it" in capsys.readouterr().err
-    os.close(lock)
+    (run.folder / "export" / ".fused.unfinished" / "torn-folder").mkdir(parents=True)  # of a process that was killed
     status, folder = export(run, "--to", "fused")
     assert status == 0
-    facts = json.loads((folder / "fused" / "tandem_export.json").read_text())
+    facts = json.loads((folder / "fused" / command.FACTS).read_text())
     assert facts["form"] == "fused" and facts["checkpoint"] == "final" and facts["proof"]["difference"] <= 1e-4
     out = capsys.readouterr().out
-    assert "proven: mlx_lm.load gives the same log-probabilities" in out
+    assert "proven: mlx_lm.load gives the log-probabilities of the run" in out
     assert json.loads(out.splitlines()[-1])["proof"] == facts["proof"]
     assert [path.name for path in folder.iterdir()] == ["fused"]
     assert not list((folder / "fused").glob("torn*"))
@@ -383,32 +482,12 @@ def test_an_export_is_whole_and_says_what_it_is(run: TrainedRun, capsys: pytest.
     assert "exists already; give another folder by --out" in capsys.readouterr().err
 
 
-def test_a_link_in_a_runs_folder_leads_no_export_to_another(
-    run: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A run may come from anybody, with links to folders of yours."""
-    own = tmp_path / "documents"
-    (own / "letters").mkdir(parents=True)
-    (own / "thesis.txt").write_text("all of it")
-    export_folder = run.folder / "export"
-    export_folder.mkdir()
-    (export_folder / ".mlx.unfinished").symlink_to(own)
-    assert export(run, "--to", "mlx")[0] == 0
-    assert sorted(path.name for path in own.iterdir()) == ["letters", "thesis.txt"]
-    assert not (export_folder / "mlx").is_symlink() and (export_folder / "mlx" / "adapters.safetensors").is_file()
-    shutil.rmtree(export_folder)
-    export_folder.symlink_to(own)
-    capsys.readouterr()
-    assert export(run, "--to", "mlx")[0] == 2 and "is a link, perhaps to a folder of yours" in capsys.readouterr().err
-    assert sorted(path.name for path in own.iterdir()) == ["letters", "thesis.txt"]
-
-
 def test_a_wrong_export_is_not_written(
     run: TrainedRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = fused_weights.AdaptedLayer.change.fget
+    right = fuse.AdaptedLayer.change.fget
     assert right is not None
-    monkeypatch.setattr(fused_weights.AdaptedLayer, "change", property(lambda layer: 1.1 * right(layer)))
+    monkeypatch.setattr(fuse.AdaptedLayer, "change", property(lambda layer: 1.1 * right(layer)))
     status, folder = export(run, "--to", "fused")
     assert status == 1 and list(folder.iterdir()) == []
     assert "Nothing was written" in capsys.readouterr().err
@@ -437,7 +516,6 @@ def test_a_full_disk_leaves_nothing(
         (["--to", "fused", "--rows", "0"], "--rows 0"),
         (["--to", "onnx"], "invalid choice: 'onnx'"),
         (["--to", "mlx", "model.path=/nowhere/at/all"], "no such folder"),
-        (["--to", "peft", "--peft-python", "/nowhere/python"], "pip install peft torch"),
     ],
 )
 def test_wrong_input_is_one_line(
@@ -483,12 +561,12 @@ def test_experts_have_names_of_their_own() -> None:
 def test_targets_mean_exactly_the_adapted_layers() -> None:
     layers = {f"model.layers.{i}.{name}" for i in range(3) for name in ("attn.q", "attn.v", "mlp.q")} | {"lm_head"}
     of_last = {name for name in layers if ".2." in name}
-    assert peft_adapter.targets(layers - {"lm_head"}, layers) == (["q", "v"], None)
-    assert peft_adapter.targets(of_last, layers) == (["q", "v"], [2])
+    assert peft.targets(layers - {"lm_head"}, layers) == (["q", "v"], None)
+    assert peft.targets(of_last, layers) == (["q", "v"], [2])
     some = {"model.layers.0.attn.q", "model.layers.1.attn.q"}
-    assert peft_adapter.targets(some, layers) == (sorted(some), None)
+    assert peft.targets(some, layers) == (sorted(some), None)
     both = {"model.layers.0.attn.v", "lm_head"}
-    assert peft_adapter.targets(both, layers) == (sorted(both), None)
+    assert peft.targets(both, layers) == (sorted(both), None)
 
 
 def test_weights_are_spread_over_files() -> None:
@@ -497,16 +575,228 @@ def test_weights_are_spread_over_files() -> None:
 
 def test_a_quantised_base_names_its_original(tmp_path: Path) -> None:
     run = opened(tmp_path, "gemma3, 4-bit")
-    assert peft_adapter.original_of(run) == str(run.base)
+    assert peft.original_of(run) == str(run.base)
     (run.base / "README.md").write_text("---\nbase_model: google/gemma-3-1b-it\n---\n# Converted\n")
-    assert peft_adapter.original_of(run) == "google/gemma-3-1b-it"
+    assert peft.original_of(run) == "google/gemma-3-1b-it"
 
 
-def test_merging_is_what_the_adapter_does(run: TrainedRun) -> None:
-    """Layer by layer: the merged weight gives what the base and the adapter beside it give."""
-    model = run.model()
-    x = mx.random.normal((3, 64), key=mx.random.key(0))
-    for layer in fused_weights.adapted_layers(model):
-        own = x[:, : layer.weight.shape[1]]
-        assert isinstance(layer.module, nn.Module) and mx.allclose(layer.module(own), own @ layer.weight.T, atol=1e-5)
-    assert not tree_flatten(trainable(fused_weights.fused_model(run).freeze()))
+# ---- --push: the real huggingface_hub against a stand-in of the hub's interface
+
+TOKEN = "hf_" + "Good" * 9
+LARGE = ("a.safetensors", "b.safetensors")
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """The parts of the hub's HTTP interface that a push takes."""
+
+    protocol_version = "HTTP/1.1"
+    server: HubServer
+
+    def do_GET(self) -> None:
+        hub = self.server
+        blobs = [{"rfilename": name, "size": len(content)} for name, content in hub.files.items()]
+        if not hub.exists:
+            self.answer(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
+        else:
+            self.answer(200, {"id": "ann/model", "sha": "5" * 40, "private": hub.private, "siblings": blobs})
+
+    def do_PUT(self) -> None:
+        hub, sha = self.server, self.path.rpartition("/")[2]
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        assert hashlib.sha256(content).hexdigest() == sha
+        hub.uploads.append(sha)
+        hub.blobs[sha] = content
+        self.answer(200, {})
+
+    def do_POST(self) -> None:
+        hub, path = self.server, urllib.parse.urlparse(self.path).path
+        sent = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        refusal = next((status for part, status in hub.refusals.items() if part in path), None)
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            self.answer(401, {"error": "Invalid username or password."})
+        elif refusal is not None:
+            self.answer(
+                refusal, {"error": {402: "Storage quota exceeded", 403: "You don't have the rights"}.get(refusal, "No")}
+            )
+        elif path.endswith("/repos/create"):
+            status = 409 if hub.exists else 200
+            hub.private = hub.private or (not hub.exists and json.loads(sent).get("visibility") == "private")
+            hub.exists = True
+            self.answer(status, {"url": f"{hub.address}/ann/model"})
+        elif path.endswith("/validate-yaml"):
+            self.answer(200, {"errors": [], "warnings": []})
+        elif "/preupload/" in path:
+            modes = [
+                {
+                    "path": file["path"],
+                    "uploadMode": "lfs" if file["path"] in LARGE else "regular",
+                    "shouldIgnore": False,
+                }
+                for file in json.loads(sent)["files"]
+            ]
+            self.answer(200, {"files": modes})
+        elif path.endswith("/objects/batch"):
+            objects = [
+                each
+                | (
+                    {}
+                    if each["oid"] in hub.blobs
+                    else {"actions": {"upload": {"href": f"{hub.address}/store/{each['oid']}"}}}
+                )
+                for each in json.loads(sent)["objects"]
+            ]
+            self.answer(200, {"objects": objects})
+        elif "/commit/" in path:
+            for line in map(json.loads, sent.splitlines()):
+                value = line["value"]
+                if line["key"] == "file":
+                    hub.files[value["path"]] = base64.b64decode(value["content"])
+                elif line["key"] == "lfsFile":
+                    hub.files[value["path"]] = hub.blobs[value["oid"]]
+            hub.commits += 1
+            self.answer(200, {"success": True, "commitOid": "6" * 40, "commitUrl": f"{hub.address}/ann/model/commit/6"})
+        else:
+            raise AssertionError(path)
+
+    def answer(self, status: int, content: dict[str, Any], headers: dict[str, str] | None = None) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        for key, value in {
+            "Content-Type": "application/json",
+            "Content-Length": str(len(body)),
+            **(headers or {}),
+        }.items():
+            self.send_header(key, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+class HubServer(http.server.ThreadingHTTPServer):
+    """What the hub has: a repository, its files, and blobs that no commit has named yet."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Hub)
+        self.exists = self.private = False
+        self.files: dict[str, bytes] = {}
+        self.blobs: dict[str, bytes] = {}
+        self.uploads: list[str] = []
+        self.commits = 0
+        self.refusals: dict[str, int] = {}
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def handle_error(self, *_: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    with HubServer() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        for name, value in {"ENDPOINT": server.address, "HF_HUB_DISABLE_XET": True, "HF_HUB_OFFLINE": False}.items():
+            monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def written_before(tmp_path: Path) -> Path:
+    """An export's folder with two large files."""
+    folder = tmp_path / "export"
+    folder.mkdir()
+    (folder / command.FACTS).write_text("{}\n")
+    (folder / "README.md").write_text("---\nlibrary_name: mlx\n---\n# Card\n")
+    (folder / "sub").mkdir()
+    (folder / "sub" / "config.json").write_text('{"eos_token": "</s>"}\n')
+    for number, name in enumerate(LARGE):
+        (folder / name).write_bytes(bytes([number]) * 100_000)
+    return folder
+
+
+def test_an_export_is_pushed_whole_with_its_card(hub: HubServer, run: TrainedRun) -> None:
+    status, folder = export(run, "--to", "mlx", "--push", "ann/model", "--private")
+    assert status == 0 and hub.private
+    assert {name for name in hub.files if not name.startswith(".git")} == {p.name for p in (folder / "mlx").iterdir()}
+    text = hub.files[card.CARD].decode()
+    assert "library_name: mlx" in text and "valid.jsonl" in text and str(run.folder.parent) not in text
+
+
+def test_a_dry_run_lists_files_and_sends_nothing(
+    hub: HubServer, written_before: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main([str(written_before), "--push", "ann/model", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "a.safetensors" in printed and "100,000 bytes" in printed and not hub.exists
+    (written_before / "train.jsonl").write_text("{}")
+    assert command.main([str(written_before), "--push", "ann/model"]) == 2 and not hub.exists
+    assert "data or a secret by its name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("refusals", "status", "words"),
+    [
+        ({"/repos/create": 403}, 2, "write access"),
+        ({"/objects/batch": 402}, 1, "has no room for it (402"),
+        ({"/preupload/": 413}, 1, "has no room for it (413"),
+        ({"/commit/": 507}, 1, "has no room for it (507"),
+        ({"/commit/": 418}, 1, "answers 418"),
+    ],
+)
+def test_what_the_hub_refuses_is_one_line(
+    refusals: dict[str, int],
+    status: int,
+    words: str,
+    hub: HubServer,
+    written_before: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    hub.refusals = refusals
+    assert command.main([str(written_before), "--push", "ann/model"]) == status
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1, error
+
+
+def test_wrong_tokens_names_and_networks_are_one_line(
+    hub: HubServer, written_before: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def push(name: str, *words: str) -> tuple[int, str]:
+        status, error = command.main([str(written_before), "--push", name, *words]), capsys.readouterr().err
+        assert error.count("\n") == 1, error
+        return status, error
+
+    assert push("ann/mo del")[0] == push("ann/")[0] == push("model")[0] == push("a/b/c")[0] == 2
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    status, error = push("ann/model")
+    assert status == 2 and "hf auth login" in error
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub.exists = True
+    status, error = push("ann/model", "--private")
+    assert status == 2 and "is public already" in error and hub.commits == 0
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        status, error = push("ann/model")
+    assert status == 1 and f"{address} cannot be reached" in error and str(written_before) in error
+
+
+def test_words_that_do_not_go_together(written_before: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (
+        [str(written_before)],
+        [str(written_before), "--dry-run"],
+        [str(written_before), "--to", "mlx", "--push", "ann/model"],
+    ):
+        assert command.main(words) == 2
+        assert capsys.readouterr().err.count("\n") == 1

@@ -26,13 +26,14 @@ PLAIN = re.compile(r"(?!.*www\.)[^\W_][\w./-]*", re.IGNORECASE)  # Markdown has 
 
 def write(run: TrainedRun, folder: Path, to: str, proven: str | None) -> None:
     """Writes the card into an export's folder; no path of this machine and no row of data is in it."""
-    (folder / CARD).write_text(model_card(run, to, proven), encoding="utf-8")
+    (folder / CARD).write_text(model_card(run, folder, to, proven), encoding="utf-8")
 
 
-def model_card(run: TrainedRun, to: str, proven: str | None) -> str:
+def model_card(run: TrainedRun, folder: Path, to: str, proven: str | None) -> str:
     """Its text.
 
     Args:
+        folder: the export's.
         to: the form.
         proven: the line of the proof.
     """
@@ -60,9 +61,10 @@ def model_card(run: TrainedRun, to: str, proven: str | None) -> str:
         f"- data: {', '.join(_as_text(_source(each)) for each in _sources(settings.data.train))}",
         f"- learning rate {settings.train.learning_rate}, seed {settings.train.seed}",
         *(f"- {name.replace('_', ' ')}: {value:.4g}" for name, value in _figures(run.folder).items()),
-        *([f"- {proven}"] if proven else []),
+        "- the chat template is that of training: chat_template.jinja" * (folder / "chat_template.jinja").exists(),
+        f"- {proven}" * (proven is not None),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(line for line in lines if line) + "\n"
 
 
 def base_of(path: str) -> tuple[str, bool]:

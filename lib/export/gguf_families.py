@@ -61,8 +61,8 @@ def family_of(model: nn.Module, path: str) -> Family:
     family = FAMILIES.get(kind)
     if family is None:
         raise UserError(
-            f"--to gguf: {path} is of the family {kind}, which has no mapping to GGUF here; "
-            f"there are {', '.join(sorted(FAMILIES))}"
+            f"--to gguf: {path} is of the family {kind}; there are {', '.join(sorted(FAMILIES))}. Others: --to fused "
+            "--dequantize, then llama.cpp's `python convert_hf_to_gguf.py FOLDER`"
         )
     args = text_model(model).args
     problem = family.check(args) if family.check is not None else None
@@ -93,6 +93,16 @@ def laid_out(name: str, weight: np.ndarray, family: Family, args: Any) -> np.nda
         if ".k_proj." in name:
             return neighbouring_pairs(weight, args.num_key_value_heads)
     return weight + np.float32(family.norm_offset) if name.endswith("norm.weight") else weight
+
+
+def restored(name: str, weight: np.ndarray, family: Family, args: Any) -> np.ndarray:
+    """The opposite of `laid_out`: a weight of the file in mlx-lm's order."""
+    if family.pairs_neighbours and not getattr(args, "rope_traditional", False):
+        heads = {".q_proj.": args.num_attention_heads, ".k_proj.": args.num_key_value_heads}
+        for part, count in heads.items():
+            if part in name:
+                return weight.reshape(count, -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+    return weight - np.float32(family.norm_offset) if name.endswith("norm.weight") else weight
 
 
 def neighbouring_pairs(weight: np.ndarray, heads: int) -> np.ndarray:

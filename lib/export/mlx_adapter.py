@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import mlx.nn as nn
-
 from lib.errors import UserError
-from lib.export import mlx_reader
-from lib.export.form import ExportOptions, Reading
+from lib.export.fuse import write_template
+from lib.export.proof import ExportOptions, Reading, mlx_logps
 from lib.export.trained_run import TrainedRun
 from lib.model.adapter_files import save_trained
 
-READER = "mlx_lm.load"
 
-
-def check(run: TrainedRun, options: ExportOptions, prove: bool) -> None:
+def check(run: TrainedRun, options: ExportOptions) -> None:
     """Raises UserError where there is no stored base that the adapter could be loaded onto."""
     require_stored_base(run)
     if options.type is not None or options.dequantize:
@@ -23,9 +19,7 @@ def check(run: TrainedRun, options: ExportOptions, prove: bool) -> None:
 
 
 def require_stored_base(run: TrainedRun) -> None:
-    """Raises:
-    UserError: the run drew its base model's weights, so that nobody has them.
-    """
+    """Raises UserError where the run drew its base model's weights, so that no file has them."""
     if run.settings.model.random_init:
         raise UserError(
             f"{run.folder}: model.random_init drew the base model's weights, an adapter alone is of no use; "
@@ -36,11 +30,9 @@ def require_stored_base(run: TrainedRun) -> None:
 def write(run: TrainedRun, folder: Path, options: ExportOptions) -> None:
     """Writes adapters.safetensors and adapter_config.json; ranks that differ are padded, since mlx-lm knows one."""
     save_trained(run.model(), run.settings.model, folder)
+    if (chat := run.chat_form()) is not None:
+        write_template(folder, chat)
 
 
-def stored_model(run: TrainedRun, options: ExportOptions) -> nn.Module | None:
-    return None
-
-
-def read_logps(run: TrainedRun, folder: Path, options: ExportOptions) -> Reading:
-    return Reading(mlx_reader.logps(run.base, run.rows, run.settings.model.trust_remote_code, adapter=folder))
+def read(run: TrainedRun, folder: Path, options: ExportOptions) -> Reading:
+    return Reading("mlx_lm.load", mlx_logps(run.base, run, adapter=folder))

@@ -1,25 +1,18 @@
-"""An export sent to the Hugging Face hub, in one commit.
-
-Large files go first, one after another; the hub keeps what it got, and is asked before each. So the same command goes
-on where a killed one ended, and a repository never holds a part of an export.
-"""
+"""An export sent to the Hugging Face hub, in one commit. Files that the hub has already are not sent again."""
 
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lib.errors import Stopped, UserError
-from lib.export.push_checks import SentFile, files_to_send
-from lib.system.terminal import Voice
 
-if TYPE_CHECKING:
-    from huggingface_hub import HfApi
-
+# An export has none of these: such a file is in its folder by mistake.
+NOT_SENT = (".env", "*.env", ".netrc", "*.pem", "*.key", "id_rsa*", "id_ed25519*", "*.jsonl", "*.parquet", "*.csv")
 REFUSED = {
     401: "it does not take the token: `hf auth login` with one that may write, or set HF_TOKEN",
     403: "the token may not write there: take one with write access, or a name of your own",
@@ -29,17 +22,17 @@ REFUSED = {
 FULL = (402, 413, 507)  # payment required, payload too large, insufficient storage
 
 
-def push(folder: Path, repository: str, private: bool, say: Voice) -> str:
+def push(folder: Path, repository: str, private: bool) -> str:
     """Sends an export to owner/name, which is made if it is not there; returns its address.
 
     Raises:
         UserError: the files hold a secret or data, or the hub refuses the name or the token.
         Stopped: there is no way to the hub, or no room; the same command goes on.
     """
-    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars
 
-    found = files_to_send(folder)
+    files_to_send(folder)
     api = HfApi()
     if not sys.stderr.isatty():
         disable_progress_bars()
@@ -50,23 +43,23 @@ def push(folder: Path, repository: str, private: bool, say: Voice) -> str:
                 f"--push {repository} --private: that repository is public already; make it private in its settings, "
                 "or give another name"
             )
-        additions = [CommitOperationAdd(path_in_repo=file.name, path_or_fileobj=file.path) for file in found]
-        for file, addition in zip(found, additions, strict=True):
-            api.preupload_lfs_files(repository, [addition], free_memory=False)
-            say.line(f"{file.name}  {file.bytes:,} bytes")
-        api.create_commit(repository, additions, commit_message=f"Upload {folder.resolve().name}")
-        _require_all(found, api, repository)
+        api.upload_folder(repo_id=repository, folder_path=folder, commit_message=f"Upload {folder.resolve().name}")
     return str(made)
 
 
-def describe(found: Sequence[SentFile]) -> list[str]:
-    """What would be sent: a line a file, and one for all."""
-    width = max(len(file.name) for file in found)
-    total = sum(file.bytes for file in found)
-    return [
-        *(f"{file.name:<{width}}  {file.bytes:>15,} bytes" for file in found),
-        f"{len(found)} files, {total:,} bytes",
-    ]
+def files_to_send(folder: Path) -> list[Path]:
+    """The files of an export.
+
+    Raises:
+        UserError: one of them is data or a secret by its name, or there is none.
+    """
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    if not paths:
+        raise UserError(f"--push: {folder} has no files")
+    for path in paths:
+        if any(fnmatch.fnmatchcase(path.name.lower(), pattern) for pattern in NOT_SENT):
+            raise UserError(f"--push: {path} is data or a secret by its name; nothing was sent. Remove it")
+    return paths
 
 
 def require_name(repository: str) -> None:
@@ -81,14 +74,6 @@ def require_name(repository: str) -> None:
         raise UserError(
             f"--push {repository}: give OWNER/NAME, as in --push {os.environ.get('USER', 'ann')}/{repository}"
         )
-
-
-def _require_all(found: Sequence[SentFile], api: HfApi, repository: str) -> None:
-    """Raises Stopped unless the hub has every file, of its size."""
-    there = {file.rfilename: file.size for file in api.model_info(repository, files_metadata=True).siblings or ()}
-    missing = [file.name for file in found if there.get(file.name) != file.bytes]
-    if missing:
-        raise Stopped(f"--push {repository}: after the commit the hub does not have {', '.join(missing)}; try again")
 
 
 @contextlib.contextmanager

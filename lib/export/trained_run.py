@@ -16,7 +16,7 @@ from lib.config import load as config
 from lib.config.schema import Config
 from lib.data.groups import load_groups
 from lib.data.streaming import open_held_out, open_training
-from lib.data.tokenize import limits_of
+from lib.data.tokenize import Encoder, limits_of
 from lib.data.tokenizer import load_tokenizer_of, stored_config
 from lib.errors import UserError
 from lib.model import adapter_files, adapters
@@ -26,6 +26,33 @@ from lib.system.model_folder import ADAPTER_WEIGHTS, resolve
 from lib.training import find_checkpoint
 from lib.training.checkpoint import step_of
 from lib.training.known_tokens import vocabulary
+
+
+@dataclass(frozen=True)
+class ChatForm:
+    """How a run's rows became text.
+
+    Args:
+        tokenizer: mlx-lm's wrapper around the model's.
+        template: the chat template that training rendered with, as Jinja; None where it used none.
+        arguments: what a prompt without an answer is rendered with.
+        end_ids: tokens that end an answer, the end of turn that training put among them.
+    """
+
+    tokenizer: Any
+    template: str | None
+    arguments: dict[str, Any]
+    end_ids: list[int]
+
+    def render(self, messages: list[dict[str, str]], answer: bool = True) -> str:
+        """A conversation's text, ending with what stands before an answer where `answer`."""
+        return str(
+            self.tokenizer.apply_chat_template(
+                messages,
+                add_generation_prompt=answer,
+                **{"tokenize": False, "chat_template": self.template, **self.arguments},
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -57,6 +84,20 @@ class TrainedRun:
     @property
     def is_quantised(self) -> bool:
         return "quantization" in self.base_config or "quantization_config" in self.base_config
+
+    def chat_form(self) -> ChatForm | None:
+        """The tokenizer, chat template and end of turn of training; None for a model without a tokenizer."""
+        tokenizer: Any = load_tokenizer_of(self.settings.model)
+        if tokenizer is None:
+            return None
+        encoder = Encoder(tokenizer, self.settings.data, None)
+        template = encoder.template
+        return ChatForm(
+            tokenizer,
+            template.text if template.is_used else None,
+            dict(template.arguments_without_answer),
+            sorted(encoder.end_ids),
+        )
 
     def stored_base(self) -> nn.Module:
         """The model before training in the types that it is stored in, not evaluated yet.

@@ -4,53 +4,38 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
+from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from lib.config.plain_yaml import CARD_BYTES, front_matter
-from lib.errors import Stopped, UserError
-from lib.export import base_copy
-from lib.export.form import ExportOptions, Reading
-from lib.export.fused_weights import QUANTISED, AdaptedLayer, adapted_layers
+from lib.config import read_file
+from lib.config.plain_yaml import front_matter
+from lib.errors import UserError
+from lib.export.fuse import QUANTISED, AdaptedLayer, adapted_layers, plain_layer, plain_weight, write_template
 from lib.export.mlx_adapter import require_stored_base
+from lib.export.proof import ExportOptions, Reading, model_logps
 from lib.export.trained_run import TrainedRun
 from lib.model.adapter_files import described, trainable, write_arrays
 from lib.model.checkpoint_names import expert_pattern
-from lib.model.peft_files import HEAD, peft_arrays
-from lib.system import os_commands
+from lib.model.peft_files import HEAD, PREFIX, peft_arrays
 from lib.system.model_folder import ADAPTER_CONFIG, PEFT_WEIGHTS
 
-READER = "peft"
-SCRIPT = Path(__file__).with_name("peft_reader.py")
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
-IMPORT_SECONDS = 300.0  # torch, on a busy disk
-READ_SECONDS = 3600.0
 
 
-def check(run: TrainedRun, options: ExportOptions, prove: bool) -> None:
-    """Raises UserError for a run that is no adapter, or where no Python has peft to prove it with."""
+def check(run: TrainedRun, options: ExportOptions) -> None:
+    """Raises UserError for a run that is not an adapter."""
     require_stored_base(run)
     if run.settings.model.method == "full":
         raise UserError(f"{run.folder}: model.method=full trains no adapter; take --to fused")
     if options.type is not None or options.dequantize:
         raise UserError("--to peft keeps the adapter as it was trained, in float32; leave --type and --dequantize out")
-    if prove:
-        python = options.peft_python or sys.executable
-        done = os_commands.run([python, "-c", "import peft, torch, transformers"], IMPORT_SECONDS)
-        if done.status != 0:
-            reason = (done.errors.strip().splitlines() or ["no answer"])[-1]
-            raise UserError(
-                f"--to peft is proven by peft, which {python} cannot import ({reason}); "
-                "pip install peft torch, or name a Python that has them by --peft-python, or add --no-proof"
-            )
 
 
 def write(run: TrainedRun, folder: Path, options: ExportOptions) -> None:
@@ -63,34 +48,55 @@ def write(run: TrainedRun, folder: Path, options: ExportOptions) -> None:
     write_arrays(folder / PEFT_WEIGHTS, described(arrays), arrays.items(), kind="pt")
     config = peft_config(run, layers, linear_layers(run.base_model()), is_tied)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    if (chat := run.chat_form()) is not None:
+        write_template(folder, chat)
 
 
-def stored_model(run: TrainedRun, options: ExportOptions) -> nn.Module | None:
-    return None
+def read(run: TrainedRun, folder: Path, options: ExportOptions) -> Reading:
+    """The rows' log-probabilities by the files and PEFT's formula, W + alpha / r B A, of DoRA with rows of length m."""
+    arrays = mx.load(str(folder / PEFT_WEIGHTS))
+    config = read_file.read_object(folder / ADAPTER_CONFIG, "the export's")
+    model = run.base_model()
+    merged = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Linear, SwitchLinear, *EMBEDDINGS, *QUANTISED)):
+            continue
+        weight = plain_weight(module)
+        if expert_pattern(name) is None:
+            changed = _merged(weight, name, arrays, config)
+        else:
+            pairs = zip(weight, _names(name, len(weight)), strict=True)
+            parts = [(part, _merged(part, peft, arrays, config)) for part, peft in pairs]
+            is_adapted = any(new is not None for _, new in parts)
+            changed = mx.stack([old if new is None else new for old, new in parts]) if is_adapted else None
+        if changed is not None:
+            merged[name] = plain_layer(module, changed)
+    model.update_modules(tree_unflatten(list(merged.items())))
+    return Reading("PEFT's formula", model_logps(model, run.rows))
 
 
-def read_logps(run: TrainedRun, folder: Path, options: ExportOptions) -> Reading:
-    """By peft and transformers, in a process of their own; a base that they cannot read is copied for them first.
-
-    Raises:
-        Stopped: they cannot load it.
-    """
-    with tempfile.TemporaryDirectory(dir=folder.parent) as own:
-        base = base_copy.for_transformers(run, Path(own))
-        rows, found = Path(own, "rows.json"), Path(own, "logps.npz")
-        rows.write_text(json.dumps([ids.tolist() for ids in run.rows]), encoding="utf-8")
-        words = [options.peft_python or sys.executable, str(SCRIPT), str(base), str(folder), str(rows), str(found)]
-        words += ["--trust-remote-code"] if run.settings.model.trust_remote_code else []
-        done = os_commands.run(words, READ_SECONDS)
-        if done.status != 0:
-            reason = (done.errors.strip().splitlines() or ["no answer"])[-1]
-            raise Stopped(f"peft cannot read the adapter of {run.folder}: {reason}. Nothing was written")
-        with np.load(found) as arrays:
-            adapted, plain = ([arrays[f"{kind}{index}"] for index in range(len(run.rows))] for kind in ("row", "base"))
-        return Reading(adapted, base=plain)
-
-
-# ---- adapter_config.json: pure
+def _merged(weight: mx.array, name: str, arrays: Mapping[str, mx.array], config: Mapping[str, Any]) -> mx.array | None:
+    """A layer's weight with its adapter as PEFT's files have it; None without one."""
+    prefix = f"{PREFIX}{name}."
+    a, b = arrays.get(f"{prefix}lora_A.weight"), arrays.get(f"{prefix}lora_B.weight")
+    is_embedding = a is None
+    if is_embedding:
+        a, b = arrays.get(f"{prefix}lora_embedding_A"), arrays.get(f"{prefix}lora_embedding_B")
+    if a is None or b is None:
+        return None
+    values = [
+        next(
+            (value for pattern, value in config[f"{kind}_pattern"].items() if re.search(rf"(^|\.){pattern}$", name)),
+            most,
+        )
+        for kind, most in (("rank", config["r"]), ("alpha", config["lora_alpha"]))
+    ]
+    change = values[1] / values[0] * (b @ a)
+    changed = weight + (change.T if is_embedding else change)
+    if config["use_dora"]:
+        magnitude = arrays[f"{prefix}lora_magnitude_vector"]
+        changed = magnitude[:, None] * changed / mx.linalg.norm(changed, axis=1, keepdims=True)
+    return changed
 
 
 def peft_config(
@@ -162,8 +168,7 @@ def original_of(run: TrainedRun) -> str:
     """The model that peft would load: of a quantised one that which its card names as its base, where it has a card."""
     card = run.base / "README.md"
     if run.is_quantised and card.is_file():
-        with card.open("rb") as file:
-            known = front_matter(file.read(CARD_BYTES).decode(errors="replace"))
+        known = front_matter(card.read_text("utf-8", errors="replace"))
         named = known.get("base_model") if isinstance(known, dict) else None
         named = named[0] if isinstance(named, list) and named else named
         if isinstance(named, str):
