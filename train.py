@@ -21,7 +21,7 @@ from lib.config import load as settings
 from lib.config import train_arguments
 from lib.config.schema import Config
 from lib.errors import Stopped, UserError
-from lib.system import metal, mlx_failures, mpi_and_blas, out_of_memory, terminal
+from lib.system import mlx_failures, mpi_and_blas, out_of_memory, terminal
 
 if TYPE_CHECKING:
     from lib.distributed.world import World
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options = train_arguments.parse(arguments, __doc__)
         launch = mpi_and_blas.launch_environment()
-        mpi_and_blas.prepare(metal.relaxes(options))
+        mpi_and_blas.prepare()
         from lib.distributed.world import start  # brings MLX: --help and a misspelt option answer at once
 
         world = start(launch)

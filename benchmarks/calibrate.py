@@ -62,7 +62,6 @@ from lib.plan.calibration import (  # noqa: E402
     MeasuredProduct,
 )
 from lib.system import (
-    command_errors,  # noqa: E402
     files,  # noqa: E402
     hardware,  # noqa: E402
     mpi_and_blas,  # noqa: E402
@@ -734,7 +733,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-@command_errors.reported
+@mpi_and_blas.reported
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0 done, 2 wrong input."""
     options = parse(arguments)

@@ -51,7 +51,6 @@ from lib.plan import (
 )
 from lib.system import (
     hardware,  # noqa: E402
-    provenance,  # noqa: E402
 )
 from lib.training.optimizers import make_optimizer
 from lib.training.step import Step  # noqa: E402
@@ -224,7 +223,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2, help="measured ones, after the first")
     options = parser.parse_args()
     names = options.models[: 1 if options.quick else None]
-    table = Table(title=f"{provenance.device_name()}, MB")
+    table = Table(title=f"{hardware.device_name()}, MB")
     for column in ("model", "method", "type", "checkpointing", "lengths", "pairs", "planned", "measured", "ratio"):
         table.add_column(column, justify="left" if column in ("model", "method", "type") else "right")
     rows = []
@@ -248,7 +247,7 @@ def main() -> int:
     Console(width=130).print(table)
     verdict = f"{len(rows) - len(outside)} of {len(rows)} rows between {LEAST} and {MOST} of what was measured"
     print(verdict)
-    print(json.dumps({"device": provenance.device_name(), "rows": rows, "outside": len(outside)}))
+    print(json.dumps({"device": hardware.device_name(), "rows": rows, "outside": len(outside)}))
     return 1 if outside else 0
 
 

@@ -31,7 +31,7 @@ from lib.system import mpi_and_blas  # noqa: E402
 
 # What it measures runs under the settings of training; some are read as MLX comes in.
 REQUEST = json.loads(sys.argv[1]) if __name__ == "__main__" else {}
-mpi_and_blas.prepare(REQUEST.get("config", {}).get("metal", {}).get("relax_watchdog", True))
+mpi_and_blas.prepare()
 
 import mlx.core as mx  # noqa: E402
 import mlx.nn as nn  # noqa: E402

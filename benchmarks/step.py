@@ -34,7 +34,7 @@ from lib.data.dataset import Example
 from lib.distributed.world import World
 from lib.model import adapters, token_stream
 from lib.model import load as load_module
-from lib.system import provenance
+from lib.system import hardware
 from lib.training.optimizers import make_optimizer
 from lib.training.step import Step
 
@@ -49,7 +49,7 @@ def main() -> int:
     layouts = {"whole": False} if token_stream.cannot_share_prompts(model) else {"whole": False, "shared": True}
     layouts = {name: shared for name, shared in layouts.items() if name in options.layouts}
     print(
-        f"{provenance.device_name()}, {options.dtype}, {options.method} of rank {options.rank}, lengths in multiples of {multiple}"
+        f"{hardware.device_name()}, {options.dtype}, {options.method} of rank {options.rank}, lengths in multiples of {multiple}"
     )
     print(
         f"{'prompt+completion':>18} {'batch':>6} {'layout':>7} {'tokens':>8} {'padding':>8} {'s/step':>8} {'spread':>7} {'pairs/s':>8} {'tokens/s':>9} {'GiB':>6}"
@@ -70,9 +70,7 @@ def main() -> int:
                     else f"{lengths:>18} {batch_size:>6} {row['layout']:>7} {row['error']}",
                     flush=True,
                 )
-    print(
-        json.dumps({"benchmark": "step", "device": provenance.device_name(), "settings": vars(options), "rows": rows})
-    )
+    print(json.dumps({"benchmark": "step", "device": hardware.device_name(), "settings": vars(options), "rows": rows}))
     return 0
 
 

@@ -17,7 +17,7 @@ from lib.plan.cluster_plan import ClusterPlan
 from lib.plan.run_facts import RankHost, RunFacts
 from lib.plan.run_plan import plan_run
 from lib.plan.uncalibrated_hosts import relative_speeds, with_estimates
-from lib.system import matmul_rate
+from lib.system import hardware
 from lib.system.hardware import Machine
 from tests import tiny
 
@@ -104,7 +104,7 @@ def test_a_falsified_point_does_not_steer_the_shares() -> None:
 
 
 def test_the_rate_of_products_is_measured_in_well_under_a_second() -> None:
-    rates = [matmul_rate.quick_gflops(0.1) for _ in range(3)]
+    rates = [hardware.quick_gflops(0.1) for _ in range(3)]
     assert min(rates) > 0.1 and np.median(rates) > 0
 
 
@@ -116,13 +116,13 @@ def test_the_rate_is_the_devices_however_long_its_libraries_take_to_load(
     now, begun = [100.0], []
 
     def multiply(a: Any, b: Any) -> None:
-        now[0] += 5e-5 + 2 * a.shape[0] ** 3 * matmul_rate.CHAIN / 400e12 + (0.0 if begun else loads_seconds)
+        now[0] += 5e-5 + 2 * a.shape[0] ** 3 * hardware.CHAIN / 400e12 + (0.0 if begun else loads_seconds)
         begun.append(a.shape[0])
 
-    monkeypatch.setattr(matmul_rate, "_multiply", multiply)
-    monkeypatch.setattr(matmul_rate, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    assert matmul_rate.quick_gflops() == pytest.approx(400e3, rel=0.02)
-    assert begun[-1] == max(matmul_rate.WIDTHS) and now[0] < 101 + loads_seconds
+    monkeypatch.setattr(hardware, "_multiply", multiply)
+    monkeypatch.setattr(hardware, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    assert hardware.quick_gflops() == pytest.approx(400e3, rel=0.02)
+    assert begun[-1] == max(hardware.WIDTHS) and now[0] < 101 + loads_seconds
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
@@ -145,7 +145,7 @@ def test_ranks_of_two_hosts_plan_alike_where_one_was_never_calibrated(
     key = curve_key(config, models.resolve(config.model.path, None), 16)
     if world.rank == 0:
         write_calibration(folder / "calibration" / "fast.json", calibrated("fast", {1: 10.0, 4: 30.0}, key))
-    monkeypatch.setattr(matmul_rate, "quick_gflops", lambda: [90.0, 30.0][world.rank])
+    monkeypatch.setattr(hardware, "quick_gflops", lambda: [90.0, 30.0][world.rank])
     plan = first_plan.first_plan(config, world, ["fast", "new"], lengths)
     texts = world.gather_long_text(json.dumps(plan.to_dict()))
     assert texts[0] == texts[1] and plan.shares == [12, 4]
@@ -153,7 +153,7 @@ def test_ranks_of_two_hosts_plan_alike_where_one_was_never_calibrated(
     assert read_calibration(folder / "calibration" / "fast.json").machine.host == "fast"
 
     # A restart divides the work by what was measured then, not by what it would measure now, while others start.
-    monkeypatch.setattr(matmul_rate, "quick_gflops", lambda: [50.0, 100.0][world.rank])
+    monkeypatch.setattr(hardware, "quick_gflops", lambda: [50.0, 100.0][world.rank])
     run = folder / "run"
     with world.agreeing("writing the plan"):
         if world.rank == 0:

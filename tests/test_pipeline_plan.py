@@ -504,7 +504,7 @@ def test_two_macs_plan_a_pipeline(
     import train as script
 
     name, chip, size, gflops = MACS[world.rank]
-    monkeypatch.setattr("lib.system.matmul_rate.quick_gflops", lambda: gflops)
+    monkeypatch.setattr("lib.system.hardware.quick_gflops", lambda: gflops)
     mac = hardware.Machine(host=name, device_name=chip, device="metal", memory_bytes=size)
     monkeypatch.setattr(hardware, "identify", lambda host: mac)
     monkeypatch.setattr(hardware, "memory_limit_bytes", lambda: metal_limit_bytes(size))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from lib.errors import UserError
-from lib.system import mpi_and_blas, os_commands
+from lib.system import mpi_and_blas
 from lib.system.mpi_and_blas import Launch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -127,8 +127,8 @@ def test_the_users_thread_count_stays():
 
 def test_command_buffers_are_short_but_on_a_mac_and_where_the_user_says_otherwise(monkeypatch):
     def asked(mac: bool) -> str | None:
-        monkeypatch.setattr(os_commands, "is_mac", lambda: mac)
-        mpi_and_blas.prepare(relax_watchdog=False)
+        monkeypatch.setattr(sys, "platform", "darwin" if mac else "linux")
+        mpi_and_blas.prepare()
         return os.environ.get("MLX_MAX_MB_PER_BUFFER")
 
     monkeypatch.delenv("MLX_MAX_MB_PER_BUFFER", raising=False)
@@ -144,6 +144,7 @@ def test_ranks_have_no_more_threads_together_than_cores():
     show = "from lib.system import mpi_and_blas; mpi_and_blas.prepare(); import os; print(os.environ['OPENBLAS_NUM_THREADS'])"
     cores = mpi_and_blas.own_cores()
     ranks = {"OMPI_COMM_WORLD_SIZE": str(cores), "OMPI_COMM_WORLD_LOCAL_SIZE": str(cores), "OMPI_COMM_WORLD_RANK": "0"}
+    ranks["PMIX_RANK"] = "0"
     many = python(show, **ranks, OPENBLAS_NUM_THREADS=str(cores + 1))
     assert many.stdout == "1\n" and many.stderr.count("\n") == 1
     assert f"OPENBLAS_NUM_THREADS={cores + 1}, but" in many.stderr and "each takes 1" in many.stderr
@@ -176,13 +177,19 @@ def test_without_the_packages_it_is_one_line():
     assert done.stderr.count("\n") == 1
 
 
+def test_variables_that_mlx_does_not_have_are_answered_once_with_the_setting():
+    show = "from lib.system import mpi_and_blas; mpi_and_blas.prepare(); mpi_and_blas.prepare()"
+    errors = python(show, MLX_MAX_MEMORY_GB="48").stderr
+    assert errors == "warning: MLX_MAX_MEMORY_GB has no effect; plan.memory_limit_gb=N limits what MLX holds\n"
+
+
 def test_nobody_launched_us(launched):
     assert launched() == Launch(None, 0, 1, 1)
 
 
 def test_mpirun(launched):
     local = {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
-    launch = launched(OMPI_COMM_WORLD_RANK="2", OMPI_COMM_WORLD_SIZE="3", **local)
+    launch = launched(OMPI_COMM_WORLD_RANK="2", OMPI_COMM_WORLD_SIZE="3", PMIX_RANK="2", **local)
     assert launch == Launch("mpi", 2, 3, 2, 1)
 
 
@@ -211,8 +218,9 @@ def test_jaccl(launched, tmp_path):
     ("environment", "named"),
     [
         ({"OMPI_COMM_WORLD_SIZE": "two", "OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE.*'two'"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK"),
-        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "2"}, "is 2.*2 ranks, 0 to 1"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "no mpirun started.*unset OMPI_COMM_WORLD_SIZE"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "PMIX_RANK": "0"}, "OMPI_COMM_WORLD_RANK"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "2", "PMIX_RANK": "2"}, "is 2.*2 ranks, 0 to 1"),
         ({"MLX_HOSTFILE": "/nowhere/hosts.json", "MLX_RANK": "0"}, "MLX_HOSTFILE=/nowhere/hosts.json"),
         ({"MLX_HOSTFILE": "FOLDER/broken", "MLX_RANK": "0"}, "MLX_HOSTFILE"),
         ({"MLX_HOSTFILE": "FOLDER/object", "MLX_RANK": "0"}, "one list for each rank"),
@@ -223,6 +231,7 @@ def test_jaccl(launched, tmp_path):
         ({"MLX_RANK": "1"}, "no MLX_HOSTFILE"),
         ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "PMI_SIZE=2.*mpirun"),
         ({"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS=4.*mpirun"),
+        ({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}, "WORLD_SIZE=2.*./launch"),
     ],
 )
 def test_a_malformed_launch_is_an_error_of_one_line(launched, tmp_path, environment, named):

@@ -19,7 +19,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from lib.distributed.world import World
-from lib.system import plain_json, terminal
+from lib.system import records, terminal
 from lib.telemetry.run_records import PerformanceTracker, read_records
 from lib.training.progress_display import ProgressLine, RunConsole
 from lib.training.step import StepResult
@@ -155,7 +155,7 @@ def test_a_record_is_json_whatever_the_figures(capsys: pytest.CaptureFixture[str
     terminal.Voice().record(values)
     told = capsys.readouterr().out
     wanted = {"loss": None, "ranks": [{"kl": None, "pairs": 3}], "none": None}
-    assert json.loads(told) == json.loads(plain_json.dumps(values, indent=2)) == wanted
+    assert json.loads(told) == json.loads(records.dumps(values, indent=2)) == wanted
 
 
 FULL = """

@@ -184,7 +184,10 @@ _VALUES: dict[str, dict[str, str]] = {
     },
 }
 # Settings of earlier versions, and what to do instead.
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "metal.evaluation_seconds": "put displays to sleep (metal.display=sleep), or give plan.micro_batch_sizes",
+    "metal.relax_watchdog": "set AGX_RELAX_CDM_CTXSTORE_TIMEOUT=0 in the environment",
+}
 WORDS = {name: (word, note) for word, (names, note) in _RENAMED.items() for name in names.split()}
 NOTHING = {name: note for names, note in _NOTHING.items() for name in names.split()}
 

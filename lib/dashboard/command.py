@@ -29,11 +29,11 @@ from lib.dashboard.app import make_app
 from lib.dashboard.history import runs_in
 from lib.dashboard.watcher import Watcher
 from lib.errors import UserError, shown
-from lib.system import command_errors
+from lib.system import mpi_and_blas
 from lib.system.network import own_addresses
 
 
-@command_errors.reported
+@mpi_and_blas.reported
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0 done, 2 wrong input."""
     options = _parse(arguments)

@@ -26,7 +26,6 @@ from lib.data import record_files
 from lib.data.parquet import read_parquet
 from lib.data.record_formats import JSON, LINE_BYTES, Unusable
 from lib.errors import UserError
-from lib.system import patterns
 
 ENDINGS = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".parquet")
 # A split by the words that name it in files and folders.
@@ -197,7 +196,7 @@ def _matches(name: str, pattern: str) -> bool:
         crossing.get(part) or (fnmatch.translate(part)[4:-3] if part.startswith("[") else re.escape(part))
         for part in parts
     )
-    return patterns.is_match(expression, name)
+    return re.fullmatch(expression, name) is not None
 
 
 def _is_data(name: str) -> bool:

@@ -31,7 +31,7 @@ from lib.data.sources import Records
 from lib.data.text_tokens import Tokenizer
 from lib.data.tokenize import Encoder, limits_of
 from lib.errors import UserError
-from lib.system import command_errors, mpi_and_blas
+from lib.system import mpi_and_blas
 from lib.system.files import require_absent
 from lib.system.terminal import Voice
 
@@ -42,7 +42,7 @@ SHOWN_CHARACTERS = 400
 COLOURS = ("green", "red")
 
 
-@command_errors.reported
+@mpi_and_blas.reported
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0 done, 2 wrong input."""
     parser = command_line.Parser(

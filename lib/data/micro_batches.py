@@ -14,7 +14,6 @@ from lib.data.dataset import Dataset, Sized
 from lib.data.prompts import Prompts
 from lib.data.row_order import epoch_order, micro_batches
 from lib.data.streaming import StreamedDataset
-from lib.system.metal import Pace
 
 # Epochs of the order, and the most steps of each, whose micro-batches decide the shapes.
 EPOCHS = 4
@@ -34,7 +33,6 @@ class MicroBatches:
         length_multiple, shared_prompts: as `collate` takes them.
         is_compiled: whether every shape costs a trace: then there are at most train.max_traces of them, none of which
             is met for the first time after the first epoch.
-        pace: how many rows may be evaluated at once: larger micro-batches are cut, which changes no result.
     """
 
     def __init__(
@@ -45,11 +43,9 @@ class MicroBatches:
         length_multiple: int,
         shared_prompts: bool,
         is_compiled: bool,
-        pace: Pace | None = None,
     ):
         self.data, self.reference, self.config = data, reference, config
         self.length_multiple, self.shared_prompts, self.is_compiled = length_multiple, shared_prompts, is_compiled
-        self.pace = pace or Pace()
         self._shapes = functools.cache(self._few_shapes)
 
     def of(self, parts: Sequence[np.ndarray], micro_batch_size: int) -> list[tuple[Batch, np.ndarray | None]]:
@@ -57,10 +53,7 @@ class MicroBatches:
 
         micro_batch_size: the most rows in one.
         """
-        most = self.pace.most_rows(micro_batch_size)
-        if most < micro_batch_size:
-            parts = [piece for part in parts for piece in micro_batches(part, most)]
-        shapes = self._shapes(most) if self.is_compiled else []
+        shapes = self._shapes(micro_batch_size) if self.is_compiled else []
         read = ((self.data.examples(part.tolist()), part) for part in parts)
         return [
             (

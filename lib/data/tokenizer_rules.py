@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import pydantic_core
 
 from lib.errors import UserError
-from lib.system.model_folder import LARGEST_TOKENIZER
+
+LARGEST_TOKENIZER = 2**28  # bytes; models' tokenizers have 30 million
 
 MOST_RULES = 64  # models have a handful
 MOST_GROWTH = 100  # letters that are made of one

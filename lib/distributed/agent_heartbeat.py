@@ -18,19 +18,14 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypedDict, Unpack
+from collections.abc import Iterator
+from typing import Any, TypedDict, Unpack
 
 from lib.system import network
 
 ADDRESS = "TANDEM_AGENT"
 FOLDER = "TANDEM_AGENT_FOLDER"
 SECONDS = 0.5  # the most between two words of it
-LOOK_SECONDS = 0.2  # between two looks at what neighbours' hosts send; one that sent nothing for so long is called
-CALL_SECONDS = 0.3  # for the system of a neighbour's host to answer a call, while nothing comes from there
-AGAIN_SECONDS = 0.1  # between two such calls
-LATE_SECONDS = 3.0  # the most that an answer may take: over a link that has become slow
 
 
 class Reached(TypedDict):
@@ -40,13 +35,7 @@ class Reached(TypedDict):
     resume_ids: list[str]  # of every resume before it: a checkpoint without them is of a history that was left
 
 
-class Heard(TypedDict):
-    """What this host's system knows of another host's, whatever the processes do."""
-
-    seconds: float  # since anything came from there
-    data_seconds: float  # since anything of what ranks send each other did
-    round_trip_seconds: float  # a bound: network.Contact
-    calls: int  # that it has not answered in a row, where it answered others before
+Heard = dict[str, Any]
 
 
 class Facts(TypedDict, total=False):
@@ -71,25 +60,11 @@ class Facts(TypedDict, total=False):
     heard: dict[int, Heard]  # of neighbours in a ring, by rank
 
 
-@dataclass
-class _Neighbour:
-    """A rank before or after this one in a ring."""
-
-    rank: int
-    connections: list[socket.socket]  # copies
-    address: tuple[str, int]  # where it has listened
-    answers: bool  # whether its system answers a call there: else some firewall passes over what nobody listens to
-    missed: int = 0  # calls in a row
-    answered_at: float = float("-inf")  # the last call, by time.monotonic()
-
-
 NO_PASS: Facts = {"passing": None, "passing_since": 0.0, "passes": 1}
 
 _facts: Facts = {}
 _ended = threading.Event()
 _changed = threading.Event()
-_neighbours: list[_Neighbour] = []
-_calls = network.Calls()
 
 
 def agent_folder() -> str:
@@ -132,20 +107,6 @@ def tell(**facts: Unpack[Facts]) -> None:
         _changed.set()
 
 
-def watch(neighbours: Mapping[int, tuple[Sequence[socket.socket], tuple[str, int]]]) -> None:
-    """From now on beats say whether the systems of these ranks' hosts answer.
-
-    A host whose processes get no core, or whose words to the launcher are held up on a slow link, answers here; one
-    whose ports a firewall closed answers the launcher alone.
-
-    neighbours: connections to each rank, and an address where it has listened.
-    """
-    if _facts:
-        answering = network.answering([address for _, address in neighbours.values()], CALL_SECONDS)
-        for rank, (connections, address) in neighbours.items():
-            _neighbours.append(_Neighbour(rank, [one.dup() for one in connections], address, address in answering))
-
-
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
     """Says that this rank waits for others while the block runs."""
@@ -170,26 +131,6 @@ def passing(what: str, passes: int = 1) -> Iterator[None]:
             _facts.update(NO_PASS)
 
 
-def _heard() -> dict[int, Heard]:
-    """What is known of all neighbours; where nothing comes from one, be it that it computes, its system is called."""
-    known = [(one, contact) for one in _neighbours if (contact := network.contact(one.connections)) is not None]
-    called = [one for one, contact in known if one.answers and contact.silent_seconds > LOOK_SECONDS]
-    answering = _calls.answered([one.address for one in called], CALL_SECONDS, LATE_SECONDS)
-    now = time.monotonic()
-    heard: dict[int, Heard] = {}
-    for one, contact in known:
-        if one.address in answering:
-            one.answered_at = now
-        one.missed = one.missed + 1 if one in called and one.address not in answering else 0
-        heard[one.rank] = Heard(
-            seconds=min(contact.silent_seconds, now - one.answered_at),
-            data_seconds=contact.data_seconds,
-            round_trip_seconds=contact.round_trip_seconds,
-            calls=one.missed,
-        )
-    return heard
-
-
 def _beat(listener: socket.socket) -> None:
     heard: dict[int, Heard] = {}
     try:
@@ -201,11 +142,8 @@ def _beat(listener: socket.socket) -> None:
                 listener.sendall(json.dumps({**facts, **seconds, "heard": heard}).encode() + b"\n")
                 if _ended.is_set():
                     return
-                is_missed = any(known["calls"] for known in heard.values())
-                _changed.wait(AGAIN_SECONDS if is_missed else LOOK_SECONDS if _neighbours else SECONDS)
+                _changed.wait(SECONDS)
                 _changed.clear()
-                with contextlib.suppress(OSError):  # too many open files, say: what was known stays
-                    heard = _heard()
     except OSError:  # the agent is gone
         if not _ended.is_set():
             os._exit(1)

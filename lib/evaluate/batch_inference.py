@@ -43,7 +43,7 @@ from lib.evaluate.work_queue import SharedQueue, work
 from lib.model import adapter_files
 from lib.model.logps import completion_logps
 from lib.model.token_stream import arrays_of
-from lib.system import metal, out_of_memory
+from lib.system import out_of_memory
 from lib.training import losses, reference_model
 from lib.training.divided_world import Lockstep
 from lib.training.known_tokens import vocabulary
@@ -273,8 +273,6 @@ class Scorer:
             return np.zeros((0, 1), np.float32)
         lengths = np.array([len(e.prompt_ids) + max(map(len, e.completions)) for e in examples])
         logps = np.zeros((len(examples), len(examples[0].completions)), np.float32)
-        tokens = float(lengths.mean()) * logps.shape[1]
-        pace = metal.pace(self.settings, model, tokens, metal.FORWARD, self.world)
         can_halve = not isinstance(self.world.workers, Lockstep)
 
         def of(indices: Sequence[int]) -> np.ndarray:
@@ -283,8 +281,7 @@ class Scorer:
                 return np.array(completion_logps(model, arrays_of(batch.inputs)))
 
         mx.eval(model.state)
-        most = pace.most_rows(self.settings.evaluate.batch_size)
-        for part in micro_batches(np.argsort(lengths, kind="stable"), most):
+        for part in micro_batches(np.argsort(lengths, kind="stable"), self.settings.evaluate.batch_size):
             logps[part] = np.concatenate([own for _, own in out_of_memory.in_pieces(part.tolist(), of, can_halve)])
         return logps
 

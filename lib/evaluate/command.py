@@ -49,7 +49,7 @@ from lib.model import (
 )
 from lib.model import load as load_module
 from lib.plan import calibration
-from lib.system import command_errors, files, mpi_and_blas
+from lib.system import files, mpi_and_blas
 from lib.training import divided_world, losses
 from lib.training.find_checkpoint import find
 from lib.training.known_tokens import vocabulary
@@ -58,7 +58,7 @@ from lib.training.progress_display import RunConsole, describe
 from lib.training.reference_model import dataset_logps
 
 
-@command_errors.reported
+@mpi_and_blas.reported
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0 done, 2 wrong input."""
     options = _parse(arguments)

@@ -28,7 +28,7 @@ from lib.evaluate import batch_inference
 from lib.evaluate.work_journal import Lines
 from lib.model.logps import greedy_logps
 from lib.model.token_stream import arrays_of
-from lib.system import files, metal, out_of_memory, plain_json
+from lib.system import files, out_of_memory, records
 from lib.training import reference_model
 
 CHECK_EVERY = 8  # tokens between two looks for a stop text
@@ -116,7 +116,7 @@ class HarnessWorker:
             )
         if self.world.rank:
             return []
-        return plain_json.read_lines(path)
+        return records.read_lines(path)
 
     def score(self, items: Sequence[Sequence[Any]]) -> Lines:
         """For each context a line: [log-probability, whether greedy decoding writes it] of every continuation."""
@@ -132,8 +132,6 @@ class HarnessWorker:
 
     def _scored(self, examples: Sequence[Example]) -> list[list[tuple[float, bool]]]:
         lengths = np.array([len(e.prompt_ids) + max(map(len, e.completions)) for e in examples])
-        tokens = float(lengths.mean()) * len(examples[0].completions)
-        pace = metal.pace(self.settings, self.model, tokens, metal.FORWARD, World())
         scored: list[list[tuple[float, bool]]] = [[] for _ in examples]
 
         def of(indices: Sequence[int]) -> list[tuple[list[float], list[bool]]]:
@@ -142,9 +140,7 @@ class HarnessWorker:
             return list(zip(logps.tolist(), are_greedy.tolist(), strict=True))[: len(indices)]
 
         mx.eval(self.model.state)
-        for part in micro_batches(
-            np.argsort(lengths, kind="stable"), pace.most_rows(self.settings.evaluate.batch_size)
-        ):
+        for part in micro_batches(np.argsort(lengths, kind="stable"), self.settings.evaluate.batch_size):
             rows = part.tolist()
             for start, made in out_of_memory.in_pieces(rows, of):
                 for index, (logps, are_greedy) in zip(rows[start:], made, strict=False):

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from lib.data.record_formats import ANSWER
 from lib.errors import UserError
 from lib.evaluate.scores import scores_in
-from lib.system import os_commands, patterns
+from lib.system import os_commands
 
 LINE_BYTES, SCORE_BYTES = 2**20, 2**10  # of what a command may write: in all, and for each score
 DIGITS = r"(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)"  # 1,200 and 1,00,000; "3,4" has 3 and 4
@@ -67,8 +67,12 @@ def extract(pattern: str, text: str) -> str | None:
     Raises:
         UserError: the search takes too long.
     """
-    found = patterns.last_match(pattern, text)
-    return None if found is None else found.strip()
+    found = None
+    for found in re.finditer(pattern, text, re.MULTILINE):
+        pass
+    if found is None:
+        return None
+    return str(found[1] if found.re.groups else found[0]).strip()
 
 
 def same_number(text: str, answer: str) -> bool:
@@ -154,14 +158,8 @@ class CommandJudge:
             for question in questions
         ]
         text = "".join(json.dumps(question) + "\n" for question in asked)
-        most = LINE_BYTES + SCORE_BYTES * sum(len(question.completions) for question in questions)
-        try:
-            done = os_commands.filtered(shlex.split(self.command), text, self.timeout_seconds, most)
-        except OSError as error:
-            raise UserError(f"{name}: cannot be started: {error.strerror}") from None
+        done = os_commands.run(shlex.split(self.command), self.timeout_seconds, text=text)
         if done.status is None:
-            if len(done.output.encode()) > most:
-                raise UserError(f"{name}: wrote more than {most:,} bytes for {len(questions)} questions")
             raise UserError(f"{name}: no answer within {self.timeout_seconds:g} s (sync.timeout_seconds)")
         if done.status:
             said = done.errors.strip().splitlines()

@@ -28,7 +28,8 @@ from lib.evaluate.judges import Judge, Question
 from lib.evaluate.model_judge import instructions_of
 from lib.evaluate.whole_model import WholeModel
 from lib.evaluate.work_journal import Lines
-from lib.system import files, plain_json
+from lib.system import files
+from lib.system.records import read_lines
 from lib.training.progress_display import RunConsole
 
 Verdict = Literal["win", "loss", "tie", "unclear"]
@@ -108,14 +109,14 @@ def compare(first: WholeModel, second: WholeModel, records: Records, out: Path, 
         ]
 
     if not judged.exists():
-        texts = [[line["completions"][0] for line in plain_json.read_lines(path)] for path in models]
+        texts = [[line["completions"][0] for line in read_lines(path)] for path in models]
         batch_inference.pull("verdicts", key, records, judged, settings, world.alone(), verdicts)
     files.sweep_unfinished(out)
     if not out.exists():
         files.write_atomically(out, judged.read_bytes())
     for path in sorted(_parts(out), key=lambda path: path == judged):
         path.unlink()  # the verdicts last: they say of which comparison the output is
-    return summarise(plain_json.read_lines(out), judge)
+    return summarise(read_lines(out), judge)
 
 
 def _parts(out: Path) -> list[Path]:

@@ -29,7 +29,7 @@ from lib.errors import UserError
 from lib.export import card, fuse, gguf, mlx_adapter, ollama, peft, proof, push
 from lib.export.proof import ExportOptions, WeightType
 from lib.export.trained_run import TrainedRun, open_run
-from lib.system import command_errors, files
+from lib.system import files, mpi_and_blas
 from lib.training.progress_display import RunConsole
 
 # Each module checks, writes and reads one form.
@@ -37,7 +37,7 @@ FORMS: dict[str, ModuleType] = {"mlx": mlx_adapter, "fused": fuse, "peft": peft,
 FACTS = "tandem_export.json"
 
 
-@command_errors.reported
+@mpi_and_blas.reported
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0 done, 2 wrong input, 1 the export is not the run's model."""
     options = _parse(arguments)

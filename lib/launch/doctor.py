@@ -25,7 +25,7 @@ from rich.text import Text
 
 from lib.config import command_line
 from lib.launch.machine_checks import Check, Result, all_checks, late, probe_mlx
-from lib.system import command_errors, hardware, network, terminal
+from lib.system import hardware, mpi_and_blas, network, terminal
 
 STYLES = {"ok": "green", "note": "bold magenta", "failed": "bold red"}
 
@@ -92,7 +92,7 @@ def show(say: terminal.Voice, one: Checked) -> None:
         say.line(f"({one.note})", lead="    ")
 
 
-@command_errors.reported
+@mpi_and_blas.reported
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the page; returns the exit status."""
     words = sys.argv[1:] if arguments is None else list(arguments)

@@ -32,13 +32,9 @@ def main() -> None:
     expected = _read_line()
     if expected is None:
         return
-    from lib.config import train_arguments
-    from lib.system import metal, mpi_and_blas
+    from lib.system import mpi_and_blas
 
-    relaxed = True
-    with contextlib.suppress(Exception, SystemExit):  # the command is not train.py
-        relaxed = metal.relaxes(train_arguments.parse(expected["command"][1:], None))
-    mpi_and_blas.prepare(relaxed, expected.get("local_ranks"))
+    mpi_and_blas.prepare(expected.get("local_ranks"))
     # All that train.py imports on its way.
     from lib.evaluate import evaluator  # noqa: F401
     from lib.plan import first_plan  # noqa: F401

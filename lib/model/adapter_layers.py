@@ -7,12 +7,12 @@ matches the end of a name, from a dot on; the first one that does counts.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
 from lib.config.schema import ModelSettings
 from lib.errors import UserError
-from lib.system.patterns import is_match
 
 Value = TypeVar("Value")
 
@@ -106,4 +106,4 @@ def first_match(patterns: Mapping[str, Value], layer: str, default: Value) -> Va
 
 def matches(pattern: str, layer: str) -> bool:
     """Whether a pattern matches the end of a layer's name, from a dot on. Patterns may come with somebody's adapter."""
-    return is_match(rf"(.*\.)?({pattern})", layer)
+    return re.fullmatch(rf"(.*\.)?({pattern})", layer) is not None

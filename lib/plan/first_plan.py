@@ -30,7 +30,7 @@ from lib.plan.plan_warnings import advised
 from lib.plan.run_facts import RankHost, RunFacts
 from lib.plan.run_plan import plan_run
 from lib.plan.uncalibrated_hosts import needs_rates
-from lib.system import hardware, matmul_rate, model_folder, network
+from lib.system import hardware, model_folder, network
 from lib.system.out_of_memory import Limit
 
 Rates = Mapping[str, Sequence[float]]  # GFLOP/s of every rank's matrix products, by host
@@ -227,7 +227,7 @@ def _matmul_rates(world: World, hosts: Sequence[str], before: Rates) -> Rates:
     """
     if all(len(before.get(host, ())) == hosts.count(host) for host in hosts):
         return before
-    measured = world.gather_text(repr(matmul_rate.quick_gflops()), "every rank's matrix-product rate")
+    measured = world.gather_text(repr(hardware.quick_gflops()), "every rank's matrix-product rate")
     own: dict[str, list[float]] = {}
     for host, rate in zip(hosts, measured, strict=True):
         own.setdefault(host, []).append(float(rate))

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.serve import backend_link
-from lib.system import compiled_code, metal, model_folder, mpi_and_blas
+from lib.system import metal, model_folder, mpi_and_blas
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -42,7 +42,6 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ["MLX_MPI_LIBNAME"] = (
         "none"  # mlx_lm.server asks MLX for other ranks; MPI would listen on a port for them
     )
-    compiled_code.keep_private()
     mpi_and_blas.load_blas()
     model = str(model_folder.resolve(options.model, options.revision))
     where = ["--model", model]

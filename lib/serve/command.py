@@ -52,12 +52,12 @@ from lib.serve.openai_requests import Kind, Limits
 from lib.serve.readers import Readers
 from lib.serve.request_reading import Told
 from lib.serve.tls_listener import BACKLOG, Listener
-from lib.system import command_errors, model_folder
+from lib.system import model_folder, mpi_and_blas
 
 FILES_BESIDE_CONNECTIONS = 512  # of processes, libraries, and what is left of connections that end
 
 
-@command_errors.reported
+@mpi_and_blas.reported
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns the exit status."""
     options = _parse(arguments)

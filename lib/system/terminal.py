@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lib.errors import shown
-from lib.system import plain_json
+from lib.system import records
 
 GAP = 2  # blanks between columns
 HANG = 2  # further in go the lines that continue one
@@ -100,7 +100,7 @@ class Voice:
     def record(self, values: Mapping[str, object]) -> None:
         """A line of JSON for programs; a person at a terminal has read the same before."""
         if not self.is_terminal:
-            self._print(Text(plain_json.dumps(values)))
+            self._print(Text(records.dumps(values)))
 
     def _print(self, line: Text) -> None:
         """The one door to the terminal: what others wrote (data, answers, names) is shown, and never obeyed."""

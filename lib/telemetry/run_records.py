@@ -19,9 +19,10 @@ from typing import IO, Annotated, Any, Protocol, cast
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from lib.system import files, plain_json
+from lib.system import files
 from lib.system.hardware import sensors
 from lib.system.network import connections
+from lib.system.records import dumps
 from lib.telemetry.log_tail import LONGEST_LINE, Copy, Tail
 from lib.telemetry.record_types import Record
 from lib.telemetry.trackers import Feed
@@ -80,7 +81,7 @@ class PerformanceTracker:
         if self._file is None:
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.log_path.open("ab", buffering=0)
-            line = plain_json.dumps(entry)
+            line = dumps(entry)
             self._began = self._file.tell(), line.encode()
             self._write(line)
         else:
@@ -95,7 +96,7 @@ class PerformanceTracker:
     def _append(self, entry: Record) -> None:
         had_room = not self._unwritten
         try:
-            self._write(plain_json.dumps(entry))
+            self._write(dumps(entry))
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # of the disk, or of this user
                 raise

@@ -21,7 +21,7 @@ from lib.data.streaming import StreamedDataset
 from lib.distributed.world import World
 from lib.errors import Stopped, UserError
 from lib.model import adapter_files
-from lib.system import files, metal, plain_json
+from lib.system import files, records
 from lib.training import recent_state, report, run_folder, summary
 from lib.training.find_checkpoint import fault_of
 from lib.training.local_sgd import LocalSGD
@@ -74,10 +74,8 @@ class Batches:
         # Unlike devices pad unlike, but all ranks assign the same rows.
         multiple = int(world.broadcast_text(str(layout.length_multiple)))
         lengths, cost = lengths_and_cost(data, multiple, layout.shares_prompts)
-        passes = metal.training_passes(config.model.method, bool(run.plan.gradient_checkpointing))
-        pace = metal.pace(config, run.model, data.seen.sum() / len(data), passes, world)
         compiled = is_compiled(config.train, world.workers)
-        make = MicroBatches(data, reference, config, layout.length_multiple, layout.shares_prompts, compiled, pace)
+        make = MicroBatches(data, reference, config, layout.length_multiple, layout.shares_prompts, compiled)
         return cls(data, make, lengths, cost)
 
     def upcoming(self, run: TrainingRun) -> Iterator[StepBatch]:
@@ -297,7 +295,7 @@ class TrainingLoop:
                     adapter_files.save_trained(run.model, config.model, run.folder, *weights)
                     run.count_wall_seconds()
                     result = summary.summarise(config, run.plan, run.progress, ending, each)
-                    files.write_atomically(run.folder / "summary.json", plain_json.dumps(result, indent=2) + "\n")
+                    files.write_atomically(run.folder / "summary.json", records.dumps(result, indent=2) + "\n")
             except OSError as error:
                 raise UserError(
                     f"{error.filename or run.folder}: {error.strerror}; the last checkpoint is whole: "

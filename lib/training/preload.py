@@ -32,7 +32,7 @@ from lib.data.text_tokens import Tokenizer
 from lib.data.tokenize import Encoder, Vocabulary, limits_of
 from lib.errors import UserError
 from lib.model import adapters, load, token_stream
-from lib.system import hardware, model_folder, provenance
+from lib.system import hardware, model_folder
 from lib.training import judge_checks, kept_inputs, losses
 from lib.training.inputs import Inputs
 from lib.training.known_tokens import vocabulary
@@ -94,7 +94,7 @@ def read(words: Sequence[str]) -> None:
     """
     global _ahead
     config = train_arguments.read_config(train_arguments.parse(list(words), None))
-    provenance.provenance()
+    hardware.provenance()
     if any(source.startswith(hub_datasets.PREFIX) for source in sources.weights_of(config.data.train)):
         return  # what it is now, only a hub can tell
     state = state_of(config)

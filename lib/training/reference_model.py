@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from lib.model import adapter_files, load
 from lib.model.layout import layout_of
 from lib.model.logps import completion_logps, completion_token_logps
 from lib.model.token_stream import StreamInputs, arrays_of, cannot_share_prompts, length_multiple
-from lib.system import files, metal, out_of_memory
+from lib.system import files, out_of_memory
 from lib.training import divided_world, losses
 from lib.training.divided_world import Lockstep
 from lib.training.inputs import Inputs
@@ -59,7 +58,6 @@ def dataset_logps(
         float32 [N, K] in the dataset's order, the same on every rank.
     """
     model.eval()
-    pace = metal.pace(settings, model, float(dataset.seen.sum() / max(len(dataset), 1)), metal.FORWARD, world)
     world, batch_size = world.workers, settings.evaluate.batch_size
     multiple, share, _ = layout(model, settings.data, world)
     order = np.argsort(dataset.lengths, kind="stable")
@@ -77,11 +75,8 @@ def dataset_logps(
         block = order[start : start + block_size]
         mine = np.zeros_like(logps[block])
         place = {row: i for i, row in enumerate(block.tolist())}
-        most = pace.most_rows(batch_size)
-        for rows in micro_batches(split(block, dataset.lengths, shares)[world.rank], most):
-            began = time.perf_counter()
+        for rows in micro_batches(split(block, dataset.lengths, shares)[world.rank], batch_size):
             own = out_of_memory.in_pieces(rows.tolist(), logps_of, can_halve)
-            pace.observe(len(rows), time.perf_counter() - began)
             mine[[place[row] for row in rows.tolist()]] = np.concatenate([of_piece for _, of_piece in own])
         logps[block] = np.array(world.all_sum(mx.array(mine), "log-probabilities of a block of rows"))
         progress(min(start + block_size, len(order)))

@@ -20,7 +20,7 @@ from lib.plan import plan_warnings
 from lib.plan.cluster_plan import ClusterPlan
 from lib.plan.replan import Schedule
 from lib.system import metal, out_of_memory
-from lib.system.provenance import device_name, provenance
+from lib.system.hardware import device_name, provenance
 from lib.telemetry.cost import hosts_cost
 from lib.telemetry.run_records import PerformanceTracker
 from lib.training.inputs import Inputs
@@ -175,7 +175,7 @@ def duration(seconds: float) -> str:
 def warn_of_displays(say: RunConsole, config: Config, world: World, hosts: Sequence[str], dry_run: bool) -> None:
     """Looks after the displays of Macs, as metal.display says, and warns of those that stay lit. All ranks call it."""
     is_first_here = list(hosts).index(hosts[world.rank]) == world.rank
-    mine = metal.attend_displays(config.metal, is_first_here, only_look=dry_run)
+    mine = metal.attend_displays(config.metal.display, is_first_here, only_look=dry_run)
     displays = world.gather_long_text(json.dumps(mine), "the hosts' displays")
     if (advice_text := metal.advice(hosts, [json.loads(text) for text in displays])) is not None:
         say.warning(advice_text)

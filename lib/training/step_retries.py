@@ -122,7 +122,6 @@ class Learner:
         run.tracker.log_batch(
             step, len(rows), result.seconds, **result.means, **result.measurements(), epoch=epoch, rows=rows
         )
-        self.make.pace.observe(len(rows), result.compute_seconds[result.rank], result.traces)
         run.progress.skipped_in_row = in_row = run.progress.skipped_in_row + 1 if result.skipped else 0
         if result.skipped:
             run.say.own_warning(f"step {step}: not finite again; update {in_row} in a row left out", step)

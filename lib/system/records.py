@@ -1,4 +1,7 @@
-"""JSON that every reader takes: Python writes NaN and Infinity, which JSON does not have; and lines of it."""
+"""JSON that every reader accepts, and files with one JSON value a line.
+
+Python writes NaN and Infinity, which JSON does not have: they become null.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ def dumps(value: Any, indent: int | None = None) -> str:
 
 
 def read_lines(path: Path) -> list[Any]:
-    """The values of a file of ours with one a line. Text may hold what str.splitlines() takes for a line's end."""
+    """The values of a file with one a line. Text may hold what str.splitlines() takes for a line's end."""
     with path.open("rb") as file:
         return [json.loads(line) for line in file]
 
