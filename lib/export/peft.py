@@ -23,7 +23,7 @@ from lib.export.proof import ExportOptions, Reading, model_logps
 from lib.export.trained_run import TrainedRun
 from lib.model.adapter_files import described, trainable, write_arrays
 from lib.model.checkpoint_names import expert_pattern
-from lib.model.peft_files import HEAD, PREFIX, peft_arrays
+from lib.model.peft_adapters import HEAD, PREFIX, peft_arrays
 from lib.system.model_folder import ADAPTER_CONFIG, PEFT_WEIGHTS
 
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)

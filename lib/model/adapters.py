@@ -14,7 +14,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from lib.config import read_file, schema
 from lib.errors import UserError
-from lib.model import peft_files, peft_start
+from lib.model import peft_adapters
 from lib.model.adapter_files import adapter_config, adapter_layers_of, described, load_trained, trainable
 from lib.model.adapter_layers import AdapterLayer, groups, is_uniform, matches, trained_blocks
 from lib.model.checkpointing import checkpoint_blocks, order_backward
@@ -134,8 +134,8 @@ def load_adapter(model: nn.Module, settings: schema.ModelSettings) -> None:
         UserError: it cannot be read, or was made with other settings.
     """
     folder = Path(settings.adapter or "")
-    if peft_files.is_peft(folder):
-        peft_start.load(model, folder, settings)
+    if peft_adapters.is_peft(folder):
+        peft_adapters.load(model, folder, settings)
         return
     try:
         stored = read_file.read_object(folder / ADAPTER_CONFIG, "model.adapter")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -21,6 +22,11 @@ from lib.model.lookup_tables import TableSizes, bounded
 from lib.model.quantised import use_own_layers
 from lib.system.model_folder import ADAPTER_CONFIG, adapter_weights, resolve, why_unreadable
 
+FOREIGN = (
+    "its weights are quantised by {}, whose packing is PyTorch's; take the base that it was made from, "
+    "or one in MLX's format, which `mlx_lm.convert -q` makes"
+)
+
 
 def load(settings: schema.ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
     """The model as stored, or drawn from `seed` with model.random_init, in model.dtype, in evaluation mode.
@@ -29,6 +35,9 @@ def load(settings: schema.ModelSettings, seed: int, lazy: bool = False) -> nn.Mo
         UserError: files missing, or not a model that mlx-lm knows.
     """
     folder = resolve(settings.path, settings.revision)
+    method = _foreign_quantisation(folder)
+    if method == "bitsandbytes":
+        raise UserError(f"model.path {settings.path}: {FOREIGN.format(method)}")
     mx.random.seed(seed)
     try:
         if settings.random_init:
@@ -48,7 +57,8 @@ def load(settings: schema.ModelSettings, seed: int, lazy: bool = False) -> nn.Mo
         why = why_unreadable(folder, error)
         plain = isinstance(error, ValueError | RuntimeError)
         told = why if plain else f"{type(error).__name__}: {why}"
-        raise UserError(f"model.path {settings.path}: mlx-lm cannot load it: {told}") from None
+        named = f"; {FOREIGN.format(method)}" if method else ""
+        raise UserError(f"model.path {settings.path}: mlx-lm cannot load it: {told}{named}") from None
     if settings.attention_window is not None:
         _narrow(model, settings.attention_window, settings.path)
     if settings.dtype is not None:
@@ -58,6 +68,13 @@ def load(settings: schema.ModelSettings, seed: int, lazy: bool = False) -> nn.Mo
     if not lazy:
         mx.eval(model.parameters())
     return model
+
+
+def _foreign_quantisation(folder: Path) -> str | None:
+    """The tool of PyTorch's that packed a model's weights, as its config.json says."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    return method if method in ("bitsandbytes", "gptq", "awq") else None
 
 
 def table_sizes(settings: schema.ModelSettings) -> TableSizes:

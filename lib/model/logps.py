@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -210,43 +211,54 @@ def _mean_logp(logits: mx.array) -> tuple[mx.array, mx.array]:
     return mean, partition.squeeze(-1)
 
 
-def _entropies(model: nn.Module, head: Head, hidden: mx.array) -> mx.array:
-    """The entropy of the next token, float32 [M], without ever holding all logits. hidden: [M, D]."""
+def _over_vocabulary(
+    model: nn.Module,
+    head: Head,
+    hidden: mx.array,
+    figures_of: Callable[[mx.array], mx.array],
+    combine: Callable[..., mx.array],
+) -> mx.array:
+    """combine(figures_of(logits) of every part of the vocabulary), float32 [M], without ever holding all logits.
+
+    Args:
+        hidden: [M, D].
+        figures_of: [M, V] ➜ [F, M], of the logits of one part.
+        combine: F arrays of [parts, M] ➜ [M].
+    """
     part = layout_of(model).vocabulary
     size = head(hidden[:1]).shape[-1] if part is None else part.size
     outputs: list[mx.array] = []
     for h, _ in _chunks(hidden, hidden, size):
-        h = after(h, outputs[-1:])
-        if part is None:
-            outputs.append(-_mean_logp(head(h))[0])
-            continue
-        with part.own_logits():
-            figures = mx.stack(_mean_logp(head(h)))
-        own_row = (mx.arange(part.ranks.size) == part.ranks.rank)[None, :, None]
-        means, partitions = part.ranks.sum_forward(mx.where(own_row, figures[:, None], 0.0))  # [ranks, M] each
-        weights = mx.softmax(partitions, axis=0)
-        outputs.append(-(weights * (means + partitions)).sum(axis=0) + mx.logsumexp(partitions, axis=0))
+        with part.own_logits() if part is not None else contextlib.nullcontext():
+            figures = figures_of(head(after(h, outputs[-1:])))[:, None]
+        if part is not None:  # each rank's in rows of its own: [F, ranks, M]
+            own_row = (mx.arange(part.ranks.size) == part.ranks.rank)[None, :, None]
+            figures = part.ranks.sum_forward(mx.where(own_row, figures, 0.0))
+        outputs.append(combine(*figures))
     return mx.concatenate(outputs)
+
+
+def _entropies(model: nn.Module, head: Head, hidden: mx.array) -> mx.array:
+    """The entropy of the next token, float32 [M]. hidden: [M, D]."""
+
+    def combine(means: mx.array, partitions: mx.array) -> mx.array:
+        weights = mx.softmax(partitions, axis=0)
+        return mx.logsumexp(partitions, axis=0) - (weights * (means + partitions)).sum(axis=0)
+
+    return _over_vocabulary(model, head, hidden, lambda logits: mx.stack(_mean_logp(logits)), combine)
 
 
 def _log_square_sums(model: nn.Module, hidden: mx.array) -> mx.array:
-    """log sum_v pi(v)^2 over the vocabulary, float32 [M]; without ever holding all logits. hidden: [M, D]."""
-    head, part = head_of(model), layout_of(model).vocabulary
-    size = head(hidden[:1]).shape[-1] if part is None else part.size
-    outputs: list[mx.array] = []
-    for h, _ in _chunks(hidden, hidden, size):
-        h = after(h, outputs[-1:])
-        if part is None:
-            logits = head(h).astype(mx.float32)
-        else:
-            with part.own_logits():
-                logits = head(h).astype(mx.float32)
-        sums = mx.stack([mx.logsumexp(logits, axis=-1), mx.logsumexp(2 * logits, axis=-1)])
-        if part is not None:  # each rank's own in rows of their own: [2, ranks, M]
-            own_row = (mx.arange(part.ranks.size) == part.ranks.rank)[None, :, None]
-            sums = mx.logsumexp(part.ranks.sum_forward(mx.where(own_row, sums[:, None], 0.0)), axis=1)
-        outputs.append(sums[1] - 2 * sums[0])
-    return mx.concatenate(outputs)
+    """log sum_v pi(v)^2 over the vocabulary, float32 [M]. hidden: [M, D]."""
+
+    def figures_of(logits: mx.array) -> mx.array:
+        wide = logits.astype(mx.float32)
+        return mx.stack([mx.logsumexp(wide, axis=-1), mx.logsumexp(2 * wide, axis=-1)])
+
+    def combine(partitions: mx.array, squares: mx.array) -> mx.array:
+        return mx.logsumexp(squares, axis=0) - 2 * mx.logsumexp(partitions, axis=0)
+
+    return _over_vocabulary(model, head_of(model), hidden, figures_of, combine)
 
 
 def _chunks(hidden: mx.array, targets: mx.array, vocabulary: int) -> list[tuple[mx.array, mx.array]]:

@@ -122,6 +122,12 @@ def _input_gradient(linears: Sequence[nn.Module], x: mx.array, dys: Sequence[mx.
     return total
 
 
+def _input_size(linear: nn.Module) -> int:
+    """The inputs of a linear layer, which may be quantised: packed numbers of any width, 32 bits a word."""
+    words: int = linear.weight.shape[-1]
+    return words * 32 // linear.bits if isinstance(linear, nn.QuantizedLinear) else words
+
+
 # What mlx-lm's blocks call their layers that read the same input.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -134,6 +140,9 @@ def use_low_rank_linear(model: nn.Module) -> None:
 
     def ours(module: nn.Module) -> nn.Module | None:
         if type(module) is DoRALinear:
+            width, rank = _input_size(module.linear), module.lora_a.shape[1]
+            if module.lora_a.shape[0] != width:  # mlx-lm's arithmetic is that of 2, 4 and 8 bits
+                module.lora_a = mx.random.uniform(-(width**-0.5), width**-0.5, (width, rank))
             return derived(module, DoRA)
         if type(module) is LoRALinear and module.dropout._p_1 == 1:
             layer = derived(module, LowRankLinear)

@@ -26,6 +26,8 @@ DECADES = 7  # between the smallest code and the largest
 def learning_rate(train: TrainSettings, step: int, steps: int) -> float:
     """The rate of the step-th of `steps` updates, the first being 0: a linear rise, then the schedule's fall.
 
+    The last update has train.final_learning_rate.
+
     For another batch than the one that it was chosen for it grows linearly (arXiv:1706.02677, section 2.1) or with the
     square root (arXiv:1404.5997, section 5), if asked to.
     """
@@ -34,7 +36,7 @@ def learning_rate(train: TrainSettings, step: int, steps: int) -> float:
     peak, final = scale * train.learning_rate, scale * train.final_learning_rate
     if step < train.warmup_steps:
         return peak * (step + 1) / (train.warmup_steps + 1)
-    progress = min(1.0, (step - train.warmup_steps) / max(1, steps - train.warmup_steps))
+    progress = min(1.0, (step - train.warmup_steps) / max(1, steps - 1 - train.warmup_steps))
     fall = {"constant": 0.0, "linear": progress, "cosine": (1 - math.cos(math.pi * progress)) / 2}[train.schedule]
     return peak + (final - peak) * fall
 
@@ -51,7 +53,7 @@ def make_optimizer(train: TrainSettings) -> optim.Optimizer:
     # MLX leaves Adam's bias correction out unless asked, and Adafactor would overrule the learning rate.
     defaults = {"bias_correction": True, "relative_step": False}
     options: dict[str, object] = {name: value for name, value in defaults.items() if name in known}
-    if train.weight_decay:
+    if "weight_decay" in known or train.weight_decay:  # MLX's own default is not always 0
         options["weight_decay"] = train.weight_decay
     options |= train.optimizer_options
     known = [name for name in known if name != "learning_rate"]  # train.learning_rate
@@ -181,21 +183,30 @@ def evaluate_in_turn(parameters: Any, state: Any) -> None:
 def apply_gradients(
     optimizer: optim.Optimizer, gradients: Mapping[str, Any], parameters: Mapping[str, Any], b_ratio: float | None
 ) -> Any:
-    """One update: the new parameters.
+    """One update: the new parameters. Norms, biases and DoRA's magnitudes, which are vectors, do not decay.
 
     b_ratio: LoRA+, Hayou et al. 2024, arXiv:2402.12354, section 5: the learning rate of LoRA's B over that of all else.
     """
-    if b_ratio is None:
+    decay, shapes = getattr(optimizer, "weight_decay", 0.0), dict(tree_flatten(parameters))
+    groups: dict[tuple[float, float], list[tuple[str, mx.array]]] = {}
+    for name, gradient in tree_flatten(gradients):
+        ratio = b_ratio if b_ratio is not None and name.endswith(".lora_b") else 1.0
+        groups.setdefault((ratio, decay if shapes[name].ndim > 1 else 0.0), []).append((name, gradient))
+    if list(groups) == [(1.0, decay)]:
         return optimizer.apply_gradients(gradients, parameters)
-    optimizer.init(gradients)  # of both parts, where it was not
-    flat = tree_flatten(gradients)
-    of_b, others = (
-        tree_unflatten([(name, g) for name, g in flat if name.endswith(".lora_b") == is_b]) or {}
-        for is_b in (True, False)
-    )
+    optimizer.init(gradients)  # of all groups, where it was not
     step, rate = optimizer.state["step"], optimizer.learning_rate
-    new = optimizer.apply_gradients(others, parameters)
-    optimizer.state["step"], optimizer.learning_rate = step, b_ratio * rate  # the same step, for the rest
-    new_b = optimizer.apply_gradients(of_b, parameters)
+    new: Any = {}
+    for (ratio, decay_of_group), group in groups.items():
+        optimizer.state["step"], optimizer.learning_rate = step, rate if ratio == 1 else ratio * rate  # the same step
+        if decay:
+            optimizer.weight_decay = decay_of_group
+        new = (
+            tree_merge(new, optimizer.apply_gradients(tree_unflatten(group), parameters))
+            if new
+            else (optimizer.apply_gradients(tree_unflatten(group), parameters))
+        )
     optimizer.learning_rate = rate
-    return tree_merge(new, new_b)
+    if decay:
+        optimizer.weight_decay = decay
+    return new
