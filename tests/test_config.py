@@ -63,6 +63,7 @@ def test_a_word_of_a_string_is_its_text(text: str, expected: str | None) -> None
 def test_a_word_of_a_mapping_may_stand_for_a_string() -> None:
     assert load("data.train={a.jsonl: 2, '#b': 1}").data.train == {"a.jsonl": 2, "#b": 1}
     assert load("data.train=[a]").data.train == "[a]"
+    assert load("data.train=/data/part 1: chats.jsonl").data.train == "/data/part 1: chats.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_a_word_of_a_mapping_may_stand_for_a_string() -> None:
         ("plan.shares=#[12,4]", "comment"),
         ("data.train={a: 1} #b", "comment"),
         ("run.name=#x", "run.name"),
-        ("run.name=../escape", "run.name"),
+        ("run.name=../escape", "run.name: should be letters, digits, dots, - and _, and begin with a letter or digit"),
         ("cost.watts=-1", "cost.watts=-1: cost.watts: input should be greater than or equal to 0, not -1"),
         ("cost.watts={a: -3}", "cost.watts: input should be greater than or equal to 0, not -3"),
     ],

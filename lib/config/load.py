@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-import re
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from lib.config import guarded, hints, read_file
+from lib.config import hints, read_file
 from lib.config.help import accepts, known_settings, setting_types, type_parts
 from lib.config.plain_yaml import PlainLoader
 from lib.config.schema import Config, TrainSettings
@@ -49,11 +48,9 @@ RESUMABLE: tuple[str, ...] = (
     "run.dir",
     "run.name",
 )
-JUDGES = ("evaluate.judge", "evaluate.judge_prompt", "rollouts.judge")  # which a run of rounds asks
 MOST_FAULTS = 3  # that one line names
 DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # libyaml's, where PyYAML was built with it: five times as fast
 NULLS = ("null", "Null", "NULL", "~")  # as YAML writes none
-NO_TEXT = re.compile("[\0\ud800-\udfff]")  # no file has it in its name, and no encoding writes it
 Tree = dict[str, Any]  # a section and its settings as YAML has them, not yet checked
 
 
@@ -64,7 +61,6 @@ def load(path: Path | str | None, overrides: Sequence[str] = (), base: Tree | No
         UserError: the file cannot be read, or a key or value is wrong; names the file and line, or the word.
     """
     tree, origins = (copy.deepcopy(base or {}), {}) if path is None else _read_yaml(Path(path))
-    _require_text(tree, "", str(path))
     sections = {key.partition(".")[0] for key in known_settings() if "." in key}
     tree = {key: {} if value is None and key in sections else value for key, value in tree.items()}  # left empty: null
     chosen_for = _batch_of_learning_rate(tree, overrides) if path is not None else None
@@ -81,7 +77,6 @@ def load(path: Path | str | None, overrides: Sequence[str] = (), base: Tree | No
             if not isinstance(section, dict):
                 raise UserError(f"{origins.get(parent, path or 'settings')}: {_no_section(parent, section)}")
         section[leaf] = _parse_value(key, text)
-        _require_text(section[leaf], key, word)
         origins[key] = word
     if chosen_for is not None:
         tree["train"]["learning_rate_batch_size"] = chosen_for
@@ -128,8 +123,7 @@ def resume(path: Path, overrides: list[str]) -> Config:
     Raises:
         UserError: an override would change what the run has been learning.
     """
-    before, after = _of_folder(path), _of_folder(path, overrides)
-    guarded.require_own(before, path, overrides, uses_of_training(before))
+    before, after = of_run(path), of_run(path, overrides)
     for key in known_settings():
         if _at(before, key) != _at(after, key) and not key.startswith(RESUMABLE):
             raise UserError(
@@ -139,26 +133,12 @@ def resume(path: Path, overrides: list[str]) -> Config:
     return after
 
 
-def uses_of_training(config: Config) -> tuple[str, ...]:
-    """Beginnings of the settings that training acts on, of those that a run's folder may not decide."""
-    return ("model.", "run.", *(JUDGES if config.rollouts.rounds else ()))
-
-
-def of_run(path: Path, overrides: Sequence[str], uses: Sequence[str]) -> Config:
-    """A run's own config.yaml with what the words overrule.
-
-    Args:
-        uses: beginnings of the guarded settings that the command would act on.
+def of_run(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """A run's own config.yaml with what the words overrule. Settings that only earlier versions had are left out.
 
     Raises:
-        UserError: as `load`, and where the folder sets a guarded setting that the words do not.
+        UserError: as `load`.
     """
-    guarded.require_own(_of_folder(path), path, overrides, uses)
-    return _of_folder(path, overrides)
-
-
-def _of_folder(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """A run's own config.yaml. Settings that an earlier version wrote and this one removed are left out."""
     tree, _ = _read_yaml(path)
     for key in hints.REMOVED:
         section, _, name = key.partition(".")
@@ -183,19 +163,6 @@ def learning_digest(config: Config) -> str:
 def dump(config: BaseModel) -> str:
     """The resolved configuration as YAML, every setting included."""
     return yaml.dump(config.model_dump(mode="json"), Dumper=DUMPER, sort_keys=False, allow_unicode=True)
-
-
-def _require_text(value: Any, key: str, where: str) -> None:
-    """Refuses strings that no file name and no tokenizer takes."""
-    if isinstance(value, dict):
-        for name, item in value.items():
-            _require_text(name, key, where)
-            _require_text(item, f"{key}.{name}" if key else str(name), where)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            _require_text(item, key, where)
-    elif isinstance(value, str) and NO_TEXT.search(value):
-        raise UserError(f"{where}: {key} holds a NUL or half a surrogate pair, which is no text; take it out")
 
 
 @functools.lru_cache(maxsize=4)
@@ -261,7 +228,7 @@ def _parse_value(key: str, text: str) -> Any:
             return text
         raise UserError(f"{key}={text}: not a valid value: {getattr(error, 'problem', error)}") from None
     is_quoted = text[0] in "'\"" and isinstance(node, yaml.ScalarNode) and node.end_mark.index == len(text)
-    is_mapping = isinstance(value, dict) and any(typing.get_origin(part) is dict for part in type_parts(annotation))
+    is_mapping = text.startswith("{") and any(typing.get_origin(part) is dict for part in type_parts(annotation))
     if wants_text and not is_quoted and not is_mapping:
         return text
     if has_comment:

@@ -11,13 +11,31 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 
 def _no_truth_value(value: Any) -> Any:
     """Python takes true for 1, and YAML reads `yes` and `on` as true."""
     if isinstance(value, bool):
         raise ValueError("should be a number")
+    return value
+
+
+def _name(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
+        raise ValueError("should be letters, digits, dots, - and _, and begin with a letter or digit")
+    return value
+
+
+def _model_name(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/-]*", value):
+        raise ValueError("should be letters, digits, dots, -, _ and /, and begin with a letter or digit")
+    return value
+
+
+def _address(value: str) -> str:
+    if not re.fullmatch(r"https?://[^/\s?#]+", value):
+        raise ValueError("should be http://HOST:PORT or https://HOST:PORT")
     return value
 
 
@@ -48,7 +66,7 @@ class RunSettings(Section):
 
     dir: str = "runs"
     """Folder that holds all runs."""
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
+    name: Annotated[str, AfterValidator(_name)] | None = None
     """The run's folder inside run.dir; by default the configuration's name and the time."""
     log_every: Positive = 10
     """Steps between two plain progress lines, where the output is not a terminal."""
@@ -728,13 +746,13 @@ class ServeSettings(Section):
     """Address that the gateway listens on; any but a loopback address needs serve.keys."""
     port: Annotated[Natural, Field(le=65535)] = 8080
     """Port of the gateway; 0 takes a free one."""
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")] | None = None
+    name: Annotated[str, AfterValidator(_model_name)] | None = None
     """What clients call the model; by default the run's name. No other name is served."""
     keys: str | None = None
     """File of API keys, as `python -m lib.server --make-key NAME` adds them: hashes only. Read again on SIGHUP."""
     hostfile: str | None = None
     """Host file: one backend on each host, over ssh, with the model and the run at the same places as here."""
-    backends: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s?#]+$")], ...] = ()
+    backends: tuple[Annotated[str, AfterValidator(_address)], ...] = ()
     """Servers of the same model and adapter that already run, e.g. [http://10.0.0.2:8081]; by default one is started
     here."""
     fuse: bool = False

@@ -293,7 +293,7 @@ def _other(settings: Config, options: argparse.Namespace) -> WholeModel:
         return WholeModel(settings.model_copy(update={"model": settings.model.model_copy(update=changes)}), None)
     _need_adapter("--against", folder)
     words = [word for word in options.overrides if word.startswith(("data.", "model.trust_remote_code="))]
-    own = load.of_run(folder / "config.yaml", words, ["model."])
+    own = load.of_run(folder / "config.yaml", words)
     return WholeModel(own.model_copy(update={"evaluate": settings.evaluate, "sync": settings.sync}), folder)
 
 
@@ -386,9 +386,7 @@ def _read_config(options: argparse.Namespace) -> Config:
     _need_adapter("--run", Path(options.run))
     extra = [f"model.reference={options.reference}"] if options.reference else []
     extra += [f"data.valid={options.data}", "data.holdout=0"] if options.data else []
-    asks_judge = options.make_pairs is not None or options.against is not None
-    uses = ["model.", *(["evaluate."] if asks_judge else [])]
-    settings = load.of_run(path, [*extra, *options.overrides], uses)
+    settings = load.of_run(path, [*extra, *options.overrides])
     if settings.strategy == "auto":  # a model that was too large for one host still is
         settings = settings.model_copy(update={"strategy": train_arguments.decided(path.with_name("plan.json"))})
     return settings

@@ -141,7 +141,7 @@ def open_run(
     """
     if not (folder / "config.yaml").is_file():
         raise UserError(f"{folder}: no run there (config.yaml is missing); give the folder of a run, runs/NAME")
-    settings = config.of_run(folder / "config.yaml", overrides, ("model.",))
+    settings = config.of_run(folder / "config.yaml", overrides)
     weights, name = _weights(folder, checkpoint)
     sequences, rows_from = _rows(settings, folder, rows, tell) if rows else ([], "")
     base = resolve(settings.model.path, settings.model.revision)

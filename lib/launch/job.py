@@ -8,9 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lib.config import guarded, load, train_arguments
 from lib.environment import ROOT
-from lib.errors import UserError
 from lib.launch.hostfile import Host
 
 
@@ -68,20 +66,7 @@ def resume_command(command: Sequence[str], run: str, same_world: bool) -> tuple[
     if not same_world:  # shares were given for other ranks: plan again
         kept = [word for word in kept if not word.startswith(("plan.shares=", "plan.micro_batch_sizes="))]
         kept += ["plan.shares=null", "plan.micro_batch_sizes=null"]
-    return (command[0], "--resume", run, *kept, *_allowed_by_file(command))
-
-
-def _allowed_by_file(command: Sequence[str]) -> list[str]:
-    """As words what the user's own --config file allows and a run's folder cannot (lib/config/guarded.py)."""
-    try:
-        options = train_arguments.parse(list(command[1:]), None)
-        if options.resume is not None:
-            return []
-        settings = load.load(ROOT / (options.config or train_arguments.QUICKSTART), options.overrides)
-    except (UserError, SystemExit):  # no command of train.py's
-        return []
-    allowed = guarded.allowed(settings, options.overrides, load.uses_of_training(settings))
-    return [f"{key}={value}" for key, value in allowed.items()]
+    return (command[0], "--resume", run, *kept)
 
 
 def local_run_folder(job: Job, run: str) -> Path:

@@ -7,7 +7,7 @@
     python -m lib.server --model PATH                             a model without an adapter
 
 Settings are key=value words; limits, times and the name may stand in the `serve` section of the run's config.yaml,
-but what opens a door has to be given here (lib/config/guarded.py). The log is one JSON record a
+The log is one JSON record a
 line, on standard output. SIGTERM finishes requests under way and ends; SIGHUP reads the keys again.
 """
 
@@ -344,7 +344,7 @@ def _read_config(options: argparse.Namespace) -> Config:
     path = Path(options.run) / "config.yaml"
     if not path.is_file():
         raise UserError(f"--run {options.run}: no run there (it has no config.yaml); runs are folders in run.dir")
-    return load.of_run(path, options.overrides, ("model.", "serve."))
+    return load.of_run(path, options.overrides)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
