@@ -11,7 +11,6 @@ mpirun -n 2 python train.py 'plan.shares=[24,8]'           the same file on two 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import sys
 import time
 from pathlib import Path
@@ -25,7 +24,8 @@ from lib.system import mlx_failures, mpi_and_blas, out_of_memory, terminal
 
 if TYPE_CHECKING:
     from lib.distributed.world import World
-    from lib.training.training_run import TrainingRun
+    from lib.report.console import RunConsole
+    from lib.training.run import TrainingRun
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         world = dataclasses.replace(world, timeout_seconds=config.sync.timeout_seconds)
         train(config, world, resume=options.resume is not None, dry_run=options.dry_run)
     except UserError as error:
-        if launch is None or launch.rank == 0 or type(error) is UserError:  # an agreed error is told once
+        if launch is None or launch.rank == 0 or type(error) is UserError:  # an agreed error is printed once
             terminal.error(str(error))
         return mpi_and_blas.leave(2, launch, alone=type(error) is UserError)
     except OSError as error:  # a full or read-only disk: what was saved before is whole
@@ -67,28 +67,29 @@ def main(arguments: list[str] | None = None) -> int:
 def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     """One run, from its configuration to the finished adapter."""
     from lib.evaluate.evaluator import Evaluator
+    from lib.report import console, run_report
     from lib.rollouts import rounds
-    from lib.training import reference_model, report, summary
+    from lib.training import reference_model
     from lib.training.loop import TrainingLoop
-    from lib.training.resume import resume_run
 
-    launched = time.perf_counter()
-    if (run := prepare(config, world, resume, dry_run)) is None:
+    launched, say = time.perf_counter(), console.RunConsole(world.rank, config.run.log_every)
+    if (run := prepare(config, world, say, resume, dry_run)) is None:
         return
     run.counted_until = launched
 
-    # ---- Reference: the policy before training, or another model, asked once and kept on disk ------------------------
+    # ---- Reference: the policy before training, or another model; its log-probabilities are computed once -----------
 
-    references = reference_model.of_run(run.config, run.model, run.inputs, run.world, run.plan.shares, run.say.counting)
+    references = reference_model.of_run(run.config, run.model, run.inputs, run.world, run.plan.shares, say.counting)
     run.asked_reference = reference_model.asked(run.config, run.model, run.inputs.data, run.world, run.layout)
 
-    # ---- Resume: weights, optimizer, position and counters of the last good checkpoint -------------------------------
+    # ---- Resume: weights, optimizer, position and counters of the last good checkpoint ------------------------------
 
     if resume:
-        resume_run(run)
-    report.record_start(run, resume)
+        run.resume()
+    run.record_start(resume)
+    say.record_in(run.tracker, run.progress.step, each_rank=run.local_sgd is not None)
 
-    # ---- Training: once in a while the model is evaluated, and a checkpoint is written -------------------------------
+    # ---- Training: once in a while the model is evaluated, and a checkpoint is written ------------------------------
 
     evaluator = Evaluator(run, references.valid)
     if config.rollouts.rounds:
@@ -101,59 +102,68 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
         loop.train()
     evaluator.show_after(loop.final_step)
 
-    # ---- Finish: the adapter where mlx-lm finds it, the figures, the curves ------------------------------------------
+    # ---- Finish: the adapter where mlx-lm finds it, the figures, the curves -----------------------------------------
 
-    if (figures := loop.finish()) is not None:
-        if config.run.pages:  # not imported before: what draws them takes a while
-            importlib.import_module("lib.dashboard.run_report").write(run.folder)
-        summary.show_end(run.say, run.folder, figures)
+    loop.finish()
+    if world.rank == 0:
+        if config.run.pages:
+            run_report.write(run.folder)
+        console.show_end(say, run.folder)
     run.close()
 
 
-def prepare(config: Config, world: World, resume: bool, dry_run: bool) -> TrainingRun | None:
-    """Data, plan and model, the same on all ranks, and the run's folder; nothing where the run is a dry one."""
+def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run: bool) -> TrainingRun | None:
+    """Data, plan and model, the same on all ranks, and the run's folder; None where nothing is to be trained."""
+    from lib.config.load import dump
     from lib.distributed import heartbeat
     from lib.distributed.world import host_names
+    from lib.evaluate import judge_checks
     from lib.evaluate.held_out_metrics import digest_of
     from lib.model import adapter_files, checkpointing, load
     from lib.model.token_stream import length_multiple
     from lib.plan.first_plan import first_plan
     from lib.plan.memory import Rows
-    from lib.telemetry.trackers import Feed
-    from lib.training import checkpoint, divided_world, kernels, preload, reference_model, report
+    from lib.report import console
+    from lib.report.trackers import Trackers
+    from lib.training import checkpoint, divided_world, inputs, kernels, reference_model
     from lib.training.optimizers import make_optimizer
-    from lib.training.progress_display import RunConsole
-    from lib.training.training_run import TrainingRun
+    from lib.training.run import TrainingRun
 
     folder = Path(config.run.dir) / str(config.run.name)
-    say = RunConsole(world, config.run.log_every)
 
-    # ---- Data: every rank reads it, and all make sure that they read the same ----------------------------------------
+    # ---- Data: every rank reads it, and all make sure that they read the same ---------------------------------------
 
     with world.agreeing("reading the data"), say.doing("reading the data"):
-        feed = Feed(config.run.sinks if world.rank == 0 else (), folder)
-        inputs = preload.inputs(config, say.line, keep=not dry_run)
-    data, steps = inputs.data, config.steps_over(len(inputs.data))
+        trackers = Trackers(config.run.sinks if world.rank == 0 else (), folder)
+        read = inputs.read_inputs(config, say.line)
+        judge_checks.require_judges(config, read.data, read.held_out)
+    data, steps = read.data, config.steps_over(len(read.data))
     world.require_equal("tokenised training data", data.digest)
-    world.require_equal("held-out data or questions", digest_of(inputs.valid or inputs.held_out, inputs.questions))
+    world.require_equal("held-out data or questions", digest_of(read.valid or read.held_out, read.questions))
+    if resume and checkpoint.is_finished(folder, steps, world):
+        say.line(f"{folder} has made all of its {steps} steps: nothing is left to train (train.steps=N goes on)")
+        if world.rank == 0:
+            console.show_end(say, folder)
+        return None
 
-    # ---- Plan: who takes how much ------------------------------------------------------------------------------------
+    # ---- Plan: the share of every rank ------------------------------------------------------------------------------
 
     hosts = host_names(world)
     rows = *data.trained, length_multiple(config.data)
     plan = first_plan(config, world, hosts, data.lengths, Rows.of(*rows), folder if resume else None, Rows.mean(*rows))
-    report.show_run(say, config, plan, inputs, steps)
-    report.warn_of_displays(say, config, world, hosts, dry_run)
+    console.show_run(say, config, plan, read, steps)
+    console.warn_of_run(say, config, plan, read, steps)
+    console.attend_displays(say, config.metal, world, hosts, dry_run)
 
-    # ---- Model: the base, and what is trained of it ------------------------------------------------------------------
+    # ---- Model: the base, and what is trained of it -----------------------------------------------------------------
 
     compiled = kernels.compiled(config, None if dry_run else data, world, hosts, say.line)
     with world.agreeing("loading the model"), say.doing("loading the model"), compiled:
-        model = preload.policy(config, lazy=dry_run or plan.divides_model)
+        model = inputs.load_policy(config.model, config.train.seed, lazy=dry_run or plan.divides_model)
         if plan.checkpoints_blocks(world.rank):
             checkpointing.checkpoint_blocks(model)
         optimizer = make_optimizer(config.train)
-    report.show_model(say, config, model)
+    console.show_model(say, model)
     if dry_run:
         say.line("dry run: nothing is trained or written")
         return None
@@ -164,11 +174,14 @@ def prepare(config: Config, world: World, resume: bool, dry_run: bool) -> Traini
     world.require_equal("model files", load.fingerprint(config.model, config.train.seed))
     world.require_equal("initial weights", adapter_files.digest(world.replicated(adapter_files.trainable(model))))
 
-    # ---- The run's folder has one owner, on every disk ---------------------------------------------------------------
+    # ---- The run's folder has one owner, on every disk --------------------------------------------------------------
 
-    lock = checkpoint.open_run(folder, config, plan.to_dict(), steps if resume else None, world)  # of one rank a disk
-    heartbeat.tell(run=str(folder.absolute()))  # where the launcher goes on, whatever links each host has there
-    return TrainingRun(config, folder, lock, world, hosts, inputs, plan, steps, model, optimizer, layout, say, feed)
+    lock = checkpoint.open_run(folder, dump(config), plan.to_dict(), steps if resume else None, world)
+    heartbeat.tell(run=str(folder.absolute()))
+    subscribers = [say.take, trackers.take]
+    return TrainingRun(
+        config, folder, lock, world, hosts, read, plan, steps, model, optimizer, layout, say, subscribers
+    )
 
 
 if __name__ == "__main__":

@@ -282,7 +282,7 @@ class Bench:
         """A run's step records on this rank."""
         import train as script
         from lib.config import load as settings
-        from lib.telemetry.run_records import read_records
+        from lib.system.records import read_records
 
         self.runs += 1
         name = name or f"run-{self.runs}-{self.world.rank if world.size == 1 else 'all'}"

@@ -66,7 +66,7 @@ from lib.system import (
     hardware,  # noqa: E402
     mpi_and_blas,  # noqa: E402
 )
-from lib.system.terminal import Voice  # noqa: E402
+from lib.system.terminal import Terminal  # noqa: E402
 
 if TYPE_CHECKING:
     from lib.distributed.world import World
@@ -627,7 +627,7 @@ def verify(
 # ---- What a person sees ------------------------------------------------------------------------------------
 
 
-class Report(Voice):
+class Report(Terminal):
     """Rank 0 speaks; the others are silent."""
 
     @contextlib.contextmanager
@@ -741,7 +741,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     mpi_and_blas.prepare()
     result = calibrate(options, launch)
     if launch.rank == 0:
-        Voice().record(result)
+        Terminal().record(result)
     return 0
 
 

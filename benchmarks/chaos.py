@@ -67,7 +67,7 @@ mpi_and_blas.prepare()
 
 from benchmarks.busy import busy_processes  # noqa: E402
 from lib.system.hardware import mlx_device  # noqa: E402
-from lib.telemetry.run_records import read_records  # noqa: E402
+from lib.system.records import read_records  # noqa: E402
 from tests import faults, tiny  # noqa: E402
 from tests.cluster import Host, cluster  # noqa: E402
 from tests.faults import KINDS, STRATEGIES, Launch, Scene  # noqa: E402

@@ -6,8 +6,8 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
-from lib.dashboard import pictures
 from lib.plan.calibration import BatchCurve, CurveKey, HostCalibration
+from lib.report import pictures
 
 STYLE = """body { font: 15px/1.45 system-ui, sans-serif; color: #222 }
 body { margin: 2rem auto; max-width: 62rem; padding: 0 1rem }

@@ -29,7 +29,7 @@ from lib import environment
 environment.enter()
 
 from benchmarks.decide import dense  # noqa: E402
-from lib.telemetry.run_records import read_records  # noqa: E402
+from lib.system.records import read_records  # noqa: E402
 
 MODELS = {
     "small": dense(128, 2, 4, 256, 512, head_dim=32, num_key_value_heads=2),

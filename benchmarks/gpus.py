@@ -39,7 +39,7 @@ from rich.table import Table  # noqa: E402
 
 from benchmarks.decide import dense  # noqa: E402
 from lib.plan.pipeline_schedule import Hop, depths, step_seconds  # noqa: E402
-from lib.telemetry.run_records import read_records  # noqa: E402
+from lib.system.records import read_records  # noqa: E402
 
 MODELS = {
     "tiny": dense(64, 4, 8, 128, 512, head_dim=8),

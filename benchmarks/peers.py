@@ -382,7 +382,7 @@ def tandem(options: argparse.Namespace) -> dict[str, Any]:
 
     import train
     from lib.system import mpi_and_blas
-    from lib.telemetry.run_records import read_records
+    from lib.system.records import read_records
 
     batch, ranks = options.batch_sizes[0], mpi_and_blas.launch_environment().size
     words = [

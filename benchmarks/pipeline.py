@@ -41,7 +41,7 @@ from lib.system import mpi_and_blas  # noqa: E402
 mpi_and_blas.prepare()
 
 from lib.plan.pipeline_schedule import Hop, depths, step_seconds  # noqa: E402
-from lib.telemetry.run_records import read_records  # noqa: E402
+from lib.system.records import read_records  # noqa: E402
 from tests.cluster import Host, cluster  # noqa: E402
 
 PORT = 5200

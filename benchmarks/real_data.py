@@ -33,7 +33,7 @@ from lib.system import mpi_and_blas  # noqa: E402
 mpi_and_blas.prepare()
 
 import train  # noqa: E402
-from lib.telemetry.run_records import read_records  # noqa: E402
+from lib.system.records import read_records  # noqa: E402
 from tests import tiny  # noqa: E402
 
 

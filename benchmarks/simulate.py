@@ -44,7 +44,7 @@ from lib.plan.cluster_plan import ClusterPlan  # noqa: E402
 from lib.plan.divide_work import plan_cluster  # noqa: E402
 from lib.plan.shares import distribute_work, equal_shares, solo_pairs_per_second  # noqa: E402
 from lib.system import terminal  # noqa: E402
-from lib.system.terminal import Voice  # noqa: E402
+from lib.system.terminal import Terminal  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ def draw(rows: Sequence[dict[str, Any]], plans: dict[str, ClusterPlan], path: Pa
     figure.savefig(path, dpi=110)
 
 
-def show(say: Voice, rows: Sequence[dict[str, Any]], plan: ClusterPlan) -> None:
+def show(say: Terminal, rows: Sequence[dict[str, Any]], plan: ClusterPlan) -> None:
     """The plan of a named cluster, and the played efficiencies."""
     if len(rows) == 1:
         ranks = plan.rows()[:32]
@@ -326,7 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         counts = integers("--count", settings.count)
         clusters = [([f"host-{i}" for i in range(n)], invented_hosts(n, shapes, settings)) for n in counts]
 
-    say = Voice()
+    say = Terminal()
     rows: list[dict[str, Any]] = []
     first: dict[str, ClusterPlan] = {}
     pictured: dict[str, ClusterPlan] = {}

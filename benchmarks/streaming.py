@@ -191,7 +191,7 @@ def kill_and_resume(folder: Path) -> dict[str, Any]:
     from lib.data import tokenizer as tokenizer_module
     from lib.data.row_order import epoch_order
     from lib.data.streaming import open_training
-    from lib.telemetry.run_records import read_records
+    from lib.system.records import read_records
 
     mpirun = [str(mpi_and_blas.mpirun_path()), "-n"]
     words = [*words_of(folder), "run.name=killed", "checkpoint.every=5"]

@@ -40,7 +40,7 @@ from rich.table import Table  # noqa: E402
 
 from benchmarks.balance import PERIOD_MICROSECONDS, groups  # noqa: E402
 from benchmarks.scoring import start  # noqa: E402
-from lib.telemetry.run_records import read_records  # noqa: E402
+from lib.system.records import read_records  # noqa: E402
 
 BARS = {"sampling": 0.95, "whole": 0.9}
 ALONE = (8, 4)  # rounds of each rank by itself: about as long, where one is three times slower

@@ -4,7 +4,7 @@ errors, config, system, telemetry / data / model, distributed, plan, training, e
 
 Where to begin: `train` is the story of a run. `lib.config.schema` has every setting, `lib.plan.run_plan` decides who
 does how much, `lib.training.step` does it, and `lib.distributed.world` is all that passes between ranks.
-`lib.training.losses` and `lib.training.merge_adapters` follow their papers. `lib.launch.supervisor` starts ranks.
+`lib.training.losses` and `lib.training.local_sgd` follow their papers. `lib.launch.supervisor` starts ranks.
 """
 
 from lib import environment

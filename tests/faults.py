@@ -75,7 +75,7 @@ def poisons(sums):
 
 CHANGED = {
     "lib.distributed.compression": [("sum_gradients", poisons)],
-    "lib.training.merge_adapters": [("example_weights", lambda inside: ends(inside, "merge"))],
+    "lib.training.local_sgd": [("example_weights", lambda inside: ends(inside, "merge"))],
     "lib.evaluate.held_out_metrics": [("policy_logps", lambda inside: ends(inside, "evaluation"))],
 }
 

@@ -138,10 +138,10 @@ def import_all() -> None:
     import mlx_lm.models.llama
     import mlx_lm.tokenizer_utils  # noqa: F401
 
-    from lib.dashboard import run_report  # noqa: F401
     from lib.evaluate import command as evaluate_command  # noqa: F401
     from lib.evaluate import evaluator, function_judge, win_rate  # noqa: F401
     from lib.export import command as export_command  # noqa: F401
+    from lib.report import run_report  # noqa: F401
     from lib.rollouts import rounds  # noqa: F401
     from lib.serve import command as serve_command  # noqa: F401
     from lib.training import loop, preload, reference_model, report, resume, step_retries, summary  # noqa: F401

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lib.telemetry.run_records import read_records
+from lib.system.records import read_records
 from tests import served, tiny
 from tests.forked import free_port
 from tests.kills import LIFE_SECONDS, Life, Story, digests

@@ -18,7 +18,7 @@ from lib.distributed import compression
 from lib.distributed.world import World
 from lib.errors import AgreedError, Stopped
 from lib.plan import first_plan
-from lib.telemetry.run_records import read_records
+from lib.system.records import read_records
 from lib.training import local_sgd, step, training_run
 from tests import rounding, tiny
 from tests.test_world import settings, train

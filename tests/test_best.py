@@ -15,16 +15,15 @@ import pytest
 
 import train as script
 from lib.config import load
-from lib.dashboard import run_report
 from lib.distributed.world import start
 from lib.errors import UserError
 from lib.evaluate import command as evaluate
 from lib.evaluate.evaluator import Evaluator
+from lib.report import run_report
 from lib.system import mpi_and_blas
-from lib.telemetry.run_records import read_records
+from lib.system.records import read_records
 from lib.training import checkpoint
-from lib.training.checkpoint import Progress, checkpoints_in, step_of
-from lib.training.find_checkpoint import find
+from lib.training.checkpoint import Progress, checkpoints_in, find, step_of
 from tests import tiny
 
 STEPS, EVERY, PATIENCE = 16, 2, 2

@@ -34,8 +34,8 @@ from lib.evaluate.asked_rows import open_asked
 from lib.evaluate.work_journal import Journal, opened_journal
 from lib.evaluate.work_queue import Dispatcher, Local, Remote, Server, work
 from lib.model import load as models
+from lib.system.terminal import Terminal
 from lib.training import reference_model
-from lib.training.progress_display import RunConsole
 from tests import tiny
 from tests.test_data import CORPUS, byte_level
 from tests.tiny import ROOT
@@ -395,7 +395,7 @@ def test_questions_are_asked_with_all_that_training_reads_beside_a_prompt(chatty
         text = tokenizer.decode(question.prompt_ids)
         assert all(part in text for part in wanted) and "A." not in text, record
         assert (question.prompt, question.answer) == ("Q?", "7")
-    records = batch_inference.open_rows(str(path), config.data, "prompt", RunConsole(World()))
+    records = batch_inference.open_rows(str(path), config.data, "prompt", Terminal())
     asked = batch_inference.CompletionWriter(models.load(config.model, 0), tokenizer, records, config, None)
     assert [asked._prompt_ids(row) for row in range(len(BESIDE))] == [one.prompt_ids for one in questions]
     for wrong in ([], ["a"], [{"role": "user"}]):
@@ -430,7 +430,7 @@ def test_pairs_are_trained_behind_the_prompts_that_were_answered(
     words = [*common(chatty, "evaluate.judge=tests.test_bulk:by_length", "data.max_length=1024"), "--data", str(data)]
     bulk([*words, "--make-pairs", str(out)])
     config = config_of(chatty)
-    records = batch_inference.open_rows(str(data), config.data, "prompt", RunConsole(World()))
+    records = batch_inference.open_rows(str(data), config.data, "prompt", Terminal())
     asked = batch_inference.CompletionWriter(models.load(config.model, 0), tokenizer, records, config, None)
     trained = load_dataset(str(out), config.data, "preference", tokenizer, eos_token_id=1)
     assert [one.prompt_ids.tolist() for one in trained] == [asked._prompt_ids(row) for row in range(len(records))]
@@ -614,8 +614,8 @@ def test_held_out_conversations_are_asked_on_the_side_where_training_has_them(ch
     words = [f"data.train={data}", "data.holdout=0.3", "train.loss=sft", f"data.cache_dir={tmp_path}/cache"]
     for learn in ("all", "last"):
         config = config_of(chatty, *words, f"data.learn={learn}")
-        asked = open_asked(None, config, "prompt", RunConsole(World()))
-        trained = open_asked(None, config, "sft", RunConsole(World()))
+        asked = open_asked(None, config, "prompt", Terminal())
+        trained = open_asked(None, config, "sft", Terminal())
         assert [asked[i] for i in range(len(asked))] == [trained[i] for i in range(len(trained))]
         held_out = open_held_out(config.data, "sft", load_tokenizer_of(config.model), tell=print, eos_token_id=1)
         assert held_out is not None and len(held_out) == len(asked) and 0 < len(asked) < 40

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lib.telemetry.run_records import read_records
+from lib.system.records import read_records
 from tests.cluster import Host, cables
 from tests.test_launch import nothing_left, wait_for
 from tests.test_recovery import LIMIT, Watched, steps, train_words

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from lib.dashboard import app, charts, run_report
-from lib.dashboard import command as dashboard
-from lib.dashboard.figures import figures
-from lib.dashboard.history import RunHistory
+from lib.report import app, charts, run_report
+from lib.report import command as dashboard
+from lib.report.figures import figures
+from lib.report.history import RunHistory
 from lib.system import mpi_and_blas
-from lib.telemetry.run_records import PerformanceTracker, read_records
+from lib.system.records import PerformanceTracker, read_records
 from tests import chromium, tiny
 from tests.cluster import Host
 from tests.test_launch import wait_for

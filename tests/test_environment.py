@@ -209,7 +209,7 @@ def test_an_editable_installation_finds_the_packages(tmp_path: Path) -> None:
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_program_whose_standard_streams_are_closed_has_empty_ones(closed: str, tmp_path: Path) -> None:
     """No file that it opens takes their numbers."""
-    program = "import lib, sys; from lib.system.terminal import Voice; Voice().line('a'); Voice(stderr=True).line('b')"
+    program = "import lib, sys; from lib.system.terminal import Terminal; Terminal().line('a'); Terminal(stderr=True).line('b')"
     program += "; file = open(sys.argv[1], 'w'); file.write(f'{file.fileno() > 2} {[sys.stdin.fileno(), *map(type(file).fileno, (sys.stdout, sys.stderr))]}')"
     words = shlex.join([sys.executable, "-c", program, str(tmp_path / "told")])
     done = subprocess.run(["sh", "-c", f"{words} {closed}"], cwd=ROOT, capture_output=True, text=True)

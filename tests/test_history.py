@@ -13,14 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.dashboard import charts, components, history, run_report
-from lib.dashboard import figures as figures_module
-from lib.dashboard.figures import figures
-from lib.dashboard.history import COLUMNS, INDEX, RunHistory, Series
 from lib.plan.calibration import BatchCurve
-from lib.telemetry import run_records
-from lib.telemetry.log_tail import Copy, Tail
-from lib.telemetry.run_records import PerformanceTracker, rewind
+from lib.report import charts, components, history, run_report
+from lib.report import figures as figures_module
+from lib.report.figures import figures
+from lib.report.history import COLUMNS, INDEX, RunHistory, Series
+from lib.system import records as run_records
+from lib.system.records import Copy, PerformanceTracker, Tail, rewind
 
 KINDS = ("start", "evaluation", "checkpoint", "plan", "merge", "warning", "end", "samples", "network", "sensors", "new")
 

@@ -30,7 +30,7 @@ from lib.launch.rank_faults import (
     stragglers,
 )
 from lib.launch.rank_processes import processes_of
-from lib.telemetry.run_records import read_records
+from lib.system.records import read_records
 from tests import rounding, tiny
 from tests.cluster import Host as Machine
 from tests.tiny import ROOT

@@ -261,11 +261,11 @@ def test_wrong_words_are_one_line(words: list[str], why: str, capsys: pytest.Cap
 
 
 def test_the_table_has_metrics_with_their_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from lib.training.progress_display import RunConsole
+    from lib.system.terminal import Terminal
 
     values = {"alias": "t", "acc,none": 0.5, "acc_stderr,none": 0.1, "exact_match,last-number": 0.25, "sample_len": 3}
     results = {"results": {"t": values}, "seconds": 1.0}
-    harness_tasks.show(RunConsole(World()), "run", results, tmp_path / "out.json")
+    harness_tasks.show(Terminal(), "run", results, tmp_path / "out.json")
     said = capsys.readouterr().out
     assert json.loads(said.splitlines()[-1])["tasks"]["t"]["acc,none"] == 0.5
     for cell in ("acc", "0.5000", "0.1000", "exact_match (last-number)", "0.2500"):

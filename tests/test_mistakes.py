@@ -24,11 +24,11 @@ import mlx.core as mx
 import pytest
 
 import train
-from lib.dashboard import command as dashboard
 from lib.data import inspect
 from lib.evaluate import command as evaluate
 from lib.export import command as export
 from lib.launch import command as launcher
+from lib.report import command as dashboard
 from lib.serve import command as server
 from lib.system import mpi_and_blas
 from lib.system.network import host_name

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lib.dashboard import pictures, run_report
 from lib.plan.calibration import BatchCurve, BatchPoint
-from lib.telemetry.run_records import PerformanceTracker
+from lib.report import pictures, run_report
+from lib.system.records import PerformanceTracker
 
 ODD = {
     "zero": [0.0, 0.0, 0.0],

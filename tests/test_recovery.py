@@ -17,7 +17,7 @@ import pytest
 
 from lib.distributed import heartbeat
 from lib.distributed.world import World
-from lib.telemetry.run_records import first_missed, read_records, rewind
+from lib.system.records import first_missed, read_records, rewind
 from lib.training import checkpoint, resume
 from tests import rounding, tiny
 from tests.cluster import Host

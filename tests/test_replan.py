@@ -18,6 +18,7 @@ from lib.errors import UserError
 from lib.plan.calibration import BatchCurve, CurveKey, HostCalibration, Link
 from lib.plan.calibration_checks import sound_curve
 from lib.plan.cluster_plan import ClusterPlan
+from lib.plan.cost import calculate_training_cost, hosts_cost
 from lib.plan.divide_work import make_plan, plan_cluster
 from lib.plan.replan import Schedule
 from lib.plan.run_facts import RankHost, RunFacts
@@ -25,7 +26,6 @@ from lib.plan.run_plan import plan_run
 from lib.plan.share_correction import FIRST_LOOK
 from lib.plan.shares import solo_pairs_per_second
 from lib.system.hardware import Machine
-from lib.telemetry.cost import calculate_training_cost, hosts_cost
 from tests import rounding, tiny
 
 KEY = CurveKey(model="m", method="lora", dtype="float32", sequence_length=128)
@@ -553,7 +553,7 @@ def test_a_run_that_is_planned_again_loses_no_example_and_resumes_bit_for_bit(
     import train as script
     from lib.distributed import world as sync
     from lib.system import mpi_and_blas
-    from lib.telemetry.run_records import read_records
+    from lib.system.records import read_records
 
     world = sync.start(mpi_and_blas.launch_environment(), timeout_seconds=120)
     folder = Path(world.broadcast_text(str(tmp_path)))
@@ -617,7 +617,7 @@ def test_real_ranks_correct_a_calibration_that_is_wrong(tmp_path: Path, monkeypa
     from lib.plan.calibration import curve_key, write_calibration
     from lib.system import model_folder as models
     from lib.system import mpi_and_blas, network
-    from lib.telemetry.run_records import read_records
+    from lib.system.records import read_records
 
     world = sync.start(mpi_and_blas.launch_environment(), timeout_seconds=120)
     folder = Path(world.broadcast_text(str(tmp_path)))

@@ -20,9 +20,6 @@ from hypothesis import strategies as st
 
 from lib.config.load import load
 from lib.config.rollout_settings import RolloutSettings
-from lib.dashboard import charts, pictures
-from lib.dashboard import rounds as rounds_shown
-from lib.dashboard.history import RunHistory
 from lib.data.answer_questions import load_questions
 from lib.data.dataset import load_dataset
 from lib.data.prompts import open_prompts
@@ -34,13 +31,15 @@ from lib.evaluate.answers import part_of
 from lib.evaluate.judges import CommandJudge, Question
 from lib.evaluate.work_journal import Journal
 from lib.evaluate.work_queue import Dispatcher, Local
+from lib.report import charts, pictures
+from lib.report import rounds as rounds_shown
+from lib.report.history import RunHistory
 from lib.rollouts.drawing import JudgingThread
 from lib.rollouts.gate import RoundFigures, losses_of, warnings_of
 from lib.rollouts.pairs import Answer, Group, Pair, SampleFigures, figures_of, groups_of, pairs_of
 from lib.rollouts.rounds import Rounds
-from lib.telemetry.run_records import read_records
-from lib.training.checkpoint import load_part
-from lib.training.find_checkpoint import fault_of
+from lib.system.records import read_records
+from lib.training.checkpoint import fault_of, load_part
 from lib.training.reference_model import AskedReference
 from lib.training.step_retries import Learner
 from tests import tiny

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.telemetry.run_records import read_records
+from lib.system.records import read_records
 from lib.training import round_assignment
 from tests import rounding, tiny
 from tests.cluster import Host

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from lib.telemetry import trackers
-from lib.telemetry.run_records import read_records
+from lib.report import trackers
+from lib.system.records import read_records
 from tests import tiny
 
 

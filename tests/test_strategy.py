@@ -22,7 +22,7 @@ from lib.distributed.world import World
 from lib.errors import UserError
 from lib.plan import strategy
 from lib.plan.divide_work import make_plan
-from lib.telemetry.run_records import PerformanceTracker, read_records
+from lib.system.records import PerformanceTracker, read_records
 from lib.training import local_sgd
 from tests import rounding, tiny
 from tests.test_apart import merges_of

@@ -27,7 +27,7 @@ from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate import command as evaluate
 from lib.system import mpi_and_blas
-from lib.telemetry.run_records import PerformanceTracker, read_records
+from lib.system.records import PerformanceTracker, read_records
 from lib.training import checkpoint, find_checkpoint, run_folder
 from lib.training import reference_model as scoring
 from tests import float64, rounding, tiny

@@ -25,7 +25,7 @@ from lib.evaluate.choose_judge import judge_of
 from lib.evaluate.judges import Question
 from lib.evaluate.whole_model import WholeModel
 from lib.system import mpi_and_blas
-from lib.training.progress_display import RunConsole
+from lib.system.terminal import Terminal
 from tests import served, tiny
 from tests.tiny import ROOT
 
@@ -302,7 +302,9 @@ def test_two_ranks_give_the_lines_of_one(tmp_path: Path) -> None:
     if world.rank == 0:
         questions(folder)
     world.gather_text("written")
-    records = batch_inference.open_rows(str(folder / "questions.jsonl"), own.data, "prompt", RunConsole(world))
+    records = batch_inference.open_rows(
+        str(folder / "questions.jsonl"), own.data, "prompt", Terminal(silent=world.rank != 0)
+    )
     first, second = (WholeModel(each, None) for each in (own, other))
     if world.rank == 0:
         alone = win_rate.compare(first, second, records, folder / "one.jsonl", world.alone())

@@ -17,8 +17,8 @@ from lib.distributed import world as worlds
 from lib.distributed.world import World
 from lib.errors import AgreedError, Stopped, UserError
 from lib.model import load as models
-from lib.telemetry import run_records
-from lib.telemetry.run_records import PerformanceTracker
+from lib.system import records as run_records
+from lib.system.records import PerformanceTracker
 from lib.training import resume
 from lib.training.step import Step
 from tests import rounding, tiny

@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from lib.telemetry.run_records import read_records
+from lib.system.records import read_records
 
 ROOT = Path(__file__).resolve().parent.parent
 

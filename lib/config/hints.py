@@ -185,6 +185,7 @@ _VALUES: dict[str, dict[str, str]] = {
 }
 # Settings of earlier versions, and what to do instead.
 REMOVED: dict[str, str] = {
+    "checkpoint.max_lost_seconds": "take checkpoint.seconds",
     "metal.evaluation_seconds": "put displays to sleep (metal.display=sleep), or give plan.micro_batch_sizes",
     "metal.relax_watchdog": "set AGX_RELAX_CDM_CTXSTORE_TIMEOUT=0 in the environment",
 }

@@ -714,10 +714,10 @@ class CheckpointSettings(Section):
     """What is kept on disk while a run goes on."""
 
     every: Positive | None = None
-    """Steps between checkpoints; by default a tenth of the run, at most 100."""
-    max_lost_seconds: PositiveFloat | None = None
-    """Most seconds of training that a fault may undo: a checkpoint comes before the step that would exceed them. For
-    synchronous and sharded ranks; with strategy=auto, replicas are synchronous then."""
+    """Steps between checkpoints; by default they come by time."""
+    seconds: PositiveFloat = 30.0
+    """Without checkpoint.every: seconds of training between checkpoints, which is what a fault may undo. More where
+    writing them would take over a twentieth of the time."""
     keep: Positive = 3
     """The newest checkpoints that are kept; the best one is kept as well."""
     final: Literal["best", "last"] = "best"
@@ -830,7 +830,7 @@ class Config(Section):
     """How the machines work together: `synchronous` sums the gradients of every step, `independent` trains on each its
     own pairs and merges now and then, `sharded` gives each a part of every block, `pipelined` gives each some of the
     blocks; `auto`: the faster of these two where the model does not fit every host, else independent (synchronous with
-    plan.shares, checkpoint.max_lost_seconds, or a reference that follows). A resumed run keeps its strategy."""
+    plan.shares, or a reference that follows). A resumed run keeps its strategy."""
     plan: PlanSettings = PlanSettings()
     cost: CostSettings = CostSettings()
     sync: SyncSettings = SyncSettings()
@@ -853,11 +853,6 @@ class Config(Section):
         elif self.model.shard_vocabulary:
             raise ValueError(
                 f"model.shard_vocabulary is for strategy=sharded, not {self.strategy}, which divides no vocabulary"
-            )
-        if self.strategy == "independent" and self.checkpoint.max_lost_seconds is not None:
-            raise ValueError(
-                "checkpoint.max_lost_seconds is not for strategy=independent: "
-                "independent ranks are saved at steps of their own; leave it out, and give checkpoint.every"
             )
         if plan.shares is not None and has_replicas and sum(plan.shares) != batch:
             raise ValueError(

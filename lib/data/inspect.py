@@ -33,7 +33,7 @@ from lib.data.tokenize import Encoder, limits_of
 from lib.errors import UserError
 from lib.system import mpi_and_blas
 from lib.system.files import require_absent
-from lib.system.terminal import Voice
+from lib.system.terminal import Terminal
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
 NAMED = 5
@@ -75,7 +75,7 @@ def inspect(files: Sequence[str], settings: Config, with_model: bool, picture: s
     Raises:
         UserError: there is nothing to read; unusable records are counted and named, and no error here.
     """
-    say = Voice()
+    say = Terminal()
     if settings.record_kind == "group":
         raise UserError(
             "groups of train.loss=grpo are looked at by train.py --dry-run; here are records of other losses"
@@ -198,7 +198,7 @@ def _facts(
     return facts
 
 
-def _show_formats(say: Voice, records: Records, data: DataSettings, kind: RecordKind) -> None:
+def _show_formats(say: Terminal, records: Records, data: DataSettings, kind: RecordKind) -> None:
     """What the records were recognised as, how many of each, and the first of them as it is read."""
     counts, first = dict[str, int](), dict[str, int]()
     for start, index in zip(records.starts, records.indices, strict=False):
@@ -249,7 +249,7 @@ def _said(message: Message) -> str:
     )
 
 
-def _show_percentiles(say: Voice, lengths: dict[str, np.ndarray], unit: str) -> None:
+def _show_percentiles(say: Terminal, lengths: dict[str, np.ndarray], unit: str) -> None:
     rows = []
     for name, values in lengths.items():
         marks = np.percentile(values, PERCENTILES).astype(int)
@@ -311,7 +311,7 @@ def _draw(picture: Path, lengths: dict[str, np.ndarray], unit: str, limit: int |
 
 
 def _show_rows(
-    say: Voice,
+    say: Terminal,
     records: Records,
     numbers: Sequence[int],
     data: DataSettings,

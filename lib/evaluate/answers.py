@@ -16,9 +16,9 @@ from lib.data.text_tokens import Tokenizer
 from lib.distributed.world import World
 from lib.evaluate.judges import extract
 from lib.system import out_of_memory
-from lib.telemetry.run_records import PerformanceTracker
+from lib.system.records import PerformanceTracker
+from lib.system.terminal import Terminal
 from lib.training.divided_world import Lockstep
-from lib.training.progress_display import RunConsole
 
 SAMPLE_WIDTH = 160  # columns of a sample's line, in a file
 MARKS = {True: "✓", False: "✗"}
@@ -79,7 +79,7 @@ def _is_right(question: Question, text: str, settings: Config) -> bool:
 
 
 def show_samples(
-    say: RunConsole, tracker: PerformanceTracker, prompts: Sequence[str], texts: Sequence[str], when: str
+    say: Terminal, tracker: PerformanceTracker, prompts: Sequence[str], texts: Sequence[str], when: str
 ) -> None:
     """Prints and records the greedy continuations of a few prompts, before or after training."""
     say.line(f"greedy answers {when} training", "bold")
@@ -92,7 +92,7 @@ def show_samples(
 
 
 def show_changes(
-    say: RunConsole,
+    say: Terminal,
     tracker: PerformanceTracker,
     questions: list[Question],
     before: list[str],

@@ -12,10 +12,10 @@ from lib.data.record_formats import RecordKind
 from lib.data.sources import Records
 from lib.errors import UserError
 from lib.evaluate.batch_inference import open_rows
-from lib.training.progress_display import RunConsole
+from lib.system.terminal import Terminal
 
 
-def open_asked(named: str | None, settings: Config, kind: RecordKind, say: RunConsole) -> Records:
+def open_asked(named: str | None, settings: Config, kind: RecordKind, say: Terminal) -> Records:
     """named: what --data says. kind: what the command reads of a record.
 
     Raises:
@@ -32,7 +32,7 @@ def open_asked(named: str | None, settings: Config, kind: RecordKind, say: RunCo
     return _held_out(settings, trained_as, kind, say)
 
 
-def _held_out(settings: Config, trained_as: RecordKind, kind: RecordKind, say: RunConsole) -> Records:
+def _held_out(settings: Config, trained_as: RecordKind, kind: RecordKind, say: Terminal) -> Records:
     """What data.holdout keeps of data.train, by the hashes that training goes by, which are of records of its kind."""
     data, weights = settings.data, sources.weights_of(settings.data.train)
     of_sources = [sources.files_of(one, data, say.line) for one in weights]

@@ -44,11 +44,11 @@ from lib.model import adapter_files
 from lib.model.logps import completion_logps
 from lib.model.token_stream import arrays_of
 from lib.system import out_of_memory
+from lib.system.terminal import Terminal
 from lib.training import losses, reference_model
 from lib.training.divided_world import Lockstep
-from lib.training.known_tokens import vocabulary
+from lib.training.inputs import vocabulary
 from lib.training.objective import objective
-from lib.training.progress_display import RunConsole
 
 Failure = dict[str, object]  # the line of a row that is unusable
 
@@ -87,7 +87,7 @@ def pull(
         AgreedError, UserError: on one rank, so on all.
     """
     size, total = chunk_rows or settings.evaluate.batch_size, len(items)
-    say, began = RunConsole(world), time.perf_counter()
+    say, began = Terminal(silent=world.rank != 0), time.perf_counter()
     chunks = -(-total // size)
     shared = SharedQueue.open(out, key, chunks, world)
     before = 0 if shared.dispatcher is None else int(shared.dispatcher.journal.done.sum())
@@ -117,7 +117,7 @@ def pull(
     )
 
 
-def open_rows(source: str, settings: DataSettings, kind: RecordKind, say: RunConsole) -> Records:
+def open_rows(source: str, settings: DataSettings, kind: RecordKind, say: Terminal) -> Records:
     """All usable records of a source, in order."""
     return sources.open_records(sources.files_of(source, settings, say.line), settings, kind, say.line)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from lib.config.schema import Config
 from lib.evaluate import reward_model
 from lib.evaluate.function_judge import FunctionJudge
+from lib.evaluate.judge_checks import kind_of, require_judge
 from lib.evaluate.judges import Checker, CommandJudge, Judge, PythonJudge, extract, same_number
 from lib.evaluate.model_judge import ModelGrader, ModelJudge
-from lib.training.judge_checks import kind_of, require_judge
 
 
 def judge_of(settings: Config) -> Judge:

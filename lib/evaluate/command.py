@@ -50,11 +50,11 @@ from lib.model import (
 from lib.model import load as load_module
 from lib.plan import calibration
 from lib.system import files, mpi_and_blas
+from lib.system.terminal import Terminal, metrics_text
 from lib.training import divided_world, losses
-from lib.training.find_checkpoint import find
-from lib.training.known_tokens import vocabulary
+from lib.training.checkpoint import find
+from lib.training.inputs import vocabulary
 from lib.training.objective import Metrics
-from lib.training.progress_display import RunConsole, describe
 from lib.training.reference_model import dataset_logps
 
 
@@ -92,7 +92,7 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
     if settings.rollouts.rounds and not _names_pairs(options):
         _answer(settings, options, world)
         return
-    say = RunConsole(world)
+    say = Terminal(silent=world.rank != 0)
     with world.agreeing("reading the data"):
         if options.per_pair is not None and world.rank == 0:
             files.require_absent(Path(options.per_pair))
@@ -133,13 +133,13 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
                 raise UserError("--per-pair writes preference pairs; train.loss=sft has none")
             write_per_pair(Path(options.per_pair), dataset, policy, reference, settings)
     say.line(f"{options.run or settings.model.path} on {dataset.path}, {len(dataset):,} rows", "bold")
-    say.line(describe(values))
+    say.line(metrics_text(values))
     say.record({"rows": len(dataset), **values})
 
 
 def _answer(settings: Config, options: argparse.Namespace, world: World) -> None:
     """Of a run of rounds, which has no held-out pairs: the exact match of its questions."""
-    say = RunConsole(world)
+    say = Terminal(silent=world.rank != 0)
     with world.agreeing("reading the questions"):
         if options.per_pair is not None:
             raise UserError("--per-pair needs held-out pairs, and a run of rounds has none; name a file with --data")
@@ -152,7 +152,7 @@ def _answer(settings: Config, options: argparse.Namespace, world: World) -> None
     model, world = _policy(settings, options, parts, world)
     values: Metrics = {"exact_match": _exact_match(questions, model, tokenizer, settings, world)}
     say.line(f"{options.run} on {settings.evaluate.answers}, {len(questions):,} questions", "bold")
-    say.line(describe(values))
+    say.line(metrics_text(values))
     say.record({"questions": len(questions), **values})
 
 
@@ -188,7 +188,7 @@ def _require_records_loss(settings: Config) -> None:
 
 def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None:
     """--score and --make-pairs: a line for every row of a file, by all ranks."""
-    say = RunConsole(world)
+    say = Terminal(silent=world.rank != 0)
     kind, out = options.score or "pairs", Path(options.out or options.make_pairs)
     writes, run = kind in ("greedy", "samples", "pairs"), None if options.run is None else Path(options.run)
     with world.agreeing("reading the data"):
@@ -250,7 +250,7 @@ def _load_whole(settings: Config, run: Path | None, with_reference: bool, world:
 
 def against(settings: Config, options: argparse.Namespace, world: World) -> None:
     """--against: how often the answers of one model are better than those of another."""
-    say = RunConsole(world)
+    say = Terminal(silent=world.rank != 0)
     with world.agreeing("reading the prompts"):
         _need_whole_models(settings, world, "--against")
         first, second = _subject(settings, options), _other(settings, options)
@@ -271,7 +271,7 @@ def on_tasks(settings: Config, options: argparse.Namespace, world: World) -> Non
     out = Path(options.out or options.home / f"tasks-{plain_names}.json")
     results = harness_tasks.evaluate_tasks(subject, tasks, out, world)
     if results is not None:
-        harness_tasks.show(RunConsole(world), subject.name, results, out)
+        harness_tasks.show(Terminal(silent=world.rank != 0), subject.name, results, out)
 
 
 def _need_whole_models(settings: Config, world: World, option: str) -> None:

@@ -22,10 +22,10 @@ from lib.evaluate.work_journal import Lines, opened_journal
 from lib.model import adapter_files, adapters, load
 from lib.model.partition import Division, Part
 from lib.plan.first_plan import sharded_plan, stage_blocks
+from lib.system.terminal import Terminal
 from lib.training import divided_world
 from lib.training.checkpoint import file_sha256
 from lib.training.divided_world import pipelined, sharded
-from lib.training.progress_display import RunConsole
 
 CHUNKS = 16  # of a group: between groups the ranks synchronise, and what is finished is kept
 
@@ -124,7 +124,7 @@ def in_step(
     Raises:
         AgreedError: a row cannot be read, or a disk written, on any rank.
     """
-    size, say, began = settings.evaluate.batch_size, RunConsole(world), time.perf_counter()
+    size, say, began = settings.evaluate.batch_size, Terminal(silent=world.rank != 0), time.perf_counter()
     chunks, journal = -(-total // size), None
     with world.agreeing(f"opening {out}"):
         if world.rank == 0:

@@ -12,7 +12,7 @@ from lib.distributed.world import World
 from lib.evaluate import answers
 from lib.evaluate.held_out_metrics import metrics_of, policy_logps
 from lib.training.objective import Metrics
-from lib.training.training_run import TrainingRun
+from lib.training.run import TrainingRun
 
 
 @dataclass
@@ -44,7 +44,6 @@ class Evaluator:
         if values:
             seconds = time.perf_counter() - began
             run.tracker.record("evaluation", step=run.own_step, evaluation_seconds=seconds, **values)
-            run.say.held_out(run.progress.step, run.steps, values)
         return values
 
     def show_before(self) -> None:

@@ -19,7 +19,7 @@ from lib.errors import UserError
 from lib.evaluate.harness_worker import Generated, Scored
 from lib.model import load
 from lib.system.model_folder import context_tokens
-from lib.training.known_tokens import vocabulary
+from lib.training.inputs import vocabulary
 
 GENERATED = 256  # most tokens of an answer, where a task does not say
 LONGEST = 2048  # tokens, where a model does not say how many it can see

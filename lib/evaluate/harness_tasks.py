@@ -19,7 +19,7 @@ from lib.evaluate.harness_model import HarnessModel
 from lib.evaluate.harness_worker import HarnessWorker
 from lib.evaluate.whole_model import WholeModel
 from lib.system import files
-from lib.training.progress_display import RunConsole
+from lib.system.terminal import Terminal
 
 PACKAGE = "lm_eval"
 
@@ -146,7 +146,7 @@ def figures(results: dict[str, Any]) -> dict[str, dict[str, float]]:
     }
 
 
-def show(say: RunConsole, name: str, results: dict[str, Any], out: Path) -> None:
+def show(say: Terminal, name: str, results: dict[str, Any], out: Path) -> None:
     """A table for people, and a line of JSON."""
     rows: list[Sequence[str]] = []
     metrics = figures(results)

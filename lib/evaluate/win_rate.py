@@ -30,7 +30,7 @@ from lib.evaluate.whole_model import WholeModel
 from lib.evaluate.work_journal import Lines
 from lib.system import files
 from lib.system.records import read_lines
-from lib.training.progress_display import RunConsole
+from lib.system.terminal import Terminal
 
 Verdict = Literal["win", "loss", "tie", "unclear"]
 KEPT = re.compile(r"\.(answers|against|verdicts)-[0-9a-f]{16}(\.partial)?")  # behind the output's name
@@ -262,7 +262,7 @@ def _for_json(scores: Sequence[float] | None) -> list[float | None] | None:
     return None if scores is None else [None if math.isnan(score) else score for score in scores]
 
 
-def show(say: RunConsole, first: str, second: str, result: WinRate) -> None:
+def show(say: Terminal, first: str, second: str, result: WinRate) -> None:
     """A line for people, and one of JSON."""
     low, high = result["interval"]
     parts = [f"{result[name]:,} {name}" for name in ("wins", "losses", "ties")]  # type: ignore[literal-required]

@@ -24,13 +24,12 @@ from pathlib import Path
 from types import ModuleType
 
 from lib.config import command_line
-from lib.distributed.world import World
 from lib.errors import UserError
 from lib.export import card, fuse, gguf, mlx_adapter, ollama, peft, proof, push
 from lib.export.proof import ExportOptions, WeightType
 from lib.export.trained_run import TrainedRun, open_run
 from lib.system import files, mpi_and_blas
-from lib.training.progress_display import RunConsole
+from lib.system.terminal import Terminal
 
 # Each module checks, writes and reads one form.
 FORMS: dict[str, ModuleType] = {"mlx": mlx_adapter, "fused": fuse, "peft": peft, "gguf": gguf, "ollama": ollama}
@@ -41,7 +40,7 @@ FACTS = "tandem_export.json"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0 done, 2 wrong input, 1 the export is not the run's model."""
     options = _parse(arguments)
-    say = RunConsole(World())
+    say = Terminal()
     target = Path(options.run) if _is_export(Path(options.run)) else _export(options, say)
     if options.push is not None and options.dry_run:
         for path in push.files_to_send(target):
@@ -52,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _export(options: argparse.Namespace, say: RunConsole) -> Path:
+def _export(options: argparse.Namespace, say: Terminal) -> Path:
     """Writes the export and returns its folder."""
     form = FORMS[options.to]
     wanted = ExportOptions(type=options.type, dequantize=options.dequantize)

@@ -23,9 +23,9 @@ from lib.model import adapter_files, adapters
 from lib.model import load as models
 from lib.rollouts.collect import samples_in
 from lib.system.model_folder import ADAPTER_WEIGHTS, resolve
-from lib.training import find_checkpoint
+from lib.training import checkpoint as checkpoints
 from lib.training.checkpoint import step_of
-from lib.training.known_tokens import vocabulary
+from lib.training.inputs import vocabulary
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _weights(folder: Path, checkpoint: str) -> tuple[Path, str]:
                 f"{folder}: the run has not ended ({ADAPTER_WEIGHTS} is missing); --checkpoint last takes what there is"
             )
         return folder, "final"
-    found = find_checkpoint.find(folder, checkpoint)
+    found = checkpoints.find(folder, checkpoint)
     return found, f"step {step_of(found)}"
 
 

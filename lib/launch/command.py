@@ -96,7 +96,7 @@ def role_commands(arguments: Sequence[str]) -> tuple[str, str]:
 
 def _columns(job: Job) -> dict[str, str]:
     """The variable that says at how many columns a rank wraps a line: those of our terminal, less the line's tag."""
-    width = terminal.Voice().width
+    width = terminal.Terminal().width
     tag = max(len(f"[{job.size - 1} {host.name}] ") for host in job.hosts)
     return {} if width is None or width - tag < terminal.NARROW else {"TANDEM_COLUMNS": str(width - tag)}
 

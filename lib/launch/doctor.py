@@ -82,7 +82,7 @@ def attempt(check: Check) -> Checked | None:
 # ---- The page
 
 
-def show(say: terminal.Voice, one: Checked) -> None:
+def show(say: terminal.Terminal, one: Checked) -> None:
     """A check's line, and under it its remedy in one piece, to be copied."""
     lead = Text.assemble((f"  {one.check:<13}", "dim"), (f"{one.status:<8}", STYLES[one.status]))
     say.line(one.message or "-", lead=lead)
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="the page as one JSON object")
     options = parser.parse_args(words)
-    say = terminal.Voice(silent=options.json)
+    say = terminal.Terminal(silent=options.json)
     header = {"host": network.own_name(), "os": hardware.operating_system(), "processor": hardware.processor_name()}
     say.line(f"{header['host']}: {header['processor']}, {header['os']}", "bold")
     results = []

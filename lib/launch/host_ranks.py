@@ -23,7 +23,7 @@ from lib.launch import agent_messages, mpirun_ports
 from lib.launch.agent_messages import Beat, RankProcess
 from lib.launch.memory_watch import MemoryWatch
 from lib.system import network, os_commands
-from lib.telemetry.log_tail import Tail
+from lib.system.records import Tail
 
 CHUNK_BYTES = 2**16
 LOG_BYTES = 2**18  # of a log, sent at a time

@@ -41,7 +41,7 @@ from lib.launch.preflight_verdicts import (
 )
 from lib.launch.run_needs import Needs, model_bytes, needs_of
 from lib.system import os_commands
-from lib.system.terminal import Voice
+from lib.system.terminal import Terminal
 
 Process = asyncio.subprocess.Process
 
@@ -225,7 +225,7 @@ async def _sum_over_ranks(job: Job, context: Context) -> list[Finding]:
 
 def show(hosts: Sequence[Host], findings: Sequence[Finding], seconds: float) -> None:
     """Prints a line for each check, and under them the findings with their remedies."""
-    say = Voice(stderr=True)
+    say = Terminal(stderr=True)
     say.line(f"preflight of {len(hosts)} host{'s' * (len(hosts) != 1)}, {seconds:.1f} s", "bold")
     names = {host.name for host in hosts}
     for check in (*FACT_CHECKS, "links", "backend"):

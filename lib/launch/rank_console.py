@@ -13,7 +13,7 @@ from typing import TextIO
 from rich.text import Text
 
 from lib.errors import shown
-from lib.system.terminal import Voice, folded
+from lib.system.terminal import Terminal, folded
 
 COLOUR = re.compile(r"(\033\[[0-9;]*m)")
 COLOURS = (36, 35, 32)  # that can be read on light and on dark, and are not an error's
@@ -25,8 +25,8 @@ class Console:
     def __init__(self, on_broken_pipe: Callable[[], None]):
         self.lines: queue.SimpleQueue[tuple[TextIO, str] | None] = queue.SimpleQueue()
         # Each lets its stream replace a character that this terminal lacks: that ends no training.
-        self.colour = Voice().is_live and not os.environ.get("NO_COLOR")
-        self.width = Voice(stderr=True).width
+        self.colour = Terminal().is_live and not os.environ.get("NO_COLOR")
+        self.width = Terminal(stderr=True).width
         self.thread = threading.Thread(target=self._write, args=(on_broken_pipe,), daemon=True)
         self.thread.start()
 

@@ -14,11 +14,11 @@ from lib.launch import rank_faults
 from lib.launch.agent_link import Link
 from lib.launch.agent_messages import Beat, Message
 from lib.launch.job import Job, local_run_folder
+from lib.launch.log_copy import Copy
 from lib.launch.patience import Punctuality, silence_limit
 from lib.launch.rank_console import Console
 from lib.launch.rank_faults import HostState, RankState
 from lib.system import mlx_failures
-from lib.telemetry.log_tail import Copy
 
 LOOK_SECONDS = 0.5  # between two looks for a fault, at most; in a longer time this process itself was not there
 MPIRUN = -1  # in place of a rank's number: mpirun, which starts the ranks

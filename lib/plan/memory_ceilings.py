@@ -26,7 +26,7 @@ from lib.plan import calibration, calibrator
 from lib.plan.calibration import Ceiling, CurveKey, HostCalibration
 from lib.plan.cluster_plan import ClusterPlan
 from lib.system import hardware, network, out_of_memory
-from lib.telemetry.run_records import lines_of
+from lib.system.records import lines_of
 
 LONGEST_EVIDENCE = 1000  # letters of a note
 MOST_PAIRS = 2**20  # in a micro-batch

@@ -37,8 +37,6 @@ def choose_strategy(config: Config, world_size: int) -> tuple[str, str]:
         return "synchronous", "one rank"
     if config.plan.shares is not None:
         return "synchronous", "since plan.shares divides every step (strategy=independent takes shares, too)"
-    if config.checkpoint.max_lost_seconds is not None:
-        return "synchronous", "since checkpoint.max_lost_seconds is for synchronous ranks"
     if config.reference_sync_steps is not None:
         name = "rollouts.reference_every" if config.rollouts.rounds else "train.reference_sync_steps"
         return "synchronous", f"since with {name} all ranks follow one policy"

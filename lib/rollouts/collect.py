@@ -44,7 +44,7 @@ from lib.rollouts.judged import scores_of
 from lib.rollouts.pairs import Answer, Group, Pair, pairs_of
 from lib.rollouts.sampler import Prompt, Sampler
 from lib.system import files
-from lib.training.progress_display import RunConsole
+from lib.system.terminal import Terminal
 
 SAMPLES, SCORES, PAIRS = "samples.jsonl", "scores.jsonl", "pairs.jsonl"
 LONGEST_LINE = 2**27  # letters of a file of a round
@@ -123,7 +123,7 @@ class Collector:
     prompts: Prompts
     judge: Judge
     judges_beside: bool
-    say: RunConsole
+    say: Terminal
     limits: ModelLimits
 
     def folder_of(self, number: int) -> Path:
@@ -417,7 +417,7 @@ def _by_prompt(
     return answers
 
 
-def _drop_of_another(out: Path, key: str, say: RunConsole) -> None:
+def _drop_of_another(out: Path, key: str, say: Terminal) -> None:
     """Removes a journal that belongs to other weights or settings: the run went back behind the round."""
     journal = out.with_name(f"{out.name}.partial")
     try:

@@ -16,7 +16,7 @@ from lib.model.token_stream import arrays_of
 from lib.rollouts.pairs import Group
 from lib.system import out_of_memory
 from lib.training.group_losses import divergence
-from lib.training.training_run import TrainingRun
+from lib.training.run import TrainingRun
 
 
 def kl_of(run: TrainingRun, groups: Sequence[Group]) -> float | None:

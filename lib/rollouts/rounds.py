@@ -46,11 +46,11 @@ from lib.rollouts.judged import require_scores, scores_of
 from lib.rollouts.pairs import Group, Pair, SampleFigures, figures_of, groups_of
 from lib.rollouts.sampler import Sampler
 from lib.system import files
+from lib.training.checkpoint import own_part_at, restore_learned
 from lib.training.local_sgd import LocalSGD
 from lib.training.loop import Batches, TrainingLoop
 from lib.training.objective import Metrics
-from lib.training.resume import own_part_at, restore_learned
-from lib.training.training_run import TrainingRun
+from lib.training.run import TrainingRun
 
 ROUND = "round.json"
 ROUND_BYTES = 2**24

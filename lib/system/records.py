@@ -1,14 +1,485 @@
-"""JSON that every reader accepts, and files with one JSON value a line.
+"""The records of a run: one JSON object a line, one file a rank, flushed as they happen.
 
-Python writes NaN and Infinity, which JSON does not have: they become null.
+All that a person sees of a run comes from them: the console and the trackers subscribe, the dashboard reads the files.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import hashlib
+import itertools
 import json
 import math
+import os
+import re
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Annotated, Any, Protocol, Required, cast
+
+from pydantic import Field, FiniteFloat, PositiveInt, TypeAdapter, ValidationError
+from typing_extensions import TypedDict  # pydantic needs it from there before Python 3.12
+
+from lib.system import files
+from lib.system.hardware import sensors
+from lib.system.network import connections
+
+NETWORK_SECONDS = 10.0  # between records of the network
+SENSORS_SECONDS = 15.0  # between records of temperature and power
+PIECE_BYTES = 2**20  # of a log, in one collective
+LONGEST_LINE = 2**24  # bytes; a longer one is no record
+
+
+# ---- What records hold -----------------------------------------------------------------------------------------------
+
+
+class RankRecord(TypedDict, total=False):
+    """One rank in a plan."""
+
+    host: Required[str]
+    micro_batch_sizes: list[object] | None
+
+
+class PlanRecord(TypedDict, total=False):
+    """A plan, as the records `start` and `plan` have it."""
+
+    strategy: str | None
+    reason: str | None
+    shares: list[int] | None
+    blocks: list[int] | None  # of each rank of a pipeline
+    ranks: list[RankRecord] | None
+    global_batch_size: PositiveInt | None
+    predicted_step_seconds: FiniteFloat | None
+    predicted_pairs_per_second: FiniteFloat | None
+    solo_sum_pairs_per_second: FiniteFloat | None
+    calibrated: object
+    warnings: list[str] | None
+    curves: list[object] | None  # of lib/plan/calibration.py, one a rank
+
+
+class SettingsRecord(TypedDict, total=False):
+    """The settings that a run was started with, section by section."""
+
+    model: dict[str, object] | None
+    train: dict[str, object] | None
+    data: dict[str, object] | None
+    cost: dict[str, object] | None
+
+
+class SampleRecord(TypedDict, total=False):
+    """A question with its answers before and after training."""
+
+    prompt: Required[str]
+    before: str | None
+    after: str | None
+
+
+class AnswersRecord(TypedDict, total=False):
+    """What is known of the answers of a round (lib/rollouts/pairs.py)."""
+
+    samples: int
+    failed: int
+    pairs: int
+    score: FiniteFloat | None
+    accepted: FiniteFloat
+    duplicates: FiniteFloat
+    tokens: FiniteFloat
+    entropy: FiniteFloat
+    kl: FiniteFloat | None
+
+
+class ExampleRecord(TypedDict):
+    """A pair of a round, as text."""
+
+    prompt: str
+    chosen: str
+    rejected: str
+
+
+class Record(PlanRecord, total=False):
+    """One line of a rank's log that is not a step or a measurement. Its kind says which of the fields it has."""
+
+    kind: str
+    time: float  # Unix seconds
+    rank: int
+    host: str
+    step: int | None
+    steps: PositiveInt | list[int] | None  # of the run; in a merge, of each rank
+    # start
+    rows: int | None  # of the training data
+    resumed_from_step: int | None
+    resumes: list[list[int]] | None
+    resume_ids: list[str] | None
+    plan: PlanRecord | None
+    config: SettingsRecord | None
+    commit: object
+    platform: object
+    versions: dict[str, object] | None
+    memory_limit_bytes: FiniteFloat | None
+    quantised_products: list[object] | None  # how lib/model/quantised.py multiplies by each kind of weights
+    # plan
+    first_step: int | None
+    # merge
+    method: object
+    pairs: list[int] | None
+    bytes_sent: FiniteFloat | None
+    error: FiniteFloat | None
+    # warning
+    text: str | None
+    # samples
+    samples: list[SampleRecord] | None
+    # evaluation; end: of the weights that the run's folder holds
+    loss: FiniteFloat | None
+    kl: FiniteFloat | None
+    reward_accuracy: FiniteFloat | None
+    reward_margin: FiniteFloat | None
+    exact_match: FiniteFloat | None
+    held_out_score: FiniteFloat | None
+    evaluation_seconds: FiniteFloat
+    # round: of the rank, its seconds; the rest is the same on all
+    round: int
+    staleness: int  # rounds that were learnt between the drawing of the answers and the training on them
+    undone: bool
+    why: list[str]
+    held_out: dict[str, FiniteFloat | None]
+    answers: AnswersRecord
+    examples: list[ExampleRecord]
+    sampling_seconds: FiniteFloat
+    waiting_seconds: FiniteFloat  # for what other ranks draw
+    judging_seconds: FiniteFloat
+    training_seconds: FiniteFloat
+    round_seconds: FiniteFloat
+    # end
+    final_step: int | None  # whose weights the run's folder holds
+    reason: str | None
+
+
+Subscriber = Callable[[Record], str | None]  # takes each record as it is made; returns a warning
+
+
+class Ranks(Protocol):
+    """What is needed of a World."""
+
+    @property
+    def rank(self) -> int: ...
+    def gather_long_text(self, text: str, what: str) -> list[str]: ...
+    def broadcast_text(self, text: str) -> str: ...
+
+
+# ---- Writing ---------------------------------------------------------------------------------------------------------
+
+
+class PerformanceTracker:
+    """Writes one rank's records and sums up what it did.
+
+    Every record has `kind`, `time` (Unix seconds), `rank` and `host`; docs/runs.md has a table of the kinds.
+    """
+
+    def __init__(self, log_path: Path, rank: int = 0, host: str = "localhost", subscribers: Sequence[Subscriber] = ()):
+        self.log_path, self.rank, self.host, self.subscribers = Path(log_path), rank, host, list(subscribers)
+        self.examples, self.seconds, self.peak_memory_bytes = 0, 0.0, 0
+        self.parts = {"compute_seconds": 0.0, "sync_seconds": 0.0, "wait_seconds": 0.0}
+        self._file: FileIO | None = None
+        self._unwritten = b""  # for want of room on the disk
+        self._measured = _Measures()
+        self._copies = LogCopies(self.log_path)
+
+    def record(self, kind: str, **fields: Any) -> Record:
+        """Appends one record and flushes it. While the disk is full it is kept in memory.
+
+        Raises:
+            OSError: the disk is full at the first record, or not writable.
+        """
+        known = {"kind": kind, "time": time.time(), "rank": self.rank, "host": self.host}
+        entry = cast(Record, known | fields)
+        faults = [fault for take in self.subscribers if (fault := take(entry)) is not None]
+        if self._file is None:
+            self.log_path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.log_path.open("ab", buffering=0)
+            line = dumps(entry)
+            self._copies.begin(self._file.tell(), line.encode())
+            self._write(line)
+        else:
+            self._append(entry)
+        for fault in faults:
+            self.record("warning", step=entry.get("step", 0) or 0, text=fault)
+        return entry
+
+    def _append(self, entry: Record) -> None:
+        had_room = not self._unwritten
+        try:
+            self._write(dumps(entry))
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # of the disk, or of this user
+                raise
+            if had_room:
+                text = f"warning: {self.log_path}: {error.strerror}; records are kept in memory until there is room"
+                print(text, file=sys.stderr, flush=True)
+
+    def _write(self, line: str = "") -> None:
+        assert self._file is not None
+        self._unwritten += f"{line}\n".encode() if line else b""
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+
+    @property
+    def has_unwritten(self) -> bool:
+        """Whether records wait in memory for room on the disk."""
+        return bool(self._unwritten)
+
+    def flush(self) -> None:
+        """Writes what was kept in memory.
+
+        Raises:
+            OSError: there is still no room for it.
+        """
+        try:
+            self._write()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.log_path)) from None
+
+    def log_batch(
+        self, batch_num: int, batch_size: int, batch_time: float, loss: float | None, kl: float | None, **fields: Any
+    ) -> Record:
+        """Records one step: `batch_num` is the step, `batch_size` this rank's pairs, `batch_time` its seconds."""
+        self.examples += batch_size
+        self.seconds += batch_time
+        self.parts = {name: seconds + fields.get(name, 0.0) for name, seconds in self.parts.items()}
+        self.peak_memory_bytes = max(self.peak_memory_bytes, fields.get("peak_memory_bytes", 0))
+        self._log_measures(batch_num, fields.get("bytes_sent", 0), fields.get("sync_seconds", 0.0))
+        rate = batch_size / batch_time if batch_time > 0 else 0.0
+        known = {"step": batch_num, "pairs": batch_size, "step_seconds": batch_time, "pairs_per_second": rate}
+        return self.record("step", **known, loss=loss, kl=kl, **fields)
+
+    def log_merge(self, step: int, merged: Mapping[str, Any]) -> None:
+        """Records a round's end: what this rank waited for the others counts as its time, and so does the merge."""
+        self.seconds += merged["waited_seconds"] + merged["seconds"]
+        self.parts["wait_seconds"] += merged["waited_seconds"]
+        self.parts["sync_seconds"] += merged["seconds"]
+        self._log_measures(step, merged["bytes_sent"], merged["seconds"])
+        self.record("merge", step=step, **merged)
+
+    def _log_measures(self, step: int, bytes_sent: int, sync_seconds: float) -> None:
+        for kind, fields in self._measured.due(bytes_sent, sync_seconds):
+            self.record(kind, step=step, **fields)
+
+    def gather(self, world: Ranks, everything: bool = False) -> None:
+        """Brings the other ranks' logs to rank 0's machine, as `logs/HOST/rank-001.jsonl`; all ranks call it.
+
+        everything: all that is left of the logs, instead of one piece.
+        """
+        self._copies.gather(world, self.host, everything)
+
+    def get_average_throughput(self) -> float:
+        """Pairs a second over all logged batches; 0 before the first."""
+        return self.examples / self.seconds if self.seconds else 0.0
+
+    def totals(self) -> dict[str, object]:
+        """What this rank did in all logged steps."""
+        did = {"pairs": self.examples, "seconds": self.seconds, **self.parts}
+        return {"rank": self.rank, "host": self.host, **did, "peak_memory_bytes": self.peak_memory_bytes}
+
+    def close(self) -> None:
+        """Writes what was kept in memory and closes the log."""
+        if self._file is not None:
+            self.flush()
+            self._file.close()
+            self._file = None
+
+
+class _Measures:
+    """The network and the sensors of this machine, looked at once in a while."""
+
+    def __init__(self) -> None:
+        self.bytes_sent, self.sync_seconds = 0, 0.0  # since the network's last record
+        self.logged, self.sensed = -NETWORK_SECONDS, -SENSORS_SECONDS
+        self.found: dict[str, float] = {}  # by the sensors, not recorded yet
+
+    def due(self, bytes_sent: int, sync_seconds: float) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Kinds and fields of the records that are due after a step, which sent so much."""
+        self.bytes_sent, self.sync_seconds, now = self.bytes_sent + bytes_sent, self.sync_seconds + sync_seconds, 0.0
+        now = time.monotonic()
+        if self.bytes_sent and now - self.logged >= NETWORK_SECONDS:
+            rate = self.bytes_sent / self.sync_seconds if self.sync_seconds else None
+            sent, self.bytes_sent, self.sync_seconds, self.logged = self.bytes_sent, 0, 0.0, now
+            yield "network", {"bytes_sent": sent, "bytes_per_second": rate, "connections": connections()}
+        if self.found:
+            found, self.found = self.found, {}
+            yield "sensors", found
+        if now - self.sensed >= SENSORS_SECONDS:
+            self.sensed = now
+            threading.Thread(target=self._look, name="sensors").start()  # on some systems that runs a command
+
+    def _look(self) -> None:
+        self.found = sensors()
+
+
+# ---- Logs that grow, and copies of them on another machine -----------------------------------------------------------
+
+
+class Tail:
+    """The whole lines of a file, a piece at a time; from the start again, where it was replaced or truncated."""
+
+    def __init__(self, path: Path):
+        self.path, self.offset = Path(path), 0  # of the next line
+        self._file: tuple[int, int] | None = None
+
+    def read(self, limit_bytes: int = 4 * PIECE_BYTES) -> tuple[bool, bytes]:
+        """Whether this is the beginning of the file, and its next whole lines: nothing where there are none yet."""
+        try:
+            with self.path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if (status.st_dev, status.st_ino) != self._file or status.st_size < self.offset:
+                    self._file, self.offset = (status.st_dev, status.st_ino), 0
+                file.seek(self.offset)
+                piece = file.read(limit_bytes)
+                while piece and b"\n" not in piece and (more := file.read(limit_bytes)):
+                    if len(piece) >= LONGEST_LINE:
+                        self.offset, piece = status.st_size, b""
+                        break
+                    piece += more
+        except OSError:  # not there yet, or no longer, or its disk is away
+            return False, b""
+        lines = piece[: piece.rfind(b"\n") + 1]
+        begins = self.offset == 0 and bool(lines)
+        self.offset += len(lines)
+        return begins, lines
+
+
+class LogCopies:
+    """The logs of ranks on other machines, as copies below rank 0's own: `logs/HOST/rank-001.jsonl`."""
+
+    def __init__(self, log_path: Path):
+        self.log_path = log_path
+        self._began = 0, b""  # where in the log this process began, and its first line
+        self._missed: list[int] | None = None  # ranks whose logs rank 0's machine does not have
+        self._tail = Tail(log_path)
+
+    def begin(self, offset: int, line: bytes) -> None:
+        """Notes where this process begins in its log, by which rank 0 looks for it."""
+        self._began = offset, line
+
+    def gather(self, world: Ranks, host: str, everything: bool) -> None:
+        """Copies the next piece of every log that rank 0's machine lacks; all ranks call it."""
+        if self._missed is None:
+            offset, line = self._began
+            facts = json.dumps([offset, len(line), hashlib.sha256(line).hexdigest()])
+            ranks = enumerate(map(json.loads, world.gather_long_text(facts, "the beginning of every rank's log")))
+            missed = [rank for rank, began in ranks if not self._has(rank, *began)] if world.rank == 0 else []
+            self._missed = json.loads(world.broadcast_text(json.dumps(missed)))
+        while self._missed:
+            piece = ""
+            if world.rank in self._missed:
+                begins, lines = self._tail.read(PIECE_BYTES)
+                piece = json.dumps([host, begins, lines.decode("latin-1")]) if lines else ""
+            pieces = world.gather_long_text(piece, "every rank's records")
+            for rank, text in enumerate(pieces if world.rank == 0 else ()):
+                if text:
+                    self._write(rank, *json.loads(text))
+            if not everything or not any(pieces):
+                return
+
+    def _has(self, rank: int, offset: int, length: int, digest: str) -> bool:
+        """Whether this machine has the log that a rank's process wrote, its own or a copy."""
+        name = f"rank-{rank:03d}.jsonl"
+        for path in (self.log_path.parent / name, *self.log_path.parent.glob(f"*/{name}")):
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                file.seek(offset)
+                if hashlib.sha256(file.read(length)).hexdigest() == digest:
+                    return True
+        return False
+
+    def _write(self, rank: int, host: str, begins: bool, lines: str) -> None:
+        copy = self.log_path.parent / re.sub(r"[^\w-]", "_", host) / f"rank-{rank:03d}.jsonl"
+        with contextlib.suppress(OSError):  # without room a copy has a gap, and the rank still has its log
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            with copy.open("wb" if begins else "ab") as file:
+                file.write(lines.encode("latin-1"))
+
+
+# ---- Reading, and going back -----------------------------------------------------------------------------------------
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """The whole records of a log; a last line that a crash cut short is left out, and what is no record."""
+    with path.open("rb") as file:
+        yield from (record for line in lines_of(file) if (record := _record_of(line)) is not None)
+
+
+def lines_of(file: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a log, up to one that is too long for a record."""
+    pieces = iter(lambda: file.readline(LONGEST_LINE), b"")
+    return itertools.takewhile(lambda line: len(line) < LONGEST_LINE, pieces)
+
+
+def _record_of(line: bytes) -> Record | None:
+    if not line.startswith(b"{"):
+        return None
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_record = isinstance(record, dict) and isinstance(record.get("kind"), str)
+    return cast(Record, record) if is_record and isinstance(record.get("step"), int | None) else None
+
+
+def rewind(path: Path, step: int) -> int:
+    """Cuts a log back to a checkpoint's step, so that it holds the history of the weights that training goes on with.
+
+    What is cut (steps that a crash undid, and half a line, maybe) is added to `discarded/` beside it. Returns how many
+    lines were cut.
+    """
+    kept_bytes = 0
+    with path.open("rb") as file:
+        for line in lines_of(file):
+            entry = _record_of(line)
+            if entry is None or not line.endswith(b"\n") or (entry.get("step") or 0) > step or entry["kind"] == "end":
+                break
+            kept_bytes += len(line)
+        file.seek(0)
+        kept, cut = file.read(kept_bytes), file.read()
+    if not cut:
+        return 0
+    discarded = path.parent / "discarded" / path.name
+    discarded.parent.mkdir(exist_ok=True)
+    with discarded.open("ab") as log:
+        log.write(cut if cut.endswith(b"\n") else cut + b"\n")
+    files.write_atomically(path, kept)
+    return cut.count(b"\n") + (not cut.endswith(b"\n"))
+
+
+_HISTORY = TypeAdapter(tuple[list[Annotated[list[int], Field(min_length=1)]], list[str]])
+
+
+def first_missed(path: Path, resumes: Sequence[Sequence[int]], ids: Sequence[str], index: int = 0) -> int:
+    """The last step of a log that belongs to the history which a resumed run goes on with.
+
+    A host that was lost and is back still has the steps that the others undid without it. Two hosts that were lost in
+    turn each went on alone from the last step that they had in common: each has its own steps in its own log, and only
+    one of the two histories goes on.
+
+    Args:
+        resumes: one entry a resume: its step and, where ranks count their own steps, every rank's.
+        ids: of each resume, drawn when it happened.
+        index: of this log's steps in such an entry.
+    """
+    starts = deque((entry for entry in read_records(path) if entry["kind"] == "start"), maxlen=1)
+    try:
+        recorded = (starts[0].get("resumes") or [], starts[0].get("resume_ids") or []) if starts else ([], [])
+        own, own_ids = _HISTORY.validate_python(recorded)
+    except ValidationError:
+        own, own_ids = [], []
+    common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(own_ids, ids, strict=False)))
+    undone = [*resumes[common:], *own[common:]] or resumes[-1:]
+    return min(resume[index] if index < len(resume) else resume[0] for resume in undone)
+
+
+# ---- JSON that every reader accepts: it has no NaN ----------------------------------------------------------
 
 
 def dumps(value: Any, indent: int | None = None) -> str:

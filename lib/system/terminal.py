@@ -6,18 +6,20 @@ where FORCE_COLOR asks; never with NO_COLOR. They can be read on light and on da
 
 from __future__ import annotations
 
-import atexit
-import functools
+import contextlib
 import io
 import os
 import shlex
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any
 
 from rich.console import Console
+from rich.live import Live
 from rich.text import Text
 
 from lib.errors import shown
@@ -27,19 +29,18 @@ GAP = 2  # blanks between columns
 HANG = 2  # further in go the lines that continue one
 NARROW = 24  # columns: in less, nothing is wrapped
 LOG_WIDTH = 100  # columns of a table in a file, where it can be so narrow
+COUNTING_SECONDS = 30.0  # between lines of a long pass, in a file
+SHORTEST_BAR, LONGEST_BAR = 5, 30
 LABELS = {"error": "bold red", "warning": "bold magenta", "stopped": "bold"}
 
 
-class Voice:
-    """Prints to standard output or standard error."""
+class Terminal:
+    """Prints to standard output or standard error; silent: not at all, as on ranks other than 0."""
 
     def __init__(self, stderr: bool = False, silent: bool = False):
         stream = sys.stderr if stderr else sys.stdout
         if isinstance(stream, io.TextIOWrapper) and stream.errors != "replace":
-            try:
-                stream.reconfigure(errors="replace")  # where it is not UTF-8, a bar is not worth an end
-            except OSError as error:  # it writes first what is left
-                _warn_of_lost_lines(stderr, error.strerror or str(error))
+            stream.reconfigure(errors="replace")  # where it is not UTF-8, a bar is not worth an end
         # mpirun gives its ranks a terminal even where its own output goes to a file: plain lines serve both.
         plain = "OMPI_COMM_WORLD_SIZE" in os.environ
         colours = False if plain else None
@@ -64,6 +65,60 @@ class Voice:
     def labelled(self, label: str, text: str) -> None:
         """`warning: ...`"""
         self.line(text, lead=Text(f"{label}: ", LABELS[label]))
+
+    def warning(self, text: str, step: int = 0) -> None:
+        """Says what may be wrong; `step` is the last one before."""
+        self.labelled("warning", text)
+
+    def own_warning(self, text: str, step: int = 0, why: str = "") -> None:
+        """A warning of a step that this rank took, which of independent ranks no other knows. why: for the record."""
+        self.labelled("warning", text + why)
+
+    @property
+    def bar(self) -> str:
+        """The signs of a bar, done and to do."""
+        return "=-" if self.console.options.ascii_only else "━━"
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Shows on a terminal what takes its time, as long as it does."""
+        if self.is_live:
+            with self.console.status(Text(f"{what} ...", "dim"), spinner="line", spinner_style=""):
+                yield
+        else:
+            yield
+
+    @contextmanager
+    def counting(self, what: str, total: int) -> Iterator[Any]:
+        """Yields `progress(done)` for a pass over `total` examples."""
+        began = said = time.perf_counter()
+        done = 0
+
+        def left() -> str:
+            seconds = (time.perf_counter() - began) / max(done, 1) * (total - done)
+            return f"{clock(seconds)} left" if done else ""
+
+        def plain(count: int) -> None:
+            nonlocal said, done
+            done = count
+            if time.perf_counter() - said > COUNTING_SECONDS:
+                said = time.perf_counter()
+                self.line(f"{what}: {done:,} of {total:,}, {left()}")
+
+        def shown() -> Text:
+            texts = [what, f"{done:,}/{total:,}", left()]
+            return with_bar([text for text in texts if text], done / max(total, 1), self.console.width, self.bar)
+
+        def live(count: int) -> None:
+            nonlocal done
+            done = count
+
+        if self.is_live:
+            with Live(console=self.console, get_renderable=shown, refresh_per_second=4, transient=True):
+                yield live
+        else:
+            yield plain
+        self.line(f"{what}: {total:,} in {time.perf_counter() - began:.1f} s")
 
     def facts(self, title: str, rows: Iterable[tuple[str, str]]) -> None:
         """A title, and a name and value a line."""
@@ -105,32 +160,13 @@ class Voice:
     def _print(self, line: Text) -> None:
         """The one door to the terminal: what others wrote (data, answers, names) is shown, and never obeyed."""
         line.plain = shown(line.plain)
-        try:
+        with contextlib.suppress(OSError):  # a log on a full disk
             self.console.print(line, soft_wrap=True)
-        except OSError as error:  # a log on a full disk; a pipe that nobody reads ends the command, by rich
-            self.console._buffer.clear()  # rich would print it again before the next line
-            _warn_of_lost_lines(self.console.stderr, error.strerror or str(error))
-
-
-@functools.cache
-def _warn_of_lost_lines(stderr: bool, why: str) -> None:
-    """Says once on standard error that standard output cannot be written, and lets the process end as it would."""
-    atexit.register(_leave_unwritten, sys.stderr if stderr else sys.stdout)
-    if not stderr:
-        error(f"standard output cannot be written: {why}; lines are missing there, the command goes on", "warning")
-
-
-def _leave_unwritten(stream: TextIO) -> None:
-    """At the end: Python would fail to write what is left, and make the exit status 120 of it."""
-    try:
-        stream.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def error(text: str, label: str = "error") -> None:
     """Prints on standard error why a command ends, and what to do."""
-    Voice(stderr=True).labelled(label, text)
+    Terminal(stderr=True).labelled(label, text)
 
 
 def python() -> str:
@@ -146,7 +182,66 @@ def way_on(run: Path | None) -> str:
     return f"go on with --resume {run}"
 
 
-# ---- Lay-out: pure
+# ---- Figures as text, and lay-out: pure
+
+
+def with_bar(texts: Sequence[str], part: float, width: int, bar: str) -> Text:
+    """The texts in a line, and a bar after the first where there is room; bar: its signs, done and to do, or none."""
+    room = min(LONGEST_BAR, width - sum(len(text) + GAP for text in texts))
+    pieces = [Text(text) for text in texts]
+    if bar and room >= SHORTEST_BAR:
+        full = round(room * part)
+        pieces.insert(1, Text.assemble((bar[0] * full, "green"), (bar[1] * (room - full), "dim")))
+    line = Text(" " * GAP).join(pieces)
+    line.truncate(width)
+    return line
+
+
+def metrics_text(values: Mapping[str, float | None]) -> str:
+    """`loss 0.6120  acc 64.1 %  margin 0.213  kl 1.22  exact 52.7 %`, without what is None."""
+    forms = {
+        "loss": ("loss", ".4f"),
+        "reward_accuracy": ("acc", ".1%"),
+        "reward_margin": ("margin", ".3f"),
+        "kl": ("kl", ".2f"),
+        "exact_match": ("exact", ".1%"),
+    }
+    shown = (labelled(name, values.get(key), form) for key, (name, form) in forms.items())
+    return "  ".join(text for text in shown if text)
+
+
+def labelled(name: str, value: float | None, form: str) -> str:
+    """E.g. `acc 64.1 %`; empty where there is no value."""
+    return "" if value is None else f"{name} {value:{form}}".replace("%", " %")
+
+
+def three_digits(value: float) -> str:
+    """Three digits that count."""
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def clock(seconds: float) -> str:
+    """E.g. 0:07, 12:34, 3:05:00, 2 d 03 h."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24} d {hours % 24:02d} h"
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def size_text(count: float) -> str:
+    """E.g. 512 bytes, 1.67 MB, 12.3 GB."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{three_digits(count / scale)} {unit}"
+    return f"{count:.0f} bytes"
+
+
+def duration(seconds: float) -> str:
+    """E.g. "41 s", "12 min", "3.4 h"."""
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _with_values(words: Sequence[str]) -> list[str]:

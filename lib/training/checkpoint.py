@@ -1,11 +1,15 @@
-"""Checkpoints that are whole or absent, and the run folder that one process owns at a time.
+"""Checkpoints: written whole or not at all, found by name, and resumed from; and the run folder that holds them.
 
-A checkpoint is written beside its place, flushed to the disk, hashed and renamed; reading it checks every hash.
+A checkpoint is written beside its place, flushed, hashed and renamed; reading it checks every hash. One rank of each
+disk writes one, so that a run survives the loss of a host. Independent ranks add a part of their own inside a round.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import fcntl
+import functools
 import hashlib
 import json
 import math
@@ -14,40 +18,45 @@ import re
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
+from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # which pydantic reads on Python 3.11
 
 from lib.config import read_file
-from lib.config.load import dump
-from lib.config.schema import Config
+from lib.config.schema import ModelSettings
 from lib.data.row_order import Position
-from lib.distributed import heartbeat
 from lib.distributed.compression import Arrays
 from lib.distributed.world import Described, World
 from lib.errors import AgreedError, UserError
 from lib.model import adapter_files
 from lib.system import files
-from lib.telemetry.run_records import PerformanceTracker
-from lib.training.finite import are_finite
+from lib.system.records import PerformanceTracker, first_missed, rewind
 from lib.training.objective import Metrics
-from lib.training.run_folder import claim, discard, require_free, sweep
 from lib.training.step import StepResult
 
 OPTIMIZER = "optimizer.safetensors"
 REFERENCE = "reference.safetensors"  # of a reference that follows the policy
+MOMENTUM = "momentum.safetensors"  # of DiLoCo's outer step: the same on all ranks
 STATE = "state.json"
 MANIFEST = read_file.MANIFEST
-GATHER_SECONDS = 10.0  # between pieces of other disks' logs, where ranks train in step
-COPIED_BYTES = 4 * 2**30  # more is written while training waits: memory may have no room for a copy
-COPIED_OF_PARTS_BYTES = 2**28  # the same where ranks hold parts of one model: each copies the whole, which none has
+GATHER_SECONDS = 10.0  # between pieces of other disks' logs
+COPIED_BYTES = 2**30  # training waits while more is written: memory may have no room for a copy
+PAUSE_PART = 0.05  # of the time that writing checkpoints may hold up training
+STATE_BYTES = 2**26
+PIECE_BYTES = 2**22  # of a checkpoint that travels to rank 0's disk
+RANK_LOG = re.compile(r"rank-[0-9]{3,6}\.jsonl")
+# What a run writes before its config.yaml, and what macOS and NFS leave in any folder.
+BEFORE_A_RUN = re.compile(r"\.lock|plan\.json|logs|.*\.unfinished|\.disk-.*|\.DS_Store|\._.*|\.nfs.*")
+UNFINISHED = ("*.unfinished", "logs/**/*.unfinished", "rounds/*/*.unfinished", "checkpoints/**/.unfinished-*")
 
 RankArrays = dict[str, Arrays]  # what one rank alone has: arrays by name, by what they are
 
@@ -62,7 +71,7 @@ class RoundsState(TypedDict, total=False):
     local_steps: list[int]  # of ranks that take part no more, too
     round_ends: list[float]  # seconds, of the last rounds
     saved_whole: int  # the step of the last checkpoint that was due at a round's end
-    scattered: list[int]  # inside a round: what is pending, as round_assignment.to_state has it
+    scattered: list[int]  # inside a round: pending indices, as local_sgd.pending_state has them
     tail: int
     first_step: int
     last_step: int
@@ -92,6 +101,7 @@ class Progress:
     before: Metrics = field(default_factory=dict)  # the evaluation before the first step
     bytes_sent: int = 0  # by rank 0, in steps and merges
     schedule: dict[str, Any] = field(default_factory=dict)  # the plans in force and to come (lib/plan/replan.py)
+    rate: list[float] = field(default_factory=list)  # of the learning rate's schedule, as `RateSchedule` has it
     rounds: RoundsState = field(default_factory=lambda: RoundsState())
     resumes: list[list[int]] = field(default_factory=list)  # of every resume, in order: its step, and every rank's own
     resume_ids: list[str] = field(default_factory=list)  # of each: hosts that are alone may resume from one step
@@ -111,21 +121,100 @@ class Progress:
         local = self.rounds.get("local_steps", [])
         return local[rank] if rank < len(local) else self.step
 
-    def is_best(self, metrics: Metrics, may_be_saved: bool = True) -> bool:
-        """Counts an evaluation of this step: whether its loss is the lowest so far, of weights that are saved then."""
-        loss = metrics.get("loss")
-        if loss is None:
+    def is_best(self, metrics: Metrics, best_by: str, may_be_saved: bool = True) -> bool:
+        """Counts an evaluation of this step: whether it is the best so far, of weights that are saved then.
+
+        best_by: the metric that decides. Of two equal exact matches the one with the lower loss is better.
+        """
+        if (now := _rank_of(metrics, best_by)) is None:
             return False
         self.evaluations_since_best += 1
-        if not may_be_saved or not math.isfinite(loss) or (self.best_loss is not None and loss >= self.best_loss):
+        before = _rank_of(self.best_metrics, best_by)
+        if not may_be_saved or not math.isfinite(now[0]) or (before is not None and now <= before):
             return False
-        self.best_step, self.best_loss, self.best_metrics = self.step, loss, metrics
+        self.best_step, self.best_loss, self.best_metrics = self.step, metrics.get("loss"), metrics
         self.evaluations_since_best = 0
         return True
 
     def has_stalled(self, patience: int | None) -> bool:
-        """Whether so many evaluations in a row brought no lower held-out loss."""
+        """Whether so many evaluations in a row brought no improvement."""
         return patience is not None and self.evaluations_since_best >= patience
+
+
+def _rank_of(metrics: Mapping[str, float | None], best_by: str) -> tuple[float, float] | None:
+    """By which evaluations are compared, the greater the better; None where it was not measured."""
+    value, loss = metrics.get(best_by), metrics.get("loss")
+    if value is None:
+        return None
+    tie = -loss if loss is not None and math.isfinite(loss) else -math.inf
+    return (-value, 0.0) if best_by in ("loss", "kl") else (value, tie)
+
+
+# ---- The run's folder: whose it is, and what a killed process left there ---------------------------------------------
+
+
+def claim(folder: Path) -> IO[str]:
+    """Makes this process the folder's only owner, for as long as the file stays open.
+
+    Raises:
+        UserError: another process owns it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = (folder / ".lock").open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        with lock:
+            lock.seek(0)
+            owner = lock.read().strip() or "?"
+        raise UserError(
+            f"run folder {folder} is in use by process {owner}; wait for it, or give another run.name"
+        ) from None
+    lock.truncate(0)
+    lock.write(f"{os.getpid()}\n")
+    lock.flush()
+    return lock
+
+
+def require_free(folder: Path) -> None:
+    """Makes sure that a new run writes over no run and no files of another kind.
+
+    Raises:
+        UserError: there is something else than what a run leaves that is killed before its config.yaml.
+    """
+    names = {path.name for path in folder.iterdir()}
+    if "config.yaml" in names:
+        raise UserError(
+            f"run folder {folder} already holds a run; go on with it by --resume {folder}, or give another run.name"
+        )
+    strangers = sorted(name for name in names if not BEFORE_A_RUN.fullmatch(name) and not _is_torn(folder / name))
+    if strangers:
+        raise UserError(f"run folder {folder} exists and is not a run: it holds {strangers[0]}; give another run.name")
+
+
+def _is_torn(folder: Path) -> bool:
+    """Whether it is a run's folder of checkpoints or rounds, with nothing whole in it."""
+    inside = (path for path in folder.rglob("*") if not path.is_dir())
+    return folder.name in ("checkpoints", "rounds") and all(".unfinished" in str(path) for path in inside)
+
+
+def discard(path: Path) -> None:
+    """Removes a checkpoint, if there is one: it loses its name first, so that no half of one is found."""
+    unfinished = path.with_name(f".unfinished-{path.name}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        path.rename(unfinished)
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Removes what a process that was killed left unfinished of a run."""
+    for pattern in (*UNFINISHED, ".disk-*"):
+        for path in folder.glob(pattern):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
 
 def keeps_disk(folder: Path, world: World) -> bool:
@@ -139,18 +228,19 @@ def keeps_disk(folder: Path, world: World) -> bool:
     with world.agreeing(f"opening {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         mine.touch()
-    first = min(folder.glob(f".disk-{token}-*"), default=mine)  # none: who owns the folder has swept it
+    first = min(folder.glob(f".disk-{token}-*"), default=mine)  # none: the folder's owner has swept it
     world.gather_text("seen", "every rank's look at its disk")
     mine.unlink(missing_ok=True)
     return first == mine
 
 
 def open_run(
-    folder: Path, config: Config, plan: Mapping[str, object], resumed_steps: int | None, world: World
+    folder: Path, settings_text: str, plan: Mapping[str, object], resumed_steps: int | None, world: World
 ) -> IO[str] | None:
     """Makes one process on every disk the run's only owner there, for as long as its file stays open; writes its plan.
 
     Args:
+        settings_text: config.yaml's.
         resumed_steps: how many a run makes in all that is resumed; None of a new one.
 
     Returns:
@@ -164,36 +254,39 @@ def open_run(
     with world.agreeing(f"opening {folder}"):
         if not keeper:
             return None
-        if resumed_steps is None:
-            require_free(folder)
         with contextlib.ExitStack() as on_failure:
             lock = on_failure.enter_context(claim(folder))
-            if (folder / "config.yaml").exists() and resumed_steps is None:
-                raise UserError(
-                    f"run folder {folder} already holds a run; go on with it by --resume {folder}, "
-                    "or give another run.name"
-                )
-            if resumed_steps is not None:
-                _require_no_more_made(folder / "checkpoints", config, resumed_steps)
+            if resumed_steps is None:
+                require_free(folder)
+            else:
+                _require_no_more_made(folder / "checkpoints", resumed_steps)
             sweep(folder)
             files.write_changed(folder / "plan.json", json.dumps(plan, indent=2) + "\n")
-            files.write_changed(folder / "config.yaml", dump(config))  # last: where it is, there is a run to resume
+            files.write_changed(folder / "config.yaml", settings_text)  # last: where it is, there is a run to resume
             on_failure.pop_all()
             return lock
 
 
-def _require_no_more_made(folder: Path, config: Config, steps: int) -> None:
+def _require_no_more_made(folder: Path, steps: int) -> None:
     made = max((step_of(path) for path in checkpoints_in(folder) if (path / MANIFEST).is_file()), default=0)
     if made > steps:
-        given = f"train.steps={steps}" if config.train.steps else f"a run of {steps} steps"
-        raise UserError(f"{given} is below the {made} steps made; give more, or start a new run")
+        raise UserError(f"a run of {steps} steps is below the {made} steps made; give more, or start a new run")
+
+
+# ---- Writing ---------------------------------------------------------------------------------------------------------
 
 
 class CheckpointWriter:
-    """Writes this rank's checkpoints, one after the other: none is dropped, and a failure is reported at once."""
+    """Decides when a checkpoint is due, and writes this disk's one after the other.
 
-    def __init__(self, keeps_disk: bool = True, max_lost_seconds: float | None = None):
-        self.keeps_disk, self.max_lost_seconds = keeps_disk, max_lost_seconds
+    Args:
+        is_keeper: whether this rank writes on its disk.
+        every: steps between checkpoints; None: by time.
+        seconds: of training between checkpoints. More where writing them would hold up training for long.
+    """
+
+    def __init__(self, is_keeper: bool = True, every: int | None = None, seconds: float = 30.0):
+        self.is_keeper, self.every, self.seconds = is_keeper, every, seconds
         self.unsaved_seconds = self.ungathered_seconds = 0.0
         self._thread: threading.Thread | None = None
         self._written: list[tuple[int, Path]] = []
@@ -204,31 +297,36 @@ class CheckpointWriter:
         """Whether a checkpoint is not whole yet."""
         return self._thread is not None and self._thread.is_alive()
 
-    def is_due(self, elapsed_seconds: float) -> bool:
-        """Counts a step, and tells whether it and one more would exceed what a fault may undo."""
+    def is_due(self, step: int, elapsed_seconds: float) -> bool:
+        """Counts a step, and says whether a checkpoint follows it. elapsed_seconds: the same number on all ranks."""
         self.unsaved_seconds += elapsed_seconds
         self.ungathered_seconds += elapsed_seconds
-        return self.max_lost_seconds is not None and self.unsaved_seconds + 2 * elapsed_seconds > self.max_lost_seconds
+        if self.every is not None:
+            return step % self.every == 0
+        return self.unsaved_seconds + elapsed_seconds > self.seconds
 
-    def write(self, step: int, path: Path, work: Callable[[], None]) -> None:
-        """Does the work now. step: as the log counts.
+    def paused(self, seconds: float) -> None:
+        """Takes in how long the last checkpoint held up training, as all ranks know it."""
+        self.seconds = max(self.seconds, seconds / PAUSE_PART)
+
+    def write(self, step: int, path: Path, work: Callable[[], None], beside: bool) -> None:
+        """Does the work once the checkpoint before is done; beside: in a thread. step: as the log counts.
 
         Raises:
-            OSError: what it raises.
+            OSError: what the work raises; beside training it becomes a warning.
         """
-        self._finish()
-        work()
-        self._written.append((step, path))
-
-    def write_beside(self, step: int, path: Path, work: Callable[[], None]) -> None:
-        """Does the work beside training, once the checkpoint before is done."""
-        self._finish()
+        if self._thread is not None:
+            self._thread.join()
+        if not beside:
+            work()
+            self._written.append((step, path))
+            return
 
         def run() -> None:
             try:
                 work()
                 self._written.append((step, path))
-            except Exception as error:  # in this thread nobody else would tell it
+            except Exception as error:  # this thread has no caller to raise it to
                 why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else f"{path}: {error!r}"
                 fault = f"{why}; training goes on, earlier checkpoints are whole"
                 print(f"warning: {fault}", file=sys.stderr, flush=True)
@@ -247,88 +345,109 @@ class CheckpointWriter:
             if tracker.rank == 0:
                 tracker.record("checkpoint", step=step, path=str(path))
 
-    def _finish(self) -> None:
+    def wait(self) -> None:
+        """Until the last checkpoint is whole."""
         if self._thread is not None:
             self._thread.join()
 
 
-class MovingReference(Protocol):
-    """What a reference that follows the policy has of its own: the trained arrays, by name."""
-
-    arrays: Arrays
-
-
 @dataclass(frozen=True)
-class TrainingState:
+class Snapshot:
     """What a checkpoint holds of a run.
 
-    plan: of the step after it, as ClusterPlan.to_dict has it. own: what this rank alone has; None of replicas.
+    Args:
+        common: further arrays that all ranks hold, by the file's name.
+        own: what this rank alone has; None of replicas.
+        texts: config.yaml and plan.json, of the step after it.
     """
 
-    config: Config
     progress: Progress
     model: nn.Module
     optimizer: optim.Optimizer
-    plan: Mapping[str, object]
+    settings: ModelSettings
+    texts: Mapping[str, str]
+    common: Mapping[str, Arrays] = field(default_factory=dict)
     own: RankArrays | None = None
-    reference: MovingReference | None = None
 
 
-def save(folder: Path, state: TrainingState, world: World, writer: CheckpointWriter, wait: bool) -> None:
-    """Writes `folder/step-XXXXXXXX`, all of it or nothing, and removes old ones.
+def save(
+    folder: Path, snapshot: Snapshot, world: World, writer: CheckpointWriter, keep: int, is_last: bool, wait: bool
+) -> str:
+    """One checkpoint of all ranks, on every disk, and each rank's own part beside it where ranks have one.
 
-    All ranks call it, one on every disk writes.
+    All ranks call it. Old checkpoints go, but for the newest `keep` and the best. Training waits for the last one, for
+    parts of ranks and for large ones; others are written meanwhile.
 
-    Args:
-        wait: else training goes on meanwhile; not where `has_to_wait`.
+    Returns:
+        Why there is none now, the same on every rank: earlier ones are untouched, and no run ends for want of one.
 
     Raises:
-        OSError: the disk is full or not writable; earlier checkpoints are untouched. Meanwhile, it is a warning.
+        AgreedError: the last one cannot be written.
     """
-    config, progress, model = state.config, state.progress, state.model
-    moving = [state.reference.arrays] if state.reference is not None else []
-    trees = [model.trainable_parameters(), state.optimizer.state, *moving]
+    began, progress, own = time.perf_counter(), snapshot.progress, snapshot.own
+    what = f"the checkpoint of step {progress.step} (earlier ones are whole: --resume {folder})"
+    folder, writer.unsaved_seconds = folder / "checkpoints", 0.0
+    wait = wait or is_last or own is not None or _is_large(world, snapshot)
+    if not are_finite(world, snapshot.model, snapshot.optimizer):
+        return f"training goes on without {what}: the weights or the optimizer's state are not finite"
+    try:
+        with world.agreeing(what):
+            part = save_part(folder, progress.step, world.rank, own) if own is not None else ""
+        if own is not None:
+            progress.parts = world.gather_text(part, "every rank's part")
+        with world.agreeing(what) if wait else contextlib.nullcontext():  # beside training each reports by itself
+            _save_here(folder, snapshot, world, writer, keep, beside=not wait)
+    except AgreedError as error:
+        if is_last:
+            raise
+        return f"training goes on without {error}"
+    if own is not None:
+        prune_parts(folder, world)
+    writer.paused(float(world.broadcast_text(repr(time.perf_counter() - began))))
+    return ""
+
+
+def _is_large(world: World, snapshot: Snapshot) -> bool:
+    """Whether a copy of the weights and the optimizer's state would be large; all ranks decide alike."""
+    held = {**adapter_files.trainable(snapshot.model), **flat_state(snapshot.optimizer)}
+    held_bytes = sum(array.nbytes for array in held.values())
+    if world.divides_model:  # each rank copies the whole, which none has
+        held_bytes = sum(map(int, world.gather_text(str(held_bytes), "the size of every rank's part")))
+    return held_bytes > COPIED_BYTES
+
+
+def _save_here(
+    folder: Path, snapshot: Snapshot, world: World, writer: CheckpointWriter, keep: int, beside: bool
+) -> None:
+    progress, model = snapshot.progress, snapshot.model
+    trees = [model.trainable_parameters(), snapshot.optimizer.state, *snapshot.common.values()]
     with world.gathering(*trees) as wholes:
-        if not writer.keeps_disk:
+        if not writer.is_keeper:
             return
-        final = folder / f"step-{progress.step:08d}"
-        names = (adapter_files.ADAPTER_WEIGHTS, OPTIMIZER, REFERENCE)
-        arrays: dict[str, tuple[Described, adapter_files.Arrays]] = dict(zip(names, wholes, strict=False))
+        final, best_step = folder / f"step-{progress.step:08d}", progress.best_step
+        names = (adapter_files.ADAPTER_WEIGHTS, OPTIMIZER, *snapshot.common)
+        arrays: dict[str, tuple[Described, adapter_files.Arrays]] = dict(zip(names, wholes, strict=True))
+        adapter_config = adapter_files.adapter_config(snapshot.settings, wholes[0][0], len(model.layers))
         texts = {
-            adapter_files.ADAPTER_CONFIG: json.dumps(
-                adapter_files.adapter_config(config.model, wholes[0][0], len(model.layers)), indent=2
-            )
-            + "\n",
-            "plan.json": json.dumps(state.plan, indent=2) + "\n",
+            **snapshot.texts,
+            adapter_files.ADAPTER_CONFIG: json.dumps(adapter_config, indent=2) + "\n",
             STATE: json.dumps(asdict(progress), indent=2) + "\n",
         }
-        if not wait:  # out of MLX, whose arrays are this thread's
+        if beside:  # out of MLX, whose arrays are this thread's
             for file, (described, each) in list(arrays.items()):
                 arrays[file] = described, adapter_files.raw(dict(each))
-        step, keep, best_step = progress.step, config.checkpoint.keep, progress.best_step
 
         def work() -> None:
-            _write_whole(final, arrays, {**texts, "config.yaml": dump(config)})
+            _write_whole(final, arrays, texts)
             prune(folder, keep, best_step)
-            heartbeat.tell(checkpoint=step)
 
-        (writer.write if wait else writer.write_beside)(progress.steps_of(world.rank), final, work)
-
-
-def has_to_wait(world: World, model: nn.Module, optimizer: optim.Optimizer) -> bool:
-    """Whether training waits for a checkpoint, since a copy of it would be large. All ranks ask, and decide alike."""
-    held = {**adapter_files.trainable(model), **dict(tree_flatten(optimizer.state))}
-    held_bytes = sum(array.nbytes for array in held.values())
-    if not world.divides_model:
-        return held_bytes > COPIED_BYTES
-    return sum(map(int, world.gather_text(str(held_bytes), "the size of every rank's part"))) > COPIED_OF_PARTS_BYTES
+        writer.write(progress.steps_of(world.rank), final, work, beside)
 
 
 def _write_whole(
     final: Path, arrays: Mapping[str, tuple[Described, adapter_files.Arrays]], texts: Mapping[str, str]
 ) -> None:
-    folder, unfinished = final.parent, final.parent / f".unfinished-{step_of(final):08d}"
-    before = final.with_name(f".unfinished-{final.name}")  # one of this step, of a run that a resume went back behind
+    unfinished = final.parent / f".unfinished-{step_of(final):08d}"
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
@@ -338,82 +457,33 @@ def _write_whole(
             (unfinished / name).write_text(text, encoding="utf-8")
         hashes = {file.name: file_sha256(file) for file in sorted(unfinished.iterdir())}
         (unfinished / MANIFEST).write_text(json.dumps(hashes, indent=2) + "\n", encoding="utf-8")
-        for file in unfinished.iterdir():
+        for file in (*unfinished.iterdir(), unfinished):
             files.flush_path(file)
-        files.flush_path(unfinished)
-        shutil.rmtree(before, ignore_errors=True)
-        with contextlib.suppress(FileNotFoundError):
-            final.rename(before)
-        unfinished.rename(final)
-        files.flush_path(folder)
-        shutil.rmtree(before, ignore_errors=True)  # not earlier: it takes a while, and a whole one is to be there
+        _put_in_place(unfinished, final)
     except OSError as error:
-        if not final.exists():
-            with contextlib.suppress(OSError):
-                before.rename(final)
         shutil.rmtree(unfinished, ignore_errors=True)
-        free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+        free = shutil.disk_usage(next(path for path in final.parents if path.exists())).free
         reason = f"cannot be written, {free:,} bytes are free there ({error.strerror})"
         raise OSError(None, reason, str(final)) from None
 
 
-def save_all(
-    folder: Path,
-    state: TrainingState,
-    world: World,
-    writer: CheckpointWriter,
-    tracker: PerformanceTracker,
-    is_last: bool,
-    wait: bool = False,
-) -> str:
-    """One checkpoint of all ranks, on every disk, and each rank's own part beside it where ranks have one. Old ones go.
-
-    A host that is lost takes its disk along, and the others go on from theirs. folder: the run's. All wait for the last
-    one and for parts of ranks. What the log lacks on a full disk, or is not finite, gets into none and pushes none out.
-
-    Returns:
-        Why there is none now, the same on every rank; earlier ones are untouched, and no run ends for want of one.
-
-    Raises:
-        AgreedError: the last one cannot be written.
-    """
-    step, own = state.progress.step, state.own
-    what = f"the checkpoint of step {step} (earlier ones are whole: --resume {folder})"
-    folder, writer.unsaved_seconds = folder / "checkpoints", 0.0
-    wait = wait or is_last or own is not None or has_to_wait(world, state.model, state.optimizer)
-    if not are_finite(world, state.model, state.optimizer):
-        return f"training goes on without {what}: the weights or the optimizer's state are not finite"
-    try:
-        with world.agreeing(what):
-            tracker.flush()
-            part = save_part(folder, step, world.rank, own) if own is not None else ""
-        if own is not None:
-            state.progress.parts = world.gather_text(part)
-        with world.agreeing(what) if wait else contextlib.nullcontext():  # beside training each tells by itself
-            save(folder, state, world, writer, wait)
-    except AgreedError as error:
-        if is_last:
-            raise
-        heartbeat.tell(refused=False)  # the run does not end with it
-        return f"training goes on without {error}"
-    if own is not None or writer.ungathered_seconds >= GATHER_SECONDS:
-        tracker.gather(world)
-        writer.ungathered_seconds = 0.0
-    if own is not None:
-        kept = json.dumps([step_of(path) for path in checkpoints_in(folder)]) if world.rank == 0 else ""
-        prune_parts(folder, json.loads(world.broadcast_text(kept)), world.rank, world.size)
-    return ""
+def _put_in_place(unfinished: Path, final: Path) -> None:
+    """Renames a whole checkpoint; one of the same step, of a history that a resume left, goes."""
+    before = final.with_name(f".unfinished-{final.name}")
+    shutil.rmtree(before, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        final.rename(before)
+    unfinished.rename(final)
+    files.flush_path(final.parent)
+    shutil.rmtree(before, ignore_errors=True)
 
 
 def prune(folder: Path, keep: int, best_step: int | None) -> None:
-    """Removes torn checkpoints, and all but the newest `keep`, the best, and the newest at which the ranks were one."""
+    """Removes all but the newest `keep`, the best, and the newest at which the ranks had the same weights."""
     newest_whole = next((path for path in checkpoints_in(folder) if not inside_a_round(path)), None)
     for path in checkpoints_in(folder)[keep:]:
         if step_of(path) != best_step and path != newest_whole:
             discard(path)
-
-
-# ---- Every rank's own part: what differs between independent ranks, or ranks that compress what they send -----------
 
 
 def save_part(folder: Path, step: int, rank: int, trees: RankArrays) -> str:
@@ -428,60 +498,99 @@ def save_part(folder: Path, step: int, rank: int, trees: RankArrays) -> str:
     if not arrays:
         return ""
     path = part_of(folder, step, rank)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".unfinished-{path.name}")
-    try:
-        mx.save_safetensors(str(unfinished), arrays)
-        files.flush_path(unfinished)
-        unfinished.replace(path)
-        files.flush_path(path.parent)
-    except RuntimeError as error:  # what MLX raises when a write fails
-        unfinished.unlink(missing_ok=True)
-        raise OSError(None, f"cannot be written ({str(error).splitlines()[0]})", str(path)) from None
+    adapter_files.write_arrays(
+        path, dict(sorted(adapter_files.described(arrays).items())), adapter_files.raw(arrays), durable=True
+    )
     return file_sha256(path)
 
 
 def load_part(folder: Path, step: int, rank: int) -> RankArrays:
-    """What `save_part` wrote."""
+    """What `save_part` wrote.
+
+    Raises:
+        UserError: it cannot be read.
+    """
     trees, path = RankArrays(), part_of(folder, step, rank)
-    for name, array in mx.load(str(path)).items() if path.is_file() else ():
+    for name, array in read_arrays(path).items() if path.is_file() else ():
         kind, _, rest = name.partition("/")
         trees.setdefault(kind, {})[rest] = array
     mx.eval(trees)  # now: the file's place may be written anew
     return trees
 
 
-def prune_parts(folder: Path, kept: list[int], rank: int, size: int) -> None:
-    """Removes a rank's parts of checkpoints that are gone; rank 0 removes those of ranks that are no more, too."""
+def prune_parts(folder: Path, world: World) -> None:
+    """Removes this rank's parts of checkpoints that are gone; rank 0 those of ranks that are no more, too."""
+    kept = json.dumps([step_of(path) for path in checkpoints_in(folder)]) if world.rank == 0 else ""
+    steps, rank = json.loads(world.broadcast_text(kept)), world.rank
     for path in (folder / "ranks").glob("step-*-rank-*.safetensors"):
         named = re.fullmatch(r"step-([0-9]+)-rank-([0-9]+)", path.stem)  # a copy's name has more behind it
-        if named and int(named[1]) not in kept and (int(named[2]) == rank or (rank == 0 and int(named[2]) >= size)):
+        is_mine = named and (int(named[2]) == rank or (rank == 0 and int(named[2]) >= world.size))
+        if named and is_mine and int(named[1]) not in steps:
             path.unlink(missing_ok=True)
-    for path in (folder / "ranks").glob(f".unfinished-*-rank-{rank:03d}.safetensors"):
-        path.unlink(missing_ok=True)
 
 
 def part_of(folder: Path, step: int, rank: int) -> Path:
     return folder / "ranks" / f"step-{step:08d}-rank-{rank:03d}.safetensors"
 
 
-# ---- Checkpoints on the disk ----------------------------------------------------------------------------------------
+def rank_folder(folder: Path, rank: int) -> Path:
+    """Where a run keeps one rank's own adapter, if ranks are never merged."""
+    return folder / "ranks" / f"rank-{rank:03d}"
 
 
-def inside_a_round(path: Path) -> bool:
-    """Whether the ranks had different weights then; of a damaged checkpoint nothing is known."""
-    try:
-        rounds = read_file.read_object(path / STATE, "checkpoint").get("rounds")
-    except (OSError, UserError):
-        return True
-    return not (isinstance(rounds, dict) and rounds.get("are_one", True))
+# ---- Replicas: finite, and the same on all ranks ---------------------------------------------------------------------
+
+
+def are_finite(world: World, model: nn.Module, optimizer: optim.Optimizer) -> bool:
+    """Whether no rank has NaN or infinities in its trained weights or its optimizer's state; all ranks ask together."""
+    held = [*adapter_files.trainable(model).values(), *flat_state(optimizer).values()]
+    checks = [mx.isfinite(array).all() for array in held if mx.issubdtype(array.dtype, mx.floating)]
+    mx.eval(checks)
+    return not any(world.gather_text("" if all(check.item() for check in checks) else "not finite", "finite weights"))
+
+
+def share_weights(
+    world: World, model: nn.Module, optimizer: optim.Optimizer, moving: Arrays
+) -> tuple[list[int], Arrays]:
+    """Gives every rank rank 0's trained weights, optimizer state and moving reference, of what is replicated.
+
+    Replicas on unlike machines drift by roundings. Nothing travels where no bit differs.
+
+    Returns:
+        The ranks that differed from rank 0; and the moving reference.
+
+    Raises:
+        Stopped: a rank does not hold the same afterwards.
+    """
+    if world.size == 1:
+        return [], moving
+
+    def digests() -> str:
+        held = [{**adapter_files.trainable(model), **flat_state(optimizer)}, moving]
+        return ",".join(adapter_files.digest(world.replicated(arrays)) for arrays in held)
+
+    held = world.gather_text(digests(), "every rank's weights")
+    others = [rank for rank, digest in enumerate(held) if digest != held[0]]
+    if others:
+        moving = dict(tree_flatten(world.align(tree_unflatten(list(moving.items()))))) if moving else moving
+        model.update(world.align(model.trainable_parameters()))
+        optimizer.state = world.align(optimizer.state)
+        world.require_identical("weights", digests())
+    return others, moving
+
+
+def flat_state(optimizer: optim.Optimizer) -> Arrays:
+    """An optimizer's state by name."""
+    return dict(tree_flatten(optimizer.state))
+
+
+# ---- Finding ---------------------------------------------------------------------------------------------------------
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Newest first."""
-    return sorted(
-        (path for path in folder.glob("step-*") if re.fullmatch(r"step-[0-9]+", path.name)), key=step_of, reverse=True
-    )
+    named = (path for path in folder.glob("step-*") if re.fullmatch(r"step-[0-9]+", path.name))
+    return sorted(named, key=step_of, reverse=True)
 
 
 def step_of(path: Path) -> int:
@@ -491,3 +600,334 @@ def step_of(path: Path) -> int:
 def file_sha256(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def inside_a_round(path: Path) -> bool:
+    """Whether the ranks had different weights then; a damaged checkpoint counts as such."""
+    try:
+        rounds = read_file.read_object(path / STATE, "checkpoint").get("rounds")
+    except (OSError, UserError):
+        return True
+    return not (isinstance(rounds, dict) and rounds.get("are_one", True))
+
+
+def find(run: Path, which: str) -> Path:
+    """The folder of a run's checkpoint, in mlx-lm's adapter layout, every file checked against its hash.
+
+    Args:
+        run: the run's folder.
+        which: `best` (as checkpoint.best_by has it), `last` (the newest that is whole), or a step's number.
+
+    Raises:
+        UserError: there is no such checkpoint, or it is damaged.
+    """
+    saved = {step_of(path): path for path in checkpoints_in(run / "checkpoints")}
+    steps = ", ".join(map(str, sorted(saved))) or "none"
+    if which not in ("best", "last") and not (which.isascii() and which.isdigit() and len(which) < 18):
+        raise UserError(f"--checkpoint {which}: give best, last, or a step's number ({run} has {steps})")
+    if which.isdigit():
+        step = int(which)
+    else:
+        newest = next((path for path in saved.values() if fault_of(path) is None), None)
+        if newest is None:
+            raise UserError(f"--checkpoint {which}: {run} has no whole checkpoint (checkpoints there: {steps})")
+        if which == "last":
+            return newest
+        # Every better model is saved at once: the newest checkpoint knows the best of all evaluations so far.
+        best_step = read_progress(newest).best_step
+        if best_step is None:
+            raise UserError(f"--checkpoint best: {run} has no evaluation; give last, or a step's number ({steps})")
+        step = best_step
+    if step not in saved:
+        raise UserError(f"--checkpoint {which}: {run} has no checkpoint of step {step}; it has {steps}")
+    if fault := fault_of(saved[step]):
+        raise UserError(f"--checkpoint {which}: {saved[step]} is damaged ({fault}); the others are of steps {steps}")
+    return saved[step]
+
+
+def read_progress(path: Path) -> Progress:
+    """How far a checkpoint is, by its state.json.
+
+    Raises:
+        UserError: a field is missing or of another type, or it is of another step.
+    """
+    try:
+        progress = _progress_type().validate_json(read_file.read_text(path / STATE, "checkpoint", STATE_BYTES))
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = ".".join(map(str, fault["loc"]))
+        raise UserError(f"{STATE}: {where + ': ' if where else ''}{fault['msg']}") from None
+    if progress.step != step_of(path):
+        raise UserError(f"{STATE} is of step {progress.step}")
+    return progress
+
+
+@functools.cache
+def _progress_type() -> TypeAdapter[Progress]:
+    return TypeAdapter(Progress)
+
+
+def fault_of(path: Path) -> str | None:
+    """What is wrong with a checkpoint's files, by its manifest's hashes and its state; None where all are whole."""
+    try:
+        hashes = read_file.read_object(path / MANIFEST, "manifest")
+        for name, expected in hashes.items():
+            if Path(name).name != name or not (path / name).is_file():
+                return f"{name} is no file of it"
+            if file_sha256(path / name) != expected:
+                return f"{name} does not match its hash"
+        read_progress(path)
+    except (UserError, OSError) as error:
+        return str(error)
+    if not {STATE, OPTIMIZER, adapter_files.ADAPTER_WEIGHTS} <= hashes.keys():
+        return "files are missing from its manifest"
+    return None
+
+
+def is_finished(folder: Path, steps: int, world: World) -> bool:
+    """Whether a run made all of so many steps and its results are there, on rank 0's disk; all ranks ask together."""
+    newest = next(iter(checkpoints_in(folder / "checkpoints")), None)
+    is_over = newest is not None and step_of(newest) == steps and fault_of(newest) is None
+    if is_over and (folder / "summary.json").is_file():
+        is_over = read_file.read_object(folder / "summary.json", "summary").get("steps") == steps
+    else:
+        is_over = False
+    return bool(world.broadcast_text("finished" if is_over else ""))
+
+
+# ---- Resuming --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What ranks go on from: a checkpoint, None where there is none; and whether with every rank's own part of it."""
+
+    path: Path | None
+    with_parts: bool
+    warnings: list[str]
+
+
+def choose(folder: Path, world: World, is_keeper: bool) -> Choice:
+    """The newest checkpoint that these ranks can go on from, on rank 0's disk.
+
+    Each rank looks for its own part. Without all parts only a checkpoint at which the ranks had the same weights will
+    do. Where another disk has a newer one, as of a host that went on while rank 0's was away, it is copied first.
+    """
+    _fetch_newest(folder, world, is_keeper)
+    candidates = checkpoints_in(folder) if world.rank == 0 else []
+    warnings: list[str] = []
+    while True:
+        offer = None
+        while candidates and offer is None:
+            path = candidates.pop(0)
+            if (fault := fault_of(path)) is None:
+                offer = [str(path), read_progress(path).parts, not inside_a_round(path)]
+            else:
+                warnings.append(f"checkpoint {path} is damaged ({fault}); the one before it is taken")
+        offer = json.loads(world.broadcast_text(json.dumps(offer)))
+        if offer is None:
+            return Choice(None, False, warnings)
+        path, parts, is_whole = Path(offer[0]), offer[1], offer[2]
+        if not any(parts) and is_whole:
+            return Choice(path, False, warnings)
+        has_part = len(parts) == world.size and _has_part(folder, step_of(path), world.rank, parts[world.rank])
+        answers = world.gather_text("" if has_part else "missing", "every rank's part of the checkpoint")
+        missing = [str(rank) for rank, answer in enumerate(answers) if answer]
+        if not missing:
+            return Choice(path, True, warnings)
+        is_same_size = len(parts) == world.size
+        why = f"rank {', '.join(missing)}" if is_same_size else f"{len(parts)} ranks instead of {world.size}"
+        if is_whole:
+            warnings.append(
+                f"{path}: no part of {why}; all ranks go on from rank 0's optimizer state, and what compression had "
+                "left out so far is lost"
+            )
+            return Choice(path, False, warnings)
+        warnings.append(f"{path} is inside a round, and has no part of {why}; one at a round's end is taken")
+
+
+def _has_part(folder: Path, step: int, rank: int, expected: str) -> bool:
+    part = part_of(folder, step, rank)
+    return not expected or (part.is_file() and file_sha256(part) == expected)
+
+
+def _fetch_newest(folder: Path, world: World, is_keeper: bool) -> None:
+    """Copies the newest checkpoint of this history to rank 0's disk, where another disk has it.
+
+    One with more resumes is newer, whatever its step. One that lacks a resume of rank 0's newest is of a history that
+    the run has left.
+    """
+    if world.size == 1:
+        return
+    newest: list[Any] = []
+    for path in checkpoints_in(folder) if is_keeper else ():
+        if not inside_a_round(path) and fault_of(path) is None:
+            newest = [step_of(path), read_progress(path).resume_ids]
+            break
+    every = [json.loads(text) for text in world.gather_long_text(json.dumps(newest), "every disk's newest checkpoint")]
+    step, ids = every[0] or (-1, [])
+    newer = [
+        (len(found[1]), found[0], -rank)
+        for rank, found in enumerate(every)
+        if found and found[1][: len(ids)] == ids and (len(found[1]), found[0]) > (len(ids), step)
+    ]
+    if not newer:
+        return
+    _, step, source = max(newer)
+    final, source = folder / f"step-{step:08d}", -source
+    unfinished = folder / f".unfinished-{step:08d}"
+    pieces = _pieces_of(final) if world.rank == source else iter(())
+    with world.agreeing(f"copying {final} from rank {source}"):
+        if world.rank == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+    while text := world.gather_long_text(next(pieces, ""), "a checkpoint of another disk")[source]:
+        if world.rank == 0:
+            name, content = json.loads(text)
+            with (unfinished / Path(name).name).open("ab") as file:
+                file.write(base64.b64decode(content))
+    with world.agreeing(f"copying {final} from rank {source}"):
+        if world.rank == 0:
+            _put_in_place(unfinished, final)
+
+
+def _pieces_of(path: Path) -> Iterator[str]:
+    """Every file of a folder, as JSON of its name and some of its bytes."""
+    for file in sorted(path.iterdir()):
+        with file.open("rb") as stream:
+            while piece := stream.read(PIECE_BYTES):
+                yield json.dumps([file.name, base64.b64encode(piece).decode()])
+
+
+def read_arrays(path: Path) -> Arrays:
+    """The arrays of a safetensors file, not evaluated yet.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        return dict(mx.load(str(path)))
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+
+
+def restore_all(
+    path: Path | None, model: nn.Module, optimizer: optim.Optimizer, start: Progress, world: World
+) -> Progress:
+    """Takes every rank to rank 0's checkpoint; to `start`, as training would begin, where there is none.
+
+    Raises:
+        AgreedError: weights or state do not fit, or the training data is no longer the same.
+    """
+    optimizer.init(model.trainable_parameters())
+    progress = start
+    with world.agreeing("resuming"):
+        if path is not None and world.rank == 0:
+            progress = read_progress(path)
+            if progress.data_digest != start.data_digest:
+                raise UserError(
+                    f"{path}: data.train is no longer what this run was trained on; put the file back, "
+                    f"or start a new run with model.adapter={path}"
+                )
+    progress = Progress(**json.loads(world.broadcast_text(json.dumps(asdict(progress)))))
+    if path is not None and progress.step:
+        restore_learned(path, model, optimizer, world)
+    return progress
+
+
+def restore_weights(path: Path, model: nn.Module, world: World) -> None:
+    """Gives every rank its part of the weights of a checkpoint, which rank 0 has on its disk.
+
+    Raises:
+        AgreedError: they do not fit the model.
+    """
+    weights: Arrays = {}
+    wanted = world.whole(adapter_files.trainable(model))
+    with world.agreeing("reading a checkpoint"):
+        if world.rank == 0:
+            weights = adapter_files.read_trained(wanted, path, "checkpoint")
+    model.update(tree_unflatten(list(world.scattered(weights))) or {})
+    mx.eval(model.trainable_parameters())
+
+
+def restore_learned(path: Path, model: nn.Module, optimizer: optim.Optimizer, world: World) -> None:
+    """Gives every rank its part of the weights and the optimizer's state of a checkpoint of rank 0's.
+
+    Raises:
+        AgreedError: it is damaged, or does not fit the model.
+    """
+    restore_weights(path, model, world)
+    if step_of(path):  # before the first step there need not be any
+        optimizer.state = tree_unflatten(list(restore_common(path, OPTIMIZER, flat_state(optimizer), world).items()))
+
+
+def restore_common(path: Path, name: str, held: Arrays, world: World) -> Arrays:
+    """This rank's part of one file of a checkpoint's, which rank 0 has on its disk. held: arrays of the same shapes.
+
+    Raises:
+        AgreedError: they do not fit the run.
+    """
+    arrays: Arrays = {}
+    wanted = world.whole(held)
+    with world.agreeing("reading a checkpoint"):
+        if world.rank == 0:
+            arrays = read_arrays(path / name)
+            if (fault := adapter_files.misfit(wanted, adapter_files.described(arrays))) is not None:
+                raise UserError(f"{path}: {name} does not fit the model and train.optimizer: {fault}")
+    parts = dict(world.scattered(arrays))
+    mx.eval(parts)
+    return parts
+
+
+def momentum_at(path: Path | None, world: World) -> Arrays:
+    """The outer momentum of a checkpoint of rank 0's, the same on all ranks; empty where it has none."""
+    arrays: Arrays = {}
+    with world.agreeing("reading a checkpoint"):
+        if world.rank == 0 and path is not None and (path / MOMENTUM).is_file():
+            arrays = read_arrays(path / MOMENTUM)
+    parts = dict(world.scattered(arrays))
+    mx.eval(parts)
+    return parts
+
+
+def own_part_of(folder: Path, step: int, world: World) -> RankArrays:
+    """What this rank alone had at a checkpoint.
+
+    Raises:
+        AgreedError: one of the ranks cannot read its part.
+    """
+    with world.agreeing("reading every rank's part of a checkpoint"):
+        return load_part(folder, step, world.rank)
+    return {}  # not reached: agreeing raises
+
+
+def own_part_at(path: Path, world: World) -> RankArrays:
+    """What this rank alone had at a checkpoint of rank 0's; nothing on any rank, where one has lost its part.
+
+    Raises:
+        AgreedError: the checkpoint is damaged.
+    """
+    with world.agreeing("going back to a checkpoint"):
+        offered = read_progress(path).parts if world.rank == 0 else []
+    parts: list[str] = json.loads(world.broadcast_text(json.dumps(offered)))
+    fits = len(parts) == world.size and _has_part(path.parent, step_of(path), world.rank, parts[world.rank])
+    is_lost = any(world.gather_text("" if fits else "missing", "every rank's part of the checkpoint"))
+    own = {} if is_lost else own_part_of(path.parent, step_of(path), world)
+    return own | {"momentum": momentum_at(path, world)}
+
+
+def go_back(logs: Path, progress: Progress, world: World, is_keeper: bool) -> None:
+    """Notes the resume, and cuts every log on this disk back to the history that lives on; later checkpoints go."""
+    progress.resumes.append([progress.step, *progress.rounds.get("local_steps", [])])
+    progress.resume_ids.append(world.broadcast_text(os.urandom(8).hex()))
+    history: tuple[Sequence[Sequence[int]], Sequence[str]] = progress.resumes, progress.resume_ids
+    with world.agreeing("going back in the logs"):
+        own_logs = [log for log in sorted(logs.glob("rank-*")) if RANK_LOG.fullmatch(log.name)] if is_keeper else []
+        lived = max((first_missed(log, *history) for log in own_logs), default=progress.step)
+        is_known = bool(progress.step or progress.before)  # rounds have a checkpoint before the first step
+        for log in own_logs:
+            index = 1 + int(log.stem.removeprefix("rank-"))
+            rewind(log, first_missed(log, *history, index) if is_known else -1)
+        for path in checkpoints_in(logs.parent / "checkpoints") if own_logs and is_known else ():
+            if step_of(path) > lived:  # of steps that are undone: they would be taken for the newest
+                discard(path)

@@ -1,39 +1,152 @@
-"""What a run learns from and is judged by."""
+"""What a run learns from and is measured by: rows, held-out rows, questions, the tokenizer and the model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
+import mlx.nn as nn
 from rich.text import Text
 
+from lib.config.schema import Config, ModelSettings
+from lib.data import answer_questions, tokenizer
 from lib.data.answer_questions import Question
 from lib.data.dataset import Dataset
+from lib.data.groups import load_groups
 from lib.data.model_limits import NO_LIMITS, ModelLimits
-from lib.data.prompts import Prompts
-from lib.data.streaming import StreamedDataset
+from lib.data.prompts import Prompts, open_prompts
+from lib.data.record_formats import Unusable
+from lib.data.streaming import StreamedDataset, open_held_out, open_training
+from lib.data.template_facts import facts_of, picture
 from lib.data.text_tokens import Tokenizer
+from lib.data.tokenize import Encoder, Vocabulary, limits_of
+from lib.errors import UserError
+from lib.model import adapters, load
+from lib.training import losses
+
+SHOWN_CHARACTERS = 400  # of the first row
 
 
 @dataclass(frozen=True)
 class Inputs:
     """The same on every host."""
 
-    load_tokenizer: Callable[[], Tokenizer | None]
+    tokenizer: Tokenizer | None  # None where the model has none
     data: Dataset | StreamedDataset | Prompts
     valid: Dataset | None
     questions: list[Question]
-    messages: tuple[str, ...] = ()  # what reading them had to say
     first_row: Text | None = None  # as the model sees it
     held_out: Prompts | None = None  # of a run of rounds
     limits: ModelLimits = NO_LIMITS  # of the policy and the reference
 
-    @cached_property
-    def tokenizer(self) -> Tokenizer | None:
-        """None where the model has none; loaded when it is first asked for, which takes a second.
 
-        Raises:
-            UserError: its files are damaged.
-        """
-        return self.load_tokenizer()
+def vocabulary(settings: ModelSettings) -> Vocabulary:
+    """The ids and positions that policy and reference both have embeddings for, and the policy's end token.
+
+    Raises:
+        UserError: as `load.load`.
+    """
+    known = tokenizer.vocabulary(settings)
+    models = [settings] if settings.reference == "initial" else [settings, load.reference_settings(settings)]
+    sizes = [load.table_sizes(model) for model in models]
+    ids = [size for size in (known["vocab_size"], *(tables.tokens for tables in sizes)) if size is not None]
+    positions = [tables.positions for tables in sizes if tables.positions is not None]
+    return {
+        "eos_token_id": known["eos_token_id"],
+        "vocab_size": min(ids, default=None),
+        "positions": min(positions, default=None),
+    }
+
+
+def load_policy(settings: ModelSettings, seed: int, lazy: bool) -> nn.Module:
+    """The model as training starts, its trained part chosen.
+
+    Raises:
+        UserError: as `load.load` and `adapters.make_trainable`.
+    """
+    model = load.load(settings, seed, lazy)
+    adapters.make_trainable(model, settings, seed)
+    return model
+
+
+def read_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
+    """Reads and tokenises the rows, the held-out rows and the questions.
+
+    Raises:
+        UserError: as the functions that read them.
+    """
+    words, limits = vocabulary(config.model), None
+    of_model = tokenizer.load_tokenizer_of(config.model)
+    if of_model is not None and (facts := facts_of(Encoder(of_model, config.data, words["eos_token_id"]))):
+        say(str(facts))
+    data: Dataset | StreamedDataset | Prompts
+    valid = held_out = None
+    if config.rollouts.rounds:
+        data, held_out = _prompts(config, of_model, words, say)
+    elif config.record_kind == "group":
+        data = load_groups(config.data, limits_of(words))
+    else:
+        kind, mismatched = config.record_kind, losses.needs_mismatched(config.train.loss)
+        data = open_training(config.data, kind, of_model, tell=say, mismatched=mismatched, **words)
+        valid = open_held_out(config.data, kind, of_model, tell=say, mismatched=mismatched, **words)
+    limits = limits_of(words)
+    questions = answer_questions.load_questions(config, of_model, limits)
+    inputs = Inputs(of_model, data, valid, questions, _first_row(data, of_model), held_out, limits)
+    _require_room(config, inputs)
+    return inputs
+
+
+def _first_row(data: Dataset | StreamedDataset | Prompts, of_model: Tokenizer | None) -> Text | None:
+    """A row's text in one line, cut at its beginning where it is long: its answer comes last."""
+    if of_model is None or not (examples := data.examples([0])):
+        return None
+    text = Text("↵").join(picture(examples[0], of_model, 0, "green").split("\n", allow_blank=True))
+    return Text("... ").append_text(text[-SHOWN_CHARACTERS:]) if len(text) > SHOWN_CHARACTERS else text
+
+
+def _require_room(config: Config, inputs: Inputs) -> None:
+    """Raises UserError where a greedy answer of an evaluation may end beyond the model's table of positions."""
+    settings, rows = config.evaluate, inputs.valid or inputs.data
+    if inputs.limits.positions is None or inputs.tokenizer is None:
+        return
+    asked: list[tuple[str, int]] = []
+    if (prompts := inputs.held_out) is not None:
+        count = min(len(prompts), settings.answers_limit)
+        asked = [(prompts.location(row), len(prompts.prompt_ids(row))) for row in range(count)]
+    elif not inputs.questions:
+        examples = rows.examples(range(min(settings.samples, len(rows))))
+        asked = [(f"{rows.path}, row {one.row} (evaluate.samples)", len(one.prompt_ids)) for one in examples]
+    for place, tokens in asked:
+        try:
+            inputs.limits.check_answer(tokens, settings.max_tokens, "evaluate.max_tokens")
+        except Unusable as why:
+            raise UserError(f"{place}: {why}") from None
+
+
+def _prompts(
+    config: Config, of_model: Tokenizer | None, words: Vocabulary, say: Callable[[str], None]
+) -> tuple[Prompts, Prompts | None]:
+    """The prompts of a run of rounds, and those held out: of data.valid, or what data.holdout keeps; None without.
+
+    Raises:
+        UserError: there is no tokenizer, a round wants more prompts than there are, or as `open_prompts`.
+    """
+    data, rollouts = config.data, config.rollouts
+    if of_model is None:
+        raise UserError(f"rollouts.rounds={rollouts.rounds} needs a tokenizer, but {config.model.path} has none")
+    encoder = Encoder(of_model, data, words["eos_token_id"])
+    encoder.stop_generation()
+    completions = rollouts.samples if config.record_kind == "group" else 2
+
+    def opened(source: str | dict[str, float], held_out: bool | None) -> Prompts:
+        return open_prompts(source, data, encoder, rollouts, completions, held_out, say, limits_of(words))
+
+    prompts = opened(data.train, False if data.holdout else None)
+    if rollouts.prompts > len(prompts):
+        raise UserError(
+            f"rollouts.prompts={rollouts.prompts}, but {prompts.path} has {len(prompts)}; "
+            f"set rollouts.prompts={len(prompts)}"
+        )
+    if data.valid is not None:
+        return prompts, opened(data.valid, None)
+    return prompts, opened(data.train, True) if data.holdout else None

@@ -1,63 +1,589 @@
 """Local SGD: independent ranks train in rounds of local steps without waiting, and merge at a round's end.
 
-A round is a stream of global batches (lib/training/round_assignment.py). Every rank trains chunks of it with its own
-optimizer, of its share of a global batch each, so that all take about as long for a step. The ranks synchronise seldom:
-at a deadline somewhat before the end they tell each other how far they are, and what is left is assigned again by the
-speeds just measured. After that all ranks know the same numbers, so all decide the same. With plan.shares, or
-plan.replan=false, each rank trains exactly its share of every global batch, rounds are as long as planned from the
+A round is a stream of global batches, in the order in which one machine would train them. Every rank trains chunks of
+it with its own optimizer, of its share of a global batch each, so that all take about as long for a step. The ranks
+synchronise seldom: at a deadline somewhat before the end they exchange how far they are, and what is left is assigned
+again by the speeds just measured. After that all ranks know the same numbers, so all decide the same. With plan.shares,
+or plan.replan=false, each rank trains exactly its share of every global batch, rounds are as long as planned from the
 calibration, and the same run gives the same bits. Otherwise a round is as long as the ends of the rounds before it ask
 for (lib/plan/strategy.py).
 """
 
 from __future__ import annotations
 
-import copy
-import hashlib
+import heapq
 import json
+import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
-from mlx.utils import tree_flatten
+from mlx.utils import tree_unflatten
 
-from lib.config.schema import Config
-from lib.data.row_order import Position
-from lib.distributed.compression import Arrays
+from lib.config.schema import Config, IndependentSettings, ModelSettings, SyncSettings
+from lib.data.row_order import Position, divide_rows, epoch_order, global_batch
+from lib.distributed import compression
+from lib.distributed.compression import Arrays, decode, encode
 from lib.distributed.world import World
 from lib.errors import AgreedError, Stopped, UserError
 from lib.model import adapter_files
+from lib.model.adapter_layers import rank_of
 from lib.plan.cluster_plan import ClusterPlan
+from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, distribute_work
 from lib.plan.strategy import FIRST_STEPS, default_merge, longest_round, measures_merges, steps_per_round
-from lib.training import round_assignment
-from lib.training.checkpoint import Progress, RankArrays, RoundsState
-from lib.training.rank_speeds import RankReport, RankSpeeds
-from lib.training.round_merge import Merger, MergeResult, RoundWork, to_ranks
+from lib.training.checkpoint import CheckpointWriter, Progress, RankArrays, RoundsState, flat_state
 from lib.training.step import StepResult
 
 ROUND_ENDS = 6  # of late, by which the next round's length is chosen
 LAST_BATCHES = 8  # global batches that are left to the end without synchronising once more
 SYNCHRONISE_AT = 0.75  # of the time that a round is expected to take: what is left is assigned again
 PATIENCE = 0.25  # of sync.timeout_seconds: the longest that ranks go without synchronising
+GROUP_BYTES = 64 * 2**20  # of parameters that are merged at a time
+
+
+# ---- Assignment: indices into a round's stream, each trained exactly once (pure) -------------------------------------
+
+
+@dataclass(frozen=True)
+class Round:
+    """The stream of one round: its rows, their epochs, and where its global batches begin and end."""
+
+    first_step: int  # global batches before it
+    last_step: int  # global batches up to its end
+    rows: np.ndarray  # int64 [n]
+    epochs: np.ndarray  # int64 [n]
+    edges: np.ndarray  # int64 [batches + 1]
+
+    def batch_of(self, index: int) -> int:
+        """The global batch, from 0 in the round, that an index into the stream belongs to: epochs end in short ones."""
+        return int(np.searchsorted(self.edges, index, side="right")) - 1
+
+
+def open_round(
+    steps: tuple[int, int], pairs: int, lengths: np.ndarray, seed: int, global_batch_size: int, length_window: int
+) -> Round:
+    """The round that begins after steps[0] global batches: the fewest whole ones that hold `pairs`, until steps[1].
+
+    The batches are those of a synchronous run (lib/data/row_order.py); within a batch, where that order ascends in
+    length, rows stand in a random order, so that every part of it is a fair sample.
+    """
+    in_epoch = -(-len(lengths) // global_batch_size)
+    first_step, step = steps[0], steps[0]
+    batches, epochs, held = [], [], 0
+    epoch, order = -1, np.zeros(0, np.int64)
+    while step < steps[1] and held < pairs:
+        if step // in_epoch != epoch:
+            epoch = step // in_epoch
+            order = epoch_order(lengths, seed, epoch, global_batch_size, length_window)
+        rows = global_batch(order, Position(epoch, step % in_epoch * global_batch_size), global_batch_size)
+        keys = np.random.Philox(np.random.SeedSequence([seed, epoch, step, 1])).random_raw(len(rows))
+        batches.append(rows[np.argsort(keys, kind="stable")])
+        epochs.append(np.full(len(rows), epoch))
+        held, step = held + len(rows), step + 1
+    edges = np.cumsum([0, *map(len, batches)])
+    return Round(first_step, step, np.concatenate(batches), np.concatenate(epochs), edges)
+
+
+def is_tail(round: Round, pending: np.ndarray) -> bool:
+    """Whether what is pending is all that comes after some whole global batch."""
+    start = len(round.rows) - len(pending)
+    return start in round.edges and bool((pending == np.arange(start, len(round.rows))).all())
+
+
+def assign_planned(round: Round, pending: np.ndarray, shares: Sequence[int]) -> list[list[np.ndarray]]:
+    """Every rank's chunks of indices: of each global batch its share, whatever its speed.
+
+    pending: int64 [n], a tail of whole global batches.
+    """
+    queues: list[list[np.ndarray]] = [[] for _ in shares]
+    for start, end in pairwise(round.edges.tolist()):
+        if not len(pending) or end <= pending[0]:
+            continue
+        parts = np.split(np.arange(start, end), np.cumsum(divide_rows(end - start, shares))[:-1])
+        for queue, part in zip(queues, parts, strict=True):
+            if len(part):
+                queue.append(part)
+    return queues
+
+
+def assign_by_speed(
+    round: Round, pending: np.ndarray, shares: Sequence[int], speeds: Sequence[float]
+) -> list[list[np.ndarray]]:
+    """Every rank's chunks of indices, at most its share each: the next one goes to the rank that ends it first.
+
+    No chunk spans two global batches, so each has the learning rate of its batch.
+
+    Args:
+        pending: int64 [n], ascending indices into the stream that are not trained yet.
+        speeds: pairs a second, by rank; one at least is positive. A rank without speed or share gets nothing.
+    """
+    queues: list[list[np.ndarray]] = [[] for _ in shares]
+    workers = [(share, speed, rank) for rank, (share, speed) in enumerate(zip(shares, speeds, strict=True))]
+    busy = [(share / speed, rank, 0.0) for share, speed, rank in workers if share and speed]  # (end, rank, begin)
+    heapq.heapify(busy)
+    ends = np.searchsorted(pending, round.edges[1:]).tolist()  # of the global batches, in `pending`
+    for start, end in pairwise([0, *ends]):
+        while start < end:
+            _, rank, begin = busy[0]
+            indices = pending[start : min(start + shares[rank], end)]
+            queues[rank].append(indices)
+            start, begin = start + len(indices), begin + len(indices) / speeds[rank]
+            heapq.heapreplace(busy, (begin + shares[rank] / speeds[rank], rank, begin))
+    return queues
+
+
+def left_over(pending: np.ndarray, queues: Sequence[Sequence[np.ndarray]], done: Sequence[int]) -> np.ndarray:
+    """What is pending after each rank has trained the first `done` chunks of its queue: int64, ascending."""
+    trained = [chunk for queue, count in zip(queues, done, strict=True) for chunk in queue[:count]]
+    return np.setdiff1d(pending, np.concatenate(trained)) if trained else pending
+
+
+def pending_state(pending: np.ndarray, size: int) -> tuple[list[int], int]:
+    """Pending indices of a stream of `size`, for a checkpoint: a few scattered ones, and all from `tail` on."""
+    expected = np.arange(size - len(pending), size)
+    scattered = int(np.flatnonzero(pending != expected)[-1]) + 1 if (pending != expected).any() else 0
+    tail = int(expected[scattered]) if scattered < len(pending) else size
+    return pending[:scattered].tolist(), tail
+
+
+def pending_of(scattered: Sequence[int], tail: int, size: int) -> np.ndarray:
+    """What `pending_state` wrote, of a round that may have become shorter since: int64, ascending."""
+    return np.concatenate([np.array([index for index in scattered if index < size], np.int64), np.arange(tail, size)])
+
+
+# ---- Speeds ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Unfinished:
-    """What a rank has trained since the ranks synchronised last, as it may go on from there by itself.
+class RankReport:
+    """What a rank tells the others of its local steps since they synchronised last."""
 
-    digest: of the rows that it took, in their order. rewards_before: of all ranks, when the round began. target: the
-    step up to which all ranks divided the work.
+    max_micro_batch_size: int | None  # that memory leaves
+    round_end_seconds: float | None  # of the round before
+    rewards: list[float]  # train.loss=bco: sum and count of all rewards so far, as this rank's steps know them
+    steps: int = 0
+    tokens: int = 0
+    timed_tokens: int = 0  # without the first step, which compiles
+    timed_seconds: float = 0.0
+    elapsed_seconds: float = 0.0  # since the last synchronisation
+    stopped: str | None = None  # why training cannot go on
+    failed: str | None = None  # a user's error, or a disk's
+    skipped_in_row: int = 0  # updates that were not finite, the last ones of this rank
+
+
+class RankSpeeds:
+    """Every rank's speed, share and steps, and the micro-batches that its memory leaves.
+
+    Args:
+        follows: whether shares follow the speeds that are measured.
     """
 
-    report: RankReport
-    digest: str
-    target: int
-    rewards_before: list[float]
+    def __init__(self, plan: ClusterPlan, follows: bool):
+        self.follows = follows
+        self.shares = plan.shares
+        self.micro_batch_sizes = [max(r.micro_batch_sizes, default=DEFAULT_MICRO_BATCH_SIZE) for r in plan.ranks]
+        self.max_micro_batch_sizes = [rank.max_micro_batch_size for rank in plan.ranks]  # None: whatever was planned
+        predicted = [(rank.share, rank.predicted_compute_seconds) for rank in plan.ranks]
+        self.speeds = [share / seconds if seconds else 0.0 for share, seconds in predicted]  # pairs/s; 0 is unknown
+        self.local_steps = [0] * len(plan.ranks)  # and behind them those of ranks that take part no more
+        self.skipped_in_row = [0] * len(plan.ranks)
+        self.rewards: list[list[float]] = []  # train.loss=bco: sum and count, when they last synchronised
+        self.is_warm = False  # this rank has taken its first step, which compiles
+
+    def are_known(self) -> bool:
+        """Of all ranks that have work."""
+        return all(speed for speed, share in zip(self.speeds, self.shares, strict=True) if share)
+
+    def measure(self, reports: Sequence[RankReport], pairs: Sequence[int]) -> None:
+        """New speeds, and shares in proportion to them; in tokens a second, so that longer rows are no slowdown."""
+        tokens_a_pair = sum(report.tokens for report in reports) / max(1, sum(pairs))
+        for rank, report in enumerate(reports):
+            if report.timed_seconds and tokens_a_pair:
+                self.speeds[rank] = report.timed_tokens / report.timed_seconds / tokens_a_pair
+        if self.follows and self.are_known():
+            shares = distribute_work(sum(self.shares), self.speeds)
+            for rank, before in enumerate(self.shares):
+                if before and not shares[rank]:  # a rank that never works is never measured again
+                    shares[rank] += 1
+                    shares[shares.index(max(shares))] -= 1
+            self.shares = shares
+
+    def limit(self, rank: int, size: int | None) -> None:
+        """Keeps a rank's micro-batches to what its memory was seen to leave."""
+        if size is not None:
+            self.max_micro_batch_sizes[rank] = min(size, self.max_micro_batch_sizes[rank] or size)
+            self.micro_batch_sizes[rank] = min(self.micro_batch_sizes[rank], size)
+
+
+# ---- One adapter from several: pure, in float64 ----------------------------------------------------------------------
+#
+# An adapter maps names to arrays, float [...], as lib/model/adapter_files.py names the trained parameters. A LoRA layer
+# has two of them, `X.lora_a` [in, r] and `X.lora_b` [r, out] (of a layer of E experts [E, r, in] and [E, out, r]), and
+# changes its weight by scale * A B: what the ranks did is the weighted mean of their products, which the mean of A
+# times the mean of B is not. All other parameters are changed as they stand, and their mean is exact. Weights are the
+# ranks' parts of what was trained, float [ranks], adding up to 1.
+
+Adapter = Mapping[str, np.ndarray]
+Factors = tuple[np.ndarray, np.ndarray]  # A [..., in, r], B [..., r, out], float64
+A, B = ".lora_a", ".lora_b"
+
+
+def example_weights(pairs: Sequence[int]) -> np.ndarray:
+    """Each rank's part of all pairs: float64 [ranks]; equal parts where no rank trained."""
+    total = sum(pairs)
+    return np.array(pairs, np.float64) / total if total else np.full(len(pairs), 1 / len(pairs))
+
+
+def normalised_weights(pairs: Sequence[int], steps: Sequence[int]) -> np.ndarray:
+    """The factor of each rank's change where ranks took unlike numbers of steps: float64 [ranks].
+
+    FedNova (arXiv:2007.07481, equation 6): a rank's change counts by the step, and the mean step is taken as often as
+    the ranks did on average. Else a rank that took many small steps would pull the mean towards its own optimum.
+    """
+    weights, taken = example_weights(pairs), np.array(steps, np.float64)
+    factors: np.ndarray = np.divide(weights * (weights @ taken), taken, out=np.zeros_like(weights), where=taken > 0)
+    return factors
+
+
+def average(adapters: Sequence[Adapter], weights: np.ndarray) -> dict[str, np.ndarray]:
+    """The weighted mean of every parameter by itself: exact for all but LoRA's products."""
+    return {
+        name: _weighted_sum([adapter[name] for adapter in adapters], weights).astype(array.dtype)
+        for name, array in adapters[0].items()
+    }
+
+
+def stack(adapters: Sequence[Adapter], weights: np.ndarray) -> dict[str, np.ndarray]:
+    """LoRA layers whose A B is the weighted mean of the A B, exactly; their rank is the sum of the ranks.
+
+    They lie side by side: [sqrt(w_1) A_1, sqrt(w_2) A_2, ...], and the same of B.
+    """
+    merged = average(adapters, weights)
+    for layer in low_rank_layers(adapters[0]):
+        merged |= _named(layer, *_stacked(adapters, weights, layer), like=adapters[0])
+    return merged
+
+
+def svd(
+    adapters: Sequence[Adapter], weights: np.ndarray, ranks: Mapping[str, int] | None = None
+) -> dict[str, np.ndarray]:
+    """LoRA layers whose A B is the best approximation of the weighted mean of A B at a rank, by default the adapters'.
+
+    ranks: by layer.
+
+    Best in the Frobenius norm (Eckart and Young, 1936). Of the many A and B with this product, those are taken that
+    training goes on with: A has orthogonal columns, together as large as the mean A, and turned as near to it as they
+    can be (orthogonal Procrustes), so that an optimizer's moments keep their meaning.
+    """
+    merged = average(adapters, weights)
+    for layer in low_rank_layers(adapters[0]):
+        left, right = _stacked(adapters, weights, layer)
+        mean = _factors(merged, layer)[0][..., : ranks[layer] if ranks else None]
+        merged |= _named(layer, *_truncated(left, right, mean), like=adapters[0])
+    return merged
+
+
+def outer(
+    start: Adapter, change: Adapter, momentum: Adapter, learning_rate: float, momentum_factor: float
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """An outer step along the averaged change, with Nesterov momentum (DiLoCo, arXiv:2311.08105, algorithm 1).
+
+    Args:
+        start: the parameters before the round; `change`: what the ranks, averaged, did to them; `momentum`: as returned
+            by the round before, empty at first.
+
+    Returns:
+        The parameters, and the momentum, float32.
+    """
+    merged, moved = {}, {}
+    for name, before in start.items():
+        gradient = -change[name].astype(np.float64)
+        velocity = gradient + (momentum_factor * momentum[name] if name in momentum else 0.0)
+        step = learning_rate * (gradient + momentum_factor * velocity)
+        merged[name] = (before.astype(np.float64) - step).astype(before.dtype)
+        moved[name] = velocity.astype(np.float32)
+    return merged, moved
+
+
+def distance(merged: Adapter, start: Adapter, adapters: Sequence[Adapter], weights: np.ndarray) -> tuple[float, float]:
+    """How far a merge is from the exact weighted mean of the ranks' changes to the weights.
+
+    Returns:
+        The squared Frobenius norms of (merged change - exact mean change) and of the exact mean change, for the sum
+        over parameters; LoRA's layers as products, without the scale that both have in common. A stack, of another
+        rank, is the exact mean. The merge error is the root of the first over the second.
+    """
+    missed = exact = 0.0
+    layers = low_rank_layers(start)
+    for layer in layers:
+        begun, after = _factors(start, layer), _factors(merged, layer)
+        is_stack = after[0].shape != begun[0].shape
+        each = [_factors(adapter, layer) for adapter in adapters]
+        further, size = _product_distance(begun if is_stack else after, begun, each, weights)
+        missed, exact = missed + (0.0 if is_stack else further), exact + size
+    for name in sorted(start.keys() - {f"{layer}{side}" for layer in layers for side in (A, B)}):
+        mean = _weighted_sum([adapter[name] for adapter in adapters], weights)
+        exact += float(np.square(mean - start[name]).sum())
+        missed += float(np.square(mean - merged[name]).sum())
+    return missed, exact
+
+
+def _product_distance(
+    after: Factors, begun: Factors, each: Sequence[Factors], weights: np.ndarray
+) -> tuple[float, float]:
+    """`distance` of one layer, from what has changed of A and B: with A_i = A + a_i and B_i = B + b_i
+
+    the mean change is sum of w_i (A b_i + a_i B + a_i b_i). Products of the small factors alone say how large that is:
+    |sum of c_jk L_j R_k|^2 = trace(C' L'L C RR').
+    """
+    moved = [*each, after]
+    left = np.concatenate([begun[0], *(a - begun[0] for a, _ in moved)], axis=-1)
+    right = np.concatenate([begun[1], *(b - begun[1] for _, b in moved)], axis=-2)
+    lefts, rights = left.swapaxes(-1, -2) @ left, right @ right.swapaxes(-1, -2)
+    mean, merged = (np.zeros((len(moved) + 1, len(moved) + 1)) for _ in range(2))
+    for i, weight in enumerate(weights, 1):
+        mean[0, i] = mean[i, 0] = mean[i, i] = weight
+    merged[0, -1] = merged[-1, 0] = merged[-1, -1] = 1.0
+
+    def squared_norm(coefficients: np.ndarray) -> float:
+        spread = np.kron(coefficients, np.eye(begun[0].shape[-1]))
+        return max(0.0, float(((spread.T @ lefts @ spread) * rights).sum()))
+
+    return squared_norm(mean - merged), squared_norm(mean)
+
+
+def low_rank_layers(adapter: Adapter) -> list[str]:
+    """The layers that have both of LoRA's factors."""
+    return sorted(name.removesuffix(A) for name in adapter if name.endswith(A))
+
+
+def _factors(adapter: Adapter, layer: str) -> Factors:
+    a, b = (adapter[f"{layer}{side}"].astype(np.float64) for side in (A, B))
+    return (a.swapaxes(-1, -2), b.swapaxes(-1, -2)) if a.ndim == 3 else (a, b)
+
+
+def _named(layer: str, a: np.ndarray, b: np.ndarray, like: Adapter) -> dict[str, np.ndarray]:
+    """The factors under their names, in the adapter's layout and type."""
+    if a.ndim == 3:
+        a, b = a.swapaxes(-1, -2), b.swapaxes(-1, -2)
+    return {f"{layer}{side}": factor.astype(like[f"{layer}{side}"].dtype) for side, factor in ((A, a), (B, b))}
+
+
+def _weighted_sum(arrays: Sequence[np.ndarray], weights: np.ndarray) -> np.ndarray:
+    return np.asarray(sum(weight * array.astype(np.float64) for weight, array in zip(weights, arrays, strict=True)))
+
+
+def _stacked(adapters: Sequence[Adapter], weights: np.ndarray, layer: str) -> Factors:
+    """[..., in, R] and [..., R, out], whose product is the weighted mean of the products."""
+    factors = [_factors(adapter, layer) for adapter in adapters]
+    roots = np.sqrt(weights)
+    return (
+        np.concatenate([root * a for root, (a, _) in zip(roots, factors, strict=True)], axis=-1),
+        np.concatenate([root * b for root, (_, b) in zip(roots, factors, strict=True)], axis=-2),
+    )
+
+
+def _truncated(left: np.ndarray, right: np.ndarray, mean: np.ndarray) -> Factors:
+    """The product [..., in, R] [..., R, out] at the rank of `mean` [..., in, r], with a left factor like it."""
+    rank = mean.shape[-1]
+    q_left, r_left = np.linalg.qr(left)
+    q_right, r_right = np.linalg.qr(right.swapaxes(-1, -2))
+    u, sigma, vt = np.linalg.svd(r_left @ r_right.swapaxes(-1, -2), full_matrices=False)
+    u, sigma, vt = q_left @ u[..., :rank], sigma[..., :rank], vt[..., :rank, :] @ q_right.swapaxes(-1, -2)
+    p, _, qt = np.linalg.svd(u.swapaxes(-1, -2) @ mean, full_matrices=False)
+    turn = p @ qt
+    size = np.linalg.norm(mean, axis=(-2, -1), keepdims=True) / np.sqrt(rank)
+    size = np.where(size > 0, size, 1.0)
+    return size * (u @ turn), turn.swapaxes(-1, -2) @ (sigma[..., :, None] * vt) / size
+
+
+# ---- Merging: the ranks' changes travel, and every rank merges them --------------------------------------------------
+
+
+class RoundWork(NamedTuple):
+    """What every rank trained of a round."""
+
+    pairs: list[int]
+    steps: list[int]
+
+
+@dataclass
+class MergeResult:
+    """The fields of a merge's record.
+
+    error: how far the merged change is from the exact weighted mean of the ranks' changes as they arrived, relative to
+        it (Frobenius norms); None where a mean of products is not known (DoRA) or nothing was merged.
+    compression_error: how far what the others received of this rank's change is from it, relative to it.
+    """
+
+    method: str
+    pairs: list[int]  # of the round, by rank
+    steps: list[int]
+    error: float | None = None
+    compression_error: float | None = None
+    bytes_sent: int = 0
+    seconds: float = 0.0
+    waited_seconds: float = 0.0
+    global_step: int = 0  # of the run
+
+
+@dataclass
+class MergeErrors:
+    """Squared norms of what a merge and its compression got wrong, beside those of what is right."""
+
+    missed: float = 0.0
+    exact: float = 0.0
+    lost: float = 0.0
+    whole: float = 0.0
+
+
+@dataclass
+class Merger:
+    """Gives the ranks one set of weights at a round's end.
+
+    Args:
+        momentum: of the outer step, by parameter, float32; the same on all ranks.
+        feedback: what compression left out of this rank's changes so far.
+    """
+
+    world: World
+    model: nn.Module
+    settings: IndependentSettings
+    sync: SyncSettings
+    model_method: str
+    momentum: Arrays = field(default_factory=dict)
+    feedback: Arrays = field(default_factory=dict)
+
+    def merge(self, method: str, start: Arrays, work: RoundWork) -> MergeResult:
+        """Merges in place. start: the weights with which the round began."""
+        result = MergeResult(method, *work)
+        if method == "none":
+            return result
+        before = self.world.traffic.bytes_sent
+        now, compression = adapter_files.trainable(self.model), self.sync.compression
+        is_summed = self.model_method == "full" and compression in ("none", "bf16")
+        merge = self._merge_sums if is_summed else self._merge_gathered
+        factors = normalised_weights(*work) if method == "outer" else example_weights(work.pairs)
+        merged, errors = merge(method, start, now, work, factors)
+        self.model.update(tree_unflatten(list(merged.items())))
+        mx.eval(self.model.trainable_parameters(), self.momentum, self.feedback)
+        if self.model_method != "dora":
+            result.error = math.sqrt(errors.missed / errors.exact) if errors.exact else 0.0
+        if compression != "none":
+            result.compression_error = math.sqrt(errors.lost / errors.whole) if errors.whole else 0.0
+        result.bytes_sent = self.world.traffic.bytes_sent - before
+        return result
+
+    def _merge_sums(
+        self, method: str, start: Arrays, now: Arrays, work: RoundWork, factors: np.ndarray
+    ) -> tuple[Arrays, MergeErrors]:
+        """Plain parameters, a group at a time: the ranks' weighted changes are added up on their way."""
+        kind, factor = self.sync.compression, float(factors[self.world.rank])
+        dtype = mx.float32 if kind == "none" else mx.bfloat16
+        new, errors = Arrays(), MergeErrors()
+        for names in _groups(now):
+            weighted = [factor * (now[name].astype(mx.float32) - start[name].astype(mx.float32)) for name in names]
+            for array in weighted:
+                errors.lost += mx.square(array - decode(encode(array, kind), kind, array.shape)).sum().item()
+                errors.whole += mx.square(array).sum().item()
+            summed = self.world.sum_arrays(weighted, "the merge of the ranks' changes", dtype)
+            change = {name: array.astype(mx.float32) for name, array in zip(names, summed, strict=True)}
+            begun = {name: start[name].astype(mx.float32) for name in names}
+            if method == "outer":
+                merged = self._outer(begun, change)
+            else:
+                merged = {name: begun[name] + change[name] for name in names}
+            for name in names:
+                errors.missed += mx.square(merged[name] - begun[name] - change[name]).sum().item()
+                errors.exact += mx.square(change[name]).sum().item()
+                new[name] = merged[name].astype(now[name].dtype)
+        return new, errors
+
+    def _merge_gathered(
+        self, method: str, start: Arrays, now: Arrays, work: RoundWork, factors: np.ndarray
+    ) -> tuple[Arrays, MergeErrors]:
+        """Adapters, and what cannot be added up on its way, a group at a time: every rank merges what all sent."""
+        took_part = [rank for rank, count in enumerate(work.pairs) if count]
+        parts, is_compressed = example_weights(work.pairs)[took_part], self.sync.compression != "none"
+        new, errors = Arrays(), MergeErrors()
+        for names in _groups(now):
+            begun = {name: start[name].astype(mx.float32) for name in names}
+            own = {name: now[name].astype(mx.float32) for name in names}
+            if is_compressed:  # what has changed travels: it is smaller, and so is its error
+                own = {name: own[name] - begun[name] for name in names}
+            feedback = {name: self.feedback[name] for name in names if name in self.feedback}
+            arrived, left_out = compression.gather(self.world, own, self.sync, feedback, "the merge")
+            self.feedback |= left_out
+            errors.lost += sum(mx.square(own[n] - arrived[self.world.rank][n]).sum().item() for n in names)
+            errors.whole += sum(mx.square(own[n]).sum().item() for n in names)
+            if is_compressed:
+                arrived = [{name: begun[name] + change[name] for name in names} for change in arrived]
+            adapters = [{name: np.array(arrived[rank][name]) for name in names} for rank in took_part]
+            origin = {name: np.array(begun[name]) for name in names}
+            if method == "outer":
+                change = {
+                    name: sum(factors[rank] * (arrived[rank][name] - begun[name]) for rank in took_part)
+                    for name in names
+                }
+                merged = {name: np.array(array) for name, array in self._outer(begun, change).items()}
+            elif method == "average" or len(took_part) == 1:
+                merged = average(adapters, parts)
+            else:
+                merged = (stack if method == "stack" else svd)(adapters, parts)
+            further, size = distance(merged, origin, adapters, parts)
+            errors.missed, errors.exact = errors.missed + further, errors.exact + size
+            new |= {name: mx.array(array).astype(now[name].dtype) for name, array in merged.items()}
+        return new, errors
+
+    def _outer(self, begun: Arrays, change: Arrays) -> Arrays:
+        """DiLoCo's step from the mean change of some parameters; their momentum moves on."""
+        merged, momentum = outer(
+            {name: np.array(array) for name, array in begun.items()},
+            {name: np.array(array) for name, array in change.items()},
+            {name: np.array(self.momentum[name]) for name in begun if name in self.momentum},
+            self.settings.outer_learning_rate,
+            self.settings.outer_momentum,
+        )
+        self.momentum |= {name: mx.array(array) for name, array in momentum.items()}
+        return {name: mx.array(array) for name, array in merged.items()}
+
+
+def to_ranks(model: nn.Module, settings: ModelSettings) -> bool:
+    """Brings stacked adapters back to the ranks that training goes on with, as well as can be; whether they were."""
+    own = adapter_files.trainable(model)
+    layers = adapter_files.adapter_layers_of(settings, adapter_files.described(own))
+    ranks = {layer: rank_of(settings, layer) for layer in layers}
+    if all(layers[layer].rank == rank for layer, rank in ranks.items()):
+        return False
+    smaller = svd([{name: np.array(array) for name, array in own.items()}], np.ones(1), ranks)
+    model.update(tree_unflatten([(name, mx.array(array)) for name, array in smaller.items()]))
+    mx.eval(model.trainable_parameters())
+    return True
+
+
+def _groups(arrays: Arrays) -> list[list[str]]:
+    """Names in order, LoRA's two factors of a layer together, as many as GROUP_BYTES hold."""
+    groups: list[list[str]] = []
+    layer, room = None, 0
+    for name in sorted(arrays):
+        this = name.rpartition(".")[0] if ".lora_" in name else None
+        room -= arrays[name].nbytes
+        if not groups or (room < 0 and (this is None or this != layer)):
+            groups.append([])
+            room = GROUP_BYTES - arrays[name].nbytes
+        groups[-1].append(name)
+        layer = this
+    return groups
+
+
+# ---- The rounds of a run ---------------------------------------------------------------------------------------------
 
 
 class LocalStep(Protocol):
@@ -67,7 +593,48 @@ class LocalStep(Protocol):
         """step: this rank's own; index: the global step that decides the learning rate; rows: int64 [n]."""
 
 
-Keep = Callable[[StepResult | None, Unfinished], None]  # (result of a local step; None: none was taken yet, state)
+@dataclass
+class OpenRound:
+    """The round that goes on.
+
+    pending: int64, indices into the stream that are not trained. start: the weights with which it began. rewards: of
+    train.loss=bco, sum and count of all ranks when it began.
+    """
+
+    stream: Round
+    pending: np.ndarray
+    trained: RoundWork
+    start: Arrays
+    rewards: list[float]
+    waited_seconds: float = 0.0
+    last_wait_seconds: float = 0.0  # at its last synchronisation
+
+
+class RoundLength:
+    """How many global batches a round has: as planned, or as often as measured merges may come."""
+
+    def __init__(self, steps: int, planned: int | None, measures: bool):
+        self.steps, self.now, self.measures = steps, planned or longest_round(steps), measures
+        self.ends: list[float] = []  # seconds, mean of all ranks: the last wait for each other, and the merge
+        self.own_end: float | None = None  # of the round before, on this rank: the others do not know it yet
+        self.remark = ""  # what is new at the end of a round
+
+    def take_in(self, ends: Sequence[float | None]) -> None:
+        """The last round's end, by rank."""
+        if self.own_end is not None:
+            self.ends = [*self.ends, sum(end or 0.0 for end in ends) / len(ends)][-ROUND_ENDS:]
+            self.own_end = None
+
+    def choose(self, step_seconds: float | None) -> None:
+        """Of the next round. step_seconds: of a global batch; None where that is not known."""
+        if not (self.measures and self.ends and step_seconds):
+            return
+        seconds = float(np.median(self.ends[1:] or self.ends))  # the first is slow: everything is new
+        before, self.now = self.now, steps_per_round(self.steps, seconds, step_seconds)
+        if max(self.now, before) > 1.5 * min(self.now, before):
+            part = seconds / (seconds + self.now * step_seconds)
+            often = "after every step" if self.now == 1 else f"every {self.now:,} steps"
+            self.remark = f"merges from here on {often}: one takes {seconds:.2g} s, {part:.1%} of the time"
 
 
 class LocalSGD:
@@ -81,43 +648,20 @@ class LocalSGD:
     """
 
     def __init__(
-        self,
-        config: Config,
-        world: World,
-        plan: ClusterPlan,
-        model: nn.Module,
-        lengths: np.ndarray,
-        steps: int,
+        self, config: Config, world: World, plan: ClusterPlan, model: nn.Module, lengths: np.ndarray, steps: int,
         first_step: int = 0,
-    ):
-        self.config, self.world, self.model, self.lengths, self.steps = config, world, model, lengths, steps
-        self.first_step = first_step
-        self.steps_per_round = plan.steps_per_round or longest_round(steps)
-        self.measures_merges = measures_merges(config) and world.size > 1
-        self.round_ends: list[float] = []  # seconds, mean of all ranks: the last wait for each other, and the merge
-        self.own_round_end: float | None = None  # of the round before, on this rank: the others do not know it yet
-        self.remark = ""  # what is new at the end of a round
+    ):  # fmt: skip
+        self.config, self.world, self.model, self.lengths = config, world, model, lengths
+        self.steps, self.first_step = steps, first_step
+        self.length = RoundLength(steps, plan.steps_per_round, measures_merges(config) and world.size > 1)
         self.method = config.independent.merge or default_merge(config)
         self.ranks = RankSpeeds(plan, follows=config.plan.replan and config.plan.shares is None and world.size > 1)
-        self.merger = Merger(config, world, model)
-        self.local_steps = [0] * world.size
-        self.former_steps: list[int] = []  # of ranks that took part before and do no more: their logs end there
-        self.start: Arrays = {}  # the weights with which the round began
-        self.round: round_assignment.Round | None = None  # None between rounds
-        self.pending = np.zeros(0, np.int64)  # indices into the round's stream that nobody has trained
-        self.trained = RoundWork([], [])  # of the round
-        self.waited_seconds = self.last_wait_seconds = 0.0  # of the round; at its last synchronisation
-        self.rewards: list[list[float]] = []  # train.loss=bco: every rank's sum and count when they last synchronised
-        self.rewards_before = [0.0, 0.0]  # of all ranks, when the round began
-        self.skipped_in_row = [0] * world.size  # every rank's, when they last synchronised
-        self._warm = False
-        self.saved_whole = 0  # the step of the last checkpoint that was due at a round's end
-        self.unfinished: Unfinished | None = None  # with which the next steps go on
-
-    # ---- Training
+        self.merger = Merger(world, model, config.independent, config.sync, config.model.method)
+        self.round: OpenRound | None = None  # None between rounds
+        self.saved_whole = 0  # the step of the last checkpoint at a round's end
 
     def train(
-        self, progress: Progress, local_step: LocalStep, checkpoint_every: int, keep: Keep
+        self, progress: Progress, local_step: LocalStep, writer: CheckpointWriter
     ) -> Iterator[tuple[MergeResult | None, bool]]:
         """Trains until the run's last step, and counts in `progress`.
 
@@ -125,195 +669,167 @@ class LocalSGD:
         is due; inside a round None, where one is due. Only one from a round's end serves a world of another size, so it
         comes at the next such end, unless that is far.
 
-        keep: is called after local steps, from which a rank may go on by itself.
-
         Raises:
             Stopped, AgreedError: on all ranks, what one rank met.
         """
-        saved = progress.step
+        saved, whole_seconds, every = progress.step, 0.0, writer.every
         while progress.step < self.steps or self.round is not None:  # a resume may end a run inside a round
-            if self.round is None:
-                self._open(progress.step, progress.rewards)
-            assert self.round is not None
-            while len(self.pending):
-                target = (saved // checkpoint_every + 1) * checkpoint_every
-                if self.round.last_step - target < checkpoint_every:
-                    target = self.round.last_step
-                self._work_and_synchronise(progress, local_step, target, keep)
-                if len(self.pending) and progress.step > saved and progress.step >= target - self.ranks.follows:
-                    saved = max(progress.step, target)
+            round = self.round = self.round or self._open(progress.step, progress.rewards)
+            while len(round.pending):
+                target = sys.maxsize if every is None else (saved // every + 1) * every
+                if every is not None and round.stream.last_step - target < every:
+                    target = round.stream.last_step
+                elapsed = self._work_and_synchronise(round, progress, local_step, target, writer)
+                writer.unsaved_seconds += elapsed
+                whole_seconds += elapsed
+                if every is None:
+                    is_due = writer.unsaved_seconds > writer.seconds
+                else:
+                    is_due = progress.step > saved and progress.step >= target - self.ranks.follows
+                if len(round.pending) and is_due:
+                    saved = progress.step if every is None else max(progress.step, target)
                     yield None, True
-            result = self._end_round(progress)
-            is_due = progress.step >= min(self.steps, self.saved_whole + checkpoint_every)
+            result = self._end_round(round, progress)
+            if every is None:
+                is_due = progress.step >= self.steps or whole_seconds > writer.seconds
+            else:
+                is_due = progress.step >= min(self.steps, self.saved_whole + every)
             if is_due:
-                saved = self.saved_whole = progress.step
+                saved, self.saved_whole, whole_seconds = progress.step, progress.step, 0.0
                 progress.rounds = self.state()
             yield result, is_due
 
-    def _end_round(self, progress: Progress) -> MergeResult:
+    def _end_round(self, round: OpenRound, progress: Progress) -> MergeResult:
         began = time.perf_counter()
         is_last = progress.step >= self.steps
         method = self.method if self.method != "stack" or is_last else "svd"
-        result = self.merger.merge(method, self.start, self.trained)
-        result.seconds, result.waited_seconds = time.perf_counter() - began, self.waited_seconds
-        self.own_round_end = self.last_wait_seconds + result.seconds
+        result = self.merger.merge(method, round.start, round.trained)
+        result.seconds, result.waited_seconds = time.perf_counter() - began, round.waited_seconds
+        result.global_step = progress.step
+        self.length.own_end = round.last_wait_seconds + result.seconds
         progress.seconds += result.seconds
         progress.bytes_sent += result.bytes_sent
-        if method != "none":
-            self._merge_rewards(progress)
+        if method != "none":  # every rank gets the rewards of all: those before the round, and what each rank added
+            added = np.array(self.ranks.rewards) - round.rewards
+            progress.rewards[:] = (np.array(round.rewards) + added.sum(axis=0)).tolist()
+            self.ranks.rewards = [list(progress.rewards)] * self.world.size
         self.round = None
-        self._choose_length()
+        self.length.choose(self._step_seconds())
         progress.rounds = self.state()
         return result
 
-    def _merge_rewards(self, progress: Progress) -> None:
-        """Gives every rank the rewards of all: those before the round, and what each rank added in it."""
-        before, added = self.rewards_before, np.array(self.rewards) - self.rewards_before
-        progress.rewards[:] = (np.array(before) + added.sum(axis=0)).tolist()
-        self.rewards = [list(progress.rewards)] * self.world.size
+    def _step_seconds(self) -> float | None:
+        speed = sum(self.ranks.speeds)
+        return self.config.train.global_batch_size / speed if self.ranks.are_known() and speed else None
 
-    def _choose_length(self) -> None:
-        """Of the next round: as often as measured merges may come."""
-        if not (self.measures_merges and self.round_ends and self.ranks.are_known()):
-            return
-        seconds = float(np.median(self.round_ends[1:] or self.round_ends))  # the first is slow: everything is new
-        step_seconds = self.config.train.global_batch_size / sum(self.ranks.speeds)
-        before, now = self.steps_per_round, steps_per_round(self.steps, seconds, step_seconds)
-        self.steps_per_round = now
-        if max(now, before) > 1.5 * min(now, before):
-            part = seconds / (seconds + now * step_seconds)
-            self.remark = (
-                f"merges from here on {'after every step' if now == 1 else f'every {now:,} steps'}: one takes "
-                f"{seconds:.2g} s, {part:.1%} of the time"
-            )
-
-    def take_remark(self) -> str:
-        """What is new since the last call, for people; empty mostly."""
-        remark, self.remark = self.remark, ""
-        return remark
-
-    def of_all(self, result: StepResult) -> StepResult:
-        """A local step with the pairs that all ranks together train in its time, for the progress line."""
-        own = self.ranks.speeds[self.world.rank]
-        return replace(result, pairs=round(result.pairs * sum(self.ranks.speeds) / own)) if own else result
-
-    def _open(self, step: int, rewards: Sequence[float]) -> None:
-        pairs = self.config.independent.pairs_per_round
-        if pairs is None:
-            self._read(step, min(self.steps, step + self.steps_per_round))
+    def _open(self, step: int, rewards: Sequence[float]) -> OpenRound:
+        if (pairs := self.config.independent.pairs_per_round) is None:
+            stream = self._stream(step, min(self.steps, step + self.length.now))
         else:
-            self._read(step, self.steps, pairs)
-        assert self.round is not None
-        self.pending = np.arange(len(self.round.rows))
-        self.trained = RoundWork([0] * self.world.size, [0] * self.world.size)
-        self.start = adapter_files.trainable(self.model)
-        self.waited_seconds, self.rewards_before = 0.0, list(rewards)
+            stream = self._stream(step, self.steps, pairs)
+        work = RoundWork([0] * self.world.size, [0] * self.world.size)
+        return OpenRound(stream, np.arange(len(stream.rows)), work, adapter_files.trainable(self.model), list(rewards))
 
-    def _read(self, first_step: int, last_step: int, pairs: int = sys.maxsize) -> None:
+    def _stream(self, first_step: int, last_step: int, pairs: int = sys.maxsize) -> Round:
         """The round that ends with `last_step`, or before it, once it has so many pairs."""
-        train, window = self.config.train, self.config.data.length_window
-        before = self.first_step
-        opened = round_assignment.open_round(
-            first_step - before, last_step - before, pairs, self.lengths, train.seed, train.global_batch_size, window
+        train, before = self.config.train, self.first_step
+        stream = open_round(
+            (first_step - before, last_step - before),
+            pairs,
+            self.lengths,
+            train.seed,
+            train.global_batch_size,
+            self.config.data.length_window,
         )
-        self.round = replace(opened, first_step=first_step, last_step=opened.last_step + before)
+        return replace(stream, first_step=first_step, last_step=stream.last_step + before)
 
-    def _work_and_synchronise(self, progress: Progress, local_step: LocalStep, target: int, keep: Keep) -> None:
-        """Local steps until the ranks synchronise, and what they know then. target: the step of the next checkpoint."""
+    def _work_and_synchronise(
+        self, round: OpenRound, progress: Progress, local_step: LocalStep, target: int, writer: CheckpointWriter
+    ) -> float:
+        """Local steps until the ranks synchronise, and what they know then; rank 0's seconds.
+
+        target: the step of the next checkpoint.
+        """
         began = time.perf_counter()
-        if self.unfinished is not None:  # the same on all ranks, which go on together
-            target = max(target, self.unfinished.target)
-        queues, seconds = self._assign(target)
-        own = self._work(queues[self.world.rank], seconds, local_step, progress.rewards, keep, target)
-        own.skipped_in_row = progress.skipped_in_row
-        arrived = time.perf_counter()
+        queues, seconds = self._assign(round, target, writer)
+        own = self._work(round.stream, queues[self.world.rank], seconds, local_step, progress.rewards)
+        own.skipped_in_row, arrived = progress.skipped_in_row, time.perf_counter()
+        own.elapsed_seconds = arrived - began
         texts = self.world.gather_long_text(json.dumps(asdict(own)), "the other ranks to train their part of the round")
-        self.last_wait_seconds = time.perf_counter() - arrived
-        self.waited_seconds += self.last_wait_seconds
+        round.last_wait_seconds = time.perf_counter() - arrived
+        round.waited_seconds += round.last_wait_seconds
         reports = [RankReport(**json.loads(text)) for text in texts]
         self._raise_faults(Stopped, [report.stopped for report in reports])
         self._raise_faults(AgreedError, [report.failed for report in reports])
-        self.rewards = [report.rewards for report in reports]
-        self.skipped_in_row = [report.skipped_in_row for report in reports]
+        self.ranks.rewards = [report.rewards for report in reports]
+        self.ranks.skipped_in_row = [report.skipped_in_row for report in reports]
         steps = [report.steps for report in reports]
-        assert all(count <= len(queue) for count, queue in zip(steps, queues, strict=True))
-        pairs = [sum(len(chunk.indices) for chunk in queue[:count]) for queue, count in zip(queues, steps, strict=True)]
-        self.pending = round_assignment.left_over(self.pending, queues, steps)
-        self.trained = RoundWork(_sums(self.trained.pairs, pairs), _sums(self.trained.steps, steps))
-        self.local_steps = _sums(self.local_steps, steps)
+        pairs = [sum(map(len, queue[:count])) for queue, count in zip(queues, steps, strict=True)]
+        round.pending = left_over(round.pending, queues, steps)
+        round.trained = RoundWork(_sums(round.trained.pairs, pairs), _sums(round.trained.steps, steps))
+        size = self.world.size
+        self.ranks.local_steps[:size] = _sums(self.ranks.local_steps[:size], steps)
         for rank, report in enumerate(reports):
             self.ranks.limit(rank, report.max_micro_batch_size)
-        if self.own_round_end is not None:
-            ends = [report.round_end_seconds or 0.0 for report in reports]
-            self.round_ends = [*self.round_ends, sum(ends) / len(ends)][-ROUND_ENDS:]
-            self.own_round_end = None
+        self.length.take_in([report.round_end_seconds for report in reports])
         self.ranks.measure(reports, pairs)
         progress.pairs += sum(pairs)
         progress.tokens += sum(report.tokens for report in reports)
         progress.seconds += time.perf_counter() - began
-        progress.step, position = self._position()
+        progress.step, position = self._position(round)
         progress.epoch, progress.cursor = position.epoch, position.cursor
         progress.rounds = self.state()
+        return reports[0].elapsed_seconds
 
     def _raise_faults(self, kind: type[Stopped | AgreedError], faults: Sequence[str | None]) -> None:
         met = [f"rank {rank}: {fault}" for rank, fault in enumerate(faults) if fault is not None]
         if met:
             raise kind("; ".join(met) if self.world.size > 1 else met[0].partition(": ")[2])
 
-    def _assign(self, target: int) -> tuple[list[list[round_assignment.Chunk]], float | None]:
+    def _assign(
+        self, round: OpenRound, target: int, writer: CheckpointWriter
+    ) -> tuple[list[list[np.ndarray]], float | None]:
         """Every rank's chunks, and the seconds after which to synchronise; without, after all of them."""
-        assert self.round is not None
-        batch_size, left = self.config.train.global_batch_size, len(self.pending)
+        stream, ranks, batch_size = round.stream, self.ranks, self.config.train.global_batch_size
         patience = PATIENCE * self.world.timeout_seconds
-        to_checkpoint = target - self._position()[0]
-        if not self.ranks.follows and round_assignment.is_tail(self.round, self.pending):
-            queues = round_assignment.assign_planned(self.round, self.pending, self.ranks.shares)
-            slowest = max((n / v for n, v in zip(self.ranks.shares, self.ranks.speeds, strict=True) if v), default=None)
+        if writer.every is None:
+            patience = min(patience, max(1.0, writer.seconds - writer.unsaved_seconds))
+        to_checkpoint = target - self._position(round)[0]
+        if not ranks.follows and is_tail(stream, round.pending):
+            queues = assign_planned(stream, round.pending, ranks.shares)
+            slowest = max((n / v for n, v in zip(ranks.shares, ranks.speeds, strict=True) if v), default=None)
             batches = FIRST_STEPS if slowest is None else max(1, int(patience / slowest))
-            first = int(np.searchsorted(self.round.edges, self.pending[0]))
-            last = min(first + max(1, min(batches, to_checkpoint)), len(self.round.edges) - 1)
-            end = self.round.edges[last]
-            return [[chunk for chunk in queue if chunk.indices[-1] < end] for queue in queues], None
-        if not self.ranks.are_known():
-            queues = round_assignment.assign_by_speed(self.round, self.pending, self.ranks.shares, self.ranks.shares)
+            first = int(np.searchsorted(stream.edges, round.pending[0]))
+            end = stream.edges[min(first + max(1, min(batches, to_checkpoint)), len(stream.edges) - 1)]
+            return [[chunk for chunk in queue if chunk[-1] < end] for queue in queues], None
+        if not ranks.are_known():
+            queues = assign_by_speed(stream, round.pending, ranks.shares, ranks.shares)
             return [queue[:FIRST_STEPS] for queue in queues], None
-        queues = round_assignment.assign_by_speed(self.round, self.pending, self.ranks.shares, self.ranks.speeds)
-        speed = sum(self.ranks.speeds)
+        queues = assign_by_speed(stream, round.pending, ranks.shares, ranks.speeds)
+        left, speed = len(round.pending), sum(ranks.speeds)
         moments = [patience, max(1, to_checkpoint) * batch_size / speed]
         if left > LAST_BATCHES * batch_size:
             moments.append(SYNCHRONISE_AT * left / speed)
         return queues, None if min(moments) >= left / speed else min(moments)
 
     def _work(
-        self,
-        queue: Sequence[round_assignment.Chunk],
-        seconds: float | None,
-        local_step: LocalStep,
+        self, stream: Round, queue: Sequence[np.ndarray], seconds: float | None, local_step: LocalStep,
         rewards: list[float],
-        keep: Keep,
-        target: int,
-    ) -> RankReport:
+    ) -> RankReport:  # fmt: skip
         """This rank's local steps until `seconds` have passed. rewards: the steps add to them."""
-        assert self.round is not None
-        rank, batch_size = self.world.rank, self.config.train.global_batch_size
-        report = RankReport(self.ranks.max_micro_batch_sizes[rank], self.own_round_end, rewards)
-        if self.unfinished is not None:
-            report, self.unfinished = replace(self.unfinished.report, rewards=rewards), None
-        digest = _digest_of(queue[: report.steps])
-        if report.steps < len(queue):  # else this rank's log has what follows next as well, soon
-            keep(None, Unfinished(report, digest.hexdigest(), target, self.rewards_before))
-        began = time.perf_counter()
-        for chunk in queue[report.steps :]:
+        rank, began = self.world.rank, time.perf_counter()
+        report = RankReport(self.ranks.max_micro_batch_sizes[rank], self.length.own_end, rewards)
+        for chunk in queue:
             elapsed = time.perf_counter() - began
             if seconds is not None and report.steps and elapsed * (1 + 0.5 / report.steps) > seconds:
                 break
-            step_began, size, most = time.perf_counter(), len(chunk.indices), self.ranks.micro_batch_sizes[rank]
+            step_began, size, most = time.perf_counter(), len(chunk), self.ranks.micro_batch_sizes[rank]
             try:
                 result = local_step(
-                    self.local_steps[rank] + report.steps + 1,
-                    self.round.first_step + chunk.before // batch_size,
-                    int(self.round.epochs[chunk.indices[0]]),
-                    self.round.rows[chunk.indices],
+                    self.ranks.local_steps[rank] + report.steps + 1,
+                    stream.first_step + stream.batch_of(chunk[0]),
+                    int(stream.epochs[chunk[0]]),
+                    stream.rows[chunk],
                     -(-size // -(-size // most)),  # of about one size: a last one of a pair or two is slow
                 )
             except Stopped as stop:
@@ -323,20 +839,15 @@ class LocalSGD:
             report.steps += 1
             report.max_micro_batch_size = self.ranks.max_micro_batch_sizes[rank]  # memory may have run out
             report.tokens += result.tokens
-            if self._warm:  # the first step compiles
+            if self.ranks.is_warm:
                 report.timed_tokens += result.tokens
                 report.timed_seconds += time.perf_counter() - step_began
-            self._warm = True
-            digest.update(chunk.indices.tobytes())
-            if chunk is not queue[-1]:  # after the last one of a round its merge is in the log
-                keep(result, Unfinished(report, digest.hexdigest(), target, self.rewards_before))
+            self.ranks.is_warm = True
         return report
 
-    def _position(self) -> tuple[int, Position]:
+    def _position(self, round: OpenRound) -> tuple[int, Position]:
         """Global batches trained, in whole ones, and the position there, as a synchronous run counts them."""
-        assert self.round is not None
-        done = len(self.round.rows) - len(self.pending)
-        step = self.round.first_step + int(np.searchsorted(self.round.edges, done, side="right")) - 1
+        step = round.stream.first_step + round.stream.batch_of(len(round.stream.rows) - len(round.pending))
         batch_size = self.config.train.global_batch_size
         epoch, batches = divmod(step - self.first_step, -(-len(self.lengths) // batch_size))
         return step, Position(epoch, batches * batch_size)
@@ -350,123 +861,84 @@ class LocalSGD:
 
     def state(self) -> RoundsState:
         """What all ranks know."""
+        ranks = self.ranks
         state: RoundsState = {
-            "shares": list(self.ranks.shares),
-            "speeds": list(self.ranks.speeds),
+            "shares": list(ranks.shares),
+            "speeds": list(ranks.speeds),
             "are_one": not self.is_inside,
-            "max_micro_batch_sizes": list(self.ranks.max_micro_batch_sizes),  # a rank's own may change before all meet
-            "local_steps": [*self.local_steps, *self.former_steps],
-            "round_ends": self.round_ends,
-            "skipped_in_row": self.skipped_in_row,
+            "max_micro_batch_sizes": list(ranks.max_micro_batch_sizes),  # a rank's own may change before all meet
+            "local_steps": list(ranks.local_steps),
+            "round_ends": self.length.ends,
+            "skipped_in_row": ranks.skipped_in_row,
             "saved_whole": self.saved_whole,
         }
-        if self.round is not None:
-            pending = round_assignment.to_state(self.pending, len(self.round.rows))
-            state["scattered"], state["tail"] = pending["scattered"], pending["tail"]
-            state["first_step"], state["last_step"] = self.round.first_step, self.round.last_step
-            state["trained"] = [[pairs, steps] for pairs, steps in zip(*self.trained, strict=True)]
-        if self.config.train.loss == "bco" and self.rewards and self.is_inside:
-            state["rewards"], state["rewards_before"] = self.rewards, self.rewards_before
+        if (round := self.round) is not None:
+            state["scattered"], state["tail"] = pending_state(round.pending, len(round.stream.rows))
+            state["first_step"], state["last_step"] = round.stream.first_step, round.stream.last_step
+            state["trained"] = [[pairs, steps] for pairs, steps in zip(*round.trained, strict=True)]
+        if self.config.train.loss == "bco" and ranks.rewards and self.is_inside:
+            state["rewards"] = ranks.rewards
+            state["rewards_before"] = round.rewards if round is not None else [0.0, 0.0]
         return state
 
     def evaluating_ranks(self) -> tuple[World, list[int]]:
         """Who evaluates, and in which shares: all together, but each its own where nothing is merged."""
         return (self.world.alone(), [1]) if self.method == "none" else (self.world, self.ranks.shares)
 
-    def own_arrays(self, optimizer: optim.Optimizer) -> RankArrays:
-        """What this rank alone knows; rank 0's weights and optimizer are in the checkpoint itself."""
-        own = {"momentum": self.merger.momentum, "feedback": self.merger.feedback}
-        if self.is_inside:
-            own["start"] = self.start
+    def rank_arrays(self, optimizer: optim.Optimizer) -> RankArrays:
+        """What this rank alone has; rank 0's weights and optimizer are in the checkpoint itself."""
+        own = {"feedback": self.merger.feedback}
+        if self.round is not None:
+            own["start"] = self.round.start
         if self.world.rank:
-            own |= {"weights": adapter_files.trainable(self.model), "optimizer": dict(tree_flatten(optimizer.state))}
+            own |= {"weights": adapter_files.trainable(self.model), "optimizer": flat_state(optimizer)}
         return own
 
-    def resume(self, progress: Progress, own: RankArrays, unfinished: Unfinished | None = None) -> None:
+    def resume(self, progress: Progress, own: RankArrays) -> None:
         """Takes up what a checkpoint has; in a world of another size it is one from between two rounds.
 
         A synchronous run's is one, too: the ranks part where it stood.
 
-        unfinished: what this rank trained after it, and goes on from (`would_go_on`).
-
         Raises:
             AgreedError: the state is not what a run writes. It is the same on every rank.
         """
-        if progress.step < self.steps and to_ranks(self.model, self.config.model):
-            mx.eval(self.model.trainable_parameters())
+        if progress.step < self.steps:
+            to_ranks(self.model, self.config.model)
         self.merger.momentum, self.merger.feedback = own.get("momentum", {}), own.get("feedback", {})
         try:
-            self._take_rounds(progress)
-            if self.round is not None:
-                self.start = own["start"]
+            self._restore_state(progress, own.get("start"))
         except (KeyError, TypeError, ValueError, IndexError, ArithmeticError) as error:
             raise AgreedError(
                 f"the checkpoint of step {progress.step}: the state of its rounds is not what a run writes: {error!r}"
             ) from None
         progress.rounds = self.state()
-        self.unfinished = unfinished
-        if unfinished is not None:
-            self._open_after(progress, unfinished)
-            self.start = own["start"]
-            progress.rewards, progress.skipped_in_row = list(unfinished.report.rewards), 0
 
-    def would_go_on(self, progress: Progress, unfinished: Unfinished) -> bool:
-        """Whether this rank would take the same rows once more, from where all met, so that it can go on behind them.
-
-        Raises:
-            KeyError, TypeError, ValueError, IndexError, ArithmeticError: the state is not what a run writes.
-        """
-        self._take_rounds(copy.deepcopy(progress))
-        self._open_after(progress, unfinished)
-        own_queue = self._assign(unfinished.target)[0][self.world.rank]
-        steps = unfinished.report.steps
-        return steps <= len(own_queue) and _digest_of(own_queue[:steps]).hexdigest() == unfinished.digest
-
-    def _open_after(self, progress: Progress, unfinished: Unfinished) -> None:
-        if self.round is None:
-            self._open(progress.step, unfinished.rewards_before)
-
-    def _take_rounds(self, progress: Progress) -> None:
-        """Where all ranks are, but for arrays."""
-        state = progress.rounds
-        self.local_steps = [progress.steps_of(rank) for rank in range(self.world.size)]
-        self.former_steps = state.get("local_steps", [])[self.world.size :]
+    def _restore_state(self, progress: Progress, start: Arrays | None) -> None:
+        state, ranks, size = progress.rounds, self.ranks, self.world.size
+        ranks.local_steps = [progress.steps_of(rank) for rank in range(size)] + state.get("local_steps", [])[size:]
         self.saved_whole = state.get("saved_whole", progress.step)
-        if state and len(state["shares"]) == self.world.size:
-            self.ranks.speeds = list(state["speeds"])
-        if state and self.ranks.follows and len(state["shares"]) == self.world.size:
-            self.ranks.shares = list(state["shares"])
-            self.round_ends = list(state.get("round_ends", []))
-            self._choose_length()
-        limits = state.get("max_micro_batch_sizes", [])
-        for rank, size in enumerate(limits if len(limits) == self.world.size else ()):
-            self.ranks.limit(rank, size)
-        if len(skipped := state.get("skipped_in_row", [])) == self.world.size:
-            self.skipped_in_row, progress.skipped_in_row = skipped, skipped[self.world.rank]
-        self.round = None  # also where this is the second try
+        is_same_size = len(state.get("shares", [])) == size
+        if is_same_size:
+            ranks.speeds = list(state["speeds"])
+            if ranks.follows:
+                ranks.shares, self.length.ends = list(state["shares"]), list(state.get("round_ends", []))
+                self.length.choose(self._step_seconds())
+            for rank, limit in enumerate(state.get("max_micro_batch_sizes", [])):
+                ranks.limit(rank, limit)
+            ranks.skipped_in_row = state.get("skipped_in_row", ranks.skipped_in_row)
+            progress.skipped_in_row = ranks.skipped_in_row[self.world.rank]
+        ranks.rewards, before = [list(progress.rewards)] * size, list(progress.rewards)
+        if "rewards" in state and len(state["rewards"]) == size:
+            ranks.rewards, before = state["rewards"], state["rewards_before"]
+            progress.rewards = list(ranks.rewards[self.world.rank])
         if "tail" in state:
-            # A run of an earlier version took an epoch, where the settings did not say.
-            pairs = (
-                sys.maxsize if "last_step" in state else self.config.independent.pairs_per_round or len(self.lengths)
-            )
-            self._read(state["first_step"], min(self.steps, state.get("last_step", self.steps)), pairs)
-            assert self.round is not None
-            self.pending = round_assignment.from_state(state["scattered"], state["tail"], len(self.round.rows))
-            self.trained = RoundWork(*(list(of_ranks) for of_ranks in zip(*state["trained"], strict=True)))
-        self.rewards, self.rewards_before = [list(progress.rewards)] * self.world.size, list(progress.rewards)
-        if "rewards" in state and len(state["rewards"]) == self.world.size:
-            self.rewards, self.rewards_before = state["rewards"], state["rewards_before"]
-            progress.rewards = list(self.rewards[self.world.rank])
-
-
-def _digest_of(queue: Sequence[round_assignment.Chunk]) -> hashlib._Hash:
-    """Of the rows of these chunks, in their order."""
-    digest = hashlib.sha256()
-    for chunk in queue:
-        digest.update(chunk.indices.tobytes())
-    return digest
+            stream = self._stream(state["first_step"], min(self.steps, state["last_step"]))
+            pending = pending_of(state["scattered"], state["tail"], len(stream.rows))
+            trained = RoundWork(*(list(of_ranks) for of_ranks in zip(*state["trained"], strict=True)))
+            if start is None:
+                raise KeyError("start")
+            self.round = OpenRound(stream, pending, trained, start, before)
 
 
 def _sums(first: Sequence[int], second: Sequence[int]) -> list[int]:
-    """Element by element."""
-    return [one + other for one, other in zip(first, second, strict=True)]
+    return [a + b for a, b in zip(first, second, strict=True)]

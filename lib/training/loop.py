@@ -21,18 +21,15 @@ from lib.data.streaming import StreamedDataset
 from lib.distributed.world import World
 from lib.errors import Stopped, UserError
 from lib.model import adapter_files
+from lib.plan.plan_warnings import strayed
 from lib.system import files, records
-from lib.training import recent_state, report, run_folder, summary
-from lib.training.find_checkpoint import fault_of
+from lib.training import summary
+from lib.training.checkpoint import fault_of, rank_folder, restore_weights
 from lib.training.local_sgd import LocalSGD
 from lib.training.objective import Metrics
-from lib.training.recent_state import RecentState
-from lib.training.resume import restore_weights
+from lib.training.run import PREFETCHED, TrainingRun
 from lib.training.step import MicroBatch, StepResult, is_compiled
 from lib.training.step_retries import Learner
-from lib.training.training_run import PREFETCHED, TrainingRun
-
-Show = Callable[[int, StepResult], None]  # (step, result), on the progress line
 
 
 class Evaluate(Protocol):
@@ -92,8 +89,8 @@ class Batches:
             parts, costs = assign_micro_batches(rows, self.lengths, sizes, self.cost)
             position = advance(position, len(rows), len(data))
             made = self.make.of(parts[rank], max(sizes[rank], default=1))
-            own_rows = [int(row) for batch, _ in made for row in batch.rows]
-            yield StepBatch(step, epoch, position, len(rows), costs, own_rows, made)
+            rank_rows = [int(row) for batch, _ in made for row in batch.rows]
+            yield StepBatch(step, epoch, position, len(rows), costs, rank_rows, made)
 
     def of(self, rows: np.ndarray, micro_batch_size: int) -> tuple[list[int], list[MicroBatch]]:
         """Some rows, ascending in length, and their micro-batches."""
@@ -110,17 +107,14 @@ class TrainingLoop:
     batches: Batches
     evaluate_on: Evaluate
     latest: Metrics = field(default_factory=dict)  # held-out metrics of the model as it is
+    final_step: int = 0  # whose weights the run's folder holds at the end
     ended: str | None = None  # why there are no further rounds
 
     @classmethod
     def over(cls, run: TrainingRun, reference: np.ndarray | None, evaluate_on: Evaluate) -> TrainingLoop:
         """Over a run's training data. reference: float32 [n, K], log-probabilities of the rows."""
         batches = Batches.prepare(run, reference)
-        return cls(run, Learner(run, batches.make), batches, evaluate_on)
-
-    def __post_init__(self) -> None:
-        self.final_step = self.run.steps  # whose weights the run's folder holds at the end
-        self.checkpoint_every = self.run.config.checkpoint.every or min(100, -(-self.run.steps // 10))
+        return cls(run, Learner(run, batches.make), batches, evaluate_on, final_step=run.steps)
 
     def evaluate(self) -> Metrics:
         """Held-out metrics and greedy answers, over all ranks; each rank's own where ranks are never merged."""
@@ -133,7 +127,7 @@ class TrainingLoop:
         """The metrics before the first step, with which those after training are compared.
 
         Raises:
-            UserError: the loss is no number, so the model's weights are none.
+            UserError: the loss is NaN or infinite, so weights of the model are.
         """
         run = self.run
         run.progress.before = self.evaluate()
@@ -142,21 +136,20 @@ class TrainingLoop:
             if loss is not None and not math.isfinite(loss):
                 raise UserError(
                     f"model.path {run.config.model.path}: the held-out loss before the first step is {loss}: its "
-                    "weights, or model.reference's, are no finite numbers; check the files, or try model.dtype=float32"
+                    "weights, or model.reference's, are not finite; check the files, or try model.dtype=float32"
                 )
 
     def train(self) -> None:
-        """Trains until the run's last step, or until the held-out loss falls no more; leaves the final weights."""
+        """Trains until the run's last step, or until evaluations improve no more; leaves the final weights."""
         run = self.run
         if run.is_over:
             self.latest = self.evaluate()
         else:
             self.latest = run.progress.before
-            with run.say.training(run.progress.step, run.steps) as show:
-                if run.local_sgd is None:
-                    self._train_synchronously(show)
-                else:
-                    self._train_independently(run.local_sgd, show)
+            if run.local_sgd is None:
+                self._train_synchronously()
+            else:
+                self._train_independently(run.local_sgd)
         if why := self.early_end():
             run.say.line(f"training ends after step {run.progress.step} of {run.steps}: {why}")
         self.final_step = run.progress.step
@@ -165,27 +158,27 @@ class TrainingLoop:
 
     def early_end(self) -> str | None:
         """Why training ended before the run's last step, if it did."""
-        progress = self.run.progress
-        if progress.step >= self.run.steps:
+        run, progress = self.run, self.run.progress
+        if progress.step >= run.steps:
             return self.ended
-        loss, count = progress.best_loss, progress.evaluations_since_best
-        best = "is finite" if loss is None else f"is below {loss:.4f} (step {progress.best_step})"
-        return f"none of the last {count} held-out losses {best}; train.patience={self.run.config.train.patience}"
+        count, best = progress.evaluations_since_best, progress.best_metrics.get(run.best_by)
+        shown = "" if best is None else f" (best {run.best_by} {best:.4f} at step {progress.best_step})"
+        return f"no improvement for {count} evaluations{shown}; train.patience={run.config.train.patience}"
 
     def _take_best(self) -> None:
-        """Goes back to the weights with the lowest held-out loss, where these are not the last ones."""
+        """Goes back to the weights of the best evaluation, where these are not the last ones."""
         run, progress = self.run, self.run.progress
-        step, loss = progress.best_step, progress.best_loss
-        if run.is_never_merged or step is None or loss is None or step == progress.step:
+        step, best = progress.best_step, progress.best_metrics.get(run.best_by)
+        if run.is_never_merged or step is None or best is None or step == progress.step:
             return
         path = self._checkpoint_of(step)
         if fault := self._fault_of(path):
-            text = f"{path}, of the lowest held-out loss, is damaged ({fault}); the last weights are taken"
+            text = f"{path}, of the best {run.best_by}, is damaged ({fault}); the last weights are taken"
             run.say.warning(text, run.own_step)
             return
         restore_weights(path, run.model, run.world)
         self.final_step, self.latest = step, progress.best_metrics
-        run.say.line(f"the weights of step {step} are taken, of the lowest held-out loss ({loss:.4f})")
+        run.say.line(f"the weights of step {step} are taken, of the best {run.best_by} ({best:.4f})")
 
     def _checkpoint_of(self, step: int) -> Path:
         return self.run.folder / "checkpoints" / f"step-{step:08d}"
@@ -194,103 +187,97 @@ class TrainingLoop:
         """What is wrong with a checkpoint on rank 0's disk, as all ranks learn; "" if it is whole."""
         return self.run.world.broadcast_text(fault_of(path) or "" if self.run.world.rank == 0 else "")
 
-    def _train_synchronously(self, show: Show) -> None:
+    def _train_synchronously(self) -> None:
         run, progress, schedule = self.run, self.run.progress, self.run.schedule
         every = run.config.evaluate.every
-        recent = RecentState(run)
         with contextlib.closing(prefetch(self.batches.upcoming(run), PREFETCHED)) as upcoming:
             for batch in upcoming:
                 step = batch.step
                 result = self.learner.learn(step, step - 1, batch.epoch, batch.rows, batch.micro_batches)
                 if run.reference is not None:
                     run.reference.follow(step)
-                show(step, result)
                 progress.count(step, batch.position, batch.pairs, result)
-                new_plan = schedule.observe(step, batch.costs, result.compute_seconds)
+                before, plan = schedule.at(step), schedule.observe(step, batch.costs, result.compute_seconds)
                 progress.schedule = schedule.state(step)
-                report.show_schedule(run.say, run.tracker, step, schedule, new_plan)
+                if plan is not None:
+                    first = step + schedule.lead
+                    run.tracker.record(
+                        "plan", step=step, first_step=first, shares_before=before.shares, **plan.to_dict()
+                    )
+                while schedule.remarks:
+                    run.say.warning(schedule.remarks.pop(0), step)
                 is_last = step == run.steps
-                checkpoint_due = self.run.writer.is_due(result.elapsed_seconds) or step % self.checkpoint_every == 0
+                checkpoint_due = run.writer.is_due(step, result.elapsed_seconds)
                 evaluation_due = is_last or bool(every and step % every == 0)
-                is_saved = self._evaluate_and_save(evaluation_due, is_last or checkpoint_due)
+                self._evaluate_and_save(evaluation_due, is_last or checkpoint_due)
                 if run.is_over:
                     break
-                if not is_saved:  # else the checkpoint has that step, once it is whole
-                    recent.keep(result)
 
-    def _train_independently(self, local_sgd: LocalSGD, show: Show) -> None:
+    def _train_independently(self, local_sgd: LocalSGD) -> None:
         run, progress = self.run, self.run.progress
         rank, every = run.world.rank, run.config.evaluate.every or run.steps
 
         def local_step(step: int, index: int, epoch: int, rows: np.ndarray, micro_batch_size: int) -> StepResult:
             result = self.learner.learn(step, index, epoch, *self.batches.of(rows, micro_batch_size))
-            show(index + 1, local_sgd.of_all(result))
             local_sgd.ranks.limit(rank, self.learner.max_micro_batch_size)
             return result
 
         # Of the last merge, from which the next evaluation counts: a resume may be inside a round.
-        evaluated = progress.step if local_sgd.round is None else local_sgd.round.first_step
-        keep = RecentState(run).keep
-        for merged, checkpoint_due in local_sgd.train(progress, local_step, self.checkpoint_every, keep):
+        evaluated = progress.step if local_sgd.round is None else local_sgd.round.stream.first_step
+        for merged, checkpoint_due in local_sgd.train(progress, local_step, run.writer):
             if merged is None:  # inside a round
                 self._evaluate_and_save(False, checkpoint_due)
                 continue
             run.tracker.log_merge(run.own_step, vars(merged))
-            report.show_merge(run.say, progress.step, run.steps, merged, local_sgd.take_remark())
+            if remark := local_sgd.length.remark:
+                run.say.line(f"step {progress.step}: {remark}")
+                local_sgd.length.remark = ""
             evaluation_due = progress.step == run.steps or progress.step // every > evaluated // every
             self._evaluate_and_save(evaluation_due, checkpoint_due)
             evaluated = progress.step
             if run.is_over:
                 break
 
-    def _evaluate_and_save(self, evaluation_due: bool, checkpoint_due: bool, wait: bool = False) -> bool:
-        """Held-out metrics, and a checkpoint where one is due or the model is the best so far; whether it was saved.
-
-        wait: until it is whole, as where it is read at once.
-        """
+    def _evaluate_and_save(self, evaluation_due: bool, checkpoint_due: bool) -> None:
+        """Held-out metrics, and a checkpoint where one is due or the model is the best so far."""
         run, progress = self.run, self.run.progress
         best_so_far, is_best = (progress.best_step, progress.best_loss, progress.best_metrics), False
-        self.run.writer.record(run.tracker)
+        run.writer.record(run.tracker)
         # If no finite update follows one that was left out, a resume takes that again: until then nothing is saved.
-        in_row = run.local_sgd.skipped_in_row if run.local_sgd is not None else [progress.skipped_in_row]
+        in_row = run.local_sgd.ranks.skipped_in_row if run.local_sgd is not None else [progress.skipped_in_row]
         is_left_out = any(in_row)  # every rank's, as all know them
         if is_left_out and not run.is_over:
             checkpoint_due = False
         if evaluation_due:
             self.latest = self.evaluate()
-            # Rank 0's: ranks that are never merged have losses of their own.
+            # Rank 0's: ranks that are never merged have metrics of their own.
             metrics: Metrics = json.loads(run.world.broadcast_text(json.dumps(self.latest)))
             may_be_saved = run.is_finite() and not is_left_out  # what is not saved is never the best
-            is_best = progress.is_best(metrics, may_be_saved)
+            is_best = progress.is_best(metrics, run.best_by, may_be_saved)
             checkpoint_due = is_best or run.is_over or checkpoint_due
         # Until the best is whole the best before it is the one that is kept: training waits to know.
-        is_saved = checkpoint_due and run.save(wait or is_best)
+        is_saved = checkpoint_due and run.save(wait=is_best)
         if is_best and not is_saved and self._fault_of(self._checkpoint_of(progress.step)):
             progress.best_step, progress.best_loss, progress.best_metrics = best_so_far
-        return is_saved
 
-    def finish(self) -> summary.RunSummary | None:
-        """Saves the result, and closes the log.
-
-        Returns:
-            On rank 0 what summary.json holds.
-        """
+    def finish(self) -> None:
+        """Saves the result and its figures, and closes the log."""
         run, config, world, tracker = self.run, self.run.config, self.run.world, self.run.tracker
-        report.warn_of_the_end(run.say, run.own_step, self.latest.get("kl"))
+        if (text := strayed(self.latest.get("kl"))) is not None:
+            run.say.warning(text, run.own_step)
         ending = summary.Ending(self.final_step, self.latest, self.early_end())
         totals = tracker.totals() | (self.latest if run.is_never_merged else {})
         each = world.gather_long_text(json.dumps(totals), "every rank's figures")
-        result = None
         if not run.is_finite():
             raise Stopped(
                 f"the weights after step {run.progress.step} are not finite, and no adapter is made of them (the "
                 f"checkpoints in {run.folder} have finite ones); start a new run with a smaller train.learning_rate"
             )
+        run.writer.wait()
         with world.agreeing("finishing"), world.gathering(run.model.trainable_parameters()) as [weights]:
             try:
                 if run.is_never_merged:
-                    own_folder = run_folder.own_folder(run.folder, world.rank)
-                    adapter_files.save_trained(run.model, config.model, own_folder)
+                    adapter_files.save_trained(run.model, config.model, rank_folder(run.folder, world.rank))
                 if world.rank == 0:
                     adapter_files.save_trained(run.model, config.model, run.folder, *weights)
                     run.count_wall_seconds()
@@ -301,15 +288,7 @@ class TrainingLoop:
                     f"{error.filename or run.folder}: {error.strerror}; the last checkpoint is whole: "
                     f"mend that, then --resume {run.folder}"
                 ) from None
-        self.run.writer.record(tracker)
-        recent_state.forget(run)
-        tracker.record(
-            "end",
-            step=run.own_step,
-            final_step=ending.step,
-            reason=ending.reason,
-            **ending.metrics,
-        )
+        run.writer.record(tracker)
+        tracker.record("end", step=run.own_step, final_step=ending.step, reason=ending.reason, **ending.metrics)
         tracker.gather(world, everything=True)
-        tracker.close(run.progress.step)
-        return result
+        tracker.close()

@@ -17,8 +17,8 @@ from lib.system import files, network, out_of_memory
 from lib.system.out_of_memory import OutOfMemory
 from lib.training.divided_world import InStages
 from lib.training.pipelined_step import PipelinedStep, StagePace
+from lib.training.run import TrainingRun
 from lib.training.step import MicroBatch, Step, StepResult
-from lib.training.training_run import TrainingRun
 
 
 class MicroBatchLimit:

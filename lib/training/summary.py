@@ -1,21 +1,17 @@
-"""The final figures of a run: summary.json, and the closing tables."""
+"""The final figures of a run, as summary.json holds them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, TypedDict
 
 from lib.config.schema import Config
 from lib.plan.cluster_plan import ClusterPlan
-from lib.system.terminal import python
-from lib.telemetry.cost import HostCost, RunCost, hosts_cost
+from lib.plan.cost import RunCost, hosts_cost
 from lib.training.checkpoint import Progress
 from lib.training.objective import Metrics
-from lib.training.progress_display import RunConsole, size_text, three_digits
-from lib.training.report import duration
 
 
 class RankTotals(TypedDict):
@@ -154,104 +150,3 @@ def _beside_plan(plan: ClusterPlan, ranks: Sequence[RankTotals]) -> list[RankTot
     seconds = plan.predicted_step_seconds if plan.calibrated and not plan.divides_model else None
     planned = [share / seconds if seconds else None for share in plan.shares] if seconds else [None] * len(ranks)
     return [{**rank, "planned_pairs_per_second": speed} for rank, speed in zip(ranks, planned, strict=True)]
-
-
-def show_end(say: RunConsole, folder: Path, summary: RunSummary) -> None:
-    """The closing tables, where the files are, what to type next, and in a file the summary as JSON."""
-    pages = [name for name in ("report.html", "curves.png") if (folder / name).exists()]
-    held_out = (
-        ("loss", ".4f", summary["loss_before"], summary["loss"]),
-        ("reward accuracy", ".1%", summary["reward_accuracy_before"], summary["reward_accuracy"]),
-        ("reward margin", ".3f", summary["reward_margin_before"], summary["reward_margin"]),
-        ("KL to the reference", ".2f", summary["kl_before"], summary["kl"]),
-        ("exact match", ".1%", summary["exact_match_before"], summary["exact_match_after"]),
-    )
-    rows = [
-        (label, *("-" if x is None else f"{x:{form}}".replace("%", " %") for x in (before, after)))
-        for label, form, before, after in held_out
-        if after is not None
-    ]
-    if rows:
-        say.line("")
-        say.table("", ["held out", "before", "after"], rows)
-    if len(summary["ranks"]) > 1:
-        say.line("")
-        _show_ranks(say, summary["ranks"])
-    say.line("")
-    say.facts(
-        f"{summary['steps']:,} steps, {summary['pairs']:,} pairs",
-        [
-            (
-                "training",
-                f"{duration(summary['seconds'])} of steps, {duration(summary['wall_seconds'])} in all",
-            ),
-            (
-                "speed",
-                f"{three_digits(summary['pairs_per_second'])} pairs/s, {summary['tokens_per_second']:,.0f} tokens/s",
-            ),
-            *(
-                [("efficiency", f"{100 * summary['efficiency']:.1f} % of what the hosts do alone, added up")]
-                if summary["efficiency"] is not None
-                else []
-            ),
-            ("memory", f"{size_text(summary['peak_memory_bytes'])} at most"),
-            *(("cost", text) for text in _costs(summary["cost"])),
-            ("results", f"{folder}/: {', '.join([_adapter(summary), *pages, 'summary.json'])}"),
-        ],
-    )
-    words = [python(), "-m"]
-    say.line("")
-    say.command(
-        [*words, "mlx_lm", "generate", "--model", summary["model"], "--adapter-path", str(folder), "--prompt", "..."],
-        lead="try it    ",
-    )
-    say.command([*words, "lib.server", "--run", str(folder)], lead="serve it  ")
-    say.command([*words, "lib.dashboard", str(folder)], lead="see it    ")
-    say.record(dict(summary))
-
-
-def _adapter(summary: RunSummary) -> str:
-    """The adapter in a run's folder, and of which step it is where that is not the last."""
-    held = summary["checkpoint"]
-    return "adapter" if held["step"] == summary["steps"] else f"adapter of step {held['step']} (the {held['which']})"
-
-
-def _show_ranks(say: RunConsole, ranks: Sequence[RankTotals]) -> None:
-    """What each rank did since the run was started or resumed."""
-    rows = []
-    for rank in ranks:
-        seconds = rank["seconds"] or float("nan")
-        times = rank["compute_seconds"], rank["sync_seconds"], rank["wait_seconds"]
-        parts = [f"{100 * part / seconds:.0f} %" for part in times]
-        planned = rank["planned_pairs_per_second"]
-        speeds = [three_digits(rank["pairs"] / seconds), *([three_digits(planned)] if planned else [])]
-        rows.append(
-            [
-                str(rank["rank"]),
-                rank["host"],
-                f"{rank['pairs']:,}",
-                *speeds,
-                *parts,
-                size_text(rank["peak_memory_bytes"]),
-            ]
-        )
-    planned_too = ["planned"] if ranks[0]["planned_pairs_per_second"] else []
-    say.table(
-        "",
-        ["rank", "host", "pairs", "pairs/s", *planned_too, "compute", "sync", "wait", "memory"],
-        rows,
-        text_columns=2,
-    )
-
-
-def _costs(cost: RunCost | None) -> list[str]:
-    """A line a host, and one for all."""
-    if cost is None:
-        return []
-    hosts = [(host["host"], host) for host in cost["hosts"]]
-    named: list[tuple[str, HostCost | RunCost]] = [*hosts, ("all hosts", cost)] if len(hosts) > 1 else [*hosts]
-    return [
-        f"{name}: {part['energy_kwh']:.3g} kWh for {part['electricity']:.2f}, rent {part['rent']:.2f}, "
-        f"together {part['cost']:.2f}"
-        for name, part in named
-    ]

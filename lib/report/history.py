@@ -24,8 +24,7 @@ from typing import Any, TypeGuard
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from lib.telemetry.log_tail import Tail
-from lib.telemetry.record_types import Record
+from lib.system.records import Record, Tail
 
 JSON = dict[str, Any]  # a record that nobody has looked at yet
 

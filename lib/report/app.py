@@ -8,12 +8,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lib.dashboard import charts, components, rounds
-from lib.dashboard.figures import Figures, figures
-from lib.dashboard.history import RunHistory
-from lib.dashboard.layout import GRAPHS, OPTIONAL, page_layout
-from lib.dashboard.watcher import Watcher
 from lib.errors import UserError
+from lib.report import charts, components, rounds
+from lib.report.figures import Figures, figures
+from lib.report.history import RunHistory
+from lib.report.layout import GRAPHS, OPTIONAL, page_layout
+from lib.report.watcher import Watcher
 
 STYLE = Path(__file__).with_suffix(".css")
 # The browser itself refuses whatever would come from, or go to, another place.

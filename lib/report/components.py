@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from lib.dashboard import charts
-from lib.dashboard.figures import Figures, RankFigures
-from lib.dashboard.history import RunHistory
+from lib.report import charts
+from lib.report.figures import Figures, RankFigures
+from lib.report.history import RunHistory
 
 SHOWN_EVENTS = 30
 

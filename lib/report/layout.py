@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from lib.dashboard import charts
+from lib.report import charts
 
 REFRESH_SECONDS = 1.0  # between looks of a page at this process
 GRAPH_OPTIONS = {"displayModeBar": False, "displaylogo": False, "showLink": False, "responsive": True}

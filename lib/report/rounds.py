@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from lib.dashboard import charts
-from lib.dashboard.history import RunHistory
-from lib.telemetry.record_types import Record
+from lib.report import charts
+from lib.report.history import RunHistory
+from lib.system.records import Record
 
 SHOWN_ROUNDS = 30
 PARTS = ("sampling", "waiting", "judging", "training")  # of a rank's time

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import TypedDict, cast
 
 from lib.config import read_file
-from lib.dashboard import charts, pictures
-from lib.dashboard.figures import Figures, batch_curves, figures, held_out_now
-from lib.dashboard.history import RunHistory
 from lib.errors import UserError, shown
+from lib.plan.cost import RunCost
+from lib.report import charts, pictures
+from lib.report.figures import Figures, batch_curves, figures, held_out_now
+from lib.report.history import RunHistory
 from lib.system import files
 from lib.system.model_folder import ADAPTER_WEIGHTS
-from lib.telemetry.cost import RunCost
-from lib.telemetry.record_types import Record, SettingsRecord
+from lib.system.records import Record, SettingsRecord
 
 CARD = "README.md"
 CURVES = "curves.png"

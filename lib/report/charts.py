@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from lib.dashboard import figures
-from lib.dashboard.figures import Figures
-from lib.dashboard.history import SENSORS, MetricCurve, RunHistory, Who
-from lib.telemetry.record_types import PlanRecord, Record
+from lib.report import figures
+from lib.report.figures import Figures
+from lib.report.history import SENSORS, MetricCurve, RunHistory, Who
+from lib.system.records import PlanRecord, Record
 
 Plotly = dict[str, Any]
 """A figure, or a part of one, as Plotly takes it."""

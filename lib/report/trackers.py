@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.errors import UserError
-from lib.telemetry.record_types import Record, SettingsRecord
+from lib.system.records import Record, SettingsRecord
 
 Write = Callable[[int, dict[str, float]], None]  # (step, figures by name)
 
@@ -23,7 +22,7 @@ PREFIXES = {"step": "train", "evaluation": "held_out"}  # of the figures' names,
 FLUSH_SECONDS = 5.0  # between two writes of TensorBoard's file to the disk
 
 
-class Feed:
+class Trackers:
     """Rank 0's records on their way to the sinks. One that fails is reported once and left out; the run goes on.
 
     Raises:
@@ -32,7 +31,6 @@ class Feed:
 
     def __init__(self, names: Sequence[str], folder: Path):
         self.names, self.folder = tuple(dict.fromkeys(names)), folder
-        self.faults: list[str] = []  # not yet recorded
         self._open: dict[str, tuple[AbstractContextManager[Write], Write]] = {}
         for name in self.names:
             try:
@@ -42,32 +40,35 @@ class Feed:
                     f"run.sinks: {name} needs the package {PACKAGES[name]} ({error}); run pip install {PACKAGES[name]}"
                 ) from error
 
-    def take(self, entry: Record) -> None:
-        """A run's record: `start` opens the sinks; the figures of a `step` or an `evaluation` go to each of them."""
-        if entry["kind"] == "start":
-            for name in self.names:
-                self._try(name, self._start, name, entry)
-        elif (prefix := PREFIXES.get(entry["kind"])) is not None:
-            for name, (_, write) in list(self._open.items()):
-                self._try(name, write, entry["step"], figures(prefix, entry))
+    def take(self, entry: Record) -> str | None:
+        """A run's record: `start` opens the sinks, `end` closes them; a `step`'s or `evaluation`'s figures go to each.
 
-    def close(self) -> None:
-        for name, (sink, _) in list(self._open.items()):
-            self._try(name, sink.__exit__, None, None, None)
-        self._open.clear()
+        Returns:
+            Why a sink gets no more.
+        """
+        faults: list[str | None] = []
+        if entry["kind"] == "start":
+            faults = [self._attempt(name, self._start, name, entry) for name in self.names]
+        elif (prefix := PREFIXES.get(entry["kind"])) is not None:
+            values = figures(prefix, entry)
+            faults = [self._attempt(name, write, entry["step"], values) for name, (_, write) in [*self._open.items()]]
+        elif entry["kind"] == "end":
+            faults = [self._attempt(name, sink.__exit__, *[None] * 3) for name, (sink, _) in [*self._open.items()]]
+            self._open.clear()
+        return "; ".join(fault for fault in faults if fault) or None
 
     def _start(self, name: str, entry: Record) -> None:
         sink = SINKS[name](self.folder, entry["config"], entry["resumed_from_step"] is not None)
         self._open[name] = sink, sink.__enter__()
 
-    def _try(self, name: str, do: Callable[..., Any], *arguments: Any) -> None:
+    def _attempt(self, name: str, do: Callable[..., Any], *arguments: Any) -> str | None:
         try:
             do(*arguments)
-        except Exception as error:  # whatever a foreign package raises
+        except Exception as error:  # of a foreign package
             self._open.pop(name, None)
             why = " ".join(f"{type(error).__name__}: {error}".split())
-            self.faults.append(f"run.sinks: {name} gets no more of this run, whose own logs are whole ({why})")
-            print(f"warning: {self.faults[-1]}", file=sys.stderr, flush=True)
+            return f"run.sinks: {name} gets no more of this run, whose own logs are whole ({why})"
+        return None
 
 
 def figures(prefix: str, entry: Mapping[str, object]) -> dict[str, float]:

@@ -18,6 +18,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from lib.config.evaluate_settings import REWARD_MODEL, EvaluateSettings
+from lib.config.schema import Config
 from lib.data.prompts import Prompts
 from lib.data.record_formats import ANSWER
 from lib.errors import UserError
@@ -39,6 +40,23 @@ def kind_of(judge: str | None) -> JudgeKind:
     if judge.startswith(SERVERS):
         return "server"
     return "function" if FUNCTION.fullmatch(judge) else "command"
+
+
+def require_judges(config: Config, data: object, held_out: Prompts | None) -> None:
+    """Makes sure that a round's answers, and those to held-out prompts, have a judge.
+
+    Raises:
+        UserError: they have none.
+    """
+    if not isinstance(data, Prompts):
+        return
+    of_rounds = "evaluate.judge" if config.rollouts.judge is None else "rollouts.judge"
+    judge = config.evaluate.judge if config.rollouts.judge is None else config.rollouts.judge
+    asked = [(of_rounds, judge, data)]
+    asked += [] if held_out is None else [("evaluate.judge", config.evaluate.judge, held_out)]
+    for setting, name, prompts in asked:
+        require_judge(config.evaluate, name, setting)
+        require_answers(name, setting, prompts)
 
 
 def require_judge(settings: EvaluateSettings, judge: str | None, setting: str) -> None:

@@ -11,10 +11,10 @@ import numpy as np
 from pydantic import ValidationError
 
 from lib.config.schema import CostSettings
-from lib.dashboard.history import COLUMNS, INDEX, LATE_SECONDS, SENSORS, SILENT_SECONDS, RunHistory, Series, Warned, Who
 from lib.plan.calibration import BatchCurve
-from lib.telemetry.cost import RunCost, hosts_cost
-from lib.telemetry.record_types import PlanRecord, Record, SettingsRecord
+from lib.plan.cost import RunCost, hosts_cost
+from lib.report.history import COLUMNS, INDEX, LATE_SECONDS, SENSORS, SILENT_SECONDS, RunHistory, Series, Warned, Who
+from lib.system.records import PlanRecord, Record, SettingsRecord
 
 
 @dataclass(frozen=True)

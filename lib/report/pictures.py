@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from lib.dashboard import charts
-from lib.dashboard.history import RunHistory
 from lib.plan.calibration import BatchCurve
+from lib.report import charts
+from lib.report.history import RunHistory
 from lib.system import files
-from lib.telemetry.run_records import read_records
+from lib.system.records import read_records
 
 Points = list[tuple[int, float | None]]  # steps and values
 

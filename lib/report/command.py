@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from lib.config import command_line
-from lib.dashboard import run_report
-from lib.dashboard.app import make_app
-from lib.dashboard.history import runs_in
-from lib.dashboard.watcher import Watcher
 from lib.errors import UserError, shown
+from lib.report import run_report
+from lib.report.app import make_app
+from lib.report.history import runs_in
+from lib.report.watcher import Watcher
 from lib.system import mpi_and_blas
 from lib.system.network import own_addresses
 
@@ -80,7 +80,7 @@ def _serve(app: Any, host: str, port: int, token: str, note: str | None = None) 
     Raises:
         UserError: the port is taken.
     """
-    from lib.dashboard.bounded_server import BoundedServer
+    from werkzeug.serving import make_server
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     try:
@@ -90,7 +90,7 @@ def _serve(app: Any, host: str, port: int, token: str, note: str | None = None) 
             f"cannot listen at {host}:{port} ({os.strerror(error.errno or 0)}); give another --port"
         ) from None
     port = listener.getsockname()[1]
-    server = BoundedServer(host, port, app.server, fd=listener.fileno())
+    server = make_server(host, port, app.server, threaded=True, fd=listener.fileno())
     # A page of somebody else's that names this address by its own domain gets no answer (DNS rebinding).
     names = [host] if host not in ("", "0.0.0.0") else own_addresses()
     app.server.config["TRUSTED_HOSTS"] = ["localhost", "127.0.0.1", "[::1]", *names]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lib.dashboard.history import RunHistory, runs_in
+from lib.report.history import RunHistory, runs_in
 
 POLL_SECONDS = 0.5  # between looks at the logs
 LISTED_RUNS = 40

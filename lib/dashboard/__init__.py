@@ -1,1 +1,0 @@
-"""Runs as pictures: in a browser, and in the pages that a run leaves."""

@@ -1,0 +1,454 @@
+"""What a person reads of a run on the console: the plan, the progress, the closing tables; all from its records."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from rich.live import Live
+from rich.text import Text
+
+from lib.config import read_file
+from lib.config.schema import Config, MetalSettings
+from lib.data.dataset import Dataset
+from lib.data.prompts import Prompts
+from lib.data.streaming import StreamedDataset
+from lib.distributed.world import World
+from lib.model import quantised
+from lib.plan.cluster_plan import ClusterPlan
+from lib.plan.cost import RunCost, hosts_cost
+from lib.plan.plan_warnings import long_warm_up, uneven_labels
+from lib.system import metal
+from lib.system.hardware import device_name
+from lib.system.records import PerformanceTracker, PlanRecord, Record
+from lib.system.terminal import (
+    GAP,
+    SHORTEST_BAR,
+    Terminal,
+    clock,
+    duration,
+    labelled,
+    metrics_text,
+    python,
+    size_text,
+    three_digits,
+    with_bar,
+)
+from lib.training.inputs import Inputs
+from lib.training.summary import RankTotals, RunSummary
+
+LINE_WIDTH = 80  # of a step's line, in a file
+
+
+class RunConsole(Terminal):
+    """Prints the records of rank 0; of other ranks what they alone warn of.
+
+    A terminal has one line that changes, a file one now and then.
+
+    Warnings become records, those before the log began as well.
+    """
+
+    def __init__(self, rank: int, log_every: int = 10):
+        super().__init__(silent=rank != 0)
+        self.rank, self.log_every = rank, log_every
+        self.tracker: PerformanceTracker | None = None  # where this rank's warnings are recorded
+        self.early: list[str] = []  # warnings before the log began
+        self.line_of_run: ProgressLine | None = None
+        self.live: Live | None = None
+        self.merge_shown = 0  # the step of the last merge that was shown
+
+    def record_in(self, tracker: PerformanceTracker, step: int, each_rank: bool) -> None:
+        """Records warnings from now on, and those before: of rank 0, or of each rank where ranks are independent."""
+        if self.rank == 0 or each_rank:
+            self.tracker = tracker
+        for text in self.early if self.rank == 0 else ():
+            tracker.record("warning", step=step, text=text)
+
+    def warning(self, text: str, step: int = 0) -> None:
+        """Says what may be wrong, and records it; `step` is the last one before."""
+        if self.tracker is not None:
+            self.tracker.record("warning", step=step, text=text)
+        else:
+            self.early.append(text)
+            super().warning(text)
+
+    def own_warning(self, text: str, step: int = 0, why: str = "") -> None:
+        """A warning of a step that this rank took, which of independent ranks no other knows.
+
+        why: for the record and rank 0. What other ranks print last may be taken for the reason of their end.
+        """
+        self.warning(text + why, step)
+        if self.tracker is not None and self.rank != 0:
+            Terminal(stderr=True).labelled("warning", f"rank {self.rank} on {self.tracker.host}: {text}")
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Shows on a terminal what takes its time, as long as it does."""
+        if self.live is None or self.line_of_run is None:
+            with super().doing(what):
+                yield
+            return
+        self.line_of_run.busy_with = what
+        try:
+            yield
+        finally:
+            self.line_of_run.busy_with = ""
+
+    def take(self, record: Record) -> str | None:
+        """Prints a record, as a subscriber of the run's."""
+        kind, step = record["kind"], record.get("step") or 0
+        if self.rank != 0:
+            return None
+        if kind == "warning":
+            if record["text"] not in self.early:  # those are printed
+                self.labelled("warning", str(record["text"]))
+        elif kind == "start":
+            plan = record.get("plan") or PlanRecord()
+            steps = record.get("steps")
+            total = steps if isinstance(steps, int) else 0
+            self.line_of_run = ProgressLine(record.get("resumed_from_step") or 0, total, self.log_every, plan)
+        elif self.line_of_run is not None:
+            self._take_of_run(self.line_of_run, kind, step, record)
+        return None
+
+    def _take_of_run(self, line: ProgressLine, kind: str, step: int, record: Record) -> None:
+        if kind == "step":
+            self._show_step(line, record)
+        elif kind == "evaluation" and (text := metrics_text(record)):  # type: ignore[arg-type]
+            self.line(f"held out {_of(line.step, line.total)}  {text}", "bold")
+        elif kind == "plan":
+            line.plan = record
+            parts, what = (record.get("blocks"), "blocks") if record.get("blocks") else (record.get("shares"), "shares")
+            shares = " + ".join(map(str, parts or []))
+            self.line(f"step {step}: from step {record['first_step']} on {what} {shares}: {record['reason']}", "bold")
+        elif kind == "merge":
+            self._show_merge(line, record)
+        elif kind == "end" and self.live is not None:
+            self.live.stop()
+            self.live = None
+
+    def _show_step(self, line: ProgressLine, record: Mapping[str, Any]) -> None:
+        line.add(record)
+        if self.is_live:
+            if self.live is None:
+                self.live = Live(
+                    console=self.console,
+                    get_renderable=lambda: line.shown(self.console.width, self.bar),
+                    refresh_per_second=4,
+                )
+                self.live.start()
+        elif line.is_first or line.step == line.total or line.step % self.log_every == 0:
+            room = min(LINE_WIDTH, self.width or LINE_WIDTH)
+            self.line(line.shown(room, bar="", position=f"step     {_of(line.step, line.total)}"))
+
+    def _show_merge(self, line: ProgressLine, record: Mapping[str, Any]) -> None:
+        """One line of a merge, where merges are frequent of one in `run.log_every` steps."""
+        step = line.step = record.get("global_step") or line.step
+        if step < line.total and step // self.log_every == self.merge_shown // self.log_every:
+            return
+        self.merge_shown = step
+        shown = [f"{' + '.join(map(str, record['pairs']))} pairs", f"{size_text(record['bytes_sent'])} sent"]
+        if record.get("error") is not None:
+            shown.append(f"error {record['error']:.1e}")
+        self.line(f"step {step}: merged by {record['method']}: {', '.join(shown)}")
+
+    def close(self) -> None:
+        """Ends the line that changes, as before an error."""
+        if self.live is not None:
+            self.live.stop()
+            self.live = None
+
+
+class ProgressLine:
+    """What a person wants to know of a training as it goes; figures are means of the last few steps.
+
+    Args:
+        done: steps before this process; total: of the run; window: steps of the means.
+        plan: by whose shares rank 0's pairs stand for those of all ranks.
+    """
+
+    def __init__(self, done: int, total: int, window: int, plan: PlanRecord | Record):
+        self.done, self.total, self.step, self.plan = done, total, done, plan
+        self.began = self.added = time.perf_counter()
+        self.results: deque[Mapping[str, Any]] = deque(maxlen=window)
+        self.pairs, self.taken = 0.0, 0
+        self.busy_with = ""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether one step was taken."""
+        return self.taken == 1
+
+    @property
+    def factor(self) -> float:
+        """Pairs of all ranks for one of rank 0's."""
+        shares = self.plan.get("shares") or []
+        return sum(shares) / shares[0] if len(shares) > 1 and shares[0] else 1.0
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Takes in a step of rank 0's. Independent ranks count their own: their pairs say how far the run is."""
+        self.results.append(record)
+        self.taken += 1
+        self.added = time.perf_counter()
+        self.pairs += record["pairs"] * self.factor
+        self.step = record["step"]
+        if self.plan.get("strategy") == "independent":
+            steps = self.done + math.floor(self.pairs / (self.plan.get("global_batch_size") or 1))
+            self.step = min(self.total, max(self.done + 1, steps))
+
+    def fields(self) -> list[tuple[int, str]]:
+        """Importance, the smaller the greater, and text."""
+        if not self.results:
+            return []
+        seconds = sum(record["step_seconds"] for record in self.results)
+        speed = self.factor * sum(record["pairs"] for record in self.results) / seconds if seconds else 0.0
+        tokens = self.factor * sum(record.get("tokens", 0) for record in self.results) / seconds if seconds else 0.0
+        fields = [(1, labelled("loss", self._mean("loss"), ".4f"))]
+        fields += [(3, labelled("acc", self._mean("reward_accuracy"), ".1%"))]
+        fields += [(3, labelled("reward", self._mean("reward"), ".3f"))]
+        fields += [(4, labelled("margin", self._mean("reward_margin"), ".3f"))]
+        fields += [(6, labelled("kl", self._mean("kl"), ".2f"))]
+        fields += [(7, f"lr {self.results[-1]['learning_rate']:.1e}"), (2, f"{three_digits(speed)} pairs/s")]
+        fields += [(9, f"{tokens:,.0f} tokens/s")]
+        return [*fields, (8, size_text(max(record["peak_memory_bytes"] for record in self.results)))]
+
+    def _mean(self, name: str) -> float | None:
+        """Each pair counted once; steps that were left out count nowhere."""
+        known = [(value, record["pairs"]) for record in self.results if (value := record.get(name)) is not None]
+        known = [(value, pairs) for value, pairs in known if math.isfinite(value)]
+        pairs = sum(count for _, count in known)
+        return sum(value * count for value, count in known) / pairs if pairs else None
+
+    def shown(self, width: int, bar: str, position: str = "") -> Text:
+        """As many figures as fit in a line, the more important first.
+
+        bar: its two signs, done and to do, or none. position: how the step is written.
+        """
+        step, elapsed = self.step, self.added - self.began
+        fields = [(0, position or f"step {step:,}/{self.total:,}"), *([] if self.busy_with else self.fields())]
+        if step > self.done:
+            waited = time.perf_counter() - self.added
+            left = max(0.0, elapsed / (step - self.done) * (self.total - step) - waited)
+            fields.append((2, f"{clock(left)} left" if step < self.total else f"in {clock(elapsed)}"))
+        if self.busy_with:
+            fields.append((1, f"{self.busy_with} ..."))
+        fitting: list[tuple[int, str]] = []
+        for field in sorted(field for field in (*fields, (5, " " * SHORTEST_BAR * bool(bar))) if field[1]):
+            if sum(len(text) + GAP for _, text in fitting) + len(field[1]) <= width:
+                fitting.append(field)
+        return with_bar([field[1] for field in fields if field in fitting], step / max(self.total, 1), width, bar)
+
+
+def _of(step: int, total: int) -> str:
+    """` 7/63`, as wide as the last will be."""
+    return f"{step:{len(f'{total:,}')},}/{total:,}"
+
+
+# ---- Before training: what the data and the settings come to ---------------------------------------------------------
+
+
+def show_run(say: Terminal, config: Config, plan: ClusterPlan, inputs: Inputs, steps: int) -> None:
+    """Derived, printed, then run: the facts of a run, its plan, and every strategy's prediction."""
+    data, valid, batch = inputs.data, inputs.valid, config.train.global_batch_size
+    model, train, about = config.model, config.train, "about " * data.is_estimated
+    ranks = sorted({model.rank, *model.rank_pattern.values()})
+    method = model.method if model.method == "full" else f"{model.method} of rank {' and '.join(map(str, ranks))}"
+    tokens = f"{about}{int(data.lengths.sum()):,} tokens, longest {about}{int(data.lengths.max())}"
+    rows = [
+        ("model", f"{model.path}, {method}"),
+        ("loss", train.loss_name if train.loss == "sft" else f"{train.loss_name}, beta {train.beta:g}"),
+        ("data", f"{data.path}: {len(data):,} rows, {tokens}" + ", read as they are needed" * data.is_estimated),
+        ("format", data.columns),
+    ]
+    if data.labels is not None:
+        rows.append(("labels", data.unit.removeprefix("rows ").strip("()")))
+    if valid is not None:
+        other = f" from {valid.columns}" if valid.columns != data.columns else ""
+        rows.append(("held out", f"{valid.path}: {len(valid):,} rows{other}"))
+    shares = " + ".join(map(str, plan.shares)) + " = " if len(plan.workers) > 1 else ""
+    epochs = steps / -(-len(data) // batch)
+    rows.append(("steps", f"{steps:,} of {shares}{batch:,} rows, {epochs:.3g} epoch{'s' * (epochs != 1)}"))
+    rows.append(("plan", plan.reason))
+    if plan.merging:
+        rows += [("merging", plan.merging), ("instead", plan.synchronous_instead)]
+    if plan.divided_instead:
+        rows.append(("instead", plan.divided_instead))
+    if (plan.calibrated or plan.stages) and plan.predicted_step_seconds:
+        rows.append(("predicted", _predicted(plan, steps)))
+    say.facts(f"run {config.run.name}", [*rows, ("folder", str(Path(config.run.dir) / str(config.run.name)))])
+    if inputs.first_row is not None:
+        say.line(inputs.first_row, lead="row 1: ")
+    if len(plan.ranks) > 1:
+        say.line("")
+        say.table("", *_without_unknown(plan.rows()), text_columns=2)
+    if plan.predictions:
+        _show_predictions(say, config, plan, steps)
+
+
+def warn_of_run(say: Terminal, config: Config, plan: ClusterPlan, inputs: Inputs, steps: int) -> None:
+    """What a person may believe of the settings or the data that is not so."""
+    from lib.config.without_effect import without_effect
+
+    data = inputs.data
+    warnings = [*plan.warnings, *without_effect(config, plan.strategy, len(plan.ranks))]
+    warnings.append(long_warm_up(steps, config.train) or "")
+    if data.labels is not None:
+        warnings.append(uneven_labels(len(data), int(data.labels.sum()), config.train) or "")
+    for dataset in (data, inputs.valid):
+        warnings += [] if dataset is None else _of_rows(dataset, config.data.max_length)
+    for text in filter(None, warnings):
+        say.warning(text)
+
+
+def _of_rows(dataset: Dataset | StreamedDataset | Prompts, max_length: int) -> Iterator[str]:
+    if dataset.truncated_count:
+        count = f"{'about ' * dataset.is_estimated}{dataset.truncated_count} of {len(dataset)}"
+        yield f"{dataset.path}: {count} rows cut to data.max_length={max_length} tokens"
+    if dataset.skipped:
+        first = "; ".join(dataset.skipped[:5]) + " ..." * (dataset.skipped_count > 5)
+        yield f"{dataset.path}: {dataset.skipped_count} unusable rows left out (data.skip_invalid): {first}"
+
+
+def _predicted(plan: ClusterPlan, steps: int) -> str:
+    """What the hosts' curves say of the plan."""
+    chosen = next((way for way in plan.predictions if way.chosen), None)  # merges included
+    seconds = (chosen and chosen.step_seconds) or plan.predicted_step_seconds or 0.0
+    speed, part = plan.global_batch_size / seconds if seconds else 0.0, chosen.efficiency if chosen else plan.efficiency
+    efficiency = f", {100 * part:.0f} % of what the hosts do alone, added up" if part else ""
+    each = f"{seconds:.3g} s a step, {three_digits(speed)} pairs/s{efficiency if len(plan.ranks) > 1 else ''}"
+    return f"{each}; {duration(steps * seconds)} of training"
+
+
+def _without_unknown(rows: Sequence[dict[str, str]]) -> tuple[list[str], list[list[str]]]:
+    """The columns and cells of a plan's table, without columns of which nothing is known."""
+    columns = [name for name in rows[0] if any(row[name] not in ("not measured", "unknown") for row in rows)]
+    return columns, [[row[name] for name in columns] for row in rows]
+
+
+def _show_predictions(say: Terminal, config: Config, plan: ClusterPlan, steps: int) -> None:
+    """What each strategy would give; its time and cost only where they were measured with this model."""
+    columns = ["", "η", "step", "pairs/s", "memory", "sent a step", "in all", "energy", "cost"]
+    rows = []
+    for way in plan.predictions:
+        row = [f"{'➜' if way.chosen else ' '} {way.strategy}"]
+        row.append("-" if way.efficiency is None else f"{100 * way.efficiency:.0f} %")
+        seconds = None if way.step_seconds is None else steps * way.step_seconds
+        if way.step_seconds is None:
+            row += ["-", "-"]
+        else:
+            row += [f"{way.step_seconds:.3g} s", three_digits(plan.global_batch_size / way.step_seconds)]
+        row.append("-" if way.memory_bytes is None else size_text(way.memory_bytes))
+        row.append("-" if way.bytes_per_step is None else size_text(way.bytes_per_step))
+        row.append("-" if seconds is None else duration(seconds))
+        cost = hosts_cost(way.hosts, seconds, config.cost) if seconds is not None else None
+        rows.append([*row, f"{cost['energy_kwh']:.3g} kWh", f"{cost['cost']:.2f}"] if cost else row)
+    width = min(map(len, rows)) if plan.calibrated or plan.divides_model else 2
+    say.line("")
+    title = "strategies, as predicted; η: of what the hosts do alone, added up"
+    say.table(title, columns[:width], [row[:width] for row in rows])
+
+
+def attend_displays(say: Terminal, settings: MetalSettings, world: World, hosts: Sequence[str], dry_run: bool) -> None:
+    """Looks after the displays of Macs, as metal.display says, and warns of those that stay lit. All ranks call it."""
+    is_first_here = list(hosts).index(hosts[world.rank]) == world.rank
+    mine = metal.attend_displays(settings.display, is_first_here, only_look=dry_run)
+    displays = world.gather_long_text(json.dumps(mine), "the hosts' displays")
+    if (advice := metal.advice(hosts, [json.loads(text) for text in displays])) is not None:
+        say.warning(advice)
+
+
+def show_model(say: Terminal, model: nn.Module) -> None:
+    """How much of the model is trained."""
+    total = sum(array.size for _, array in tree_flatten(model.parameters()))
+    trained = sum(array.size for _, array in tree_flatten(model.trainable_parameters()))
+    say.line(f"training {trained:,} of {total:,} parameters ({100 * trained / total:.2f} %) on {device_name()}")
+    if (how := quantised.described(model)) is not None:
+        say.line(how)
+
+
+# ---- After training --------------------------------------------------------------------------------------------------
+
+
+def show_end(say: Terminal, folder: Path) -> None:
+    """The closing tables, where the files are, what to type next, and in a file the summary as JSON.
+
+    folder: of a run that has ended.
+    """
+    summary = cast(RunSummary, read_file.read_object(folder / "summary.json", "summary"))
+    pages = [name for name in ("report.html", "curves.png") if (folder / name).exists()]
+    held_out = (
+        ("loss", ".4f", summary["loss_before"], summary["loss"]),
+        ("reward accuracy", ".1%", summary["reward_accuracy_before"], summary["reward_accuracy"]),
+        ("reward margin", ".3f", summary["reward_margin_before"], summary["reward_margin"]),
+        ("KL to the reference", ".2f", summary["kl_before"], summary["kl"]),
+        ("exact match", ".1%", summary["exact_match_before"], summary["exact_match_after"]),
+    )
+    rows = [
+        (label, *("-" if x is None else f"{x:{form}}".replace("%", " %") for x in (before, after)))
+        for label, form, before, after in held_out
+        if after is not None
+    ]
+    if rows:
+        say.line("")
+        say.table("", ["held out", "before", "after"], rows)
+    if len(summary["ranks"]) > 1:
+        say.line("")
+        _show_ranks(say, summary["ranks"])
+    say.line("")
+    speed, efficiency = summary["pairs_per_second"], summary["efficiency"]
+    facts = [
+        ("training", f"{duration(summary['seconds'])} of steps, {duration(summary['wall_seconds'])} in all"),
+        ("speed", f"{three_digits(speed)} pairs/s, {summary['tokens_per_second']:,.0f} tokens/s"),
+    ]
+    if efficiency is not None:
+        facts.append(("efficiency", f"{100 * efficiency:.1f} % of what the hosts do alone, added up"))
+    facts.append(("memory", f"{size_text(summary['peak_memory_bytes'])} at most"))
+    facts += [("cost", text) for text in _costs(summary["cost"])]
+    held = summary["checkpoint"]
+    adapter = "adapter" if held["step"] == summary["steps"] else f"adapter of step {held['step']} (the {held['which']})"
+    facts.append(("results", f"{folder}/: {', '.join([adapter, *pages, 'summary.json'])}"))
+    say.facts(f"{summary['steps']:,} steps, {summary['pairs']:,} pairs", facts)
+    words = [python(), "-m"]
+    say.line("")
+    say.command(
+        [*words, "mlx_lm", "generate", "--model", summary["model"], "--adapter-path", str(folder), "--prompt", "..."],
+        lead="try it    ",
+    )
+    say.command([*words, "lib.server", "--run", str(folder)], lead="serve it  ")
+    say.command([*words, "lib.dashboard", str(folder)], lead="see it    ")
+    say.record(dict(summary))
+
+
+def _show_ranks(say: Terminal, ranks: Sequence[RankTotals]) -> None:
+    """What each rank did since the run was started or resumed."""
+    rows = []
+    for rank in ranks:
+        seconds = rank["seconds"] or float("nan")
+        times = rank["compute_seconds"], rank["sync_seconds"], rank["wait_seconds"]
+        planned = rank["planned_pairs_per_second"]
+        speeds = [three_digits(rank["pairs"] / seconds), *([three_digits(planned)] if planned else [])]
+        parts = [*(f"{100 * part / seconds:.0f} %" for part in times), size_text(rank["peak_memory_bytes"])]
+        rows.append([str(rank["rank"]), rank["host"], f"{rank['pairs']:,}", *speeds, *parts])
+    planned_too = ["planned"] if ranks[0]["planned_pairs_per_second"] else []
+    columns = ["rank", "host", "pairs", "pairs/s", *planned_too, "compute", "sync", "wait", "memory"]
+    say.table("", columns, rows, text_columns=2)
+
+
+def _costs(cost: RunCost | None) -> list[str]:
+    """A line a host, and one for all."""
+    if cost is None:
+        return []
+    named: list[tuple[str, Any]] = [(host["host"], host) for host in cost["hosts"]]
+    return [
+        f"{name}: {part['energy_kwh']:.3g} kWh for {part['electricity']:.2f}, rent {part['rent']:.2f}, "
+        f"together {part['cost']:.2f}"
+        for name, part in [*named, *([("all hosts", cost)] if len(named) > 1 else [])]
+    ]

@@ -1,1 +1,0 @@
-"""The records of a run: written, followed, sent on, priced."""

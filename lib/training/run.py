@@ -1,0 +1,244 @@
+"""What the parts of a run's training share."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import mlx.nn as nn
+import mlx.optimizers as optim
+from mlx.utils import tree_unflatten
+
+from lib.config.load import dump
+from lib.config.schema import Config
+from lib.distributed.compression import Arrays
+from lib.distributed.world import World
+from lib.errors import AgreedError
+from lib.model import checkpointing, quantised
+from lib.plan.cluster_plan import ClusterPlan
+from lib.plan.replan import Schedule
+from lib.system.hardware import provenance
+from lib.system.records import PerformanceTracker, Subscriber
+from lib.system.terminal import Terminal
+from lib.training import checkpoint
+from lib.training.checkpoint import CheckpointWriter, Choice, Progress, RankArrays, Snapshot
+from lib.training.inputs import Inputs
+from lib.training.local_sgd import LocalSGD
+from lib.training.reference_model import AskedReference, Layout
+
+PREFETCHED = 2  # batches made ahead of the step
+
+
+@dataclass
+class TrainingRun:
+    """One run on this rank.
+
+    Args:
+        lock: of the run's folder, on the rank that keeps the files on its disk.
+        plan: that the run starts with.
+        steps: of the whole run.
+        subscribers: take the records as they are made.
+        asked_reference: gives a step's micro-batches their reference, where it is not known before.
+        counted_until: when progress.wall_seconds was last counted, by time.perf_counter(); at first the launch.
+    """
+
+    config: Config
+    folder: Path
+    lock: IO[str] | None
+    world: World
+    hosts: list[str]
+    inputs: Inputs
+    plan: ClusterPlan
+    steps: int
+    model: nn.Module
+    optimizer: optim.Optimizer
+    layout: Layout
+    say: Terminal
+    subscribers: Sequence[Subscriber] = ()
+    asked_reference: AskedReference | None = None
+    counted_until: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        config, world, plan, data = self.config, self.world, self.plan, self.inputs.data
+        self.progress = Progress(data_digest=data.digest)
+        self.schedule = Schedule(plan, config.plan, lead=PREFETCHED + 1, steps=self.steps)
+        self.resumed: RankArrays = {}  # what this rank alone had in the checkpoint that it goes on from
+        self.feedback: Arrays = {}  # what compression left out of this rank's gradients so far
+        self.local_sgd: LocalSGD | None = None  # where ranks are independent; else they take every step together
+        if plan.strategy == "independent":
+            self.local_sgd = LocalSGD(config, world, plan, self.model, data.lengths, self.steps)
+        log = self.folder / "logs" / f"rank-{world.rank:03d}.jsonl"
+        self.tracker = PerformanceTracker(log, world.rank, self.hosts[world.rank], self.subscribers)
+        kept = config.checkpoint
+        self.writer = CheckpointWriter(self.lock is not None, kept.every, kept.seconds)
+        has_questions = bool(self.inputs.questions)
+        self.best_by = kept.best_by or ("exact_match" if has_questions else "loss")
+
+    def record_start(self, resumed: bool) -> None:
+        """Begins this rank's log, with all that decides the run."""
+        self.tracker.record(
+            "start",
+            **provenance(),
+            steps=self.steps,
+            rows=len(self.inputs.data),
+            config=self.config.model_dump(mode="json"),
+            plan=self.plan.to_dict(),
+            resumes=self.progress.resumes,
+            resume_ids=self.progress.resume_ids,
+            quantised_products=quantised.choices(self.model),
+            resumed_from_step=self.progress.step if resumed else None,
+        )
+
+    def count_wall_seconds(self) -> None:
+        """Adds what has passed since they were last counted."""
+        now = time.perf_counter()
+        self.progress.wall_seconds += now - self.counted_until
+        self.counted_until = now
+
+    def close(self) -> None:
+        """Lets go of the run's folder."""
+        if self.lock is not None:
+            self.lock.close()
+
+    @property
+    def shares(self) -> list[int]:
+        """Every rank's part of what is to be done next, by its speed."""
+        return self.local_sgd.ranks.shares if self.local_sgd else self.schedule.at(self.progress.step + 1).shares
+
+    @property
+    def own_step(self) -> int:
+        """The last step in this rank's log: every record there counts so, or a resume would cut what lives on."""
+        return self.progress.steps_of(self.world.rank)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the model is as it was before training."""
+        return self.progress.step == 0 and (self.local_sgd is None or self.local_sgd.round is None)
+
+    @property
+    def is_never_merged(self) -> bool:
+        """Whether every rank ends with a model of its own."""
+        return self.local_sgd is not None and self.local_sgd.method == "none"
+
+    @property
+    def reference(self) -> AskedReference | None:
+        """The reference, where it follows the policy."""
+        return self.asked_reference if self.asked_reference is not None and self.asked_reference.every else None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to train: all steps are taken, or evaluations improve no more.
+
+        Inside a round ranks are not merged yet: it is ended first, also where a resume takes fewer steps.
+        """
+        if self.local_sgd is not None and self.local_sgd.round is not None:
+            return False
+        return self.progress.step >= self.steps or self.progress.has_stalled(self.config.train.patience)
+
+    def is_finite(self) -> bool:
+        """Whether every rank's weights and optimizer state are finite; all ranks ask together."""
+        return checkpoint.are_finite(self.world, self.model, self.optimizer)
+
+    def save(self, wait: bool = False) -> bool:
+        """Writes a checkpoint; where none can be written, says why, and training goes on. Whether there is one now.
+
+        wait: until it is whole; otherwise a small one is written meanwhile, and may still fail.
+
+        Raises:
+            AgreedError: the last one cannot be written.
+            Stopped: ranks hold unlike weights.
+        """
+        self.count_wall_seconds()
+        progress, common, own = self.progress, dict[str, Arrays](), None
+        with self.world.agreeing("writing the log"):
+            self.tracker.flush()  # what the log lacks on a full disk gets into no checkpoint
+        if self.local_sgd is not None:
+            own = self.local_sgd.rank_arrays(self.optimizer)
+            if momentum := self.local_sgd.merger.momentum:
+                common[checkpoint.MOMENTUM] = momentum
+        else:
+            self._share_weights()
+            own = {"feedback": self.feedback} if self.config.sync.compression != "none" else None
+        if self.reference is not None:
+            common[checkpoint.REFERENCE] = self.reference.arrays
+        plan = json.dumps(self.schedule.at(progress.step + 1).to_dict(), indent=2) + "\n"
+        texts = {"plan.json": plan, "config.yaml": dump(self.config)}
+        state = Snapshot(progress, self.model, self.optimizer, self.config.model, texts, common, own)
+        keep = self.config.checkpoint.keep
+        if fault := checkpoint.save(self.folder, state, self.world, self.writer, keep, self.is_over, wait):
+            self.say.warning(fault, self.own_step)
+        elif own is not None or self.writer.ungathered_seconds >= checkpoint.GATHER_SECONDS:
+            self.tracker.gather(self.world)
+            self.writer.ungathered_seconds = 0.0
+        return not fault
+
+    def _share_weights(self) -> None:
+        """Replicas on unlike machines drift by roundings, so all take rank 0's weights before a checkpoint."""
+        moving = self.reference.arrays if self.reference is not None else {}
+        others, shared = checkpoint.share_weights(self.world, self.model, self.optimizer, moving)
+        if self.reference is not None:
+            self.reference.arrays = shared
+        if others:
+            ranks = ", ".join(map(str, others))
+            self.say.warning(f"rank {ranks} had other weights than rank 0 by rounding; took rank 0's", self.own_step)
+
+    def resume(self) -> None:
+        """Takes the run to the last good checkpoint, on every rank.
+
+        Raises:
+            AgreedError: the checkpoint does not fit the run as it is now.
+        """
+        world, folder, is_keeper = self.world, self.folder / "checkpoints", self.lock is not None
+        chosen = checkpoint.choose(folder, world, is_keeper)
+        for warning in chosen.warnings:
+            self.say.warning(warning)
+        self.progress = checkpoint.restore_all(chosen.path, self.model, self.optimizer, self.progress, world)
+        if chosen.path is not None and self.reference is not None:
+            moving = checkpoint.restore_common(chosen.path, checkpoint.REFERENCE, self.reference.arrays, world)
+            self.reference.arrays = moving
+        if self.progress.cursor >= len(self.inputs.data) and not self.config.rollouts.rounds:
+            row = f"row {self.progress.cursor} of {len(self.inputs.data)} comes next"
+            raise AgreedError(f"{chosen.path or self.folder}: {row}")
+        self._restore_rank(chosen)
+        if self.progress.schedule and not self._restores_plans():
+            self.say.line("hosts or settings are no longer those of the checkpoint: the work is divided anew")
+        if self.schedule.at(self.progress.step + 1).gradient_checkpointing and not self.plan.gradient_checkpointing:
+            checkpointing.checkpoint_blocks(self.model)
+        checkpoint.go_back(self.folder / "logs", self.progress, world, is_keeper)
+        if is_keeper:
+            checkpoint.prune(folder, self.config.checkpoint.keep, self.progress.best_step)
+        checkpoint.prune_parts(folder, world)
+        source = f"checkpoints/{chosen.path.name}" if chosen.path is not None else "its beginning"
+        self.say.line(f"resuming {self.folder} after step {self.progress.step} of {self.steps}, from {source}")
+
+    def _restore_rank(self, chosen: Choice) -> None:
+        """What this rank alone had at the checkpoint, and where independent ranks are."""
+        folder, step = self.folder / "checkpoints", self.progress.step
+        own = checkpoint.own_part_of(folder, step, self.world) if chosen.with_parts else {}
+        if "weights" in own:
+            self.model.update(tree_unflatten(list(own["weights"].items())))
+        if "optimizer" in own:
+            self.optimizer.state = tree_unflatten(list(own["optimizer"].items()))
+        self.feedback, self.resumed = own.get("feedback", {}), own
+        if self.local_sgd is None:
+            if self.progress.rounds:
+                raise AgreedError(f"{self.folder} is a run of independent ranks; go on with strategy=independent")
+            return
+        self.resumed["momentum"] = checkpoint.momentum_at(chosen.path, self.world) or own.get("momentum", {})
+        if not self.config.rollouts.rounds:
+            self.local_sgd.resume(self.progress, self.resumed)
+
+    def _restores_plans(self) -> bool:
+        """Whether the plans of the checkpoint are in force again."""
+        try:
+            restores = self.schedule.restore(self.progress.schedule)
+            if restores and not any(first <= self.progress.step + 1 for first, _ in self.schedule.plans):
+                raise ValueError(f"none of step {self.progress.step + 1}")
+            return restores
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            text = f"{self.folder}: the plans in its checkpoint are not what a run writes: {error!r}"
+            raise AgreedError(text) from None
