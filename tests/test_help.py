@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shlex
@@ -40,28 +39,6 @@ def test_an_example_of_a_help_is_understood(
     for line in found:
         words = shlex.split(line)
         test_docs.check(words[: words.index(">")] if ">" in words else words, "of a help", tmp_path)
-
-
-@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
-def test_an_example_of_a_benchmark_names_its_options(path: Path) -> None:
-    source = path.read_text()
-    text = ast.get_docstring(ast.parse(source)) or ""
-    found = examples(text) or examples("\n".join(re.findall(r"`([^`]+)`", text)))
-    for name in re.findall(r"^from benchmarks import (\w+)", source, re.MULTILINE):  # whose options it takes
-        source += (ROOT / f"benchmarks/{name}.py").read_text()
-    assert found, "a benchmark without an example"
-    for line in found:
-        words = shlex.split(line.rstrip("\\"))
-        assert f"benchmarks/{path.name}" in words, line
-        for option in words[words.index(f"benchmarks/{path.name}") :]:
-            assert not option.startswith("--") or f'"{option}"' in source, f"{line}: no {option}"
-
-
-@pytest.mark.parametrize("script", ["train.py", "launch"])
-def test_an_example_passes_zsh_unharmed(script: str) -> None:
-    for line in examples(help_of(script)):
-        bare = re.sub(r"'[^']*'", "", line)
-        assert not re.search(r"[\[\]*?#~]", bare), f"{line}: zsh would take this for a pattern; quote it"
 
 
 @pytest.mark.long

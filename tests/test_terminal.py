@@ -8,22 +8,21 @@ import os
 import pty
 import re
 import shlex
-import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+from lib.telemetry.run_records import PerformanceTracker, read_records
+from lib.training.progress_display import ProgressLine, RunConsole
 from rich.cells import cell_len
 from rich.text import Text
 
 from lib.distributed.world import World
 from lib.system import records, terminal
-from lib.telemetry.run_records import PerformanceTracker, read_records
-from lib.training.progress_display import ProgressLine, RunConsole
 from lib.training.step import StepResult
-from tests.tiny import ROOT, settings, train
+from tests.tiny import settings, train
 
 CODES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 COLOURS = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-7]|38|4[0-7]|48|9[0-7])[;m]")
@@ -156,46 +155,6 @@ def test_a_record_is_json_whatever_the_figures(capsys: pytest.CaptureFixture[str
     told = capsys.readouterr().out
     wanted = {"loss": None, "ranks": [{"kl": None, "pairs": 3}], "none": None}
     assert json.loads(told) == json.loads(records.dumps(values, indent=2)) == wanted
-
-
-FULL = """
-import errno, io, os, sys
-from lib.system import terminal
-class FullDisk(io.StringIO):
-    room = False
-    def flush(self):
-        if not self.room:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    def fileno(self):
-        return 1
-sys.stdout = full = FullDisk()
-terminal.Voice().line("first")
-terminal.Voice().line("second")
-full.room = True
-terminal.Voice().line("third")
-assert full.getvalue() == "first\\nsecond\\nthird\\n", full.getvalue()
-"""
-
-
-def test_a_log_on_a_full_disk_ends_nothing() -> None:
-    """And once there is room, lines are written again, none of them twice."""
-    done = subprocess.run([sys.executable, "-c", FULL], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stderr.count("\n") == 1, done.stderr
-    assert done.stderr.startswith("warning: standard output cannot be written: No space left on device; ")
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
-@pytest.mark.parametrize(("unbuffered", "before"), [("1", ""), ("", ""), ("", "print('left in a buffer'); ")])
-def test_a_program_whose_output_is_on_a_full_disk_goes_on(unbuffered: str, before: str) -> None:
-    """Nor does what is left unwritten at the end change its exit status."""
-    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
-    with Path("/dev/full").open("w") as full:
-        code = f"from lib.system.terminal import Voice; {before}Voice().line('a'); Voice().line('b')"
-        words = [sys.executable, "-c", code]
-        done = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
-        assert done.returncode == 0 and done.stderr.count("\n") == 1 and "No space left" in done.stderr, done.stderr
-        done = subprocess.run(words, cwd=ROOT, stdout=full, stderr=full, env=environment)
-        assert done.returncode == 0
 
 
 NOT_FINITE = "step 3: not finite ([metal::malloc] Attempting to allocate 9 bytes)"

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,8 @@ from lib.errors import AgreedError, Stopped, UserError
 from lib.model import load as models
 from lib.system import records as run_records
 from lib.system.records import PerformanceTracker
-from lib.training import resume
-from lib.training.step import Step
 from tests import rounding, tiny
-from tests.tiny import difference, rows_of_epochs, steps_of, weights
+from tests.tiny import difference, rows_of_epochs, steps_of
 
 pytestmark = pytest.mark.mpi(min_size=2)
 two = pytest.mark.mpi(min_size=2, max_size=2)  # what a third rank changes is seen without it
@@ -252,16 +249,6 @@ def test_all_ranks_leave_with_the_error_of_one(world: World) -> None:
         world.require_equal("data", "b" if world.rank == 1 else "a")
 
 
-def test_a_checkpoint_gives_every_rank_the_same_bits(world: World, folder: Path) -> None:
-    words = [*settings(world, folder), "strategy=synchronous", "train.steps=5", "checkpoint.every=2"]
-    run = train(world, folder, [*words, "model.dropout=0.1"], "run")
-    world.gather_text("finished")
-    losses = [r["loss"] for r in steps_of(run, world.rank)]
-    assert world.gather_text(json.dumps(losses)) == [json.dumps(losses)] * world.size
-    assert weights(run)
-    world.gather_text("checked")
-
-
 def test_logs_of_other_disks_come_to_rank_0_and_those_of_the_same_disk_do_not(
     world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,85 +295,6 @@ def test_a_baseline_is_exact_over_unequal_ranks_and_ragged_micro_batches(world: 
     ]
     assert all(rewards[1] == own[0][1] for rewards in own)
     world.gather_text("checked")
-
-
-def test_memory_that_runs_out_before_the_baseline_is_known_stops_no_other_rank(
-    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    common = [*settings(world, folder), "train.loss=kto", "train.steps=3", "strategy=synchronous"]
-    plain = rounding.trained_alone(world, common)
-    sums, failures = Step._log_ratio_sums, [world.rank == 0]
-
-    def fails_once(*arguments: Any) -> mx.array:
-        made = sums(*arguments)
-        if failures and failures.pop():
-            raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
-        return made
-
-    monkeypatch.setattr(Step, "_log_ratio_sums", fails_once)
-    again = train(world, folder, [*common, f"plan.shares={unequal(world)}"], "again")
-    monkeypatch.undo()
-    world.gather_text("finished")
-    plans = [record for record in run_records.read_records(again / "logs/rank-000.jsonl") if record["kind"] == "plan"]
-    assert len(plans) == 1 and plans[0]["step"] == 1
-    rounding.assert_equal_runs(plain, [again], ["loss"])
-    world.gather_text("checked")
-
-
-@pytest.mark.long(ranks=3)
-def test_independent_ranks_merge_what_they_know_of_rewards(world: World, folder: Path) -> None:
-    """bco's delta is a mean over all ranks from a round's end on; a run that goes on in the middle of one is the same."""
-    words = [*settings(world, folder), "train.loss=bco", "strategy=independent", f"plan.shares={unequal(world)}"]
-    words += ["independent.pairs_per_round=32", "train.schedule=constant", "checkpoint.every=1", "checkpoint.keep=99"]
-    words += ["train.steps=8"]
-    whole, resumed = train(world, folder, words, "whole"), folder / "runs/resumed"
-    world.gather_text("finished")
-    if world.rank == 0:
-        shutil.copytree(whole, resumed)
-        for step in (7, 8):
-            shutil.rmtree(resumed / f"checkpoints/step-{step:08d}")
-    world.gather_text("copied")
-    train(world, folder, words, "resumed", resume=True)
-    world.gather_text("finished")
-
-    def state(run: Path, step: int) -> dict[str, Any]:
-        return json.loads((run / f"checkpoints/step-{step:08d}/state.json").read_text())
-
-    merged = state(whole, 8)
-    assert merged["rewards"][1] == merged["pairs"] == 8 * 8 - 6 and "rewards" not in merged["rounds"]
-    inside = state(whole, 6)["rounds"]
-    assert [count for _, count in inside["rewards"]] != [inside["rewards_before"][1]] * world.size
-    assert state(resumed, 8)["rewards"] == merged["rewards"] and difference(whole, resumed) == 0.0
-    world.gather_text("checked")
-
-
-@two
-def test_a_run_does_not_go_back_behind_what_another_disk_alone_has(
-    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first host was lost at step 2, and the other one went on alone: a resume on both would remove what it did."""
-    words, alone = settings(world, folder, "checkpoint.every=1"), world.alone()
-    runs = [folder / "runs" / name for name in ("here", "there")]
-    if world.rank == 0:
-        train(alone, folder, [*words, "train.steps=2"], "here")
-        shutil.copytree(*runs)
-        train(alone, folder, [*words, "train.steps=5"], "there", resume=True)
-    world.gather_text("both disks are as they were left")
-    mine, name = runs[world.rank] / "checkpoints", f"host-{world.rank}"
-    told = "rank 1: host-1 has a newer checkpoint of this run, of step 5; .* of step 2: name host-1 first in the host f"
-    beats: list[dict[str, Any]] = []
-    monkeypatch.setattr(heartbeat, "tell", lambda **facts: beats.append(facts))
-    with pytest.raises(AgreedError, match=told):
-        resume.choose(mine, world, name)
-    newest = [(fact["newer"]["step"], len(fact["newer"]["resume_ids"])) for fact in beats if "newer" in fact]
-    assert newest == [(5, 1)] * world.rank, "the launcher can start with host-1 first"
-    assert resume.choose(runs[0] / "checkpoints", world, name).path == runs[0] / "checkpoints/step-00000002", "one disk"
-    world.gather_text("all have looked")
-    if world.rank == 0:
-        train(alone, folder, [*words, "train.steps=3"], "here", resume=True)
-    world.gather_text("the first host has a history of its own")
-    chosen = resume.choose(mine, world, name).path
-    assert chosen is not None and chosen.name == "step-00000003", "the other one's is of steps that are left"
 
 
 @two

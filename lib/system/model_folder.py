@@ -58,6 +58,7 @@ def resolve(path: str, revision: str | None = None) -> Path:
         raise UserError(
             f"model.path {path}: the folder has no config.json; give a model folder as mlx-lm or transformers saves it"
         )
+    read_file.read_object(folder / "config.json", "model.path")  # broken, mlx-lm would not say which file
     return folder
 
 
