@@ -1,4 +1,4 @@
-"""What is known of each machine's speed: batch curves, the files that keep them, which of them to plan with.
+"""What is known of each machine's speed: batch curves, the files that keep them, and which of them a plan uses.
 
 `calibration/HOST.json` is one `HostCalibration`: the machine's identity and its curves, each for one model,
 method, dtype and sequence length. `calibration/published/*.json` has the same form for figures that others
@@ -10,27 +10,29 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from lib.config import read_file
-from lib.config.schema import Config
+from lib.config.schema import ModelSettings
 from lib.environment import ROOT
 from lib.errors import UserError
-from lib.model.quantised_products import DequantiseFrom, Product, go_by
-from lib.system import files, network
+from lib.model.quantised_products import DequantiseFrom, Product
+from lib.system import files
 from lib.system.hardware import Machine
 
 FOLDER = ROOT / "calibration"
 MEMORY_HEADROOM = 0.1  # of the limit, kept free: a longer row than the probe's, fragmentation, the system's own
-
-
-LARGEST_FILE = 2**24  # bytes
+UNSTEADY = 0.2  # of a point's time, its spread between rounds: beyond it the time is not used
+DIP = 1.3  # pairs/s of smaller and of larger sizes over a point's own: beyond it the point was disturbed
+FALLING_TIME = 1.15  # the same for a time that is longer than that of more pairs
+FASTEST_LINK = 5e12  # bytes a second; NVLink has 1.8e12
 LARGEST_BATCH = 2**20  # pairs: every smaller size is looked at
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -103,7 +105,6 @@ class BatchCurve(_Record):
     measured_at: str | None = None  # ISO 8601
     versions: dict[str, str] = {}  # of mlx, mlx-lm, ...
     note: str = ""
-    max_pairs: PositiveInt | None = None  # of a micro-batch, whatever was measured: larger ones ran out of memory
 
     @model_validator(mode="after")
     def _is_a_curve(self) -> BatchCurve:
@@ -157,7 +158,7 @@ class BatchCurve(_Record):
 
         Fits: its peak memory, linear between measured sizes, is at most 1 - MEMORY_HEADROOM of the limit.
         """
-        largest = min(self.points[-1].batch_size, self.max_pairs or self.points[-1].batch_size)
+        largest = self.points[-1].batch_size
         peaks = [point.peak_memory_bytes for point in self.points]
         if self.memory_limit_bytes is None or peaks[0] is None:
             return largest
@@ -165,6 +166,33 @@ class BatchCurve(_Record):
         rising_peaks = np.maximum.accumulate(np.array(peaks, dtype=np.float64))
         peak = np.interp(sizes, [point.batch_size for point in self.points], rising_peaks)
         return int(np.sum(peak <= (1 - MEMORY_HEADROOM) * self.memory_limit_bytes))
+
+    def peak_bytes(self, batch_size: int) -> int | None:
+        """The peak memory of a micro-batch; None where it was not measured. Beyond measured sizes it grows as between."""
+        if self.points[0].peak_memory_bytes is None:
+            return None
+        sizes = [point.batch_size for point in self.points]
+        peaks = [point.peak_memory_bytes or 0 for point in self.points]
+        beyond = max(0, batch_size - sizes[-1])
+        slope = max(0.0, (peaks[-1] - peaks[0]) / (sizes[-1] - sizes[0]))
+        return int(np.interp(batch_size, sizes, peaks) + beyond * slope)
+
+    def slowed(self, factor: float, ranks_sharing_memory: int = 1) -> BatchCurve:
+        """The curve of a host that takes `factor` times as long."""
+        points = [
+            point.model_copy(
+                update={
+                    "seconds_median": point.seconds_median * factor,
+                    "seconds_spread": point.seconds_spread * factor,
+                    "pairs_per_second": point.pairs_per_second / factor,
+                }
+            )
+            for point in self.points
+        ]
+        limit = self.memory_limit_bytes and self.memory_limit_bytes // ranks_sharing_memory
+        overhead = self.step_overhead_seconds * factor
+        changed = {"points": tuple(points), "memory_limit_bytes": limit, "step_overhead_seconds": overhead}
+        return self.model_copy(update=changed)
 
     def at_length(self, sequence_length: int) -> BatchCurve:
         """This curve for rows of another length: time in proportion to tokens, memory too if that is more."""
@@ -214,15 +242,6 @@ class Link(_Record):
         return self.latency_seconds + size_bytes / self.bandwidth_bytes_per_second
 
 
-class Ceiling(_Record):
-    """The largest micro-batch for runs with this key: larger ones ran out of memory (lib/plan/memory_ceilings.py)."""
-
-    key: CurveKey
-    max_pairs: Annotated[int, Field(ge=0)]  # 0: not even one, without gradient checkpointing
-    measured_at: str | None = None  # ISO 8601
-    note: str = ""
-
-
 class MeasuredProduct(_Record):
     """From how many tokens on this host multiplies faster by dequantised weights (lib/model/quantised_products.py)."""
 
@@ -240,7 +259,6 @@ class HostCalibration(_Record):
     gflops: PositiveFloat | None = None  # matrix multiplication
     memory_bytes_per_second: PositiveFloat | None = None
     links: tuple[Link, ...] = ()
-    ceilings: tuple[Ceiling, ...] = ()
     quantised_products: tuple[MeasuredProduct, ...] = ()
     measured_at: str | None = None  # the machine's own rates
     versions: dict[str, str] = {}
@@ -248,65 +266,57 @@ class HostCalibration(_Record):
     note: str = ""
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Files
+# ---- Files
 
 
 def read_calibration(path: Path) -> HostCalibration:
     """Reads and checks one file.
 
     Raises:
-        UserError: it is missing, no file or too large, not JSON, or holds values that cannot be (a time of 0, one
-            point): one line with the file, the key and the remedy.
+        UserError: it is missing, not JSON, or holds values that cannot be (a time of 0, one point): one line with the
+            file, the key, the versions that wrote it and the remedy.
     """
     remedy = f"delete {path.name} and run make calibrate"
     try:
-        text = read_file.read_text(path, "calibration", LARGEST_FILE)  # its folder may be somebody else's
+        stored = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"calibration {path} does not exist; make calibrate writes it") from None
     except OSError as error:
         raise UserError(f"calibration {path} cannot be read: {error.strerror}") from None
-    try:
-        return HostCalibration.model_validate(json.loads(text))
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}: not valid JSON ({error.msg}); {remedy}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); {remedy}") from None
+    try:
+        return HostCalibration.model_validate(stored)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"])) or "the file"
-        message = first["msg"].removeprefix("Value error, ")
-        value = first["input"]
+        message, value = first["msg"].removeprefix("Value error, "), first["input"]
         shown = f", not {repr(value)[:60]}" if isinstance(value, int | float | str) else ""
-        raise UserError(f"{path}: {key}: {message[0].lower()}{message[1:]}{shown}; {remedy}") from None
-    except (ValueError, RecursionError, OverflowError) as error:  # numbers of thousands of digits, lists without end
-        raise UserError(f"{path}: cannot be read ({error}); {remedy}") from None
+        versions = stored.get("versions") if isinstance(stored, dict) else None
+        written = f" (written with {', '.join(f'{k} {v}' for k, v in versions.items())})" if versions else ""
+        raise UserError(f"{path}: {key}: {message[0].lower()}{message[1:]}{shown}{written}; {remedy}") from None
 
 
-def own_calibration(folder: Path, hosts: list[str], rank: int) -> HostCalibration | None:
-    """What is on file for this rank of a world: its host's HOST.json, or None where there is none.
+def calibration_path(folder: Path, hosts: Sequence[str], rank: int) -> Path:
+    """The file of this rank of a world, whether it exists or not: its host's HOST.json.
 
     Of several ranks on one host, the n-th may have HOST-n.json, made with all of them at work.
+    """
+    host = hosts[rank]
+    numbered = folder / f"{host}-{hosts[:rank].count(host)}.json"
+    return numbered if hosts.count(host) > 1 and numbered.exists() else folder / f"{host}.json"
+
+
+def read_of_rank(folder: Path, hosts: Sequence[str], rank: int) -> HostCalibration | None:
+    """The calibration of this rank's host; None where there is no file.
 
     Raises:
         UserError: as read_calibration.
     """
-    path = own_file(folder, hosts, rank)
+    path = calibration_path(folder, hosts, rank)
     return read_calibration(path) if path.exists() else None
-
-
-def use_quantised_products(measured: Iterable[MeasuredProduct]) -> None:
-    """Lets this process's quantised layers go by what was measured on its host."""
-    go_by({one.product: one.dequantise_from for one in measured})
-
-
-def own_file(folder: Path, hosts: list[str], rank: int) -> Path:
-    """The file that this rank of a world goes by, whether it exists or not."""
-    host = hosts[rank]
-    plain, numbered = folder / f"{host}.json", folder / f"{host}-{hosts[:rank].count(host)}.json"
-    if hosts.count(host) > 1 and numbered.exists():
-        return numbered
-    # Measured beside another machine of this name, which is not in this world.
-    beside = folder / f"{host}-{network.machine_id()[: network.ID_DIGITS]}.json"
-    return beside if beside.exists() and not plain.exists() else plain
 
 
 def write_calibration(path: Path, calibration: HostCalibration) -> None:
@@ -316,85 +326,98 @@ def write_calibration(path: Path, calibration: HostCalibration) -> None:
 
 def read_published(folder: Path = FOLDER / "published") -> dict[str, HostCalibration]:
     """Published calibrations by file name, e.g. "m4-max"."""
-    paths = (path for path in sorted(folder.glob("*.json")) if not files.is_litter(path.name))
-    return {path.stem: read_calibration(path) for path in paths}
+    return {path.stem: read_calibration(path) for path in sorted(folder.glob("[!.]*.json"))}
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Which curves to plan with
+# ---- Plausible figures
 
 
-@dataclass(frozen=True)
-class CurveChoice:
-    """Comparable curves of all hosts, or None; and what they are, as the plan prints it."""
+def sound_calibration(calibration: HostCalibration) -> tuple[HostCalibration, tuple[str, ...]]:
+    """The calibration without implausible figures, and a line for each that was replaced or left out."""
+    remarks: list[str] = []
+    curves = []
+    for curve in calibration.curves:
+        sound, of_curve = sound_curve(curve)
+        remarks += of_curve
+        curves += [sound] if sound else []
+    links = [link for link in calibration.links if link.bandwidth_bytes_per_second <= FASTEST_LINK]
+    for link in calibration.links:
+        if link not in links:
+            speed = link.bandwidth_bytes_per_second / 1e9
+            remarks.append(f"{link.backend} {link.operation} of {speed:.3g} GB/s cannot be; the link is not used")
+    remedy = f"make calibrate on {calibration.machine.host} measures it again"
+    lines = tuple(f"calibration of {calibration.machine.host}: {remark}; {remedy}" for remark in remarks)
+    return calibration.model_copy(update={"curves": tuple(curves), "links": tuple(links)}), lines
 
-    curves: tuple[BatchCurve, ...] | None
-    reason: str
-    warnings: tuple[str, ...] = ()
 
+def sound_curve(curve: BatchCurve) -> tuple[BatchCurve | None, list[str]]:
+    """The curve with plausible times and rising memory (None with fewer than two steady points), and what was changed.
 
-def choose_curves(
-    hosts: Sequence[str],
-    calibrations: Sequence[HostCalibration | None],
-    key: CurveKey,
-    *,
-    versions: Mapping[str, str],
-    device_names: Sequence[str | None] | None = None,
-    published: Sequence[HostCalibration] = (),
-    require_calibration: bool = False,
-) -> CurveChoice:
-    """The best curves that every host has: shares compare hosts, so all must be measured with the same model.
-
-    In this order: this model, method and dtype (at the nearest sequence length, scaled by tokens); another
-    model or method that all hosts were measured with; published figures of one source for their chips; none,
-    which means equal shares. `reason` and `warnings` say which it was.
-
-    Args:
-        hosts, calibrations, device_names: one a rank; device_names (the chips) serve hosts without a file.
-        versions: of the packages now, e.g. {"mlx": "0.32.4"}.
-
-    Raises:
-        UserError: require_calibration, and a host has no curve for this model, or has one of other versions.
+    Times that vary, or break the curve's shape, are replaced by the line through the other points.
     """
-    measured = [nearest_curve(c.curves if c else (), key) for c in calibrations]
-    missing = [host for host, curve in zip(hosts, measured, strict=True) if curve is None]
-    if not missing:
-        curves = tuple(curve for curve in measured if curve is not None)
-        warnings = _other_versions(hosts, curves, versions)
-        if require_calibration and warnings:
-            raise UserError(f"plan.require_calibration: {warnings[0]}")
-        scaled = [
-            f"{host} from {curve.key.sequence_length} tokens"
-            for host, curve in zip(hosts, curves, strict=True)
-            if curve.key and curve.key.sequence_length != key.sequence_length
-        ]
-        reason = f"curves measured for {key}" + (f", scaled by tokens: {', '.join(scaled)}" if scaled else "")
-        return CurveChoice(tuple(curve.at_length(key.sequence_length) for curve in curves), reason, warnings)
+    name = f"{curve.key}: " if curve.key else ""
+    doubtful = doubtful_points(curve.points)
+    good = [point for point in curve.points if point.batch_size not in doubtful]
+    if len(good) < 2:
+        return None, [f"{name}{'; '.join(doubtful.values())}; the curve is not used"]
+    if not doubtful:
+        return _with_rising_memory(curve), []
+    line = BatchCurve(points=tuple(good))
+    remarks, points = [], []
+    for point in curve.points:
+        if point.batch_size in doubtful:
+            seconds = float(line.seconds(np.array([point.batch_size]))[0])
+            rate = point.batch_size / seconds
+            remarks.append(f"{name}{doubtful[point.batch_size]}; planned with {rate:.4g} pairs/s")
+            point = point.model_copy(update={"seconds_median": seconds, "pairs_per_second": rate})
+        points.append(point)
+    return _with_rising_memory(curve.model_copy(update={"points": tuple(points)})), remarks
 
-    lacking = f"no calibration of {', '.join(_once(missing))} for {key}; run make calibrate there"
-    if require_calibration:
-        raise UserError(f"plan.require_calibration: {lacking}")
 
-    if other := _common_key(calibrations, key):
-        curves = tuple(next(k for k in c.curves if k.key == other) for c in calibrations if c)
-        warnings = (
-            f"{lacking}; planned from another measurement ({other}), which compares the hosts but whose "
-            "seconds are not this run's",
-            *_other_versions(hosts, curves, versions),
-        )
-        return CurveChoice(curves, f"curves measured for {other}", warnings)
-
-    known = {c.machine.device_name: c for c in published}
-    chips = [
-        c.machine.device_name if c else name
-        for c, name in zip(calibrations, device_names or [None] * len(hosts), strict=True)
+def _with_rising_memory(curve: BatchCurve) -> BatchCurve:
+    if curve.points[0].peak_memory_bytes is None:
+        return curve
+    highest = np.maximum.accumulate([point.peak_memory_bytes or 0 for point in curve.points]).tolist()
+    points = [
+        point.model_copy(update={"peak_memory_bytes": peak}) for point, peak in zip(curve.points, highest, strict=True)
     ]
-    figures = [known[chip] for chip in chips if chip in known]
-    if len(figures) == len(hosts) and len({c.source for c in figures}) == 1:
-        warnings = (f"{lacking}; planned from published figures, which compare the chips only",)
-        return CurveChoice(tuple(c.curves[0] for c in figures), f"figures published in {figures[0].source}", warnings)
+    return curve.model_copy(update={"points": tuple(points)})
 
-    return CurveChoice(None, f"{lacking}; until then the shares are equal")
+
+def doubtful_points(points: Sequence[BatchPoint]) -> dict[int, str]:
+    """{batch size: why} of points that were disturbed when they were measured.
+
+    Pairs/s rise, and may fall beyond the knee; they do not fall and rise again. More pairs take no less time. The point
+    that is furthest off is taken out first: beside it its neighbours may look wrong as well.
+    """
+    reasons = {}
+    for point in points:
+        spread = point.seconds_spread / point.seconds_median
+        if spread > UNSTEADY:
+            reasons[point.batch_size] = f"times of {point.batch_size} pairs differ by {spread:.0%} between rounds"
+    good = [point for point in points if point.batch_size not in reasons]
+    while len(good) > 2:
+        excess: dict[int, float] = {}
+        for index, point in enumerate(good):
+            before, after = good[:index], good[index + 1 :]
+            if before and after:
+                beside = min(max(one.pairs_per_second for one in side) for side in (before, after))
+                excess[index] = beside / point.pairs_per_second / DIP
+            slower = sum(one.seconds_median > FALLING_TIME * point.seconds_median for one in before)
+            slower += sum(point.seconds_median > FALLING_TIME * one.seconds_median for one in after)
+            if slower:
+                excess[index] = max(excess.get(index, 0.0), float(slower) + 1)
+        worst = max(excess, key=lambda index: excess[index])
+        if excess[worst] <= 1:
+            break
+        point = good.pop(worst)
+        reasons[point.batch_size] = (
+            f"{point.pairs_per_second:.4g} pairs/s at {point.batch_size} pairs break the shape of the curve"
+        )
+    return reasons
+
+
+# ---- Which curves to plan with
 
 
 def nearest_curve(curves: Sequence[BatchCurve], key: CurveKey) -> BatchCurve | None:
@@ -407,42 +430,26 @@ def nearest_curve(curves: Sequence[BatchCurve], key: CurveKey) -> BatchCurve | N
     return min(same, key=lambda entry: entry[:2])[2] if same else None
 
 
-def _common_key(calibrations: Sequence[HostCalibration | None], key: CurveKey) -> CurveKey | None:
-    """The key that all hosts have a curve for and that is most like `key`."""
-    keys = [{curve.key for curve in c.curves if curve.key} if c else set() for c in calibrations]
-    return nearest_key(set.intersection(*keys), key) if keys else None
-
-
-def nearest_key(keys: Collection[CurveKey], key: CurveKey) -> CurveKey | None:
-    """Of several, the one that is most like `key`; None of none."""
-
-    def distance(other: CurveKey) -> tuple[bool | float | str, ...]:
-        lengths = abs(math.log(other.sequence_length / key.sequence_length))
-        differs = [getattr(other, n) != getattr(key, n) for n in ("model", "method", "dtype", "gradient_checkpointing")]
-        return (*differs, lengths, str(other))
-
-    return min(keys, key=distance, default=None)
-
-
-def _other_versions(hosts: Sequence[str], curves: Sequence[BatchCurve], versions: Mapping[str, str]) -> tuple[str, ...]:
+def stale_versions(
+    hosts: Sequence[str], curves: Sequence[BatchCurve | None], versions: Mapping[str, str]
+) -> tuple[str, ...]:
+    """A warning for each host whose curve was measured with other versions of MLX."""
     warnings = []
     for host, curve in zip(hosts, curves, strict=True):
-        changed = [f"{p} {old} (now {versions[p]})" for p, old in curve.versions.items() if versions.get(p, old) != old]
+        before = curve.versions if curve else {}
+        changed = [f"{p} {old} (now {versions[p]})" for p, old in before.items() if versions.get(p, old) != old]
         if changed:
             warnings.append(f"calibration of {host} was made with {', '.join(changed)}; run make calibrate there")
-    return tuple(_once(warnings))
+    return tuple(dict.fromkeys(warnings))
 
 
-def _once(words: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(words))
+# ---- What to measure
 
 
-# ------------------------------------------------------------------------------------------------------------
-# What to measure
-
-
-def curve_key(config: Config, model_folder: Path, sequence_length: int) -> CurveKey:
-    """The key of the curve that a run with this configuration needs.
+def curve_key(
+    model: ModelSettings, record_kind: Literal["preference", "unpaired", "sft", "group"], folder: Path, length: int
+) -> CurveKey:
+    """The key of the curve that a run with these settings needs.
 
     The model goes by its folder's name and a digest of what its speed depends on: its architecture and which
     layers are trained. So two hosts may keep it in different places, and two models may both be "model".
@@ -451,24 +458,71 @@ def curve_key(config: Config, model_folder: Path, sequence_length: int) -> Curve
         UserError: the folder's config.json cannot be read.
     """
     try:
-        text = (model_folder / "config.json").read_text(encoding="utf-8")
+        text = (folder / "config.json").read_text(encoding="utf-8")
         stored = json.loads(text)
     except (OSError, ValueError) as error:
-        raise UserError(f"model.path {config.model.path}: config.json cannot be read: {error}") from None
-    trained = config.model.model_dump(
-        include={"rank", "keys", "blocks"} if config.model.method != "full" else {"blocks"}
-    )
+        raise UserError(f"model.path {model.path}: config.json cannot be read: {error}") from None
+    trained = model.model_dump(include={"rank", "keys", "blocks"} if model.method != "full" else {"blocks"})
     digest = hashlib.sha256(f"{text} {sorted(trained.items())}".encode()).hexdigest()[:8]
     if quantization := stored.get("quantization"):
         dtype = f"{quantization.get('bits', 4)}-bit"
     else:
-        as_stored = "float32" if config.model.random_init else stored.get("torch_dtype") or stored.get("dtype")
-        dtype = config.model.dtype or str(as_stored or "float32")
+        as_stored = "float32" if model.random_init else stored.get("torch_dtype") or stored.get("dtype")
+        dtype = model.dtype or str(as_stored or "float32")
     return CurveKey(
-        model=f"{Path(config.model.path).name} {digest}",
-        method=config.model.method,
+        model=f"{Path(model.path).name} {digest}",
+        method=model.method,
         dtype=dtype,
-        sequence_length=sequence_length,
-        gradient_checkpointing=bool(config.model.gradient_checkpointing),
-        records=config.record_kind,
+        sequence_length=length,
+        gradient_checkpointing=bool(model.gradient_checkpointing),
+        records=record_kind,
     )
+
+
+def time_now() -> str:
+    """For `measured_at`: ISO 8601 with its zone."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def is_fresh(
+    measured_at: str | None, written_with: Mapping[str, str], versions: Mapping[str, str], max_age_days: float
+) -> bool:
+    """Whether a measurement was made with these versions, at most so long ago."""
+    if measured_at is None or dict(written_with) != dict(versions):
+        return False
+    try:
+        age = datetime.now(UTC) - datetime.fromisoformat(measured_at)
+    except (ValueError, TypeError):  # not a time, or one without its zone
+        return False
+    return -1 < age.total_seconds() < max_age_days * 86_400
+
+
+class HardwareCalibrator:
+    """Measures this machine.
+
+    hardware = HardwareCalibrator().calibrate()
+    hardware["device_name"], hardware["optimal_batch_size"], hardware["gflops"]
+    """
+
+    def __init__(self, config: Path | str | None = None, overrides: Sequence[str] = (), quick: bool = True) -> None:
+        """config: whose model and data; by default the quickstart's."""
+        self.folder = ROOT if config is None else Path.cwd()  # where the configuration's paths start
+        self.arguments = [*(["--config", str(config)] if config else []), *(["--quick"] if quick else []), *overrides]
+
+    def calibrate(self) -> dict[str, object]:
+        """Runs benchmarks/calibrate.py, which measures what is stale and keeps it in calibration/HOST.json.
+
+        Returns:
+            Its last line: device_name, device ("metal", "cuda" or "cpu"), optimal_batch_size (pairs a
+            micro-batch), gflops, pairs_per_second, gpu_cores, memory_bytes, file, and more.
+
+        Raises:
+            UserError: the configuration or model cannot be used, or too few measurements succeeded.
+        """
+        command = [sys.executable, str(ROOT / "benchmarks" / "calibrate.py"), *self.arguments]
+        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False)
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or [f"benchmarks/calibrate.py ended with status {done.returncode}"]
+            raise UserError(lines[-1].removeprefix("error: "))
+        hardware: dict[str, object] = json.loads(done.stdout.strip().splitlines()[-1])
+        return hardware

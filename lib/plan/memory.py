@@ -1,31 +1,72 @@
-"""How much memory a training step needs, and which micro-batches fit: by arithmetic from the model's shapes.
+"""How much memory a training step needs, and which micro-batches fit: a formula from the model's shapes.
 
-For hosts where nothing was measured. lib/plan/memory_trace.py records a step's arrays; here their sum is divided into
-what is kept and what passes, for any rows, model and backend. No MLX here.
+    step = weights + trained parameters + gradients + optimizer + activations
 
-An array is not free as soon as nobody refers to it. MLX submits work ahead of the device and holds what that work reads
-until it is done: up to eleven tasks, each of ten dispatches on a CPU, or one command buffer of a GPU with so many
-operations or elements read (MLX 0.32: MAX_ACTIVE_TASKS, DISPATCHES_PER_TASK, `CommandEncoder::needs_commit`). Peaks are
-of arrays in use: what MLX's cache keeps besides is given back before an allocation fails.
+What a block keeps for the backward pass, in numbers a token (D hidden size; Q, K, F widths of queries, keys and the
+MLP; r rank of the adapters): 2 D inputs of norms, 2 D + Q + F inputs of linear layers, Q + 2 K of attention, 2 F of
+SwiGLU, 7 r of LoRA. Without a fused kernel attention keeps heads x positions of probabilities besides. With gradient
+checkpointing a block keeps D, and one block at a time has all of the above. Against 54 measured peaks of an H200 the
+formula lies between 0.8 and 1.35 (tests/test_memory.py); a peak measured with the run's model corrects it (`Memory`).
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
+from lib.config.schema import ModelSettings
 from lib.data.batch_shapes import NEED, BatchShape, batch_shape_of, real_tokens
+from lib.model.adapter_layers import trained_part
 from lib.model.partition import Division, ModelShape, divide, rank_bytes
-from lib.plan.memory_trace import Step, Training
 from lib.system.hardware import Device
 
-MARGIN = 1.05  # for what is small and not written down: views, sums, indices, the rounding of allocations
-UPDATED_BYTES = 2**22  # of trained numbers that are updated at a time, as lib/training/optimizers.py has it
-STARTED_EARLY = 1.9  # times those: what the next ones' update has made, before this one's is let go
-SLICE_BYTES = 2**20  # of an array whose states take 8 bits, as float32
+MARGIN = 1.1  # for work that MLX submits ahead, views, the rounding of allocations
+LOGITS_BYTES = 2**29  # most bytes of float32 logits at a time, as lib/model/logps.py has it
+LONG = 2048  # positions; longer rows attend in blocks, which keep no probabilities
+SLICE_BYTES = 2**20  # of an array whose optimizer states take 8 bits, as float32
+UPDATED_BYTES = 2**23  # of trained numbers whose updates are under way at a time
+# Tokens of a micro-batch beyond which a device gains nothing: one H200 multiplied the matrices of an 8B model at its
+# full rate from 12,288 on. A CPU and a GPU with a tenth of that rate are busy with far fewer.
+MOST_TOKENS: dict[Device, int] = {"cpu": 4096, "metal": 4096, "cuda": 16384}
+
+
+@dataclass(frozen=True)
+class OptimizerMemory:
+    """Float32 numbers for each trained one; measured on a CPU."""
+
+    moments: float = 2  # kept between steps
+    update: float = 5.2  # while an array is updated
+    slice_update: float = 0  # the same, where no more than a slice is updated at a time (lib/training/optimizers.py)
+
+
+OPTIMIZERS = {
+    "adafactor": OptimizerMemory(0.02, 6.0),
+    "adagrad": OptimizerMemory(1, 4.6),
+    "adadelta": OptimizerMemory(2, 7.2),
+    "adamw_8bit": OptimizerMemory(0.51, 2.2, 36),
+    "lion": OptimizerMemory(1, 5.6),
+    "muon": OptimizerMemory(1, 13.0),
+    "rmsprop": OptimizerMemory(1, 4.3),
+    "sgd": OptimizerMemory(1, 1.3),
+}
+ADAM = OptimizerMemory()  # and all others
+
+
+@dataclass(frozen=True)
+class Training:
+    """What of the settings decides how much memory a step needs."""
+
+    method: Literal["lora", "dora", "full"] = "lora"
+    rank: int = 8
+    blocks: int | None = None  # trained, the last ones; None: all
+    adapts_embeddings: bool = False
+    checkpointing: bool = False
+    optimizer: OptimizerMemory = ADAM
+    moving_reference: bool = False
+    shared_prompts: bool = True
 
 
 @dataclass(frozen=True)
@@ -35,11 +76,58 @@ class StepBytes:
     weights: int
     trained: int  # adapters, or what full training adds to the weights, and the optimizer's numbers
     gradients: int
-    activations: int  # kept for the backward pass, and at work; or what an update makes on the way, if that is more
+    activations: int  # kept for the backward pass, and at work; or an update's scratch, if that is more
 
     @property
     def total(self) -> int:
         return self.weights + self.trained + self.gradients + self.activations
+
+
+@dataclass(frozen=True)
+class BlockBytes:
+    """What one block holds of a micro-batch."""
+
+    kept: float  # for the backward pass
+    input: float  # alone, with gradient checkpointing
+    at_work: float  # beyond what is kept, while the block runs backward
+
+
+def activation_bytes_of_block(
+    shape: ModelShape, training: Training, batch: BatchShape, device: Device, is_sparse: bool
+) -> BlockBytes:
+    """Activations of one block, dense or with experts."""
+    item = 4 if training.method == "full" else shape.other_bytes
+    hidden, queries, keys = shape.hidden_size, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    times = max(1, shape.experts_per_token) if is_sparse else 1
+    columns = times * shape.expert_columns if is_sparse else shape.mlp_columns
+    numbers = 4 * hidden + 2 * queries + 2 * keys + (4 if device == "cpu" else 3) * columns
+    if is_sparse:
+        numbers += 2 * times * hidden
+    if training.method == "lora":
+        numbers += 7 * training.rank
+    elif training.method == "dora":  # the outputs as well, and the inputs in float32
+        numbers += queries + 2 * keys + 2 * hidden + 2 * columns
+        if device != "cpu":
+            numbers += (2 * hidden + queries + columns) * (4 - item) / item
+    kept = batch.tokens * numbers * item
+    if device == "cpu" and item < 4:
+        kept += batch.tokens * 2 * hidden * 4
+    sequences, positions = batch.rows * batch.completions, batch.prefix + batch.length
+    if batch.prefix:  # every completion has a copy of its prompt's keys and values
+        kept += 2 * keys * sequences * positions * item
+    is_fused = device == "cuda" and item == 2 and shape.head_dim <= 128
+    scores = sequences * batch.length * positions + batch.rows * batch.prefix**2
+    if not is_fused and positions <= LONG:
+        kept += scores * shape.heads * item
+    at_work = batch.tokens * (3 * columns + 4 * hidden) * item + (not is_fused) * 2 * min(
+        scores * shape.heads * item, 2**28
+    )
+    weights = block_weights(shape, is_sparse)
+    if shape.weight_bytes < shape.other_bytes:  # dequantised for one product at a time
+        at_work += hidden * max(columns, queries) * (shape.experts if is_sparse else 1) * item * 2
+    if training.method == "dora":  # the adapted weights are made for their norm, in float32
+        at_work += 3 * 4 * min(weights, 2 * hidden * max(columns, queries))
+    return BlockBytes(kept, batch.tokens * hidden * item, at_work)
 
 
 def step_bytes(
@@ -52,39 +140,91 @@ def step_bytes(
         batch: the largest micro-batch, as lib/data/batch_shapes.py pads it.
         weight_bytes: of all that is loaded, before anything is trained.
     """
-    gradients, largest_array, backward = _gradients_and_peak(shape, training, batch, device)
-    adapters = 0.0 if training.method == "full" else gradients
+    gradients, largest = (4 * count for count in trained_parameters(shape, training))
+    adapters = gradients
     if training.method == "full":  # float32, whatever was loaded
         adapters = max(0.0, (1 - shape.weight_bytes / 4) * gradients)
     optimizer = training.optimizer
-    update = optimizer.update * largest_array + optimizer.slice_update * min(largest_array, SLICE_BYTES)
-    if not optimizer.slice_update:
-        update += STARTED_EARLY * min(gradients, UPDATED_BYTES)
-    largest = max(backward, gradients + update)  # of the two no moment has both
+    update = optimizer.update * largest + optimizer.slice_update * min(largest, SLICE_BYTES)
+    update += min(gradients, UPDATED_BYTES)
+    passes = _blocks_bytes(shape, training, batch, device) + head_bytes(shape, training, batch, device)
+    if training.method == "full":  # gradients are made as activations are freed
+        passes = max(passes, gradients + 0.5 * passes) if training.blocks is None else passes + gradients
+    else:
+        passes += gradients
+    most = max(passes, gradients + update)
     return StepBytes(
         weights=weight_bytes,
         trained=round(adapters + (optimizer.moments + training.moving_reference) * gradients),
         gradients=round(gradients),
-        activations=round(MARGIN * largest - gradients),
+        activations=round(MARGIN * most - gradients),
     )
 
 
-@functools.lru_cache(maxsize=4096)  # a plan weighs the same steps in several strategies
-def _gradients_and_peak(
-    shape: ModelShape, training: Training, batch: BatchShape, device: Device
-) -> tuple[float, float, float]:
-    """Bytes of the gradients, of the largest one, and the most that the passes hold at a time."""
-    tape = Step(shape, training, batch, device).write()
-    sizes = [array.size_bytes for array in tape.kept_to_the_end]
-    return sum(sizes), max(sizes), tape.peak_bytes()
+def _blocks_bytes(shape: ModelShape, training: Training, batch: BatchShape, device: Device) -> float:
+    """Activations of all blocks that gradients pass through, at the largest moment."""
+    trained = min(training.blocks or shape.blocks, shape.blocks)
+    sparse = min(shape.expert_blocks, trained)
+    kinds = [(False, trained - sparse), (True, sparse)]
+    kept, at_work = 0.0, 0.0
+    for is_sparse, count in kinds:
+        if not count:
+            continue
+        block = activation_bytes_of_block(shape, training, batch, device, is_sparse)
+        kept += count * (block.input if training.checkpointing else block.kept)
+        at_work = max(at_work, block.at_work + (block.kept if training.checkpointing else 0.0))
+    return kept + at_work
+
+
+def head_bytes(shape: ModelShape, training: Training, batch: BatchShape, device: Device) -> float:
+    """Logits of one chunk with their gradient, and the hidden states of the scored tokens."""
+    item = 4 if training.method == "full" else shape.other_bytes
+    logits = min(batch.scored * shape.vocabulary * 4, LOGITS_BYTES) / 4
+    width = 12 if device == "cpu" else 2 * item
+    if training.method == "full" or training.adapts_embeddings:
+        width += 4
+    table = shape.vocabulary * shape.hidden_size * item if shape.weight_bytes < shape.other_bytes else 0
+    return logits * width + 2 * batch.scored * shape.hidden_size * item + table
+
+
+def block_weights(shape: ModelShape, is_sparse: bool, active: bool = False) -> float:
+    """Weights of one block's linear layers. active: of experts, only those that a token goes through."""
+    attention = shape.hidden_size * shape.head_dim * 2 * (shape.heads + shape.kv_heads)
+    if not is_sparse:
+        return attention + 3 * shape.hidden_size * shape.mlp_columns
+    experts = max(1, shape.experts_per_token) if active else shape.experts
+    return attention + shape.hidden_size * (3 * shape.expert_columns * experts + shape.experts)
+
+
+def trained_bytes_per_parameter(shape: ModelShape, training: Training) -> float:
+    """Of a trained parameter: its float32 copy or adapter, the gradient, the optimizer's numbers."""
+    copy = 4 - shape.weight_bytes if training.method == "full" else 4
+    return max(0.0, copy) + 4 * (1 + training.optimizer.moments + training.moving_reference)
+
+
+def trained_parameters(shape: ModelShape, training: Training) -> tuple[float, float]:
+    """How many parameters are trained, and how many of them the largest array has."""
+    hidden, rank = shape.hidden_size, training.rank
+    trained = min(training.blocks or shape.blocks, shape.blocks)
+    sparse = min(shape.expert_blocks, trained)
+    table = shape.vocabulary * hidden
+    if training.method == "full":
+        blocks = (trained - sparse) * block_weights(shape, False) + sparse * block_weights(shape, True)
+        ends = 0 if training.blocks is not None else table * (1 if shape.is_tied else 2)
+        wide = hidden * max(shape.mlp_columns, shape.experts * shape.expert_columns)
+        return blocks + ends, max(wide, table if ends else 0)
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    attention = 3 * hidden + 3 * queries + 2 * keys
+    dense = attention + 3 * (hidden + shape.mlp_columns)
+    experts = attention + 3 * (hidden + max(1, shape.experts_per_token) * shape.expert_columns)
+    count = rank * ((trained - sparse) * dense + sparse * experts)
+    if training.method == "dora":
+        count += trained * (queries + 2 * keys + 2 * hidden + 2 * shape.mlp_columns)
+    ends = 2 * rank * (shape.vocabulary + hidden) * training.adapts_embeddings
+    return count + ends, rank * max(hidden, shape.mlp_columns, shape.vocabulary * training.adapts_embeddings)
 
 
 # ---- Micro-batches that fit
-
-
-# Tokens of a micro-batch beyond which a device gains nothing. One H200 multiplied matrices of an 8B model at its full
-# rate from 12,288 on (bfloat16); a GPU with a tenth of its rate, and a CPU, are busy with far fewer.
-MOST_TOKENS: dict[Device, int] = {"cpu": 4096, "metal": 4096, "cuda": 16384}
 
 
 @dataclass(frozen=True)
@@ -101,32 +241,19 @@ class Rows:
     @classmethod
     def of(cls, prompts: np.ndarray, seen: np.ndarray, scored: np.ndarray, length_multiple: int) -> Rows:
         """prompts: int [n]; seen, scored: int [n, K]."""
-        tokens = real_tokens(prompts, seen)
-        return cls(
-            int(prompts[tokens.argmax()]),
-            int(seen.max()),
-            int(tokens.max()),
-            int(scored.sum(axis=1).max()),
-            seen.shape[1],
-            length_multiple,
-        )
+        tokens, scored = real_tokens(prompts, seen), scored.sum(axis=1)
+        largest = int(prompts[tokens.argmax()]), int(seen.max()), int(tokens.max()), int(scored.max())
+        return cls(*largest, seen.shape[1], length_multiple)
 
     @classmethod
     def mean(cls, prompts: np.ndarray, seen: np.ndarray, scored: np.ndarray, length_multiple: int) -> Rows:
-        """A row of mean sizes, for times and traffic: one that has them all, as no row may. Arguments as `of`."""
-        return cls(
-            round(float(prompts.mean())),
-            round(float(seen.max(axis=1).mean())),
-            round(float(real_tokens(prompts, seen).mean())),
-            round(float(scored.sum(axis=1).mean())),
-            seen.shape[1],
-            length_multiple,
-        )
+        """A row of mean sizes, for times and traffic. Arguments as `of`."""
+        means = prompts, seen.max(axis=1), real_tokens(prompts, seen), scored.sum(axis=1)
+        return cls(*(round(float(of_rows.mean())) for of_rows in means), seen.shape[1], length_multiple)
 
     def batch(self, pairs: int, shared_prompts: bool) -> BatchShape:
         """A micro-batch of such rows, as lib/data/batch_shapes.py pads it."""
-        prompt = min(self.prompt, self.seen)
-        widest = min(self.scored, self.seen)
+        prompt, widest = min(self.prompt, self.seen), min(self.scored, self.seen)
         need = (pairs, prompt, prompt, self.seen, pairs * self.tokens, pairs * self.scored, widest)
         return batch_shape_of(np.array([need], NEED), self.completions, self.length_multiple, shared_prompts)
 
@@ -141,9 +268,7 @@ class MemoryModel:
 
     def bytes(self, pairs: int, device: Device, checkpointing: bool | None = None) -> StepBytes:
         """A step of micro-batches of so many pairs, of a host that keeps the whole model."""
-        return self.of_part(
-            self.shape, sum(rank_bytes(self.shape, divide(self.shape, [1.0]), 0)), pairs, device, checkpointing
-        )
+        return self.of_part(self.shape, whole_weight_bytes(self.shape), pairs, device, checkpointing)
 
     def of_part(
         self, part: ModelShape, weight_bytes: int, pairs: int, device: Device, checkpointing: bool | None = None
@@ -157,15 +282,16 @@ class MemoryModel:
         return max(1, MOST_TOKENS[device] // self.rows.tokens)
 
 
+def whole_weight_bytes(shape: ModelShape) -> int:
+    """Bytes of all weights, as loaded."""
+    return sum(rank_bytes(shape, divide(shape, [1.0]), 0))
+
+
 def largest_micro_batch(needed: Callable[[int], float], limit_bytes: float | None, most: int) -> int:
     """The most pairs, up to `most`, that need no more than the limit: 0 where one does not fit."""
-    if limit_bytes is None or needed(most) <= limit_bytes:
+    if limit_bytes is None:
         return most
-    fits, too_many = 0, most
-    while too_many - fits > 1:
-        middle = (fits + too_many) // 2
-        fits, too_many = (middle, too_many) if needed(middle) <= limit_bytes else (fits, middle)
-    return fits
+    return max((pairs for pairs in range(1, most + 1) if needed(pairs) <= limit_bytes), default=0)
 
 
 def metal_limit_bytes(memory_bytes: int) -> int:
@@ -184,3 +310,22 @@ def rank_shape(shape: ModelShape, division: Division, rank: int) -> ModelShape:
         expert_columns=division.expert_columns[rank] if division.expert_columns else 0,
         vocabulary=division.vocabulary[rank] if division.vocabulary else shape.vocabulary,
     )
+
+
+LEAST_UPDATE = 0.5  # float32 numbers for each trained one, that an update of small arrays holds at a time
+
+
+def training_bytes_per_byte(shape: ModelShape, model: ModelSettings, optimizer: str, moving_reference: bool) -> float:
+    """What full training adds to each byte of the weights: the gradient, the optimizer's numbers, the largest update."""
+    if model.method != "full":
+        return 0.0
+    needs = OPTIMIZERS.get(optimizer, ADAM)
+    largest = shape.hidden_size * max(shape.vocabulary, shape.mlp_columns, shape.experts * shape.expert_columns)
+    update = max(LEAST_UPDATE, needs.update * largest * shape.weight_bytes / whole_weight_bytes(shape))
+    numbers = 1 + needs.moments + update + moving_reference
+    return 4 * numbers / shape.weight_bytes * trained_part(model, shape.blocks)
+
+
+def whole_training_bytes(shape: ModelShape, model: ModelSettings, optimizer: str, moving_reference: bool) -> int:
+    """What a host that keeps the whole model needs at least: all but activations."""
+    return round((1 + training_bytes_per_byte(shape, model, optimizer, moving_reference)) * whole_weight_bytes(shape))

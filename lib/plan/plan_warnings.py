@@ -1,6 +1,6 @@
 """Warnings of likely mistakes in a plan or its settings, and what to do instead: a pure function for each practice.
 
-docs/best_practices.md gives the reasons. No warning changes a run; all are printed, and kept in plan.json.
+docs/best_practices.md gives the reasons. All are printed, and kept in plan.json.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from lib.config.schema import Config, TrainSettings
-from lib.plan.cluster_plan import ClusterPlan
-from lib.plan.divide_work import plan_cluster
+from lib.config.schema import IndependentSettings, PlanSettings, TrainSettings
+from lib.plan.facts import DIVIDED, RunSettings
+from lib.plan.plan import ClusterPlan, plan_cluster
 from lib.plan.shares import solo_pairs_per_second
 
 NOTEWORTHY = 0.05  # of a step's time, or of a speed: less is not worth a word
@@ -20,33 +20,28 @@ STRAYED_NATS = 100.0  # of KL to the reference, a completion
 ROOM_FOR_ACTIVATIONS = 0.5  # of a host's memory, left free beside weights, gradients and optimizer
 
 
-def advised(config: Config, plan: ClusterPlan) -> ClusterPlan:
+def advised(settings: RunSettings, plan: ClusterPlan) -> ClusterPlan:
     """The plan, with a warning for each practice that it goes against."""
     warnings = (
-        slow_shares(config, plan),
+        slow_shares(settings.plan, plan),
         *beyond_the_knee(plan),
-        needless_sharding(config, plan),
-        needless_pipeline(config, plan),
-        not_calibrated(config, plan),
-        one_outer_round(config, plan),
-        unscaled_learning_rate(config.train),
-        high_learning_rate(config.train),
+        needless_division(settings.strategy, plan),
+        not_calibrated(settings.plan, plan),
+        one_outer_round(settings.independent, plan),
+        unscaled_learning_rate(settings.train),
+        high_learning_rate(settings.train),
     )
     return replace(plan, warnings=(*plan.warnings, *(warning for warning in warnings if warning)))
 
 
-def slow_shares(config: Config, plan: ClusterPlan) -> str | None:
+def slow_shares(settings: PlanSettings, plan: ClusterPlan) -> str | None:
     """Configured shares, often equal ones, that make a step longer than the hosts' curves allow."""
     curves = [curve for curve in plan.curves if curve is not None]
-    if config.plan.shares is None or plan.divides_model or len(curves) < len(plan.ranks):
+    if settings.shares is None or plan.divides_model or len(curves) < len(plan.ranks):
         return None
-    hosts = [rank.host for rank in plan.ranks]
+    hosts, sizes = [rank.host for rank in plan.ranks], settings.micro_batch_sizes
     best = plan_cluster(
-        hosts,
-        plan.global_batch_size,
-        micro_batch_sizes=config.plan.micro_batch_sizes,
-        curves=curves,
-        sync_seconds=plan.sync_seconds,
+        hosts, plan.global_batch_size, micro_batch_sizes=sizes, curves=curves, sync_seconds=plan.sync_seconds
     )
     now, then = plan.predicted_step_seconds, best.predicted_step_seconds
     if now is None or then is None or now <= then * (1 + NOTEWORTHY):
@@ -75,61 +70,49 @@ def beyond_the_knee(plan: ClusterPlan) -> list[str]:
     return warnings
 
 
-def needless_pipeline(config: Config, plan: ClusterPlan) -> str | None:
-    """A model that is cut into stages although the smallest host could hold and train all of it."""
-    memory = [stage.memory_bytes for stage in plan.stages if stage.memory_bytes is not None]
-    if config.strategy != "pipelined" or len(plan.stages) < 2 or len(memory) < len(plan.stages):
-        return None  # "auto" has its reasons
-    needed = sum(stage.weight_bytes + stage.training_bytes for stage in plan.stages)
+def needless_division(strategy: str, plan: ClusterPlan) -> str | None:
+    """A model that is divided although the smallest host could hold and train all of it; "auto" has its reasons."""
+    memory = [one.memory_bytes for one in (*plan.parts, *plan.stages) if one.memory_bytes is not None]
+    if strategy not in DIVIDED or len(plan.ranks) < 2 or len(memory) < len(plan.ranks):
+        return None
+    if plan.parts:
+        first = plan.parts[0]
+        weights = sum(part.divided_bytes for part in plan.parts) + first.whole_bytes
+        needed = weights * (1 + first.training_bytes / (first.divided_bytes + first.whole_bytes))
+        why = "every block waits for the network"
+    else:
+        needed = float(sum(stage.held_bytes for stage in plan.stages))
+        why = "stages wait for each other as a step begins and ends"
     if needed > (1 - ROOM_FOR_ACTIVATIONS) * min(memory):
         return None
     return (
-        f"strategy=pipelined: the whole model takes {needed / 1e9:.3g} GB "
-        f"and the smallest host has {min(memory) / 1e9:.3g} GB; "
-        "stages wait for each other as a step begins and ends, replicas do not: strategy=auto"
+        f"strategy={strategy}: the whole model takes {needed / 1e9:.3g} GB and the smallest host has "
+        f"{min(memory) / 1e9:.3g} GB; {why}, replicas do not: strategy=auto"
     )
 
 
-def needless_sharding(config: Config, plan: ClusterPlan) -> str | None:
-    """A model that is divided although the smallest host could hold and train all of it."""
-    memory = [part.memory_bytes for part in plan.parts if part.memory_bytes is not None]
-    if config.strategy != "sharded" or len(plan.parts) < 2 or len(memory) < len(plan.parts):
-        return None  # "auto" has its reasons, which are measured
-    first = plan.parts[0]
-    weights = sum(part.divided_bytes for part in plan.parts) + first.whole_bytes
-    needed = weights * (1 + first.training_bytes / (first.divided_bytes + first.whole_bytes))
-    if needed > (1 - ROOM_FOR_ACTIVATIONS) * min(memory):
-        return None
-    return (
-        f"strategy=sharded: the whole model takes {needed / 1e9:.3g} GB "
-        f"and the smallest host has {min(memory) / 1e9:.3g} GB; "
-        "every block waits for the network, replicas do not: strategy=auto"
-    )
-
-
-def not_calibrated(config: Config, plan: ClusterPlan) -> str | None:
-    """Several hosts, and no curve says what each can do."""
+def not_calibrated(settings: PlanSettings, plan: ClusterPlan) -> str | None:
+    """Several hosts, of which one has no curve."""
     unknown = [rank.host for rank, curve in zip(plan.ranks, plan.curves, strict=True) if curve is None]
     if plan.divides_model or not unknown or len({rank.host for rank in plan.ranks}) == 1:
         return None
-    names = ", ".join(dict.fromkeys(unknown))
-    if config.plan.shares is not None:
-        until = "nobody can say whether plan.shares suits the hosts"
-    elif config.plan.replan and max(plan.shares) - min(plan.shares) > 1:
+    if settings.shares is not None:
+        until = "whether plan.shares suits the hosts is not known"
+    elif not settings.replan:
+        until = "with plan.replan=false the shares stay as they are, and the slowest host holds back the others"
+    elif max(plan.shares) - min(plan.shares) > 1:
         until = "the shares follow the hosts' matrix products until the first steps have been timed"
-    elif config.plan.replan:
-        until = "the shares are equal until the first steps have been timed"
     else:
-        until = "with plan.replan=false the shares stay equal, and the slowest host holds back the others"
-    return f"no calibration of {names}: {until}; make calibrate HOSTS=hostfile"
+        until = "the shares are equal until the first steps have been timed"
+    return f"no calibration of {', '.join(dict.fromkeys(unknown))}: {until}; make calibrate HOSTS=hostfile"
 
 
-def one_outer_round(config: Config, plan: ClusterPlan) -> str | None:
+def one_outer_round(settings: IndependentSettings, plan: ClusterPlan) -> str | None:
     """`outer` takes a part of each round's change, as if more rounds came: one round alone learns too little."""
-    if plan.strategy != "independent" or config.independent.merge != "outer" or plan.merges != 1:
+    if plan.strategy != "independent" or settings.merge != "outer" or plan.merges != 1:
         return None
     return (
-        f"independent.merge=outer in one round takes {config.independent.outer_learning_rate:g} of what was learnt; "
+        f"independent.merge=outer in one round takes {settings.outer_learning_rate:g} of what was learnt; "
         "leave independent.pairs_per_round out, or take another merge"
     )
 

@@ -59,40 +59,30 @@ def distribute_work(total_examples: int, ratios: Sequence[float]) -> list[int]:
     return [int(share) for share in shares]
 
 
+def check_count(setting: str, numbers: Sequence[int], world_size: int) -> None:
+    """Whether a setting has one number a rank.
+
+    Raises:
+        UserError: it has not.
+    """
+    if len(numbers) != world_size:
+        raise UserError(
+            f"{setting} {list(numbers)} has {len(numbers)} numbers, but there are {world_size} ranks; give one a rank"
+        )
+
+
 def check_shares(shares: Sequence[int], global_batch_size: int, world_size: int) -> None:
     """Whether given shares fit the world and the batch.
 
     Raises:
         UserError: they do not.
     """
-    listed = list(shares)
-    if len(listed) != world_size:
+    check_count("plan.shares", shares, world_size)
+    if sum(shares) != global_batch_size:
         raise UserError(
-            f"plan.shares {listed} has {len(listed)} numbers, but there are {world_size} ranks; give one a rank"
-        )
-    if min(listed) < 0:
-        raise UserError(f"plan.shares {listed}: a share of {min(listed)} pairs; the least is 0")
-    if sum(listed) != global_batch_size:
-        raise UserError(
-            f"plan.shares {listed} sum to {sum(listed)}, but train.global_batch_size is {global_batch_size}; "
+            f"plan.shares {list(shares)} sum to {sum(shares)}, but train.global_batch_size is {global_batch_size}; "
             "make them equal"
         )
-
-
-def check_micro_batch_sizes(micro_batch_sizes: Sequence[int], world_size: int) -> None:
-    """Whether given micro-batch sizes fit the world.
-
-    Raises:
-        UserError: they do not.
-    """
-    listed = list(micro_batch_sizes)
-    if len(listed) != world_size:
-        raise UserError(
-            f"plan.micro_batch_sizes {listed} has {len(listed)} numbers, but there are {world_size} ranks; "
-            "give one a rank"
-        )
-    if min(listed) < 1:
-        raise UserError(f"plan.micro_batch_sizes {listed}: a micro-batch of {min(listed)} pairs; the least is 1")
 
 
 def split_evenly_sized(share: int, micro_batch_size: int) -> tuple[int, ...]:
@@ -133,7 +123,7 @@ def best_shares(
     kinds = _Kinds(curves, micro_batch_sizes)
     shares, seconds, shortest = kinds.divide(global_batch_size)
     together = seconds + sync_seconds
-    best_host, alone = kinds.best_alone(global_batch_size, together)
+    best_host, alone = kinds.best_alone(global_batch_size)
     if alone <= together:
         others = listed([f"{host} (rank {rank})" for rank, host in enumerate(hosts) if rank != best_host])
         reason = (
@@ -187,71 +177,54 @@ class _Kinds:
 
     def __init__(self, curves: Sequence[BatchCurve], micro_batch_sizes: Sequence[int] | None) -> None:
         sizes: Sequence[int | None] = micro_batch_sizes or [None] * len(curves)
-        numbers: dict[tuple[Hashable, int | None], int] = {}
-        members: list[tuple[BatchCurve, int | None]] = []
-        self.of_rank = np.empty(len(curves), dtype=np.int64)
-        for rank, (curve, size) in enumerate(zip(curves, sizes, strict=True)):
-            identity = (curve_identity(curve), size)
-            if identity not in numbers:
-                numbers[identity] = len(numbers)
-                members.append((curve, size))
-            self.of_rank[rank] = numbers[identity]
+        members = {(curve_identity(curve), size): (curve, size) for curve, size in zip(curves, sizes, strict=True)}
+        numbers = {identity: number for number, identity in enumerate(members)}
+        kinds = [numbers[curve_identity(curve), size] for curve, size in zip(curves, sizes, strict=True)]
+        self.of_rank = np.array(kinds)
         self.counts = np.bincount(self.of_rank)
-        self.fixed = np.array([size or 0 for _, size in members])
-        self.measured = [[p.batch_size for p in c.points if p.batch_size <= c.max_batch_size] for c, _ in members]
-        widest = max(size or curve.max_batch_size for curve, size in members)
+        self.fixed = [size for _, size in members.values()]
+        self.curves = [curve for curve, _ in members.values()]
+        widest = max(size or curve.max_batch_size for curve, size in members.values())
         self.tau = np.full((len(members), widest), np.inf)
-        for kind, (curve, size) in enumerate(members):
+        for kind, (curve, size) in enumerate(members.values()):
             most = size or curve.max_batch_size
             self.tau[kind, :most] = curve.seconds(np.arange(1, most + 1))
         self.rates = (np.arange(1, widest + 1) / self.tau).max(axis=1)
-        self.overheads = np.array([curve.step_overhead_seconds for curve, _ in members])
+        self.overheads = np.array([curve.step_overhead_seconds for curve in self.curves])
 
-    def times(self, kinds: np.ndarray, pairs: int) -> np.ndarray:
-        """t(0..pairs) + o of some kinds, float64 [len(kinds), pairs + 1]."""
-        times = step_times(self.tau[kinds], pairs)
-        for row, kind in enumerate(kinds):
-            size = self.fixed[kind]  # whole micro-batches of that size, and what is left
-            if size:
+    def times(self, pairs: int) -> np.ndarray:
+        """t(0..pairs) + o of all kinds, float64 [K, pairs + 1]."""
+        times = step_times(self.tau, pairs)
+        for kind, size in enumerate(self.fixed):
+            if size:  # whole micro-batches of that size, and what is left
                 tau = np.concatenate([[0.0], self.tau[kind]])
                 whole, rest = np.divmod(np.arange(pairs + 1), size)
-                times[row] = whole * tau[size] + tau[rest]
-        return times + self.overheads[kinds][:, None]
+                times[kind] = whole * tau[size] + tau[rest]
+        return times + self.overheads[:, None]
 
     def seconds(self, shares: Sequence[int] | np.ndarray) -> float:
         """max t_i(n_i) + o_i."""
-        times = self.times(np.arange(len(self.counts)), max(shares))
-        return float(times[self.of_rank, np.asarray(shares)].max())
+        return float(self.times(max(shares))[self.of_rank, np.asarray(shares)].max())
 
-    def best_alone(self, pairs: int, bound: float) -> tuple[int, float]:
-        """The rank that does all pairs soonest, and its time.
-
-        No kind can be faster than pairs / rate, so that most need no table of their own.
-        """
-        best, best_seconds = 0, np.inf
-        for kind in np.argsort(pairs / self.rates, kind="stable"):
-            if np.isfinite(best_seconds) and pairs / self.rates[kind] >= min(best_seconds, bound):
-                break
-            seconds = float(self.times(np.array([kind]), pairs)[0, -1])
-            if seconds < best_seconds:
-                best, best_seconds = int(np.flatnonzero(self.of_rank == kind)[0]), seconds
-        return best, best_seconds
+    def best_alone(self, pairs: int) -> tuple[int, float]:
+        """The rank that does all pairs soonest, and its time."""
+        alone = self.times(pairs)[:, -1]
+        kind = int(alone.argmin())
+        return int(np.flatnonzero(self.of_rank == kind)[0]), float(alone[kind])
 
     def divide(self, pairs: int) -> tuple[list[int], float, float]:
         """argmin of max t_i(n_i) over sum n_i = pairs, up to TIDY_TOLERANCE; its time, and the least."""
-        every = np.arange(len(self.counts))
         length = min(pairs, int(2 * pairs * self.rates.max() / (self.rates @ self.counts)) + self.tau.shape[1])
         while True:
-            times = self.times(every, length)
-            # Beyond the table no host is done before this: t(n) >= n / rate.
-            horizon = np.inf if length == pairs else ((length + 1) / self.rates).min()
+            times = self.times(length)
             # The most pairs that a kind can do within T; a noisy curve may fall, so look from the end.
             rising = np.minimum.accumulate(times[:, ::-1], axis=1)[:, ::-1]
+            # Beyond the table no host is done before this: t(n) >= n / rate.
+            horizon = np.inf if length == pairs else float(((length + 1) / self.rates).min())
             longest = min(float(rising[:, -1].max()), horizon * (1 - 1e-9))
             if _capacity(rising, longest) @ self.counts >= pairs:
                 break
             length = min(pairs, 2 * length)
-
         too_short, enough = 0.0, longest
         while enough - too_short > 1e-12 * enough:
             middle = (too_short + enough) / 2
@@ -259,23 +232,14 @@ class _Kinds:
                 enough = middle
             else:
                 too_short = middle
-
         shares = self._fill(_capacity(rising, too_short), _capacity(rising, enough), pairs)
         seconds = float(times[self.of_rank, shares].max())
-        # Filling up to a time is exact, unless fewer pairs somewhere take longer than more (a noisy curve).
-        if seconds > enough * (1 + 1e-9):
-            shares = _divide_exactly(times[self.of_rank], shares)
-            seconds = float(times[self.of_rank, shares].max())
         tidy = self._tidy_shares(seconds, pairs)
-        if tidy is not None:
-            shares = tidy
+        shares = shares if tidy is None else tidy
         return [int(share) for share in shares], self.seconds(shares), seconds
 
     def _fill(self, base: np.ndarray, most: np.ndarray, pairs: int) -> np.ndarray:
-        """Each host's capacity just before the last moment, then one more pair each in turn.
-
-        In turn, and by rank: equal hosts differ by one pair at most, and the same input gives the same plan.
-        """
+        """Each host's capacity just before the last moment, then one more pair each in turn, by rank."""
         shares, room = base[self.of_rank], (most - base)[self.of_rank]
         left = pairs - int(shares.sum())
         while left:
@@ -292,17 +256,18 @@ class _Kinds:
         """
         limit = seconds * (1 + TIDY_TOLERANCE)
         options: list[list[tuple[float, int]]] = []  # of each kind: (time, share)
-        for kind, sizes in enumerate(self.measured):
+        for kind, (curve, fixed) in enumerate(zip(self.curves, self.fixed, strict=True)):
             overhead = float(self.overheads[kind])
             best: dict[int, float] = {0: overhead}
-            for size in [int(self.fixed[kind])] if self.fixed[kind] else sizes:
+            measured = [point.batch_size for point in curve.points if point.batch_size <= curve.max_batch_size]
+            for size in [fixed] if fixed else measured:
                 tau = self.tau[kind, size - 1]
                 most = min(int((limit - overhead) / tau), pairs // size)
                 for count in range(max(1, most - 2), most + 1):
                     best[count * size] = min(best.get(count * size, np.inf), count * tau + overhead)
             options.append(sorted((time, share) for share, time in best.items()))
         for moment in sorted({time for some in options for time, _ in some if time >= seconds * (1 - 1e-9)}):
-            shares = np.array([max(share for time, share in some if time <= moment) for some in options])
+            shares = np.array([max((share for time, share in some if time <= moment), default=0) for some in options])
             if shares @ self.counts == pairs:
                 return shares[self.of_rank]
         return None
@@ -312,37 +277,6 @@ def _capacity(rising: np.ndarray, seconds: float) -> np.ndarray:
     """The most pairs of each kind that are done within `seconds`: int [K]."""
     within: np.ndarray = np.maximum(np.sum(rising <= seconds, axis=1) - 1, 0)
     return within
-
-
-def _divide_exactly(times: np.ndarray, near: np.ndarray) -> np.ndarray:
-    """argmin of max t_i(n_i), by dynamic programming over hosts; of equally good ones, the closest to `near`.
-
-    times: float64 [N, L + 1]; near: int [N], shares that add up to the pairs. A state is how many pairs the
-    hosts so far are ahead of `near`, within a window: it holds every state for a few hosts, and for very many
-    still more than the noise of one host needs.
-    """
-    bound = times[np.arange(len(near)), near].max()
-    window = min(int(near.sum()), max(32, 16_384 // len(near)))
-    states = 2 * window + 1
-    best = np.full(states, np.inf)
-    best[window] = 0.0
-    choices = np.zeros((len(near), states), dtype=np.int64)
-    for host, (row, centre) in enumerate(zip(times, near, strict=True)):
-        new = np.full(states, np.inf)
-        ahead = np.flatnonzero(row <= bound) - centre
-        for more in sorted(ahead[np.abs(ahead) < states].tolist(), key=abs):
-            reached = slice(max(0, more), states + min(0, more))
-            candidate = np.maximum(best[max(0, -more) : states - max(0, more)], row[centre + more])
-            better = candidate < new[reached]
-            new[reached][better] = candidate[better]
-            choices[host, reached][better] = more
-        best = new
-    shares = near.copy()
-    state = window
-    for host in reversed(range(len(near))):
-        shares[host] += choices[host, state]
-        state -= choices[host, state]
-    return shares
 
 
 def curve_identity(curve: BatchCurve) -> Hashable:

@@ -1,8 +1,11 @@
-"""Where a model is cut into stages: the cut whose step takes least time, of those that every host's memory holds.
+"""Where a model is cut into pipeline stages, and the time that a step takes: 1F1B over unequal stages.
 
-Ranks keep their order, each takes consecutive blocks. All costs are sums over blocks, so that a cut is looked at in a
-few additions: the best by the schedule's bound is found by moving blocks between stages, then the schedule itself
-(lib/plan/pipeline_schedule.py) chooses among its neighbours. Pure functions.
+One forward, one backward (PipeDream-Flush, arXiv:2006.09503): a stage runs forward until as many micro-batches are in
+flight as it keeps, then one backward and one forward in turn, and at last the backwards that are left. A step's time
+comes from replaying these orders: each operation starts as soon as its stage is free and its input has arrived.
+
+Ranks keep their order, each takes consecutive blocks. The best cut by a bound of the schedule is found by moving blocks
+between stages; then the replayed schedule chooses among its neighbours.
 """
 
 from __future__ import annotations
@@ -11,18 +14,94 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
-from lib.plan.pipeline_schedule import Hop, bound_seconds, step_seconds
+STARTS = (1.0, 1.1, 1.3, 2.0, np.inf)  # times the least longest stage: how long a stage may be, at the start
+REPLAYED = 16  # neighbours of a cut whose schedule is replayed, those with the lowest bounds
 
-STARTS = (1.0, 1.03, 1.1, 1.3, 2.0, np.inf)  # times the least longest stage: how long a stage may be, at the start
-PLAYED = 16  # neighbours of a cut whose schedule is played, those with the lowest bounds
-PLAYED_WHOLE = 256  # micro-batches x stages up to which all of a schedule is played
-STEADY = (
-    3,
-    4,
-)  # times the stages: of longer ones the micro-batches up to here; beyond, each takes what these last took
+
+class Operation(NamedTuple):
+    """One pass of a stage over one micro-batch."""
+
+    is_forward: bool
+    micro_batch: int
+
+
+class Hop(NamedTuple):
+    """What a micro-batch's activations take from one stage to the next, and as long their gradients back."""
+
+    seconds: float = 0.0  # that the link is busy, in one direction
+    latency_seconds: float = 0.0  # until they arrive, beyond that
+
+
+def operations(in_flight: int, micro_batches: int) -> list[Operation]:
+    """What a stage does in a step, in order.
+
+    in_flight: micro-batches that have gone forward and not yet backward, at most; the last stage has 1.
+    """
+    ahead = min(in_flight - 1, micro_batches)
+    order = [Operation(True, index) for index in range(ahead)]
+    for index in range(micro_batches):
+        if index + ahead < micro_batches:
+            order.append(Operation(True, index + ahead))
+        order.append(Operation(False, index))
+    return order
+
+
+def depths(stages: int, more: int = 0) -> tuple[int, ...]:
+    """Micro-batches in flight of each stage: as many as stages are left, itself included; the last one has 1.
+
+    more: of all stages but the last, so that they need not wait for a slow link.
+    """
+    return tuple(stages - stage + more * (stage < stages - 1) for stage in range(stages))
+
+
+def step_seconds(
+    forward: Sequence[float],
+    backward: Sequence[float],
+    hops: Sequence[Hop],
+    in_flight: Sequence[int],
+    micro_batches: int,
+) -> float:
+    """From the first forward to the last backward.
+
+    Args:
+        forward, backward: seconds of one micro-batch, one number a stage.
+        hops: one for each cut. Messages of one direction follow each other; a stage works while it sends.
+        in_flight: one number a stage, never more than the stage before has.
+    """
+    stages = len(forward)
+    orders = [operations(depth, micro_batches) for depth in in_flight]
+    # When inputs arrive: [stage][micro-batch], of activations and of gradients, as far as replayed.
+    activations: list[list[float]] = [[0.0] * micro_batches, *([] for _ in range(stages - 1))]
+    gradients: list[list[float]] = [[] for _ in range(stages)]
+    free, down, up = [0.0] * stages, [0.0] * stages, [0.0] * stages  # stages, and links in both directions
+    finished = [0] * stages
+    is_moving = True
+    while is_moving:
+        is_moving = False
+        for stage in range(stages):
+            while finished[stage] < len(orders[stage]):
+                is_forward, micro_batch = orders[stage][finished[stage]]
+                arrivals = activations[stage] if is_forward else gradients[stage]
+                if micro_batch >= len(arrivals):
+                    break
+                seconds = forward[stage] if is_forward else backward[stage]
+                now = free[stage] = max(free[stage], arrivals[micro_batch]) + seconds
+                if is_forward and stage == stages - 1:
+                    gradients[stage].append(now)
+                elif is_forward:
+                    down[stage] = max(down[stage], now) + hops[stage].seconds
+                    activations[stage + 1].append(down[stage] + hops[stage].latency_seconds)
+                elif stage:
+                    up[stage] = max(up[stage], now) + hops[stage - 1].seconds
+                    gradients[stage - 1].append(up[stage] + hops[stage - 1].latency_seconds)
+                finished[stage] += 1
+                is_moving = True
+    assert finished == [len(order) for order in orders], "a stage keeps more micro-batches than the one before"
+    return max(free)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,13 +137,23 @@ class CutCosts:
     def blocks(self) -> int:
         return self.held_bytes.shape[1] - 1
 
+    def slowed(self, factors: np.ndarray) -> CutCosts:
+        """The costs of hosts that take so many times as long. factors: [p]."""
+        return replace(
+            self,
+            forward_seconds=self.forward_seconds * factors[:, None],
+            backward_seconds=self.backward_seconds * factors[:, None],
+            end_forward_seconds=self.end_forward_seconds * factors,
+            end_backward_seconds=self.end_backward_seconds * factors,
+        )
+
 
 class Keeps(IntEnum):
     """What a stage keeps of a micro-batch for its backward pass. All but the first cost another forward pass."""
 
     ACTIVATIONS = 0
     BLOCK_INPUTS = 1  # gradient checkpointing
-    INPUT = 2  # of the stage alone: it makes all activations again, of one micro-batch at a time
+    INPUT = 2  # of the stage alone: it computes all activations again, of one micro-batch at a time
 
 
 @dataclass(frozen=True)
@@ -78,7 +167,6 @@ class Cut:
     activation_bytes: tuple[float, ...]  # of all micro-batches in flight
     fits: bool  # every host's memory
     step_seconds: float
-    bound_seconds: float  # what the schedule takes at most, nearly
 
     def idle_fraction(self, rank: int, micro_batches: int) -> float:
         """Part of a step in which a stage has nothing to do: the bubble, and its waiting for slower ones."""
@@ -102,16 +190,14 @@ def best_cut(costs: CutCosts) -> Cut | None:
     starts = _starts(costs)
     if not starts:
         return None
-    found = {_descend(costs, start) for start in starts}
-    nearest = sorted(found, key=lambda blocks: (_bounds(costs, [blocks])[0], blocks))[:2]
-    return min((_polished(costs, blocks) for blocks in nearest), key=lambda cut: cut.step_seconds)
+    nearest = sorted({_descend(costs, start) for start in starts}, key=lambda cut: (_bounds(costs, [cut])[0], cut))
+    return min((_polished(costs, blocks) for blocks in nearest[:2]), key=lambda cut: cut.step_seconds)
 
 
 def cut_at(costs: CutCosts, blocks: Sequence[int]) -> Cut:
     """A given cut, whether it fits or not."""
-    stages = _stages(costs, np.array([blocks]))
+    stages = _spans_of(costs, np.array([blocks]))
     forward, backward = stages.forward[0].tolist(), stages.backward[0].tolist()
-    schedule = (forward, backward, costs.hops, costs.in_flight, costs.micro_batches)
     return Cut(
         tuple(map(int, blocks)),
         tuple(map(Keeps, stages.keeps[0].tolist())),
@@ -119,28 +205,28 @@ def cut_at(costs: CutCosts, blocks: Sequence[int]) -> Cut:
         tuple(backward),
         tuple(stages.activation_bytes[0].tolist()),
         bool(stages.fits.all()),
-        step_seconds(*schedule),
-        bound_seconds(*schedule),
+        step_seconds(forward, backward, costs.hops, costs.in_flight, costs.micro_batches),
     )
 
 
 def most_blocks(costs: CutCosts) -> list[int]:
     """How many blocks each host holds at most, the hosts before it filled up; all of them less than L: no cut fits."""
-    reached = [0, *_filled(costs, np.inf)]
-    return [int(end - start) for start, end in pairwise(reached)]
+    return [int(end - start) for start, end in pairwise([0, *_filled(costs, np.inf)])]
 
 
-def stage_bytes(costs: CutCosts, rank: int, first_block: int, blocks: int) -> float:
-    """The fewest bytes of micro-batches in flight with which a host can hold these blocks."""
+def needed_bytes(costs: CutCosts, rank: int, first_block: int, blocks: int) -> float:
+    """The fewest bytes with which a host can hold these blocks and its micro-batches in flight."""
+    span, end = np.array([first_block]), first_block + blocks
     without_room = replace(costs, room_bytes=np.full(costs.hosts, -np.inf))
-    spans = _spans(without_room, np.array([rank]), np.array([first_block]), np.array([first_block + blocks]))
-    return float(spans.activation_bytes[0])
+    activations = _spans(without_room, np.array([rank]), span, span + blocks).activation_bytes[0]
+    held = costs.held_bytes[rank, end] - costs.held_bytes[rank, first_block] + costs.end_bytes[rank]
+    return float(held + activations)
 
 
 # ---- Many cuts at a time
 
 
-def _stages(costs: CutCosts, blocks: np.ndarray) -> _Stages:
+def _spans_of(costs: CutCosts, blocks: np.ndarray) -> _Stages:
     """What the stages of some cuts cost. blocks: int [cuts, p]."""
     ends = blocks.cumsum(axis=1)
     return _spans(costs, np.arange(costs.hosts), ends - blocks, ends)
@@ -176,8 +262,12 @@ def _spans(costs: CutCosts, ranks: np.ndarray, starts: np.ndarray, ends: np.ndar
 
 
 def _bounds(costs: CutCosts, blocks: Sequence[Sequence[int]] | np.ndarray) -> np.ndarray:
-    """`bound_seconds` of some cuts; inf where one does not fit. float64 [cuts]."""
-    stages = _stages(costs, np.array(blocks))
+    """What a step of some cuts takes at most, nearly; inf where one does not fit. float64 [cuts].
+
+    The way of one micro-batch down and back, and (m - 1) times the slowest part: a stage, a link in one direction, or
+    the way from a stage down and back over what it keeps in flight.
+    """
+    stages = _spans_of(costs, np.array(blocks))
     totals = stages.forward + stages.backward
     ways = np.array([2 * (hop.seconds + hop.latency_seconds) for hop in costs.hops] + [0.0])
     down_and_back = (totals + ways)[:, ::-1].cumsum(axis=1)[:, ::-1]
@@ -219,20 +309,19 @@ def _filled(costs: CutCosts, seconds: float) -> list[int]:
 
 def _moves(blocks: Sequence[int], most: int) -> np.ndarray:
     """The cut itself, then all with 1, 2, 4, ... up to `most` blocks moved from one stage to another: int [cuts, p]."""
-    own, hosts = np.array(blocks), len(blocks)
-    sizes = [2**power for power in range(most.bit_length()) if 2**power <= most]
-    one = np.eye(hosts, dtype=int)
-    moves = (one[:, None] - one[None, :]).reshape(-1, hosts)
+    unit = np.eye(len(blocks), dtype=int)
+    moves = (unit[:, None] - unit[None, :]).reshape(-1, len(blocks))
     moves = moves[moves.any(axis=1)]
-    cuts = np.concatenate([own[None], *(own + size * moves for size in sizes)])
-    moved: np.ndarray = cuts[(cuts > 0).all(axis=1)]
-    return moved
+    sizes = [2**power for power in range(max(1, most).bit_length())]
+    cuts = np.concatenate([np.array(blocks)[None], *(np.array(blocks) + size * moves for size in sizes)])
+    positive: np.ndarray = cuts[(cuts > 0).all(axis=1)]
+    return positive
 
 
 def _descend(costs: CutCosts, blocks: tuple[int, ...]) -> tuple[int, ...]:
     """The cut from which no move lowers the bound."""
     while True:
-        cuts = _moves(blocks, costs.blocks // 2 or 1)
+        cuts = _moves(blocks, costs.blocks // 2)
         bounds = _bounds(costs, cuts)
         best = int(bounds.argmin())
         if bounds[best] >= bounds[0] * (1 - 1e-12):
@@ -241,27 +330,15 @@ def _descend(costs: CutCosts, blocks: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _polished(costs: CutCosts, blocks: tuple[int, ...]) -> Cut:
-    """The cut from which no move of a block or two to another stage shortens the schedule."""
-    known: dict[tuple[int, ...], float] = {}
+    """The cut from which no move of a block or two to another stage shortens the replayed schedule."""
+    replayed = {blocks: cut_at(costs, blocks)}
     while True:
         cuts = _moves(blocks, 2)
         bounds = _bounds(costs, cuts)
-        order = [index for index in np.argsort(bounds, kind="stable")[:PLAYED] if np.isfinite(bounds[index])]
+        order = [index for index in np.argsort(bounds, kind="stable")[:REPLAYED] if np.isfinite(bounds[index])]
         near = {blocks, *(tuple(cuts[index].tolist()) for index in order)}
-        for cut in near - known.keys():
-            known[cut] = _seconds(costs, cut)
-        best = min(near, key=lambda cut: (known[cut], cut))
-        if known[best] >= known[blocks] * (1 - 1e-12):
-            return cut_at(costs, blocks)
+        replayed |= {cut: cut_at(costs, cut) for cut in near - replayed.keys()}
+        best = min(near, key=lambda cut: (replayed[cut].step_seconds, cut))
+        if replayed[best].step_seconds >= replayed[blocks].step_seconds * (1 - 1e-12):
+            return replayed[blocks]
         blocks = best
-
-
-def _seconds(costs: CutCosts, blocks: tuple[int, ...]) -> float:
-    """A step's time, as played; of very many micro-batches only the first ones are."""
-    stages = _stages(costs, np.array([blocks]))
-    schedule = stages.forward[0].tolist(), stages.backward[0].tolist(), costs.hops, costs.in_flight
-    few, more = (times * costs.hosts for times in STEADY)
-    if costs.micro_batches <= more or costs.micro_batches * costs.hosts <= PLAYED_WHOLE:
-        return step_seconds(*schedule, costs.micro_batches)
-    before, after = step_seconds(*schedule, few), step_seconds(*schedule, more)
-    return after + (costs.micro_batches - more) * (after - before) / (more - few)

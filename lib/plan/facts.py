@@ -1,0 +1,398 @@
+"""What a plan rests on: the settings, the run, every rank's host, and estimates for hosts that were not measured.
+
+lib/training/run_facts.py gathers them. A host that has the run's curve keeps it. A host without one gets the curve of a
+calibrated host, scaled by the ratio of their matrix-product rates, else by the figures published for both chips. The
+first steps of the run correct the estimate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from lib.config.load import with_strategy
+from lib.config.schema import Config, IndependentSettings, ModelSettings, PlanSettings, SyncSettings, TrainSettings
+from lib.errors import UserError
+from lib.model.partition import ModelShape
+from lib.plan.calibration import (
+    MEMORY_HEADROOM,
+    BatchCurve,
+    CurveKey,
+    HostCalibration,
+    Link,
+    nearest_curve,
+    sound_calibration,
+    stale_versions,
+)
+from lib.plan.memory import MemoryModel, Rows, largest_micro_batch
+from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, TooLarge
+from lib.system.hardware import Device
+
+DIVIDED = ("pipelined", "sharded")
+MESSAGE_BYTES = 2**23  # by which links are compared: the activations of 1,000 tokens of a large model
+SAME_SPEED = 1.15  # ratio of two matrix-product rates below which they are equal
+CORRECTION = (0.8, 1.5)  # measured over planned peak memory: beyond it something else was measured
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The sections of the settings that a plan depends on."""
+
+    strategy: str
+    plan: PlanSettings
+    model: ModelSettings
+    train: TrainSettings
+    sync: SyncSettings
+    independent: IndependentSettings
+    synchronous_because: str = ""  # why strategy=auto has to be synchronous
+    moving_reference: bool = False
+    impossible: Mapping[str, str] = field(default_factory=dict)  # strategies that these settings exclude, and why
+    named_hosts: Mapping[str, frozenset[str]] = field(default_factory=dict)  # by setting
+
+    @classmethod
+    def of(cls, config: Config) -> RunSettings:
+        because, moving = "", config.reference_sync_steps is not None
+        if config.plan.shares is not None:
+            because = "since plan.shares divides every step (strategy=independent takes shares, too)"
+        elif moving:
+            name = "rollouts.reference_every" if config.rollouts.rounds else "train.reference_sync_steps"
+            because = f"since with {name} all ranks follow one policy"
+        impossible = {}
+        for strategy in DIVIDED:
+            try:
+                with_strategy(config if config.strategy == strategy else without_shares(config), strategy)
+            except UserError as error:
+                impossible[strategy] = str(error)
+        by_host = {"cost.watts": config.cost.watts, "cost.rent_per_hour": config.cost.rent_per_hour}
+        by_host["plan.memory_limit_gb"] = config.plan.memory_limit_gb
+        named = {name: frozenset(value) for name, value in by_host.items() if isinstance(value, dict)}
+        sections = config.plan, config.model, config.train, config.sync, config.independent
+        return cls(config.strategy, *sections, because, moving, impossible, named)
+
+    @property
+    def may_checkpoint(self) -> bool:
+        return bool(self.model.gradient_checkpointing) or self.model.may_turn_on_checkpointing
+
+    def for_strategy(self, strategy: str) -> RunSettings:
+        """The settings for another strategy than the one that plan.shares was written for."""
+        if self.strategy in ("auto", strategy):
+            return self
+        unset = {"shares": None, "micro_batch_sizes": None, "require_calibration": False}
+        return replace(self, plan=self.plan.model_copy(update=unset))
+
+
+def without_shares(config: Config) -> Config:
+    unset = {"shares": None, "micro_batch_sizes": None}
+    return config.model_copy(update={"plan": config.plan.model_copy(update=unset)})
+
+
+@dataclass(frozen=True)
+class RankHost:
+    """What is known of one rank's host. Ranks that share a host have its name in common."""
+
+    name: str
+    calibration: HostCalibration | None = None
+    device_name: str | None = None  # the chip, for hosts without a calibration
+    device: Device | None = None  # what MLX computes on there
+    gflops: float | None = None  # of matrix products, measured as the run started
+    memory_bytes: int | None = None  # that the rank may use
+
+
+@dataclass(frozen=True)
+class StagesBefore:
+    """The stages of a pipelined run that is resumed."""
+
+    blocks: tuple[int, ...]
+    step_seconds: tuple[float, ...]  # that each rank computed a step; empty: not measured
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that a plan depends on."""
+
+    settings: RunSettings
+    hosts: Sequence[RankHost]
+    key: CurveKey  # with the length of a typical row, for times
+    longest: int  # tokens of the longest row, for memory
+    backend: str  # that carries the gradients
+    steps: int  # of the whole run
+    versions: Mapping[str, str] = field(default_factory=dict)  # of the packages now, e.g. {"mlx": "0.32.4"}
+    published: Sequence[HostCalibration] = ()  # figures of chips
+    shape: ModelShape | None = None  # of the model; None: its blocks cannot be divided
+    block_shape: ModelShape | None = None  # of the model; None: it cannot be cut between its blocks
+    memory: MemoryModel | None = None  # None: nothing is known of the model's dimensions
+    typical_rows: Rows | None = None  # rows of mean sizes; None: all are as long as the key says
+    stages_before: StagesBefore | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Each rank's host."""
+        return [host.name for host in self.hosts]
+
+    @property
+    def batch_size(self) -> int:
+        return self.settings.train.global_batch_size
+
+    def can_divide(self, strategy: str) -> bool:
+        """Whether the model's family can be divided so, and there are hosts to divide it among."""
+        return len(self.hosts) > 1 and (self.shape if strategy == "sharded" else self.block_shape) is not None
+
+    def tokens(self, pairs: int) -> tuple[float, float]:
+        """Of a micro-batch of typical rows: those that go through the blocks, with padding; and through the head."""
+        if self.typical_rows is not None and self.memory is not None:
+            batch = self.typical_rows.batch(pairs, self.memory.training.shared_prompts)
+            return float(batch.tokens), float(batch.scored)
+        tokens = pairs * self.key.sequence_length * (2.0 if self.key.records == "preference" else 1.0)
+        return tokens, tokens
+
+    # ---- Links
+
+    def _links(self, ranks: slice = slice(None)) -> list[Link]:
+        calibrations = [host.calibration for host in self.hosts[ranks] if host.calibration]
+        return [link for one in calibrations for link in one.links if link.backend == self.backend]
+
+    @property
+    def link_is_known(self) -> bool:
+        """Whether some host's calibration has the backend that carries the gradients."""
+        return bool(self._links())
+
+    def sum_seconds(self, size_bytes: float) -> float:
+        """One sum over the slowest link; 0 for a single host, and where nothing was measured."""
+        sums = (link.seconds(size_bytes) for link in self._links() if link.operation == "all_sum")
+        return max(sums, default=0.0) * (len(self.hosts) > 1)
+
+    def link_between(self, rank: int) -> Link | None:
+        """A rank's link to the next one, one way; None where none was measured.
+
+        A sum over n ranks passes 2 (n - 1) / n of its bytes over every link of a ring: where no ping-pong was measured,
+        the slower host's sums say what a message takes.
+        """
+        links, pair = self._links(slice(rank, rank + 2)), {self.hosts[rank].name, self.hosts[rank + 1].name}
+        candidates = [link for link in links if link.operation == "ping_pong" and set(link.peers) == pair]
+        if not candidates:
+            for link in (link for link in links if link.operation == "all_sum"):
+                passes, peers = 2 * (max(2, len(link.peers)) - 1), max(2, len(link.peers))
+                bandwidth = link.bandwidth_bytes_per_second * passes / peers
+                changed = {"latency_seconds": link.latency_seconds / passes, "bandwidth_bytes_per_second": bandwidth}
+                candidates.append(link.model_copy(update={**changed, "transfers": ()}))
+        return max(candidates, key=lambda link: link.seconds(MESSAGE_BYTES), default=None)
+
+    # ---- Speeds
+
+    def rates(self) -> list[float | None]:
+        """Each host's GFLOP/s in matrix products: as measured now of all, else as calibrated, else as published."""
+        now = [host.gflops for host in self.hosts]
+        if all(now):
+            return now
+        published = {one.machine.device_name: one.gflops for one in self.published}
+        return [
+            (host.calibration and host.calibration.gflops) or host.gflops or published.get(host.device_name or "")
+            for host in self.hosts
+        ]
+
+    def relative_speeds(self) -> list[float] | None:
+        """The ranks' relative speeds, where no curves compare them; None where all are equal, or one is not known."""
+        rates = self.rates()
+        if not all(rates) or not any(host.gflops or host.calibration for host in self.hosts):
+            return None
+        logs = {
+            name: [math.log(r or 1) for r, n in zip(rates, self.names, strict=True) if n == name] for name in self.names
+        }
+        by_host = {name: math.exp(sum(of_host) / len(of_host)) for name, of_host in logs.items()}
+        if max(by_host.values()) <= SAME_SPEED * min(by_host.values()):
+            return None
+        return [by_host[name] for name in self.names]
+
+    def measured_curves(self, key: CurveKey) -> list[BatchCurve | None]:
+        """Each host's curve of this very model, with the times of typical rows and the memory of the longest."""
+        return [_curve_of(host.calibration, key, self.longest) for host in self.hosts]
+
+    # ---- Memory
+
+    def needed_bytes(self, rank: int, pairs: int, key: CurveKey) -> int | None:
+        """A micro-batch by the formula, corrected by what a rank's own curve measured; None: nothing is known."""
+        device = self.hosts[rank].device
+        if self.memory is None or device is None:
+            return None
+        planned = self.memory.bytes(pairs, device, key.gradient_checkpointing).total
+        return round(self._correction(rank, key, device) * planned)
+
+    def _correction(self, rank: int, key: CurveKey, device: Device) -> float:
+        """Measured over planned, of this model on this host, with or without checkpointing."""
+        calibration = self.hosts[rank].calibration
+        for recomputes in (key.gradient_checkpointing, not key.gradient_checkpointing):
+            wanted = key.model_copy(update={"gradient_checkpointing": recomputes})
+            curve = nearest_curve(calibration.curves, wanted) if calibration else None
+            if curve is None or curve.key is None or curve.source != "measured" or self.memory is None:
+                continue
+            point = curve.points[-1]
+            if point.peak_memory_bytes and curve.key.sequence_length >= self.memory.rows.seen:
+                planned = self.memory.bytes(point.batch_size, device, recomputes).total
+                return min(max(point.peak_memory_bytes / planned, CORRECTION[0]), CORRECTION[1])
+        return 1.0
+
+    def default_size(self, rank: int, key: CurveKey) -> int:
+        """Pairs of a rank's micro-batches where nothing was measured.
+
+        Raises:
+            TooLarge: one pair does not fit.
+        """
+        host = self.hosts[rank]
+        if self.memory is None or host.device is None:
+            return DEFAULT_MICRO_BATCH_SIZE
+        most = min(DEFAULT_MICRO_BATCH_SIZE, self.memory.most_pairs(host.device))
+        room = None if host.memory_bytes is None else (1 - MEMORY_HEADROOM) * host.memory_bytes
+        size = largest_micro_batch(lambda pairs: self.needed_bytes(rank, pairs, key) or 0, room, most)
+        if size:
+            return size
+        needed, limit = self.needed_bytes(rank, 1, key) or 0, host.memory_bytes or 0
+        checkpointing = "" if key.gradient_checkpointing else "model.gradient_checkpointing=true or "
+        raise TooLarge(
+            f"host {host.name}: one pair needs {needed / 1e9:.2f} GB by the formula, "
+            f"but it has {limit / 1e9:.2f} GB less {MEMORY_HEADROOM:.0%} headroom; try {checkpointing}"
+            "a smaller data.max_length, a quantised model with model.method=lora, or leave the host out",
+            needed,
+        )
+
+
+@dataclass(frozen=True)
+class CurveChoice:
+    """Comparable curves of all hosts, or None; and what they are, as the plan prints it."""
+
+    curves: tuple[BatchCurve, ...] | None
+    reason: str
+    is_measured: bool = False  # with this very model on every host
+    warnings: tuple[str, ...] = ()
+
+
+def choose_curves(facts: Facts, key: CurveKey) -> CurveChoice:
+    """Curves that compare all hosts: of this model, measured or estimated from another host's; else published ones.
+
+    Raises:
+        TooLarge: one pair does not fit a host.
+        UserError: plan.require_calibration, and a host has no curve for this model, or has one of other versions.
+    """
+    measured = facts.measured_curves(key)
+    missing = list(dict.fromkeys(name for name, curve in zip(facts.names, measured, strict=True) if curve is None))
+    stale = stale_versions(facts.names, measured, facts.versions)
+    lacking = f"no calibration of {', '.join(missing)} for {key}; run make calibrate there"
+    if facts.settings.plan.require_calibration and (missing or stale):
+        raise UserError(f"plan.require_calibration: {lacking if missing else stale[0]}")
+    if not missing:
+        curves = tuple(curve for curve in measured if curve)
+        return CurveChoice(curves, f"curves measured for {key}", True, stale)
+    estimates = [curve or _estimated(facts, rank, measured, key) for rank, curve in enumerate(measured)]
+    if all(estimates):
+        curves = tuple(curve for curve in estimates if curve)
+        remarks = [f"host {n}: {c.source}; {REMEDY}" for n, c in zip(facts.names, curves, strict=True) if n in missing]
+        return CurveChoice(curves, f"curves for {key}", False, (*stale, *dict.fromkeys(remarks)))
+    chips = {one.machine.device_name: one for one in facts.published if one.curves}
+    figures = [chips.get(host.device_name or "") for host in facts.hosts]
+    known = [figure for figure in figures if figure]
+    if len(known) == len(figures) and len({one.source for one in known}) == 1:
+        curves = tuple(
+            _flat(facts, rank, one.curves[0].best_point.pairs_per_second, key) for rank, one in enumerate(known)
+        )
+        warning = f"{lacking}; planned from published figures, which compare the chips only"
+        return CurveChoice(curves, f"figures published in {known[0].source}", False, (warning,))
+    return CurveChoice(None, lacking)
+
+
+REMEDY = "make calibrate there measures it"
+
+
+def _curve_of(calibration: HostCalibration | None, key: CurveKey, longest: int) -> BatchCurve | None:
+    curves = calibration.curves if calibration else ()
+    typical, of_longest = nearest_curve(curves, key), nearest_curve(curves, key.at_length(longest))
+    if typical is None or of_longest is None:
+        return None
+    typical, of_longest = typical.at_length(key.sequence_length), of_longest.at_length(longest)
+    if of_longest.memory_limit_bytes is None or of_longest.points[0].peak_memory_bytes is None:
+        return typical
+    points = [
+        point.model_copy(update={"peak_memory_bytes": of_longest.peak_bytes(point.batch_size)})
+        for point in typical.points
+    ]
+    return typical.model_copy(update={"points": tuple(points), "memory_limit_bytes": of_longest.memory_limit_bytes})
+
+
+def _estimated(facts: Facts, rank: int, measured: Sequence[BatchCurve | None], key: CurveKey) -> BatchCurve | None:
+    """A curve for a host without one: that of the calibrated host with the nearest speed, scaled; None: not known."""
+    host, candidates = facts.hosts[rank], []
+    published = {one.machine.device_name: one for one in facts.published if one.curves}
+    for other, curve in zip(facts.hosts, measured, strict=True):
+        if curve is None:
+            continue
+        rates = host.gflops, other.gflops
+        if not all(rates):
+            rates = tuple(one.calibration.gflops if one.calibration else None for one in (host, other))  # type: ignore[assignment]
+        chips = [published.get(one.device_name or "") for one in (host, other)]
+        if rates[0] and rates[1]:
+            shown = f"matrix-product rate, {rates[0]:,.0f} GFLOP/s against {rates[1]:,.0f} of {other.name}"
+            candidates.append((rates[0] / rates[1], curve, f"estimated from its {shown}"))
+        elif chips[0] and chips[1] and chips[0].source == chips[1].source:
+            a, b = (chip.curves[0].best_point.pairs_per_second for chip in chips if chip)
+            shown = f"{host.device_name} and {other.device_name}, {a:.4g} to {b:.4g}"
+            candidates.append((a / b, curve, f"estimated from figures published for {shown}"))
+    if not candidates:
+        return None
+    speed, curve, source = min(candidates, key=lambda entry: abs(math.log(entry[0])))
+    size = facts.default_size(rank, key) if facts.memory else curve.points[-1].batch_size
+    most = max(size, curve.points[1].batch_size)
+    points = [
+        point.model_copy(
+            update={"peak_memory_bytes": facts.needed_bytes(rank, point.batch_size, key) or point.peak_memory_bytes}
+        )
+        for point in curve.slowed(1 / speed).points
+        if point.batch_size <= most
+    ]
+    changed = {"points": tuple(points), "step_overhead_seconds": curve.step_overhead_seconds / speed, "source": source}
+    return curve.model_copy(update={**changed, "memory_limit_bytes": host.memory_bytes or curve.memory_limit_bytes})
+
+
+def _flat(facts: Facts, rank: int, pairs_per_second: float, key: CurveKey) -> BatchCurve:
+    """A published rate for micro-batches that fit by the formula: it sets shares between hosts, never a micro-batch."""
+    size = max(2, facts.default_size(rank, key))
+    peaks = {pairs: facts.needed_bytes(rank, pairs, key) for pairs in (1, size)}
+    known = {pairs: peak for pairs, peak in peaks.items() if peak}
+    curve = BatchCurve.from_rates(dict.fromkeys(peaks, pairs_per_second), known or None, facts.hosts[rank].memory_bytes)
+    return curve.model_copy(update={"source": "published"})
+
+
+def prepared(facts: Facts) -> tuple[Facts, tuple[str, ...]]:
+    """The facts with calibrations as they hold while all ranks work, and warnings of each change.
+
+    Implausible figures are replaced. Curves are slower as measured, else by the number of ranks that share a machine;
+    HOST-0.json, ... (whose machine is not called HOST) stand as they are, and on CUDA every rank has its own GPU.
+    """
+    hosts, warnings, ranks_of = [], [], Counter(facts.names)
+    for host in facts.hosts:
+        calibration, limits = host.calibration, [host.memory_bytes]
+        if calibration is not None:
+            calibration, remarks = sound_calibration(calibration)
+            warnings += remarks
+            machine, count = calibration.machine, ranks_of[host.name]
+            sharing = 1 if machine.host != host.name or machine.device == "cuda" else count
+            curves = tuple(
+                curve.slowed(curve.slowdown_together or sharing if len(facts.hosts) > 1 else 1.0, sharing)
+                for curve in calibration.curves
+            )
+            if sharing > 1 and any(curve.slowdown_together is None for curve in curves):
+                warnings.append(
+                    f"{sharing} ranks share {host.name}, which was measured for one: each is planned with "
+                    f"1/{sharing} of its speed and memory; {host.name}-0.json, ... would say what each has"
+                )
+            rate = calibration.gflops and calibration.gflops / sharing
+            calibration = calibration.model_copy(update={"curves": curves, "gflops": rate})
+            limits += [curve.memory_limit_bytes for curve in curves]
+        limit = min((size for size in limits if size), default=None)
+        hosts.append(replace(host, calibration=calibration, memory_bytes=limit))
+    for setting, named in facts.settings.named_hosts.items():
+        if strangers := sorted(named - set(facts.names)):
+            known = ", ".join(sorted(set(facts.names)))
+            warnings.append(f"{setting}: no host of this run is called {', '.join(strangers)}; its hosts: {known}")
+    return replace(facts, hosts=hosts), tuple(dict.fromkeys(warnings))

@@ -1,0 +1,312 @@
+"""What every rank knows, exchanged: the facts that a plan rests on (lib/plan), and the plan that a run starts with."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from lib.config.schema import Config, ModelSettings, PlanSettings
+from lib.data import tokenizer
+from lib.data.batch_shapes import padded_lengths
+from lib.distributed.world import World
+from lib.errors import UserError
+from lib.model import adapter_layers, quantised_products
+from lib.model.partition import FAMILIES, ModelShape, apportion, model_shape_of
+from lib.model.token_stream import length_multiple
+from lib.plan import calibration
+from lib.plan.calibration import CurveKey, HostCalibration, nearest_curve
+from lib.plan.facts import Facts, RankHost, RunSettings, StagesBefore
+from lib.plan.memory import ADAM, OPTIMIZERS, MemoryModel, Rows, Training
+from lib.plan.plan import ClusterPlan
+from lib.plan.plan_warnings import advised
+from lib.plan.sharded import plan_sharded
+from lib.plan.strategy import plan
+from lib.system import hardware, matmul_rate, model_folder
+from lib.system.out_of_memory import Limit
+
+Rates = Mapping[str, Sequence[float]]  # GFLOP/s of every rank's matrix products, by host
+MEASURED_STEPS = 16  # the last ones of a pipelined run, whose times correct the cut of a run that goes on
+
+
+def plan_run(
+    config: Config,
+    world: World,
+    hosts: Sequence[str],
+    lengths: np.ndarray,
+    rows: tuple[Rows, Rows],
+    resumed: Path | None = None,
+) -> ClusterPlan:
+    """The plan that a run starts with, and what is likely to be a mistake in it (lib/plan/plan_warnings.py).
+
+    Args:
+        lengths: int [n], of the training data's rows, as Dataset.lengths.
+        rows: the largest of them, for memory; and rows of mean sizes, for the times of divided models.
+        resumed: the folder of a run that goes on.
+
+    Raises:
+        AgreedError: a calibration is corrupt, a host too small, or settings do not fit the world.
+    """
+    warning = ""
+    if config.strategy in ("sharded", "pipelined") and world.size == 1:
+        config, warning = _on_one_rank(config, resumed is not None)
+    facts, rates = gather_facts(config, world, hosts, lengths, rows, resumed)
+    crowded = world.gather_text(_crowded_host(hosts, world.rank), "ranks and cores of every host")
+    with world.agreeing("planning"):
+        first = replace(advised(facts.settings, plan(facts)), matmul_gflops=rates)
+    world.require_equal("plan", json.dumps(first.decisions()))  # unlike plans would lose rows, or train them twice
+    return replace(first, warnings=(*filter(None, (warning, *crowded)), *first.warnings))
+
+
+def gather_facts(
+    config: Config,
+    world: World,
+    hosts: Sequence[str],
+    lengths: np.ndarray,
+    rows: tuple[Rows, Rows],
+    resumed: Path | None = None,
+) -> tuple[Facts, Rates]:
+    """What a plan depends on, the same on all ranks; and the matrix-product rates that were measured for it.
+
+    Raises:
+        AgreedError: a calibration is corrupt, or the model's config.json cannot be read.
+    """
+    with world.agreeing("reading the calibration"):
+        rank_calibration = calibration.read_of_rank(Path(config.plan.calibration_dir), hosts, world.rank)
+        use_quantised_products(rank_calibration)
+        stored = tokenizer.stored_config(config.model)
+        dtype = model_dtype(config.model)
+        block_shape = _shape(stored, dtype, False, config.strategy == "pipelined" and world.size > 1)
+        shape = _shape(stored, dtype, True, config.strategy == "sharded" and world.size > 1)
+        padded = padded_lengths(lengths, length_multiple(config.data))
+        folder = model_folder.resolve(config.model.path, config.model.revision)
+        key = calibration.curve_key(config.model, config.record_kind, folder, round(float(padded.mean())))
+    # Unlike devices pad unlike: rank 0's lengths are the ones that all plan with.
+    sizes = {"key": key.model_dump(), "longest": int(padded.max()), "rows": [asdict(some) for some in rows]}
+    agreed = json.loads(world.broadcast_text(json.dumps(sizes)))
+    key, (largest, typical) = CurveKey(**agreed["key"]), (Rows(**some) for some in agreed["rows"])
+    limit = memory_limit(config.plan, hosts, world)
+    if limit.is_configured and rank_calibration is not None:
+        changed = [_limited(curve, limit.size_bytes) for curve in rank_calibration.curves]
+        rank_calibration = rank_calibration.model_copy(update={"curves": tuple(changed)})
+    ranks = _gather_hosts(world, hosts, rank_calibration, limit)
+    curves = [host.calibration and nearest_curve(host.calibration.curves, key) for host in ranks]
+    rates: Rates = {}
+    if len(set(hosts)) > 1 and None in curves:
+        rates = _matmul_rates(world, hosts, _stored_rates(world, resumed))
+        left = {host: list(of_host) for host, of_host in rates.items()}
+        ranks = [replace(rank, gflops=left[rank.name].pop(0)) for rank in ranks]
+    memory = None
+    if block_shape is not None:
+        shares = config.data.shared_prompts and stored.get("model_type") in FAMILIES
+        memory = MemoryModel(block_shape, training_of(config, block_shape.blocks, shares), largest)
+    facts = Facts(
+        settings=RunSettings.of(config),
+        hosts=ranks,
+        key=key,
+        longest=agreed["longest"],
+        backend=world.backend,
+        steps=config.steps_over(len(lengths)),
+        versions=hardware.versions(),
+        published=list(calibration.read_published().values()),
+        shape=shape,
+        block_shape=block_shape,
+        memory=memory,
+        typical_rows=typical,
+        stages_before=_stages_before(config, world, hosts, resumed),
+    )
+    return facts, rates
+
+
+def training_of(config: Config, block_count: int, shared_prompts: bool) -> Training:
+    """What of the settings decides how much memory a step needs."""
+    model = config.model
+    return Training(
+        method=model.method,
+        rank=adapter_layers.most_rank(model),
+        blocks=None if model.blocks is None else adapter_layers.depth(model, block_count),
+        adapts_embeddings=model.adapt_embeddings,
+        checkpointing=bool(model.gradient_checkpointing),
+        optimizer=OPTIMIZERS.get(config.train.optimizer, ADAM),
+        moving_reference=config.reference_sync_steps is not None,
+        shared_prompts=shared_prompts,
+    )
+
+
+def use_quantised_products(host: HostCalibration | None) -> None:
+    """Lets this process's quantised layers go by what was measured on its host."""
+    measured = host.quantised_products if host else ()
+    quantised_products.go_by({one.product: one.dequantise_from for one in measured})
+
+
+def model_dtype(model: ModelSettings) -> str | None:
+    """Of the weights, where it is not the stored one."""
+    return model.dtype or ("float32" if model.random_init else None)
+
+
+def memory_limit(settings: PlanSettings, hosts: Sequence[str], world: World) -> Limit:
+    """What this rank may use."""
+    configured = settings.memory_limit_gb
+    if isinstance(configured, dict):
+        configured = configured.get(hosts[world.rank])
+    if configured is not None:
+        return Limit(round(configured * 1e9), is_configured=True)
+    memory = hardware.memory_limit_bytes()
+    if memory and hardware.mlx_device()[0] != "cuda":  # there, each rank has a GPU of its own
+        memory //= hosts.count(hosts[world.rank])
+    return Limit(memory)
+
+
+def sharded_plan(config: Config, world: World, hosts: Sequence[str]) -> ClusterPlan:
+    """The division of a model for forward passes alone: by memory, and the calibrated rate of its matrix products.
+
+    Raises:
+        AgreedError: the model cannot be divided, or not among these hosts.
+    """
+    with world.agreeing("reading the calibration"):
+        rank_calibration = calibration.read_of_rank(Path(config.plan.calibration_dir), hosts, world.rank)
+        shape = model_shape_of(tokenizer.stored_config(config.model), model_dtype(config.model))
+    ranks = _gather_hosts(world, hosts, rank_calibration, memory_limit(config.plan, hosts, world))
+    key = CurveKey(model=config.model.path, method=config.model.method, dtype="", sequence_length=1)
+    with world.agreeing("planning"):
+        return plan_sharded(Facts(RunSettings.of(config), ranks, key, 1, world.backend, 1, shape=shape))
+
+
+def stage_blocks(config: Config, world: World, hosts: Sequence[str]) -> tuple[int, ...]:
+    """Consecutive blocks of each rank, where only forward passes are to be made: as plan.shares says, else by memory.
+
+    Raises:
+        AgreedError: there are more ranks than blocks, or plan.shares does not fit.
+    """
+    limit = memory_limit(config.plan, hosts, world).size_bytes
+    memory = [float(text or 0) for text in world.gather_text(str(limit or ""), "every host's memory")]
+    with world.agreeing("planning"):
+        blocks = model_shape_of(tokenizer.stored_config(config.model), to_divide=False).blocks
+        shares = config.plan.shares
+        if world.size > blocks:
+            raise UserError(
+                f"strategy=pipelined: {world.size} ranks, but the model has only {blocks} blocks; use fewer ranks"
+            )
+        if shares is not None and (len(shares) != world.size or sum(shares) != blocks):
+            raise UserError(
+                f"plan.shares {list(shares)}: with strategy=pipelined give each of {world.size} ranks its blocks, "
+                f"{blocks} in all; or plan.shares=null"
+            )
+        return shares or apportion(blocks, memory if all(memory) else [1.0] * world.size)
+
+
+def _on_one_rank(config: Config, is_resumed: bool) -> tuple[Config, str]:
+    """The settings of a divided run where one rank holds all, and a warning of what that leaves out.
+
+    Raises:
+        UserError: plan.shares is of several ranks, and this is no run of them that goes on.
+    """
+    sizes, shares, warning = config.plan.micro_batch_sizes, config.plan.shares, ""
+    if shares is not None and len(shares) > 1:
+        warning = f"plan.shares {list(shares)} has {len(shares)} numbers, but there is 1 rank, which holds all"
+        if not is_resumed:
+            raise UserError(f"{warning}; leave it out, or start {len(shares)} ranks (mpirun -n {len(shares)})")
+    alone = {"shares": None, "micro_batch_sizes": sizes and sizes[:1]}
+    return config.model_copy(update={"plan": config.plan.model_copy(update=alone)}), warning
+
+
+def _crowded_host(hosts: Sequence[str], rank: int) -> str:
+    """A warning where more ranks compute on this rank's host than it has cores; from the first of them alone."""
+    host, cores = hosts[rank], os.cpu_count() or 1
+    count = hosts.count(host)
+    if count <= cores or hosts.index(host) != rank or hardware.mlx_device()[0] != "cpu":
+        return ""
+    return (
+        f"{host}: {count} ranks compute on {cores} cores and wait for each other's; start at most {cores} there "
+        f"(mpirun -n {cores}, or fewer slots in the host file)"
+    )
+
+
+def _shape(stored: Mapping[str, object], dtype: str | None, to_divide: bool, is_needed: bool) -> ModelShape | None:
+    """A model's dimensions; None where its config.json has other names for them, and no setting needs them.
+
+    Raises:
+        UserError: a setting does.
+    """
+    try:
+        return model_shape_of(stored, dtype, to_divide=to_divide)
+    except (UserError, ValueError, TypeError):
+        if is_needed:
+            raise
+        return None
+
+
+def _limited(curve: calibration.BatchCurve, limit_bytes: int | None) -> calibration.BatchCurve:
+    limits = [size for size in (curve.memory_limit_bytes, limit_bytes) if size]
+    return curve.model_copy(update={"memory_limit_bytes": min(limits, default=None)})
+
+
+def _gather_hosts(
+    world: World, hosts: Sequence[str], rank_calibration: HostCalibration | None, limit: Limit
+) -> list[RankHost]:
+    """What every rank knows of its own host. rank_calibration, limit: this rank's."""
+    stored = rank_calibration.model_dump_json() if rank_calibration else ""
+    texts = world.gather_long_text(stored, "every host's calibration")
+    identity = hardware.identify(hosts[world.rank])
+    facts = json.dumps([identity.device_name, identity.device, limit.size_bytes])
+    machines = [json.loads(text) for text in world.gather_text(facts, "every host's chip and memory")]
+    return [
+        RankHost(
+            name=host,
+            calibration=HostCalibration.model_validate_json(text) if text else None,
+            device_name=chip,
+            device=cast(hardware.Device, device),
+            memory_bytes=memory_bytes,
+        )
+        for host, text, (chip, device, memory_bytes) in zip(hosts, texts, machines, strict=True)
+    ]
+
+
+def _stored_rates(world: World, resumed: Path | None) -> Rates:
+    """What was measured when the run started that goes on, as rank 0 has it."""
+    rates: Rates = {}
+    if resumed is not None and world.rank == 0:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            stored = json.loads((resumed / "plan.json").read_text())["matmul_gflops"]
+            rates = {host: [float(rate) for rate in of_host] for host, of_host in stored.items()}
+    agreed: Rates = json.loads(world.broadcast_text(json.dumps(rates)))
+    return agreed
+
+
+def _matmul_rates(world: World, hosts: Sequence[str], before: Rates) -> Rates:
+    """Every host's: those of before where all are known, so that a restart divides the work as it was; else as now."""
+    if all(len(before.get(host, ())) == hosts.count(host) for host in hosts):
+        return before
+    measured = world.gather_text(repr(matmul_rate.quick_gflops()), "every rank's matrix-product rate")
+    by_host: dict[str, list[float]] = {}
+    for host, rate in zip(hosts, measured, strict=True):
+        by_host.setdefault(host, []).append(float(rate))
+    return by_host
+
+
+def _stages_before(config: Config, world: World, hosts: Sequence[str], resumed: Path | None) -> StagesBefore | None:
+    """The cut of a pipelined run that goes on, and how long its ranks computed a step, from their logs."""
+    if resumed is None or config.strategy != "pipelined" or config.plan.shares is not None:
+        return None
+    blocks: list[int] = []
+    if world.rank == 0:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            stored = json.loads((resumed / "plan.json").read_text())
+            if [rank["host"] for rank in stored["ranks"]] == list(hosts):
+                blocks = [int(count) for count in stored["blocks"]]
+    blocks = json.loads(world.broadcast_text(json.dumps(blocks)))
+    seconds: list[float] = []
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        lines = (resumed / "logs" / f"rank-{world.rank:03d}.jsonl").read_text().splitlines()
+        steps = [line for line in lines if '"kind": "step"' in line or '"kind":"step"' in line]
+        seconds = [float(json.loads(line)["compute_seconds"]) for line in steps[-MEASURED_STEPS:]]
+    median = statistics.median(seconds) if len(seconds) > 1 else 0.0
+    of_ranks = [float(text) for text in world.gather_text(repr(median), "every stage's seconds")]
+    return StagesBefore(tuple(blocks), tuple(of_ranks) if all(of_ranks) else ()) if blocks else None
