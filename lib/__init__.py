@@ -2,7 +2,7 @@
 
 errors, config, system, telemetry / data / model, distributed, plan, training, evaluate, dashboard / launch, serve.
 
-Where to begin: `train` is the story of a run. `lib.config.schema` has every setting, `lib.plan.run_plan` decides who
+Where to begin: `train` is the story of a run. `lib.config.schema` has every setting, `lib.plan.strategy` decides who
 does how much, `lib.training.step` does it, and `lib.distributed.world` is all that passes between ranks.
 `lib.training.losses` and `lib.training.local_sgd` follow their papers. `lib.launch.supervisor` starts ranks.
 """

@@ -33,7 +33,7 @@ from lib.model.layout import layout_of
 from lib.training import step as step_module
 from lib.training.divided_world import ShardedWorld, sharded
 from tests import rounding, tiny
-from tests.test_plan import LLAMA_8B
+from tests.planning import LLAMA_8B
 from tests.tiny import difference, model_folder, steps_of
 
 mpi = pytest.mark.mpi(min_size=2)

@@ -28,7 +28,7 @@ from typing import Any, NotRequired, TypedDict
 from lib.launch import link_probe, ssh
 from lib.launch.hostfile import Host
 from lib.launch.job import ROOT
-from lib.plan import calibration, calibrator
+from lib.plan import calibration
 from lib.system import files, hardware, network, os_commands
 
 LIMIT_SECONDS = 10.0
@@ -256,7 +256,7 @@ def calibrated(folder: str | None) -> CalibrationState | None:
     kept = calibration.read_calibration(path)
     newest = max((curve.measured_at for curve in kept.curves if curve.measured_at), default=kept.measured_at)
     fresh = any(
-        calibrator.is_fresh(curve.measured_at, curve.versions, hardware.versions(), CALIBRATION_DAYS)
+        calibration.is_fresh(curve.measured_at, curve.versions, hardware.versions(), CALIBRATION_DAYS)
         for curve in kept.curves
     )
     return {"there": True, "measured_at": newest, "fresh": fresh}

@@ -37,7 +37,7 @@ def main() -> None:
     mpi_and_blas.prepare(expected.get("local_ranks"))
     # All that train.py imports on its way.
     from lib.evaluate import evaluator  # noqa: F401
-    from lib.plan import first_plan  # noqa: F401
+    from lib.plan import strategy  # noqa: F401
     from lib.rollouts import rounds  # noqa: F401
     from lib.training import (  # noqa: F401
         divided_world,  # noqa: F401

@@ -20,7 +20,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from lib.config.schema import ModelSettings
+from lib.config.settings import ModelSettings
 from lib.environment import ROOT
 from lib.errors import UserError
 from lib.model.quantised_products import DequantiseFrom, Product
@@ -168,7 +168,7 @@ class BatchCurve(_Record):
         return int(np.sum(peak <= (1 - MEMORY_HEADROOM) * self.memory_limit_bytes))
 
     def peak_bytes(self, batch_size: int) -> int | None:
-        """The peak memory of a micro-batch; None where it was not measured. Beyond measured sizes it grows as between."""
+        """Peak memory of a micro-batch; None: not measured. Beyond measured sizes it grows as between them."""
         if self.points[0].peak_memory_bytes is None:
             return None
         sizes = [point.batch_size for point in self.points]

@@ -119,7 +119,8 @@ class CutCosts:
     inputs_bytes: np.ndarray  # those of them that gradient checkpointing keeps: each block's input
     end_forward_seconds: np.ndarray
     end_backward_seconds: np.ndarray
-    end_bytes: np.ndarray  # and what a micro-batch takes besides while it is at work
+    end_bytes: np.ndarray
+    work_bytes: np.ndarray  # [p], that a micro-batch takes besides while it is at work
     block_bytes: np.ndarray  # [p], that gradient checkpointing takes besides: all of one block
     may_checkpoint: bool
     must_checkpoint: bool
@@ -220,7 +221,7 @@ def needed_bytes(costs: CutCosts, rank: int, first_block: int, blocks: int) -> f
     without_room = replace(costs, room_bytes=np.full(costs.hosts, -np.inf))
     activations = _spans(without_room, np.array([rank]), span, span + blocks).activation_bytes[0]
     held = costs.held_bytes[rank, end] - costs.held_bytes[rank, first_block] + costs.end_bytes[rank]
-    return float(held + activations)
+    return float(held + costs.work_bytes[rank] + activations)
 
 
 # ---- Many cuts at a time
@@ -240,7 +241,7 @@ def _spans(costs: CutCosts, ranks: np.ndarray, starts: np.ndarray, ends: np.ndar
         return spans
 
     forward, backward = of(costs.forward_seconds), of(costs.backward_seconds)
-    room = costs.room_bytes[ranks] - of(costs.held_bytes) - costs.end_bytes[ranks]
+    room = costs.room_bytes[ranks] - of(costs.held_bytes) - costs.end_bytes[ranks] - costs.work_bytes[ranks]
     kept, in_flight = of(costs.kept_bytes), np.array(costs.in_flight)[ranks]
     needed = np.array(  # in the order of Keeps
         np.broadcast_arrays(

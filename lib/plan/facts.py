@@ -12,10 +12,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from lib.config.load import with_strategy
-from lib.config.schema import Config, IndependentSettings, ModelSettings, PlanSettings, SyncSettings, TrainSettings
+from lib.config.settings import Config, IndependentSettings, ModelSettings, PlanSettings, SyncSettings, TrainSettings
 from lib.errors import UserError
 from lib.model.partition import ModelShape
 from lib.plan.calibration import (
@@ -39,7 +37,7 @@ CORRECTION = (0.8, 1.5)  # measured over planned peak memory: beyond it somethin
 
 
 @dataclass(frozen=True)
-class RunSettings:
+class PlanSections:
     """The sections of the settings that a plan depends on."""
 
     strategy: str
@@ -54,7 +52,7 @@ class RunSettings:
     named_hosts: Mapping[str, frozenset[str]] = field(default_factory=dict)  # by setting
 
     @classmethod
-    def of(cls, config: Config) -> RunSettings:
+    def of(cls, config: Config) -> PlanSections:
         because, moving = "", config.reference_sync_steps is not None
         if config.plan.shares is not None:
             because = "since plan.shares divides every step (strategy=independent takes shares, too)"
@@ -67,8 +65,11 @@ class RunSettings:
                 with_strategy(config if config.strategy == strategy else without_shares(config), strategy)
             except UserError as error:
                 impossible[strategy] = str(error)
-        by_host = {"cost.watts": config.cost.watts, "cost.rent_per_hour": config.cost.rent_per_hour}
-        by_host["plan.memory_limit_gb"] = config.plan.memory_limit_gb
+        by_host = {
+            "cost.watts": config.cost.watts,
+            "cost.rent_per_hour": config.cost.rent_per_hour,
+            "plan.memory_limit_gb": config.plan.memory_limit_gb,
+        }
         named = {name: frozenset(value) for name, value in by_host.items() if isinstance(value, dict)}
         sections = config.plan, config.model, config.train, config.sync, config.independent
         return cls(config.strategy, *sections, because, moving, impossible, named)
@@ -77,7 +78,7 @@ class RunSettings:
     def may_checkpoint(self) -> bool:
         return bool(self.model.gradient_checkpointing) or self.model.may_turn_on_checkpointing
 
-    def for_strategy(self, strategy: str) -> RunSettings:
+    def for_strategy(self, strategy: str) -> PlanSections:
         """The settings for another strategy than the one that plan.shares was written for."""
         if self.strategy in ("auto", strategy):
             return self
@@ -114,7 +115,7 @@ class StagesBefore:
 class Facts:
     """All that a plan depends on."""
 
-    settings: RunSettings
+    settings: PlanSections
     hosts: Sequence[RankHost]
     key: CurveKey  # with the length of a typical row, for times
     longest: int  # tokens of the longest row, for memory
@@ -369,7 +370,9 @@ def prepared(facts: Facts) -> tuple[Facts, tuple[str, ...]]:
     Implausible figures are replaced. Curves are slower as measured, else by the number of ranks that share a machine;
     HOST-0.json, ... (whose machine is not called HOST) stand as they are, and on CUDA every rank has its own GPU.
     """
-    hosts, warnings, ranks_of = [], [], Counter(facts.names)
+    hosts: list[RankHost] = []
+    warnings: list[str] = []
+    ranks_of = Counter(facts.names)
     for host in facts.hosts:
         calibration, limits = host.calibration, [host.memory_bytes]
         if calibration is not None:

@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from lib.config.schema import ModelSettings
+from lib.config.settings import ModelSettings
 from lib.data.batch_shapes import NEED, BatchShape, batch_shape_of, real_tokens
 from lib.model.adapter_layers import trained_part
 from lib.model.partition import Division, ModelShape, divide, rank_bytes
@@ -100,7 +100,7 @@ def activation_bytes_of_block(
     hidden, queries, keys = shape.hidden_size, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     times = max(1, shape.experts_per_token) if is_sparse else 1
     columns = times * shape.expert_columns if is_sparse else shape.mlp_columns
-    numbers = 4 * hidden + 2 * queries + 2 * keys + (4 if device == "cpu" else 3) * columns
+    numbers: float = 4 * hidden + 2 * queries + 2 * keys + (4 if device == "cpu" else 3) * columns
     if is_sparse:
         numbers += 2 * times * hidden
     if training.method == "lora":
@@ -119,7 +119,7 @@ def activation_bytes_of_block(
     scores = sequences * batch.length * positions + batch.rows * batch.prefix**2
     if not is_fused and positions <= LONG:
         kept += scores * shape.heads * item
-    at_work = batch.tokens * (3 * columns + 4 * hidden) * item + (not is_fused) * 2 * min(
+    at_work: float = batch.tokens * (3 * columns + 4 * hidden) * item + (not is_fused) * 2 * min(
         scores * shape.heads * item, 2**28
     )
     weights = block_weights(shape, is_sparse)
@@ -249,7 +249,8 @@ class Rows:
     def mean(cls, prompts: np.ndarray, seen: np.ndarray, scored: np.ndarray, length_multiple: int) -> Rows:
         """A row of mean sizes, for times and traffic. Arguments as `of`."""
         means = prompts, seen.max(axis=1), real_tokens(prompts, seen), scored.sum(axis=1)
-        return cls(*(round(float(of_rows.mean())) for of_rows in means), seen.shape[1], length_multiple)
+        prompt, longest, tokens, scores = (round(float(of_rows.mean())) for of_rows in means)
+        return cls(prompt, longest, tokens, scores, seen.shape[1], length_multiple)
 
     def batch(self, pairs: int, shared_prompts: bool) -> BatchShape:
         """A micro-batch of such rows, as lib/data/batch_shapes.py pads it."""
@@ -316,7 +317,7 @@ LEAST_UPDATE = 0.5  # float32 numbers for each trained one, that an update of sm
 
 
 def training_bytes_per_byte(shape: ModelShape, model: ModelSettings, optimizer: str, moving_reference: bool) -> float:
-    """What full training adds to each byte of the weights: the gradient, the optimizer's numbers, the largest update."""
+    """What full training adds to each byte of the weights: gradient, optimizer, the largest update."""
     if model.method != "full":
         return 0.0
     needs = OPTIMIZERS.get(optimizer, ADAM)

@@ -159,9 +159,10 @@ def cut_costs(facts: Facts, speeds: HostSpeeds, pairs: int, more_in_flight: int 
     head = np.where(np.array(ranks) == len(hosts) - 1, speeds.head_operations(mean) * of_head / rates, 0.0)
     memory = [_HostMemory.of(facts, shape, host.device, pairs) for host in hosts]
     table = shape.vocabulary * shape.hidden_size
-    ends = np.array([one.transient for one in memory])
+    ends, work = np.zeros(len(hosts)), np.array([one.transient for one in memory])
     ends[0] += table * (shape.weight_bytes + memory[0].per_trained * memory[0].trains_tables)
-    ends[-1] += table * (shape.weight_bytes + memory[-1].per_trained * memory[-1].trains_tables) + memory[-1].head
+    ends[-1] += table * (shape.weight_bytes + memory[-1].per_trained * memory[-1].trains_tables)
+    work[-1] += memory[-1].head
     limits = [(1 - MEMORY_HEADROOM) * host.memory_bytes if host.memory_bytes else np.inf for host in hosts]
     message = speeds.tokens(mean)[0] * shape.hidden_size * _item_bytes(facts, shape) * _sent_part(facts, shape)
     return CutCosts(
@@ -173,6 +174,7 @@ def cut_costs(facts: Facts, speeds: HostSpeeds, pairs: int, more_in_flight: int 
         end_forward_seconds=head,
         end_backward_seconds=head * backward,
         end_bytes=ends,
+        work_bytes=work,
         block_bytes=np.array([one.kept.max() for one in memory]),
         may_checkpoint=settings.may_checkpoint,
         must_checkpoint=bool(settings.model.gradient_checkpointing),
@@ -438,7 +440,9 @@ def _stages(facts: Facts, chosen: _Choice, known: bool) -> tuple[StagePlan, ...]
                 recomputes=cut.keeps[rank] == Keeps.INPUT,
                 gradient_checkpointing=cut.keeps[rank] == Keeps.BLOCK_INPUTS,
                 held_bytes=round(held),
-                activation_bytes=round(cut.activation_bytes[rank]) if has_activations else None,
+                activation_bytes=round(cut.activation_bytes[rank] + costs.work_bytes[rank])
+                if has_activations
+                else None,
                 memory_bytes=facts.hosts[rank].memory_bytes,
                 forward_seconds=cut.forward_seconds[rank] if known else None,
                 backward_seconds=cut.backward_seconds[rank] if known else None,

@@ -18,7 +18,6 @@ from lib.plan.shares import (
     best_shares,
     check_count,
     check_memory,
-    check_shares,
     curve_identity,
     distribute_work,
     equal_shares,
@@ -335,7 +334,7 @@ def plan_cluster(
     measured = [curve for curve in curves if curve is not None]
     unknown = listed(list(dict.fromkeys(host for host, curve in zip(hosts, curves, strict=True) if curve is None)))
     if shares is not None:
-        check_shares(shares, global_batch_size, world_size)
+        check_count("plan.shares", shares, world_size)
         reason = "shares as plan.shares has them"
     elif world_size == 1:
         shares, reason = [global_batch_size], "one rank does all"

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from lib.config.schema import IndependentSettings, PlanSettings, TrainSettings
-from lib.plan.facts import DIVIDED, RunSettings
-from lib.plan.plan import ClusterPlan, plan_cluster
+from lib.config.settings import IndependentSettings, PlanSettings, TrainSettings
+from lib.plan.facts import DIVIDED, PlanSections
+from lib.plan.plan import ClusterPlan, PartOfModel, StagePlan, plan_cluster
 from lib.plan.shares import solo_pairs_per_second
 
 NOTEWORTHY = 0.05  # of a step's time, or of a speed: less is not worth a word
@@ -20,7 +20,7 @@ STRAYED_NATS = 100.0  # of KL to the reference, a completion
 ROOM_FOR_ACTIVATIONS = 0.5  # of a host's memory, left free beside weights, gradients and optimizer
 
 
-def advised(settings: RunSettings, plan: ClusterPlan) -> ClusterPlan:
+def advised(settings: PlanSections, plan: ClusterPlan) -> ClusterPlan:
     """The plan, with a warning for each practice that it goes against."""
     warnings = (
         slow_shares(settings.plan, plan),
@@ -72,7 +72,8 @@ def beyond_the_knee(plan: ClusterPlan) -> list[str]:
 
 def needless_division(strategy: str, plan: ClusterPlan) -> str | None:
     """A model that is divided although the smallest host could hold and train all of it; "auto" has its reasons."""
-    memory = [one.memory_bytes for one in (*plan.parts, *plan.stages) if one.memory_bytes is not None]
+    held: tuple[PartOfModel | StagePlan, ...] = (*plan.parts, *plan.stages)
+    memory = [one.memory_bytes for one in held if one.memory_bytes is not None]
     if strategy not in DIVIDED or len(plan.ranks) < 2 or len(memory) < len(plan.ranks):
         return None
     if plan.parts:

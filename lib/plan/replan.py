@@ -14,7 +14,7 @@ from typing import NamedTuple, NotRequired, TypedDict, cast
 
 import numpy as np
 
-from lib.config.schema import PlanSettings
+from lib.config.settings import PlanSettings
 from lib.plan.calibration import BatchCurve
 from lib.plan.plan import ClusterPlan, plan_cluster
 from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE

@@ -1,7 +1,7 @@
-"""A model divided among ranks by memory and speed: every rank keeps heads, columns and perhaps rows of the vocabulary.
+"""A model divided among ranks by memory and speed: every rank keeps heads, columns and rows of the vocabulary.
 
-Parts are uneven as measured: by matrix-product rates, else by memory; a rank whose memory does not hold its part and one
-pair's activations gives the rest to the others.
+Parts are uneven: by measured matrix-product rates, else by memory. A rank whose memory does not hold its part and the
+activations of one pair gives the rest to the others.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def plan_sharded(facts: Facts) -> ClusterPlan:
     ]
     if turned_on:
         warnings.append("gradient checkpointing is turned on: one pair does not fit beside the parts without")
-    if (settings.train.compile or facts.backend == "nccl") and settings.train.compile is not False:
-        if not division.is_even:
-            warnings.append("the step is not compiled, since ranks have unequal parts")
+    compiles = settings.train.compile or (settings.train.compile is None and facts.backend == "nccl")
+    if compiles and not division.is_even:
+        warnings.append("the step is not compiled, since ranks have unequal parts")
     sizes = split_evenly_sized(batch, size)
     plan = ClusterPlan(
         strategy="sharded",

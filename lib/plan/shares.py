@@ -71,20 +71,6 @@ def check_count(setting: str, numbers: Sequence[int], world_size: int) -> None:
         )
 
 
-def check_shares(shares: Sequence[int], global_batch_size: int, world_size: int) -> None:
-    """Whether given shares fit the world and the batch.
-
-    Raises:
-        UserError: they do not.
-    """
-    check_count("plan.shares", shares, world_size)
-    if sum(shares) != global_batch_size:
-        raise UserError(
-            f"plan.shares {list(shares)} sum to {sum(shares)}, but train.global_batch_size is {global_batch_size}; "
-            "make them equal"
-        )
-
-
 def split_evenly_sized(share: int, micro_batch_size: int) -> tuple[int, ...]:
     """Micro-batches of one size, and what is left: 20 pairs by 8 are 8, 8, 4."""
     whole, rest = divmod(share, micro_batch_size)

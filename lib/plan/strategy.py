@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lib.config.schema import IndependentSettings, ModelSettings, PlanSettings, SyncSettings
+from lib.config.settings import IndependentSettings, ModelSettings, PlanSettings, SyncSettings
 from lib.errors import UserError
 from lib.plan.calibration import MEMORY_HEADROOM, CurveKey
 from lib.plan.facts import DIVIDED, CurveChoice, Facts, choose_curves, prepared

@@ -24,7 +24,7 @@ from lib.distributed.links import Links
 from lib.model.layout import layout_of
 from lib.model.pipeline_stage import Stage
 from lib.model.token_stream import StreamInputs, arrays_of, hidden_states
-from lib.plan.pipeline_schedule import operations
+from lib.plan.cuts import operations
 from lib.system.out_of_memory import Limit
 from lib.training.divided_world import InStages
 from lib.training.objective import SUMS, figures_of, loss_and_sums

@@ -13,7 +13,7 @@ from typing import cast
 
 import numpy as np
 
-from lib.config.schema import Config, ModelSettings, PlanSettings
+from lib.config.settings import Config, ModelSettings, PlanSettings
 from lib.data import tokenizer
 from lib.data.batch_shapes import padded_lengths
 from lib.distributed.world import World
@@ -23,7 +23,7 @@ from lib.model.partition import FAMILIES, ModelShape, apportion, model_shape_of
 from lib.model.token_stream import length_multiple
 from lib.plan import calibration
 from lib.plan.calibration import CurveKey, HostCalibration, nearest_curve
-from lib.plan.facts import Facts, RankHost, RunSettings, StagesBefore
+from lib.plan.facts import Facts, PlanSections, RankHost, StagesBefore
 from lib.plan.memory import ADAM, OPTIMIZERS, MemoryModel, Rows, Training
 from lib.plan.plan import ClusterPlan
 from lib.plan.plan_warnings import advised
@@ -108,7 +108,7 @@ def gather_facts(
         shares = config.data.shared_prompts and stored.get("model_type") in FAMILIES
         memory = MemoryModel(block_shape, training_of(config, block_shape.blocks, shares), largest)
     facts = Facts(
-        settings=RunSettings.of(config),
+        settings=PlanSections.of(config),
         hosts=ranks,
         key=key,
         longest=agreed["longest"],
@@ -176,7 +176,7 @@ def sharded_plan(config: Config, world: World, hosts: Sequence[str]) -> ClusterP
     ranks = _gather_hosts(world, hosts, rank_calibration, memory_limit(config.plan, hosts, world))
     key = CurveKey(model=config.model.path, method=config.model.method, dtype="", sequence_length=1)
     with world.agreeing("planning"):
-        return plan_sharded(Facts(RunSettings.of(config), ranks, key, 1, world.backend, 1, shape=shape))
+        return plan_sharded(Facts(PlanSections.of(config), ranks, key, 1, world.backend, 1, shape=shape))
 
 
 def stage_blocks(config: Config, world: World, hosts: Sequence[str]) -> tuple[int, ...]:

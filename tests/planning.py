@@ -1,0 +1,149 @@
+"""Invented hosts and facts, for the tests of plans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from lib.config.load import load
+from lib.model.partition import model_shape_of
+from lib.plan.calibration import BatchCurve, CurveKey, HostCalibration, Link, read_published
+from lib.plan.cuts import CutCosts, Hop, depths
+from lib.plan.facts import Facts, PlanSections, RankHost
+from lib.plan.memory import MemoryModel, Rows, Training
+from lib.plan.plan import ClusterPlan
+from lib.plan.strategy import plan
+from lib.system.hardware import Machine
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+SHAPE = model_shape_of(LLAMA_8B)  # 16.06 GB of weights
+KEY = CurveKey(model="m", method="lora", dtype="float32", sequence_length=128)
+ROWS = Rows(prompt=512, seen=1024, tokens=1536, scored=1024)
+MEMORY = MemoryModel(SHAPE, Training(), ROWS)
+LINK = Link(backend="mpi", latency_seconds=1e-3, bandwidth_bytes_per_second=1e8)
+M4_MAX, M3_ULTRA = (read_published()[name].curves[0] for name in ("m4-max", "m3-ultra"))
+
+
+def sections(*words: str) -> PlanSections:
+    return PlanSections.of(load(None, ["model.path=m", "data.train=d", "train.global_batch_size=32", *words]))
+
+
+def calibrated(
+    name: str,
+    rates: Mapping[int, float],
+    key: CurveKey = KEY,
+    peaks: Mapping[int, int] | None = None,
+    limit: int | None = None,
+    links: Sequence[Link] = (),
+    **more: Any,
+) -> HostCalibration:
+    """A host whose pairs/s are known by batch size."""
+    curve = BatchCurve.from_rates(rates, peaks, limit)
+    curve = curve.model_copy(update={"key": key, "gradient_bytes": 4_000_000, **more})
+    machine = Machine(host=name, device_name="chip", device="cpu")
+    return HostCalibration(machine=machine, curves=(curve,), links=tuple(links), gflops=1e3)
+
+
+def facts(hosts: Sequence[RankHost | HostCalibration | None], *words: str, **more: Any) -> Facts:
+    ranks = [
+        host if isinstance(host, RankHost) else RankHost(host.machine.host if host else chr(97 + rank), host)
+        for rank, host in enumerate(hosts)
+    ]
+    usual = {"key": KEY, "longest": KEY.sequence_length, "backend": "mpi", "steps": 1000}
+    return Facts(sections(*words), ranks, **{**usual, **more})
+
+
+def planned(hosts: Sequence[RankHost | HostCalibration | None], *words: str, **more: Any) -> ClusterPlan:
+    return plan(facts(hosts, *words, **more))
+
+
+# ---- 40 host tables: shares and cuts as of the tag base-57k (tests/golden/plans.json has their cost)
+
+
+def tables() -> list[dict[str, Any]]:
+    rng = np.random.default_rng(47)
+
+    def curve(speed: float, knee: int, top: int, noise: float, memory: int) -> BatchCurve:
+        points = []
+        for size in [1, 2, 4, 8, 16, 32, 64][:top]:
+            seconds = (0.02 + size / speed) * (1 + max(0, size - knee) / knee * 0.3) * (1 + noise * rng.normal())
+            peak = int(2e9 + size * 3e8)
+            points.append({"batch_size": size, "seconds_median": float(seconds), "peak_memory_bytes": peak})
+        overhead = float(rng.choice([0, 0.002, 0.01]))
+        fields = {"points": points, "memory_limit_bytes": memory, "step_overhead_seconds": overhead}
+        return BatchCurve.model_validate(fields)
+
+    found = []
+    for number in range(40):
+        hosts = int(rng.choice([2, 2, 2, 3, 4, 5, 8, 16]))
+        kinds = int(min(hosts, rng.integers(1, 4)))
+        base = [
+            curve(
+                float(10 ** rng.uniform(1, 3)),
+                int(rng.choice([8, 16, 32])),
+                int(rng.integers(3, 8)),
+                0.03 * (number % 3),
+                int(rng.choice([4e9, 10e9, 30e9])),
+            )
+            for _ in range(kinds)
+        ]
+        batch = int(rng.choice([8, 16, 32, 48, 64, 128, 256, 512]))
+        table = {"curves": [base[i % kinds] for i in range(hosts)], "batch": batch}
+        table["sync"] = float(rng.choice([0, 0.003, 0.05]))
+        stages = min(hosts, 6)
+        blocks = max(int(rng.choice([8, 16, 24, 32, 48, 80])), stages)
+        speeds, each = 10 ** rng.uniform(0, 0.8, stages), rng.uniform(0.9, 1.1, blocks) * 0.01
+        each = each if number % 4 else np.full(blocks, 0.01)
+        head = float(rng.uniform(0, 4) * 0.01) * float(speeds[-1])
+        room = rng.uniform(1.2, 3, stages)
+        room = room / room.sum() * blocks * float(rng.uniform(1.2, 3))
+        hop = Hop(float(rng.choice([0, 0.001, 0.01])), float(rng.choice([0, 0.0005, 0.005])))
+        backward, micro_batches = float(rng.choice([1, 2])), int(rng.choice([4, 8, 16, 32]))
+        table["costs"] = cut_costs(np.outer(speeds, each), head, room, hop, backward, micro_batches)
+        found.append(table)
+    return found
+
+
+def cut_costs(
+    forward: np.ndarray, head: float, room: np.ndarray, hop: Hop, backward: float, micro_batches: int
+) -> CutCosts:
+    """Blocks of one byte each, that keep 0.15 for a micro-batch. forward: seconds [p, L]."""
+    stages = len(forward)
+
+    def running(by_block: np.ndarray) -> np.ndarray:
+        return np.concatenate([np.zeros((stages, 1)), by_block.cumsum(axis=1)], axis=1)
+
+    seconds, unit, zeros = running(forward), running(np.ones_like(forward)), np.zeros(stages)
+    end = zeros.copy()
+    end[-1] = head
+    return CutCosts(
+        forward_seconds=seconds,
+        backward_seconds=seconds * backward,
+        held_bytes=unit,
+        kept_bytes=unit * 0.15,
+        inputs_bytes=unit * 0.015,
+        end_forward_seconds=end,
+        end_backward_seconds=end * backward,
+        end_bytes=zeros,
+        work_bytes=zeros + 0.5,
+        block_bytes=zeros + 0.15,
+        may_checkpoint=True,
+        must_checkpoint=False,
+        input_bytes=0.015,
+        room_bytes=room,
+        hops=(hop,) * (stages - 1),
+        in_flight=depths(stages),
+        micro_batches=micro_batches,
+    )
