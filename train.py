@@ -121,13 +121,13 @@ def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run
     from lib.evaluate.held_out_metrics import digest_of
     from lib.model import adapter_files, checkpointing, load
     from lib.model.token_stream import length_multiple
-    from lib.plan.first_plan import first_plan
     from lib.plan.memory import Rows
     from lib.report import console
     from lib.report.trackers import Trackers
     from lib.training import checkpoint, divided_world, inputs, kernels, reference_model
     from lib.training.optimizers import make_optimizer
     from lib.training.run import TrainingRun
+    from lib.training.run_facts import plan_run
 
     folder = Path(config.run.dir) / str(config.run.name)
 
@@ -150,7 +150,8 @@ def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run
 
     hosts = host_names(world)
     rows = *data.trained, length_multiple(config.data)
-    plan = first_plan(config, world, hosts, data.lengths, Rows.of(*rows), folder if resume else None, Rows.mean(*rows))
+    sizes = Rows.of(*rows), Rows.mean(*rows)
+    plan = plan_run(config, world, hosts, data.lengths, sizes, folder if resume else None)
     console.show_run(say, config, plan, read, steps)
     console.warn_of_run(say, config, plan, read, steps)
     console.attend_displays(say, config.metal, world, hosts, dry_run)

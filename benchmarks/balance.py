@@ -330,7 +330,7 @@ class Bench:
     def row(self, skew: float) -> dict[str, Any]:
         """One skew: alone, equal, planned."""
         from lib.plan.calibration import BatchCurve
-        from lib.plan.divide_work import plan_cluster, sufficient_global_batch
+        from lib.plan.plan import plan_cluster, sufficient_global_batch
         from lib.plan.shares import equal_shares
 
         self.throttle(skew)
@@ -443,7 +443,7 @@ class Bench:
     def throttled(self) -> dict[str, Any]:
         """A rank that is throttled twofold in mid-run: when a new plan begins, and what it is worth."""
         from lib.plan.calibration import BatchCurve
-        from lib.plan.divide_work import plan_cluster, sufficient_global_batch
+        from lib.plan.plan import plan_cluster, sufficient_global_batch
 
         self.throttle(1.0)
         fast = [BatchCurve.model_validate(curve) for curve in self.in_turn(self.curve)]

@@ -523,7 +523,7 @@ def measure_host(
 def _is_fresh(
     one: BatchCurve | HostCalibration | MeasuredProduct, versions: Mapping[str, str], max_age_days: float
 ) -> bool:
-    return calibrator.is_fresh(one.measured_at, one.versions, versions, max_age_days)
+    return calibration.is_fresh(one.measured_at, one.versions, versions, max_age_days)
 
 
 @contextlib.contextmanager

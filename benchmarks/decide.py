@@ -32,7 +32,7 @@ from lib.config import load  # noqa: E402
 from lib.errors import UserError  # noqa: E402
 from lib.model import partition  # noqa: E402
 from lib.plan.calibration import BatchCurve, CurveKey, HostCalibration, Link, read_published  # noqa: E402
-from lib.plan.cluster_plan import ClusterPlan  # noqa: E402
+from lib.plan.plan import ClusterPlan  # noqa: E402
 from lib.plan.memory import MemoryModel, Rows, metal_limit_bytes  # noqa: E402
 from lib.plan.memory_trace import Training  # noqa: E402
 from lib.plan.run_facts import RankHost, RunFacts  # noqa: E402

@@ -38,7 +38,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from benchmarks.decide import dense  # noqa: E402
-from lib.plan.pipeline_schedule import Hop, depths, step_seconds  # noqa: E402
+from lib.plan.cuts import Hop, depths, step_seconds  # noqa: E402
 from lib.system.records import read_records  # noqa: E402
 
 MODELS = {

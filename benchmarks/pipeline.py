@@ -40,7 +40,7 @@ from lib.system import mpi_and_blas  # noqa: E402
 
 mpi_and_blas.prepare()
 
-from lib.plan.pipeline_schedule import Hop, depths, step_seconds  # noqa: E402
+from lib.plan.cuts import Hop, depths, step_seconds  # noqa: E402
 from lib.system.records import read_records  # noqa: E402
 from tests.cluster import Host, cluster  # noqa: E402
 

@@ -17,9 +17,8 @@ from lib.config.schema import SyncSettings
 from lib.distributed import compression
 from lib.distributed.world import World
 from lib.errors import AgreedError, Stopped
-from lib.plan import first_plan
 from lib.system.records import read_records
-from lib.training import local_sgd, step, training_run
+from lib.training import local_sgd, run_facts, step, training_run
 from tests import rounding, tiny
 from tests.test_world import settings, train
 from tests.tiny import difference, rows_of_epochs, steps_of, weights
@@ -346,9 +345,9 @@ def test_ranks_that_would_plan_unlike_end_before_they_train(
     world: World, folder: Path, shares: str, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:
     """Each makes its own plan of what all know; where one knew something else, rows would be lost, or trained twice."""
-    advised = first_plan.advised
+    advised = run_facts.advised
     if world.rank == 1:
-        monkeypatch.setattr(first_plan, "advised", lambda config, plan: replace(advised(config, plan), **change))
+        monkeypatch.setattr(run_facts, "advised", lambda settings, plan: replace(advised(settings, plan), **change))
     with pytest.raises(AgreedError, match="rank 1 has another plan than rank 0"):
         train(world, folder, [*settings(world, folder), shares], "unlike")
     world.gather_text("checked")

@@ -21,7 +21,6 @@ from lib.launch.hostfile import Host
 from lib.launch.job import Job
 from lib.launch.patience import Punctuality
 from lib.launch.rank_console import Quiet
-from lib.plan.calibration import own_file
 from lib.system import network
 from tests.cluster import Host as Machine
 from tests.tiny import ROOT
@@ -136,15 +135,6 @@ def test_a_name_stays_through_restarts_whoever_is_away_and_whatever_the_network_
     assert [late.name_of_each(each) for each in ([a], [a, b])] == [["mac"], ["mac", "mac-2222"]]
     both = HostNames()
     assert both.name_of_each([a, link("a-by-cable", "mac", "1111aaaa")]) == ["mac", "mac"], "one machine, two addresses"
-
-
-def test_what_was_measured_beside_a_machine_of_the_same_name_is_found_without_it(tmp_path: Path) -> None:
-    beside = tmp_path / f"mac-{network.machine_id()[:4]}.json"
-    assert own_file(tmp_path, ["mac"], 0) == tmp_path / "mac.json"
-    beside.touch()
-    assert own_file(tmp_path, ["box", "mac"], 1) == beside
-    (tmp_path / "mac.json").touch()
-    assert own_file(tmp_path, ["mac"], 0) == tmp_path / "mac.json"
 
 
 def test_ranks_that_nobody_launched_tell_two_machines_of_one_name_apart(monkeypatch: pytest.MonkeyPatch) -> None:

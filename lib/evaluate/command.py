@@ -56,6 +56,7 @@ from lib.training.checkpoint import find
 from lib.training.inputs import vocabulary
 from lib.training.objective import Metrics
 from lib.training.reference_model import dataset_logps
+from lib.training.run_facts import use_quantised_products
 
 
 @mpi_and_blas.reported
@@ -68,8 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
     world = dataclasses.replace(world, timeout_seconds=settings.sync.timeout_seconds)
     hosts = host_names(world)
     with world.agreeing("reading the calibration"):
-        own = calibration.own_calibration(Path(settings.plan.calibration_dir), hosts, world.rank)
-        calibration.use_quantised_products(own.quantised_products if own else ())
+        folder = Path(settings.plan.calibration_dir)
+        use_quantised_products(calibration.read_of_rank(folder, hosts, world.rank))
     _work_of(options)(settings, options, world)
     return 0
 

@@ -21,11 +21,11 @@ from lib.evaluate.batch_inference import FileFigures
 from lib.evaluate.work_journal import Lines, opened_journal
 from lib.model import adapter_files, adapters, load
 from lib.model.partition import Division, Part
-from lib.plan.first_plan import sharded_plan, stage_blocks
 from lib.system.terminal import Terminal
 from lib.training import divided_world
 from lib.training.checkpoint import file_sha256
 from lib.training.divided_world import pipelined, sharded
+from lib.training.run_facts import sharded_plan, stage_blocks
 
 CHUNKS = 16  # of a group: between groups the ranks synchronise, and what is finished is kept
 

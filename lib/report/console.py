@@ -23,8 +23,8 @@ from lib.data.prompts import Prompts
 from lib.data.streaming import StreamedDataset
 from lib.distributed.world import World
 from lib.model import quantised
-from lib.plan.cluster_plan import ClusterPlan
 from lib.plan.cost import RunCost, hosts_cost
+from lib.plan.plan import ClusterPlan
 from lib.plan.plan_warnings import long_warm_up, uneven_labels
 from lib.system import metal
 from lib.system.hardware import device_name
@@ -278,9 +278,9 @@ def show_run(say: Terminal, config: Config, plan: ClusterPlan, inputs: Inputs, s
     rows.append(("steps", f"{steps:,} of {shares}{batch:,} rows, {epochs:.3g} epoch{'s' * (epochs != 1)}"))
     rows.append(("plan", plan.reason))
     if plan.merging:
-        rows += [("merging", plan.merging), ("instead", plan.synchronous_instead)]
-    if plan.divided_instead:
-        rows.append(("instead", plan.divided_instead))
+        rows.append(("merging", plan.merging))
+    if plan.instead:
+        rows.append(("instead", plan.instead))
     if (plan.calibrated or plan.stages) and plan.predicted_step_seconds:
         rows.append(("predicted", _predicted(plan, steps)))
     say.facts(f"run {config.run.name}", [*rows, ("folder", str(Path(config.run.dir) / str(config.run.name)))])

@@ -35,7 +35,7 @@ from lib.distributed.world import World
 from lib.errors import AgreedError, Stopped, UserError
 from lib.model import adapter_files
 from lib.model.adapter_layers import rank_of
-from lib.plan.cluster_plan import ClusterPlan
+from lib.plan.plan import ClusterPlan
 from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, distribute_work
 from lib.plan.strategy import FIRST_STEPS, default_merge, longest_round, measures_merges, steps_per_round
 from lib.training.checkpoint import CheckpointWriter, Progress, RankArrays, RoundsState, flat_state
@@ -653,8 +653,10 @@ class LocalSGD:
     ):  # fmt: skip
         self.config, self.world, self.model, self.lengths = config, world, model, lengths
         self.steps, self.first_step = steps, first_step
-        self.length = RoundLength(steps, plan.steps_per_round, measures_merges(config) and world.size > 1)
-        self.method = config.independent.merge or default_merge(config)
+        self.length = RoundLength(
+            steps, plan.steps_per_round, measures_merges(config.independent, config.plan) and world.size > 1
+        )
+        self.method = config.independent.merge or default_merge(config.independent, config.model)
         self.ranks = RankSpeeds(plan, follows=config.plan.replan and config.plan.shares is None and world.size > 1)
         self.merger = Merger(world, model, config.independent, config.sync, config.model.method)
         self.round: OpenRound | None = None  # None between rounds

@@ -19,7 +19,7 @@ from lib.distributed.compression import Arrays
 from lib.distributed.world import World
 from lib.errors import AgreedError
 from lib.model import checkpointing, quantised
-from lib.plan.cluster_plan import ClusterPlan
+from lib.plan.plan import ClusterPlan
 from lib.plan.replan import Schedule
 from lib.system.hardware import provenance
 from lib.system.records import PerformanceTracker, Subscriber

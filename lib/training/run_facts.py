@@ -29,7 +29,7 @@ from lib.plan.plan import ClusterPlan
 from lib.plan.plan_warnings import advised
 from lib.plan.sharded import plan_sharded
 from lib.plan.strategy import plan
-from lib.system import hardware, matmul_rate, model_folder
+from lib.system import hardware, model_folder
 from lib.system.out_of_memory import Limit
 
 Rates = Mapping[str, Sequence[float]]  # GFLOP/s of every rank's matrix products, by host
@@ -274,7 +274,7 @@ def _stored_rates(world: World, resumed: Path | None) -> Rates:
     rates: Rates = {}
     if resumed is not None and world.rank == 0:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            stored = json.loads((resumed / "plan.json").read_text())["matmul_gflops"]
+            stored = json.loads((resumed / "plan.json").read_text(encoding="utf-8"))["matmul_gflops"]
             rates = {host: [float(rate) for rate in of_host] for host, of_host in stored.items()}
     agreed: Rates = json.loads(world.broadcast_text(json.dumps(rates)))
     return agreed
@@ -284,7 +284,7 @@ def _matmul_rates(world: World, hosts: Sequence[str], before: Rates) -> Rates:
     """Every host's: those of before where all are known, so that a restart divides the work as it was; else as now."""
     if all(len(before.get(host, ())) == hosts.count(host) for host in hosts):
         return before
-    measured = world.gather_text(repr(matmul_rate.quick_gflops()), "every rank's matrix-product rate")
+    measured = world.gather_text(repr(hardware.quick_gflops()), "every rank's matrix-product rate")
     by_host: dict[str, list[float]] = {}
     for host, rate in zip(hosts, measured, strict=True):
         by_host.setdefault(host, []).append(float(rate))
@@ -298,13 +298,13 @@ def _stages_before(config: Config, world: World, hosts: Sequence[str], resumed: 
     blocks: list[int] = []
     if world.rank == 0:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            stored = json.loads((resumed / "plan.json").read_text())
+            stored = json.loads((resumed / "plan.json").read_text(encoding="utf-8"))
             if [rank["host"] for rank in stored["ranks"]] == list(hosts):
                 blocks = [int(count) for count in stored["blocks"]]
     blocks = json.loads(world.broadcast_text(json.dumps(blocks)))
     seconds: list[float] = []
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        lines = (resumed / "logs" / f"rank-{world.rank:03d}.jsonl").read_text().splitlines()
+        lines = (resumed / "logs" / f"rank-{world.rank:03d}.jsonl").read_text(encoding="utf-8").splitlines()
         steps = [line for line in lines if '"kind": "step"' in line or '"kind":"step"' in line]
         seconds = [float(json.loads(line)["compute_seconds"]) for line in steps[-MEASURED_STEPS:]]
     median = statistics.median(seconds) if len(seconds) > 1 else 0.0

@@ -12,12 +12,12 @@ from lib.data.micro_batches import MicroBatches
 from lib.distributed import heartbeat
 from lib.errors import AgreedError, Stopped
 from lib.model import checkpointing
-from lib.plan.first_plan import memory_limit
 from lib.system import files, network, out_of_memory
 from lib.system.out_of_memory import OutOfMemory
 from lib.training.divided_world import InStages
 from lib.training.pipelined_step import PipelinedStep, StagePace
 from lib.training.run import TrainingRun
+from lib.training.run_facts import memory_limit
 from lib.training.step import MicroBatch, Step, StepResult
 
 
@@ -73,7 +73,7 @@ class Learner:
 
     def __init__(self, run: TrainingRun, make: MicroBatches):
         self.run, self.make = run, make
-        self.limit = memory_limit(run.config, run.hosts, run.world)  # what MLX may hold
+        self.limit = memory_limit(run.config.plan, run.hosts, run.world)  # what MLX may hold
         self.memory = MicroBatchLimit(run.folder / f"micro-batch-{run.hosts[run.world.rank]}-{run.world.rank}.json")
         mx.eval(run.model.state)
         plan = run.schedule.at(run.progress.step + 1)

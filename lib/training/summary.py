@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal, TypedDict
 
 from lib.config.schema import Config
-from lib.plan.cluster_plan import ClusterPlan
 from lib.plan.cost import RunCost, hosts_cost
+from lib.plan.plan import ClusterPlan
 from lib.training.checkpoint import Progress
 from lib.training.objective import Metrics
 
