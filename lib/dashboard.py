@@ -1,8 +1,8 @@
-"""python -m lib.dashboard ... (lib/report/dashboard.py)"""
+"""python -m lib.dashboard ... (lib/report/page.py)"""
 
 import sys
 
-from lib.report.command import main
+from lib.report.page import main
 
 if __name__ == "__main__":
     sys.exit(main())

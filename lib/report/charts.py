@@ -14,13 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from lib.report import figures
-from lib.report.figures import Figures
-from lib.report.history import SENSORS, MetricCurve, RunHistory, Who
+from lib.report.history import SENSORS, STEP_COLUMNS, Figures, MetricCurve, RunHistory, Who, batch_curves
 from lib.system.records import PlanRecord, Record
 
-Plotly = dict[str, Any]
-"""A figure, or a part of one, as Plotly takes it."""
+Plotly = dict[str, Any]  # a figure, or a part of one, as Plotly takes it
 
 
 COLOURS = ("#2490fc", "#d55e00", "#7a8a5c", "#9024fc", "#c0609c")
@@ -35,6 +32,7 @@ LEARNING = (
     ("reward_accuracy", "Reward accuracy", "{:.1%}"),
     ("reward_margin", "Reward margin", "{:.3f}"),
     ("kl", "KL to the reference", "{:.3f}"),
+    ("exact_match", "Exact match", "{:.1%}"),
     ("learning_rate", "Learning rate", "{:.3g}"),
     ("grad_norm", "Gradient norm", "{:.3g}"),
 )
@@ -78,8 +76,8 @@ def learning(runs: Sequence[RunHistory], name: str) -> Plotly:
         for index, who in enumerate(each):
             line = style(number if several else index)
             label = run.name[:40] if several else label_of(who) if len(each) > 1 else "training"
-            curve = run.curve(who, name)
-            if np.isnan(curve.values).all():
+            curve = run.curve(who, name) if name in STEP_COLUMNS else None  # exact match is known of evaluations alone
+            if curve is None or np.isnan(curve.values).all():
                 continue
             if curve.width > 1 and not several:
                 traces += _band(curve, line["color"])
@@ -101,7 +99,7 @@ def learning(runs: Sequence[RunHistory], name: str) -> Plotly:
                     "marker": {"symbol": "circle-open", "size": 8, "color": colour, "line": {"width": 2}},
                 }
             )
-    axis: Plotly = {"tickformat": ".0%"} if name == "reward_accuracy" else {"exponentformat": "e"}
+    axis: Plotly = {"tickformat": ".0%"} if name in ("reward_accuracy", "exact_match") else {"exponentformat": "e"}
     figure = _figure(traces, "step", axis, AXES.get(name))
     figure["layout"]["showlegend"] &= not several
     return figure
@@ -140,7 +138,7 @@ def seconds(now: Figures) -> Plotly:
     traces = []
     for (column, label), colour, shape in zip(PARTS, COLOURS, ("", "/", "."), strict=False):
         marker = {"color": colour, "pattern": {"shape": shape, "solidity": 0.35}}
-        values = [getattr(rank, column) for rank in now.ranks]
+        values = [rank.latest[column] for rank in now.ranks]
         traces.append({"type": "bar", "orientation": "h", "name": label, "x": values, "y": names, "marker": marker})
     figure = _figure(traces, "seconds a step", {"autorange": "reversed", "type": "category"})
     figure["layout"] |= {"barmode": "stack", "bargap": 0.35, "hovermode": "closest"}
@@ -229,10 +227,10 @@ def rank_index(run: RunHistory, who: Who) -> int:
     return everyone.index(who) if who in everyone else len(everyone)
 
 
-def batch_curves(run: RunHistory) -> Plotly | None:
+def of_batches(run: RunHistory) -> Plotly | None:
     """Pairs a second by the size of a micro-batch, as every host was measured, and where on it the plan is."""
     traces = []
-    for who, taken, curve in figures.batch_curves(run):
+    for who, taken, curve in batch_curves(run):
         look, label = style(rank_index(run, who)), label_of(who)
         rates = [point.pairs_per_second for point in curve.points]
         line = _line([point.batch_size for point in curve.points], rates, label, look)

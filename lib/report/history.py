@@ -1,13 +1,9 @@
-"""A run's records in bounded memory, as its logs grow: curves and events.
+"""A run from its records, as its logs grow: curves, events, and the figures that a person asks for first.
 
-    run = RunHistory(Path("runs/NAME"))
-    while run.read():                            # False: all that was written has been read
-        ...
-    run.curve((0, "host"), "loss"), run.events
-
-A log may have millions of records. It is read by byte offset, and records become buckets: while there are few a bucket
-is a record, later the mean, least and greatest value of 2, 4, 8, ... records (as much as a screen can show). Of a long
-log the first look takes records at even distances, so that there is something to see at once; then the whole is read.
+run = RunHistory(Path("runs/NAME"))
+while run.read():                            # False: all that was written has been read
+    ...
+run.curve((0, "host"), "loss"), run.events, figures(run, time.time())
 """
 
 from __future__ import annotations
@@ -15,239 +11,40 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from lib.system.records import Record, Tail
+from lib.config.schema import CostSettings
+from lib.plan.calibration import BatchCurve
+from lib.plan.cost import RunCost, hosts_cost
+from lib.system.records import PlanRecord, Record, SettingsRecord, Tail
 
-JSON = dict[str, Any]  # a record that nobody has looked at yet
-
-COLUMNS: tuple[str, ...] = ("step", "time", "pairs", "tokens", "loss", "kl", "reward_accuracy", "reward_margin")
-COLUMNS += ("grad_norm", "learning_rate", "step_seconds", "compute_seconds", "sync_seconds", "wait_seconds")
-COLUMNS += ("peak_memory_bytes", "bytes_sent", "skipped")
-INDEX = {name: index for index, name in enumerate(COLUMNS)}
-# Of the records of the network and of sensors, which come every few seconds as long as a run goes on.
+STEP_COLUMNS: tuple[str, ...] = ("step", "time", "pairs", "tokens", "loss", "kl", "reward_accuracy", "reward_margin")
+STEP_COLUMNS += ("grad_norm", "learning_rate", "step_seconds", "compute_seconds", "sync_seconds", "wait_seconds")
+STEP_COLUMNS += ("peak_memory_bytes", "bytes_sent", "skipped")
 MEASURES: tuple[str, ...] = ("step", "time", "bytes_per_second", "round_trip_seconds", "retransmits")
 MEASURES += ("temperature_celsius", "power_watts", "speed_limit")
-CAPACITY = 1024  # buckets, at least, once there are so many records
+SENSORS = {"temperature_celsius", "power_watts", "speed_limit"}  # of a host; the others are of a rank
+POINTS = 1024  # of a curve: of longer ones each point is the mean of 2, 4, 8, ... records
 RECENT = 20  # records behind the figures of the moment
-EVENT_BYTES = 2**25  # of events' lines that are kept of a log; of more some are left out
-GLANCE_BYTES = 2**24  # of a longer log the first look takes samples
-GLANCE_RECORDS = 1500
-LINE_BYTES = 2**13  # most step records are shorter
-STEP = b'{"kind": "step", '
 SILENT_SECONDS = 60.0
 LATE_SECONDS = 20.0  # into a run every rank has written a record, here or elsewhere
-LATEST_TIME = 1e11  # whoever says to be of the year 5138 is none of ours
-SENSORS = {"temperature_celsius", "power_watts", "speed_limit"}
-
 
 Who = tuple[int, str]  # rank and host
-Warned = tuple[float, int | None, str]  # time, step and text
+_EVENT = TypeAdapter(Record)
 
 
-class Series:
-    """Step records of one rank as buckets: sum, count, least and greatest value of every column; no mean of means."""
+class Warned(NamedTuple):
+    """A warning, once."""
 
-    def __init__(self, capacity: int = CAPACITY, columns: Sequence[str] = COLUMNS):
-        self.capacity, self.width = capacity, 1  # records in a bucket
-        self.index = {name: index for index, name in enumerate(columns)}
-        empty = np.empty((0, len(columns)))
-        self.sums, self.counts, self.least, self.greatest = empty, empty, empty, empty
-        self.rest = empty  # the records of the last bucket, which is not full
-        self.totals, self.count = np.zeros(len(columns)), 0
-        self.recent: deque[np.ndarray] = deque(maxlen=RECENT)
-
-    def append(self, rows: np.ndarray) -> None:
-        """rows: float64 [N, columns], NaN for what a record does not have."""
-        self.recent.extend(rows[-RECENT:])
-        self.totals, self.count = self.totals + np.nansum(rows, axis=0), self.count + len(rows)
-        self.rest = np.concatenate([self.rest, rows])
-        while len(self.rest) >= self.width:
-            buckets = min(len(self.rest) // self.width, 2 * self.capacity - len(self.sums))
-            whole, self.rest = np.split(self.rest, [buckets * self.width])
-            new = _bucketed(whole.reshape(buckets, self.width, -1))
-            self._set([np.concatenate(both) for both in zip(self._buckets(), new, strict=True)])
-            if len(self.sums) == 2 * self.capacity:
-                sums, counts, least, greatest = (old.reshape(self.capacity, 2, -1) for old in self._buckets())
-                together = sums.sum(axis=1), counts.sum(axis=1)
-                self._set([*together, np.fmin.reduce(least, axis=1), np.fmax.reduce(greatest, axis=1)])
-                self.width *= 2
-
-    def table(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Means, least and greatest values, each [buckets, columns], the unfinished bucket included."""
-        last = _bucketed(self.rest[None]) if len(self.rest) else [part[:0] for part in self._buckets()]
-        sums, counts, least, greatest = (np.concatenate(both) for both in zip(self._buckets(), last, strict=True))
-        return np.divide(sums, counts, out=np.full(sums.shape, np.nan), where=counts > 0), least, greatest
-
-    def _buckets(self) -> list[np.ndarray]:
-        return [self.sums, self.counts, self.least, self.greatest]
-
-    def _set(self, buckets: Sequence[np.ndarray]) -> None:
-        self.sums, self.counts, self.least, self.greatest = buckets
-
-
-def _bucketed(records: np.ndarray) -> list[np.ndarray]:
-    """[buckets, records, columns] ➜ sums, counts, least and greatest, each [buckets, columns]."""
-    sums, counts = np.nansum(records, axis=1), (~np.isnan(records)).sum(axis=1)
-    return [sums, counts, np.fmin.reduce(records, axis=1), np.fmax.reduce(records, axis=1)]
-
-
-class Log:
-    """One file of records."""
-
-    def __init__(self, path: Path):
-        self.tail = Tail(path)
-        self.series: dict[Who, Series] = {}  # steps
-        self.measured: dict[Who, Series] = {}  # the network, sensors
-        self.events: list[Record] = []  # all others
-        self.event_bytes: list[int] = []  # of each one's line
-        self.length = 0  # when it was opened
-        self.glance: Log | None = None  # what the first look at a long log gave
-
-    def read(self) -> bool:
-        """Takes in the next piece; False where there is nothing new."""
-        if self.tail.offset == 0 and self.glance is None:
-            self.length = _size(self.tail.path)
-            if self.length > GLANCE_BYTES and (glance := _glance(self.tail.path, self.length)):
-                self.glance = glance
-                return True
-        begins, lines = self.tail.read()
-        if begins:
-            self.series, self.measured, self.events, self.event_bytes = {}, {}, [], []
-            self.length = _size(self.tail.path)  # it may have been cut back
-        if not lines:
-            return False
-        self._take(lines.splitlines())
-        if self.glance is not None and self.tail.offset >= self.length:
-            self.glance = None
-        return True
-
-    def shown(self) -> Log:
-        """What there is to see: the samples, until all that was there at the beginning has been read."""
-        return self.glance or self
-
-    def _take(self, lines: list[bytes]) -> None:
-        steps: dict[Who, list[list[Any]]] = {}
-        measured: dict[Who, list[list[Any]]] = {}
-        for record, size in _parse(lines):
-            kind, step, time = record.get("kind"), record.get("step"), record.get("time")
-            rank, host = record.get("rank", 0), record.get("host", "")
-            if not (isinstance(time, int | float) and 0 <= time < LATEST_TIME):
-                continue  # somebody else's record
-            if not (isinstance(rank, int) and isinstance(host, str)):
-                continue
-            if kind == "step" and isinstance(step, int) and 0 <= step < 2**53:
-                steps.setdefault((rank, host), []).append([record.get(name) for name in COLUMNS])
-            elif kind in ("network", "sensors"):
-                measured.setdefault((rank, host), []).append(_measures(record))
-            elif kind != "step" and _is_event(record):
-                self.events.append(record)
-                self.event_bytes.append(size)
-        if sum(self.event_bytes) > EVENT_BYTES:
-            self._thin()
-        for who, table in steps.items():
-            self.series.setdefault(who, Series()).append(_numbers(table))
-        for who, table in measured.items():
-            self.measured.setdefault(who, Series(CAPACITY // 4, MEASURES)).append(_numbers(table))
-
-    def _thin(self) -> None:
-        """Leaves out every second event of the kind that takes most, until a quarter of the room is free."""
-        while sum(self.event_bytes) > 0.75 * EVENT_BYTES:
-            taken: dict[str, list[int]] = {}
-            for place, event in enumerate(self.events):
-                taken.setdefault(event["kind"], []).append(place)
-            most = max(taken.values(), key=lambda places: sum(self.event_bytes[place] for place in places))
-            left_out = set(most[1::2] if len(most) > 1 else most)
-            kept = [place for place in range(len(self.events)) if place not in left_out]
-            self.events = [self.events[place] for place in kept]
-            self.event_bytes = [self.event_bytes[place] for place in kept]
-
-
-def _measures(record: JSON) -> list[Any]:
-    """A row of MEASURES. Of a rank's connections the slowest round trip, and what all together sent again."""
-    links = record.get("connections")
-    links = [link for link in links if isinstance(link, dict)] if isinstance(links, list) else []
-    links = [link for link in links if not str(link.get("peer")).startswith(("127.", "::1"))]  # mpirun's own, for one
-    trips, again = ([_number(link.get(name)) for link in links] for name in ("round_trip_seconds", "retransmits"))
-    row = {**record, "round_trip_seconds": max(trips, default=None), "retransmits": sum(again) if again else None}
-    return [row.get(name) for name in MEASURES]
-
-
-def _glance(path: Path, length: int) -> Log | None:
-    """A log as samples at even distances, with its beginning and its end whole; None where it is gone by now."""
-    seen = Log(path)
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        seen._take(file.read(LINE_BYTES * 8).splitlines()[:-1])
-        begun = file.tell()
-        offsets = np.linspace(begun, length - LINE_BYTES * 16, GLANCE_RECORDS, dtype=np.int64)
-        samples = []
-        for offset in offsets:
-            file.seek(offset)
-            lines = file.read(LINE_BYTES).split(b"\n")
-            samples += [line for line in lines[1:-1] if line.startswith(STEP)][:1]
-        seen._take(samples)
-        file.seek(length - LINE_BYTES * 16)
-        seen._take(file.read().split(b"\n")[1:-1])
-        return seen
-    return None
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
-def _parse(lines: list[bytes]) -> list[tuple[JSON, int]]:
-    """Records of lines and their bytes, at once where all are whole; a line that is none is left out."""
-    try:
-        values = json.loads(b"[" + b",".join(lines) + b"]")
-    except (ValueError, RecursionError):
-        values = []
-    if len(values) != len(lines):  # one is none, or several
-        values = [_value(line) for line in lines]
-    return [(value, len(line)) for value, line in zip(values, lines, strict=True) if isinstance(value, dict)]
-
-
-def _value(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _numbers(table: list[list[Any]]) -> np.ndarray:
-    try:
-        return np.array(table, dtype=np.float64)
-    except (TypeError, ValueError, OverflowError):  # somebody else's records
-        return np.array([[_number(value) for value in row] for row in table], dtype=np.float64)
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else math.nan
-
-
-_EVENTS = TypeAdapter(Record)
-
-
-def _is_event(record: JSON) -> TypeGuard[Record]:
-    """Whether a record has what the pages rely on; where it has anything else in its place, it is somebody else's."""
-    try:
-        _EVENTS.validate_python(record, strict=True)
-    except ValidationError:
-        return False
-    return isinstance(record.get("kind"), str)
-
-
-# ---- A run: all its logs
+    time: float
+    step: int | None
+    text: str
 
 
 @dataclass(frozen=True)
@@ -259,6 +56,80 @@ class MetricCurve:
     least: np.ndarray
     greatest: np.ndarray
     width: int  # records in a bucket; 1: every record
+
+
+class Table:
+    """Records of one rank as rows of numbers, NaN for what a record does not have."""
+
+    def __init__(self, columns: Sequence[str]):
+        self.columns = {name: index for index, name in enumerate(columns)}
+        self._pieces: list[np.ndarray] = []
+
+    def append(self, records: Sequence[dict[str, Any]]) -> None:
+        rows = [[_number(record.get(name)) for name in self.columns] for record in records]
+        self._pieces.append(np.array(rows, np.float64).reshape(-1, len(self.columns)))
+
+    @property
+    def rows(self) -> np.ndarray:
+        """float64 [records, columns]."""
+        if len(self._pieces) != 1:
+            self._pieces = [np.concatenate([np.empty((0, len(self.columns))), *self._pieces])]
+        return self._pieces[0]
+
+    def of(self, name: str) -> np.ndarray:
+        """One column: float64 [records]."""
+        column: np.ndarray = self.rows[:, self.columns[name]]
+        return column
+
+
+class Log:
+    """One file of records."""
+
+    def __init__(self, path: Path):
+        self.tail = Tail(path)
+        self.steps: dict[Who, Table] = {}
+        self.measured: dict[Who, Table] = {}  # the network, sensors
+        self.events: list[Record] = []  # all others
+
+    def read(self) -> bool:
+        """Takes in the next piece; False where there is nothing new."""
+        begins, lines = self.tail.read()
+        if begins:
+            self.steps, self.measured, self.events = {}, {}, []
+        taken: dict[tuple[str, Who], list[dict[str, Any]]] = {}
+        for line in lines.splitlines():
+            with contextlib.suppress(ValueError, RecursionError):  # half a line of a crash, or no record
+                self._take(json.loads(line), taken)
+        for (kind, who), records in taken.items():
+            if kind == "step":
+                self.steps.setdefault(who, Table(STEP_COLUMNS)).append(records)
+            else:
+                self.measured.setdefault(who, Table(MEASURES)).append(records)
+        return bool(lines)
+
+    def _take(self, record: Any, taken: dict[tuple[str, Who], list[dict[str, Any]]]) -> None:
+        if not isinstance(record, dict) or not math.isfinite(_number(record.get("time"))):
+            return
+        kind, who = str(record.get("kind")), (record.get("rank", 0), record.get("host", ""))
+        if kind == "step":
+            taken.setdefault((kind, who), []).append(record)
+        elif kind in ("network", "sensors"):
+            taken.setdefault(("measured", who), []).append(_with_worst_link(record))
+        else:
+            _EVENT.validate_python(record, strict=True)  # what the pages rely on; ValidationError is a ValueError
+            self.events.append(record)  # type: ignore[arg-type]
+
+
+def _with_worst_link(record: dict[str, Any]) -> dict[str, Any]:
+    """With the slowest round trip of a rank's connections, and what all of them together sent again."""
+    links = [link for link in record.get("connections") or [] if isinstance(link, dict)]
+    links = [link for link in links if not str(link.get("peer")).startswith(("127.", "::1"))]  # mpirun's own, for one
+    trips, again = ([_number(link.get(name)) for link in links] for name in ("round_trip_seconds", "retransmits"))
+    return {**record, "round_trip_seconds": max(trips, default=None), "retransmits": sum(again) if again else None}
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else math.nan
 
 
 class RunHistory:
@@ -279,72 +150,64 @@ class RunHistory:
         logs = self.folder / "logs"
         with contextlib.suppress(OSError):  # the folder is removed at this moment
             for path in (*logs.glob("rank-*.jsonl"), *logs.glob("*/rank-*.jsonl")):
-                if not path.is_file():  # a pipe waits for a writer
-                    continue
-                if path not in self.logs and path.parent.name != "discarded":
+                if path not in self.logs and path.parent.name != "discarded" and path.is_file():
                     self.logs[path] = Log(path)
         new = [log.read() for log in self.logs.values()]
         self.version += any(new)
         return any(new)
 
     @property
-    def is_sampled(self) -> bool:
-        """Whether a long log has not been read to its end yet."""
-        return any(log.glance is not None for log in self.logs.values())
-
-    @property
     def events(self) -> list[Record]:
         """All records that are no measurements, by time; of two copies of one file each record once."""
         if self._events is None or self._events[0] != self.version:
-            every = [event for log in self._shown() for event in log.events]
+            every = [event for _, log in sorted(self.logs.items()) for event in log.events]
             distinct = {(e["time"], e["kind"], e.get("rank"), e.get("host"), e.get("text")): e for e in every}
             self._events = self.version, sorted(distinct.values(), key=lambda event: event["time"])
         return self._events[1]
 
     @property
-    def series(self) -> dict[Who, Series]:
+    def series(self) -> dict[Who, Table]:
         """Step records by rank and host, in the order of ranks; of two copies of one file the longer."""
-        return _longest([log.series for log in self._shown()])
+        return _longest([log.steps for log in self.logs.values()])
 
     @property
-    def measured(self) -> dict[Who, Series]:
+    def measured(self) -> dict[Who, Table]:
         """Records of the network and of sensors, as `series`."""
-        return _longest([log.measured for log in self._shown()])
+        return _longest([log.measured for log in self.logs.values()])
 
     def curve(self, who: Who, name: str, over: str | None = None) -> MetricCurve:
         """A column over the steps; divided by another one, as the mean of the one over the mean of the other.
 
         Steps that a crash undid are left out, where a host that was lost still has them.
         """
-        series = self.series[who]
-        means, least, greatest = series.table()
-        keep = np.ones(len(means), bool)
+        table = self.series[who]
+        keep = np.ones(len(table.rows), bool)
         for time, step in _resumes(self.events, who[0]):
-            keep &= ~((means[:, INDEX["time"]] < time) & (greatest[:, INDEX["step"]] > step))
-        steps, column = greatest[keep, INDEX["step"]], INDEX[name]
-        values = means[keep, column]
-        if over is None:
-            return MetricCurve(steps, values, least[keep, column], greatest[keep, column], series.width)
-        below = means[keep, INDEX[over]]
-        ratio = np.divide(values, below, out=np.full(len(values), np.nan), where=below > 0)
-        return MetricCurve(steps, ratio, ratio, ratio, series.width)
+            keep &= ~((table.of("time") < time) & (table.of("step") > step))
+        steps, values = table.of("step")[keep], table.of(name)[keep]
+        below = np.ones(len(values)) if over is None else table.of(over)[keep]
+        width = 1
+        while len(steps) > 2 * width * POINTS:
+            width *= 2
+        bounds = np.arange(0, len(steps), width)
+        if not len(bounds):
+            return MetricCurve(steps, values, values, values, 1)
+        known = np.isfinite(values) & (below > 0)
+        sums, counts = (np.add.reduceat(np.where(known, array, 0.0), bounds) for array in (values, below))
+        means = np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0)
+        least, greatest = np.fmin.reduceat(values, bounds), np.fmax.reduceat(values, bounds)
+        return MetricCurve(np.maximum.reduceat(steps, bounds), means, least, greatest, width)
 
     def measure(self, who: Who, name: str) -> tuple[np.ndarray, np.ndarray]:
         """When, in Unix seconds, and how much: one of MEASURES as a rank recorded it, without gaps."""
-        series = self.measured[who]
-        means, _, greatest = series.table()
-        # What was sent again is counted since a process began, so its mean would say nothing.
-        values = (greatest if name == "retransmits" else means)[:, series.index[name]]
+        times, values = self.measured[who].of("time"), self.measured[who].of(name)
         known = np.isfinite(values)
-        return means[known, series.index["time"]], values[known]
-
-    def _shown(self) -> list[Log]:
-        return [log.shown() for _, log in sorted(self.logs.items())]
+        return times[known], values[known]
 
 
-def _longest(copies: Sequence[dict[Who, Series]]) -> dict[Who, Series]:
-    every = [(who, one) for each in copies for who, one in each.items()]
-    return dict(sorted(sorted(every, key=lambda pair: pair[1].count), key=lambda pair: pair[0]))
+def _longest(copies: Sequence[dict[Who, Table]]) -> dict[Who, Table]:
+    every = [(who, table) for each in copies for who, table in each.items()]
+    return dict(sorted(sorted(every, key=lambda pair: len(pair[1].rows)), key=lambda pair: pair[0]))
 
 
 def _resumes(events: Sequence[Record], rank: int) -> list[tuple[float, float]]:
@@ -364,3 +227,212 @@ def runs_in(folder: Path) -> list[Path]:
         with contextlib.suppress(OSError):  # removed at this moment
             by_time.append((path.stat().st_mtime, path.parent))
     return [path for _, path in sorted(by_time, reverse=True)]
+
+
+# ---- Figures ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """One rank, now: means over its last records."""
+
+    rank: int
+    host: str
+    share: int | None  # pairs a step
+    step: int
+    silent_seconds: float  # since its last record
+    pairs_per_second: float
+    planned_pairs_per_second: float | None
+    latest: dict[str, float]  # means of STEP_COLUMNS
+    memory_limit_bytes: float | None
+    measures: dict[str, float]  # the newest of MEASURES
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A run, now."""
+
+    state: str  # waiting, running, silent, finished
+    plan: PlanRecord | Record
+    step: int
+    steps: int | None
+    latest: dict[str, float | None]  # of the newest step
+    held_out: Record  # metrics of the newest evaluation; of a finished run, of the weights in its folder
+    pairs_per_second: float
+    tokens_per_second: float
+    efficiency: float | None  # η since the start of the processes, as summary.json has it; None on one machine
+    elapsed_seconds: float
+    left_seconds: float | None
+    cost: RunCost | None  # so far
+    restarts: int
+    warnings: list[Warned]
+    ranks: list[RankFigures] = field(default_factory=list)
+    missing: list[Who] = field(default_factory=list)  # ranks of the plan whose records are not here
+
+    @property
+    def planned_pairs_per_second(self) -> float | None:
+        return self.plan.get("predicted_pairs_per_second") if self.plan.get("calibrated") else None
+
+
+def figures(run: RunHistory, now: float) -> Figures:
+    """Everything that a person asks first. now: Unix seconds."""
+    events, series = run.events, run.series
+    starts = [event for event in events if event["kind"] == "start"]
+    start = starts[-1] if starts else Record()
+    plans = [start.get("plan"), *(event for event in events if event["kind"] == "plan")]
+    plan = next((plan for plan in reversed(plans) if plan), PlanRecord())
+    hosts = [rank["host"] for rank in plan.get("ranks") or []]
+    present = {who: table for who, table in series.items() if not hosts or who in list(enumerate(hosts))} or series
+    ranks = [_rank_figures(who, table, plan, run, now) for who, table in present.items()]
+    times = [event["time"] for event in (*events[:1], *events[-1:])]
+    times += [time for table in series.values() for time in (table.of("time")[0], table.of("time")[-1])]
+    first, last = (min(times), max(times)) if times else (0.0, 0.0)
+    ended = any(event["kind"] == "end" and event["time"] > start.get("time", 0.0) for event in events)
+    pace = max((_seconds_a_record(table) for table in present.values()), default=0.0)
+    silent = now - last > max(SILENT_SECONDS, 20 * pace)
+    steps = total if isinstance(total := start.get("steps"), int) else None
+    done = _steps_done(plan, start, present)
+    elapsed = (last if ended or silent else max(now, last)) - first - _paused_seconds(events, series) if last else 0.0
+    newest = max(present.values(), key=lambda table: table.of("time")[-1], default=None)
+    latest = newest.rows[-1].tolist() if newest else [math.nan] * len(STEP_COLUMNS)
+    tokens = sum(rank.latest["tokens"] / rank.latest["step_seconds"] for rank in ranks if rank.latest["step_seconds"])
+    return Figures(
+        state="finished" if ended else "waiting" if not last else "silent" if silent else "running",
+        plan=plan,
+        step=min(math.ceil(done), steps) if steps else math.ceil(done),
+        steps=steps,
+        latest=dict(zip(STEP_COLUMNS, (value if math.isfinite(value) else None for value in latest), strict=True)),
+        held_out=held_out_now(events),
+        pairs_per_second=sum(rank.pairs_per_second for rank in ranks),
+        tokens_per_second=tokens,
+        efficiency=_efficiency(plan, events, present, start.get("time", 0.0)),
+        elapsed_seconds=elapsed,
+        left_seconds=elapsed / done * max(0.0, steps - done) if steps and done and not (ended or silent) else None,
+        cost=_cost(hosts or [host for _, host in series], elapsed, start),
+        restarts=max(0, sum(event.get("rank") == 0 for event in starts) - 1),
+        warnings=_warnings(events),
+        ranks=ranks,
+        missing=[who for who in enumerate(hosts) if elapsed > LATE_SECONDS and series and who not in series],
+    )
+
+
+def _steps_done(plan: PlanRecord | Record, start: Record, present: dict[Who, Table]) -> float:
+    """Global steps. Independent ranks count steps of their own, but all count pairs; epochs end in short batches."""
+    batch, rows = plan.get("global_batch_size"), start.get("rows")
+    if plan.get("strategy") != "independent" or not batch:
+        return float(max((table.of("step")[-1] for table in present.values()), default=0.0))
+    pairs = float(sum(np.nansum(table.of("pairs")) for table in present.values()))
+    if not rows:
+        return pairs / batch
+    epochs, rest = divmod(pairs, rows)
+    return epochs * -(-rows // batch) + rest / batch
+
+
+def _efficiency(
+    plan: PlanRecord | Record, events: Sequence[Record], present: dict[Who, Table], began: float
+) -> float | None:
+    """Speed over what the hosts do alone, added up; waits at rounds' ends and merges count, as in summary.json."""
+    solo = plan.get("solo_sum_pairs_per_second")
+    if not solo or not plan.get("calibrated") or len(plan.get("ranks") or []) < 2:
+        return None
+    pairs, seconds = [], []
+    for (rank, _), table in present.items():
+        own = table.of("time") >= began
+        merges = [e for e in events if e["kind"] == "merge" and e.get("rank") == rank and e["time"] >= began]
+        ends = sum(e.get("seconds", 0.0) + e.get("waited_seconds", 0.0) for e in merges)
+        pairs.append(float(np.nansum(table.of("pairs")[own])))
+        seconds.append(float(np.nansum(table.of("step_seconds")[own])) + ends)
+    if not seconds or not max(seconds):
+        return None
+    is_divided = plan.get("strategy") in ("sharded", "pipelined")  # then every rank does every pair
+    return (pairs[0] if is_divided else sum(pairs)) / max(seconds) / solo
+
+
+def held_out_now(events: Sequence[Record]) -> Record:
+    """Rank 0's newest held-out metrics: at its end, a run may go back to the weights of an earlier step."""
+    of_rank_0 = [event for event in events if event.get("rank") == 0]
+    if of_rank_0 and of_rank_0[-1]["kind"] == "end" and of_rank_0[-1].get("final_step") is not None:
+        return of_rank_0[-1]
+    return next((event for event in reversed(of_rank_0) if event["kind"] == "evaluation"), Record())
+
+
+def _warnings(events: Sequence[Record]) -> list[Warned]:
+    """Each warning once, whatever the number of ranks that record it; plans warn as well."""
+    warnings: dict[tuple[int | None, str], Warned] = {}
+    for event in events:
+        of_plan = (event.get("plan") or PlanRecord()).get("warnings") or []
+        for text in [event.get("text")] if event["kind"] == "warning" else of_plan:
+            if text and (None, text) not in warnings:
+                warnings.setdefault((event.get("step"), text), Warned(event["time"], event.get("step"), text))
+    return list(warnings.values())
+
+
+def _rank_figures(who: Who, table: Table, plan: PlanRecord | Record, run: RunHistory, now: float) -> RankFigures:
+    rank, host = who
+    rows = table.rows[-RECENT:]
+    known = [column[np.isfinite(column)] for column in rows.T]
+    latest = {name: float(v.mean()) if len(v) else 0.0 for name, v in zip(STEP_COLUMNS, known, strict=True)}
+    latest["peak_memory_bytes"] = float(np.nanmax(rows[:, table.columns["peak_memory_bytes"]], initial=0.0))
+    shares, step_seconds = plan.get("shares") or [], plan.get("predicted_step_seconds")
+    share = shares[rank] if rank < len(shares) else None
+    limits = [e["memory_limit_bytes"] for e in run.events if (e.get("rank"), e.get("host")) == who
+              and e.get("memory_limit_bytes")]  # fmt: skip
+    measures: dict[str, float] = {}
+    for other in run.measured:
+        for name in MEASURES[2:] if other == who else SENSORS if other[1] == host else ():  # sensors are a host's
+            values = run.measure(other, name)[1]
+            if len(values):
+                measures[name] = float(values[-1])
+    return RankFigures(
+        rank=rank,
+        host=host,
+        share=share,
+        step=int(table.of("step")[-1]),
+        silent_seconds=now - float(table.of("time")[-1]),
+        pairs_per_second=latest["pairs"] / latest["step_seconds"] if latest["step_seconds"] else 0.0,
+        planned_pairs_per_second=share / step_seconds if plan.get("calibrated") and share and step_seconds else None,
+        latest=latest,
+        memory_limit_bytes=limits[-1] if limits else None,
+        measures=measures,
+    )
+
+
+def _seconds_a_record(table: Table) -> float:
+    """From one record to the next, evaluations and checkpoints between them included."""
+    times = table.of("time")[-RECENT:]
+    return float(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
+
+
+def _paused_seconds(events: Sequence[Record], series: dict[Who, Table]) -> float:
+    """The time between the last record of a process and the start of the next one, by rank 0's, added up."""
+    own = [event for event in events if event.get("rank") == 0]
+    again = [event["time"] for event in own if event["kind"] == "start"][1:]
+    steps = [table.of("time") for (rank, _), table in series.items() if rank == 0]
+    times = np.sort(np.concatenate([[event["time"] for event in own], *steps]))
+    before = times[np.maximum(0, np.searchsorted(times, again) - 1)]
+    return float(np.sum(again - before)) if again else 0.0
+
+
+def _cost(hosts: Sequence[str], seconds: float, start: Record) -> RunCost | None:
+    """What these hosts cost, by the prices that the run was started with."""
+    try:
+        settings = CostSettings.model_validate((start.get("config") or SettingsRecord()).get("cost") or {})
+    except ValidationError:  # another version's
+        return None
+    return hosts_cost(hosts, seconds, settings)
+
+
+def batch_curves(run: RunHistory) -> list[tuple[Who, list[int], BatchCurve]]:
+    """What the plan of a run rests on: every rank's micro-batches and curve, of this model alone; once a host."""
+    plans = [plan for event in run.events if event["kind"] == "start" and (plan := event.get("plan"))]
+    plan = plans[-1] if plans else PlanRecord()
+    distinct: dict[tuple[str, str], tuple[Who, list[int], BatchCurve]] = {}
+    for rank, (ranks, curve) in enumerate(zip(plan.get("ranks") or [], plan.get("curves") or [], strict=False)):
+        with contextlib.suppress(ValidationError):
+            measured = BatchCurve.model_validate(curve)
+            if measured.key is None or not plan.get("calibrated"):  # a published curve, of another model
+                continue
+            sizes = sorted({size for size in ranks.get("micro_batch_sizes") or [] if isinstance(size, int) and size})
+            key = ranks["host"], measured.model_dump_json()
+            distinct.setdefault(key, ((rank, ranks["host"]), sizes, measured))
+    return list(distinct.values())

@@ -129,6 +129,9 @@ class Record(PlanRecord, total=False):
     pairs: list[int] | None
     bytes_sent: FiniteFloat | None
     error: FiniteFloat | None
+    seconds: FiniteFloat
+    waited_seconds: FiniteFloat
+    global_step: int
     # warning
     text: str | None
     # samples
