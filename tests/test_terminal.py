@@ -14,14 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lib.telemetry.run_records import PerformanceTracker, read_records
-from lib.training.progress_display import ProgressLine, RunConsole
 from rich.cells import cell_len
 from rich.text import Text
 
-from lib.distributed.world import World
+from lib.report.console import ProgressLine, RunConsole
 from lib.system import records, terminal
-from lib.training.step import StepResult
+from lib.system.records import PerformanceTracker, read_records
 from tests.tiny import settings, train
 
 CODES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
@@ -123,9 +121,9 @@ def test_tables_and_lines_fit_and_lose_nothing(width: int) -> None:
 
 @pytest.mark.parametrize("total", [9, 12_500, 10_000_000])
 def test_the_progress_line_keeps_what_matters(total: int) -> None:
-    meter = ProgressLine(0, total, window=3)
+    meter = ProgressLine(0, total, 3, {})
     for step, loss in enumerate((9.0, 0.3, 0.2, 0.1), 1):
-        meter.add(step, result(loss))
+        meter.add({**RECORD, "step": step, "loss": loss})
     for width in (40, 60, 80, 160):
         line = meter.shown(width, "━━").plain
         assert cell_len(line) <= width and f"/{total:,}" in line and "loss 0.2000" in line, line
@@ -135,15 +133,24 @@ def test_the_progress_line_keeps_what_matters(total: int) -> None:
     assert "evaluating ..." in meter.shown(80, "━━").plain
 
 
-def result(loss: float) -> StepResult:
-    means: dict[str, float | None] = {"loss": loss, "reward_accuracy": 1.0, "reward_margin": -0.123, "kl": 0.1}
-    return StepResult(means, 1.0, 1e-4, False, 0.5, 64, 9, 9, 9, 0, [0.4], 0.1, 0.0, 10**9, 0, 0.5, 0, 1)
+RECORD = {
+    "kind": "step",
+    "reward_accuracy": 1.0,
+    "reward_margin": -0.123,
+    "kl": 0.1,
+    "pairs": 64,
+    "pairs_per_second": 64.0,
+    "step_seconds": 1.0,
+    "tokens_per_second": 900.0,
+    "peak_memory_bytes": 10**9,
+    "learning_rate": 1e-4,
+}
 
 
 def test_signs_that_an_output_cannot_write_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, "ascii"))
-    terminal.Voice().line("➜ 漢")
+    terminal.Terminal().line("➜ 漢")
     sys.stdout.flush()
     assert written.getvalue() == b"? ?\n"
 
@@ -151,7 +158,7 @@ def test_signs_that_an_output_cannot_write_end_nothing(monkeypatch: pytest.Monke
 def test_a_record_is_json_whatever_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
     """JSON has no NaN, and programs other than Python's refuse it."""
     values = {"loss": float("nan"), "ranks": [{"kl": float("-inf"), "pairs": 3}], "none": None}
-    terminal.Voice().record(values)
+    terminal.Terminal().record(values)
     told = capsys.readouterr().out
     wanted = {"loss": None, "ranks": [{"kl": None, "pairs": 3}], "none": None}
     assert json.loads(told) == json.loads(records.dumps(values, indent=2)) == wanted
@@ -165,7 +172,7 @@ def test_independent_ranks_tell_what_they_alone_know(
     each_rank: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tracker = PerformanceTracker(tmp_path / "rank-001.jsonl", rank=1)
-    console = RunConsole(World(rank=1, size=2))
+    console = RunConsole(1)
     console.record_in(tracker, 0, each_rank)
     console.own_warning("step 3: not finite", 3, " ([metal::malloc] Attempting to allocate 9 bytes)")
     console.warning("a plan that all ranks know", 3)
