@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from lib.distributed.links import Links, PairLinks, links_of
-from lib.distributed.world import Collectives, World, neighbour_pairs
+from lib.distributed.world import World, neighbour_pairs
 from lib.model import pipeline_stage
 from lib.plan.cuts import depths, operations
 from lib.training.divided_world import pipelined
@@ -23,13 +23,13 @@ mpi = pytest.mark.mpi(min_size=2)
 
 
 @dataclass(frozen=True)
-class OneAtATime(Collectives):
+class OneAtATime(World):
     """Ranks as JACCL joins them, imitated over MPI: a message begins when both are there, each neighbour has one queue.
 
     A message is an all_gather of the two. So if both ends sent at the same time, both would get nothing.
     """
 
-    pairs: dict[int, Collectives] = field(default_factory=dict)
+    pairs: dict[int, World] = field(default_factory=dict)
     queues: dict[int, Any] = field(default_factory=dict)
 
     def send(self, array: mx.array, rank: int, stream: Any) -> mx.array:

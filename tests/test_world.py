@@ -300,7 +300,7 @@ def test_a_baseline_is_exact_over_unequal_ranks_and_ragged_micro_batches(world: 
 @two
 def test_the_launcher_learns_whose_error_all_ranks_end_with(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     beats: list[dict[str, Any]] = []
-    monkeypatch.setattr(heartbeat, "tell", lambda **facts: beats.append(facts))
+    monkeypatch.setattr(heartbeat, "report", lambda **facts: beats.append(facts))
     with pytest.raises(AgreedError, match="rank 1: no disk"), world.agreeing("opening"):
         if world.rank == 1:
             raise UserError("no disk")

@@ -32,7 +32,7 @@ PASS_SECONDS = 600.0  # that one pass through the model may take
 
 @dataclass
 class Phase:
-    """A part of a rank's work. A wait for other ranks has no limit here: `Collectives.deadline` has one."""
+    """A part of a rank's work. A wait for other ranks has no limit here: `World.deadline` has one."""
 
     name: str
     allowed_seconds: float | None

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from lib.distributed.world import Collectives, World, host_names, neighbour_pairs
+from lib.distributed.world import World, host_names, neighbour_pairs
 
 READ = """
 unsigned long long now;
@@ -44,7 +44,7 @@ class Links:
         hosts: of every rank, to name who is waited for.
     """
 
-    ranks: Collectives
+    ranks: World
     under_way: int = 2
     hosts: Sequence[str] = ()
     waited_seconds: float = 0.0  # in all, for others to send or to receive
@@ -146,7 +146,7 @@ class PairLinks(Links):
         pairs: by the other rank.
     """
 
-    pairs: Mapping[int, Collectives] = field(default_factory=dict)
+    pairs: Mapping[int, World] = field(default_factory=dict)
     expected: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict)  # by identity: array, and gathered
     times: list[tuple[mx.array, mx.array]] = field(default_factory=list)  # nanoseconds before and after messages
 

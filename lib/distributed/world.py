@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -26,12 +25,7 @@ from lib.system.network import distinct_names, host_name, machine_id
 Described = dict[str, tuple[tuple[int, ...], mx.Dtype]]  # name ➜ (shape, dtype)
 
 TEXT_BYTES = 1024
-# Of whole arrays at a time, where rank 0 writes what ranks have parts of: twice as much after a sum that took less than
-# GATHER_SECONDS, half as much after another.
-GATHERED_BYTES, MOST_GATHERED_BYTES = 2**17, 2**25
-GATHER_SECONDS = 0.25
-
-
+GATHERED_BYTES = 2**22  # of whole arrays in one sum, where rank 0 writes what ranks have parts of
 BUCKET_BYTES = 256 * 2**20  # a collective's largest buffer: full-model gradients are not copied whole
 ALIGNED_BYTES = 8  # a GPU reads a number only at a multiple of its size
 
@@ -60,9 +54,17 @@ def no_group() -> Any:
     """Of a world of one."""
 
 
+def _added(values: list[mx.array]) -> mx.array:
+    return sum(values, mx.array(0.0))
+
+
+# An adapter has hundreds of squared norms, and a GPU would add them one kernel after the other, while all else waits.
+_added_in_few_kernels = mx.compile(_added)
+
+
 @dataclass(frozen=True)
-class Collectives:
-    """What ranks do with arrays together; `group` is MLX's."""
+class World:
+    """This process among its ranks, and every collective; `group` gives MLX's group."""
 
     rank: int = 0
     size: int = 1
@@ -155,7 +157,7 @@ class Collectives:
         """What another rank sends next, once this is evaluated."""
         return mx.distributed.recv(shape, dtype, rank, group=self.group(), stream=stream)
 
-    def split(self, color: int) -> Collectives:
+    def split(self, color: int) -> World:
         """The ranks that give the same color, in their order. All ranks call it."""
         with self.deadline("all ranks to form groups"):
             group = self.group().split(color)
@@ -230,18 +232,7 @@ class Collectives:
         self.traffic.bytes_sent += 2 * x.nbytes * (self.size - 1) // self.size
         return mx.distributed.all_sum(x, group=self.group(), stream=self.stream)
 
-
-def _added(values: list[mx.array]) -> mx.array:
-    return sum(values, mx.array(0.0))
-
-
-# An adapter has hundreds of squared norms, and a GPU would add them one kernel after the other, while all else waits.
-_added_in_few_kernels = mx.compile(_added)
-
-
-@dataclass(frozen=True)
-class World(Collectives):
-    """This process among its peers."""
+    # ---- Texts and agreement
 
     def alone(self) -> World:
         """A world of this rank by itself, for work that no other takes part in."""
@@ -399,37 +390,23 @@ class World(Collectives):
         return {name: (tuple(shape), getattr(mx, dtype)) for name, shape, dtype in described}
 
     def _gathered(self, own: Mapping[str, mx.array], described: Described) -> Iterator[tuple[str, mx.array]]:
-        sizes = {name: math.prod(shape) * dtype.size for name, (shape, dtype) in described.items()}
-        rest, most_bytes, seconds = list(described), GATHERED_BYTES, 0.0
-        while rest:
-            bucket = rest[: len(buckets([sizes[name] for name in rest], most_bytes)[0])]
-            divided = {name: described[name] for name in bucket if self.part(name) is not None}
-            joined: dict[str, mx.array] = {}
-            if divided:
-                began = time.perf_counter()
-                joined, seconds_before = self._joined(own, divided, seconds)
-                seconds = time.perf_counter() - began
-                # An adapter has hundreds of arrays: few sums. But on a slow link no rank may seem to wait for ever.
-                most_bytes = most_bytes * 2 if seconds_before < GATHER_SECONDS else most_bytes // 2
-                most_bytes = min(max(most_bytes, GATHERED_BYTES), MOST_GATHERED_BYTES)
-            for name in bucket:
-                yield name, joined.pop(name) if name in divided else own[name]
-            rest = rest[len(bucket) :]
+        names = list(described)
+        for bucket in buckets([math.prod(shape) * dtype.size for shape, dtype in described.values()], GATHERED_BYTES):
+            divided = {names[i]: described[names[i]] for i in bucket if self.part(names[i]) is not None}
+            joined = self._joined(own, divided) if divided else {}
+            for i in bucket:
+                yield names[i], joined.pop(names[i]) if names[i] in divided else own[names[i]]
 
-    def _joined(
-        self, own: Mapping[str, mx.array], divided: Described, seconds: float
-    ) -> tuple[dict[str, mx.array], float]:
-        """Whole arrays from the parts of all ranks, by one sum; and rank 0's `seconds`, which then all ranks know."""
+    def _joined(self, own: Mapping[str, mx.array], divided: Described) -> dict[str, mx.array]:
+        """Whole arrays from the parts of all ranks, by one sum."""
         # Bit for bit: sums of integers, to which all but one rank add nothing. What is trained is float32.
         bits = [mx.view(self._within(name, own, *divided[name]).reshape(-1), mx.int32) for name in divided]
-        told = mx.view(mx.array([seconds if self.rank == 0 else 0.0]), mx.int32)
-        summed = self.all_sum(mx.concatenate([*bits, told]), "the parts of the model")
-        pieces = mx.split(summed, np.cumsum([words.size for words in bits]).tolist())
-        arrays = {
+        summed = self.all_sum(mx.concatenate(bits), "the parts of the model")
+        pieces = mx.split(summed, np.cumsum([words.size for words in bits])[:-1].tolist())
+        return {
             name: mx.view(piece, dtype).reshape(shape)
-            for piece, (name, (shape, dtype)) in zip(pieces[:-1], divided.items(), strict=True)
+            for piece, (name, (shape, dtype)) in zip(pieces, divided.items(), strict=True)
         }
-        return arrays, mx.view(pieces[-1], mx.float32).item()
 
     def _within(self, name: str, own: Mapping[str, mx.array], shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
         """A whole array of which this rank has its part alone, zeros elsewhere."""
@@ -454,7 +431,7 @@ class World(Collectives):
         if not distinct:
             return
         if mine:
-            heartbeat.tell(refused=True)
+            heartbeat.report(refused=True)
         if self.size > 1 and (len(distinct) > 1 or not all(errors)):
             distinct = [f"rank {errors.index(error)}: {error}" for error in distinct]
         raise AgreedError("; ".join(distinct))
@@ -484,7 +461,7 @@ def start(launch: Launch, timeout_seconds: float = 600.0) -> World:
     return replace(world, group=lambda: group)
 
 
-def neighbour_pairs(world: World) -> dict[int, Collectives]:
+def neighbour_pairs(world: World) -> dict[int, World]:
     """Groups of two: of this rank and the one after it, and the one before it, in a circle; by the other's rank."""
     size, rank, pairs = world.size, world.rank, {}
     last = size - 1
