@@ -18,7 +18,7 @@ from lib.distributed import compression
 from lib.distributed.world import World
 from lib.errors import AgreedError, Stopped
 from lib.system.records import read_records
-from lib.training import local_sgd, run_facts, step, training_run
+from lib.training import checkpoint, local_sgd, run_facts, step
 from tests import rounding, tiny
 from tests.test_world import settings, train
 from tests.tiny import difference, rows_of_epochs, steps_of, weights
@@ -177,21 +177,21 @@ def test_a_slow_rank_takes_less_and_every_pair_is_trained_once_after_a_full_disk
     words += ["train.epochs=2", "checkpoint.every=10"]
     original = local_sgd.LocalSGD._work
 
-    def stopping(self: Any, queue: Any, seconds: Any, local_step: Any, *others: Any) -> Any:
+    def stopping(self: Any, stream: Any, queue: Any, seconds: Any, local_step: Any, *others: Any) -> Any:
         def step_or_stop(step: int, *rest: Any) -> Any:
             if step == 45 and world.rank == 0:  # when the ranks' own counts of steps are far apart
                 raise Stopped("for the test")
             return local_step(step, *rest)
 
-        return original(self, queue, seconds, step_or_stop, *others)
+        return original(self, stream, queue, seconds, step_or_stop, *others)
 
-    write, writes = training_run.save_all, itertools.count(1)
+    write, writes = checkpoint.save, itertools.count(1)
 
     def write_or_fail(*args: Any) -> str:
         return "no space left, for the test" if next(writes) == 2 else write(*args)
 
     monkeypatch.setattr(local_sgd.LocalSGD, "_work", stopping)
-    monkeypatch.setattr(training_run, "save_all", write_or_fail)
+    monkeypatch.setattr(checkpoint, "save", write_or_fail)
     with pytest.raises(Stopped):
         train(world, folder, words, "run")
     world.gather_text("stopped")
@@ -291,7 +291,7 @@ def test_a_stacked_run_goes_on_at_its_rank(
     assert configured["lora_parameters"]["rank"] == 8 * world.size == stacked[name].shape[1]
     capsys.readouterr()
     train(world, folder, [*words, shares, "train.epochs=1"], "run", resume=True)  # finished: nothing changes
-    assert world.rank or "after step 3 of 3" in capsys.readouterr().out
+    assert world.rank or "has made all of its 3 steps" in capsys.readouterr().out
     world.gather_text("again")
     assert all(np.array_equal(stacked[name], array) for name, array in weights(run).items())
     world.gather_text("compared")

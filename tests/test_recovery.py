@@ -18,7 +18,7 @@ import pytest
 from lib.distributed import heartbeat
 from lib.distributed.world import World
 from lib.system.records import first_missed, read_records, rewind
-from lib.training import checkpoint, resume
+from lib.training import checkpoint
 from tests import rounding, tiny
 from tests.cluster import Host
 from tests.test_launch import nothing_left, python, wait_for, words
@@ -371,7 +371,7 @@ def test_hosts_that_were_alone_in_turn_leave_one_history(tmp_path: Path) -> None
         shutil.copytree(path, there / "checkpoints" / path.name, dirs_exist_ok=True)
     state = json.loads((here / "checkpoints/step-00000006/state.json").read_text())
     progress = checkpoint.Progress(**state)
-    resume.go_back(there / "logs", progress, World(), keeps_disk=True)
+    checkpoint.go_back(there / "logs", progress, World(), is_keeper=True)
     assert max(step["step"] for step in tiny.steps_of(there)) == 4, "steps that the other host trained otherwise"
     assert all(int(path.name[5:]) <= 4 for path in (there / "checkpoints").glob("step-*")), "of an undone history"
 

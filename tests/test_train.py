@@ -28,7 +28,7 @@ from lib.errors import UserError
 from lib.evaluate import command as evaluate
 from lib.system import mpi_and_blas
 from lib.system.records import PerformanceTracker, read_records
-from lib.training import checkpoint, find_checkpoint, run_folder
+from lib.training import checkpoint
 from lib.training import reference_model as scoring
 from tests import float64, rounding, tiny
 from tests.tiny import ROOT, difference, weights
@@ -592,12 +592,12 @@ def test_a_run_folder_has_one_owner_and_is_never_overwritten(tmp_path: Path) -> 
 def test_a_new_run_takes_what_a_killed_one_left_and_no_other_folder(tmp_path: Path) -> None:
     for name in (".lock", "plan.json", "config.yaml.7.unfinished", ".disk-0a-0001"):
         (tmp_path / name).touch()
-    run_folder.require_free(tmp_path)
-    run_folder.sweep(tmp_path)
+    checkpoint.require_free(tmp_path)
+    checkpoint.sweep(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "plan.json"], "they would add up"
     (tmp_path / "README.md").touch()
     with pytest.raises(UserError, match=r"is not a run: it holds README.md; give another run.name"):
-        run_folder.require_free(tmp_path)
+        checkpoint.require_free(tmp_path)
 
 
 def test_a_checkpoint_takes_the_place_of_another_one_of_its_step_or_leaves_it(
@@ -693,7 +693,7 @@ def test_a_disk_that_fills_up_loses_no_checkpoint(tmp_path: Path) -> None:
         assert_one_clear_line(result, "checkpoint of step 50", "earlier ones are whole")  # no other is worth a run
         assert "training goes on, earlier checkpoints are whole" in result.stderr
         assert "bytes are free" in result.stderr or "No space left" in result.stderr
-        newest = find_checkpoint.find(disk / "run", "last")
+        newest = checkpoint.find(disk / "run", "last")
         assert newest == checkpoint.checkpoints_in(disk / "run" / "checkpoints")[0], "none is damaged"
         saved, logged = int(newest.name.removeprefix("step-")), [step["step"] for step in tiny.steps_of(disk / "run")]
         assert logged[:saved] == list(range(1, saved + 1)), "a checkpoint holds what no log tells"

@@ -101,7 +101,7 @@ class Progress:
     before: Metrics = field(default_factory=dict)  # the evaluation before the first step
     bytes_sent: int = 0  # by rank 0, in steps and merges
     schedule: dict[str, Any] = field(default_factory=dict)  # the plans in force and to come (lib/plan/replan.py)
-    rate: list[float] = field(default_factory=list)  # of the learning rate's schedule, as `RateSchedule` has it
+    rate: list[float] = field(default_factory=list)  # of the learning rate's schedule, as `rate_position` takes it
     rounds: RoundsState = field(default_factory=lambda: RoundsState())
     resumes: list[list[int]] = field(default_factory=list)  # of every resume, in order: its step, and every rank's own
     resume_ids: list[str] = field(default_factory=list)  # of each: hosts that are alone may resume from one step
@@ -115,6 +115,25 @@ class Progress:
         self.tokens += result.tokens
         self.seconds += result.seconds
         self.bytes_sent += result.bytes_sent
+
+    def rate_position(self, index: int) -> tuple[float, int]:
+        """Where in the learning rate's schedule a global step is, from 0, and how many steps the schedule has.
+
+        A run that is resumed with more or fewer steps goes on from the rate that it had: what is left of the schedule
+        is stretched over the steps that are left, and one that had ended keeps its last rate.
+        """
+        since, position, length, steps = self.rate
+        left = (length - 1 - position) / max(1, steps - 1 - since)
+        return position + (index - since) * max(0.0, left), int(length)
+
+    def set_steps(self, steps: int) -> bool:
+        """Takes in how many steps the run has from here on; whether these are others than before."""
+        if not self.rate or self.rate[3] == steps:
+            self.rate = self.rate or [0, 0, steps, steps]
+            return False
+        position, length = self.rate_position(self.step)
+        self.rate = [self.step, min(position, length - 1), length, steps]
+        return True
 
     def steps_of(self, rank: int) -> int:
         """The last step in a rank's log: independent ranks count their own."""

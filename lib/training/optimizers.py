@@ -23,7 +23,7 @@ UPDATED_BYTES = 2**22  # of trained numbers whose updates are evaluated at a tim
 DECADES = 7  # between the smallest code and the largest
 
 
-def learning_rate(train: TrainSettings, step: int, steps: int) -> float:
+def learning_rate(train: TrainSettings, step: float, steps: int) -> float:
     """The rate of the step-th of `steps` updates, the first being 0: a linear rise, then the schedule's fall.
 
     The last update has train.final_learning_rate.

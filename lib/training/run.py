@@ -28,6 +28,7 @@ from lib.training import checkpoint
 from lib.training.checkpoint import CheckpointWriter, Choice, Progress, RankArrays, Snapshot
 from lib.training.inputs import Inputs
 from lib.training.local_sgd import LocalSGD
+from lib.training.optimizers import learning_rate
 from lib.training.reference_model import AskedReference, Layout
 
 PREFETCHED = 2  # batches made ahead of the step
@@ -65,6 +66,7 @@ class TrainingRun:
     def __post_init__(self) -> None:
         config, world, plan, data = self.config, self.world, self.plan, self.inputs.data
         self.progress = Progress(data_digest=data.digest)
+        self.progress.set_steps(self.steps)
         self.schedule = Schedule(plan, config.plan, lead=PREFETCHED + 1, steps=self.steps)
         self.resumed: RankArrays = {}  # what this rank alone had in the checkpoint that it goes on from
         self.feedback: Arrays = {}  # what compression left out of this rank's gradients so far
@@ -92,6 +94,10 @@ class TrainingRun:
             quantised_products=quantised.choices(self.model),
             resumed_from_step=self.progress.step if resumed else None,
         )
+
+    def rate_of(self, index: int, steps: int) -> float:
+        """The learning rate of a global step, from 0."""
+        return learning_rate(self.config.train, *self.progress.rate_position(index))
 
     def count_wall_seconds(self) -> None:
         """Adds what has passed since they were last counted."""
@@ -204,6 +210,8 @@ class TrainingRun:
             row = f"row {self.progress.cursor} of {len(self.inputs.data)} comes next"
             raise AgreedError(f"{chosen.path or self.folder}: {row}")
         self._restore_rank(chosen)
+        if self.progress.set_steps(self.steps):
+            self._say_rate()
         if self.progress.schedule and not self._restores_plans():
             self.say.line("hosts or settings are no longer those of the checkpoint: the work is divided anew")
         if self.schedule.at(self.progress.step + 1).gradient_checkpointing and not self.plan.gradient_checkpointing:
@@ -214,6 +222,19 @@ class TrainingRun:
         checkpoint.prune_parts(folder, world)
         source = f"checkpoints/{chosen.path.name}" if chosen.path is not None else "its beginning"
         self.say.line(f"resuming {self.folder} after step {self.progress.step} of {self.steps}, from {source}")
+
+    def _say_rate(self) -> None:
+        """Says what the learning rate does where a run is resumed with other steps."""
+        step, steps = self.progress.step, self.steps
+        now, last = self.rate_of(step, steps), self.rate_of(steps - 1, steps)
+        if now or last:
+            rates = f"{now:.3g} at step {step + 1}, {last:.3g} at {steps}"
+            self.say.line(f"the learning rate goes on without a jump: {rates}")
+            return
+        self.say.warning(
+            f"the learning rate's schedule ended at step {step}, and its last rate is 0: steps {step + 1} to {steps} "
+            f"learn nothing; for another rate start a new run with model.adapter={self.folder}"
+        )
 
     def _restore_rank(self, chosen: Choice) -> None:
         """What this rank alone had at the checkpoint, and where independent ranks are."""

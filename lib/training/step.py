@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -197,6 +198,7 @@ class Step:
         self.shapes: set[object] = set()  # of the batches so far
         self.last_started = time.perf_counter()
         self.has_unwritten = False  # records, or a checkpoint, of earlier steps; sent to all ranks
+        self.rate_of = partial(learning_rate, train)  # (index, steps) ➜ the learning rate
 
     def __call__(self, index: int, steps: int, batches: Iterable[MicroBatch], watching: Watching = iter) -> StepResult:
         """One step. index: its number from 0, of `steps` in the run. `batches` may raise OutOfMemory, too.
@@ -227,7 +229,7 @@ class Step:
         _raise_failures(part.failure, ranks_bytes)
         # Made of sums that are the same bits on every rank, so all ranks skip or none does.
         skipped = not (math.isfinite(sums["loss"]) and math.isfinite(norm.item()))
-        rate = learning_rate(self.train, index, steps)
+        rate = self.rate_of(index, steps)
         if not skipped and sums["count"]:  # of a streamed batch every row may turn out to be left out
             self.feedback.update(left_out)
             if ratios is not None:

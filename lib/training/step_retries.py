@@ -105,6 +105,7 @@ class Learner:
         else:
             step = Step(run.model, run.optimizer, settings.train, world, settings.sync)
         step.rewards, step.feedback = run.progress.rewards, run.feedback
+        step.rate_of = run.rate_of
         return step
 
     def learn(self, step: int, index: int, epoch: int, rows: list[int], batches: list[MicroBatch]) -> StepResult:

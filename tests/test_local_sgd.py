@@ -1,0 +1,412 @@
+"""Local SGD without a network: assignment, learning rates, merges; and train.py on one and two ranks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lib.config.schema import TrainSettings
+from lib.data import row_order
+from lib.system.records import read_records
+from lib.training import local_sgd
+from lib.training.optimizers import learning_rate
+from tests import rounding, tiny
+from tests.rounding import roundoff
+from tests.tiny import steps_of
+
+SCALE = 2.0
+
+
+@settings(max_examples=80)
+@given(st.data())
+def test_every_pair_is_trained_once_an_epoch_whatever_ranks_do(data: st.DataObject) -> None:
+    """Random data sets, batches, rounds, shares and speeds; ranks stop anywhere; checkpoints in between."""
+    size, batch = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 12))
+    in_epoch = -(-size // batch)
+    steps, pairs = data.draw(st.integers(1, 3 * in_epoch)), data.draw(st.integers(1, 2 * size))
+    ranks, rng = data.draw(st.integers(1, 4)), np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    lengths, step, seen = rng.integers(2, 99, size), 0, []
+    while step < steps:
+        this = local_sgd.open_round((step, steps), pairs, lengths, 5, batch, 4)
+        assert this.first_step == step and this.last_step > step
+        held = len(this.rows)
+        assert held >= pairs or this.last_step == steps
+        assert held - (this.edges[-1] - this.edges[-2]) < pairs, "a round is the fewest batches that hold its pairs"
+        pending = np.arange(held)
+        while len(pending):
+            shares = rng.multinomial(batch, np.ones(ranks) / ranks).tolist()
+            if rng.random() < 0.5 and local_sgd.is_tail(this, pending):
+                queues = local_sgd.assign_planned(this, pending, shares)
+                cut = int(rng.integers(1, len(this.edges)))
+                end = this.edges[min(int(np.searchsorted(this.edges, pending[0])) + cut, len(this.edges) - 1)]
+                done = [sum(chunk[-1] < end for chunk in queue) for queue in queues]
+            else:
+                queues = local_sgd.assign_by_speed(this, pending, shares, rng.uniform(0.1, 9, ranks).tolist())
+                done = [int(rng.integers(0, len(queue) + 1)) for queue in queues]
+            assigned = [chunk for queue in queues for chunk in queue]
+            assert sorted(np.concatenate(assigned).tolist()) == pending.tolist(), "assigned twice, or not at all"
+            for rank, queue in enumerate(queues):
+                for chunk in queue:
+                    assert 0 < len(chunk) <= shares[rank]
+                    assert len({this.batch_of(index) for index in chunk}) == 1, "one global batch, one learning rate"
+            for queue, count in zip(queues, done, strict=True):
+                for chunk in queue[:count]:
+                    seen += [(int(this.epochs[place]), int(this.rows[place])) for place in chunk]
+            pending = local_sgd.left_over(pending, queues, done)
+            scattered, tail = json.loads(json.dumps(local_sgd.pending_state(pending, held)))
+            assert local_sgd.pending_of(scattered, tail, held).tolist() == pending.tolist()
+        step = this.last_step
+    assert len(seen) == len(set(seen)), "a pair was trained twice in an epoch"
+    whole, rest = divmod(steps, in_epoch)
+    for epoch in range(whole):
+        assert sorted(row for e, row in seen if e == epoch) == list(range(size))
+    assert len([row for e, row in seen if e == whole]) == min(rest * batch, size)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(1, 20), min_size=1, max_size=5),
+    st.lists(st.floats(0.1, 10), min_size=5, max_size=5),
+    st.integers(1, 3000),
+)
+def test_by_speed_all_ranks_end_within_a_chunk_of_each_other(shares: list[int], speeds: list[float], size: int) -> None:
+    speeds = speeds[: len(shares)]
+    this = local_sgd.open_round((0, 10**6), size, np.ones(size, int), 0, size, 1)
+    queues = local_sgd.assign_by_speed(this, np.arange(size), shares, speeds)
+    ends = [sum(map(len, queue)) / speed for queue, speed in zip(queues, speeds, strict=True)]
+    longest = max(share / speed for share, speed in zip(shares, speeds, strict=True))
+    assert max(ends) <= size / sum(speeds) + longest * (1 + 1e-9)
+
+
+def test_planned_shares_are_those_of_a_synchronous_step() -> None:
+    this = local_sgd.open_round((3, 9), 40, np.arange(21), 0, 8, 1)
+    queues = local_sgd.assign_planned(this, np.arange(len(this.rows)), [6, 2])
+    batches = np.diff(this.edges).tolist()
+    assert batches == [8, 8, 5, 8, 8, 5][: len(batches)] and [*map(len, queues[0])][:3] == [6, 6, 4]
+    assert [*map(len, queues[1])][:3] == [2, 2, 1]
+    assert [this.batch_of(chunk[0]) for chunk in queues[0]] == list(range(len(batches)))
+
+
+@pytest.mark.parametrize(("rows", "batch", "epochs", "pairs"), [(33, 32, 24, 66), (9, 8, 5, 10**6), (50, 16, 3, 1)])
+@pytest.mark.parametrize("shares", [[24, 8], [3, 2, 1], [1]], ids=str)
+@pytest.mark.parametrize("by_speed", [True, False])
+def test_every_row_has_the_learning_rate_of_its_synchronous_step(
+    rows: int, batch: int, epochs: int, pairs: int, shares: list[int], by_speed: bool
+) -> None:
+    """Also where epochs end in a short batch, and where what is left of a round is assigned again."""
+    in_epoch = -(-rows // batch)
+    steps, train = epochs * in_epoch, TrainSettings(learning_rate=1e-4, warmup_steps=4, global_batch_size=batch)
+    order = [
+        row_order.global_batch(
+            row_order.epoch_order(np.arange(rows), 0, step // in_epoch, batch, 4),
+            row_order.Position(step // in_epoch, step % in_epoch * batch),
+            batch,
+        )
+        for step in range(steps)
+    ]
+    synchronous = {(step // in_epoch, int(row)): learning_rate(train, step, steps)
+                   for step, batch_rows in enumerate(order) for row in batch_rows}  # fmt: skip
+    step, seen, speeds = 0, {}, [share * 1.07**rank for rank, share in enumerate(shares)]
+    while step < steps:
+        this = local_sgd.open_round((step, steps), pairs, np.arange(rows), 0, batch, 4)
+        pending = np.arange(len(this.rows))
+        while len(pending):
+            if by_speed or not local_sgd.is_tail(this, pending):
+                queues = local_sgd.assign_by_speed(this, pending, shares, speeds)
+            else:
+                queues = local_sgd.assign_planned(this, pending, shares)
+            done = [-(-len(queue) // 2) for queue in queues]
+            for queue, count in zip(queues, done, strict=True):
+                for chunk in queue[:count]:
+                    rate = learning_rate(train, this.first_step + this.batch_of(chunk[0]), steps)
+                    seen |= {(int(this.epochs[index]), int(this.rows[index])): rate for index in chunk}
+            pending = local_sgd.left_over(pending, queues, done)
+        step = this.last_step
+    assert seen == synchronous
+
+
+# ---- train.py --------------------------------------------------------------------------------------------------------
+
+
+def test_one_rank_apart_is_one_rank(tmp_path: Path) -> None:
+    """Alone there is nothing to wait for and nothing to merge: the same bits, but for the order within a batch."""
+    words = [*tiny.settings(tmp_path), "train.steps=8", "independent.pairs_per_round=20"]
+    tiny.train(tmp_path, [*words, "run.name=plain"])
+    tiny.train(tmp_path, [*words, "run.name=apart", "strategy=independent"])
+    plain, apart = (steps_of(tmp_path / "runs" / name) for name in ("plain", "apart"))
+    rounding.assert_equal_runs(tmp_path / "runs" / "plain", [tmp_path / "runs" / "apart"], ["loss"])
+    for one, other in zip(plain, apart, strict=True):
+        assert sorted(one["rows"]) == sorted(other["rows"]) and one["learning_rate"] == other["learning_rate"]
+
+
+@pytest.mark.parametrize("words", [["plan.shares=[5,3]"], ["plan.replan=true"]], ids=["planned", "by speed"])
+def test_two_ranks_take_the_learning_rates_of_a_synchronous_run(tmp_path: Path, words: list[str]) -> None:
+    common = [*tiny.settings(tmp_path, rows=21), "train.epochs=3", "train.warmup_steps=2"]
+    tiny.train(tmp_path, [*common, "run.name=plain"])
+    tiny.train(tmp_path, [*common, *words, "strategy=independent", "run.name=apart"], ranks=2)
+    rates = [
+        {(r["epoch"], row): r["learning_rate"] for rank in ranks for r in steps_of(run, rank) for row in r["rows"]}
+        for run, ranks in ((tmp_path / "runs/plain", [0]), (tmp_path / "runs/apart", [0, 1]))
+    ]
+    assert rates[0] == rates[1] and len(rates[0]) == 63
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["independent.merge=stack", "model.method=full"], ["stack", "model.method=lora", "average or outer"]),
+        (["independent.merge=svd", "model.method=dora"], ["svd", "DoRA", "average or outer"]),
+        (["independent.merge=mean"], ["independent.merge"]),
+        (["independent.pairs_per_round=0"], ["independent.pairs_per_round", "greater than 0"]),
+        (["sync.compression=topk", "sync.topk_fraction=0"], ["sync.topk_fraction", "greater than 0"]),
+        (["strategy=sharded", "sync.compression=int8"], ["sync.compression", "strategy=sharded", "none"]),
+        (["sync.topk_fraction=1.5"], ["sync.topk_fraction"]),
+        (["sync.compression=zip"], ["sync.compression"]),
+        (["independent.outer_momentum=1"], ["independent.outer_momentum", "less than 1"]),
+        (["independent.outer_learning_rate=-1"], ["independent.outer_learning_rate"]),
+        (["strategy=independant"], ["strategy"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_a_mistake_is_one_clear_line(tmp_path: Path, words: list[str], expected: list[str]) -> None:
+    result = tiny.train(tmp_path, [*tiny.settings(tmp_path), "strategy=independent", *words], check=False)
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("warning: ")]
+    assert result.returncode == 2 and len(lines) == 1, result.stderr
+    assert all(part in lines[0] for part in expected), lines[0]
+
+
+def test_rounds_smaller_than_a_batch_are_whole_batches(tmp_path: Path) -> None:
+    words = [*tiny.settings(tmp_path), "strategy=independent", "independent.pairs_per_round=1", "train.steps=4"]
+    tiny.train(tmp_path, [*words, "run.name=run"])
+    records = list(read_records(tmp_path / "runs" / "run" / "logs" / "rank-000.jsonl"))
+    assert [sum(r["pairs"]) for r in records if r["kind"] == "merge"] == [8, 8, 5, 8]
+
+
+# ---- Merging adapters ------------------------------------------------------------------------------------------------
+
+
+def adapter(rng: np.random.Generator, shapes: list[tuple[int, ...]], rank: int) -> dict[str, np.ndarray]:
+    """Random factors of layers [in, out] and [experts, in, out], and one parameter that is no factor."""
+    made: dict[str, Any] = {"norm.weight": rng.normal(size=5)}
+    for i, (*experts, rows, columns) in enumerate(shapes):
+        if experts:
+            made[f"layers.{i}.lora_a"] = rng.normal(size=(*experts, rank, rows))
+            made[f"layers.{i}.lora_b"] = rng.normal(size=(*experts, columns, rank))
+        else:
+            made[f"layers.{i}.lora_a"], made[f"layers.{i}.lora_b"] = (
+                rng.normal(size=(rows, rank)),
+                rng.normal(size=(rank, columns)),
+            )
+    return {name: array.astype(np.float32) for name, array in made.items()}
+
+
+def dense(adapter: local_sgd.Adapter, layer: str) -> np.ndarray:
+    """What a layer adds to its weight, float64 [..., in, out], by mlx-lm's own formula."""
+    a, b = (adapter[f"{layer}.lora_{side}"].astype(np.float64) for side in "ab")
+    return SCALE * (a.swapaxes(-1, -2) @ b.swapaxes(-1, -2) if a.ndim == 3 else a @ b)
+
+
+def mean_of(adapters: list[dict[str, np.ndarray]], weights: np.ndarray, layer: str) -> np.ndarray:
+    return np.sum([w * dense(one, layer) for w, one in zip(weights, adapters, strict=True)], axis=0)
+
+
+def sum_of_sizes(adapters: list[dict[str, np.ndarray]], weights: np.ndarray, layer: str) -> np.ndarray:
+    """As mean_of, of the sizes of all terms: what roundings are relative to."""
+    sizes = [{name: np.abs(array) for name, array in one.items()} for one in adapters]
+    return mean_of(sizes, weights, layer)
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[list[dict[str, np.ndarray]], np.ndarray]:
+    """Adapters of one to four ranks and their weights; a rank may have trained nothing."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    rank = draw(st.integers(1, 4))
+    shapes = [
+        (*draw(st.sampled_from([(), (3,)])), draw(st.integers(rank, 12)), draw(st.integers(rank, 12)))
+        for _ in range(draw(st.integers(1, 2)))
+    ]
+    pairs = draw(st.lists(st.integers(0, 1000), min_size=1, max_size=4))
+    return [adapter(rng, shapes, rank) for _ in pairs], local_sgd.example_weights(pairs)
+
+
+@settings(max_examples=60)
+@given(worlds())
+def test_stack_is_the_weighted_mean_of_the_updates(world: Any) -> None:
+    adapters, weights = world
+    merged = local_sgd.stack(adapters, weights)
+    for layer in local_sgd.low_rank_layers(merged):
+        exact = mean_of(adapters, weights, layer)
+        # A factor's weight, and its product with it, are float32: two roundings of every term.
+        terms = sum_of_sizes(adapters, weights, layer)
+        assert (np.abs(dense(merged, layer) - exact) <= roundoff(3) * terms).all()
+        a = merged[f"{layer}.lora_a"]
+        assert a.shape[-2 if a.ndim == 3 else -1] == sum(
+            one[f"{layer}.lora_b"].shape[-1 if a.ndim == 3 else -2] for one in adapters
+        )
+        # The outputs, as a user sees them: x W + scale (x A) B.
+        x = np.random.default_rng(0).normal(size=(3, exact.shape[-2]))
+        assert (np.abs(x @ dense(merged, layer) - x @ exact) <= roundoff(3) * (np.abs(x) @ terms)).all()
+    missed, exact_change = local_sgd.distance(merged, adapters[0], adapters, weights)
+    assert missed <= 1e-12 * max(exact_change, sum(float(np.square(a).sum()) for a in adapters[0].values()))
+
+
+@settings(max_examples=60)
+@given(worlds())
+def test_svd_is_as_near_as_numpys_at_the_same_rank(world: Any) -> None:
+    adapters, weights = world
+    merged = local_sgd.svd(adapters, weights)
+    for layer in local_sgd.low_rank_layers(merged):
+        a, b = merged[f"{layer}.lora_a"], merged[f"{layer}.lora_b"]
+        assert a.shape == adapters[0][f"{layer}.lora_a"].shape and b.shape == adapters[0][f"{layer}.lora_b"].shape
+        exact = mean_of(adapters, weights, layer)
+        rank = a.shape[-2] if a.ndim == 3 else a.shape[-1]
+        u, sigma, vt = np.linalg.svd(exact, full_matrices=False)
+        best = (u[..., :rank] * sigma[..., None, :rank]) @ vt[..., :rank, :]
+        size = np.linalg.norm(exact)
+        assert np.linalg.norm(dense(merged, layer) - exact) <= np.linalg.norm(best - exact) + 1e-6 * size
+
+
+def test_svd_of_one_adapter_or_of_equal_ones_is_the_same_product_in_orthogonal_columns() -> None:
+    one = adapter(np.random.default_rng(1), [(12, 9)], 3)
+    for adapters in ([one], [one, one]):
+        merged = local_sgd.svd(adapters, local_sgd.example_weights([5] * len(adapters)))
+        np.testing.assert_allclose(dense(merged, "layers.0"), dense(one, "layers.0"), rtol=1e-4, atol=1e-5)
+        a = merged["layers.0.lora_a"].astype(np.float64)
+        gram = a.T @ a
+        np.testing.assert_allclose(gram, gram[0, 0] * np.eye(3), atol=1e-5)
+        assert np.linalg.norm(a) == pytest.approx(np.linalg.norm(one["layers.0.lora_a"]))
+
+
+def test_svd_turns_its_factors_to_where_the_ranks_were() -> None:
+    """Columns that are orthogonal and alike already stay where they are: an optimizer's moments still fit."""
+    rng = np.random.default_rng(2)
+    start = adapter(rng, [(64, 64)], 4)
+    start["layers.0.lora_a"] = np.linalg.qr(rng.normal(size=(64, 4)))[0].astype(np.float32)
+    ranks = []
+    for _ in range(2):
+        moved = {name: a + 0.001 * rng.normal(size=a.shape).astype(np.float32) for name, a in start.items()}
+        ranks.append(moved)
+    merged = local_sgd.svd(ranks, np.array([0.5, 0.5]))
+    assert np.linalg.norm(merged["layers.0.lora_a"] - start["layers.0.lora_a"]) < 0.1
+    assert np.linalg.norm(merged["layers.0.lora_b"] - start["layers.0.lora_b"]) < 0.1 * np.linalg.norm(
+        start["layers.0.lora_b"]
+    )
+
+
+def test_svd_of_adapters_whose_left_factors_cancel() -> None:
+    """A B and (-A)(-B) are one update, and the mean of their left factors is nothing to be like."""
+    one = adapter(np.random.default_rng(0), [(6, 5)], 2)
+    other = {name: -array if "lora" in name else array for name, array in one.items()}
+    merged = local_sgd.svd([one, other], np.array([0.5, 0.5]))
+    np.testing.assert_allclose(dense(merged, "layers.0"), dense(one, "layers.0"), rtol=1e-5, atol=1e-6)
+
+
+def test_untrained_adapters_merge_to_nothing() -> None:
+    """LoRA starts with B = 0: no product, no division by it."""
+    one = adapter(np.random.default_rng(3), [(8, 6)], 2)
+    one["layers.0.lora_b"][:] = 0
+    for how in (local_sgd.svd, local_sgd.stack, local_sgd.average):
+        merged = how([one, one], np.array([0.5, 0.5]))
+        assert not dense(merged, "layers.0").any() and all(np.isfinite(a).all() for a in merged.values())
+        assert np.linalg.norm(merged["layers.0.lora_a"]) > 0, "a zero A beside a zero B would never learn"
+        assert local_sgd.distance(merged, one, [one, one], np.array([0.5, 0.5]))[0] < 1e-12
+
+
+@settings(max_examples=60)
+@given(worlds())
+def test_distance_is_what_dense_matrices_say(world: Any) -> None:
+    adapters, weights = world
+    start = {name: np.float32(0.5) * array for name, array in adapters[0].items()}
+    merged = local_sgd.average(adapters, weights)
+    missed, exact = local_sgd.distance(merged, start, adapters, weights)
+    layers = local_sgd.low_rank_layers(start)
+    dense_exact = sum(np.square(mean_of(adapters, weights, la) - dense(start, la)).sum() for la in layers)
+    dense_missed = sum(np.square(mean_of(adapters, weights, la) - dense(merged, la)).sum() for la in layers)
+    plain = sum(w * one["norm.weight"].astype(np.float64) for w, one in zip(weights, adapters, strict=True))
+    assert exact == pytest.approx(
+        dense_exact / SCALE**2 + np.square(plain - start["norm.weight"]).sum(), rel=1e-9, abs=1e-9
+    )
+    assert missed == pytest.approx(dense_missed / SCALE**2, rel=1e-6, abs=1e-9 * exact)
+    np.testing.assert_allclose(merged["norm.weight"], plain, rtol=1e-6, atol=1e-6)
+
+
+def test_averaged_factors_are_not_the_averaged_product() -> None:
+    adapters = [adapter(np.random.default_rng(seed), [(8, 8)], 2) for seed in (4, 5)]
+    weights = local_sgd.example_weights([3, 1])
+    missed, exact = local_sgd.distance(local_sgd.average(adapters, weights), adapters[0], adapters, weights)
+    best, _ = local_sgd.distance(local_sgd.svd(adapters, weights), adapters[0], adapters, weights)
+    assert 0 < best < missed and missed > 0.01 * exact
+
+
+def test_outer_follows_nesterov() -> None:
+    """Against the update written out, three rounds of it; without momentum and at rate 1 it is the plain mean."""
+    rng = np.random.default_rng(6)
+    start = {"w": rng.normal(size=(3, 4)).astype(np.float32)}
+    changes = [{"w": rng.normal(size=(3, 4)).astype(np.float32)} for _ in range(3)]
+    weights, momentum = start, {}
+    expected, buffer = start["w"].astype(np.float64), 0.0
+    for change in changes:
+        weights, momentum = local_sgd.outer(weights, change, momentum, 0.7, 0.9)
+        gradient = -change["w"].astype(np.float64)
+        buffer = 0.9 * buffer + gradient
+        expected = expected - 0.7 * (gradient + 0.9 * buffer)
+    np.testing.assert_allclose(weights["w"], expected, rtol=1e-5, atol=1e-6)
+    plain, _ = local_sgd.outer(start, changes[0], {}, 1.0, 0.0)
+    np.testing.assert_allclose(plain["w"], start["w"] + changes[0]["w"], rtol=1e-6)
+
+
+def test_fednova_counts_a_change_by_the_step() -> None:
+    # Equal steps: the parts of the examples. Unequal: a rank's steps weigh by its examples, whatever their number.
+    np.testing.assert_allclose(local_sgd.normalised_weights([30, 10], [5, 5]), [0.75, 0.25])
+    factors = local_sgd.normalised_weights([10, 10], [8, 2])
+    np.testing.assert_allclose(factors, [0.5 * 5 / 8, 0.5 * 5 / 2])
+    # Every step moved by the same vector: the mean moves by the mean number of them.
+    assert factors @ np.array([8.0, 2.0]) == pytest.approx(5.0)
+    np.testing.assert_allclose(local_sgd.normalised_weights([7, 0], [3, 0]), [1.0, 0.0])
+    assert local_sgd.normalised_weights([0, 0], [0, 0]).tolist() == [0, 0]
+
+
+@settings(max_examples=40)
+@given(worlds(), st.integers(1, 9))
+def test_merges_do_not_depend_on_the_order_of_ranks_or_on_splitting_a_weight(world: Any, cut: int) -> None:
+    """A rank counted as two of the same adapter changes nothing: a weight is a number of examples, no vote."""
+    adapters, weights = world
+    split = ([adapters[0], *adapters], np.array([weights[0] * cut / 10, weights[0] * (10 - cut) / 10, *weights[1:]]))
+    turned = (adapters[::-1], weights[::-1])
+    for how in (local_sgd.stack, local_sgd.svd, local_sgd.average):
+        expected = how(adapters, weights)
+        for others in (split, turned):
+            merged = how(*others)
+            for layer in local_sgd.low_rank_layers(merged):
+                wanted, size = dense(expected, layer), np.linalg.norm(mean_of(adapters, weights, layer))
+                if how is local_sgd.svd:  # of equally good approximations any may be taken
+                    exact = mean_of(adapters, weights, layer)
+                    gap = np.linalg.norm(dense(merged, layer) - exact) - np.linalg.norm(wanted - exact)
+                    assert abs(gap) <= 1e-5 * size
+                else:
+                    assert np.linalg.norm(dense(merged, layer) - wanted) <= 1e-5 * max(size, np.linalg.norm(wanted))
+
+
+def test_a_stacked_layer_runs_in_mlx_lm() -> None:
+    """x W + scale (x A) B of mlx-lm's own layer, with the larger rank in place."""
+    import mlx.nn as nn
+    from mlx_lm.tuner.lora import LoRALinear
+
+    adapters = [adapter(np.random.default_rng(seed), [(16, 8)], 2) for seed in (7, 8)]
+    weights = local_sgd.example_weights([3, 1])
+    x, base = mx.random.normal((5, 16), key=mx.random.key(0)), nn.Linear(16, 8)
+    outputs = []
+    for one in [local_sgd.stack(adapters, weights), *adapters]:
+        layer = LoRALinear.from_base(base, r=one["layers.0.lora_a"].shape[1], scale=SCALE)
+        layer.lora_a, layer.lora_b = mx.array(one["layers.0.lora_a"]), mx.array(one["layers.0.lora_b"])
+        outputs.append(np.array(layer(x), np.float64))
+    expected = 0.75 * outputs[1] + 0.25 * outputs[2]
+    # x W of 16 terms and a bias, and a product of 2 after one of 16.
+    sizes = [np.abs(np.array(a, np.float64)) for a in (x, base.weight, base.bias)]
+    terms = sizes[0] @ sizes[1].T + sizes[2] + sizes[0] @ sum_of_sizes(adapters, weights, "layers.0")
+    assert (np.abs(outputs[0] - expected) <= 2 * roundoff(16 + 2 + 2) * terms).all()
