@@ -1,4 +1,4 @@
-"""A run that can be served, its gateway in a process of its own, and load on it from another one.
+"""A run that can be served, its server in a process of its own, and load on it from another one.
 
     python -m tests.served --address http://127.0.0.1:8080 --key KEY --streams 200 --requests 400 --max-tokens 40
 
@@ -13,7 +13,6 @@ import contextlib
 import json
 import shutil
 import signal
-import ssl
 import subprocess
 import sys
 import threading
@@ -22,7 +21,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.cluster import Host
 from tests.tiny import ROOT
 
 QUESTION = [{"role": "user", "content": "Add 797 and 370."}]
@@ -46,6 +44,7 @@ def finished_run(folder: Path) -> Path:
         "evaluate.samples": 0,
         "train.steps": 2,
         "train.global_batch_size": 4,
+        "train.schedule": "constant",
         "train.learning_rate": 0.03,  # so much that the adapter is heard in the answers
         "run.dir": folder,
         "run.name": "tiny",
@@ -58,9 +57,8 @@ def finished_run(folder: Path) -> Path:
 class Served:
     """`python -m lib.server` as a user starts it, and the records that it writes."""
 
-    def __init__(self, *words: str | Path, on: Host | None = None):
+    def __init__(self, *words: str | Path):
         command = [sys.executable, "-m", "lib.server", *map(str, words), "serve.port=0"]
-        command = command if on is None else on.words(command)
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.records: list[dict[str, Any]] = []
         self.reader = threading.Thread(target=self._read, daemon=True)
@@ -77,8 +75,8 @@ class Served:
         """The records of a kind, with these values."""
         return [record for record in list(self.records) if record["kind"] == kind and fields.items() <= record.items()]
 
-    def until_up(self, backends: int, seconds: float = 120.0) -> Served:
-        self.wait(lambda: len(self.of("backend", state="up")) >= backends, seconds)
+    def until_up(self) -> Served:
+        self.wait(lambda: self.of("up"))
         return self
 
     def wait(self, condition: Callable[[], Any], seconds: float = 120.0) -> None:
@@ -86,11 +84,6 @@ class Served:
         while not condition():
             assert time.monotonic() < deadline and self.process.poll() is None, self.records[-10:]
             time.sleep(0.02)
-
-    def backend_pids(self) -> list[int]:
-        """Of the backends' processes."""
-        found = subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True)
-        return [int(child) for child in found.stdout.split() if "lib.serve.backend_process" in command_of(int(child))]
 
     def stop(self, number: signal.Signals = signal.SIGTERM, seconds: float = 120.0) -> int:
         if self.process.poll() is None:
@@ -100,38 +93,21 @@ class Served:
         return status
 
 
-def certificate(folder: Path) -> tuple[ssl.SSLContext, list[str]]:
-    """A certificate of localhost in a folder: who trusts it, and the words that make a gateway show it."""
-    names = ["-keyout", f"{folder}/key.pem", "-out", f"{folder}/certificate.pem"]
-    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost", *names]
-    subprocess.run([*make, "-addext", "subjectAltName=DNS:localhost"], check=True, capture_output=True)
-    words = [f"serve.tls_certificate={folder}/certificate.pem", f"serve.tls_key={folder}/key.pem"]
-    return ssl.create_default_context(cafile=f"{folder}/certificate.pem"), words
-
-
-def command_of(pid: int) -> list[str]:
-    """A process's command line; empty where there is none of that id (any more)."""
-    told = subprocess.run(["ps", "-ww", "-o", "stat=,command=", "-p", str(pid)], capture_output=True, text=True).stdout
-    state, *words = told.split() or ["Z"]
-    return [] if state.startswith("Z") else words
-
-
 @contextlib.contextmanager
-def served(*words: str | Path, on: Host | None = None) -> Iterator[Served]:
-    """A gateway for as long as it is needed, on this machine or on a host of a cluster."""
-    gateway = Served(*words, on=on)
+def served(*words: str | Path) -> Iterator[Served]:
+    """A server for as long as it is needed."""
+    server = Served(*words)
     try:
-        yield gateway
+        yield server.until_up()
     finally:
-        if gateway.process.poll() is None:
-            gateway.process.kill()
-            gateway.process.wait()
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.wait()
 
 
-def load(address: str, *words: str, on: Host | None = None) -> subprocess.Popen[str]:
-    """Starts load on a gateway from another process."""
+def load(address: str, *words: str) -> subprocess.Popen[str]:
+    """Starts load on a server from another process."""
     command = [sys.executable, "-m", "tests.served", "--address", address, *words]
-    command = command if on is None else on.words(command)
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
@@ -145,7 +121,7 @@ async def _drive(options: argparse.Namespace) -> list[dict[str, Any]]:
     import httpx2
     import openai
 
-    # No limits of its own: what is slow or lost is the gateway's.
+    # No limits of its own: what is slow or lost is the server's.
     http = httpx2.AsyncClient(limits=httpx2.Limits(max_connections=None))
     client = openai.AsyncOpenAI(
         base_url=f"{options.address}/v1", api_key=options.key, max_retries=0, timeout=300, http_client=http

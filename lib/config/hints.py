@@ -186,6 +186,20 @@ _VALUES: dict[str, dict[str, str]] = {
 # Settings of earlier versions, and what to do instead.
 REMOVED: dict[str, str] = {
     "checkpoint.max_lost_seconds": "take checkpoint.seconds",
+    "serve.tls_certificate": "nginx does this: python -m lib.server --emit nginx",
+    "serve.tls_key": "nginx does this: python -m lib.server --emit nginx",
+    "serve.hostfile": "start a server on each host, with nginx in front: python -m lib.server --emit nginx",
+    "serve.backends": "start a server on each host, with nginx in front: python -m lib.server --emit nginx",
+    "serve.max_connections": "nginx does this: python -m lib.server --emit nginx",
+    "serve.max_connections_per_address": "nginx does this: python -m lib.server --emit nginx",
+    "serve.write_seconds": "nginx does this: python -m lib.server --emit nginx",
+    "serve.idle_seconds": "nginx does this: python -m lib.server --emit nginx",
+    "serve.queue_seconds": "serve.request_seconds counts the wait as well",
+    "serve.stall_seconds": "serve.request_seconds ends an answer",
+    "serve.start_seconds": "the server ends where the model cannot be loaded",
+    "serve.feedback_bytes": "10,000 completions are kept for serve.feedback_seconds",
+    "serve.feedback_per_minute": "nginx limits requests",
+    "serve.feedback_bytes_per_minute": "nginx limits requests",
     "metal.evaluation_seconds": "put displays to sleep (metal.display=sleep), or give plan.micro_batch_sizes",
     "metal.relax_watchdog": "set AGX_RELAX_CDM_CTXSTORE_TIMEOUT=0 in the environment",
 }

@@ -1,14 +1,13 @@
-"""Serves a finished run: mlx_lm.server with its adapter, behind a gateway that may be exposed.
+"""Serves a finished run to OpenAI's clients.
 
     make serve RUN=runs/NAME                                      http://127.0.0.1:8080/v1, for this machine alone
     python -m lib.server --make-key ALICE --keys keys             a key for ALICE, shown once; only its hash is kept
-    python -m lib.server --run runs/NAME serve.keys=keys serve.host=0.0.0.0 serve.port=8443 serve.tls_certificate=...
-    python -m lib.server --run runs/NAME serve.hostfile=hostfile  one backend on each host, over ssh
+    python -m lib.server --run runs/NAME serve.keys=keys serve.host=0.0.0.0
     python -m lib.server --model PATH                             a model without an adapter
+    python -m lib.server --emit nginx --hosts a:8080,b:8080       the file of an nginx in front of several servers
 
-Settings are key=value words; limits, times and the name may stand in the `serve` section of the run's config.yaml,
-The log is one JSON record a
-line, on standard output. SIGTERM finishes requests under way and ends; SIGHUP reads the keys again.
+Settings are key=value words; limits, times and the name may stand in the `serve` section of the run's config.yaml. The
+log is one JSON record a line, on standard output. SIGTERM finishes requests under way and ends.
 """
 
 from __future__ import annotations
@@ -16,45 +15,23 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import dataclasses
-import gc
 import ipaddress
 import json
-import logging
-import math
-import os
-import resource
-import shutil
 import signal
 import socket
-import ssl
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO
-
-import uvicorn
+from typing import Any
 
 from lib.config import command_line, help, load, read_file
-from lib.config.schema import Config
-from lib.config.serve_settings import ServeSettings
-from lib.data import chat_template
-from lib.errors import UserError, shown
-from lib.launch import hostfile, ssh
-from lib.serve import api_keys
-from lib.serve.backend_link import client_of, socket_folder
-from lib.serve.backend_pool import Backend, Pool
-from lib.serve.backend_supervisor import Keeper, Recipe
-from lib.serve.event_log import LibraryRecords, log
-from lib.serve.feedback import Feedback, open_file
-from lib.serve.gateway import Gateway
-from lib.serve.openai_requests import Kind, Limits
-from lib.serve.readers import Readers
-from lib.serve.request_reading import Told
-from lib.serve.tls_listener import BACKLOG, Listener
+from lib.config.settings import Config
+from lib.errors import Stopped, UserError
+from lib.serve import keys as key_file
 from lib.system import model_folder, mpi_and_blas
 
-FILES_BESIDE_CONNECTIONS = 512  # of processes, libraries, and what is left of connections that end
+SWITCH_SECONDS = 0.0005  # the generating thread does not wait long for the event loop
 
 
 @mpi_and_blas.reported
@@ -62,11 +39,11 @@ def main(arguments: list[str] | None = None) -> int:
     """The command; returns the exit status."""
     options = _parse(arguments)
     if options.make_key is not None:
-        if _is_lost(sys.stdout):
-            raise UserError("--make-key: standard output is closed or /dev/null, and a key is shown only once")
-        print(api_keys.make(options.make_key, Path(options.keys)), flush=True)
-        return 0
-    serve(_read_config(options), None if options.run is None else Path(options.run))
+        print(key_file.make(options.make_key, Path(options.keys)), flush=True)
+    elif options.emit is not None:
+        print(nginx_file(options.hosts.split(","), Path(options.calibration)), end="")
+    else:
+        serve(_read_config(options), None if options.run is None else Path(options.run))
     return 0
 
 
@@ -75,267 +52,198 @@ def serve(settings: Config, run: Path | None) -> None:
 
     Raises:
         UserError: something that was asked for cannot be served.
-        Stopped: a backend does not start.
+        Stopped: the model cannot be loaded.
     """
+    from lib.serve.app import Server  # brings uvicorn, MLX and transformers: --help answers at once
+    from lib.serve.feedback import Feedback
+    from lib.serve.generation import Generator
+    from lib.serve.model import ServedModel
+
     options = settings.serve
     _check(settings, run)
-    ring = None if options.keys is None else api_keys.read(Path(options.keys))
-    if ring is not None and not ring.digests:
-        adds = f"python -m lib.server --make-key NAME --keys {options.keys}"
-        raise UserError(f"serve.keys {options.keys} holds no key; {adds} adds one")
+    sys.setswitchinterval(SWITCH_SECONDS)
+    keys = None if options.keys is None else key_file.KeyFile(Path(options.keys))
     listening = bind(options.host, options.port)
     is_public = not ipaddress.ip_address(listening.getsockname()[0]).is_loopback
-    if is_public and options.tls_certificate is None and ring is not None:
-        print(
-            "warning: without serve.tls_certificate keys and texts travel readable by everybody on the way",
-            file=sys.stderr,
-        )
-    if is_public and ring is None:
+    if is_public and keys is None:
         listening.close()
         raise UserError(
             f"serve.host={options.host} can be reached from other machines, and there are no keys: "
             "python -m lib.server --make-key NAME --keys FILE, then serve.keys=FILE"
         )
+    if is_public:
+        print("warning: keys and texts travel unencrypted; --emit nginx writes a proxy's file for TLS", file=sys.stderr)
     name = options.name or (run or Path(settings.model.path)).resolve().name
     folder = model_folder.resolve(settings.model.path, settings.model.revision)
-    named = recipes(settings, run, folder)
-    requests = options.concurrency * len(named)  # each has a connection to its backend
-    _allow_connections(options.max_connections + requests + FILES_BESIDE_CONNECTIONS, options.max_connections)
-    logging.basicConfig(level=logging.WARNING, handlers=[LibraryRecords()])
-    sockets = socket_folder()
-    try:
-        asyncio.run(_serve(settings, run, name, folder, named, ring, listening, sockets))
-    finally:
-        shutil.rmtree(sockets, ignore_errors=True)
+    stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    model = ServedModel(settings, folder, run)
+    generator = Generator(model.load, options.concurrency)
+    feedback = None if options.feedback is None else Feedback(Path(options.feedback), options.feedback_seconds)
+    server = Server(
+        options,
+        name,
+        generator,
+        model.prompt_ids,
+        keys,
+        feedback,
+        log,
+        vocab_size=stored.get("vocab_size") or (stored.get("text_config") or {}).get("vocab_size"),
+        context_tokens=model_folder.context_tokens(stored),
+    )
+    host, port = listening.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    log("start", address=f"http://{shown}:{port}", model=name, run=None if run is None else str(run))
+    asyncio.run(_serve(server, listening))
+    log("end")
+
+
+async def _serve(server: Any, listening: socket.socket) -> None:
+    """Runs uvicorn until a signal, and ends the generator once requests under way have ended, or their time is over."""
+    import uvicorn
+
+    options = uvicorn.Config(
+        server.app(),
+        log_level="warning",
+        lifespan="off",
+        timeout_graceful_shutdown=max(1, round(server.settings.drain_seconds)),
+        server_header=False,
+    )
+    web = uvicorn.Server(options)
+
+    loop = asyncio.get_running_loop()
+
+    def deliver(pass_on: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(pass_on)
+
+    server.generator.deliver = deliver
+    server.generator.start()
+
+    async def watch() -> None:
+        """Tells when the model is loaded; ends the server where that fails, or generation ends."""
+        loaded = False
+        while not web.should_exit:
+            await asyncio.sleep(0.05)
+            if server.generator.failure is not None:
+                web.should_exit = True
+            if not loaded and server.generator.is_ready.is_set():
+                loaded = True
+                if server.generator.failure is None:
+                    log("up")
+        server.draining = True
+
+    def drain(*_: object) -> None:
+        server.draining = True
+        log("drain", in_flight=server.in_flight.total())
+        web.should_exit = True
+
+    watching = asyncio.create_task(watch())
+    serving = asyncio.create_task(web.serve([listening]))
+    await asyncio.sleep(0)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, drain)
+    await serving
+    watching.cancel()
+    server.generator.close()
+    if server.generator.failure is not None:
+        raise Stopped(f"the model cannot be served: {server.generator.failure}")
 
 
 def bind(host: str, port: int) -> socket.socket:
     """The listening socket.
 
     Raises:
-        UserError: the address is not this machine's, or somebody listens there already.
+        UserError: the address is not this machine's, or another process listens there already.
     """
     try:
-        family, kind, protocol_number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        # With its protocol's number, by which asyncio knows TCP and turns Nagle's algorithm off: 40 ms an answer.
-        listening = socket.socket(family, kind, protocol_number)
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
-        listening.listen(BACKLOG)
+        listening.listen(128)
         return listening
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"serve.host={host} serve.port={port}: {reason}; serve.port=0 takes a free port") from None
 
 
-def recipes(settings: Config, run: Path | None, folder: Path | None = None) -> dict[str, Recipe | None]:
-    """Every backend by its name, and how it is started; None for those that run already. folder: the model's.
+def log(kind: str, **fields: object) -> None:
+    """One JSON record a line."""
+    print(json.dumps({"kind": kind, "time": round(time.time(), 3), **fields}), flush=True)
+
+
+def nginx_file(servers: list[str], calibration: Path) -> str:
+    """The file of an nginx in front of several servers: TLS, and the server with the fewest requests for its speed.
+
+    Args:
+        servers: HOST:PORT each.
+        calibration: the folder of HOST.json; a host's weight is its best pairs/s, 1 where it was not measured.
 
     Raises:
-        UserError: the host file is wrong.
+        UserError: a server is not of the form HOST:PORT.
     """
-    options, model = settings.serve, settings.model
-    if options.backends:
-        return dict.fromkeys(options.backends)
-    path = Path(model.path)
-    words = ["--model", str(path.resolve()) if path.exists() else model.path, "--concurrency", str(options.concurrency)]
-    words += ["--revision", model.revision] if model.revision else []
-    words += ["--adapter", str(run.resolve())] if run is not None else []
-    words += ["--fuse"] * options.fuse + ["--trust-remote-code"] * model.trust_remote_code
-    words += ["--wired", settings.metal.wired, *_template_words(settings, run, folder)]
-    if options.hostfile is None:
-        return {"local": Recipe(tuple(words))}
-    hosts = hostfile.read(Path(options.hostfile)).hosts
-    return {host.name: Recipe(tuple(words), None if ssh.is_this_machine(host) else host) for host in hosts}
+    speeds = {}
+    for server in servers:
+        host, _, port = server.rpartition(":")
+        if not host or not port.isdigit():
+            raise UserError(f"--hosts {server}: not of the form HOST:PORT, e.g. mac-a:8080,mac-b:8080")
+        speeds[server] = _speed_of(calibration / f"{host}.json")
+    known = [speed for speed in speeds.values() if speed]
+    least = min(known, default=1.0)
+    lines = [
+        f"    server {server} weight={max(1, round(10 * (speed or least) / least))};"
+        for server, speed in speeds.items()
+    ]
+    return NGINX.format(servers="\n".join(lines))
 
 
-def _template_words(settings: Config, run: Path | None, folder: Path | None) -> list[str]:
-    """What makes a backend render prompts as the run's were; a request's own chat_template_kwargs come before it."""
-    data = settings.data
-    own = chat_template.template_of(data)
-    words = [] if own is None else ["--chat-template", str(Path(str(data.chat_template)).resolve())]
-    files = [] if folder is None else [folder / "chat_template.jinja", folder / "tokenizer_config.json"]
-    text = "".join([*(file.read_text(encoding="utf-8") for file in files if file.is_file()), own or ""])
-    given = data.chat_template_kwargs if run is None else chat_template.arguments_at_inference(data, text)
-    return words + (["--chat-template-args", json.dumps(given)] if given else [])
+def _speed_of(path: Path) -> float | None:
+    """The best pairs/s of a host's calibration; None where there is none."""
+    if not path.exists():
+        return None
+    curves = read_file.read_object(path, "calibration").get("curves", [])
+    values = curves.values() if isinstance(curves, dict) else curves
+    points = [point for curve in values for point in (curve.get("points", []) if isinstance(curve, dict) else curve)]
+    return max((point["pairs_per_second"] for point in points if point.get("pairs_per_second")), default=None)
 
 
-def limits_of(settings: ServeSettings, name: str, folder: Path) -> Limits:
-    """What the model allows, by its config.json, and its server."""
-    stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    text = stored.get("text_config") or {}
-    vocab_size = stored.get("vocab_size") or text.get("vocab_size")
-    context = model_folder.context_tokens(stored)
-    return Limits(name, settings.max_prompt_tokens, settings.max_tokens, vocab_size, context)
+NGINX = """# nginx in front of several servers of one model: /etc/nginx/conf.d/tandem.conf
+# The same file of keys belongs on every host (serve.keys). Weights are measured speeds.
+upstream tandem {{
+    least_conn;
+{servers}
+    keepalive 64;
+}}
 
+limit_req_zone $http_authorization zone=keys:10m rate=20r/s;
 
-def told(settings: Config, run: Path | None, folder: Path, limits: Limits) -> Told:
-    """What a process needs that reads requests as a backend of `recipes` does."""
-    words = _template_words(settings, run, folder)
-    options = dict(zip(words[::2], words[1::2], strict=True))
-    return Told(
-        path=str(folder),
-        trust_remote_code=settings.model.trust_remote_code,
-        chat_template=options.get("--chat-template"),
-        chat_template_args=json.loads(options.get("--chat-template-args", "{}")),
-        limits=dataclasses.asdict(limits),
-    )
-
-
-def labelled_kind(settings: Config, folder: Path) -> Kind:
-    """Which completions training gives the tokens that they were served with: a template makes chats of all records."""
-    stored = folder / "tokenizer_config.json"
-    has_template = (folder / "chat_template.jinja").exists() or (
-        stored.exists() and read_file.read_object(stored, "model.path").get("chat_template") is not None
-    )
-    wanted = settings.data.chat_template  # false, true for the model's own, or a file
-    return "chat" if isinstance(wanted, str) or (wanted and has_template) else "text"
-
-
-async def _serve(
-    settings: Config,
-    run: Path | None,
-    name: str,
-    folder: Path,
-    named: Mapping[str, Recipe | None],
-    ring: api_keys.Keys | None,
-    listening: socket.socket,
-    sockets: Path,
-) -> None:
-    options = settings.serve
-    backends = [Backend(name, options.concurrency) for name in named]
-    pool = Pool(backends, options.max_queue)
-    own = {f"backend-{number}": sockets / str(number) for number, one in enumerate(named.values()) if one is not None}
-    client = client_of(own)
-    feedback = None
-    if options.feedback is not None:
-        feedback = Feedback(options, open_file(Path(options.feedback)), labelled_kind(settings, folder))
-    readers = Readers(told(settings, run, folder, limits_of(options, name, folder)), log)
-    gateway = Gateway(options, name, readers.read, pool, client, ring, log, feedback)
-    keepers = []
-    for number, (backend, recipe) in enumerate(zip(backends, named.values(), strict=True)):
-        backend.url = backend.name if recipe is None else f"http://backend-{number}"
-        socket_path = own.get(f"backend-{number}")
-        keepers.append(
-            Keeper(backend, recipe, pool, client, log, options.start_seconds, options.stall_seconds, socket_path)
-        )
-    listener = _listener(gateway, options)
-    if options.keys is not None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _read_keys_again, gateway, Path(options.keys))
-    serving = asyncio.create_task(listener.serve([listening]))
-    await asyncio.sleep(0)  # signals are the listener's from now on: whoever reads that it serves may end it
-    host, port = listening.getsockname()[:2]
-    address = f"{'https' if options.tls_certificate else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
-    log("start", address=address, port=port, model=name, backends=list(named), keys=len(ring.digests) if ring else 0)
-    who = f"keys: {len(ring.digests)}" if ring else "no keys: for this machine alone"
-    print(shown(f"{name} at {address}/v1 ({', '.join(named)}; {who})"), file=sys.stderr)
-    gc.collect()
-    gc.freeze()  # what is here stays: to look through it again and again takes 30 ms in which nobody is served
-    keeping = [asyncio.create_task(keeper.run()) for keeper in keepers]
-    keeping.append(asyncio.create_task(readers.run()))
-    try:
-        await asyncio.wait([serving, *keeping], return_when=asyncio.FIRST_COMPLETED)
-        for task in keeping:
-            if task.done():
-                listener.should_exit = listener.force_exit = True
-                task.result()
-    finally:
-        await serving
-        for task in keeping:
-            task.cancel()
-        await asyncio.gather(*keeping, return_exceptions=True)
-        await client.aclose()
-        log("end")
-
-
-def _listener(gateway: Gateway, settings: ServeSettings) -> Listener:
-    options = uvicorn.Config(
-        gateway,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        timeout_keep_alive=math.ceil(settings.idle_seconds),
-        # What still reads after a drain that waited for every answer will not be waited for any longer.
-        timeout_graceful_shutdown=math.ceil(settings.write_seconds),
-        ssl_certfile=settings.tls_certificate,
-        ssl_keyfile=settings.tls_key,
-    )
-    try:
-        options.load()
-    except (OSError, ssl.SSLError) as error:
-        raise UserError(
-            f"serve.tls_certificate={settings.tls_certificate} serve.tls_key={settings.tls_key}: {error}"
-        ) from None
-    if options.ssl is not None:  # a key exchange in a field of 8,192 bits takes the event loop a tenth of a second
-        options.ssl.set_ecdh_curve("prime256v1")
-    return Listener(options, gateway, settings, log)
-
-
-def keys_again(path: Path) -> api_keys.Keys:
-    """The keys of the file as it is now; of one that is empty or gone, none: whoever takes the last one out means it.
-
-    Raises:
-        UserError: a line is of another form.
-    """
-    return api_keys.read(path) if path.exists() else api_keys.Keys(())
-
-
-def _read_keys_again(gateway: Gateway, path: Path) -> None:
-    try:
-        keys = keys_again(path)
-        gateway.use_keys(keys)
-        log("keys", count=len(keys.digests))
-    except UserError as error:  # a slip of the pen: those that were good stay so
-        log("keys", error=str(error))
-
-
-def _allow_connections(files: int, connections: int) -> None:
-    """Every client and every request on a backend is an open file; macOS grants 256 until it is asked for more.
-
-    Raises:
-        UserError: the system does not grant as many.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < files:
-        raise UserError(
-            f"serve.max_connections={connections} needs {files} open files, and this system allows {hard}: "
-            f"serve.max_connections={max(1, connections - (files - hard))}, or a higher `ulimit -Hn`"
-        )
-    if soft < files:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
-
-
-def _is_lost(stream: IO[str]) -> bool:
-    """Whether what is written there goes nowhere."""
-    with contextlib.suppress(OSError, ValueError):  # no file of the system: nobody knows
-        return os.path.samestat(os.fstat(stream.fileno()), Path(os.devnull).stat())
-    return False
+server {{
+    listen 443 ssl;
+    server_name example.org;
+    ssl_certificate /etc/ssl/tandem.pem;
+    ssl_certificate_key /etc/ssl/tandem.key;
+    client_max_body_size 1m;
+    client_body_timeout 10s;
+    location / {{
+        limit_req zone=keys burst=64 nodelay;
+        proxy_pass http://tandem;
+        proxy_http_version 1.1;
+        proxy_set_header Connection "";
+        proxy_buffering off;
+        proxy_read_timeout 600s;
+        proxy_next_upstream error timeout http_503;
+    }}
+}}
+"""
 
 
 def _check(settings: Config, run: Path | None) -> None:
     if run is not None and not (run / model_folder.ADAPTER_WEIGHTS).is_file():
         raise UserError(f"--run {run}: no finished run there ({model_folder.ADAPTER_WEIGHTS} is missing)")
     if settings.model.random_init:
-        raise UserError("model.random_init=true: mlx_lm.server cannot draw the run's weights; they are in no file")
-    if settings.serve.backends and settings.serve.hostfile:
-        raise UserError("serve.backends run already, serve.hostfile starts its own; give one of them")
-    if settings.serve.fuse and run is not None and _is_quantised(settings):
-        raise UserError(
-            f"serve.fuse=true: {settings.model.path} is quantised, and merged weights rounded to as few bits may lose "
-            f"what was trained; leave it out, or python -m lib.export {run} --to fused --dequantize and serve that"
-        )
+        raise UserError("model.random_init=true: the base's weights are in no file; export it by --to fused first")
     if settings.model.attention_window is not None:
-        print(
-            "warning: mlx_lm.server knows nothing of model.attention_window; it attends to everything", file=sys.stderr
-        )
-
-
-def _is_quantised(settings: Config) -> bool:
-    path = model_folder.resolve(settings.model.path, settings.model.revision) / "config.json"
-    return not {"quantization", "quantization_config"}.isdisjoint(read_file.read_object(path, "the model's"))
+        print("warning: the server knows nothing of model.attention_window; it attends to everything", file=sys.stderr)
 
 
 def _read_config(options: argparse.Namespace) -> Config:
@@ -359,9 +267,16 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", metavar="PATH", help="a model without an adapter")
     parser.add_argument("--make-key", metavar="NAME", help="add a key to --keys, print it, and end")
     parser.add_argument("--keys", metavar="FILE", default="keys", help="for --make-key (default: %(default)s)")
+    parser.add_argument("--emit", choices=["nginx"], help="print the file of a proxy in front of --hosts, and end")
+    parser.add_argument("--hosts", metavar="HOST:PORT,...", help="for --emit: where servers of this model listen")
+    parser.add_argument(
+        "--calibration", metavar="FOLDER", default="calibration", help="for --emit: speeds (default: %(default)s)"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as listed below")
     options = parser.parse_intermixed_args(arguments)
-    if options.make_key is None and (options.run is None) == (options.model is None):
+    if options.emit is not None and not options.hosts:
+        raise UserError("--emit nginx needs --hosts HOST:PORT,HOST:PORT")
+    if options.make_key is None and options.emit is None and (options.run is None) == (options.model is None):
         raise UserError("give either --run RUN or --model PATH (make serve RUN=runs/NAME)")
     return options
 

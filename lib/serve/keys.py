@@ -1,0 +1,102 @@
+"""API keys: shown once when made, kept as hashes. A file has one key a line, `NAME sha256:HEX`.
+
+A key is 256 random bits, so a plain SHA-256 protects it as well as a slow password hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+from pathlib import Path
+
+from lib.config import read_file
+from lib.errors import UserError
+
+LINE = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._@-]{0,63})\s+sha256:(?P<digest>[0-9a-f]{64})")
+
+
+class KeyFile:
+    """The keys of a file, read again whenever it changes: a line that is added or removed counts at the next request.
+
+    Raises:
+        UserError: it cannot be read, or a line has another form; a line's content is never shown.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._stamp: tuple[int, int] | None = None
+        self._owners: dict[str, str] = {}
+        self.load()
+
+    def load(self) -> None:
+        """Reads the file again; a wrong line leaves the keys as they were."""
+        self._owners = read(self.path)
+        self._stamp = self._stamp_of()
+
+    def _stamp_of(self) -> tuple[int, int] | None:
+        facts = self.path.stat() if self.path.exists() else None
+        return None if facts is None else (facts.st_mtime_ns, facts.st_size)
+
+    def owner(self, key: str) -> str | None:
+        """The name that a key belongs to, or None."""
+        if self._stamp_of() != self._stamp:
+            self._stamp = self._stamp_of()
+            try:
+                self._owners = read(self.path) if self.path.exists() else {}
+            except UserError as error:  # keys that were good stay so until the line is corrected
+                print(f"warning: {error}", flush=True)
+        return self._owners.get(_digest(key))
+
+
+def read(path: Path) -> dict[str, str]:
+    """Names by the SHA-256 of their keys, in hex.
+
+    Raises:
+        UserError: the file cannot be read, or has a line of another form.
+    """
+    try:
+        lines = read_file.read_text(path, "serve.keys").splitlines()
+    except OSError as error:
+        raise UserError(
+            f"serve.keys {path} cannot be read: {error.strerror}; "
+            f"python -m lib.server --make-key NAME --keys {path} makes it"
+        ) from None
+    owners: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        match = LINE.fullmatch(line.strip())
+        if match is None:
+            raise UserError(f"{path}:{number}: not of the form `NAME sha256:HEX`; keys themselves do not belong here")
+        if match["name"] in owners.values():
+            raise UserError(f"{path}:{number}: {match['name']} is there twice; remove one")
+        owners[match["digest"]] = match["name"]
+    return owners
+
+
+def make(name: str, path: Path) -> str:
+    """Adds a new key to a file, which only its owner may read, and returns the key: it is written nowhere else.
+
+    Raises:
+        UserError: the name is malformed or taken, or the file cannot be written.
+    """
+    key = f"sk-{secrets.token_urlsafe(32)}"
+    line = f"{name} sha256:{_digest(key)}"
+    if LINE.fullmatch(line) is None:
+        raise UserError(f"--make-key {name}: a name has up to 64 letters, digits, dots, dashes, underlines and @")
+    if path.exists() and name in read(path).values():
+        raise UserError(f"--make-key {name}: {path} has a key of that name; remove its line first to replace it")
+    try:
+        old = path.read_bytes() if path.exists() else b""
+        begin = "\n" if old and not old.endswith(b"\n") else ""
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w", encoding="utf-8") as file:
+            file.write(f"{begin}{line}\n")
+    except OSError as error:
+        raise UserError(f"--keys {path} cannot be written: {error.strerror}") from None
+    return key
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()

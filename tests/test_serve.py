@@ -1,0 +1,415 @@
+"""The server as its clients know it: a real process, the real openai client, wrong requests, clients that leave."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from lib.config import load as settings
+from lib.data.dataset import load_dataset
+from lib.data.tokenizer import load_tokenizer_of, vocabulary
+from lib.errors import UserError
+from lib.serve import command, keys
+from lib.serve.generation import Generation, Piece, Sampling, _Answer
+from lib.serve.model import ServedModel
+from lib.serve.requests import ChatRequest, RequestError, parse
+from tests import chat_models, exported
+from tests.served import NEVER_ENDS, QUESTION, Served, finished_run, load, outcomes, served
+from tests.tiny import ROOT
+
+if TYPE_CHECKING:
+    import openai
+
+LIMITS = ["serve.concurrency=4", "serve.max_queue=12", "serve.max_requests_per_key=12", "serve.max_body_bytes=20000"]
+LIMITS += ["serve.max_prompt_tokens=1000", "serve.max_tokens=5000", "serve.drain_seconds=60", "serve.read_seconds=3"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return finished_run(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="module")
+def key(run: Path) -> str:
+    return keys.make("alice", run / "keys")
+
+
+@pytest.fixture(scope="module")
+def server(run: Path, key: str) -> Iterator[Served]:
+    words = [f"serve.keys={run}/keys", f"serve.feedback={run}/feedback.jsonl", *LIMITS]
+    with served("--run", run, *words) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Served, key: str) -> openai.OpenAI:
+    import openai
+
+    return openai.OpenAI(base_url=f"{server.address}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+def ask(server: Served, path: str, body: bytes | None, key: str = "") -> tuple[int, dict[str, Any], bytes]:
+    """The status, headers and body of an answer."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    request = urllib.request.Request(server.address + path, body, headers)
+    try:
+        answer = urllib.request.urlopen(request, timeout=60)
+    except urllib.error.HTTPError as error:
+        answer = error
+    return answer.status, dict(answer.headers), answer.read()
+
+
+# ---- What clients want
+
+
+def test_the_openai_client_gets_chat_completions_streams_and_models(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "max_tokens": 30, "temperature": 0}
+    whole = client.chat.completions.create(**asked)
+    assert whole.model == "tiny" and whole.usage.completion_tokens <= 30 and whole.usage.prompt_tokens == 14
+    events = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert events[-1].usage.total_tokens == whole.usage.total_tokens
+    pieces = [event.choices[0].delta.content or "" for event in events[:-1]]
+    assert len(pieces) > 3 and "".join(pieces) == whole.choices[0].message.content
+    assert all(event.choices and event.usage is None for event in client.chat.completions.create(**asked, stream=True))
+    text = client.completions.create(model="tiny", prompt="Add 1", max_tokens=5, logit_bias=NEVER_ENDS)
+    assert text.choices[0].finish_reason == "length" and text.choices[0].text and text.object == "text_completion"
+    streamed = client.completions.create(model="tiny", prompt="Add 1", max_tokens=5, stream=True, temperature=0)
+    assert "".join(event.choices[0].text for event in streamed)
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    for stream in (False, True):
+        scored = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2, stream=stream)
+        choices = [event.choices[0] for event in scored] if stream else scored.choices
+        entries = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+        assert entries and all(entry.logprob <= 0 and len(entry.top_logprobs) == 2 for entry in entries)
+        assert entries[0].top_logprobs[0].token == entries[0].token, "a greedy token is the likeliest one"
+
+
+def test_it_is_the_runs_adapter_that_answers(client: openai.OpenAI, run: Path) -> None:
+    from mlx_lm import generate
+    from mlx_lm import load as load_model
+
+    def answer(adapter: str | None) -> str:
+        model, tokenizer = load_model(str(run.parent / "model"), adapter_path=adapter)
+        prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True)
+        return str(generate(model, tokenizer, prompt, max_tokens=12))
+
+    asked = client.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=12, temperature=0)
+    assert asked.choices[0].message.content == answer(str(run)) != answer(None)
+
+
+def test_a_seed_gives_the_same_answer_whatever_else_is_answered(
+    client: openai.OpenAI, server: Served, key: str
+) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "temperature": 1.5, "max_tokens": 20, "seed": 7}
+    alone = client.chat.completions.create(**asked).choices[0].message.content
+    beside = load(server.address, "--key", key, "--streams=3", "--requests=6")
+    assert {client.chat.completions.create(**asked).choices[0].message.content for _ in range(3)} == {alone}
+    assert len(outcomes(beside)) == 6
+    assert client.chat.completions.create(**asked | {"seed": 8}).choices[0].message.content != alone
+
+
+def test_a_stop_string_ends_the_answer_and_is_no_part_of_it(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "max_tokens": 30, "temperature": 0}
+    whole = client.chat.completions.create(**asked).choices[0].message.content
+    stops = [whole[6:9], "never", "ever", "also", "these", "six"]
+    cut = client.chat.completions.create(**asked, stop=stops).choices[0]
+    assert cut.message.content == whole[: whole.index(stops[0])] and cut.finish_reason == "stop"
+    events = client.chat.completions.create(**asked, stop=stops, stream=True)
+    assert "".join(event.choices[0].delta.content or "" for event in events) == cut.message.content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_labels_a_completion_and_the_row_trains(
+    server: Served, client: openai.OpenAI, key: str, run: Path, stream: bool
+) -> None:
+    file = run / "feedback.jsonl"
+    before = len(file.read_text().splitlines())
+    asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "temperature": 0}
+    if stream:
+        events = list(client.chat.completions.create(**asked, stream=True))
+        id, text = events[0].id, "".join(event.choices[0].delta.content or "" for event in events)
+    else:
+        whole = client.chat.completions.create(**asked)
+        id, text = whole.id, str(whole.choices[0].message.content)
+
+    def label(body: dict[str, Any], key: str) -> int:
+        return ask(server, "/v1/feedback", json.dumps(body).encode(), key)[0]
+
+    bob = keys.make(f"bob-{stream}".lower(), run / "keys")
+    assert label({"id": id, "label": stream}, "wrong") == 401
+    assert label({"id": id, "label": stream}, bob) == 404, "another key's completion"
+    assert label({"id": "chatcmpl-none", "label": True}, key) == 404 and label({"id": id, "label": "yes"}, key) == 400
+    assert label({"id": id, "label": stream}, key) == 200 == label({"id": id, "label": stream}, key)
+    assert label({"id": id, "label": not stream}, key) == 409
+    [row] = [json.loads(line) for line in file.read_text().splitlines()[before:]]
+    assert (row["prompt"], row["completion"], row["label"]) == (QUESTION, text, stream)
+    model = settings.load(ROOT / "configs/quickstart-kto.yaml").model
+    data = settings.load(ROOT / "configs/quickstart-kto.yaml", [f"data.train={file}"]).data
+    assert len(load_dataset(str(file), data, "unpaired", load_tokenizer_of(model), **vocabulary(model))) == before + 1
+    cut = client.chat.completions.create(**asked, max_tokens=2, logit_bias=NEVER_ENDS)
+    assert label({"id": cut.id, "label": True}, key) == 404, "an answer that was cut would teach to stop there"
+
+
+def test_health_metrics_and_records(server: Served, key: str, client: openai.OpenAI) -> None:
+    assert ask(server, "/healthz", None)[0] == ask(server, "/readyz", None)[0] == 200
+    assert ask(server, "/metrics", None)[0] == 401
+    client.completions.create(model="tiny", prompt="Add 1", max_tokens=7, logit_bias=NEVER_ENDS)
+    text = ask(server, "/metrics", None, key)[2].decode()
+    assert 'tandem_tokens_total{kind="completion"}' in text and "tandem_first_token_seconds_count" in text
+    server.wait(lambda: any(record["tokens"] == 7 for record in server.of("request")))
+    line = json.dumps([record for record in server.of("request") if record["tokens"] == 7][-1])
+    assert '"owner": "alice"' in line and key not in line and "Add" not in line
+
+
+def test_keys_are_added_and_revoked_while_it_serves(server: Served, run: Path) -> None:
+    carol = keys.make("carol", run / "keys")
+    assert ask(server, "/v1/models", None, carol)[0] == 200
+    lines = (run / "keys").read_text().splitlines(keepends=True)
+    (run / "keys").write_text("".join(line for line in lines if not line.startswith("carol")))
+    assert ask(server, "/v1/models", None, carol)[0] == 401
+
+
+def test_requests_of_one_key_are_bounded(server: Served, key: str) -> None:
+    done = outcomes(load(server.address, "--key", key, "--streams=32", "--requests=32", "--max-tokens=40"))
+    refused = [outcome for outcome in done if outcome["error"]]
+    assert len(done) == 32 and 0 < len(refused) <= 20
+    assert all(outcome["status"] == 429 and int(outcome["retry_after"]) >= 1 for outcome in refused)
+
+
+def test_a_client_that_leaves_ends_its_request(server: Served, key: str) -> None:
+    for stream in (True, False):
+        body = {"messages": QUESTION, "max_tokens": 5000, "logit_bias": NEVER_ENDS, "stream": stream, "temperature": 0}
+        text = json.dumps(body).encode()
+        host, _, port = server.address.removeprefix("http://").rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {key}\r\n"
+            connection.sendall(f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text)
+            time.sleep(1)
+        before = len(server.records)
+        server.wait(
+            lambda before=before: any(r["kind"] == "request" and r["outcome"] == "cancelled" for r in server.records)
+        )
+        assert [r["tokens"] < 5000 for r in server.of("request", outcome="cancelled")][-1]
+        assert before <= len(server.records)
+
+
+# ---- What is wrong
+
+WRONG: list[tuple[int, bytes | dict[str, Any], str]] = [
+    (400, b"{", "not JSON"),
+    (400, b"[]", "has to be a JSON object"),
+    (400, {"messages": []}, "messages"),
+    (400, {"messages": [{"role": "nobody", "content": "x"}]}, "messages.0.role"),
+    (400, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content"),
+    (404, {"model": "other"}, "'other' does not exist; this server has tiny"),
+    (400, {"adapters": "/tmp"}, "adapters is not a parameter"),
+    (400, {"stop": [5]}, "stop"),
+    (400, {"logit_bias": {"99999": 1}}, "beyond the vocabulary of 283"),
+    (400, {"temperature": "1"}, "temperature"),
+    (400, {"max_tokens": 5001}, "at most 5000 are allowed"),
+    (400, {"n": 2}, "n: input should be 1"),
+    (400, {"top_logprobs": 2}, "top_logprobs needs logprobs"),
+    (400, {"response_format": {"type": "json_object"}}, "response_format"),
+    (400, {"messages": [{"role": "user", "content": "1 " * 3000}]}, "at most 1000"),
+    (413, {"messages": [{"role": "user", "content": "x" * 30_000}]}, "max_body_bytes=20000"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(WRONG)))
+def test_a_wrong_request_is_one_clear_line(server: Served, key: str, number: int) -> None:
+    expected, body, words = WRONG[number]
+    if isinstance(body, dict):
+        body = json.dumps({"messages": QUESTION, "max_tokens": 2, **body}).encode()
+    status, _, answer = ask(server, "/v1/chat/completions", body, key)
+    error = json.loads(answer)["error"]
+    assert status == expected and words in error["message"] and "\n" not in error["message"], error
+
+
+@pytest.mark.parametrize("given", ["", "wrong", "{}x"])
+def test_no_key_no_answer(server: Served, key: str, given: str) -> None:
+    status, _, answer = ask(server, "/v1/chat/completions", b"{not json", given.format(key))
+    assert status == 401 and json.loads(answer)["error"]["code"] == "invalid_api_key"
+
+
+def test_a_body_that_does_not_come_is_given_up(server: Served, key: str) -> None:
+    host, _, port = server.address.removeprefix("http://").rpartition(":")
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {key}\r\nContent-Length: 50\r\n"
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(head.encode() + b"\r\n{")
+        assert b" 408 " in connection.recv(1000)
+
+
+def test_what_clients_echo_of_an_answer_is_taken() -> None:
+    echoed = {"role": "assistant", "content": "3", "annotations": [], "refusal": None, "tool_calls": None}
+    asked = parse(ChatRequest, json.dumps({"messages": [*QUESTION, echoed, *QUESTION]}).encode())
+    assert asked.messages[1].fields() == {"role": "assistant", "content": "3"}
+    with pytest.raises(RequestError, match="annotations"):
+        parse(ChatRequest, json.dumps({"messages": [echoed | {"annotations": [1]}]}).encode())
+
+
+# ---- Prompts are rendered as training rows are
+
+
+def served_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> ServedModel:
+    tokenizer = chat_models.tokenizer_of(name)
+    shape = exported.SHAPE | {"vocab_size": 1500, "eos_token_id": tokenizer.eos_token_id}
+    monkeypatch.setattr(exported, "SHAPE", shape)
+    base = exported.base_model(tmp_path / "base", "llama")
+    tokenizer.save_pretrained(base)
+    loaded = settings.load(None, [], base={"model": {"path": str(base)}, "data": {"train": "none"}})
+    return ServedModel(loaded, base, None)
+
+
+TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_an_instruction_is_rendered_or_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen 2.5's template drops `developer`, Gemma 2's refuses `system` and drops tools: status 200 without either."""
+
+    def text(model: ServedModel, body: dict[str, Any]) -> str:
+        return str(model.tokenizer.decode(model.prompt_ids(parse(ChatRequest, json.dumps(body).encode()))))
+
+    qwen = served_model(tmp_path / "qwen", monkeypatch, "Qwen-Qwen2.5-7B-Instruct")
+    gemma = served_model(tmp_path / "gemma", monkeypatch, "google-gemma-2-2b-it")
+    for model, role in ((qwen, "developer"), (gemma, "system"), (qwen, "system")):
+        try:
+            assert "Be brief" in text(model, {"messages": [{"role": role, "content": "Be brief."}, *QUESTION]})
+        except UserError as error:
+            assert role in str(error)
+    assert "search" in text(qwen, {"messages": QUESTION, "tools": [TOOL]})
+    with pytest.raises(UserError, match="tools"):
+        text(gemma, {"messages": QUESTION, "tools": [TOOL]})
+
+
+def test_the_end_of_turn_that_training_put_ends_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ChatML on a base whose own end is another token."""
+    model = served_model(tmp_path, monkeypatch, "Qwen-Qwen2.5-7B-Instruct")
+    assert model.tokenizer.convert_tokens_to_ids("<|im_end|>") in model.load()[2]
+
+
+class Detokenizer:
+    """Texts for tokens, one each."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self.texts, self.last_segment = texts, ""
+
+    def add_token(self, token: int) -> None:
+        self.last_segment = self.texts[token]
+
+    def finalize(self) -> None:
+        pass
+
+
+def test_tool_calls_and_reasoning_are_told_apart_from_text() -> None:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    texts = [
+        "<think>",
+        "hm",
+        "</think>",
+        "Let me ",
+        "<tool_call>",
+        '{"name": "search", ',
+        '"arguments": {"q": 1}}',
+        "</tool_call>",
+    ]
+    tokenizer = TokenizerWrapper(
+        chat_models.tokenizer_of("Qwen-Qwen3-0.6B"),
+        tool_call_start="<tool_call>",
+        tool_call_end="</tool_call>",
+        tool_parser=lambda text, tools: json.loads(text),
+    )
+    pieces: list[Piece] = []
+    request = Generation("a", [1, 2], 20, Sampling(), (), None, [TOOL], pieces.append)
+    answer = _Answer(request, tokenizer)
+    answer.detokenizer = Detokenizer(texts)
+    reasons: list[str | None] = [None] * len(texts) + ["stop"]
+    for index, reason in enumerate(reasons):
+        answer.detokenizer.last_segment = ""
+        pieces.append(answer.piece_of(SimpleNamespace(token=index, finish_reason=reason, logprobs=None)))
+    assert "".join(piece.reasoning for piece in pieces) == "hm"
+    assert "".join(piece.text for piece in pieces) == "Let me "
+    assert [call for piece in pieces for call in piece.tool_calls] == [{"name": "search", "arguments": {"q": 1}}]
+    assert pieces[-1].finish_reason == "tool_calls"
+
+
+# ---- The command
+
+
+def test_a_drain_finishes_what_is_under_way(run: Path) -> None:
+    with served("--run", run, *LIMITS) as running:
+        loading = load(running.address, "--streams=4", "--requests=4", "--max-tokens=300")
+        running.wait(lambda: threading.active_count() and len(running.records) >= 2)
+        time.sleep(3)
+        assert running.stop(signal.SIGTERM) == 0
+        done = outcomes(loading)
+        assert all(outcome["error"] is None for outcome in done), done
+        assert running.of("drain") and running.of("end")
+
+
+def test_without_keys_it_answers_this_machine_alone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--run", str(run), "serve.host=0.0.0.0", "serve.port=0"]) == 2
+    assert "there are no keys: python -m lib.server --make-key NAME" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give either --run RUN or --model PATH"),
+        (["--run", "/nowhere"], "no run there"),
+        (["--model", "/nowhere/x/y"], "no such folder"),
+        (["--emit", "nginx"], "--emit nginx needs --hosts"),
+        (["--emit", "nginx", "--hosts", "a"], "not of the form HOST:PORT"),
+        (
+            ["--model", "configs/quickstart/model", "serve.tls_key=x"],
+            "nginx does this: python -m lib.server --emit nginx",
+        ),
+        (["--model", "configs/quickstart/model", "serve.keys=/nowhere/keys"], "--make-key NAME --keys /nowhere/keys"),
+        (["--model", "configs/quickstart/model", "serve.host=192.0.2.7"], "serve.host=192.0.2.7"),
+    ],
+)
+def test_wrong_words_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(words) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1, error
+
+
+def test_nginx_gets_the_speed_of_each_host(tmp_path: Path) -> None:
+    for host, speed in (("mac-a", 90.0), ("mac-b", 30.0)):
+        curve = {"points": [{"pairs_per_second": speed / 2}, {"pairs_per_second": speed}]}
+        (tmp_path / f"{host}.json").write_text(json.dumps({"curves": {"k": curve}}))
+    text = command.nginx_file(["mac-a:8080", "mac-b:8080", "mac-c:8080"], tmp_path)
+    assert "least_conn;" in text and "server mac-a:8080 weight=30;" in text
+    assert "server mac-b:8080 weight=10;" in text and "server mac-c:8080 weight=10;" in text
+
+
+def test_a_wrong_line_among_the_keys_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    first = keys.make("alice", path)
+    assert keys.KeyFile(path).owner(first) == "alice" and first not in path.read_text()
+    assert path.stat().st_mode & 0o077 == 0
+    with pytest.raises(UserError, match="has a key of that name"):
+        keys.make("alice", path)
+    path.write_text(path.read_text() + "sk-secret\n")
+    with pytest.raises(UserError, match="keys:2: not of the form") as error:
+        keys.read(path)
+    assert "sk-secret" not in str(error.value)
+
+
+def test_help_names_every_setting() -> None:
+    words = [sys.executable, "-m", "lib.server", "--help"]
+    text = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "serve.max_requests_per_key" in text and "serve.feedback_seconds" in text
