@@ -23,7 +23,7 @@ from lib.model import adapter_files, adapters
 from lib.model import load as models
 from lib.model.logps import completion_logps
 from lib.model.token_stream import arrays_of
-from lib.training import neftune, optimizers, reference_model
+from lib.training import optimizers, reference_model
 from lib.training.step import make_optimizer
 from tests import rounding, tiny
 from tests.test_step import build, examples, means_of, reference_logps, results_of, step_gradients
@@ -198,7 +198,7 @@ def test_loraplus_gives_b_its_own_rate_and_changes_nothing_else(tmp_path: Path) 
 
 def noise_of(batch: Batch, size: int) -> dict[tuple[int, int], np.ndarray]:
     """Each token's noise, by its row in the data and its number there."""
-    ((made, _),) = neftune.noisy([(batch, None)], 5.0, seed=7, step=3)
+    ((made, _),) = noisy([(batch, None)], 5.0, seed=7, step=3)
     assert made.noise_keys is not None and made.noise_scales is not None
     noise = mx.vmap(lambda key: mx.random.uniform(-1, 1, (size,), key=key))(mx.array(made.noise_keys))
     scaled = np.array(noise) * made.noise_scales[:, None]
@@ -230,7 +230,7 @@ def test_a_step_with_noise_is_the_same_in_any_micro_batches_and_no_evaluation_ha
     quiet = settings.model_copy(update={"train": settings.train.model_copy(update={"neftune_noise_alpha": None})})
     silent, _ = step_gradients(model, quiet, batch, reference, [5])
     assert abs(silent.means["loss"] - expected[0]["loss"]) > 100 * limits[0]["loss"]
-    ((made, _),) = neftune.noisy([(collate(batch, 4, True), None)], 5.0, 0, 0)
+    ((made, _),) = noisy([(collate(batch, 4, True), None)], 5.0, 0, 0)
     model.eval()
     assert mx.array_equal(
         completion_logps(model, arrays_of(made.inputs)),

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 
 from lib.config.schema import SyncSettings, TrainSettings
 from lib.data.collate import Batch
@@ -31,10 +30,10 @@ from lib.system.out_of_memory import OutOfMemory
 from lib.training import losses, objective
 from lib.training.divided_world import InStages, Lockstep
 from lib.training.objective import SUMS, Figures, Metrics, figures_of, loss_and_sums, means_of
-from lib.training.optimizers import apply_gradients, evaluate_in_turn, learning_rate
+from lib.training.optimizers import learning_rate
+from lib.training.update_rule import Tree, compiles, update_rule
 
 MicroBatch = tuple[Batch, np.ndarray | None]  # with its reference's log-probabilities: [b, K]; of groups [b, K, C]
-Tree = Mapping[str, Any]  # MLX's tree of arrays: by name, nested
 Watching = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
 
 
@@ -103,7 +102,7 @@ class GradientPass:
         self._gradients = nn.value_and_grad(model, self._loss)
         if self.is_compiled:
             state = [model.state, mx.random.state]
-            self._gradients = mx.compile(self._gradients, inputs=state, outputs=state)
+            self._gradients = mx.compile(self._gradients, inputs=state, outputs=[mx.random.state])
 
     def __call__(self, batch: Batch, reference: np.ndarray | None, baseline: mx.array | None) -> tuple[Tree, mx.array]:
         """Gradients, and SUMS: float32, not evaluated.
@@ -112,8 +111,9 @@ class GradientPass:
         compiled they would be kernels more, for each of which CUDA takes three seconds on a new machine.
         """
         inputs, beside = arrays_of(batch.inputs), (*arrays_beside(batch, reference), baseline)
-        before = self.traffic.bytes_sent
+        before, trained = self.traffic.bytes_sent, self.model.trainable_parameters()
         (_, figures), gradients = self._gradients(inputs, *beside)
+        self.model.update(trained)  # a trace leaves its own arrays
         if self.is_compiled:
             mx.async_eval(figures, gradients)  # the device has its work before the metrics are made
             sent = self.bytes_sent.setdefault(batch.shapes, self.traffic.bytes_sent - before)
@@ -124,41 +124,6 @@ class GradientPass:
     def _loss(self, inputs: StreamInputs, *beside: mx.array | None) -> tuple[mx.array, Figures]:
         figures = figures_of(self.train, self.model, inputs)
         return loss_and_sums(self.train, figures, inputs, *beside)[0], figures
-
-
-class UpdateRule:
-    """From the gradients' sums to new parameters.
-
-    Compiled on a GPU: an adapter is hundreds of small arrays, and updating them one operation at a time took an H200
-    34 ms.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: optim.Optimizer, train: TrainSettings):
-        self.model, self.optimizer, self.train = model, optimizer, train
-        self.optimizer_state: list[Any] = [optimizer.state]  # which a compiled update reads and writes
-        self.mean, self._new = self._mean, self._new_parameters
-        if compiles(train):
-            self.mean = mx.compile(self._mean)
-            self._new = mx.compile(self._new_parameters, inputs=self.optimizer_state, outputs=self.optimizer_state)
-
-    def _mean(self, gradients: Tree, count: mx.array) -> tuple[Tree, exchange.Arrays]:
-        """Mean gradients, and their squared norms by name."""
-        mean = tree_map(lambda g: g / mx.maximum(count, 1), gradients)
-        # Rows first: float32 forgets what is added to a sum of millions.
-        return mean, {name: mx.square(mx.atleast_1d(g)).sum(axis=-1).sum() for name, g in tree_flatten(mean)}
-
-    def _new_parameters(self, parameters: Tree, gradients: Tree, norm: mx.array) -> Tree:
-        if self.train.max_grad_norm is not None:
-            factor = mx.minimum(self.train.max_grad_norm / (norm + 1e-6), 1.0)
-            gradients = tree_map(lambda g: g * factor, gradients)
-        return apply_gradients(self.optimizer, gradients, parameters, self.train.loraplus_lr_ratio)
-
-    def take(self, gradients: Tree, norm: mx.array, rate: float) -> None:
-        """The update by mean gradients of this global norm; its evaluation has begun."""
-        self.optimizer.learning_rate = rate
-        self.optimizer_state[0] = self.optimizer.state  # another object after a resume
-        self.model.update(self._new(self.model.trainable_parameters(), gradients, norm))
-        evaluate_in_turn(self.model.trainable_parameters(), self.optimizer.state)
 
 
 class Step:
@@ -192,7 +157,7 @@ class Step:
         self.model, self.train, self.world, self.sync = model, train, world, sync or SyncSettings()
         self.rank = world.rank if rank is None else rank
         self.gradient_pass = GradientPass(model, train, world)
-        self.update = UpdateRule(model, optimizer, train)
+        self.update = update_rule(model, optimizer, train, isinstance(world, Lockstep))
         self.feedback: exchange.Arrays = {}  # what compression left out of this rank's gradients so far, by name
         self.rewards = [0.0, 0.0]  # bco: sum and count of all steps so far
         self.shapes: set[object] = set()  # of the batches so far
@@ -407,8 +372,3 @@ def is_compiled(train: TrainSettings, world: World) -> bool:
         if division is None or not division.is_even or not (train.compile or world.backend == "nccl"):
             return False
     return compiles(train)
-
-
-def compiles(train: TrainSettings) -> bool:
-    """Whether functions without collectives are compiled: on a GPU, unless the settings say otherwise."""
-    return train.compile if train.compile is not None else mx.default_device() == mx.gpu
