@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lib.report.figures import figures
 
 from lib.report import app, charts, run_report
 from lib.report import command as dashboard
-from lib.report.figures import figures
 from lib.report.history import RunHistory
 from lib.system import mpi_and_blas
 from lib.system.records import PerformanceTracker, read_records

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lib.report.figures import figures
 
 from lib.plan.calibration import BatchCurve
 from lib.report import charts, components, history, run_report
 from lib.report import figures as figures_module
-from lib.report.figures import figures
 from lib.report.history import COLUMNS, INDEX, RunHistory, Series
 from lib.system import records as run_records
 from lib.system.records import Copy, PerformanceTracker, Tail, rewind

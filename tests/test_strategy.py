@@ -14,6 +14,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from lib.plan.divide_work import make_plan
 
 import train as script
 from lib.config import load, train_arguments
@@ -21,7 +22,6 @@ from lib.config.schema import Config
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.plan import strategy
-from lib.plan.divide_work import make_plan
 from lib.system.records import PerformanceTracker, read_records
 from lib.training import local_sgd
 from tests import rounding, tiny

@@ -41,6 +41,24 @@ def learning_rate(train: TrainSettings, step: float, steps: int) -> float:
     return peak + (final - peak) * fall
 
 
+class LazyState:
+    """An optimizer whose state is made when it is read: a step that updates arrays joined needs none by name."""
+
+    make_state: Callable[[], Any] | None = None
+    _state: Any
+
+    @property
+    def state(self) -> Any:
+        if self.make_state is not None:
+            make, self.make_state = self.make_state, None
+            self._state = make()
+        return self._state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.make_state, self._initialized, self._state = None, False, state
+
+
 def make_optimizer(train: TrainSettings) -> optim.Optimizer:
     """MLX's optimizer of that name, or ours.
 
@@ -48,8 +66,9 @@ def make_optimizer(train: TrainSettings) -> optim.Optimizer:
         UserError: it does not know an option.
     """
     kinds = {name.lower(): kind for name, kind in vars(optim).items() if inspect.isclass(kind)}
-    kind: Callable[..., optim.Optimizer] = (kinds | {"adamw_8bit": AdamW8bit})[train.optimizer]
-    known = list(inspect.signature(kind).parameters)
+    plain = (kinds | {"adamw_8bit": AdamW8bit})[train.optimizer]
+    kind: Callable[..., optim.Optimizer] = type(plain.__name__, (LazyState, plain), {})
+    known = list(inspect.signature(plain).parameters)
     # MLX leaves Adam's bias correction out unless asked, and Adafactor would overrule the learning rate.
     defaults = {"bias_correction": True, "relative_step": False}
     options: dict[str, object] = {name: value for name, value in defaults.items() if name in known}

@@ -31,7 +31,7 @@ from lib.training import losses, objective
 from lib.training.divided_world import InStages, Lockstep
 from lib.training.objective import SUMS, Figures, Metrics, figures_of, loss_and_sums, means_of
 from lib.training.optimizers import learning_rate
-from lib.training.update_rule import Tree, compiles, update_rule
+from lib.training.update_rule import TrainedArrays, Tree, compiles, update_rule
 
 MicroBatch = tuple[Batch, np.ndarray | None]  # with its reference's log-probabilities: [b, K]; of groups [b, K, C]
 Watching = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
@@ -96,7 +96,7 @@ class GradientPass:
     """The forward and backward pass of a micro-batch; traced once for every shape, where the step is compiled."""
 
     def __init__(self, model: nn.Module, train: TrainSettings, world: World):
-        self.model, self.train, self.traffic = model, train, world.traffic
+        self.model, self.train, self.traffic, self.trained = model, train, world.traffic, TrainedArrays(model)
         self.is_compiled = is_compiled(train, world)
         self.bytes_sent: dict[object, int] = {}  # within a pass, by its shapes: a compiled one counts no more
         self._gradients = nn.value_and_grad(model, self._loss)
@@ -111,9 +111,9 @@ class GradientPass:
         compiled they would be kernels more, for each of which CUDA takes three seconds on a new machine.
         """
         inputs, beside = arrays_of(batch.inputs), (*arrays_beside(batch, reference), baseline)
-        before, trained = self.traffic.bytes_sent, self.model.trainable_parameters()
+        before, arrays = self.traffic.bytes_sent, self.trained.read()
         (_, figures), gradients = self._gradients(inputs, *beside)
-        self.model.update(trained)  # a trace leaves its own arrays
+        self.trained.write(arrays)  # a trace leaves its own
         if self.is_compiled:
             mx.async_eval(figures, gradients)  # the device has its work before the metrics are made
             sent = self.bytes_sent.setdefault(batch.shapes, self.traffic.bytes_sent - before)
@@ -329,7 +329,7 @@ class Step:
         Raises:
             OutOfMemory: no other rank waits in the sum; or ranks share one model and cannot synchronise there.
         """
-        before = self.model.trainable_parameters()
+        before = self.gradient_pass.trained.read()
         try:
             return *work(), None
         except (OutOfMemory, RuntimeError, MemoryError) as error:
@@ -337,7 +337,7 @@ class Step:
                 raise
             failure, between_passes = str(error) or "std::bad_alloc", isinstance(error, OutOfMemory)
             all_know = isinstance(error, OutOfMemory) and bool(error.ranks)
-        self.model.update(before)  # a trace's arrays, or the reference's, may be in their place
+        self.gradient_pass.trained.write(before)  # a trace's arrays, or the reference's, may be in their place
         out_of_memory.release()
         if self.world.size > 1:
             return None, zeros, failure

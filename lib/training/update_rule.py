@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +14,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from lib.config.schema import TrainSettings
-from lib.training.optimizers import apply_gradients, evaluate_in_turn
+from lib.training.optimizers import LazyState, apply_gradients, evaluate_in_turn
 
 Tree = Mapping[str, Any]  # MLX's tree of arrays: by name, nested
 ELEMENTWISE = (
@@ -33,7 +33,8 @@ def update_rule(model: nn.Module, optimizer: optim.Optimizer, train: TrainSettin
     is_joined = (
         compiles(train)
         and not is_divided
-        and type(optimizer) in ELEMENTWISE
+        and isinstance(optimizer, LazyState)
+        and type(optimizer).__bases__[-1] in ELEMENTWISE
         and train.loraplus_lr_ratio is None
         and len(arrays) > 1
         and all(array.dtype == mx.float32 and (array.ndim > 1 or not has_decay) for array in arrays)
@@ -76,62 +77,98 @@ class UpdateRule:
 class JoinedUpdateRule(UpdateRule):
     """The update of all arrays as one: an adapter has hundreds, which cost a GPU more to launch than to compute.
 
-    1B and 8B are 8 to 14 % slower on an H200 without it. Between steps the model and `optimizer.state` hold views under
-    their usual names; where somebody has put others there (a resume, a merge), these are joined anew.
+    1B and 8B are 8 to 14 % slower on an H200 without it. Between steps the model holds views under their usual names,
+    and so does `optimizer.state` once it is read; others that are put there (a resume, a merge) are joined anew.
     """
 
-    def __init__(self, model: nn.Module, optimizer: optim.Optimizer, train: TrainSettings):
-        super().__init__(model, copy.copy(optimizer), train)
-        self.public, self.public_state = optimizer, None
-        arrays = tree_flatten(model.trainable_parameters())
-        self.names, self.shapes = [name for name, _ in arrays], [array.shape for _, array in arrays]
+    def __init__(self, model: nn.Module, optimizer: LazyState, train: TrainSettings):
+        private = copy.copy(optimizer)
+        super().__init__(model, private, train)
+        self.public, self.trained = optimizer, TrainedArrays(model)
         self.parameters, self.views = mx.array(0.0), list[mx.array]()
+        self.public_state: Any = None  # what others saw last
 
     def _mean(self, gradients: Tree, count: mx.array) -> tuple[Tree, dict[str, mx.array]]:
         by_name = dict(tree_flatten(gradients))  # in the order of a sum over ranks
-        return super()._mean({JOINED: self._join([(name, by_name[name]) for name in self.names])}, count)
+        return super()._mean({JOINED: _joined([by_name[name] for name in self.trained.names])}, count)
 
     def take(self, gradients: Tree, norm: mx.array, rate: float) -> None:
-        arrays = tree_flatten(self.model.trainable_parameters())
-        if len(self.views) != len(arrays) or any(
-            a is not view for (_, a), view in zip(arrays, self.views, strict=True)
-        ):
-            self.parameters = self._join(arrays)
-        if self.public.state is not self.public_state:
+        arrays = self.trained.read()
+        if [*map(id, arrays)] != [*map(id, self.views)]:
+            self.parameters = _joined(arrays)
+        if self.public.make_state is None and self.public.state is not self.public_state:
             self.optimizer.state = self._joined_state(self.public.state)
             self.optimizer.init({JOINED: self.parameters})
         self.optimizer.learning_rate = rate
         self.optimizer_state[0] = self.optimizer.state
         self.parameters = self._new({JOINED: self.parameters}, gradients, norm)[JOINED]
-        state = self.optimizer.state
-        mx.async_eval(self.parameters, state)  # the device has its work before the views are made
+        mx.async_eval(self.parameters, self.optimizer.state)  # the device has its work before the views are made
         self.views = self._split(self.parameters)
         mx.async_eval(self.views)
-        self.model.update(tree_unflatten(list(zip(self.names, self.views, strict=True))))
-        moments = {key: self._split(array) for key, array in state[JOINED].items()}
-        of_names = [(f"{name}.{key}", views[i]) for i, name in enumerate(self.names) for key, views in moments.items()]
-        others = {name: value for name, value in state.items() if name != JOINED}
-        self.public.state = others | tree_unflatten(of_names) if of_names else others
-        self.public_state = self.public.state
+        self.trained.write(self.views)
+        self.public.make_state = self._state_by_name
 
-    def _join(self, arrays: list[tuple[str, mx.array]]) -> mx.array:
-        """Arrays in the order of `names` as one, float32 [rows, WIDTH], with zeros at its end."""
-        padding = mx.zeros(-sum(array.size for _, array in arrays) % WIDTH)
-        return mx.concatenate([*(a.reshape(-1).astype(mx.float32) for _, a in arrays), padding]).reshape(-1, WIDTH)
+    def _state_by_name(self) -> Tree:
+        """The optimizer's state as others know it, evaluated: the one who reads it may be another thread."""
+        state = self.optimizer.state
+        moments = {key: self._split(array) for key, array in state[JOINED].items()}
+        by_name = [
+            (f"{name}.{key}", views[i]) for i, name in enumerate(self.trained.names) for key, views in moments.items()
+        ]
+        self.public_state = {name: value for name, value in state.items() if name != JOINED}
+        self.public_state |= tree_unflatten(by_name) if by_name else {}
+        mx.eval(self.public_state)
+        return self.public_state
 
     def _split(self, joined: mx.array) -> list[mx.array]:
-        """Views of a joined array, in the order of `names`."""
-        ends = np.cumsum([math.prod(shape) for shape in self.shapes]).tolist()
-        return [p.reshape(s) for p, s in zip(mx.split(joined.reshape(-1), ends)[:-1], self.shapes, strict=True)]
+        """Views of a joined array, in the order of the trained arrays."""
+        shapes = self.trained.shapes
+        ends = np.cumsum([math.prod(shape) for shape in shapes]).tolist()
+        return [p.reshape(shape) for p, shape in zip(mx.split(joined.reshape(-1), ends)[:-1], shapes, strict=True)]
 
     def _joined_state(self, state: Tree) -> dict[str, Any]:
         """An optimizer's state by name as that of the joined array; without what it has not begun yet."""
-        flat = dict(tree_flatten(state))
+        flat, names = dict(tree_flatten(state)), self.trained.names
         joined: dict[str, Any] = {name: value for name, value in state.items() if isinstance(value, mx.array)}
-        keys = sorted({name.rpartition(".")[2] for name in flat if name.startswith(f"{self.names[0]}.")})
+        keys = sorted({name.rpartition(".")[2] for name in flat if name.startswith(f"{names[0]}.")})
         if keys:
-            joined[JOINED] = {key: self._join([(n, flat[f"{n}.{key}"]) for n in self.names]) for key in keys}
+            joined[JOINED] = {key: _joined([flat[f"{name}.{key}"] for name in names]) for key in keys}
         return joined
+
+
+def _joined(arrays: Sequence[mx.array]) -> mx.array:
+    """Arrays as one, float32 [rows, WIDTH], with zeros at its end."""
+    padding = mx.zeros(-sum(array.size for array in arrays) % WIDTH)
+    return mx.concatenate([*(array.reshape(-1).astype(mx.float32) for array in arrays), padding]).reshape(-1, WIDTH)
+
+
+class TrainedArrays:
+    """Where a model has what is trained: each array's module (or list) and its key there, in tree_flatten's order.
+
+    To walk through all modules takes a large model milliseconds, in which its GPU has no work.
+    """
+
+    def __init__(self, model: nn.Module):
+        arrays = tree_flatten(model.trainable_parameters())
+        self.names, self.shapes = [name for name, _ in arrays], [array.shape for _, array in arrays]
+        self.places = [_place(model, name) for name in self.names]
+
+    def read(self) -> list[mx.array]:
+        """The arrays as they are now."""
+        return [holder[key] for holder, key in self.places]
+
+    def write(self, arrays: Sequence[mx.array]) -> None:
+        """Puts other arrays there, in the same order."""
+        for (holder, key), array in zip(self.places, arrays, strict=True):
+            holder[key] = array
+
+
+def _place(model: nn.Module, name: str) -> tuple[Any, Any]:
+    holder: Any = model
+    *path, key = name.split(".")
+    for part in path:
+        holder = holder[int(part)] if isinstance(holder, list) else holder[part]
+    return holder, int(key) if isinstance(holder, list) else key
 
 
 def compiles(train: TrainSettings) -> bool:
