@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lib.plan.calibrator import HardwareCalibrator, time_now
 
 from benchmarks import calibrate, curves, links, machines
 from lib.config import load
@@ -26,7 +27,6 @@ from lib.plan.calibration import (
     read_published,
     use_quantised_products,
 )
-from lib.plan.calibrator import HardwareCalibrator, time_now
 from lib.system import hardware as machine
 from lib.system import mpi_and_blas, os_commands
 from tests import tiny
