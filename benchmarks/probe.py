@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,13 +47,8 @@ from lib.model import (
     adapters,  # noqa: E402
     load,  # noqa: E402
     pipeline_stage,  # noqa: E402
-    quantised,  # noqa: E402
-    quantised_products,  # noqa: E402
 )
-from lib.model.quantised_products import DequantiseFrom, Product  # noqa: E402
 from lib.model.token_stream import cannot_share_prompts, length_multiple  # noqa: E402
-from lib.plan import calibration  # noqa: E402
-from lib.plan.calibration import MeasuredProduct  # noqa: E402
 from lib.training import (
     divided_world,  # noqa: E402
     losses,  # noqa: E402
@@ -67,7 +61,6 @@ Name = TypeVar("Name", int, "tuple[int, int]")  # of a run that is timed
 
 ENOUGH = 0.01  # of the median: its standard error, where measuring stops
 LEAST_ROUNDS = 5
-LEAST_TOKENS, DOUBLINGS = 2, 12  # that products with quantised weights are tried with, until it is decided
 
 
 def measure(runs: dict[Name, Callable[[], Any]], seconds: float) -> dict[Name, list[float]]:
@@ -277,74 +270,6 @@ def passes(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def products(request: dict[str, Any]) -> dict[str, Any]:
-    """From how many tokens on this host multiplies faster by dequantised weights, for each kind of the model's layers.
-
-    Returns:
-        products: [{"product", "dequantise_from"}], of lib/model/quantised_products.py.
-    """
-    config = Config.model_validate(request["config"])
-    wanted = quantised.products_of(load.load(config.model, config.train.seed, lazy=True))
-    deadline = time.perf_counter() + request["seconds"]
-    found = []
-    for index, product in enumerate(wanted):
-        chosen = break_even(product, (deadline - time.perf_counter()) / (len(wanted) - index))
-        found.append({"product": asdict(product), "dequantise_from": asdict(chosen)})
-    return {"products": found}
-
-
-def break_even(product: Product, seconds: float) -> DequantiseFrom:
-    """When to dequantise the weights of such products; as by default where the time is too short to see it."""
-    layer, dtype = quantised.layer_of(product), getattr(mx, product.dtype)
-    packed: dict[str, dict[int, float]] = {"forward": {}, "backward": {}}
-    dequantised: dict[str, dict[int, float]] = {"forward": {}, "backward": {}}
-    least, began = max(LEAST_TOKENS, product.experts // 4), time.perf_counter()
-    open_ones = list(packed)
-    for tokens in (least * 2**n for n in range(DOUBLINGS)):
-        if not open_ones or time.perf_counter() - began > seconds:
-            break
-        x, dy = (mx.random.normal((tokens, 1, width)).astype(dtype) for width in (product.inputs, product.outputs))
-        experts = mx.sort(mx.arange(tokens) % product.experts) if product.experts else None
-        mx.eval(x, dy)
-
-        def run(
-            direction: str,
-            way: DequantiseFrom,
-            x: mx.array = x,
-            dy: mx.array = dy,
-            experts: mx.array | None = experts,
-        ) -> None:
-            def multiply(x: mx.array) -> mx.array:
-                return layer(x) if experts is None else layer(x, experts, sorted_indices=True)
-
-            quantised_products.go_by({product: way})
-            mx.eval(multiply(x) if direction == "forward" else mx.vjp(multiply, [x], [dy])[1])
-
-        ways = {"packed": (packed, quantised_products.NEVER), "dequantised": (dequantised, quantised_products.ALWAYS)}
-        runs = {f"{each} {name}": partial(run, each, way) for each in open_ones for name, (_, way) in ways.items()}
-        taken = measure(runs, seconds / DOUBLINGS)
-        for each in open_ones:
-            for name, (times, _) in ways.items():
-                times[each][tokens] = float(np.median(taken[f"{each} {name}"]))
-        open_ones = [each for each in open_ones if not _wins_twice(packed[each], dequantised[each])]
-    quantised_products.go_by({})
-    default, _ = quantised_products.dequantise_from(product, quantised.device())
-    most = least * 2 ** (DOUBLINGS - 1)
-    chosen = {
-        each: quantised_products.faster_from(packed[each], dequantised[each])
-        if each not in open_ones or most in packed[each]
-        else getattr(default, each)
-        for each in packed
-    }
-    return DequantiseFrom(**chosen)
-
-
-def _wins_twice(packed: dict[int, float], dequantised: dict[int, float]) -> bool:
-    """Whether dequantising was faster with the last two numbers of tokens: more of them are no question."""
-    last = list(packed)[-2:]
-    return len(last) == 2 and all(dequantised[tokens] < packed[tokens] for tokens in last)
-
-
 def machine(request: dict[str, Any]) -> dict[str, Any]:
     """Matrix multiplication and copying: {"gflops", "memory_bytes_per_second"}."""
     dtype = mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16  # the fast type there
@@ -385,10 +310,8 @@ def main() -> int:
             "rounds": rounds,
             "depths": depths,
             "passes": passes,
-            "products": products,
             "machine": machine,
         }
-        calibration.use_quantised_products(map(MeasuredProduct.model_validate, REQUEST.get("products", [])))
         answer = kinds[REQUEST["kind"]](REQUEST)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

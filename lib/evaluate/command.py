@@ -35,7 +35,7 @@ from lib.data.dataset import load_dataset
 from lib.data.mismatched import with_mismatched
 from lib.data.text_tokens import Tokenizer
 from lib.data.tokenize import limits_of
-from lib.distributed.world import World, host_names, start
+from lib.distributed.world import World, start
 from lib.errors import UserError
 from lib.evaluate import batch_inference, harness_tasks, win_rate
 from lib.evaluate.answers import exact_match, greedy
@@ -48,7 +48,6 @@ from lib.model import (
     adapters,
 )
 from lib.model import load as load_module
-from lib.plan import calibration
 from lib.system import files, mpi_and_blas
 from lib.system.terminal import Terminal, metrics_text
 from lib.training import divided_world, losses
@@ -56,7 +55,6 @@ from lib.training.checkpoint import find
 from lib.training.inputs import vocabulary
 from lib.training.objective import Metrics
 from lib.training.reference_model import dataset_logps
-from lib.training.run_facts import use_quantised_products
 
 
 @mpi_and_blas.reported
@@ -67,10 +65,6 @@ def main(arguments: list[str] | None = None) -> int:
     with world.agreeing("the configuration"):
         settings = _read_config(options)
     world = dataclasses.replace(world, timeout_seconds=settings.sync.timeout_seconds)
-    hosts = host_names(world)
-    with world.agreeing("reading the calibration"):
-        folder = Path(settings.plan.calibration_dir)
-        use_quantised_products(calibration.read_of_rank(folder, hosts, world.rank))
     _work_of(options)(settings, options, world)
     return 0
 

@@ -23,7 +23,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from lib.config.settings import ModelSettings
 from lib.environment import ROOT
 from lib.errors import UserError
-from lib.model.quantised_products import DequantiseFrom, Product
 from lib.system import files
 from lib.system.hardware import Machine
 
@@ -242,15 +241,6 @@ class Link(_Record):
         return self.latency_seconds + size_bytes / self.bandwidth_bytes_per_second
 
 
-class MeasuredProduct(_Record):
-    """From how many tokens on this host multiplies faster by dequantised weights (lib/model/quantised_products.py)."""
-
-    product: Product
-    dequantise_from: DequantiseFrom
-    measured_at: str | None = None  # ISO 8601
-    versions: dict[str, str] = {}
-
-
 class HostCalibration(_Record):
     """The content of calibration/HOST.json."""
 
@@ -259,7 +249,6 @@ class HostCalibration(_Record):
     gflops: PositiveFloat | None = None  # matrix multiplication
     memory_bytes_per_second: PositiveFloat | None = None
     links: tuple[Link, ...] = ()
-    quantised_products: tuple[MeasuredProduct, ...] = ()
     measured_at: str | None = None  # the machine's own rates
     versions: dict[str, str] = {}
     source: str = "measured"

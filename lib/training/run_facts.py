@@ -18,7 +18,7 @@ from lib.data import tokenizer
 from lib.data.batch_shapes import padded_lengths
 from lib.distributed.world import World
 from lib.errors import UserError
-from lib.model import adapter_layers, quantised_products
+from lib.model import adapter_layers
 from lib.model.partition import FAMILIES, ModelShape, apportion, model_shape_of
 from lib.model.token_stream import length_multiple
 from lib.plan import calibration
@@ -80,7 +80,6 @@ def gather_facts(
     """
     with world.agreeing("reading the calibration"):
         rank_calibration = calibration.read_of_rank(Path(config.plan.calibration_dir), hosts, world.rank)
-        use_quantised_products(rank_calibration)
         stored = tokenizer.stored_config(config.model)
         dtype = model_dtype(config.model)
         block_shape = _shape(stored, dtype, False, config.strategy == "pipelined" and world.size > 1)
@@ -138,12 +137,6 @@ def training_of(config: Config, block_count: int, shared_prompts: bool) -> Train
         moving_reference=config.reference_sync_steps is not None,
         shared_prompts=shared_prompts,
     )
-
-
-def use_quantised_products(host: HostCalibration | None) -> None:
-    """Lets this process's quantised layers go by what was measured on its host."""
-    measured = host.quantised_products if host else ()
-    quantised_products.go_by({one.product: one.dequantise_from for one in measured})
 
 
 def model_dtype(model: ModelSettings) -> str | None:
