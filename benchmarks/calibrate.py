@@ -426,13 +426,13 @@ def summary(host: HostCalibration, curve: BatchCurve, folder: Path) -> dict[str,
 
 def draw(hosts: Sequence[HostCalibration], key: CurveKey, folder: Path) -> Path:
     """curves.png: measured curves of `key` solid, published ones dashed, which are of an unnamed model."""
-    from lib.report import pictures
+    from lib.report import run_report
 
     measured = [(one.machine.host, curve) for one in hosts for curve in one.curves if curve.key == key]
     published = [
         (f"{one.machine.device_name}, published", one.curves[0]) for one in calibration.read_published().values()
     ]
-    figure = pictures.batch_curves_figure(measured, published)
+    figure = run_report.batch_curves_figure(measured, published)
     figure.suptitle(str(key), fontsize=10)
     figure.savefig(folder / "curves.png", dpi=130)
     return folder / "curves.png"

@@ -35,7 +35,6 @@ from lib.system.records import read_records
 from lib.training.run_facts import plan_run
 from tests import rounding, tiny
 from tests.planning import LLAMA_8B, calibrated
-from tests.test_apart import merges_of
 from tests.test_shard import train as train_shard
 from tests.test_shard import words_of
 from tests.test_world import settings, train
@@ -44,6 +43,10 @@ from tests.tiny import difference, rows_of_epochs
 GB = 10**9
 two = pytest.mark.mpi(min_size=2, max_size=2)
 mpi = pytest.mark.mpi(min_size=2)
+
+
+def merges_of(run: Path, rank: int = 0) -> list[Any]:
+    return [one for one in read_records(run / "logs" / f"rank-{rank:03d}.jsonl") if one["kind"] == "merge"]
 
 
 @mpi
