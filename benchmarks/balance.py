@@ -525,7 +525,7 @@ class Bench:
         """{size: a function that collates a micro-batch of it}, and the step that training takes."""
         from lib.config import load as settings
         from lib.data import tokenizer
-        from lib.data.collate import collate
+        from lib.data.batch import collate
         from lib.data.dataset import load_dataset
         from lib.distributed.world import World
         from lib.model import adapter_files, adapters
@@ -592,7 +592,7 @@ class Bench:
     def calibrate(self, curves: Sequence[Any]) -> None:
         """Puts the curves where train.py looks for them: a file for each rank of this host."""
         from lib.config import load as settings
-        from lib.data.batch_shapes import padded_lengths
+        from lib.data.batch import padded_lengths
         from lib.model.token_stream import length_multiple
         from lib.plan import calibration as calibration
         from lib.plan.calibration import HostCalibration, Link

@@ -38,9 +38,9 @@ from mlx.utils import tree_flatten  # noqa: E402
 
 from lib.config.schema import Config  # noqa: E402
 from lib.data import tokenizer  # noqa: E402
-from lib.data.collate import Batch, collate_trained  # noqa: E402
+from lib.data.batch import Batch, collate_trained  # noqa: E402
 from lib.data.dataset import Dataset, Example  # noqa: E402
-from lib.data.prefetch import prefetch  # noqa: E402
+from lib.data.order import prefetch  # noqa: E402
 from lib.distributed.world import World  # noqa: E402
 from lib.errors import UserError  # noqa: E402
 from lib.model import (

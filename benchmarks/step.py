@@ -29,7 +29,7 @@ import mlx.core as mx
 import numpy as np
 
 from lib.config import load, schema
-from lib.data.collate import Batch, collate
+from lib.data.batch import Batch, collate
 from lib.data.dataset import Example
 from lib.distributed.world import World
 from lib.model import adapters, token_stream

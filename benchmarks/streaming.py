@@ -136,8 +136,8 @@ def read(folder: Path, batches: int) -> dict[str, Any]:
     import mlx.core as mx
 
     from lib.data import tokenizer as tokenizer_module
-    from lib.data.micro_batches import MicroBatches
-    from lib.data.row_order import epoch_order
+    from lib.data.batch import MicroBatches
+    from lib.data.order import epoch_order
     from lib.data.streaming import StreamedDataset, open_training
     from lib.model import load as load_module
 
@@ -189,7 +189,7 @@ def kill_and_resume(folder: Path) -> dict[str, Any]:
 
     mpi_and_blas.prepare()
     from lib.data import tokenizer as tokenizer_module
-    from lib.data.row_order import epoch_order
+    from lib.data.order import epoch_order
     from lib.data.streaming import open_training
     from lib.system.records import read_records
 

@@ -40,7 +40,7 @@ class Death:
         count: when it comes for this time.
         delay: seconds after that.
         whom: this process; its parent, which is the launcher of several ranks; or both.
-        constants: numbers of modules by their names, e.g. lib.data.hub_datasets.SHARD_BYTES, in the place of theirs.
+        constants: numbers of modules by their names, e.g. lib.data.hub.SHARD_BYTES, in the place of theirs.
     """
 
     root: str

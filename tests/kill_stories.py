@@ -193,7 +193,7 @@ def download(base: Path, address: str) -> Story:
 
     known = {"HF_ENDPOINT": address, "HF_HOME": str(base / "hf"), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
     no_proxy = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-    constants = {"lib.data.hub_datasets.SHARD_BYTES": SHARD_BYTES}
+    constants = {"lib.data.hub.SHARD_BYTES": SHARD_BYTES}
     return Story(command, outcome, environment=known | no_proxy, constants=constants)
 
 

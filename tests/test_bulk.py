@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 
 from lib.config import load, schema
-from lib.data.answer_questions import load_questions
 from lib.data.dataset import load_dataset
+from lib.data.prompts import load_questions
 from lib.data.streaming import open_held_out
 from lib.data.tokenizer import load_tokenizer_of
 from lib.distributed.world import World

@@ -15,12 +15,12 @@ import pytest
 
 from lib.config.load import load as load_settings
 from lib.config.schema import DataSettings
-from lib.data.chat_tokens import Encoded
-from lib.data.collate import collate
+from lib.data.batch import collate
+from lib.data.chat import Encoded
 from lib.data.dataset import Dataset, Example, load_dataset
+from lib.data.inspect import facts_of, picture
 from lib.data.record_formats import Chat, Unusable
 from lib.data.streaming import open_training
-from lib.data.template_facts import facts_of, picture
 from lib.data.tokenize import Encoder
 from lib.data.tokenizer import load_tokenizer_of
 from lib.errors import UserError

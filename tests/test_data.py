@@ -23,17 +23,14 @@ from transformers import PreTrainedTokenizerFast
 
 from lib.config.load import load as load_settings
 from lib.config.schema import DataSettings
-from lib.data.batch_shapes import pad_length
-from lib.data.collate import collate
+from lib.data.batch import MicroBatches, collate, pad_length
 from lib.data.dataset import Dataset, Example, load_dataset
 from lib.data.groups import load_groups
-from lib.data.micro_batches import MicroBatches
-from lib.data.model_limits import ModelLimits
-from lib.data.parquet import read_parquet
-from lib.data.prefetch import prefetch
+from lib.data.order import Position, advance, epoch_order, global_batch, micro_batches, prefetch, split
+from lib.data.record_files import read_parquet
 from lib.data.record_formats import Unusable
-from lib.data.row_order import Position, advance, epoch_order, global_batch, micro_batches, split
-from lib.data.truncate import truncate
+from lib.data.tokenize import truncate
+from lib.data.tokenizer import ModelLimits
 from lib.errors import UserError
 
 REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"

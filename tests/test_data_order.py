@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lib.data.row_order import (
+from lib.data.order import (
     Position,
     advance,
     assign_micro_batches,

@@ -19,10 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lib.config.schema import DataSettings
-from lib.data import index, inspect, known_formats, record_files
-from lib.data.messages import check_messages, check_tools
-from lib.data.parse_records import parse, parse_rows
-from lib.data.record_formats import Chat, Columns, Plain, RecordKind, Tokens, Unusable
+from lib.data import formats, inspect, record_files, sources
+from lib.data.formats import parse, parse_rows
+from lib.data.record_formats import Chat, Columns, Plain, RecordKind, Tokens, Unusable, check_messages, check_tools
 from tests import tiny
 
 
@@ -817,7 +816,7 @@ def test_conversations_that_are_learnt_whole_are_held_out_by_all_that_they_say()
     """They have no prompt to be held out by; else all would be on the same side of data.holdout."""
     rows = [{"messages": [user(f"How much is {i}?"), assistant("a")]} for i in range(20)]
     rows += [rows[0] | {"tools": [{"type": "function", "function": {"name": "f"}}]}]
-    keys = [index.keys_of(read(row, "sft", learn="all")) for row in rows]
+    keys = [sources.keys_of(read(row, "sft", learn="all")) for row in rows]
     assert len({prompt for prompt, _ in keys}) == len(rows) and all(prompt == whole for prompt, whole in keys)
 
 
@@ -840,11 +839,11 @@ def test_rows_are_the_same_only_where_all_that_is_trained_is() -> None:
         ({"messages": [user("a"), assistant("b", tool_calls=[CALL], reasoning_content="c")]}, {}),
         ({"messages": [user("a"), assistant("b")]}, {}),
     ]
-    keys = [index.keys_of(read(row, "sft", **settings))[1] for row, settings in rows]
+    keys = [sources.keys_of(read(row, "sft", **settings))[1] for row, settings in rows]
     assert len(set(keys)) == len(keys)
     plain = {"prompt": "a", "completion": "b"}
-    assert index.keys_of(read(plain, "sft")) == index.keys_of(read(rows[-1][0], "sft"))
-    labelled = [index.keys_of(read(plain | {"label": label}, "unpaired"))[1] for label in (True, False)]
+    assert sources.keys_of(read(plain, "sft")) == sources.keys_of(read(rows[-1][0], "sft"))
+    labelled = [sources.keys_of(read(plain | {"label": label}, "unpaired"))[1] for label in (True, False)]
     assert len({*labelled, keys[-1]}) == 3
 
 
@@ -902,7 +901,7 @@ def test_inspection_says_what_was_recognised_with_an_example(
 
 def test_the_document_names_every_format() -> None:
     document = (tiny.ROOT / "docs" / "data.md").read_text()
-    for known in known_formats.KNOWN_FORMATS:
+    for known in formats.KNOWN_FORMATS:
         assert known.name in document, known.name
         assert all(f"`{column}`" in document for column in (*known.needs, *known.uses)), known.name
 
@@ -925,7 +924,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(FIELDS), inner, max_size=4),
     max_leaves=8,
 )
-COLUMNS = sorted(known_formats.columns_read(Columns.of(DataSettings(train="-"))))
+COLUMNS = sorted(formats.columns_read(Columns.of(DataSettings(train="-"))))
 FORMATS = [record for record, *_ in (*PAIRS.values(), *SINGLES.values(), *LABELLED.values())]
 
 
@@ -945,8 +944,8 @@ def test_any_record_is_read_or_refused_with_a_reason(
         assert str(why) and "\n" not in str(why)
         return
     for row in rows:
-        index.keys_of(row)
-        index.sizes_of(row)
+        sources.keys_of(row)
+        sources.sizes_of(row)
         assert len(row.completions) == {"preference": 2, "prompt": 0}.get(kind, 1)
         assert (row.label is None) == (kind != "unpaired")
         if isinstance(row, Chat):

@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tuner.lora import LoRALinear
 
 from lib.config import schema
-from lib.data.collate import Batch, collate
+from lib.data.batch import Batch, collate
 from lib.data.dataset import Example
 from lib.distributed.world import World
 from lib.model import adapter_files, adapters, lora, patches, token_stream

@@ -13,11 +13,10 @@ import pytest
 from mlx.utils import tree_flatten
 
 from lib.config.schema import Config, DataSettings, TrainSettings
-from lib.data.batch_shapes import BatchShape
-from lib.data.collate import collate
+from lib.data.batch import BatchShape, collate
 from lib.data.dataset import Example
 from lib.data.groups import Group, groups_in_memory, load_groups
-from lib.data.model_limits import ModelLimits
+from lib.data.tokenizer import ModelLimits
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.model import logps as logps_module

@@ -21,7 +21,7 @@ import pyarrow.parquet
 import pytest
 
 from lib.config.schema import DataSettings
-from lib.data import hub_datasets, hub_files, sources
+from lib.data import hub, sources
 from lib.errors import UserError
 from tests.tiny import ROOT
 
@@ -237,11 +237,11 @@ def test_a_local_folder_is_fetched_again_once_it_has_changed(tmp_path: Path, mon
 def test_what_a_killed_download_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_bytes(json_lines(PAIRS[:2]))
     source, settings = f"hf://{tmp_path}", DataSettings(train="-", cache_dir=str(tmp_path / "cache"))
-    [shard] = hub_datasets.fetch(source, settings, print)
-    state, left = shard.parent / hub_datasets.STATE, shard.parent / f"{hub_datasets.STATE}.1.unfinished"
+    [shard] = hub.fetch(source, settings, print)
+    state, left = shard.parent / hub.STATE, shard.parent / f"{hub.STATE}.1.unfinished"
     state.write_text(state.read_text().replace("true", "false"))
     left.touch()
-    assert hub_datasets.fetch(source, settings, print) == [shard]
+    assert hub.fetch(source, settings, print) == [shard]
     assert sorted(path.name for path in shard.parent.iterdir()) == sorted([shard.name, state.name])
 
 
@@ -249,9 +249,9 @@ def test_a_stream_goes_on_at_its_row(tmp_path: Path) -> None:
     for i, content in enumerate((parquet(PAIRS[:20]), parquet(PAIRS[20:]))):
         (tmp_path / f"train-{i}.parquet").write_bytes(content)
     for taken in (0, 7, 20, 33, 40):
-        first = hub_files.open_stream("s", str(tmp_path), {})
+        first = hub.open_stream("s", str(tmp_path), {})
         rows = [row for _, row in zip(range(taken), first, strict=False)]
-        second = hub_files.open_stream("s", str(tmp_path), {})
+        second = hub.open_stream("s", str(tmp_path), {})
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
         assert [*rows, *second] == PAIRS, taken
 
@@ -260,9 +260,9 @@ def test_a_broken_line_of_a_hub_is_named(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_bytes(json_lines(PAIRS[:2]) + b"{broken\n")
     settings = DataSettings(train="-", cache_dir=str(tmp_path / "cache"))
     with pytest.raises(UserError, match=r"train.jsonl:3: broken JSON"):
-        hub_datasets.fetch(f"hf://{tmp_path}", settings, print)
+        hub.fetch(f"hf://{tmp_path}", settings, print)
     with pytest.raises(UserError, match="there is no folder /no/where"):
-        hub_datasets.fetch("hf:///no/where", settings, print)
+        hub.fetch("hf:///no/where", settings, print)
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="no file of it ends with .jsonl"):
-        hub_datasets.fetch(f"hf://{tmp_path}/empty", settings, print)
+        hub.fetch(f"hf://{tmp_path}/empty", settings, print)

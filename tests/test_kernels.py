@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten
 
 from lib.config import load
 from lib.config.schema import ModelSettings
-from lib.data.collate import collate
+from lib.data.batch import collate
 from lib.data.dataset import Example, load_dataset
 from lib.distributed.world import World
 from lib.errors import UserError

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib.config.schema import TrainSettings
-from lib.data import row_order
+from lib.data import order as row_order
 from lib.system.records import read_records
 from lib.training import local_sgd
 from lib.training.optimizers import learning_rate

@@ -12,8 +12,8 @@ import mlx.nn as nn
 import pytest
 
 from lib.config.schema import ModelSettings
-from lib.data.model_limits import ModelLimits
 from lib.data.record_formats import Unusable
+from lib.data.tokenizer import ModelLimits
 from lib.evaluate import command
 from lib.model import load as load_module
 from lib.model.lookup_tables import bounded

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from lib.config.schema import PlanSettings
-from lib.data import micro_batches
+from lib.data import batch
 from lib.distributed import heartbeat
 from lib.distributed.world import World
 from lib.launch import host_ranks, rank_faults
@@ -164,7 +164,7 @@ def test_half_the_micro_batch_for_those_that_ran_out_and_the_same_share() -> Non
     assert [rank.max_micro_batch_size for rank in half.ranks] == [None, 4]
     again = half.halved([1]).halved([1])
     assert again.micro_batch_sizes[1] == (1,) * 20 and again.halved([1]).micro_batch_sizes[1] == (1,) * 20
-    assert [sum(micro_batches.pieces(9, most)) for most in (None, 4, 9)] == [9] * 3 and micro_batches.pieces(9, 4) == [
+    assert [sum(batch.pieces(9, most)) for most in (None, 4, 9)] == [9] * 3 and batch.pieces(9, 4) == [
         3,
         3,
         3,

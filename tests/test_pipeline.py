@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm.utils import save_model
 
 from lib.config import schema
-from lib.data.collate import Batch, collate
+from lib.data.batch import Batch, collate
 from lib.data.dataset import Example
 from lib.distributed.compression import BLOCK
 from lib.distributed.links import Links

@@ -14,7 +14,7 @@ from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear
 
 from lib.config import schema
-from lib.data.collate import collate
+from lib.data.batch import collate
 from lib.model import adapters, logps, lora, quantised, token_stream
 from lib.model import load as load_module
 from lib.model.quantised_products import ALWAYS, NEVER, DequantiseFrom, Product, dequantise_from, faster_from, go_by

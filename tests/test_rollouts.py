@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 
 from lib.config.load import load
 from lib.config.rollout_settings import RolloutSettings
-from lib.data.answer_questions import load_questions
 from lib.data.dataset import load_dataset
-from lib.data.prompts import open_prompts
+from lib.data.prompts import load_questions, open_prompts
 from lib.data.tokenize import Encoder
 from lib.data.tokenizer import load_tokenizer_of
 from lib.errors import UserError

@@ -19,7 +19,7 @@ from mlx_lm.utils import quantize_model, save_model
 
 import train as script
 from lib.config import load, schema
-from lib.data.collate import Batch, collate
+from lib.data.batch import Batch, collate
 from lib.data.dataset import Example
 from lib.distributed import world as world_module
 from lib.distributed.world import World

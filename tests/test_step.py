@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from lib import errors
 from lib.config import load, schema
-from lib.data.collate import collate
+from lib.data.batch import collate
 from lib.data.dataset import Example
 from lib.distributed import world as world_module
 from lib.distributed.world import World

@@ -21,12 +21,11 @@ import pytest
 import train as script
 from lib.config import load
 from lib.config.schema import DataSettings
-from lib.data import hub_datasets, sources
+from lib.data import hub, sources
+from lib.data.batch import MicroBatches
 from lib.data.dataset import load_dataset
-from lib.data.micro_batches import MicroBatches
-from lib.data.row_order import epoch_order
+from lib.data.order import epoch_order
 from lib.data.streaming import StreamedDataset, open_held_out, open_training
-from lib.data.token_cache import TokenCache
 from lib.distributed.world import World
 from lib.errors import UserError
 from tests import rounding, tiny
@@ -306,46 +305,6 @@ def test_a_row_that_only_its_tokens_show_to_be_unusable(tmp_path: Path) -> None:
     assert data.skipped_count == 2 and data.skipped[1].startswith(f"{path}:2002: the prompt alone")
 
 
-def test_kept_tokens_survive_what_crashes_and_others_do(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", RECORDS)
-    expected = in_memory(tmp_path, path)
-    one, other = open_streamed(tmp_path, path), open_streamed(tmp_path, path)
-    for row in range(0, 60, 2):  # two writers of one host
-        assert tokens_of(one, row) == tokens_of(other, row + 1)[:0] + tokens_of(expected, row)
-        tokens_of(other, row + 1)
-    (folder,) = (tmp_path / "cache").glob("tokens-*")
-    damaged = folder / "segment-00001.bin"
-    content = bytearray(damaged.read_bytes())
-    content[len(content) // 2] ^= 1
-    damaged.write_bytes(content[:-9])  # a bit that flipped, and an end that never reached the disk
-    again = open_streamed(tmp_path, path)
-    assert [tokens_of(again, row) for row in range(60)] == [tokens_of(expected, row) for row in range(60)]
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_kept_tokens_of_another_user_are_written_where_the_folder_is_theirs_too(tmp_path: Path) -> None:
-    """As on disks that give all files to one user."""
-    path = write(tmp_path / "a.jsonl", RECORDS)
-    open_streamed(tmp_path, path)
-    (table,) = (tmp_path / "cache").glob("tokens-*/table.bin")
-    os.chown(table, 12345, -1)
-    with pytest.raises(UserError, match=f"^{table} is a link, has a second name, is another user's"):
-        open_streamed(tmp_path, path)
-    os.chown(table.parent, 12345, -1)
-    assert len(open_streamed(tmp_path, path)) == 60
-
-
-def test_a_full_disk_costs_the_kept_tokens_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = open_streamed(tmp_path, write(tmp_path / "a.jsonl", RECORDS))
-
-    def full(self: TokenCache, number: int, pieces: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(TokenCache, "put", full)
-    (tmp_path / "cache").rename(tmp_path / "gone")
-    assert [len(data.examples([row])) for row in range(60)] == [1] * 60
-
-
 # ---- Streams from afar
 
 
@@ -372,9 +331,9 @@ class Stream:
 def test_a_stream_is_spooled_to_shards_and_goes_on_where_it_broke_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub_datasets, "SHARD_BYTES", 1500)
+    monkeypatch.setattr(hub, "SHARD_BYTES", 1500)
     streams = iter([Stream(60, breaks_at=33), Stream(60, breaks_at=50), Stream(60)])
-    monkeypatch.setattr(hub_datasets, "open_stream", lambda *_: next(streams))
+    monkeypatch.setattr(hub, "open_stream", lambda *_: next(streams))
     for _ in range(2):
         with pytest.raises(UserError, match="hf://x/y: the stream broke off .reset by peer.; start again"):
             open_streamed(tmp_path, "hf://x/y")
@@ -387,7 +346,7 @@ def test_a_stream_is_spooled_to_shards_and_goes_on_where_it_broke_off(
 
 
 def test_a_stream_stops_at_the_limit_and_at_the_rows_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_datasets, "open_stream", lambda *_: Stream(60))
+    monkeypatch.setattr(hub, "open_stream", lambda *_: Stream(60))
     with pytest.raises(UserError, match=r"more than data.spool_limit_gb allows .* take fewer with \?rows=N"):
         open_streamed(tmp_path, "hf://x/y", spool_limit_gb=2e-6)
     assert len(open_streamed(tmp_path, "hf://x/y?rows=7")) == 7
@@ -404,7 +363,7 @@ def test_ranks_of_one_host_fetch_a_stream_once(tmp_path: Path, monkeypatch: pyte
                 both.wait(0.2)  # until the other one writes, too, if it is let
             return super().__iter__()
 
-    monkeypatch.setattr(hub_datasets, "open_stream", lambda *_: Slow(60))
+    monkeypatch.setattr(hub, "open_stream", lambda *_: Slow(60))
     told = list[str]()
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         ranks = [pool.submit(sources.files_of, "hf://x/y", settings_of(tmp_path, "-"), told.append) for _ in range(2)]

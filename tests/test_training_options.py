@@ -14,7 +14,7 @@ from mlx_lm.utils import load_adapters, load_model
 
 from lib.config import load, schema
 from lib.config.schema import TrainSettings
-from lib.data.collate import Batch, collate
+from lib.data.batch import Batch, collate
 from lib.data.dataset import load_dataset
 from lib.data.tokenizer import vocabulary
 from lib.distributed.world import World

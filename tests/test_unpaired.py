@@ -15,10 +15,8 @@ from mlx.utils import tree_flatten
 from lib import errors
 from lib.config import load
 from lib.config.schema import Config, DataSettings, TrainSettings
-from lib.data.collate import collate
-from lib.data.dataset import Dataset, Example, load_dataset
-from lib.data.micro_batches import MicroBatches
-from lib.data.mismatched import partners, with_mismatched
+from lib.data.batch import MicroBatches, collate
+from lib.data.dataset import Dataset, Example, load_dataset, partners, with_mismatched
 from lib.data.streaming import StreamedDataset, open_training
 from lib.distributed.world import World
 from lib.evaluate.command import main as evaluate

@@ -14,7 +14,7 @@ from mlx_lm.models.base import create_causal_mask
 from lib.config import schema
 from lib.config.schema import DataSettings
 from lib.data import tokenizer as tokenizer_module
-from lib.data.collate import collate
+from lib.data.batch import collate
 from lib.data.dataset import Example
 from lib.distributed.world import World
 from lib.errors import UserError

@@ -1,7 +1,7 @@
 """A data set in memory: records ➜ examples, which are the token ids of a prompt and of its completions.
 
 The prompt is what inference sends, token for token, and a completion is what the model appends to it
-(lib/data/chat_tokens.py). Most completions are learnt whole. Of a conversation of several turns, or behind a block that
+(lib/data/chat.py). Most completions are learnt whole. Of a conversation of several turns, or behind a block that
 the template writes by itself, some tokens are not: they are kept as -1 - id, wherever pieces are stored.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -18,15 +18,12 @@ from typing import NamedTuple, Unpack
 import numpy as np
 
 from lib.config.schema import DataSettings
-from lib.data import index, parse_records, record_files, sources
-from lib.data.chat_tokens import Encoded
-from lib.data.model_limits import ModelLimits
+from lib.data import formats, record_files, sources
+from lib.data.chat import Encoded
 from lib.data.record_formats import JSON, Chat, Plain, RecordKind, Tokens, Unusable, Unwanted
 from lib.data.sources import Records
-from lib.data.stamped_tokens import require_own
-from lib.data.text_tokens import Tokenizer
-from lib.data.tokenize import Encoder, Vocabulary, encode_records, limits_of
-from lib.data.truncate import truncate
+from lib.data.tokenize import Encoder, encode_records, truncate
+from lib.data.tokenizer import ModelLimits, Tokenizer, Vocabulary, limits_of, require_own
 from lib.errors import UserError
 
 # Records tokenised at a time: enough for a fast tokenizer's threads, little enough to keep in memory.
@@ -87,7 +84,7 @@ class Sized:
 
     kind: RecordKind
     has_mismatched: bool = False
-    """Whether each row has another prompt's completion beside its own (lib/data/mismatched.py)."""
+    """Whether each row has another prompt's completion beside its own (lib/data/dataset.py)."""
     labels: np.ndarray | None = None
     """bool [n], of unpaired feedback: whether a row's completion is desirable."""
 
@@ -142,7 +139,7 @@ class Sized:
 
 @dataclass(frozen=True, eq=False)
 class Dataset(Sized):
-    """Examples in memory, in the files' order; index them with the rows of lib/data/row_order.py."""
+    """Examples in memory, in the files' order; index them with the rows of lib/data/order.py."""
 
     path: str
     kind: RecordKind
@@ -260,7 +257,7 @@ def load_dataset(
                     skipped.append(f"{place}: {result}")
                     continue
                 assert not isinstance(record, Unusable)
-                prompt_key, key = index.keys_of(record)
+                prompt_key, key = sources.keys_of(record)
                 if settings.deduplicate and key in keys:
                     unwanted_count += 1
                     continue
@@ -353,12 +350,12 @@ def _parsed(file: Path, settings: DataSettings, kind: RecordKind) -> Iterator[tu
 def parse_rows(record: JSON, settings: DataSettings, kind: RecordKind) -> Sequence[Record | Unusable]:
     """The form of each row that a record gives, or why it has none."""
     try:
-        return parse_records.parse_rows(record, settings, kind)
+        return formats.parse_rows(record, settings, kind)
     except Unusable as why:
         return [why]
 
 
-def parse(records: Records, number: int, settings: DataSettings, kind: RecordKind) -> Record | Unusable:
+def parse_record(records: Records, number: int, settings: DataSettings, kind: RecordKind) -> Record | Unusable:
     """The form of an indexed record, or why it has none."""
     rows, label = parse_rows(records[number], settings, kind), records.label(number)
     return next(row for row in rows if len(rows) == 1 or (not isinstance(row, Unusable) and row.label == label))
@@ -423,3 +420,60 @@ def _finish(
     if not all(map(len, Example.of(0, pieces).scored_indices)):  # a mean over none would make the whole step NaN
         raise Unusable("one token and no prompt: nothing comes before it to predict it from")
     return pieces, is_cut or short is not encoded
+
+
+def partners(prompt_keys: np.ndarray) -> np.ndarray:
+    """For each row the one whose completion it gets: int64 [n], always of another prompt.
+
+    All rows are put into an order drawn from their number; each gets the next row in it, cyclically, that has another
+    prompt. So, where prompts do not repeat, every completion is taken once.
+
+    prompt_keys: [n], equal for rows of the same prompt, and for no others.
+
+    Raises:
+        ValueError: all rows have the same prompt.
+    """
+    count = len(prompt_keys)
+    draws = np.random.Philox(np.random.SeedSequence([count])).random_raw(count)
+    order = np.argsort(draws, kind="stable")
+    keys = prompt_keys[order]
+    first_of_runs = np.flatnonzero(keys != np.roll(keys, 1))  # cyclically: a run may go on at the beginning
+    if not len(first_of_runs):
+        raise ValueError("all rows have the same prompt")
+    following = np.searchsorted(first_of_runs, np.arange(count), side="right") % len(first_of_runs)
+    result = np.empty(count, np.int64)
+    result[order] = order[first_of_runs[following]]
+    return result
+
+
+def same_prompt(name: str) -> UserError:
+    """What `partners` cannot do, for people."""
+    return UserError(
+        f"{name}: train.loss=kto compares every completion with those of other prompts, and all rows have the same "
+        "prompt; add rows of another, or take train.loss=bco"
+    )
+
+
+def fitted(prompt: np.ndarray, completion: np.ndarray, max_length: int) -> np.ndarray:
+    """Another prompt's completion behind a prompt: cut at its end to data.max_length, the prompt stays whole."""
+    return completion[: max_length - len(prompt)]
+
+
+def with_mismatched(dataset: Dataset, max_length: int) -> Dataset:
+    """The data set with another prompt's completion as the last one of each row.
+
+    Raises:
+        UserError: all rows have the same prompt.
+    """
+    numbers: dict[bytes, int] = {}
+    rows = list(dataset)
+    keys = np.array([numbers.setdefault(row.prompt_ids.tobytes(), len(numbers)) for row in rows])
+    try:
+        others = partners(keys)
+    except ValueError:
+        raise same_prompt(dataset.path) from None
+    pieces = []
+    for row, other in zip(rows, others.tolist(), strict=True):
+        pieces += [*row.stored, fitted(row.prompt_ids, rows[other].stored[1], max_length)]
+    packed = pack(dataset.kind, pieces, dataset.labels)
+    return replace(dataset, **packed._asdict(), has_mismatched=True)

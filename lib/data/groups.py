@@ -22,8 +22,8 @@ import numpy as np
 from lib.config.schema import DataSettings
 from lib.data import record_files, sources
 from lib.data.dataset import Dataset, Example, Pieces, pack
-from lib.data.model_limits import LARGEST_ID, ModelLimits
 from lib.data.record_formats import JSON, Unusable, name_of_type
+from lib.data.tokenizer import LARGEST_ID, ModelLimits
 from lib.errors import UserError
 
 COLUMNS = ("prompt_ids", "completion_ids", "rewards")

@@ -15,6 +15,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,118 @@ from rich.text import Text
 
 from lib.config import command_line, help, load
 from lib.config.schema import Config, DataSettings
-from lib.data import sources, template_facts
-from lib.data.dataset import Example, Pieces, Record, parse, tokenised
-from lib.data.model_limits import NO_LIMITS, ModelLimits
-from lib.data.record_formats import Chat, Message, RecordKind, Unusable, Unwanted
+from lib.data import sources
+from lib.data.chat import OPENED_THINKING, ChatTemplate, Conversation
+from lib.data.dataset import Example, Pieces, Record, parse_record, tokenised
+from lib.data.record_formats import JSON, Chat, Message, RecordKind, Unusable, Unwanted
 from lib.data.sources import Records
-from lib.data.text_tokens import Tokenizer
-from lib.data.tokenize import Encoder, limits_of
+from lib.data.tokenize import Encoder
+from lib.data.tokenizer import NO_LIMITS, ModelLimits, Tokenizer, limits_of
 from lib.errors import UserError
 from lib.system import mpi_and_blas
 from lib.system.files import require_absent
 from lib.system.terminal import Terminal
+
+WORDS = {name: f"qZ7{name}Z7q" for name in ("system", "thinking", "tool", "call", "first", "second")}
+
+
+@dataclass(frozen=True)
+class TemplateFacts:
+    """What becomes of the parts of a chat."""
+
+    system: str
+    thinking: str
+    tools: str
+    history: str
+    end: str
+
+    def __str__(self) -> str:
+        return (
+            f"chat template: system prompts {self.system}; thinking {self.thinking}; tools {self.tools}; "
+            f"earlier turns {self.history}; turns end with {self.end}"
+        )
+
+
+def facts_of(encoder: Encoder) -> TemplateFacts | None:
+    """What the encoder's template does; None where it uses none."""
+    template = encoder.template
+    if not template.is_used:
+        return None
+    return TemplateFacts(
+        "open the first question" if template.refuses_system else "have a turn of their own",
+        _thinking(template),
+        _tools(template),
+        _history(template),
+        " or ".join(encoder.tokenizer.decode([token]) for token in sorted(encoder.end_ids)),
+    )
+
+
+def _text(template: ChatTemplate, messages: list[Message], is_prompt: bool, tools: Any = None, **given: Any) -> str:
+    """The rendering; nothing where it is refused."""
+    arguments: JSON = {**template.arguments_without_answer, **given}
+    (text,) = template.texts([Conversation(messages, tools, arguments)], is_prompt)
+    return "" if isinstance(text, Unusable) else text
+
+
+def _said(role: str, name: str, **fields: Any) -> Message:
+    return {"role": role, "content": WORDS[name], **fields}  # type: ignore[typeddict-item]
+
+
+def _thinking(template: ChatTemplate) -> str:
+    question = _said("user", "first")
+    thought = _said("assistant", "second", reasoning_content=WORDS["thinking"])
+    off, on = (_text(template, [question], True, enable_thinking=thinks) for thinks in (False, True))
+    is_kept = WORDS["thinking"] in _text(template, [question, thought], False, enable_thinking=True)
+    if OPENED_THINKING.search(off):
+        return "always opened by the prompt"
+    if off != on:
+        return "off, unless an answer thinks or data.chat_template_kwargs.enable_thinking=true"
+    return "kept where an answer has it" if is_kept else "unknown to it"
+
+
+def _tools(template: ChatTemplate) -> str:
+    definition = {"name": WORDS["tool"], "description": "d", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": definition}]
+    call = {"id": "call12345", "type": "function", "function": {"name": WORDS["call"], "arguments": {}}}
+    question: Message = _said("user", "first")
+    without: Any = {"role": "assistant", "tool_calls": [call]}
+    answers: list[Any] = [without, {**without, "content": ""}]  # each is what some templates want
+    is_defined = WORDS["tool"] in _text(template, [question], True, tools)
+    is_called = any(WORDS["call"] in _text(template, [question, answer], False, tools) for answer in answers)
+    if is_defined and is_called:
+        return "known"
+    return "defined, but no calls of them" if is_defined else "calls alone" if is_called else "unknown to it"
+
+
+def _history(template: ChatTemplate) -> str:
+    turns = [_said("user", "first"), _said("assistant", "second")]
+    thought = [turns[0], _said("assistant", "second", reasoning_content=WORDS["thinking"])]
+    later = [*turns, _said("user", "first")]
+    short = _text(template, turns, False)
+    is_last, is_earlier = (
+        WORDS["thinking"] in _text(template, messages, False, enable_thinking=True)
+        for messages in (thought, [*thought, *turns])
+    )
+    if is_last and not is_earlier:
+        return "lose their thinking"
+    until = short.find(WORDS["second"])
+    is_kept = until >= 0 and _text(template, later, False).startswith(short[:until])
+    return "stay as they were" if is_kept else "are written differently from the last one"
+
+
+def picture(example: Example, tokenizer: Tokenizer, k: int, colour: str) -> Text:
+    """A row as the model sees it: the prompt dim, learnt tokens in colour within ⟦⟧, others of the completion plain."""
+    text = Text(tokenizer.decode(example.prompt_ids.tolist()), style="dim")
+    ids = example.completions[k].tolist()
+    mask = [True] * len(ids) if example.learnt is None else example.learnt[k].tolist()
+    start = 0
+    for index in range(1, len(ids) + 1):
+        if index == len(ids) or mask[index] != mask[start]:
+            piece = tokenizer.decode(ids[start:index])
+            text.append(f"⟦{piece}⟧" if mask[start] else piece, style=colour if mask[start] else "not dim")
+            start = index
+    return text
+
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
 NAMED = 5
@@ -125,7 +227,7 @@ def inspect(files: Sequence[str], settings: Config, with_model: bool, picture: s
         _draw(Path(picture), lengths, unit, data.max_length if with_model else None)
         say.line(f"histogram: {picture}")
     _show_formats(say, records, data, kind)
-    if encoder is not None and (known_facts := template_facts.facts_of(encoder)):
+    if encoder is not None and (known_facts := facts_of(encoder)):
         say.line(str(known_facts))
     if tokenizer is not None:
         _show_rows(say, records, kept[:SHOWN].tolist(), data, kind, encoder, tokenizer)
@@ -143,7 +245,7 @@ def _tokenised(
     cut = filtered = unusable = 0
 
     def read() -> Iterator[tuple[str, Any]]:
-        return ((str(number), parse(records, number, data, kind)) for number in range(len(records)))
+        return ((str(number), parse_record(records, number, data, kind)) for number in range(len(records)))
 
     results: Iterator[tuple[str, Any, tuple[Pieces, bool] | Unusable]] = tokenised(read(), whole, encoder, limits)
     for number, (_, _, result) in enumerate(results):
@@ -206,7 +308,7 @@ def _show_formats(say: Terminal, records: Records, data: DataSettings, kind: Rec
             counts[name] = counts.get(name, 0) + seen["count"]
             first.setdefault(name, start + seen["first"])
     for name, count in counts.items():
-        record = parse(records, first[name], data, kind)
+        record = parse_record(records, first[name], data, kind)
         say.line("")
         say.line(f"{name}, {count:,} rows, the first: {records.location(first[name])}", "bold")
         for title, text, style in _as_read(record):
@@ -320,7 +422,7 @@ def _show_rows(
     tokenizer: Tokenizer,
 ) -> None:
     """Rows as the model sees them: what it is given is dim, what it is scored on is coloured, cut ends are left out."""
-    read = ((str(number), parse(records, number, data, kind)) for number in numbers)
+    read = ((str(number), parse_record(records, number, data, kind)) for number in numbers)
     for number, (_, _, result) in zip(numbers, tokenised(read, data, encoder, NO_LIMITS), strict=True):
         say.line(records.location(number), "bold")
         if isinstance(result, Unusable):
@@ -329,5 +431,5 @@ def _show_rows(
         example = Example.of(number, result[0])
         names = ("chosen", "rejected") if len(example.completions) > 1 else ("completion",)
         for k, (name, colour) in enumerate(zip(names, ("green", "red"), strict=False)):
-            say.line(Text(f"  {name}: ").append_text(template_facts.picture(example, tokenizer, k, colour)))
+            say.line(Text(f"  {name}: ").append_text(picture(example, tokenizer, k, colour)))
     say.line("the loss is on what stands in ⟦⟧ alone")

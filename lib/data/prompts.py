@@ -10,16 +10,118 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lib.config.rollout_settings import RolloutSettings
-from lib.config.schema import DataSettings
+from lib.config.schema import Config, DataSettings
 from lib.data import record_files, sources
-from lib.data.chat_tokens import Encoded
-from lib.data.dataset import Example, Sized, parse
-from lib.data.model_limits import NO_LIMITS, ModelLimits
-from lib.data.record_formats import JSON, RecordKind, Unusable
+from lib.data import tokenizer as tokenizer_module
+from lib.data.chat import Encoded
+from lib.data.dataset import Example, Sized, parse_record
+from lib.data.formats import TEMPLATE_ARGUMENTS, parse
+from lib.data.record_files import read
+from lib.data.record_formats import ANSWER, JSON, Chat, Message, Plain, RecordKind, Tokens, Unusable
 from lib.data.sources import Records
-from lib.data.stamped_tokens import require_own
 from lib.data.tokenize import Encoder, encode_records
+from lib.data.tokenizer import NO_LIMITS, ModelLimits, Tokenizer, require_own, stamp_of
 from lib.errors import UserError
+
+
+def asked_of(record: JSON, data: DataSettings, tokenizer: Tokenizer) -> str | list[Message]:
+    """A record's prompt, whatever its format: text, or messages up to the one that is to be answered.
+
+    A text that its template alone makes a message of stays a text. Raises Unusable.
+    """
+    return shown(parse(record, data, "prompt"), record.get(data.prompt), tokenizer)
+
+
+def shown(parsed: Tokens | Plain | Chat, stored: object, tokenizer: Tokenizer) -> str | list[Message]:
+    """The prompt of a parsed record. stored: what its column has."""
+    if isinstance(parsed, Tokens):
+        return str(tokenizer.decode(parsed.prompt))
+    if isinstance(parsed, Plain):
+        return parsed.prompt or ""
+    is_text = isinstance(stored, str) and parsed.prompt == [{"role": "user", "content": stored}]
+    return str(stored) if is_text else parsed.prompt
+
+
+def columns_of(record: JSON, data: DataSettings, tokenizer: Tokenizer) -> JSON:
+    """The columns of a prompt, under the names that every reader knows: training renders what was answered.
+
+    Raises Unusable.
+    """
+    parsed = parse(record, data, "prompt")
+    columns: JSON = {"prompt": shown(parsed, record.get(data.prompt), tokenizer)}
+    if isinstance(parsed, Tokens):
+        columns |= {"prompt_ids": parsed.prompt, **stamp_of(tokenizer)}
+    if isinstance(parsed, Chat) and parsed.tools:
+        columns["tools"] = parsed.tools
+    if isinstance(parsed, Chat) and parsed.template_arguments:
+        columns[TEMPLATE_ARGUMENTS] = parsed.template_arguments
+    return columns
+
+
+def ids_of(parsed: Tokens | Plain | Chat, encoder: Encoder) -> list[int]:
+    """The tokens that a model is sent for a parsed prompt, with its tools and the record's own template arguments.
+
+    Raises Unusable.
+    """
+    (encoded,) = encode_records([parsed], encoder, "")
+    if isinstance(encoded, Unusable):
+        raise encoded
+    if not encoded.prompt:
+        raise Unusable("the prompt is empty")
+    return encoded.prompt
+
+
+def last_text(prompt: str | list[Message]) -> str:
+    """What is said last in a prompt."""
+    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"] if prompt else "")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt whose answer a program can check."""
+
+    prompt: str
+    prompt_ids: list[int]
+    answer: str
+
+
+def load_questions(settings: Config, tokenizer: Tokenizer | None, limits: ModelLimits = NO_LIMITS) -> list[Question]:
+    """The records of evaluate.answers, at most evaluate.answers_limit. limits: of the model that answers.
+
+    Raises:
+        UserError: a record without a prompt or an answer, or a prompt that the model cannot answer; a model without a
+            tokenizer.
+    """
+    path = settings.evaluate.answers
+    if path is None:
+        return []
+    if tokenizer is None:
+        raise UserError(f"evaluate.answers={path} needs a tokenizer, but model.path {settings.model.path} has none")
+    encoder = Encoder(tokenizer, settings.data, tokenizer_module.vocabulary(settings.model)["eos_token_id"])
+    encoder.stop_generation()
+    questions = []
+    for line, record in read(path, settings.data):
+        if isinstance(record, ValueError):
+            raise UserError(f"{path}:{line}: {record}")
+        answer = record.get(ANSWER)
+        if not isinstance(answer, str | int | float):
+            raise UserError(
+                f"{path}:{line}: a question needs {settings.data.prompt!r} and {ANSWER!r}; it has {', '.join(record)}"
+            )
+        try:
+            parsed = parse(record, settings.data, "prompt")
+            ids = ids_of(parsed, encoder)
+            limits.check_ids([ids])
+            limits.check_answer(len(ids), settings.evaluate.max_tokens, "evaluate.max_tokens")
+            said = last_text(shown(parsed, record.get(settings.data.prompt), tokenizer))
+        except Unusable as why:
+            raise UserError(f"{path}:{line}: {why}") from None
+        questions.append(Question(said, ids, str(answer).strip()))
+        if len(questions) == settings.evaluate.answers_limit:
+            break
+    if not questions:
+        raise UserError(f"evaluate.answers={path} has no records")
+    return questions
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +234,7 @@ def open_prompts(
         settings = settings.model_copy(update={"holdout": 0.0})
     rows = sources.chosen_rows(records, ends, list(weights.values()), settings, bool(held_out))
     kept, ids, skipped = [], [], [text for index in records.indices for text in index.unusable]
-    parsed = [parse(records, row, settings, "prompt") for row in rows.tolist()]
+    parsed = [parse_record(records, row, settings, "prompt") for row in rows.tolist()]
     for row, record, encoded in zip(rows.tolist(), parsed, encode_records(parsed, encoder, name), strict=True):
         require_own(record, encoder.tokenizer if encoder else None, records.location(row))
         try:

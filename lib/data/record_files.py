@@ -10,25 +10,62 @@ import gzip
 import json
 import shlex
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from lib.config import read_file
 from lib.config.schema import DataSettings
-from lib.data.known_formats import columns_read
-from lib.data.parquet import read_parquet
-from lib.data.record_formats import (
-    ANSWER,
-    JSON,
-    LINE_BYTES,
-    TOKEN_COLUMNS,
-    Columns,
-    RecordKind,
-    Unusable,
-    name_of_type,
-)
+from lib.data.formats import columns_read
+from lib.data.record_formats import ANSWER, JSON, LINE_BYTES, TOKEN_COLUMNS, Columns, RecordKind, Unusable, name_of_type
 from lib.errors import UserError
+
+if TYPE_CHECKING:
+    pass
+
+BATCH_ROWS = 1024
+
+
+def read_parquet(file: Path | IO[bytes], known: Collection[str] | None = None) -> Iterator[tuple[int, JSON | Unusable]]:
+    """Yield (row, record), rows counted from 1; columns that are not `known` are null, and not read."""
+    import pyarrow
+    import pyarrow.parquet
+
+    line = 0
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            names = table.schema_arrow.names
+            wanted = [name for name in names if known is None or name in known]
+            for group in range(table.metadata.num_row_groups):  # Arrow joins no nested columns of two groups
+                for batch in table.iter_batches(BATCH_ROWS, row_groups=[group], columns=wanted):
+                    for row in range(batch.num_rows):
+                        line += 1
+                        yield line, _row(batch, row, names, wanted)
+    except (pyarrow.ArrowException, OSError, RecursionError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and error.errno:  # of the disk, not of the file's content
+            raise
+        yield line + 1, Unusable(f"not a readable parquet file: {(str(error).splitlines() or ['damaged'])[0]}")
+
+
+def _row(batch: Any, row: int, names: list[str], wanted: list[str]) -> JSON | Unusable:
+    try:
+        values = {name: _without_nulls(batch.column(i)[row].as_py()) for i, name in enumerate(wanted)}
+    except UnicodeDecodeError as error:
+        return Unusable(f"not valid UTF-8 at byte {error.start + 1} of a string")
+    except (ValueError, OverflowError, ArithmeticError) as error:  # a date of the year 200,000
+        return Unusable(f"a value that Python has no type for: {error}")
+    return dict.fromkeys(names) | values
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value of parquet without the fields that are null: each object of a column has the fields of all of them.
+
+    Items of lists stay: a list has only what was written.
+    """
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
 
 # What a compressed file begins with, and what to do with it.
 PACKED = {

@@ -1,4 +1,4 @@
-"""Training data larger than memory: rows are read and tokenised when their turn comes, and kept tokenised on the disk.
+"""Training data larger than memory: rows are read and tokenised when their turn comes.
 
 The seeded order and the division among ranks need every row's length before any is tokenised. So lengths are estimated:
 from the characters of each piece, which the index has, and the tokens a character of a seeded sample, in whole numbers,
@@ -10,24 +10,31 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Unpack
 
 import numpy as np
 
 from lib.config.schema import DataSettings
-from lib.data import index as index_module
 from lib.data import record_files, sources
-from lib.data.dataset import Dataset, Example, Pieces, Sized, in_memory, load_dataset, parse, tokenised
-from lib.data.mismatched import fitted, partners, same_prompt, with_mismatched
-from lib.data.model_limits import ModelLimits
+from lib.data.dataset import (
+    Dataset,
+    Example,
+    Pieces,
+    Sized,
+    fitted,
+    in_memory,
+    load_dataset,
+    parse_record,
+    partners,
+    same_prompt,
+    tokenised,
+    with_mismatched,
+)
 from lib.data.record_formats import Columns, RecordKind, Unusable, Unwanted
 from lib.data.sources import Records
-from lib.data.text_tokens import Tokenizer
-from lib.data.token_cache import TokenCache
-from lib.data.tokenize import TOKENS_VERSION, Encoder, Vocabulary, limits_of
+from lib.data.tokenize import Encoder
+from lib.data.tokenizer import ModelLimits, Tokenizer, Vocabulary, limits_of
 from lib.errors import UserError
 
 # Rows that are tokenised to know how many tokens a character makes.
@@ -47,7 +54,7 @@ def open_training(
 ) -> Dataset | StreamedDataset:
     """data.train without what is held out: in memory, or, from 64 MB on (data.streaming), as it is needed.
 
-    mismatched: whether each row gets another prompt's completion, too (lib/data/mismatched.py).
+    mismatched: whether each row gets another prompt's completion, too (lib/data/dataset.py).
 
     Raises:
         UserError: as `load_dataset`; of a streamed data set, for faults that show without tokens, and for those of a
@@ -115,7 +122,7 @@ def _held_out(
     name, pieces, cut, unwanted = " + ".join(weights), Pieces(), 0, 0
     skipped: list[str] = []
     labels: list[bool] = []
-    read = ((records.location(row), parse(records, row, settings, kind)) for row in rows.tolist())
+    read = ((records.location(row), parse_record(records, row, settings, kind)) for row in rows.tolist())
     for place, record, result in tokenised(read, settings, encoder, limits_of(vocabulary)):
         if isinstance(result, Unusable):
             unwanted += isinstance(result, Unwanted)
@@ -139,7 +146,7 @@ def is_streamed(settings: DataSettings, tell: Callable[[str], None] = lambda tex
     if settings.streaming is not None:
         return settings.streaming
     files = [file for source in sources.weights_of(settings.train) for file in sources.files_of(source, settings, tell)]
-    return sum(file.stat().st_size * UNPACKED.get(file.suffix, 1) for file in files) >= index_module.STREAMED_BYTES
+    return sum(file.stat().st_size * UNPACKED.get(file.suffix, 1) for file in files) >= sources.STREAMED_BYTES
 
 
 def _choose(
@@ -194,7 +201,7 @@ class StreamedDataset(Sized):
         self.has_mismatched = False  # not until rows are known by themselves
         self._left_out: set[int] = set()
         self.encoder, self.limits = encoder, limits
-        self.skipped = [text for index in records.indices for text in index.unusable][: index_module.NAMED]
+        self.skipped = [text for index in records.indices for text in index.unusable][: sources.NAMED]
         self.skipped_count = sum(index.unusable_count for index in records.indices)
         self.unwanted_count = 0
         """Rows that a filter by length has left out so far."""
@@ -204,15 +211,6 @@ class StreamedDataset(Sized):
         )
         for index in records.indices:
             made_by.update(f"{index.digest} {len(index.entries)}".encode())
-        # Not of the digest, by which a run knows its data when it goes on: older runs have it without these.
-        kept_by = made_by.copy()
-        arguments = json.dumps(settings.chat_template_kwargs, sort_keys=True, default=str)
-        kept_by.update(f"{TOKENS_VERSION} {arguments}".encode())
-        self._cache: TokenCache | None = TokenCache(
-            Path(settings.cache_dir) / f"tokens-{kept_by.hexdigest()[:24]}",
-            len(records),
-            1 + self.completions_per_example,
-        )
         draws = np.random.Philox(np.random.SeedSequence([len(rows)])).random_raw(SAMPLE_ROWS)
         sample = np.unique(draws % np.uint64(len(rows))).astype(np.int64)
         examples = self.examples(sample.tolist())
@@ -277,9 +275,9 @@ class StreamedDataset(Sized):
 
     def _pieces_of(self, numbers: Sequence[int]) -> dict[int, Pieces | None]:
         """Some records' prompts and own completions; None for one that is left out."""
-        kept = {number: self._cache.get(number) if self._cache else None for number in numbers}
-        missing = [number for number, pieces in kept.items() if pieces is None]
-        read = ((str(number), parse(self.records, number, self.settings, self.kind)) for number in missing)
+        missing = list(dict.fromkeys(numbers))
+        kept: dict[int, Pieces | None] = dict.fromkeys(missing)
+        read = ((str(number), parse_record(self.records, number, self.settings, self.kind)) for number in missing)
         for number, (_, _, result) in zip(
             missing, tokenised(read, self.settings, self.encoder, self.limits), strict=True
         ):
@@ -287,7 +285,6 @@ class StreamedDataset(Sized):
                 self._leave_out(number, result)
                 continue
             kept[number] = result[0]
-            self._put(number, result[0])
         return kept
 
     def _with_mismatched(self, examples: list[Example]) -> list[Example]:
@@ -328,14 +325,7 @@ class StreamedDataset(Sized):
             return
         self._left_out.add(number)
         self.skipped_count += 1
-        self.skipped = [*self.skipped[: index_module.NAMED - 1], name]
-
-    def _put(self, number: int, pieces: Pieces) -> None:
-        if self._cache is not None:
-            try:
-                self._cache.put(number, pieces)
-            except OSError:  # the disk is full: what cannot be kept is made again
-                self._cache = None
+        self.skipped = [*self.skipped[: sources.NAMED - 1], name]
 
     def __str__(self) -> str:
         return f"{self.path}: {len(self):,} {self.unit} from {self.columns}, read as they are needed"

@@ -2,18 +2,249 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import logging
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NotRequired, Protocol, TypedDict
 
 from mlx_lm.utils import load_tokenizer
 
 from lib.config import schema
-from lib.data.record_formats import JSON
-from lib.data.text_tokens import Tokenizer
-from lib.data.tokenize import Vocabulary
-from lib.data.tokenizer_rules import require_bounded
+from lib.data.record_formats import JSON, VOCABULARY, StampedTokens, Unusable
 from lib.errors import UserError, shown
 from lib.system.model_folder import end_ids, resolve, why_unreadable
+
+LARGEST_ID = 2**31  # ids are int32
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """The limits of one model, or of all that see the same rows.
+
+    Args:
+        vocab_size: ids from there on are refused; None takes any.
+        positions: rows of a table of learned positions; None for a model without one, which takes any length.
+    """
+
+    vocab_size: int | None = None
+    positions: int | None = None
+
+    def check_ids(self, pieces: Iterable[Sequence[int]]) -> None:
+        """Raises Unusable where a token, 0 or more, has no row in the model's embedding."""
+        limit = min(self.vocab_size or LARGEST_ID, LARGEST_ID)
+        largest = max(map(max, filter(None, pieces)), default=0)
+        if largest >= limit:
+            raise Unusable(f"token id {largest} is not below the vocabulary's size, {limit}")
+
+    def check_row(self, tokens: int, remedy: str | None = None) -> None:
+        """Raises Unusable for a row with too many tokens. The last one is predicted: it needs no position."""
+        if self.positions is not None and tokens - 1 > self.positions:
+            remedy = remedy or f"set data.max_length={self.positions}"
+            raise Unusable(
+                f"a row of {tokens} tokens is longer than the {self.positions} positions of the model's table; {remedy}"
+            )
+
+    def check_answer(self, prompt_tokens: int, max_tokens: int, setting: str) -> None:
+        """Raises Unusable for a prompt whose answer, of max_tokens by that setting, would end beyond the table."""
+        if self.positions is None or prompt_tokens + max_tokens - 1 <= self.positions:
+            return
+        room = self.positions + 1 - prompt_tokens
+        remedy = f"set {setting}={room} or less" if room > 0 else "leave it out"
+        raise Unusable(
+            f"a prompt of {prompt_tokens} tokens and {setting}={max_tokens} are more than the {self.positions} "
+            f"positions of the model's table; {remedy}"
+        )
+
+    def row_tokens(self, max_length: int) -> int:
+        """The most tokens of a row, by data.max_length and by the table."""
+        return max_length if self.positions is None else min(max_length, self.positions + 1)
+
+
+NO_LIMITS = ModelLimits()
+
+
+class Vocabulary(TypedDict):
+    """What a model knows of ids and positions."""
+
+    eos_token_id: int | None
+    vocab_size: NotRequired[int | None]
+    """None: any id is taken."""
+    positions: NotRequired[int | None]
+    """Of a table of learned positions; None: there is none, and a row may have any length."""
+
+
+def limits_of(vocabulary: Vocabulary) -> ModelLimits:
+    """What ids and lengths are checked by."""
+    return ModelLimits(vocabulary.get("vocab_size"), vocabulary.get("positions"))
+
+
+class Tokenizer(Protocol):
+    """What is needed of a transformers tokenizer, or of mlx-lm's TokenizerWrapper around one."""
+
+    @property
+    def eos_token_ids(self) -> Collection[int]:
+        """mlx-lm's wrapper alone has them: greedy answers end there."""
+
+    def encode(self, text: str, **options: Any) -> list[int]: ...
+    def decode(self, ids: list[int]) -> str: ...
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
+
+
+class TextTokens:
+    """A tokenizer, asked for the ids of texts alone: no special tokens that open or close one."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        # mlx-lm's wrapper passes attributes on, but cannot be called; the tokenizer inside it can.
+        self.inner: Any = tokenizer if callable(tokenizer) else getattr(tokenizer, "_tokenizer", None)
+        self._is_fast = self.inner is not None and getattr(self.inner, "is_fast", False)
+        self._heads: dict[str, list[int]] = {}
+        self._is_blank: dict[int, bool] = {}
+
+    def ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text."""
+        return self._ids(texts) if texts else []
+
+    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
+        if self._is_plain:
+            made = self.inner.backend_tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [encoding.ids for encoding in made]
+        if self._is_fast:
+            return self._through_transformers(list(texts))
+        return [list(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+
+    def _through_transformers(self, texts: list[str]) -> list[list[int]]:
+        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        found: list[list[int]] = self.inner(texts, **options)["input_ids"]
+        return found
+
+    @cached_property
+    def _is_plain(self) -> bool:
+        """Whether transformers does nothing of its own around the tokenizers library, which alone is quicker.
+
+        It is without truncation and padding from the first call through transformers on.
+        """
+        if not self._is_fast or not hasattr(getattr(self.inner, "backend_tokenizer", None), "encode_batch_fast"):
+            return False
+        theirs = self._through_transformers([SPECIMEN])
+        alone = self.inner.backend_tokenizer.encode_batch_fast([SPECIMEN], add_special_tokens=False)
+        return [encoding.ids for encoding in alone] == theirs
+
+    def starts(self, text: str) -> tuple[list[int], list[int]]:
+        """Ids of a text, and for each the character that it begins at.
+
+        A tokenizer that knows no offsets (not a "fast" one) is asked by prefixes, which takes longer.
+        """
+        if self._is_fast:
+            options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
+            made = self.inner(text, **options)
+            return made["input_ids"], [start for start, _ in made["offset_mapping"]]
+        ids, begins = self.ids([text])[0], [0]
+        for count in range(1, len(ids)):
+            begins.append(max(begins[-1], len(self.tokenizer.decode(ids[:count]))))
+        return ids, begins[: len(ids)]
+
+    def behind(self, texts: Sequence[tuple[str, int]]) -> list[list[int]]:
+        """Of each (text, start): the ids that stand behind text[:start] in the tokens of the whole text.
+
+        Where a token reaches over `start`, the rest is tokenised as a continuation: a model that was given text[:start]
+        goes on from these tokens, not from others. Nothing merges over a special token, so that the text from the last
+        of them before `start` on is enough.
+        """
+        cuts = [self._last_special(text, start) for text, start in texts]
+        heads = dict.fromkeys(text[cut:start] for (text, start), cut in zip(texts, cuts, strict=True))
+        missing = [head for head in heads if head not in self._heads]
+        self._heads |= zip(missing, self.ids(missing), strict=True)
+        tails = self.ids([text[cut:] for (text, _), cut in zip(texts, cuts, strict=True)])
+        found = []
+        for (text, start), cut, ids in zip(texts, cuts, tails, strict=True):
+            head = self._heads[text[cut:start]]
+            found.append(ids[len(head) :] if ids[: len(head)] == head else self.continued([text[start:]])[0])
+        if len(self._heads) > 4096:
+            self._heads.clear()
+        return found
+
+    def continued(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text as the continuation of another."""
+        anchor_ids, anchor = self._anchor
+        if not anchor:
+            return self.ids(texts)
+        anchored = self.ids([anchor + text for text in texts])
+        assert all(ids[: len(anchor_ids)] == anchor_ids for ids in anchored)
+        return [ids[len(anchor_ids) :] for ids in anchored]
+
+    def is_blank(self, token: int) -> bool:
+        """Whether a token is nothing but white space."""
+        if token not in self._is_blank:
+            self._is_blank[token] = not self.tokenizer.decode([token]).strip() and token not in self.special
+        return self._is_blank[token]
+
+    @cached_property
+    def special(self) -> dict[int, str]:
+        """The special tokens, by id."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return {index: token.content for index, token in added.items() if token.special}
+
+    @cached_property
+    def opening(self) -> list[int]:
+        """The special tokens that the tokenizer puts before a text (BOS, mostly)."""
+        with_special = list(self.tokenizer.encode("a"))
+        plain = self.ids(["a"])[0]
+        bos_token_id = getattr(self.tokenizer, "bos_token_id", None)
+        if not plain:
+            return with_special[:1] if with_special[:1] == [bos_token_id] else []
+        starts = range(len(with_special) - len(plain) + 1)
+        return with_special[: next((i for i in starts if with_special[i : i + len(plain)] == plain), 0)]
+
+    def _last_special(self, text: str, start: int) -> int:
+        """Where the last special token that lies wholly before `start` begins, if it is near; else 0."""
+        if self._special_pattern is None:
+            return 0
+        last, search_from = 0, max(0, start - NEAR)
+        for match in self._special_pattern.finditer(text, search_from, start):
+            last = match.start()
+        return last
+
+    @cached_property
+    def _special_pattern(self) -> re.Pattern[str] | None:
+        """Special tokens that the tokenizer splits a text at, whatever stands around them, longest first."""
+        if not self._is_fast:
+            return None
+        added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
+        template = str(getattr(self.tokenizer, "chat_template", None))
+        named = set(getattr(self.tokenizer, "all_special_tokens", ()))
+        # Of thousands of reserved ones those that stand in texts of this model are enough, and quick to find.
+        texts = {
+            token.content
+            for token in added
+            if not token.single_word and not token.normalized and (token.content in template or token.content in named)
+        }
+        every = [token.content for token in added]
+        alone = [text for text in texts if not any(text in other and text != other for other in every)]
+        return re.compile("|".join(map(re.escape, sorted(alone, key=len, reverse=True)))) if alone else None
+
+    @cached_property
+    def _anchor(self) -> tuple[list[int], str]:
+        """A text to put before a continuation, and its ids, for tokenizers that open every text with a space.
+
+        SentencePiece in Llama 2's style turns both "a" and the "a" in " a" into "▁a": tokenised apart, a
+        completion would begin with a space that it does not have. After a line break, which nothing merges
+        with there, it does not.
+        """
+        anchor, letter, both = self.ids(["\n", "a", "\na"])
+        is_needed = anchor + letter != both and both[: len(anchor)] == anchor and len(anchor) > 0
+        return (anchor, "\n") if is_needed else ([], "")
+
+
+# Text of many kinds: where two tokenizers are to be told apart, its tokens have to do.
+SPECIMEN = "The quick brown fox jumps over 13 lazy dogs. Ünïcödé, 漢字, кириллица;\n\tdef f(x): return x ** 2  # 🦊"
+# Characters before a completion in which its last special token is looked for.
+NEAR = 400
 
 
 def load_tokenizer_of(settings: schema.ModelSettings) -> Tokenizer | None:
@@ -28,7 +259,6 @@ def load_tokenizer_of(settings: schema.ModelSettings) -> Tokenizer | None:
         for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tiktoken.model")
     ):
         return None
-    require_bounded(folder)
     _have_logs_shown()
     try:
         return load_tokenizer(
@@ -69,3 +299,40 @@ def stored_config(settings: schema.ModelSettings) -> JSON:
     """The model's config.json."""
     stored: JSON = json.loads((resolve(settings.path, settings.revision) / "config.json").read_text(encoding="utf-8"))
     return stored
+
+
+# ---- Whose token ids a record has
+
+
+def digest_of(tokenizer: Tokenizer) -> str:
+    """A digest of all tokens and their ids; empty where a tokenizer does not tell them."""
+    known: Any = tokenizer  # hashed as any object is, though its protocol does not say so
+    return _digest_of(known)
+
+
+@functools.lru_cache(maxsize=4)
+def _digest_of(tokenizer: Any) -> str:
+    tell = getattr(tokenizer, "get_vocab", None)
+    return "" if tell is None else hashlib.sha256(json.dumps(sorted(tell().items())).encode()).hexdigest()[:16]
+
+
+def stamp_of(tokenizer: Tokenizer) -> dict[str, str]:
+    """The column that says whose ids a record has."""
+    digest = digest_of(tokenizer)
+    return {VOCABULARY: digest} if digest else {}
+
+
+def require_own(record: object, tokenizer: Tokenizer | None, place: str) -> None:
+    """Makes sure that a record's ids mean to this tokenizer what they meant to the one that wrote them.
+
+    Raises:
+        UserError: they are of another vocabulary.
+    """
+    if not isinstance(record, StampedTokens) or tokenizer is None:
+        return
+    if digest_of(tokenizer) not in ("", record.vocabulary):
+        where = f"{place}: " if ":" in place else ""
+        raise UserError(
+            f"{where}its token ids are of another tokenizer than the model's; leave the columns ending in _ids out of "
+            "the file, and its texts are read"
+        )

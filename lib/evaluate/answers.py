@@ -10,9 +10,9 @@ import numpy as np
 from mlx_lm import batch_generate
 
 from lib.config.schema import Config
-from lib.data.answer_questions import Question
-from lib.data.row_order import divide_rows
-from lib.data.text_tokens import Tokenizer
+from lib.data.order import divide_rows
+from lib.data.prompts import Question
+from lib.data.tokenizer import Tokenizer
 from lib.distributed.world import World
 from lib.evaluate.judges import extract
 from lib.system import out_of_memory

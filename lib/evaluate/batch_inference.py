@@ -25,15 +25,14 @@ from mlx_lm.sample_utils import make_sampler
 
 from lib.config.schema import Config, DataSettings
 from lib.data import sources
-from lib.data.asked import asked_of, columns_of, ids_of
-from lib.data.collate import collate
-from lib.data.dataset import Example, parse, tokenised
+from lib.data.batch import collate
+from lib.data.dataset import Example, parse_record, tokenised
+from lib.data.order import micro_batches
+from lib.data.prompts import asked_of, columns_of, ids_of
 from lib.data.record_formats import RecordKind, Unusable
-from lib.data.row_order import micro_batches
 from lib.data.sources import Records
-from lib.data.stamped_tokens import require_own
-from lib.data.text_tokens import Tokenizer
-from lib.data.tokenize import Encoder, limits_of
+from lib.data.tokenize import Encoder
+from lib.data.tokenizer import Tokenizer, limits_of, require_own
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate.choose_judge import scorer_of
@@ -187,7 +186,8 @@ class Scorer:
         """The usable rows, and what is wrong with the others."""
         settings = self.settings
         read = (
-            (self.records.location(row), parse(self.records, row, settings.data, settings.record_kind)) for row in rows
+            (self.records.location(row), parse_record(self.records, row, settings.data, settings.record_kind))
+            for row in rows
         )
         examples, failures = [], {}
         results = tokenised(read, settings.data, self.encoder, self.limits)
@@ -370,7 +370,7 @@ class CompletionWriter:
         Raises:
             UserError: it has none, or the model cannot answer it.
         """
-        record = parse(self.records, row, self.settings.data, "prompt")
+        record = parse_record(self.records, row, self.settings.data, "prompt")
         try:
             if isinstance(record, Unusable):
                 raise record

@@ -30,11 +30,9 @@ from lib.config import (
 )
 from lib.config.schema import Config
 from lib.data import tokenizer as tokenizer_module
-from lib.data.answer_questions import Question, load_questions
-from lib.data.dataset import load_dataset
-from lib.data.mismatched import with_mismatched
-from lib.data.text_tokens import Tokenizer
-from lib.data.tokenize import limits_of
+from lib.data.dataset import load_dataset, with_mismatched
+from lib.data.prompts import Question, load_questions
+from lib.data.tokenizer import Tokenizer, limits_of
 from lib.distributed.world import World, start
 from lib.errors import UserError
 from lib.evaluate import batch_inference, harness_tasks, win_rate

@@ -10,11 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from lib.config.schema import Config
-from lib.data.chat_template import ChatTemplate, template_of
+from lib.data.chat import ChatTemplate, template_of
 from lib.data.record_formats import Unusable
-from lib.data.text_tokens import TextTokens, Tokenizer, limited
-from lib.data.tokenize import limits_of
-from lib.data.tokenizer import stored_config
+from lib.data.tokenizer import TextTokens, Tokenizer, limits_of, stored_config
 from lib.errors import UserError
 from lib.evaluate.harness_worker import Generated, Scored
 from lib.model import load
@@ -107,7 +105,7 @@ class HarnessModel:
         if opens is None and self.start_text and text.startswith(self.start_text):
             opens = False
         options = {} if opens is None else {"add_special_tokens": opens}
-        ids = limited([text], lambda texts: list(self.inner.encode(texts[0], **options)))
+        ids = list(self.inner.encode(text, **options))
         try:
             self.limits.check_ids([ids])
         except Unusable as why:

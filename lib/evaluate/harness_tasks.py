@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lib.data import tokenizer as tokenizer_module
-from lib.data.text_tokens import Tokenizer
 from lib.data.tokenize import Encoder
+from lib.data.tokenizer import Tokenizer
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate.harness_model import HarnessModel

@@ -18,10 +18,10 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 
 from lib.config.schema import Config
-from lib.data.collate import collate
+from lib.data.batch import collate
 from lib.data.dataset import Example
-from lib.data.row_order import micro_batches
-from lib.data.text_tokens import TextTokens, Tokenizer
+from lib.data.order import micro_batches
+from lib.data.tokenizer import TextTokens, Tokenizer
 from lib.distributed.world import World
 from lib.errors import AgreedError
 from lib.evaluate import batch_inference

@@ -12,9 +12,8 @@ import mlx.nn as nn
 import numpy as np
 
 from lib.config.schema import Config
-from lib.data.answer_questions import Question
 from lib.data.dataset import Dataset
-from lib.data.prompts import Prompts
+from lib.data.prompts import Prompts, Question
 from lib.distributed.world import World
 from lib.system import files
 from lib.training import losses, reference_model

@@ -14,10 +14,8 @@ from mlx_lm.utils import load_tokenizer as load_words
 from lib.config import read_file
 from lib.config.evaluate_settings import REWARD_MODEL
 from lib.config.schema import Config
-from lib.data import template_process
-from lib.data.model_limits import ModelLimits
 from lib.data.record_formats import Unusable
-from lib.data.text_tokens import limited
+from lib.data.tokenizer import ModelLimits
 from lib.errors import UserError
 from lib.evaluate.judges import Question
 from lib.evaluate.model_judge import filled_in, instructions_of, text_of
@@ -70,7 +68,6 @@ class RewardModel:
             self.model, _ = load_model(folder, strict=not self.is_classifier, model_config=own)
         except Exception as error:  # mlx-lm and transformers raise whatever they met
             raise UserError(f"{self.name}: cannot be loaded: {why_unreadable(folder, error)}") from None
-        template_process.install()
         self.limits = ModelLimits(*bounded(self.model))
         self.model.eval()
         self.instructions = "" if self.is_classifier else instructions_of(settings, ASKING, ("{prompt}", "{answer}"))
@@ -125,9 +122,9 @@ class RewardModel:
             try:
                 options = {"add_generation_prompt": add_generation_prompt, "tokenize": False}
                 text = str(self.tokenizer.apply_chat_template(turns, **options))
-            except template_process.Refused as error:
+            except Exception as error:
                 raise UserError(f"{self.name}: its chat template refuses a question: {error}") from None
-        return limited([text], lambda texts: list(self.tokenizer.encode(texts[0], add_special_tokens=has_no_template)))
+        return list(self.tokenizer.encode(text, add_special_tokens=has_no_template))
 
     def _answers_head(self) -> mx.array:
         """float32 [vocabulary]: what makes log p(Yes) - log p(No) of logits."""

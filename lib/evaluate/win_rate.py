@@ -17,9 +17,9 @@ from typing import Any, Literal, TypedDict
 
 from lib.config.schema import Config
 from lib.data import tokenizer as tokenizer_module
-from lib.data.asked import asked_of
+from lib.data.prompts import asked_of
 from lib.data.sources import Records
-from lib.data.text_tokens import Tokenizer
+from lib.data.tokenizer import Tokenizer
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate import batch_inference

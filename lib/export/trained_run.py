@@ -16,8 +16,8 @@ from lib.config import load as config
 from lib.config.schema import Config
 from lib.data.groups import load_groups
 from lib.data.streaming import open_held_out, open_training
-from lib.data.tokenize import Encoder, limits_of
-from lib.data.tokenizer import load_tokenizer_of, stored_config
+from lib.data.tokenize import Encoder
+from lib.data.tokenizer import limits_of, load_tokenizer_of, stored_config
 from lib.errors import UserError
 from lib.model import adapter_files, adapters
 from lib.model import load as models

@@ -26,7 +26,7 @@ def completion_logps(model: nn.Module, inputs: StreamInputs) -> mx.array:
     """Log-probability of each completion, summed over its tokens: float32 [b, K], in nats.
 
     Args:
-        inputs: `arrays_of` lib/data/collate.py's Batch.inputs. In evaluation mode the result has no gradients.
+        inputs: `arrays_of` lib/data/batch.py's Batch.inputs. In evaluation mode the result has no gradients.
 
     Of a model that ranks hold in stages all call this, and the last one gets the result; the others get zeros.
     """

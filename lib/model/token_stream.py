@@ -1,6 +1,6 @@
 """A batch through the model's blocks as one stream of tokens, each token once: prompts are shared.
 
-The blocks see the stream of lib/data/collate.py as N sequences of one token: every layer but attention computes each
+The blocks see the stream of lib/data/batch.py as N sequences of one token: every layer but attention computes each
 token by itself, and the rotary embedding takes an offset for each. Attention recognises a stream by the type of its
 cache: there the stream is laid out as rectangles, all of them causal, so that no mask is needed. The last block gives
 its keys and values for all tokens, and computes what follows attention for those alone that the head sees. No model
@@ -33,7 +33,7 @@ def length_multiple(settings: DataSettings) -> int:
 
 
 class StreamInputs(TypedDict, total=False):
-    """The inputs of lib/data/collate.py's Batch, which says what each is, as MLX arrays."""
+    """The inputs of lib/data/batch.py's Batch, which says what each is, as MLX arrays."""
 
     prefix_length: Required[int]
     tokens: Required[mx.array]
@@ -129,7 +129,7 @@ class Stream:
     Args:
         offset: int32 [N], the name by which blocks ask for the positions.
         prefix: P.
-        suffix_indices, suffix_uses: of a ragged stream (see lib/data/collate.py's Batch).
+        suffix_indices, suffix_uses: of a ragged stream (see lib/data/batch.py's Batch).
         window: tokens that each attends to, itself included.
     """
 

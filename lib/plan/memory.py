@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from lib.config.settings import ModelSettings
-from lib.data.batch_shapes import NEED, BatchShape, batch_shape_of, real_tokens
+from lib.data.batch import NEED, BatchShape, batch_shape_of, real_tokens
 from lib.model.adapter_layers import trained_part
 from lib.model.partition import Division, ModelShape, divide, rank_bytes
 from lib.system.hardware import Device
@@ -137,7 +137,7 @@ def step_bytes(
 
     Args:
         shape: of the model, or of a rank's part of it.
-        batch: the largest micro-batch, as lib/data/batch_shapes.py pads it.
+        batch: the largest micro-batch, as lib/data/batch.py pads it.
         weight_bytes: of all that is loaded, before anything is trained.
     """
     gradients, largest = (4 * count for count in trained_parameters(shape, training))
@@ -253,7 +253,7 @@ class Rows:
         return cls(prompt, longest, tokens, scores, seen.shape[1], length_multiple)
 
     def batch(self, pairs: int, shared_prompts: bool) -> BatchShape:
-        """A micro-batch of such rows, as lib/data/batch_shapes.py pads it."""
+        """A micro-batch of such rows, as lib/data/batch.py pads it."""
         prompt, widest = min(self.prompt, self.seen), min(self.scored, self.seen)
         need = (pairs, prompt, prompt, self.seen, pairs * self.tokens, pairs * self.scored, widest)
         return batch_shape_of(np.array([need], NEED), self.completions, self.length_multiple, shared_prompts)

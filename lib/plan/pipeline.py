@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from lib.data.batch_shapes import BatchShape
+from lib.data.batch import BatchShape
 from lib.errors import UserError
 from lib.model.partition import ModelShape
 from lib.plan.calibration import MEMORY_HEADROOM, BatchCurve, Link

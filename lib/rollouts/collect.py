@@ -27,11 +27,9 @@ from typing_extensions import TypedDict
 from lib.config import read_file
 from lib.config.rollout_settings import RolloutSettings
 from lib.config.schema import Config
-from lib.data.asked import asked_of, columns_of
-from lib.data.model_limits import ModelLimits
-from lib.data.prompts import Prompts
+from lib.data.prompts import Prompts, asked_of, columns_of
 from lib.data.record_formats import Unusable
-from lib.data.stamped_tokens import stamp_of
+from lib.data.tokenizer import ModelLimits, stamp_of
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate.batch_inference import key_of, pull

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from lib.data.collate import collate
+from lib.data.batch import collate
 from lib.data.groups import Group as SampledGroup
 from lib.data.groups import groups_in_memory
 from lib.evaluate.answers import part_of

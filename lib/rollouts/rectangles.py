@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from lib.data.batch_shapes import pad_length
+from lib.data.batch import pad_length
 from lib.model.continuations import PromptArrays, RowArrays, prefill
 
 PREFILL_TOKENS = 16384  # of prompts in one pass

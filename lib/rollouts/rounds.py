@@ -24,12 +24,11 @@ from typing_extensions import TypedDict
 from lib.config import read_file
 from lib.config.evaluate_settings import REWARD_MODEL
 from lib.config.schema import Config
-from lib.data.asked import asked_of
 from lib.data.dataset import Dataset, in_memory
 from lib.data.groups import groups_in_memory
-from lib.data.prompts import Prompts
+from lib.data.prompts import Prompts, asked_of
 from lib.data.record_formats import ANSWER
-from lib.data.text_tokens import Tokenizer
+from lib.data.tokenizer import Tokenizer
 from lib.distributed.world import World
 from lib.errors import AgreedError, UserError
 from lib.evaluate import answers

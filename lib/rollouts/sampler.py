@@ -19,7 +19,7 @@ import numpy as np
 from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
-from lib.data.text_tokens import Tokenizer
+from lib.data.tokenizer import Tokenizer
 from lib.distributed.world import World
 from lib.errors import Stopped
 from lib.model.continuations import PromptArrays, RowArrays, cannot_continue, next_logits

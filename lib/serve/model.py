@@ -11,8 +11,7 @@ from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
 
 from lib.config.settings import Config
-from lib.data.messages import check_messages, check_tools
-from lib.data.record_formats import Chat, Unusable
+from lib.data.record_formats import Chat, Unusable, check_messages, check_tools
 from lib.data.tokenize import Encoder
 from lib.data.tokenizer import load_tokenizer_of
 from lib.errors import UserError

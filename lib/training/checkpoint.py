@@ -33,7 +33,7 @@ from typing_extensions import TypedDict  # which pydantic reads on Python 3.11
 
 from lib.config import read_file
 from lib.config.schema import ModelSettings
-from lib.data.row_order import Position
+from lib.data.order import Position
 from lib.distributed.compression import Arrays
 from lib.distributed.world import Described, World
 from lib.errors import AgreedError, UserError

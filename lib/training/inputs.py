@@ -9,17 +9,15 @@ import mlx.nn as nn
 from rich.text import Text
 
 from lib.config.schema import Config, ModelSettings
-from lib.data import answer_questions, tokenizer
-from lib.data.answer_questions import Question
+from lib.data import tokenizer
 from lib.data.dataset import Dataset
 from lib.data.groups import load_groups
-from lib.data.model_limits import NO_LIMITS, ModelLimits
-from lib.data.prompts import Prompts, open_prompts
+from lib.data.inspect import facts_of, picture
+from lib.data.prompts import Prompts, Question, load_questions, open_prompts
 from lib.data.record_formats import Unusable
 from lib.data.streaming import StreamedDataset, open_held_out, open_training
-from lib.data.template_facts import facts_of, picture
-from lib.data.text_tokens import Tokenizer
-from lib.data.tokenize import Encoder, Vocabulary, limits_of
+from lib.data.tokenize import Encoder
+from lib.data.tokenizer import NO_LIMITS, ModelLimits, Tokenizer, Vocabulary, limits_of
 from lib.errors import UserError
 from lib.model import adapters, load
 from lib.training import losses
@@ -90,7 +88,7 @@ def read_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
         data = open_training(config.data, kind, of_model, tell=say, mismatched=mismatched, **words)
         valid = open_held_out(config.data, kind, of_model, tell=say, mismatched=mismatched, **words)
     limits = limits_of(words)
-    questions = answer_questions.load_questions(config, of_model, limits)
+    questions = load_questions(config, of_model, limits)
     inputs = Inputs(of_model, data, valid, questions, _first_row(data, of_model), held_out, limits)
     _require_room(config, inputs)
     return inputs

@@ -28,7 +28,7 @@ import numpy as np
 from mlx.utils import tree_unflatten
 
 from lib.config.schema import Config, IndependentSettings, ModelSettings, SyncSettings
-from lib.data.row_order import Position, divide_rows, epoch_order, global_batch
+from lib.data.order import Position, divide_rows, epoch_order, global_batch
 from lib.distributed import compression
 from lib.distributed.compression import Arrays, decode, encode
 from lib.distributed.world import World
@@ -71,7 +71,7 @@ def open_round(
 ) -> Round:
     """The round that begins after steps[0] global batches: the fewest whole ones that hold `pairs`, until steps[1].
 
-    The batches are those of a synchronous run (lib/data/row_order.py); within a batch, where that order ascends in
+    The batches are those of a synchronous run (lib/data/order.py); within a batch, where that order ascends in
     length, rows stand in a random order, so that every part of it is a fair sample.
     """
     in_epoch = -(-len(lengths) // global_batch_size)

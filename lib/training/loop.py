@@ -12,11 +12,10 @@ from typing import Protocol
 
 import numpy as np
 
+from lib.data.batch import MicroBatches, lengths_and_cost
 from lib.data.dataset import Dataset
-from lib.data.micro_batches import MicroBatches, lengths_and_cost
-from lib.data.prefetch import prefetch
+from lib.data.order import Position, advance, assign_micro_batches, epoch_order, global_batch, micro_batches, prefetch
 from lib.data.prompts import Prompts
-from lib.data.row_order import Position, advance, assign_micro_batches, epoch_order, global_batch, micro_batches
 from lib.data.streaming import StreamedDataset
 from lib.distributed.world import World
 from lib.errors import Stopped, UserError

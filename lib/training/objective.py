@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 
 from lib.config.train_settings import TrainSettings
-from lib.data.collate import Batch
+from lib.data.batch import Batch
 from lib.model.logps import completion_logps, completion_logps_and_weights, completion_token_logps
 from lib.model.token_stream import StreamInputs
 from lib.training import losses

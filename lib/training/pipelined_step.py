@@ -18,7 +18,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
 from lib.config.schema import SyncSettings, TrainSettings
-from lib.data.collate import Batch
+from lib.data.batch import Batch
 from lib.distributed import compression, heartbeat
 from lib.distributed.links import Links
 from lib.model.layout import layout_of

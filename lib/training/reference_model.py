@@ -16,10 +16,10 @@ import numpy as np
 from mlx.utils import tree_unflatten
 
 from lib.config.schema import Config, DataSettings
-from lib.data.collate import collate
+from lib.data.batch import collate
 from lib.data.dataset import Dataset
+from lib.data.order import micro_batches, split
 from lib.data.prompts import Prompts
-from lib.data.row_order import micro_batches, split
 from lib.data.streaming import StreamedDataset
 from lib.distributed.compression import Arrays
 from lib.distributed.world import World

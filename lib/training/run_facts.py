@@ -15,7 +15,7 @@ import numpy as np
 
 from lib.config.settings import Config, ModelSettings, PlanSettings
 from lib.data import tokenizer
-from lib.data.batch_shapes import padded_lengths
+from lib.data.batch import padded_lengths
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.model import adapter_layers

@@ -18,7 +18,7 @@ import numpy as np
 from mlx.utils import tree_map
 
 from lib.config.schema import SyncSettings, TrainSettings
-from lib.data.collate import Batch
+from lib.data.batch import Batch
 from lib.distributed import compression as exchange
 from lib.distributed.world import World
 from lib.errors import UserError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from lib.data.micro_batches import MicroBatches
+from lib.data.batch import MicroBatches
 from lib.distributed import heartbeat
 from lib.errors import AgreedError, Stopped
 from lib.model import checkpointing
