@@ -104,8 +104,6 @@ def test_streamed_rows_are_those_in_memory(tmp_path: Path, names: list[str], max
         assert len(data) == len(whole) == 60
         for row in np.random.default_rng(0).permutation(60).tolist():
             assert tokens_of(data, row) == tokens_of(whole, row)
-        kept = sum(path.stat().st_size for path in (tmp_path / "cache").glob("tokens-*/segment-*"))
-        assert kept == 4 * len(whole.tokens)
     if len(names) > 1:
         files = open_streamed(tmp_path, folder / "**" / "*.[jp]*", max_length=max_length)
         assert files.digest == data.digest

@@ -328,12 +328,12 @@ def _as_read(record: Record | Unusable) -> Iterator[tuple[str, str, str]]:
         if record.tools:
             yield "tools", ", ".join(tool["function"]["name"] for tool in record.tools), "dim"
         for message in record.prompt:
-            yield message["role"], _said(message), "dim"
+            yield message["role"], _shown_message(message), "dim"
         flags = record.learnt or tuple((False,) * (len(answer) - 1) + (True,) for answer in record.completions)
         for name, colour, answer, learnt in zip(names, COLOURS, record.completions, flags, strict=False):
             for message, is_learnt in zip(answer, learnt, strict=True):
                 title = name if is_learnt and message["role"] == "assistant" else message["role"]
-                yield title, _said(message), colour if is_learnt else "dim"
+                yield title, _shown_message(message), colour if is_learnt else "dim"
     else:
         if record.prompt is not None:
             yield "prompt", str(record.prompt), "dim"
@@ -343,7 +343,7 @@ def _as_read(record: Record | Unusable) -> Iterator[tuple[str, str, str]]:
         yield "label", "desirable" if record.label else "undesirable", "bold"
 
 
-def _said(message: Message) -> str:
+def _shown_message(message: Message) -> str:
     """A message's content and, where there are any, its tool calls and other fields."""
     others = {name: field for name, field in message.items() if name not in ("role", "content")}
     return " ".join(
