@@ -7,7 +7,6 @@ import gzip
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,6 @@ from lib.data.streaming import open_training
 from lib.data.tokenize import Encoder
 from lib.data.tokenizer import load_tokenizer_of
 from lib.errors import UserError
-from lib.serve import backend_process
-from lib.serve.command import recipes
 from tests import chat_models, chat_rows, tiny
 
 GOLDEN: dict[str, Any] = json.loads(gzip.decompress((chat_models.FOLDER / "golden.json.gz").read_bytes()))
@@ -506,24 +503,6 @@ def test_ends_of_generation_config_stop_answers_in_evaluation_and_serving(tmp_pa
     encoder = Encoder(wrapped, settings.data, text)
     (made,) = encoder.encode([Chat([USER], ([GOOD],), "")])
     assert isinstance(made, Encoded) and made.completions[0][-1] == turn and text not in made.completions[0]
-    server = SimpleNamespace(load=lambda path, **options: (None, SimpleNamespace(eos_token_ids={turn}), {}))
-    backend_process._stop_at_every_end(server)
-    assert server.load(str(tmp_path), return_config=True)[1].eos_token_ids == {text, turn}
-
-
-def test_serving_renders_prompts_as_the_run_did(tmp_path):
-    base = {"model": {"path": str(tmp_path)}, "data": {"train": "none"}}
-    given = ["data.chat_template_kwargs={enable_thinking: true}", f"data.chat_template={tmp_path}/mine.jinja"]
-    (tmp_path / "mine.jinja").write_text("{{ date_string }} {{ messages[0].content }}")
-    (recipe,) = recipes(load_settings(None, given, base), tmp_path).values()
-    assert recipe is not None
-    words = dict(zip(recipe.words, recipe.words[1:], strict=False))
-    assert words["--chat-template"] == f"{tmp_path}/mine.jinja"
-    assert json.loads(words["--chat-template-args"]) == {"enable_thinking": True, "date_string": "26 Jul 2024"}
-    (other,) = recipes(load_settings(None, [], base), tmp_path, tmp_path).values()
-    assert other is not None and json.loads(other.words[-1]) == {"enable_thinking": False}
-    (plain,) = recipes(load_settings(None, [], base), None).values()
-    assert plain is not None and "--chat-template-args" not in plain.words
 
 
 def test_a_template_of_its_own_end_ends_generation():
