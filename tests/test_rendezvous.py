@@ -18,7 +18,7 @@ from lib.launch import command, rendezvous
 from lib.launch.hostfile import Host
 from lib.system import handshake, key_file
 from tests.cluster import Host as Machine
-from tests.forked import free_port
+from tests.ports import free_port
 from tests.test_launch import words
 
 HOSTS = tuple(Host(name, addresses=("127.0.0.1",)) for name in ("mac-a", "mac-b", "mac-c"))

@@ -30,8 +30,7 @@ from lib.evaluate.answers import part_of
 from lib.evaluate.judges import CommandJudge, Question
 from lib.evaluate.work_journal import Journal
 from lib.evaluate.work_queue import Dispatcher, Local
-from lib.report import charts, pictures
-from lib.report import rounds as rounds_shown
+from lib.report import charts, page, run_report
 from lib.report.history import RunHistory
 from lib.rollouts.drawing import JudgingThread
 from lib.rollouts.gate import RoundFigures, losses_of, warnings_of
@@ -42,7 +41,6 @@ from lib.training.checkpoint import fault_of, load_part
 from lib.training.reference_model import AskedReference
 from lib.training.step_retries import Learner
 from tests import tiny
-from tests.kills import digests
 from tests.test_data import CORPUS, byte_level
 
 # ---- Pairs
@@ -228,6 +226,11 @@ def test_ranks_answer_held_out_prompts_by_their_shares(count: int, shares: list[
 # ---- Runs
 
 
+def digests(folder: Path) -> dict[str, bytes]:
+    """The content of every file of a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def outcome(run: Path) -> dict[str, Any]:
     return {"files": digests(run / "rounds"), "weights": {n: w.tobytes() for n, w in tiny.weights(run).items()}}
 
@@ -298,11 +301,11 @@ def test_the_dashboard_shows_rounds(whole: tuple[Path, list[str]]) -> None:
     while history.read():
         pass
     shown = json.dumps(
-        [part.to_plotly_json() for part in rounds_shown.section(html, history)], default=lambda part: vars(part)
+        [part.to_plotly_json() for part in page.rounds_section(html, history)], default=lambda part: vars(part)
     )
     assert "undone: it shall" in shown and "Seconds in rounds" in shown
     empty = RunHistory(whole[0] / "rounds")
-    assert rounds_shown.section(html, empty) == []
+    assert page.rounds_section(html, empty) == []
     verdicts = [json.loads((whole[0] / f"rounds/{number:04d}/round.json").read_text()) for number in (1, 2, 3)]
     for name in ("score", "tokens", "entropy", "kl"):
         figure = charts.of_rounds(history, f"round_{name}")
@@ -315,7 +318,8 @@ def test_the_dashboard_shows_rounds(whole: tuple[Path, list[str]]) -> None:
     assert held_out["data"][0]["x"] == [0, 1, 2, 3], "and the policy before the first round"
     assert held_out["data"][0]["y"][1:] == [one["held_out"]["held_out_score"] for one in verdicts]
     assert charts.of_rounds(empty, "round_score") is None
-    assert pictures.rounds_svg(history).count("<svg") == len(charts.OF_ROUNDS) and pictures.rounds_svg(empty) == ""
+    assert all(charts.of_rounds(history, name) and not charts.of_rounds(empty, name) for name in charts.OF_ROUNDS)
+    assert "<svg" in run_report.panel_svg("score", charts.of_rounds(history, "round_score") or {})
 
 
 class Stop(KeyboardInterrupt):

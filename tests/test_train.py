@@ -180,16 +180,13 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> Non
 
 def test_of_ranks_parts_only_those_of_checkpoints_that_are_gone_are_removed(tmp_path: Path) -> None:
     kept = [checkpoint.part_of(tmp_path, 4, rank).name for rank in (0, 1, 2)]
-    kept += [
-        checkpoint.part_of(tmp_path, 2, 1).name,
-        "step-00000002-rank-000 (1).safetensors",
-        "step-x-rank-y.safetensors",
-    ]
-    gone = [checkpoint.part_of(tmp_path, 2, rank).name for rank in (0, 2)]
+    kept += ["step-00000002-rank-000 (1).safetensors", "step-x-rank-y.safetensors"]
+    gone = [checkpoint.part_of(tmp_path, 2, rank).name for rank in (0, 2)]  # of rank 2 there is none any more
+    (tmp_path / "step-00000004").mkdir()
     (tmp_path / "ranks").mkdir()
     for name in kept + gone:
         (tmp_path / "ranks" / name).touch()
-    checkpoint.prune_parts(tmp_path, [4], 0, 2)  # rank 1 looks after its own, and of rank 2 there is none any more
+    checkpoint.prune_parts(tmp_path, World())
     assert {path.name for path in (tmp_path / "ranks").iterdir()} == set(kept)
 
 
@@ -413,11 +410,14 @@ def test_a_log_on_a_full_disk_is_kept_until_there_is_room(tmp_path: Path, capsys
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_checkpoint_comes_before_more_would_be_lost_than_is_allowed() -> None:
-    writer = checkpoint.CheckpointWriter(max_lost_seconds=10.0)
-    assert [writer.is_due(1.0) for _ in range(9)] == [False] * 8 + [True], "this step and one more have to fit"
+def test_checkpoints_come_by_time_or_by_steps() -> None:
+    writer = checkpoint.CheckpointWriter(seconds=10.0)
+    assert [writer.is_due(step, 1.0) for step in range(1, 11)] == [False] * 9 + [True], "one more step would exceed it"
     writer.unsaved_seconds = 0.0
-    assert writer.is_due(6.0) and not checkpoint.CheckpointWriter().is_due(1e9)
+    writer.paused(2.0)
+    assert not writer.is_due(1, 19.0) and writer.is_due(2, 19.0), "writing takes at most a twentieth of the time"
+    writer = checkpoint.CheckpointWriter(every=3)
+    assert [writer.is_due(step, 1e9) for step in (1, 2, 3, 4)] == [False, False, True, False]
 
 
 def test_a_checkpoint_that_cannot_be_written_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -425,12 +425,40 @@ def test_a_checkpoint_that_cannot_be_written_is_recorded(tmp_path: Path, capsys:
         raise OSError(errno.ENOSPC, "No space left on device", "weights")
 
     writer, tracker = checkpoint.CheckpointWriter(), PerformanceTracker(tmp_path / "log.jsonl")
-    writer.write_beside(3, tmp_path, fail)
-    writer.write(4, tmp_path, lambda: None)
+    writer.write(3, tmp_path, fail, beside=True)
+    writer.write(4, tmp_path, lambda: None, beside=False)
     writer.record(tracker)
     records = list(read_records(tmp_path / "log.jsonl"))
     assert [(record["kind"], record["step"]) for record in records] == [("warning", 3), ("checkpoint", 4)]
     assert f"warning: {records[0]['text']}" in capsys.readouterr().err
+
+
+def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
+    tiny.train(tmp_path, [*tiny.settings(tmp_path), "train.steps=3", "run.name=run"])
+    run = tmp_path / "runs/run"
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    told = tiny.train(tmp_path, ["--resume", str(run)]).stdout
+    assert "has made all of its 3 steps" in told and "reward accuracy" in told
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("steps", [3, 9], ids=["after the schedule's end", "inside of it"])
+def test_other_steps_are_no_jump_of_the_learning_rate(tmp_path: Path, steps: int) -> None:
+    words = [*tiny.settings(tmp_path), f"train.steps={steps}", "checkpoint.every=1", "checkpoint.keep=99"]
+    tiny.train(tmp_path, [*words, "train.final_learning_rate=1e-4", "run.name=run"])
+    run = tmp_path / "runs/run"
+    for path in (run / "checkpoints").glob("step-*"):
+        if int(path.name.removeprefix("step-")) > 3:  # as if it was stopped there
+            shutil.rmtree(path)
+    told = tiny.train(tmp_path, ["--resume", str(run), "train.steps=14"]).stdout
+    rates = [record["learning_rate"] for record in tiny.steps_of(run)]
+    assert len(rates) == 14 and "goes on without a jump" in told
+    if steps == 3:
+        assert rates[2:] == pytest.approx([1e-4] * 12)
+    else:
+        assert all(0 < a - b < 1.5e-4 for a, b in zip(rates[2:], rates[3:], strict=False)) and rates[
+            -1
+        ] == pytest.approx(1e-4)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
@@ -585,7 +613,9 @@ def test_a_run_folder_has_one_owner_and_is_never_overwritten(tmp_path: Path) -> 
     assert_one_clear_line(tiny.train(tmp_path, words, check=False), "already holds a run", "--resume")
     with (tmp_path / "runs" / "run" / ".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert_one_clear_line(tiny.train(tmp_path, ["--resume", str(tmp_path / "runs" / "run")], check=False), "in use")
+        assert_one_clear_line(
+            tiny.train(tmp_path, ["--resume", str(tmp_path / "runs/run"), "train.steps=4"], check=False), "in use"
+        )
     assert all(np.array_equal(before[name], array) for name, array in weights(tmp_path / "runs" / "run").items())
 
 
@@ -635,9 +665,9 @@ def test_a_fault_of_ours_on_one_rank_ends_all(tmp_path: Path) -> None:
         f"sys.path[0] = {str(ROOT)!r}\n"
         "from lib.system import mpi_and_blas\n"
         "mpi_and_blas.prepare()\n"
-        "from lib.training import step\n"
+        "from lib.training import optimizers\n"
         "if os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n"
-        "    step.learning_rate = lambda *_: 1 / 0\n"
+        "    optimizers.learning_rate = lambda *_: 1 / 0\n"
         f"runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\n"
     )
     words = [*tiny.settings(tmp_path), "--config", str(tiny.config_file(tmp_path))]

@@ -147,7 +147,7 @@ def panel_svg(title: str, figure: charts.Plotly) -> str:
     return svg_of(picture, title)
 
 
-def svg_of(figure: Any, label: str) -> str:
+def svg_of(figure: Any, label: str = "pairs a second by the size of a micro-batch") -> str:
     """A Matplotlib figure as an SVG element: text takes the page's colour, nothing is fetched. Closes the figure."""
     picture = io.StringIO()
     with pyplot.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": "tandem"}):

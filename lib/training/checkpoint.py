@@ -378,6 +378,7 @@ class Snapshot:
         common: further arrays that all ranks hold, by the file's name.
         own: what this rank alone has; None of replicas.
         texts: config.yaml and plan.json, of the step after it.
+        flush: writes what the log lacks on a full disk: that gets into no checkpoint.
     """
 
     progress: Progress
@@ -387,6 +388,7 @@ class Snapshot:
     texts: Mapping[str, str]
     common: Mapping[str, Arrays] = field(default_factory=dict)
     own: RankArrays | None = None
+    flush: Callable[[], None] = lambda: None
 
 
 def save(
@@ -411,6 +413,7 @@ def save(
         return f"training goes on without {what}: the weights or the optimizer's state are not finite"
     try:
         with world.agreeing(what):
+            snapshot.flush()
             part = save_part(folder, progress.step, world.rank, own) if own is not None else ""
         if own is not None:
             progress.parts = world.gather_text(part, "every rank's part")
@@ -492,7 +495,12 @@ def _put_in_place(unfinished: Path, final: Path) -> None:
     shutil.rmtree(before, ignore_errors=True)
     with contextlib.suppress(FileNotFoundError):
         final.rename(before)
-    unfinished.rename(final)
+    try:
+        unfinished.rename(final)
+    except OSError:
+        with contextlib.suppress(OSError):
+            before.rename(final)
+        raise
     files.flush_path(final.parent)
     shutil.rmtree(before, ignore_errors=True)
 

@@ -160,8 +160,6 @@ class TrainingRun:
         """
         self.count_wall_seconds()
         progress, common, own = self.progress, dict[str, Arrays](), None
-        with self.world.agreeing("writing the log"):
-            self.tracker.flush()  # what the log lacks on a full disk gets into no checkpoint
         if self.local_sgd is not None:
             own = self.local_sgd.rank_arrays(self.optimizer)
             if momentum := self.local_sgd.merger.momentum:
@@ -173,7 +171,9 @@ class TrainingRun:
             common[checkpoint.REFERENCE] = self.reference.arrays
         plan = json.dumps(self.schedule.at(progress.step + 1).to_dict(), indent=2) + "\n"
         texts = {"plan.json": plan, "config.yaml": dump(self.config)}
-        state = Snapshot(progress, self.model, self.optimizer, self.config.model, texts, common, own)
+        state = Snapshot(
+            progress, self.model, self.optimizer, self.config.model, texts, common, own, self.tracker.flush
+        )
         keep = self.config.checkpoint.keep
         if fault := checkpoint.save(self.folder, state, self.world, self.writer, keep, self.is_over, wait):
             self.say.warning(fault, self.own_step)

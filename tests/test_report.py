@@ -1,0 +1,354 @@
+"""Report: figures follow from the records, pages need nothing else, trackers get what the logs hold, the page is guarded."""
+
+import json
+import re
+import struct
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import dash
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+
+from lib.plan.calibration import BatchCurve
+from lib.report import charts, page, run_report, trackers
+from lib.report.history import RunHistory, batch_curves, figures
+from lib.system.records import PerformanceTracker, Tail, read_records, rewind
+from tests import tiny
+
+
+def write(path: Path, records: list[dict[str, Any]], mode: str = "a") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open(mode) as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def step(number: int, rank: int = 0, host: str = "a", **values: Any) -> dict[str, Any]:
+    times = {"step_seconds": 0.5, "compute_seconds": 0.4, "sync_seconds": 0.1, "wait_seconds": 0.0}
+    known = {"kind": "step", "rank": rank, "host": host, "step": number, "time": 1000.0 + number, "loss": 1 / number}
+    return {
+        **known,
+        "pairs": 8,
+        "tokens": 80,
+        "learning_rate": 1e-4,
+        "peak_memory_bytes": 100 + number,
+        **times,
+        **values,
+    }
+
+
+def read_all(folder: Path) -> RunHistory:
+    run = RunHistory(folder)
+    while run.read():
+        pass
+    return run
+
+
+# ---- Records ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_tail_gives_each_line_once_and_only_whole_ones(tmp_path: Path) -> None:
+    path, tail = tmp_path / "log", Tail(tmp_path / "log")
+    assert tail.read() == (False, b"")
+    path.write_bytes(b"one\ntw")
+    assert tail.read() == (True, b"one\n") and tail.read() == (False, b"")
+    path.write_bytes(b"one\ntwo\n")
+    assert tail.read() == (False, b"two\n")
+    path.write_bytes(b"new\n")
+    assert tail.read() == (True, b"new\n"), "it was cut back"
+
+
+def test_broken_lines_harm_no_page(tmp_path: Path) -> None:
+    log = tmp_path / "logs/rank-000.jsonl"
+    write(log, [step(1), {"kind": "evaluation", "time": 1.0, "loss": "no number"}, {"kind": 7}, step(2)])
+    with log.open("a") as file:
+        file.write('[1]\n{"kind": "step"\nnull\n' + json.dumps(step(3))[:50])
+    run = read_all(tmp_path)
+    assert run.curve((0, "a"), "loss").values.tolist() == [1.0, 0.5] and run.events == []
+
+
+def test_a_log_is_cut_back_and_what_was_cut_is_kept(tmp_path: Path) -> None:
+    log = tmp_path / "rank-000.jsonl"
+    write(log, [{"kind": "start"}, *(step(n) for n in range(1, 6)), {"kind": "end", "step": 5}])
+    assert rewind(log, 3) == 3 and rewind(log, 3) == 0
+    assert [record.get("step") for record in read_records(log)] == [None, 1, 2, 3]
+    assert [record.get("step") for record in read_records(tmp_path / "discarded/rank-000.jsonl")] == [4, 5, 5]
+
+
+@pytest.mark.parametrize("count", [7, 2048, 5001])
+def test_a_long_curve_is_means_of_buckets_with_their_bounds(tmp_path: Path, count: int) -> None:
+    write(tmp_path / "logs/rank-000.jsonl", [step(n, loss=float(n)) for n in range(1, count + 1)])
+    curve = read_all(tmp_path).curve((0, "a"), "loss")
+    assert len(curve.steps) <= 2048 and curve.width == -((-count // 2048) ** 1) if count < 4096 else curve.width == 4
+    assert (
+        curve.values[0] == pytest.approx((1 + curve.width) / 2) and curve.least[0] == 1 and curve.greatest[-1] == count
+    )
+
+
+def test_steps_that_a_lost_host_still_has_but_the_others_undid_are_not_shown(tmp_path: Path) -> None:
+    start = {"kind": "start", "rank": 0, "host": "a", "time": 1020.5, "resumed_from_step": 10, "resumes": [[10]]}
+    again = [step(n, time=1020.0 + n) for n in range(11, 16)]
+    write(tmp_path / "logs/rank-000.jsonl", [*(step(n) for n in range(1, 11)), start, *again])
+    write(tmp_path / "logs/b/rank-001.jsonl", [step(n, rank=1, host="b") for n in range(1, 21)])
+    run = read_all(tmp_path)
+    assert run.curve((1, "b"), "loss").steps.tolist() == list(range(1, 11))
+    assert run.curve((0, "a"), "loss").steps.tolist() == list(range(1, 16))
+
+
+# ---- Figures ---------------------------------------------------------------------------------------------------------
+
+
+def plan_of(strategy: str, **more: Any) -> dict[str, Any]:
+    ranks = [{"host": "a", "micro_batch_sizes": [3, 3]}, {"host": "b"}]
+    known = {"strategy": strategy, "shares": [6, 2], "global_batch_size": 8, "ranks": ranks, "calibrated": True}
+    return {**known, "predicted_step_seconds": 0.4, "solo_sum_pairs_per_second": 25.0, **more}
+
+
+def test_the_figures_follow_from_the_records(tmp_path: Path) -> None:
+    config = {"model": {"path": "m"}, "data": {"train": "t"}, "cost": {"watts": 100, "price_per_kwh": 0.5}}
+    curves = [json.loads(BatchCurve.from_rates({1: 5, 4: 12}).model_dump_json()), None]
+    start = {"kind": "start", "time": 1000.0, "steps": 100, "plan": plan_of("synchronous", curves=curves)}
+    for rank, (host, share) in enumerate((("a", 6), ("b", 2))):
+        steps = [step(n, rank, host, pairs=share) for n in range(1, 41)]
+        write(
+            tmp_path / f"logs/rank-{rank:03d}.jsonl", [{**start, "config": config, "rank": rank, "host": host}, *steps]
+        )
+    now = figures(read_all(tmp_path), 1041.0)
+    assert (now.state, now.step, now.steps) == ("running", 40, 100)
+    assert now.pairs_per_second == pytest.approx(16.0) and now.efficiency == pytest.approx(16 / 25)
+    assert now.tokens_per_second == pytest.approx(2 * 160) and now.left_seconds == pytest.approx(61.5)
+    assert now.cost is not None and now.cost["energy_kwh"] == pytest.approx(2 * 0.1 * 41 / 3600)
+    assert now.ranks[0].planned_pairs_per_second == pytest.approx(15.0) and now.ranks[1].host == "b"
+    assert batch_curves(read_all(tmp_path)) == [], "a curve of another model is not drawn under this run"
+    assert figures(read_all(tmp_path), 5000.0).state == "silent"
+    (tmp_path / "logs/rank-001.jsonl").unlink()
+    assert figures(read_all(tmp_path), 1041.0).missing == [(1, "b")]
+
+
+def test_efficiency_counts_merges_and_waits_at_the_ends_of_rounds(tmp_path: Path) -> None:
+    start = {"kind": "start", "time": 1000.0, "steps": 100, "rows": 12, "plan": plan_of("independent")}
+    for rank, (host, share) in enumerate((("a", 6), ("b", 2))):
+        merge = {"kind": "merge", "time": 1050.0, "step": 40, "rank": rank, "host": host, "seconds": 4.0,
+                 "waited_seconds": 6.0, "pairs": [240, 80]}  # fmt: skip
+        steps = [step(n, rank, host, pairs=share) for n in range(1, 41)]
+        write(tmp_path / f"logs/rank-{rank:03d}.jsonl", [{**start, "rank": rank, "host": host}, *steps, merge])
+    now = figures(read_all(tmp_path), 1051.0)
+    assert now.efficiency == pytest.approx(320 / 30 / 25), "0.43, where the last steps alone say 0.64"
+    assert now.step == 53, "12 rows are two steps, of 8 and of 4 rows: 26 epochs and 8 rows"
+
+
+def test_one_machine_shows_no_efficiency(tmp_path: Path) -> None:
+    plan = {"strategy": "synchronous", "calibrated": True, "ranks": [{"host": "a"}], "solo_sum_pairs_per_second": 16.0}
+    write(tmp_path / "logs/rank-000.jsonl", [{"kind": "start", "time": 1000.0, "rank": 0, "host": "a", "plan": plan}])
+    write(tmp_path / "logs/rank-000.jsonl", [step(n) for n in range(1, 9)])
+    now = figures(read_all(tmp_path), 1009.0)
+    assert now.efficiency is None and "Efficiency" not in str(page.headline(dash.html, now))
+
+
+def test_the_time_between_a_stop_and_a_resume_is_none_of_the_runs(tmp_path: Path) -> None:
+    start = {"kind": "start", "rank": 0, "host": "a"}
+    records = [{**start, "time": 1000.0}, *(step(n) for n in range(1, 5))]
+    records += [{**start, "time": 86_400.0}, *(step(n, time=86_396.0 + n) for n in range(5, 9))]
+    write(tmp_path / "logs/rank-000.jsonl", records)
+    now = figures(read_all(tmp_path), 86_405.0)
+    assert now.elapsed_seconds == pytest.approx(4.0 + 5.0) and now.restarts == 1
+    assert figures(RunHistory(tmp_path / "none"), 5.0).state == "waiting"
+
+
+# ---- The page --------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_shows_a_run_and_answers_those_alone_who_have_its_token(tmp_path: Path) -> None:
+    tiny.train(tmp_path, [*tiny.settings(tmp_path), "train.steps=4", "evaluate.every=2", "run.name=run"])
+    watcher = page.Watcher(tmp_path / "runs")
+    app = page.make_app(watcher, "secret")
+    visitor = app.server.test_client()
+    assert visitor.get("/").status_code == 401 and visitor.get("/_dash-layout?token=x").status_code == 401
+    let_in = visitor.get("/?token=secret")
+    assert let_in.status_code == 302 and let_in.headers["Location"] == "/", "no token stays in the address"
+    shown = visitor.get("/")
+    assert shown.status_code == 200 and "default-src 'self'" in shown.headers["Content-Security-Policy"]
+    assert not re.search(rb"https?://(?!127|localhost)", shown.data)
+    update = page._update(dash, watcher, [], None)
+    text = str(update["figures"])
+    assert "4 / 4" in text and "tokens/s" in text and update["shown"] == "" and "finished" in str(update["state"])
+    assert update["graphs"]["loss"]["data"] and update["graphs"]["exact_match"] == charts.EMPTY | {
+        "data": [], "layout": update["graphs"]["exact_match"]["layout"]}  # fmt: skip
+    again = page._update(dash, watcher, [], update["seen"])
+    assert again["graphs"]["loss"] is dash.no_update, "nothing new was read"
+    watcher.close()
+
+
+def test_the_empty_state_is_one_sentence(tmp_path: Path) -> None:
+    watcher = page.Watcher(tmp_path)
+    update = page._update(dash, watcher, [], None)
+    assert update["shown"] == "empty" and "has logs yet" in str(update["figures"])
+    watcher.close()
+
+
+@pytest.mark.parametrize("words", [["--port", "70000"], ["nowhere"], ["--bakend"]])
+def test_a_mistake_is_one_clear_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert page.main(words) == 2 and capsys.readouterr().err.count("\n") == 1
+    assert threading.active_count() < 20
+
+
+# ---- What a run leaves -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_one_page_that_needs_no_other_and_a_model_card(tmp_path: Path) -> None:
+    from huggingface_hub import ModelCard
+
+    words = [*tiny.settings(tmp_path, run__pages="true"), "train.steps=6", "evaluate.every=3", "run.name=page"]
+    words.append("cost.watts=100")
+    tiny.train(tmp_path, words)
+    run = tmp_path / "runs" / "page"
+    text = (run / "report.html").read_text()
+    assert not re.search(r"""(src|href)\s*=\s*["'](?!#)|url\((?!#)|@import""", text), "nothing is fetched"
+    assert text.count("<svg") == 6 and (run / "curves.png").stat().st_size > 10_000
+    evaluations = [r for r in read_records(run / "logs" / "rank-000.jsonl") if r["kind"] == "evaluation"]
+    best = min(evaluations[1:], key=lambda record: record["loss"])  # whose weights the folder holds
+    for evaluation in (evaluations[0], best):
+        assert f"<td>{evaluation['loss']:.4f}</td>" in text
+    card = ModelCard.load(run / "README.md")
+    assert card.data.library_name == "mlx" and card.data.base_model is None, "a local path is no name on the hub"
+    assert f"| loss | {evaluations[0]['loss']:.4f} | {best['loss']:.4f} |" in card.text
+    (run / "report.html").unlink()
+    assert page.main(["--export", str(run)]) == 0 and (run / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    "words", ["train.loss=sft data.valid=null train.steps=1", "strategy=independent train.steps=2"]
+)
+def test_whatever_a_run_has_no_figures_of_its_pages_are_drawn(tmp_path: Path, words: str) -> None:
+    tiny.train(tmp_path, [*tiny.settings(tmp_path, run__pages="true"), *words.split(), "run.name=run"])
+    run = tmp_path / "runs" / "run"
+    assert (
+        "<svg" in (run / "report.html").read_text() and (run / "curves.png").exists() and (run / "README.md").exists()
+    )
+
+
+def test_a_folders_name_is_shown_and_not_obeyed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "a\x1b]0;x\x07"
+    tracker = PerformanceTracker(run / "logs" / "rank-000.jsonl", 0, "a")
+    tracker.record("start")
+    tracker.close()
+    assert page.main(["--export", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "a␛]0;x␇/report.html" in said and "\x1b" not in said
+
+
+def test_what_a_model_says_is_text_on_the_page(tmp_path: Path) -> None:
+    tracker = PerformanceTracker(tmp_path / "logs" / "rank-000.jsonl", 0, "a")
+    tracker.record("start")
+    tracker.record("samples", samples=[{"prompt": "<script>alert(1)</script>", "before": "</pre><img src=x>"}])
+    tracker.close()
+    run_report.write(tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    assert "<script>" not in text and "<img" not in text and "&lt;script&gt;" in text
+
+
+# ---- Trackers --------------------------------------------------------------------------------------------------------
+
+
+def events(run: Path) -> list[Event]:
+    """All events of a run, file by file by name, as TensorBoard reads them (a record: length, its CRC, bytes, their CRC)."""
+    found = []
+    for path in sorted((run / "tensorboard").iterdir()):
+        content, at = path.read_bytes(), 0
+        while at < len(content):
+            (length,) = struct.unpack_from("<Q", content, at)
+            found.append(Event.FromString(content[at + 12 : at + 12 + length]))
+            at += 16 + length
+    return found
+
+
+def scalars(found: list[Event]) -> dict[tuple[int, str], float]:
+    """What TensorBoard shows: a session that starts at a step replaces what earlier ones wrote from there on."""
+    shown: dict[tuple[int, str], float] = {}
+    for event in found:
+        if event.HasField("session_log"):
+            shown = {key: value for key, value in shown.items() if key[0] < event.step}
+        shown |= {(event.step, value.tag): value.simple_value for value in event.summary.value}
+    return shown
+
+
+def logged(run: Path) -> dict[tuple[int, str], float]:
+    prefixes = {"step": "train", "evaluation": "held_out"}
+    return {
+        (record["step"], f"{prefixes[record['kind']]}/{key}"): record[key]
+        for record in read_records(run / "logs" / "rank-000.jsonl")
+        if record["kind"] in prefixes
+        for key in ("loss", "reward_accuracy", "reward_margin", "kl", "learning_rate")
+        if record.get(key) is not None
+    }
+
+
+def test_tensorboard_has_the_figures_of_the_logs_and_may_be_asked_for_on_resume(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "run"
+    words = [*tiny.settings(tmp_path), "run.name=run", "evaluate.samples=0", "evaluate.every=2", "train.steps=4"]
+    tiny.train(tmp_path, [*words, "run.sinks=[tensorboard]"])
+    assert {tag for _, tag in logged(run)} >= {"train/loss", "train/learning_rate", "held_out/loss"}
+    assert scalars(events(run)).items() >= {key: pytest.approx(value) for key, value in logged(run).items()}.items()
+
+    before = events(run)
+    tiny.train(tmp_path, ["--resume", str(run), "train.steps=6", "run.sinks=[]"])
+    assert events(run) == before
+    tiny.train(tmp_path, ["--resume", str(run), "train.steps=8", "run.sinks=[tensorboard]"])
+    shown = scalars(events(run))
+    assert {step for step, tag in shown if tag == "train/loss"} == {1, 2, 3, 4, 7, 8}
+    assert all(shown[key] == pytest.approx(value) for key, value in logged(run).items() if key[0] not in (5, 6))
+
+
+def test_steps_that_a_crash_undid_are_forgotten(tmp_path: Path) -> None:
+    start: dict[str, Any] = {"kind": "start", "config": {}, "resumed_from_step": None}
+    for resumed, losses in ((None, {1: 0.5, 2: 0.4, 3: 0.9, 4: 0.9}), (2, {3: 0.3})):
+        feed = trackers.Trackers(["tensorboard"], tmp_path)
+        feed.take(start | {"resumed_from_step": resumed})
+        for step, loss in losses.items():
+            feed.take({"kind": "step", "step": step, "time": 1.0, "loss": loss, "kl": None, "grad_norm": float("nan")})
+        feed.take({"kind": "end", "step": 9, "time": 1.0})
+    shown = scalars(events(tmp_path))
+    assert shown == {(step, "train/loss"): pytest.approx(loss) for step, loss in ((1, 0.5), (2, 0.4), (3, 0.3))}
+
+
+def test_a_missing_package_is_one_line_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    result = tiny.train(tmp_path, [*tiny.settings(tmp_path), "run.sinks=[tensorboard,wandb]"], check=False)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert result.stderr.startswith("error: run.sinks: wandb needs the package wandb")
+    assert "pip install wandb" in result.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("breaks", ["opening", "writing", "closing"])
+def test_a_failing_sink_is_told_once_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breaks: str
+) -> None:
+    @contextmanager
+    def failing(folder: Path, config: dict[str, Any], resumed: bool) -> Iterator[trackers.Write]:
+        def write(step: int, values: dict[str, float]) -> None:
+            if breaks == "writing" and step >= 2:
+                raise ConnectionError("no route\nto host")
+
+        if breaks == "opening":
+            raise ConnectionError("no route\nto host")
+        yield write
+        if breaks == "closing":
+            raise ConnectionError("no route\nto host")
+
+    monkeypatch.setitem(trackers.SINKS, "trackio", failing)
+    monkeypatch.setitem(trackers.PACKAGES, "trackio", "json")
+    run = tmp_path / "runs" / "run"
+    words = [*tiny.settings(tmp_path), "run.name=run", "evaluate.samples=0", "train.steps=4"]
+    result = tiny.train(tmp_path, [*words, "run.sinks=[trackio,tensorboard]"])
+    assert result.stdout.count("warning: run.sinks: trackio") == 1 and "no route to host" in result.stdout
+    assert [record["step"] for record in tiny.steps_of(run)] == [1, 2, 3, 4]
+    (warning,) = [r for r in read_records(run / "logs/rank-000.jsonl") if r["kind"] == "warning"]
+    assert warning["step"] == {"opening": 0, "writing": 2, "closing": 4}[breaks] and "trackio" in warning["text"]
+    assert (4, "train/loss") in scalars(events(run)), "the other sink has all"
