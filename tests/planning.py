@@ -10,8 +10,8 @@ import numpy as np
 from lib.config.load import load
 from lib.model.partition import model_shape_of
 from lib.plan.calibration import BatchCurve, CurveKey, HostCalibration, Link, read_published
-from lib.plan.cuts import CutCosts, Hop, depths
-from lib.plan.facts import Facts, PlanSections, RankHost
+from lib.plan.cuts import CutCosts, CutMemory, Hop, depths
+from lib.plan.facts import PlanFacts, PlanSections, RankHost
 from lib.plan.memory import MemoryModel, Rows, Training
 from lib.plan.plan import ClusterPlan
 from lib.plan.strategy import plan
@@ -31,7 +31,7 @@ LLAMA_8B = {
 SHAPE = model_shape_of(LLAMA_8B)  # 16.06 GB of weights
 KEY = CurveKey(model="m", method="lora", dtype="float32", sequence_length=128)
 ROWS = Rows(prompt=512, seen=1024, tokens=1536, scored=1024)
-MEMORY = MemoryModel(SHAPE, Training(), ROWS)
+MEMORY = MemoryModel(SHAPE, Training(), ROWS, ROWS)
 LINK = Link(backend="mpi", latency_seconds=1e-3, bandwidth_bytes_per_second=1e8)
 M4_MAX, M3_ULTRA = (read_published()[name].curves[0] for name in ("m4-max", "m3-ultra"))
 
@@ -56,13 +56,13 @@ def calibrated(
     return HostCalibration(machine=machine, curves=(curve,), links=tuple(links), gflops=1e3)
 
 
-def facts(hosts: Sequence[RankHost | HostCalibration | None], *words: str, **more: Any) -> Facts:
+def facts(hosts: Sequence[RankHost | HostCalibration | None], *words: str, **more: Any) -> PlanFacts:
     ranks = [
         host if isinstance(host, RankHost) else RankHost(host.machine.host if host else chr(97 + rank), host)
         for rank, host in enumerate(hosts)
     ]
     usual = {"key": KEY, "longest": KEY.sequence_length, "backend": "mpi", "steps": 1000}
-    return Facts(sections(*words), ranks, **{**usual, **more})
+    return PlanFacts(sections(*words), ranks, **{**usual, **more})
 
 
 def planned(hosts: Sequence[RankHost | HostCalibration | None], *words: str, **more: Any) -> ClusterPlan:
@@ -128,22 +128,17 @@ def cut_costs(
     seconds, unit, zeros = running(forward), running(np.ones_like(forward)), np.zeros(stages)
     end = zeros.copy()
     end[-1] = head
-    return CutCosts(
-        forward_seconds=seconds,
-        backward_seconds=seconds * backward,
-        held_bytes=unit,
-        kept_bytes=unit * 0.15,
-        inputs_bytes=unit * 0.015,
-        end_forward_seconds=end,
-        end_backward_seconds=end * backward,
-        end_bytes=zeros,
-        work_bytes=zeros + 0.5,
-        block_bytes=zeros + 0.15,
+    memory = CutMemory(
+        held=unit,
+        kept=unit * 0.15,
+        inputs=unit * 0.015,
+        ends=zeros,
+        work=zeros + 0.5,
+        block=zeros + 0.15,
         may_checkpoint=True,
         must_checkpoint=False,
-        input_bytes=0.015,
-        room_bytes=room,
-        hops=(hop,) * (stages - 1),
-        in_flight=depths(stages),
-        micro_batches=micro_batches,
+        input=0.015,
+        room=room,
     )
+    hops = (hop,) * (stages - 1)
+    return CutCosts(seconds, seconds * backward, end, end * backward, memory, hops, depths(stages), micro_batches)

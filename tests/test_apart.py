@@ -17,6 +17,7 @@ from lib.config.schema import SyncSettings
 from lib.distributed import compression
 from lib.distributed.world import World
 from lib.errors import AgreedError, Stopped
+from lib.plan.plan import Merging
 from lib.system.records import read_records
 from lib.training import checkpoint, local_sgd, run_facts, step
 from tests import rounding, tiny
@@ -340,7 +341,7 @@ def test_compressed_gradients_of_synchronous_ranks(world: World, folder: Path, s
     world.gather_text("checked")
 
 
-@pytest.mark.parametrize("change", [{"steps_per_round": 99}, {"gradient_checkpointing": True}])
+@pytest.mark.parametrize("change", [{"rounds": Merging(99, 1, "")}, {"gradient_checkpointing": True}])
 def test_ranks_that_would_plan_unlike_end_before_they_train(
     world: World, folder: Path, shares: str, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:

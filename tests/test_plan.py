@@ -4,6 +4,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from lib.errors import UserError
 from lib.model.partition import model_shape_of
+from lib.plan import __main__ as machines
 from lib.plan import plan_warnings
 from lib.plan.calibration import MEMORY_HEADROOM, BatchCurve, read_published
 from lib.plan.cuts import Hop, Keeps, best_cut, cut_at, depths, most_blocks, operations, step_seconds
@@ -28,7 +30,6 @@ from tests.planning import (
     M3_ULTRA,
     M4_MAX,
     MEMORY,
-    ROWS,
     SHAPE,
     calibrated,
     cut_costs,
@@ -259,7 +260,7 @@ def test_every_strategy_is_predicted_and_the_reason_given() -> None:
     assert kinds == ["independent", "synchronous", "sharded", "pipelined", "synchronous", "fast alone", "slow alone"]
     chosen = plan.predictions[0]
     assert chosen.chosen and chosen.efficiency is not None and 0.9 < chosen.efficiency <= 1
-    assert plan.shares == [24, 8] and plan.steps_per_round and plan.merges and "of the time" in plan.merging
+    assert plan.shares == [24, 8] and plan.steps_per_round and plan.rounds and "of the time" in plan.merging
     assert "its sync takes" in plan.instead
     synchronous = planned([fast, slow], "strategy=synchronous")
     assert synchronous.strategy == "synchronous" and "as strategy has it" in synchronous.reason
@@ -347,16 +348,16 @@ def sharded(memory_gb: list[float | None], gflops: list[float | None], *words: s
 
 def test_a_model_is_divided_by_speed_as_far_as_memory_allows() -> None:
     given = sharded([8, 8], [1e3, 1e3], "plan.shares=[2,6]")
-    assert [part.kv_heads for part in given.parts] == [2, 6] and "plan.shares" in given.reason
+    assert [part.kv_heads for part in given.model.parts] == [2, 6] and "plan.shares" in given.reason
     assert any("host1: its part needs 12.57 GB" in warning for warning in given.warnings)
     by_speed = sharded([128, 128], [1e3, 3e3])
-    assert [part.kv_heads for part in by_speed.parts] == [2, 6] and "matmul rates" in by_speed.reason
+    assert [part.kv_heads for part in by_speed.model.parts] == [2, 6] and "matmul rates" in by_speed.reason
     limited = sharded([128, 10], [1e3, 3e3])
-    assert limited.parts[1].needed_bytes <= 0.9 * 10 * GB < by_speed.parts[1].needed_bytes
+    assert limited.model.parts[1].needed_bytes <= 0.9 * 10 * GB < by_speed.model.parts[1].needed_bytes
     assert "as far as memory allows" in limited.reason
     by_memory = sharded([96, 32], [None, None])
-    assert [part.kv_heads for part in by_memory.parts] == [6, 2] and "by memory" in by_memory.reason
-    assert [part.kv_heads for part in sharded([128, 128], [1e3, 1.2e3], chip="NVIDIA H200").parts] == [4, 4]
+    assert [part.kv_heads for part in by_memory.model.parts] == [6, 2] and "by memory" in by_memory.reason
+    assert [part.kv_heads for part in sharded([128, 128], [1e3, 1.2e3], chip="NVIDIA H200").model.parts] == [4, 4]
     with pytest.raises(UserError, match=r"2 ranks need 18.16 GB together for weights, but have 16.00 GB"):
         sharded([8, 8], [1.0, 1.0])
 
@@ -366,7 +367,7 @@ def pipelined(memory_gb: list[float], gflops: list[float], *words: str, **more: 
         RankHost(f"host{i}", None, None, "metal", rate, int(size * GB))
         for i, (size, rate) in enumerate(zip(memory_gb, gflops, strict=True))
     ]
-    more = {"memory": MEMORY, "typical_rows": ROWS, "block_shape": SHAPE, **more}
+    more = {"memory": MEMORY, "block_shape": SHAPE, **more}
     return planned(hosts, "strategy=pipelined", *words, **more)
 
 
@@ -413,7 +414,7 @@ def test_a_measured_head_counts_but_on_cuda_operations_do() -> None:
         for name in "ab":
             curve = calibrated(name, {1: 1.0, 8: 1.2}, outside_blocks=outside)
             hosts.append(RankHost(name, curve, "chip", device, memory_bytes=200 * GB))  # type: ignore[arg-type]
-        return planned(hosts, "strategy=pipelined", memory=MEMORY, typical_rows=ROWS, block_shape=SHAPE).blocks
+        return planned(hosts, "strategy=pipelined", memory=MEMORY, block_shape=SHAPE).blocks
 
     assert blocks("cuda", 0.4) == blocks("cuda", None)
     assert blocks("cpu", 0.4)[0] > blocks("cpu", None)[0]
@@ -421,13 +422,13 @@ def test_a_measured_head_counts_but_on_cuda_operations_do() -> None:
 
 def test_auto_takes_the_faster_way_and_says_what_the_other_would_give() -> None:
     hosts = [RankHost(name, None, None, "metal", 1e4, 14 * GB) for name in "ab"]
-    plan = planned(hosts, shape=SHAPE, block_shape=SHAPE, memory=MEMORY, typical_rows=ROWS)
+    plan = planned(hosts, shape=SHAPE, block_shape=SHAPE, memory=MEMORY)
     assert plan.strategy == "pipelined" and "because host a" in plan.reason
     assert plan.instead.startswith("strategy=sharded") and "MB a step instead of" in plan.instead
     experts = {**LLAMA_8B, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1024}
     shape = model_shape_of({**experts, "model_type": "qwen3_moe"})
     memory = replace(MEMORY, shape=shape)
-    sparse = planned(hosts, "strategy=pipelined", block_shape=shape, memory=memory, typical_rows=ROWS)
+    sparse = planned(hosts, "strategy=pipelined", block_shape=shape, memory=memory)
     assert sum(sparse.blocks) == 32
 
 
@@ -453,3 +454,32 @@ def test_warnings_of_likely_mistakes() -> None:
     for strategy in ("sharded", "pipelined"):
         assert "replicas do not: strategy=auto" in warned(f"strategy={strategy}", **needless)
     assert "no host of this run is called m4" in warned("plan.memory_limit_gb={m4: 3}")
+
+
+# ---- python -m lib.plan
+
+
+def test_which_machine_for_which_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The seeds' four rows, by the planner's limits: three quarters of a Mac's memory, a tenth of it free."""
+    hosts = ["--hosts", "m4-max,m3-ultra"]
+
+    def machine(*words: str) -> str:
+        assert machines.main([*words, *hosts]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == 5 and "take: " in lines[-2]
+        return str(json.loads(lines[-1])["machine"])
+
+    taken = {size: machine("--model", size) for size in ("8B", "30B", "70B-4bit", "70B", "120B", "200B", "1000B")}
+    assert taken == {
+        "8B": "m4-max",
+        "30B": "m4-max",
+        "70B-4bit": "m4-max",
+        "70B": "m3-ultra",
+        "120B": "m3-ultra",
+        "200B": "distributed",
+        "1000B": "None",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    assert machine("--model", str(tmp_path)) == "m4-max"
+    for words, text in ((["--model", "nothing"], "neither a folder"), (["--model", "8B", "--hosts", "x"], "known are")):
+        assert machines.main(words) == 2 and text in capsys.readouterr().err

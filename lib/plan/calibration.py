@@ -21,11 +21,11 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lib.config.settings import ModelSettings
-from lib.environment import ROOT
 from lib.errors import UserError
 from lib.system import files
 from lib.system.hardware import Machine
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = ROOT / "calibration"
 MEMORY_HEADROOM = 0.1  # of the limit, kept free: a longer row than the probe's, fragmentation, the system's own
 UNSTEADY = 0.2  # of a point's time, its spread between rounds: beyond it the time is not used
@@ -37,14 +37,13 @@ PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class _Record(BaseModel):
-    """Frozen, and tolerant of keys that a newer version wrote."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
+FILE = ConfigDict(frozen=True, extra="ignore")  # tolerant of keys that another version wrote
 
 
-class BatchPoint(_Record):
+class BatchPoint(BaseModel):
     """One measured micro-batch: forward and backward over `batch_size` pairs."""
+
+    model_config = FILE
 
     batch_size: Annotated[int, Field(gt=0, le=LARGEST_BATCH)]
     seconds_median: PositiveFloat
@@ -67,8 +66,10 @@ class BatchPoint(_Record):
         return point
 
 
-class CurveKey(_Record):
+class CurveKey(BaseModel):
     """What a curve was measured with; two curves are comparable when their keys agree."""
+
+    model_config = FILE
 
     model: str  # as the configuration names it
     method: Literal["lora", "dora", "full"]
@@ -87,8 +88,10 @@ class CurveKey(_Record):
         return self.model_copy(update={"sequence_length": sequence_length})
 
 
-class BatchCurve(_Record):
+class BatchCurve(BaseModel):
     """Time and memory against micro-batch size, on one machine."""
+
+    model_config = FILE
 
     points: tuple[BatchPoint, ...]
     memory_limit_bytes: PositiveInt | None = None  # what a process may use there
@@ -215,15 +218,19 @@ class BatchCurve(_Record):
         )
 
 
-class Transfer(_Record):
+class Transfer(BaseModel):
     """One message size on a link."""
+
+    model_config = FILE
 
     bytes: PositiveInt
     seconds_median: PositiveFloat
 
 
-class Link(_Record):
+class Link(BaseModel):
     """A message's cost over one backend, fitted: latency + bytes / bandwidth."""
+
+    model_config = FILE
 
     backend: Literal["ring", "mpi", "jaccl", "nccl"]
     operation: Literal["all_sum", "ping_pong"] = "all_sum"  # ping_pong: one way
@@ -241,8 +248,10 @@ class Link(_Record):
         return self.latency_seconds + size_bytes / self.bandwidth_bytes_per_second
 
 
-class HostCalibration(_Record):
+class HostCalibration(BaseModel):
     """The content of calibration/HOST.json."""
+
+    model_config = FILE
 
     machine: Machine
     curves: tuple[BatchCurve, ...]

@@ -105,6 +105,22 @@ def step_seconds(
 
 
 @dataclass(frozen=True, eq=False)
+class CutMemory:
+    """What blocks take on each host, in bytes: as in CutCosts."""
+
+    held: np.ndarray  # weights, adapters, gradients, optimizer
+    kept: np.ndarray  # activations that the backward pass of one micro-batch reads
+    inputs: np.ndarray  # those of them that gradient checkpointing keeps: each block's input
+    ends: np.ndarray
+    work: np.ndarray  # [p], that a micro-batch takes besides while it is at work
+    block: np.ndarray  # [p], that gradient checkpointing takes besides: all of one block
+    may_checkpoint: bool
+    must_checkpoint: bool
+    input: float  # of one micro-batch, between two stages
+    room: np.ndarray  # [p], that may be planned for; inf where it is not known
+
+
+@dataclass(frozen=True, eq=False)
 class CutCosts:
     """What blocks cost on each host, for micro-batches of one size: p hosts in their order, L blocks.
 
@@ -114,29 +130,20 @@ class CutCosts:
 
     forward_seconds: np.ndarray
     backward_seconds: np.ndarray
-    held_bytes: np.ndarray  # weights, adapters, gradients, optimizer
-    kept_bytes: np.ndarray  # activations that the backward pass of one micro-batch reads
-    inputs_bytes: np.ndarray  # those of them that gradient checkpointing keeps: each block's input
     end_forward_seconds: np.ndarray
     end_backward_seconds: np.ndarray
-    end_bytes: np.ndarray
-    work_bytes: np.ndarray  # [p], that a micro-batch takes besides while it is at work
-    block_bytes: np.ndarray  # [p], that gradient checkpointing takes besides: all of one block
-    may_checkpoint: bool
-    must_checkpoint: bool
-    input_bytes: float  # of one micro-batch, between two stages
-    room_bytes: np.ndarray  # [p], that may be planned for; inf where it is not known
+    memory: CutMemory
     hops: tuple[Hop, ...]  # p - 1
     in_flight: tuple[int, ...]  # p
     micro_batches: int
 
     @property
     def hosts(self) -> int:
-        return len(self.room_bytes)
+        return len(self.in_flight)
 
     @property
     def blocks(self) -> int:
-        return self.held_bytes.shape[1] - 1
+        return self.forward_seconds.shape[1] - 1
 
     def slowed(self, factors: np.ndarray) -> CutCosts:
         """The costs of hosts that take so many times as long. factors: [p]."""
@@ -218,10 +225,11 @@ def most_blocks(costs: CutCosts) -> list[int]:
 def needed_bytes(costs: CutCosts, rank: int, first_block: int, blocks: int) -> float:
     """The fewest bytes with which a host can hold these blocks and its micro-batches in flight."""
     span, end = np.array([first_block]), first_block + blocks
-    without_room = replace(costs, room_bytes=np.full(costs.hosts, -np.inf))
+    memory = costs.memory
+    without_room = replace(costs, memory=replace(memory, room=np.full(costs.hosts, -np.inf)))
     activations = _spans(without_room, np.array([rank]), span, span + blocks).activation_bytes[0]
-    held = costs.held_bytes[rank, end] - costs.held_bytes[rank, first_block] + costs.end_bytes[rank]
-    return float(held + costs.work_bytes[rank] + activations)
+    held = memory.held[rank, end] - memory.held[rank, first_block] + memory.ends[rank]
+    return float(held + memory.work[rank] + activations)
 
 
 # ---- Many cuts at a time
@@ -240,14 +248,14 @@ def _spans(costs: CutCosts, ranks: np.ndarray, starts: np.ndarray, ends: np.ndar
         spans: np.ndarray = sums[ranks, ends] - sums[ranks, starts]
         return spans
 
-    forward, backward = of(costs.forward_seconds), of(costs.backward_seconds)
-    room = costs.room_bytes[ranks] - of(costs.held_bytes) - costs.end_bytes[ranks] - costs.work_bytes[ranks]
-    kept, in_flight = of(costs.kept_bytes), np.array(costs.in_flight)[ranks]
+    memory, forward, backward = costs.memory, of(costs.forward_seconds), of(costs.backward_seconds)
+    room = memory.room[ranks] - of(memory.held) - memory.ends[ranks] - memory.work[ranks]
+    kept, in_flight, must = of(memory.kept), np.array(costs.in_flight)[ranks], memory.must_checkpoint
     needed = np.array(  # in the order of Keeps
         np.broadcast_arrays(
-            np.where(costs.must_checkpoint, np.inf, in_flight * kept),
-            np.where(costs.may_checkpoint, in_flight * of(costs.inputs_bytes) + costs.block_bytes[ranks], np.inf),
-            np.where(costs.must_checkpoint | (ranks == costs.hosts - 1), np.inf, in_flight * costs.input_bytes + kept),
+            np.where(must, np.inf, in_flight * kept),
+            np.where(memory.may_checkpoint, in_flight * of(memory.inputs) + memory.block[ranks], np.inf),
+            np.where(must | (ranks == costs.hosts - 1), np.inf, in_flight * memory.input + kept),
         )
     )
     holds = np.isfinite(needed[Keeps.ACTIVATIONS]) & (needed[Keeps.ACTIVATIONS] <= room)

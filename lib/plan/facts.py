@@ -26,7 +26,7 @@ from lib.plan.calibration import (
     sound_calibration,
     stale_versions,
 )
-from lib.plan.memory import MemoryModel, Rows, largest_micro_batch
+from lib.plan.memory import MemoryModel, largest_micro_batch
 from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, TooLarge
 from lib.system.hardware import Device
 
@@ -112,7 +112,7 @@ class StagesBefore:
 
 
 @dataclass(frozen=True)
-class Facts:
+class PlanFacts:
     """All that a plan depends on."""
 
     settings: PlanSections
@@ -126,7 +126,6 @@ class Facts:
     shape: ModelShape | None = None  # of the model; None: its blocks cannot be divided
     block_shape: ModelShape | None = None  # of the model; None: it cannot be cut between its blocks
     memory: MemoryModel | None = None  # None: nothing is known of the model's dimensions
-    typical_rows: Rows | None = None  # rows of mean sizes; None: all are as long as the key says
     stages_before: StagesBefore | None = None
 
     @property
@@ -144,8 +143,8 @@ class Facts:
 
     def tokens(self, pairs: int) -> tuple[float, float]:
         """Of a micro-batch of typical rows: those that go through the blocks, with padding; and through the head."""
-        if self.typical_rows is not None and self.memory is not None:
-            batch = self.typical_rows.batch(pairs, self.memory.training.shared_prompts)
+        if self.memory is not None and self.memory.typical is not None:
+            batch = self.memory.typical.batch(pairs, self.memory.training.shared_prompts)
             return float(batch.tokens), float(batch.scored)
         tokens = pairs * self.key.sequence_length * (2.0 if self.key.records == "preference" else 1.0)
         return tokens, tokens
@@ -270,7 +269,7 @@ class CurveChoice:
     warnings: tuple[str, ...] = ()
 
 
-def choose_curves(facts: Facts, key: CurveKey) -> CurveChoice:
+def choose_curves(facts: PlanFacts, key: CurveKey) -> CurveChoice:
     """Curves that compare all hosts: of this model, measured or estimated from another host's; else published ones.
 
     Raises:
@@ -321,16 +320,16 @@ def _curve_of(calibration: HostCalibration | None, key: CurveKey, longest: int) 
     return typical.model_copy(update={"points": tuple(points), "memory_limit_bytes": of_longest.memory_limit_bytes})
 
 
-def _estimated(facts: Facts, rank: int, measured: Sequence[BatchCurve | None], key: CurveKey) -> BatchCurve | None:
+def _estimated(facts: PlanFacts, rank: int, measured: Sequence[BatchCurve | None], key: CurveKey) -> BatchCurve | None:
     """A curve for a host without one: that of the calibrated host with the nearest speed, scaled; None: not known."""
     host, candidates = facts.hosts[rank], []
     published = {one.machine.device_name: one for one in facts.published if one.curves}
     for other, curve in zip(facts.hosts, measured, strict=True):
         if curve is None:
             continue
-        rates = host.gflops, other.gflops
+        rates = [host.gflops, other.gflops]
         if not all(rates):
-            rates = tuple(one.calibration.gflops if one.calibration else None for one in (host, other))  # type: ignore[assignment]
+            rates = [one.calibration.gflops if one.calibration else None for one in (host, other)]
         chips = [published.get(one.device_name or "") for one in (host, other)]
         if rates[0] and rates[1]:
             shown = f"matrix-product rate, {rates[0]:,.0f} GFLOP/s against {rates[1]:,.0f} of {other.name}"
@@ -355,7 +354,7 @@ def _estimated(facts: Facts, rank: int, measured: Sequence[BatchCurve | None], k
     return curve.model_copy(update={**changed, "memory_limit_bytes": host.memory_bytes or curve.memory_limit_bytes})
 
 
-def _flat(facts: Facts, rank: int, pairs_per_second: float, key: CurveKey) -> BatchCurve:
+def _flat(facts: PlanFacts, rank: int, pairs_per_second: float, key: CurveKey) -> BatchCurve:
     """A published rate for micro-batches that fit by the formula: it sets shares between hosts, never a micro-batch."""
     size = max(2, facts.default_size(rank, key))
     peaks = {pairs: facts.needed_bytes(rank, pairs, key) for pairs in (1, size)}
@@ -364,7 +363,7 @@ def _flat(facts: Facts, rank: int, pairs_per_second: float, key: CurveKey) -> Ba
     return curve.model_copy(update={"source": "published"})
 
 
-def prepared(facts: Facts) -> tuple[Facts, tuple[str, ...]]:
+def prepared(facts: PlanFacts) -> tuple[PlanFacts, tuple[str, ...]]:
     """The facts with calibrations as they hold while all ranks work, and warnings of each change.
 
     Implausible figures are replaced. Curves are slower as measured, else by the number of ranks that share a machine;

@@ -265,7 +265,8 @@ class MemoryModel:
 
     shape: ModelShape
     training: Training
-    rows: Rows
+    rows: Rows  # the largest
+    typical: Rows | None = None  # of mean sizes; None: as long as the calibration's key says
 
     def bytes(self, pairs: int, device: Device, checkpointing: bool | None = None) -> StepBytes:
         """A step of micro-batches of so many pairs, of a host that keeps the whole model."""

@@ -18,8 +18,8 @@ from lib.data.batch import BatchShape
 from lib.errors import UserError
 from lib.model.partition import ModelShape
 from lib.plan.calibration import MEMORY_HEADROOM, BatchCurve, Link
-from lib.plan.cuts import Cut, CutCosts, Hop, Keeps, best_cut, cut_at, depths, most_blocks, needed_bytes
-from lib.plan.facts import Facts, choose_curves
+from lib.plan.cuts import Cut, CutCosts, CutMemory, Hop, Keeps, best_cut, cut_at, depths, most_blocks, needed_bytes
+from lib.plan.facts import PlanFacts, choose_curves
 from lib.plan.memory import (
     BlockBytes,
     activation_bytes_of_block,
@@ -28,7 +28,7 @@ from lib.plan.memory import (
     trained_bytes_per_parameter,
     trained_parameters,
 )
-from lib.plan.plan import ClusterPlan, Prediction, RankPlan, StagePlan
+from lib.plan.plan import Basis, ClusterPlan, ModelParts, Prediction, RankPlan, StagePlan
 from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, TooLarge, check_count, split_evenly_sized
 from lib.system.hardware import Device
 
@@ -46,13 +46,13 @@ ASSUMED_LINK = Link(backend="ring", latency_seconds=5e-4, bandwidth_bytes_per_se
 class HostSpeeds:
     """How fast each host runs the run's model."""
 
-    facts: Facts
+    facts: PlanFacts
     shape: ModelShape
     curves: Sequence[BatchCurve] | None  # of this model; None: by matrix products
     rates: Sequence[float] | None  # of matrix products, GFLOP/s; None: not known, all hosts count as equal
 
     @classmethod
-    def of(cls, facts: Facts) -> HostSpeeds:
+    def of(cls, facts: PlanFacts) -> HostSpeeds:
         assert facts.block_shape is not None
         curves: Sequence[BatchCurve | None] = facts.measured_curves(facts.key)
         if any(curves) and not all(curves):
@@ -145,7 +145,7 @@ class HostSpeeds:
         return tokens / whole * pairs, scored / whole * pairs
 
 
-def cut_costs(facts: Facts, speeds: HostSpeeds, pairs: int, more_in_flight: int = 0) -> CutCosts:
+def cut_costs(facts: PlanFacts, speeds: HostSpeeds, pairs: int, more_in_flight: int = 0) -> CutCosts:
     """What blocks cost for the global batch in micro-batches of so many pairs at most.
 
     more_in_flight: micro-batches of every stage but the last, beyond the usual 1F1B's.
@@ -165,25 +165,21 @@ def cut_costs(facts: Facts, speeds: HostSpeeds, pairs: int, more_in_flight: int 
     work[-1] += memory[-1].head
     limits = [(1 - MEMORY_HEADROOM) * host.memory_bytes if host.memory_bytes else np.inf for host in hosts]
     message = speeds.tokens(mean)[0] * shape.hidden_size * _item_bytes(facts, shape) * _sent_part(facts, shape)
-    return CutCosts(
-        forward_seconds=forward,
-        backward_seconds=forward * backward,
-        held_bytes=_running_sum(np.array([one.held for one in memory])),
-        kept_bytes=_running_sum(np.array([one.kept for one in memory])),
-        inputs_bytes=_running_sum(np.array([one.inputs for one in memory])),
-        end_forward_seconds=head,
-        end_backward_seconds=head * backward,
-        end_bytes=ends,
-        work_bytes=work,
-        block_bytes=np.array([one.kept.max() for one in memory]),
+    taken = CutMemory(
+        held=_running_sum(np.array([one.held for one in memory])),
+        kept=_running_sum(np.array([one.kept for one in memory])),
+        inputs=_running_sum(np.array([one.inputs for one in memory])),
+        ends=ends,
+        work=work,
+        block=np.array([one.kept.max() for one in memory]),
         may_checkpoint=settings.may_checkpoint,
         must_checkpoint=bool(settings.model.gradient_checkpointing),
-        input_bytes=_largest_tokens(facts, pairs) * shape.hidden_size * _item_bytes(facts, shape),
-        room_bytes=np.array(limits),
-        hops=tuple(_hop(facts, rank, message) for rank in ranks[:-1]),
-        in_flight=depths(len(hosts), more_in_flight),
-        micro_batches=micro_batches,
+        input=_largest_tokens(facts, pairs) * shape.hidden_size * _item_bytes(facts, shape),
+        room=np.array(limits),
     )
+    hops = tuple(_hop(facts, rank, message) for rank in ranks[:-1])
+    in_flight = depths(len(hosts), more_in_flight)
+    return CutCosts(forward, forward * backward, head, head * backward, taken, hops, in_flight, micro_batches)
 
 
 @dataclass(frozen=True)
@@ -199,7 +195,7 @@ class _HostMemory:
     trains_tables: bool
 
     @classmethod
-    def of(cls, facts: Facts, shape: ModelShape, device: Device | None, pairs: int) -> _HostMemory:
+    def of(cls, facts: PlanFacts, shape: ModelShape, device: Device | None, pairs: int) -> _HostMemory:
         sparse = np.arange(shape.blocks) >= shape.blocks - shape.expert_blocks
         weights = np.array([block_weights(shape, bool(is_sparse)) for is_sparse in sparse])
         held = weights * shape.weight_bytes + 2 * shape.hidden_size * shape.other_bytes
@@ -233,25 +229,25 @@ class _HostMemory:
         )
 
 
-def _item_bytes(facts: Facts, shape: ModelShape) -> int:
+def _item_bytes(facts: PlanFacts, shape: ModelShape) -> int:
     """Of one number between two blocks: full training computes in float32."""
     return 4 if facts.settings.model.method == "full" else shape.other_bytes
 
 
-def _sent_part(facts: Facts, shape: ModelShape) -> float:
+def _sent_part(facts: PlanFacts, shape: ModelShape) -> float:
     """Bytes sent over those of the model's type."""
     item = _item_bytes(facts, shape)
     sent = {"none": item, "bf16": 2, "int8": 1 + 4 / 256, "topk": item}[facts.settings.sync.compression]
     return min(1.0, sent / item)
 
 
-def _largest_tokens(facts: Facts, pairs: int) -> float:
+def _largest_tokens(facts: PlanFacts, pairs: int) -> float:
     if facts.memory is None:
         return facts.tokens(pairs)[0]
     return facts.memory.rows.batch(pairs, facts.memory.training.shared_prompts).tokens
 
 
-def _hop(facts: Facts, rank: int, size_bytes: float) -> Hop:
+def _hop(facts: PlanFacts, rank: int, size_bytes: float) -> Hop:
     link = facts.link_between(rank)
     if link is None and facts.names[rank] == facts.names[rank + 1]:
         return Hop()
@@ -276,7 +272,7 @@ class _Choice:
     cut: Cut
 
 
-def plan_pipelined(facts: Facts) -> ClusterPlan:
+def plan_pipelined(facts: PlanFacts) -> ClusterPlan:
     """Cuts a model between blocks for the shortest step, with its prediction; plan.shares sets the cut.
 
     A run that is resumed keeps its cut; where its ranks took other times than planned, and another cut is shorter by
@@ -317,13 +313,13 @@ def plan_pipelined(facts: Facts) -> ClusterPlan:
         sync_seconds=0.0,
         reason=reason,
         warnings=_warnings(facts, stages),
-        curves=(None,) * len(names),
-        stages=stages,
+        basis=Basis((None,) * len(names)),
+        model=ModelParts(stages=stages),
         predictions=(prediction,),
     )
 
 
-def _configured_blocks(facts: Facts, shape: ModelShape) -> tuple[int, ...] | None:
+def _configured_blocks(facts: PlanFacts, shape: ModelShape) -> tuple[int, ...] | None:
     """plan.shares, where it is given.
 
     Raises:
@@ -345,7 +341,7 @@ def _configured_blocks(facts: Facts, shape: ModelShape) -> tuple[int, ...] | Non
     return shares
 
 
-def _choose(facts: Facts, speeds: HostSpeeds, blocks: tuple[int, ...] | None) -> _Choice:
+def _choose(facts: PlanFacts, speeds: HostSpeeds, blocks: tuple[int, ...] | None) -> _Choice:
     """The micro-batch and the cut of the shortest step. blocks: of a given cut.
 
     Raises:
@@ -371,13 +367,13 @@ def _choose(facts: Facts, speeds: HostSpeeds, blocks: tuple[int, ...] | None) ->
     return best
 
 
-def _sizes(facts: Facts) -> list[int]:
+def _sizes(facts: PlanFacts) -> list[int]:
     memory = facts.memory
     most = min((memory.most_pairs(host.device) for host in facts.hosts if memory and host.device), default=8)
     return [size for size in SIZES if size <= min(most, facts.batch_size, DEFAULT_MICRO_BATCH_SIZE)] or [1]
 
 
-def _as_measured_before(facts: Facts, speeds: HostSpeeds, chosen: _Choice) -> _Choice | None:
+def _as_measured_before(facts: PlanFacts, speeds: HostSpeeds, chosen: _Choice) -> _Choice | None:
     """The cut of the run that is resumed, or a better one for hosts as fast as they were; None: no cut to keep."""
     before, settings = facts.stages_before, facts.settings.plan
     if before is None or len(before.blocks) != len(facts.hosts) or sum(before.blocks) != speeds.shape.blocks:
@@ -395,7 +391,7 @@ def _as_measured_before(facts: Facts, speeds: HostSpeeds, chosen: _Choice) -> _C
     return _Choice(same.size, costs, best)
 
 
-def _why_not(facts: Facts, speeds: HostSpeeds, size: int) -> str:
+def _why_not(facts: PlanFacts, speeds: HostSpeeds, size: int) -> str:
     """Which host holds how much, what is missing, and the smallest remedy."""
     costs = cut_costs(facts, speeds, size)
     most, blocks = most_blocks(costs), speeds.shape.blocks
@@ -413,7 +409,7 @@ def _why_not(facts: Facts, speeds: HostSpeeds, size: int) -> str:
             "the host out, or put one with more memory at its place"
         )
     held = ", ".join(f"{n} {b} of {m:.2f} GB" for n, b, m in zip(facts.names, most, memory, strict=True))
-    missing = float(costs.held_bytes[-1, -1] - costs.held_bytes[-1, sum(most)]) / (1 - MEMORY_HEADROOM)
+    missing = float(costs.memory.held[-1, -1] - costs.memory.held[-1, sum(most)]) / (1 - MEMORY_HEADROOM)
     return (
         f"strategy=pipelined: of {blocks} blocks the hosts hold {sum(most)} ({held}, each less {MEMORY_HEADROOM:.0%} "
         f"headroom) with micro-batches of {pairs}; {smaller}add {missing / 1e9:.2f} GB of memory with another host, or "
@@ -421,7 +417,7 @@ def _why_not(facts: Facts, speeds: HostSpeeds, size: int) -> str:
     )
 
 
-def _stages(facts: Facts, chosen: _Choice, known: bool) -> tuple[StagePlan, ...]:
+def _stages(facts: PlanFacts, chosen: _Choice, known: bool) -> tuple[StagePlan, ...]:
     costs, cut = chosen.costs, chosen.cut
     has_activations = facts.memory is not None and all(host.device for host in facts.hosts)
     shape = facts.block_shape
@@ -430,7 +426,7 @@ def _stages(facts: Facts, chosen: _Choice, known: bool) -> tuple[StagePlan, ...]
     sent = facts.tokens(facts.batch_size)[0] * number_bytes  # over one cut, in one direction
     stages = []
     for rank, (first, blocks) in enumerate(zip(accumulate(cut.blocks, initial=0), cut.blocks, strict=False)):
-        held = float(costs.held_bytes[rank, first + blocks] - costs.held_bytes[rank, first] + costs.end_bytes[rank])
+        held = float(costs.memory.held[rank, first + blocks] - costs.memory.held[rank, first] + costs.memory.ends[rank])
         neighbours = (rank > 0) + (rank < costs.hosts - 1)
         stages.append(
             StagePlan(
@@ -440,7 +436,7 @@ def _stages(facts: Facts, chosen: _Choice, known: bool) -> tuple[StagePlan, ...]
                 recomputes=cut.keeps[rank] == Keeps.INPUT,
                 gradient_checkpointing=cut.keeps[rank] == Keeps.BLOCK_INPUTS,
                 held_bytes=round(held),
-                activation_bytes=round(cut.activation_bytes[rank] + costs.work_bytes[rank])
+                activation_bytes=round(cut.activation_bytes[rank] + costs.memory.work[rank])
                 if has_activations
                 else None,
                 memory_bytes=facts.hosts[rank].memory_bytes,
@@ -453,7 +449,7 @@ def _stages(facts: Facts, chosen: _Choice, known: bool) -> tuple[StagePlan, ...]
     return tuple(stages)
 
 
-def _warnings(facts: Facts, stages: Sequence[StagePlan]) -> tuple[str, ...]:
+def _warnings(facts: PlanFacts, stages: Sequence[StagePlan]) -> tuple[str, ...]:
     warnings = []
     unknown = [
         f"{a} to {b}" for rank, (a, b) in enumerate(pairwise(facts.names)) if a != b and not facts.link_between(rank)

@@ -146,6 +146,34 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class Basis:
+    """What a plan's predictions rest on."""
+
+    curves: tuple[BatchCurve | None, ...] = ()  # one a rank
+    calibrated: bool = False  # curves of this very model on every host: their seconds are this run's
+    key: CurveKey | None = None  # what calibrations know this run's model and rows by
+    matmul_gflops: Mapping[str, Sequence[float]] = field(default_factory=dict)  # measured at the start, by host
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """What each rank keeps of a divided model: parts of every block, or consecutive blocks."""
+
+    division: Division | None = None
+    parts: tuple[PartOfModel, ...] = ()
+    stages: tuple[StagePlan, ...] = ()
+
+
+@dataclass(frozen=True)
+class Merging:
+    """How often independent ranks merge."""
+
+    steps_per_round: int  # global batches from one merge to the next, to begin with
+    merges: int  # in the whole run, if it stays so
+    reason: str
+
+
+@dataclass(frozen=True)
 class ClusterPlan:
     """Every rank's part, what it is predicted to give, and why it was chosen."""
 
@@ -155,19 +183,42 @@ class ClusterPlan:
     sync_seconds: float  # of one step; a single host needs none
     reason: str
     warnings: tuple[str, ...] = ()
-    curves: tuple[BatchCurve | None, ...] = field(default=(), repr=False)  # what the predictions rest on
-    calibrated: bool = False  # curves of this very model on every host: their seconds are this run's
     gradient_checkpointing: bool = False  # chosen because one pair does not fit without
     predictions: tuple[Prediction, ...] = ()
-    division: Division | None = None  # of the model, where it is sharded
-    parts: tuple[PartOfModel, ...] = ()  # then, what each rank keeps
-    stages: tuple[StagePlan, ...] = ()  # one a rank, where it is pipelined
-    steps_per_round: int | None = None  # of independent ranks: global batches from one merge to the next, to begin with
-    merges: int | None = None  # in the whole run, if that stays so
-    merging: str = ""  # how often ranks merge, and why so often
+    basis: Basis = field(default=Basis(), repr=False)
+    model: ModelParts = ModelParts()
+    rounds: Merging | None = None  # of independent ranks
     instead: str = ""  # what the other strategy would give and cost
-    matmul_gflops: Mapping[str, Sequence[float]] = field(default_factory=dict)  # measured at the start, by host
-    key: CurveKey | None = field(default=None, repr=False)  # what calibrations know this run's model and rows by
+
+    @property
+    def curves(self) -> tuple[BatchCurve | None, ...]:
+        """One a rank."""
+        return self.basis.curves
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether predicted seconds are this run's."""
+        return self.basis.calibrated
+
+    @property
+    def division(self) -> Division | None:
+        """Of a sharded model."""
+        return self.model.division
+
+    @property
+    def stages(self) -> tuple[StagePlan, ...]:
+        """One a rank, where the model is pipelined."""
+        return self.model.stages
+
+    @property
+    def steps_per_round(self) -> int | None:
+        """Global batches from one merge of independent ranks to the next, to begin with."""
+        return self.rounds.steps_per_round if self.rounds else None
+
+    @property
+    def merging(self) -> str:
+        """How often independent ranks merge, and why so often."""
+        return self.rounds.reason if self.rounds else ""
 
     @property
     def workers(self) -> tuple[RankPlan, ...]:
@@ -236,7 +287,7 @@ class ClusterPlan:
 
     def rows(self) -> list[dict[str, str]]:
         """One row a rank, for a table; the columns are the keys."""
-        parts: Sequence[RankPlan | PartOfModel | StagePlan] = self.parts or self.stages or self.ranks
+        parts: Sequence[RankPlan | PartOfModel | StagePlan] = self.model.parts or self.stages or self.ranks
         return [
             {"rank": str(rank.rank), "host": rank.host, **part.row(self.global_batch_size)}
             for rank, part in zip(self.ranks, parts, strict=True)
@@ -252,9 +303,19 @@ class ClusterPlan:
     def to_dict(self) -> dict[str, object]:
         """For plan.json and the records; of the curves what can be drawn."""
         drawn = {"points", "memory_limit_bytes", "key", "source", "measured_at"}
+        flat = asdict(replace(self, basis=Basis(), model=ModelParts(), rounds=None))
+        for name in ("basis", "model", "rounds"):
+            del flat[name]
+        key = self.basis.key
         return {
-            **asdict(replace(self, curves=(), key=None)),
-            "key": self.key and self.key.model_dump(mode="json"),
+            **flat,
+            **asdict(self.model),
+            "calibrated": self.calibrated,
+            "matmul_gflops": dict(self.basis.matmul_gflops),
+            "steps_per_round": self.steps_per_round,
+            "merges": self.rounds and self.rounds.merges,
+            "merging": self.merging,
+            "key": key and key.model_dump(mode="json"),
             "curves": [curve and curve.model_dump(mode="json", include=drawn) for curve in self.curves],
             "shares": self.shares,
             "blocks": self.blocks,
@@ -309,7 +370,6 @@ def plan_cluster(
     micro_batch_sizes: Sequence[int] | None = None,
     sync_seconds: float = 0.0,
     speeds: Sequence[float] | None = None,
-    default_sizes: Sequence[int] | None = None,
 ) -> ClusterPlan:
     """Divides a global batch among ranks: as configured, else as measured, else by `speeds`, else equally.
 
@@ -318,7 +378,6 @@ def plan_cluster(
         curves: one a rank, comparable with each other; None where nothing is known.
         sync_seconds: of one step's collective.
         speeds: one a rank, of the hosts beside each other, in any unit; for where a curve is missing.
-        default_sizes: micro-batches of ranks without a curve, in pairs.
 
     Raises:
         UserError: the settings do not fit the world.
@@ -326,30 +385,15 @@ def plan_cluster(
     """
     world_size = len(hosts)
     curves = list(curves) if curves is not None else [None] * world_size
-    if micro_batch_sizes is not None:
-        check_count("plan.micro_batch_sizes", micro_batch_sizes, world_size)
     for host, curve in zip(hosts, curves, strict=True):
         if curve is not None:
             check_memory(host, curve)
-    measured = [curve for curve in curves if curve is not None]
-    unknown = listed(list(dict.fromkeys(host for host, curve in zip(hosts, curves, strict=True) if curve is None)))
-    if shares is not None:
-        check_count("plan.shares", shares, world_size)
-        reason = "shares as plan.shares has them"
-    elif world_size == 1:
-        shares, reason = [global_batch_size], "one rank does all"
-    elif not unknown:
-        shares, reason = best_shares(hosts, measured, global_batch_size, sync_seconds, micro_batch_sizes)
-    elif speeds is not None:
-        shares = distribute_work(global_batch_size, speeds)
-        reason = (
-            f"shares in proportion to the hosts' matrix-product rates, without a calibration of {unknown}; "
-            "the first steps correct them, make calibrate measures the hosts"
-        )
-    else:
-        shares = equal_shares(global_batch_size, world_size)
-        reason = f"equal shares: no calibration of {unknown}; make calibrate measures the hosts, plan.shares overrules"
-
+    for name, numbers in (("shares", shares), ("micro_batch_sizes", micro_batch_sizes)):
+        if numbers is not None:
+            check_count(f"plan.{name}", numbers, world_size)
+    reason = "shares as plan.shares has them"
+    if shares is None:
+        shares, reason = _shares(hosts, global_batch_size, curves, sync_seconds, micro_batch_sizes, speeds)
     fastest: dict[object, tuple[int, ...]] = {}  # equal ranks share one search
     ranks = []
     for rank, (host, curve) in enumerate(zip(hosts, curves, strict=True)):
@@ -357,7 +401,7 @@ def plan_cluster(
         if micro_batch_sizes is not None:
             sizes = split_evenly_sized(share, micro_batch_sizes[rank])
         elif curve is None:
-            sizes = split_evenly_sized(share, default_sizes[rank] if default_sizes else DEFAULT_MICRO_BATCH_SIZE)
+            sizes = split_evenly_sized(share, DEFAULT_MICRO_BATCH_SIZE)
         else:
             identity = curve_identity(curve), share
             sizes = fastest.get(identity) or fastest.setdefault(identity, fastest_micro_batches(curve, share))
@@ -365,6 +409,45 @@ def plan_cluster(
         if curve is not None:
             seconds, solo = float(curve.seconds(np.array(sizes)).sum()), solo_pairs_per_second(curve)
         ranks.append(RankPlan(rank, host, share, sizes, seconds, solo))
+    is_alone = sum(share > 0 for share in shares) == 1
+    return ClusterPlan(
+        strategy="synchronous",
+        global_batch_size=global_batch_size,
+        ranks=tuple(ranks),
+        sync_seconds=0.0 if is_alone else sync_seconds,
+        reason=reason,
+        warnings=_warnings(ranks, curves, global_batch_size),
+        basis=Basis(tuple(curves)),
+    )
+
+
+def _shares(
+    hosts: Sequence[str],
+    batch_size: int,
+    curves: Sequence[BatchCurve | None],
+    sync_seconds: float,
+    micro_batch_sizes: Sequence[int] | None,
+    speeds: Sequence[float] | None,
+) -> tuple[list[int], str]:
+    """Shares that no setting gives, and why these."""
+    measured = [curve for curve in curves if curve is not None]
+    if len(hosts) == 1:
+        return [batch_size], "one rank does all"
+    if len(measured) == len(hosts):
+        return best_shares(hosts, measured, batch_size, sync_seconds, micro_batch_sizes)
+    unknown = listed(list(dict.fromkeys(host for host, curve in zip(hosts, curves, strict=True) if curve is None)))
+    if speeds is not None:
+        return distribute_work(batch_size, speeds), (
+            f"shares in proportion to the hosts' matrix-product rates, without a calibration of {unknown}; "
+            "the first steps correct them, make calibrate measures the hosts"
+        )
+    return equal_shares(batch_size, len(hosts)), (
+        f"equal shares: no calibration of {unknown}; make calibrate measures the hosts, plan.shares overrules"
+    )
+
+
+def _warnings(ranks: Sequence[RankPlan], curves: Sequence[BatchCurve | None], batch_size: int) -> tuple[str, ...]:
+    """Micro-batches larger than any that is known to fit, and ranks without work."""
     warnings = [
         f"rank {rank.rank} ({rank.host}): micro-batches of {max(rank.micro_batch_sizes)} pairs, "
         f"but at most {curve.max_batch_size} are known to fit"
@@ -372,16 +455,8 @@ def plan_cluster(
         if curve is not None and max(rank.micro_batch_sizes, default=0) > curve.max_batch_size
     ]
     if idle := [f"{rank.rank} ({rank.host})" for rank in ranks if rank.share == 0]:
-        warnings.append(f"no work at a global batch of {global_batch_size} for rank {listed(idle)}")
-    return ClusterPlan(
-        strategy="synchronous",
-        global_batch_size=global_batch_size,
-        ranks=tuple(ranks),
-        sync_seconds=0.0 if sum(share > 0 for share in shares) == 1 else sync_seconds,
-        reason=reason,
-        warnings=tuple(warnings),
-        curves=tuple(curves),
-    )
+        warnings.append(f"no work at a global batch of {batch_size} for rank {listed(idle)}")
+    return tuple(warnings)
 
 
 def with_memory(

@@ -72,13 +72,13 @@ def beyond_the_knee(plan: ClusterPlan) -> list[str]:
 
 def needless_division(strategy: str, plan: ClusterPlan) -> str | None:
     """A model that is divided although the smallest host could hold and train all of it; "auto" has its reasons."""
-    held: tuple[PartOfModel | StagePlan, ...] = (*plan.parts, *plan.stages)
+    held: tuple[PartOfModel | StagePlan, ...] = (*plan.model.parts, *plan.stages)
     memory = [one.memory_bytes for one in held if one.memory_bytes is not None]
     if strategy not in DIVIDED or len(plan.ranks) < 2 or len(memory) < len(plan.ranks):
         return None
-    if plan.parts:
-        first = plan.parts[0]
-        weights = sum(part.divided_bytes for part in plan.parts) + first.whole_bytes
+    if parts := plan.model.parts:
+        first = parts[0]
+        weights = sum(part.divided_bytes for part in parts) + first.whole_bytes
         needed = weights * (1 + first.training_bytes / (first.divided_bytes + first.whole_bytes))
         why = "every block waits for the network"
     else:
@@ -110,7 +110,7 @@ def not_calibrated(settings: PlanSettings, plan: ClusterPlan) -> str | None:
 
 def one_outer_round(settings: IndependentSettings, plan: ClusterPlan) -> str | None:
     """`outer` takes a part of each round's change, as if more rounds came: one round alone learns too little."""
-    if plan.strategy != "independent" or settings.merge != "outer" or plan.merges != 1:
+    if plan.strategy != "independent" or settings.merge != "outer" or plan.rounds is None or plan.rounds.merges != 1:
         return None
     return (
         f"independent.merge=outer in one round takes {settings.outer_learning_rate:g} of what was learnt; "

@@ -169,7 +169,7 @@ class Schedule:
         )
         changed = replace(plan, ranks=ranks, reason=reason, warnings=other.warnings, predictions=())
         if None not in plan.curves:
-            changed = replace(changed, curves=tuple(known))
+            changed = replace(changed, basis=replace(plan.basis, curves=tuple(known)))
         return changed.within([rank.max_micro_batch_size for rank in plan.ranks])
 
     def _slowdown(self, plan: ClusterPlan, rank: int, rates: Sequence[float]) -> float:

@@ -14,10 +14,10 @@ import numpy as np
 from lib.errors import UserError
 from lib.model.partition import Division, divide, rank_bytes
 from lib.plan.calibration import MEMORY_HEADROOM, BatchCurve
-from lib.plan.facts import Facts
+from lib.plan.facts import PlanFacts
 from lib.plan.memory import largest_micro_batch, rank_shape, training_bytes_per_byte
 from lib.plan.pipeline import ASSUMED_LINK, HostSpeeds
-from lib.plan.plan import ClusterPlan, PartOfModel, Prediction, RankPlan
+from lib.plan.plan import Basis, ClusterPlan, ModelParts, PartOfModel, Prediction, RankPlan
 from lib.plan.shares import (
     DEFAULT_MICRO_BATCH_SIZE,
     check_count,
@@ -37,7 +37,7 @@ Forward and backward: 10 for two norms, 12 for residual sums, 5 for what adapter
 """
 
 
-def plan_sharded(facts: Facts) -> ClusterPlan:
+def plan_sharded(facts: PlanFacts) -> ClusterPlan:
     """Divides a model among ranks: as plan.shares weighs them, else by speed, else by memory, else equally.
 
     Raises:
@@ -70,15 +70,14 @@ def plan_sharded(facts: Facts) -> ClusterPlan:
         sync_seconds=0.0,
         reason=reason,
         warnings=tuple(warnings),
-        curves=(None,) * len(facts.hosts),
-        division=division,
-        parts=tuple(parts),
+        basis=Basis((None,) * len(facts.hosts)),
+        model=ModelParts(division, tuple(parts)),
         gradient_checkpointing=turned_on,
     )
     return replace(plan, predictions=(_prediction(facts, plan, division, turned_on),))
 
 
-def _divided(facts: Facts) -> tuple[Division, list[PartOfModel], str]:
+def _divided(facts: PlanFacts) -> tuple[Division, list[PartOfModel], str]:
     """Each rank's part, as far as memory allows with a pair's activations beside it; and why these.
 
     Raises:
@@ -107,7 +106,7 @@ def _divided(facts: Facts) -> tuple[Division, list[PartOfModel], str]:
     return division, parts, f"{reason}, as far as memory allows" if is_limited else reason
 
 
-def _part_weights(facts: Facts) -> tuple[list[float], str]:
+def _part_weights(facts: PlanFacts) -> tuple[list[float], str]:
     """How the model is divided as long as memory allows, and why so.
 
     Raises:
@@ -131,13 +130,13 @@ def _part_weights(facts: Facts) -> tuple[list[float], str]:
     return [1.0] * len(hosts), "divided equally: neither speed nor memory is known of every host"
 
 
-def _per_weight(facts: Facts) -> float:
+def _per_weight(facts: PlanFacts) -> float:
     settings = facts.settings
     assert facts.shape is not None
     return training_bytes_per_byte(facts.shape, settings.model, settings.train.optimizer, settings.moving_reference)
 
 
-def _parts(facts: Facts, division: Division) -> list[PartOfModel]:
+def _parts(facts: PlanFacts, division: Division) -> list[PartOfModel]:
     """What each rank keeps, without activations."""
     assert facts.shape is not None
     sizes = [rank_bytes(facts.shape, division, rank) for rank in range(len(facts.hosts))]
@@ -157,7 +156,7 @@ def _parts(facts: Facts, division: Division) -> list[PartOfModel]:
 
 
 def _weights_within_memory(
-    facts: Facts, weights: list[float], parts: Sequence[PartOfModel], reserved: Sequence[float]
+    facts: PlanFacts, weights: list[float], parts: Sequence[PartOfModel], reserved: Sequence[float]
 ) -> list[float]:
     """The weights, changed where a part would not fit its host. reserved: bytes that a part leaves free.
 
@@ -186,7 +185,7 @@ def _weights_within_memory(
 
 
 def _activation_bytes(
-    facts: Facts, division: Division, part: PartOfModel, rank: int, pairs: int, checkpointing: bool
+    facts: PlanFacts, division: Division, part: PartOfModel, rank: int, pairs: int, checkpointing: bool
 ) -> int:
     """Activations and adapters of a micro-batch beside a rank's part; 0 where nothing is known of the model."""
     device = facts.hosts[rank].device
@@ -197,13 +196,13 @@ def _activation_bytes(
     return max(0, needed.total - part.needed_bytes)
 
 
-def _lacking_bytes(facts: Facts, division: Division, part: PartOfModel, rank: int) -> float:
+def _lacking_bytes(facts: PlanFacts, division: Division, part: PartOfModel, rank: int) -> float:
     """What is missing for one pair beside a rank's part, with gradient checkpointing where it may be turned on."""
     activations = _activation_bytes(facts, division, part, rank, 1, facts.settings.may_checkpoint)
     return max(0.0, part.needed_bytes + activations - (1 - MEMORY_HEADROOM) * (part.memory_bytes or 0))
 
 
-def _micro_batch_size(facts: Facts, division: Division, parts: Sequence[PartOfModel]) -> tuple[int, bool]:
+def _micro_batch_size(facts: PlanFacts, division: Division, parts: Sequence[PartOfModel]) -> tuple[int, bool]:
     """Pairs of a micro-batch: as configured, else as fit every rank; and whether checkpointing has to be turned on.
 
     Raises:
@@ -241,7 +240,7 @@ def _micro_batch_size(facts: Facts, division: Division, parts: Sequence[PartOfMo
 # ---- Prediction
 
 
-def _prediction(facts: Facts, plan: ClusterPlan, division: Division, turned_on: bool) -> Prediction:
+def _prediction(facts: PlanFacts, plan: ClusterPlan, division: Division, turned_on: bool) -> Prediction:
     """What a divided model gives: each rank's part of the compute, and a block's four sums, two of them backward.
 
     A rank computes its heads and columns, and its part of the head: rows of the vocabulary, positions beside a frozen
@@ -258,7 +257,7 @@ def _prediction(facts: Facts, plan: ClusterPlan, division: Division, turned_on: 
     of_head = np.array(division.vocabulary or ([*division.weights] if is_frozen else [1.0] * ranks), dtype=np.float64)
     if division.vocabulary or is_frozen:
         of_head = of_head / of_head.sum()
-    fractions = (np.array([part.share for part in plan.parts]) * divided + of_head * head) / (divided + head)
+    fractions = (np.array([part.share for part in plan.model.parts]) * divided + of_head * head) / (divided + head)
     messages = np.array([facts.tokens(size)[0] for size in sizes.tolist()]) * shape.hidden_size * shape.other_bytes
     per_batch = 4 * shape.blocks + bool(division.vocabulary) + (bool(division.vocabulary) or is_frozen)
     curves = _whole_curves(facts, turned_on)
@@ -276,19 +275,19 @@ def _prediction(facts: Facts, plan: ClusterPlan, division: Division, turned_on: 
         seconds = max(computes) + per_batch * sums
         if all(curve.max_batch_size for curve in known):
             solo = sum(map(solo_pairs_per_second, known))
-    shown = " + ".join(f"{part.share:.0%}" for part in plan.parts[:8]) + " + ..." * (ranks > 8)
+    shown = " + ".join(f"{part.share:.0%}" for part in plan.model.parts[:8]) + " + ..." * (ranks > 8)
     return Prediction(
         f"sharded, {shown}",
         tuple(facts.names),
         seconds,
         plan.global_batch_size / seconds / solo if seconds and solo else None,
         True,
-        max(part.needed_bytes + (part.activation_bytes or 0) for part in plan.parts),
+        max(part.needed_bytes + (part.activation_bytes or 0) for part in plan.model.parts),
         float(per_batch * messages.sum() * 2 * (ranks - 1) / ranks),
     )
 
 
-def _sum_seconds(facts: Facts, size_bytes: float) -> float:
+def _sum_seconds(facts: PlanFacts, size_bytes: float) -> float:
     """One sum within a pass. Over NCCL what was measured as latency is the host's, which runs ahead there."""
     if not facts.link_is_known:
         return ASSUMED_LINK.seconds(size_bytes)
@@ -299,7 +298,7 @@ def _sum_seconds(facts: Facts, size_bytes: float) -> float:
     return max(0.0, facts.sum_seconds(size_bytes) - latency * (facts.backend == "nccl"))
 
 
-def _whole_curves(facts: Facts, turned_on: bool) -> list[BatchCurve | None]:
+def _whole_curves(facts: PlanFacts, turned_on: bool) -> list[BatchCurve | None]:
     """What the whole model takes on each host: as measured, else as a pipeline's stages would by their costs."""
     speeds = HostSpeeds.of(facts) if facts.block_shape is not None else None
     curves = facts.measured_curves(facts.key)

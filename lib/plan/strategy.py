@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from lib.config.settings import IndependentSettings, ModelSettings, PlanSettings, SyncSettings
 from lib.errors import UserError
 from lib.plan.calibration import MEMORY_HEADROOM, CurveKey
-from lib.plan.facts import DIVIDED, CurveChoice, Facts, choose_curves, prepared
+from lib.plan.facts import DIVIDED, CurveChoice, PlanFacts, choose_curves, prepared
 from lib.plan.memory import whole_training_bytes
 from lib.plan.pipeline import plan_pipelined
 from lib.plan.plan import (
     GOOD_EFFICIENCY,
     ClusterPlan,
+    Merging,
     Prediction,
     RankPlan,
     plan_cluster,
@@ -27,7 +28,7 @@ from lib.plan.plan import (
     with_memory,
 )
 from lib.plan.sharded import plan_sharded
-from lib.plan.shares import TooLarge, equal_shares, listed
+from lib.plan.shares import TooLarge, equal_shares, listed, split_evenly_sized
 
 MERGE_COST = 0.01  # of the time of a run
 LEAST_MERGES = 8  # in a run; after each step, where it has fewer
@@ -37,7 +38,7 @@ NOTEWORTHY = 1.1  # times a pipeline's speed, for which `auto` would send severa
 SHOWN_ALONE = 8  # single hosts in the table of predictions: the fastest ones
 
 
-def plan(facts: Facts) -> ClusterPlan:
+def plan(facts: PlanFacts) -> ClusterPlan:
     """The plan of a run, with the predictions of all strategies.
 
     Raises:
@@ -64,13 +65,13 @@ def plan(facts: Facts) -> ClusterPlan:
             others = [candidate for candidate, _ in map(_divided_by, [facts] * 2, reversed(DIVIDED)) if candidate]
             added = [replace(way, chosen=False) for other in others for way in other.predictions]
             chosen = replace(replicas, predictions=(*replicas.predictions[:2], *added, *replicas.predictions[2:]))
-    return replace(chosen, key=facts.key, warnings=(*warnings, *chosen.warnings))
+    return replace(chosen, basis=replace(chosen.basis, key=facts.key), warnings=(*warnings, *chosen.warnings))
 
 
 # ---- The whole model on every host
 
 
-def _plan_replicas(facts: Facts) -> ClusterPlan:
+def _plan_replicas(facts: PlanFacts) -> ClusterPlan:
     """The plan of hosts that all keep the whole model, with the predictions of both strategies.
 
     Raises:
@@ -96,7 +97,7 @@ def _plan_replicas(facts: Facts) -> ClusterPlan:
         strategy=strategy,
         reason=f"{strategy}, {why}; {reason}" if size > 1 else reason,
         warnings=(*warnings, *choice.warnings, *chosen.warnings),
-        calibrated=choice.is_measured,
+        basis=replace(chosen.basis, calibrated=choice.is_measured),
         gradient_checkpointing=key != facts.key,
     )
     merge_seconds = _merge_seconds(facts, apart) if choice.is_measured and facts.link_is_known else None
@@ -107,14 +108,12 @@ def _plan_replicas(facts: Facts) -> ClusterPlan:
         return chosen
     return replace(
         chosen,
-        steps_per_round=merging.steps_per_round,
-        merges=merging.merges,
-        merging=merging.reason,
+        rounds=merging,
         instead=_synchronous_instead(chosen, sync_seconds if facts.link_is_known else None),
     )
 
 
-def _check_whole(facts: Facts) -> None:
+def _check_whole(facts: PlanFacts) -> None:
     """Whether hosts without a measured peak memory can keep the whole model.
 
     Raises:
@@ -137,7 +136,7 @@ def _check_whole(facts: Facts) -> None:
         )
 
 
-def _with_checkpointing_if_needed(facts: Facts) -> tuple[CurveKey, CurveChoice, ClusterPlan, tuple[str, ...]]:
+def _with_checkpointing_if_needed(facts: PlanFacts) -> tuple[CurveKey, CurveChoice, ClusterPlan, tuple[str, ...]]:
     """The curves and the plan of synchronous steps; with a warning where gradient checkpointing had to be turned on.
 
     Raises:
@@ -158,9 +157,9 @@ def _with_checkpointing_if_needed(facts: Facts) -> tuple[CurveKey, CurveChoice, 
         return key, choice, _divided_batch(facts, key, choice, _sync_seconds(facts, choice)), (warning,)
 
 
-def _divided_batch(facts: Facts, key: CurveKey, choice: CurveChoice, sync_seconds: float) -> ClusterPlan:
+def _divided_batch(facts: PlanFacts, key: CurveKey, choice: CurveChoice, sync_seconds: float) -> ClusterPlan:
     settings = facts.settings.plan
-    return plan_cluster(
+    divided = plan_cluster(
         facts.names,
         facts.batch_size,
         curves=choice.curves,
@@ -168,11 +167,14 @@ def _divided_batch(facts: Facts, key: CurveKey, choice: CurveChoice, sync_second
         micro_batch_sizes=settings.micro_batch_sizes,
         sync_seconds=sync_seconds,
         speeds=facts.relative_speeds(),
-        default_sizes=None if choice.curves else [facts.default_size(rank, key) for rank in range(len(facts.hosts))],
     )
+    if choice.curves is not None or settings.micro_batch_sizes is not None:
+        return divided
+    sizes = [split_evenly_sized(rank.share, facts.default_size(rank.rank, key)) for rank in divided.ranks]
+    return replace(divided.with_micro_batches(sizes, divided.reason), warnings=divided.warnings)
 
 
-def _gradient_bytes(facts: Facts, curves: Sequence[object]) -> float:
+def _gradient_bytes(facts: PlanFacts, curves: Sequence[object]) -> float:
     """Of one message with all that is trained, compressed (lib/distributed/compression.py)."""
     sizes = [getattr(curve, "gradient_bytes", None) or 0 for curve in curves]
     return compression_factor(facts.settings.sync) * max(sizes, default=0)
@@ -183,12 +185,12 @@ def compression_factor(sync: SyncSettings) -> float:
     return {"none": 1.0, "bf16": 0.5, "int8": 0.25 * (1 + 4 / 256), "topk": 2 * sync.topk_fraction}[sync.compression]
 
 
-def _sync_seconds(facts: Facts, choice: CurveChoice) -> float:
+def _sync_seconds(facts: PlanFacts, choice: CurveChoice) -> float:
     """One sum of the gradients."""
     return facts.sum_seconds(_gradient_bytes(facts, choice.curves)) if choice.curves else 0.0
 
 
-def _choose_replicas(facts: Facts) -> tuple[str, str]:
+def _choose_replicas(facts: PlanFacts) -> tuple[str, str]:
     """The strategy of ranks that all can hold the whole model, and why."""
     if facts.settings.strategy != "auto":
         return facts.settings.strategy, "as strategy has it"
@@ -199,7 +201,7 @@ def _choose_replicas(facts: Facts) -> tuple[str, str]:
     return "independent", "as every host can hold the model"
 
 
-def _reason(facts: Facts, choice: CurveChoice, chosen: ClusterPlan, sync_seconds: float) -> str:
+def _reason(facts: PlanFacts, choice: CurveChoice, chosen: ClusterPlan, sync_seconds: float) -> str:
     """Why the shares are what they are, and which global batch would use the hosts better."""
     if choice.curves is None and len(facts.hosts) == 1:
         return f"{chosen.reason}, in micro-batches of {max(chosen.ranks[0].micro_batch_sizes)} at most: no calibration"
@@ -240,12 +242,12 @@ def _independent_seconds(apart: ClusterPlan) -> float:
     return apart.global_batch_size / speed
 
 
-def _sums_merges(facts: Facts) -> bool:
+def _sums_merges(facts: PlanFacts) -> bool:
     """Whether a merge is a sum on its way; else every rank gets every other's adapter whole."""
     return facts.settings.model.method == "full" and facts.settings.sync.compression in ("none", "bf16")
 
 
-def _merge_seconds(facts: Facts, apart: ClusterPlan) -> float | None:
+def _merge_seconds(facts: PlanFacts, apart: ClusterPlan) -> float | None:
     """What a round's end takes; None where it is not known."""
     size, message = len(facts.hosts), _gradient_bytes(facts, apart.curves)
     if not message or size == 1:
@@ -257,7 +259,7 @@ def _merge_seconds(facts: Facts, apart: ClusterPlan) -> float | None:
 
 
 def _predictions(
-    facts: Facts,
+    facts: PlanFacts,
     chosen: ClusterPlan,
     apart: ClusterPlan,
     sync_seconds: float,
@@ -316,15 +318,6 @@ def _sum_of(numbers: Sequence[int]) -> str:
 # ---- How often independent ranks merge
 
 
-@dataclass(frozen=True)
-class Merging:
-    """How often independent ranks merge."""
-
-    steps_per_round: int  # global batches from one merge to the next, to begin with
-    merges: int  # in the whole run, if it stays so
-    reason: str
-
-
 def longest_round(steps: int) -> int:
     """The longest round, in steps, with which a run of `steps` has LEAST_MERGES merges, or one after each step."""
     return max(1, math.ceil(steps / (LEAST_MERGES - 1)) - 1)
@@ -344,7 +337,7 @@ def steps_per_round(steps: int, merge_seconds: float, step_seconds: float) -> in
 def plan_merging(
     independent: IndependentSettings,
     settings: PlanSettings,
-    facts: Facts,
+    facts: PlanFacts,
     merge_seconds: float | None,
     step_seconds: float | None,
 ) -> Merging:
@@ -400,7 +393,7 @@ def _every(size: int) -> str:
 # ---- A part of the model on every host
 
 
-def _divided_by(facts: Facts, strategy: str) -> tuple[ClusterPlan | None, str]:
+def _divided_by(facts: PlanFacts, strategy: str) -> tuple[ClusterPlan | None, str]:
     """The plan of one way to divide the model; or None, and why not."""
     if not facts.can_divide(strategy):
         return None, ""
@@ -414,7 +407,7 @@ def _divided_by(facts: Facts, strategy: str) -> tuple[ClusterPlan | None, str]:
         return None, str(error)
 
 
-def _plan_divided(facts: Facts, replicas: ClusterPlan | None, too_large: TooLarge | None) -> ClusterPlan:
+def _plan_divided(facts: PlanFacts, replicas: ClusterPlan | None, too_large: TooLarge | None) -> ClusterPlan:
     """The plan of a run whose model is divided, as configured, or because the whole is too large for a host.
 
     Raises:

@@ -23,7 +23,7 @@ from lib.model.partition import FAMILIES, ModelShape, apportion, model_shape_of
 from lib.model.token_stream import length_multiple
 from lib.plan import calibration
 from lib.plan.calibration import CurveKey, HostCalibration, nearest_curve
-from lib.plan.facts import Facts, PlanSections, RankHost, StagesBefore
+from lib.plan.facts import PlanFacts, PlanSections, RankHost, StagesBefore
 from lib.plan.memory import ADAM, OPTIMIZERS, MemoryModel, Rows, Training
 from lib.plan.plan import ClusterPlan
 from lib.plan.plan_warnings import advised
@@ -60,7 +60,8 @@ def plan_run(
     facts, rates = gather_facts(config, world, hosts, lengths, rows, resumed)
     crowded = world.gather_text(_crowded_host(hosts, world.rank), "ranks and cores of every host")
     with world.agreeing("planning"):
-        first = replace(advised(facts.settings, plan(facts)), matmul_gflops=rates)
+        first = advised(facts.settings, plan(facts))
+        first = replace(first, basis=replace(first.basis, matmul_gflops=rates))
     world.require_equal("plan", json.dumps(first.decisions()))  # unlike plans would lose rows, or train them twice
     return replace(first, warnings=(*filter(None, (warning, *crowded)), *first.warnings))
 
@@ -72,7 +73,7 @@ def gather_facts(
     lengths: np.ndarray,
     rows: tuple[Rows, Rows],
     resumed: Path | None = None,
-) -> tuple[Facts, Rates]:
+) -> tuple[PlanFacts, Rates]:
     """What a plan depends on, the same on all ranks; and the matrix-product rates that were measured for it.
 
     Raises:
@@ -105,8 +106,8 @@ def gather_facts(
     memory = None
     if block_shape is not None:
         shares = config.data.shared_prompts and stored.get("model_type") in FAMILIES
-        memory = MemoryModel(block_shape, training_of(config, block_shape.blocks, shares), largest)
-    facts = Facts(
+        memory = MemoryModel(block_shape, training_of(config, block_shape.blocks, shares), largest, typical)
+    facts = PlanFacts(
         settings=PlanSections.of(config),
         hosts=ranks,
         key=key,
@@ -118,7 +119,6 @@ def gather_facts(
         shape=shape,
         block_shape=block_shape,
         memory=memory,
-        typical_rows=typical,
         stages_before=_stages_before(config, world, hosts, resumed),
     )
     return facts, rates
@@ -169,7 +169,7 @@ def sharded_plan(config: Config, world: World, hosts: Sequence[str]) -> ClusterP
     ranks = _gather_hosts(world, hosts, rank_calibration, memory_limit(config.plan, hosts, world))
     key = CurveKey(model=config.model.path, method=config.model.method, dtype="", sequence_length=1)
     with world.agreeing("planning"):
-        return plan_sharded(Facts(PlanSections.of(config), ranks, key, 1, world.backend, 1, shape=shape))
+        return plan_sharded(PlanFacts(PlanSections.of(config), ranks, key, 1, world.backend, 1, shape=shape))
 
 
 def stage_blocks(config: Config, world: World, hosts: Sequence[str]) -> tuple[int, ...]:
