@@ -7,13 +7,11 @@ import io
 import json
 import math
 import os
-import resource
 import shlex
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -26,220 +24,18 @@ from lib.data.dataset import load_dataset
 from lib.data.prompts import load_questions
 from lib.data.streaming import open_held_out
 from lib.data.tokenizer import load_tokenizer_of
+from lib.distributed.work_queue import Journal
 from lib.distributed.world import World
 from lib.errors import UserError
-from lib.evaluate import batch_inference, work_queue
+from lib.evaluate import batch_inference
 from lib.evaluate import command as evaluate
 from lib.evaluate.asked_rows import open_asked
-from lib.evaluate.work_journal import Journal, opened_journal
-from lib.evaluate.work_queue import Dispatcher, Local, Remote, Server, work
 from lib.model import load as models
 from lib.system.terminal import Terminal
 from lib.training import reference_model
 from tests import tiny
 from tests.test_data import CORPUS, byte_level
 from tests.tiny import ROOT
-
-
-def journal(folder: Path, chunks: int = 4, key: str = "k") -> Journal:
-    return Journal(folder / "out.jsonl.partial", key, chunks)
-
-
-def lines(chunk: int) -> list[str]:
-    return [f"{chunk}.{row}" for row in range(2)]
-
-
-# ---- The queue
-
-
-def test_an_output_that_is_whole_is_done_though_its_journal_is_there(tmp_path: Path) -> None:
-    """A process was killed between the two: the same command ends well, and the journal goes."""
-    out, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
-    first = opened_journal(out, "k", 2)
-    first.put(0, lines(0))
-    half = partial.read_bytes()
-    first.put(1, lines(1))
-    whole = partial.read_bytes()
-    first.finish(out)
-    content = out.read_bytes()
-    partial.write_bytes(whole)
-    (tmp_path / "out.jsonl.4711.unfinished").write_bytes(content[:1])
-    again = opened_journal(out, "k", 2)
-    again.finish(out)
-    assert out.read_bytes() == content and list(tmp_path.iterdir()) == [out]
-    partial.write_bytes(half)
-    with pytest.raises(UserError, match="is there already"):
-        opened_journal(out, "k", 2)
-
-
-def test_chunks_go_out_in_order_and_an_idle_rank_begins_what_another_has_not_finished(tmp_path: Path) -> None:
-    seen: list[Any] = []
-    queue = Dispatcher(journal(tmp_path), lambda done, by_rank: seen.append((done, by_rank)))
-    assert [queue.next(0), queue.next(1), queue.next(0, 0, lines(0)), queue.next(0, 2, lines(2))] == [0, 1, 2, 3]
-    assert queue.next(0, 3, lines(3)) == 1  # rank 1 is slow, or stopped: nobody can know
-    assert queue.next(0, 1, lines(1)) is None
-    assert queue.next(1, 1, ["late"]) is None  # the first result counts
-    assert seen[-1] == (4, {0: 4})
-    queue.journal.finish(tmp_path / "out.jsonl")
-    assert (tmp_path / "out.jsonl").read_text().split() == [line for chunk in range(4) for line in lines(chunk)]
-    assert list(tmp_path.iterdir()) == [tmp_path / "out.jsonl"]
-
-
-def test_who_is_second_at_a_chunk_hears_that_it_is_not_wanted_any_more(tmp_path: Path) -> None:
-    queue = Dispatcher(journal(tmp_path, chunks=2))
-    server = Server(queue, everywhere=False)
-    first, second = Local(queue), Remote(server.address, 1, 10.0)
-    assert [first.next(None, []), second.next(None, []), first.next(0, lines(0))] == [0, 1, 1]
-    assert first.is_wanted(1) and second.is_wanted(1)
-    assert second.next(1, lines(1)) is None and not first.is_wanted(1)
-    assert first.next(None, []) is None  # it has left the chunk, and hands nothing in
-    second.close()
-    server.close(60)
-
-
-def test_a_queue_whose_chunks_are_done_once_says_at_once_that_nothing_is_left(tmp_path: Path) -> None:
-    queue = Dispatcher(journal(tmp_path, chunks=3), twice=False)
-    assert [queue.next(0), queue.next(1)] == [0, 1]
-    queue.put(1, 2, lines(2))  # that nobody was told to do
-    assert queue.next(0, 0, lines(0)) is None and queue.held == {1: [1]}
-    queue.put(0, 1, ["theirs"])  # rank 1 has it in hand
-    queue.put(0, 2, ["late"])
-    assert queue.next(1, 1, lines(1)) is None
-    queue.journal.finish(tmp_path / "out.jsonl")
-    assert (tmp_path / "out.jsonl").read_text().split() == [line for chunk in range(3) for line in lines(chunk)]
-
-
-def test_a_rank_that_waits_for_work_hears_so_and_takes_nobody_for_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A chunk may take longer than any wait for an answer."""
-    monkeypatch.setattr(work_queue, "WAIT_SECONDS", 0.05)
-    queue = Dispatcher(journal(tmp_path, chunks=1))
-    server = Server(queue, everywhere=False)
-    assert queue.next(0) == queue.next(1) == 0
-    got: list[int | None] = [7]
-    remote = Remote(server.address, 2, 1.0)
-    thread = threading.Thread(target=lambda: got.append(remote.next(None, [])))
-    thread.start()
-    thread.join(1.5)
-    assert thread.is_alive() and got == [7], "two work at all that is left"
-    assert queue.next(1, 0, lines(0)) is None
-    thread.join(60)
-    assert got == [7, None]
-    remote.close()
-    server.close(5.0)
-
-
-def test_a_lost_ranks_chunk_is_done_first_of_all_and_waiting_ranks_get_it(tmp_path: Path) -> None:
-    queue = Dispatcher(journal(tmp_path, chunks=5))
-    assert [queue.next(rank) for rank in (0, 1, 2)] == [0, 1, 2]
-    queue.lose(1)
-    assert queue.next(0, 0, lines(0)) == 1
-    assert [queue.next(2, 2, lines(2)), queue.next(2, 3, lines(3))] == [3, 4]
-    assert [queue.next(2, 4, lines(4)), queue.held] == [1, {1: [0, 2]}]
-    waiting: list[int | None] = []
-    thread = threading.Thread(target=lambda: waiting.append(queue.next(3)))
-    thread.start()
-    time.sleep(0.05)
-    assert not waiting  # two work at all that is left
-    queue.lose(0)
-    thread.join(120)
-    assert waiting == [1]
-    queue.lose(2)
-    queue.lose(3)
-    assert queue.next(4) == 1 and queue.next(4, 1, lines(1)) is None
-
-
-def test_a_journal_goes_on_behind_the_last_whole_line_and_knows_what_it_is_of(tmp_path: Path) -> None:
-    kept = journal(tmp_path)
-    for chunk in (2, 0):
-        kept.put(chunk, lines(chunk))
-    with kept.path.open("ab") as file:
-        file.write(b'{"chunk": 1, "li')  # the disk was full, or the power gone
-    again = journal(tmp_path)
-    assert again.done.tolist() == [True, False, True, False]
-    queue = Local(Dispatcher(again))
-    work(queue, lines)
-    again.finish(tmp_path / "out.jsonl")
-    assert (tmp_path / "out.jsonl").read_text().split() == [line for chunk in range(4) for line in lines(chunk)]
-    journal(tmp_path, key="one")
-    with pytest.raises(UserError, match="is of another model, data or settings, or something else; remove it"):
-        journal(tmp_path, key="other")
-
-
-@pytest.mark.parametrize("content", [b"my notes, in one line without an end", b"{}", b'{"key": "kk', bytes(80)])
-def test_a_file_of_the_users_under_a_journals_name_stays(tmp_path: Path, content: bytes) -> None:
-    partial = tmp_path / "out.jsonl.partial"
-    partial.write_bytes(content)
-    with pytest.raises(UserError, match=f"^{partial} is of another model, data or settings, or something else; remove"):
-        journal(tmp_path)
-    assert partial.read_bytes() == content
-
-
-def test_a_journal_whose_first_line_was_cut_off_begins_again(tmp_path: Path) -> None:
-    header = journal(tmp_path).path.read_bytes()
-    for size in range(len(header)):
-        (tmp_path / "out.jsonl.partial").write_bytes(header[:size])
-        assert not journal(tmp_path).done.any() and (tmp_path / "out.jsonl.partial").read_bytes() == header
-
-
-def test_a_journal_has_whole_lines_only_whatever_the_disk_took(tmp_path: Path) -> None:
-    kept = journal(tmp_path)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (kept.path.stat().st_size + 5, before[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            kept.put(1, lines(1))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    kept.put(2, lines(2))
-    assert kept.done.tolist() == journal(tmp_path).done.tolist() == [False, False, True, False]
-    work(Local(Dispatcher(kept)), lines)
-    kept.finish(tmp_path / "out.jsonl")
-    assert (tmp_path / "out.jsonl").read_text().split() == [line for chunk in range(4) for line in lines(chunk)]
-
-
-def test_ranks_reach_the_queue_over_the_network_and_strangers_do_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    queue = Dispatcher(journal(tmp_path, chunks=30))
-    server = Server(queue, everywhere=False)
-    address = server.address
-    with pytest.raises(UserError, match="rank 1 reaches rank 0 at none of"):  # nor does it learn the secret
-        Remote({**address, "secret": "0" * 64}, 1, 1.0)
-    monkeypatch.setattr(work_queue, "CONNECT_SECONDS", 0.1)
-    silent = socket.create_connection(("127.0.0.1", address["port"]))  # a port scanner, which says nothing
-    killed = Remote(address, 2, 10.0)
-    first = killed.next(None, [])
-    assert first == 0 and killed.next(first, lines(first)) == 1
-    killed._channel.close()  # a process that is killed: the system closes its connections
-    threads = [threading.Thread(target=work, args=(Remote(address, rank, 10.0), lines)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    server.close(5.0)
-    assert not any(thread.is_alive() for thread in server._connections), "somebody is waited for who is no rank"
-    silent.close()
-    assert queue.journal.done.all() and sum(queue.by_rank.values()) == 30 and queue.by_rank[2] == 1
-    with pytest.raises(UserError, match="rank 1 reaches rank 0 at none of"):
-        Remote({**address, "hosts": ["127.0.0.1"]}, 1, 1.0)
-
-
-def test_one_ranks_error_ends_all(tmp_path: Path) -> None:
-    queue = Dispatcher(journal(tmp_path))
-    server = Server(queue, everywhere=False)
-    other = Remote(server.address, 1, 10.0)
-
-    def fail(chunk: int) -> list[str]:
-        raise UserError("data.jsonl:17: no")
-
-    with pytest.raises(UserError, match="data.jsonl:17"):
-        work(other, fail)
-    with pytest.raises(UserError, match="data.jsonl:17"):
-        work(Local(queue), lines)
-    server.close(1.0)
-
 
 # ---- Files
 

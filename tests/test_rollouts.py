@@ -24,12 +24,11 @@ from lib.data.dataset import load_dataset
 from lib.data.prompts import load_questions, open_prompts
 from lib.data.tokenize import Encoder
 from lib.data.tokenizer import load_tokenizer_of
+from lib.distributed.work_queue import Journal, ServedQueue
 from lib.errors import UserError
 from lib.evaluate import command as evaluate
 from lib.evaluate.answers import part_of
 from lib.evaluate.judges import CommandJudge, Question
-from lib.evaluate.work_journal import Journal
-from lib.evaluate.work_queue import Dispatcher, Local
 from lib.report import charts, page, run_report
 from lib.report.history import RunHistory
 from lib.rollouts.drawing import JudgingThread
@@ -347,16 +346,16 @@ Moment = Callable[[pytest.MonkeyPatch], None]
 STOPS: dict[str, tuple[str, list[Moment]]] = {
     "sampling; training; in the round after one that is undone": (
         "whole",
-        [stopped_at(Journal, "put", 2), stopped_at(Learner, "learn", 4), stopped_at(Learner, "learn", 3)],
+        [stopped_at(Journal, "add", 2), stopped_at(Learner, "learn", 4), stopped_at(Learner, "learn", 3)],
     ),
     "after the answers, before their journal goes; before the verdict": (
         "whole",
         [stopped_at(Journal, "close", 1), stopped_at(Rounds, "_judge", 2)],
     ),
-    "judging; before a round is undone": ("whole", [stopped_at(Journal, "put", 5), stopped_at(Rounds, "_undo", 1)]),
+    "judging; before a round is undone": ("whole", [stopped_at(Journal, "add", 5), stopped_at(Rounds, "_undo", 1)]),
     "drawing ahead; before a round is undone, the next being drawn": (
         "overlapping",
-        [stopped_at(Journal, "put", 10), stopped_at(Rounds, "_undo", 1)],
+        [stopped_at(Journal, "add", 10), stopped_at(Rounds, "_undo", 1)],
     ),
     "training, all drawn": ("overlapping", [stopped_at(Learner, "learn", 2)]),
 }
@@ -424,14 +423,14 @@ def test_answers_that_went_with_a_disk_are_drawn_again(overlapping: tuple[Path, 
 
 
 def test_a_judge_beside_the_ranks_says_what_it_met(tmp_path: Path) -> None:
-    queue = Dispatcher(Journal(tmp_path / "scores.jsonl.partial", "k", 4))
+    queue = ServedQueue(Journal(tmp_path / "scores.jsonl", "k", 4))
     in_hand, judged = threading.Event(), threading.Event()
 
     def takes_long() -> list[str]:
         in_hand.set()
         return ["zero"] * judged.wait(60)
 
-    thread = JudgingThread(Local(queue))
+    thread = JudgingThread(queue)
     thread.add(1, lambda: ["one"])
     thread.add(0, takes_long)
     assert in_hand.wait(60)
@@ -439,12 +438,12 @@ def test_a_judge_beside_the_ranks_says_what_it_met(tmp_path: Path) -> None:
     thread.end()
     judged.set()
     thread.join()
-    assert queue.journal.done.tolist() == [True, True, False, False]
+    assert queue.journal.missing == [2, 3]
 
     def fails() -> list[str]:
         raise UserError("no answer is scored")
 
-    thread = JudgingThread(Local(queue))
+    thread = JudgingThread(queue)
     thread.add(2, fails)
     with pytest.raises(UserError, match="no answer is scored"):
         thread.join()

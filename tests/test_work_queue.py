@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import threading
 from pathlib import Path
 
@@ -92,7 +93,7 @@ def test_the_journal_goes_on_after_a_kill_and_refuses_what_is_not_its(tmp_path: 
     journal.add(1, [])
     journal.finish(out)
     assert out.read_text() == "zero\ntwo\nä\n"
-    with pytest.raises(UserError, match="exists"):
+    with pytest.raises(UserError, match="is there already"):
         Journal(out, "a", 3)
     out.unlink()
     Journal(out, "a", 3).close()
@@ -102,3 +103,37 @@ def test_the_journal_goes_on_after_a_kill_and_refuses_what_is_not_its(tmp_path: 
         file.write(json.dumps({"item": 7, "lines": []}).encode() + b"\n")
     with pytest.raises(UserError, match="broken at byte"):
         Journal(out, "a", 3)
+
+
+def test_a_full_disk_leaves_whole_lines_and_a_cut_header_begins_again(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "out", "a", 3)
+    header = journal.path.read_bytes()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(header) + 5, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            journal.add(1, ["one"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    journal.add(2, ["two"])
+    assert journal.missing == Journal(tmp_path / "out", "a", 3).missing == [0, 1]
+    for size in range(len(header)):
+        journal.path.write_bytes(header[:size])
+        assert Journal(tmp_path / "out", "a", 3).missing == [0, 1, 2]
+        assert journal.path.read_bytes() == header
+
+
+def test_an_output_that_is_whole_is_done_though_its_journal_is_there(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    journal = Journal(out, "a", 2)
+    journal.add(0, ["zero"])
+    half = journal.path.read_bytes()
+    journal.add(1, ["one"])
+    whole = journal.path.read_bytes()
+    journal.finish(out)
+    journal.path.write_bytes(whole)  # the process was killed between the two
+    Journal(out, "a", 2).finish(out)
+    assert list(tmp_path.iterdir()) == [out] and out.read_text() == "zero\none\n"
+    journal.path.write_bytes(half)
+    with pytest.raises(UserError, match="is there already"):
+        Journal(out, "a", 2)

@@ -48,27 +48,27 @@ class Journal:
         self.offsets = [-1] * count  # of each item's line, in bytes; -1 while it is missing
         header = json.dumps({"key": key, "count": count}).encode() + b"\n"
         if out.exists() and not self.path.exists():
-            raise UserError(f"{out} exists; remove it, or give another name")
+            raise UserError(f"{out} is there already; remove it, or give another name")
         out.parent.mkdir(parents=True, exist_ok=True)
         self.path.touch()
-        self._file = self.path.open("r+b")
-        first = self._file.readline(len(header))
-        if first and not header.startswith(first):
-            raise UserError(
-                f"{self.path} is of another model, data or settings; remove it, or give another name for the output"
-            )
-        end = len(header)
-        if first != header:
-            self._write_at(0, header)
-        while (line := self._file.readline()).endswith(b"\n"):
-            try:
-                self.offsets[json.loads(line)["item"]] = end
-            except (ValueError, KeyError, IndexError, TypeError) as error:
-                raise UserError(f"{self.path}: broken at byte {end} ({error!r}); remove it") from None
-            end += len(line)
+        self._file = self.path.open("r+b", buffering=0)  # nothing of a write that failed is left in a buffer
+        with self.path.open("rb") as file:
+            first, end = file.readline(len(header)), len(header)
+            if first and not header.startswith(first):
+                raise UserError(
+                    f"{self.path} is of another model, data or settings; remove it, or give another name for the output"
+                )
+            if first != header:
+                self._write_at(0, header)
+            while first == header and (line := file.readline()).endswith(b"\n"):
+                try:
+                    self.offsets[json.loads(line)["item"]] = end
+                except (ValueError, KeyError, IndexError, TypeError) as error:
+                    raise UserError(f"{self.path}: broken at byte {end} ({error!r}); remove it") from None
+                end += len(line)
         self._file.truncate(end)
         if out.exists() and self.missing:
-            raise UserError(f"{out} exists beside an unfinished {self.path.name}; remove one of them")
+            raise UserError(f"{out} is there already, and an unfinished {self.path.name}; remove one of them")
 
     @property
     def missing(self) -> list[int]:
@@ -89,9 +89,10 @@ class Journal:
 
     def lines(self) -> Iterator[str]:
         """The lines of all items, in the items' order."""
-        for offset in self.offsets:
-            self._file.seek(offset)
-            yield from json.loads(self._file.readline())["lines"]
+        with self.path.open("rb") as file:
+            for offset in self.offsets:
+                file.seek(offset)
+                yield from json.loads(file.readline())["lines"]
 
     def finish(self, out: Path) -> None:
         """Writes the output in the order of the items, whole or not at all, and removes the journal."""
@@ -107,10 +108,10 @@ class Journal:
     def _write_at(self, end: int, text: bytes) -> None:
         self._file.seek(end)
         try:
-            self._file.write(text)
-            self._file.flush()
+            while text:  # a disk that is nearly full takes a part
+                text = text[self._file.write(text) :]
         except OSError:
-            os.truncate(self.path, end)  # a half line would spoil the next one
+            self._file.truncate(end)  # a half line would spoil the next one
             raise
 
 

@@ -1,8 +1,8 @@
 """A whole file scored, answered or made into pairs, by all ranks at their own pace.
 
-Every rank has the whole model, pulls chunks of rows (lib/evaluate/work_queue.py), reads them by the file's index, and
-hands in a line of JSON for each row. What a chunk's rows come to depends on the chunk alone, not on who does it, so
-that one rank's output is that of many; what is drawn follows from train.seed and the chunk.
+Every rank has the whole model, pulls chunks of rows (lib/distributed/work_queue.py), reads them by the file's index,
+and hands in a line of JSON for each row. What a chunk's rows come to depends on the chunk alone, not on who does it,
+so that one rank's output is that of many; what is drawn follows from train.seed and the chunk.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ from lib.data.record_formats import RecordKind, Unusable
 from lib.data.sources import Records
 from lib.data.tokenize import Encoder
 from lib.data.tokenizer import Tokenizer, limits_of, require_own
+from lib.distributed.work_queue import Lines, ServedQueue, open_queue, work
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate.choose_judge import scorer_of
 from lib.evaluate.judges import Question
-from lib.evaluate.work_journal import Lines
-from lib.evaluate.work_queue import SharedQueue, work
 from lib.model import adapter_files
 from lib.model.logps import completion_logps
 from lib.model.token_stream import arrays_of
@@ -88,28 +87,28 @@ def pull(
     size, total = chunk_rows or settings.evaluate.batch_size, len(items)
     say, began = Terminal(silent=world.rank != 0), time.perf_counter()
     chunks = -(-total // size)
-    shared = SharedQueue.open(out, key, chunks, world)
-    before = 0 if shared.dispatcher is None else int(shared.dispatcher.journal.done.sum())
+    queue = open_queue(world, out, key, chunks)
+    before = chunks - len(queue.fresh) if isinstance(queue, ServedQueue) else 0
     if before:
         say.line(f"{before:,} of {chunks:,} chunks are there already")
 
     def lines_of(chunk: int) -> Lines:
         return do(range(chunk * size, min((chunk + 1) * size, total)))
 
-    if (dispatcher := shared.dispatcher) is None:
-        work(shared.queue, lines_of)
-        shared.close(0)
+    if not isinstance(queue, ServedQueue):
+        work(queue, lines_of)
+        queue.close(0)
         return None
     with say.counting(kind, total) as progress:
-        dispatcher.report = lambda done, by_rank: progress(min(done * size, total))
-        work(shared.queue, lines_of)
+        queue.report = lambda done, by_rank: progress(min(done * size, total))
+        work(queue, lines_of)
     try:
-        dispatcher.journal.finish(out)
+        queue.journal.finish(out)
     except OSError as error:
         raise UserError(f"{out}: {error.strerror}; free some space and start again, nothing is lost") from None
     seconds = time.perf_counter() - began
-    shared.close(world.timeout_seconds)
-    by_rank = {str(rank): count for rank, count in sorted(dispatcher.by_rank.items())}
+    queue.close(world.timeout_seconds)
+    by_rank = {str(rank): count for rank, count in sorted(queue.finished_by.items())}
     scored = total - min(before * size, total)
     return FileFigures(
         rows=total, scored=scored, seconds=seconds, rows_per_second=scored / seconds, chunks_by_rank=by_rank

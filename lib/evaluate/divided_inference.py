@@ -6,6 +6,7 @@ keeps the journal. Between chunks of a group ranks do not synchronise: those of 
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +14,11 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from lib.config.schema import Config
+from lib.distributed.work_queue import Journal, Lines
 from lib.distributed.world import World, host_names
 from lib.evaluate.batch_inference import FileFigures
-from lib.evaluate.work_journal import Lines, opened_journal
 from lib.model import adapter_files, adapters, load
 from lib.model.partition import Division, Part
 from lib.system.terminal import Terminal
@@ -128,10 +128,8 @@ def in_step(
     chunks, journal = -(-total // size), None
     with world.agreeing(f"opening {out}"):
         if world.rank == 0:
-            journal = opened_journal(out, key, chunks)
-    done = np.zeros(chunks, np.int32) if journal is None else journal.done.astype(np.int32)
-    done = np.array(world.broadcast({"done": mx.array(done)})["done"])
-    left = np.flatnonzero(done == 0).tolist()
+            journal = Journal(out, key, chunks)
+    left: list[int] = json.loads(world.broadcast_text(json.dumps(journal.missing if journal else [])))
     if len(left) < chunks:
         say.line(f"{chunks - len(left):,} of {chunks:,} chunks are there already")
     with say.counting(kind, total) as progress:
@@ -141,7 +139,7 @@ def in_step(
             with world.agreeing("keeping what is finished"):
                 if journal is not None:
                     for chunk, lines in zip(group, made, strict=True):
-                        journal.put(chunk, lines)
+                        journal.add(chunk, lines)
             progress(min((chunks - len(left) + start + len(group)) * size, total))
     with world.agreeing(f"writing {out}, for which the rows are kept"):
         if journal is not None:

@@ -22,10 +22,10 @@ from lib.data.batch import collate
 from lib.data.dataset import Example
 from lib.data.order import micro_batches
 from lib.data.tokenizer import TextTokens, Tokenizer
+from lib.distributed.work_queue import Lines
 from lib.distributed.world import World
 from lib.errors import AgreedError
 from lib.evaluate import batch_inference
-from lib.evaluate.work_journal import Lines
 from lib.model.logps import greedy_logps
 from lib.model.token_stream import arrays_of
 from lib.system import files, out_of_memory, records

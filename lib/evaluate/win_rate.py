@@ -20,6 +20,7 @@ from lib.data import tokenizer as tokenizer_module
 from lib.data.prompts import asked_of
 from lib.data.sources import Records
 from lib.data.tokenizer import Tokenizer
+from lib.distributed.work_queue import Lines
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate import batch_inference
@@ -27,7 +28,6 @@ from lib.evaluate.choose_judge import judge_of
 from lib.evaluate.judges import Judge, Question
 from lib.evaluate.model_judge import instructions_of
 from lib.evaluate.whole_model import WholeModel
-from lib.evaluate.work_journal import Lines
 from lib.system import files
 from lib.system.records import read_lines
 from lib.system.terminal import Terminal

@@ -30,13 +30,12 @@ from lib.config.schema import Config
 from lib.data.prompts import Prompts, asked_of, columns_of
 from lib.data.record_formats import Unusable
 from lib.data.tokenizer import ModelLimits, stamp_of
+from lib.distributed.work_queue import Lines, ServedQueue, WorkQueue, open_queue, work
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate.batch_inference import key_of, pull
 from lib.evaluate.judges import Judge, Question
 from lib.evaluate.model_judge import text_of
-from lib.evaluate.work_journal import Lines
-from lib.evaluate.work_queue import SharedQueue, work
 from lib.rollouts.drawing import Drawing, JudgingThread
 from lib.rollouts.judged import scores_of
 from lib.rollouts.pairs import Answer, Group, Pair, pairs_of
@@ -149,12 +148,12 @@ class Collector:
         if world.rank == 0:
             for name, key in zip((SAMPLES, SCORES), keys, strict=True):
                 _drop_of_another(folder / name, key, self.say)
-        samples = SharedQueue.open(folder / SAMPLES, keys[0], chunks, world, twice=waits)
-        scores = SharedQueue.open(folder / SCORES, keys[1], chunks, world, twice=False)
-        drawing = Drawing(samples, scores, JudgingThread(scores.queue) if self.judges_beside else None)
+        samples = open_queue(world, folder / SAMPLES, keys[0], chunks, repeats=waits)
+        scores = open_queue(world, folder / SCORES, keys[1], chunks, repeats=False)
+        drawing = Drawing(samples, scores, JudgingThread(scores) if self.judges_beside else None)
         with self.say.counting(f"round {number}: prompts answered", len(rows)) as progress:
-            if (dispatcher := drawing.samples.dispatcher) is not None:
-                dispatcher.report = lambda done, by_rank: progress(min(done * self.chunk_rows, len(rows)))
+            if isinstance(samples, ServedQueue):
+                samples.report = lambda done, by_rank: progress(min(done * self.chunk_rows, len(rows)))
 
             def lines_of(chunk: int) -> Lines | None:
                 taken, part = time.perf_counter(), rows[chunk * self.chunk_rows : (chunk + 1) * self.chunk_rows]
@@ -168,9 +167,9 @@ class Collector:
 
             began = time.perf_counter()
             if world.divides_model:
-                self._work_together(drawing.samples, lines_of)
+                self._work_together(samples, lines_of)
             else:
-                work(drawing.samples.queue, lines_of)
+                work(samples, lines_of)
             drawing.waiting_seconds = time.perf_counter() - began - drawing.sampling_seconds
         return drawing
 
@@ -208,18 +207,18 @@ class Collector:
         version = answers[rows[0]][0].get("version")
         return Collected(version, groups, pairs, seconds)
 
-    def _work_together(self, samples: SharedQueue, do: Callable[[int], Lines | None]) -> None:
+    def _work_together(self, samples: WorkQueue, do: Callable[[int], Lines | None]) -> None:
         """Chunk after chunk by ranks that hold parts of the model, all at the same one."""
-        world, dispatcher = self.world, samples.dispatcher
-        left = json.loads(world.broadcast_text(json.dumps(list(dispatcher.fresh) if dispatcher else [])))
+        world, served = self.world, samples if isinstance(samples, ServedQueue) else None
+        left = json.loads(world.broadcast_text(json.dumps(list(served.fresh) if served else [])))
         for chunk in left:
             with world.agreeing("answering prompts"):
                 with world.workers.together("answers of a round", self.chunk_rows * self.config.rollouts.samples):
                     lines = do(chunk)
-                if dispatcher is not None and lines is not None:
-                    dispatcher.put(world.rank, chunk, lines)
-                    if dispatcher.fault:
-                        raise UserError(dispatcher.fault)
+                if served is not None and lines is not None:
+                    served.finish(chunk, lines)
+                    if served.fault:
+                        raise UserError(served.fault)
 
     @property
     def chunk_rows(self) -> int:

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from lib.evaluate.work_journal import Lines
-from lib.evaluate.work_queue import Queue, SharedQueue
+from lib.distributed.work_queue import Lines, WorkQueue
 
 Judge = Callable[[], Lines]  # scores a chunk's answers
 
@@ -25,7 +24,7 @@ ASK_SECONDS = 0.25  # between two questions whether a chunk is still wanted: a m
 class JudgingThread:
     """Judges chunks in a thread, one after the other, and hands in their scores."""
 
-    def __init__(self, scores: Queue):
+    def __init__(self, scores: WorkQueue):
         self.seconds = 0.0
         self._scores = scores
         self._waiting: SimpleQueue[tuple[int, Judge] | None] = SimpleQueue()
@@ -65,7 +64,7 @@ class JudgingThread:
                 (chunk, judge), began = item, time.perf_counter()
                 lines = judge()
                 self.seconds += time.perf_counter() - began
-                self._scores.put(chunk, lines)
+                self._scores.finish(chunk, lines)
         except BaseException as fault:  # raised where somebody sees it
             self._fault = fault
 
@@ -80,8 +79,8 @@ class Drawing:
         sampling_seconds: of this rank; waiting_seconds: in which others still drew, and it had nothing to do.
     """
 
-    samples: SharedQueue
-    scores: SharedQueue
+    samples: WorkQueue
+    scores: WorkQueue
     thread: JudgingThread | None
     sampling_seconds: float = 0.0
     waiting_seconds: float = 0.0
@@ -98,7 +97,7 @@ class Drawing:
         def is_wanted() -> bool:
             nonlocal asked, wanted
             if wanted and time.monotonic() - asked > ASK_SECONDS:
-                wanted, asked = self.samples.queue.is_wanted(chunk), time.monotonic()
+                wanted, asked = self.samples.is_wanted(chunk), time.monotonic()
             return wanted
 
         return is_wanted
