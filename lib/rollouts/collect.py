@@ -342,11 +342,11 @@ def policy_of(folder: Path) -> str:
             if path.exists():
                 with path.open(encoding="utf-8") as file:
                     first = json.loads(file.readline(LONGEST_LINE))
-                    if "chunks" not in first:
+                    if "count" not in first:
                         return str(first["policy"])
                     rest = iter(lambda: file.readline(LONGEST_LINE), "")
                     chunks = [json.loads(line) for line in rest if line.endswith("\n")]
-                if len(chunks) == first["chunks"]:
+                if len(chunks) == first["count"]:
                     return str(json.loads(chunks[0]["lines"][0])["policy"])
     except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError):
         pass
