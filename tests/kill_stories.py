@@ -12,10 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lib.system.records import read_records
-from tests import served, tiny
 from tests.forked import free_port
 from tests.kills import LIFE_SECONDS, Life, Story, digests
+
+from lib.system.records import read_records
+from tests import served, tiny
 
 HEADS = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 40}
 

@@ -14,21 +14,17 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tuner.lora import LoRALinear
 
 from lib.config import schema
 from lib.data.batch import Batch, collate
 from lib.data.dataset import Example
-from lib.distributed.world import World
 from lib.model import adapter_files, adapters, lora, patches, token_stream
 from lib.model import load as load_module
 from lib.model import logps as logps_module
 from lib.model.checkpointing import checkpoint_blocks
 from lib.model.layout import layout_of
-from lib.training import reference_model
 from tests import rounding
 from tests.tiny import model_folder
 
@@ -136,17 +132,6 @@ def test_a_stream_gives_the_log_probabilities_and_gradients_of_sequences_alone(t
     assert layouts >= {(False, False), (True, False)}
 
 
-def test_prompts_of_one_length_make_a_dense_stream(tmp_path: Path) -> None:
-    model = load(tmp_path, "llama")
-    assert token_stream.cannot_share_prompts(model) is None
-    ids = np.arange(2, 40, dtype=np.int32)
-    examples = [Example(i, ids[i : i + 16], (ids[5 : 14 - (i > 1)], ids[i : i + 9])) for i in range(3)]
-    batch = collate(examples, 8, shared_prompts=True)
-    assert batch.prefix_length == 16 and batch.suffix_indices is None and batch.computed_tokens == 3 * (16 + 2 * 8)
-    assert_equal(model, examples, batch)
-    assert_equal(model, examples, batch, compiled=True)
-
-
 def graph_of(states: mx.array) -> Counter[str]:
     """How often each kind of operation is in what has to be computed."""
     text = io.StringIO()
@@ -194,16 +179,6 @@ def test_with_dropout_every_token_goes_through_the_last_block(tmp_path: Path) ->
     assert mx.array_equal(first, second) and mx.array_equal(key, other_key), "cuts of a pipeline draw the same masks"
 
 
-@pytest.mark.parametrize("completions", [1, 3])
-def test_any_number_of_completions(tmp_path: Path, completions: int) -> None:
-    model = load(tmp_path, "qwen3")
-    assert token_stream.cannot_share_prompts(model) is None
-    examples = draw(7, 4, completions, shortest_prompt=5)
-    batch = collate(examples, 4, shared_prompts=True)
-    assert batch.logp_indices.shape[:2] == (4, completions)
-    assert_equal(model, examples, batch)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_whole_rows_for_the_families_that_cannot_share(tmp_path: Path, family: str) -> None:
     model = load(tmp_path, family)
@@ -224,30 +199,6 @@ def test_a_family_with_its_own_attention_is_found_out(tmp_path: Path) -> None:
     )
     model = load_module.load(schema.ModelSettings(path=str(mamba), random_init=True), 0)
     assert token_stream.cannot_share_prompts(model) is not None
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_model_is_tried_once_until_it_is_divided(
-    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tries: list[nn.Module] = []
-    why_not = token_stream._why_not_shared
-    monkeypatch.setattr(token_stream, "_why_not_shared", lambda model: (tries.append(model), why_not(model))[1])
-    model, data = load(tmp_path, family), schema.DataSettings(train="-")
-    first, again = (reference_model.layout(model, data, World()) for _ in range(2))
-    assert first == again and first.shares_prompts == (family == "llama") and len(tries) == 1
-
-    class Divided(World):
-        """Ranks with a part of the model each, of which this one speaks for all."""
-
-        @property
-        def workers(self) -> World:
-            return World()
-
-        def gather_text(self, text: str, what: str = "") -> list[str]:
-            return [text] * self.size
-
-    assert reference_model.layout(model, data, Divided(size=2)) == first and len(tries) == 2
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
@@ -331,42 +282,6 @@ def test_no_more_than_a_chunk_of_logits_is_made_at_a_time(tmp_path: Path, monkey
     batch = collate(draw(0, 5), 4, False)
     mx.eval(logps_module.completion_logps(model, token_stream.arrays_of(batch.inputs)))
     assert sum(rows for rows, _ in made) == len(batch.targets) > 40 and max(rows for rows, _ in made) <= 10
-
-
-@settings(max_examples=60)
-@given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 4), st.sampled_from([1, 4, 16]), st.booleans())
-def test_every_token_of_a_stream_is_there_once_and_found_again(
-    seed: int, count: int, completions: int, multiple: int, shared: bool
-) -> None:
-    examples = draw(seed, count, completions)
-    batch = collate(examples, multiple, shared)
-    prefix, cut = batch.prefix_length, count * batch.prefix_length
-    real = sum(len(e.prompt_ids) + sum(len(c) - 1 for c in e.completions) for e in examples)
-    assert batch.real_tokens == real <= batch.computed_tokens == len(batch.tokens)
-    suffix_indices = (
-        batch.suffix_indices
-        if batch.suffix_indices is not None
-        else np.arange(len(batch.tokens) - cut).reshape(count, completions, -1)
-    )
-    for r, e in enumerate(examples):
-        for k, completion in enumerate(e.completions):
-            sequence = np.concatenate([e.prompt_ids, completion])
-            own = suffix_indices[r, k][: len(sequence) - 1 - prefix]
-            if batch.suffix_indices is not None:
-                assert (own >= 0).all() and (suffix_indices[r, k][len(own) :] == -1).all()
-            where = np.concatenate([np.arange(r * prefix, (r + 1) * prefix), cut + own])
-            assert batch.tokens[where].tolist() == sequence[:-1].tolist()
-            assert batch.offsets[where].tolist() == list(range(len(sequence) - 1))
-            scored = batch.logp_indices[r, k][batch.mask[r, k]]
-            first = max(len(e.prompt_ids), 1)
-            assert batch.targets[scored].tolist() == sequence[first:].tolist()
-            assert batch.scored[scored].tolist() == where[first - 1 :].tolist()
-    if batch.suffix_uses is not None:
-        assert len(batch.suffix_uses) == len(batch.tokens) - cut
-        uses = {(token, use) for token, row in enumerate(batch.suffix_uses.tolist()) for use in row if use >= 0}
-        assert uses == {(token, use) for use, token in enumerate(suffix_indices.reshape(-1).tolist()) if token >= 0}
-        in_stream = [token for token in range(len(batch.tokens) - cut) if (batch.suffix_uses[token] >= 0).any()]
-        assert len(in_stream) == real - cut  # nothing twice
 
 
 @pytest.mark.parametrize("kind", ["plain", "biased", "quantised"])

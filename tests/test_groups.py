@@ -24,7 +24,7 @@ from lib.model.logps import completion_token_logps
 from lib.model.token_stream import arrays_of
 from lib.training.group_losses import Groups, advantages, group_loss
 from lib.training.objective import SUMS, means_of
-from lib.training.step import Step, StepResult
+from lib.training.step import Step, StepRecord
 from tests import float64, rounding, tiny
 from tests.test_step import HEADS, KV_HEADS, Spy, build, merged
 from tests.test_step import means_of as finite_means
@@ -234,17 +234,6 @@ def test_a_ratio_that_float32_cannot_hold_makes_no_other_gradient_a_nan(of: str)
     np.testing.assert_allclose(np.array(slopes[1:, 0]), [weights, [-weight for weight in weights]], rtol=1e-6)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_a_step_whose_tokens_are_all_masked_has_rewards_and_no_other_figures(loss_type: str) -> None:
-    train = settings_of(loss_type)
-    none = mx.zeros((1, 2, 3))
-    groups = Groups(none, none, none, none, none > 0, mx.array([[1.0, 2.0]]))
-    sums = group_loss(train, groups)[1]
-    means = means_of({name: sums[name].item() if name in sums else 0.0 for name in SUMS}, train)
-    assert means["reward"] == 1.5 and means["completion_length"] == 0 and means["kl"] is means["entropy"] is None
-    assert means["loss"] == (0.0 if loss_type in ("grpo", "dr_grpo") else None)
-
-
 # ---- A step of a model
 
 
@@ -280,7 +269,7 @@ def step_gradients(
     sizes: list[int],
     shared: bool = True,
     shapes: Sequence[BatchShape] = (),
-) -> tuple[StepResult, dict[str, np.ndarray]]:
+) -> tuple[StepRecord, dict[str, np.ndarray]]:
     spy, batches, start = Spy(learning_rate=0.0), [], 0
     for size in sizes:
         batch = collate(rows[start : start + size], 4, shared, shapes)
@@ -446,15 +435,6 @@ def test_masked_tokens_are_not_learnt_and_rewards_of_masked_completions_count(tm
     assert groups_in_memory("one", [one], []).deviation == 0.0
     others = one._replace(rewards=[2.0, None]), one._replace(logps=[[-2], [-1]]), one._replace(mask=[[False], [True]])
     assert len({groups_in_memory("one", [group], []).digest for group in (one, *others)}) == 4
-
-
-def test_without_logps_the_policy_itself_counts_as_the_one_that_sampled(tmp_path: Path) -> None:
-    made = [{name: own for name, own in record.items() if name != "logps"} for record in records(8)]
-    tiny.train(tmp_path, [*run_words(tmp_path, made), "train.steps=2", "run.name=run", "train.beta=0"])
-    for record in tiny.steps_of(tmp_path / "runs/run"):
-        assert record["clip_fraction"] == 0.0 and record["kl"] is None
-        assert {"reward", "reward_std", "entropy", "completion_length"} <= record.keys()
-        assert abs(record["loss"]) <= 1e-5  # advantages sum up to 0, and every ratio is 1
 
 
 def test_a_resumed_run_ends_with_the_bits_of_one_that_was_never_stopped(tmp_path: Path) -> None:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import json
 import pickle
 import re
-import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -20,11 +17,9 @@ import pytest
 from mlx.utils import tree_flatten
 
 from lib.config import load
-from lib.config.schema import ModelSettings
-from lib.data.batch import collate
+from lib.data.collate import collate
 from lib.data.dataset import Example, load_dataset
 from lib.distributed.world import World
-from lib.errors import UserError
 from lib.training import kernels, losses
 from lib.training.optimizers import make_optimizer
 from lib.training.step import Step
@@ -74,34 +69,6 @@ def test_the_parts_of_a_step_have_every_kernel_of_the_whole(
         mean, squares = step.update.mean(gradients, sums[1:2].squeeze())
         step.update.take(mean, mx.sqrt(step.world.sum_of_all(squares)), 0.001)
     assert of_gradients and of_gradients < whole <= of_parts
-
-
-def test_the_loss_of_groups_is_compared_with_a_reference_of_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = [f"model.path={tiny.model_folder(tmp_path)}", "data.train=-", "train.loss=grpo"]
-    tokens, looked_at = [np.arange(20 + n, dtype=np.int32) for n in range(4)], list[set[str]]()
-    row = Example(0, tokens[0], tuple(tokens[1:]), rewards=np.array([0, 1, 2], np.float32))
-    monkeypatch.setattr(mx, "eval", lambda *arrays: looked_at.append(fused(*arrays)))
-    kernels.compile_part("loss", load.load(None, words), [row])
-    assert looked_at[-1]
-
-
-def test_a_model_that_keeps_its_sizes_one_level_down_is_small_all_the_same(tmp_path: Path) -> None:
-    """Four processes draw it on the GPU that the model itself is loaded to."""
-    text = tiny.LLAMA | {"num_hidden_layers": 12, "vocab_size": 9000}
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": "mistral3", "text_config": text}))
-    model = kernels.small_model(ModelSettings(path=str(folder)), 0)
-    assert len(model.layers) == kernels.BLOCKS
-    assert max(weights.shape[0] for _, weights in tree_flatten(model.parameters())) <= kernels.VOCABULARY
-
-
-def test_a_model_of_large_blocks_is_not_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "LARGEST_BYTES", 1000)
-    with pytest.raises(UserError, match="2 blocks of it take .* bytes"):
-        kernels.small_model(ModelSettings(path=str(tiny.model_folder(tmp_path))), 0)
 
 
 @pytest.fixture
@@ -160,43 +127,6 @@ def test_kernels_are_compiled_once_for_a_kind_of_model_and_loss(
     assert compiled_once(tmp_path) == [] and len(compiled_once(tmp_path, ["train.loss=ipo"], rows=1)) == 1
 
 
-def test_the_model_is_found_from_the_folder_that_a_part_works_in(
-    on_cuda: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    play(monkeypatch, tmp_path, 'cat > "$MLX_PTX_CACHE_DIR/$3.ptx"')
-    monkeypatch.chdir(tmp_path)
-    compiled_once(tmp_path, ["model.path=model"])
-    config, _ = pickle.loads((on_cuda / "update.ptx").read_bytes())
-    monkeypatch.chdir(kernels.ROOT)
-    assert (Path(config.model.path) / "config.json").is_file()
-
-
-def test_long_rows_are_given_without_waiting_for_who_reads_them(
-    on_cuda: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A pipe holds 64 KiB, and a part imports MLX before it reads."""
-    go, in_time = tmp_path / "go", tmp_path / "in-time"
-    waits = f"n=0; while [ ! -e {go} ] && [ $n -lt 100 ]; do sleep 0.05; n=$((n + 1)); done"
-    play(monkeypatch, tmp_path, f"{waits}; if [ -e {go} ]; then touch {in_time}; fi")
-    compiled_once(tmp_path, ["data.max_length=200000"], go.touch, longest=30_000)
-    assert in_time.exists()
-
-
-def test_what_a_part_had_not_finished_is_no_kernel(
-    on_cuda: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Half a kernel on the disk would fail in every run to come."""
-    play(monkeypatch, tmp_path, 'echo half > "$MLX_PTX_CACHE_DIR/half.ptx"; exec sleep 60')
-    monkeypatch.setattr(kernels, "LIMIT_SECONDS", 0.0)
-
-    def until_it_writes() -> None:
-        while not list(on_cuda.rglob("half.ptx")):
-            time.sleep(0.01)
-
-    compiled_once(tmp_path, [], until_it_writes)
-    assert not list(on_cuda.rglob("half.ptx"))
-
-
 @pytest.mark.parametrize("folder", ["kernels", "a name of too many letters" * 20])
 def test_a_folder_that_cannot_be_written_stops_no_run(
     folder: str, on_cuda: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -246,32 +176,6 @@ def test_kernels_are_compiled_anew_for_what_their_code_depends_on(
     others += [digest("train.max_grad_norm=null"), digest("train.optimizer_options={betas: [0.8, 0.9]}")]
     monkeypatch.setattr(mx, "__version__", "0")
     assert len({same, *others, digest()}) == 2 + len(others)
-
-
-def test_a_part_ends_with_the_block_whatever_it_does(
-    on_cuda: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    python(tmp_path, monkeypatch, "exec sleep 100")
-    with kernels._running("head", tmp_path / "head", b"") as process:
-        assert process.poll() is None
-    assert process.returncode == -signal.SIGKILL
-    monkeypatch.setattr(kernels, "LIMIT_SECONDS", 0.0)
-    assert len(compiled_once(tmp_path)) == 1
-
-
-def test_a_kernels_code_comes_last_and_what_others_compiled_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own, folder, moved, replace = tmp_path / "own", tmp_path / "all", list[str](), Path.replace
-    for name in ("one/a.ptx", "one/a.txt", "b.ptx"):
-        (own / name).parent.mkdir(parents=True, exist_ok=True)
-        (own / name).write_text("ours")
-    folder.mkdir()
-    (folder / "b.ptx").write_text("theirs")
-    monkeypatch.setattr(Path, "replace", lambda path, target: (moved.append(path.name), replace(path, target))[1])
-    kernels._publish(own, folder)
-    assert moved == ["a.txt", "a.ptx"] and (folder / "one/a.ptx").read_text() == "ours"
-    assert (folder / "b.ptx").read_text() == "theirs"
 
 
 def test_the_small_model_is_of_the_kind_of_the_whole_one(tmp_path: Path) -> None:

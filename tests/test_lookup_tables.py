@@ -12,9 +12,6 @@ import mlx.nn as nn
 import pytest
 
 from lib.config.schema import ModelSettings
-from lib.data.record_formats import Unusable
-from lib.data.tokenizer import ModelLimits
-from lib.evaluate import command
 from lib.model import load as load_module
 from lib.model.lookup_tables import bounded
 from tests import tiny
@@ -67,20 +64,6 @@ def test_a_table_of_positions_is_known_by_what_it_is_asked_for(
         path=str(tiny.model_folder(tmp_path, model_type=family, n_inner=32, **own)), random_init=True
     )
     assert load_module.table_sizes(settings) == (48, positions)
-
-
-def test_a_model_is_loaded_once_for_its_tables_until_its_files_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, loaded, load = tmp_path / "model", list[str](), load_module.load
-    shutil.copytree(tiny.ROOT / "configs/quickstart/model", folder)
-    monkeypatch.setattr(load_module, "load", lambda *given, **how: loaded.append("once") or load(*given, **how))
-    settings = ModelSettings(path=str(folder))
-    sizes = [load_module.table_sizes(settings) for _ in range(3)]
-    assert len(loaded) == 1 and len(set(sizes)) == 1
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"changed": True}))
-    assert load_module.table_sizes(settings) == sizes[0] and len(loaded) == 2
 
 
 def test_padding_reads_no_other_memory(tmp_path: Path) -> None:
@@ -154,52 +137,4 @@ def test_answers_end_inside_the_table(tmp_path: Path) -> None:
     tiny.train(tmp_path, [*words, "--dry-run", "evaluate.max_tokens=16"])
 
 
-def test_rounds_end_inside_the_table(tmp_path: Path) -> None:
-    words = [*tiny.rounds(tmp_path), f"model.path={with_tokenizer(tmp_path / 'model')}", "model.random_init=true"]
-    words.append("data.max_length=128")
-    assert "rollouts.max_tokens=60 are more than the 64 positions" in refusal(
-        tmp_path, [*words, "rollouts.max_tokens=60"]
-    )
-    assert "held-out.jsonl:1: a prompt of" in refusal(tmp_path, [*words, "evaluate.max_tokens=60"])
-    tiny.write_jsonl(tmp_path / "prompts.jsonl", [{"prompt_ids": [3, 10**6], "answer": "x"}] * 14)
-    assert "prompts.jsonl:1: token id 1000000 is not below the vocabulary's size" in refusal(tmp_path, words)
-
-
-def test_a_file_is_answered_inside_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """--make-pairs and --score: the row is named, and nothing is written."""
-    with_tokenizer(tmp_path / "model")
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    shared = ["--model", str(tmp_path / "model"), "--data", str(prompts), "model.random_init=true"]
-    for record, own, why in (
-        (
-            {"prompt_ids": [3] * 40},
-            ["--score", "greedy"],
-            "prompts.jsonl:1: a prompt of 40 tokens and evaluate.max_tokens",
-        ),
-        ({"prompt_ids": [3, 10**6]}, ["--score", "samples"], "prompts.jsonl:1: token id 1000000 is not below"),
-        (LONG, ["--score", "logps"], "prompts.jsonl:1: a row of 80 tokens is longer than the 64 positions"),
-    ):
-        tiny.write_jsonl(prompts, [record])
-        assert command.main([*shared, *own, "--out", str(out)]) == 2
-        assert why in (told := capsys.readouterr().err) and told.count("\n") == 1, told
-        (tmp_path / "out.jsonl.partial").unlink(missing_ok=True)
-    assert not out.exists()
-
-
 # ---- The arithmetic
-
-
-def test_limits_count_what_the_model_sees() -> None:
-    limits = ModelLimits(48, 10)
-    limits.check_row(11)
-    limits.check_answer(4, 7, "evaluate.max_tokens")
-    limits.check_ids([[0, 47], []])
-    assert limits.row_tokens(100) == 11 and limits.row_tokens(5) == 5 and ModelLimits().row_tokens(7) == 7
-    for check, why in (
-        (lambda: limits.check_row(12), "a row of 12 tokens is longer than the 10 positions"),
-        (lambda: limits.check_answer(4, 8, "evaluate.max_tokens"), "set evaluate.max_tokens=7 or less"),
-        (lambda: limits.check_answer(11, 1, "evaluate.max_tokens"), "leave it out"),
-        (lambda: limits.check_ids([[3], [48]]), "token id 48 is not below the vocabulary's size, 48"),
-    ):
-        with pytest.raises(Unusable, match=why):
-            check()

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,16 +16,12 @@ import numpy as np
 import pytest
 
 from lib.config.schema import PlanSettings
-from lib.data import batch
-from lib.distributed import heartbeat
 from lib.distributed.world import World
-from lib.launch import host_ranks, rank_faults
-from lib.launch.memory_watch import MemoryWatch
 from lib.model import checkpointing
 from lib.plan.calibration import CurveKey
 from lib.plan.plan import ClusterPlan, plan_cluster
 from lib.plan.replan import Schedule
-from lib.system import network, out_of_memory
+from lib.system import out_of_memory
 from lib.system.out_of_memory import OutOfMemory
 from lib.training import step
 from tests import tiny
@@ -72,39 +64,6 @@ def test_what_mlx_says_is_recognised_raised_or_last_before_an_abort(text: str) -
     assert text in (out_of_memory.evidence(128 + signal.SIGABRT, lines, kernel_killed=False) or "")
     assert out_of_memory.evidence(1, lines, kernel_killed=False) is None  # it ended by itself, and could say what to do
     assert out_of_memory.evidence(-signal.SIGABRT, ["assertion failed"], kernel_killed=True) is None
-
-
-def test_the_kernels_counter_is_evidence_for_a_kill_alone() -> None:
-    assert out_of_memory.evidence(-signal.SIGKILL, [], kernel_killed=True)
-    assert out_of_memory.evidence(128 + signal.SIGKILL, [], kernel_killed=True)
-    assert out_of_memory.evidence(-signal.SIGTERM, [], kernel_killed=True) is None
-    assert out_of_memory.evidence(-signal.SIGKILL, [], kernel_killed=False) is None
-    before = {"boot a": 4, "group a /x": 0}
-    assert out_of_memory.has_killed(before, {"boot a": 4, "group a /x": 1})
-    assert not out_of_memory.has_killed(before, {"boot a": 9, "group a /x": 0})  # somebody else's
-    assert out_of_memory.has_killed(before, {"boot a": 5}) and not out_of_memory.has_killed(before, {"boot b": 5})
-    assert not out_of_memory.has_killed({}, {})
-
-
-def test_what_shows_that_a_rank_of_mpirun_ran_out_of_memory_is_told_before_it_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The launcher judges by the first word that a rank is gone, and mpirun does not say why."""
-    looks = iter(["running", "gone", "gone", "gone"])  # it ends between an agent's two looks
-    told: list[str] = []
-    monkeypatch.setenv(heartbeat.FOLDER, str(tmp_path / "here-a"))
-    monkeypatch.setattr(host_ranks, "process_state", lambda pid: next(looks))
-    monkeypatch.setattr(out_of_memory, "has_killed", lambda before, now: True)
-    monkeypatch.setattr(host_ranks.Ranks, "report", lambda self, kind, **fields: told.append(kind))
-
-    async def look_twice() -> None:
-        ranks = host_ranks.Ranks(None, str(tmp_path / "here"), False, "a")  # type: ignore[arg-type]
-        ranks.pids[0] = 2**22 + 1  # of no process
-        for _ in range(2):
-            told.append(ranks.states()[0])
-
-    asyncio.run(look_twice())
-    assert told == ["memory", "running", "gone"]
 
 
 # ---- Work that is tried again
@@ -155,20 +114,6 @@ def test_a_batch_is_cut_until_it_fits_and_says_so_where_one_row_does_not() -> No
 def cluster(*sizes: int, share: int = 20) -> ClusterPlan:
     hosts = [f"h{i}" for i in range(len(sizes))]
     return replace(plan_cluster(hosts, share * len(sizes), micro_batch_sizes=sizes), key=KEY)
-
-
-def test_half_the_micro_batch_for_those_that_ran_out_and_the_same_share() -> None:
-    plan = cluster(8, 8)
-    half = plan.halved([1])
-    assert half.micro_batch_sizes == [(8, 8, 4), (4, 4, 4, 4, 4)] and half.shares == plan.shares
-    assert [rank.max_micro_batch_size for rank in half.ranks] == [None, 4]
-    again = half.halved([1]).halved([1])
-    assert again.micro_batch_sizes[1] == (1,) * 20 and again.halved([1]).micro_batch_sizes[1] == (1,) * 20
-    assert [sum(batch.pieces(9, most)) for most in (None, 4, 9)] == [9] * 3 and batch.pieces(9, 4) == [
-        3,
-        3,
-        3,
-    ]
 
 
 def test_a_schedule_keeps_to_it_from_the_first_step_that_is_not_made_and_after_a_resume() -> None:
@@ -368,95 +313,3 @@ def test_ranks_agree_on_what_one_of_them_met(
 
 
 # ---- Killed
-
-
-def test_a_fault_names_who_ran_out_of_memory_and_not_who_ended_with_it() -> None:
-    seen = [
-        rank_faults.RankState(-1, "a", status=137),
-        rank_faults.RankState(0, "a", status=0),
-        rank_faults.RankState(1, "b", memory="why"),
-    ]
-    fault = rank_faults.diagnose(0.0, {}, seen, 10, 10)
-    assert fault == rank_faults.Fault("died", "rank 1 on b ran out of memory: why", ("b",))
-
-
-def test_the_agent_leaves_a_note_and_the_resumed_run_takes_half(
-    free: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, words = free
-    words = [*words, f"plan.calibration_dir={tmp_path}/cal", f"run.dir={tmp_path}/runs", "run.name=killed"]
-    tiny.train(tmp_path, [*words, "train.steps=4"])
-    run, look = tmp_path / "runs/killed", MemoryWatch()
-    counters = tmp_path / "vmstat"
-    counters.write_text("pgfault 12\noom_kill 3\n")
-    monkeypatch.setattr(out_of_memory, "VMSTAT", counters)
-    monkeypatch.setattr(out_of_memory, "CGROUPS", tmp_path)
-    process = subprocess.Popen(["sleep", "60"])
-    look.see_alive(process.pid)
-    look.facts = {"rank": 0, "run": str(run), "micro_batch_size": 16, "gradient_checkpointing": False}
-    look.facts["machine"] = network.host_name()
-    process.kill()
-    assert look.ran_out(process.wait()) is None  # somebody's kill -9
-    counters.write_text("pgfault 12\noom_kill 4\n")
-    note = run / out_of_memory.NOTE.format(host=network.host_name())
-    (tmp_path / "own.txt").write_text("not a run's")
-    note.symlink_to(tmp_path / "own.txt")  # of whoever the run's folder is from
-    why = look.ran_out(process.returncode) or ""
-    assert (tmp_path / "own.txt").read_text() == "not a run's" and not note.is_symlink()
-    assert "killer ended it; it held " in why and "micro-batches of 16" in why
-    done = tiny.train(tmp_path, ["--resume", str(run)])
-    assert "micro-batches of 16 (the kernel" in done.stdout + done.stderr and not list(run.glob("out-of-memory-*"))
-    assert records(run, "start")[-1]["plan"]["ranks"][0]["micro_batch_sizes"] == [8, 8]
-
-
-GROUP = Path("/sys/fs/cgroup/memory")
-
-
-@pytest.fixture
-def small_group() -> Iterator[Path]:
-    """A control group of 900 MB."""
-    group = GROUP / f"tandem-{os.getpid()}"
-    group.mkdir()
-    try:
-        (group / "memory.limit_in_bytes").write_text(str(900 * 10**6))
-        yield group
-    finally:
-        group.rmdir()
-
-
-@pytest.mark.skipif(not os.access(GROUP / "cgroup.procs", os.W_OK), reason="no memory control group can be made here")
-@pytest.mark.parametrize("backend", ["ring", "mpi"], ids=["by itself", "by Open MPI"])
-@pytest.mark.long
-def test_a_rank_that_the_kernel_kills_goes_on_with_half(small_group: Path, tmp_path: Path, backend: str) -> None:
-    script = tmp_path / "train_there.py"
-    script.write_text(
-        f"import os, sys\nopen({str(small_group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
-        f"sys.path.insert(0, {str(tiny.ROOT)!r})\nimport train\nfrom lib.system import mpi_and_blas\nsys.exit(mpi_and_blas.status_of(train.main))\n"
-    )
-    rows = [{"prompt_ids": [5] * 40, "chosen_ids": [6] * 40, "rejected_ids": [7] * 40} for _ in range(64)]
-    words = [*tiny.settings(tmp_path, train__steps=2, train__global_batch_size=64, checkpoint__every=1)]
-    tiny.model_folder(tmp_path / "model", vocab_size=16000)
-    tiny.write_jsonl(tmp_path / "train.jsonl", rows)
-    words += [
-        "data.valid=null",
-        "plan.micro_batch_sizes=[64]",
-        "evaluate.batch_size=1",
-        "data.max_length=128",
-        "run.name=killed",
-    ]
-    options = ["--hosts", "localhost:1", "--backend", backend, "--max-restarts", "4", "--no-preflight"]
-    command = [
-        sys.executable,
-        "launch",
-        *options,
-        "--",
-        str(script),
-        "--config",
-        str(tiny.config_file(tmp_path)),
-        *words,
-    ]
-    done = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True, timeout=200)
-    said = done.stderr
-    assert "rank 0 on localhost ran out of memory: the kernel's out-of-memory killer ended it; it held 0." in said, said
-    assert done.returncode == 0, said[-3000:]
-    assert "start 2" in said

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,8 @@ from lib.evaluate import command
 from lib.model import checkpointing, pipeline_stage, token_stream
 from lib.model import load as load_module
 from lib.model.layout import layout_of
-from lib.system.out_of_memory import Limit, OutOfMemory
-from lib.training import checkpoint, pipelined_step
+from lib.system.out_of_memory import Limit
+from lib.training import pipelined_step
 from lib.training.divided_world import InStages, PipelinedWorld, pipelined
 from lib.training.step import MicroBatch, Step
 from tests import rounding, tiny
@@ -284,28 +283,6 @@ def test_stages_train_to_the_weights_of_the_whole(world: World, folder: Path, wo
     world.gather_text("checked")
 
 
-@two
-@pytest.mark.parametrize("words", [("train.loss=kto",), ("train.reference_sync_steps=2",)], ids=lambda words: words[0])
-@pytest.mark.long
-def test_memory_that_runs_out_in_a_pass_without_gradients_halves_the_micro_batch(
-    world: World, folder: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first stage finds it between two micro-batches, when the next one waits for what it would send."""
-    common = [*words_of(world, folder), "train.steps=3", *words, "train.learning_rate=1e-2", "checkpoint.final=last"]
-    common += ["strategy=pipelined", "plan.micro_batch_sizes=[4]", "sync.timeout_seconds=60"]
-    alone = rounding.trained_alone(world, common)
-
-    def check(limit: Limit, pairs: int) -> None:
-        if pairs > 2 and world.rank == 0:
-            raise OutOfMemory(f"a micro-batch of {pairs} took too much")
-
-    monkeypatch.setattr(Limit, "check", check)
-    run = train(world, folder, [*common, f"plan.shares={list(CUTS[world.size][0])}"], "stages")
-    world.gather_text("finished")
-    rounding.assert_equal_runs(alone, [run], ["loss", "grad_norm"])
-    world.gather_text("checked")
-
-
 @mpi
 @pytest.mark.long(ranks=3)
 def test_a_run_moves_between_cuts_and_one_rank(world: World, folder: Path) -> None:
@@ -321,21 +298,6 @@ def test_a_run_moves_between_cuts_and_one_rank(world: World, folder: Path) -> No
     straight = rounding.trained_alone(world, [*common, "train.steps=8"], "straight")
     assert difference(straight.run, run) <= straight.limit
     assert [r["rows"] for r in steps_of(run)] == [r["rows"] for r in steps_of(straight.run)]
-    world.gather_text("checked")
-
-
-@two
-@pytest.mark.long
-def test_a_run_moves_between_strategies(world: World, folder: Path) -> None:
-    common = [*words_of(world, folder), "train.schedule=constant", "checkpoint.every=1", "data.valid=null"]
-    ways = ("sharded", "pipelined", "synchronous", "pipelined", "sharded")
-    for steps, strategy in enumerate(ways, 1):
-        sizes = [3] * (2 if strategy == "synchronous" else 1)
-        words = [f"strategy={strategy}", f"plan.micro_batch_sizes={sizes}", f"train.steps={steps}"]
-        run = train(world, folder, [*common, *words], "moving", resume=steps > 1)
-    words = [f"train.steps={len(ways)}", "plan.micro_batch_sizes=[3]"]
-    straight = rounding.trained_alone(world, [*common, *words], "straight")
-    assert difference(straight.run, run) <= straight.limit
     world.gather_text("checked")
 
 
@@ -416,31 +378,6 @@ def test_a_rank_reads_and_holds_its_own_blocks(world: World, folder: Path) -> No
     told = [int(text) for text in world.gather_text(str(held))]
     for size, count in zip(told, blocks, strict=True):
         assert size / sum(told) == pytest.approx(count / sum(blocks), rel=0.05)
-    world.gather_text("checked")
-
-
-@mpi
-def test_training_goes_on_while_a_checkpoint_is_written(
-    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    is_beyond = threading.Event()
-    count, write = checkpoint.Progress.count, checkpoint._write_whole
-
-    def counts(progress: checkpoint.Progress, step: int, *rest: Any) -> None:
-        count(progress, step, *rest)
-        if step == 3:
-            is_beyond.set()
-
-    def writes(*arguments: Any) -> None:
-        assert is_beyond.wait(30), "step 3 did not come"
-        write(*arguments)
-
-    monkeypatch.setattr(checkpoint.Progress, "count", counts)
-    monkeypatch.setattr(checkpoint, "_write_whole", writes)
-    words = [*words_of(world, folder), "train.steps=4", "checkpoint.every=2", "strategy=pipelined", "data.valid=null"]
-    run = train(world, folder, words, "beside")
-    world.gather_text("finished")
-    assert [path.name for path in checkpoint.checkpoints_in(run / "checkpoints")] == ["step-00000004", "step-00000002"]
     world.gather_text("checked")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,22 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib.config import load as config
-from lib.data.batch import (
+from lib.data.batch_shapes import (
     NEED,
-    Batch,
     BatchShape,
-    MicroBatches,
     batch_shape_of,
-    collate,
     few_shapes,
-    first_that_holds,
-    lengths_and_cost,
     need_of,
-    pad_length,
-    padded_lengths,
 )
+from lib.data.collate import Batch, collate
 from lib.data.dataset import Dataset, Example
-from lib.data.order import Position, assign_micro_batches, epoch_order, global_batch
+from lib.data.micro_batches import MicroBatches, lengths_and_cost
+from lib.data.row_order import Position, assign_micro_batches, epoch_order, global_batch
 from lib.model import logps as logps_module
 from lib.model import token_stream
 from lib.training.losses import PREFERENCE_LOSSES
@@ -101,14 +95,6 @@ def test_an_epoch_has_few_shapes_the_next_has_none_anew_and_little_is_padded(
     assert len(unbounded) > 2 * 16  # without it, nearly as many as there are micro-batches
 
 
-def test_shapes_do_not_depend_on_what_was_asked_before() -> None:
-    few = dataset(60, 2, (24, 41, 64, 105, 204), (31, 63, 106, 169, 312), (2, 59, 101, 172, 382))
-    one, other = makers(few, 16), makers(few, 16)
-    parts = [np.arange(5)]
-    one.of(parts, 8)
-    assert one.of(parts, 6)[0][0].shapes == other.of(parts, 6)[0][0].shapes
-
-
 @settings(max_examples=15)
 @given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 5), st.booleans(), st.sampled_from([1, 3]))
 @pytest.mark.long
@@ -144,39 +130,6 @@ def test_any_rows_fit_into_one_of_the_shapes(seed: int, size: int, most: int, sh
         assert alone.holds(need(rows)) and alone.tokens >= tokens[rows].sum()
 
 
-def test_no_other_cut_into_groups_costs_less() -> None:
-    """For all but two of a hundred seeds at most, and then not by much."""
-    over = [_cost_over_the_least(seed) for seed in range(100)]
-    assert sum(ratio > 1 + 1e-9 for ratio in over) <= 2 and max(over) < 1.25
-
-
-def _cost_over_the_least(seed: int) -> float:
-    """Of every way to cut seven micro-batches, in order of size, into a few groups."""
-    random = np.random.default_rng(seed)
-    most, shared, count = int(random.integers(1, 5)), bool(random.integers(2)), int(random.integers(1, 3))
-    found = []
-    for rows in random.integers(1, 5, 7):
-        prompts, completions = random.integers(1, 40, rows), random.integers(2, 60, (rows, count))
-        found.append(need_of(prompts, prompts[:, None] + completions - 1, completions))
-    needs = np.array(found, NEED)
-    largest = np.array([tuple(needs[name].max() for name in NEED.names or ())], NEED)
-    largest["shortest_prompt"] = needs["shortest_prompt"].min()
-    shapes = few_shapes([needs, needs], largest[0], most, count, 4, shared)
-
-    size = needs["tokens"] if shared else needs["rows"] * needs["longest"]
-    ordered = needs[np.argsort(size, kind="stable")]
-    ordered["widest"] = largest["widest"]
-    least = np.inf
-    for cuts in (cuts for groups in range(most) for cuts in itertools.combinations(range(1, 7), groups)):
-        groups = np.split(ordered, cuts)
-        whole = [*groups[:-1], np.concatenate([groups[-1], largest])]
-        costs = [batch_shape_of(group, count, 4, shared).cost for group in whole]
-        least = min(least, sum(cost * len(group) for cost, group in zip(costs, groups, strict=True)))
-    taken = [first_that_holds(shapes, need) for need in needs]
-    assert all(shape is not None for shape in taken)
-    return sum(shape.cost for shape in taken if shape) / least
-
-
 def test_a_shapes_cost_and_what_it_holds_by_hand() -> None:
     dense = BatchShape(2, 2, prefix=8, length=16, suffix_tokens=64, is_dense=True, uses=1, scored=20, width=8)
     ragged = dataclasses.replace(dense, is_dense=False, suffix_tokens=30)
@@ -203,16 +156,6 @@ def test_a_shapes_cost_and_what_it_holds_by_hand() -> None:
     # A longer prompt's rest is behind the prefix: once where completions share it, or where there is but one.
     assert holds(dataclasses.replace(ragged, uses=2), longest_prompt=9)
     assert holds(dataclasses.replace(ragged, completions=1), longest_prompt=9)
-
-
-def test_lengths_are_padded_to_the_rungs_of_a_ladder() -> None:
-    """Sixteen multiples of 8, then eight rungs an octave."""
-    asked = [0, 1, 8, 9, 128, 129, 144, 145, 256, 257, 288, 512, 513]
-    rungs = [8, 8, 8, 16, 128, 144, 144, 160, 256, 288, 288, 512, 576]
-    assert [pad_length(length, 8) for length in asked] == rungs
-    assert pad_length(65, 1, steps=64) == 66
-    lengths = np.array([[129, 3], [8, 129]])
-    assert padded_lengths(lengths, 8).tolist() == [[144, 8], [8, 144]]
 
 
 def roomier(examples: list[Example], multiple: int, shared: bool, rows: int) -> BatchShape:

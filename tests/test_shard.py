@@ -29,11 +29,9 @@ from lib.model import adapter_files, partition, tensor_parallel, token_stream
 from lib.model import adapters as adapters_module
 from lib.model import load as load_module
 from lib.model import logps as logps_module
-from lib.model.layout import layout_of
 from lib.training import step as step_module
 from lib.training.divided_world import ShardedWorld, sharded
 from tests import rounding, tiny
-from tests.planning import LLAMA_8B
 from tests.tiny import difference, model_folder, steps_of
 
 mpi = pytest.mark.mpi(min_size=2)
@@ -162,22 +160,6 @@ def assert_equals_whole(
     assert abs(norm - wanted) <= np.sqrt(sum(limit**2 for limit in limits[2].values()))
 
 
-@two
-def test_the_last_block_sums_no_more_than_the_head_sees(world: World, folder: Path) -> None:
-    path = folder_of(world, folder, "llama")
-    model, _ = build(path)
-    together = divide(world, path, model, (1.0, 1.0))
-    assert token_stream.cannot_share_prompts(model) is None and layout_of(model).ends_early
-    batch, sent = batch_of(True), []
-    for ends_early in (True, False):
-        layout_of(model).ends_early, before = ends_early, together.traffic.bytes_sent
-        gradients_of(model, token_stream.arrays_of(batch.inputs))
-        sent.append(together.traffic.bytes_sent - before)
-    fewer = batch.computed_tokens - len(batch.scored)
-    hidden_size = 4 * json.loads((path / "config.json").read_text())["hidden_size"]  # bytes of float32
-    assert fewer > 0 and sent[1] - sent[0] == 3 * fewer * hidden_size, "attention's output, the MLP's, and its gradient"
-
-
 @mpi
 @pytest.mark.parametrize(
     ("family", "method"),
@@ -278,24 +260,6 @@ def test_gathered_parts_are_scattered_to_any_division_bit_for_bit(
     world.gather_text("compared")
 
 
-def test_heads_and_columns_are_dealt_by_weight() -> None:
-    shape = partition.model_shape_of(LLAMA_8B)
-    assert partition.divide(shape, [1, 1]) == partition.Division((4, 4), (7168, 7168), weights=(1.0, 1.0))
-    assert partition.divide(shape, [2, 6]).kv_heads == (2, 6)
-    three = partition.divide(shape, [1, 1, 1])
-    assert sum(three.kv_heads) == 8 and sum(three.mlp_columns) == 14336 and max(three.kv_heads) == 3
-    # Two heads against three are a third less; the columns make up for it.
-    sizes = [partition.rank_bytes(shape, three, rank)[0] for rank in range(3)]
-    assert max(sizes) <= 1.02 * min(sizes)
-    for weights in ([1, 1], [1, 3], [3, 1, 4]):
-        dealt = partition.divide(shape, weights, vocabulary=True)
-        own = np.array([partition.rank_bytes(shape, dealt, rank)[0] for rank in range(len(weights))])
-        np.testing.assert_allclose(own / own.sum(), np.array(weights) / sum(weights), rtol=0.01)
-        assert own.sum() + partition.rank_bytes(shape, dealt, 0)[1] == pytest.approx(2 * 8.03e9, rel=0.001)
-    quantised = partition.model_shape_of({**LLAMA_8B, "quantization": {"group_size": 64, "bits": 4}, "head_dim": 8})
-    assert all(heads % 2 == 0 for heads in partition.divide(quantised, [3, 5]).kv_heads)  # 32 inputs a head
-
-
 @pytest.mark.parametrize(
     ("changes", "weights", "message"),
     [
@@ -336,18 +300,6 @@ def test_equal_parts_are_compiled_where_nccl_sums_or_where_it_is_told(
     assert step_module.is_compiled(train_settings, world) == is_compiled
     unequal = partition.Division((4, 4), (8, 8), weights=(1.0, 1.01))  # of the head's positions one has more
     assert not step_module.is_compiled(train_settings, sharded(World(size=2, backend=backend), unequal).workers)
-
-
-def test_equal_ranks_have_equal_rows_of_the_vocabulary_where_that_can_be(tmp_path: Path) -> None:
-    shape = partition.model_shape_of(LLAMA_8B)  # 128,256 tokens
-    assert partition.divide(shape, [1.0] * 8, vocabulary=True).is_even
-    assert not partition.divide(shape, [1.0, 2.0], vocabulary=True).is_even
-
-
-def test_the_smallest_share_is_one_part() -> None:
-    assert partition.apportion(8, [1000, 1, 1]) == (6, 1, 1)
-    assert partition.apportion(256, [1, 5], unit=32) == (32, 224)
-    assert partition.apportion(7, [0, 0, 0]) == (3, 2, 2)
 
 
 # ---- Training ----------------------------------------------------------------------------------------------------------
@@ -552,30 +504,6 @@ def test_a_rank_reads_and_holds_its_planned_part(world: World, folder: Path) -> 
     told = [int(text) for text in world.gather_text(str(held - adapters - whole))]
     for size, weight in zip(told, weights, strict=True):
         assert size / sum(told) == pytest.approx(weight / sum(weights), rel=0.1)
-    world.gather_text("checked")
-
-
-@mpi
-@pytest.mark.long
-def test_a_rank_trains_in_its_planned_memory(world: World, folder: Path) -> None:
-    """The steps' measured peaks, beyond what all ranks keep whole (embedding, head, norms), are as the plan's parts."""
-    words = words_of(world, folder, hidden_size=256, num_hidden_layers=8, intermediate_size=768, vocab_size=48)
-    words += ["strategy=sharded", f"plan.shares={list(UNEVEN[world.size])}", "model.method=full", "train.steps=2"]
-    words += ["plan.micro_batch_sizes=[1]", "train.global_batch_size=2", "data.valid=null", "evaluate.samples=0"]
-    gc.collect()
-    mx.clear_cache()
-    held = mx.get_active_memory()
-    run = train(world, folder, words, "run")
-    world.gather_text("finished")
-    parts = json.loads((run / "plan.json").read_text())["parts"]
-    peaks = [int(t) for t in world.gather_text(str(steps_of(run, world.rank)[-1]["peak_memory_bytes"] - held))]
-    beyond = [
-        peak - part["whole_bytes"] * (1 + part["training_bytes"] / (part["divided_bytes"] + part["whole_bytes"]))
-        for peak, part in zip(peaks, parts, strict=True)
-    ]
-    for peak, own, part in zip(peaks, beyond, parts, strict=True):
-        assert own / sum(beyond) == pytest.approx(part["share"], rel=0.1)
-        assert peak == pytest.approx(sum(part[f"{kind}_bytes"] for kind in ("divided", "whole", "training")), rel=0.1)
     world.gather_text("checked")
 
 

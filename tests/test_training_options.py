@@ -260,25 +260,6 @@ def test_codes_are_the_nearest_of_dynamic_tree_quantisation(signed: bool) -> Non
     assert not np.array(codes.decode(*codes.encode(mx.zeros(300)), (300,))).any()
 
 
-def test_small_arrays_keep_32_bits_and_large_ones_follow_adamw() -> None:
-    """Twenty steps of a quadratic: the 8-bit path ends where AdamW's does, within a few percent of the way."""
-    target = mx.random.normal((64, 128), key=mx.random.key(1))
-    ends = {}
-    for name in ("adamw", "adamw_8bit"):
-        optimizer = make_optimizer(TrainSettings(optimizer=name, learning_rate=0.02))
-        parameters: dict[str, Any] = {"large": mx.zeros((64, 128)), "small": mx.zeros(8)}
-        for _ in range(20):
-            gradients = {"large": parameters["large"] - target, "small": parameters["small"] - 1}
-            parameters = optimizer.apply_gradients(gradients, parameters)
-        ends[name] = parameters
-    assert mx.array_equal(ends["adamw"]["small"], ends["adamw_8bit"]["small"])
-    assert optimizer.state["small"]["m"].dtype == mx.float32 and optimizer.state["large"]["m"].dtype == mx.uint8
-    stored = sum(array.nbytes for _, array in tree_flatten(optimizer.state["large"]))
-    assert stored == 2 * (64 * 128 + 4 * 64 * 128 // optimizers.BLOCK)
-    far = mx.linalg.norm(ends["adamw"]["large"] - ends["adamw_8bit"]["large"]) / mx.linalg.norm(ends["adamw"]["large"])
-    assert 0 < far.item() < 0.05
-
-
 def test_no_second_moment_of_8_bits_becomes_zero_beside_larger_ones() -> None:
     """A column of large gradients among small ones in a block: the root of a zero would divide the small ones' mean."""
     gradient = mx.where(mx.arange(256) % 64 == 0, 1e-2, 1e-6) * mx.ones((32, 1))
@@ -293,23 +274,6 @@ def test_no_second_moment_of_8_bits_becomes_zero_beside_larger_ones() -> None:
             moves.append(mx.abs(parameters["large"] - before).max().item() / 0.1)
         largest[name] = max(moves)
     assert largest["adamw"] <= 1.01 and largest["adamw_8bit"] <= 1.5, largest  # rounded to 8 bits; it was over 50
-
-
-def test_an_array_in_slices_ends_with_the_bits_of_one_updated_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slices of two blocks; the last block of the array is not full."""
-    target = mx.random.normal((67, 129), key=mx.random.key(1))
-    ends = []
-    for blocks in (2, 1024):
-        monkeypatch.setattr(optimizers, "SLICE", blocks * optimizers.BLOCK)
-        optimizer = make_optimizer(TrainSettings(optimizer="adamw_8bit", learning_rate=0.02, weight_decay=0.1))
-        parameters: dict[str, Any] = {"large": mx.zeros(target.shape)}
-        for _ in range(5):
-            parameters = optimizer.apply_gradients({"large": parameters["large"] - target}, parameters)
-        optimizers.evaluate_in_turn(parameters, optimizer.state)
-        ends.append({**parameters, **optimizer.state["large"]})
-    assert ends[0].keys() == ends[1].keys() and len(ends[0]) == 5
-    for name, array in ends[0].items():
-        assert array.shape == ends[1][name].shape and mx.array_equal(array, ends[1][name]), name
 
 
 # ---- A reference that follows
@@ -407,10 +371,3 @@ def test_a_compiled_run_ends_with_the_weights_of_a_plain_one(tmp_path: Path) -> 
     for compiled in ("false", "true"):
         tiny.train(tmp_path, [*words, f"run.name={compiled}", f"train.compile={compiled}"])
     rounding.assert_equal_runs(tmp_path / "runs/false", [tmp_path / "runs/true"], ["loss", "grad_norm"])
-
-
-def test_a_reference_of_another_repository_has_its_own_revision() -> None:
-    """A commit, or a tag, of the policy's repository is none of the other's."""
-    policy = schema.ModelSettings(path="a/policy", revision="0123abc", reference="b/reference")
-    assert models.reference_settings(policy).revision is None
-    assert models.reference_settings(policy.model_copy(update={"reference": "a/policy"})).revision == "0123abc"

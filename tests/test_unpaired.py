@@ -20,10 +20,9 @@ from lib.data.dataset import Dataset, Example, load_dataset, partners, with_mism
 from lib.data.streaming import StreamedDataset, open_training
 from lib.distributed.world import World
 from lib.evaluate.command import main as evaluate
-from lib.plan.plan_warnings import uneven_labels
 from lib.training.losses import UNPAIRED_LOSSES, Labelled, UnpairedOptions, kl_baseline, unpaired_losses
 from lib.training.objective import SUMS, baseline_of_step, means_of, objective
-from lib.training.step import Step, StepResult
+from lib.training.step import Step, StepRecord
 from tests import float64, rounding, tiny
 from tests.test_losses import close, derivative64, log_sigmoid64
 from tests.test_step import HEADS, KV_HEADS, Spy, build, merged
@@ -151,15 +150,6 @@ def test_loss_gradients_and_metrics_are_those_of_trl(name: str) -> None:
         assert means["kl"] == pytest.approx(0.625, rel=1e-5)
 
 
-def test_a_batch_of_one_label_has_no_reward_of_the_other() -> None:
-    train = TrainSettings(loss="kto")
-    arrays = mx.array([[-1.0, -2.0]]), mx.array([[3, 4]]), mx.array([[-1.5, -2.0]])
-    _, sums = objective(train, *arrays, mx.array([True]), mx.array(0.0))
-    means = means_of({key: sums[key].item() if key in sums else 0.0 for key in SUMS}, train)
-    assert means["reward_chosen"] == pytest.approx(0.05) and means["reward_rejected"] is means["reward_margin"] is None
-    assert means["reward_accuracy"] == 1.0
-
-
 # ---- A step
 
 
@@ -179,7 +169,7 @@ def reference_logps(count: int) -> np.ndarray:
 
 def step_gradients(
     model: Any, settings: Config, rows: list[Example], reference: np.ndarray, sizes: list[int], rewards: list[float]
-) -> tuple[StepResult, dict[str, np.ndarray]]:
+) -> tuple[StepRecord, dict[str, np.ndarray]]:
     """A step's result and its gradients; rewards: changed as the step does."""
     spy, batches, start = Spy(learning_rate=0.0), [], 0
     for size in sizes:
@@ -361,36 +351,6 @@ def test_streamed_rows_are_those_in_memory_with_the_same_mismatched_completions(
     assert alone.digest != data.digest and alone.completions_per_example == 1
 
 
-def test_a_streamed_row_whose_partner_is_left_out_gets_the_next_one(tmp_path: Path) -> None:
-    records = labelled(40)
-    path = tiny.write_jsonl(tmp_path / "rows.jsonl", records)
-    settings = DataSettings(train=str(path), streaming=True, longest=16, cache_dir=str(tmp_path / "cache"))
-    data = open_training(settings, "unpaired", None, tell=print, mismatched=True, eos_token_id=1)
-    usable = [i for i, r in enumerate(records) if len(r["prompt_ids"]) + len(r["completion_ids"]) <= 16]
-    assert 10 < len(usable) < 40
-    examples = data.examples(list(range(40)))
-    assert [e.row for e in examples] == usable and data.unwanted_count == 40 - len(usable)
-    for e in examples:
-        sources = [
-            i for i in usable if records[i]["completion_ids"][: len(e.completions[1])] == e.completions[1].tolist()
-        ]
-        assert any(records[i]["prompt_ids"] != records[e.row]["prompt_ids"] for i in sources)
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_pair_gives_a_desirable_and_an_undesirable_row(tmp_path: Path, streaming: bool) -> None:
-    pairs = tiny.pairs(5)
-    path = tiny.write_jsonl(tmp_path / "pairs.jsonl", [*pairs, *labelled(1, seed=9)])
-    settings = DataSettings(train=str(path), streaming=streaming, cache_dir=str(tmp_path / "cache"))
-    data = open_training(settings, "unpaired", None, tell=print, eos_token_id=1)
-    assert len(data) == 11 and "each pair gives two rows: chosen is desirable, rejected is not" in str(data)
-    assert f"11 rows ({5 + data[10].label} desirable, {6 - data[10].label} undesirable)" in str(data)
-    for i, pair in enumerate(pairs):
-        for row, column, label in ((2 * i, "chosen_ids", True), (2 * i + 1, "rejected_ids", False)):
-            assert data[row].prompt_ids.tolist() == pair["prompt_ids"]
-            assert data[row].completions[0].tolist() == pair[column] and data[row].label is label
-
-
 @pytest.mark.parametrize("row", [{"prompt_ids": [5, 6], "completion_ids": [7, 1]}, {"prompt": "a", "completion": "b"}])
 @pytest.mark.parametrize(
     ("record", "expected"),
@@ -414,24 +374,6 @@ def test_what_is_no_label_is_one_clear_line(
     assert expected in str(told.value) and "rows.jsonl:5" in str(told.value)
 
 
-@pytest.mark.parametrize("text", [False, True])
-def test_labels_with_a_loss_of_pairs_name_the_loss_that_they_are_for(tmp_path: Path, text: bool) -> None:
-    rows = [{"prompt": "a", "completion": "b", "label": True}] if text else labelled(4)
-    path = tiny.write_jsonl(tmp_path / "rows.jsonl", rows)
-    result = tiny.train(tmp_path, [*tiny.settings(tmp_path), f"data.train={path}"], check=False)
-    assert result.returncode == 2 and "train.loss=kto" in result.stderr and "Traceback" not in result.stderr
-
-
-def test_rows_of_a_single_prompt_are_refused_with_the_other_loss_named(tmp_path: Path) -> None:
-    rows = [{"prompt_ids": [5, 6], "completion_ids": [7 + i, 1], "label": bool(i % 2)} for i in range(8)]
-    path = tiny.write_jsonl(tmp_path / "rows.jsonl", rows)
-    for streaming in ("false", "true"):
-        words = [*tiny.settings(tmp_path), "train.loss=kto", f"data.train={path}", f"data.streaming={streaming}"]
-        result = tiny.train(tmp_path, words, check=False)
-        assert result.returncode == 2 and "all rows have the same prompt" in result.stderr
-        assert "train.loss=bco" in result.stderr
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -444,30 +386,6 @@ def test_rows_of_a_single_prompt_are_refused_with_the_other_loss_named(tmp_path:
 def test_settings_that_do_not_belong_to_the_loss_are_refused(words: list[str], expected: str) -> None:
     with pytest.raises(errors.UserError, match=expected):
         load.load(None, ["model.path=-", "data.train=-", *words])
-
-
-@pytest.mark.parametrize(
-    ("desirable", "weights", "expected"),
-    [
-        (50, (1, 1), None),
-        (60, (1, 1), None),
-        (
-            80,
-            (1, 1),
-            "80 rows are desirable and 20 are not: the desirable ones weigh 4 times as much; train.undesirable_weight=4",
-        ),
-        (10, (3, 1), "the undesirable ones weigh 3 times as much; train.desirable_weight=9 evens"),
-        (80, (1, 4), None),
-        (100, (1, 1), "all 100 rows are desirable"),
-        (0, (1, 1), "all 100 rows are undesirable"),
-    ],
-)
-def test_uneven_labels_are_told_with_the_weight_that_evens_them_out(
-    desirable: int, weights: tuple[float, float], expected: str | None
-) -> None:
-    train = TrainSettings(loss="kto", desirable_weight=weights[0], undesirable_weight=weights[1])
-    said = uneven_labels(100, desirable, train)
-    assert said is None if expected is None else said is not None and expected in said
 
 
 # ---- Runs
@@ -492,21 +410,6 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_was_never_stopped(tmp_path
     assert state["rewards"][1] == (state["pairs"] if loss == "bco" else 0)
 
 
-@pytest.mark.parametrize("loss", UNPAIRED_LOSSES)
-def test_a_streamed_run_ends_with_the_bits_of_one_in_memory(tmp_path: Path, loss: str) -> None:
-    """The reference is asked in each step, there, and once for all rows here."""
-    words = [*run_words(tmp_path, loss), "train.steps=3", "data.length_window=1", "plan.micro_batch_sizes=[3]"]
-    for name, streaming in (("memory", "false"), ("streamed", "true")):
-        tiny.train(
-            tmp_path, [*words, f"run.name={name}", f"data.streaming={streaming}", f"data.cache_dir={tmp_path}/c"]
-        )
-    memory, streamed = tmp_path / "runs/memory", tmp_path / "runs/streamed"
-    rounding.assert_equal_runs(memory, [streamed], ["loss"])
-    # A difference of log-probabilities, however small, is rounded as they are: of 64 tokens of log V nats at most.
-    vocabulary = tiny.LLAMA["vocab_size"]
-    assert tiny.figure_difference(memory, streamed, "kl") <= rounding.roundoff(vocabulary) * 64 * math.log(vocabulary)
-
-
 def test_a_compiled_step_asks_the_reference_of_fewer_rows_than_its_shape(tmp_path: Path) -> None:
     """Batches are padded to shapes, and completions beside others' prompts, of KTO, to none."""
     words = [*run_words(tmp_path, "kto"), "train.steps=4", "data.length_window=1", "plan.micro_batch_sizes=[4]"]
@@ -514,15 +417,6 @@ def test_a_compiled_step_asks_the_reference_of_fewer_rows_than_its_shape(tmp_pat
     for name, compiled in (("plain", "false"), ("compiled", "true")):
         tiny.train(tmp_path, [*words, f"run.name={name}", f"train.compile={compiled}"])
     rounding.assert_equal_runs(tmp_path / "runs/plain", [tmp_path / "runs/compiled"], ["loss"])
-
-
-def test_a_runs_records_have_the_fields_of_the_contract(tmp_path: Path) -> None:
-    tiny.train(tmp_path, [*run_words(tmp_path, "kto"), "train.steps=3", "run.name=run", "train.learning_rate=1e-2"])
-    for record in tiny.steps_of(tmp_path / "runs/run"):
-        assert {"loss", "kl", "reward_chosen", "reward_rejected", "reward_accuracy", "reward_margin"} <= record.keys()
-        assert record["desirable"] + record["undesirable"] == record["pairs"]
-    summary = json.loads((tmp_path / "runs/run/summary.json").read_text())
-    assert summary["loss"] is not None and summary["reward_accuracy"] is not None and summary["kl"] is not None
 
 
 @pytest.mark.parametrize("loss", UNPAIRED_LOSSES)
@@ -543,19 +437,6 @@ def test_per_pair_writes_a_line_a_row_from_which_the_loss_follows(tmp_path: Path
     assert figures["loss"] == pytest.approx(np.mean([line["loss"] for line in lines]), rel=1e-6)
     summary = json.loads((tmp_path / "runs/run/summary.json").read_text())
     assert summary["loss"] == pytest.approx(figures["loss"], rel=1e-6)
-
-
-def test_scoring_a_file_of_labels_writes_rewards_without_a_loss(tmp_path: Path, capsys: Any) -> None:
-    tiny.train(tmp_path, [*run_words(tmp_path, "kto"), "train.steps=2", "run.name=run"])
-    out = tmp_path / "rows.jsonl"
-    arguments = ["--run", str(tmp_path / "runs/run"), "--data", str(tmp_path / "valid.jsonl")]
-    assert evaluate([*arguments, "--score", "rewards", "--out", str(out), f"data.cache_dir={tmp_path}/c"]) == 0
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert (
-        len(lines) == 7
-        and {"row", "label", "policy_completion_logp", "reference_completion_logp", "reward"} <= lines[0].keys()
-    )
-    assert "loss" not in lines[0]
 
 
 @pytest.mark.parametrize("loss", UNPAIRED_LOSSES)

@@ -41,7 +41,7 @@ from lib.model import adapter_files
 from lib.system import files
 from lib.system.records import PerformanceTracker, first_missed, rewind
 from lib.training.objective import Metrics
-from lib.training.step import StepResult
+from lib.training.step import StepRecord
 
 OPTIMIZER = "optimizer.safetensors"
 REFERENCE = "reference.safetensors"  # of a reference that follows the policy
@@ -108,7 +108,7 @@ class Progress:
     rewards: list[float] = field(default_factory=lambda: [0.0, 0.0])  # train.loss=bco: sum and count of all so far
     parts: list[str] = field(default_factory=list)  # the hash of every rank's own part, where ranks have one
 
-    def count(self, step: int, position: Position, pairs: int, result: StepResult) -> None:
+    def count(self, step: int, position: Position, pairs: int, result: StepRecord) -> None:
         """Adds one step."""
         self.step, self.epoch, self.cursor = step, position.epoch, position.cursor
         self.pairs += pairs

@@ -39,7 +39,7 @@ from lib.plan.plan import ClusterPlan
 from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, distribute_work
 from lib.plan.strategy import FIRST_STEPS, default_merge, longest_round, measures_merges, steps_per_round
 from lib.training.checkpoint import CheckpointWriter, Progress, RankArrays, RoundsState, flat_state
-from lib.training.step import StepResult
+from lib.training.step import StepRecord
 
 ROUND_ENDS = 6  # of late, by which the next round's length is chosen
 LAST_BATCHES = 8  # global batches that are left to the end without synchronising once more
@@ -589,7 +589,7 @@ def _groups(arrays: Arrays) -> list[list[str]]:
 class LocalStep(Protocol):
     """Trains rows in one local step."""
 
-    def __call__(self, step: int, index: int, epoch: int, rows: np.ndarray, micro_batch_size: int) -> StepResult:
+    def __call__(self, step: int, index: int, epoch: int, rows: np.ndarray, micro_batch_size: int) -> StepRecord:
         """step: this rank's own; index: the global step that decides the learning rate; rows: int64 [n]."""
 
 

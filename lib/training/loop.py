@@ -27,7 +27,7 @@ from lib.training.checkpoint import fault_of, rank_folder, restore_weights
 from lib.training.local_sgd import LocalSGD
 from lib.training.objective import Metrics
 from lib.training.run import PREFETCHED, TrainingRun
-from lib.training.step import MicroBatch, StepResult, is_compiled
+from lib.training.step import MicroBatch, StepRecord, is_compiled
 from lib.training.step_retries import Learner
 
 
@@ -216,7 +216,7 @@ class TrainingLoop:
         run, progress = self.run, self.run.progress
         rank, every = run.world.rank, run.config.evaluate.every or run.steps
 
-        def local_step(step: int, index: int, epoch: int, rows: np.ndarray, micro_batch_size: int) -> StepResult:
+        def local_step(step: int, index: int, epoch: int, rows: np.ndarray, micro_batch_size: int) -> StepRecord:
             result = self.learner.learn(step, index, epoch, *self.batches.of(rows, micro_batch_size))
             local_sgd.ranks.limit(rank, self.learner.max_micro_batch_size)
             return result

@@ -28,7 +28,7 @@ from lib.plan.cuts import operations
 from lib.system.out_of_memory import Limit
 from lib.training.divided_world import InStages
 from lib.training.objective import SUMS, figures_of, loss_and_sums
-from lib.training.step import MicroBatch, Step, StepResult, Tree, Watching, arrays_beside, is_compiled
+from lib.training.step import MicroBatch, Step, StepRecord, Tree, Watching, arrays_beside, is_compiled
 
 ACTIVATIONS, GRADIENTS = "the activations of a micro-batch", "the gradients of a micro-batch's activations"
 INPUT = ""  # its name among parameters
@@ -89,7 +89,7 @@ class PipelinedStep(Step):
         self.waited_seconds = 0.0  # of this step, for other stages
         self.sent_error: float | None = None  # what compression left out, of the norm of all sent
 
-    def __call__(self, index: int, steps: int, batches: Iterable[MicroBatch], watching: Watching = iter) -> StepResult:
+    def __call__(self, index: int, steps: int, batches: Iterable[MicroBatch], watching: Watching = iter) -> StepRecord:
         """One step, as Step's; the seconds are this rank's own.
 
         watching: not used. A rank that left a pass would leave the next stages waiting, so all look at the memory where

@@ -38,8 +38,8 @@ Watching = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """What one step did; means are over all ranks, `skipped` says that a non-finite update was left out."""
+class StepRecord:
+    """What one step did, as it is logged; means are over all ranks. skipped: a non-finite update was left out."""
 
     means: Metrics
     grad_norm: float
@@ -165,7 +165,7 @@ class Step:
         self.has_unwritten = False  # records, or a checkpoint, of earlier steps; sent to all ranks
         self.rate_of = partial(learning_rate, train)  # (index, steps) ➜ the learning rate
 
-    def __call__(self, index: int, steps: int, batches: Iterable[MicroBatch], watching: Watching = iter) -> StepResult:
+    def __call__(self, index: int, steps: int, batches: Iterable[MicroBatch], watching: Watching = iter) -> StepRecord:
         """One step. index: its number from 0, of `steps` in the run. `batches` may raise OutOfMemory, too.
 
         watching: looks at the memory after each micro-batch of a pass.
@@ -201,7 +201,7 @@ class Step:
                 objective.count_rewards(self.train, ratios, self.rewards)
             self.update.take(mean, norm, rate)
         wait_seconds = min(max(ranks_seconds) - ranks_seconds[self.world.rank], sync_seconds)
-        return StepResult(
+        return StepRecord(
             seconds=time.perf_counter() - started,
             pairs=int(sums["pairs"]),
             means=means_of(sums, self.train),

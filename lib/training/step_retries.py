@@ -18,7 +18,7 @@ from lib.training.divided_world import InStages
 from lib.training.pipelined_step import PipelinedStep, StagePace
 from lib.training.run import TrainingRun
 from lib.training.run_facts import memory_limit
-from lib.training.step import MicroBatch, Step, StepResult
+from lib.training.step import MicroBatch, Step, StepRecord
 
 
 class MicroBatchLimit:
@@ -108,7 +108,7 @@ class Learner:
         step.rate_of = run.rate_of
         return step
 
-    def learn(self, step: int, index: int, epoch: int, rows: list[int], batches: list[MicroBatch]) -> StepResult:
+    def learn(self, step: int, index: int, epoch: int, rows: list[int], batches: list[MicroBatch]) -> StepRecord:
         """One optimizer step, recorded. index: of the global step that decides the learning rate, from 0.
 
         Raises:
@@ -136,7 +136,7 @@ class Learner:
             )
         return result
 
-    def _take(self, step: int, index: int, batches: list[MicroBatch]) -> StepResult:
+    def _take(self, step: int, index: int, batches: list[MicroBatch]) -> StepRecord:
         run = self.run
         while True:
             fitting = self.make.within(batches, self.max_micro_batch_size)  # those made in advance may be larger
@@ -146,7 +146,7 @@ class Learner:
             self.take_step.has_unwritten = run.tracker.has_unwritten or run.writer.is_busy
             mx.async_eval(run.model.trainable_parameters(), run.optimizer.state)  # a lazy array belongs to its thread
 
-            def attempt(fitting: list[MicroBatch] = fitting) -> StepResult:
+            def attempt(fitting: list[MicroBatch] = fitting) -> StepRecord:
                 with_reference = (run.asked_reference or iter)(fitting)
                 return self.take_step(index, run.schedule.steps, with_reference, self.limit.watching)
 
