@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -48,6 +49,12 @@ BLOCKS, VOCABULARY = 2, 256  # of the small model
 BLOCK_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_transformer_layers")
 LARGEST_BYTES = 2**32  # of a part's weights: the model itself takes the device's memory meanwhile
 LIMIT_SECONDS = 300.0  # of all parts together
+# Settings of train.* that no kernel's code depends on: sizes, and numbers that are handed to kernels as arrays.
+NOT_IN_KERNELS = {
+    *("seed", "steps", "epochs", "patience", "global_batch_size", "max_traces", "max_skipped_steps", "compile"),
+    *("learning_rate", "final_learning_rate", "schedule", "warmup_steps"),
+    *("learning_rate_scaling", "learning_rate_batch_size", "max_completion_length"),
+}
 
 
 @contextlib.contextmanager
@@ -60,45 +67,74 @@ def compiled(
         data: whose first rows have the form of all; where they are not known yet nothing is compiled.
         hosts: of every rank. The first rank of each compiles.
     """
-    wanted = device() == "cuda" and is_compiled(config.train, world) and isinstance(data, Dataset)
-    if not wanted or hosts.index(hosts[world.rank]) != world.rank:
+    is_first = hosts.index(hosts[world.rank]) == world.rank
+    if not (device() == "cuda" and is_first and is_compiled(config.train, world) and isinstance(data, Dataset)):
         yield
         return
-    assert isinstance(data, Dataset)
     folder = kernel_folder()
     done = folder / f"tandem-{_digest(config.model, config.train)}"
-    with contextlib.ExitStack() as stack:
-        parts: dict[Path, subprocess.Popen[bytes]] = {}
-        with _telling_disk_faults(tell):
+    parts: list[KernelProcess] = []
+    try:
+        try:
             if not done.exists():
                 tell("compiling CUDA kernels: about a minute, once for this machine, kind of model and loss")
-                folder.mkdir(parents=True, exist_ok=True)
-                own = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
-                work = pickle.dumps((_found(config), data.examples(range(min(2, len(data))))))
-                for part in PARTS:
-                    parts[own / part] = stack.enter_context(_running(part, own / part, work))
+                work = pickle.dumps((_from_anywhere(config), data.examples(range(min(2, len(data))))))
+                parts = [KernelProcess(name, folder, work) for name in PARTS]
+        except OSError as error:
+            _name_disk_fault(error, tell)
         yield
         until = time.monotonic() + LIMIT_SECONDS
-        for process in parts.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, until - time.monotonic()))
-        if parts:
-            with _telling_disk_faults(tell):
-                for of_part, process in parts.items():
-                    if process.returncode is not None and process.returncode >= 0:  # else half a file may be there
-                        _publish(of_part, folder)
+        try:
+            for part in parts:
+                part.publish(folder, until)
+            if parts:
                 done.touch()
+        except OSError as error:
+            _name_disk_fault(error, tell)
+    finally:
+        for part in parts:
+            part.end()
 
 
-@contextlib.contextmanager
-def _telling_disk_faults(tell: Callable[[str], None]) -> Iterator[None]:
-    """Says what the disk refuses, and goes on: the first step compiles what is missing."""
-    try:
-        yield
-    except OSError as error:
-        tell(
-            f"CUDA kernels are compiled in the first step: {error}; MLX_PTX_CACHE_DIR names a folder of yours for them"
-        )
+def _name_disk_fault(error: OSError, tell: Callable[[str], None]) -> None:
+    tell(f"CUDA kernels are compiled in the first step: {error}; MLX_PTX_CACHE_DIR names a folder of yours for them")
+
+
+class KernelProcess:
+    """A process that compiles one of PARTS into a folder of its own. work: its input."""
+
+    def __init__(self, name: str, folder: Path, work: bytes):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = Path(tempfile.mkdtemp(dir=folder))
+        with tempfile.TemporaryFile() as file:  # not a pipe: rows may be long, and a full pipe waits for its reader
+            file.write(work)
+            file.seek(0)
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "lib.training.kernels", name],
+                stdin=file,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd=ROOT,
+                env=os.environ | {"MLX_PTX_CACHE_DIR": str(self.folder)},
+            )
+
+    def publish(self, folder: Path, until: float) -> None:
+        """Moves what it compiled to where all look for it: a kernel's code last, which is looked for first."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if self.process.wait(max(0.0, until - time.monotonic())) < 0:
+                return  # a signal ended it, and half a file may be there
+            files = [path for path in self.folder.rglob("*") if path.is_file()]
+            for path in sorted(files, key=lambda path: path.suffix == ".ptx"):
+                target = folder / path.relative_to(self.folder)
+                if not target.exists():
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    path.replace(target)
+
+    def end(self) -> None:
+        """Ends the process, and removes its folder."""
+        self.process.kill()
+        self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def kernel_folder() -> Path:
@@ -107,76 +143,26 @@ def kernel_folder() -> Path:
     return Path(os.environ.get("MLX_PTX_CACHE_DIR", default))
 
 
-# Settings of train.* that no kernel's code depends on: sizes, and numbers that are handed to kernels as arrays.
-NOT_IN_KERNELS = {
-    *("seed", "steps", "epochs", "patience", "global_batch_size", "max_traces", "max_skipped_steps", "compile"),
-    *("learning_rate", "final_learning_rate", "schedule", "warmup_steps"),
-    *("learning_rate_scaling", "learning_rate_batch_size", "max_completion_length"),
-}
-
-
 def _digest(model: ModelSettings, train: TrainSettings) -> str:
     """Of what the kernels' code may depend on: rates, sizes and names are none of it."""
     stored = _stored(model)
-    kind = [
-        mx.__version__,
-        stored.get("model_type"),
-        stored.get("quantization"),
-        model.dtype,
-        model.method,
-        model.gradient_checkpointing,
-        model.scale,
-        model.dropout,
-        model.attention_window,
-    ]
+    kind = [mx.__version__, stored.get("model_type"), stored.get("quantization")]
+    names = ("dtype", "method", "gradient_checkpointing", "scale", "dropout", "attention_window")
+    kind += [getattr(model, name) for name in names]
     kind.append(train.model_dump(mode="json", exclude=NOT_IN_KERNELS))
     return hashlib.sha256(json.dumps(kind, default=str).encode()).hexdigest()[:16]
 
 
 def _stored(model: ModelSettings) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads(
-        (model_folder.resolve(model.path, model.revision) / "config.json").read_text(encoding="utf-8")
-    )
-    return config
+    file = model_folder.resolve(model.path, model.revision) / "config.json"
+    stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return stored
 
 
-def _found(config: Config) -> Config:
-    """With the model's folder as a process finds it that works elsewhere."""
+def _from_anywhere(config: Config) -> Config:
+    """With the model's folder as a process that works elsewhere finds it."""
     folder = model_folder.resolve(config.model.path, config.model.revision).resolve()
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder), "revision": None})})
-
-
-@contextlib.contextmanager
-def _running(part: str, folder: Path, work: bytes) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that compiles a part into a folder of its own, which the block does not outlive. work: its input."""
-    folder.mkdir()
-    # Not a pipe: rows may be long, and what fills one waits for the process to read. No name: nobody else writes it.
-    with tempfile.TemporaryFile() as file:
-        file.write(work)
-        file.seek(0)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "lib.training.kernels", part],
-            stdin=file,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            cwd=ROOT,
-            env=os.environ | {"MLX_PTX_CACHE_DIR": str(folder)},
-        )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _publish(own: Path, folder: Path) -> None:
-    """Moves what one process compiled to where all look for it: a kernel's code last, which is looked for first."""
-    files = [path for path in own.rglob("*") if path.is_file()]
-    for path in sorted(files, key=lambda path: path.suffix == ".ptx"):
-        target = folder / path.relative_to(own)
-        if not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            path.replace(target)
 
 
 # ---- One process
@@ -260,12 +246,7 @@ def update(step: Step, batch: Batch) -> None:
     mx.eval(step.model.trainable_parameters())
 
 
-PARTS: dict[str, Callable[[Step, Batch], None]] = {
-    "blocks": blocks,
-    "head": head,
-    "loss": loss,
-    "update": update,
-}
+PARTS: dict[str, Callable[[Step, Batch], None]] = {"blocks": blocks, "head": head, "loss": loss, "update": update}
 
 
 def compile_part(part: str, config: Config, examples: Sequence[Example]) -> None:
