@@ -5,17 +5,152 @@ These are found by what they are, not by name, so that it works for any family.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import weakref
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-if TYPE_CHECKING:
-    from lib.model.pipeline_stage import Stage
-    from lib.model.tensor_parallel import PositionsPart, VocabularyPart
+
+class Ranks(Protocol):
+    """What is needed of a World."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def sum_forward(self, x: mx.array) -> mx.array: ...
+    def sum_backward(self, x: mx.array) -> mx.array: ...
+    def agree_forward(self, x: mx.array) -> mx.array: ...
+
+
+class VocabularyPart:
+    """Of a model whose embedding and head are divided: this rank's tokens, [first, last) of `size`."""
+
+    def __init__(self, ranks: Ranks, rows: tuple[int, ...]):
+        self.ranks, self.first, self.last, self.size = ranks, rows[ranks.rank], rows[ranks.rank + 1], rows[-1]
+        self.keeps_logits = False
+
+    @contextlib.contextmanager
+    def own_logits(self) -> Iterator[None]:
+        """Within it the head gives this rank's logits, outside of it those of all."""
+        self.keeps_logits = True
+        try:
+            yield
+        finally:
+            self.keeps_logits = False
+
+    def embed(self, rows_of: Callable[[mx.array], mx.array], tokens: mx.array) -> mx.array:
+        mine = (tokens >= self.first) & (tokens < self.last)
+        rows = rows_of(mx.where(mine, tokens - self.first, 0))
+        return self.ranks.sum_forward(mx.where(mine[..., None], rows, 0))
+
+    def logits(self, own: mx.array) -> mx.array:
+        if self.keeps_logits:
+            return own
+        around = [(0, 0)] * (own.ndim - 1) + [(self.first, self.size - self.last)]
+        return self.ranks.sum_forward(mx.pad(own, around))
+
+
+@dataclass(frozen=True)
+class PositionsPart:
+    """Of a model whose head every rank holds whole: each applies it to some of the positions, as many as its weight."""
+
+    ranks: Ranks
+    weights: Sequence[float]
+
+    def bounds(self, positions: int) -> tuple[int, int] | None:
+        """This rank's first position, and the next rank's; None where some rank would have none."""
+        total = sum(self.weights)
+        ends = [round(positions * end / total) for end in itertools.accumulate(self.weights, initial=0.0)]
+        if any(begin == end for begin, end in itertools.pairwise(ends)):
+            return None
+        return ends[self.ranks.rank], ends[self.ranks.rank + 1]
+
+
+class Neighbours(Protocol):
+    """What a stage needs of other ranks where nobody else carries its activations: when it evaluates or generates."""
+
+    def send(self, array: mx.array, rank: int, what: str) -> None: ...
+    def receive(self, shape: Sequence[int], dtype: mx.Dtype, rank: int, what: str) -> mx.array: ...
+
+
+@dataclass
+class Stage:
+    """This rank's blocks, [first, last), of a model that ranks hold in stages.
+
+    Args:
+        dtypes: of what the first block is handed, and of what goes to the next rank.
+        holders: of every parameter of the whole model, by name: the ranks that hold it.
+        first_trained: the first rank that trains something: none before it needs gradients.
+    """
+
+    rank: int
+    size: int
+    first: int
+    last: int
+    hidden_size: int
+    dtypes: tuple[mx.Dtype, mx.Dtype]
+    holders: dict[str, tuple[int, ...]]
+    first_trained: int
+    neighbours: Neighbours
+    _given: mx.array | None = field(default=None, init=False)
+    _is_given: bool = field(default=False, init=False)
+    _output: mx.array | None = field(default=None, init=False)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether gradients pass through it."""
+        return self.rank >= self.first_trained
+
+    @property
+    def passes_gradients(self) -> bool:
+        """Whether the rank before wants the gradient of what it sent."""
+        return self.rank > self.first_trained
+
+    def run(self, work: Callable[[], mx.array], given: mx.array | None) -> mx.array:
+        """What this rank's blocks make of `given`, [N, D], by work that calls the model; on the last rank, its result.
+
+        Nothing is sent or received.
+        """
+        self._given, self._is_given = given, True
+        try:
+            result = work()
+        finally:
+            self._given, self._is_given = None, False
+        output, self._output = self._output, None
+        return result if output is None else output
+
+    def enter(self, like: mx.array) -> mx.array:
+        """What this rank's first block is handed. like: of its shape."""
+        if self._is_given:
+            assert self._given is not None
+            return self._given.reshape(like.shape)
+        shape = (like.size // self.hidden_size, self.hidden_size)
+        return self.neighbours.receive(shape, self.dtypes[0], self.rank - 1, "the activations").reshape(like.shape)
+
+    def leave(self, output: mx.array) -> mx.array:
+        """Takes what this rank's last block made to where it belongs."""
+        output = output.reshape(-1, self.hidden_size)
+        if self._is_given:
+            self._output = output
+        else:
+            mx.eval(output)
+            self.neighbours.send(output, self.rank + 1, "the activations")
+        return output
 
 
 @dataclass

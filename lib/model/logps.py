@@ -10,9 +10,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from lib.model.layout import backbone_of, layout_of, parameters_outside_blocks
+from lib.model.layout import VocabularyPart, backbone_of, layout_of, parameters_outside_blocks
 from lib.model.quantised import dequantised_once
-from lib.model.tensor_parallel import VocabularyPart
 from lib.model.token_stream import Replaced, StreamInputs, after, scored_states
 
 Head = Callable[[mx.array], mx.array]

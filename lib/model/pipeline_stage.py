@@ -13,26 +13,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from lib.errors import UserError
-from lib.model.layout import block_list_of, layout_of
+from lib.model.layout import Neighbours, Stage, block_list_of, layout_of
 from lib.model.partition import bounds
 from lib.model.patches import replace_modules, with_methods
 from lib.model.token_stream import Stream
-
-
-class Neighbours(Protocol):
-    """What a stage needs of other ranks where nobody else carries its activations: when it evaluates or generates."""
-
-    def send(self, array: mx.array, rank: int, what: str) -> None: ...
-    def receive(self, shape: Sequence[int], dtype: mx.Dtype, rank: int, what: str) -> mx.array: ...
 
 
 @dataclass(frozen=True)
@@ -47,79 +40,6 @@ class Outline:
     dtypes: tuple[mx.Dtype, ...]
     before: frozenset[str]
     after: frozenset[str]
-
-
-@dataclass
-class Stage:
-    """This rank's blocks, [first, last), of a model that ranks hold in stages.
-
-    Args:
-        dtypes: of what the first block is handed, and of what goes to the next rank.
-        holders: of every parameter of the whole model, by name: the ranks that hold it.
-        first_trained: the first rank that trains something: none before it needs gradients.
-    """
-
-    rank: int
-    size: int
-    first: int
-    last: int
-    hidden_size: int
-    dtypes: tuple[mx.Dtype, mx.Dtype]
-    holders: dict[str, tuple[int, ...]]
-    first_trained: int
-    neighbours: Neighbours
-    _given: mx.array | None = field(default=None, init=False)
-    _is_given: bool = field(default=False, init=False)
-    _output: mx.array | None = field(default=None, init=False)
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.rank == self.size - 1
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether gradients pass through it."""
-        return self.rank >= self.first_trained
-
-    @property
-    def passes_gradients(self) -> bool:
-        """Whether the rank before wants the gradient of what it sent."""
-        return self.rank > self.first_trained
-
-    def run(self, work: Callable[[], mx.array], given: mx.array | None) -> mx.array:
-        """What this rank's blocks make of `given`, [N, D], by work that calls the model; on the last rank, its result.
-
-        Nothing is sent or received.
-        """
-        self._given, self._is_given = given, True
-        try:
-            result = work()
-        finally:
-            self._given, self._is_given = None, False
-        output, self._output = self._output, None
-        return result if output is None else output
-
-    def enter(self, like: mx.array) -> mx.array:
-        """What this rank's first block is handed. like: of its shape."""
-        if self._is_given:
-            assert self._given is not None
-            return self._given.reshape(like.shape)
-        shape = (like.size // self.hidden_size, self.hidden_size)
-        return self.neighbours.receive(shape, self.dtypes[0], self.rank - 1, "the activations").reshape(like.shape)
-
-    def leave(self, output: mx.array) -> mx.array:
-        """Takes what this rank's last block made to where it belongs."""
-        output = output.reshape(-1, self.hidden_size)
-        if self._is_given:
-            self._output = output
-        else:
-            mx.eval(output)
-            self.neighbours.send(output, self.rank + 1, "the activations")
-        return output
 
 
 def cut(model: nn.Module, blocks: Sequence[int], rank: int, neighbours: Neighbours) -> Stage:

@@ -12,35 +12,19 @@ The model files know nothing of it: the classes of these two modules are derived
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from lib.errors import UserError
-from lib.model.layout import layout_of
+from lib.model.layout import PositionsPart, Ranks, VocabularyPart, layout_of
 from lib.model.lora import DoRA
 from lib.model.partition import Division, Part, bounds
 from lib.model.patches import with_methods
 
 MODULES = ("llama", "ministral3", "qwen2", "qwen3", "qwen3_moe")  # of mlx_lm.models
-
-
-class Ranks(Protocol):
-    """What is needed of a World."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    def sum_forward(self, x: mx.array) -> mx.array: ...
-    def sum_backward(self, x: mx.array) -> mx.array: ...
-    def agree_forward(self, x: mx.array) -> mx.array: ...
 
 
 def shard(model: nn.Module, division: Division, ranks: Ranks) -> tuple[dict[str, Part], set[str]]:
@@ -184,50 +168,6 @@ def _divide_vocabulary(model: nn.Module, names: dict[int, str], division: Divisi
     if head is not None:
         model.lm_head = with_methods(head, __call__=logits)
     return parts
-
-
-class VocabularyPart:
-    """Of a model whose embedding and head are divided: this rank's tokens, [first, last) of `size`."""
-
-    def __init__(self, ranks: Ranks, rows: tuple[int, ...]):
-        self.ranks, self.first, self.last, self.size = ranks, rows[ranks.rank], rows[ranks.rank + 1], rows[-1]
-        self.keeps_logits = False
-
-    @contextlib.contextmanager
-    def own_logits(self) -> Iterator[None]:
-        """Within it the head gives this rank's logits, outside of it those of all."""
-        self.keeps_logits = True
-        try:
-            yield
-        finally:
-            self.keeps_logits = False
-
-    def embed(self, rows_of: Callable[[mx.array], mx.array], tokens: mx.array) -> mx.array:
-        mine = (tokens >= self.first) & (tokens < self.last)
-        rows = rows_of(mx.where(mine, tokens - self.first, 0))
-        return self.ranks.sum_forward(mx.where(mine[..., None], rows, 0))
-
-    def logits(self, own: mx.array) -> mx.array:
-        if self.keeps_logits:
-            return own
-        around = [(0, 0)] * (own.ndim - 1) + [(self.first, self.size - self.last)]
-        return self.ranks.sum_forward(mx.pad(own, around))
-
-
-@dataclass(frozen=True)
-class PositionsPart:
-    """Of a model whose head every rank holds whole: each applies it to some of the positions, as many as its weight."""
-
-    ranks: Ranks
-    weights: Sequence[float]
-
-    def bounds(self, positions: int) -> tuple[int, int] | None:
-        """This rank's first position, and the next rank's; None where some rank would have none."""
-        total = sum(self.weights)
-        ends = [round(positions * end / total) for end in itertools.accumulate(self.weights, initial=0.0)]
-        if any(begin == end for begin, end in itertools.pairwise(ends)):
-            return None
-        return ends[self.ranks.rank], ends[self.ranks.rank + 1]
 
 
 # ---- What the parts do together

@@ -23,8 +23,8 @@ from lib.distributed import heartbeat
 from lib.distributed.links import Links, links_of
 from lib.distributed.world import Described, World
 from lib.model import load, pipeline_stage, tensor_parallel
+from lib.model.layout import Stage
 from lib.model.partition import Division, Holders, Part, apportion, divide, model_shape_of
-from lib.model.pipeline_stage import Stage
 from lib.system import metal
 from lib.system.out_of_memory import OutOfMemory
 

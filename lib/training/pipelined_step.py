@@ -21,8 +21,7 @@ from lib.config.schema import SyncSettings, TrainSettings
 from lib.data.batch import Batch
 from lib.distributed import compression, heartbeat
 from lib.distributed.links import Links
-from lib.model.layout import layout_of
-from lib.model.pipeline_stage import Stage
+from lib.model.layout import Stage, layout_of
 from lib.model.token_stream import StreamInputs, arrays_of, hidden_states
 from lib.plan.cuts import operations
 from lib.system.out_of_memory import Limit
