@@ -17,7 +17,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from lib.config import load
-from lib.data.collate import collate
+from lib.data.batch import collate
 from lib.data.dataset import Example, load_dataset
 from lib.distributed.world import World
 from lib.training import kernels, losses
