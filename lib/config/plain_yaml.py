@@ -25,6 +25,3 @@ def front_matter(card: str) -> Any:
         return yaml.load(front[1], Loader=PlainLoader) if front else None
     except yaml.YAMLError:
         return None
-
-
-CARD_BYTES = 2**20

@@ -13,7 +13,7 @@ MANIFEST = "manifest.json"  # of a checkpoint, which has a config.yaml as a run 
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # how such a file begins
 
 
-def require_regular(path: Path, what: str, limit_bytes: int | None = None) -> None:
+def require_regular(path: Path, what: str) -> None:
     """Refuses a pipe or a device: reading one may never end. The reader reports a file that is absent.
 
     Raises:
@@ -27,7 +27,7 @@ def require_regular(path: Path, what: str, limit_bytes: int | None = None) -> No
         raise UserError(f"{what} {path} is a pipe or a device, not a file; copy it into one")
 
 
-def read_text(path: Path, what: str, limit_bytes: int | None = None) -> str:
+def read_text(path: Path, what: str) -> str:
     """The UTF-8 text of a file.
 
     Raises:
@@ -43,7 +43,7 @@ def read_text(path: Path, what: str, limit_bytes: int | None = None) -> str:
         raise UserError(f"{what} {path} is not UTF-8 text{hint}") from None
 
 
-def read_object(path: Path, what: str, limit_bytes: int | None = None) -> dict[str, Any]:
+def read_object(path: Path, what: str) -> dict[str, Any]:
     """The JSON object of a file.
 
     Raises:

@@ -25,7 +25,7 @@ from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict  # which pydantic reads on Python 3.11
 
 from lib.config import read_file
-from lib.config.plain_yaml import CARD_BYTES, front_matter
+from lib.config.plain_yaml import front_matter
 from lib.config.schema import DataSettings
 from lib.data import record_files
 from lib.data.record_files import read_parquet
@@ -84,7 +84,7 @@ class Repository:
         if CARD not in self.names:
             return ""
         with self._open(f"{self.root}/{CARD}") as file:
-            return file.read(CARD_BYTES).decode(errors="replace")  # the last character may be cut
+            return file.read(2**20).decode(errors="replace")  # the last character may be cut
 
     def stream(self, names: Sequence[str]) -> FileStream:
         return FileStream([f"{self.root}/{name}" for name in names], self._open, self._any_commit)
@@ -415,7 +415,7 @@ def keep(stream: Stream, source: str, folder: Path, limit_gb: float, rows: int |
     Raises:
         UserError: the limit is reached, or the stream breaks off; what is whole stays. The folder is a link.
     """
-    files.make_own(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     files.sweep_unfinished(folder / STATE)
     state = _state(folder)
     if state["stream"] is not None:

@@ -183,7 +183,7 @@ def index(
             tell(f"another process indexes {file}: waiting for it")
 
     with locked(folder.with_suffix(".lock"), waiting):
-        files.make_own(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         meta = _read_meta(folder)
         if meta is None or not _is_of(meta, file, now, folder):
             again = "" if meta is None else ", which has changed since it was indexed"
@@ -334,11 +334,10 @@ def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[N
     """One process of a host at a time; the lock of one that dies is free again.
 
     Raises:
-        UserError: it is not our own (`files.open_own`).
         OSError: it cannot be made.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with files.open_own(path) as lock:
+    with path.open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

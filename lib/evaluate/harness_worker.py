@@ -28,7 +28,7 @@ from lib.errors import AgreedError
 from lib.evaluate import batch_inference
 from lib.model.logps import greedy_logps
 from lib.model.token_stream import arrays_of
-from lib.system import files, out_of_memory, records
+from lib.system import out_of_memory, records
 from lib.training import reference_model
 
 CHECK_EVERY = 8  # tokens between two looks for a stop text
@@ -110,7 +110,7 @@ class HarnessWorker:
         if not json.loads(self.world.broadcast_text(json.dumps(path.exists()))):
             with self.world.agreeing("keeping what is finished"):
                 if self.world.rank == 0:
-                    files.make_own(self.folder)  # it may be in the folder of somebody else's run
+                    self.folder.mkdir(parents=True, exist_ok=True)
             batch_inference.pull(
                 kind, key, items, path, self.settings, self.world, lambda rows: do([items[row] for row in rows])
             )

@@ -51,7 +51,6 @@ GRADE = r"\[\[(-?\d+(?:\.\d+)?)\]\]"
 VERDICTS: dict[str | None, list[float]] = {"A": [1.0, 0.0], "B": [0.0, 1.0], "C": [0.5, 0.5]}
 UNCLEAR = [math.nan, math.nan]  # no verdict in what the model answered
 PASSING = (408, 429, 500, 502, 503, 504)  # statuses of a server that is busy, or gone for a moment
-LARGEST_PROMPT = 2**20  # bytes
 TRIES = 4
 CONNECT_SECONDS = 20.0  # of the first question, whether a server is there
 WAIT_SECONDS = 1.0  # before the second try; doubled for each further one
@@ -67,7 +66,7 @@ def instructions_of(settings: Config, default: str, places: Sequence[str]) -> st
     path = settings.evaluate.judge_prompt
     if path is None:
         return default
-    text = read_file.read_text(Path(path), "evaluate.judge_prompt", LARGEST_PROMPT)
+    text = read_file.read_text(Path(path), "evaluate.judge_prompt")
     if missing := [place for place in places if place not in text]:
         raise UserError(f"evaluate.judge_prompt={path}: {', '.join(missing)} is missing in it")
     return text

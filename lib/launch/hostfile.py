@@ -29,7 +29,6 @@ from lib.system.network import likeliest_first
 
 BACKENDS = ("ring", "mpi", "jaccl", "jaccl-ring", "nccl")
 MOST_SLOTS = 1024
-LARGEST_FILE = 2**20  # bytes
 SSH_SECONDS = 5  # for ssh to read its own configuration
 NAME = re.compile(r"([A-Za-z_][A-Za-z0-9_.-]{0,31}@)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9])?")
 DEVICE = re.compile(r"[A-Za-z0-9_.-]+")
@@ -81,7 +80,7 @@ def read(path: Path) -> Hosts:
         UserError: it cannot be read, or something in it is wrong: one line that says where, and the remedy.
     """
     try:
-        text = read_file.read_text(path, "host file", LARGEST_FILE)
+        text = read_file.read_text(path, "host file")
     except OSError as error:
         raise UserError(
             f"host file {path}: {error.strerror}; hostfile.example shows one, and ./launch --hosts A,B needs none"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from pathlib import Path
 
@@ -34,17 +33,17 @@ class Copy:
             return
         copy = self.folder / name
         for folder in (self.logs, self.folder):
-            files.make_own(folder)
+            folder.mkdir(parents=True, exist_ok=True)
         if offset == 0:  # renamed into place, so that whoever reads the copy sees that it is another file
             files.write_atomically(copy, lines, durable=False)
             return
-        with files.open_own(copy, os.O_RDWR) as file:
+        with copy.open("r+b", buffering=0) as file:
             file.seek(offset)
             while lines:  # a disk that is nearly full takes part of it, without a word
                 lines = lines[file.write(lines) :]
 
 
 def _holds(path: Path, lines: bytes) -> bool:
-    with contextlib.suppress(FileNotFoundError), files.open_own(path, os.O_RDONLY) as file:
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         return file.read(len(lines)) == lines
     return False

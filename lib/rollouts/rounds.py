@@ -52,7 +52,6 @@ from lib.training.objective import Metrics
 from lib.training.run import TrainingRun
 
 ROUND = "round.json"
-ROUND_BYTES = 2**24
 
 
 @dataclass
@@ -372,7 +371,7 @@ def _known(metrics: Mapping[str, float | None]) -> dict[str, float]:
 def _read(path: Path) -> str:
     """A file's text; nothing where there is none, and what is no JSON where it is no text."""
     try:
-        return read_file.read_text(path, "round", ROUND_BYTES)
+        return read_file.read_text(path, "round")
     except OSError:
         return ""
     except UserError:

@@ -98,20 +98,6 @@ def replacing(path: Path, durable: bool = True) -> Iterator[IO[bytes]]:
         flush_path(path.parent)
 
 
-def open_own(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> IO[bytes]:
-    """A file that is read and written where it is, unbuffered; made where it is missing.
-
-    Raises:
-        OSError: it cannot be opened, or, if flags do not make it, is not there.
-    """
-    return os.fdopen(os.open(path, flags | os.O_CLOEXEC, 0o666), "rb" if flags == os.O_RDONLY else "r+b", buffering=0)
-
-
-def make_own(folder: Path) -> None:
-    """Makes a folder where there is none."""
-    folder.mkdir(parents=True, exist_ok=True)
-
-
 def require_absent(path: Path) -> None:
     """Makes sure that an output takes the place of no file.
 

@@ -30,8 +30,6 @@ from collections.abc import Callable, Coroutine, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from lib.system.network import network_of
-
 Key = TypeVar("Key")
 
 GREETING = b"tandem handshake 1\n"
@@ -306,7 +304,7 @@ class Listener:
         steps = answering(self._secret, self._purpose)
         _, wanted = next(steps)
         until = time.monotonic() + STRANGER_SECONDS
-        self._strangers[connection.fileno()] = _Stranger(connection, network_of(str(address[0])), steps, wanted, until)
+        self._strangers[connection.fileno()] = _Stranger(connection, str(address[0]), steps, wanted, until)
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _hear(self, stranger: _Stranger) -> Channel | None:
@@ -435,7 +433,7 @@ class StreamListener:
             longest = to_push_out(self._strangers)
             del self._strangers[longest]
             longest.close()
-        self._strangers[writer] = network_of(str((writer.get_extra_info("peername") or ("",))[0]))
+        self._strangers[writer] = str((writer.get_extra_info("peername") or ("",))[0])
         try:
             channel = await over_streams(answering(self._secret, self._purpose), reader, writer)
             self._strangers.pop(writer, None)

@@ -319,7 +319,7 @@ def _hosts(name: str) -> list[list[object]]:
     """The JSON file that a variable names: a list with a non-empty list for each rank."""
     path = os.environ.get(name, "")
     try:
-        text = read_file.read_text(Path(path), name, 2**24)
+        text = read_file.read_text(Path(path), name)
         hosts = json.loads(text) if text.strip() else []
     except (OSError, ValueError) as error:
         _user_error(f"{name}={path}: {error}; it is the file that mlx.launch writes, one list for each rank")

@@ -22,7 +22,6 @@ from typing import TypedDict
 from lib.system import os_commands
 
 HOST = "TANDEM_HOST"  # the name that the launcher fixed for this host
-IPV6_PREFIX = 64  # of a network whose addresses one customer has all of
 ID_DIGITS = 4  # of a machine's id, behind a name that two machines have
 
 
@@ -151,17 +150,3 @@ def connections() -> list[Connection]:
 def _tcp_info(connection: socket.socket, *places: int) -> list[int]:
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_BYTES)
     return [struct.unpack_from("=I", info, place)[0] for place in places]
-
-
-def network_of(address: str) -> str:
-    """What counts as one address: of IPv6 the network that one customer has all of; a neighbour's own, on a link."""
-    plain = address.partition("%")[0]
-    try:
-        parsed = ipaddress.ip_address(plain)
-    except ValueError:
-        return address
-    if parsed.version == 4 or parsed.is_link_local or parsed.is_loopback:
-        return plain
-    if parsed.ipv4_mapped:
-        return str(parsed.ipv4_mapped)
-    return str(ipaddress.ip_network((parsed, IPV6_PREFIX), strict=False))

@@ -679,7 +679,7 @@ def read_progress(path: Path) -> Progress:
         UserError: a field is missing or of another type, or it is of another step.
     """
     try:
-        progress = _progress_type().validate_json(read_file.read_text(path / STATE, "checkpoint", STATE_BYTES))
+        progress = _progress_type().validate_json(read_file.read_text(path / STATE, "checkpoint"))
     except ValidationError as error:
         fault = error.errors()[0]
         where = ".".join(map(str, fault["loc"]))
