@@ -6,28 +6,27 @@ import gc
 import json
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 
 from lib.config.schema import PlanSettings
 from lib.distributed.world import World
 from lib.model import checkpointing
-from lib.plan.calibration import CurveKey
 from lib.plan.plan import ClusterPlan, plan_cluster
 from lib.plan.replan import Schedule
 from lib.system import out_of_memory
 from lib.system.out_of_memory import OutOfMemory
-from lib.training import step
+from lib.training.optimizers import make_optimizer
+from lib.training.step import Step
+from lib.training.step_retries import MicroBatchLimit
 from tests import tiny
+from tests.test_step import build
 from tests.test_world import settings, train
 
-KEY = CurveKey(model="m", method="lora", dtype="float32", sequence_length=100)
 RUN: dict[str, Any] = {"rows": 40, "train__steps": 5, "train__global_batch_size": 16, "checkpoint__every": 2}
 
 
@@ -113,7 +112,7 @@ def test_a_batch_is_cut_until_it_fits_and_says_so_where_one_row_does_not() -> No
 
 def cluster(*sizes: int, share: int = 20) -> ClusterPlan:
     hosts = [f"h{i}" for i in range(len(sizes))]
-    return replace(plan_cluster(hosts, share * len(sizes), micro_batch_sizes=sizes), key=KEY)
+    return plan_cluster(hosts, share * len(sizes), micro_batch_sizes=sizes)
 
 
 def test_a_schedule_keeps_to_it_from_the_first_step_that_is_not_made_and_after_a_resume() -> None:
@@ -184,12 +183,7 @@ def test_a_step_that_takes_too_much_is_taken_again_with_the_same_result(
     assert sorted(steps[0]["rows"]) == sorted(records(folder / "runs/free", "step")[0]["rows"])
     state = json.loads((run / "checkpoints/step-00000004/state.json").read_text())["schedule"]["plans"]
     assert state[-1]["max_micro_batch_sizes"] == [least]
-    # The next run starts below, though the larger size is asked for; so does a resumed one, without the host's memory.
-    done = tiny.train(tmp_path, [*limited, "run.name=next"])
-    assert (
-        not records(tmp_path / "runs/next", "plan")
-        and f"micro-batches of {least} instead of 16" in done.stdout + done.stderr
-    )
+    # A resumed run starts with it.
     again = [f"plan.calibration_dir={tmp_path}/none"]
     (run / "checkpoints/step-00000005").rename(tmp_path / "undone")
     tiny.train(tmp_path, ["--resume", str(run), *again])
@@ -233,19 +227,43 @@ def test_the_same_in_threads_that_are_given_up_as_on_cuda(
     mx.eval(mx.random.normal((1,)))  # the state that the thread left is everybody's
 
 
-def test_weights_that_stood_in_for_others_are_back_where_a_step_failed() -> None:
-    model = nn.Linear(2, 2)
-    own = model.weight
+def test_weights_that_stood_in_for_others_are_back_where_a_step_failed(tmp_path: Path) -> None:
+    model, settings = build(tmp_path)
+    step = Step(model, make_optimizer(settings.train), settings.train, World())
+    before = step.gradient_pass.trained.read()
 
-    def ask_reference() -> Any:
-        model.update({"weight": mx.zeros((2, 2))})  # as reference.add_as_needed does for a moment
+    def batches() -> Iterator[Any]:
+        step.gradient_pass.trained.write([mx.zeros_like(array) for array in before])
         raise MemoryError
+        yield
 
     with pytest.raises(OutOfMemory) as caught:
-        step._tried(World(), step.places_of(model), "step 1", ask_reference)
-    assert caught.value.ranks == (0,) and mx.array_equal(model.weight, own)
-    gradients, sums, failure = step._tried(World(size=2), step.places_of(model), "step 1", ask_reference)
-    assert gradients is None and not sums.any() and failure == "std::bad_alloc"
+        step(0, 10, batches())
+    assert caught.value.ranks == (0,)
+    assert all(now is array for now, array in zip(step.gradient_pass.trained.read(), before, strict=True))
+
+
+def test_a_size_that_was_never_finished_is_halved_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's out-of-memory killer raises nothing: what was tried stands in the run's folder."""
+    kills = [0]
+    monkeypatch.setattr(out_of_memory, "kernel_kills", lambda: {"boot": kills[0]})
+    path = tmp_path / "micro-batch.json"
+    memory = MicroBatchLimit(path)
+    memory.begin(8)
+    assert MicroBatchLimit(path).size is None, "something else ended it"
+    kills[0] += 1
+    assert MicroBatchLimit(path).size == 4
+    memory = MicroBatchLimit(path)
+    memory.begin(4)
+    memory.end(4)
+    kills[0] += 1
+    assert MicroBatchLimit(path).size == 4, "that size fitted"
+    for size, recomputes in ((2, False), (1, False), (1, True)):
+        memory.record(size, recomputes)
+        memory.begin(size)
+    assert MicroBatchLimit(path).recomputes
 
 
 def test_down_to_one_pair_then_checkpointing_then_a_clear_end(
@@ -271,7 +289,7 @@ def test_down_to_one_pair_then_checkpointing_then_a_clear_end(
         *((size, False) for size in (8, 4, 2, 1)),
         (1, True),
     ]
-    assert len(recomputed) == 2 and all(layer.is_checkpointed for layer in recomputed)
+    assert len(recomputed) == 2 and all(layer.is_recomputed for layer in recomputed)
     dropout = tiny.train(
         tmp_path, [*words, "run.name=dropout", "model.dropout=0.1", f"plan.calibration_dir={tmp_path}/d"], check=False
     )

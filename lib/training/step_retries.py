@@ -36,7 +36,7 @@ class MicroBatchLimit:
             self.stored = {}
         tried, fits = self.stored.get("tried", 0), self.stored.get("fits", 0)
         if tried > fits and self.stored.get("kills") != out_of_memory.kernel_kills():
-            self.record(tried, max(1, tried // 2), self.recomputes or tried == 1)
+            self.record(max(1, tried // 2), self.recomputes or tried == 1)
 
     @property
     def size(self) -> int | None:
@@ -58,9 +58,9 @@ class MicroBatchLimit:
         if size > self.stored.get("fits", 0):
             self._write(fits=size)
 
-    def record(self, tried: int, limit: int, recomputes: bool) -> None:
-        """Notes that micro-batches of `tried` do not fit."""
-        self._write(tried=limit, fits=min(limit, self.stored.get("fits", 0)), limit=limit, recomputes=recomputes)
+    def record(self, limit: int, recomputes: bool) -> None:
+        """Notes that no more than these micro-batches fit."""
+        self._write(tried=0, fits=min(limit, self.stored.get("fits", 0)), limit=limit, recomputes=recomputes)
 
     def _write(self, **fields: object) -> None:
         self.stored |= fields
@@ -154,15 +154,15 @@ class Learner:
                 result = out_of_memory.attempt(attempt)
             except OutOfMemory as error:
                 if not error.ranks:
-                    self.memory.record(size, max(1, size // 2), self.recomputes)
+                    self.memory.record(max(1, size // 2), self.recomputes)
                     raise
                 failure = error
             else:
                 self.memory.end(size)
                 return result
-            self._go_smaller(step, size, failure)
+            self._go_smaller(step, failure)
 
-    def _go_smaller(self, step: int, size: int, failure: OutOfMemory) -> None:
+    def _go_smaller(self, step: int, failure: OutOfMemory) -> None:
         """Half the micro-batch for the ranks that ran out of memory; gradient checkpointing where that is one pair."""
         run, schedule = self.run, self.run.schedule
         hit = (self.worker,) if run.local_sgd is not None else failure.ranks
@@ -178,7 +178,7 @@ class Learner:
             self.take_step = self._make_step()
         self.max_micro_batch_size = schedule.most_at(self.worker)
         if self.worker in hit:
-            self.memory.record(size, self.max_micro_batch_size or 1, self.recomputes)
+            self.memory.record(self.max_micro_batch_size or 1, self.recomputes)
         why = f" (held {_sizes(failure.needed_bytes)}: {failure})"
         run.say.own_warning(f"{plan.reason}; the step is taken again", step, why)
         first = step + schedule.lead  # until then every rank cuts what is made already
