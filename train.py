@@ -177,6 +177,7 @@ def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run
 
     # ---- The run's folder has one owner, on every disk --------------------------------------------------------------
 
+    settings.remember(config)
     lock = checkpoint.open_run(folder, dump(config), plan.to_dict(), steps if resume else None, world)
     heartbeat.tell(run=str(folder.absolute()))
     subscribers = [say.take, trackers.take]

@@ -72,7 +72,7 @@ def test_a_word_of_a_mapping_may_stand_for_a_string() -> None:
         ("train.lr=1e-4", "did you mean train.learning_rate?"),
         ("trian.beta=1", "did you mean train.beta?"),
         ("learning_rate=1", "did you mean train.learning_rate?"),
-        ("checkpoint.interval_steps=5", "; checkpoint has every, max_lost_seconds, keep"),
+        ("checkpoint.interval_steps=5", "; checkpoint has every, seconds, keep"),
         ("train.beta=-1", "train.beta: input should be greater than or equal to 0"),
         ("train.beta=nan", "train.beta"),
         ("train.steps=many", "train.steps: input should be a valid integer"),
@@ -214,3 +214,19 @@ def test_a_setting_of_an_earlier_version_is_named_and_an_old_run_goes_on(
     path = tmp_path / "config.yaml"
     path.write_text("model: {path: x}\ndata: {train: y}\nserve: {wings: 5}\n")
     assert load_module.resume(path, ["train.epochs=5"]).train.epochs == 5
+
+
+def test_code_that_a_run_s_folder_names_runs_only_where_the_run_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_module, "STARTED_RUNS", tmp_path / "home" / "started-runs")
+    words = ["evaluate.judge=my_judge:score"]
+    config = load_module.load(None, words, {"model": {"path": "x"}, "data": {"train": "y"}})
+    path = tmp_path / "config.yaml"
+    path.write_text(load_module.dump(config))
+    with pytest.raises(UserError, match="evaluate.judge=my_judge:score runs code.*add evaluate.judge=my_judge:score"):
+        load_module.of_run(path)
+    assert load_module.of_run(path, words) == config
+    assert load_module.of_run(path, ["evaluate.judge=number"]).evaluate.judge == "number"
+    load_module.remember(config)
+    assert load_module.of_run(path) == config

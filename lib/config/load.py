@@ -48,6 +48,7 @@ RESUMABLE: tuple[str, ...] = (
     "run.dir",
     "run.name",
 )
+STARTED_RUNS = Path("~/.config/tandem/started-runs").expanduser()
 MOST_FAULTS = 3  # that one line names
 DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # libyaml's, where PyYAML was built with it: five times as fast
 NULLS = ("null", "Null", "NULL", "~")  # as YAML writes none
@@ -144,7 +145,42 @@ def of_run(path: Path, overrides: Sequence[str] = ()) -> Config:
         section, _, name = key.partition(".")
         if isinstance(tree.get(section), dict):
             tree[section].pop(name, None)
-    return load(None, overrides, tree)
+    config = load(None, overrides, tree)
+    given = {word.partition("=")[0] for word in overrides}
+    code = {key: value for key, value in _code_settings(config).items() if key not in given}
+    if code and _digest(path.read_text(encoding="utf-8")) not in _remembered():
+        words = " ".join(f"{key}={value}" for key, value in code.items())
+        raise UserError(
+            f"{path}: {words} runs code, and this machine did not start that run; if you want it, add {words}"
+        )
+    return config
+
+
+def _code_settings(config: Config) -> dict[str, Any]:
+    """The settings of a run that have code run: a model's own, a function's or a command's."""
+    settings = {key: _at(config, key) for key in ("model.trust_remote_code", "evaluate.judge", "rollouts.judge")}
+    harmless = (None, False, "exact", "number", "regex", "json_schema")
+    return {
+        key: value
+        for key, value in settings.items()
+        if value not in harmless and not str(value).startswith(("http://", "https://", "reward:"))
+    }
+
+
+def remember(config: Config) -> None:
+    """Notes that a user of this machine started a run whose settings have code run: a resume may run it, too."""
+    if _code_settings(config) and _digest(dump(config)) not in _remembered():
+        STARTED_RUNS.parent.mkdir(parents=True, exist_ok=True)
+        with STARTED_RUNS.open("a", encoding="utf-8") as file:
+            file.write(_digest(dump(config)) + "\n")
+
+
+def _remembered() -> set[str]:
+    return set(STARTED_RUNS.read_text(encoding="utf-8").split()) if STARTED_RUNS.exists() else set()
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def learning_digest(config: Config) -> str:
