@@ -176,8 +176,8 @@ class CompletionRequest(Part):
             raise RequestError(
                 400, f"logit_bias goes beyond the vocabulary of {vocab_size}", "invalid_value", "logit_bias"
             )
-        names = ("temperature", "top_p", "top_k", "min_p", "seed")
-        names += ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        names = ("temperature", "top_p", "top_k", "min_p", "seed", *penalties)
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         return Sampling(**given, logit_bias=bias)
 
