@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from lib.config import load as settings
 from lib.config import train_arguments
-from lib.config.schema import Config
+from lib.config.settings import Config
 from lib.errors import Stopped, UserError
 from lib.system import mlx_failures, mpi_and_blas, out_of_memory, terminal
 

@@ -66,6 +66,7 @@ from lib.system import mpi_and_blas  # noqa: E402
 mpi_and_blas.prepare()
 
 from benchmarks.busy import busy_processes  # noqa: E402
+
 from lib.system.hardware import mlx_device  # noqa: E402
 from lib.system.records import read_records  # noqa: E402
 from tests import faults, tiny  # noqa: E402

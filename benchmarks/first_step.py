@@ -29,6 +29,7 @@ from lib import environment
 environment.enter()
 
 from benchmarks.decide import dense  # noqa: E402
+
 from lib.system.records import read_records  # noqa: E402
 
 MODELS = {
@@ -124,7 +125,7 @@ def draw(options: argparse.Namespace) -> None:
     import mlx.nn as nn
     from mlx_lm.utils import save_config, save_model
 
-    from lib.config.schema import ModelSettings
+    from lib.config.settings import ModelSettings
     from lib.model import load
 
     options.draw.mkdir()

@@ -34,10 +34,10 @@ from lib import environment
 
 environment.enter()
 
+from benchmarks.decide import dense  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from benchmarks.decide import dense  # noqa: E402
 from lib.plan.cuts import Hop, depths, step_seconds  # noqa: E402
 from lib.system.records import read_records  # noqa: E402
 

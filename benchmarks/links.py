@@ -10,8 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from lib.distributed.world import World
-from lib.plan.calibration import Link, Transfer
-from lib.plan.calibration import time_now
+from lib.plan.calibration import Link, Transfer, time_now
 
 SIZES = [2**exponent for exponent in range(10, 27, 2)]  # 1 kB to 64 MB
 QUICK_BYTES = 2**22  # where quick measuring ends, unless messages are fast: only larger ones then tell the bandwidth

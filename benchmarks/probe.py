@@ -36,7 +36,7 @@ import mlx.core as mx  # noqa: E402
 import mlx.nn as nn  # noqa: E402
 from mlx.utils import tree_flatten  # noqa: E402
 
-from lib.config.schema import Config  # noqa: E402
+from lib.config.settings import Config  # noqa: E402
 from lib.data import tokenizer  # noqa: E402
 from lib.data.batch import Batch, collate_trained  # noqa: E402
 from lib.data.dataset import Dataset, Example  # noqa: E402

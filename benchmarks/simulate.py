@@ -40,8 +40,10 @@ import numpy as np
 from lib.errors import UserError  # noqa: E402
 from lib.plan import calibration as calibration  # noqa: E402
 from lib.plan.calibration import BatchCurve  # noqa: E402
-from lib.plan.plan import ClusterPlan  # noqa: E402
-from lib.plan.plan import plan_cluster  # noqa: E402
+from lib.plan.plan import (
+    ClusterPlan,  # noqa: E402
+    plan_cluster,  # noqa: E402
+)
 from lib.plan.shares import distribute_work, equal_shares, solo_pairs_per_second  # noqa: E402
 from lib.system import terminal  # noqa: E402
 from lib.system.terminal import Terminal  # noqa: E402

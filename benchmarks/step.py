@@ -28,7 +28,8 @@ mpi_and_blas.prepare()
 import mlx.core as mx
 import numpy as np
 
-from lib.config import load, schema
+from lib.config import load
+from lib.config.settings import Config
 from lib.data.batch import Batch, collate
 from lib.data.dataset import Example
 from lib.distributed.world import World
@@ -74,7 +75,7 @@ def main() -> int:
     return 0
 
 
-def settings_of(options: argparse.Namespace) -> schema.Config:
+def settings_of(options: argparse.Namespace) -> Config:
     return load.load(
         None,
         [

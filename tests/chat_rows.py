@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lib.config.schema import DataSettings
+from lib.config.settings import DataSettings
 from lib.data.chat import has_reasoning, lost, lost_of_earlier
 from lib.data.record_formats import Chat, Unusable
 from lib.data.tokenize import Encoder

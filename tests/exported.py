@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import load_model, quantize_model, save_model
 
 from lib.config import load as config
-from lib.config.schema import Config
+from lib.config.settings import Config
 from lib.model import adapter_files, adapters
 from lib.model import load as models
 from lib.model.adapter_files import write_arrays

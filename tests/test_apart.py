@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_adapters, load_model
 
-from lib.config.schema import SyncSettings
+from lib.config.settings import SyncSettings
 from lib.distributed import compression
 from lib.distributed.world import World
 from lib.errors import AgreedError, Stopped

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lib.config import load, schema
+from lib.config import load
+from lib.config.settings import Config, DataSettings, ModelSettings
 from lib.data.dataset import load_dataset
 from lib.data.prompts import load_questions
 from lib.data.streaming import open_held_out
@@ -71,7 +72,7 @@ def test_scores_are_those_of_the_data_set_and_go_on_to_the_same_bytes(tmp_path: 
         "--reference",
         str(tmp_path / "other"),
     ]
-    other = schema.ModelSettings(path=str(tiny.model_folder(tmp_path / "other", hidden_size=24)), random_init=True)
+    other = ModelSettings(path=str(tiny.model_folder(tmp_path / "other", hidden_size=24)), random_init=True)
     models.load(other, 0).save_weights(str(tmp_path / "other" / "model.safetensors"))
     _, said = bulk(words)
     rows = scored(out)
@@ -168,7 +169,7 @@ BESIDE = [
 ]
 
 
-def config_of(folder: Path, *words: str) -> schema.Config:
+def config_of(folder: Path, *words: str) -> Config:
     return load.load(
         None,
         [
@@ -267,7 +268,7 @@ def test_pairs_are_made_by_an_answer_or_by_a_judge(
     assert all(pair["rejected"] in drawn and pair["rejected"] != pair["chosen"] for pair in pairs)
     dataset = load_dataset(
         str(tmp_path / "checked.jsonl"),
-        schema.DataSettings(train="-"),
+        DataSettings(train="-"),
         "preference",
         byte_level(CORPUS),
         eos_token_id=1,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from lib.config.load import load as load_settings
-from lib.config.schema import DataSettings
+from lib.config.settings import DataSettings
 from lib.data.batch import collate
 from lib.data.chat import Encoded
 from lib.data.dataset import Dataset, Example, load_dataset

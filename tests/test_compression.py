@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.config.schema import SyncSettings
+from lib.config.settings import SyncSettings
 from lib.distributed import compression
 from lib.distributed.compression import BLOCK, decode, encode, kept
 from lib.distributed.world import World

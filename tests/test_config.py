@@ -7,7 +7,7 @@ import yaml
 
 from lib.config import help, hints
 from lib.config import load as load_module
-from lib.config.schema import Config
+from lib.config.settings import Config
 from lib.config.without_effect import without_effect
 from lib.errors import UserError
 from lib.plan import plan_warnings

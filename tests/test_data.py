@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from lib.config.load import load as load_settings
-from lib.config.schema import DataSettings
+from lib.config.settings import DataSettings
 from lib.data.batch import MicroBatches, collate, pad_length
 from lib.data.dataset import Dataset, Example, load_dataset
 from lib.data.groups import load_groups

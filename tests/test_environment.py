@@ -201,7 +201,7 @@ def test_an_editable_installation_finds_the_packages(tmp_path: Path) -> None:
         names = wheel.namelist()
         (metadata,) = (wheel.read(name).decode() for name in names if name.endswith("METADATA"))
     packages = {name.partition("/")[0] for name in names if ".dist-info" not in name}
-    assert packages == {"lib", "train.py"} and "lib/config/schema.py" in names
+    assert packages == {"lib", "train.py"} and "lib/config/settings.py" in names
     for extra in ("cpu", "cuda", "metal", "serve", "dashboard", "dev"):
         assert f"Provides-Extra: {extra}" in metadata
 

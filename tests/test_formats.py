@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lib.config.schema import DataSettings
+from lib.config.settings import DataSettings
 from lib.data import formats, inspect, record_files, sources
 from lib.data.formats import parse, parse_rows
 from lib.data.record_formats import Chat, Columns, Plain, RecordKind, Tokens, Unusable, check_messages, check_tools

@@ -17,7 +17,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tuner.lora import LoRALinear
 
-from lib.config import schema
+from lib.config import settings
 from lib.data.batch import Batch, collate
 from lib.data.dataset import Example
 from lib.model import adapter_files, adapters, lora, patches, token_stream
@@ -62,7 +62,7 @@ STREAMS = [family for family in FAMILIES if family != "gemma2"]
 def load(folder: Path, family: str, **changes: Any) -> nn.Module:
     """A tiny model of the family whose trained parameters are not at a symmetric point."""
     path = model_folder(folder / f"{family}-{len(changes)}", model_type=family, **FAMILIES[family])
-    model_settings = schema.ModelSettings(path=str(path), random_init=True, **changes)
+    model_settings = settings.ModelSettings(path=str(path), random_init=True, **changes)
     model = load_module.load(model_settings, 0)
     adapters.make_trainable(model, model_settings, 0)
     mx.random.seed(1)
@@ -197,7 +197,7 @@ def test_a_family_with_its_own_attention_is_found_out(tmp_path: Path) -> None:
         use_conv_bias=True,
         time_step_rank=2,
     )
-    model = load_module.load(schema.ModelSettings(path=str(mamba), random_init=True), 0)
+    model = load_module.load(settings.ModelSettings(path=str(mamba), random_init=True), 0)
     assert token_stream.cannot_share_prompts(model) is not None
 
 
@@ -262,9 +262,9 @@ def test_softcapped_and_quantised_heads_keep_their_gradient(tmp_path: Path) -> N
     examples = draw(5, 2)
     assert_equal(gemma, examples, collate(examples, 4, False))
     path = model_folder(tmp_path / "wide", hidden_size=64, intermediate_size=64)
-    model = load_module.load(schema.ModelSettings(path=str(path), random_init=True), 0)
+    model = load_module.load(settings.ModelSettings(path=str(path), random_init=True), 0)
     nn.quantize(model, group_size=32, bits=8)
-    adapters.make_trainable(model, schema.ModelSettings(path=str(path)), 0)
+    adapters.make_trainable(model, settings.ModelSettings(path=str(path)), 0)
     assert token_stream.cannot_share_prompts(model.train()) is None
     assert_equal(model, examples, collate(examples, 4, True))
 

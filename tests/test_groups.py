@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from lib.config.schema import Config, DataSettings, TrainSettings
+from lib.config.settings import Config, DataSettings, TrainSettings
 from lib.data.batch import BatchShape, collate
 from lib.data.dataset import Example
 from lib.data.groups import Group, groups_in_memory, load_groups

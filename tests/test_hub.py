@@ -20,7 +20,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from lib.config.schema import DataSettings
+from lib.config.settings import DataSettings
 from lib.data import hub, sources
 from lib.errors import UserError
 from tests.tiny import ROOT
@@ -161,7 +161,7 @@ def served() -> Iterator[str]:
 
 READ = """
 import json, sys
-from lib.config.schema import DataSettings
+from lib.config.settings import DataSettings
 from lib.data import sources, record_files
 from lib.errors import UserError
 settings = DataSettings(train="-", cache_dir=sys.argv[1])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from lib.config.load import load
-from lib.config.schema import Config
+from lib.config.settings import Config
 from lib.errors import UserError
 from lib.evaluate.choose_judge import guarded_scorer_of, scorer_of
 from lib.evaluate.judges import Question

@@ -15,7 +15,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from lib.config.schema import Config
+from lib.config.settings import Config
 from lib.data.tokenizer import load_tokenizer_of
 from lib.distributed.world import World, start
 from lib.errors import AgreedError, UserError

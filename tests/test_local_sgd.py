@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.config.schema import TrainSettings
+from lib.config.settings import TrainSettings
 from lib.data import order as row_order
 from lib.system.records import read_records
 from lib.training import local_sgd

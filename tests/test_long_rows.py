@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.config.schema import ModelSettings
+from lib.config.settings import ModelSettings
 from lib.model import token_stream as attention_blocks
 from lib.model.load import load
 from lib.model.token_stream import (

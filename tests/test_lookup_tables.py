@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from lib.config.schema import ModelSettings
+from lib.config.settings import ModelSettings
 from lib.model import load as load_module
 from lib.model.lookup_tables import bounded
 from tests import tiny

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from lib.config.train_settings import TrainSettings
+from lib.config.settings import TrainSettings
 from lib.training.losses import (
     PREFERENCE_LOSSES,
     LogProbs,

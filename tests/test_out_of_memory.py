@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from lib.config.schema import PlanSettings
+from lib.config.settings import PlanSettings
 from lib.distributed.world import World
 from lib.model import checkpointing
 from lib.plan.plan import ClusterPlan, plan_cluster

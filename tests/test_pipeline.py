@@ -17,7 +17,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm.utils import save_model
 
-from lib.config import schema
+from lib.config.settings import Config, ModelSettings, SyncSettings, TrainSettings
 from lib.data.batch import Batch, collate
 from lib.data.dataset import Example
 from lib.distributed.compression import BLOCK
@@ -64,7 +64,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 4, "query_pre_attn_scalar": 4},
 }
 MODEL = {"num_hidden_layers": BLOCKS}
-DPO, SFT = schema.TrainSettings(), schema.TrainSettings(loss="sft")
+DPO, SFT = TrainSettings(), TrainSettings(loss="sft")
 
 
 def folder_of(world: World, folder: Path, family: str) -> Path:
@@ -96,14 +96,14 @@ def batches(completions: int, shares_prompts: bool = True) -> list[MicroBatch]:
 
 
 def sums_and_gradients(
-    model: nn.Module, train: schema.TrainSettings, world: World, made: list[MicroBatch], recomputes: bool = False
+    model: nn.Module, train: TrainSettings, world: World, made: list[MicroBatch], recomputes: bool = False
 ) -> tuple[mx.array, dict[str, mx.array]]:
     mx.random.seed(7)  # of the dropout
     step = Step(model.train(), optim.SGD(1.0), train, world)
     if isinstance(world, InStages):
         in_flight = [layout_of(model).stage.size - rank for rank in range(layout_of(model).stage.size)]
         pace = pipelined_step.StagePace(in_flight, recomputes, Limit())
-        step = pipelined_step.PipelinedStep(model, optim.SGD(1.0), train, world, schema.SyncSettings(), pace)
+        step = pipelined_step.PipelinedStep(model, optim.SGD(1.0), train, world, SyncSettings(), pace)
     gradients, sums = step.forward_backward("a test's step", made, [], None)
     mx.eval(gradients, sums)
     return sums, dict(tree_flatten(gradients or {}))
@@ -113,7 +113,7 @@ def assert_equals_whole(
     world: World,
     path: Path,
     cuts: Sequence[int],
-    train: schema.TrainSettings = DPO,
+    train: TrainSettings = DPO,
     recomputes: bool = False,
     shares_prompts: bool = True,
     checkpointed: bool = False,
@@ -334,7 +334,7 @@ def by_letters(prompt: Any, completions: Sequence[str], record: dict[str, Any]) 
     return [float(sum(map(ord, text))) for text in completions]
 
 
-def assert_scored_as_on_one_rank(world: World, folder: Path, settings: schema.Config, run: Path, kind: str) -> None:
+def assert_scored_as_on_one_rank(world: World, folder: Path, settings: Config, run: Path, kind: str) -> None:
     """A file that stages went through, against the same of one rank. Both go on with what is finished."""
     lines = []
     for name, ranks in (("stages", world), (f"alone{world.rank}", World())):
@@ -364,7 +364,7 @@ def test_a_rank_reads_and_holds_its_own_blocks(world: World, folder: Path) -> No
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 64}
     if world.rank == 0:
         model_folder(path, **sizes, **heads)
-        save_model(path, load_module.load(schema.ModelSettings(path=str(path), random_init=True), 0))
+        save_model(path, load_module.load(ModelSettings(path=str(path), random_init=True), 0))
     world.gather_text("written")
     blocks = {2: (9, 3), 3: (2, 7, 3), 4: (3, 5, 2, 2)}[world.size]
     gc.collect()

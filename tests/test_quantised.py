@@ -13,7 +13,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear
 
-from lib.config import schema
+from lib.config.settings import ModelSettings
 from lib.data.batch import collate
 from lib.model import adapters, logps, lora, quantised, token_stream
 from lib.model import load as load_module
@@ -136,7 +136,7 @@ def test_log_probabilities_and_gradients_of_a_model_are_equal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logps, "LOGITS_BYTES", 7 * 48 * 4)  # the head's products are several
-    settings = schema.ModelSettings(path=str(stored_model(tmp_path, quantised=True)), keys=keys)
+    settings = ModelSettings(path=str(stored_model(tmp_path, quantised=True)), keys=keys)
     model = load_module.load(settings, 0)
     adapters.make_trainable(model, settings, 0)
     mx.random.seed(1)
@@ -173,7 +173,7 @@ def test_log_probabilities_and_gradients_of_a_model_are_equal(
 
 
 def test_dora_is_the_same_and_keeps_no_weights(tmp_path: Path, choose: Callable[[DequantiseFrom], None]) -> None:
-    settings = schema.ModelSettings(path=str(stored_model(tmp_path, quantised=True)), method="dora")
+    settings = ModelSettings(path=str(stored_model(tmp_path, quantised=True)), method="dora")
     model = load_module.load(settings, 0)
     adapters.make_trainable(model, settings, 0)
     layer = model.layers[0].mlp.down_proj

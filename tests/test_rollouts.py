@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib.config.load import load
-from lib.config.rollout_settings import RolloutSettings
+from lib.config.settings import RolloutSettings
 from lib.data.dataset import load_dataset
 from lib.data.prompts import load_questions, open_prompts
 from lib.data.tokenize import Encoder

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from lib.config import schema
+from lib.config.settings import ModelSettings
 from lib.distributed.world import World
 from lib.model import load as models
 from lib.rollouts.sampler import Sample
@@ -82,7 +82,7 @@ def test_ranks_that_hold_parts_of_the_model_draw_what_one_draws(alone: Alone, wo
     versions = [{one["version"] for one in lines(run / f"rounds/{n:04d}/samples.jsonl")} for n in (1, 2)]
     assert versions == [{0}, {0}] and len(tiny.steps_of(run)) == 4
     if world.rank == 0:
-        model = models.load(schema.ModelSettings(path=str(tiny.ROOT / "configs/quickstart/model")), 0)
+        model = models.load(ModelSettings(path=str(tiny.ROOT / "configs/quickstart/model")), 0)
         prompts = {one["prompt_id"]: one["prompt_ids"] for one in lines(run / "rounds/0001/pairs.jsonl")}
         samples = [
             Sample(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mlx_lm import batch_generate
 
-from lib.config import schema
+from lib.config.settings import ModelSettings
 from lib.errors import Stopped
 from lib.model import load as load_module
 from lib.rollouts.draw import draw, nucleus, uniforms
@@ -144,7 +144,7 @@ def test_families_that_share_no_prompt_are_sampled_by_their_own_caches(tmp_path:
     if family == "mamba":
         sizes = {"state_size": 4, "conv_kernel": 2, "use_bias": False, "use_conv_bias": True, "time_step_rank": 2}
         folder = model_folder(tmp_path / "mamba", model_type="mamba", **sizes)
-        model = load_module.load(schema.ModelSettings(path=str(folder), random_init=True), 0)
+        model = load_module.load(ModelSettings(path=str(folder), random_init=True), 0)
     else:
         model = load(tmp_path, family).eval()
     assert Sampler(model, Letters(), Sampling()).why_alone is not None  # type: ignore[arg-type]

@@ -18,7 +18,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import quantize_model, save_model
 
 import train as script
-from lib.config import load, schema
+from lib.config import load
+from lib.config.settings import Config, ModelSettings, TrainSettings
 from lib.data.batch import Batch, collate
 from lib.data.dataset import Example
 from lib.distributed import world as world_module
@@ -65,9 +66,9 @@ WEIGHTS = {2: [(1, 1), (1, 3)], 3: [(1, 1, 2), (5, 2, 3)]}
 UNEVEN = {2: (1, 3), 3: (5, 2, 3)}
 
 
-def build(path: Path, seed: int = 0, **changes: Any) -> tuple[nn.Module, schema.ModelSettings]:
+def build(path: Path, seed: int = 0, **changes: Any) -> tuple[nn.Module, ModelSettings]:
     """A model made trainable, whose trained parameters are not at a symmetric point; the same on every rank."""
-    settings = schema.ModelSettings(path=str(path), **{"random_init": True, "rank": 3, **changes})
+    settings = ModelSettings(path=str(path), **{"random_init": True, "rank": 3, **changes})
     model = load_module.load(settings, seed, lazy=True)
     adapters_module.make_trainable(model, settings, seed)
     mx.random.seed(1)
@@ -216,7 +217,7 @@ def test_parts_of_a_quantised_model(world: World, folder: Path, family: str) -> 
     path = folder / family
     if world.rank == 0:
         model_folder(path, model_type=family, **(FAMILIES[family] | sizes | widths))
-        model = load_module.load(schema.ModelSettings(path=str(path), random_init=True), 0)
+        model = load_module.load(ModelSettings(path=str(path), random_init=True), 0)
         model, stored = quantize_model(model, json.loads((path / "config.json").read_text()), 32, 4)
         save_model(path, model)
         (path / "config.json").write_text(json.dumps(stored))
@@ -296,7 +297,7 @@ def test_equal_parts_are_compiled_where_nccl_sums_or_where_it_is_told(
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
     division = partition.Division(counts, (8, 8), weights=(1.0, 1.0))
     world = sharded(World(size=2, backend=backend), division).workers
-    train_settings = schema.TrainSettings(compile=told)
+    train_settings = TrainSettings(compile=told)
     assert step_module.is_compiled(train_settings, world) == is_compiled
     unequal = partition.Division((4, 4), (8, 8), weights=(1.0, 1.01))  # of the head's positions one has more
     assert not step_module.is_compiled(train_settings, sharded(World(size=2, backend=backend), unequal).workers)
@@ -429,7 +430,7 @@ def test_answers_metrics_and_another_reference_in_parts(
 
 def assert_answers_and_metrics_as_alone(
     world: World, folder: Path, capsys: pytest.CaptureFixture[str], *words: str
-) -> tuple[schema.Config, Path]:
+) -> tuple[Config, Path]:
     """A run of the quickstart's model in parts against one rank's: its figures, its adapter, what evaluating it says.
 
     words: how ranks divide the model.
@@ -483,10 +484,10 @@ def test_a_rank_reads_and_holds_its_planned_part(world: World, folder: Path) -> 
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 64}
     if world.rank == 0:
         model_folder(path, **sizes, **heads)
-        save_model(path, load_module.load(schema.ModelSettings(path=str(path), random_init=True), 0))
+        save_model(path, load_module.load(ModelSettings(path=str(path), random_init=True), 0))
     world.gather_text("written")
     weights = UNEVEN[world.size]
-    settings = schema.ModelSettings(path=str(path), rank=4)
+    settings = ModelSettings(path=str(path), rank=4)
     shape = partition.model_shape_of(json.loads((path / "config.json").read_text()))
     dealt = partition.divide(shape, weights)
     gc.collect()

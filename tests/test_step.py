@@ -13,7 +13,8 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
 from lib import errors
-from lib.config import load, schema
+from lib.config import load
+from lib.config.settings import Config, TrainSettings
 from lib.data.batch import collate
 from lib.data.dataset import Example
 from lib.distributed import world as world_module
@@ -29,7 +30,7 @@ from tests.tiny import LLAMA, model_folder, pairs
 HEADS, KV_HEADS = LLAMA["num_attention_heads"], LLAMA["num_key_value_heads"]
 
 
-def build(folder: Path, *words: str, **changes: Any) -> tuple[nn.Module, schema.Config]:
+def build(folder: Path, *words: str, **changes: Any) -> tuple[nn.Module, Config]:
     """A tiny Llama whose adapters are not zero, and its settings."""
     path = model_folder(
         folder / "model", hidden_size=8, intermediate_size=12, vocab_size=20, num_hidden_layers=1, **changes
@@ -86,7 +87,7 @@ def float64_logps(parameters: dict[str, np.ndarray], batch: list[Example], scale
     )
 
 
-def loss_of_logps(logps: np.ndarray, batch: list[Example], reference: np.ndarray, train: schema.TrainSettings) -> float:
+def loss_of_logps(logps: np.ndarray, batch: list[Example], reference: np.ndarray, train: TrainSettings) -> float:
     """The mean loss over pairs (SFT: over tokens)."""
     total, tokens = 0.0, 0
     for example, own, (rw, rl) in zip(batch, logps, reference.astype(np.float64), strict=True):
@@ -105,7 +106,7 @@ def float64_loss(
     parameters: dict[str, np.ndarray],
     batch: list[Example],
     reference: np.ndarray,
-    train: schema.TrainSettings,
+    train: TrainSettings,
     scale: float,
 ) -> float:
     return loss_of_logps(float64_logps(parameters, batch, scale), batch, reference, train)
@@ -121,7 +122,7 @@ class Spy(optim.SGD):
 
 def step_gradients(
     model: nn.Module,
-    settings: schema.Config,
+    settings: Config,
     batch: list[Example],
     reference: np.ndarray,
     sizes: list[int],
@@ -144,7 +145,7 @@ def means_of(result: Any) -> dict[str, float]:
 
 
 def results_of(
-    model: nn.Module, settings: schema.Config, batch: list[Example], reference: np.ndarray, sizes: list[int]
+    model: nn.Module, settings: Config, batch: list[Example], reference: np.ndarray, sizes: list[int]
 ) -> Callable[[], Sequence[rounding.Results]]:
     """For tests.rounding: a step's means and gradients, computed anew at each call."""
 
@@ -314,22 +315,22 @@ def test_gradient_checkpointing_changes_no_gradient(tmp_path: Path) -> None:
 
 
 def test_the_learning_rate_rises_then_falls_as_scheduled() -> None:
-    train = schema.TrainSettings(learning_rate=1.0, warmup_steps=4, schedule="linear", final_learning_rate=0.2)
+    train = TrainSettings(learning_rate=1.0, warmup_steps=4, schedule="linear", final_learning_rate=0.2)
     rates = [learning_rate(train, step, 15) for step in range(15)]
     assert (
         rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
         and rates[9] == pytest.approx(0.6)
         and rates[14] == pytest.approx(0.2)
     )
-    cosine = schema.TrainSettings(learning_rate=1.0, schedule="cosine")
+    cosine = TrainSettings(learning_rate=1.0, schedule="cosine")
     assert [learning_rate(cosine, step, 11) for step in (0, 5, 10)] == pytest.approx([1.0, 0.5, 0.0])
-    assert learning_rate(schema.TrainSettings(schedule="constant", learning_rate=0.3), 99, 100) == 0.3
+    assert learning_rate(TrainSettings(schedule="constant", learning_rate=0.3), 99, 100) == 0.3
 
 
 @pytest.mark.parametrize(("scaling", "rate"), [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])
 def test_the_learning_rate_follows_the_batch_where_it_is_asked_to(scaling: str, rate: float) -> None:
     words = {"learning_rate": 0.1, "final_learning_rate": 0.01, "global_batch_size": 64, "learning_rate_batch_size": 16}
-    train = schema.TrainSettings(**words, learning_rate_scaling=scaling, schedule="linear")
+    train = TrainSettings(**words, learning_rate_scaling=scaling, schedule="linear")
     assert learning_rate(train, 0, 10) == pytest.approx(rate)
     assert learning_rate(train, 9, 10) == pytest.approx(rate / 10)
 
@@ -359,7 +360,7 @@ def test_norms_and_magnitudes_do_not_decay(tmp_path: Path, method: str) -> None:
 
 def test_an_unknown_optimizer_option_names_the_known_ones() -> None:
     with pytest.raises(errors.UserError, match="adamw has no momentum; it has betas"):
-        make_optimizer(schema.TrainSettings(optimizer_options={"momentum": 0.9}))
+        make_optimizer(TrainSettings(optimizer_options={"momentum": 0.9}))
 
 
 def test_squared_norms_are_added_in_the_same_order_on_a_gpu() -> None:

@@ -20,7 +20,7 @@ import pytest
 
 import train as script
 from lib.config import load
-from lib.config.schema import DataSettings
+from lib.config.settings import DataSettings
 from lib.data import hub, sources
 from lib.data.batch import MicroBatches
 from lib.data.dataset import load_dataset

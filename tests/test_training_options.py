@@ -12,8 +12,8 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import load_adapters, load_model
 
-from lib.config import load, schema
-from lib.config.schema import TrainSettings
+from lib.config import load
+from lib.config.settings import ModelSettings, TrainSettings
 from lib.data.batch import Batch, collate
 from lib.data.dataset import load_dataset
 from lib.data.tokenizer import vocabulary
@@ -32,7 +32,7 @@ from tests.test_step import build, examples, means_of, reference_logps, results_
 # ---- Ranks, scales and layers
 
 
-def trained(path: Path, *words: str, seed: int = 3, **changes: Any) -> tuple[nn.Module, schema.ModelSettings]:
+def trained(path: Path, *words: str, seed: int = 3, **changes: Any) -> tuple[nn.Module, ModelSettings]:
     """A stored model with adapters that are not zero."""
     settings = load.load(None, [f"model.path={path}", "data.train=-", *words]).model
     model = models.load(settings, seed)

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 
 from lib import errors
 from lib.config import load
-from lib.config.schema import Config, DataSettings, TrainSettings
+from lib.config.settings import Config, DataSettings, TrainSettings
 from lib.data.batch import MicroBatches, collate
 from lib.data.dataset import Dataset, Example, load_dataset, partners, with_mismatched
 from lib.data.streaming import StreamedDataset, open_training

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lib.config.schema import Config
+from lib.config.settings import Config
 from lib.distributed.world import start
 from lib.errors import UserError
 from lib.evaluate import batch_inference, judges, model_judge, win_rate

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.base import create_causal_mask
 
-from lib.config import schema
-from lib.config.schema import DataSettings
+from lib.config.settings import DataSettings, ModelSettings
 from lib.data import tokenizer as tokenizer_module
 from lib.data.batch import collate
 from lib.data.dataset import Example
@@ -121,7 +120,7 @@ def test_memory_grows_with_the_length_and_not_with_its_square(tmp_path: Path, sh
 
 
 def test_answers_and_scores_of_a_trained_model_look_back_as_far() -> None:
-    settings = schema.ModelSettings(path=QUICKSTART, attention_window=6)
+    settings = ModelSettings(path=QUICKSTART, attention_window=6)
     model, tokenizer = load_module.load(settings, 0), tokenizer_module.load_tokenizer_of(settings)
     prompts = [tokenizer.encode(text) for text in ("Add 797 and 370.", "Add 12 and 5 and then some more of it.")]
     texts = answers.greedy(model, tokenizer, prompts, 12, World())
@@ -134,9 +133,9 @@ def test_answers_and_scores_of_a_trained_model_look_back_as_far() -> None:
                 ids.pop()
                 break
         assert text == tokenizer.decode(ids[len(prompt) :])
-    wide = load_module.load(schema.ModelSettings(path=QUICKSTART), 0)
+    wide = load_module.load(ModelSettings(path=QUICKSTART), 0)
     assert texts != answers.greedy(wide, tokenizer, prompts, 12, World())
-    assert load_module.fingerprint(settings, 0) != load_module.fingerprint(schema.ModelSettings(path=QUICKSTART), 0)
+    assert load_module.fingerprint(settings, 0) != load_module.fingerprint(ModelSettings(path=QUICKSTART), 0)
 
 
 def test_models_that_cannot_are_refused_in_a_line(tmp_path: Path) -> None:
@@ -148,7 +147,7 @@ def test_models_that_cannot_are_refused_in_a_line(tmp_path: Path) -> None:
     recurrent = {"state_size": 4, "conv_kernel": 2, "use_bias": False, "use_conv_bias": True, "time_step_rank": 2}
     path = model_folder(tmp_path / "mamba", model_type="mamba", **recurrent)
     with pytest.raises(UserError, match=r"keep a \w+, not keys and values; leave it out"):
-        load_module.load(schema.ModelSettings(path=str(path), random_init=True, attention_window=4), 0)
+        load_module.load(ModelSettings(path=str(path), random_init=True, attention_window=4), 0)
 
 
 def test_a_run_trains_and_evaluates_with_a_window(tmp_path: Path) -> None:

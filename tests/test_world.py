@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import train as script
-from lib.config import load, schema
+from lib.config import load
+from lib.config.settings import ModelSettings
 from lib.distributed import heartbeat
 from lib.distributed import world as worlds
 from lib.distributed.world import World
@@ -119,7 +120,7 @@ def test_ranks_with_other_files_than_rank_0_stop_together(world: World, folder: 
             tiny.write_jsonl(folder / name, tiny.pairs(300, seed=5))
         for seed in (0, 1):
             path = tiny.model_folder(folder / f"model.reference{seed}")
-            models.load(schema.ModelSettings(path=str(path), random_init=True), seed).save_weights(
+            models.load(ModelSettings(path=str(path), random_init=True), seed).save_weights(
                 str(path / "model.safetensors")
             )
     world.gather_text("written")

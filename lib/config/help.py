@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 
-from lib.config.schema import Config
+from lib.config.settings import Config
 
 
 class Setting(NamedTuple):
-    """One setting, as its definition in lib/config/schema.py says."""
+    """One setting, as its definition in lib/config/settings.py says."""
 
     key: str  # dotted
     annotation: Any  # its type, without limits

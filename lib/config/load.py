@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 from lib.config import hints, read_file
 from lib.config.help import accepts, known_settings, setting_types, type_parts
 from lib.config.plain_yaml import PlainLoader
-from lib.config.schema import Config, TrainSettings
+from lib.config.settings import Config, TrainSettings
 from lib.errors import UserError
 
 # What a resumed run may change: how it is spread, watched and ended, never what it has been learning.

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from lib.config import command_line, help, load, read_file
-from lib.config.schema import Config
+from lib.config.settings import Config
 from lib.errors import UserError
 
 QUICKSTART = "configs/quickstart.yaml"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lib.config.schema import Config
-from lib.config.section import Section
+from lib.config.settings import Config, Section
 
 
 def without_effect(config: Config, strategy: str, ranks: int) -> list[str]:

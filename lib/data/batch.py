@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lib.config.schema import Config
+from lib.config.settings import Config
 from lib.data.dataset import Dataset, Example, Sized
 from lib.data.order import epoch_order, micro_batches
 from lib.data.prompts import Prompts

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 import jinja2
 
 from lib.config import read_file
-from lib.config.schema import DataSettings
+from lib.config.settings import DataSettings
 from lib.data.record_formats import JSON, Chat, Message, Unusable
 from lib.data.tokenizer import TextTokens, Tokenizer
 from lib.errors import UserError

@@ -17,7 +17,7 @@ from typing import NamedTuple, Unpack
 
 import numpy as np
 
-from lib.config.schema import DataSettings
+from lib.config.settings import DataSettings
 from lib.data import formats, record_files, sources
 from lib.data.chat import Encoded
 from lib.data.record_formats import JSON, Chat, Plain, RecordKind, Tokens, Unusable, Unwanted

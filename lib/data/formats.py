@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from lib.config.schema import DataSettings
+from lib.config.settings import DataSettings
 from lib.data.record_formats import (
     JSON,
     VOCABULARY,

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lib.config.schema import DataSettings
+from lib.config.settings import DataSettings
 from lib.data import record_files, sources
 from lib.data.dataset import Dataset, Example, Pieces, pack
 from lib.data.record_formats import JSON, Unusable, name_of_type

@@ -26,7 +26,7 @@ from typing_extensions import TypedDict  # which pydantic reads on Python 3.11
 
 from lib.config import read_file
 from lib.config.plain_yaml import front_matter
-from lib.config.schema import DataSettings
+from lib.config.settings import DataSettings
 from lib.data import record_files
 from lib.data.record_files import read_parquet
 from lib.data.record_formats import JSON, LINE_BYTES, Unusable

@@ -23,7 +23,7 @@ import numpy as np
 from rich.text import Text
 
 from lib.config import command_line, help, load
-from lib.config.schema import Config, DataSettings
+from lib.config.settings import Config, DataSettings
 from lib.data import sources
 from lib.data.chat import OPENED_THINKING, ChatTemplate, Conversation
 from lib.data.dataset import Example, Pieces, Record, parse_record, tokenised

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lib.config.rollout_settings import RolloutSettings
-from lib.config.schema import Config, DataSettings
+from lib.config.settings import Config, DataSettings, RolloutSettings
 from lib.data import record_files, sources
 from lib.data import tokenizer as tokenizer_module
 from lib.data.chat import Encoded

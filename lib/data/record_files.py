@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from lib.config import read_file
-from lib.config.schema import DataSettings
+from lib.config.settings import DataSettings
 from lib.data.formats import columns_read
 from lib.data.record_formats import ANSWER, JSON, LINE_BYTES, TOKEN_COLUMNS, Columns, RecordKind, Unusable, name_of_type
 from lib.errors import UserError

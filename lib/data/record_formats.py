@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypedDict, cast
 
-from lib.config.schema import DataSettings
+from lib.config.settings import DataSettings
 
 RecordKind = Literal["preference", "unpaired", "sft", "prompt", "group"]
 JSON = dict[str, Any]

@@ -29,7 +29,7 @@ from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict  # which pydantic reads on Python 3.11
 
 from lib.config import read_file
-from lib.config.schema import DataSettings
+from lib.config.settings import DataSettings
 from lib.data import formats, hub, record_files
 from lib.data.record_formats import JSON, Chat, Columns, Message, Plain, RecordKind, Tokens, Unusable
 from lib.errors import UserError

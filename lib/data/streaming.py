@@ -15,7 +15,7 @@ from typing import Unpack
 
 import numpy as np
 
-from lib.config.schema import DataSettings
+from lib.config.settings import DataSettings
 from lib.data import record_files, sources
 from lib.data.dataset import (
     Dataset,

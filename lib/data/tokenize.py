@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
 
-from lib.config.schema import DataSettings
+from lib.config.settings import DataSettings
 from lib.data.chat import ChatTemplate, ChatTokens, Encoded, ended
 from lib.data.record_formats import Chat, Message, Plain, Tokens, Unusable
 from lib.data.tokenizer import SPECIMEN, TextTokens, Tokenizer

@@ -14,7 +14,7 @@ from typing import Any, NotRequired, Protocol, TypedDict
 
 from mlx_lm.utils import load_tokenizer
 
-from lib.config import schema
+from lib.config.settings import ModelSettings
 from lib.data.record_formats import JSON, VOCABULARY, StampedTokens, Unusable
 from lib.errors import UserError, shown
 from lib.system.model_folder import end_ids, resolve, why_unreadable
@@ -247,7 +247,7 @@ SPECIMEN = "The quick brown fox jumps over 13 lazy dogs. Ünïcödé, 漢字, к
 NEAR = 400
 
 
-def load_tokenizer_of(settings: schema.ModelSettings) -> Tokenizer | None:
+def load_tokenizer_of(settings: ModelSettings) -> Tokenizer | None:
     """mlx-lm's tokenizer of the model's folder, or None where there is none.
 
     Raises:
@@ -284,7 +284,7 @@ def _as_text(record: logging.LogRecord) -> bool:
     return True
 
 
-def vocabulary(settings: schema.ModelSettings) -> Vocabulary:
+def vocabulary(settings: ModelSettings) -> Vocabulary:
     """From the model's config.json; of several eos_token_ids the first."""
     stored = stored_config(settings)
     text = {**stored, **(stored.get("text_config") or {})}  # models that also see pictures keep these one level down
@@ -295,7 +295,7 @@ def vocabulary(settings: schema.ModelSettings) -> Vocabulary:
     }
 
 
-def stored_config(settings: schema.ModelSettings) -> JSON:
+def stored_config(settings: ModelSettings) -> JSON:
     """The model's config.json."""
     stored: JSON = json.loads((resolve(settings.path, settings.revision) / "config.json").read_text(encoding="utf-8"))
     return stored

@@ -13,7 +13,7 @@ import mlx.nn as nn
 import numpy as np
 
 from lib.config import load as config
-from lib.config.schema import Config
+from lib.config.settings import Config
 from lib.data.groups import load_groups
 from lib.data.streaming import open_held_out, open_training
 from lib.data.tokenize import Encoder

@@ -14,7 +14,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
-from lib.config import read_file, schema
+from lib.config import read_file
+from lib.config.settings import ModelSettings
 from lib.errors import UserError
 from lib.model.adapter_layers import AdapterLayer, is_uniform, scale_of
 from lib.system import files
@@ -45,7 +46,7 @@ def digest(arrays: dict[str, mx.array]) -> str:
 
 def save_trained(
     model: nn.Module,
-    settings: schema.ModelSettings,
+    settings: ModelSettings,
     folder: Path,
     shapes: Described | None = None,
     arrays: Iterable[tuple[str, mx.array]] = (),
@@ -234,7 +235,7 @@ def misfit(wanted: Described, found: Described) -> str | None:
     return None
 
 
-def adapter_layers_of(settings: schema.ModelSettings, shapes: Described) -> dict[str, AdapterLayer]:
+def adapter_layers_of(settings: ModelSettings, shapes: Described) -> dict[str, AdapterLayer]:
     """The layers with adapters, by name: of a stack of several, its rank."""
     ranks = {
         name.removesuffix(".lora_a"): shape[rank_axis(name, len(shape))]
@@ -258,7 +259,7 @@ def shape_without_rank(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def adapter_config(
-    settings: schema.ModelSettings, shapes: Described, block_count: int, is_padded: bool = False
+    settings: ModelSettings, shapes: Described, block_count: int, is_padded: bool = False
 ) -> dict[str, Any]:
     """adapter_config.json, as mlx-lm reads it.
 

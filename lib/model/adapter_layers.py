@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
-from lib.config.schema import ModelSettings
+from lib.config.settings import ModelSettings
 from lib.errors import UserError
 
 Value = TypeVar("Value")

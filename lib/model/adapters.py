@@ -12,7 +12,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from lib.config import read_file, schema
+from lib.config import read_file
+from lib.config.settings import ModelSettings
 from lib.errors import UserError
 from lib.model import peft_adapters
 from lib.model.adapter_files import adapter_config, adapter_layers_of, described, load_trained, trainable
@@ -28,7 +29,7 @@ LINEARS = (nn.Linear, nn.QuantizedLinear)
 ADAPTABLE = (*LINEARS, SwitchLinear, QuantizedSwitchLinear, *EMBEDDINGS)  # by mlx-lm
 
 
-def make_trainable(model: nn.Module, settings: schema.ModelSettings, seed: int) -> None:
+def make_trainable(model: nn.Module, settings: ModelSettings, seed: int) -> None:
     """Freezes the model and gives it adapters drawn from `seed`, or unfreezes its blocks for full training.
 
     What is trained is float32 whatever the model's type: an update of 1e-5 of a weight would vanish in bfloat16.
@@ -76,7 +77,7 @@ def make_trainable(model: nn.Module, settings: schema.ModelSettings, seed: int) 
         checkpoint_blocks(model)
 
 
-def chosen_layers(model: nn.Module, settings: schema.ModelSettings) -> list[str]:
+def chosen_layers(model: nn.Module, settings: ModelSettings) -> list[str]:
     """The layers that get adapters, in the order of the model's blocks, what is outside of them last.
 
     Raises:
@@ -115,7 +116,7 @@ def _outside_blocks(model: nn.Module, path: str) -> list[str]:
     return sorted(found)
 
 
-def _add_adapters(model: nn.Module, settings: schema.ModelSettings, layers: Sequence[str]) -> None:
+def _add_adapters(model: nn.Module, settings: ModelSettings, layers: Sequence[str]) -> None:
     """Gives layers mlx-lm's adapters, drawn from MLX's random state."""
     grouped = groups(settings, layers)
     for (rank, scale), names in grouped.items():
@@ -127,7 +128,7 @@ def _add_adapters(model: nn.Module, settings: schema.ModelSettings, layers: Sequ
         linear_to_lora_layers(model, count, options, use_dora=settings.method == "dora")
 
 
-def load_adapter(model: nn.Module, settings: schema.ModelSettings) -> None:
+def load_adapter(model: nn.Module, settings: ModelSettings) -> None:
     """Reads model.adapter, of mlx-lm's layout or PEFT's, into a model with such adapters.
 
     Raises:

@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 
-from lib.config import schema
+from lib.config.settings import ModelSettings
 from lib.errors import UserError
 from lib.model.adapters import make_trainable
 from lib.model.layout import layout_of
@@ -28,7 +28,7 @@ FOREIGN = (
 )
 
 
-def load(settings: schema.ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
+def load(settings: ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
     """The model as stored, or drawn from `seed` with model.random_init, in model.dtype, in evaluation mode.
 
     Raises:
@@ -77,7 +77,7 @@ def _foreign_quantisation(folder: Path) -> str | None:
     return method if method in ("bitsandbytes", "gptq", "awq") else None
 
 
-def table_sizes(settings: schema.ModelSettings) -> TableSizes:
+def table_sizes(settings: ModelSettings) -> TableSizes:
     """The sizes of a model's tables; its weights stay where they are.
 
     Raises:
@@ -89,7 +89,7 @@ def table_sizes(settings: schema.ModelSettings) -> TableSizes:
 
 
 @functools.lru_cache(8)
-def _table_sizes(settings: schema.ModelSettings, files: tuple[tuple[int, int], ...]) -> TableSizes:
+def _table_sizes(settings: ModelSettings, files: tuple[tuple[int, int], ...]) -> TableSizes:
     """`table_sizes`, loaded once; files: as they are now."""
     return bounded(load(settings, 0, lazy=True))
 
@@ -117,7 +117,7 @@ def _narrow(model: nn.Module, window: int, path: str) -> None:
     model.make_cache = lambda: [RotatingKVCache(max_size=size) for size in sizes]
 
 
-def load_reference(settings: schema.ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
+def load_reference(settings: ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
     """The frozen model that the policy is compared with: another one, or the policy as training starts.
 
     Raises:
@@ -131,12 +131,12 @@ def load_reference(settings: schema.ModelSettings, seed: int, lazy: bool = False
     return model
 
 
-def reference_fingerprint(settings: schema.ModelSettings, seed: int) -> str:
+def reference_fingerprint(settings: ModelSettings, seed: int) -> str:
     """`fingerprint` of what `load_reference` loads."""
     return fingerprint(reference_settings(settings), seed)
 
 
-def reference_settings(settings: schema.ModelSettings) -> schema.ModelSettings:
+def reference_settings(settings: ModelSettings) -> ModelSettings:
     """The settings of the reference model, as those of a policy."""
     if settings.reference == "initial":
         return settings
@@ -147,7 +147,7 @@ def reference_settings(settings: schema.ModelSettings) -> schema.ModelSettings:
 
 
 @functools.cache  # hashing many gigabytes takes a while
-def fingerprint(settings: schema.ModelSettings, seed: int) -> str:
+def fingerprint(settings: ModelSettings, seed: int) -> str:
     """A digest of everything that the model's outputs depend on before training: files, seed, dtype and adapter."""
     folder = resolve(settings.path, settings.revision)
     window = "" if settings.attention_window is None else f" window {settings.attention_window}"

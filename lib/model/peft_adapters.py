@@ -22,7 +22,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from pydantic import BaseModel, Field, ValidationError
 
-from lib.config import read_file, schema
+from lib.config import read_file
+from lib.config.settings import ModelSettings
 from lib.errors import UserError
 from lib.model.adapter_files import adapter_layers_of, described, fitted, trainable
 from lib.model.adapter_layers import AdapterLayer, first_match
@@ -280,7 +281,7 @@ def _layer(theirs: str, lora_a: mx.array, config: Mapping[str, Any], where: str)
 # ---- A start from PEFT's
 
 
-def load(model: nn.Module, folder: Path, settings: schema.ModelSettings) -> None:
+def load(model: nn.Module, folder: Path, settings: ModelSettings) -> None:
     """Reads a PEFT adapter into a model with adapters of the same ranks and scales in the same layers.
 
     Raises:
@@ -383,7 +384,7 @@ def _words_for_layers(layers: Iterable[str], model: nn.Module) -> list[str]:
     return [f"model.keys={_list(sorted(of_blocks[0] | outside))}", f"model.blocks={blocks}"]
 
 
-def _words_for_scales(adapter: PeftAdapter, settings: schema.ModelSettings) -> list[str]:
+def _words_for_scales(adapter: PeftAdapter, settings: ModelSettings) -> list[str]:
     """The settings that give every layer its rank and scale: one for all, or each layer's name as a pattern."""
     kinds = set(adapter.layers.values())
     if len(kinds) == 1 and settings.alpha is None:

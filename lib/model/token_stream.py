@@ -20,7 +20,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models import base
 
-from lib.config.schema import DataSettings
+from lib.config.settings import DataSettings
 from lib.model.layout import backbone_of, block_list_of, embedding_of, layout_of
 from lib.model.patches import attend_by_cache
 from lib.model.quantised import device

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypedDict
 
-from lib.config.schema import CostSettings
+from lib.config.settings import CostSettings
 
 
 class HostCost(TypedDict):

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from lib.config import read_file
-from lib.config.schema import Config, MetalSettings
+from lib.config.settings import Config, MetalSettings
 from lib.data.dataset import Dataset
 from lib.data.prompts import Prompts
 from lib.data.streaming import StreamedDataset

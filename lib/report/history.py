@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from lib.config.schema import CostSettings
+from lib.config.settings import CostSettings
 from lib.plan.calibration import BatchCurve
 from lib.plan.cost import RunCost, hosts_cost
 from lib.system.records import PlanRecord, Record, SettingsRecord, Tail

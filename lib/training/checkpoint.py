@@ -32,7 +32,7 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # which pydantic reads on Python 3.11
 
 from lib.config import read_file
-from lib.config.schema import ModelSettings
+from lib.config.settings import ModelSettings
 from lib.data.order import Position
 from lib.distributed.compression import Arrays
 from lib.distributed.world import Described, World

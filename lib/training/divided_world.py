@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from lib.config.schema import Config
+from lib.config.settings import Config
 from lib.data import tokenizer
 from lib.distributed import heartbeat
 from lib.distributed.links import Links, links_of

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from lib.config.train_settings import TrainSettings
+from lib.config.settings import TrainSettings
 
 STD_FLOOR = 1e-4  # is added to a group's deviation, so that rewards that are almost equal give small advantages
 # Nats. exp(89) is infinite in float32, and infinity times an advantage of 0 no number. verl has this limit, too.

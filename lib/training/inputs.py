@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import mlx.nn as nn
 from rich.text import Text
 
-from lib.config.schema import Config, ModelSettings
+from lib.config.settings import Config, ModelSettings
 from lib.data import tokenizer
 from lib.data.dataset import Dataset
 from lib.data.groups import load_groups

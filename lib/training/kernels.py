@@ -29,7 +29,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
-from lib.config.schema import Config, ModelSettings, TrainSettings
+from lib.config.settings import Config, ModelSettings, TrainSettings
 from lib.data.batch import Batch, collate_trained
 from lib.data.dataset import Dataset, Example
 from lib.distributed.world import World

@@ -27,7 +27,7 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_unflatten
 
-from lib.config.schema import Config, IndependentSettings, ModelSettings, SyncSettings
+from lib.config.settings import Config, IndependentSettings, ModelSettings, SyncSettings
 from lib.data.order import Position, divide_rows, epoch_order, global_batch
 from lib.distributed import compression
 from lib.distributed.compression import Arrays, decode, encode

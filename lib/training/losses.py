@@ -16,7 +16,7 @@ from typing import get_args
 
 import mlx.core as mx
 
-from lib.config.train_settings import REFERENCE_FREE_LOSSES, Loss, PreferenceLoss, TrainSettings, UnpairedLoss
+from lib.config.settings import REFERENCE_FREE_LOSSES, Loss, PreferenceLoss, TrainSettings, UnpairedLoss
 
 PREFERENCE_LOSSES: tuple[PreferenceLoss, ...] = get_args(PreferenceLoss)
 UNPAIRED_LOSSES: tuple[UnpairedLoss, ...] = get_args(UnpairedLoss)

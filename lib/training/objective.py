@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from lib.config.train_settings import TrainSettings
+from lib.config.settings import TrainSettings
 from lib.data.batch import Batch
 from lib.model.logps import completion_logps, completion_logps_and_weights, completion_token_logps
 from lib.model.token_stream import StreamInputs

@@ -12,7 +12,7 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_merge, tree_unflatten
 
-from lib.config.schema import TrainSettings
+from lib.config.settings import TrainSettings
 from lib.distributed.world import buckets
 from lib.errors import UserError
 

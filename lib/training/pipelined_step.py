@@ -17,7 +17,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
-from lib.config.schema import SyncSettings, TrainSettings
+from lib.config.settings import SyncSettings, TrainSettings
 from lib.data.batch import Batch
 from lib.distributed import compression, heartbeat
 from lib.distributed.links import Links

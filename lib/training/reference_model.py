@@ -15,7 +15,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_unflatten
 
-from lib.config.schema import Config, DataSettings
+from lib.config.settings import Config, DataSettings
 from lib.data.batch import collate
 from lib.data.dataset import Dataset
 from lib.data.order import micro_batches, split

@@ -14,7 +14,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_unflatten
 
 from lib.config.load import dump
-from lib.config.schema import Config
+from lib.config.settings import Config
 from lib.distributed.compression import Arrays
 from lib.distributed.world import World
 from lib.errors import AgreedError

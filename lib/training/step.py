@@ -17,7 +17,7 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_map
 
-from lib.config.schema import SyncSettings, TrainSettings
+from lib.config.settings import SyncSettings, TrainSettings
 from lib.data.batch import Batch
 from lib.distributed import compression as exchange
 from lib.distributed.world import World

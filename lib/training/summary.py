@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
-from lib.config.schema import Config
+from lib.config.settings import Config
 from lib.plan.cost import RunCost, hosts_cost
 from lib.plan.plan import ClusterPlan
 from lib.training.checkpoint import Progress

@@ -13,7 +13,7 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from lib.config.schema import TrainSettings
+from lib.config.settings import TrainSettings
 from lib.training.optimizers import LazyState, apply_gradients, evaluate_in_turn
 
 Tree = Mapping[str, Any]  # MLX's tree of arrays: by name, nested
