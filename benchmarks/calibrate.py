@@ -52,6 +52,9 @@ START_SECONDS = 120.0  # a probe's limit beyond its measuring: imports, loading 
 PAST_THE_KNEE = 0.97  # of the best rate: two sizes in a row below it end the climb
 GIVE_UP = 2  # points lost in a row
 ROUNDS, QUICK_ROUNDS = 7, 5  # of all sizes
+UNSTEADY = 0.2  # of a point's time, its spread between rounds: beyond it the point is measured again
+DIP = 1.3  # pairs/s of smaller and of larger sizes over a point's own: beyond it the point was disturbed
+FALLING_TIME = 1.15  # the same for a time that is longer than that of more pairs
 DEPTHS_SECONDS = 4.0  # of measuring steps of few and of all blocks
 ROWS = 64  # of the data's, whose lengths are measured with
 LAUNCHERS = ("OMPI_", "PMIX_", "PRTE_", "MLX_RANK", "MLX_HOSTFILE", "MLX_WORLD", "MLX_IBV", "MLX_JACCL", "NCCL_")
@@ -193,6 +196,39 @@ def climb(
     return found
 
 
+def doubtful_points(points: Sequence[BatchPoint]) -> dict[int, str]:
+    """{batch size: why} of points that were disturbed when they were measured.
+
+    Pairs/s rise, and may fall beyond the knee; they do not fall and rise again. More pairs take no less time. The point
+    that is furthest off is taken out first: beside it its neighbours may look wrong as well.
+    """
+    reasons = {}
+    for point in points:
+        spread = point.seconds_spread / point.seconds_median
+        if spread > UNSTEADY:
+            reasons[point.batch_size] = f"times of {point.batch_size} pairs differ by {spread:.0%} between rounds"
+    good = [point for point in points if point.batch_size not in reasons]
+    while len(good) > 2:
+        excess: dict[int, float] = {}
+        for index, point in enumerate(good):
+            before, after = good[:index], good[index + 1 :]
+            if before and after:
+                beside = min(max(one.pairs_per_second for one in side) for side in (before, after))
+                excess[index] = beside / point.pairs_per_second / DIP
+            slower = sum(one.seconds_median > FALLING_TIME * point.seconds_median for one in before)
+            slower += sum(point.seconds_median > FALLING_TIME * one.seconds_median for one in after)
+            if slower:
+                excess[index] = max(excess.get(index, 0.0), float(slower) + 1)
+        worst = max(excess, key=lambda index: excess[index])
+        if excess[worst] <= 1:
+            break
+        point = good.pop(worst)
+        reasons[point.batch_size] = (
+            f"{point.pairs_per_second:.4g} pairs/s at {point.batch_size} pairs break the shape of the curve"
+        )
+    return reasons
+
+
 def measure_in_rounds(prober: Prober, found: Measured, count: int, row: dict[str, Any]) -> str | None:
     """All sizes in rounds; then again, beside their neighbours, those that break the curve's shape. Returns a fault."""
     sizes = sorted(found.answers)
@@ -202,7 +238,7 @@ def measure_in_rounds(prober: Prober, found: Measured, count: int, row: dict[str
             return answer
         for size, seconds in answer["rounds"].items():
             found.rounds.setdefault(int(size), []).extend(seconds)
-        doubtful = calibration.doubtful_points(found.points())
+        doubtful = doubtful_points(found.points())
         if not doubtful or time.monotonic() > prober.deadline:
             break
         known = sorted(found.answers)
@@ -339,7 +375,7 @@ def measure_host(
     for some in rows:
         wanted = key.at_length(some.sequence_length)
         curve = curves.get(wanted)
-        is_good = curve is not None and (options.quick or not curve.quick) and not calibration.sound_curve(curve)[1]
+        is_good = curve is not None and (options.quick or not curve.quick) and not doubtful_points(curve.points)
         if not (is_good and is_fresh(curve)):
             curves[wanted] = measure_curve(prober, wanted, some, limit, options)
     rates = {}
@@ -406,7 +442,7 @@ def show(host: HostCalibration, curve: BatchCurve) -> None:
         figures = [f"{point.seconds_median:.4f}", f"{point.seconds_spread:.4f}", f"{point.pairs_per_second:.1f}"]
         table.add_row(str(point.batch_size), *figures, f"{(point.peak_memory_bytes or 0) / 1e9:.2f}", remark)
     Console(width=120).print(table)
-    for remark in calibration.sound_curve(curve)[1]:
+    for remark in doubtful_points(curve.points).values():
         warn(f"{host.machine.host}: {remark}; is something else running there? Measure again when it is idle")
 
 

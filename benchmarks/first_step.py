@@ -28,7 +28,7 @@ from lib import environment
 
 environment.enter()
 
-from benchmarks.decide import dense  # noqa: E402
+from benchmarks.gpus import dense  # noqa: E402
 
 from lib.system.records import read_records  # noqa: E402
 

@@ -8,7 +8,7 @@
 LoRA-DPO in bfloat16 of random weights, pairs of three times --tokens tokens, --batch of them a step, in the micro-batches of
 --sizes. Each run is train.py's own; figures are medians of its steps, without the first ones. `times one` compares with the
 fastest run of one GPU, whatever its micro-batches. With --limit-gb each run may hold so much memory (plan.memory_limit_gb).
-The bound is 1F1B played with the seconds that each GPU computed, without any message. With --calibrate the GPUs are
+The bound is the best cut's: 1F1B replayed with the seconds that each GPU took for a block and for the head, without any message. With --calibrate the GPUs are
 measured before (benchmarks/calibrate.py --quick), and predicted is what the plan made of that, over what the median step
 took. The last line is one JSON object.
 """
@@ -40,6 +40,14 @@ from rich.table import Table  # noqa: E402
 
 from lib.plan.cuts import Hop, depths, step_seconds  # noqa: E402
 from lib.system.records import read_records  # noqa: E402
+
+
+def dense(hidden: int, blocks: int, heads: int, columns: int, vocabulary: int, **more: Any) -> dict[str, Any]:
+    """A Llama's config.json."""
+    sizes = {"hidden_size": hidden, "num_hidden_layers": blocks, "num_attention_heads": heads}
+    common = {"tie_word_embeddings": False, "torch_dtype": "bfloat16", "num_key_value_heads": 8, "head_dim": 128}
+    return {**sizes, "intermediate_size": columns, "vocab_size": vocabulary, "model_type": "llama", **common, **more}
+
 
 MODELS = {
     "tiny": dense(64, 4, 8, 128, 512, head_dim=8),
@@ -124,11 +132,39 @@ def row_of(folder: Path, model: str, strategy: str, size: int, options: argparse
         row["predicted_of_measured"] = predicted / seconds
     if strategy == "pipelined":
         micro_batches = -(-options.batch // size)
-        halves = [compute / micro_batches / 2 for compute in row["compute_seconds"]]
-        bound = step_seconds(halves, halves, [Hop()] * (ranks - 1), depths(ranks), micro_batches)
-        row |= {"bound_seconds": bound, "of_bound": bound / seconds}
         row["blocks"] = [stage["blocks"] for stage in plan["stages"]]
+        bound = best_bound(row["blocks"], row["compute_seconds"], micro_batches)
+        row |= {"bound_seconds": bound, "of_bound": bound / seconds}
     return row
+
+
+def best_bound(blocks: Sequence[int], compute_seconds: Sequence[float], micro_batches: int) -> float:
+    """The shortest step of any cut, without messages, from what each rank's blocks took in this one.
+
+    The last rank's head takes what its time is beyond its blocks at the median rank's pace.
+    """
+    ranks, total = len(blocks), sum(blocks)
+    paces = [seconds / count / micro_batches for seconds, count in zip(compute_seconds, blocks, strict=True)]
+    if ranks > 1:
+        paces[-1] = min(paces[-1], statistics.median(paces[:-1]))
+    head = max(0.0, compute_seconds[-1] / micro_batches - paces[-1] * blocks[-1])
+
+    def seconds_of(cut: Sequence[int]) -> float:
+        halves = [pace * count / 2 for pace, count in zip(paces, cut, strict=True)]
+        halves[-1] += head / 2
+        return step_seconds(halves, halves, [Hop()] * (ranks - 1), depths(ranks), micro_batches)
+
+    best = list(blocks)
+    while True:  # a block from one rank to another, as long as that is shorter
+        moves = [
+            [n + (r == to) - (r == source) for r, n in enumerate(best)]
+            for source in range(ranks)
+            for to in range(ranks)
+        ]
+        shortest = min((move for move in moves if min(move) > 0 and sum(move) == total), key=seconds_of)
+        if seconds_of(shortest) >= seconds_of(best):
+            return seconds_of(best)
+        best = shortest
 
 
 def launched(folder: Path, ranks: int, script: Sequence[str], backend: str) -> str | None:

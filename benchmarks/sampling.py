@@ -38,7 +38,7 @@ mpi_and_blas.prepare()
 import mlx.core as mx  # noqa: E402
 import mlx.nn as nn  # noqa: E402
 import numpy as np  # noqa: E402
-from benchmarks.decide import dense  # noqa: E402
+from benchmarks.gpus import dense  # noqa: E402
 from mlx_lm.generate import BatchGenerator  # noqa: E402
 from mlx_lm.sample_utils import make_sampler  # noqa: E402
 from rich.console import Console  # noqa: E402

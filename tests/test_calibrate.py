@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import calibrate, links
 from lib.errors import UserError
-from lib.plan.calibration import HardwareCalibrator, Transfer, read_calibration
+from lib.plan.calibration import BatchCurve, HardwareCalibrator, Transfer, read_calibration
 from lib.system import hardware
 from tests import tiny
 
@@ -109,6 +109,21 @@ def test_only_what_is_stale_is_measured_again(run: Run, monkeypatch: pytest.Monk
     assert run("--quick")[2] == []
     monkeypatch.setattr(hardware, "versions", lambda: {"mlx": "99"})
     assert len(run("--quick")[2]) == 9
+
+
+SHAPES = {
+    "rising": {1: 10.0, 2: 18.0, 4: 30.0, 8: 42.0, 16: 48.0},
+    "knee": {1: 10.0, 2: 19.0, 4: 34.0, 8: 36.0, 16: 31.0},
+    "flat": dict.fromkeys((1, 2, 4, 8, 16), 20.0),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_point_that_breaks_the_shape_is_found(shape: str, size: int) -> None:
+    assert not calibrate.doubtful_points(BatchCurve.from_rates(SHAPES[shape]).points)
+    bad = BatchCurve.from_rates({**SHAPES[shape], size: SHAPES[shape][size] / 3})
+    assert list(calibrate.doubtful_points(bad.points)) == [size]
 
 
 def test_a_disturbed_point_is_measured_again(run: Run) -> None:

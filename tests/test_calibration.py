@@ -17,12 +17,9 @@ from lib.plan.calibration import (
     HostCalibration,
     calibration_path,
     curve_key,
-    doubtful_points,
     is_fresh,
     read_calibration,
     read_published,
-    sound_calibration,
-    sound_curve,
     stale_versions,
     time_now,
     write_calibration,
@@ -179,46 +176,6 @@ def test_other_versions_are_a_warning() -> None:
     assert stale_versions(["a"], curves, {"mlx": "0.40"}) == (
         "calibration of a was made with mlx 0.32.4 (now 0.40); run make calibrate there",
     )
-
-
-# ---- Plausible figures
-
-SHAPES = {
-    "rising": {1: 10.0, 2: 18.0, 4: 30.0, 8: 42.0, 16: 48.0},
-    "knee": {1: 10.0, 2: 19.0, 4: 34.0, 8: 36.0, 16: 31.0},
-    "flat": dict.fromkeys((1, 2, 4, 8, 16), 20.0),
-}
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_a_disturbed_point_is_replaced(shape: str, size: int) -> None:
-    good = BatchCurve.from_rates(SHAPES[shape])
-    assert sound_curve(good) == (good, [])
-    bad = BatchCurve.from_rates({**SHAPES[shape], size: SHAPES[shape][size] / 3})
-    assert size in doubtful_points(bad.points)
-    sound, remarks = sound_curve(bad)
-    assert sound is not None and f"at {size} pairs" in remarks[0]
-    at = next(point for point in sound.points if point.batch_size == size)
-    assert at.pairs_per_second == pytest.approx(SHAPES[shape][size], rel=0.35)
-
-
-def test_unsteady_times_and_impossible_links_are_not_used() -> None:
-    points = [{"batch_size": b, "seconds_median": b / 10, "seconds_spread": b / 20} for b in (1, 2)]
-    host = calibration("a", KEY).model_dump()
-    host["curves"] = [{"points": points}]
-    link = {"backend": "ring", "latency_seconds": 1e-4, "bandwidth_bytes_per_second": 1e13}
-    host["links"] = [link, {**link, "bandwidth_bytes_per_second": 1e9}]
-    sound, remarks = sound_calibration(HostCalibration.model_validate(host))
-    assert not sound.curves and len(sound.links) == 1 and len(remarks) == 2
-    assert "the curve is not used; make calibrate on a measures it again" in remarks[0]
-
-
-def test_memory_does_not_fall() -> None:
-    curve = BatchCurve.from_rates({1: 10, 2: 20, 4: 40}, {1: 100, 2: 50, 4: 200})
-    sound, _ = sound_curve(curve)
-    assert sound is not None and [point.peak_memory_bytes for point in sound.points] == [100, 100, 200]
-    assert sound.peak_bytes(3) == 150 and sound.peak_bytes(7) == 300
 
 
 # ---- Keys

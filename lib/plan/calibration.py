@@ -28,10 +28,6 @@ from lib.system.hardware import Machine
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = ROOT / "calibration"
 MEMORY_HEADROOM = 0.1  # of the limit, kept free: a longer row than the probe's, fragmentation, the system's own
-UNSTEADY = 0.2  # of a point's time, its spread between rounds: beyond it the time is not used
-DIP = 1.3  # pairs/s of smaller and of larger sizes over a point's own: beyond it the point was disturbed
-FALLING_TIME = 1.15  # the same for a time that is longer than that of more pairs
-FASTEST_LINK = 5e12  # bytes a second; NVLink has 1.8e12
 LARGEST_BATCH = 2**20  # pairs: every smaller size is looked at
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -325,94 +321,6 @@ def write_calibration(path: Path, calibration: HostCalibration) -> None:
 def read_published(folder: Path = FOLDER / "published") -> dict[str, HostCalibration]:
     """Published calibrations by file name, e.g. "m4-max"."""
     return {path.stem: read_calibration(path) for path in sorted(folder.glob("[!.]*.json"))}
-
-
-# ---- Plausible figures
-
-
-def sound_calibration(calibration: HostCalibration) -> tuple[HostCalibration, tuple[str, ...]]:
-    """The calibration without implausible figures, and a line for each that was replaced or left out."""
-    remarks: list[str] = []
-    curves = []
-    for curve in calibration.curves:
-        sound, of_curve = sound_curve(curve)
-        remarks += of_curve
-        curves += [sound] if sound else []
-    links = [link for link in calibration.links if link.bandwidth_bytes_per_second <= FASTEST_LINK]
-    for link in calibration.links:
-        if link not in links:
-            speed = link.bandwidth_bytes_per_second / 1e9
-            remarks.append(f"{link.backend} {link.operation} of {speed:.3g} GB/s cannot be; the link is not used")
-    remedy = f"make calibrate on {calibration.machine.host} measures it again"
-    lines = tuple(f"calibration of {calibration.machine.host}: {remark}; {remedy}" for remark in remarks)
-    return calibration.model_copy(update={"curves": tuple(curves), "links": tuple(links)}), lines
-
-
-def sound_curve(curve: BatchCurve) -> tuple[BatchCurve | None, list[str]]:
-    """The curve with plausible times and rising memory (None with fewer than two steady points), and what was changed.
-
-    Times that vary, or break the curve's shape, are replaced by the line through the other points.
-    """
-    name = f"{curve.key}: " if curve.key else ""
-    doubtful = doubtful_points(curve.points)
-    good = [point for point in curve.points if point.batch_size not in doubtful]
-    if len(good) < 2:
-        return None, [f"{name}{'; '.join(doubtful.values())}; the curve is not used"]
-    if not doubtful:
-        return _with_rising_memory(curve), []
-    line = BatchCurve(points=tuple(good))
-    remarks, points = [], []
-    for point in curve.points:
-        if point.batch_size in doubtful:
-            seconds = float(line.seconds(np.array([point.batch_size]))[0])
-            rate = point.batch_size / seconds
-            remarks.append(f"{name}{doubtful[point.batch_size]}; planned with {rate:.4g} pairs/s")
-            point = point.model_copy(update={"seconds_median": seconds, "pairs_per_second": rate})
-        points.append(point)
-    return _with_rising_memory(curve.model_copy(update={"points": tuple(points)})), remarks
-
-
-def _with_rising_memory(curve: BatchCurve) -> BatchCurve:
-    if curve.points[0].peak_memory_bytes is None:
-        return curve
-    highest = np.maximum.accumulate([point.peak_memory_bytes or 0 for point in curve.points]).tolist()
-    points = [
-        point.model_copy(update={"peak_memory_bytes": peak}) for point, peak in zip(curve.points, highest, strict=True)
-    ]
-    return curve.model_copy(update={"points": tuple(points)})
-
-
-def doubtful_points(points: Sequence[BatchPoint]) -> dict[int, str]:
-    """{batch size: why} of points that were disturbed when they were measured.
-
-    Pairs/s rise, and may fall beyond the knee; they do not fall and rise again. More pairs take no less time. The point
-    that is furthest off is taken out first: beside it its neighbours may look wrong as well.
-    """
-    reasons = {}
-    for point in points:
-        spread = point.seconds_spread / point.seconds_median
-        if spread > UNSTEADY:
-            reasons[point.batch_size] = f"times of {point.batch_size} pairs differ by {spread:.0%} between rounds"
-    good = [point for point in points if point.batch_size not in reasons]
-    while len(good) > 2:
-        excess: dict[int, float] = {}
-        for index, point in enumerate(good):
-            before, after = good[:index], good[index + 1 :]
-            if before and after:
-                beside = min(max(one.pairs_per_second for one in side) for side in (before, after))
-                excess[index] = beside / point.pairs_per_second / DIP
-            slower = sum(one.seconds_median > FALLING_TIME * point.seconds_median for one in before)
-            slower += sum(point.seconds_median > FALLING_TIME * one.seconds_median for one in after)
-            if slower:
-                excess[index] = max(excess.get(index, 0.0), float(slower) + 1)
-        worst = max(excess, key=lambda index: excess[index])
-        if excess[worst] <= 1:
-            break
-        point = good.pop(worst)
-        reasons[point.batch_size] = (
-            f"{point.pairs_per_second:.4g} pairs/s at {point.batch_size} pairs break the shape of the curve"
-        )
-    return reasons
 
 
 # ---- Which curves to plan with

@@ -23,7 +23,6 @@ from lib.plan.calibration import (
     HostCalibration,
     Link,
     nearest_curve,
-    sound_calibration,
     stale_versions,
 )
 from lib.plan.memory import MemoryModel, largest_micro_batch
@@ -366,7 +365,7 @@ def _flat(facts: PlanFacts, rank: int, pairs_per_second: float, key: CurveKey) -
 def prepared(facts: PlanFacts) -> tuple[PlanFacts, tuple[str, ...]]:
     """The facts with calibrations as they hold while all ranks work, and warnings of each change.
 
-    Implausible figures are replaced. Curves are slower as measured, else by the number of ranks that share a machine;
+    Curves are slower as measured, else by the number of ranks that share a machine;
     HOST-0.json, ... (whose machine is not called HOST) stand as they are, and on CUDA every rank has its own GPU.
     """
     hosts: list[RankHost] = []
@@ -375,8 +374,6 @@ def prepared(facts: PlanFacts) -> tuple[PlanFacts, tuple[str, ...]]:
     for host in facts.hosts:
         calibration, limits = host.calibration, [host.memory_bytes]
         if calibration is not None:
-            calibration, remarks = sound_calibration(calibration)
-            warnings += remarks
             machine, count = calibration.machine, ranks_of[host.name]
             sharing = 1 if machine.host != host.name or machine.device == "cuda" else count
             curves = tuple(

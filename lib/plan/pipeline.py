@@ -128,15 +128,18 @@ class HostSpeeds:
         head = self.head_operations(pairs) * (1 + BACKWARD[self.facts.settings.model.method])
         return (1 - share) * whole / (whole - head), share * whole / head
 
-    def whole_curve(self, rank: int) -> BatchCurve | None:
-        """What the whole model would take on a host, had it the memory: to compare other strategies with."""
-        if not self.are_known:
-            return None
-        checkpointing = bool(self.facts.settings.model.gradient_checkpointing)
-        sizes = (1, DEFAULT_MICRO_BATCH_SIZE)
-        return BatchCurve.from_rates(
-            {size: size * self.per_second(rank, size) / self.operations(size, checkpointing) for size in sizes}
-        )
+    def whole_curves(self, turned_on: bool) -> list[BatchCurve]:
+        """What the whole model takes on each host; turned_on: gradient checkpointing. Empty where nothing is known."""
+        if self.curves:
+            return [curve.slowed(self.operations(1, turned_on) / self.operations(1, False)) for curve in self.curves]
+        checkpointing = turned_on or bool(self.facts.settings.model.gradient_checkpointing)
+        sizes = sorted({1, 2, 4, DEFAULT_MICRO_BATCH_SIZE})
+        return [
+            BatchCurve.from_rates(
+                {size: size * self.per_second(rank, size) / self.operations(size, checkpointing) for size in sizes}
+            )
+            for rank in range(len(self.facts.hosts) if self.are_known else 0)
+        ]
 
     def tokens(self, pairs: float) -> tuple[float, float]:
         """Through the blocks, and through the head; of a mean micro-batch."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from lib.errors import UserError
 from lib.model.partition import Division, divide, rank_bytes
-from lib.plan.calibration import MEMORY_HEADROOM, BatchCurve
+from lib.plan.calibration import MEMORY_HEADROOM
 from lib.plan.facts import PlanFacts
 from lib.plan.memory import largest_micro_batch, rank_shape, training_bytes_per_byte
 from lib.plan.pipeline import ASSUMED_LINK, HostSpeeds
@@ -260,21 +260,19 @@ def _prediction(facts: PlanFacts, plan: ClusterPlan, division: Division, turned_
     fractions = (np.array([part.share for part in plan.model.parts]) * divided + of_head * head) / (divided + head)
     messages = np.array([facts.tokens(size)[0] for size in sizes.tolist()]) * shape.hidden_size * shape.other_bytes
     per_batch = 4 * shape.blocks + bool(division.vocabulary) + (bool(division.vocabulary) or is_frozen)
-    curves = _whole_curves(facts, turned_on)
-    known = [curve for curve in curves if curve is not None]
+    curves = HostSpeeds.of(facts).whole_curves(turned_on) if facts.block_shape is not None else []
     seconds, solo = None, None
-    if len(known) == ranks:
+    if curves:
         passes = PASSES_OF_ALL * shape.blocks * float(messages.sum())
         computes = []
-        for fraction, curve, host in zip(fractions, known, facts.hosts, strict=True):
+        for fraction, curve, host in zip(fractions, curves, facts.hosts, strict=True):
             alone = float(curve.seconds(sizes).sum())
             rate = host.calibration.memory_bytes_per_second if host.calibration else None
             of_all = min(passes / rate, alone) if rate else 0.0
             computes.append(fraction * (alone - of_all) + of_all + curve.step_overhead_seconds)
         sums = sum(_sum_seconds(facts, float(size)) for size in messages)
         seconds = max(computes) + per_batch * sums
-        if all(curve.max_batch_size for curve in known):
-            solo = sum(map(solo_pairs_per_second, known))
+        solo = sum(map(solo_pairs_per_second, curves))
     shown = " + ".join(f"{part.share:.0%}" for part in plan.model.parts[:8]) + " + ..." * (ranks > 8)
     return Prediction(
         f"sharded, {shown}",
@@ -296,13 +294,3 @@ def _sum_seconds(facts: PlanFacts, size_bytes: float) -> float:
         default=0.0,
     )
     return max(0.0, facts.sum_seconds(size_bytes) - latency * (facts.backend == "nccl"))
-
-
-def _whole_curves(facts: PlanFacts, turned_on: bool) -> list[BatchCurve | None]:
-    """What the whole model takes on each host: as measured, else as a pipeline's stages would by their costs."""
-    speeds = HostSpeeds.of(facts) if facts.block_shape is not None else None
-    curves = facts.measured_curves(facts.key)
-    if not all(curves) and speeds is not None:
-        curves = [speeds.whole_curve(rank) for rank in range(len(facts.hosts))]
-    factor = speeds.operations(1, True) / speeds.operations(1, False) if turned_on and speeds else 1.0
-    return [curve and curve.slowed(factor) for curve in curves]
