@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING
 
 from lib.config import load as settings
 from lib.config import train_arguments
-from lib.config.settings import Config
-from lib.errors import Stopped, UserError
-from lib.system import mlx_failures, mpi_and_blas, out_of_memory, terminal
+from lib.system import mpi_and_blas
 
 if TYPE_CHECKING:
+    from lib.config.settings import Config
     from lib.distributed.world import World
     from lib.report.console import RunConsole
     from lib.training.run import TrainingRun
@@ -46,21 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
         world.require_equal("configuration", settings.learning_digest(config))
         world = dataclasses.replace(world, timeout_seconds=config.sync.timeout_seconds)
         train(config, world, resume=options.resume is not None, dry_run=options.dry_run)
-    except UserError as error:
-        if launch is None or launch.rank == 0 or type(error) is UserError:  # an agreed error is printed once
-            terminal.error(str(error))
-        return mpi_and_blas.leave(2, launch, alone=type(error) is UserError)
-    except OSError as error:  # a full or read-only disk: what was saved before is whole
-        terminal.error(f"{error.filename or 'a file'}: {error.strerror or error}; mend it, then {terminal.way_on(run)}")
-        return mpi_and_blas.leave(2, launch, alone=True)
-    except (Stopped, KeyboardInterrupt) as error:
-        terminal.error(f"{str(error) or 'interrupted'}; {terminal.way_on(run)}", "stopped")
-        return 1
-    except (out_of_memory.OutOfMemory, RuntimeError, MemoryError) as error:
-        if (advice := mlx_failures.advice(error, launch)) is None:
-            raise
-        terminal.error(f"{advice}; {terminal.way_on(run)}")
-        return mpi_and_blas.leave(1, launch, alone=True)
+    except (Exception, KeyboardInterrupt) as error:
+        return mpi_and_blas.report_end(error, launch, run)
     return 0
 
 
@@ -77,20 +63,17 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
         return
     run.counted_until = launched
 
-    # ---- Reference: the policy before training, or another model; its log-probabilities are computed once -----------
+    # Reference: the policy before training, or another model; its log-probabilities are computed once.
+    references = reference_model.of_run(config, run.model, run.inputs, run.world, run.plan.shares, say.counting)
+    run.asked_reference = reference_model.asked(config, run.model, run.inputs.data, run.world, run.layout)
 
-    references = reference_model.of_run(run.config, run.model, run.inputs, run.world, run.plan.shares, say.counting)
-    run.asked_reference = reference_model.asked(run.config, run.model, run.inputs.data, run.world, run.layout)
-
-    # ---- Resume: weights, optimizer, position and counters of the last good checkpoint ------------------------------
-
+    # Resume: weights, optimizer, position and counters of the last good checkpoint.
     if resume:
         run.resume()
     run.record_start(resume)
     say.record_in(run.tracker, run.progress.step, each_rank=run.local_sgd is not None)
 
-    # ---- Training: once in a while the model is evaluated, and a checkpoint is written ------------------------------
-
+    # Training: once in a while the model is evaluated, and a checkpoint is written.
     evaluator = Evaluator(run, references.valid)
     if config.rollouts.rounds:
         loop = rounds.train(run, evaluator)
@@ -102,8 +85,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
         loop.train()
     evaluator.show_after(loop.final_step)
 
-    # ---- Finish: the adapter where mlx-lm finds it, the figures, the curves -----------------------------------------
-
+    # Finish: the adapter where mlx-lm finds it, the figures, the curves.
     loop.finish()
     if world.rank == 0:
         if config.run.pages:
@@ -114,31 +96,22 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
 def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run: bool) -> TrainingRun | None:
     """Data, plan and model, the same on all ranks, and the run's folder; None where nothing is to be trained."""
-    from lib.config.load import dump
-    from lib.distributed import heartbeat
     from lib.distributed.world import host_names
     from lib.evaluate import judge_checks
     from lib.evaluate.held_out_metrics import digest_of
-    from lib.model import adapter_files, checkpointing, load
-    from lib.model.token_stream import length_multiple
-    from lib.plan.memory import Rows
-    from lib.report import console
-    from lib.report.trackers import Trackers
-    from lib.training import checkpoint, divided_world, inputs, kernels, reference_model
-    from lib.training.optimizers import make_optimizer
-    from lib.training.run import TrainingRun
-    from lib.training.run_facts import plan_run
+    from lib.model import checkpointing
+    from lib.report import console, trackers
+    from lib.training import checkpoint, inputs, kernels, run, run_facts
 
     folder = Path(config.run.dir) / str(config.run.name)
 
-    # ---- Data: every rank reads it, and all make sure that they read the same ---------------------------------------
-
+    # Data: every rank reads it, and all make sure that they read the same.
     with world.agreeing("reading the data"), say.doing("reading the data"):
-        trackers = Trackers(config.run.sinks if world.rank == 0 else (), folder)
+        sinks = trackers.Trackers(config.run.sinks if world.rank == 0 else (), folder)
         read = inputs.read_inputs(config, say.line)
         judge_checks.require_judges(config, read.data, read.held_out)
-    data, steps = read.data, config.steps_over(len(read.data))
-    world.require_equal("tokenised training data", data.digest)
+    steps = config.steps_over(len(read.data))
+    world.require_equal("tokenised training data", read.data.digest)
     world.require_equal("held-out data or questions", digest_of(read.valid or read.held_out, read.questions))
     if resume and checkpoint.is_finished(folder, steps, world):
         say.line(f"{folder} has made all of its {steps} steps: nothing is left to train (train.steps=N goes on)")
@@ -146,44 +119,26 @@ def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run
             console.show_end(say, folder)
         return None
 
-    # ---- Plan: the share of every rank ------------------------------------------------------------------------------
-
-    hosts = host_names(world)
-    rows = *data.trained, length_multiple(config.data)
-    sizes = Rows.of(*rows), Rows.mean(*rows)
-    plan = plan_run(config, world, hosts, data.lengths, sizes, folder if resume else None)
+    # Plan: the share of every rank.
+    hosts, sizes = host_names(world), inputs.row_sizes(read.data, config.data)
+    plan = run_facts.plan_run(config, world, hosts, read.data.lengths, sizes, folder if resume else None)
     console.show_run(say, config, plan, read, steps)
-    console.warn_of_run(say, config, plan, read, steps)
     console.attend_displays(say, config.metal, world, hosts, dry_run)
 
-    # ---- Model: the base, and what is trained of it -----------------------------------------------------------------
-
-    compiled = kernels.compiled(config, None if dry_run else data, world, hosts, say.line)
+    # Model: the base, and what is trained of it; in parts, where the plan divides it.
+    compiled = kernels.compiled(config, None if dry_run else read.data, world, hosts, say.line)
     with world.agreeing("loading the model"), say.doing("loading the model"), compiled:
         model = inputs.load_policy(config.model, config.train.seed, lazy=dry_run or plan.divides_model)
         if plan.checkpoints_blocks(world.rank):
             checkpointing.checkpoint_blocks(model)
-        optimizer = make_optimizer(config.train)
     console.show_model(say, model)
     if dry_run:
         say.line("dry run: nothing is trained or written")
         return None
-    world = divided_world.divided(model, plan.division or plan.blocks or None, world, config.metal.wired)
-    layout = reference_model.layout(model, config.data, world)
-    if layout.why_not:
-        say.line(f"prompts run once for each completion: {layout.why_not}")
-    world.require_equal("model files", load.fingerprint(config.model, config.train.seed))
-    world.require_equal("initial weights", adapter_files.digest(world.replicated(adapter_files.trainable(model))))
-
-    # ---- The run's folder has one owner, on every disk --------------------------------------------------------------
-
-    settings.remember(config)
-    lock = checkpoint.open_run(folder, dump(config), plan.to_dict(), steps if resume else None, world)
-    heartbeat.tell(run=str(folder.absolute()))
-    subscribers = [say.take, trackers.take]
-    return TrainingRun(
-        config, folder, lock, world, hosts, read, plan, steps, model, optimizer, layout, say, subscribers
-    )
+    opened = run.open_run(config, world, hosts, read, plan, model, say)
+    opened.tracker.subscribers += [say.take, sinks.take]
+    opened.claim(resume)  # the run's folder has one owner, on every disk
+    return opened
 
 
 if __name__ == "__main__":

@@ -291,9 +291,10 @@ def show_run(say: Terminal, config: Config, plan: ClusterPlan, inputs: Inputs, s
         say.table("", *_without_unknown(plan.rows()), text_columns=2)
     if plan.predictions:
         _show_predictions(say, config, plan, steps)
+    _warn_of_run(say, config, plan, inputs, steps)
 
 
-def warn_of_run(say: Terminal, config: Config, plan: ClusterPlan, inputs: Inputs, steps: int) -> None:
+def _warn_of_run(say: Terminal, config: Config, plan: ClusterPlan, inputs: Inputs, steps: int) -> None:
     """What a person may believe of the settings or the data that is not so."""
     from lib.config.without_effect import without_effect
 

@@ -249,6 +249,24 @@ class RankFigures:
 
 
 @dataclass(frozen=True)
+class RunSpeed:
+    """How fast a run is. efficiency: η since its processes started, as summary.json has it; None on one machine."""
+
+    pairs_per_second: float
+    tokens_per_second: float
+    efficiency: float | None
+
+
+@dataclass(frozen=True)
+class RunTime:
+    """How long a run has taken, will take, and what it has cost so far."""
+
+    elapsed_seconds: float
+    left_seconds: float | None
+    cost: RunCost | None
+
+
+@dataclass(frozen=True)
 class Figures:
     """A run, now."""
 
@@ -258,12 +276,8 @@ class Figures:
     steps: int | None
     latest: dict[str, float | None]  # of the newest step
     held_out: Record  # metrics of the newest evaluation; of a finished run, of the weights in its folder
-    pairs_per_second: float
-    tokens_per_second: float
-    efficiency: float | None  # η since the start of the processes, as summary.json has it; None on one machine
-    elapsed_seconds: float
-    left_seconds: float | None
-    cost: RunCost | None  # so far
+    speed: RunSpeed
+    time: RunTime
     restarts: int
     warnings: list[Warned]
     ranks: list[RankFigures] = field(default_factory=list)
@@ -296,6 +310,7 @@ def figures(run: RunHistory, now: float) -> Figures:
     newest = max(present.values(), key=lambda table: table.of("time")[-1], default=None)
     latest = newest.rows[-1].tolist() if newest else [math.nan] * len(STEP_COLUMNS)
     tokens = sum(rank.latest["tokens"] / rank.latest["step_seconds"] for rank in ranks if rank.latest["step_seconds"])
+    left = elapsed / done * max(0.0, steps - done) if steps and done and not (ended or silent) else None
     return Figures(
         state="finished" if ended else "waiting" if not last else "silent" if silent else "running",
         plan=plan,
@@ -303,12 +318,12 @@ def figures(run: RunHistory, now: float) -> Figures:
         steps=steps,
         latest=dict(zip(STEP_COLUMNS, (value if math.isfinite(value) else None for value in latest), strict=True)),
         held_out=held_out_now(events),
-        pairs_per_second=sum(rank.pairs_per_second for rank in ranks),
-        tokens_per_second=tokens,
-        efficiency=_efficiency(plan, events, present, start.get("time", 0.0)),
-        elapsed_seconds=elapsed,
-        left_seconds=elapsed / done * max(0.0, steps - done) if steps and done and not (ended or silent) else None,
-        cost=_cost(hosts or [host for _, host in series], elapsed, start),
+        speed=RunSpeed(
+            sum(rank.pairs_per_second for rank in ranks),
+            tokens,
+            _efficiency(plan, events, present, start.get("time", 0.0)),
+        ),
+        time=RunTime(elapsed, left, _cost(hosts or [host for _, host in series], elapsed, start)),
         restarts=max(0, sum(event.get("rank") == 0 for event in starts) - 1),
         warnings=_warnings(events),
         ranks=ranks,

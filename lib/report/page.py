@@ -347,7 +347,7 @@ def chart_values(now: Figures) -> dict[str, str]:
     values = {
         name: text.format(value) for name, _, text in charts.LEARNING if (value := now.latest.get(name)) is not None
     }
-    values["speed"] = f"{now.pairs_per_second:.3g} pairs/s together"
+    values["speed"] = f"{now.speed.pairs_per_second:.3g} pairs/s together"
     seconds = [sum(rank.latest[part] for rank in now.ranks) for part, _ in charts.PARTS]
     if sum(seconds):
         values["seconds"] = f"{seconds[0] / sum(seconds):.0%} compute"
@@ -374,14 +374,14 @@ def headline(html: ModuleType, now: Figures) -> list[Any]:
     title = html.H2(f"Plan: {now.plan['strategy']}, shares {shares}" if now.plan.get("strategy") else "Plan")
     plan = html.Section([title, html.P(now.plan.get("reason") or "none yet", className="note")], className="panel")
     rest = html.Div([html.Div(_cards(html, now), className="cards"), plan], className="grid", style={"marginTop": 0})
-    if now.efficiency is None and len(now.plan.get("ranks") or []) < 2:
+    if now.speed.efficiency is None and len(now.plan.get("ranks") or []) < 2:
         return [rest]  # one machine
     note = "the share of what all hosts would do alone; known once they are measured: make calibrate"
-    if now.efficiency is not None:
+    if now.speed.efficiency is not None:
         note = f"of what the hosts do alone, added up: {now.plan.get('solo_sum_pairs_per_second'):.3g} pairs/s"
-    shown_eta = "not known" if now.efficiency is None else f"{now.efficiency:.0%}"
+    shown_eta = "not known" if now.speed.efficiency is None else f"{now.speed.efficiency:.0%}"
     eta = [html.H2("Efficiency, η"), html.Strong(shown_eta, id="efficiency"), html.Small(note)]
-    return [html.Section(eta, className="panel eta" + " none" * (now.efficiency is None)), rest]
+    return [html.Section(eta, className="panel eta" + " none" * (now.speed.efficiency is None)), rest]
 
 
 def _cards(html: ModuleType, now: Figures) -> list[Any]:
@@ -389,11 +389,17 @@ def _cards(html: ModuleType, now: Figures) -> list[Any]:
         parts = [html.H3(title), html.Strong(value, id=f"now-{name}"), *more, html.Small(note)]
         return html.Section(parts, className="panel card")
 
-    held, over, speed = now.held_out, now.state == "finished", f"{now.tokens_per_second:,.0f} tokens/s"
+    held, over, speed = now.held_out, now.state == "finished", f"{now.speed.tokens_per_second:,.0f} tokens/s"
     if now.planned_pairs_per_second:
         speed += f", plan: {now.planned_pairs_per_second:.3g} pairs/s"
     bar = [html.Progress(value=str(now.step), max=str(now.steps))] if now.steps else []
-    left = duration(now.elapsed_seconds) if over else "–" if now.left_seconds is None else duration(now.left_seconds)
+    left = (
+        duration(now.time.elapsed_seconds)
+        if over
+        else "–"
+        if now.time.left_seconds is None
+        else duration(now.time.left_seconds)
+    )
     hosts = {rank.host for rank in now.ranks} | {host for _, host in now.missing}
     troubles = f"{_counted(len(now.warnings), 'warning')}, {_counted(now.restarts, 'restart')}"
     accuracy = _written("held out {:.1%}", held.get("reward_accuracy"), "")
@@ -402,22 +408,22 @@ def _cards(html: ModuleType, now: Figures) -> list[Any]:
         card("Step", f"{now.step:,}" + (f" / {now.steps:,}" if now.steps else ""), "", "step", *bar),
         card("Loss", _written("{:.4f}", now.latest["loss"]), _written("held out {:.4f}", held.get("loss"), ""), "loss"),
         card("Accuracy", _written("{:.1%}", now.latest["reward_accuracy"]), exact or accuracy, "accuracy"),
-        card("Pairs/s", f"{now.pairs_per_second:.3g}", speed, "pairs-per-second"),
+        card("Pairs/s", f"{now.speed.pairs_per_second:.3g}", speed, "pairs-per-second"),
         card("Time" if over else "Time left", left, "" if over else _so_far(now), "left"),
         card("Hosts", str(len(hosts)), troubles, "hosts"),
     ]
-    if now.cost is not None:
+    if now.time.cost is not None:
         title = "Cost" if over else "Cost so far"
-        cards.insert(5, card(title, _money(now.cost["cost"]), f"{now.cost['energy_kwh']:.3g} kWh", "cost"))
+        cards.insert(5, card(title, _money(now.time.cost["cost"]), f"{now.time.cost['energy_kwh']:.3g} kWh", "cost"))
     return cards
 
 
 def _so_far(now: Figures) -> str:
     end = ""
-    if now.left_seconds:
-        day = "%a %d %b, " if now.left_seconds > 12 * 3600 else ""
-        end = time.strftime(f", ends at {day}%H:%M", time.localtime(time.time() + now.left_seconds))
-    return f"{duration(now.elapsed_seconds)} so far{end}"
+    if now.time.left_seconds:
+        day = "%a %d %b, " if now.time.left_seconds > 12 * 3600 else ""
+        end = time.strftime(f", ends at {day}%H:%M", time.localtime(time.time() + now.time.left_seconds))
+    return f"{duration(now.time.elapsed_seconds)} so far{end}"
 
 
 def machines(html: ModuleType, run: RunHistory, now: Figures) -> list[Any]:
@@ -487,8 +493,12 @@ def comparison(html: ModuleType, runs: Sequence[RunHistory], now: Sequence[Figur
         cells: list[Any] = [[_key(html, number), run.name], each.state, each.plan.get("strategy") or "–"]
         cells += [f"{each.step:,}", _written("{:.4f}", each.latest["loss"])]
         cells += [_written("{:.1%}", each.latest["reward_accuracy"]), _written("{:.4f}", each.held_out.get("loss"))]
-        cells += [f"{each.pairs_per_second:.3g}", _written("{:.0%}", each.efficiency), duration(each.elapsed_seconds)]
-        rows.append([*cells, "–" if each.cost is None else _money(each.cost["cost"])])
+        cells += [
+            f"{each.speed.pairs_per_second:.3g}",
+            _written("{:.0%}", each.speed.efficiency),
+            duration(each.time.elapsed_seconds),
+        ]
+        rows.append([*cells, "–" if each.time.cost is None else _money(each.time.cost["cost"])])
     note = html.P("The curves below are of all of them; machines and events of the first.", className="note")
     parts = [html.H2("Runs compared"), _table(html, titles, rows), note]
     return html.Div(parts, className="panel", style={"marginTop": ".8rem"})

@@ -250,9 +250,9 @@ def facts(run: RunHistory, now: Figures, summary: dict[str, Any]) -> list[tuple[
     train, data = config.get("train") or {}, config.get("data") or {}
     shares = " + ".join(str(rank.share) for rank in now.ranks if rank.share is not None)
     saved = [event for event in run.events if event["kind"] == "checkpoint"]
-    speed = summary.get("pairs_per_second", now.pairs_per_second)
-    tokens = summary.get("tokens_per_second", now.tokens_per_second)
-    efficiency = summary.get("efficiency", now.efficiency)
+    speed = summary.get("pairs_per_second", now.speed.pairs_per_second)
+    tokens = summary.get("tokens_per_second", now.speed.tokens_per_second)
+    efficiency = summary.get("efficiency", now.speed.efficiency)
     held = summary.get("checkpoint") or {}
     rows = [
         ("state", now.state),
@@ -264,11 +264,11 @@ def facts(run: RunHistory, now: Figures, summary: dict[str, Any]) -> list[tuple[
         ("learning rate, seed", f"{train.get('learning_rate')}, {train.get('seed')}"),
         ("speed", f"{speed:.3g} pairs/s, {tokens:,.0f} tokens/s"),
         ("efficiency (η)", "" if efficiency is None else f"{efficiency:.1%}"),
-        ("time", f"{now.elapsed_seconds:,.0f} s"),
+        ("time", f"{now.time.elapsed_seconds:,.0f} s"),
         ("checkpoints", str(len(saved)) + (f", the last of step {saved[-1].get('step')}" if saved else "")),
         ("restarts, warnings", f"{now.restarts}, {len(now.warnings)}"),
     ]
-    if cost := summary.get("cost") or now.cost:
+    if cost := summary.get("cost") or now.time.cost:
         rows.append(("cost", f"{cost['cost']:.3g} ({cost['energy_kwh']:.3g} kWh)"))
     return [(name, text) for name, text in rows if text]
 

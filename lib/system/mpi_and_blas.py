@@ -292,6 +292,36 @@ def reported(main: Callable[P, int]) -> Callable[P, int]:
     return command
 
 
+def report_end(error: BaseException, launch: Launch | None, run: Path | None) -> int:
+    """Prints why a training ended and how to go on; returns the exit status: 2 wrong input, 1 anything else.
+
+    run: its folder, where that is known.
+
+    Raises:
+        Exception: `error`, where it is a fault of ours.
+    """
+    from lib.system import terminal
+
+    is_agreed = isinstance(error, AgreedError)  # printed once
+    if isinstance(error, UserError):
+        if launch is None or launch.rank == 0 or not is_agreed:
+            terminal.error(str(error))
+        return leave(2, launch, alone=not is_agreed)
+    if isinstance(error, OSError):  # a full or read-only disk: what was saved before is whole
+        why = f"{error.filename or 'a file'}: {error.strerror or error}; fix that, then {terminal.way_on(run)}"
+        terminal.error(why)
+        return leave(2, launch, alone=True)
+    if isinstance(error, Stopped | KeyboardInterrupt):
+        terminal.error(f"{str(error) or 'interrupted'}; {terminal.way_on(run)}", "stopped")
+        return 1
+    from lib.system import mlx_failures
+
+    if (advice := mlx_failures.advice(error, launch)) is None:
+        raise error
+    terminal.error(f"{advice}; {terminal.way_on(run)}")
+    return leave(1, launch, alone=True)
+
+
 def status_of(main: Callable[[], int]) -> int:
     """The exit status that main returns. An unexpected exception prints its traceback and ends this rank with 1."""
     try:

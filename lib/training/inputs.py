@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import mlx.nn as nn
 from rich.text import Text
 
-from lib.config.settings import Config, ModelSettings
+from lib.config.settings import Config, DataSettings, ModelSettings
 from lib.data import tokenizer
 from lib.data.dataset import Dataset
 from lib.data.groups import load_groups
@@ -20,6 +20,8 @@ from lib.data.tokenize import Encoder
 from lib.data.tokenizer import NO_LIMITS, ModelLimits, Tokenizer, Vocabulary, limits_of
 from lib.errors import UserError
 from lib.model import adapters, load
+from lib.model.token_stream import length_multiple
+from lib.plan.memory import Rows
 from lib.training import losses
 
 SHOWN_CHARACTERS = 400  # of the first row
@@ -65,6 +67,12 @@ def load_policy(settings: ModelSettings, seed: int, lazy: bool) -> nn.Module:
     model = load.load(settings, seed, lazy)
     adapters.make_trainable(model, settings, seed)
     return model
+
+
+def row_sizes(data: Dataset | StreamedDataset | Prompts, settings: DataSettings) -> tuple[Rows, Rows]:
+    """The largest rows, for memory; and rows of mean sizes, for the times of divided models."""
+    sizes = *data.trained, length_multiple(settings)
+    return Rows.of(*sizes), Rows.mean(*sizes)
 
 
 def read_inputs(config: Config, say: Callable[[str], None]) -> Inputs:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -13,22 +12,23 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_unflatten
 
-from lib.config.load import dump
+from lib.config.load import dump, remember
 from lib.config.settings import Config
+from lib.distributed import heartbeat
 from lib.distributed.compression import Arrays
 from lib.distributed.world import World
 from lib.errors import AgreedError
-from lib.model import checkpointing, quantised
+from lib.model import adapter_files, checkpointing, load, quantised
 from lib.plan.plan import ClusterPlan
 from lib.plan.replan import Schedule
 from lib.system.hardware import provenance
-from lib.system.records import PerformanceTracker, Subscriber
+from lib.system.records import PerformanceTracker
 from lib.system.terminal import Terminal
-from lib.training import checkpoint
+from lib.training import checkpoint, divided_world, reference_model
 from lib.training.checkpoint import CheckpointWriter, Choice, Progress, RankArrays, Snapshot
 from lib.training.inputs import Inputs
 from lib.training.local_sgd import LocalSGD
-from lib.training.optimizers import learning_rate
+from lib.training.optimizers import learning_rate, make_optimizer
 from lib.training.reference_model import AskedReference, Layout
 
 PREFETCHED = 2  # batches made ahead of the step
@@ -39,32 +39,27 @@ class TrainingRun:
     """One run on this rank.
 
     Args:
-        lock: of the run's folder, on the rank that keeps the files on its disk.
         plan: that the run starts with.
-        steps: of the whole run.
-        subscribers: take the records as they are made.
-        asked_reference: gives a step's micro-batches their reference, where it is not known before.
-        counted_until: when progress.wall_seconds was last counted, by time.perf_counter(); at first the launch.
+        layout: how the model takes batches.
     """
 
     config: Config
-    folder: Path
-    lock: IO[str] | None
     world: World
     hosts: list[str]
     inputs: Inputs
     plan: ClusterPlan
-    steps: int
     model: nn.Module
     optimizer: optim.Optimizer
     layout: Layout
     say: Terminal
-    subscribers: Sequence[Subscriber] = ()
-    asked_reference: AskedReference | None = None
-    counted_until: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
         config, world, plan, data = self.config, self.world, self.plan, self.inputs.data
+        self.folder = Path(config.run.dir) / str(config.run.name)
+        self.lock: IO[str] | None = None  # of the folder, on the rank that keeps the files on its disk
+        self.steps = config.steps_over(len(data))  # of the whole run
+        self.asked_reference: AskedReference | None = None  # computes a step's reference where it is not known before
+        self.counted_until = time.perf_counter()  # when progress.wall_seconds was last counted; at first the launch
         self.progress = Progress(data_digest=data.digest)
         self.progress.set_steps(self.steps)
         self.schedule = Schedule(plan, config.plan, lead=PREFETCHED + 1, steps=self.steps)
@@ -74,11 +69,23 @@ class TrainingRun:
         if plan.strategy == "independent":
             self.local_sgd = LocalSGD(config, world, plan, self.model, data.lengths, self.steps)
         log = self.folder / "logs" / f"rank-{world.rank:03d}.jsonl"
-        self.tracker = PerformanceTracker(log, world.rank, self.hosts[world.rank], self.subscribers)
+        self.tracker = PerformanceTracker(log, world.rank, self.hosts[world.rank])
         kept = config.checkpoint
-        self.writer = CheckpointWriter(self.lock is not None, kept.every, kept.seconds)
+        self.writer = CheckpointWriter(False, kept.every, kept.seconds)
         has_questions = bool(self.inputs.questions)
         self.best_by = kept.best_by or ("exact_match" if has_questions else "loss")
+
+    def claim(self, resume: bool) -> None:
+        """Makes one process on every disk the only owner of the run's folder.
+
+        Raises:
+            AgreedError: as `checkpoint.open_run`.
+        """
+        remember(self.config)
+        steps, plan = self.steps if resume else None, self.plan.to_dict()
+        self.lock = checkpoint.open_run(self.folder, dump(self.config), plan, steps, self.world)
+        self.writer.is_keeper = self.lock is not None
+        heartbeat.tell(run=str(self.folder.absolute()))
 
     def record_start(self, resumed: bool) -> None:
         """Begins this rank's log, with all that decides the run."""
@@ -263,3 +270,22 @@ class TrainingRun:
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             text = f"{self.folder}: the plans in its checkpoint are not what a run writes: {error!r}"
             raise AgreedError(text) from None
+
+
+def open_run(
+    config: Config, world: World, hosts: list[str], inputs: Inputs, plan: ClusterPlan, model: nn.Module, say: Terminal
+) -> TrainingRun:
+    """A run of a loaded model, which is divided where the plan says so.
+
+    Raises:
+        AgreedError: ranks have unlike models, or the model cannot be divided so.
+    """
+    with world.agreeing("making the optimizer"):
+        optimizer = make_optimizer(config.train)
+    world = divided_world.divided(model, plan.division or plan.blocks or None, world, config.metal.wired)
+    layout = reference_model.layout(model, config.data, world)
+    if layout.why_not:
+        say.line(f"prompts run once for each completion: {layout.why_not}")
+    world.require_equal("model files", load.fingerprint(config.model, config.train.seed))
+    world.require_equal("initial weights", adapter_files.digest(world.replicated(adapter_files.trainable(model))))
+    return TrainingRun(config, world, hosts, inputs, plan, model, optimizer, layout, say)

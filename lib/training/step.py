@@ -163,7 +163,7 @@ class Step:
         self.shapes: set[object] = set()  # of the batches so far
         self.last_started = time.perf_counter()
         self.has_unwritten = False  # records, or a checkpoint, of earlier steps; sent to all ranks
-        self.rate_of = partial(learning_rate, train)  # (index, steps) ➜ the learning rate
+        self.rate_of: Callable[[int, int], float] = partial(learning_rate, train)
 
     def __call__(self, index: int, steps: int, batches: Iterable[MicroBatch], watching: Watching = iter) -> StepRecord:
         """One step. index: its number from 0, of `steps` in the run. `batches` may raise OutOfMemory, too.
