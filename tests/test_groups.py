@@ -429,12 +429,22 @@ def test_masked_tokens_are_not_learnt_and_rewards_of_masked_completions_count(tm
     assert batch.sampling_logps is not None and batch.sampling_logps[0, 0, :2].tolist() == [-1, -3]
     assert batch.sampling_logps[1, :2, :2].tolist() == [[-6, -7], [-8, 0]]
     assert batch.rewards is not None and batch.rewards[:, :2].tolist() == [[1.0, 0.5], [2.0, 1.0]]
+    assert batch.completion_lengths is not None and batch.completion_lengths.tolist() == [[3, 2, 0], [2, 1, 0]]
     assert np.isnan(batch.rewards[:, 2]).all() and batch.reward_deviations is not None
     assert batch.reward_deviations.tolist() == [np.float32(np.std([1.0, 0.5, 2.0, 1.0], ddof=1))] * 2
     one = Group([5], [[1], [2]], [3.0, None], [[-1], [-1]])
     assert groups_in_memory("one", [one], []).deviation == 0.0
     others = one._replace(rewards=[2.0, None]), one._replace(logps=[[-2], [-1]]), one._replace(mask=[[False], [True]])
     assert len({groups_in_memory("one", [group], []).digest for group in (one, *others)}) == 4
+
+
+def test_a_completions_length_counts_its_masked_tokens(tmp_path: Path) -> None:
+    record = {"prompt_ids": [5, 6], "completion_ids": [[7] * 9 + [1], [8] * 4 + [1]], "rewards": [1.0, 0.0]}
+    masked = record | {"completion_mask": [[0] * 10, [1] * 5]}
+    tiny.write_jsonl(tmp_path / "groups.jsonl", [masked] * 8)
+    words = [*tiny.settings(tmp_path), "train.loss=grpo", "data.valid=null", "train.steps=1", "run.name=masked"]
+    tiny.train(tmp_path, [*words, f"data.train={tmp_path / 'groups.jsonl'}"])
+    assert tiny.steps_of(tmp_path / "runs/masked")[0]["completion_length"] == 7.5
 
 
 def test_a_resumed_run_ends_with_the_bits_of_one_that_was_never_stopped(tmp_path: Path) -> None:

@@ -242,6 +242,8 @@ class Batch:
     """float32 [N]: of the noise."""
     rewards: np.ndarray | None = None
     """float32 [b, K], of groups (lib/data/groups.py); NaN for completions that are left out."""
+    completion_lengths: np.ndarray | None = None
+    """float32 [b, K], of groups: the completions' tokens, masked ones too; 0 for those that are left out."""
     reward_deviations: np.ndarray | None = None
     """float32 [b], of groups: the deviation of all rewards of the data set, in every row."""
     sampling_logps: np.ndarray | None = None
@@ -263,6 +265,7 @@ class Batch:
             "noise_keys",
             "noise_scales",
             "rewards",
+            "completion_lengths",
             "reward_deviations",
             "sampling_logps",
         )
@@ -327,7 +330,8 @@ def collate(
         computed_tokens=len(tokens),
         real_tokens=int(need["tokens"]),
         labels=None if examples[0].label is None else np.array([e.label for e in examples], bool),
-        rewards=_rewards(examples, mask),
+        rewards=_of_groups([e.rewards for e in examples], mask, np.nan),
+        completion_lengths=_of_groups([e.completion_lengths for e in examples], mask, 0.0),
         reward_deviations=_reward_deviations(examples, mask),
         sampling_logps=_sampling_logps(examples, sequences, mask),
     )
@@ -431,13 +435,13 @@ def _scored(
     return scored, targets, logp_indices, mask
 
 
-def _rewards(examples: Sequence[Example], mask: np.ndarray) -> np.ndarray | None:
-    """Batch's `rewards`."""
-    if examples[0].rewards is None:
+def _of_groups(figures: Sequence[np.ndarray | None], mask: np.ndarray, filler: float) -> np.ndarray | None:
+    """Figures of groups' completions, float32 [b, K]; None where the examples have none."""
+    if figures[0] is None:
         return None
-    rewards = np.full(mask.shape[:2], np.nan, np.float32)
-    rewards[: len(examples)] = np.stack([e.rewards for e in examples if e.rewards is not None])
-    return rewards
+    whole = np.full(mask.shape[:2], filler, np.float32)
+    whole[: len(figures)] = np.stack([of_example for of_example in figures if of_example is not None])
+    return whole
 
 
 def _reward_deviations(examples: Sequence[Example], mask: np.ndarray) -> np.ndarray | None:

@@ -47,6 +47,8 @@ class Example:
     """bool [C_k] each: the tokens that are trained on; None for all."""
     rewards: np.ndarray | None = None
     """float32 [K], of a group (lib/data/groups.py); NaN for a completion that is left out."""
+    completion_lengths: np.ndarray | None = None
+    """float32 [K], of a group: its completions' tokens, masked ones too; 0 for a completion that is left out."""
     reward_deviation: float | None = None
     """Of a group: the deviation of all rewards of the data set."""
     sampling_logps: tuple[np.ndarray, ...] | None = None

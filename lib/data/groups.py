@@ -49,12 +49,14 @@ class GroupedDataset(Dataset):
     Args:
         samples: K.
         rewards: float32 [n, K]; NaN where there is none.
+        completion_lengths: float32 [n, K], tokens of the completions, masked ones too; 0 where there is no reward.
         deviation: of all rewards, that of a sample, with n - 1; 0 of a single one.
         logps: float32, one for each of `tokens` (prompts have some number); None where the records have none.
     """
 
     samples: int = 1
     rewards: np.ndarray | None = None
+    completion_lengths: np.ndarray | None = None
     deviation: float = 0.0
     logps: np.ndarray | None = None
 
@@ -73,7 +75,14 @@ class GroupedDataset(Dataset):
         if self.logps is not None:
             bounds = self.bounds[row * width + 1 : (row + 1) * width + 1]
             logps = tuple(self.logps[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True))
-        return replace(example, rewards=self.rewards[row], reward_deviation=self.deviation, sampling_logps=logps)
+        lengths = None if self.completion_lengths is None else self.completion_lengths[row]
+        return replace(
+            example,
+            rewards=self.rewards[row],
+            completion_lengths=lengths,
+            reward_deviation=self.deviation,
+            sampling_logps=logps,
+        )
 
 
 def load_groups(settings: DataSettings, limits: ModelLimits) -> GroupedDataset:
@@ -173,12 +182,14 @@ def groups_in_memory(name: str, groups: list[Group], skipped: list[str]) -> Grou
     pieces: Pieces = []
     logps: list[list[float]] = []
     rewards = np.full((len(groups), samples), np.nan, np.float32)
-    for group, own in zip(groups, rewards, strict=True):
+    lengths = np.zeros_like(rewards)
+    for group, own, own_lengths in zip(groups, rewards, lengths, strict=True):
         pieces.append(np.array(group.prompt, np.int32))
         logps.append([0.0] * len(group.prompt))
         for k in range(samples):
             reward = group.rewards[k] if k < len(group.rewards) else None
             own[k] = np.nan if reward is None else reward
+            own_lengths[k] = 0 if reward is None else len(group.completions[k])
             piece = np.array([LEFT_OUT] if reward is None else group.completions[k], np.int32)
             if reward is not None and group.mask is not None:
                 piece = np.where(group.mask[k], piece, ~piece) if any(group.mask[k]) else np.array([LEFT_OUT], np.int32)
@@ -202,6 +213,7 @@ def groups_in_memory(name: str, groups: list[Group], skipped: list[str]) -> Grou
         bounds=packed.bounds,
         samples=samples,
         rewards=rewards,
+        completion_lengths=lengths,
         deviation=float(known.std(ddof=1)) if len(known) > 1 else 0.0,
         logps=flat,
     )

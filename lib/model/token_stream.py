@@ -47,6 +47,7 @@ class StreamInputs(TypedDict, total=False):
     noise_keys: mx.array
     noise_scales: mx.array
     rewards: mx.array
+    completion_lengths: mx.array
     reward_deviations: mx.array
     sampling_logps: mx.array
 

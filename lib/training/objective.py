@@ -20,7 +20,15 @@ from lib.training.group_losses import Groups, group_loss
 # preference losses, tokens for SFT); `pairs` divides the metrics, and `desirable` rewards of desirable rows.
 REWARDS = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "kl")
 OF_TOKENS = ("kl", "entropy", "clip_fraction")  # of grpo: what `completion_tokens` divides
-OF_GROUPS = ("completions", "completion_tokens", "reward", "reward_std", "entropy", "clip_fraction")
+OF_GROUPS = (
+    "completions",
+    "completion_tokens",
+    "completion_lengths",
+    "reward",
+    "reward_std",
+    "entropy",
+    "clip_fraction",
+)
 SUMS = ("loss", "count", "pairs", "desirable", *REWARDS, *OF_GROUPS)
 
 Metrics = dict[str, float | None]  # by name; None for what a loss does not have
@@ -129,7 +137,9 @@ def group_objective(
     sampling_logps = inputs.get("sampling_logps", mx.stop_gradient(logps))
     rewards, deviation = inputs["rewards"], inputs.get("reward_deviations")
     groups = Groups(logps, sampling_logps, reference_logps, entropies, inputs["mask"], rewards, deviation)
-    return group_loss(train, groups)
+    per_completion, sums = group_loss(train, groups)
+    lengths = inputs.get("completion_lengths", groups.tokens)  # masked tokens are a completion's, too
+    return per_completion, sums | {"completion_lengths": (lengths * groups.counted).sum()}
 
 
 def means_of(sums: dict[str, float], train: TrainSettings) -> Metrics:
@@ -155,7 +165,7 @@ def _means_of_groups(sums: dict[str, float], has_reference: bool) -> Metrics:
     means |= {name: sums[name] / sums["completion_tokens"] if sums["completion_tokens"] else None for name in OF_TOKENS}
     means["reward"] = sums["reward"] / sums["completions"] if sums["completions"] else None
     means["reward_std"] = sums["reward_std"] / sums["pairs"] if sums["pairs"] else None
-    means["completion_length"] = sums["completion_tokens"] / sums["completions"] if sums["completions"] else None
+    means["completion_length"] = sums["completion_lengths"] / sums["completions"] if sums["completions"] else None
     return means | ({} if has_reference else {"kl": None})
 
 
