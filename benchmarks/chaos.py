@@ -168,7 +168,7 @@ class Setup:
         if strategy == "independent":  # its rounds are what a fault may undo
             return [*words, f"independent.pairs_per_round={8 * batch_size}", "checkpoint.every=8"]
         # One takes three ranks that divide a model, on two cores, 60 ms.
-        lost = ["checkpoint.every=1000000", "checkpoint.max_lost_seconds=2"]
+        lost = ["checkpoint.seconds=2"]
         return [*words, *lost]
 
 

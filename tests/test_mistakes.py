@@ -304,7 +304,7 @@ def test_a_run_that_was_interrupted_before_it_had_a_folder(monkeypatch: pytest.M
     status, _, errors = said(train.main, [*words_of("train.py", "", folder), "run.name=new"])
     assert (status, errors) == (1, "stopped: interrupted; give the same command again\n")
     monkeypatch.undo()
-    monkeypatch.setattr("lib.training.report.record_start", interrupted)
+    monkeypatch.setattr("lib.training.run.TrainingRun.record_start", interrupted)
     status, _, errors = said(train.main, [*words_of("train.py", "", folder), "run.name=new"])
     assert (status, errors.split(" with ")[0]) == (1, "stopped: interrupted; go on")
     monkeypatch.undo()

@@ -202,7 +202,7 @@ def round_records(run: RunHistory) -> dict[int, Record]:
 
 
 def round_events(run: RunHistory) -> list[Record]:
-    """All ranks' records of rounds; one that lacks something is somebody else's."""
+    """All ranks' records of rounds; records that lack something are left out."""
     whole, of_answers = {"round", "answers", "held_out", "rank"}, {"accepted", "duplicates", "tokens", "entropy"}
     events = [event for event in run.events if event["kind"] == "round" and whole <= event.keys()]
     return [event for event in events if of_answers <= event["answers"].keys()]

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from lib.config import read_file
-from lib.config.settings import Config, MetalSettings
+from lib.config.settings import Config, CostSettings, MetalSettings
 from lib.data.dataset import Dataset
 from lib.data.prompts import Prompts
 from lib.data.streaming import StreamedDataset
@@ -290,7 +290,7 @@ def show_run(say: Terminal, config: Config, plan: ClusterPlan, inputs: Inputs, s
         say.line("")
         say.table("", *_without_unknown(plan.rows()), text_columns=2)
     if plan.predictions:
-        _show_predictions(say, config, plan, steps)
+        _show_predictions(say, config.cost, plan, steps)
     _warn_of_run(say, config, plan, inputs, steps)
 
 
@@ -334,7 +334,7 @@ def _without_unknown(rows: Sequence[dict[str, str]]) -> tuple[list[str], list[li
     return columns, [[row[name] for name in columns] for row in rows]
 
 
-def _show_predictions(say: Terminal, config: Config, plan: ClusterPlan, steps: int) -> None:
+def _show_predictions(say: Terminal, prices: CostSettings, plan: ClusterPlan, steps: int) -> None:
     """What each strategy would give; its time and cost only where they were measured with this model."""
     columns = ["", "η", "step", "pairs/s", "memory", "sent a step", "in all", "energy", "cost"]
     rows = []
@@ -349,7 +349,7 @@ def _show_predictions(say: Terminal, config: Config, plan: ClusterPlan, steps: i
         row.append("-" if way.memory_bytes is None else size_text(way.memory_bytes))
         row.append("-" if way.bytes_per_step is None else size_text(way.bytes_per_step))
         row.append("-" if seconds is None else duration(seconds))
-        cost = hosts_cost(way.hosts, seconds, config.cost) if seconds is not None else None
+        cost = hosts_cost(way.hosts, seconds, prices) if seconds is not None else None
         rows.append([*row, f"{cost['energy_kwh']:.3g} kWh", f"{cost['cost']:.2f}"] if cost else row)
     width = min(map(len, rows)) if plan.calibrated or plan.divides_model else 2
     say.line("")

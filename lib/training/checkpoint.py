@@ -430,7 +430,7 @@ def save(
 
 
 def _is_large(world: World, snapshot: Snapshot) -> bool:
-    """Whether a copy of the weights and the optimizer's state would be large; all ranks decide alike."""
+    """Whether a copy of the weights and the optimizer's state would be large; all ranks decide the same."""
     held = {**adapter_files.trainable(snapshot.model), **flat_state(snapshot.optimizer)}
     held_bytes = sum(array.nbytes for array in held.values())
     if world.divides_model:  # each rank copies the whole, which none has

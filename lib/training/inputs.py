@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import mlx.nn as nn
 from rich.text import Text
 
-from lib.config.settings import Config, DataSettings, ModelSettings
+from lib.config.settings import Config, DataSettings, EvaluateSettings, ModelSettings
 from lib.data import tokenizer
 from lib.data.dataset import Dataset
 from lib.data.groups import load_groups
@@ -98,7 +98,7 @@ def read_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     limits = limits_of(words)
     questions = load_questions(config, of_model, limits)
     inputs = Inputs(of_model, data, valid, questions, _first_row(data, of_model), held_out, limits)
-    _require_room(config, inputs)
+    _require_room(config.evaluate, inputs)
     return inputs
 
 
@@ -110,9 +110,9 @@ def _first_row(data: Dataset | StreamedDataset | Prompts, of_model: Tokenizer | 
     return Text("... ").append_text(text[-SHOWN_CHARACTERS:]) if len(text) > SHOWN_CHARACTERS else text
 
 
-def _require_room(config: Config, inputs: Inputs) -> None:
+def _require_room(settings: EvaluateSettings, inputs: Inputs) -> None:
     """Raises UserError where a greedy answer of an evaluation may end beyond the model's table of positions."""
-    settings, rows = config.evaluate, inputs.valid or inputs.data
+    rows = inputs.valid or inputs.data
     if inputs.limits.positions is None or inputs.tokenizer is None:
         return
     asked: list[tuple[str, int]] = []

@@ -280,12 +280,13 @@ class TrainingLoop:
                 if world.rank == 0:
                     adapter_files.save_trained(run.model, config.model, run.folder, *weights)
                     run.count_wall_seconds()
-                    result = summary.summarise(config, run.plan, run.progress, ending, each)
+                    named = str(config.run.name), config.model.path, config.cost
+                    result = summary.summarise(named, run.plan, run.progress, ending, each)
                     files.write_atomically(run.folder / "summary.json", records.dumps(result, indent=2) + "\n")
             except OSError as error:
                 raise UserError(
                     f"{error.filename or run.folder}: {error.strerror}; the last checkpoint is whole: "
-                    f"mend that, then --resume {run.folder}"
+                    f"fix that, then --resume {run.folder}"
                 ) from None
         run.writer.record(tracker)
         tracker.record("end", step=run.own_step, final_step=ending.step, reason=ending.reason, **ending.metrics)

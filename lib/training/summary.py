@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
-from lib.config.settings import Config
+from lib.config.settings import CostSettings
 from lib.plan.cost import RunCost, hosts_cost
 from lib.plan.plan import ClusterPlan
 from lib.training.checkpoint import Progress
@@ -85,7 +85,7 @@ class RunSummary(TypedDict):
 
 
 def summarise(
-    config: Config,
+    run: tuple[str, str, CostSettings],
     plan: ClusterPlan,
     progress: Progress,
     ending: Ending,
@@ -93,14 +93,16 @@ def summarise(
 ) -> RunSummary:
     """The final figures, as summary.json holds them; held-out ones where there is held-out data.
 
-    each: every rank's totals as JSON; its own metrics as well, where ranks were never merged (the run's are rank 0's).
+    Args:
+        run: its name, its model and the prices of its hosts.
+        each: every rank's totals as JSON; its own metrics as well, where ranks were never merged (then rank 0's count).
     """
     before, after = progress.before, ending.metrics
     speed = progress.pairs / progress.seconds if progress.seconds else 0.0
     ranks = _beside_plan(plan, [json.loads(totals) for totals in each])
     return {
-        "name": str(config.run.name),
-        "model": config.model.path,
+        "name": run[0],
+        "model": run[1],
         "strategy": plan.strategy,
         "world_size": len(plan.ranks),
         "steps": progress.step,
@@ -117,7 +119,7 @@ def summarise(
         "pairs_per_second": speed,
         "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else 0.0,
         "efficiency": _efficiency(plan, ranks),
-        "cost": hosts_cost([rank.host for rank in plan.ranks], progress.wall_seconds, config.cost),
+        "cost": hosts_cost([rank.host for rank in plan.ranks], progress.wall_seconds, run[2]),
         "loss": after.get("loss"),
         "reward_accuracy": after.get("reward_accuracy"),
         "reward_margin": after.get("reward_margin"),
@@ -137,7 +139,7 @@ def summarise(
 def _efficiency(plan: ClusterPlan, ranks: Sequence[RankTotals]) -> float | None:
     """Speed over what these hosts do alone, added up; since a resume, before which there may have been others."""
     seconds = max(rank["seconds"] for rank in ranks)
-    if not seconds or not plan.calibrated or not plan.solo_sum_pairs_per_second:
+    if not seconds or len(plan.ranks) < 2 or not plan.calibrated or not plan.solo_sum_pairs_per_second:
         return None
     pairs = (
         ranks[0]["pairs"] if plan.divides_model else sum(rank["pairs"] for rank in ranks)
