@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 
 import train
-from lib.system import hardware, metal
+from lib.system import hardware, metal, mpi_and_blas
 from tests import macs, tiny
 from tests.tiny import ROOT
 
@@ -83,9 +83,9 @@ def test_every_host_with_a_lit_display_is_named_in_one_line() -> None:
 def test_the_watchdog_is_relaxed_before_mlx_comes_in_unless_the_user_says_otherwise(tmp_path: Path) -> None:
     python = macs.interpreter(tmp_path, tmp_path)
     show = "from lib.system import mpi_and_blas; mpi_and_blas.prepare(); import os; print(os.environ.get(NAME))"
-    code = show.replace("NAME", repr(metal.WATCHDOG_RELAXED)).replace("import os; ", "import os; ")
-    free = {name: value for name, value in os.environ.items() if name != metal.WATCHDOG_RELAXED}
-    for environment, expected in (({}, "1"), ({metal.WATCHDOG_RELAXED: "0"}, "0")):
+    code = show.replace("NAME", repr(mpi_and_blas.WATCHDOG_RELAXED)).replace("import os; ", "import os; ")
+    free = {name: value for name, value in os.environ.items() if name != mpi_and_blas.WATCHDOG_RELAXED}
+    for environment, expected in (({}, "1"), ({mpi_and_blas.WATCHDOG_RELAXED: "0"}, "0")):
         command = [python, "-c", f"import sys; sys.platform = 'darwin'; {code}"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=free | environment)
         assert done.stdout.strip() == expected, done.stderr

@@ -187,6 +187,3 @@ class Watcher:
         finally:
             if state is not None:
                 state.is_connected = False
-
-
-tell = report  # as callers that still are to move name it

@@ -15,7 +15,6 @@ from lib.system import hardware, os_commands
 
 COMMAND_SECONDS = 15.0  # system_profiler takes one or two
 SLEEP_SECONDS = 1.0  # for a display to go dark
-WATCHDOG_RELAXED = "AGX_RELAX_CDM_CTXSTORE_TIMEOUT"
 WIRED_FROM = 0.5  # of the memory: what is smaller stays in memory by itself
 
 

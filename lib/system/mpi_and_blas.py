@@ -36,6 +36,7 @@ MPI_LIBRARY = "libmpi.40.dylib" if sys.platform == "darwin" else "libmpi.so.40"
 # buffer read when it is done. Its own is 1,000 on an H100, 400 on an A100, 100 on most others, 25 on a DGX Spark.
 # With 1,000 an H200 held up to 17 GB more and was no faster; with 25 answers took 12 % longer.
 CUDA_BUFFER_SIZE = 100
+WATCHDOG_RELAXED = "AGX_RELAX_CDM_CTXSTORE_TIMEOUT"  # lib/system/metal.py says why
 
 
 # Variables by which other launchers (Slurm, torchrun, accelerate) tell how many processes there are.
@@ -67,7 +68,7 @@ def prepare(local_ranks: int | None = None) -> None:
         local_ranks: that share this machine's cores; by default as the launcher's variables tell.
     """
     if sys.platform == "darwin":  # the GPU's driver waits longer before it ends work for a display
-        os.environ.setdefault("AGX_RELAX_CDM_CTXSTORE_TIMEOUT", "1")
+        os.environ.setdefault(WATCHDOG_RELAXED, "1")
     else:
         os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", str(CUDA_BUFFER_SIZE))
     for name, value in {

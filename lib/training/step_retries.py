@@ -129,7 +129,7 @@ class Learner:
         train = run.config.train
         if result.skipped and in_row >= train.max_skipped_steps:
             diverged = f"{in_row} updates in a row were not finite, the last at step {step}"
-            heartbeat.tell(diverged=diverged)
+            heartbeat.report(diverged=diverged)
             raise Stopped(
                 f"{diverged} (train.max_skipped_steps={train.max_skipped_steps}); lower train.learning_rate "
                 f"({train.learning_rate:g}) or look at the rows in {run.tracker.log_path}"
@@ -141,7 +141,7 @@ class Learner:
         while True:
             fitting = self.make.within(batches, self.max_micro_batch_size)  # those made in advance may be larger
             size = max((len(batch.rows) for batch, _ in fitting), default=0)
-            heartbeat.tell(micro_batch_size=size, gradient_checkpointing=self.recomputes, machine=network.host_name())
+            heartbeat.report(micro_batch_size=size, gradient_checkpointing=self.recomputes, machine=network.host_name())
             self.memory.begin(size)
             self.take_step.has_unwritten = run.tracker.has_unwritten or run.writer.is_busy
             mx.async_eval(run.model.trainable_parameters(), run.optimizer.state)  # a lazy array belongs to its thread
