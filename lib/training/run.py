@@ -85,7 +85,7 @@ class TrainingRun:
         steps, plan = self.steps if resume else None, self.plan.to_dict()
         self.lock = checkpoint.open_run(self.folder, dump(self.config), plan, steps, self.world)
         self.writer.is_keeper = self.lock is not None
-        heartbeat.tell(run=str(self.folder.absolute()))
+        heartbeat.report(run=str(self.folder.absolute()))
 
     def record_start(self, resumed: bool) -> None:
         """Begins this rank's log, with all that decides the run."""
