@@ -71,7 +71,14 @@ def write_inputs(folder: Path, seed: int) -> list[str]:
     rows = [{"prompt_ids": ids(), "chosen_ids": ids(), "rejected_ids": ids()} for _ in range(256)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [f"model.path={folder / 'model'}", "model.random_init=true", f"data.train={folder / 'train.jsonl'}"]
-    words += ["train.global_batch_size=64", f"run.dir={folder / 'runs'}", "run.pages=false", "evaluate.samples=0"]
+    words += [
+        "train.global_batch_size=64",
+        f"run.dir={folder / 'runs'}",
+        "run.pages=false",
+        "evaluate.samples=0",
+        "data.valid=null",
+        "evaluate.answers=null",
+    ]
     return [*words, f"plan.calibration_dir={folder / 'calibration'}", "checkpoint.every=100000", f"train.seed={seed}"]
 
 
