@@ -34,7 +34,6 @@ from lib import environment
 
 environment.enter()
 
-from benchmarks.decide import dense  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 

@@ -8,7 +8,7 @@ Two hosts made of network namespaces (tests/cluster.py), the second with a third
 On each link and for each width, both hosts are calibrated (benchmarks/calibrate.py --quick --largest 4) and the same model trains
 pipelined as planned, pipelined by other cuts and micro-batches, and sharded 3 to 1. The hosts are calibrated again before every
 run, because a shared machine is faster in one minute than in the next: a promise is judged by the minute that it knew. The bound of the schedule is 1F1B played
-with the seconds that each rank's steps computed (lib/plan/pipeline_schedule.py), without any link: what no order of the same
+with the seconds that each rank's steps computed (lib/plan/cuts.py), without any link: what no order of the same
 passes on these two hosts can be much faster than. Predicted is the step that the plan promised before the run. Bytes are those
 that rank 0 sent in a step; the formula's are the activations at the cut, one way, for the micro-batches of the step. The last
 line is one JSON object.
@@ -40,7 +40,7 @@ from lib.system import mpi_and_blas  # noqa: E402
 
 mpi_and_blas.prepare()
 
-from lib.plan.cuts import Hop, depths, step_seconds  # noqa: E402
+from benchmarks.gpus import best_bound  # noqa: E402
 from lib.system.records import read_records  # noqa: E402
 from tests.cluster import Host, cluster  # noqa: E402
 
@@ -148,14 +148,12 @@ def figures(hidden: int, size: int, logs: list[Path]) -> dict[str, Any]:
         row["predicted_of_measured"] = row["predicted_seconds"] / seconds
     if plan["strategy"] == "pipelined":
         micro_batches = PAIRS * MICRO_BATCHES // size
-        halves = [
-            compute / micro_batches / 2 for compute in row["compute_seconds"]
-        ]  # forward and backward: the sum counts
-        bound = step_seconds(halves, halves, [Hop()], depths(2), micro_batches)
+        blocks = [one["blocks"] for one in plan["stages"]]
+        bound = best_bound(blocks, row["compute_seconds"], micro_batches)
         row |= {
             "bound_seconds": bound,
             "of_bound": bound / seconds,
-            "blocks": [one["blocks"] for one in plan["stages"]],
+            "blocks": blocks,
         }
         row["in_flight"] = plan["stages"][0]["in_flight"]
         row["formula_bytes"] = median(0, "padded_tokens") * hidden * 4
