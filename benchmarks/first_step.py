@@ -29,7 +29,6 @@ from lib import environment
 environment.enter()
 
 from benchmarks.gpus import dense  # noqa: E402
-
 from lib.system.records import read_records  # noqa: E402
 
 MODELS = {

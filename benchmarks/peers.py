@@ -5,8 +5,7 @@
     python benchmarks/peers.py --shapes 1b --lengths 512+512 896+128 --batch-sizes 16 32 48 --dtype bfloat16     on a GPU
     python benchmarks/peers.py --shapes 8b --lengths 512+512 --batch-sizes 8 --dtype bfloat16 --bits 4           on a GPU
 
-Peers: unsloth (unsloth_zoo's MLXDPOTrainer; it is gated to Apple silicon, so here it is told that it runs there),
-mlx-lm-lora, and TRL (PyTorch), each in its best setting: reference log-probabilities computed before training where it can,
+Peers: mlx-lm-lora, and TRL (PyTorch), each in its best setting: reference log-probabilities computed before training where it can,
 no gradient checkpointing, its own compilation; TRL as it is, with torch.compile, and on a GPU with Liger's kernels. With --bits
 the base is quantised: MLX's programs get the same one, TRL quantises the plain one by bitsandbytes (nf4). Environments are made once, below --environments; --here takes the running
 interpreter for all. Every MLX program gets the same BLAS, on a CPU with one thread and with one for every core, and Tandem
@@ -49,14 +48,10 @@ BLAS = [
     "pyyaml",
 ]  # what lib/system/mpi_and_blas.py needs to give MLX a fast one
 ENVIRONMENTS = {
-    "unsloth": ["mlx[cpu]==0.32.4", "mlx-lm==0.32.2", *BLAS],
     "mlx-lm-lora": ["mlx[cpu]==0.32.4", "mlx-lm==0.32.2", "mlx-lm-lora==5.10.2", *BLAS],
     "trl": ["trl==1.16.0", "peft"],
 }
 ON_CUDA = {"trl": ["liger-kernel", "bitsandbytes"]}  # further ones
-ALONE = {
-    "unsloth": ["unsloth_zoo==2026.10.9"]
-}  # without their dependencies: PyTorch and CUDA, which the MLX part leaves alone
 SHAPES = {
     "256": {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024},
     "512": {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 2048},
@@ -105,8 +100,6 @@ def main() -> int:
     ratios = ratios_of(rows)
     for what, ratio in ratios.items():
         print(f"{what}: {ratio:.2f}")
-    if options.picture:
-        plot(rows, options.picture)
     print(
         json.dumps(
             {"rows": rows, "ratios": ratios, "settings": {**vars(options), "environments": str(options.environments)}},
@@ -256,8 +249,6 @@ def environment(peer: str, options: argparse.Namespace) -> str:
         extra = [options.torch] if peer == "trl" else []
         extra += ON_CUDA.get(peer, []) if on_cuda() else []
         subprocess.run([str(python), "-m", "pip", "install", "-q", *ENVIRONMENTS[peer], *extra], check=True)
-        if peer in ALONE:
-            subprocess.run([str(python), "-m", "pip", "install", "-q", "--no-deps", *ALONE[peer]], check=True)
         ready.touch()
     return str(python)
 
@@ -434,40 +425,6 @@ def with_adapter(options: argparse.Namespace) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def unsloth(options: argparse.Namespace) -> dict[str, Any]:
-    import platform
-
-    import mlx.core as mx
-
-    model, tokenizer = with_adapter(options)  # what else asks for the platform is imported by now
-    platform.system, platform.machine = lambda: "Darwin", lambda: "arm64"
-    from unsloth_zoo.mlx.trainer import MLXDPOConfig, MLXDPOTrainer
-
-    settings = MLXDPOConfig(
-        per_device_train_batch_size=options.batch_sizes[0],
-        gradient_accumulation_steps=1,
-        max_steps=options.steps,
-        warmup_steps=0,
-        learning_rate=RATE,
-        weight_decay=0.0,
-        logging_steps=1,
-        beta=BETA,
-        max_seq_length=POSITIONS,
-        max_length=POSITIONS,
-        max_prompt_length=POSITIONS,
-        gradient_checkpointing=False,
-        precompute_ref_log_probs=True,
-    )
-    trainer = MLXDPOTrainer(
-        model=model, tokenizer=tokenizer, train_dataset=records(options.inputs / "pairs.jsonl"), args=settings
-    )
-    losses: list[float] = []
-    times: list[float] = []
-    trainer.add_step_callback(lambda step, steps, loss, *_: (losses.append(loss), times.append(time.time())))
-    trainer.train()
-    return result_of(losses[0], times, mx.get_peak_memory())
-
-
 def mlx_lm_lora(options: argparse.Namespace) -> dict[str, Any]:
     import mlx.core as mx
     import mlx.optimizers as optim
@@ -604,7 +561,7 @@ def result_of(first_loss: float, times: list[float], peak_memory_bytes: int) -> 
     return {"first_loss": float(first_loss), "step_seconds": seconds, "peak_memory_bytes": int(peak_memory_bytes)}
 
 
-WORKERS = {"tandem": tandem, "unsloth": unsloth, "mlx-lm-lora": mlx_lm_lora, "trl": trl}
+WORKERS = {"tandem": tandem, "mlx-lm-lora": mlx_lm_lora, "trl": trl}
 TRL_KERNELS = ("plain", "liger", "compile")
 
 
@@ -629,43 +586,6 @@ def ratios_of(rows: list[dict[str, Any]]) -> dict[str, float]:
     return ratios
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Each peer's best setting, and its share of the matmul ceiling."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    cases = list(dict.fromkeys((r["shape"], r["prompt"], r["completion"], r["batch_size"]) for r in rows))
-    peers = list(dict.fromkeys(r["peer"] for r in rows))
-    best: dict[Any, dict[str, Any]] = {}
-    for row in rows:
-        key = row["peer"], row["shape"], row["prompt"], row["completion"], row["batch_size"]
-        if (
-            row["pairs_per_second"]
-            and row["pairs_per_second"] > best.get(key, row | {"pairs_per_second": 0})["pairs_per_second"]
-        ):
-            best[key] = row
-    figure, axes = plt.subplots(figsize=(1.5 + 1.6 * len(cases), 4), layout="constrained")
-    for i, peer in enumerate(peers):
-        of = [best.get((peer, *case)) for case in cases]
-        bars = axes.bar(
-            np.arange(len(cases)) + 0.8 * i / len(peers),
-            [row["pairs_per_second"] if row else 0.0 for row in of],
-            0.8 / len(peers),
-            label=peer,
-        )
-        axes.bar_label(bars, [f"{row['ceiling_share']:.0%}" if row else "" for row in of], fontsize=8)
-    axes.set_xticks(
-        np.arange(len(cases)) + 0.4 - 0.4 / len(peers), [f"{shape}\n{p}+{c}\nbatch {b}" for shape, p, c, b in cases]
-    )
-    axes.set_ylabel("pairs/s")
-    axes.set_title("on the bars: share of the measured matmul ceiling", fontsize=10)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=120)
-    print(f"picture: {path}")
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", nargs="+", default=list(WORKERS), choices=list(WORKERS))
@@ -683,7 +603,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--torch", default="torch", metavar="SPEC", help="what pip installs for TRL, e.g. a CPU build")
     parser.add_argument("--bits", type=int, default=16, choices=[4, 16], help="of the base's weights")
     parser.add_argument("--here", action="store_true", help="all peers in this interpreter's environment")
-    parser.add_argument("--picture", type=Path)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--worker", choices=list(WORKERS), help=argparse.SUPPRESS)

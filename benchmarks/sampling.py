@@ -38,12 +38,12 @@ mpi_and_blas.prepare()
 import mlx.core as mx  # noqa: E402
 import mlx.nn as nn  # noqa: E402
 import numpy as np  # noqa: E402
-from benchmarks.gpus import dense  # noqa: E402
 from mlx_lm.generate import BatchGenerator  # noqa: E402
 from mlx_lm.sample_utils import make_sampler  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
+from benchmarks.gpus import dense  # noqa: E402
 from lib.config.settings import ModelSettings  # noqa: E402
 from lib.model import adapters, load  # noqa: E402
 from lib.model.continuations import next_logits  # noqa: E402

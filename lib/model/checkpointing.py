@@ -46,7 +46,7 @@ class OrderedBlock(nn.Module):
 
 
 @functools.cache
-def _ordered(kind: type[nn.Module]) -> type[nn.Module]:
+def _ordered(kind: Any) -> Any:
     def call(self: OrderedBlock, *args: Any, **options: Any) -> Any:
         trained = self.trainable_parameters() if self.training else {}
         return _run(self, functools.partial(kind.__call__, self), trained, args, options)

@@ -33,7 +33,7 @@ _attention, _swiglu = base.scaled_dot_product_attention, activations.swiglu
 
 def derived(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
     """The same module, with its parameters and settings, as one of another class."""
-    new: nn.Module = kind.__new__(kind)
+    new: Any = dict.__new__(kind)
     vars(new).update(vars(module))
     dict.update(new, module)
     return new
