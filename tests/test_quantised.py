@@ -243,29 +243,6 @@ def test_when_to_dequantise() -> None:
     assert DequantiseFrom(16, None).reached_by(16) == (True, False)
 
 
-@pytest.mark.usefixtures("nothing_measured")
-def test_a_run_says_what_it_does() -> None:
-    model = nn.Sequential(nn.Linear(INPUTS, OUTPUTS), nn.Linear(INPUTS, INPUTS))
-    assert quantised.described(model) is None and quantised.choices(model) == []
-    nn.quantize(model)
-    quantised.use_own_layers(model)
-    said = quantised.described(model)
-    assert said and "from 16 tokens on, by default" in said
-    small, wide = quantised.products_of(model)
-    go_by({small: DequantiseFrom(4, None), wide: DequantiseFrom(32, 64)})
-    assert quantised.described(model) == (
-        "quantised weights are dequantised from 4 (or up to 64, by layer and pass) tokens on, as measured here"
-    )
-    records = quantised.choices(model)
-    assert [record["dequantise_from"] for record in records] == [
-        {"forward": 4, "backward": None},
-        {"forward": 32, "backward": 64},
-    ]
-    assert records[0]["inputs"] == INPUTS and records[0]["measured"] is True
-    go_by({small: NEVER, wide: NEVER})
-    assert "as they are packed" in (quantised.described(model) or "")
-
-
 def test_measured_times_decide() -> None:
     packed = {2: 1.0, 4: 2.0, 8: 4.0, 16: 8.0}
     assert faster_from(packed, {2: 3.0, 4: 3.0, 8: 3.0, 16: 3.0}) == 8

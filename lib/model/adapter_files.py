@@ -127,20 +127,20 @@ def write_arrays(
     described: Described,
     arrays: Arrays,
     kind: str = "mlx",
-    told: Mapping[str, str] | None = None,
+    metadata: Mapping[str, str] | None = None,
     durable: bool = True,
 ) -> None:
     """A safetensors file, whole or absent, written array by array: the whole is never in memory.
 
     Args:
         kind: `mlx`, or `pt` where others expect PyTorch's.
-        told: what else the file says.
+        metadata: what else the file says.
         durable: it is on the disk then, and outlasts a power cut.
 
     Raises:
         OSError: the disk is full or not writable.
     """
-    header: dict[str, object] = {"__metadata__": {"format": kind, **(told or {})}}
+    header: dict[str, object] = {"__metadata__": {"format": kind, **(metadata or {})}}
     end = 0
     for name, (shape, dtype) in described.items():
         begin, end = end, end + math.prod(shape) * dtype.size

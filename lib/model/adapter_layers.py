@@ -105,5 +105,5 @@ def first_match(patterns: Mapping[str, Value], layer: str, default: Value) -> Va
 
 
 def matches(pattern: str, layer: str) -> bool:
-    """Whether a pattern matches the end of a layer's name, from a dot on. Patterns may come with somebody's adapter."""
+    """Whether a pattern matches the end of a layer's name, from a dot on. Patterns may come with an adapter."""
     return re.fullmatch(rf"(.*\.)?({pattern})", layer) is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,7 +24,9 @@ def order_backward(model: nn.Module) -> None:
     """
     blocks = {id(block) for block in model.layers if not isinstance(block, OrderedBlock)}
     if blocks:
-        replace_modules(model, lambda part: derived(part, _ordered(type(part))) if id(part) in blocks else None)
+        replace_modules(
+            model, lambda part: derived(part, _ordered(cast(Any, type(part)))) if id(part) in blocks else None
+        )
 
 
 def checkpoint_blocks(model: nn.Module) -> None:

@@ -74,7 +74,7 @@ class PositionsPart:
 
 
 class Neighbours(Protocol):
-    """What a stage needs of other ranks where nobody else carries its activations: when it evaluates or generates."""
+    """What a stage needs of other ranks where no step carries its activations: when it evaluates or generates."""
 
     def send(self, array: mx.array, rank: int, what: str) -> None: ...
     def receive(self, shape: Sequence[int], dtype: mx.Dtype, rank: int, what: str) -> mx.array: ...

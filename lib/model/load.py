@@ -56,9 +56,9 @@ def load(settings: ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
     except Exception as error:  # config.json may say anything, and every model's code trusts it in its own way
         why = why_unreadable(folder, error)
         plain = isinstance(error, ValueError | RuntimeError)
-        told = why if plain else f"{type(error).__name__}: {why}"
+        reason = why if plain else f"{type(error).__name__}: {why}"
         named = f"; {FOREIGN.format(method)}" if method else ""
-        raise UserError(f"model.path {settings.path}: mlx-lm cannot load it: {told}{named}") from None
+        raise UserError(f"model.path {settings.path}: mlx-lm cannot load it: {reason}{named}") from None
     if settings.attention_window is not None:
         _narrow(model, settings.attention_window, settings.path)
     if settings.dtype is not None:

@@ -10,7 +10,7 @@ What, why, and until when:
 Read with mlx-lm 0.32.2; tests/test_forward.py holds both against the originals.
 
 What else a model does differently here it does because a module of it was replaced by one of a derived class
-(`replace_modules`): the model's own tree, not somebody's class.
+(`replace_modules`): the model's own tree, not another project's class.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -104,36 +104,6 @@ def products_of(model: nn.Module) -> list[Product]:
     kinds = Quantised | QuantisedExperts
     layers = [module for module in model.modules() if isinstance(module, kinds) and "weight" in module]
     return list(dict.fromkeys(product_of(layer, _dtype_of(layer)) for layer in layers))
-
-
-def choices(model: nn.Module) -> list[dict[str, object]]:
-    """For a run's records: each kind of product of the model's, and from how many tokens on it dequantises."""
-    chosen = [(product, *dequantise_from(product, device())) for product in products_of(model)]
-    return [
-        {**asdict(product), "dequantise_from": asdict(tokens), "measured": is_measured}
-        for product, tokens, is_measured in chosen
-    ]
-
-
-def described(model: nn.Module) -> str | None:
-    """For a person: from how many tokens on quantised weights are dequantised; None of a model without such."""
-    chosen = [(product, *dequantise_from(product, device())) for product in products_of(model)]
-    if not chosen:
-        return None
-    limits = sorted(
-        {
-            -(-limit // max(1, product.experts))
-            for product, tokens, _ in chosen
-            for limit in (tokens.forward, tokens.backward)
-            if limit is not None
-        }
-    )
-    is_measured = all(measured for *_, measured in chosen)
-    source = "as measured here" if is_measured else "by default (make calibrate measures)"
-    if not limits:
-        return f"quantised weights are multiplied by as they are packed, {source}"
-    span = f"{limits[0]:,}" if len(limits) == 1 else f"{limits[0]:,} (or up to {limits[-1]:,}, by layer and pass)"
-    return f"quantised weights are dequantised from {span} tokens on, {source}"
 
 
 def _dtype_of(layer: nn.Module) -> mx.Dtype:

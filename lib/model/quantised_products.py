@@ -18,7 +18,7 @@ from lib.system.hardware import Device
 # Tokens from which on weights are dequantised where nothing was measured; of experts, tokens for each. On a CPU MLX
 # multiplies by packed weights at 1 to 3 GFLOP/s, and to dequantise one costs no more than some ten such products. On
 # CUDA the packed kernels for 8 tokens and more are compiled when they are first used, for minutes in all. On Metal
-# nobody measured: its packed products are near plain ones, so that it takes many tokens to pay for the bytes moved.
+# none was measured: packed products are near plain ones, so that it takes many tokens to pay for the bytes moved.
 DEFAULT_TOKENS: dict[Device, int] = {"cpu": 16, "cuda": 8, "metal": 512}
 
 

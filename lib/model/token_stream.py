@@ -202,7 +202,7 @@ class Stream:
         return mx.concatenate([prefixes, tails], axis=3).flatten(0, 1)
 
     def _spread(self, x: mx.array) -> mx.array:
-        """[N - b * P, ...] ➜ [b * K * T, ...]; nobody reads what is at a sequence's padding."""
+        """[N - b * P, ...] ➜ [b * K * T, ...]; what is at a sequence's padding is not used."""
         return (
             x
             if self.suffix_indices is None or self.suffix_uses is None
@@ -415,7 +415,7 @@ def run_backbone(model: nn.Module, tokens: mx.array, **options: Any) -> mx.array
 
     def listen(*args: Any, **kwargs: Any) -> mx.array:
         outputs.append(backbone(*args, **kwargs))
-        return outputs[0][:1, :1]  # something for the head, whose result nobody evaluates
+        return outputs[0][:1, :1]  # something for the head, whose result is not evaluated
 
     backbone = place[0][place[1]]
     with Replaced(*place, listen):

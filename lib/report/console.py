@@ -22,7 +22,6 @@ from lib.data.dataset import Dataset
 from lib.data.prompts import Prompts
 from lib.data.streaming import StreamedDataset
 from lib.distributed.world import World
-from lib.model import quantised
 from lib.plan.cost import RunCost, hosts_cost
 from lib.plan.plan import ClusterPlan
 from lib.plan.plan_warnings import long_warm_up, uneven_labels
@@ -371,8 +370,6 @@ def show_model(say: Terminal, model: nn.Module) -> None:
     total = sum(array.size for _, array in tree_flatten(model.parameters()))
     trained = sum(array.size for _, array in tree_flatten(model.trainable_parameters()))
     say.line(f"training {trained:,} of {total:,} parameters ({100 * trained / total:.2f} %) on {device_name()}")
-    if (how := quantised.described(model)) is not None:
-        say.line(how)
 
 
 # ---- After training --------------------------------------------------------------------------------------------------

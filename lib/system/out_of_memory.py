@@ -196,7 +196,7 @@ def _tried(work: Callable[[], T]) -> tuple[T | None, OutOfMemory | None]:
 
 
 def release() -> None:
-    """Waits for what is under way, and gives back what nobody refers to any more."""
+    """Waits for what is under way, and frees what is no longer referred to."""
     import mlx.core as mx
 
     with contextlib.suppress(RuntimeError):  # it clears the error that Metal's stream kept
@@ -242,7 +242,7 @@ def control_groups(process: int | str = "self") -> str:
 def kernel_kills(groups: str | None = None) -> dict[str, int]:
     """How many processes the kernel's out-of-memory killer has ended so far, by who counts: this boot, a control group.
 
-    groups: of `control_groups`; by default this process's. Empty where nobody counts (macOS).
+    groups: of `control_groups`; by default this process's. Empty on macOS, which does not count.
     """
     counts: dict[str, int] = {}
     with contextlib.suppress(OSError):

@@ -360,7 +360,7 @@ def preference_metrics(
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Unpaired: completions that somebody called desirable or not.
+# Unpaired: completions labelled desirable or not.
 
 
 @dataclass(frozen=True)
@@ -421,7 +421,7 @@ def kl_baseline(log_ratios_sum: float, count: float) -> float:
     log_ratios_sum: log pi(y'|x) - log pi_ref(y'|x) of `count` mismatched completions y', each another prompt's.
     """
     mean = log_ratios_sum / count if count else 0.0
-    return 0.0 if mean < 0 else mean  # what is no number stays none: the step is left out
+    return 0.0 if mean < 0 else mean  # NaN stays NaN, so the step is skipped
 
 
 def unpaired_losses(

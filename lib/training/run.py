@@ -18,7 +18,7 @@ from lib.distributed import heartbeat
 from lib.distributed.compression import Arrays
 from lib.distributed.world import World
 from lib.errors import AgreedError
-from lib.model import adapter_files, checkpointing, load, quantised
+from lib.model import adapter_files, checkpointing, load
 from lib.plan.plan import ClusterPlan
 from lib.plan.replan import Schedule
 from lib.system.hardware import provenance
@@ -98,7 +98,6 @@ class TrainingRun:
             plan=self.plan.to_dict(),
             resumes=self.progress.resumes,
             resume_ids=self.progress.resume_ids,
-            quantised_products=quantised.choices(self.model),
             resumed_from_step=self.progress.step if resumed else None,
         )
 
