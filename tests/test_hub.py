@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import hashlib
 import http.server
 import io
 import json
@@ -21,7 +22,7 @@ import pyarrow.parquet
 import pytest
 
 from lib.config.settings import DataSettings
-from lib.data import hub, sources
+from lib.data import hub, record_files, sources
 from lib.errors import UserError
 from tests.tiny import ROOT
 
@@ -122,7 +123,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self.send(404, b'{"error": "Repository not found"}', {"X-Error-Code": "RepoNotFound"}, with_body)
         elif "/resolve/" in path:
             content = files[path.partition(f"/resolve/{SHA}/")[2]]
-            headers = {"ETag": '"e"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"}
+            headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"}
             if asked := self.headers.get("Range"):
                 first, _, last = asked.removeprefix("bytes=").partition("-")
                 part = content[int(first) : int(last) + 1 if last else None]
@@ -204,8 +205,8 @@ def test_a_local_folder_of_the_same_layout_gives_the_same_rows(name: str, tmp_pa
         file.write_bytes(content)
     settings = DataSettings(train="-", cache_dir=str(tmp_path / "cache"))
     for options, rows in asked.items():
-        shards = sources.files_of(f"hf://{tmp_path}/{name}{options}", settings)
-        assert [json.loads(line) for shard in shards for line in shard.read_text().splitlines()] == rows
+        found = sources.files_of(f"hf://{tmp_path}/{name}{options}", settings)
+        assert [record for file in found for _, record in record_files.read(str(file), settings)] == rows
     for wrong, words in WRONG:
         if wrong.startswith(name):
             with pytest.raises(UserError) as error:
@@ -213,54 +214,13 @@ def test_a_local_folder_of_the_same_layout_gives_the_same_rows(name: str, tmp_pa
             assert any(word in str(error.value) for word in words.split("|"))
 
 
-def test_a_local_folder_is_fetched_again_once_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From any working folder, and although the cache lies inside it."""
-    settings, told = DataSettings(train="-", cache_dir=str(tmp_path / "one" / "cache")), list[str]()
-
-    def rows(source: str) -> list[Any]:
-        shards = sources.files_of(source, settings, told.append)
-        return [json.loads(line) for shard in shards for line in shard.read_text().splitlines()]
-
-    for name, some in (("one", PAIRS[:20]), ("two", PAIRS[20:])):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "a.jsonl").write_bytes(json_lines(some))
-    for name, some in (("one", PAIRS[:20]), ("two", PAIRS[20:])):
-        monkeypatch.chdir(tmp_path / name)
-        assert rows("hf://.") == rows(f"hf://{tmp_path}/{name}") == some
-    assert len(told) == 2
-    (tmp_path / "two" / "a.jsonl").write_bytes(json_lines(PAIRS[:7]))
-    assert rows("hf://.") == rows("hf://.") == PAIRS[:7] and len(told) == 3
-    (tmp_path / "two" / "b.jsonl").write_bytes(json_lines(PAIRS[7:9]))
-    assert rows("hf://.") == PAIRS[:9] and len(told) == 4
-
-
-def test_what_a_killed_download_left_is_removed(tmp_path: Path) -> None:
-    (tmp_path / "train.jsonl").write_bytes(json_lines(PAIRS[:2]))
-    source, settings = f"hf://{tmp_path}", DataSettings(train="-", cache_dir=str(tmp_path / "cache"))
-    [shard] = hub.fetch(source, settings, print)
-    state, left = shard.parent / hub.STATE, shard.parent / f"{hub.STATE}.1.unfinished"
-    state.write_text(state.read_text().replace("true", "false"))
-    left.touch()
-    assert hub.fetch(source, settings, print) == [shard]
-    assert sorted(path.name for path in shard.parent.iterdir()) == sorted([shard.name, state.name])
-
-
-def test_a_stream_goes_on_at_its_row(tmp_path: Path) -> None:
-    for i, content in enumerate((parquet(PAIRS[:20]), parquet(PAIRS[20:]))):
-        (tmp_path / f"train-{i}.parquet").write_bytes(content)
-    for taken in (0, 7, 20, 33, 40):
-        first = hub.open_stream("s", str(tmp_path), {})
-        rows = [row for _, row in zip(range(taken), first, strict=False)]
-        second = hub.open_stream("s", str(tmp_path), {})
-        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-        assert [*rows, *second] == PAIRS, taken
-
-
 def test_a_broken_line_of_a_hub_is_named(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_bytes(json_lines(PAIRS[:2]) + b"{broken\n")
     settings = DataSettings(train="-", cache_dir=str(tmp_path / "cache"))
     with pytest.raises(UserError, match=r"train.jsonl:3: broken JSON"):
-        hub.fetch(f"hf://{tmp_path}", settings, print)
+        hub.fetch(f"hf://{tmp_path}?rows=9", settings, print)
+    with pytest.raises(UserError, match="no option sliter"):
+        hub.fetch("hf://x/y?sliter=7", settings, print)
     with pytest.raises(UserError, match="there is no folder /no/where"):
         hub.fetch("hf:///no/where", settings, print)
     (tmp_path / "empty").mkdir()

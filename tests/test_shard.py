@@ -440,11 +440,12 @@ def assert_answers_and_metrics_as_alone(
     """
     common = ["evaluate.answers_limit=4", "evaluate.max_tokens=44", "evaluate.every=null", "train.steps=2"]
     common += ["model.reference=configs/quickstart/model", "train.global_batch_size=8", f"run.dir={folder / 'runs'}"]
-    common += [f"data.train={folder / 'few.jsonl'}", f"data.valid={folder / 'few.jsonl'}"]
+    common += [f"data.train={folder / 'others.jsonl'}", f"data.valid={folder / 'few.jsonl'}"]
     if world.rank == 0:
         rows = Path("configs/quickstart/valid.jsonl").read_text().splitlines()
         few = [{**row, "answer": row["chosen"].strip()} for row in map(json.loads, rows[:8])]
         tiny.write_jsonl(folder / "few.jsonl", few)
+        tiny.write_jsonl(folder / "others.jsonl", list(map(json.loads, rows[8:16])))
     world.gather_text("written")
 
     def run(world: World, *more: str) -> Path:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
 import gc
 import gzip
 import itertools
 import json
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,7 @@ import pytest
 import train as script
 from lib.config import load
 from lib.config.settings import DataSettings
-from lib.data import hub, sources
+from lib.data import sources
 from lib.data.batch import MicroBatches
 from lib.data.dataset import load_dataset
 from lib.data.order import epoch_order
@@ -301,71 +298,6 @@ def test_a_row_that_only_its_tokens_show_to_be_unusable(tmp_path: Path) -> None:
     data = open_streamed(tmp_path, path, max_length=340, skip_invalid=True)
     assert [e.row for e in data.examples([1999, 2000, 3, 2001])] == [1999, 3]
     assert data.skipped_count == 2 and data.skipped[1].startswith(f"{path}:2002: the prompt alone")
-
-
-# ---- Streams from afar
-
-
-class Stream:
-    """Records with a position, as `datasets` streams have it; the network may break off."""
-
-    def __init__(self, count: int, breaks_at: int | None = None):
-        self.count, self.breaks_at, self.position = count, breaks_at, 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
-
-    def __iter__(self) -> Any:
-        while self.position < self.count:
-            if self.position == self.breaks_at:
-                raise ConnectionError("reset by peer")
-            self.position += 1
-            yield record(self.position - 1)
-
-
-def test_a_stream_is_spooled_to_shards_and_goes_on_where_it_broke_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hub, "SHARD_BYTES", 1500)
-    streams = iter([Stream(60, breaks_at=33), Stream(60, breaks_at=50), Stream(60)])
-    monkeypatch.setattr(hub, "open_stream", lambda *_: next(streams))
-    for _ in range(2):
-        with pytest.raises(UserError, match="hf://x/y: the stream broke off .reset by peer.; start again"):
-            open_streamed(tmp_path, "hf://x/y")
-    data = open_streamed(tmp_path, "hf://x/y")
-    assert [tokens_of(data, row) for row in range(60)] == [
-        tokens_of(in_memory(tmp_path, write(tmp_path / "a.jsonl", RECORDS)), row) for row in range(60)
-    ]
-    assert next(streams, None) is None and len(data.records.indices) > 3
-    assert open_streamed(tmp_path, "hf://x/y").digest == data.digest  # nothing is fetched again
-
-
-def test_a_stream_stops_at_the_limit_and_at_the_rows_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "open_stream", lambda *_: Stream(60))
-    with pytest.raises(UserError, match=r"more than data.spool_limit_gb allows .* take fewer with \?rows=N"):
-        open_streamed(tmp_path, "hf://x/y", spool_limit_gb=2e-6)
-    assert len(open_streamed(tmp_path, "hf://x/y?rows=7")) == 7
-    with pytest.raises(UserError, match="no option sliter"):
-        open_streamed(tmp_path, "hf://x/y?sliter=7")
-
-
-def test_ranks_of_one_host_fetch_a_stream_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    both = threading.Barrier(2)
-
-    class Slow(Stream):
-        def __iter__(self) -> Any:
-            with contextlib.suppress(threading.BrokenBarrierError):
-                both.wait(0.2)  # until the other one writes, too, if it is let
-            return super().__iter__()
-
-    monkeypatch.setattr(hub, "open_stream", lambda *_: Slow(60))
-    told = list[str]()
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        ranks = [pool.submit(sources.files_of, "hf://x/y", settings_of(tmp_path, "-"), told.append) for _ in range(2)]
-    assert ranks[0].result() == ranks[1].result() and sum("fetching" in text for text in told) == 1
 
 
 # ---- Runs

@@ -185,6 +185,7 @@ _VALUES: dict[str, dict[str, str]] = {
 }
 # Settings of earlier versions, and what to do instead.
 REMOVED: dict[str, str] = {
+    "data.spool_limit_gb": "take fewer rows with hf://OWNER/NAME?rows=N",
     "checkpoint.max_lost_seconds": "take checkpoint.seconds",
     "serve.tls_certificate": "nginx does this: python -m lib.server --emit nginx",
     "serve.tls_key": "nginx does this: python -m lib.server --emit nginx",

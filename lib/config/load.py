@@ -44,7 +44,6 @@ RESUMABLE: tuple[str, ...] = (
     "model.shard_vocabulary",
     "data.skip_invalid",  # rows keep their numbers
     "data.cache_dir",
-    "data.spool_limit_gb",
     "run.dir",
     "run.name",
 )

@@ -196,8 +196,6 @@ class DataSettings(Section):
     then estimated."""
     cache_dir: str = "runs/.data"
     """Folder for what is made of the data once: indices, unpacked files, tokens. It may become as large as the data."""
-    spool_limit_gb: Gigabytes = 100.0
-    """Most that is fetched of one remote data set."""
     max_length: Annotated[Natural, Field(ge=2, le=2**24)] = 1024
     """Most tokens of prompt and completion together; longer chats lose middle messages, other rows the beginning
     of their prompt."""

@@ -179,6 +179,9 @@ RESERVED = frozenset(
     {"conversation", "messages", "tools", "tokenize", "add_generation_prompt", "chat_template", "return_dict"}
     | {"continue_final_message", "return_assistant_tokens_mask", "return_tensors", "padding", "truncation"}
 )
+TURN_MARKS = re.compile(
+    r"<[|｜][^\s'\"{}<>]{1,40}[|｜]>|\[/?[A-Z_]{3,20}\]|<(?:start|end)_of_turn>|<\|[a-z_]+>|<[a-z_]+\|>"
+)
 STRFTIME = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -441,6 +444,23 @@ class ChatTemplate:
     @staticmethod
     def _fold_system(chat: Chat) -> Chat:
         return dataclasses.replace(chat, prompt=_fold_system(chat.prompt))
+
+    @cached_property
+    def marks(self) -> frozenset[str]:
+        """What the template writes around a question and an answer: <|im_start|>, [INST] and the like."""
+        if not self.is_used:
+            return frozenset()
+        turns: list[Message] = [{"role": "user", "content": SENTINEL}, {"role": "assistant", "content": SENTINEL}]
+        texts = self.texts([Conversation(turns[:1], None, self.arguments_without_answer)], True)
+        texts += self.texts([Conversation(turns, None, self.arguments_without_answer)], False)
+        return frozenset(mark for text in texts if isinstance(text, str) for mark in TURN_MARKS.findall(text))
+
+    def is_rendered(self, prompt: str) -> bool:
+        """Whether a text is one of the template's already: it begins with a mark, or a BOS token and a mark."""
+        bos = getattr(self.tokenizer, "bos_token", None) or ""
+        text = prompt.lstrip()
+        mark = TURN_MARKS.match(text.removeprefix(bos).lstrip())
+        return mark is not None and mark[0] in self.marks
 
     # ---- Where things are in a rendering
 

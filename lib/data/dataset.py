@@ -28,6 +28,7 @@ from lib.errors import UserError
 
 # Records tokenised at a time: enough for a fast tokenizer's threads, little enough to keep in memory.
 CHUNK_RECORDS = 2048
+OTHER_HOLDOUT = "set another data.holdout, or name held-out records with data.valid=FILE"
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,13 +276,16 @@ def load_dataset(
         chosen = [example for _ in range(times) for example in examples] + [examples[i] for i in once_more]
         pieces += [piece for example, _, _ in chosen for piece in example]
         labels += [label for _, _, label in chosen if label is not None]
+    for note in encoder.notes if encoder else ():
+        tell(note)
     if skipped and not settings.skip_invalid:
-        raise UserError(record_files.refusal(skipped[0], len(skipped)))
+        raise UserError(record_files.refusal(skipped[0], len(skipped), len(pieces)))
     if not pieces:
         if unwanted_count or held_out is not None:
             side = "held out" if held_out else "left"
             raise UserError(
-                f"{name}: no row is {side} (data.holdout={settings.holdout:g}, {unwanted_count:,} records filtered)"
+                f"{name}: no row is {side} (data.holdout={settings.holdout:g}, {unwanted_count:,} records filtered); "
+                f"{OTHER_HOLDOUT}"
             )
         raise UserError(record_files.nothing_in(name, skipped[0] if skipped else "", len(skipped)))
     return in_memory(name, kind, "; ".join(columns), pieces, truncated_count, skipped, unwanted_count, labels)
@@ -479,3 +483,32 @@ def with_mismatched(dataset: Dataset, max_length: int) -> Dataset:
         pieces += [*row.stored, fitted(row.prompt_ids, rows[other].stored[1], max_length)]
     packed = pack(dataset.kind, pieces, dataset.labels)
     return replace(dataset, **packed._asdict(), has_mismatched=True)
+
+
+def require_apart(train: Dataset, valid: Dataset, tell: Callable[[str], None]) -> None:
+    """Counts and names held-out rows that stand among the training rows.
+
+    Raises:
+        UserError: every held-out row is a training row: its figures would say nothing.
+    """
+
+    def whole(row: Example) -> bytes:
+        pieces = row.stored[: len(row.stored) - valid.has_mismatched]
+        return b"|".join(piece.tobytes() for piece in pieces)
+
+    prompts, wholes = {row.prompt_ids.tobytes() for row in train if len(row.prompt_ids) > 1}, set(map(whole, train))
+    rows = list(valid)
+    same_prompts = [row.row for row in rows if row.prompt_ids.tobytes() in prompts]
+    same_rows = [row.row for row in rows if whole(row) in wholes]
+    if len(same_rows) == len(rows):
+        raise UserError(
+            f"{valid.path}: all {len(rows):,} held-out rows are training rows of {train.path}, too; name others with "
+            "data.valid=FILE, or hold some out with data.holdout=0.1"
+        )
+    for numbers, what in ((same_prompts, "have a prompt of"), (same_rows, "are rows of")):
+        if numbers:
+            named = ", ".join(str(number + 1) for number in numbers[:5])
+            tell(
+                f"{valid.path}: {len(numbers):,} of {len(rows):,} held-out rows {what} the training data "
+                f"({named}{', ...' if len(numbers) > 5 else ''})"
+            )

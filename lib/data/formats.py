@@ -358,6 +358,8 @@ class Reader(NamedTuple):
     """Columns that mean something and that nothing reads."""
     is_chat: bool = False
     """Whether a system prompt, tools or template arguments make a conversation of any text."""
+    columns: tuple[str, ...] = ()
+    """Those that it reads."""
 
 
 def reader_of(there: frozenset[str], columns: Columns, kind: RecordKind) -> Reader | None:
@@ -375,7 +377,7 @@ def reader_of(there: frozenset[str], columns: Columns, kind: RecordKind) -> Read
     told = f"{name} ({', '.join((*used, *extras))})" if name else " + ".join((*used, *extras))
     if kind == "sft" and found.has == "pair":
         told += " (preference records: the other completion is not used)"
-    return Reader(told, _limited(found, kind), tuple(sorted(lost)), bool(extras))
+    return Reader(told, _limited(found, kind), tuple(sorted(lost)), bool(extras), (*used, *extras))
 
 
 class Found(NamedTuple):
@@ -848,3 +850,39 @@ def _template_arguments(record: JSON, columns: Columns) -> JSON:
 
 def _says_something(value: object) -> bool:
     return bool(value.strip()) if isinstance(value, str) else value is not None and value != [] and value != {}
+
+
+# ---- Columns that nothing reads
+
+MEDIA_NAMES = re.compile(r"^(image|img|picture|photo|video|audio|speech|sound)s?($|_)", re.IGNORECASE)
+MEDIA_FILES = re.compile(r"\.(png|jpe?g|webp|gif|bmp|mp4|mov|avi|webm|wav|mp3|flac|ogg)$", re.IGNORECASE)
+
+
+def unread_columns(record: JSON, settings: DataSettings, kind: RecordKind) -> list[str]:
+    """The columns of a record that hold text, lists or objects, and that neither its format nor data.ignore names.
+
+    Raises:
+        Unusable: such a column holds media: training on the rest would teach answers to what the model did not see.
+    """
+    columns, _ = _readers(settings, kind)
+    if _token_columns(record, kind) is not None:
+        return []
+    present = frozenset(name for name, value in record.items() if value is not None)
+    reader = reader_of(present, columns, kind)
+    if reader is None:
+        return []
+    told = {*reader.columns, *columns.ignore, *MEANINGFUL}
+    unread = [name for name in record if name not in told and isinstance(record[name], str | list | dict | bytes)]
+    for name in unread:
+        if _is_media(name, record[name]):
+            raise Unusable(f"column {name!r} holds media, which is not trained on: data.ignore=[{name}] leaves it out")
+    return [name for name in unread if _says_something(record[name])]
+
+
+def _is_media(name: str, value: object) -> bool:
+    if isinstance(value, list):
+        return bool(value) and _is_media(name, value[0])
+    if isinstance(value, dict):
+        return isinstance(value.get("bytes"), bytes) or _is_media(name, value.get("path"))
+    is_file = isinstance(value, str) and MEDIA_FILES.search(value) is not None
+    return isinstance(value, bytes) or is_file or (MEDIA_NAMES.match(name) is not None and bool(value))

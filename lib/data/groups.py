@@ -101,12 +101,17 @@ def load_groups(settings: DataSettings, limits: ModelLimits) -> GroupedDataset:
         for file in sources.files_of(source, settings):
             groups += _read(file, settings, limits, skipped)
     if skipped and not settings.skip_invalid:
-        raise UserError(record_files.refusal(skipped[0], len(skipped)))
+        raise UserError(record_files.refusal(skipped[0], len(skipped), len(groups)))
     if not groups:
         raise UserError(record_files.nothing_in(name, skipped[0] if skipped else "", len(skipped)))
     has_logps = {group.logps is not None for group in groups}
     if len(has_logps) > 1:
         raise UserError(f"{name}: some groups have logps and some have none; give them to all, or to none")
+    if not any(len(set(rewards)) > 1 for rewards in ([r for r in g.rewards if r is not None] for g in groups)):
+        raise UserError(
+            f"{name}: nothing can be learnt of its {len(groups):,} groups: in each all rewards are equal, null, or one "
+            "alone; sample several completions of a prompt, and rewards that tell them apart"
+        )
     return groups_in_memory(name, groups, skipped)
 
 

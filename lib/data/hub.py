@@ -1,38 +1,32 @@
-"""Which files of a data set's repository are a configuration's split, and their records one after the other.
+"""Data sets of the Hugging Face hub, or of a local folder of the same layout, as files on this disk.
 
-A repository is one of the Hugging Face hub, or a local folder of the same layout. Its README.md may name
-configurations and their files (huggingface.co/docs/hub/datasets-manual-configuration); otherwise a configuration is a
-folder, and words in the names of files and folders say of which split they are.
+hf://OWNER/NAME, hf://OWNER/NAME?config=C&split=S&revision=R&rows=N, hf:///local/folder?split=S. huggingface_hub fetches
+the files of the split into its own cache, each once, and goes on where a download broke off. The repository's README.md
+may name configurations and their files (huggingface.co/docs/hub/datasets-manual-configuration); otherwise a
+configuration is a folder, and words in the names of files and folders say of which split they are.
 """
 
 from __future__ import annotations
 
-import codecs
 import fnmatch
 import gzip
 import hashlib
-import io
 import itertools
 import json
 import re
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Annotated, Any, Protocol, cast
+from typing import Any
 from urllib.parse import parse_qsl
 
-from pydantic import Field, TypeAdapter
-from typing_extensions import TypedDict  # which pydantic reads on Python 3.11
-
-from lib.config import read_file
 from lib.config.plain_yaml import front_matter
 from lib.config.settings import DataSettings
 from lib.data import record_files
-from lib.data.record_files import read_parquet
-from lib.data.record_formats import JSON, LINE_BYTES, Unusable
-from lib.errors import UserError
+from lib.data.record_formats import JSON, Unusable
+from lib.errors import UserError, in_one_line
 from lib.system import files
 
+PREFIX = "hf://"
 ENDINGS = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".parquet")
 # A split by the words that name it in files and folders.
 SPLIT_WORDS = {
@@ -43,87 +37,129 @@ SPLIT_WORDS = {
 # Where the hub keeps what it has made of data sets that come in other forms: CONFIG/SPLIT/0000.parquet.
 CONVERTED = "refs/convert/parquet"
 CARD = "README.md"
-PIECE_BYTES = 2**20  # of a file that is one list
-BETWEEN = re.compile(r"[\s,]*")  # two of its records
 
 
-class Repository:
-    """The files of a data set.
+def fetch(source: str, settings: DataSettings, tell: Callable[[str], None]) -> list[Path]:
+    """The files of a data set's split on this disk, fetched where they are missing.
 
-    Args:
-        where: a local folder, or a data set's name on the hub.
-        revision: of the hub's data set; by default its newest.
+    With ?rows=N, and of files that are one JSON list, the records are written as JSON lines to data.cache_dir.
 
     Raises:
-        OSError, ValueError, huggingface_hub's errors: it cannot be read.
+        UserError: no such data set, configuration or split; the message names what there is.
     """
-
-    def __init__(self, where: str, revision: str | None):
-        self.root: str = where
-        self._any_commit: str | None = None  # how the paths of all commits begin
-        self._open: Callable[[str], IO[bytes]] = _open_local
-        if is_local(where):
-            names = [file.relative_to(where).as_posix() for file in Path(where).rglob("*") if file.is_file()]
-        else:
-            from huggingface_hub import HfApi, HfFileSystem
-            from huggingface_hub.hf_api import RepoFile
-
-            hub = HfApi()
-            # By its commit, so that a download which goes on later has the same files.
-            commit = hub.repo_info(where, revision=revision, repo_type="dataset").sha
-            tree = hub.list_repo_tree(where, recursive=True, revision=commit, repo_type="dataset")
-            names = [file.path for file in tree if isinstance(file, RepoFile)]
-            self._any_commit = f"datasets/{where}@"
-            self.root = f"{self._any_commit}{commit}"
-            files = HfFileSystem()
-            self._open = lambda path: cast(IO[bytes], files.open(path, "rb"))
-        self.names = sorted(names)
-
-    def card(self) -> str:
-        """The beginning of its README.md, in which its front matter is; empty where it has none."""
-        if CARD not in self.names:
-            return ""
-        with self._open(f"{self.root}/{CARD}") as file:
-            return file.read(2**20).decode(errors="replace")  # the last character may be cut
-
-    def stream(self, names: Sequence[str]) -> FileStream:
-        return FileStream([f"{self.root}/{name}" for name in names], self._open, self._any_commit)
-
-
-def _open_local(path: str) -> IO[bytes]:
-    return Path(path).open("rb")
-
-
-def is_local(where: str) -> bool:
-    return where.startswith(("/", ".", "~"))
-
-
-def open_stream(source: str, where: str, options: dict[str, str]) -> FileStream:
-    """The records of a split.
-
-    options: config, split (by default train) and revision. Raises UserError, which names what there is instead.
-    """
-    where = str(Path(where).expanduser()) if is_local(where) else where
-    if is_local(where) and not Path(where).is_dir():
-        raise UserError(f"{source}: there is no folder {where}")
+    name, options = parse(source)
+    is_local = name.startswith(("/", ".", "~"))
+    open_repository = _open_folder if is_local else _open_hub
     try:
-        repository = Repository(where, options.get("revision"))
-        if not any(map(_is_data, repository.names)) and not is_local(where) and "revision" not in options:
-            repository = Repository(where, CONVERTED)
-        card = repository.card()
+        names, path_of = open_repository(name, options.get("revision"))
+        card = path_of(CARD).read_text(encoding="utf-8", errors="replace") if CARD in names else ""
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
     except Exception as error:  # not found, not allowed, offline: a dozen unrelated types
-        raise UserError(f"{source}: cannot be opened: {reason(error)}") from None
+        raise UserError(f"{source}: cannot be opened: {in_one_line(error)}") from None
     try:
-        names = files_of_split(repository.names, card, options.get("config"), options.get("split", "train"))
+        chosen = files_of_split(names, card, options.get("config"), options.get("split", "train"))
     except ValueError as why:
         raise UserError(f"{source}: {why}") from None
-    return repository.stream(names)
+    if not is_local:
+        tell(f"fetching {source}: {len(chosen):,} files")
+    cache = Path(settings.cache_dir)
+    try:
+        if "rows" in options:
+            records = itertools.islice(_records(map(path_of, chosen)), int(options["rows"]))
+            return [_written(records, cache, f"{source} {[path_of(chosen[0]).stat().st_mtime_ns]}")]
+        return [_as_lines(path_of(file), cache) for file in chosen]
+    except UserError:
+        raise
+    except Exception as error:  # what a network can do
+        raise UserError(f"{source}: the download broke off ({in_one_line(error)}); start again, it goes on") from None
 
 
-def reason(error: Exception) -> str:
-    """An error's first line."""
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+def parse(source: str) -> tuple[str, dict[str, str]]:
+    """The data set's name or folder, and the options after the question mark.
+
+    Raises:
+        UserError: an option that is none.
+    """
+    name, _, query = source.removeprefix(PREFIX).partition("?")
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    unknown = sorted(options.keys() - {"config", "split", "revision", "rows"})
+    rows = options.get("rows", "1")
+    if not name or unknown or not (rows.isascii() and rows.isdecimal() and 0 < int(rows) < 10**18):
+        what = f"no option {', '.join(unknown)}" if unknown else "no name" if not name else "rows is no number"
+        raise UserError(f"{source}: {what}; a data set is hf://OWNER/NAME?config=C&split=S&revision=R&rows=N")
+    return name, options
+
+
+def _open_folder(name: str, revision: str | None) -> tuple[list[str], Callable[[str], Path]]:
+    """The names of a local folder's files, and the path of each."""
+    root = Path(name).expanduser().absolute()
+    if not root.is_dir():
+        raise UserError(f"there is no folder {name}")
+    return sorted(file.relative_to(root).as_posix() for file in root.rglob("*") if file.is_file()), root.joinpath
+
+
+def _open_hub(name: str, revision: str | None) -> tuple[list[str], Callable[[str], Path]]:
+    """The names of a data set's files on the hub, and the path of each, once it is fetched."""
+    from huggingface_hub import HfApi, hf_hub_download
+
+    hub = HfApi()
+    commit, names = revision, list[str]()
+    for branch in (revision, CONVERTED) if revision is None else (revision,):
+        # By its commit: a download that goes on later has the same files.
+        commit = hub.repo_info(name, revision=branch, repo_type="dataset").sha
+        names = sorted(hub.list_repo_files(name, revision=commit, repo_type="dataset"))
+        if any(map(_is_data, names)):
+            break
+    return names, lambda file: Path(hf_hub_download(name, file, revision=commit, repo_type="dataset"))
+
+
+def _records(paths: Iterator[Path]) -> Iterator[JSON]:
+    """The records of files, one after the other. Raises UserError for a line that is no record."""
+    for path in paths:
+        if (listed := _list_in(path)) is not None:
+            yield from listed
+            continue
+        for line, record in record_files.read(str(path), DataSettings(train="-"), "prompt"):
+            if isinstance(record, Unusable):
+                raise UserError(f"{path}:{line}: {record}")
+            yield record
+
+
+def _as_lines(path: Path, cache: Path) -> Path:
+    """The file, or JSON lines made of a file that is one JSON list."""
+    listed = _list_in(path)
+    return path if listed is None else _written(iter(listed), cache, f"{path} {path.stat().st_mtime_ns}")
+
+
+def _list_in(path: Path) -> list[JSON] | None:
+    """The records of a .json file that is one list; None for any other file."""
+    if not path.name.endswith((".json", ".json.gz")):
+        return None
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+        start = file.read(1)
+        while start.isspace():
+            start = file.read(1)
+        if start != "[":
+            return None
+        file.seek(0)
+        try:
+            records = json.load(file)
+        except ValueError as error:
+            raise UserError(f"{path}: broken JSON: {error}") from None
+    if not all(isinstance(record, dict) for record in records):
+        raise UserError(f"{path}: its list holds something else than objects")
+    return list(records)
+
+
+def _written(records: Iterator[JSON], cache: Path, key: str) -> Path:
+    """Records as a file of JSON lines in the cache."""
+    path = cache / f"hub-{hashlib.sha256(key.encode()).hexdigest()[:24]}.jsonl"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with files.replacing(path) as file:
+            file.writelines(json.dumps(r, ensure_ascii=False, default=str).encode() + b"\n" for r in records)
+    return path
 
 
 # ---- Which files
@@ -146,7 +182,7 @@ def files_of_split(names: Sequence[str], card: str, config: str | None, split: s
         data = inside
     by_split: dict[str, list[str]] = {}
     for name in data:
-        by_split.setdefault(_split_of(name) or "", []).append(name)
+        by_split.setdefault(split_of(name) or "", []).append(name)
     if set(by_split) <= {""}:  # no name says anything: all of it is for training
         by_split = {"train": by_split.get("", [])}
     by_split.pop("", None)
@@ -213,7 +249,7 @@ def _is_data(name: str) -> bool:
     )
 
 
-def _split_of(name: str) -> str | None:
+def split_of(name: str) -> str | None:
     """The split that a file's name or a folder says, the innermost first: `data/train-00000-of-00002.parquet`."""
     for part in reversed(name.split("/")):
         words = re.split(r"[^a-z0-9]+|(?<=[a-z])(?=[0-9])", part.lower())
@@ -221,274 +257,3 @@ def _split_of(name: str) -> str | None:
             if set(words) & set(known):
                 return split
     return None
-
-
-# ---- Their records
-
-
-class Position(TypedDict):
-    """Up to where the records of files were taken."""
-
-    paths: list[str]
-    file: Annotated[int, Field(ge=0)]
-    row: Annotated[int, Field(ge=0)]
-
-
-_POSITION = TypeAdapter(Position)
-
-
-class FileStream:
-    """The records of files, in their order, and the position up to which they were taken.
-
-    Args:
-        begin: how paths begin of which a position may be, besides these files: of the same repository, another day.
-    """
-
-    def __init__(self, paths: Sequence[str], open_file: Callable[[str], IO[bytes]], begin: str | None = None):
-        self.paths = list(paths)
-        self._open, self._begin = open_file, begin
-        self._file = self._row = 0
-
-    def state_dict(self) -> Position:
-        return {"paths": self.paths, "file": self._file, "row": self._row}
-
-    def load_state_dict(self, state: object) -> None:
-        """Raises ValueError: it is no position in these files; somebody else may have written it."""
-        known = _POSITION.validate_python(state, strict=True)
-        if known["paths"] != self.paths:
-            if self._begin is None or not all(path.startswith(self._begin) for path in known["paths"]):
-                raise ValueError("it is of other files")
-            self.paths = known["paths"]
-        self._file, self._row = known["file"], known["row"]
-
-    def __iter__(self) -> Iterator[JSON]:
-        """Raises UserError for a line that is no record."""
-        while self._file < len(self.paths):
-            path = self.paths[self._file]
-            with self._open(path) as file:
-                for row, (line, record) in enumerate(_records(path, file)):
-                    if row < self._row:
-                        continue
-                    if isinstance(record, Unusable):
-                        raise UserError(f"{path}:{line}: {record}")
-                    self._row = row + 1
-                    yield record
-            self._file, self._row = self._file + 1, 0
-
-
-def _records(path: str, file: IO[bytes]) -> Iterator[tuple[int, JSON | Unusable]]:
-    """Line and record of a file in any of the forms that are read; a .json file may be one list of records."""
-    if path.endswith(".parquet"):
-        yield from read_parquet(file)
-        return
-    lines = gzip.GzipFile(fileobj=file) if path.endswith(".gz") else io.BufferedReader(cast(io.RawIOBase, file))
-    if path.endswith((".json", ".json.gz")):
-        start = lines.read(1)
-        while start.isspace():
-            start = lines.read(1)
-        if start == b"[":
-            yield from _records_of_list(cast(IO[bytes], lines))
-            return
-        lines.seek(0)
-    yield from ((line, record) for line, _, _, record in record_files.scan_json_lines(cast(IO[bytes], lines)))
-
-
-def _records_of_list(stream: IO[bytes]) -> Iterator[tuple[int, JSON | Unusable]]:
-    """The records of a list behind its opening bracket; one of them is in memory, and a piece of the file."""
-    read, decode = json.JSONDecoder().raw_decode, codecs.getincrementaldecoder("utf-8")().decode
-    text, at, row, ends = "", 0, 1, False
-    while True:
-        at = cast(re.Match[str], BETWEEN.match(text, at)).end()
-        if text[at : at + 1] == "]":
-            return
-        try:
-            record, at = read(text, at)
-        except (ValueError, RecursionError) as error:
-            if ends or len(text) - at > LINE_BYTES or isinstance(error, RecursionError):
-                yield row, Unusable(f"no record of at most {LINE_BYTES:,} bytes: {error}")
-                return
-            try:
-                piece = stream.read(PIECE_BYTES)
-                text, at, ends = text[at:] + decode(piece, final=not piece), 0, not piece
-            except (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError) as damage:
-                yield row, Unusable(f"the file is damaged: {damage}")
-                return
-            continue
-        yield row, record if isinstance(record, dict) else Unusable("no {...}")
-        row += 1
-
-
-PREFIX = "hf://"
-SHARD_BYTES = 64 * 2**20
-STATE = "stream.json"
-
-
-class Shard(TypedDict):
-    """A whole shard on the disk."""
-
-    name: Annotated[str, Field(pattern=r"^shard-[0-9]{5,}\.jsonl$")]
-    records: Annotated[int, Field(ge=0)]
-    bytes: Annotated[int, Field(ge=0)]
-
-
-class State(TypedDict):
-    """How far a download is."""
-
-    shards: list[Shard]
-    stream: object
-    """The stream's own position; None at its beginning."""
-    done: bool
-
-
-_STATE = TypeAdapter(State)
-
-
-class Stream(Protocol):
-    """Records, with a position from which they go on."""
-
-    def __iter__(self) -> Iterator[JSON]: ...
-    def state_dict(self) -> object: ...
-    def load_state_dict(self, state: object) -> None:
-        """Raises ValueError: it is none of this stream's."""
-        ...
-
-
-def folder_of(source: str, settings: DataSettings) -> Path:
-    """The folder of a hub data set's shards; of a local folder what the names of their folders begin with."""
-    return Path(settings.cache_dir) / f"hub-{hashlib.sha256(_absolute(source).encode()).hexdigest()[:24]}"
-
-
-def _absolute(source: str) -> str:
-    """A source that says the same from any working folder: many runs share one cache."""
-    where, mark, query = source.removeprefix(PREFIX).partition("?")
-    return f"{PREFIX}{Path(where).expanduser().absolute()}{mark}{query}" if is_local(where) else source
-
-
-def fetch(source: str, settings: DataSettings, tell: Callable[[str], None]) -> list[Path]:
-    """The shards of a hub's data set on this disk, downloaded where they are missing.
-
-    Those of a local folder are made anew once its files have changed. One process of a host at a time may call this.
-
-    Raises:
-        UserError: no such data set, or more than data.spool_limit_gb.
-    """
-    folder, stream = folder_of(source, settings), None
-    name, options = parse(_absolute(source))
-    rows = int(options.pop("rows")) if "rows" in options else None
-    if is_local(name):
-        stream = open_stream(source, name, options)
-        cache = Path(settings.cache_dir).absolute()
-        stream.paths = [path for path in stream.paths if not Path(path).is_relative_to(cache)]
-        folder = folder.with_name(f"{folder.name}-{_stamp(stream.paths)}")
-    if not _state(folder)["done"]:
-        stream = stream or open_stream(source, name, options)
-        tell(f"fetching {source} to {folder}")
-        keep(stream, source, folder, settings.spool_limit_gb, rows)
-    return [folder / shard["name"] for shard in _state(folder)["shards"]]
-
-
-def _stamp(paths: Sequence[str]) -> str:
-    """What tells files from what they were: their names, sizes and modification times."""
-    seen = [(path, (now := Path(path).stat()).st_size, now.st_mtime_ns) for path in paths]
-    return hashlib.sha256(repr(seen).encode()).hexdigest()[:12]
-
-
-def parse(source: str) -> tuple[str, dict[str, str]]:
-    """The data set's name or folder, and the options after the question mark.
-
-    Raises:
-        UserError: an option that is none.
-    """
-    name, _, query = source.removeprefix(PREFIX).partition("?")
-    options = dict(parse_qsl(query, keep_blank_values=True))
-    unknown = sorted(options.keys() - {"config", "split", "revision", "rows"})
-    rows = options.get("rows", "1")
-    if not name or unknown or not (rows.isascii() and rows.isdecimal() and len(rows) < 18):
-        what = f"no option {', '.join(unknown)}" if unknown else "no name" if not name else "rows is no number"
-        raise UserError(f"{source}: {what}; a data set is hf://OWNER/NAME?config=C&split=S&revision=R&rows=N")
-    return name, options
-
-
-def keep(stream: Stream, source: str, folder: Path, limit_gb: float, rows: int | None = None) -> None:
-    """Writes a stream's records (those that are not there yet) as shards of JSON lines.
-
-    Raises:
-        UserError: the limit is reached, or the stream breaks off; what is whole stays. The folder is a link.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    files.sweep_unfinished(folder / STATE)
-    state = _state(folder)
-    if state["stream"] is not None:
-        try:
-            stream.load_state_dict(state["stream"])
-        except ValueError as error:
-            why = f"holds no position in {source} ({reason(error)}); remove the folder, and all is fetched anew"
-            raise UserError(f"{folder / STATE} {why}") from None
-    left = None if rows is None else rows - sum(shard["records"] for shard in state["shards"])
-    source_records = iter(stream)
-    while left is None or left > 0:
-        name = f"shard-{len(state['shards']):05d}.jsonl"
-        spent = sum(shard["bytes"] for shard in state["shards"])
-        count, size = _write_shard(
-            folder / name, itertools.islice(source_records, left), source, limit_gb * 1e9 - spent
-        )
-        if not count:
-            break
-        state["shards"].append({"name": name, "records": count, "bytes": size})
-        state["stream"] = stream.state_dict()
-        _write_state(folder, state)
-        left = None if left is None else left - count
-    if not state["shards"]:
-        raise UserError(f"{source} has no records; name another data set or split")
-    _write_state(folder, {**state, "done": True})
-
-
-def _write_shard(path: Path, stream: Iterable[JSON], source: str, room: float) -> tuple[int, int]:
-    """One shard, whole or not at all: its records and bytes, 0 where the stream has ended."""
-    unfinished = path.with_name(f".{path.name}")
-    unfinished.unlink(missing_ok=True)  # of a process that was killed; or somebody's link, to a file of yours
-    count = size = 0
-    with unfinished.open("xb") as file:
-        try:
-            for record in stream:
-                size += file.write(json.dumps(record, ensure_ascii=False, default=str).encode() + b"\n")
-                count += 1
-                if size > room:
-                    raise UserError(
-                        f"{source}: more than data.spool_limit_gb allows to be kept in {path.parent}; "
-                        "raise it, or take fewer with ?rows=N"
-                    )
-                if size >= SHARD_BYTES:
-                    break
-        except UserError:
-            raise
-        except Exception as error:  # what a network can do
-            raise UserError(
-                f"{source}: the stream broke off ({reason(error)}); start again, it goes on there"
-            ) from None
-        file.flush()
-        files.flush(file.fileno())
-    if count:
-        unfinished.replace(path)
-    else:
-        unfinished.unlink()
-    return count, size
-
-
-def _state(folder: Path) -> State:
-    """How far the download is; at its beginning where a shard is lost, or somebody wrote something else."""
-    try:
-        state = _STATE.validate_python(read_file.read_object(folder / STATE, "the download's"), strict=True)
-        for shard in state["shards"]:
-            read_file.require_regular(folder / shard["name"], "the download's")
-            if (folder / shard["name"]).stat().st_size != shard["bytes"]:
-                raise UserError(f"{folder / shard['name']} is not whole")
-        if state["shards"] or not state["done"]:
-            return state
-    except (OSError, ValueError, UserError):
-        pass
-    return {"shards": [], "stream": None, "done": False}
-
-
-def _write_state(folder: Path, state: State) -> None:
-    files.write_atomically(folder / STATE, json.dumps(state) + "\n")

@@ -4,6 +4,7 @@ Counts, lengths, duplicates, pairs that look wrong, what each format was recogni
 model, three rows as it sees them.
 
     python -m lib.data --inspect FILES [--model M] [--picture lengths.png] [key=value ...]
+    python -m lib.data --tokens OUT.jsonl --model M FILES [key=value ...]
 
 FILES are what data.train takes. Without --model nothing is tokenised: lengths are characters then.
 """
@@ -26,11 +27,12 @@ from lib.config import command_line, help, load
 from lib.config.settings import Config, DataSettings
 from lib.data import sources
 from lib.data.chat import OPENED_THINKING, ChatTemplate, Conversation
-from lib.data.dataset import Example, Pieces, Record, parse_record, tokenised
+from lib.data.dataset import Example, Pieces, Record, load_dataset, parse_record, tokenised
 from lib.data.record_formats import JSON, Chat, Message, RecordKind, Unusable, Unwanted
 from lib.data.sources import Records
+from lib.data.streaming import tell_unread, with_splits
 from lib.data.tokenize import Encoder
-from lib.data.tokenizer import NO_LIMITS, ModelLimits, Tokenizer, limits_of
+from lib.data.tokenizer import NO_LIMITS, ModelLimits, Tokenizer, Vocabulary, limits_of, load_tokenizer_of, vocabulary
 from lib.errors import UserError
 from lib.system import mpi_and_blas
 from lib.system.files import require_absent
@@ -153,22 +155,63 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--inspect", metavar="FILES", nargs="+", required=True, help="files, folders, globs, hf://...")
+    parser.add_argument("--inspect", metavar="FILES", nargs="+", help="files, folders, globs, hf://...")
+    parser.add_argument("--tokens", metavar="OUT.jsonl", help="write each row's token ids as training takes them")
     parser.add_argument("--model", metavar="PATH", help="model whose tokenizer and template are used")
     parser.add_argument("--picture", metavar="PNG", help="where the histogram of the lengths goes")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as train.py --help lists them")
     options = parser.parse_intermixed_args(arguments)
-    files = [word for word in options.inspect if not _is_setting(word)]
+    given = [*(options.inspect or ()), *options.overrides]
+    files, words = [[word for word in given if _is_setting(word) == is_setting] for is_setting in (False, True)]
     if not files:
-        parser.error("--inspect wants FILES before settings, e.g. --inspect data.jsonl train.loss=sft")
-    words = [*(word for word in options.inspect if _is_setting(word)), *options.overrides]
+        parser.error("name FILES, e.g. --inspect data.jsonl train.loss=sft")
     base = {"model": {"path": options.model or "-"}, "data": {"train": files[0] if files else "-"}}
-    inspect(files, load.load(None, words, base=base), options.model is not None, options.picture)
+    settings = load.load(None, words, base=base)
+    if options.tokens is not None:
+        write_tokens(files, settings, options.model is not None, Path(options.tokens))
+    else:
+        inspect(files, settings, options.model is not None, options.picture)
     return 0
 
 
 def _is_setting(word: str) -> bool:
     return word.partition("=")[0] in {key for key, *_ in help.settings()}
+
+
+def write_tokens(files: Sequence[str], settings: Config, with_model: bool, out: Path) -> None:
+    """Writes a line a row: the ids of its prompt and completions, and masks with 1 for each token that is learnt.
+
+    The lines are records that training reads: prompt_ids with chosen_ids and rejected_ids, or with completion_ids.
+
+    Raises:
+        UserError: `out` exists, or as `load_dataset`.
+    """
+    require_absent(out)
+    kind, data = settings.record_kind, settings.data
+    if kind == "group":
+        raise UserError("groups of train.loss=grpo are tokenised already")
+    tokenizer, known = None, Vocabulary(eos_token_id=None)
+    if with_model:
+        mpi_and_blas.prepare()
+        tokenizer, known = load_tokenizer_of(settings.model), vocabulary(settings.model)
+
+    def tell(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    train = files[0] if len(files) == 1 else dict.fromkeys(files, 1.0)
+    data, held_out = with_splits(data.model_copy(update={"train": train}), tell), False if data.holdout else None
+    tell_unread(data, kind, tell)
+    rows = load_dataset(data.train, data, kind, tokenizer, held_out=held_out, tell=tell, **known)
+    names = ("chosen", "rejected") if kind == "preference" else ("completion",)
+    with out.open("w", encoding="utf-8") as file:
+        for row in rows:
+            line: dict[str, object] = {"prompt_ids": row.prompt_ids.tolist()}
+            for k, name in enumerate(names):
+                ids = row.completions[k].tolist()
+                line[f"{name}_ids"] = ids
+                line[f"{name}_mask"] = [1] * len(ids) if row.learnt is None else row.learnt[k].astype(int).tolist()
+            file.write(json.dumps(line if row.label is None else line | {"label": row.label}) + "\n")
+    print(f"{out}: {len(rows):,} {rows.unit} from {rows.columns}")
 
 
 def inspect(files: Sequence[str], settings: Config, with_model: bool, picture: str | None) -> None:
@@ -194,10 +237,7 @@ def inspect(files: Sequence[str], settings: Config, with_model: bool, picture: s
     tokenizer, encoder, limits = None, None, NO_LIMITS
     if with_model:
         mpi_and_blas.prepare()
-        from lib.data import tokenizer as tokenizer_module
-
-        tokenizer = tokenizer_module.load_tokenizer_of(settings.model)
-        known = tokenizer_module.vocabulary(settings.model)
+        tokenizer, known = load_tokenizer_of(settings.model), vocabulary(settings.model)
         limits = limits_of(known)
         encoder = Encoder(tokenizer, data, known["eos_token_id"]) if tokenizer is not None else None
     unit = "token ids or characters"

@@ -103,6 +103,8 @@ def load_questions(settings: Config, tokenizer: Tokenizer | None, limits: ModelL
         if isinstance(record, ValueError):
             raise UserError(f"{path}:{line}: {record}")
         answer = record.get(ANSWER)
+        if ANSWER in record and answer is None:
+            raise UserError(f"{path}:{line}: {ANSWER!r} is null: give the question an answer, or leave the line out")
         if not isinstance(answer, str | int | float):
             raise UserError(
                 f"{path}:{line}: a question needs {settings.data.prompt!r} and {ANSWER!r}; it has {', '.join(record)}"
@@ -242,7 +244,7 @@ def open_prompts(
         except Unusable as why:
             skipped.append(f"{records.location(row)}: {why}")
     if skipped and not settings.skip_invalid:
-        raise UserError(record_files.refusal(skipped[0], len(skipped)))
+        raise UserError(record_files.refusal(skipped[0], len(skipped), len(kept)))
     if not kept:
         side = "" if held_out is None else f" (data.holdout={settings.holdout:g})"
         raise UserError(f"{name}: no prompt is left{side}{''.join(f': {text}' for text in skipped[:1])}")

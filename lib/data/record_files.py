@@ -140,10 +140,12 @@ def _columns_wanted(settings: DataSettings, kind: RecordKind) -> set[str] | None
     return {*columns_read(Columns.of(settings)), *TOKEN_COLUMNS, ANSWER}
 
 
-def refusal(first: str, count: int) -> str:
-    """What is said of records that cannot be used; first: `file:line: why`."""
+def refusal(first: str, count: int, usable: int = 1) -> str:
+    """What is said of records that cannot be used; first: `file:line: why`. usable: how many can be."""
     total = f"; {count:,} records in all cannot be used" if count > 1 else ""
-    return f"{first}{total}; mend the file, or leave them out with data.skip_invalid=true"
+    if not usable:
+        return f"{first}; none of its {count:,} records can be used: fix the file"
+    return f"{first}{total}; fix the file, or leave them out with data.skip_invalid=true"
 
 
 def nothing_in(path: str, first: str, count: int) -> str:

@@ -145,19 +145,27 @@ def name_of_type(value: object) -> str:
     return names.get(type(value), f"a {type(value).__name__}")
 
 
-# Who speaks, in ShareGPT's words and in OpenAI's older ones.
+# Who speaks, by the names that other formats have; capitals do not count.
 ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bard": "assistant",
-    "bing": "assistant",
-    "function_call": "assistant",
-    "function": "tool",
-    "function_response": "tool",
-    "observation": "tool",
+    **dict.fromkeys(("user", "human", "prompter", "customer", "question", "instruction"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "bot", "chatbot", "ai", "claude", "llm"), "assistant"),
+    **dict.fromkeys(("bard", "bing", "answer", "response", "function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "ipython", "tool_result"), "tool"),
+    **dict.fromkeys(("function_response", "tool_response"), "tool"),
+    "system": "system",
+    "developer": "developer",
 }
-KNOWN_ROLES = {*ROLES.values(), "system", "developer"}
+
+
+def role_of(name: str, where: str) -> str:
+    """The role that a speaker's name means. Raises Unusable."""
+    role = ROLES.get(name) or ROLES.get(name.strip().lower())
+    if role is None:
+        known = "system, developer, user, assistant, tool"
+        raise Unusable(f"{where} has the unknown role {name!r}; call it one of {known}")
+    return role
+
+
 # The value of these keywords of JSON Schema is data, in which null means null.
 SCHEMA_DATA = ("default", "const", "enum", "examples")
 
@@ -178,10 +186,9 @@ def check_messages(value: object, name: str, ignore: Collection[str] = ()) -> li
         content = message.get("content")
         # What nearly every message is: these two strings alone.
         if len(message) == 2 and type(content) is str and type(message.get("role")) is str:
-            if message["role"] in ROLES:
-                message = {"role": ROLES[message["role"]], "content": content}
+            role = role_of(message["role"], f"{name}[{index}]")
+            message = message if role == message["role"] else {"role": role, "content": content}
             check_unicode(content, name)
-            check_unicode(message["role"], f"{name}[{index}].role")
             messages.append(cast(Message, message))
         else:
             messages.append(_message(message, f"{name}[{index}]", ignore))
@@ -197,7 +204,7 @@ def _message(message: JSON, where: str, ignore: Collection[str]) -> Message:
     role = fields.get("role")
     if not isinstance(role, str):
         raise Unusable(f"{where} has no 'role' and 'content' (it has: {', '.join(map(str, message)) or 'none'})")
-    fields["role"] = ROLES.get(role, role)
+    fields["role"] = role_of(role, where)
     if "function_call" in fields:  # OpenAI's, before tools
         fields["tool_calls"] = [{"type": "function", "function": fields.pop("function_call")}]
     calls = _check_calls(fields.pop("tool_calls", None), f"{where}.tool_calls")
@@ -222,11 +229,11 @@ def _message(message: JSON, where: str, ignore: Collection[str]) -> Message:
 def _from_sharegpt(fields: JSON, where: str) -> JSON:
     """A message {from, value} as {role, content}."""
     speaker, value = fields.pop("from"), fields.pop("value", None)
-    if not isinstance(speaker, str) or (speaker not in ROLES and speaker not in KNOWN_ROLES):
-        raise Unusable(f"{where} is from {speaker!r}; known are {', '.join([*ROLES, *sorted(KNOWN_ROLES)])}")
+    if not isinstance(speaker, str):
+        raise Unusable(f"{where}.from is {name_of_type(speaker)}, not a string")
     if not isinstance(value, str):
         raise Unusable(f"{where}.value is {name_of_type(value)}, not a string")
-    if speaker != "function_call":
+    if speaker not in ("function_call", "tool_call"):
         return {"role": speaker, "content": value} | fields
     calls = parse_json_text(value, f"{where}.value")
     return {"role": speaker, "tool_calls": calls if isinstance(calls, list) else [calls]} | fields
@@ -319,8 +326,8 @@ def learnt_part(messages: list[Message], learn: str, name: str) -> tuple[list[Me
     """
     if learn != "all" and messages[-1]["role"] != "assistant":
         raise Unusable(
-            f"{name!r} ends with a message of {messages[-1]['role']!r}, and nothing is learnt behind it: take that "
-            "message off"
+            f"{name!r} ends with a message of {messages[-1]['role']!r}, and no answer follows it: give it one, or end "
+            "the conversation with the assistant's last message"
         )
     has_weights = any("weight" in message for message in messages)
     if learn == "all":

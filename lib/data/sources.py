@@ -357,7 +357,7 @@ def files_of(source: str, settings: DataSettings, tell: Callable[[str], None] = 
         UserError: there is none.
     """
     if source.startswith(hub.PREFIX):
-        lock = hub.folder_of(source, settings).with_suffix(".lock")
+        lock = Path(settings.cache_dir) / f"hub-{hashlib.sha256(source.encode()).hexdigest()[:24]}.lock"
         with locked(lock, lambda: tell(f"another process fetches {source}: waiting for it")):
             return hub.fetch(source, settings, tell)
     path = Path(source)
@@ -516,7 +516,7 @@ def open_records(
     unusable = sum(index.unusable_count for index in indices)
     first = next((index.unusable[0] for index in indices if index.unusable), "")
     if unusable and not settings.skip_invalid:
-        raise UserError(record_files.refusal(first, unusable))
+        raise UserError(record_files.refusal(first, unusable, sum(len(index.entries) for index in indices)))
     records = Records(indices)
     if not len(records):
         where = ", ".join(map(str, files[:3])) + (" ..." if len(files) > 3 else "")

@@ -11,13 +11,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Unpack
 
 import numpy as np
 
 from lib.config.settings import DataSettings
-from lib.data import record_files, sources
+from lib.data import hub, record_files, sources
 from lib.data.dataset import (
+    OTHER_HOLDOUT,
     Dataset,
     Example,
     Pieces,
@@ -31,6 +33,7 @@ from lib.data.dataset import (
     tokenised,
     with_mismatched,
 )
+from lib.data.formats import unread_columns
 from lib.data.record_formats import Columns, RecordKind, Unusable, Unwanted
 from lib.data.sources import Records
 from lib.data.tokenize import Encoder
@@ -39,6 +42,8 @@ from lib.errors import UserError
 
 # Rows that are tokenised to know how many tokens a character makes.
 SAMPLE_ROWS = 256
+LOOKED_AT = 64  # records of a file, for columns that nothing reads
+MANY_TIMES = 2
 # What is unpacked takes about so many times the room.
 UNPACKED = {".gz": 4, ".parquet": 4}
 
@@ -60,10 +65,13 @@ def open_training(
         UserError: as `load_dataset`; of a streamed data set, for faults that show without tokens, and for those of a
             sample of tokenised rows.
     """
+    settings = with_splits(settings, tell)
+    tell_unread(settings, kind, tell)
     weights, limits = sources.weights_of(settings.train), limits_of(vocabulary)
     held_out = False if settings.holdout else None
     if not is_streamed(settings, tell):
         dataset = load_dataset(weights, settings, kind, tokenizer, held_out=held_out, tell=tell, **vocabulary)
+        _warn_of_long_rows(dataset, vocabulary.get("context"), tell)
         return with_mismatched(dataset, limits.row_tokens(settings.max_length)) if mismatched else dataset
     _require_short_rows(settings, limits)
     records, rows = _choose(settings, kind, held_out=False, tell=tell)
@@ -71,6 +79,60 @@ def open_training(
     if tokenizer is not None:
         encoder = Encoder(tokenizer, settings, vocabulary["eos_token_id"])
     return StreamedDataset(" + ".join(weights), records, rows, settings, kind, encoder, limits, mismatched)
+
+
+def with_splits(settings: DataSettings, tell: Callable[[str], None] = lambda text: None) -> DataSettings:
+    """The settings with the files of data.train=DIR, where that has mlx-lm's layout: train, valid and test.
+
+    Train is trained, valid held out (unless data.valid or data.holdout says what is), and everything else left.
+    """
+    folder = Path(settings.train) if isinstance(settings.train, str) and "://" not in settings.train else None
+    if folder is None or not folder.is_dir():
+        return settings
+    names = [file.name for file in sorted(folder.iterdir()) if file.suffix in sources.ENDINGS and file.is_file()]
+    splits = {name: hub.split_of(name) for name in names}
+    train = [name for name in names if splits[name] == "train"]
+    valid = [name for name in names if splits[name] == "validation"]
+    if not train or len(train) == len(names):
+        return settings
+    takes_valid = len(valid) == 1 and settings.valid is None and not settings.holdout
+    left = [name for name in names if name not in train and not (takes_valid and name in valid)]
+    parts = [f"{', '.join(train)} is trained"]
+    parts += [f"{valid[0]} is held out"] if takes_valid else []
+    parts += [f"{', '.join(left)} is left"] if left else []
+    tell(f"{settings.train}: {', '.join(parts)}")
+    changes = {"train": {str(folder / name): 1.0 for name in train} if len(train) > 1 else str(folder / train[0])}
+    return settings.model_copy(update=changes | ({"valid": str(folder / valid[0])} if takes_valid else {}))
+
+
+def tell_unread(settings: DataSettings, kind: RecordKind, tell: Callable[[str], None]) -> None:
+    """Names the columns that nothing reads, by the first records of each file.
+
+    Raises:
+        UserError: a column holds media.
+    """
+    unread: dict[str, None] = {}
+    for source in sources.weights_of(settings.train):
+        for file in sources.files_of(source, settings, tell):
+            for line, record in itertools.islice(record_files.read(str(file), settings, "prompt"), LOOKED_AT):
+                try:
+                    unread |= (
+                        {} if isinstance(record, Unusable) else dict.fromkeys(unread_columns(record, settings, kind))
+                    )
+                except Unusable as why:
+                    raise UserError(f"{file}:{line}: {why}") from None
+    if unread:
+        names = ", ".join(unread)
+        tell(f"columns that nothing reads: {names}; data.ignore=[{names}] says that this is meant")
+
+
+def _warn_of_long_rows(dataset: Dataset, context: int | None, tell: Callable[[str], None]) -> None:
+    longest = int(dataset.lengths.max())
+    if context is not None and longest > MANY_TIMES * context:
+        tell(
+            f"rows have up to {longest:,} tokens, {longest / context:.0f} times the model's max_position_embeddings of "
+            f"{context:,}; it was not made for them: set data.max_length={context}"
+        )
 
 
 def _require_short_rows(settings: DataSettings, limits: ModelLimits) -> None:
@@ -96,6 +158,7 @@ def open_held_out(
     Raises:
         UserError: as `load_dataset`.
     """
+    settings = with_splits(settings)
     dataset = _held_out(settings, kind, tokenizer, tell, **vocabulary)
     room = limits_of(vocabulary).row_tokens(settings.max_length)
     return with_mismatched(dataset, room) if dataset is not None and mismatched else dataset
@@ -136,7 +199,8 @@ def _held_out(
         raise UserError(record_files.refusal(skipped[0], len(skipped)))
     if not pieces:
         raise UserError(
-            f"{name}: no row is held out (data.holdout={settings.holdout:g}, {unwanted:,} records filtered)"
+            f"{name}: no row is held out (data.holdout={settings.holdout:g}, {unwanted:,} records filtered); "
+            f"{OTHER_HOLDOUT}"
         )
     return in_memory(name, kind, _columns(records), pieces, cut, skipped, unwanted, labels)
 
@@ -161,7 +225,8 @@ def _choose(
     if not len(rows):
         side = "held out" if held_out else "left"
         raise UserError(
-            f"{' + '.join(weights)}: of {len(records):,} records none is {side} (data.holdout={settings.holdout:g})"
+            f"{' + '.join(weights)}: of {len(records):,} records none is {side} (data.holdout={settings.holdout:g}); "
+            f"{OTHER_HOLDOUT}"
         )
     return records, rows
 

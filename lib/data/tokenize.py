@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from lib.config.settings import DataSettings
 from lib.data.chat import ChatTemplate, ChatTokens, Encoded, ended
-from lib.data.record_formats import Chat, Message, Plain, Tokens, Unusable
+from lib.data.record_formats import JSON, Chat, Message, Plain, Tokens, Unusable, check_messages, check_tools
 from lib.data.tokenizer import SPECIMEN, TextTokens, Tokenizer
 from lib.errors import UserError
 
@@ -184,6 +185,18 @@ class Encoder:
         known |= {own for own in [getattr(tokenizer, "eos_token_id", None)] if own is not None}
         self.chats = ChatTokens(self.template, self.tokens, known, end_id) if self.template.is_used else None
         self._known_ends = known
+        self.notes: dict[str, None] = {}
+        """What was noticed of texts and template, a line each."""
+        if unknown := self._unknown_marks():
+            self.notes[
+                f"marks of the chat template are no tokens of the tokenizer: {', '.join(unknown)}; it writes each as "
+                "several tokens, which the model has to learn"
+            ] = None
+
+    def _unknown_marks(self) -> list[str]:
+        """Marks like <|im_start|> that the template writes and the tokenizer has no token for."""
+        marks = [mark for mark in self.template.marks if mark.startswith("<|") and mark.endswith("|>")]
+        return [mark for mark, ids in zip(marks, self.tokens.ids(marks), strict=True) if len(ids) > 1]
 
     @property
     def end_ids(self) -> set[int]:
@@ -263,16 +276,25 @@ class Encoder:
         if isinstance(example, Plain):
             if example.prompt is None or not self.template.is_used:
                 return example
+            if self.template.is_rendered(example.prompt):
+                self.notes.setdefault(
+                    "prompts carry the chat template's marks already: taken as they are, not rendered again", None
+                )
+                return example
             answers = tuple([Message(role="assistant", content=text)] for text in example.completions)
             return Chat([{"role": "user", "content": example.prompt}], answers, example.columns)
         if self.template.is_used:
             return example
+        if self.template.settings.chat_template is not False:
+            return Unusable(
+                "a chat needs a chat template, and the model has none; give one with data.chat_template=FILE"
+            )
         count = len(example.prompt) + max(map(len, example.completions), default=1)
         messages = [*example.prompt, *(message for answer in example.completions for message in answer)]
         has_text = all(isinstance(message.get("content"), str) for message in messages)
         if count != 2 or not example.prompt or not has_text or example.tools:
             what = "a chat with tools" if example.tools or not has_text else f"a conversation of {count} messages"
-            return Unusable(f"{what} needs a chat template, and the tokenizer has none or data.chat_template is false")
+            return Unusable(f"{what} needs a chat template, and data.chat_template is false")
         content = example.prompt[0]["content"]
         return Plain(content, tuple(answer["content"] for (answer,) in example.completions), example.columns)
 
@@ -308,3 +330,48 @@ def _without_ends(encoded: Encoded, room: int) -> Encoded:
     """With completions of at most so many tokens."""
     learnt = None if encoded.learnt is None else [mask[:room] for mask in encoded.learnt]
     return Encoded(encoded.prompt, [ids[:room] for ids in encoded.completions], learnt)
+
+
+class RenderedPrompt(NamedTuple):
+    """A prompt as a model is sent it."""
+
+    text: str
+    ids: list[int]
+
+
+def render_prompt(
+    encoder: Encoder, messages: list[Message], tools: list[JSON] | None = None, arguments: JSON | None = None
+) -> RenderedPrompt:
+    """The prompt of a conversation, rendered by the code that renders training rows: for serving, evaluation, export.
+
+    Roles are mapped, a developer's message or a system prompt is put where the template has one, and tools are checked.
+
+    Args:
+        messages: {role, content}, as OpenAI has them; the last one is what is to be answered.
+        tools: definitions of functions, as OpenAI has them.
+        arguments: further arguments of the chat template, e.g. {"enable_thinking": True}.
+
+    Raises:
+        UserError: the template refuses the conversation or leaves part of it out; it names which.
+    """
+    try:
+        chat = Chat(
+            check_messages(messages, "messages"), (), "messages", None, check_tools(tools, "tools"), arguments or {}
+        )
+        (encoded,) = encoder.encode([chat])
+        if isinstance(encoded, Unusable):
+            raise encoded
+    except Unusable as why:
+        raise UserError(str(why)) from None
+    return RenderedPrompt(encoder.tokenizer.decode(encoded.prompt), encoded.prompt)
+
+
+def end_tokens(tokenizer: Tokenizer, settings: DataSettings, eos_token_id: int | None = None) -> list[int]:
+    """The ids that end an answer, ascending: the model's end tokens, and the end of turn that training puts.
+
+    eos_token_id: config.json's.
+
+    Raises:
+        UserError: as `Encoder`.
+    """
+    return sorted(Encoder(tokenizer, settings, eos_token_id).end_ids)

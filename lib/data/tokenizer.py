@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NotRequired, Protocol, TypedDict
 
-from mlx_lm.utils import load_tokenizer
-
-from lib.config.settings import ModelSettings
+from lib.config import schema
 from lib.data.record_formats import JSON, VOCABULARY, StampedTokens, Unusable
 from lib.errors import UserError, shown
 from lib.system.model_folder import end_ids, resolve, why_unreadable
@@ -76,6 +74,8 @@ class Vocabulary(TypedDict):
     """None: any id is taken."""
     positions: NotRequired[int | None]
     """Of a table of learned positions; None: there is none, and a row may have any length."""
+    context: NotRequired[int | None]
+    """max_position_embeddings: what the model was made for."""
 
 
 def limits_of(vocabulary: Vocabulary) -> ModelLimits:
@@ -260,6 +260,8 @@ def load_tokenizer_of(settings: ModelSettings) -> Tokenizer | None:
     ):
         return None
     _have_logs_shown()
+    from mlx_lm.utils import load_tokenizer  # not before mpi_and_blas.prepare
+
     try:
         return load_tokenizer(
             folder, {"trust_remote_code": settings.trust_remote_code}, eos_token_ids=sorted(end_ids(folder)) or None
@@ -292,6 +294,7 @@ def vocabulary(settings: ModelSettings) -> Vocabulary:
     return {
         "vocab_size": text.get("vocab_size"),
         "eos_token_id": next(iter(end), None) if isinstance(end, list) else end,
+        "context": text.get("max_position_embeddings"),
     }
 
 

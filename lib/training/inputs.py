@@ -10,7 +10,7 @@ from rich.text import Text
 
 from lib.config.settings import Config, DataSettings, EvaluateSettings, ModelSettings
 from lib.data import tokenizer
-from lib.data.dataset import Dataset
+from lib.data.dataset import Dataset, require_apart
 from lib.data.groups import load_groups
 from lib.data.inspect import facts_of, picture
 from lib.data.prompts import Prompts, Question, load_questions, open_prompts
@@ -55,6 +55,7 @@ def vocabulary(settings: ModelSettings) -> Vocabulary:
         "eos_token_id": known["eos_token_id"],
         "vocab_size": min(ids, default=None),
         "positions": min(positions, default=None),
+        "context": known.get("context"),
     }
 
 
@@ -95,6 +96,8 @@ def read_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
         kind, mismatched = config.record_kind, losses.needs_mismatched(config.train.loss)
         data = open_training(config.data, kind, of_model, tell=say, mismatched=mismatched, **words)
         valid = open_held_out(config.data, kind, of_model, tell=say, mismatched=mismatched, **words)
+        if isinstance(data, Dataset) and valid is not None:
+            require_apart(data, valid, say)
     limits = limits_of(words)
     questions = load_questions(config, of_model, limits)
     inputs = Inputs(of_model, data, valid, questions, _first_row(data, of_model), held_out, limits)

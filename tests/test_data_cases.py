@@ -1,0 +1,197 @@
+"""What users of other trainers reported, on our data: the right value, or a refusal that names the way on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lib.config.load import load as load_settings
+from lib.config.settings import DataSettings
+from lib.data import inspect
+from lib.data.dataset import load_dataset, require_apart
+from lib.data.groups import load_groups
+from lib.data.record_formats import ROLES
+from lib.data.streaming import open_held_out, open_training, with_splits
+from lib.data.tokenize import Encoder, end_tokens, render_prompt
+from lib.data.tokenizer import NO_LIMITS
+from lib.errors import UserError
+from tests import chat_models, chat_rows, tiny
+
+QWEN = "Qwen-Qwen2.5-7B-Instruct"
+USER = {"role": "user", "content": "Where is shelf 0?"}
+ANSWER = {"role": "assistant", "content": "In aisle 0."}
+PAIR = {"prompt": "Shelf?", "chosen": "Aisle 3.", "rejected": "No."}
+
+
+def write(path: Path, records: list[dict[str, Any]]) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def wrapped(name: str = QWEN, template: str | None = None) -> Any:
+    tokenizer = chat_models.tokenizer_of(name, template)
+    return chat_rows.encoder_of(tokenizer, chat_models.registry()[name]).tokenizer
+
+
+def opened(
+    tmp_path: Path, records: list[dict[str, Any]], kind: str = "preference", **settings: Any
+) -> tuple[Any, list]:
+    said: list[str] = []
+    data = DataSettings(train=write(tmp_path / "rows.jsonl", records), cache_dir=str(tmp_path / "cache"), **settings)
+    return open_training(data, kind, wrapped(), tell=said.append, eos_token_id=None), said  # type: ignore[arg-type]
+
+
+def pairs(name: str, count: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"{name} {i}?", "chosen": f"It is {i}.", "rejected": "No idea."} for i in range(count)]
+
+
+def test_a_folder_of_train_valid_and_test_is_trained_held_out_and_left(tmp_path: Path) -> None:
+    for name, count in (("train", 8), ("valid", 2), ("test", 2)):
+        write(tmp_path / "data" / f"{name}.jsonl", pairs(name, count))
+    said: list[str] = []
+    settings = DataSettings(train=str(tmp_path / "data"))
+    train = open_training(settings, "preference", wrapped(), tell=said.append, eos_token_id=None)
+    valid = open_held_out(settings, "preference", wrapped(), tell=said.append, eos_token_id=None)
+    assert len(train) == 8 and valid is not None and len(valid) == 2
+    assert said == [f"{tmp_path}/data: train.jsonl is trained, valid.jsonl is held out, test.jsonl is left"]
+    named = DataSettings(train=str(tmp_path / "data"), holdout=0.5)
+    assert with_splits(named).valid is None
+
+
+def test_held_out_rows_among_the_training_rows_are_named_and_the_same_rows_stop_the_run(tmp_path: Path) -> None:
+    def dataset(name: str, records: list[dict[str, Any]]) -> Any:
+        path = write(tmp_path / f"{name}.jsonl", records)
+        return load_dataset(path, DataSettings(train=path), "preference", wrapped(), eos_token_id=None)
+
+    said: list[str] = []
+    train, rows = dataset("train", pairs("a", 6)), pairs("a", 2)
+    rows[1]["chosen"] = "Another answer."
+    require_apart(train, dataset("valid", [*rows, *pairs("b", 2)]), said.append)
+    assert [line.partition(": ")[2] for line in said] == [
+        "2 of 4 held-out rows have a prompt of the training data (1, 2)",
+        "1 of 4 held-out rows are rows of the training data (1)",
+    ]
+    with pytest.raises(UserError, match=r"all 3 held-out rows are training rows of .*train\.jsonl.* data\.holdout="):
+        require_apart(train, dataset("same", pairs("a", 3)), said.append)
+
+
+@pytest.mark.parametrize(
+    "user, model", [("User", "Assistant"), ("human", "gpt"), ("Customer", "Bot"), ("USER", "model")]
+)
+def test_roles_of_other_formats_and_capitals_become_ours(tmp_path: Path, user: str, model: str) -> None:
+    ours, _ = opened(tmp_path, [{"messages": [USER, ANSWER]}], "sft")
+    theirs = [{**USER, "role": user}, {**ANSWER, "role": model}]
+    again, _ = opened(tmp_path, [{"messages": theirs}], "sft")
+    assert again.digest == ours.digest
+
+
+def test_an_unknown_role_is_refused_by_name_and_place(tmp_path: Path) -> None:
+    rows = [{"messages": [USER, ANSWER]}, {"messages": [USER, {**ANSWER, "role": "wizard"}]}]
+    with pytest.raises(UserError, match=r"rows\.jsonl:2: messages\[1\] has the unknown role 'wizard'; call it one of"):
+        opened(tmp_path, rows, "sft")
+    assert set(ROLES.values()) == {"system", "developer", "user", "assistant", "tool"}
+
+
+def test_a_prompt_that_is_rendered_already_is_taken_as_it_is(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "You are a clerk."}
+    ours, _ = opened(tmp_path, [{"prompt": [system, USER], "chosen": "In aisle 0.", "rejected": "Unknown."}])
+    text = "<|im_start|>system\nYou are a clerk.<|im_end|>\n<|im_start|>user\nWhere is shelf 0?<|im_end|>\n"
+    row = {"prompt": f"{text}<|im_start|>assistant\n", "chosen": "In aisle 0.<|im_end|>\n", "rejected": "Unknown."}
+    again, said = opened(tmp_path, [row])
+    assert again.digest == ours.digest
+    assert sum("not rendered again" in line for line in said) == 1
+    asks, said = opened(tmp_path, [PAIR | {"prompt": "What does <|im_start|> mean?"}])
+    assert asks[0].prompt_ids.tolist()[0] == ours[0].prompt_ids.tolist()[0] and not said
+
+
+@pytest.mark.parametrize(
+    "name, value", [("chat_history", [["a", "b"]]), ("documents", [{"text": "t"}]), ("system_message", "A clerk.")]
+)
+def test_a_column_that_nothing_reads_is_named_once(tmp_path: Path, name: str, value: object) -> None:
+    _, said = opened(tmp_path, [PAIR | {name: value, "score": 3}] * 3)
+    assert said == [f"columns that nothing reads: {name}; data.ignore=[{name}] says that this is meant"]
+    assert opened(tmp_path, [PAIR | {name: value}], ignore=(name,))[1] == []
+
+
+@pytest.mark.parametrize("name, value", [("images", ["a.png"]), ("videos", ["a.mp4"]), ("scene", {"path": "a.wav"})])
+def test_media_stop_the_run(tmp_path: Path, name: str, value: object) -> None:
+    with pytest.raises(UserError, match=rf"rows\.jsonl:1: column '{name}' .*data\.ignore=\[{name}\]"):
+        opened(tmp_path, [PAIR | {name: value}])
+
+
+def test_a_chat_without_a_template_is_refused_with_the_way_on(tmp_path: Path) -> None:
+    bare = chat_models.tokenizer_of(QWEN)
+    bare.chat_template = None
+    path = write(tmp_path / "rows.jsonl", [{"messages": [USER, ANSWER]}])
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: .*data\.chat_template=FILE"):
+        load_dataset(path, DataSettings(train=path), "sft", bare, eos_token_id=None)
+    load_dataset(path, DataSettings(train=path, chat_template=False), "sft", bare, eos_token_id=None)
+
+
+@pytest.mark.parametrize(
+    "ids, rewards", [([[8, 1], [9, 1]], [None, None]), ([[8, 1]], [1.0]), ([[8], [9]], [2.0, 2.0])]
+)
+def test_groups_of_which_nothing_can_be_learnt_say_so(tmp_path: Path, ids: Any, rewards: Any) -> None:
+    path = write(tmp_path / "g.jsonl", [{"prompt_ids": [5], "completion_ids": ids, "rewards": rewards}] * 2)
+    with pytest.raises(UserError, match="nothing can be learnt of its 2 groups"):
+        load_groups(DataSettings(train=path), NO_LIMITS)
+
+
+def test_rows_much_longer_than_the_models_positions_are_told(tmp_path: Path) -> None:
+    said: list[str] = []
+    path = write(tmp_path / "rows.jsonl", [PAIR | {"prompt": "shelf " * 300}])
+    open_training(DataSettings(train=path), "preference", wrapped(), tell=said.append, eos_token_id=None, context=64)
+    assert len(said) == 1 and "max_position_embeddings of 64" in said[0] and "data.max_length=64" in said[0]
+
+
+def test_marks_that_are_no_tokens_are_named() -> None:
+    template = (chat_models.FOLDER / f"{QWEN}.jinja").read_text()
+    tokenizer = chat_models.tokenizer_of("google-gemma-2-2b-it", template.replace("<|im_", "<|turn_"))
+    about = chat_models.registry()["google-gemma-2-2b-it"]
+    plain = chat_models.build("", about)
+    plain.chat_template = tokenizer.chat_template
+    (note,) = chat_rows.encoder_of(plain, about).notes
+    assert "<|turn_start|>" in note and "<|turn_end|>" in note
+
+
+@pytest.mark.parametrize("settings, words", [({"holdout": 1e-9}, r"data\.valid=FILE"), ({}, "fix the file$")])
+def test_advice_works(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
+    rows = pairs("a", 3) if settings else [{"prompt": "a", "chosen": None, "rejected": "b"}] * 3
+    path = write(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(UserError, match=words):
+        open_held_out(DataSettings(train=path, **settings), "preference", wrapped(), tell=print, eos_token_id=None)
+        load_dataset(path, DataSettings(train=path), "preference", wrapped(), eos_token_id=None)
+
+
+def test_a_prompt_is_rendered_as_training_rows_are_and_answers_end_where_they_do(tmp_path: Path) -> None:
+    tokenizer = wrapped()
+    encoder = Encoder(tokenizer, DataSettings(train="-"), None)
+    developer = {"role": "developer", "content": "Be terse."}
+    rendered = render_prompt(encoder, [developer, USER], chat_rows.TOOLS)  # type: ignore[list-item]
+    assert "<|im_start|>system\nBe terse." in rendered.text and "get_weather" in rendered.text
+    data, _ = opened(tmp_path, [PAIR | {"prompt": [USER]}])
+    assert render_prompt(encoder, [USER]).ids == data[0].prompt_ids.tolist()  # type: ignore[list-item]
+    assert data[0].completions[0][-1] in end_tokens(tokenizer, DataSettings(train="-"))
+    with pytest.raises(UserError, match="unknown role 'wizard'"):
+        render_prompt(encoder, [{"role": "wizard", "content": "a"}])
+
+
+def test_tokens_are_written_as_training_takes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, out = str(tiny.ROOT / "configs/quickstart/model"), tmp_path / "out.jsonl"
+    path = write(tmp_path / "rows.jsonl", pairs("a", 3))
+    assert inspect.main(["--tokens", str(out), "--model", model, path, "data.max_length=64"]) == 0
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(lines) == 3 and set(lines[0]) == {
+        "prompt_ids",
+        "chosen_ids",
+        "rejected_ids",
+        "chosen_mask",
+        "rejected_mask",
+    }
+    settings = load_settings(None, [], {"model": {"path": model}, "data": {"train": str(out)}})
+    again = load_dataset(str(out), settings.data, "preference", None, eos_token_id=None)
+    assert [row.prompt_ids.tolist() for row in again] == [line["prompt_ids"] for line in lines]
