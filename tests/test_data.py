@@ -177,7 +177,8 @@ def test_every_form_of_a_pair_gives_the_same_tokens(load, record, wrap):
 @pytest.mark.parametrize("bos", [False, True])
 def test_without_a_template_texts_stay_plain(load, record, bos):
     tokenizer = byte_level(CORPUS, bos=bos)
-    example = load([record], tokenizer=tokenizer)[0]
+    is_chat = isinstance(record["prompt"], list)  # refused, unless it is said that no template is wanted
+    example = load([record], tokenizer=tokenizer, **({"chat_template": False} if is_chat else {}))[0]
     assert example.prompt_ids.tolist() == tokenizer.encode(PAIR["prompt"])
     for ids, name in zip(example.completions, ("chosen", "rejected"), strict=True):
         assert ids.tolist() == [
@@ -299,7 +300,7 @@ def test_every_file_format_gives_the_same_data(load, tmp_path, name):
     records = [{**PAIR, "chosen": f"Number {i} é"} for i in range(30)]
     chat = [{"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}]
     for rows in (records, chat * 3):
-        expected = load(rows)
+        expected = load(rows, chat_template=False)
         path = tmp_path / name
         if path.suffix == ".parquet":
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist([r | {"extra": 1.5} for r in rows]), path)
@@ -310,7 +311,8 @@ def test_every_file_format_gives_the_same_data(load, tmp_path, name):
                 path.write_bytes(content.replace(b"\n", b"\r\n") + b"\r\n\r\n")
             if name.startswith("bom"):
                 path.write_bytes(b"\xef\xbb\xbf" + content)
-        dataset = load_dataset(str(path), DataSettings(train=str(path)), "preference", PLAIN, eos_token_id=1)
+        settings = DataSettings(train=str(path), chat_template=False)
+        dataset = load_dataset(str(path), settings, "preference", PLAIN, eos_token_id=1)
         assert dataset.digest == expected.digest and len(dataset) == len(rows)
 
 
@@ -320,7 +322,7 @@ def test_parquet_keeps_the_masks_and_figures_of_tokens(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([masked]), path)
     dataset = load_dataset(str(path), settings, "sft", None, eos_token_id=None)
     assert dataset[0].stored[1].tolist() == [~7, ~8, 9]
-    group = {"prompt_ids": [5], "completion_ids": [[7, 8], [9]], "rewards": [1.0, None], "logps": [[-1.0, -2.0], [0.0]]}
+    group = {"prompt_ids": [5], "completion_ids": [[7, 8], [9]], "rewards": [1.0, 0.5], "logps": [[-1.0, -2.0], [0.0]]}
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([group | {"completion_mask": [[0, 1], [1]]}]), path)
     groups = load_groups(settings, ModelLimits(48))
     assert groups[0].stored[1].tolist() == [~7, 8] and groups[0].rewards.tolist()[0] == 1.0
@@ -491,7 +493,7 @@ BAD_RECORDS: list[tuple[Any, str, list[str]]] = [
     (PAIR | {"prompt": [USER, GOOD]}, "preference", ["the prompt ends with an assistant message"]),
     (PAIR | {"rejected": PAIR["chosen"]}, "preference", ["'chosen' is equal to 'rejected'"]),
     ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "preference", ["'chosen' is equal to 'rejected'"]),
-    (PAIR | {"prompt": [USER], "rejected": [GOOD]}, "preference", ["the same tokens"]),
+    (PAIR | {"prompt": [USER], "rejected": [GOOD]}, "preference", ["data.chat_template=FILE"]),
     (PAIR | {"rejected": " \n"}, "preference", ["empty completion: 'rejected' is blank"]),
     ({"prompt_ids": [], "chosen_ids": [5], "rejected_ids": [6, 7]}, "preference", ["one token and no prompt"]),
     ({"prompt": "a", "completion": ""}, "sft", ["empty completion: 'completion' is blank"]),
@@ -500,9 +502,9 @@ BAD_RECORDS: list[tuple[Any, str, list[str]]] = [
     ({"messages": [GOOD]}, "sft", ["one message"]),
     ({"messages": "hi"}, "sft", ["'messages' is a string"]),
     ({"messages": [USER, GOOD, USER]}, "sft", ["'messages' ends with a message of 'user'"]),
-    ({"messages": [USER, USER]}, "sft", ["nothing is learnt behind it: take that message off"]),
+    ({"messages": [USER, USER]}, "sft", ["no answer follows it: give it one"]),
     ({"messages": [USER, GOOD, GOOD]}, "sft", ["the prompt ends with an assistant"]),
-    ({"messages": [USER, GOOD, USER, GOOD]}, "sft", ["4 messages needs a chat template"]),
+    ({"messages": [USER, GOOD, USER, GOOD]}, "sft", ["data.chat_template=FILE"]),
     ({"chosen": [USER, GOOD], "rejected": [GOOD, BAD]}, "preference", ["no first message in common"]),
     (
         {"prompt": "x?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},

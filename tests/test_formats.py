@@ -626,7 +626,7 @@ def test_what_is_learnt_of_a_conversation(
         (
             [*LONG, user("e")],
             "last",
-            "ends with a message of 'user', and nothing is learnt behind it: take that message off",
+            "ends with a message of 'user', and no answer follows it: give it one",
         ),
         ([*LONG, user("e")], "assistant", "ends with a message of 'user'"),
         ([user("a"), assistant("b", weight=0)], "last", "nothing of 'messages' is learnt: every message"),
@@ -794,7 +794,7 @@ def test_what_is_no_message_or_tool_is_named(change: dict[str, Any], words: str)
 
 def test_an_unknown_speaker_is_named() -> None:
     record = {"conversations": [{"from": "narrator", "value": "a"}, {"from": "gpt", "value": "b"}]}
-    assert "conversations[0] is from 'narrator'; known are human, gpt" in reason(record, "sft")
+    assert "conversations[0] has the unknown role 'narrator'" in reason(record, "sft")
     assert "conversations[0].value is null" in reason({"conversations": [{"from": "human"}]}, "sft")
     calls = [{"from": "human", "value": "a"}, {"from": "function_call", "value": "weather"}]
     assert "conversations[1].value is a string that is not JSON" in reason({"conversations": calls}, "sft")

@@ -22,13 +22,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated
 
 import numpy as np
-from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict  # which pydantic reads on Python 3.11
 
-from lib.config import read_file
 from lib.config.settings import DataSettings
 from lib.data import formats, hub, record_files
 from lib.data.record_formats import JSON, Chat, Columns, Message, Plain, RecordKind, Tokens, Unusable
@@ -37,7 +34,7 @@ from lib.system import files
 
 # Larger sources are read as they are needed, smaller ones whole.
 STREAMED_BYTES = 64 * 2**20
-# Unusable records that are named in memory; all are in the index's folder.
+# Unusable records of a file that are named.
 NAMED = 20
 # A record: where its line is in the file, and its length, in bytes; its line number, from 1; hashes of its prompt, and
 # of prompt and completions; characters (token ids, where it came tokenised) of its prompt and of each completion; 1 for
@@ -129,15 +126,15 @@ def _characters(message: Message) -> int:
 
 # ---- One file's index
 
-
-Count = Annotated[int, Field(ge=0)]
+META, ENTRIES, LINES = "index.json", "entries.bin", "lines.jsonl"
+VERSION = 7  # of what an index holds
 
 
 class Seen(TypedDict):
     """The records of one format."""
 
-    count: Count
-    first: Count
+    count: int
+    first: int
     """The first one's number in the index."""
 
 
@@ -160,8 +157,6 @@ class Index:
     unusable: list[str]
     """`file:line: why`, the first few."""
     unusable_count: int
-    unusable_names: Path
-    """All of them, a line each."""
 
 
 def index(
@@ -170,12 +165,13 @@ def index(
     """The index of a file, made where there is none, or the file has changed.
 
     Raises:
-        UserError: the file cannot be read, or has no records; the index's folder is a link.
+        UserError: the file cannot be read.
         OSError: data.cache_dir is full or not writable.
     """
     key = hashlib.sha256(repr((str(file.resolve()), kind, Columns.of(settings), VERSION)).encode()).hexdigest()[:24]
     folder = Path(settings.cache_dir) / f"index-{key}"
     now = file.stat()
+    stamp = [now.st_size, now.st_mtime_ns, now.st_ctime_ns]
     is_long = now.st_size > STREAMED_BYTES
 
     def waiting() -> None:
@@ -183,109 +179,42 @@ def index(
             tell(f"another process indexes {file}: waiting for it")
 
     with locked(folder.with_suffix(".lock"), waiting):
-        folder.mkdir(parents=True, exist_ok=True)
         meta = _read_meta(folder)
-        if meta is None or not _is_of(meta, file, now, folder):
+        if meta is None or meta["stamp"] != stamp:
             again = "" if meta is None else ", which has changed since it was indexed"
             if meta is not None or is_long:
                 tell(f"indexing {file}{again} ({now.st_size / 1e6:,.0f} MB)")
-            meta = _build(file, now, folder, settings, kind)
+            meta = _build(file, stamp, folder, settings, kind)
     return Index(
         file,
         folder / LINES if meta["unpacked"] else file,
         np.memmap(folder / ENTRIES, ENTRY, "r") if meta["count"] else np.zeros(0, ENTRY),
-        None if meta["unpacked"] else (meta["size"], meta["modified_ns"]),
+        None if meta["unpacked"] else (now.st_size, now.st_mtime_ns),
         meta["digest"],
         meta["formats"],
         meta["unusable"],
         meta["unusable_count"],
-        folder / UNUSABLE,
     )
 
 
-class Meta(TypedDict):
-    """index.json: what an index says of itself."""
-
-    file: str
-    size: int
-    modified_ns: int
-    changed_ns: int
-    inode: int
-    content: str
-    """sha256 of the whole file."""
-    unpacked: bool
-    bytes: Count
-    count: Count
-    digest: str
-    formats: dict[str, Seen]
-    unusable: list[str]
-    unusable_count: Count
-
-
-_META = TypeAdapter(Meta)
-VERSION = 6  # of what an index holds
-META, ENTRIES, LINES, UNUSABLE = "index.json", "entries.bin", "lines.jsonl", "unusable.txt"
-
-
-def _read_meta(folder: Path) -> Meta | None:
-    """What an index says of itself; None where there is none, part of it is lost, or somebody wrote something else."""
+def _read_meta(folder: Path) -> JSON | None:
+    """What an index says of itself; None where there is none, or part of it is lost."""
     try:
-        meta = _META.validate_python(read_file.read_object(folder / META, "the index's"), strict=True)
+        meta: JSON = json.loads((folder / META).read_text(encoding="utf-8"))
         sizes = {ENTRIES: meta["count"] * ENTRY.itemsize} | ({LINES: meta["bytes"]} if meta["unpacked"] else {})
-        for name, size in sizes.items():
-            read_file.require_regular(folder / name, "the index's")
-            if (folder / name).stat().st_size != size:
-                return None
-        is_one = (not meta["unusable_count"] or meta["unusable"]) and bool(meta["formats"]) == bool(meta["count"])
-        return meta if is_one and all(seen["first"] < meta["count"] for seen in meta["formats"].values()) else None
-    except (OSError, ValueError, UserError):
+        return meta if all((folder / name).stat().st_size == size for name, size in sizes.items()) else None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _is_of(meta: Meta, file: Path, now: os.stat_result, folder: Path) -> bool:
-    """Whether an index is of the file as it is now.
-
-    A modification time can be put back, and a change time cannot. But that one is new for a link or a copy as well:
-    then the file is read once more, and what is the same keeps its index.
-    """
-    if (meta["size"], meta["modified_ns"]) != (now.st_size, now.st_mtime_ns):
-        return False
-    if (meta["changed_ns"], meta["inode"]) == (now.st_ctime_ns, now.st_ino):
-        return True
-    if meta["content"] != _content(file):
-        return False
-    _write_meta(folder, {**meta, "changed_ns": now.st_ctime_ns, "inode": now.st_ino})
-    return True
-
-
-def _content(file: Path) -> str:
-    """sha256 of a whole file.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    try:
-        with file.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror or error}") from error
-
-
-def _write_meta(folder: Path, meta: Meta) -> None:
-    files.write_atomically(folder / META, json.dumps(meta, indent=2) + "\n", durable=False)  # made again if lost
-
-
-def _build(file: Path, seen: os.stat_result, folder: Path, settings: DataSettings, kind: RecordKind) -> Meta:
+def _build(file: Path, stamp: list[int], folder: Path, settings: DataSettings, kind: RecordKind) -> JSON:
     """Indexes a file in one pass: checks every record, and enters the usable ones."""
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
+    folder.mkdir(parents=True)
     unpacks = file.suffix in (".gz", ".parquet")
     digest, seen_formats, named = hashlib.sha256(), dict[str, Seen](), list[str]()
     count = unusable_count = written = 0
-    with contextlib.ExitStack() as stack:
-        entries = stack.enter_context((folder / ENTRIES).open("wb"))
-        unusable = stack.enter_context((folder / UNUSABLE).open("w", encoding="utf-8"))
-        lines: IO[bytes] | None = stack.enter_context((folder / LINES).open("wb")) if unpacks else None
+    with (folder / ENTRIES).open("wb") as entries, (folder / LINES).open("wb") as lines:
         for line, offset, raw, record in record_files.scan(file, settings, kind):
             try:
                 if isinstance(record, Unusable):
@@ -293,11 +222,9 @@ def _build(file: Path, seen: os.stat_result, folder: Path, settings: DataSetting
                 parsed = formats.parse_rows(record, settings, kind)
             except Unusable as why:
                 unusable_count += 1
-                unusable.write(f"{file}:{line}: {why}\n")
-                if len(named) < NAMED:
-                    named.append(f"{file}:{line}: {why}")
+                named += [f"{file}:{line}: {why}"] if len(named) < NAMED else []
                 continue
-            if lines is not None:
+            if unpacks:
                 raw = raw if raw.endswith(b"\n") else raw + b"\n"
                 offset = written
                 written += lines.write(raw)
@@ -307,13 +234,8 @@ def _build(file: Path, seen: os.stat_result, folder: Path, settings: DataSetting
                 seen_formats.setdefault(row.columns, {"count": 0, "first": count})["count"] += 1
                 count += 1
             digest.update(raw)
-    meta: Meta = {
-        "file": str(file),
-        "size": seen.st_size,
-        "modified_ns": seen.st_mtime_ns,
-        "changed_ns": seen.st_ctime_ns,
-        "inode": seen.st_ino,
-        "content": _content(file),
+    meta = {
+        "stamp": stamp,
         "unpacked": unpacks,
         "bytes": written,
         "count": count,
@@ -323,9 +245,9 @@ def _build(file: Path, seen: os.stat_result, folder: Path, settings: DataSetting
         "unusable_count": unusable_count,
     }
     after = file.stat()
-    if (after.st_size, after.st_mtime_ns) != (seen.st_size, seen.st_mtime_ns):
-        raise UserError(f"{file} changed while it was indexed; start again once nobody writes to it")
-    _write_meta(folder, meta)  # last: where it is, the index is whole
+    if [after.st_size, after.st_mtime_ns, after.st_ctime_ns] != stamp:
+        raise UserError(f"{file} changed while it was indexed; start again when it is complete")
+    files.write_atomically(folder / META, json.dumps(meta) + "\n")  # last: where it is, the index is whole
     return meta
 
 
