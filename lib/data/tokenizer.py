@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NotRequired, Protocol, TypedDict
 
-from lib.config import schema
+from lib.config.settings import ModelSettings
 from lib.data.record_formats import JSON, VOCABULARY, StampedTokens, Unusable
 from lib.errors import UserError, shown
 from lib.system.model_folder import end_ids, resolve, why_unreadable
