@@ -276,7 +276,7 @@ def test_an_index_is_not_taken_for_another_file_of_the_same_size_and_time(tmp_pa
     after = open_streamed(tmp_path, path, told)
     assert told == [f"indexing {path}, which has changed since it was indexed (0 MB)"]
     assert after.digest != before.digest and tokens_of(after, 3) == tokens_of(in_memory(tmp_path, path), 3)
-    os.link(path, tmp_path / "linked")  # only its change time is another one
+    os.link(path, tmp_path / "linked")  # its change time is another one: indexed again
     assert open_streamed(tmp_path, path, told).digest == after.digest and len(told) == 2
 
 
