@@ -178,6 +178,9 @@ def test_the_page_shows_a_run_and_answers_those_alone_who_have_its_token(tmp_pat
     assert "4 / 4" in text and "tokens/s" in text and update["shown"] == "" and "finished" in str(update["state"])
     assert update["graphs"]["loss"]["data"] and update["graphs"]["exact_match"] == charts.EMPTY | {
         "data": [], "layout": update["graphs"]["exact_match"]["layout"]}  # fmt: skip
+    runs = [read_all(tmp_path / "runs/run")] * 2
+    table = str(page.comparison(dash.html, runs, [figures(run, 1e10) for run in runs]))
+    assert "Runs compared" in table and table.count("synchronous") == 2
     again = page._update(dash, watcher, [], update["seen"])
     assert again["graphs"]["loss"] is dash.no_update, "nothing new was read"
     watcher.close()

@@ -25,6 +25,7 @@ from lib.data.prompts import load_questions, open_prompts
 from lib.data.tokenize import Encoder
 from lib.data.tokenizer import load_tokenizer_of
 from lib.distributed.work_queue import Journal, ServedQueue
+from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate import command as evaluate
 from lib.evaluate.answers import part_of
@@ -36,7 +37,7 @@ from lib.rollouts.gate import RoundFigures, losses_of, warnings_of
 from lib.rollouts.pairs import Answer, Group, Pair, SampleFigures, figures_of, groups_of, pairs_of
 from lib.rollouts.rounds import Rounds
 from lib.system.records import read_records
-from lib.training.checkpoint import fault_of, load_part
+from lib.training.checkpoint import fault_of, load_part, momentum_at
 from lib.training.reference_model import AskedReference
 from lib.training.step_retries import Learner
 from tests import tiny
@@ -488,7 +489,13 @@ def test_the_momentum_of_merges_goes_with_a_round_that_is_undone(
     words = [*tiny.rounds(tmp_path), "strategy=independent", "independent.merge=outer", "sync.compression=int8"]
     tiny.train(tmp_path, [*words, "run.name=whole"])
     run, stopped = tmp_path / "runs/whole", tmp_path / "runs/stopped"
-    first, second, third = (load_part(run / "checkpoints", step, 0) for step in (2, 4, 6))
+    first, second, third = (
+        {
+            **load_part(run / "checkpoints", step, 0),
+            "momentum": momentum_at(run / f"checkpoints/step-{step:08d}", World()),
+        }
+        for step in (2, 4, 6)
+    )
     for kind in ("momentum", "feedback"):
         assert first[kind] and first[kind].keys() == second[kind].keys()
         assert all(np.array_equal(second[kind][name], array) for name, array in first[kind].items())
