@@ -12,6 +12,7 @@ import pytest
 
 import train
 from lib.system import hardware, metal, mpi_and_blas
+from lib.training import divided_world, run  # noqa: F401  imported before this machine is taken for a Mac
 from tests import macs, tiny
 from tests.tiny import ROOT
 
@@ -113,7 +114,7 @@ def test_a_run_says_that_a_display_is_lit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     macs.is_mac(monkeypatch, tmp_path / "bin", LIT)
-    monkeypatch.setattr("lib.training.divided_world.metal.keep_wired", lambda setting, size: False)
+    monkeypatch.setattr(divided_world.metal, "keep_wired", lambda setting, size: False)
     words = ["--config", str(tiny.config_file(tmp_path)), *tiny.settings(tmp_path), "--dry-run"]
     assert train.main(words) == 0
     assert "Color LCD" in capsys.readouterr().out
