@@ -234,6 +234,29 @@ def test_what_of_peft_has_no_counterpart_is_named(change: dict[str, Any], words:
         peft_adapters.read(tmp_path / "adapter", "model.adapter")
 
 
+@pytest.mark.parametrize("spelling", ["language_model", "default", "pickle"])
+def test_pefts_other_spellings_are_matched_or_answered(spelling: str, tmp_path: Path) -> None:
+    shutil.copytree(PEFT / "llama-lora", tmp_path / "adapter")
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    arrays = dict(mx.load(str(weights)))
+    plain, _ = peft_adapters.read(tmp_path / "adapter", "model.adapter")
+    if spelling == "pickle":
+        weights.rename(weights.with_name("adapter_model.bin"))
+        with pytest.raises(UserError, match="pickle, which may run code; where torch is installed type: python -c"):
+            peft_adapters.read(tmp_path / "adapter", "model.adapter")
+        return
+    old, new = {"language_model": ("model.layers.", "model.language_model.layers.")}.get(
+        spelling, (".weight", ".default.weight")
+    )
+    mx.save_safetensors(str(weights), {name.replace(old, new): array for name, array in arrays.items()})
+    other, _ = peft_adapters.read(tmp_path / "adapter", "model.adapter")
+    model = nn.Module()
+    names = {name.rpartition(".")[0] for name in plain.arrays}
+    modules = [(name, nn.Linear(1, 1)) for name in names]
+    model.named_modules = lambda: modules  # type: ignore[method-assign]
+    assert peft_adapters._with_names_of(model, other).arrays.keys() == plain.arrays.keys()
+
+
 def test_a_torn_or_unknown_file_of_peft_is_refused(tmp_path: Path) -> None:
     shutil.copytree(PEFT / "llama-lora", tmp_path / "adapter")
     weights = tmp_path / "adapter" / "adapter_model.safetensors"

@@ -357,3 +357,12 @@ def test_swiglu_equals_mlx_lms_function(tmp_path: Path, ours: Any) -> None:
     (value,), gradients = mx.vjp(ours, [gate, x], [weight])
     for mine, theirs in zip([value, *gradients], [plain, *expected], strict=True):
         assert mx.linalg.norm(mine - theirs).item() <= 1e-5 * mx.linalg.norm(theirs).item()
+
+
+def test_gpt_oss_hands_its_scale_on_by_position(tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+    shape = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "hidden_size": 32, "sliding_window": 128}
+    shape |= {"rope_theta": 1e4, "layer_types": ["sliding_attention", "full_attention"], "rope_scaling": rope}
+    path = model_folder(tmp_path, model_type="gpt_oss", **shape)
+    model = load_module.load(settings.ModelSettings(path=str(path), random_init=True), 0)
+    assert token_stream.cannot_share_prompts(model) is None

@@ -249,3 +249,12 @@ def test_measured_times_decide() -> None:
     assert faster_from(packed, {2: 0.5, 4: 3.0, 8: 3.0, 16: 3.0}) == 8, "what holds from there on"
     assert faster_from(packed, dict.fromkeys(packed, 9.0)) is None
     assert faster_from(packed, dict.fromkeys(packed, 0.1)) == 2
+
+
+@pytest.mark.parametrize("bits", [2, 3, 5, 6, 8])
+def test_dora_takes_its_width_from_the_packed_weights(bits: int) -> None:
+    model = nn.Sequential(nn.QuantizedLinear(128, 64, False, 64, bits))
+    quantised.use_own_layers(model)
+    model.layers[0] = DoRALinear.from_base(model.layers[0], 4)
+    lora.use_low_rank_linear(model)
+    assert model.layers[0].lora_a.shape == (128, 4) and model(mx.ones((2, 128))).shape == (2, 64)
