@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal, NamedTuple, TypedDict, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from lib.environment import ROOT
 from lib.system import os_commands
 
+ROOT = Path(__file__).resolve().parents[2]
 PositiveInt = Annotated[int, Field(gt=0)]
 Device = Literal["metal", "cuda", "cpu"]
 
