@@ -97,7 +97,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run: bool) -> TrainingRun | None:
     """Data, plan and model, the same on all ranks, and the run's folder; None where nothing is to be trained."""
     from lib.distributed.world import host_names
-    from lib.evaluate import judge_checks
+    from lib.evaluate import judges
     from lib.evaluate.held_out_metrics import digest_of
     from lib.model import checkpointing
     from lib.report import console, trackers
@@ -109,7 +109,7 @@ def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run
     with world.agreeing("reading the data"), say.doing("reading the data"):
         sinks = trackers.Trackers(config.run.sinks if world.rank == 0 else (), folder)
         read = inputs.read_inputs(config, say.line)
-        judge_checks.require_judges(config, read.data, read.held_out)
+        judges.require_judges(config, read.data, read.held_out)
     steps = config.steps_over(len(read.data))
     world.require_equal("tokenised training data", read.data.digest)
     world.require_equal("held-out data or questions", digest_of(read.valid or read.held_out, read.questions))

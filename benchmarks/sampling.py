@@ -45,11 +45,8 @@ from rich.table import Table  # noqa: E402
 
 from benchmarks.gpus import dense  # noqa: E402
 from lib.config.settings import ModelSettings  # noqa: E402
+from lib.evaluate.sample import Prompt, Rectangles, Sampler, draw, next_logits  # noqa: E402
 from lib.model import adapters, load  # noqa: E402
-from lib.model.continuations import next_logits  # noqa: E402
-from lib.rollouts.draw import draw  # noqa: E402
-from lib.rollouts.rectangles import Rectangles  # noqa: E402
-from lib.rollouts.sampler import Prompt, Sampler  # noqa: E402
 
 MODELS = {
     "small": dense(256, 4, 8, 768, 4096, head_dim=32),

@@ -28,9 +28,9 @@ from lib.data.tokenizer import load_tokenizer_of
 from lib.distributed.work_queue import Journal
 from lib.distributed.world import World
 from lib.errors import UserError
-from lib.evaluate import batch_inference
 from lib.evaluate import command as evaluate
-from lib.evaluate.asked_rows import open_asked
+from lib.evaluate import score_file
+from lib.evaluate.score_file import open_asked
 from lib.model import load as models
 from lib.system.terminal import Terminal
 from lib.training import reference_model
@@ -192,8 +192,8 @@ def test_questions_are_asked_with_all_that_training_reads_beside_a_prompt(chatty
         text = tokenizer.decode(question.prompt_ids)
         assert all(part in text for part in wanted) and "A." not in text, record
         assert (question.prompt, question.answer) == ("Q?", "7")
-    records = batch_inference.open_rows(str(path), config.data, "prompt", Terminal())
-    asked = batch_inference.CompletionWriter(models.load(config.model, 0), tokenizer, records, config, None)
+    records = score_file.open_rows(str(path), config.data, "prompt", Terminal())
+    asked = score_file.CompletionWriter(models.load(config.model, 0), tokenizer, records, config, None)
     assert [asked._prompt_ids(row) for row in range(len(BESIDE))] == [one.prompt_ids for one in questions]
     for wrong in ([], ["a"], [{"role": "user"}]):
         tiny.write_jsonl(path, [{"prompt": wrong, "answer": "7"}])
@@ -203,8 +203,8 @@ def test_questions_are_asked_with_all_that_training_reads_beside_a_prompt(chatty
 
 def always_drawn(monkeypatch: pytest.MonkeyPatch, *texts: str, cut: tuple[str, ...] = ()) -> None:
     """Whatever is asked, these are the answers; those of `cut` have no end."""
-    made = [batch_inference.Drawn(text, [20 + i], text not in cut) for i, text in enumerate(texts)]
-    monkeypatch.setattr(batch_inference.CompletionWriter, "drawn", lambda self, rows: [made] * len(rows))
+    made = [score_file.Drawn(text, [20 + i], text not in cut) for i, text in enumerate(texts)]
+    monkeypatch.setattr(score_file.CompletionWriter, "drawn", lambda self, rows: [made] * len(rows))
 
 
 def by_length(prompt: Any, completions: list[str], record: dict[str, Any]) -> list[int]:
@@ -227,8 +227,8 @@ def test_pairs_are_trained_behind_the_prompts_that_were_answered(
     words = [*common(chatty, "evaluate.judge=tests.test_bulk:by_length", "data.max_length=1024"), "--data", str(data)]
     bulk([*words, "--make-pairs", str(out)])
     config = config_of(chatty)
-    records = batch_inference.open_rows(str(data), config.data, "prompt", Terminal())
-    asked = batch_inference.CompletionWriter(models.load(config.model, 0), tokenizer, records, config, None)
+    records = score_file.open_rows(str(data), config.data, "prompt", Terminal())
+    asked = score_file.CompletionWriter(models.load(config.model, 0), tokenizer, records, config, None)
     trained = load_dataset(str(out), config.data, "preference", tokenizer, eos_token_id=1)
     assert [one.prompt_ids.tolist() for one in trained] == [asked._prompt_ids(row) for row in range(len(records))]
     assert [(pair["chosen"], pair["rejected"]) for pair in scored(out)] == [("Three.", "One.")] * len(records)
@@ -289,7 +289,7 @@ def test_pairs_are_made_by_an_answer_or_by_a_judge(
         ("silent", [math.nan] * 3),
     ):  # a model that grades may give none
         with monkeypatch.context() as patch:
-            patch.setattr("lib.evaluate.batch_inference.scorer_of", lambda _, g=grades: lambda asked: [g] * len(asked))
+            patch.setattr("lib.evaluate.score_file.scorer_of", lambda _, g=grades: lambda asked: [g] * len(asked))
             bulk([*words, str(tmp_path / f"{name}.jsonl")])
     assert {(p["chosen"], p["rejected"]) for p in scored(tmp_path / "unsure.jsonl")} == {("It is 1.", "It is 2.")}
     assert scored(tmp_path / "silent.jsonl") == []

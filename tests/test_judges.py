@@ -14,15 +14,17 @@ import pytest
 from lib.config.load import load
 from lib.config.settings import Config
 from lib.errors import UserError
-from lib.evaluate.choose_judge import guarded_scorer_of, scorer_of
-from lib.evaluate.judges import Question
-from lib.evaluate.scores import scores_in
-from lib.rollouts.judged import require_scores, scores_of
+from lib.evaluate.judge_process import scores_in
+from lib.evaluate.judges import Judge, Question, guarded_scorer_of, require_scores, scorer_of, scores_of
 from tests.tiny import ROOT
 
 
 def settings(judge: str, **evaluate: Any) -> Config:
     return load(None, [], {"model": {"path": "m"}, "data": {"train": "d"}, "evaluate": {"judge": judge, **evaluate}})
+
+
+def judge_of_round(function: str, **evaluate: Any) -> Judge:
+    return guarded_scorer_of(settings(f"round_judges:{function}", **evaluate), "rollouts.judge")
 
 
 def asked(*texts: str, **record: Any) -> Question:
@@ -51,6 +53,14 @@ def of_arrays(prompt, completions, record):
     return numpy.arange(len(completions))
 def of_some(prompt, completions, record):
     return [len(text) or None for text in completions]
+CALLS = []
+def relative(prompt, completions, record):
+    CALLS.append(completions)
+    assert len(CALLS) <= 2, "each question is asked once"
+    lengths = sorted(map(len, completions))
+    return [None if text.startswith("Z") else lengths.index(len(text)) for text in completions]
+def nothing(prompt, completions, record):
+    return [None for text in completions]
 def broken(prompt, completions, record):
     raise ValueError("no key")
 """
@@ -101,9 +111,20 @@ def test_a_function_that_gives_no_scores_is_refused_before_answers_are_sampled_f
         require_scores(guarded_scorer_of(settings(f"round_judges:{name}"), "rollouts.judge"), asked(""))
 
 
-@pytest.mark.parametrize("made", ["12", b"12", {1: 2, 2: 3}, [1, None], [10**400, 1], [math.nan, 1], 3, [1.0], {1, 2}])
+@pytest.mark.parametrize("made", ["12", b"12", {1: 2, 2: 3}, [10**400, 1], 3, [1.0], {1, 2}])
 def test_what_is_no_score_for_each_answer(made: object) -> None:
     assert scores_in(made, 2) is None and scores_in((1, True), 2) == [1.0, 1.0]
+
+
+def test_a_none_leaves_that_answer_out_and_keeps_the_others_of_the_same_call(functions: None) -> None:
+    """A function that ranks the answers of a prompt among each other would say something else of each alone."""
+    judge = judge_of_round("relative")
+    scored = scores_of(judge, [asked("Z", "abc", "ab"), asked("a", "Zzz", "abcd")])
+    assert [[answer.score for answer in of_question] for of_question in scored] == [[None, 2.0, 1.0], [0.0, None, 2.0]]
+    assert scored[0][0].fault == "the judge gave no verdict"
+    assert [answer.score for answer in scores_of(judge_of_round("nothing"), [asked("a", "b")])[0]] == [None, None]
+    command = f"{sys.executable} -c \"import sys; [print('[null, 2]') for line in sys.stdin]\""
+    assert [answer.score for answer in scores_of(scorer_of(settings(command)), [asked("a", "b")])[0]] == [None, 2.0]
 
 
 def test_a_judge_that_fails_on_every_answer_ends_the_round(functions: None) -> None:

@@ -20,10 +20,9 @@ from lib.data.tokenizer import load_tokenizer_of
 from lib.distributed.world import World, start
 from lib.errors import AgreedError, UserError
 from lib.evaluate import command as evaluate
-from lib.evaluate import harness_tasks
-from lib.evaluate.harness_model import HarnessModel, fitting, longest_input, rolling_windows
-from lib.evaluate.harness_worker import HarnessWorker, cut
-from lib.evaluate.whole_model import WholeModel
+from lib.evaluate import harness
+from lib.evaluate.harness import HarnessModel, HarnessWorker, cut, fitting, longest_input, rolling_windows
+from lib.evaluate.score_file import WholeModel
 from lib.system import mpi_and_blas
 from tests import rounding
 from tests.tiny import ROOT
@@ -235,7 +234,7 @@ def test_chats_are_rendered_as_in_training_and_refusals_are_reported(adapter: Ha
 def test_without_the_package_the_command_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(harness_tasks, "PACKAGE", "lm_eval_that_is_not_there")
+    monkeypatch.setattr(harness, "PACKAGE", "lm_eval_that_is_not_there")
     words = ["--model", str(MODEL), "--tasks", "x", "--out", str(tmp_path / "out.json")]
     assert evaluate.main(words) == 2
     said = capsys.readouterr().err
@@ -265,7 +264,7 @@ def test_the_table_has_metrics_with_their_errors(tmp_path: Path, capsys: pytest.
 
     values = {"alias": "t", "acc,none": 0.5, "acc_stderr,none": 0.1, "exact_match,last-number": 0.25, "sample_len": 3}
     results = {"results": {"t": values}, "seconds": 1.0}
-    harness_tasks.show(Terminal(), "run", results, tmp_path / "out.json")
+    harness.show(Terminal(), "run", results, tmp_path / "out.json")
     said = capsys.readouterr().out
     assert json.loads(said.splitlines()[-1])["tasks"]["t"]["acc,none"] == 0.5
     for cell in ("acc", "0.5000", "0.1000", "exact_match (last-number)", "0.2500"):

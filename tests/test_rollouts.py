@@ -32,9 +32,19 @@ from lib.evaluate.answers import part_of
 from lib.evaluate.judges import CommandJudge, Question
 from lib.report import charts, page, run_report
 from lib.report.history import RunHistory
-from lib.rollouts.drawing import JudgingThread
-from lib.rollouts.gate import RoundFigures, losses_of, warnings_of
-from lib.rollouts.pairs import Answer, Group, Pair, SampleFigures, figures_of, groups_of, pairs_of
+from lib.rollouts.collect import JudgingThread
+from lib.rollouts.pairs import (
+    Answer,
+    Group,
+    Pair,
+    RoundFigures,
+    SampleFigures,
+    figures_of,
+    groups_of,
+    losses_of,
+    pairs_of,
+    warnings_of,
+)
 from lib.rollouts.rounds import Rounds
 from lib.system.records import read_records
 from lib.training.checkpoint import fault_of, load_part, momentum_at

@@ -12,8 +12,8 @@ import pytest
 
 from lib.config.settings import ModelSettings
 from lib.distributed.world import World
+from lib.evaluate.sample import Sample
 from lib.model import load as models
-from lib.rollouts.sampler import Sample
 from lib.training.checkpoint import momentum_at
 from tests import rounding, tiny
 from tests.test_rollouts import lines

@@ -12,9 +12,8 @@ from mlx_lm import batch_generate
 
 from lib.config.settings import ModelSettings
 from lib.errors import Stopped
+from lib.evaluate.sample import BLOCK, Prompt, Sample, Sampler, draw, nucleus, uniforms
 from lib.model import load as load_module
-from lib.rollouts.draw import draw, nucleus, uniforms
-from lib.rollouts.sampler import BLOCK, Prompt, Sample, Sampler
 from tests import rounding
 from tests.test_forward import load
 from tests.tiny import model_folder

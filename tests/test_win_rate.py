@@ -18,12 +18,10 @@ import pytest
 from lib.config.settings import Config
 from lib.distributed.world import start
 from lib.errors import UserError
-from lib.evaluate import batch_inference, judges, model_judge, win_rate
 from lib.evaluate import command as evaluate
-from lib.evaluate.batch_inference import CompletionWriter
-from lib.evaluate.choose_judge import judge_of
-from lib.evaluate.judges import Question
-from lib.evaluate.whole_model import WholeModel
+from lib.evaluate import judges, score_file, win_rate
+from lib.evaluate.judges import Question, judge_of
+from lib.evaluate.score_file import CompletionWriter, WholeModel
 from lib.system import mpi_and_blas
 from lib.system.terminal import Terminal
 from tests import served, tiny
@@ -213,7 +211,7 @@ def test_a_model_behind_a_server_is_a_judge(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_server_that_is_busy_is_asked_again_and_one_that_refuses_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_judge, "WAIT_SECONDS", 0.001)
+    monkeypatch.setattr(judges, "WAIT_SECONDS", 0.001)
     answers = iter([(503, "busy"), (429, "slowly"), (200, "[[B]]")])
     with server(lambda body: next(answers)) as (address, bodies):
         assert compared(address, ("a", "b")) == [[0.0, 1.0]] and len(bodies) == 3
@@ -302,7 +300,7 @@ def test_two_ranks_give_the_lines_of_one(tmp_path: Path) -> None:
     if world.rank == 0:
         questions(folder)
     world.gather_text("written")
-    records = batch_inference.open_rows(
+    records = score_file.open_rows(
         str(folder / "questions.jsonl"), own.data, "prompt", Terminal(silent=world.rank != 0)
     )
     first, second = (WholeModel(each, None) for each in (own, other))
@@ -348,10 +346,12 @@ def test_what_is_finished_is_kept_and_no_judge_is_asked_twice(
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "frail_judge.py").write_text(
-        "asked, fails_at = [], 9\n"
+        "import pathlib\n"
+        "asked = pathlib.Path(__file__).with_name('asked')\n"
         "def judge(prompt, completions, record):\n"
-        "    asked.append(tuple(completions))\n"
-        "    if len(asked) == fails_at:\n"
+        "    with asked.open('a') as file:\n"
+        "        file.write('.')\n"
+        "    if asked.stat().st_size == 9:\n"
         "        raise RuntimeError('no more money')\n"
         "    return [1, 0]\n"  # always the first
     )
@@ -361,17 +361,16 @@ def test_what_is_finished_is_kept_and_no_judge_is_asked_twice(
     assert not list(tmp_path.glob("out.jsonl*")), "a judge that is not there is reported before anything is answered"
     assert evaluate.main([*command[:-1], f"evaluate.judge={shlex.quote(sys.executable)} -c 1"]) == 2
     assert "wrote 0 lines for" in capsys.readouterr().err
-    monkeypatch.setattr("lib.evaluate.whole_model.WholeModel.load", None)  # another judge needs no new answers
+    monkeypatch.setattr("lib.evaluate.score_file.WholeModel.load", None)  # another judge needs no new answers
     assert evaluate.main(command) == 2
     assert "RuntimeError: no more money" in capsys.readouterr().err
-    import frail_judge
-
-    before = list(frail_judge.asked)
+    before = len((tmp_path / "asked").read_text())
     assert evaluate.main(command) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     differ = sum(line["answer"] != line["against"] for line in lines_of(out))
     # A chunk is asked in both orders; of those before the failure none is asked again.
-    assert len(frail_judge.asked) - len(before) < 2 * differ <= len(frail_judge.asked)
+    count = len((tmp_path / "asked").read_text())
+    assert count - before < 2 * differ <= count
     assert told["order_decided"] == differ and told["ties"] == PROMPTS and told["win_rate"] == 0.5
 
 
@@ -407,7 +406,7 @@ def test_killed_while_the_parts_go_the_same_comparison_ends_and_another_is_refus
     capsys.readouterr()
     assert evaluate.main([*command, "evaluate.answer_pattern=x"]) == 2
     assert "is there already" in capsys.readouterr().err and out.read_text() == whole
-    monkeypatch.setattr("lib.evaluate.whole_model.WholeModel.load", None)  # no answer is made again
+    monkeypatch.setattr("lib.evaluate.score_file.WholeModel.load", None)  # no answer is made again
     (tmp_path / "out.jsonl.4711.unfinished").write_text("what a process began to write that was killed")
     assert evaluate.main(command) == 0
     assert out.read_text() == whole and not list(tmp_path.glob("out.jsonl.*"))
@@ -419,7 +418,7 @@ def test_killed_while_the_parts_go_the_same_comparison_ends_and_another_is_refus
         (["--score"], "--score and --against go one at a time"),
         (["--tasks", "x"], "--against and --tasks go one at a time"),
         (["--limit", "3"], "are for --tasks NAMES"),
-        (["--checkpoint", "best"], "has no held-out loss"),
+        (["--checkpoint", "best"], "has no evaluation"),
         (["--against", "no/such/model"], "no/such/model"),
         (
             ["--data", str(ROOT / "configs/quickstart/train.jsonl")],

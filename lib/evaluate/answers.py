@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,6 +25,18 @@ SAMPLE_WIDTH = 160  # columns of a sample's line, in a file
 MARKS = {True: "✓", False: "✗"}
 
 
+class GreedyAnswers(NamedTuple):
+    """Greedy continuations of some prompts."""
+
+    texts: list[str]
+    cut: int
+    """Continuations without an end within max_tokens."""
+
+    def warning(self, setting: str) -> str:
+        """How many answers were cut; empty where all ended. setting: that limits them, with its value."""
+        return f"{self.cut:,} of {len(self.texts):,} greedy answers have no end within {setting}" if self.cut else ""
+
+
 def greedy(
     model: nn.Module,
     tokenizer: Tokenizer,
@@ -31,7 +44,7 @@ def greedy(
     max_tokens: int,
     world: World,
     shares: Sequence[int] | None = None,
-) -> list[str]:
+) -> GreedyAnswers:
     """The greedy continuation of every prompt, on every rank; ranks take prompts by their shares, or equally many."""
     model.eval()
     world = world.workers
@@ -56,7 +69,8 @@ def greedy(
             ids = [token for token in made if token not in tokenizer.eos_token_ids][:max_tokens]
             tokens[i, 0], tokens[i, 1 : 1 + len(ids)] = len(ids), ids
     gathered = np.array(world.all_sum(mx.array(tokens), "greedy answers"))
-    return [tokenizer.decode(row[1 : 1 + row[0]].tolist()) for row in gathered]
+    texts = [tokenizer.decode(row[1 : 1 + row[0]].tolist()) for row in gathered]
+    return GreedyAnswers(texts, int((gathered[:, 0] == max_tokens).sum()))
 
 
 def part_of(count: int, shares: Sequence[int], rank: int) -> list[int]:

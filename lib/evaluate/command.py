@@ -35,12 +35,10 @@ from lib.data.prompts import Question, load_questions
 from lib.data.tokenizer import Tokenizer, limits_of
 from lib.distributed.world import World, start
 from lib.errors import UserError
-from lib.evaluate import batch_inference, harness_tasks, win_rate
+from lib.evaluate import harness, score_file, win_rate
 from lib.evaluate.answers import exact_match, greedy
-from lib.evaluate.asked_rows import open_asked
-from lib.evaluate.divided_inference import DividedModel, Parts, divides, in_step, parts_of_model
 from lib.evaluate.held_out_metrics import digest_of, metrics_of, policy_logps, write_per_pair
-from lib.evaluate.whole_model import WholeModel
+from lib.evaluate.score_file import DividedModel, Parts, WholeModel, divides, in_step, open_asked, parts_of_model
 from lib.model import (
     adapter_files,
     adapters,
@@ -168,7 +166,10 @@ def _exact_match(
 ) -> float:
     assert tokenizer is not None  # where there are questions
     prompts = [question.prompt_ids for question in questions]
-    return exact_match(questions, greedy(model, tokenizer, prompts, settings.evaluate.max_tokens, world), settings)
+    made = greedy(model, tokenizer, prompts, settings.evaluate.max_tokens, world)
+    if warning := made.warning(f"evaluate.max_tokens={settings.evaluate.max_tokens}"):
+        Terminal(silent=world.rank != 0).line(warning)
+    return exact_match(questions, made.texts, settings)
 
 
 def _require_records_loss(settings: Config) -> None:
@@ -195,26 +196,24 @@ def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None
         records = open_asked(options.data, settings, "prompt" if writes else settings.record_kind, say)
     load_model = DividedModel.load if divides(settings, world) else _load_whole
     asked = load_model(settings, run, kind == "rewards", world)
-    key = batch_inference.key_of(
-        kind, *asked.digests, batch_inference.digest_of(records), load.learning_digest(settings)
-    )
+    key = score_file.key_of(kind, *asked.digests, score_file.digest_of(records), load.learning_digest(settings))
     world.require_equal("model, data or settings", key)
-    do: batch_inference.CompletionWriter | batch_inference.PairMaker | batch_inference.Scorer
+    do: score_file.CompletionWriter | score_file.PairMaker | score_file.Scorer
     if writes:
         assert tokenizer is not None
         draws = None if kind == "greedy" else settings.evaluate.completions
-        do = batch_inference.CompletionWriter(asked.model, tokenizer, records, settings, draws, asked.world)
-        do = batch_inference.PairMaker(do) if kind == "pairs" else do
+        do = score_file.CompletionWriter(asked.model, tokenizer, records, settings, draws, asked.world)
+        do = score_file.PairMaker(do) if kind == "pairs" else do
     else:
-        do = batch_inference.Scorer(asked.model, asked.reference, records, settings, tokenizer, asked.world)
+        do = score_file.Scorer(asked.model, asked.reference, records, settings, tokenizer, asked.world)
     if divides(settings, world):
         figures = in_step(kind, key, len(records), out, settings, asked.world, do.of_chunks)
     else:
-        figures = batch_inference.pull(kind, key, records, out, settings, world, do)
+        figures = score_file.pull(kind, key, records, out, settings, world, do)
     if figures is not None:
         speed = f"{figures['rows_per_second']:.1f} rows/s"
         say.line(f"{out}: {figures['rows']:,} rows in {figures['seconds']:.1f} s ({speed})")
-        if isinstance(do, batch_inference.PairMaker):
+        if isinstance(do, score_file.PairMaker):
             say.line(do.summary(out, figures["rows"]))
         say.record(dict(figures))
 
@@ -259,12 +258,12 @@ def on_tasks(settings: Config, options: argparse.Namespace, world: World) -> Non
         _need_whole_models(settings, world, "--tasks")
     folder = None if options.tasks_folder is None else Path(options.tasks_folder)
     names = tuple(name.strip() for name in options.tasks.split(","))
-    tasks = harness_tasks.Tasks(names, folder, options.shots, options.limit, options.chat)
+    tasks = harness.Tasks(names, folder, options.shots, options.limit, options.chat)
     subject, plain_names = _subject(settings, options), re.sub(r"[^\w.-]+", "-", options.tasks)
     out = Path(options.out or options.home / f"tasks-{plain_names}.json")
-    results = harness_tasks.evaluate_tasks(subject, tasks, out, world)
+    results = harness.evaluate_tasks(subject, tasks, out, world)
     if results is not None:
-        harness_tasks.show(Terminal(silent=world.rank != 0), subject.name, results, out)
+        harness.show(Terminal(silent=world.rank != 0), subject.name, results, out)
 
 
 def _need_whole_models(settings: Config, world: World, option: str) -> None:
@@ -311,7 +310,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--per-pair", metavar="OUT", help="write one JSON line a pair")
     parser.add_argument(
         "--score",
-        choices=batch_inference.KINDS,
+        choices=score_file.KINDS,
         nargs="?",
         const="rewards",
         help="a line for every row of --data: rewards and log-probabilities, log-probabilities alone, "

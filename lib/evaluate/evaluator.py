@@ -32,18 +32,19 @@ class Evaluator:
         run, valid, questions = self.run, self.run.inputs.valid, self.run.inputs.questions
         values: Metrics = {}
         texts: list[str] = []
+        cut: dict[str, int] = {}
         began = time.perf_counter()
         with run.say.doing("evaluating"):
             if valid is not None:
                 policy = policy_logps(run.model, valid, run.config, world, shares)
                 values |= metrics_of(valid, policy, self.reference, run.config)
             if questions:
-                texts = self._answers(world, shares)
+                texts, cut["answers_cut"] = self._answers(world, shares)
                 values["exact_match"] = answers.exact_match(questions, texts, run.config)
         self.texts[run.progress.step] = texts
         if values:
             seconds = time.perf_counter() - began
-            run.tracker.record("evaluation", step=run.own_step, evaluation_seconds=seconds, **values)
+            run.tracker.record("evaluation", step=run.own_step, evaluation_seconds=seconds, **cut, **values)
         return values
 
     def show_before(self) -> None:
@@ -62,17 +63,21 @@ class Evaluator:
         if questions:
             before = next(iter(self.texts.values()))
             # Of a run that was resumed, this process may not have evaluated that step.
-            after = self.texts[step] if step in self.texts else self._answers(run.world, None)
+            after = self.texts[step] if step in self.texts else self._answers(run.world, None).texts
             answers.show_changes(run.say, run.tracker, questions, before, after, run.config)
         else:
             self._show_samples("after")
 
-    def _answers(self, world: World, shares: Sequence[int] | None) -> list[str]:
+    def _answers(self, world: World, shares: Sequence[int] | None) -> answers.GreedyAnswers:
         """Greedy answers to all questions, by the ranks of a world."""
         run, tokenizer = self.run, self.run.inputs.tokenizer
         assert tokenizer is not None  # where there are questions
         prompts = [question.prompt_ids for question in run.inputs.questions]
-        return answers.greedy(run.model, tokenizer, prompts, run.config.evaluate.max_tokens, world, shares)
+        limit = run.config.evaluate.max_tokens
+        made = answers.greedy(run.model, tokenizer, prompts, limit, world, shares)
+        if warning := made.warning(f"evaluate.max_tokens={limit}"):
+            run.say.line(warning)
+        return made
 
     def _show_samples(self, when: str) -> None:
         """Greedy continuations of the first few prompts, which are the same before and after."""
@@ -84,5 +89,5 @@ class Evaluator:
         if (tokenizer := self.run.inputs.tokenizer) is None:
             return
         prompts = [example.prompt_ids.tolist() for example in examples]
-        texts = answers.greedy(self.run.model, tokenizer, prompts, settings.max_tokens, self.run.world)
+        texts = answers.greedy(self.run.model, tokenizer, prompts, settings.max_tokens, self.run.world).texts
         answers.show_samples(self.run.say, self.run.tracker, list(map(tokenizer.decode, prompts)), texts, when)

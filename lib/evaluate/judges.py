@@ -1,31 +1,64 @@
-"""Who scores completions: a check of the answer, a Python function, or a command.
+"""Judges, which score completions: a check of the answer, a function, a command, a served model, a reward model.
 
-A judge takes questions and returns a score for each completion of each; the higher one is better. A model that compares
-two answers gives 1 and 0, or 0.5 each.
+A judge takes questions and returns a score for each completion of each, the higher the better; NaN: it has none.
 """
 
 from __future__ import annotations
 
-import importlib
+import contextlib
+import difflib
+import importlib.machinery
+import itertools
 import json
+import math
+import multiprocessing
+import os
 import re
-import reprlib
 import shlex
+import shutil
+import signal
+import sys
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from decimal import Context, Decimal, localcontext
-from typing import Any, Protocol
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit
 
-from lib.data.record_formats import ANSWER
+import httpx2
+import mlx.core as mx
+import numpy as np
+from mlx_lm.utils import load_model
+from mlx_lm.utils import load_tokenizer as load_words
+
+from lib.config import read_file
+from lib.config.evaluate_settings import REWARD_MODEL, EvaluateSettings
+from lib.config.schema import Config
+from lib.data.prompts import Prompts
+from lib.data.record_formats import ANSWER, Unusable
+from lib.data.tokenizer import ModelLimits
 from lib.errors import UserError
-from lib.evaluate.scores import scores_in
-from lib.system import os_commands
+from lib.evaluate import judge_process
+from lib.model.lookup_tables import bounded
+from lib.model.token_stream import length_multiple
+from lib.system import files, os_commands
+from lib.system.model_folder import resolve, why_unreadable
 
-LINE_BYTES, SCORE_BYTES = 2**20, 2**10  # of what a command may write: in all, and for each score
+JudgeKind = Literal["check", "reward", "server", "function", "command"]
+CHECKS = ("exact", "number", "regex", "json_schema")
+JUDGES = f"a judge is {', '.join(CHECKS)}, reward:PATH, MODULE:FUNCTION, an http address, or a command with its path"
+SERVERS = ("http://", "https://")
+FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:function
 DIGITS = r"(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)"  # 1,200 and 1,00,000; "3,4" has 3 and 4
 DECIMAL = rf"(?:{DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
 NUMBER = rf"(?<![\d.])((?:(?<![\w)])[-+])?{DECIMAL})(?:/({DECIMAL}))?"  # "10-5" has 10 and 5; "3/4" is one
 MINUS = "\N{MINUS SIGN}"
+START_SECONDS, END_SECONDS = 60.0, 5.0  # of the process of a function: until it is imported, and until it has ended
 
 
 @dataclass(frozen=True)
@@ -45,6 +78,10 @@ class Question:
 
 class NoScores(UserError):
     """What a judge gave is no list with a score, or None, for each completion."""
+
+
+class NoAnswer(Exception):
+    """The process of a function ended, or cannot start; the message says why."""
 
 
 class Judge(Protocol):
@@ -116,31 +153,104 @@ def _answer_of(question: Question) -> str:
     return str(answer).strip()
 
 
-class PythonJudge:
-    """A function of an importable module: (prompt, completions, record) ➜ a score for each completion."""
+class FunctionJudge:
+    """Calls MODULE:FUNCTION, as (prompt, completions, record) ➜ scores, in a spawned process with a time limit.
+
+    A function that takes too long is killed; the next question starts it again. What it prints goes to standard error.
+
+    Args:
+        name: MODULE:FUNCTION, importable from this folder.
+        shown: how the user named the judge, for errors.
+        limit_seconds: for the completions of one question.
+
+    Raises:
+        UserError: it cannot be imported.
+    """
 
     looks_at_order = True
 
-    def __init__(self, name: str):
-        module, _, function = name.partition(":")
-        self.name = f"evaluate.judge={name}"
+    def __init__(self, name: str, shown: str, limit_seconds: float):
+        self.function, self.name, self.limit_seconds = name, shown, limit_seconds
+        self._lock = threading.Lock()
+        self._process: BaseProcess | None = None
         try:
-            self.function = getattr(importlib.import_module(module), function)
-        except (ImportError, AttributeError) as error:
-            raise UserError(f"{self.name}: {error}; give module:function, importable from this folder") from None
+            self._start()
+        except NoAnswer as error:
+            raise UserError(f"{shown}: {error}; give module:function, importable from this folder") from None
 
     def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
-        scores = []
-        for question in questions:
-            try:
-                made = self.function(question.prompt, list(question.completions), dict(question.record))
-            except Exception as error:  # whatever the user's function raises
-                raise UserError(f"{self.name}: {question.place}: {type(error).__name__}: {error}") from error
-            if (of_texts := scores_in(made, len(question.completions))) is None:
-                wanted = f"a list of {len(question.completions)} scores"
-                raise NoScores(f"{self.name}: {question.place}: returned {reprlib.repr(made)}; it has to be {wanted}")
-            scores.append(of_texts)
+        with self._lock:
+            return [self._scores(question) for question in questions]
+
+    def _scores(self, question: Question) -> list[float]:
+        """A score for each completion, NaN where the function returned None.
+
+        Raises:
+            UserError: no answer in time, the process ended, or the function raised.
+            NoScores: it returned something else.
+        """
+        message = {"prompt": question.prompt, "completions": list(question.completions), "record": question.record}
+        where = f"{self.name}: {question.place}"
+        try:
+            if self._process is None:
+                self._start()
+            self._pipe.send(json.dumps(message, default=str))
+            answer = self._received(self.limit_seconds)
+        except TimeoutError:
+            raise UserError(f"{where}: no answer within {self.limit_seconds:g} s (evaluate.judge_seconds)") from None
+        except NoAnswer as error:
+            raise UserError(f"{where}: {error}") from None
+        if "fault" in answer:
+            raise UserError(f"{where}: {answer['fault']}")
+        scores: list[float] | None = answer["scores"]
+        if scores is None:
+            wanted = f"a list of {len(question.completions)} scores"
+            raise NoScores(f"{where}: returned {answer['returned']}; it has to be {wanted}")
         return scores
+
+    def _start(self) -> None:
+        spawning = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawning.Pipe()
+        arguments = (self.function, self.limit_seconds, theirs)
+        self._process = spawning.Process(target=judge_process.serve_function, args=arguments, name="judge")
+        self._process.start()
+        theirs.close()
+        self._end_at_exit = Finalize(self, _kill, [self._process], exitpriority=10)
+        if fault := self._received(START_SECONDS).get("fault"):
+            self._end()
+            raise NoAnswer(fault)
+
+    def _received(self, limit_seconds: float) -> dict[str, Any]:
+        """The process's next message; without one the process is ended.
+
+        Raises:
+            TimeoutError: none came in time.
+            NoAnswer: the process ended.
+        """
+        try:
+            if self._pipe.poll(limit_seconds):
+                message: dict[str, Any] = self._pipe.recv()
+                return message
+        except (EOFError, OSError):
+            assert self._process is not None
+            self._process.join(END_SECONDS)
+            status = self._process.exitcode
+            self._end()
+            raise NoAnswer(f"its process ended with status {status}") from None
+        self._end()
+        raise TimeoutError
+
+    def _end(self) -> None:
+        self._end_at_exit()
+        self._pipe.close()
+        self._process = None
+
+
+def _kill(process: BaseProcess) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid or 0, signal.SIGKILL)
+    process.kill()
+    process.join()
 
 
 @dataclass(frozen=True)
@@ -166,7 +276,7 @@ class CommandJudge:
             raise UserError(f"{name}: ended with status {done.status}: {said[-1] if said else 'it said nothing'}")
         answers = done.output.splitlines()
         scores = [
-            scores_in(_json(line), len(question.completions))
+            judge_process.scores_in(_json(line), len(question.completions))
             for line, question in zip(answers, questions, strict=False)
         ]
         if len(answers) != len(questions) or None in scores:
@@ -182,3 +292,552 @@ def _json(line: str) -> Any:
         return json.loads(line)
     except ValueError:
         return None
+
+
+# ---- A model behind an OpenAI-compatible server ----------------------------------------------------------------------
+
+INSTRUCTIONS = """Compare two answers to the same question. Judge how correct, helpful and clear they are. Their order
+and their length must not matter.
+
+<question>
+{prompt}
+</question>
+
+<answer_A>
+{first}
+</answer_A>
+
+<answer_B>
+{second}
+</answer_B>
+
+Explain in a few sentences. Then end with one of these lines: [[A]] if answer A is better, [[B]] if answer B is better,
+[[C]] if they are equally good."""
+GRADING = """Grade an answer to a question. Judge how correct, helpful and clear it is. Its length must not matter.
+
+<question>
+{prompt}
+</question>
+
+<answer>
+{answer}
+</answer>
+
+Explain in a few sentences. Then end with a line with the grade, from 1 (useless) to 10 (perfect), like this: [[5]]"""
+GRADE = r"\[\[(-?\d+(?:\.\d+)?)\]\]"
+VERDICTS: dict[str | None, list[float]] = {"A": [1.0, 0.0], "B": [0.0, 1.0], "C": [0.5, 0.5]}
+UNCLEAR = [math.nan, math.nan]  # no verdict in what the model answered
+PASSING = (408, 429, 500, 502, 503, 504)  # statuses of a server that is busy, or gone for a moment
+TRIES = 4
+CONNECT_SECONDS = 20.0  # of the first question, whether a server is there
+WAIT_SECONDS = 1.0  # before the second try; doubled for each further one
+
+
+def instructions_of(settings: Config, default: str, places: Sequence[str]) -> str:
+    """What a judge model is told: evaluate.judge_prompt, or the default.
+
+    Raises:
+        UserError: the file lacks a place.
+        OSError: it cannot be read.
+    """
+    path = settings.evaluate.judge_prompt
+    if path is None:
+        return default
+    text = read_file.read_text(Path(path), "evaluate.judge_prompt")
+    if missing := [place for place in places if place not in text]:
+        raise UserError(f"evaluate.judge_prompt={path}: {', '.join(missing)} is missing in it")
+    return text
+
+
+def filled_in(instructions: str, parts: Mapping[str, str]) -> str:
+    """The instructions with their places filled in, in one pass: an answer that has "{second}" in it stays as it is."""
+    return re.sub("|".join(map(re.escape, parts)), lambda found: parts[found.group()], instructions)
+
+
+class _ServedModel:
+    """A model of an OpenAI-compatible server.
+
+    Raises:
+        UserError: evaluate.judge_prompt has no place for the answers.
+    """
+
+    def __init__(self, settings: Config, default: str, places: Sequence[str]):
+        evaluate = settings.evaluate
+        self.url, self.timeout_seconds = str(evaluate.judge).rstrip("/"), settings.sync.timeout_seconds
+        self.model, self.concurrency = evaluate.judge_model, evaluate.batch_size
+        self.name = f"evaluate.judge={self.url}"
+        self.instructions = instructions_of(settings, default, places)
+
+    def require_server(self) -> None:
+        """Makes sure that somebody listens: a run asks only when the first answers are written.
+
+        Raises:
+            UserError: nobody does, or the key is refused.
+        """
+        try:
+            with self._client(min(self.timeout_seconds, CONNECT_SECONDS)) as client:
+                status = client.get(f"{self.url}/models").status_code
+        except httpx2.HTTPError as error:
+            raise UserError(
+                f"{self.name}: no server answers ({str(error) or type(error).__name__}); start it"
+            ) from None
+        if status in (401, 403):
+            raise UserError(f"{self.name}: status {status}: it refuses the key (OPENAI_API_KEY of the environment)")
+
+    def _client(self, timeout_seconds: float) -> httpx2.Client:
+        key = os.environ.get("OPENAI_API_KEY")
+        return httpx2.Client(timeout=timeout_seconds, headers={"Authorization": f"Bearer {key}"} if key else {})
+
+    def answers(self, asked: Sequence[Mapping[str, str]]) -> list[str]:
+        """What the model answers to its instructions, filled in, some at a time."""
+        with (
+            self._client(self.timeout_seconds) as client,
+            ThreadPoolExecutor(self.concurrency) as threads,
+        ):
+            return list(threads.map(lambda parts: self._answer(client, parts), asked))
+
+    def _answer(self, client: httpx2.Client, parts: Mapping[str, str]) -> str:
+        message = {"role": "user", "content": filled_in(self.instructions, parts)}
+        return self._ask(client, {"model": self.model, "messages": [message], "temperature": 0})
+
+    def _ask(self, client: httpx2.Client, body: dict[str, Any]) -> str:
+        """What the model answers; a server that is busy, or cannot be reached, is asked again."""
+        for attempt in itertools.count(1):
+            try:
+                response = client.post(f"{self.url}/chat/completions", json=body)
+                if response.status_code == 200:
+                    return self._content(response)
+                why, may_pass = (
+                    f"status {response.status_code}: {response.text[:200]!r}",
+                    response.status_code in PASSING,
+                )
+            except httpx2.HTTPError as error:
+                why, may_pass = str(error) or type(error).__name__, True
+            if not may_pass or attempt == TRIES:
+                raise UserError(f"{self.name}: {why} (tried {attempt} times)")
+            time.sleep(WAIT_SECONDS * 2 ** (attempt - 1))
+        raise AssertionError("the loop ends by itself")
+
+    def _content(self, response: httpx2.Response) -> str:
+        """The text of a chat completion."""
+        try:
+            return str(response.json()["choices"][0]["message"]["content"] or "")
+        except (ValueError, KeyError, IndexError, TypeError):
+            raise UserError(f"{self.name}: no chat completion, but {response.text[:200]!r}") from None
+
+
+class ModelJudge(_ServedModel):
+    """Asks for a verdict on two answers, in the form of MT-bench's judge (arXiv:2306.05685, section 3.1).
+
+    Raises:
+        UserError: evaluate.judge_prompt has no place for the answers.
+    """
+
+    looks_at_order = True
+
+    def __init__(self, settings: Config):
+        super().__init__(settings, INSTRUCTIONS, ("{prompt}", "{first}", "{second}"))
+
+    def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
+        """1 for the better of two answers and 0 for the other, or 0.5 each; NaN where the model gave no verdict."""
+        if any(len(question.completions) != 2 for question in questions):
+            raise UserError(f"{self.name} compares two answers, for --against")
+        asked = [
+            {"{prompt}": text_of(one.prompt), "{first}": one.completions[0], "{second}": one.completions[1]}
+            for one in questions
+        ]
+        return [VERDICTS.get(extract(r"\[\[([ABC])\]\]", text), UNCLEAR) for text in self.answers(asked)]
+
+
+class ModelGrader(_ServedModel):
+    """Asks for a grade of each answer: MT-bench's single answer grading (arXiv:2306.05685, section 3.1).
+
+    Raises:
+        UserError: evaluate.judge_prompt has no place for the answer.
+    """
+
+    looks_at_order = False
+
+    def __init__(self, settings: Config):
+        super().__init__(settings, GRADING, ("{prompt}", "{answer}"))
+
+    def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
+        """Each answer's grade; NaN where the model gave none."""
+        asked = [
+            {"{prompt}": text_of(question.prompt), "{answer}": text}
+            for question in questions
+            for text in question.completions
+        ]
+        grades = iter([extract(GRADE, text) for text in self.answers(asked)])
+        return [
+            [math.nan if (grade := next(grades)) is None else float(grade) for _ in question.completions]
+            for question in questions
+        ]
+
+
+def text_of(prompt: Any) -> str:
+    """A prompt as text: messages one after the other, each with its role."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
+# ---- A local model -----------------------------------------------------------------------------------------------
+
+CLASSIFIER = "ForSequenceClassification"  # how the architectures of such models end
+ASKING = """Here are a question and an answer to it.
+
+<question>
+{prompt}
+</question>
+
+<answer>
+{answer}
+</answer>
+
+Is the answer correct and helpful? Say Yes or No, and nothing else."""
+
+
+class RewardModel:
+    """Scores each answer by itself, in batches of evaluate.batch_size.
+
+    A classifier (its config.json names an architecture ...ForSequenceClassification, with one label) sees the chat of
+    prompt and answer, as transformers' own would: the score is its head's output at the last token. Any other model is
+    asked by evaluate.judge_prompt, and the score is log p(Yes) - log p(No) for its first token.
+
+    Raises:
+        UserError: there is no such model, or no tokenizer, or it has several labels.
+    """
+
+    looks_at_order = False
+
+    def __init__(self, settings: Config):
+        path = str(settings.evaluate.judge).removeprefix(REWARD_MODEL)
+        self.name, self.batch_size = f"evaluate.judge={settings.evaluate.judge}", settings.evaluate.batch_size
+        try:
+            folder = resolve(path)
+        except UserError as error:
+            raise UserError(f"{self.name}: {str(error).removeprefix('model.path ')}") from None
+        self.multiple = length_multiple(settings.data)
+        stored = read_file.read_object(folder / "config.json", self.name)
+        self.is_classifier = any(name.endswith(CLASSIFIER) for name in stored.get("architectures") or ())
+        try:
+            self.tokenizer: Any = load_words(folder, {"trust_remote_code": False})
+            # A classifier has no head over the vocabulary; of tied embeddings none is made.
+            own = {"tie_word_embeddings": True} if self.is_classifier else {}
+            self.model, _ = load_model(folder, strict=not self.is_classifier, model_config=own)
+        except Exception as error:  # mlx-lm and transformers raise whatever they met
+            raise UserError(f"{self.name}: cannot be loaded: {why_unreadable(folder, error)}") from None
+        self.limits = ModelLimits(*bounded(self.model))
+        self.model.eval()
+        self.instructions = "" if self.is_classifier else instructions_of(settings, ASKING, ("{prompt}", "{answer}"))
+        self.head = _score_head(folder, self.name) if self.is_classifier else self._answers_head()
+
+    def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
+        asked = [self._fitting(question, text) for question in questions for text in question.completions]
+        scores = np.zeros(len(asked))
+        order = np.argsort([len(ids) for ids in asked], kind="stable").tolist()
+        for start in range(0, len(order), self.batch_size):
+            rows = order[start : start + self.batch_size]
+            scores[rows] = self._batch([asked[row] for row in rows])
+        ends = np.cumsum([len(question.completions) for question in questions])
+        return [part.tolist() for part in np.split(scores, ends)[:-1]]
+
+    def _batch(self, rows: list[list[int]]) -> np.ndarray:
+        """float32 [n]: the score at each row's last token. What is behind it is padding, which nothing before sees."""
+        longest = -(-max(map(len, rows)) // self.multiple) * self.multiple
+        tokens = mx.array([row + [0] * (longest - len(row)) for row in rows])
+        last = mx.array([len(row) - 1 for row in rows])[:, None, None]
+        outputs = self.model.model(tokens) if self.is_classifier else self.model(tokens)
+        at_end = mx.take_along_axis(outputs, last, axis=1)[:, 0].astype(mx.float32)
+        return np.array(at_end @ self.head)
+
+    def _fitting(self, question: Question, text: str) -> list[int]:
+        """The tokens whose last one is scored.
+
+        Raises:
+            UserError: more than the model has positions for, or ids that it does not know.
+        """
+        ids = self._ids(question, text)
+        try:
+            self.limits.check_ids([ids])
+            self.limits.check_row(len(ids) + 1, "leave the prompt out, or take another model")
+        except Unusable as why:
+            raise UserError(f"{self.name}: {question.place}: {why}") from None
+        return ids
+
+    def _ids(self, question: Question, text: str) -> list[int]:
+        if self.is_classifier:
+            prompt = question.prompt
+            turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+            return self._chat([*turns, {"role": "assistant", "content": text}], add_generation_prompt=False)
+        content = filled_in(self.instructions, {"{prompt}": text_of(question.prompt), "{answer}": text})
+        return self._chat([{"role": "user", "content": content}], add_generation_prompt=True)
+
+    def _chat(self, turns: list[dict[str, Any]], add_generation_prompt: bool) -> list[int]:
+        has_no_template = getattr(self.tokenizer, "chat_template", None) is None
+        if has_no_template:
+            text = "\n\n".join(str(turn["content"]) for turn in turns) + "\n" * add_generation_prompt
+        else:
+            try:
+                options = {"add_generation_prompt": add_generation_prompt, "tokenize": False}
+                text = str(self.tokenizer.apply_chat_template(turns, **options))
+            except Exception as error:
+                raise UserError(f"{self.name}: its chat template refuses a question: {error}") from None
+        return list(self.tokenizer.encode(text, add_special_tokens=has_no_template))
+
+    def _answers_head(self) -> mx.array:
+        """float32 [vocabulary]: what makes log p(Yes) - log p(No) of logits."""
+        yes, no = (self.tokenizer.encode(word, add_special_tokens=False)[0] for word in ("Yes", "No"))
+        if yes == no:
+            raise UserError(f"{self.name}: its tokenizer begins Yes and No with the same token; take another model")
+        size = self.model(mx.array([[yes]])).shape[-1]
+        return mx.zeros(size).at[mx.array([yes, no])].add(mx.array([1.0, -1.0]))
+
+
+def _score_head(folder: Path, name: str) -> mx.array:
+    """float32 [hidden]: a classifier's head of one label."""
+    for file in sorted(folder.glob("*.safetensors")):
+        if files.is_litter(file.name):
+            continue
+        weights = mx.load(str(file))
+        assert isinstance(weights, dict)
+        for key in ("score.weight", "classifier.weight"):
+            if key in weights:
+                head = weights[key].astype(mx.float32)
+                if (labels := head.shape[0] if head.ndim == 2 else 0) != 1:
+                    raise UserError(f"{name}: has {labels} labels; a reward model has one")
+                mx.eval(head)
+                return head[0]
+    raise UserError(f"{name}: no score.weight in its files, which a sequence classifier has")
+
+
+# ---- The judge that a setting names --------------------------------------------------------------------------------
+
+
+def kind_of(judge: str | None) -> JudgeKind:
+    """What evaluate.judge or rollouts.judge means; None is the check by evaluate.answer_pattern."""
+    if judge is None or judge in CHECKS:
+        return "check"
+    if judge.startswith(REWARD_MODEL):
+        return "reward"
+    if judge.startswith(SERVERS):
+        return "server"
+    return "function" if FUNCTION.fullmatch(judge) else "command"
+
+
+def require_judges(config: Config, data: object, held_out: Prompts | None) -> None:
+    """Makes sure that a round's answers, and those to held-out prompts, have a judge.
+
+    Raises:
+        UserError: they have none.
+    """
+    if not isinstance(data, Prompts):
+        return
+    of_rounds = "evaluate.judge" if config.rollouts.judge is None else "rollouts.judge"
+    judge = config.evaluate.judge if config.rollouts.judge is None else config.rollouts.judge
+    asked = [(of_rounds, judge, data)]
+    asked += [] if held_out is None else [("evaluate.judge", config.evaluate.judge, held_out)]
+    for setting, name, prompts in asked:
+        require_judge(config.evaluate, name, setting)
+        require_answers(name, setting, prompts)
+
+
+def require_judge(settings: EvaluateSettings, judge: str | None, setting: str) -> None:
+    """Makes sure that there is a judge of that name. setting: that gave it, for errors.
+
+    Raises:
+        UserError: there is none.
+    """
+    name = f"{setting}={judge}"
+    if judge is None:
+        return
+    if judge == "json_schema" and _is_missing("jsonschema"):
+        raise UserError(f"{name}: json_schema needs the package jsonschema: pip install jsonschema")
+    checks: dict[JudgeKind, Callable[[], None]] = {
+        "reward": lambda: _require_model(judge.removeprefix(REWARD_MODEL), name),
+        "server": lambda: _require_served(settings, judge, name),
+        "function": lambda: _require_module(judge.partition(":")[0], name),
+        "command": lambda: _require_command(judge, name),
+    }
+    checks.get(kind_of(judge), lambda: None)()
+
+
+def require_answers(judge: str | None, setting: str, prompts: Prompts) -> None:
+    """Makes sure that a check has something to check by.
+
+    Raises:
+        UserError: no record has an answer.
+    """
+    if kind_of(judge) == "check" and all(prompts.record(row).get(ANSWER) is None for row in range(len(prompts))):
+        raise UserError(
+            f"{prompts.location(0)}: no {ANSWER!r} to check completions by, nor in any other record of {prompts.path}; "
+            f"add it, or set {setting}"
+        )
+
+
+def _require_model(path: str, name: str) -> None:
+    try:
+        resolve(path)
+    except UserError as error:
+        raise UserError(f"{name}: {str(error).removeprefix('model.path ')}") from None
+
+
+def _require_served(settings: EvaluateSettings, address: str, name: str) -> None:
+    try:
+        parts = urlsplit(address)
+        has_host = parts.hostname is not None and parts.port != 0
+    except ValueError:
+        has_host = False
+    if not has_host:
+        raise UserError(f"{name} is no address; give one like http://HOST:8080/v1")
+    if settings.judge_model is None:
+        raise UserError(f"{name} needs evaluate.judge_model, the name of a model that it serves")
+    if settings.judge_prompt is not None and not Path(settings.judge_prompt).is_file():
+        raise UserError(f"evaluate.judge_prompt={settings.judge_prompt}: no such file")
+
+
+def _require_module(module: str, name: str) -> None:
+    package = module.partition(".")[0]  # a part of it is found by running its code: that is for the judge itself
+    if _is_missing(package):
+        raise UserError(
+            f"{name}: ModuleNotFoundError: No module named {package!r}; give module:function, importable from this "
+            "folder"
+        )
+
+
+def _is_missing(package: str) -> bool:
+    """Whether there is no such package or module, here or in this folder."""
+    if package in sys.builtin_module_names or package in sys.modules:
+        return False
+    return importlib.machinery.PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]) is None
+
+
+def _require_command(command: str, name: str) -> None:
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise UserError(f"{name}: no command: {str(error).lower()}") from None
+    if not words:
+        raise UserError(f"{name} names nothing; leave it out, or name a judge")
+    if shutil.which(words[0]) is None:
+        near = difflib.get_close_matches(command, CHECKS, 1)
+        raise UserError(
+            f"{name}: cannot be started: no command {words[0]!r} here; {f'did you mean {near[0]}?' if near else JUDGES}"
+        )
+
+
+def judge_of(settings: Config) -> Judge:
+    """The judge that evaluate.judge names.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    judge, pattern = settings.evaluate.judge, settings.evaluate.answer_pattern
+    require_judge(settings.evaluate, judge, "evaluate.judge")
+    if judge is None:
+        return Checker(lambda text, answer: extract(pattern, text) == answer)
+    if judge == "exact":
+        return Checker(lambda text, answer: text.strip() == answer)
+    if judge == "number":
+        return Checker(same_number)
+    kind = kind_of(judge)
+    if kind == "check":
+        return FunctionJudge(
+            f"lib.evaluate.judge_process:{judge}", f"evaluate.judge={judge}", settings.evaluate.judge_seconds
+        )
+    if kind == "reward":
+        return RewardModel(settings)
+    if kind == "server":
+        return ModelJudge(settings)
+    if kind == "function":
+        return FunctionJudge(judge, f"evaluate.judge={judge}", settings.evaluate.judge_seconds)
+    return CommandJudge(judge, settings.sync.timeout_seconds)
+
+
+def scorer_of(settings: Config) -> Judge:
+    """The same, of any number of answers, each with a score of its own: a served model grades each.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    require_judge(settings.evaluate, settings.evaluate.judge, "evaluate.judge")
+    return ModelGrader(settings) if kind_of(settings.evaluate.judge) == "server" else judge_of(settings)
+
+
+def guarded_scorer_of(settings: Config, setting: str) -> Judge:
+    """The same, in which a Python function has a process of its own, and evaluate.judge_seconds for each prompt.
+
+    setting: that named it, for errors.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    judge = settings.evaluate.judge
+    if judge is not None and kind_of(judge) == "function":
+        return FunctionJudge(judge, f"{setting}={judge}", settings.evaluate.judge_seconds)
+    scorer = scorer_of(settings)
+    if isinstance(scorer, ModelGrader):
+        scorer.require_server()
+    return scorer
+
+
+# ---- Scores of a round --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a judge makes of one answer: a score, or why there is none."""
+
+    score: float | None
+    fault: str = ""
+
+
+def require_scores(judge: Judge, question: Question) -> None:
+    """Makes sure that a function gives scores, before a round of answers is sampled for it.
+
+    What it raises may be about this answer alone, and so may a score that is None: that is left to the round.
+
+    Raises:
+        NoScores: it gives something else.
+    """
+    if isinstance(judge, FunctionJudge):
+        try:
+            judge([question])
+        except NoScores:
+            raise
+        except UserError:
+            return
+
+
+def scores_of(judge: Judge, questions: Sequence[Question]) -> list[list[Scored]]:
+    """A score for each completion of each question.
+
+    Where a judge fails on several questions it is asked for each, and where it fails on one for each of its answers.
+
+    Raises:
+        UserError: it fails on every answer to several questions, so nothing is wrong with the answers.
+    """
+    try:
+        return [[_scored(score) for score in of_texts] for of_texts in judge(questions)]
+    except UserError as error:
+        fault = error
+    scored = [_each(judge, question) for question in questions]
+    if all(one.score is None for of_question in scored for one in of_question):
+        raise UserError(f"no answer is scored: {fault}") from None
+    return scored
+
+
+def _each(judge: Judge, question: Question) -> list[Scored]:
+    """The scores of one question's answers, each by itself where they cannot be had together."""
+    try:
+        (of_texts,) = judge([question])
+        return [_scored(score) for score in of_texts]
+    except UserError as error:
+        if len(question.completions) == 1:
+            return [Scored(None, str(error))]
+    return [_each(judge, replace(question, completions=[text]))[0] for text in question.completions]
+
+
+def _scored(score: float) -> Scored:
+    return Scored(score) if math.isfinite(score) else Scored(None, "the judge gave no verdict")

@@ -23,11 +23,9 @@ from lib.data.tokenizer import Tokenizer
 from lib.distributed.work_queue import Lines
 from lib.distributed.world import World
 from lib.errors import UserError
-from lib.evaluate import batch_inference
-from lib.evaluate.choose_judge import judge_of
-from lib.evaluate.judges import Judge, Question
-from lib.evaluate.model_judge import instructions_of
-from lib.evaluate.whole_model import WholeModel
+from lib.evaluate import score_file
+from lib.evaluate.judges import Judge, Question, instructions_of, judge_of
+from lib.evaluate.score_file import WholeModel
 from lib.system import files
 from lib.system.records import read_lines
 from lib.system.terminal import Terminal
@@ -81,16 +79,14 @@ def compare(first: WholeModel, second: WholeModel, records: Records, out: Path, 
     Raises:
         AgreedError, UserError: on one rank, so on all; the judge's, on rank 0.
     """
-    settings, data = first.settings, batch_inference.digest_of(records)
+    settings, data = first.settings, score_file.digest_of(records)
     named = {"answers": _unjudged(first), "against": _unjudged(second)}
     models = {_place(model, name, records, out, world): model for name, model in named.items()}
     judge, tokenizer, key, judged = None, None, "", out
     with world.agreeing("the comparison"):
         if world.rank == 0:
-            key = batch_inference.key_of(
-                "verdicts", *(path.name for path in models), data, settings.evaluate.model_dump()
-            )
-            key = batch_inference.key_of(key, instructions_of(settings, "", ()) or None)
+            key = score_file.key_of("verdicts", *(path.name for path in models), data, settings.evaluate.model_dump())
+            key = score_file.key_of(key, instructions_of(settings, "", ()) or None)
             judged = _kept(out, "verdicts", key)
             if not judged.exists():  # with it, a process was killed before the parts went
                 files.require_absent(out)
@@ -110,7 +106,7 @@ def compare(first: WholeModel, second: WholeModel, records: Records, out: Path, 
 
     if not judged.exists():
         texts = [[line["completions"][0] for line in read_lines(path)] for path in models]
-        batch_inference.pull("verdicts", key, records, judged, settings, world.alone(), verdicts)
+        score_file.pull("verdicts", key, records, judged, settings, world.alone(), verdicts)
     files.sweep_unfinished(out)
     if not out.exists():
         files.write_atomically(out, judged.read_bytes())
@@ -134,7 +130,7 @@ def _unjudged(model: WholeModel) -> WholeModel:
 def _place(model: WholeModel, name: str, records: Records, out: Path, world: World) -> Path:
     """Where a model's answers lie until all is done."""
     with world.agreeing("reading the model"):
-        key = batch_inference.key_of("greedy", model.digest(), batch_inference.digest_of(records))
+        key = score_file.key_of("greedy", model.digest(), score_file.digest_of(records))
     world.require_equal("model, data or settings", key)
     return _kept(out, name, key)
 
@@ -146,8 +142,8 @@ def _write_answers(model: WholeModel, path: Path, records: Records, world: World
     with world.agreeing("loading the model"):
         tokenizer = _tokenizer_of(model)
         loaded = model.load(world)
-    writer = batch_inference.CompletionWriter(loaded, tokenizer, records, model.settings, None)
-    batch_inference.pull(f"answers of {model.name}", path.name, records, path, model.settings, world, writer)
+    writer = score_file.CompletionWriter(loaded, tokenizer, records, model.settings, None)
+    score_file.pull(f"answers of {model.name}", path.name, records, path, model.settings, world, writer)
 
 
 def _tokenizer_of(model: WholeModel) -> Tokenizer:

@@ -32,18 +32,14 @@ from lib.data.tokenizer import Tokenizer
 from lib.distributed.world import World
 from lib.errors import AgreedError, UserError
 from lib.evaluate import answers
-from lib.evaluate.batch_inference import key_of
-from lib.evaluate.choose_judge import guarded_scorer_of
 from lib.evaluate.evaluator import Evaluator
-from lib.evaluate.judges import Judge, Question
+from lib.evaluate.judges import Judge, Question, guarded_scorer_of, require_scores, scores_of
+from lib.evaluate.sample import Sampler
+from lib.evaluate.score_file import key_of
 from lib.model import adapter_files
-from lib.rollouts.collect import PAIRS, SAMPLES, Collected, Collector, Policy, policy_of
+from lib.rollouts.collect import PAIRS, SAMPLES, Collected, Collector, Drawing, Policy, policy_of
 from lib.rollouts.divergence import kl_of
-from lib.rollouts.drawing import Drawing
-from lib.rollouts.gate import RoundFigures, losses_of, warnings_of
-from lib.rollouts.judged import require_scores, scores_of
-from lib.rollouts.pairs import Group, Pair, SampleFigures, figures_of, groups_of
-from lib.rollouts.sampler import Sampler
+from lib.rollouts.pairs import Group, Pair, RoundFigures, SampleFigures, figures_of, groups_of, losses_of, warnings_of
 from lib.system import files
 from lib.training.checkpoint import own_part_at, restore_learned
 from lib.training.local_sgd import LocalSGD
@@ -70,7 +66,8 @@ class HeldOut:
         rows = range(min(len(prompts), config.evaluate.answers_limit))
         ids = [prompts.prompt_ids(row) for row in rows]
         with self.run.say.doing("answering held-out prompts"):
-            texts = answers.greedy(self.run.model, tokenizer, ids, config.evaluate.max_tokens, world, shares)
+            limit = config.evaluate.max_tokens
+            texts = answers.greedy(self.run.model, tokenizer, ids, limit, world, shares).texts
         score = None
         with world.agreeing("judging held-out answers"):
             if world.rank == 0:
@@ -185,10 +182,7 @@ class Rounds:
         if data is not None:
             self.loop.train()  # a rank goes on to it while others draw: nothing is exchanged in between
         else:
-            run.say.warning(
-                f"round {number}: no prompt has answers of different scores to learn from; nothing is trained",
-                first_step,
-            )
+            run.say.warning(f"round {number}: {self._why_nothing(groups)}; nothing is trained", first_step)
             run.progress.step = run.steps
             if run.reference is not None:  # its turn is the round's, whatever was learnt
                 run.reference.follow(run.progress.step)
@@ -197,6 +191,18 @@ class Rounds:
         seconds["training_seconds"] = time.perf_counter() - training
         seconds["round_seconds"] = time.perf_counter() - began
         self._judge(number, staleness, figures, seconds, self.collector.examples(pairs))
+
+    def _why_nothing(self, groups: list[Group]) -> str:
+        """Why a round's answers teach nothing."""
+        answers_of_all = [answer for group in groups for answer in group.answers]
+        if all(answer.score is None for answer in answers_of_all):
+            return f"the judge scored none of the {len(answers_of_all):,} answers"
+        if self.settings.mask_truncated and all(answer.finish == "length" for answer in answers_of_all):
+            return (
+                f"all {len(answers_of_all):,} answers were cut by rollouts.max_tokens={self.settings.max_tokens}, and "
+                "rollouts.mask_truncated=true leaves those out"
+            )
+        return "no prompt has answers of different scores to learn from"
 
     def _collected(self, number: int) -> Collected:
         """A round's answers; drawn here, unless they were drawn before.
@@ -333,6 +339,8 @@ class Rounds:
         score = "none is scored" if figures.score is None else f"mean score {figures.score:.4g}"
         kl = "" if figures.kl is None else f", KL {figures.kl:.3g}"
         failed = f", {figures.failed:,} left out by the judge" if figures.failed else ""
+        cut = round(figures.unended * figures.samples)
+        failed += f", {cut:,} cut by rollouts.max_tokens={self.settings.max_tokens}" if cut else ""
         self.run.say.line(
             f"round {number} of {self.settings.rounds}: {figures.samples:,} answers, {score}{failed}; "
             f"{figures.pairs:,} pairs of {figures.accepted:.0%} of the prompts; {figures.tokens:.4g} tokens an answer, "

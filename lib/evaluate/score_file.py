@@ -1,9 +1,8 @@
-"""A whole file scored, answered or made into pairs, by all ranks at their own pace.
+"""A whole file scored, answered or made into pairs by all ranks.
 
-Every rank has the whole model, pulls chunks of rows (lib/distributed/work_queue.py), reads them by the file's index,
-and hands in a line of JSON for each row. What a chunk's rows come to depends on the chunk alone, not on who does it,
-so that one rank's output is that of many; what is drawn follows from train.seed and the chunk.
-"""
+Each rank has the whole model and takes chunks of rows from the work queue at its pace; or ranks hold parts of one model
+and do the same chunk at the same time. What a chunk's rows come to depends on the chunk alone: draws follow from
+train.seed and the chunk."""
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
@@ -23,6 +23,7 @@ from mlx.utils import tree_unflatten
 from mlx_lm import batch_generate
 from mlx_lm.sample_utils import make_sampler
 
+from lib.config.load import learning_digest
 from lib.config.schema import Config, DataSettings
 from lib.data import sources
 from lib.data.batch import collate
@@ -33,20 +34,23 @@ from lib.data.record_formats import RecordKind, Unusable
 from lib.data.sources import Records
 from lib.data.tokenize import Encoder
 from lib.data.tokenizer import Tokenizer, limits_of, require_own
-from lib.distributed.work_queue import Lines, ServedQueue, open_queue, work
-from lib.distributed.world import World
+from lib.distributed.work_queue import Journal, Lines, ServedQueue, open_queue, work
+from lib.distributed.world import World, host_names
 from lib.errors import UserError
-from lib.evaluate.choose_judge import scorer_of
-from lib.evaluate.judges import Question
-from lib.model import adapter_files
+from lib.evaluate.judges import Question, scorer_of
+from lib.model import adapter_files, adapters
+from lib.model import load as load_module
 from lib.model.logps import completion_logps
+from lib.model.partition import Division, Part
 from lib.model.token_stream import arrays_of
 from lib.system import out_of_memory
 from lib.system.terminal import Terminal
-from lib.training import losses, reference_model
-from lib.training.divided_world import Lockstep
+from lib.training import divided_world, losses, reference_model
+from lib.training.checkpoint import file_sha256
+from lib.training.divided_world import Lockstep, pipelined, sharded
 from lib.training.inputs import vocabulary
 from lib.training.objective import objective
+from lib.training.run_facts import sharded_plan, stage_blocks
 
 Failure = dict[str, object]  # the line of a row that is unusable
 
@@ -456,3 +460,204 @@ class PairMaker:
                     pair |= {"chosen_ids": [*best.ids, writer.end_id], "rejected_ids": [*worst.ids, writer.end_id]}
                 lines.append(json.dumps(pair, ensure_ascii=False))
         return lines
+
+
+def open_asked(named: str | None, settings: Config, kind: RecordKind, say: Terminal) -> Records:
+    """named: what --data says. kind: what the command reads of a record.
+
+    Raises:
+        UserError: nothing is named, and the run has nothing held out that could be read so; or as `open_records`.
+    """
+    source, data = named or settings.data.valid, settings.data
+    if source is not None:
+        return open_rows(str(source), data, kind, say)
+    trained_as: RecordKind = "prompt" if settings.rollouts.rounds else settings.record_kind
+    if not data.holdout or trained_as == "group":
+        raise UserError("the run has no held-out records (data.valid, data.holdout); name a file with --data")
+    if kind not in (trained_as, "prompt"):
+        raise UserError("a run of rounds has held-out prompts alone; name a file with --data")
+    return _held_out(settings, trained_as, kind, say)
+
+
+def _held_out(settings: Config, trained_as: RecordKind, kind: RecordKind, say: Terminal) -> Records:
+    """What data.holdout keeps of data.train, by the hashes that training goes by, which are of records of its kind."""
+    data, weights = settings.data, sources.weights_of(settings.data.train)
+    of_sources = [sources.files_of(one, data, say.line) for one in weights]
+    files = list(itertools.chain(*of_sources))
+    records = sources.open_records(files, data, trained_as, say.line)
+    ends = [records.starts[end] for end in itertools.accumulate(map(len, of_sources))]
+    rows = sources.chosen_rows(records, ends, list(weights.values()), data, held_out=True)
+    if not len(rows):
+        raise UserError(f"{' + '.join(weights)}: no row is held out (data.holdout={data.holdout:g}); give --data")
+    if kind == trained_as:
+        return records.only(rows)
+    lines, others = records.lines_of_files(rows), sources.open_records(files, data, kind, say.line)
+    kept = [np.isin(index.entries["line"], own) for index, own in zip(others.indices, lines, strict=True)]
+    return others.only(np.flatnonzero(np.concatenate(kept)))
+
+
+CHUNKS = 16  # of a group: between groups the ranks synchronise, and what is finished is kept
+
+Parts = Division | tuple[int, ...]  # of every block, or each rank's blocks
+
+
+def divides(settings: Config, world: World) -> bool:
+    """Whether the ranks are to hold parts of one model."""
+    return settings.strategy in ("sharded", "pipelined") and world.size > 1
+
+
+def parts_of_model(settings: Config, world: World) -> tuple[Parts | None, World]:
+    """What each rank holds of a model as strategy has it, and the world of these ranks; None: all of it.
+
+    Raises:
+        AgreedError: the model cannot be divided so.
+    """
+    if not divides(settings, world):
+        return None, world
+    if settings.strategy == "pipelined":
+        blocks = stage_blocks(settings, world, host_names(world))
+        return blocks, pipelined(world, blocks)
+    division = sharded_plan(settings, world, host_names(world)).division
+    assert division is not None
+    return division, sharded(world, division)
+
+
+@dataclass(frozen=True)
+class DividedModel:
+    """A rank's part of a model, and of its reference: a model, what the policy was before training, or nothing."""
+
+    model: nn.Module
+    reference: nn.Module | dict[str, mx.array] | None
+    world: World
+    digests: tuple[str, ...]  # of the files that they are made of
+
+    @classmethod
+    def load(cls, settings: Config, run: Path | None, with_reference: bool, world: World) -> DividedModel:
+        """run: the folder of an adapter, or None.
+
+        Raises:
+            AgreedError: the model, the adapter or the reference cannot be read or divided.
+        """
+        parts, world = parts_of_model(settings, world)
+        adapter = run or (Path(settings.model.adapter) if settings.model.adapter else None)
+        start: dict[str, mx.array] = {}
+        with world.agreeing("loading the model"):
+            model = load_module.load(settings.model, settings.train.seed, lazy=True)
+            if adapter is not None:
+                adapters.make_trainable(model, settings.model, settings.train.seed)
+                start = adapter_files.trainable(model)
+            if run is not None:
+                adapter_files.load_trained(model, run, "--run")
+            digests = [load_module.fingerprint(settings.model, settings.train.seed)]
+            digests += [file_sha256(adapter / adapter_files.ADAPTER_WEIGHTS)] if adapter else []
+        world = divided_world.divided(model, parts, world, settings.metal.wired)
+        model.eval()
+        if not with_reference:
+            return cls(model, None, world, tuple(digests))
+        if settings.model.reference == "initial":
+            return cls(model, _own_part(start, model, world), world, tuple(digests))
+        reference = divided_world.load_reference(settings, world)
+        digests.append(load_module.reference_fingerprint(settings.model, settings.train.seed))
+        return cls(model, reference.eval(), world, tuple(digests))
+
+
+def _own_part(whole: Mapping[str, mx.array], model: nn.Module, world: World) -> dict[str, mx.array]:
+    """What a rank holds of arrays that are trained."""
+    own = {}
+    for name in adapter_files.trainable(model):
+        part = world.part(name)
+        own[name] = mx.contiguous(part.of(whole[name], world.rank)) if isinstance(part, Part) else whole[name]
+        mx.eval(own[name])
+    return own
+
+
+def in_step(
+    kind: str,
+    key: str,
+    total: int,
+    out: Path,
+    settings: Config,
+    world: World,
+    do: Callable[[Sequence[range]], list[Lines]],
+) -> FileFigures | None:
+    """Lines for all rows, in order, into `out`; what an earlier try finished is taken.
+
+    Args:
+        key: digest of all that the lines depend on.
+        total: rows.
+        do: makes lines for some chunks of rows, on all ranks at once; rank 0's are kept.
+
+    Returns:
+        On rank 0, the figures for people and machines; elsewhere nothing.
+
+    Raises:
+        AgreedError: a row cannot be read, or a disk written, on any rank.
+    """
+    size, say, began = settings.evaluate.batch_size, Terminal(silent=world.rank != 0), time.perf_counter()
+    chunks, journal = -(-total // size), None
+    with world.agreeing(f"opening {out}"):
+        if world.rank == 0:
+            journal = Journal(out, key, chunks)
+    left: list[int] = json.loads(world.broadcast_text(json.dumps(journal.missing if journal else [])))
+    if len(left) < chunks:
+        say.line(f"{chunks - len(left):,} of {chunks:,} chunks are there already")
+    with say.counting(kind, total) as progress:
+        for start in range(0, len(left), CHUNKS):
+            group = left[start : start + CHUNKS]
+            made = do([range(chunk * size, min((chunk + 1) * size, total)) for chunk in group])
+            with world.agreeing("keeping what is finished"):
+                if journal is not None:
+                    for chunk, lines in zip(group, made, strict=True):
+                        journal.add(chunk, lines)
+            progress(min((chunks - len(left) + start + len(group)) * size, total))
+    with world.agreeing(f"writing {out}, for which the rows are kept"):
+        if journal is not None:
+            journal.finish(out)
+    if world.rank:
+        return None
+    seconds, rows = time.perf_counter() - began, total - min((chunks - len(left)) * size, total)
+    say.line(f"{out}: {total:,} rows in {seconds:.1f} s ({rows / seconds:.1f} rows/s)")
+    by_rank = {"all together": len(left)}
+    return FileFigures(rows=total, scored=rows, seconds=seconds, rows_per_second=rows / seconds, chunks_by_rank=by_rank)
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """What is asked: a model, and the folder of an adapter.
+
+    Args:
+        adapter: a run's folder or one of its checkpoints; None for the model as it stands.
+    """
+
+    settings: Config
+    adapter: Path | None
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return str(self.adapter or self.settings.model.path)
+
+    def load(self, world: World) -> nn.Module:
+        """The model on every rank, ready to be asked.
+
+        Raises:
+            UserError: the model or the adapter cannot be read.
+        """
+        settings = self.settings
+        model = load_module.load(settings.model, settings.train.seed)
+        divided_world.divided(model, None, world, settings.metal.wired)
+        if self.adapter is not None or settings.model.adapter is not None:
+            adapters.make_trainable(model, settings.model, settings.train.seed)
+        if self.adapter is not None:
+            adapter_files.load_trained(model, self.adapter, "--run")
+        model.eval()
+        return model
+
+    def digest(self) -> str:
+        """Of the files that the model is made of."""
+        settings = self.settings
+        parts = [load_module.fingerprint(settings.model, settings.train.seed)]
+        if self.adapter is not None:
+            weights = self.adapter / adapter_files.ADAPTER_WEIGHTS
+            parts.append(file_sha256(weights))
+        return key_of(*parts, learning_digest(settings))

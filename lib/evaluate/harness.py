@@ -1,0 +1,514 @@
+"""Tasks of lm-evaluation-harness (package `lm_eval`), by a run's model on all ranks.
+
+The harness runs on rank 0 alone and asks `HarnessModel` for log-probabilities and answers; all ranks take chunks of the
+requests from the work queue. What a chunk comes to depends on the chunk alone, not on the rank that does it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypedDict
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.sample_utils import make_sampler
+
+from lib.config.schema import Config
+from lib.data import tokenizer as tokenizer_module
+from lib.data.batch import collate
+from lib.data.chat import ChatTemplate, template_of
+from lib.data.dataset import Example
+from lib.data.order import micro_batches
+from lib.data.record_formats import Unusable
+from lib.data.tokenize import Encoder
+from lib.data.tokenizer import TextTokens, Tokenizer, limits_of, stored_config
+from lib.distributed.work_queue import Lines
+from lib.distributed.world import World
+from lib.errors import AgreedError, UserError
+from lib.evaluate import score_file
+from lib.evaluate.score_file import WholeModel
+from lib.model import load
+from lib.model.logps import greedy_logps
+from lib.model.token_stream import arrays_of
+from lib.system import files, out_of_memory, records
+from lib.system.model_folder import context_tokens
+from lib.system.terminal import Terminal
+from lib.training import reference_model
+from lib.training.inputs import vocabulary
+
+CHECK_EVERY = 8  # tokens between two looks for a stop text
+
+
+class ScoreRequest(NamedTuple):
+    """A context with continuations: how likely is each?"""
+
+    context: list[int]
+    continuations: list[list[int]]
+
+
+class AnswerRequest(NamedTuple):
+    """A context to go on from, until one of some texts comes; temperature 0 is greedy."""
+
+    context: list[int]
+    until: list[str]
+    max_tokens: int
+    temperature: float
+
+
+class HarnessMessage(TypedDict, total=False):
+    """What rank 0 tells the others: the work, or how it ended."""
+
+    kind: str
+    items: list[Any]
+    error: str | None  # why it ended before its time
+
+
+class HarnessWorker:
+    """Does chunks of the work: log-probabilities of continuations, and answers.
+
+    Args:
+        folder: where rank 0 keeps what is finished.
+        digest: of the model, so that what is finished is taken up by the same one only.
+    """
+
+    def __init__(
+        self, model: nn.Module, tokenizer: Tokenizer, settings: Config, world: World, folder: Path, digest: str
+    ):
+        self.model, self.tokenizer, self.settings, self.world = model, tokenizer, settings, world
+        self.folder, self.digest = folder, digest
+        self.seconds = 0.0  # of all that was asked
+        self._listens = True  # whether the other ranks wait for what is asked next
+        self.multiple, self.shares_prompts, _ = reference_model.layout(model, settings.data, world.alone())
+
+    def ask(self, kind: str, items: Sequence[Any]) -> list[Any]:
+        """On rank 0: one result for each item, made by all ranks."""
+        began = time.perf_counter()
+        self.world.broadcast_text(json.dumps(HarnessMessage(kind=kind, items=list(items))))
+        self._listens = False  # an error in the work is every rank's
+        results = self._work(kind, items)
+        self._listens = True
+        self.seconds += time.perf_counter() - began
+        return results
+
+    def end(self, error: str | None = None) -> None:
+        """On rank 0: nothing more will be asked."""
+        if self._listens:
+            self.world.broadcast_text(json.dumps(HarnessMessage(error=error)))
+
+    def follow(self) -> None:
+        """On all other ranks: works until nothing more is asked.
+
+        Raises:
+            AgreedError: rank 0 ended with an error.
+        """
+        while "kind" in (asked := json.loads(self.world.broadcast_text(""))):
+            self._work(asked["kind"], asked["items"])
+        if asked["error"] is not None:
+            raise AgreedError(asked["error"])
+
+    def _work(self, kind: str, items: Sequence[Any]) -> list[Any]:
+        if not items:
+            return []
+        key = score_file.key_of(kind, items, self.digest)
+        path = self.folder / f"{kind}-{key[:16]}.jsonl"
+        do = {"scores": self.score, "answers": self.write}[kind]
+        if not json.loads(self.world.broadcast_text(json.dumps(path.exists()))):
+            with self.world.agreeing("keeping what is finished"):
+                if self.world.rank == 0:
+                    self.folder.mkdir(parents=True, exist_ok=True)
+            score_file.pull(
+                kind, key, items, path, self.settings, self.world, lambda rows: do([items[row] for row in rows])
+            )
+        if self.world.rank:
+            return []
+        return records.read_lines(path)
+
+    def score(self, items: Sequence[Sequence[Any]]) -> Lines:
+        """For each context a line: [log-probability, whether greedy decoding writes it] of every continuation."""
+        results: list[list[tuple[float, bool]]] = [[] for _ in items]
+        by_count: dict[int, list[int]] = {}  # a batch has as many continuations in each row
+        for index, (_, continuations) in enumerate(items):
+            by_count.setdefault(len(continuations), []).append(index)
+        for indices in by_count.values():
+            examples = [_example(index, *items[index]) for index in indices]
+            for index, scored in zip(indices, self._scored(examples), strict=True):
+                results[index] = scored
+        return [json.dumps(result) for result in results]
+
+    def _scored(self, examples: Sequence[Example]) -> list[list[tuple[float, bool]]]:
+        lengths = np.array([len(e.prompt_ids) + max(map(len, e.completions)) for e in examples])
+        scored: list[list[tuple[float, bool]]] = [[] for _ in examples]
+
+        def of(indices: Sequence[int]) -> list[tuple[list[float], list[bool]]]:
+            batch = collate([examples[i] for i in indices], self.multiple, self.shares_prompts)
+            logps, are_greedy = greedy_logps(self.model, arrays_of(batch.inputs))
+            return list(zip(logps.tolist(), are_greedy.tolist(), strict=True))[: len(indices)]
+
+        mx.eval(self.model.state)
+        for part in micro_batches(np.argsort(lengths, kind="stable"), self.settings.evaluate.batch_size):
+            rows = part.tolist()
+            for start, made in out_of_memory.in_pieces(rows, of):
+                for index, (logps, are_greedy) in zip(rows[start:], made, strict=False):
+                    scored[index] = list(zip(logps, are_greedy, strict=True))
+        return scored
+
+    def write(self, items: Sequence[Sequence[Any]]) -> Lines:
+        """For each context its answer, up to the first of its stop texts."""
+        asked = [AnswerRequest(*item) for item in items]
+        seed = score_file.key_of(self.settings.train.seed, items)
+        mx.random.seed(int(seed[:8], 16))
+        generator = BatchGenerator(self.model, stop_tokens=[[token] for token in self.tokenizer.eos_token_ids])
+        samplers = [make_sampler(temp=one.temperature) for one in asked]
+        uids = generator.insert([one.context for one in asked], [one.max_tokens for one in asked], samplers=samplers)
+        rows = {uid: row for row, uid in enumerate(uids)}
+        ids: list[list[int]] = [[] for _ in asked]
+        while responses := generator.next_generated():
+            stopped = []
+            for response in responses:
+                made, until = ids[rows[response.uid]], asked[rows[response.uid]].until
+                if response.finish_reason != "stop":
+                    made.append(response.token)
+                if response.finish_reason is None and len(made) % CHECK_EVERY == 0:
+                    text = self._text(made)
+                    stopped += [response.uid] if any(stop and stop in text for stop in until) else []
+            if stopped:
+                generator.remove(stopped)
+        generator.close()
+        return [
+            json.dumps(cut(self._text(made), one.until), ensure_ascii=False)
+            for made, one in zip(ids, asked, strict=True)
+        ]
+
+    def _text(self, ids: list[int]) -> str:
+        inner = TextTokens(self.tokenizer).inner
+        return str(inner.decode(ids, skip_special_tokens=True))
+
+
+def cut(text: str, until: Sequence[str]) -> str:
+    """A text before the first of some others in it."""
+    return text[: min((text.find(stop) for stop in until if stop and stop in text), default=len(text))]
+
+
+def _example(row: int, context: Sequence[int], continuations: Sequence[Sequence[int]]) -> Example:
+    return Example(row, np.array(context, np.int32), tuple(np.array(ids, np.int32) for ids in continuations))
+
+
+GENERATED = 256  # most tokens of an answer, where a task does not say
+LONGEST = 2048  # tokens, where a model does not say how many it can see
+
+
+class Instance(Protocol):
+    """What is needed of a request of the harness, lm_eval.api.instance.Instance."""
+
+    @property
+    def args(self) -> tuple[Any, ...]: ...
+
+
+class HarnessModel:
+    """The methods of lm_eval.api.model.LM, which it is mixed into where that package is installed.
+
+    Args:
+        ask: `HarnessWorker.ask`.
+    """
+
+    def __init__(
+        self, ask: Callable[[str, Sequence[Any]], list[Any]], tokenizer: Tokenizer, settings: Config, name: str
+    ):
+        super().__init__()
+        self.ask, self.settings, self.name = ask, settings, name
+        self.template = ChatTemplate(tokenizer, settings.data)
+        self.inner = TextTokens(tokenizer).inner
+        self.tokenizer = tokenizer
+        self.longest, self.limits = longest_input(settings), limits_of(vocabulary(settings.model))
+        start = self.inner.bos_token_id if self.inner.bos_token_id is not None else self.inner.eos_token_id
+        self.start_id: int = start
+        self.start_text = str(self.inner.decode([start]))
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What requests are kept by."""
+        return self.name
+
+    # ---- Log-probabilities
+
+    def loglikelihood(self, requests: Sequence[Instance], **_: object) -> list[tuple[float, bool]]:
+        """Log-probability of each (context, continuation), and whether greedy decoding would write it."""
+        return self._scores([self.encode_pair(*request.args) for request in requests])
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], **_: object) -> list[float]:
+        """Log-probability of each whole text, a long one in windows of all that the model can see."""
+        windows = [rolling_windows(self.encode(request.args[0]), self.start_id, self.longest) for request in requests]
+        scores = iter(self._scores([window for of_text in windows for window in of_text]))
+        return [sum(next(scores)[0] for _ in of_text) for of_text in windows]
+
+    def _scores(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+        """Of (context, continuation) in token ids. Each context is asked once, the longest first."""
+        fitted = [fitting(context, continuation, self.longest) for context, continuation in pairs]
+        contexts: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
+        for context, continuation in fitted:
+            if continuation:
+                of_context = contexts.setdefault(tuple(context), {})
+                of_context.setdefault(tuple(continuation), len(of_context))
+        order = sorted(contexts, key=lambda context: -len(context) - max(map(len, contexts[context])))
+        items = [ScoreRequest(list(context), [list(c) for c in contexts[context]]) for context in order]
+        scores = dict(zip(order, self.ask("scores", items), strict=True))
+        certain = (0.0, True)  # of no token at all
+        found = [scores[tuple(context)][contexts[tuple(context)][tuple(c)]] if c else certain for context, c in fitted]
+        return [(float(logp), bool(is_greedy)) for logp, is_greedy in found]
+
+    def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Ids of a text and of what follows it: where tokens begin is decided by both together.
+
+        Spaces at the context's end belong to the continuation, as tokenizers have it. After no context the text opens
+        with the model's first token.
+        """
+        if not context:
+            ids = self.encode(continuation, opens=False)
+            return ([self.start_id], ids) if ids[:1] != [self.start_id] else (ids[:1], ids[1:])
+        stripped = context.rstrip()
+        whole = self.encode(context + continuation)
+        length = len(self.encode(stripped))
+        return (whole[:length], whole[length:]) if length else ([self.start_id], whole)
+
+    def encode(self, text: str, opens: bool | None = None) -> list[int]:
+        """Token ids. opens: with the tokenizer's opening tokens; by default unless the text has them already.
+
+        Raises:
+            UserError: the tokenizer makes ids that the model does not know.
+        """
+        if opens is None and self.start_text and text.startswith(self.start_text):
+            opens = False
+        options = {} if opens is None else {"add_special_tokens": opens}
+        ids = list(self.inner.encode(text, **options))
+        try:
+            self.limits.check_ids([ids])
+        except Unusable as why:
+            raise UserError(f"{self.name}: a task's text {text[:60]!r}: {why}") from None
+        return ids
+
+    # ---- Answers
+
+    def generate_until(self, requests: Sequence[Instance], **_: object) -> list[str]:
+        """What the model writes after each context, up to the first stop text."""
+        items = [self._generated(*request.args) for request in requests]
+        order = sorted(range(len(items)), key=lambda i: -len(items[i].context))
+        texts: list[str] = [""] * len(items)
+        for index, text in zip(order, self.ask("answers", [items[index] for index in order]), strict=True):
+            texts[index] = text
+        return texts
+
+    def _generated(self, context: str, options: dict[str, Any]) -> AnswerRequest:
+        names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+        max_tokens = int(next((options[name] for name in names if options.get(name) is not None), GENERATED))
+        until = options.get("until") or []
+        until = [until] if isinstance(until, str) else list(until)
+        temperature = float(options.get("temperature") or 0.0)
+        if options.get("do_sample") and not temperature:
+            temperature = 1.0  # as transformers has it
+        room = self.longest - max_tokens
+        if room <= 0:
+            raise UserError(f"a task wants {max_tokens} tokens of a model that sees {self.longest}; set max_gen_toks")
+        ids = self.encode(context)[-room:]
+        greedy = options.get("do_sample") is False
+        return AnswerRequest(ids or [self.start_id], until, max_tokens, 0.0 if greedy else temperature)
+
+    # ---- Chats
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A conversation as text, as training rendered it (data.chat_template).
+
+        Raises:
+            UserError: the template refuses it.
+        """
+        own = template_of(self.settings.data)
+        options = {
+            "tokenize": False,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": not add_generation_prompt,
+            **({} if own is None else {"chat_template": own}),
+            **self.template.arguments_without_answer,
+        }
+        try:
+            return str(self.inner.apply_chat_template(chat_history, **options))
+        except Exception as error:  # whatever the template's author chose
+            raise UserError(f"--chat: the chat template refuses a task's conversation: {error}") from error
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """The template's text, which the harness keeps with its results."""
+        return self.template.text if chat_template else ""
+
+
+def longest_input(settings: Config) -> int:
+    """How many tokens the model can see at once, by its config.json and its table of positions."""
+    known = (context_tokens(stored_config(settings.model)), load.table_sizes(settings.model).positions)
+    return min((tokens for tokens in known if tokens is not None), default=LONGEST)
+
+
+def fitting(context: list[int], continuation: list[int], longest: int) -> tuple[list[int], list[int]]:
+    """The pair, without the beginning of a context that is too long: the last token is predicted and not seen.
+
+    Raises:
+        UserError: the continuation alone is too long.
+    """
+    if len(continuation) > longest:
+        raise UserError(f"a continuation of {len(continuation):,} tokens does not fit a model that sees {longest:,}")
+    return context[-(longest + 1 - len(continuation)) :], continuation
+
+
+def rolling_windows(ids: list[int], start_id: int, longest: int) -> list[tuple[list[int], list[int]]]:
+    """A text as (context, continuation) pairs that predict each token once, with all the context that fits."""
+    windows = []
+    for begin in range(0, len(ids), longest):
+        end = min(begin + longest, len(ids))
+        context = ids[end - longest - 1 : begin] if begin else [start_id]
+        windows.append((context, ids[begin:end]))
+    return windows
+
+
+PACKAGE = "lm_eval"
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """What is asked of the harness.
+
+    Args:
+        names: of tasks or groups.
+        folder: with tasks' YAML files, besides those that the package brings.
+        shots: examples before each question; None for as many as a task says.
+        limit: most questions of each task.
+        chat: questions as chats, by the model's template.
+    """
+
+    names: tuple[str, ...]
+    folder: Path | None
+    shots: int | None
+    limit: int | None
+    chat: bool
+
+
+def evaluate_tasks(subject: WholeModel, tasks: Tasks, out: Path, world: World) -> dict[str, Any] | None:
+    """The harness's results, also written to `out`; what is finished is kept beside it until then.
+
+    Returns:
+        On rank 0 the results, as lm_eval.simple_evaluate returns them; elsewhere nothing.
+
+    Raises:
+        UserError, AgreedError: the package or a task is missing, or a task and the model do not fit.
+    """
+    settings, kept = subject.settings, out.with_name(f"{out.name}.partial")
+    with world.agreeing("reading the model"):
+        if world.rank == 0:
+            _check(tasks, out)
+        tokenizer = tokenizer_module.load_tokenizer_of(settings.model)
+        if tokenizer is None:
+            raise UserError(f"{subject.name} has no tokenizer, which tasks need")
+        model, digest = subject.load(world), subject.digest()
+        if tasks.chat:
+            end = tokenizer_module.vocabulary(settings.model)["eos_token_id"]
+            encoder = Encoder(tokenizer, settings.data, end)
+            if not encoder.template.is_used:
+                raise UserError(f"--chat: {settings.model.path} has no chat template; give data.chat_template=FILE")
+            encoder.stop_generation()
+    world.require_equal("model or settings", digest)
+    worker = HarnessWorker(model, tokenizer, settings, world, kept, digest)
+    if world.rank:
+        worker.follow()
+        return None
+    error: str | None = "rank 0 ended; its own message says why"
+    try:
+        results = _run_harness(worker, tokenizer, subject, tasks)
+        files.write_atomically(out, json.dumps(results, indent=2, default=str) + "\n")
+        error = None
+    except UserError as fault:
+        error = str(fault)
+        raise
+    finally:
+        worker.end(error)
+    shutil.rmtree(kept, ignore_errors=True)
+    return results
+
+
+def _check(tasks: Tasks, out: Path) -> None:
+    """Looks for what would fail only after the model is loaded."""
+    if tasks.folder is not None and not tasks.folder.is_dir():
+        raise UserError(f"--tasks-folder {tasks.folder}: no such folder")
+    files.require_absent(out)
+    if importlib.util.find_spec(PACKAGE) is None:
+        raise UserError(
+            f"--tasks needs the package {PACKAGE}; run .venv/bin/python -m pip install -c constraints.txt {PACKAGE}"
+        )
+
+
+def _run_harness(worker: HarnessWorker, tokenizer: Tokenizer, subject: WholeModel, tasks: Tasks) -> dict[str, Any]:
+    """What lm_eval finds of the tasks."""
+    from lm_eval import simple_evaluate
+    from lm_eval.api.model import LM
+    from lm_eval.tasks import TaskManager
+
+    class Adapter(HarnessModel, LM):
+        """The harness takes what is an LM of its own."""
+
+    # A look at the thousands of tasks that the package brings takes ten seconds: only where one of them is meant.
+    include = None if tasks.folder is None else str(tasks.folder)
+    manager = TaskManager(include_path=include, include_defaults=include is None)
+    if include is not None and _unknown(tasks, manager):
+        manager = TaskManager(include_path=include)
+    if unknown := _unknown(tasks, manager):
+        place = f"{tasks.folder} and {PACKAGE}" if tasks.folder else f"{PACKAGE}; --tasks-folder DIR adds your own"
+        raise UserError(f"--tasks {','.join(unknown)}: no such task in {place}")
+    try:
+        manager.load(list(tasks.names))
+    except Exception as error:  # whatever a task's file or its data are wrong with
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"--tasks {','.join(tasks.names)}: cannot be loaded: {said[-1]}") from error
+    results: dict[str, Any] = simple_evaluate(
+        model=Adapter(worker.ask, tokenizer, subject.settings, subject.name),
+        tasks=list(tasks.names),
+        num_fewshot=tasks.shots,
+        limit=tasks.limit,
+        apply_chat_template=tasks.chat,
+        log_samples=False,
+        task_manager=manager,
+    )
+    return {**results, "seconds": worker.seconds}
+
+
+def _unknown(tasks: Tasks, manager: Any) -> list[str]:
+    return [name for name in tasks.names if not manager.match_tasks([name])]
+
+
+def figures(results: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """The metrics of each task or group, as the harness names them: {"arc": {"acc,none": 0.5, ...}}."""
+    return {
+        task: {
+            name: value
+            for name, value in of_task.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        }
+        for task, of_task in results["results"].items()
+    }
+
+
+def show(say: Terminal, name: str, results: dict[str, Any], out: Path) -> None:
+    """A table for people, and a line of JSON."""
+    rows: list[Sequence[str]] = []
+    metrics = figures(results)
+    for task, values in metrics.items():
+        for metric, value in values.items():
+            measure, _, which = metric.partition(",")
+            if measure.endswith("_stderr") or not which:
+                continue
+            error = values.get(f"{measure}_stderr,{which}")
+            shown = measure if which == "none" else f"{measure} ({which})"
+            rows.append([task, shown, f"{value:.4f}", "-" if error is None else f"{error:.4f}"])
+    say.table(f"{name} on tasks of lm-evaluation-harness", ["task", "metric", "value", "standard error"], rows, 2)
+    say.line(f"{out}: all results")
+    say.record({"run": name, "tasks": metrics, "seconds": results["seconds"]})
