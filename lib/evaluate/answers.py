@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm import batch_generate
 
-from lib.config.schema import Config
+from lib.config.settings import Config
 from lib.data.order import divide_rows
 from lib.data.prompts import Question
 from lib.data.tokenizer import Tokenizer

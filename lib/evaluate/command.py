@@ -28,7 +28,7 @@ from lib.config import (
     load,
     train_arguments,
 )
-from lib.config.schema import Config
+from lib.config.settings import Config
 from lib.data import tokenizer as tokenizer_module
 from lib.data.dataset import load_dataset, with_mismatched
 from lib.data.prompts import Question, load_questions

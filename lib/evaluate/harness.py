@@ -20,7 +20,7 @@ import numpy as np
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 
-from lib.config.schema import Config
+from lib.config.settings import Config
 from lib.data import tokenizer as tokenizer_module
 from lib.data.batch import collate
 from lib.data.chat import ChatTemplate, template_of

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from lib.config.schema import Config
+from lib.config.settings import Config
 from lib.data.dataset import Dataset
 from lib.data.prompts import Prompts, Question
 from lib.distributed.world import World

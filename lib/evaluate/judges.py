@@ -37,8 +37,7 @@ from mlx_lm.utils import load_model
 from mlx_lm.utils import load_tokenizer as load_words
 
 from lib.config import read_file
-from lib.config.evaluate_settings import REWARD_MODEL, EvaluateSettings
-from lib.config.schema import Config
+from lib.config.settings import REWARD_MODEL, Config, EvaluateSettings
 from lib.data.prompts import Prompts
 from lib.data.record_formats import ANSWER, Unusable
 from lib.data.tokenizer import ModelLimits

@@ -24,7 +24,7 @@ from mlx_lm import batch_generate
 from mlx_lm.sample_utils import make_sampler
 
 from lib.config.load import learning_digest
-from lib.config.schema import Config, DataSettings
+from lib.config.settings import Config, DataSettings
 from lib.data import sources
 from lib.data.batch import collate
 from lib.data.dataset import Example, parse_record, tokenised

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from lib.config.schema import Config
+from lib.config.settings import Config
 from lib.data import tokenizer as tokenizer_module
 from lib.data.prompts import asked_of
 from lib.data.sources import Records

@@ -28,8 +28,7 @@ from pydantic import Field, FiniteFloat, TypeAdapter
 from typing_extensions import TypedDict
 
 from lib.config import read_file
-from lib.config.rollout_settings import RolloutSettings
-from lib.config.schema import Config
+from lib.config.settings import Config, RolloutSettings
 from lib.data.prompts import Prompts, asked_of, columns_of
 from lib.data.record_formats import Unusable
 from lib.data.tokenizer import ModelLimits, stamp_of

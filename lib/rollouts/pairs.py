@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lib.config.rollout_settings import RolloutSettings
+from lib.config.settings import RolloutSettings
 from lib.data.groups import Group as SampledGroup
 
 

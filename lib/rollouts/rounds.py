@@ -22,8 +22,7 @@ from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
 from lib.config import read_file
-from lib.config.evaluate_settings import REWARD_MODEL
-from lib.config.schema import Config
+from lib.config.settings import REWARD_MODEL, Config
 from lib.data.dataset import Dataset, in_memory
 from lib.data.groups import groups_in_memory
 from lib.data.prompts import Prompts, asked_of

@@ -1,1 +1,0 @@
-from lib.config.settings import *  # noqa: F403
