@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
-from lib.config import schema
+from lib.config import settings
 from lib.errors import UserError
 from lib.launch import host_facts
 from lib.launch.job import ROOT
@@ -230,7 +230,7 @@ def check_power(limit_seconds: float) -> Result | None:
 
 def check_disk(limit_seconds: float) -> Result:
     """Room in the runs' folder, and that it can be written."""
-    folder = schema.RunSettings().dir
+    folder = settings.RunSettings().dir
     disk = host_facts.disk(str(ROOT / folder))
     assert disk is not None
     where = disk["folder"]
@@ -280,7 +280,7 @@ def check_ssh(limit_seconds: float) -> Result:
 
 def check_calibration(limit_seconds: float) -> Result:
     """Whether this host is calibrated, lately and with these versions."""
-    kept = host_facts.calibrated(str(ROOT / schema.PlanSettings().calibration_dir))
+    kept = host_facts.calibrated(str(ROOT / settings.PlanSettings().calibration_dir))
     if kept is None or not kept["there"]:
         return Result("note", "none yet: shares between hosts are estimated", "make calibrate")
     day = str(kept.get("measured_at"))[:10]
