@@ -58,7 +58,7 @@ CHILD = ROOT / "benchmarks" / "sampling_torch.py"
 
 @dataclass(frozen=True)
 class Settings:
-    """As lib/rollouts/sampler.py takes them."""
+    """As lib/evaluate/sample.py takes them."""
 
     samples: int
     max_tokens: int

@@ -319,7 +319,7 @@ COLUMNS = 64  # what the rows' own keys and values grow by; more where there are
 
 
 class Rectangles:
-    """B rows, T columns wide, and the P prompts that they go on from, as lib/model/continuations.py takes them.
+    """B rows, T columns wide, and the P prompts that they go on from, as `next_logits` takes them.
 
     Padding is at the end: rows that nobody reads, prompts that no row has.
     """
