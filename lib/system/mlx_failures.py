@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 from lib.system import out_of_memory
-from lib.system.mpi_and_blas import Launch
 from lib.system.network import host_name
 
 # mlx/distributed/ring/ring.cpp; jaccl/rdma.h. Open MPI and NCCL end the process themselves.
@@ -17,8 +16,11 @@ OWN = re.compile(r"\[[\w:]+\] |cu\w+.* failed: ")
 FAILED, NOTICED = "MLX failed: ", "lost the connection to another rank"
 
 
-def advice(error: BaseException, launch: Launch | None) -> str | None:
-    """What happened, on which rank, and what helps where something does; None for an error that is not MLX's."""
+def advice(error: BaseException, rank: int | None) -> str | None:
+    """What happened, and what helps where something does; None for an error that is not MLX's.
+
+    rank: of several; None where there is one.
+    """
     text = str(error).partition("\n")[0]
     if out_of_memory.is_out_of_memory(error):
         told = out_of_memory.advice(error)
@@ -30,4 +32,4 @@ def advice(error: BaseException, launch: Launch | None) -> str | None:
         told = f"{FAILED}{text}"
     else:
         return None
-    return told if launch is None or launch.size == 1 else f"rank {launch.rank} on {host_name()}: {told}"
+    return told if rank is None else f"rank {rank} on {host_name()}: {told}"

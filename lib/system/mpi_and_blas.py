@@ -317,7 +317,8 @@ def report_end(error: BaseException, launch: Launch | None, run: Path | None) ->
         return 1
     from lib.system import mlx_failures
 
-    if (advice := mlx_failures.advice(error, launch)) is None:
+    rank = launch.rank if launch is not None and launch.size > 1 else None
+    if (advice := mlx_failures.advice(error, rank)) is None:
         raise error
     terminal.error(f"{advice}; {terminal.way_on(run)}")
     return leave(1, launch, alone=True)
