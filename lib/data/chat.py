@@ -491,10 +491,10 @@ class ChatTemplate:
         options: Any = {"tools": conversation.tools or None, "return_assistant_tokens_mask": True}
         given = {**options, **inner.special_tokens_map, **conversation.arguments}
         try:
-            _, marked = render_jinja_template([messages], chat_template=self.text, **given)
+            rendered: Any = render_jinja_template([messages], chat_template=self.text, **given)
         except Exception:  # a template raises whatever its author chose
             return []
-        return [(begin, end) for begin, end in marked[0]]
+        return [(begin, end) for begin, end in rendered[1][0]]
 
 
 def _rendering(chat: Chat, prompt: str | Unusable, wholes: list[str | Unusable]) -> Rendering | Unusable:
