@@ -211,7 +211,7 @@ def apply_gradients(
     for name, gradient in tree_flatten(gradients):
         ratio = b_ratio if b_ratio is not None and name.endswith(".lora_b") else 1.0
         groups.setdefault((ratio, decay if shapes[name].ndim > 1 else 0.0), []).append((name, gradient))
-    if list(groups) == [(1.0, decay)]:
+    if not groups or list(groups) == [(1.0, decay)]:  # a stage that trains nothing counts its steps as the others do
         return optimizer.apply_gradients(gradients, parameters)
     optimizer.init(gradients)  # of all groups, where it was not
     step, rate = optimizer.state["step"], optimizer.learning_rate
