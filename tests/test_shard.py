@@ -384,13 +384,12 @@ def test_equal_parts_compiled_train_to_the_weights_of_the_whole(
     common = [*words_of(world, folder, **changes), "train.steps=8", *words, "train.max_grad_norm=0.05"]
     common += ["strategy=sharded", "checkpoint.final=last", "train.compile=true"]
     alone = rounding.trained_alone(world, common)
-    compiled: list[Any] = []
-    make = step_module.compiled_gradients
-    monkeypatch.setattr(step_module, "compiled_gradients", lambda *args: (compiled.append(args), make(*args))[1])
+    passes: list[bool] = []
+    make = step_module.is_compiled
+    monkeypatch.setattr(step_module, "is_compiled", lambda *args: (passes.append(make(*args)), passes[-1])[1])
     run = train(world, folder, [*common, "plan.shares=[1,1]"], "sharded")
     world.gather_text("finished")
-    ((_, _, _, joined),) = compiled
-    assert joined is not None and set(joined.members) <= {"partial", "part", "whole"}
+    assert passes and all(passes)
     rounding.assert_equal_runs(alone, [run], ["loss", "grad_norm"])
     first_sent: dict[int, int] = {}  # a pass is traced once, and its bytes are counted at every step
     steps = steps_of(run, world.rank)
@@ -506,6 +505,30 @@ def test_a_rank_reads_and_holds_its_planned_part(world: World, folder: Path) -> 
     told = [int(text) for text in world.gather_text(str(held - adapters - whole))]
     for size, weight in zip(told, weights, strict=True):
         assert size / sum(told) == pytest.approx(weight / sum(weights), rel=0.1)
+    world.gather_text("checked")
+
+
+@mpi
+@pytest.mark.long
+def test_a_rank_trains_in_its_planned_memory(world: World, folder: Path) -> None:
+    """The steps' measured peaks, beyond what all ranks keep whole (embedding, head, norms), are as the plan's parts."""
+    words = words_of(world, folder, hidden_size=256, num_hidden_layers=8, intermediate_size=768, vocab_size=48)
+    words += ["strategy=sharded", f"plan.shares={list(UNEVEN[world.size])}", "model.method=full", "train.steps=2"]
+    words += ["plan.micro_batch_sizes=[1]", "train.global_batch_size=2", "data.valid=null", "evaluate.samples=0"]
+    gc.collect()
+    mx.clear_cache()
+    held = mx.get_active_memory()
+    run = train(world, folder, words, "run")
+    world.gather_text("finished")
+    parts = json.loads((run / "plan.json").read_text())["parts"]
+    peaks = [int(t) for t in world.gather_text(str(steps_of(run, world.rank)[-1]["peak_memory_bytes"] - held))]
+    beyond = [
+        peak - part["whole_bytes"] * (1 + part["training_bytes"] / (part["divided_bytes"] + part["whole_bytes"]))
+        for peak, part in zip(peaks, parts, strict=True)
+    ]
+    for peak, own, part in zip(peaks, beyond, parts, strict=True):
+        assert own / sum(beyond) == pytest.approx(part["share"], rel=0.1)
+        assert peak == pytest.approx(sum(part[f"{kind}_bytes"] for kind in ("divided", "whole", "training")), rel=0.1)
     world.gather_text("checked")
 
 

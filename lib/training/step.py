@@ -80,9 +80,12 @@ class StepRecord:
         }
 
 
-@dataclass(frozen=True)
+@dataclass
 class RankSums:
-    """What one rank brings to the sum: gradients, SUMS, tokens, and why and at how many bytes memory ran out."""
+    """What one rank brings to the sum: gradients, SUMS, tokens, and why and at how many bytes memory ran out.
+
+    The sum takes the gradients out.
+    """
 
     gradients: Tree | None
     sums: mx.array
@@ -256,15 +259,16 @@ class Step:
         seconds[rank], failed_bytes[rank] = compute_seconds, float(part.failed_bytes)
         last = float(part.tokens), float(self.has_unwritten), elapsed_seconds
         vector = mx.concatenate([part.sums, mx.array([*seconds, *failed_bytes, *last])])
-        gradients = part.gradients
+        # Names are bound anew: a rank has no room for its gradients beside the sum, nor for the sum beside the mean.
+        gradients, part.gradients = part.gradients, None
         if gradients is None:  # no row of this step is this rank's, or memory ran out
             gradients = self.zeros()
         gradients, totals, left_out = exchange.sum_gradients(self.world, gradients, vector, self.sync, self.feedback)
         at = SUMS.index("count")  # a slice: with an index CUDA would compile a gathering kernel for it
-        mean, squares = self.update.mean(gradients, totals[at : at + 1].squeeze())
+        gradients, squares = self.update.mean(gradients, totals[at : at + 1].squeeze())
         norm = mx.sqrt(self.world.sum_of_all(squares))
         mx.eval(norm, totals)
-        return totals, mean, norm, left_out
+        return totals, gradients, norm, left_out
 
     def zeros(self) -> Tree:
         """Gradients that add nothing."""
