@@ -27,9 +27,9 @@ def main() -> None:
     options = parser.parse_args()
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
-        run = served.finished_run(Path(folder))
+        model = served.model_for_long_answers(Path(folder))
         served.ROOT = options.tree
-        server = served.Served("--run", run, "serve.max_tokens=5000")
+        server = served.Served("--model", model, "serve.name=tiny")
         server.wait(lambda: server.of("up") or server.of("backend", state="up"))
         served.ROOT = Path(__file__).resolve().parent.parent
         try:

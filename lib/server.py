@@ -2,7 +2,7 @@
 
 import sys
 
-from lib.serve.command import main
+from lib.serve.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -27,13 +27,19 @@ QUESTION = [{"role": "user", "content": "Add 797 and 370."}]
 NEVER_ENDS = {"4": -100.0}  # a logit bias that keeps the quickstart's model from saying that it is done
 
 
-def finished_run(folder: Path) -> Path:
-    """A run of a few steps on the quickstart's model, whose configuration allows long answers here."""
-    from tests import tiny
-
+def model_for_long_answers(folder: Path) -> Path:
+    """The quickstart's model, whose configuration allows long answers."""
     shutil.copytree(ROOT / "configs/quickstart/model", folder / "model", dirs_exist_ok=True)
     stored = json.loads((folder / "model/config.json").read_text())
     (folder / "model/config.json").write_text(json.dumps(stored | {"max_position_embeddings": 100_000}))
+    return folder / "model"
+
+
+def finished_run(folder: Path) -> Path:
+    """A run of a few steps on the quickstart's model."""
+    from tests import tiny
+
+    model_for_long_answers(folder)
     lines = (ROOT / "configs/quickstart/train.jsonl").read_text().splitlines(keepends=True)
     (folder / "train.jsonl").write_text("".join(lines[:8]))
     words = {

@@ -27,7 +27,7 @@ from lib.evaluate import command as evaluate
 from lib.export import command as export
 from lib.launch import command as launcher
 from lib.report import command as dashboard
-from lib.serve import command as server
+from lib.serve import cli as server
 from lib.system import mpi_and_blas
 from lib.system.network import host_name
 from tests import tiny

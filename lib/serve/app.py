@@ -7,25 +7,30 @@ flight and waiting. A client that leaves ends its request at the next token.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import ipaddress
 import json
+import math
+import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 from prometheus_client import Counter as CounterMetric
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lib.config.settings import ServeSettings
 from lib.errors import UserError
@@ -35,24 +40,38 @@ from lib.serve.keys import KeyFile
 from lib.serve.requests import JSON, ChatRequest, RequestError, TextRequest, parse
 
 LOOK_SECONDS = 0.5  # between two looks at whether a client is still there
-Prompt = Callable[[ChatRequest | TextRequest], list[int]]  # raises UserError for what the template does not take
+CLIENT_LEFT = 499  # nginx's status of a client that closed the connection
+BUCKETS_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+OPEN_PATHS = ("/healthz", "/readyz")
+COMPLETION_PATHS = ("/v1/chat/completions", "/v1/completions")
+PATHS = (*OPEN_PATHS, *COMPLETION_PATHS, "/v1/models", "/v1/feedback", "/metrics")
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+class Prompts(Protocol):
+    """Renders requests as training renders rows."""
+
+    has_template: bool
+
+    def prompt_ids(self, asked: ChatRequest | TextRequest) -> list[int]:
+        """Raises UserError for a message that the template does not take."""
 
 
 @dataclass
 class Server:
-    """What the routes need.
+    """The routes.
 
     Args:
         name: the one model that clients may ask for.
-        prompt: a request's token ids, by the code that renders training rows.
-        keys: None: everybody who reaches the server may ask.
+        keys: None: every client that reaches the server may ask.
         log: writes one record.
+        vocab_size, context_tokens: of the model; None: unknown.
     """
 
     settings: ServeSettings
     name: str
     generator: Generator
-    prompt: Prompt
+    prompts: Prompts
     keys: KeyFile | None
     feedback: Feedback | None
     log: Callable[..., None]
@@ -62,61 +81,61 @@ class Server:
     in_flight: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics()
+        self.metrics = Metrics(self)
         self.slots = asyncio.Semaphore(self.settings.concurrency)
-
-    # ---- Routes
 
     def app(self) -> Starlette:
         routes = [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.text, methods=["POST"]),
-            Route("/v1/feedback", self.label, methods=["POST"]),
             Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
             Route("/metrics", self.show_metrics),
             Route("/healthz", self.health),
             Route("/readyz", self.ready),
         ]
-        cors = Middleware(
-            CORSMiddleware, allow_origins=[*self.settings.cors_origins], allow_methods=["*"], allow_headers=["*"]
-        )
-        handlers: dict[Any, Any] = {RequestError: _answer_error, HTTPException: _answer_http_error}
+        if self.feedback is not None:
+            routes.append(Route("/v1/feedback", self.label, methods=["POST"]))
+        origins = [*self.settings.cors_origins]
+        cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+        handlers: dict[Any, Any] = {
+            RequestError: lambda request, error: response_of(error),
+            HTTPException: lambda request, error: response_of(
+                RequestError(error.status_code, f"{request.url.path}: {error.detail}")
+            ),
+        }
         return Starlette(
-            routes=routes, middleware=[cors] if self.settings.cors_origins else [], exception_handlers=handlers
+            routes=routes,
+            middleware=[*([cors] if origins else []), Middleware(Gate, server=self)],
+            exception_handlers=handlers,
         )
 
-    async def health(self, request: Request) -> Response:
-        return PlainTextResponse("ok\n")
+    # ---- Who may ask
 
-    async def ready(self, request: Request) -> Response:
-        is_ready = self.generator.is_ready.is_set() and not self.draining
-        return PlainTextResponse("ready\n" if is_ready else "not ready\n", 200 if is_ready else 503)
+    @contextlib.contextmanager
+    def admitted(self, request: Request) -> Iterator[str]:
+        """The name of a request's key; a completion counts as its key's until the last byte of its answer.
 
-    async def models(self, request: Request) -> Response:
-        self.owner(request)
-        return JSONResponse({"object": "list", "data": [{"id": self.name, "object": "model", "owned_by": "tandem"}]})
-
-    async def show_metrics(self, request: Request) -> Response:
-        self.owner(request)
-        self.metrics.in_flight.set(self.in_flight.total())
-        self.metrics.generated.set(self.generator.tokens_generated)
-        return PlainTextResponse(generate_latest(self.metrics.registry))
-
-    async def label(self, request: Request) -> Response:
-        owner = self.owner(request)
-        if self.feedback is None:
-            raise RequestError(404, "there is no such address; serve.feedback=FILE makes it")
-        label = parse(Label, await self._body(request))
-        await asyncio.to_thread(self.feedback.take, owner, label)
-        return JSONResponse({"id": label.id, "label": label.label})
-
-    async def chat(self, request: Request) -> Response:
-        return await self._complete(request, ChatRequest)
-
-    async def text(self, request: Request) -> Response:
-        return await self._complete(request, TextRequest)
-
-    # ---- One completion
+        Raises:
+            RequestError: it has no known key, or too many requests are in flight.
+        """
+        path, settings = request.url.path, self.settings
+        owner = "" if path in OPEN_PATHS else self.owner(request)
+        if path not in COMPLETION_PATHS:
+            yield owner
+            return
+        if self.draining:
+            raise RequestError(503, "the server is ending", "draining", retry_seconds=5)
+        limit = settings.max_requests_per_key
+        if self.in_flight[owner] >= limit or self.in_flight.total() >= settings.max_queue:
+            message = f"{limit} requests of this key, or {settings.max_queue} of all, are in flight; try again"
+            raise RequestError(429, message, "queue_full", retry_seconds=2)
+        self.in_flight[owner] += 1
+        try:
+            yield owner
+        finally:
+            self.in_flight[owner] -= 1
+            self.in_flight += Counter()  # drops zeros
 
     def owner(self, request: Request) -> str:
         """The name of the key that a request brings.
@@ -135,6 +154,48 @@ class Server:
             raise RequestError(401, "no valid API key; send Authorization: Bearer KEY", "invalid_api_key")
         return owner
 
+    # ---- Routes
+
+    async def health(self, request: Request) -> Response:
+        return PlainTextResponse("ok\n")
+
+    async def ready(self, request: Request) -> Response:
+        is_ready = self.generator.is_ready.is_set() and not self.draining
+        return PlainTextResponse("ready\n" if is_ready else "not ready\n", 200 if is_ready else 503)
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        self._require_model(request.path_params["name"])
+        return JSONResponse(self._model())
+
+    def _model(self) -> JSON:
+        return {"id": self.name, "object": "model", "created": self.metrics.started, "owned_by": "tandem"}
+
+    def _require_model(self, name: str | None) -> None:
+        if name not in (None, self.name):
+            message = f"the model {name!r} does not exist; this server has {self.name}"
+            raise RequestError(404, message, "model_not_found", "model")
+
+    async def show_metrics(self, request: Request) -> Response:
+        return PlainTextResponse(generate_latest(self.metrics.registry))
+
+    async def label(self, request: Request) -> Response:
+        assert self.feedback is not None
+        label = parse(Label, await self._body(request))
+        await asyncio.to_thread(self.feedback.take, request.state.owner, label)
+        self.metrics.labels.labels(str(label.label).lower()).inc()
+        return JSONResponse({"id": label.id, "label": label.label})
+
+    async def chat(self, request: Request) -> Response:
+        return await self._complete(request, ChatRequest)
+
+    async def text(self, request: Request) -> Response:
+        return await self._complete(request, TextRequest)
+
+    # ---- One completion
+
     async def _body(self, request: Request) -> bytes:
         """A request's body, within its limits of bytes and time."""
         most, body = self.settings.max_body_bytes, bytearray()
@@ -146,59 +207,43 @@ class Server:
                         raise RequestError(413, f"the body has more than serve.max_body_bytes={most}", "too_large")
         except TimeoutError:
             raise RequestError(408, f"the body did not come within {self.settings.read_seconds:g} s") from None
+        except ClientDisconnect:
+            raise RequestError(CLIENT_LEFT, "the client left") from None
         return bytes(body)
 
     async def _complete(self, request: Request, kind: type[ChatRequest] | type[TextRequest]) -> Response:
-        started, owner = time.monotonic(), self.owner(request)
-        if self.draining:
-            raise RequestError(503, "the server is ending", "draining", retry_seconds=5)
-        limit = self.settings.max_requests_per_key
-        if self.in_flight[owner] >= limit or self.in_flight.total() >= self.settings.max_queue:
-            message = f"{limit} requests of this key, or {self.settings.max_queue} of all, are in flight; try again"
-            raise RequestError(429, message, "queue_full", retry_seconds=2)
-        self.in_flight[owner] += 1
-        is_handed_over = False
-        try:
-            asked = parse(kind, await self._body(request))
-            generation, pieces = await self._generation(owner, asked)
-            answer = Answer(asked, self.name, len(generation.prompt))
-            record = {"owner": owner, "prompt_tokens": len(generation.prompt), "stream": bool(asked.stream)}
-            events = self._events(request, generation, pieces, answer, record | {"started": started})
-            if asked.stream:
-                is_handed_over = True
-                stream = events_of(events, answer, asked.wants_usage)
-                return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-            async for piece in events:
-                answer.add(piece)
-            return JSONResponse(answer.whole())
-        finally:
-            if not is_handed_over:
-                self._leave(owner)
-
-    def _leave(self, owner: str) -> None:
-        self.in_flight[owner] -= 1
-        self.in_flight += Counter()  # drops zeros
+        asked = parse(kind, await self._body(request))
+        generation, pieces = await self._generation(request.state.owner, asked)
+        answer = Completion(asked, self.name, len(generation.prompt))
+        events = self._events(request, generation, pieces, answer)
+        if asked.stream:
+            stream = events_of(events, answer, asked.wants_usage)
+            return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        async for _ in events:
+            pass
+        return JSONResponse(answer.whole())
 
     async def _generation(
         self, owner: str, asked: ChatRequest | TextRequest
     ) -> tuple[Generation, asyncio.Queue[Piece]]:
-        """A request for the generator, within the limits.
+        """A request for the generator, and the queue of its pieces.
 
         Raises:
             RequestError: another model, a message that the template does not take, or beyond a limit.
         """
         settings = self.settings
-        if asked.model not in (None, self.name):
-            message = f"the model {asked.model!r} does not exist; this server has {self.name}"
-            raise RequestError(404, message, "model_not_found", "model")
+        self._require_model(asked.model)
         sampling, logprobs = asked.sampling(self.vocab_size), asked.logprobs_count
         if (asked.answer_tokens or 0) > settings.max_tokens:
             message = f"max_tokens is {asked.answer_tokens}, but at most {settings.max_tokens} are allowed"
             raise RequestError(400, message, "invalid_value", "max_tokens")
         try:
-            prompt = await asyncio.to_thread(self.prompt, asked)
+            prompt = await asyncio.to_thread(self.prompts.prompt_ids, asked)
         except UserError as error:
             raise RequestError(400, str(error), "invalid_prompt", "messages") from None
+        if not prompt or max(prompt) >= (self.vocab_size or math.inf):
+            message = f"the prompt has {len(prompt)} tokens, the largest id {max(prompt, default=0)}; the model cannot"
+            raise RequestError(400, f"{message} read it", "invalid_prompt", "messages")
         most = settings.max_prompt_tokens
         room = (self.context_tokens or 2**31) - len(prompt)
         if len(prompt) > most or room < (asked.answer_tokens or 1):
@@ -210,59 +255,97 @@ class Server:
         return Generation(owner, prompt, max_tokens, *arguments), pieces
 
     async def _events(
-        self,
-        request: Request,
-        generation: Generation,
-        pieces: asyncio.Queue[Piece],
-        answer: Answer,
-        record: JSON,
+        self, request: Request, generation: Generation, pieces: asyncio.Queue[Piece], answer: Completion
     ) -> AsyncIterator[Piece]:
         """The pieces of an answer as they come, until it ends, its time is over, or its client leaves.
 
         Raises:
-            RequestError: the time is over, or generation failed.
+            RequestError: the time is over, the client left, or generation failed.
         """
-        started, count = record.pop("started"), 0
+        started = looked = time.monotonic()
         outcome = "cancelled"
         try:
-            async with asyncio.timeout(self.settings.request_seconds):
-                async with self.slots:
-                    self.generator.submit(generation)
-                    looked = time.monotonic()
-                    while True:
-                        piece = await _next(pieces)
-                        if time.monotonic() - looked > LOOK_SECONDS:
-                            looked = time.monotonic()
-                            if await request.is_disconnected():
-                                raise RequestError(499, "the client left")
-                        if piece is None:
-                            continue
-                        count += piece.count
-                        if count == piece.count > 0:
-                            self.metrics.first_token.observe(time.monotonic() - started)
-                        if piece.finish_reason == "error":
-                            raise RequestError(500, "generation failed; the server's log has the reason", "failed")
-                        outcome = piece.finish_reason or outcome
-                        yield piece
-                        if piece.finish_reason is not None:
-                            break
-            if self.feedback is not None and outcome != "length" and (row := answer.row()) is not None:
-                self.feedback.remember(generation.owner, row)
+            async with asyncio.timeout(self.settings.request_seconds), self.slots:
+                self.metrics.queue_seconds.observe(time.monotonic() - started)
+                self.generator.submit(generation)
+                while outcome == "cancelled":
+                    piece = await _next(pieces)
+                    if time.monotonic() - looked > LOOK_SECONDS:
+                        looked = time.monotonic()
+                        if await request.is_disconnected():
+                            raise RequestError(CLIENT_LEFT, "the client left")
+                    if piece is None:
+                        continue
+                    if piece.finish_reason == "error":
+                        outcome = "error"
+                        raise RequestError(500, "generation failed; the server's log has the reason", "failed")
+                    if not answer.count:
+                        self.metrics.first_token.observe(time.monotonic() - started)
+                    answer.add(piece)
+                    outcome = piece.finish_reason or outcome
+                    self._remember(generation.owner, answer)
+                    yield piece
         except TimeoutError:
             raise RequestError(504, f"not done after {self.settings.request_seconds:g} s", "timeout") from None
         finally:
             generation.is_cancelled = True
-            seconds = time.monotonic() - started
-            self.metrics.requests.labels(outcome).inc()
-            self.metrics.tokens.labels("prompt").inc(len(generation.prompt))
-            self.metrics.tokens.labels("completion").inc(count)
+            seconds, prompt_tokens = time.monotonic() - started, len(generation.prompt)
             self.metrics.seconds.observe(seconds)
-            self.log("request", id=answer.id, outcome=outcome, tokens=count, seconds=round(seconds, 3), **record)
-            if record["stream"]:
-                self._leave(generation.owner)
+            self.metrics.tokens.labels("prompt").inc(prompt_tokens)
+            self.metrics.tokens.labels("completion").inc(answer.count)
+            self.log(
+                "request",
+                id=request.state.id,
+                answer=answer.id,
+                owner=generation.owner,
+                outcome=outcome,
+                stream=bool(answer.asked.stream),
+                prompt_tokens=prompt_tokens,
+                tokens=answer.count,
+                seconds=round(seconds, 3),
+            )
+
+    def _remember(self, owner: str, answer: Completion) -> None:
+        """Keeps an answer that ended for a label, where training renders such a request as it was served."""
+        if self.feedback is None or answer.is_chat != self.prompts.has_template:
+            return
+        if answer.pieces.finish_reason not in (None, "length") and (row := answer.row()) is not None:
+            self.feedback.remember(owner, row)
 
 
-class Answer:
+class Gate:
+    """ASGI middleware around all routes: keys, requests in flight, the id of a request, and its count."""
+
+    def __init__(self, app: ASGIApp, server: Server) -> None:
+        self.app, self.server = app, server
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope)
+        given = request.headers.get("x-request-id", "")
+        id = given if REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(8)}"
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = id
+                path = request.url.path if request.url.path in PATHS else "other"
+                self.server.metrics.requests.labels(path, message["status"]).inc()
+            await send(message)
+
+        try:
+            with self.server.admitted(request) as owner:
+                scope.setdefault("state", {}).update(owner=owner, id=id)
+                await self.app(scope, receive, sending)
+        except RequestError as error:
+            await response_of(error)(scope, receive, sending)
+
+
+def response_of(error: RequestError) -> Response:
+    """OpenAI's JSON of an error."""
+    headers = {} if error.retry_seconds is None else {"retry-after": str(error.retry_seconds)}
+    return JSONResponse(error.body, error.status, headers)
+
+
+class Completion:
     """OpenAI's JSON of one answer, whole or event by event."""
 
     def __init__(self, asked: ChatRequest | TextRequest, model: str, prompt_tokens: int) -> None:
@@ -274,8 +357,13 @@ class Answer:
     def add(self, piece: Piece) -> None:
         self.pieces.add(piece)
 
+    @property
+    def count(self) -> int:
+        """Tokens so far."""
+        return self.pieces.count
+
     def usage(self) -> JSON:
-        count = self.pieces.count
+        count = self.count
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": count,
@@ -339,12 +427,11 @@ class Answer:
         return row | ({"tools": self.asked.tool_definitions} if self.asked.tool_definitions else {})
 
 
-async def events_of(pieces: AsyncIterator[Piece], answer: Answer, wants_usage: bool) -> AsyncIterator[str]:
+async def events_of(pieces: AsyncIterator[Piece], answer: Completion, wants_usage: bool) -> AsyncIterator[str]:
     """Server-sent events, the last one [DONE]; an error in the middle is an event, too."""
     is_first = True
     try:
         async for piece in pieces:
-            answer.add(piece)
             says_something = piece.text or piece.reasoning or piece.tool_calls or piece.tokens
             if is_first or says_something or piece.finish_reason:
                 yield f"data: {json.dumps(answer.event(piece, is_first))}\n\n"
@@ -389,25 +476,23 @@ def _calls(calls: list[JSON], id: str, first: int = 0) -> list[JSON]:
 
 
 class Metrics:
-    """What /metrics tells."""
+    """The figures of /metrics, in Prometheus's format."""
 
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        registry = self.registry
-        self.requests = CounterMetric("tandem_requests", "Requests by outcome", ["outcome"], registry=registry)
-        self.tokens = CounterMetric("tandem_tokens", "Tokens of prompts and completions", ["kind"], registry=registry)
-        self.seconds = Histogram("tandem_request_seconds", "Seconds of a request", registry=registry)
-        self.first_token = Histogram("tandem_first_token_seconds", "Seconds to the first token", registry=registry)
-        self.in_flight = Gauge("tandem_in_flight", "Requests in flight and waiting", registry=registry)
-        self.generated = Gauge("tandem_generated_tokens", "Tokens generated since the start", registry=registry)
+    def __init__(self, server: Server) -> None:
+        self.started = int(time.time())
+        self.registry = registry = CollectorRegistry()
+        self.requests = CounterMetric("tandem_requests", "Requests answered", ["path", "status"], registry=registry)
+        self.tokens = CounterMetric("tandem_tokens", "Tokens read and generated", ["kind"], registry=registry)
+        self.labels = CounterMetric("tandem_labels", "Labels of completions", ["label"], registry=registry)
+        self.seconds = self._histogram("tandem_request_seconds", "Completions, from their place to their end")
+        self.first_token = self._histogram("tandem_first_token_seconds", "From a request to its first token")
+        self.queue_seconds = self._histogram("tandem_queue_seconds", "Wait for a place in the batch")
+        in_flight = Gauge("tandem_in_flight", "Requests in flight and waiting", registry=registry)
+        in_flight.set_function(lambda: server.in_flight.total())
+        length = Gauge("tandem_queue_length", "Requests that wait", registry=registry)
+        length.set_function(lambda: max(0, server.in_flight.total() - server.settings.concurrency))
+        up = Gauge("tandem_up", "Whether the model is loaded", registry=registry)
+        up.set_function(lambda: server.generator.is_ready.is_set())
 
-
-async def _answer_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
-    headers = {} if error.retry_seconds is None else {"retry-after": str(error.retry_seconds)}
-    return JSONResponse(error.body, error.status, headers)
-
-
-async def _answer_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return JSONResponse(RequestError(error.status_code, f"{request.url.path}: {error.detail}").body, error.status_code)
+    def _histogram(self, name: str, meaning: str) -> Histogram:
+        return Histogram(name, meaning, buckets=BUCKETS_SECONDS, registry=self.registry)

@@ -18,13 +18,13 @@ from typing import Annotated
 from pydantic import Field
 
 from lib.errors import UserError
-from lib.serve.requests import JSON, Part, RequestError
+from lib.serve.requests import JSON, RequestError, RequestPart
 from lib.system import files
 
 MOST_COMPLETIONS = 10_000  # in memory; the oldest go first
 
 
-class Label(Part):
+class Label(RequestPart):
     """POST /v1/feedback: whether the completion of this id is a good one."""
 
     id: Annotated[str, Field(min_length=1, max_length=200)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import queue
 import threading
@@ -13,14 +14,15 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, StopSequences, TextStateMachine, make_text_state_machine
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, greedy_sampler, make_logits_processors
 
 IDLE_SECONDS = 0.2  # between two looks at whether the server ends
 PROMPT_CACHE_ENTRIES = 16
+SHARED_SAMPLERS = 64
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingOptions:
     """How tokens are drawn; the names are those of OpenAI's and mlx-lm's parameters."""
 
     temperature: float = 0.0
@@ -34,24 +36,14 @@ class Sampling:
     frequency_penalty: float = 0.0
 
     def sampler(self) -> Callable[[mx.array], mx.array]:
-        """Draws tokens, int [B], of log-probabilities [B, V]; with a seed the same ones whatever else is answered."""
+        """Draws tokens, int [B], of log-probabilities [B, V]; with a seed the same ones whatever else is answered.
+
+        Requests without a seed share the sampler of their parameters: mlx-lm calls it once for the whole batch.
+        """
         if self.temperature == 0:
-            return lambda logprobs: mx.argmax(logprobs, axis=-1)
-        keys = None if self.seed is None else [mx.random.key(self.seed)]
-
-        def draw(logprobs: mx.array) -> mx.array:
-            if 0 < self.top_p < 1:
-                logprobs = apply_top_p(logprobs, self.top_p)
-            if self.min_p:
-                logprobs = apply_min_p(logprobs, self.min_p)
-            if 0 < self.top_k < logprobs.shape[-1]:
-                logprobs = apply_top_k(logprobs, self.top_k)
-            if keys is None:
-                return mx.random.categorical(logprobs / self.temperature)
-            keys[0], key = mx.random.split(keys[0])
-            return mx.random.categorical(logprobs / self.temperature, key=key)
-
-        return draw
+            return greedy_sampler
+        parameters = (self.temperature, self.top_p, self.top_k, self.min_p)
+        return shared_sampler(*parameters) if self.seed is None else make_sampler(*parameters, seed=self.seed)
 
     def processors(self) -> list[Any]:
         """mlx-lm's logits processors."""
@@ -61,6 +53,30 @@ class Sampling:
             presence_penalty=self.presence_penalty or None,
             frequency_penalty=self.frequency_penalty or None,
         )
+
+
+def make_sampler(
+    temperature: float, top_p: float, top_k: int, min_p: float, seed: int | None = None
+) -> Callable[[mx.array], mx.array]:
+    """A sampler; with a seed it draws from a stream of random numbers that is its alone."""
+    keys = None if seed is None else [mx.random.key(seed)]
+
+    def draw(logprobs: mx.array) -> mx.array:
+        if 0 < top_p < 1:
+            logprobs = apply_top_p(logprobs, top_p)
+        if min_p:
+            logprobs = apply_min_p(logprobs, min_p)
+        if 0 < top_k < logprobs.shape[-1]:
+            logprobs = apply_top_k(logprobs, top_k)
+        if keys is None:
+            return mx.random.categorical(logprobs / temperature)
+        keys[0], key = mx.random.split(keys[0])
+        return mx.random.categorical(logprobs / temperature, key=key)
+
+    return draw
+
+
+shared_sampler = functools.lru_cache(SHARED_SAMPLERS)(make_sampler)
 
 
 @dataclass(frozen=True)
@@ -112,7 +128,7 @@ class Generation:
     owner: str
     prompt: list[int]
     max_tokens: int
-    sampling: Sampling
+    sampling: SamplingOptions
     stop: tuple[str, ...]
     top_logprobs: int | None
     tools: list[dict[str, Any]] | None
@@ -139,7 +155,6 @@ class Generator(threading.Thread):
         self._ends = False
         self.is_ready = threading.Event()
         self.failure: BaseException | None = None
-        self.tokens_generated = 0
 
     def submit(self, request: Generation) -> None:
         self._queue.put(request)
@@ -182,11 +197,10 @@ class Generator(threading.Thread):
                 answer = self._answers.get(response.uid)
                 if answer is None:
                     continue
-                self.tokens_generated += 1
-                piece = answer.piece_of(response)
+                piece = self._piece_of(answer, response)
                 pieces.append((answer.request, piece))
                 is_over = piece.finish_reason is not None
-                if is_over and response.finish_reason is None:  # by a stop string
+                if is_over and response.finish_reason is None:  # by a stop string, or an error
                     batch.remove([response.uid])
                 if is_over:
                     del self._answers[response.uid]
@@ -195,14 +209,23 @@ class Generator(threading.Thread):
             self.deliver(functools.partial(_pass_on, pieces))
         batch.close()
 
+    def _piece_of(self, answer: _Answer, response: Any) -> Piece:
+        """A token's piece; an answer of which no text can be made ends, and the others go on."""
+        try:
+            return answer.piece_of(response)
+        except Exception:  # e.g. a padded vocabulary's id, which the tokenizer lacks
+            traceback.print_exc()
+            return Piece(finish_reason="error")
+
     def _take_in(self, batch: BatchGenerator, cache: LRUPromptCache, stops: StopSequences) -> None:
         """Inserts the requests that came; waits for one where none is under way."""
-        try:
-            request = self._queue.get(timeout=0 if self._answers else IDLE_SECONDS)
-        except queue.Empty:
-            return
-        if request.is_cancelled:
-            return
+        with contextlib.suppress(queue.Empty):
+            while True:
+                request = self._queue.get(timeout=None if self._answers else IDLE_SECONDS, block=not self._answers)
+                if not request.is_cancelled:
+                    self._insert(request, batch, cache, stops)
+
+    def _insert(self, request: Generation, batch: BatchGenerator, cache: LRUPromptCache, stops: StopSequences) -> None:
         known, rest = cache.fetch_nearest_cache(request.owner, request.prompt)
         if known is not None and not rest:  # one token has to be read, to know what follows it
             can_trim = can_trim_prompt_cache(known)

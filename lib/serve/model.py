@@ -1,48 +1,53 @@
-"""The served model: loaded as stored, with its adapter, and prompts rendered by the code that renders training rows."""
+"""The served model: loaded as stored, with its adapter; prompts are rendered by the code that renders training rows."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
 
-from lib.config.settings import Config
-from lib.data.record_formats import Chat, Unusable, check_messages, check_tools
-from lib.data.tokenize import Encoder
+from lib.config.settings import DataSettings, ModelSettings
+from lib.data.record_formats import Message
+from lib.data.tokenize import Encoder, render_prompt
 from lib.data.tokenizer import load_tokenizer_of
 from lib.errors import UserError
 from lib.serve.requests import ChatRequest, TextRequest
 
 
 class ServedModel:
-    """A run's model, or one without an adapter.
+    """A model, with a run's adapter where `run` names one.
+
+    Args:
+        folder: of the model's files.
+        data: of the run: the chat template and its arguments.
+        fuse: whether the adapter is fused into the weights, in memory.
 
     Raises:
         UserError: the model has no tokenizer, or data.chat_template cannot be read.
     """
 
-    def __init__(self, settings: Config, folder: Path, run: Path | None) -> None:
-        self.settings, self.folder, self.run = settings, folder, run
-        tokenizer: Any = load_tokenizer_of(settings.model)
+    def __init__(self, settings: ModelSettings, data: DataSettings, folder: Path, run: Path | None, fuse: bool) -> None:
+        self.settings, self.folder, self.run, self.fuse = settings, folder, run, fuse
+        tokenizer: Any = load_tokenizer_of(settings)
         if tokenizer is None:
-            raise UserError(f"model.path {settings.model.path}: the model has no tokenizer, and requests are texts")
+            raise UserError(f"model.path {settings.path}: the model has no tokenizer, and requests are texts")
         self.tokenizer = tokenizer
-        self.encoder = Encoder(tokenizer, settings.data, None)
+        self.encoder = Encoder(tokenizer, data, None)
+        self.has_template = self.encoder.template.is_used
 
     def load(self) -> tuple[Any, Any, list[int]]:
-        """The model, the tokenizer, and the tokens that end an answer: those that training put among them."""
-        settings = self.settings.model
-        model, _ = load_model(self.folder, lazy=True, trust_remote_code=settings.trust_remote_code)
+        """The model, the tokenizer, and the tokens that end an answer: the end of turn that training put among them."""
+        model, _ = load_model(self.folder, lazy=True, trust_remote_code=self.settings.trust_remote_code)
         if self.run is not None:
             load_adapters(model, str(self.run))
-        if self.settings.serve.fuse:
+        if self.fuse:
             fused = [(name, layer.fuse()) for name, layer in model.named_modules() if hasattr(layer, "fuse")]
             model.update_modules(tree_unflatten(fused))
-        dtype = settings.dtype or ("float32" if mx.default_device() == mx.Device(mx.cpu) else None)
+        dtype = self.settings.dtype or ("float32" if mx.default_device() == mx.Device(mx.cpu) else None)
         if dtype is not None:  # a CPU computes 16 bits several times slower than float32
             model.set_dtype(getattr(mx, dtype))
         model.eval()
@@ -56,16 +61,12 @@ class ServedModel:
             UserError: the template does not take a message or tools; names which.
         """
         if isinstance(asked, TextRequest):
+            if not self.has_template:
+                return self.encoder.prompt_ids(asked.text)
             return [int(token) for token in self.tokenizer.encode(asked.text)]
-        try:
-            messages = check_messages([message.fields() for message in asked.messages], "messages")
-            tools = check_tools(asked.tool_definitions, "tools")
-        except Unusable as error:
-            raise UserError(str(error)) from None
-        (encoded,) = self.encoder.encode([Chat(messages, (), "messages", tools=tools)])
-        if isinstance(encoded, Unusable):
-            raise UserError(str(encoded))
-        text = self.tokenizer.decode(encoded.prompt) if tools else ""
-        if lost := [name for tool in tools or () if (name := tool["function"]["name"]) not in text]:
+        messages = cast(list[Message], [message.fields() for message in asked.messages])
+        rendered = render_prompt(self.encoder, messages, asked.tool_definitions)
+        lost = [name for tool in asked.tools or () if (name := tool.function.name) not in rendered.text]
+        if lost and asked.tool_definitions:
             raise UserError(f"the chat template leaves out tools ({', '.join(lost)}); ask without them")
-        return encoded.prompt
+        return rendered.ids

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lib.config.settings import Fraction
-from lib.serve.generation import Sampling
+from lib.serve.generation import SamplingOptions
 
 JSON = dict[str, Any]
 TOP_LOGPROBS = 20
@@ -38,30 +38,30 @@ class RequestError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-class Part(BaseModel):
+class RequestPart(BaseModel):
     """Something that clients send. Strict: "1" is not a number; unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
 
-SomePart = TypeVar("SomePart", bound=Part)
+SomePart = TypeVar("SomePart", bound=RequestPart)
 
 
-class TextPart(Part):
+class TextPart(RequestPart):
     """A piece of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
-class CalledFunction(Part):
+class CalledFunction(RequestPart):
     """What a tool call calls."""
 
     name: str
     arguments: str
 
 
-class ToolCall(Part):
+class ToolCall(RequestPart):
     """A call that the assistant made earlier in the conversation."""
 
     id: str | None = None
@@ -70,7 +70,7 @@ class ToolCall(Part):
     function: CalledFunction
 
 
-class RequestMessage(Part):
+class RequestMessage(RequestPart):
     """A message. Fields that clients echo from an answer are taken where they say nothing."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -95,7 +95,7 @@ class RequestMessage(Part):
         return message
 
 
-class Signature(Part):
+class Signature(RequestPart):
     """Name, meaning and JSON schema of a function."""
 
     name: str
@@ -104,26 +104,26 @@ class Signature(Part):
     strict: bool | None = None
 
 
-class RequestTool(Part):
+class RequestTool(RequestPart):
     """A function that the model may call."""
 
     type: Literal["function"]
     function: Signature
 
 
-class StreamOptions(Part):
+class StreamOptions(RequestPart):
     """What a stream has besides its tokens."""
 
     include_usage: bool | None = None
 
 
-class TextFormat(Part):
+class TextFormat(RequestPart):
     """The only response format there is."""
 
     type: Literal["text"]
 
 
-class CompletionRequest(Part):
+class CompletionRequest(RequestPart):
     """The keys of both kinds of completion. Null means absent, as with OpenAI."""
 
     model: str | None = None
@@ -169,7 +169,7 @@ class CompletionRequest(Part):
     def wants_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def sampling(self, vocab_size: int | None) -> Sampling:
+    def sampling(self, vocab_size: int | None) -> SamplingOptions:
         """Raises RequestError for a token beyond the vocabulary."""
         bias = {int(token): value for token, value in (self.logit_bias or {}).items()}
         if vocab_size is not None and max(bias, default=0) >= vocab_size:
@@ -179,7 +179,7 @@ class CompletionRequest(Part):
         penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
         names = ("temperature", "top_p", "top_k", "min_p", "seed", *penalties)
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return Sampling(**given, logit_bias=bias)
+        return SamplingOptions(**given, logit_bias=bias)
 
 
 class ChatRequest(CompletionRequest):

@@ -25,9 +25,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lib.config import command_line, help, load, read_file
+from lib.config import command_line, help, load
 from lib.config.settings import Config
 from lib.errors import Stopped, UserError
+from lib.plan.calibration import read_calibration
 from lib.serve import keys as key_file
 from lib.system import model_folder, mpi_and_blas
 
@@ -54,6 +55,7 @@ def serve(settings: Config, run: Path | None) -> None:
         UserError: something that was asked for cannot be served.
         Stopped: the model cannot be loaded.
     """
+    mpi_and_blas.prepare()  # before MLX is imported: its own BLAS is 17 times as slow
     from lib.serve.app import Server  # brings uvicorn, MLX and transformers: --help answers at once
     from lib.serve.feedback import Feedback
     from lib.serve.generation import Generator
@@ -76,14 +78,14 @@ def serve(settings: Config, run: Path | None) -> None:
     name = options.name or (run or Path(settings.model.path)).resolve().name
     folder = model_folder.resolve(settings.model.path, settings.model.revision)
     stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    model = ServedModel(settings, folder, run)
+    model = ServedModel(settings.model, settings.data, folder, run, options.fuse)
     generator = Generator(model.load, options.concurrency)
     feedback = None if options.feedback is None else Feedback(Path(options.feedback), options.feedback_seconds)
     server = Server(
         options,
         name,
         generator,
-        model.prompt_ids,
+        model,
         keys,
         feedback,
         log,
@@ -180,31 +182,19 @@ def nginx_file(servers: list[str], calibration: Path) -> str:
         calibration: the folder of HOST.json; a host's weight is its best pairs/s, 1 where it was not measured.
 
     Raises:
-        UserError: a server is not of the form HOST:PORT.
+        UserError: a server is not of the form HOST:PORT, or a calibration is malformed.
     """
     speeds = {}
     for server in servers:
         host, _, port = server.rpartition(":")
         if not host or not port.isdigit():
             raise UserError(f"--hosts {server}: not of the form HOST:PORT, e.g. mac-a:8080,mac-b:8080")
-        speeds[server] = _speed_of(calibration / f"{host}.json")
-    known = [speed for speed in speeds.values() if speed]
-    least = min(known, default=1.0)
-    lines = [
-        f"    server {server} weight={max(1, round(10 * (speed or least) / least))};"
-        for server, speed in speeds.items()
-    ]
-    return NGINX.format(servers="\n".join(lines))
-
-
-def _speed_of(path: Path) -> float | None:
-    """The best pairs/s of a host's calibration; None where there is none."""
-    if not path.exists():
-        return None
-    curves = read_file.read_object(path, "calibration").get("curves", [])
-    values = curves.values() if isinstance(curves, dict) else curves
-    points = [point for curve in values for point in (curve.get("points", []) if isinstance(curve, dict) else curve)]
-    return max((point["pairs_per_second"] for point in points if point.get("pairs_per_second")), default=None)
+        file = calibration / f"{host}.json"
+        curves = read_calibration(file).curves if file.exists() else ()
+        speeds[server] = max((curve.best_point.pairs_per_second for curve in curves), default=0.0)
+    least = min(filter(None, speeds.values()), default=1.0)
+    weights = {server: max(1, round(10 * (speed or least) / least)) for server, speed in speeds.items()}
+    return NGINX.format(servers="\n".join(f"    server {name} weight={weight};" for name, weight in weights.items()))
 
 
 NGINX = """# nginx in front of several servers of one model: /etc/nginx/conf.d/tandem.conf
