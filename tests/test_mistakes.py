@@ -26,7 +26,7 @@ from lib.data import inspect
 from lib.evaluate import command as evaluate
 from lib.export import command as export
 from lib.launch import command as launcher
-from lib.report import command as dashboard
+from lib.report import page as dashboard
 from lib.serve import cli as server
 from lib.system import mpi_and_blas
 from lib.system.network import host_name

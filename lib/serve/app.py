@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 from prometheus_client import Counter as CounterMetric
@@ -37,6 +37,7 @@ from lib.errors import UserError
 from lib.serve.feedback import Feedback, Label
 from lib.serve.generation import Generation, Generator, Piece, Token
 from lib.serve.keys import KeyFile
+from lib.serve.model import ServedModel
 from lib.serve.requests import JSON, ChatRequest, RequestError, TextRequest, parse
 
 LOOK_SECONDS = 0.5  # between two looks at whether a client is still there
@@ -46,15 +47,6 @@ OPEN_PATHS = ("/healthz", "/readyz")
 COMPLETION_PATHS = ("/v1/chat/completions", "/v1/completions")
 PATHS = (*OPEN_PATHS, *COMPLETION_PATHS, "/v1/models", "/v1/feedback", "/metrics")
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-
-
-class Prompts(Protocol):
-    """Renders requests as training renders rows."""
-
-    has_template: bool
-
-    def prompt_ids(self, asked: ChatRequest | TextRequest) -> list[int]:
-        """Raises UserError for a message that the template does not take."""
 
 
 @dataclass
@@ -71,7 +63,7 @@ class Server:
     settings: ServeSettings
     name: str
     generator: Generator
-    prompts: Prompts
+    model: ServedModel
     keys: KeyFile | None
     feedback: Feedback | None
     log: Callable[..., None]
@@ -88,8 +80,8 @@ class Server:
         routes = [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.text, methods=["POST"]),
-            Route("/v1/models", self.models),
-            Route("/v1/models/{name:path}", self.model),
+            Route("/v1/models", self.list_models),
+            Route("/v1/models/{name:path}", self.show_model),
             Route("/metrics", self.show_metrics),
             Route("/healthz", self.health),
             Route("/readyz", self.ready),
@@ -163,14 +155,14 @@ class Server:
         is_ready = self.generator.is_ready.is_set() and not self.draining
         return PlainTextResponse("ready\n" if is_ready else "not ready\n", 200 if is_ready else 503)
 
-    async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model()]})
+    async def list_models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._description()]})
 
-    async def model(self, request: Request) -> Response:
+    async def show_model(self, request: Request) -> Response:
         self._require_model(request.path_params["name"])
-        return JSONResponse(self._model())
+        return JSONResponse(self._description())
 
-    def _model(self) -> JSON:
+    def _description(self) -> JSON:
         return {"id": self.name, "object": "model", "created": self.metrics.started, "owned_by": "tandem"}
 
     def _require_model(self, name: str | None) -> None:
@@ -238,7 +230,7 @@ class Server:
             message = f"max_tokens is {asked.answer_tokens}, but at most {settings.max_tokens} are allowed"
             raise RequestError(400, message, "invalid_value", "max_tokens")
         try:
-            prompt = await asyncio.to_thread(self.prompts.prompt_ids, asked)
+            prompt = await asyncio.to_thread(self.model.prompt_ids, asked)
         except UserError as error:
             raise RequestError(400, str(error), "invalid_prompt", "messages") from None
         if not prompt or max(prompt) >= (self.vocab_size or math.inf):
@@ -293,21 +285,13 @@ class Server:
             self.metrics.seconds.observe(seconds)
             self.metrics.tokens.labels("prompt").inc(prompt_tokens)
             self.metrics.tokens.labels("completion").inc(answer.count)
-            self.log(
-                "request",
-                id=request.state.id,
-                answer=answer.id,
-                owner=generation.owner,
-                outcome=outcome,
-                stream=bool(answer.asked.stream),
-                prompt_tokens=prompt_tokens,
-                tokens=answer.count,
-                seconds=round(seconds, 3),
-            )
+            record = {"id": request.state.id, "answer": answer.id, "owner": generation.owner, "outcome": outcome}
+            record |= {"stream": bool(answer.asked.stream), "seconds": round(seconds, 3)}
+            self.log("request", prompt_tokens=prompt_tokens, tokens=answer.count, **record)
 
     def _remember(self, owner: str, answer: Completion) -> None:
         """Keeps an answer that ended for a label, where training renders such a request as it was served."""
-        if self.feedback is None or answer.is_chat != self.prompts.has_template:
+        if self.feedback is None or answer.is_chat != self.model.has_template:
             return
         if answer.pieces.finish_reason not in (None, "length") and (row := answer.row()) is not None:
             self.feedback.remember(owner, row)

@@ -26,14 +26,8 @@ class KeyFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._stamp: tuple[int, int] | None = None
-        self._owners: dict[str, str] = {}
-        self.load()
-
-    def load(self) -> None:
-        """Reads the file again; a wrong line leaves the keys as they were."""
-        self._owners = read(self.path)
         self._stamp = self._stamp_of()
+        self._owners = read(path)
 
     def _stamp_of(self) -> tuple[int, int] | None:
         facts = self.path.stat() if self.path.exists() else None
