@@ -2,6 +2,7 @@
 
     python benchmarks/quickstart.py            five seeds, about half an hour on two cores
     python benchmarks/quickstart.py --quick    one seed and a third of the steps, about a minute and a half
+    python benchmarks/quickstart.py --labels   learnt from one labelled completion of each pair: KTO, BCO, labels flipped
 
 For every seed: the quickstart as `make train` runs it; the same with every pair's labels shuffled (no gain is to be
 had), and inverted (exact match has to fall); and on two ranks that take three quarters and a quarter of the pairs,
@@ -44,6 +45,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--labels", action="store_true")
     options = parser.parse_args()
     settings = load.load(QUICKSTART)
     batch = settings.train.global_batch_size
@@ -53,17 +55,11 @@ def main() -> None:
         folder = Path(name)
         for seed in range(options.seed, options.seed + (1 if options.quick else options.seeds)):
             common = [f"train.seed={seed}", f"run.dir={folder}", "evaluate.samples=0", *quick]
-            shuffled = relabelled(ROOT / settings.data.train, folder / "shuffled.jsonl", 0.5, seed)
-            inverted = relabelled(ROOT / settings.data.train, folder / "inverted.jsonl", 1.0, seed)
-            runs = {
-                "labels as they are": run(1, [*common, f"run.name=plain{seed}"]),
-                "labels shuffled": run(1, [*common, f"run.name=shuffled{seed}", f"data.train={shuffled}"]),
-                "labels inverted": run(1, [*common, f"run.name=inverted{seed}", f"data.train={inverted}"]),
-                "two unequal ranks": run(
-                    2, [*common, f"run.name=two{seed}", f"plan.shares=[{3 * batch // 4},{batch - 3 * batch // 4}]"]
-                ),
-            }
-            difference = tiny.difference(folder / f"plain{seed}", folder / f"two{seed}")
+            if options.labels:
+                runs = from_labels(common, folder, seed)
+            else:
+                runs = from_pairs(common, ROOT / settings.data.train, folder, seed, batch)
+                difference = tiny.difference(folder / f"plain{seed}", folder / f"two{seed}")
             for control, summary in runs.items():
                 gain = summary["exact_match_after"] - summary["exact_match_before"]
                 rows.append(
@@ -98,6 +94,40 @@ def main() -> None:
         )
     Console().print(table)
     print(json.dumps({"rows": rows}))
+
+
+def from_pairs(common: list[str], data: Path, folder: Path, seed: int, batch: int) -> dict[str, Any]:
+    """The summaries of the quickstart and of its controls."""
+    shuffled = relabelled(data, folder / "shuffled.jsonl", 0.5, seed)
+    inverted = relabelled(data, folder / "inverted.jsonl", 1.0, seed)
+    shares = f"plan.shares=[{3 * batch // 4},{batch - 3 * batch // 4}]"
+    return {
+        "labels as they are": run(1, [*common, f"run.name=plain{seed}"]),
+        "labels shuffled": run(1, [*common, f"run.name=shuffled{seed}", f"data.train={shuffled}"]),
+        "labels inverted": run(1, [*common, f"run.name=inverted{seed}", f"data.train={inverted}"]),
+        "two unequal ranks": run(2, [*common, f"run.name=two{seed}", shares]),
+    }
+
+
+def from_labels(common: list[str], folder: Path, seed: int) -> dict[str, Any]:
+    """The summaries of KTO and BCO, and of KTO from wrong labels."""
+    config = ROOT / "configs/quickstart-kto.yaml"
+    data = labelled(ROOT / "configs/quickstart/train.jsonl", folder / "labels.jsonl", seed)
+    flipped = labelled(ROOT / "configs/quickstart/train.jsonl", folder / "flipped.jsonl", seed, flipped=True)
+    return {
+        name: run(1, [*common, f"train.loss={loss}", f"data.train={rows}", f"run.name={name}{seed}"], config)
+        for name, loss, rows in (("kto", "kto", data), ("bco", "bco", data), ("flipped", "kto", flipped))
+    }
+
+
+def labelled(source: Path, target: Path, seed: int, flipped: bool = False) -> Path:
+    """One completion of every pair, chosen by a coin, with its label; or with the wrong one."""
+    rng, records = random.Random(seed), []
+    for line in source.read_text(encoding="utf-8").splitlines():
+        pair, is_right = json.loads(line), rng.random() < 0.5
+        completion = pair["chosen" if is_right else "rejected"]
+        records.append({"prompt": pair["prompt"], "completion": completion, "label": is_right != flipped})
+    return tiny.write_jsonl(target, records)
 
 
 def run(ranks: int, words: list[str], config: Path = QUICKSTART) -> dict[str, Any]:
