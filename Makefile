@@ -79,7 +79,7 @@ calibrate: setup
 
 # Can this machine train? A page to attach to a report; ARGS="--json" for programs.
 doctor: setup
-	$(BIN)/python -m lib.doctor $(ARGS)
+	$(BIN)/python -m lib.launch.preflight $(ARGS)
 
 # make serve RUN=runs/NAME ARGS="serve.port=8081 serve.keys=keys"; docs/serving.md
 serve: setup

@@ -40,4 +40,5 @@ class Parser(argparse.ArgumentParser):
         takes_settings = self.settings_place or any(action.dest == "overrides" for action in self._actions)
         options = [name for name in self._option_string_actions if name.startswith("--")]
         hint = hints.of_option(option, shown, known_settings() if takes_settings else [], options)
-        return f"{hint}, {self.settings_place}" if hint and self.settings_place else hint
+        is_setting = hint and self.settings_place and not hint.startswith("did you mean --")
+        return f"{hint}, {self.settings_place}" if is_setting else hint

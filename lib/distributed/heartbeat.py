@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from lib.distributed import agent_heartbeat
-from lib.distributed.agent_heartbeat import ADDRESS, FOLDER, SECONDS, Heard, Reached, agent_folder  # noqa: F401
 from lib.distributed.connection import Channel, Listener, connect, run_key
 
 WATCHER = "TANDEM_HEARTBEAT"
@@ -52,7 +50,6 @@ def start(rank: int) -> None:
         ConnectionError: the watcher is not reached.
         UserError: it has another key.
     """
-    agent_heartbeat.start(rank)
     watcher, key = os.environ.get(WATCHER), run_key()
     if watcher is None or key is None or "rank" in _facts:
         return
@@ -83,20 +80,19 @@ def phase(name: str, allowed_seconds: float | None = None, is_wait: bool = False
 @contextlib.contextmanager
 def waiting(name: str) -> Iterator[None]:
     """Reports the block as a wait for other ranks."""
-    with phase(name, is_wait=True), agent_heartbeat.waiting(name):
+    with phase(name, is_wait=True):
         yield
 
 
 @contextlib.contextmanager
 def passing(name: str, passes: int = 1) -> Iterator[None]:
     """Reports the block as so many passes through the model."""
-    with phase(name, passes * PASS_SECONDS), agent_heartbeat.passing(name, passes):
+    with phase(name, passes * PASS_SECONDS):
         yield
 
 
 def report(**facts: Any) -> None:
     """Adds facts to all further reports: the step, the newest checkpoint, why the run ends."""
-    agent_heartbeat.tell(**facts)
     _facts.update(facts)
     _changed.set()
 

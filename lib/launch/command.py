@@ -6,82 +6,213 @@
     ./launch --hostfile hostfile --role secondary -- train.py        without ssh: by hand, on each machine
     ./launch --emit hostfile > hostfile                              the machines that answer over ssh
 
-Before a start every host is checked (lib/launch/preflight.py); lib/launch/supervisor.py starts the ranks, watches them,
-and starts them again.
+Before a start every host is checked (lib/launch/preflight.py); lib/launch/launcher.py starts and watches the ranks.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import difflib
-import os
 import shlex
 import signal
 import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from lib.config import load, train_arguments
-from lib.errors import UserError
-from lib.launch import discovery, hostfile, preflight, rendezvous, scheduler_jobs
-from lib.launch import options as launch_options
-from lib.launch.copy_to_hosts import copy_to_hosts
-from lib.launch.hostfile import Host
-from lib.launch.job import ROOT, Job, full_command
-from lib.launch.options import ROLES
-from lib.launch.rank_console import Console
-from lib.launch.ssh import is_this_machine
-from lib.launch.supervisor import supervise
+from lib.config import command_line, load, train_arguments
+from lib.environment import ROOT
+from lib.errors import Stopped, UserError
+from lib.launch import discovery, hostfile, launcher, preflight, role_start, scheduler_jobs, ssh
+from lib.launch import job as jobs
+from lib.launch.hostfile import Host, Hosts
+from lib.launch.job import Job
+from lib.launch.launcher import MAC_RESTARTS
 from lib.system import key_file, terminal
+
+ROLES = ("primary", "secondary")
+LIMITS = {
+    "max_restarts": (0, 10**6),
+    "connections_per_ip": (1, 16),
+    "starting_port": (1024, 65000),
+    "min_mbit": (0, 10**9),
+    "max_round_trip_ms": (0, 10**9),
+    "silent_seconds": (3, 10**6),
+    "wedged_seconds": (1, 10**6),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: the worst rank's, 2 for wrong input, 1 where preflight fails."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        options = launch_options.parse(words, __doc__)
+        options = parse(words)
         if options.emit == "hostfile" and options.preflight:
             return _emit_hostfile(options)
-        job = launch_options.job_of(options)
+        job = job_of(options)
         if options.emit:
             print(_emitted(job, options.emit), end="")
             return 0
         if job.directory == str(ROOT):  # elsewhere there may be other files
-            _check_command(job.command)
+            check_command(job.command)
         if options.sync:
-            copy_to_hosts(job, options.sync)
-        here = _this_host(job, options.role) if options.role else None
+            ssh.copy_to_hosts(job, options.sync)
+        here = this_host(job, options.role) if options.role else None
         if here is None and (options.preflight or options.preflight_only):
-            passed = preflight.run(job, options.json, options.min_mbit, options.max_round_trip_ms)
+            limits = preflight.Limits(options.min_mbit * 1e6 / 8, options.max_round_trip_ms / 1e3, options.typed)
+            passed = preflight.run(job, limits, options.json)
             if options.preflight_only or not passed:
                 return 0 if passed else 1
+        return _train(job, options, here)
     except UserError as error:
         terminal.error(str(error))
         return 2
+    except Stopped as error:
+        terminal.error(str(error), "stopped")
+        return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    job = replace(job, environment={**_columns(job), **job.environment})
-    console = Console(lambda: os.kill(os.getpid(), signal.SIGINT))
+
+
+def _train(job: Job, options: argparse.Namespace, here: Host | None) -> int:
+    width = terminal.Terminal().width
+    tag = max(len(f"[{job.size - 1} {host.name}] ") for host in job.hosts)
+    if width is not None and width - tag >= terminal.NARROW:
+        job = replace(job, environment={"TANDEM_COLUMNS": str(width - tag), **job.environment})
+    console, key = launcher.Console(), None
     try:
-        secret = None
         if here is not None and len(job.hosts) > 1:
-            path = options.key or key_file.usual()
-            key = rendezvous.key_of(path, here == job.hosts[0], job.wedged_seconds, console.note)
-            meeting = rendezvous.Meeting(job.starting_port, job.wedged_seconds, key, path)
-            secret = asyncio.run(rendezvous.gather(job.hosts, here, meeting, role_commands(words), console.note))
-        return asyncio.run(supervise(job, console, options.max_restarts, options.restart_with, here, secret))
-    except UserError as error:  # an address that does not resolve
-        console.note(f"error: {error}")
-        return 2
-    except rendezvous.Absent as error:
-        console.note(str(error))
-        return 1
-    except KeyboardInterrupt:  # while others are waited for
-        return 128 + signal.SIGINT
+            path, limit_seconds = options.key or key_file.usual(), job.wedged_seconds
+            secret = role_start.key_of(path, here == job.hosts[0], limit_seconds, console.note)
+            commands = role_commands(options.typed)
+            key = role_start.gather(job.hosts, here, job.starting_port, secret, limit_seconds, commands, console.note)
+        restarts, with_hosts = options.max_restarts, options.restart_with
+
+        def way_on(run: str) -> str:
+            return f"go on with: {command_to_resume(options.typed, job.command, run)}"
+
+        return launcher.supervise(job, console, restarts, with_hosts, way_on, here, key)
     finally:
         console.close()
+
+
+def command_to_resume(typed: Sequence[str], command: Sequence[str], run: str) -> str:
+    """What one types to go on with a run: the launch as it was typed, with --resume behind it."""
+    before = typed[: list(typed).index("--")] if "--" in typed else typed
+    return shlex.join(["./launch", *before, "--", *jobs.resume_command(command, run, same_world=True)])
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options, with `command`: the words after --, and `typed`: all words.
+
+    Raises:
+        UserError: a word is unknown, a value is out of its limits, or two options do not go together.
+    """
+    words = list(arguments)
+    script = next((index for index, word in enumerate(words) if word.endswith(".py")), None)
+    if "--" not in words and script is not None:  # `./launch --hosts a,b train.py --config X` is as clear
+        words.insert(script, "--")
+    cut = words.index("--") if "--" in words else len(words)
+    options = _parser().parse_args(words[:cut])
+    if options.command:
+        raise UserError(f"{options.command[0]!r}: the command comes after --, e.g. ./launch --hosts a,b -- train.py")
+    options.command, options.typed = words[cut + 1 :] or ["train.py"], words
+    searches = options.emit == "hostfile" and options.preflight and options.hostfile is None and options.hosts is None
+    if (options.hostfile is None) == (options.hosts is None) and not searches:
+        raise UserError("give --hostfile FILE or --hosts A,B (one of them); hostfile.example shows a file")
+    for name, (least, most) in LIMITS.items():
+        number = getattr(options, name)
+        if number is not None and not least <= number <= most:
+            raise UserError(f"--{name.replace('_', '-')} {number:g} is not in {least} to {most}")
+    if options.role and options.max_restarts:
+        raise UserError("--max-restarts needs ssh, to start all machines again; with --role start them again by hand")
+    if options.key and not options.role:
+        raise UserError("--key is for --role: with ssh, every start has a key of its own")
+    return options
+
+
+def _parser() -> command_line.Parser:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = command_line.Parser(prog="launch", description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    parser.settings_place = "after --, behind train.py"
+    add = parser.add_argument
+    add("--hostfile", metavar="FILE", type=Path, help="the hosts: NAME:SLOTS or NAME slots=N a line, or MLX's JSON")
+    add("--hosts", metavar="A:1,B:1", help="the hosts, here instead of in a file")
+    add("--backend", choices=hostfile.BACKENDS, help="default: the host file's, else ring")
+    add("--preflight-only", action="store_true", help="check every host, start nothing")
+    slow = "preflight: fail links below X Mbit/s (default: %(default)g)"
+    add("--min-mbit", type=float, default=100.0, metavar="X", help=slow)
+    late = "preflight: fail links whose round trip takes more than X ms (default: %(default)g)"
+    add("--max-round-trip-ms", type=float, default=50.0, metavar="X", help=late)
+    add("--json", action="store_true", help="print preflight's findings as JSON")
+    add("--no-preflight", dest="preflight", action="store_false", help="start without checking")
+    default = f"(default: {MAC_RESTARTS} where a host is a Mac, else 0)"
+    restarts = f"after a fault, go on from the newest checkpoint, at most N times {default}"
+    add("--max-restarts", type=int, metavar="N", help=restarts)
+    survivors = "after a fault: go on with the hosts that answer, or wait for all (default: %(default)s)"
+    add("--restart-with", choices=("survivors", "all"), default="survivors", help=survivors)
+    silent = "give up a rank that sends nothing for S seconds (default: %(default)g)"
+    add("--silent-seconds", type=float, default=10.0, metavar="S", help=silent)
+    wedged = "give up ranks that wait for each other for S seconds (default: %(default)g)"
+    add("--wedged-seconds", type=float, default=600.0, metavar="S", help=wedged)
+    add("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable for every rank")
+    copied = "first copy this (`.`: the project) to every host, by rsync"
+    add("--sync", action="append", default=[], metavar="PATH", help=copied)
+    add("--role", choices=ROLES, help="without ssh: start this machine's ranks only, the same command on each")
+    key = f"with --role: the key by which machines know each other, the same on all (default: {key_file.usual()})"
+    add("--key", type=Path, metavar="FILE", help=key)
+    add("--nice", type=int, metavar="N", help="priority of the ranks; below 0 needs root or sudo")
+    connections = "connections between neighbours (default: %(default)s)"
+    add("--connections-per-ip", type=int, default=1, metavar="N", help=connections)
+    ports = "the first port that ranks listen at (default: %(default)s)"
+    add("--starting-port", type=int, default=32323, metavar="PORT", help=ports)
+    add("--mpi-arg", action="append", default=[], metavar="WORD", help="a further word for mpirun")
+    emitted = (
+        "print a file and start nothing. hostfile: the machines that answer over ssh, those of --hosts or all that "
+        "are found (~/.ssh/config, mDNS, Thunderbolt; with --no-preflight none is asked); slurm, mpijob: the job"
+    )
+    add("--emit", choices=("hostfile", "slurm", "mpijob"), help=emitted)
+    add("--directory", help="the project's folder on the hosts (default: as here)")
+    add("--python", help="the interpreter on the hosts (default: as here)")
+    add("command", nargs="*", help="after --: train.py and its words")
+    return parser
+
+
+def hosts_of(options: argparse.Namespace) -> Hosts:
+    """The hosts of --hostfile or --hosts.
+
+    Raises:
+        UserError: something in them is wrong.
+    """
+    return hostfile.read(options.hostfile) if options.hostfile else hostfile.from_words(options.hosts)
+
+
+def job_of(options: argparse.Namespace) -> Job:
+    """What the options ask for.
+
+    Raises:
+        UserError: the hosts are wrong, or the backend cannot connect them.
+    """
+    listed = hosts_of(options)
+    backend = options.backend or listed.backend or "ring"
+    if backend in jobs.RDMA_BACKENDS and (wanted := jobs.rdma_fault(backend, listed.hosts)) is not None:
+        write = f"mlx.distributed_config --over thunderbolt --backend {backend} writes such a host file"
+        raise UserError(f"{backend} wants {wanted}; {write}")
+    return Job(
+        hosts=listed.hosts,
+        backend=backend,
+        command=tuple(options.command),
+        environment={**listed.environment, **hostfile.environment(options.env, "--env")},
+        directory=options.directory or str(ROOT),
+        python=options.python or (f"{options.directory}/.venv/bin/python" if options.directory else sys.executable),
+        connections_per_ip=options.connections_per_ip,
+        starting_port=options.starting_port,
+        mpi_arguments=tuple(options.mpi_arg),
+        nice=options.nice,
+        silent_seconds=options.silent_seconds,
+        wedged_seconds=options.wedged_seconds,
+    )
 
 
 def role_commands(arguments: Sequence[str]) -> tuple[str, str]:
@@ -94,14 +225,7 @@ def role_commands(arguments: Sequence[str]) -> tuple[str, str]:
     return primary, secondary
 
 
-def _columns(job: Job) -> dict[str, str]:
-    """The variable that says at how many columns a rank wraps a line: those of our terminal, less the line's tag."""
-    width = terminal.Terminal().width
-    tag = max(len(f"[{job.size - 1} {host.name}] ") for host in job.hosts)
-    return {} if width is None or width - tag < terminal.NARROW else {"TANDEM_COLUMNS": str(width - tag)}
-
-
-def _check_command(words: Sequence[str]) -> None:
+def check_command(words: Sequence[str]) -> None:
     """Checks here, once, what every rank would check: that the script exists and the settings are right.
 
     Raises:
@@ -117,12 +241,33 @@ def _check_command(words: Sequence[str]) -> None:
             load.load(ROOT / (options.config or train_arguments.QUICKSTART), options.overrides)
 
 
+def this_host(job: Job, role: str) -> Host:
+    """The host whose ranks are this machine's, where people start each machine by hand.
+
+    Raises:
+        UserError: the backend needs a starter, or this machine is not the host that it should be.
+    """
+    if job.backend == "mpi":
+        raise UserError("--role is for ring, jaccl and nccl: mpirun reaches the other hosts over ssh")
+    mine = [host for host in job.hosts if ssh.is_this_machine(host)]
+    names = ", ".join(host.name for host in job.hosts)
+    if len(mine) != 1:
+        raise UserError(
+            f"--role {role}: this machine ({socket.gethostname()}) is {len(mine)} of the hosts {names}, not one"
+        )
+    if (mine[0] == job.hosts[0]) != (role == "primary"):
+        raise UserError(f"--role {role}: the primary is {job.hosts[0].name}, the first host; this is {mine[0].name}")
+    return mine[0]
+
+
 def _emit_hostfile(options: argparse.Namespace) -> int:
     """Prints the host file of the machines that answer; the exit status is 1 where none does."""
-    named = launch_options.hosts_of(options).hosts if options.hostfile or options.hosts else ()
-    text = discovery.hostfile_text(
-        named, options.directory or str(ROOT), lambda line: print(f"launch: {line}", file=sys.stderr, flush=True)
-    )
+    named = hosts_of(options).hosts if options.hostfile or options.hosts else ()
+
+    def note(line: str) -> None:
+        print(f"launch: {line}", file=sys.stderr, flush=True)
+
+    text = discovery.hostfile_text(named, options.directory or str(ROOT), note)
     if text is None:
         terminal.error(f"none of {', '.join(host.name for host in named)} answers; ssh to one of them by hand first")
         return 1
@@ -131,7 +276,7 @@ def _emit_hostfile(options: argparse.Namespace) -> int:
 
 
 def _emitted(job: Job, kind: str) -> str:
-    """A host file, or a job file for somebody else's scheduler.
+    """A host file, or a job file for a scheduler.
 
     Raises:
         UserError: the scheduler cannot run it.
@@ -140,25 +285,4 @@ def _emitted(job: Job, kind: str) -> str:
         return hostfile.to_text(job.hosts)
     write = {"slurm": scheduler_jobs.slurm, "mpijob": scheduler_jobs.mpijob}[kind]
     environment = {"PYTHONUNBUFFERED": "1", **job.environment}
-    return write(job.hosts, full_command(job), environment, job.directory, job.python)
-
-
-def _this_host(job: Job, role: str) -> Host:
-    """The host whose ranks are this machine's, where people start each machine by hand.
-
-    Raises:
-        UserError: the backend needs a starter, or this machine is not the host that it should be.
-    """
-    if job.backend == "mpi":
-        raise UserError("--role is for ring, jaccl and nccl: mpirun reaches the other hosts over ssh")
-    mine = [host for host in job.hosts if is_this_machine(host)]
-    if len(mine) != 1:
-        names = ", ".join(host.name for host in job.hosts)
-        raise UserError(
-            f"--role {role}: this machine ({socket.gethostname()}) is {len(mine)} of the hosts {names}, not one"
-        )
-    if (mine[0] == job.hosts[0]) != (role == "primary"):
-        raise UserError(
-            f"--role {role}: the first host, {job.hosts[0].name}, is the primary; this machine is {mine[0].name}"
-        )
-    return mine[0]
+    return write(job.hosts, jobs.full_command(job), environment, job.directory, job.python)

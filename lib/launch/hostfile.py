@@ -109,6 +109,9 @@ def from_words(words: str) -> Hosts:
     Raises:
         UserError: as `read`.
     """
+    if words.lstrip()[:1] in ("[", "{"):  # no JSON: IPv6, or the content of a file
+        _from_lines(words, "--hosts")
+        raise UserError(f"--hosts {_short(words)}: give NAME:SLOTS,NAME:SLOTS; a JSON file goes to --hostfile")
     return parse("\n".join(words.split(",")), "--hosts")
 
 

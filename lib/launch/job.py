@@ -1,15 +1,24 @@
-"""A job: which command runs on which hosts, and how, as the words of ./launch ask for it."""
+"""A job: which command runs on which hosts, and by which variables and files its ranks find each other. Pure.
+
+Contracts: MLX_HOSTFILE and MLX_RANK (ring); MLX_IBV_DEVICES, MLX_JACCL_COORDINATOR and MLX_RANK (jaccl), with
+MLX_JACCL_RING (jaccl-ring); NCCL_HOST_IP, NCCL_PORT, MLX_WORLD_SIZE and MLX_RANK (nccl); Open MPI's own (mpi).
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lib.environment import ROOT
-from lib.launch.hostfile import Host
+from lib.launch import hostfile
+from lib.launch.hostfile import Devices, Host
+
+RDMA_BACKENDS = ("jaccl", "jaccl-ring")  # over Thunderbolt 5; the second without a cable between every two
+FOLDER = "{folder}"  # in commands and variables of a RankCommand: where its files are on the host
 
 
 @dataclass(frozen=True)
@@ -28,7 +37,6 @@ class Job:
     nice: int | None = None
     silent_seconds: float = 10.0
     wedged_seconds: float = 600.0
-    typed: tuple[str, ...] = ()  # the words after ./launch, to be printed again
 
     @property
     def size(self) -> int:
@@ -36,22 +44,15 @@ class Job:
         return sum(host.slots for host in self.hosts)
 
 
-def ports_of(job: Job) -> dict[str, list[int]]:
-    """The ports that each host's ranks will listen at."""
-    if job.backend == "ring":
-        counts = [host.slots * max(1, len(host.addresses)) * job.connections_per_ip for host in job.hosts]
-    else:
-        counts = [1 if job.backend != "mpi" and index == 0 else 0 for index in range(len(job.hosts))]
-    first = itertools.accumulate([job.starting_port, *counts[:-1]])
-    return {
-        host.name: list(range(start, start + count))
-        for host, start, count in zip(job.hosts, first, counts, strict=True)
-    }
+@dataclass(frozen=True)
+class RankCommand:
+    """A process to start on a host; rank None: mpirun, or a host where mpirun starts the ranks."""
 
-
-def next_port(job: Job) -> int:
-    """The first port beyond those where its ranks listen."""
-    return max(itertools.chain.from_iterable(ports_of(job).values()), default=job.starting_port - 1) + 1
+    host: Host
+    rank: int | None
+    command: tuple[str, ...]  # empty: start nothing, but hold the connection
+    environment: Mapping[str, str]
+    files: Mapping[str, str] = field(default_factory=dict)  # text by name
 
 
 def full_command(job: Job) -> list[str]:
@@ -69,8 +70,109 @@ def resume_command(command: Sequence[str], run: str, same_world: bool) -> tuple[
     return (command[0], "--resume", run, *kept)
 
 
-def local_run_folder(job: Job, run: str) -> Path:
-    """Where this machine keeps a run that the hosts have at `run`: the same place in the project, or the same path."""
-    folder = Path(run)
-    inside = folder.is_relative_to(job.directory)
-    return ROOT / folder.relative_to(job.directory) if inside else folder
+def ports_of(job: Job) -> dict[str, list[int]]:
+    """The ports that each host's ranks will listen at."""
+    if job.backend == "ring":
+        counts = [host.slots * max(1, len(host.addresses)) * job.connections_per_ip for host in job.hosts]
+    else:
+        counts = [1 if job.backend != "mpi" and index == 0 else 0 for index in range(len(job.hosts))]
+    first = itertools.accumulate([job.starting_port, *counts[:-1]])
+    return {
+        host.name: list(range(start, start + count))
+        for host, start, count in zip(job.hosts, first, counts, strict=True)
+    }
+
+
+def rank_commands(job: Job) -> list[RankCommand]:
+    """The processes of a start, in rank order; with mpi: mpirun on the first host, and a connection to each other one.
+
+    Raises:
+        UserError: the name of a host does not resolve to an IPv4 address.
+    """
+    own = {"PYTHONUNBUFFERED": "1", **job.environment}
+    if job.backend == "mpi":
+        mpirun = RankCommand(
+            job.hosts[0], None, tuple(_mpirun(job, own)), own, {"hostfile": hostfile.to_text(job.hosts)}
+        )
+        return [mpirun, *(RankCommand(host, None, (), {}) for host in job.hosts[1:])]
+    common, files = _addresses(job)
+    commands: list[RankCommand] = []
+    for host in job.hosts:
+        for local_rank in range(host.slots):
+            variables = {**common, "MLX_RANK": str(len(commands))} if job.size > 1 else {}
+            if job.backend == "nccl":
+                variables["CUDA_VISIBLE_DEVICES"] = str(local_rank)
+            # The user's variables come last: CUDA_VISIBLE_DEVICES of --env wins.
+            commands.append(RankCommand(host, len(commands), tuple(full_command(job)), {**variables, **own}, files))
+    return commands
+
+
+def _addresses(job: Job) -> tuple[dict[str, str], dict[str, str]]:
+    """Where ranks find each other: variables for all of them, and the file that one of these names."""
+    hosts = job.hosts
+    if job.size == 1:
+        return {}, {}
+    if job.backend == "ring":
+        return {"MLX_HOSTFILE": f"{FOLDER}/hosts.json"}, {"hosts.json": json.dumps(_ring(job))}
+    first = hostfile.address(hosts[0], hosts)
+    if job.backend in RDMA_BACKENDS:
+        variables = {"MLX_JACCL_COORDINATOR": f"{first}:{job.starting_port}"}
+        variables |= {"MLX_IBV_DEVICES": f"{FOLDER}/hosts.json"}
+        variables |= {"MLX_JACCL_RING": "1"} if job.backend == "jaccl-ring" else {}
+        return variables, {"hosts.json": json.dumps(rdma_matrix(hosts))}
+    return {"NCCL_HOST_IP": first, "NCCL_PORT": str(job.starting_port), "MLX_WORLD_SIZE": str(job.size)}, {}
+
+
+def _ring(job: Job) -> list[list[str]]:
+    """For every rank the ADDRESS:PORT at which it listens: one for each connection of each address of its host."""
+    ring: list[list[str]] = []
+    port = job.starting_port
+    for host in job.hosts:
+        addresses = host.addresses or (hostfile.address(host, job.hosts),)
+        for _ in range(host.slots):
+            listeners = [address for address in addresses for _ in range(job.connections_per_ip)]
+            ring.append([f"{address}:{port + index}" for index, address in enumerate(listeners)])
+            port += len(listeners)
+    return ring
+
+
+def _mpirun(job: Job, environment: Mapping[str, str]) -> list[str]:
+    words = [str(Path(job.python).parent / "mpirun"), "--hostfile", f"{FOLDER}/hostfile", "-n", str(job.size)]
+    # Without "slot", a default policy of :oversubscribe puts all ranks on the first host.
+    words += ["--map-by", "slot:oversubscribe", "--bind-to", "none", "--wdir", job.directory, "--output", "tag"]
+    if job.connections_per_ip > 1:
+        words += ["--mca", "btl_tcp_links", str(job.connections_per_ip)]
+    for name in (*environment, "TANDEM_KEY", "TANDEM_HEARTBEAT"):
+        words += ["-x", name]
+    return [*words, *job.mpi_arguments, *full_command(job)]
+
+
+# ---- RDMA
+
+
+def rdma_matrix(hosts: Sequence[Host]) -> list[list[Devices]]:
+    """Each host's devices towards each other host: null, a name, or a list of names, one for every cable.
+
+    A host file lists them by its own order; of hosts that go on without the others only their columns remain.
+    """
+    columns = [index if host.index is None else host.index for index, host in enumerate(hosts)]
+    return [[host.rdma[column] if column < len(host.rdma) else None for column in columns] for host in hosts]
+
+
+def rdma_fault(backend: str, hosts: Sequence[Host]) -> str | None:
+    """Why MLX could not connect these hosts over RDMA; None if it can.
+
+    A mesh needs a device between every two hosts; a ring needs devices towards both neighbours.
+    """
+    count, matrix = len(hosts), rdma_matrix(hosts)
+    for index, host in enumerate(hosts):
+        if host.slots != 1:
+            return f"one rank a host, but {host.name} has slots={host.slots}"
+        if matrix[index][index]:
+            return f"no device from a host to itself, but {host.name} has {matrix[index][index]!r}"
+    pairs = itertools.permutations(range(count), 2)
+    wanted = [(i, j) for i, j in pairs if backend == "jaccl" or (i - j) % count in (1, count - 1)]
+    missing = [f"{hosts[i].name} to {hosts[j].name}" for i, j in wanted if not matrix[i][j]]
+    if missing:
+        return f"a device for each link, and none is listed for {', '.join(missing[:3])}"
+    return None

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
+import shutil
 import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 from lib.errors import UserError
 from lib.launch import hostfile
@@ -14,12 +20,11 @@ from lib.system import network
 CONNECT_SECONDS = 10
 
 
-def remote_command(job: Job, host: Host, module: str) -> list[str]:
-    """The command line that runs a module of ours on a host, over ssh."""
-    start = shlex.join([job.python, "-m", module])
-    *options, end, name = ssh_command(host)
-    # The user's own forwards are not wanted a second time.
-    return [*options, "-o", "ClearAllForwardings=yes", end, name, f"cd {shlex.quote(job.directory)} && exec {start}"]
+def remote_command(job: Job, host: Host, module: str, options: Sequence[str] = ()) -> list[str]:
+    """The command line that runs a module of this project on a host, over ssh, with further options of ssh."""
+    start = shlex.join([job.python, "-m", *module.split()])
+    *words, end, name = ssh_command(host)
+    return [*words, *options, end, name, f"cd {shlex.quote(job.directory)} && exec {start}"]
 
 
 def ssh_command(host: Host) -> list[str]:
@@ -37,11 +42,39 @@ def rsync_with_folder(folder: str) -> str:
     return f"--rsync-path=mkdir -p {shlex.quote(folder)} && rsync"
 
 
-def project_copy_command(host: Host, directory: str) -> str:
+def project_copy_command(host: Host, directory: str, origin: str) -> str:
     """The command that copies this project, without runs and environments, to a folder of a host."""
-    option, here = shlex.quote(rsync_with_folder(directory)), shlex.quote(f"{ROOT}/")
+    option, here = shlex.quote(rsync_with_folder(directory)), shlex.quote(f"{origin}/")
     target = f"{host.name}:{shlex.quote(directory)}/"
-    return f"rsync -a {option} --exclude=.git --exclude=.venv --exclude=runs {here} {target}"
+    return f"rsync -a --checksum {option} --exclude=.git --exclude=.venv --exclude=runs {here} {target}"
+
+
+def copy_to_hosts(job: Job, paths: Sequence[str]) -> None:
+    """Copies paths to the same place on every other host. Of `.`, the project, runs and environments are left out.
+
+    Raises:
+        UserError: rsync is missing, or fails on a host.
+    """
+    if shutil.which("rsync") is None:
+        raise UserError("--sync needs rsync; install it (apt-get install rsync, brew install rsync)")
+    for host, path in itertools.product(job.hosts, paths):
+        source = Path(path).resolve()
+        target = job.directory if source == ROOT else str(source)
+        if is_this_machine(host) and target == str(source):
+            continue
+        slash = "/" if source.is_dir() else ""
+        words = ["rsync", "-a", rsync_with_folder(target if slash else str(Path(target).parent))]
+        if source == ROOT:
+            words += [
+                "--checksum",
+                *(f"--exclude={name}" for name in (".git", ".venv", "runs", "__pycache__", ".*_cache")),
+            ]
+        words += ["-e", shlex.join(ssh_command(host)[:-2]), "--", f"{source}{slash}", f"{host.name}:{target}{slash}"]
+        done = subprocess.run(words, capture_output=True, text=True)
+        if done.returncode:
+            why = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[0]
+            raise UserError(f"--sync {path}: rsync to {host.name} failed: {why}")
+        print(f"launch: {path} copied to {host.name}", file=sys.stderr)
 
 
 def is_this_machine(host: Host) -> bool:
