@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from lib.launch.agent_messages import ForeignTexts, decoded, encoded
 
 from lib.launch import agent_link, agent_messages, host_agent
-from lib.launch.agent_messages import ForeignTexts, decoded, encoded
 from lib.launch.hostfile import Host
 from lib.launch.job import Job
 from tests.test_launch import python, words

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lib.launch.preflight_verdicts import Context, Finding, findings_of
+from lib.launch.run_needs import Needs
 
 from lib.launch import host_facts, hostfile, preflight, preflight_verdicts
 from lib.launch.hostfile import Host
 from lib.launch.job import Job
-from lib.launch.preflight_verdicts import Context, Finding, findings_of
-from lib.launch.run_needs import Needs
 from lib.launch.ssh import ssh_remedy
 from lib.system import files, hardware, network
 from tests import darwin

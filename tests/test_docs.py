@@ -22,8 +22,8 @@ from typing import NamedTuple
 import pytest
 
 from lib.config import help, load, train_arguments
+from lib.launch import command as launch_options
 from lib.launch import command as launcher
-from lib.launch import options as launch_options
 from tests import tiny
 from tests.tiny import ROOT
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from lib.launch import doctor, host_facts, machine_checks
 from lib.launch.doctor import Checked
 from lib.launch.machine_checks import Check, Result
+
+from lib.launch import doctor, host_facts, machine_checks
 from lib.system import hardware, metal
 from tests import darwin
 from tests.tiny import ROOT

@@ -13,12 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from lib.config import load
-from lib.launch import command as command_module
-from lib.launch import supervisor
-from lib.launch.hostfile import Host
-from lib.launch.job import Job, resume_command
 from lib.launch.rank_faults import (
     Fault,
     HostState,
@@ -30,6 +24,12 @@ from lib.launch.rank_faults import (
     stragglers,
 )
 from lib.launch.rank_processes import processes_of
+
+from lib.config import load
+from lib.launch import command as command_module
+from lib.launch import supervisor
+from lib.launch.hostfile import Host
+from lib.launch.job import Job, resume_command
 from lib.system.records import read_records
 from tests import rounding, tiny
 from tests.cluster import Host as Machine

@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from lib.launch import agent_link, host_facts, preflight, remote_process, supervisor
-from lib.launch import ssh as ssh_module
 from lib.launch.attempt import Attempt, Outcome
-from lib.launch.hostfile import Host
-from lib.launch.job import Job
 from lib.launch.rank_console import Quiet
 from lib.launch.rank_faults import Fault
 from lib.launch.run_needs import Needs
+
+from lib.launch import agent_link, host_facts, preflight, remote_process, supervisor
+from lib.launch import ssh as ssh_module
+from lib.launch.hostfile import Host
+from lib.launch.job import Job
 from tests import tiny
 from tests.test_launch import python, wait_for, words
 

@@ -8,9 +8,9 @@ import sys
 import time
 
 import pytest
+from lib.launch.host_ranks import signal_group
 
 from lib.launch import mpirun_ports
-from lib.launch.host_ranks import signal_group
 
 # Like mpirun: it listens, and a process that it started connects to it and stays.
 SERVER = """

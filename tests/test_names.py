@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lib.launch.agent_link import Link
+from lib.launch.attempt import Attempt, HostNames
+from lib.launch.patience import Punctuality
+from lib.launch.rank_console import Quiet
 
 from lib.distributed import world
 from lib.distributed.world import World
 from lib.launch import attempt, ssh
-from lib.launch.agent_link import Link
-from lib.launch.attempt import Attempt, HostNames
 from lib.launch.hostfile import Host
 from lib.launch.job import Job
-from lib.launch.patience import Punctuality
-from lib.launch.rank_console import Quiet
 from lib.system import network
 from tests.cluster import Host as Machine
 from tests.tiny import ROOT

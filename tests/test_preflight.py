@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lib.launch.preflight_verdicts import Context, Finding, findings_of, link_findings
+from lib.launch.run_needs import Needs
 
 from lib.launch import command as launcher
 from lib.launch import host_facts, preflight_verdicts, run_needs
 from lib.launch.hostfile import Host
 from lib.launch.job import Job
-from lib.launch.preflight_verdicts import Context, Finding, findings_of, link_findings
-from lib.launch.run_needs import Needs
 from lib.launch.ssh import ssh_remedy
 from lib.system import hardware
 from tests import tiny

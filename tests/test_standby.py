@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from lib.distributed.heartbeat import ADDRESS, FOLDER
-from lib.launch import host_ranks
 from lib.launch.host_ranks import Ranks, open_process, process_state
 from lib.launch.remote_process import close_pipes
 from lib.launch.standby_process import READY, Standby
+
+from lib.distributed.heartbeat import ADDRESS, FOLDER
+from lib.launch import host_ranks
 from lib.system import os_commands
 from tests.tiny import ROOT
 

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lib.launch.rank_faults import Fault, RankState
+from lib.launch.rank_processes import processes_of
+from lib.launch.supervisor import holders_of_newest, is_led_by_another
+from lib.launch.world_state import WorldState
 
 from lib.errors import UserError
 from lib.launch import command, hostfile, options, supervisor, topology
 from lib.launch.hostfile import Host
 from lib.launch.job import Job
-from lib.launch.rank_faults import Fault, RankState
-from lib.launch.rank_processes import processes_of
-from lib.launch.supervisor import holders_of_newest, is_led_by_another
-from lib.launch.world_state import WorldState
 from tests import macs
 from tests.cluster import Host as Machine
 from tests.test_launch import nothing_left, python, tagged, wait_for

@@ -11,14 +11,9 @@ from typing import cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from lib.distributed import heartbeat
-from lib.launch import reachable_hosts
 from lib.launch.agent_link import Link
 from lib.launch.agent_messages import Beat
 from lib.launch.attempt import Attempt, Outcome
-from lib.launch.hostfile import Host
-from lib.launch.job import Job
 from lib.launch.patience import Load, Punctuality, silence_limit, work_limit
 from lib.launch.rank_console import Console
 from lib.launch.rank_faults import (
@@ -37,6 +32,11 @@ from lib.launch.rank_faults import (
 )
 from lib.launch.supervisor import Unfit, is_hopeless
 from lib.launch.world_state import WorldState
+
+from lib.distributed import heartbeat
+from lib.launch import reachable_hosts
+from lib.launch.hostfile import Host
+from lib.launch.job import Job
 
 RANKS = ((0, "a"), (1, "b"))
 
