@@ -123,7 +123,11 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self.send(404, b'{"error": "Repository not found"}', {"X-Error-Code": "RepoNotFound"}, with_body)
         elif "/resolve/" in path:
             content = files[path.partition(f"/resolve/{SHA}/")[2]]
-            headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"}
+            headers = {
+                "ETag": f'"{hashlib.sha256(content).hexdigest()}"',
+                "X-Repo-Commit": SHA,
+                "Accept-Ranges": "bytes",
+            }
             if asked := self.headers.get("Range"):
                 first, _, last = asked.removeprefix("bytes=").partition("-")
                 part = content[int(first) : int(last) + 1 if last else None]
