@@ -25,6 +25,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import activations, base
 
+PATCHED = ("scaled_dot_product_attention", "swiglu")  # names in the model's file
 _attention, _swiglu = base.scaled_dot_product_attention, activations.swiglu
 
 
