@@ -16,9 +16,15 @@ import re
 import sys
 from pathlib import Path
 
-from rich.console import Console
-from rich.terminal_theme import SVG_EXPORT_THEME
-from rich.text import Text
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from lib import environment
+
+environment.enter()
+
+from rich.console import Console  # noqa: E402
+from rich.terminal_theme import SVG_EXPORT_THEME  # noqa: E402
+from rich.text import Text  # noqa: E402
 
 # rich's frame of a window, without the fonts that it would fetch and without its buttons.
 FRAME = """<svg class="rich-terminal" viewBox="0 0 {width} {terminal_height}" xmlns="http://www.w3.org/2000/svg">

@@ -16,7 +16,11 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from tests import served
+from lib import environment
+
+environment.enter()
+
+from tests import served  # noqa: E402
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """The interpreter that has what Tandem needs: a program of ours that was started by another one goes on in `.venv`.
 
-lib/__init__.py calls `enter()`, so it comes before anything else of ours, for train.py,
+lib/__init__.py calls `open_closed_streams()` and `enter()`, so they come before anything else of ours, for train.py,
 ./launch, benchmarks and `python -m lib.X`. Only Python's own library is imported here, and nothing is written that
 Python 3.8 cannot read: an interpreter that is too old still gets as far as the remedy.
 """
@@ -45,6 +45,19 @@ def enter() -> None:
         if all(os.environ.get(name, "0") == "0" for name in ("OMPI_COMM_WORLD_RANK", "MLX_RANK")):
             print(f"error: {fault}", file=sys.stderr)
         raise SystemExit(2)
+
+
+def open_closed_streams() -> None:
+    """Gives a process that was started without standard input, output or error (`>&-`) an empty one.
+
+    Python has None there, and the next file that is opened would get the number: a child's output would go into it.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            stream = Path(os.devnull).open(mode)  # noqa: SIM115  (it stays open)
+            if stream.fileno() == number:
+                os.set_inheritable(number, True)
+            setattr(sys, name, stream)
 
 
 def fault_of(version: "tuple[int, ...]", missing: "list[str]", in_venv: bool) -> "str | None":
