@@ -156,7 +156,11 @@ MISTAKES: list[tuple[str, str, str]] = [
         "of run .*/done; --resume .*/done goes on from its",
     ),
     ("train.py", "--resume {d}/link.checkpoint", "a checkpoint of run .*/done; --resume .*/done goes on from its"),
-    ("train.py", "--resume {d}/runs/twice train.steps=1", "train.steps=1 is below the 2 steps made; give more, or"),
+    (
+        "train.py",
+        "--resume {d}/runs/twice train.steps=1",
+        "a run of 1 steps is below the 2 steps made; give a larger train.steps",
+    ),
     ("train.py", "--resume {d}/runs/done run.name=b", "goes on in .*/done; copy the folder, then --resume the copy"),
     ("train.py", "--resume {d}/runs/done run.dir={d}", "goes on in .*/done; copy the folder, then --resume the copy"),
     ("train.py", "--resume {d}/runs/done train.beta=0.5", "the run was started with 0.1 and cannot change it"),
@@ -182,7 +186,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("lib.server", "--model {q} serve.port={port}", "Address already in use; serve.port=0 takes a free port"),
     ("lib.server", "--model {q} serve.host=0.0.0.0", "serve.keys"),
     ("lib.export", "", "required: RUN$|required: RUN[^,]"),
-    ("lib.data", "", "required: --inspect"),
+    ("lib.data", "", "name FILES, e.g. --inspect data.jsonl"),
     ("lib.data", "--inspect {d}/none.jsonl", "none.jsonl does not exist"),
     ("lib.data", "--inspect {d}/text.jsonl --picture {d}/p.jsonl", "ends in no format of a picture; take .png, .svg"),
     ("lib.data", "--inspect {d}/text.jsonl --picture {d}/there.png", "there.png is there already; remove it, or give"),
@@ -278,7 +282,7 @@ def command(*words: str | Path, cwd: Path = ROOT) -> tuple[int, str]:
         (("--config", "nope.yaml"), "nope.yaml does not exist"),
         (("--largest", "0"), "--length and --largest at least 2"),
         (("--seconds", "nan"), "--seconds is above 0"),
-        (("--max-age-days", "nan"), "--max-age-days nan is not at least 0"),
+        (("--max-age-days", "nan"), "--max-age-days at least 0"),
     ],
 )
 def test_mistakes_of_a_calibration(words: tuple[str, ...], told: str) -> None:
@@ -332,7 +336,7 @@ def test_a_model_whose_weights_are_no_numbers(folder: Path, tmp_path: Path) -> N
     check(
         status,
         errors,
-        "model.path .*: the held-out loss before the first step is nan: its weights, or .* are no finite",
+        "model.path .*: the held-out loss before the first step is nan: its weights, or .* are not finite",
     )
 
 

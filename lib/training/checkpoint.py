@@ -289,7 +289,8 @@ def open_run(
 def _require_no_more_made(folder: Path, steps: int) -> None:
     made = max((step_of(path) for path in checkpoints_in(folder) if (path / MANIFEST).is_file()), default=0)
     if made > steps:
-        raise UserError(f"a run of {steps} steps is below the {made} steps made; give more, or start a new run")
+        more = "give a larger train.steps (train.epochs, rollouts.rounds), or start a new run"
+        raise UserError(f"a run of {steps} steps is below the {made} steps made; {more}")
 
 
 # ---- Writing ---------------------------------------------------------------------------------------------------------
