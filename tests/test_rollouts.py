@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib.config.load import load
-from lib.config.settings import RolloutSettings
+from lib.config.settings import RolloutSettings, TrainSettings
 from lib.data.dataset import load_dataset
 from lib.data.prompts import load_questions, open_prompts
 from lib.data.tokenize import Encoder
@@ -47,6 +48,7 @@ from lib.rollouts.pairs import (
 from lib.rollouts.rounds import Rounds
 from lib.system.records import read_records
 from lib.training.checkpoint import fault_of, load_part, momentum_at
+from lib.training.optimizers import learning_rate
 from lib.training.reference_model import AskedReference
 from lib.training.step_retries import Learner
 from tests import tiny
@@ -542,6 +544,27 @@ def test_pairs_of_a_round_are_trained_by_their_ids_and_by_no_other_tokenizer(
 def alike(prompt: Any, completions: list[str], record: dict[str, Any]) -> list[int]:
     """A judge that prefers nothing."""
     return [1] * len(completions)
+
+
+@pytest.mark.long
+def test_ragged_rounds_take_the_learning_rates_of_the_schedule_over_all_rounds(tmp_path: Path) -> None:
+    words = [
+        *tiny.rounds(tmp_path, rollouts__rounds=2, rollouts__steps=3, train__global_batch_size=3),
+        "strategy=independent",
+        "plan.shares=[2,1]",
+    ]
+    tiny.train(tmp_path, [*words, "train.warmup_steps=2", "run.name=apart"], ranks=2)
+    run, expected, found = tmp_path / "runs/apart", Counter[float](), Counter[float]()
+    counts = [len(lines(run / f"rounds/{number:04d}/pairs.jsonl")) for number in (1, 2)]
+    assert any(count > 3 and count % 3 for count in counts), f"no batch is ragged: {counts}"
+    for step in range(6):
+        rate = learning_rate(TrainSettings(learning_rate=1e-2, warmup_steps=2), step, 6)
+        starts = range(0, counts[step // 3], 3)
+        expected[rate] += min(3, counts[step // 3] - starts[step % 3 % len(starts)])
+    for rank in range(2):
+        for record in tiny.steps_of(run, rank):
+            found[record["learning_rate"]] += len(record["rows"])
+    assert found == expected
 
 
 @pytest.mark.long
