@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def launch(*words: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["./launch", *words], cwd=ROOT, capture_output=True, text=True, timeout=timeout
-    )
+    return subprocess.run(["./launch", *words], cwd=ROOT, capture_output=True, text=True, timeout=timeout)
 
 
 def test_words_before_the_script_are_the_launchers() -> None:
@@ -112,6 +109,7 @@ def test_a_failed_ranks_status_is_the_launchers(tmp_path: Path) -> None:
     assert done.returncode == 7, "and rank 0, which would have slept for five minutes, was ended"
 
 
+@pytest.mark.long
 def test_a_killed_rank_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
     run = tmp_path / "run"
     killer = tmp_path / "train.py"

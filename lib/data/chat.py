@@ -549,7 +549,9 @@ def _with_content(messages: list[Message]) -> list[Message]:
 def _without_empty_content(messages: list[Message]) -> list[Message]:
     """Calls without an empty content, which some templates take for an answer without calls."""
     return [
-        {**message, "content": None} if message.get("tool_calls") and message.get("content") == "" else message  # type: ignore[misc]
+        {**message, "content": None}  # type: ignore[misc]
+        if message.get("tool_calls") and message.get("content") == ""
+        else message
         for message in messages
     ]
 

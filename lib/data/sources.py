@@ -259,7 +259,7 @@ def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[N
         OSError: it cannot be made.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as lock:
+    with path.open("a", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
