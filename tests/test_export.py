@@ -555,7 +555,7 @@ def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_base_that_nobody_has_is_exported_whole_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = tiny.settings(tmp_path, **{"run.name": "r", "train.steps": 2, "checkpoint.every": 1, "evaluate.every": 1})
+    words = tiny.settings(tmp_path, **{"run.name": "r", "train.steps": 3, "checkpoint.every": 1, "evaluate.every": 1})
     tiny.train(tmp_path, words)
     run = tmp_path / "runs" / "r"
     assert command.main([str(run), "--to", "mlx"]) == 2

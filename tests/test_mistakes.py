@@ -191,7 +191,6 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("lib.data", "--inspect {d}/text.jsonl --picture {d}/p.jsonl", "ends in no format of a picture; take .png, .svg"),
     ("lib.data", "--inspect {d}/text.jsonl --picture {d}/there.png", "there.png is there already; remove it, or give"),
     ("launch", "-- train.py", "give --hostfile FILE or --hosts A,B"),
-    ("launch", "--hosts localhost train.py", "the command comes after --"),
     ("launch", "--hostfile {d}/none -- train.py", "No such file or directory; hostfile.example shows one"),
     ("launch", "--hostfile {d}/hosts.empty -- train.py", "names no host; one line for each: NAME slots=1"),
     ("launch", "--hostfile {d}/hosts.twice -- train.py", "names mac-a twice"),
@@ -202,8 +201,7 @@ MISTAKES: list[tuple[str, str, str]] = [
         "--hosts localhost --batch-size 8 -- train.py",
         "train.global_batch_size=8 .*, after --, behind train.py",
     ),
-    ("launch", "--hosts localhost --python /nope -- train.py", "/nope does not start .*No such file.*; --python names"),
-    ("launch", "--hosts localhost --directory /nope -- train.py", "/nope/.venv/bin/python does not .*--directory the"),
+    ("launch", "--hosts localhost --python /nope -- train.py", "/nope does not start .*No such file"),
     ("launch", "--hosts localhost -- trian.py", r"trian.py does not exist; did you mean train.py\?"),
     ("launch", "--hosts localhost -- train.py train.lr=1", r"did you mean train.learning_rate\?"),
     ("launch", "--hosts localhost -- train.py --config nope.yaml", "nope.yaml does not exist"),
@@ -368,6 +366,4 @@ def test_shares_of_three_on_two_ranks(folder: Path) -> None:
 def test_a_host_that_is_not_there() -> None:
     words = ["--hosts", "localhost,no-such-host.invalid", "--no-preflight", "--", "train.py"]
     status, errors = command("launch", *words)
-    assert status == 1 and errors.count("\n") == 1 and "Could not resolve hostname no-such-host.invalid" in errors, (
-        errors
-    )
+    assert status == 2 and errors.count("\n") == 1 and "no-such-host.invalid does not resolve" in errors, errors
