@@ -49,6 +49,7 @@ MOST_PAUSE_SECONDS = 30.0
 COPY_SECONDS = 10.0  # between two copies of other hosts' logs
 MAC_RESTARTS = 3  # by default where a host is a Mac: a lit display may end a rank at any time (lib/system/metal.py)
 MPI_TAG = re.compile(r"\[[^\]]*?,(\d+)\]<(?:stdout|stderr)>: ?")
+MPI_FAILED = re.compile(r"process rank (\d+) with PID|Process name: \[[^\]]*,(\d+)\]")  # in mpirun's last words
 COLOURS = (36, 35, 32)
 
 
@@ -125,13 +126,24 @@ class Outcome:
 class RankLink:
     """A rank's process, as this machine sees it."""
 
-    def __init__(self, command: RankCommand, words: Sequence[str], order: Mapping[str, object], console: Console):
+    def __init__(
+        self,
+        command: RankCommand,
+        words: Sequence[str],
+        order: Mapping[str, object],
+        console: Console,
+        hosts: Sequence[str],
+    ):
         """Starts it.
+
+        Args:
+            hosts: the name of each rank's host.
 
         Raises:
             UserError: there is no such program on this machine.
         """
-        self.command, self.host, self._console = command, command.host.name, console
+        self.command, self.host, self._console, self._hosts = command, command.host.name, console, hosts
+        self._failed_rank: int | None = None  # of those that mpirun started
         self.system: str | None = None  # Linux, Darwin; None until it has answered
         self._before_hello: collections.deque[str] = collections.deque(maxlen=5)
         try:
@@ -161,7 +173,8 @@ class RankLink:
 
     def failure(self, status: int) -> Fault:
         """Why it ended with this status, which is not 0."""
-        who = "mpirun" if self.command.rank is None else f"rank {self.command.rank}"
+        rank = self._failed_rank if self.command.rank is None else self.command.rank
+        who, host = ("mpirun", self.host) if rank is None else (f"rank {rank}", self._hosts[rank])
         if self.system is None:
             why = next((line for line in reversed(self._before_hello) if line.strip()), f"status {status}")
             return Fault("refused", f"{who} on {self.host} does not start: {why}", (self.host,))
@@ -171,8 +184,10 @@ class RankLink:
         number = status - 128
         if status < 0 or number in set(signal.Signals):
             name = signal.Signals(abs(status) if status < 0 else number).name
-            return Fault("died", f"{who} on {self.host} was ended by {name}", (self.host,), 128 + abs(number))
-        return Fault("died", f"{who} on {self.host} ended with status {status}", (self.host,), status)
+            return Fault(
+                "died", f"{who} on {host} was ended by {name}", (host,), status if status > 0 else 128 - status
+            )
+        return Fault("died", f"{who} on {host} ended with status {status}", (host,), status)
 
     def close(self) -> None:
         """Kills what is left of it on this machine, and waits for its last lines."""
@@ -196,8 +211,11 @@ class RankLink:
                     continue
                 self._before_hello.append(text)
             elif tag := MPI_TAG.match(text):
-                self._console.output(int(tag[1]), self.host, stream, text[tag.end() :])
+                rank = int(tag[1])
+                self._console.output(rank, self._hosts[rank], stream, text[tag.end() :])
             else:
+                if self.command.rank is None and (failed := MPI_FAILED.search(text)) is not None:
+                    self._failed_rank = int(failed[1] or failed[2])
                 self._console.output(self.command.rank, self.host, stream, text)
 
 
@@ -257,7 +275,7 @@ class Start:
             "nice": self.job.nice,
             "silent_seconds": max(SILENT_TIMES * self.job.silent_seconds, ssh.CONNECT_SECONDS),
         }
-        self.links.append(RankLink(command, words, order, self.console))
+        self.links.append(RankLink(command, words, order, self.console, self._hosts))
 
     def _watch(self, interrupts: queue.SimpleQueue[int]) -> tuple[Fault | None, int]:
         """Waits until all ranks have ended: with the first fault, or the number of the signal that ended the wait."""
@@ -297,12 +315,7 @@ class Start:
             failed = [link for link in self.links if link.process.poll()]
             faults = [link.failure(link.process.returncode) for link in failed]
         # A killed rank makes the others end with status 1: the signal is the cause.
-        fault = max(faults, key=lambda fault: (fault.kind != "died", fault.status >= 128, fault.status))
-        dead = self.watcher.dead() if self.watcher is not None and failed[0].command.rank is None else []
-        if dead:
-            names = ", ".join(f"rank {rank} on {self._host_of(rank)}" for rank in dead[:3])
-            return replace(fault, message=f"{fault.message}; lost: {names}")
-        return fault
+        return max(faults, key=lambda fault: (fault.kind != "died", fault.status >= 128, fault.status))
 
     def _silence(self, now: float) -> Fault | None:
         """What is wrong with ranks that have not ended."""

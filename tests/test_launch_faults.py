@@ -1,0 +1,137 @@
+"""Faults of ranks and hosts under ./launch, over real ssh between hosts in network namespaces."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster import Host, Unavailable, cluster
+from tests.tiny import ROOT
+
+pytestmark = pytest.mark.long
+LIMIT_SECONDS = 120.0
+SCRIPT = f"""
+import os, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from lib.distributed import heartbeat
+heartbeat.start(int(os.environ.get("MLX_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))))
+heartbeat.report(run="runs/of-a-test")
+print("rank is up", *sys.argv[1:], flush=True)
+time.sleep(2 if "--resume" in sys.argv else 600)
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[list[Host]]:
+    try:
+        with cluster(hosts=2) as built:
+            yield built
+    except Unavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "rank_of_a_test.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def launched(hosts: list[Host], script: Path, *options: str) -> subprocess.Popen[Any]:
+    """A launch that may restart once, with a rank up on each host."""
+    names = ",".join(host.name for host in hosts)
+    words = ["./launch", "--hosts", names, "--no-preflight", "--max-restarts", "1", "--silent-seconds", "4", *options]
+    launch = hosts[0].start([*words, "--", script], stderr=subprocess.STDOUT)
+    wait_for(lambda: all(ranks(host, script) for host in hosts))
+    time.sleep(2.0)  # each rank has sent a report
+    return launch
+
+
+def ranks(host: Host, script: Path) -> list[int]:
+    return [pid for pid, line in host.processes().items() if re.match(rf"\S*python\S* {script}", line)]
+
+
+def signal_launcher(host: Host, number: signal.Signals) -> None:
+    for pid, line in host.processes().items():
+        if re.match(r"\S*python\S* \./launch", line):
+            host.signal(pid, number)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("backend", ["ring", "mpi"])
+@pytest.mark.parametrize(
+    ("number", "fault"),
+    [
+        (signal.SIGKILL, "died: rank 1 on host-b was ended by SIGKILL"),
+        (signal.SIGSTOP, "stopped: rank 1 on host-b sent nothing"),
+    ],
+)
+def test_a_killed_or_stopped_rank_is_named_and_all_start_again(
+    hosts: list[Host], script: Path, backend: str, number: signal.Signals, fault: str
+) -> None:
+    launch = launched(hosts, script, "--backend", backend)
+    hosts[1].signal(ranks(hosts[1], script)[0], number)
+    output = launch.communicate(timeout=LIMIT_SECONDS)[0]
+    assert launch.returncode == 0, output
+    assert f"launch: {fault}" in output, output
+    assert "on 2 of 2 hosts, going on with runs/of-a-test" in output, output
+    assert "[1 host-b] rank is up --resume runs/of-a-test" in output, output
+    assert not ranks(hosts[0], script) and not ranks(hosts[1], script)
+
+
+def test_without_restarts_the_way_on_is_printed(hosts: list[Host], script: Path) -> None:
+    launch = launched(hosts, script, "--max-restarts", "0")
+    hosts[1].signal(ranks(hosts[1], script)[0], signal.SIGKILL)
+    output = launch.communicate(timeout=LIMIT_SECONDS)[0]
+    assert launch.returncode == 128 + signal.SIGKILL, output
+    typed = "./launch --hosts host-a,host-b --no-preflight"
+    assert re.search(rf"go on with: {re.escape(typed)} .* --resume runs/of-a-test", output), output
+
+
+def test_the_others_go_on_without_a_host_that_is_cut_off(hosts: list[Host], script: Path) -> None:
+    launch = launched(hosts, script)
+    hosts[1].unplug()
+    try:
+        output = launch.communicate(timeout=LIMIT_SECONDS)[0]
+        assert launch.returncode == 0, output
+        assert "on 1 of 2 hosts (without host-b)" in output, output
+        assert "rank is up --resume runs/of-a-test plan.shares=null" in output, output
+        wait_for(lambda: not ranks(hosts[1], script))  # its launcher is silent
+    finally:
+        hosts[1].plug_in()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_no_rank_outlives_its_launcher(hosts: list[Host], script: Path, number: signal.Signals) -> None:
+    launch = launched(hosts, script)
+    signal_launcher(hosts[0], number)
+    wait_for(lambda: not ranks(hosts[0], script) and not ranks(hosts[1], script))
+    launch.communicate(timeout=LIMIT_SECONDS)
+    assert launch.returncode in (128 + number, -number)
+
+
+def test_machines_that_are_started_by_hand_wait_for_each_other(hosts: list[Host], script: Path) -> None:
+    key = hosts[0].disk / "key"
+    words = ["./launch", "--hosts", "host-a,host-b", "--key", str(key), "--wedged-seconds", "60", "--role"]
+    command = ["--", script, "--resume", "runs/of-a-test"]
+    primary = hosts[0].start([*words, "primary", *command], stderr=subprocess.STDOUT)
+    wait_for((hosts[0].outside / "key").exists)
+    (hosts[1].outside / "key").touch(mode=0o600)
+    (hosts[1].outside / "key").write_bytes((hosts[0].outside / "key").read_bytes())
+    secondary = hosts[1].start([*words, "secondary", *command], stderr=subprocess.STDOUT)
+    for process, tag in ((primary, "[0 host-a]"), (secondary, "[1 host-b]")):
+        output = process.communicate(timeout=LIMIT_SECONDS)[0]
+        assert process.returncode == 0 and f"{tag} rank is up" in output, output
