@@ -24,7 +24,14 @@ from lib.distributed import heartbeat
 heartbeat.start(int(os.environ.get("MLX_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))))
 heartbeat.report(run="runs/of-a-test")
 print("rank is up", *sys.argv[1:], flush=True)
-time.sleep(2 if "--resume" in sys.argv else 600)
+if "work=hangs" in sys.argv:
+    with heartbeat.phase("a step", 3.0):
+        time.sleep(600)
+elif "work=compiles" in sys.argv:
+    with heartbeat.phase("compiling", 180.0):
+        time.sleep(8)
+else:
+    time.sleep(2 if "--resume" in sys.argv and "work=long" not in sys.argv else 600)
 """
 
 
@@ -44,11 +51,14 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def launched(hosts: list[Host], script: Path, *options: str) -> subprocess.Popen[Any]:
-    """A launch that may restart once, with a rank up on each host."""
+def launched(hosts: list[Host], script: Path, *options: str, work: str = "") -> subprocess.Popen[Any]:
+    """A launch that may restart once, with a rank up on each host; options come after the defaults.
+
+    work: what the ranks do, also after a restart; by default they end soon after a restart.
+    """
     names = ",".join(host.name for host in hosts)
     words = ["./launch", "--hosts", names, "--no-preflight", "--max-restarts", "1", "--silent-seconds", "4", *options]
-    launch = hosts[0].start([*words, "--", script], stderr=subprocess.STDOUT)
+    launch = hosts[0].start([*words, "--", script, *([f"work={work}"] if work else [])], stderr=subprocess.STDOUT)
     wait_for(lambda: all(ranks(host, script) for host in hosts))
     time.sleep(2.0)  # each rank has sent a report
     return launch
@@ -112,6 +122,32 @@ def test_the_others_go_on_without_a_host_that_is_cut_off(hosts: list[Host], scri
         wait_for(lambda: not ranks(hosts[1], script))  # its launcher is silent
     finally:
         hosts[1].plug_in()
+
+
+def test_a_host_that_is_back_joins_at_the_next_start(hosts: list[Host], script: Path) -> None:
+    launch = launched(hosts, script, "--max-restarts", "2", work="long")
+    before = ranks(hosts[0], script)
+    hosts[1].unplug()
+    try:
+        wait_for(lambda: ranks(hosts[0], script) not in ([], before))
+    finally:
+        hosts[1].plug_in()
+    wait_for(lambda: not ranks(hosts[1], script))
+    hosts[0].signal(ranks(hosts[0], script)[0], signal.SIGKILL)
+    wait_for(lambda: bool(ranks(hosts[0], script) and ranks(hosts[1], script)))
+    signal_launcher(hosts[0], signal.SIGINT)
+    output = launch.communicate(timeout=LIMIT_SECONDS)[0]
+    starts = re.findall(r"launch: start (\d), .* on (\d) of 2 hosts", output)
+    assert starts == [("2", "1"), ("3", "2")], output
+
+
+def test_a_rank_that_hangs_is_named_and_one_that_compiles_is_left(hosts: list[Host], script: Path) -> None:
+    hangs = launched(hosts, script, "--max-restarts", "0", work="hangs")
+    output = hangs.communicate(timeout=LIMIT_SECONDS)[0]
+    assert hangs.returncode == 1 and "hangs in a step for" in output, output
+    compiles = launched(hosts, script, work="compiles")  # for longer than --silent-seconds
+    output = compiles.communicate(timeout=LIMIT_SECONDS)[0]
+    assert compiles.returncode == 0 and "launch:" not in output, output
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
