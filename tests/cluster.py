@@ -26,8 +26,6 @@ from pathlib import Path
 from typing import Any
 
 CGROUP = Path("/sys/fs/cgroup/cpu")
-BLOCKS = Path("/sys/fs/cgroup/blkio")  # of all processes, the kernel's that write what is cached among them
-RELAY = Path(__file__).with_name("relay.py")
 PERIOD_MICROSECONDS = 10_000  # short: within a step the slower host is slower all the time
 TOOLS = {"sshd": "openssh-server", "ssh-keygen": "openssh-client", "ip": "iproute2", "tc": "iproute2"}
 TOOLS |= {"unshare": "util-linux", "nsenter": "util-linux", "mount": "util-linux"}
@@ -81,8 +79,6 @@ class Host:
     _pid: int  # of its first process, as this process sees it
     _port: str  # of the switch
     _switch: int  # the switch's first process
-    _relay: subprocess.Popen[bytes] | None = None  # between that port and the switch, while the link is nearly dead
-    _device: str | None = None  # of its small disk
 
     @property
     def root(self) -> Path:
@@ -142,61 +138,6 @@ class Host:
         rules = [["ipproto", "tcp", side, "22", "lookup", "main"] for side in ("sport", "dport")]
         for preference, rule in enumerate([*rules, ["to", "10.77.0.0/24", "blackhole"]], 10):
             _check(self.words(["ip", "rule", "add" if on else "del", "pref", str(preference), *rule]))
-
-    def weaken(self, bits_per_second: float | None, delay_seconds: float = 0.15) -> None:
-        """Leaves the cable with this rate and delay, both in either direction; None puts it right again."""
-        if self._relay is not None:
-            self._relay.kill()
-            self._relay.communicate()
-            self._relay = None
-            _in_network(self._switch, ["ip", "link", "set", self._port, "master", "bridge"])
-        if bits_per_second is None:
-            return
-        words = [self._port, f"weak-{self._port}", str(bits_per_second), str(delay_seconds)]
-        self._relay = subprocess.Popen(
-            ["nsenter", f"--target={self._switch}", "--net", "--", sys.executable, "-S", str(RELAY), *words],
-            stdin=subprocess.PIPE,  # at the end of which it ends
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        _answer(self._relay, "the relay")
-        _in_network(self._switch, ["ip", "link", "set", self._port, "nomaster"])
-        _in_network(self._switch, ["ip", "link", "set", words[1], "master", "bridge", "up"])
-
-    def move(self, name: str, address: str) -> None:
-        """Gives the host another name of its own and another address, which all hosts resolve its old name to."""
-        _check(self.words(["hostname", name]))
-        _check(self.words(["ip", "address", "del", f"{self.address}/24", "dev", "eth0"]))
-        _check(self.words(["ip", "address", "add", f"{address}/24", "dev", "eth0"]))
-        folder = self.outside.parent
-        lines = (folder / "hosts").read_text().replace(f"{self.address} {self.name}", f"{address} {self.name}")
-        (folder / "hosts").write_text(lines)  # in place: every host has this very file
-        self.address = address
-
-    def add_disk(self, name: str, size_bytes: int) -> Path:
-        """A small file system of its own, at a folder of this name on the host's disk; returns where we find it."""
-        memory = Path("/dev/shm")
-        with tempfile.NamedTemporaryFile(dir=memory if memory.is_dir() else None) as file:
-            file.truncate(size_bytes)
-            _check(["mkfs.ext4", "-q", "-m", "0", file.name])
-            self._device = _check(["losetup", "--find", "--show", file.name]).strip()
-        (self.outside / name).mkdir()
-        _check(self.words(["mount", self._device, f"{self.disk}/{name}"]))
-        _check(["losetup", "--detach", self._device])  # once it is no longer mounted, with the host
-        return Path(f"{self.root}{self.disk}/{name}")
-
-    def slow_disk(self, bytes_per_second: int | None) -> None:
-        """Limits what the disk that was added takes; None for no limit."""
-        assert self._device is not None, f"{self.name} has no disk of its own"
-        number = Path(self._device).stat().st_rdev
-        limit = f"{os.major(number)}:{os.minor(number)} {bytes_per_second or 0}"
-        (BLOCKS / "blkio.throttle.write_bps_device").write_text(limit)
-
-    def power_off(self) -> None:
-        """Ends the host and all its processes at once."""
-        self.unplug()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
 
 
 def unavailable(quotas: bool = False) -> str | None:
@@ -272,36 +213,10 @@ def cluster(
             first.stdin.flush()  # type: ignore[union-attr]
             _answer(first, name)
             host = Host(name, address, folder / "disk", folder / name, cgroup, pid, port, switch_pid)
-            undo.callback(host.weaken, None)
             if rate is not None:
                 host.shape(rate)
             built.append(host)
         yield built
-
-
-@contextlib.contextmanager
-def cables(hosts: Sequence[Host]) -> Iterator[list[str]]:
-    """Cables from each host to the next and from the last to the first, as between Macs with Thunderbolt; no switch.
-
-    Each cable is a network of its own, with a mask of 30 bits, beside the one that ssh goes over.
-
-    Returns:
-        For every host the address at which the one before it, and no other, reaches it: what mlx.distributed_config writes.
-    """
-    facing = [""] * len(hosts)
-    with contextlib.ExitStack() as undo:
-        for index, host in enumerate(hosts):
-            place = (index + 1) % len(hosts)
-            other, ends = hosts[place], (f"cable{index}a", f"cable{index}b")
-            addresses = (f"192.168.0.{4 * index + 1}", f"192.168.0.{4 * index + 2}")
-            add = ["ip", "link", "add", ends[0], "type", "veth", "peer", ends[1], "netns", str(other._pid)]
-            _in_network(host._pid, add)
-            undo.callback(_in_network, host._pid, ["ip", "link", "del", ends[0]])
-            for machine, end, address in zip((host, other), ends, addresses, strict=True):
-                _in_network(machine._pid, ["ip", "address", "add", f"{address}/30", "dev", end])
-                _in_network(machine._pid, ["ip", "link", "set", end, "up"])
-            facing[place] = addresses[1]
-        yield facing
 
 
 def _write_configuration(folder: Path, addresses: dict[str, str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import subprocess
 import sys
 import time
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import faults
 from tests.cluster import CGROUP, Host, Unavailable, cluster, unavailable
 
 LISTEN = "import socket, time; s = socket.create_server(('', 4000)); print('ready'); time.sleep(100)"
@@ -91,38 +89,3 @@ def test_where_it_cannot_be_built_the_reason_is_told(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(Unavailable, match="root"), cluster():
         pass
-
-
-def test_links_disks_names_and_clocks_go_wrong_and_right_again(tmp_path: Path) -> None:
-    """What benchmarks/chaos.py does to hosts; the least that each takes follows from its rate or delay."""
-    if reason := unavailable():
-        pytest.skip(f"no cluster of namespaces: {reason}")
-    clock, rate = tmp_path / "clock.so", 500_000
-    source = Path(__file__).with_name("clock.c")
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(clock), str(source), "-ldl"], check=True)
-    asked = [sys.executable, "-S", "-c", "import time; print(time.time())"]
-    with cluster(variables=f"LD_PRELOAD={clock} CLOCK_OFFSET={{disk}}/clock") as (a, b):
-        for host, seconds in ((a, 0.0), (b, -5000.5)):
-            faults.set_clock(host, seconds)
-        before = float(b.run(asked).stdout)
-        done = a.run(["ssh", b.name, shlex.join(asked)])
-        assert done.returncode == 0, done.stderr
-        over_ssh = float(done.stdout)
-        assert before <= over_ssh + 5000.5 <= time.time(), "only what comes in over ssh has the host's clock"
-        connect = [sys.executable, "-S", "-c", f"import socket; socket.create_connection(('{b.name}', 22)).recv(9)"]
-        b.weaken(1e6, 0.15)
-        began = time.monotonic()
-        assert a.run(connect).returncode == 0
-        assert time.monotonic() - began >= 0.6, "two round trips of 0.3 s: a connection, and sshd's first word"
-        b.weaken(None)
-        assert a.run(connect).returncode == 0
-        b.move("cafe-17", "10.77.0.117")
-        assert a.run(["ssh", b.name, "hostname"]).stdout == "cafe-17\n" and b.address == "10.77.0.117"
-        disk = a.add_disk("mnt", 2**25)
-        write = ["dd", "if=/dev/zero", f"of={a.disk}/mnt/file", "bs=1M", "count=1", "conv=fsync"]
-        a.slow_disk(rate)
-        began = time.monotonic()
-        assert a.run(write).returncode == 0
-        assert time.monotonic() - began > 0.5 * 2**20 / rate, "the kernel lets a first piece through"
-        a.slow_disk(None)
-        assert a.run(write).returncode == 0 and (disk / "file").stat().st_size == 2**20

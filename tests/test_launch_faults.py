@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -23,6 +24,13 @@ sys.path.insert(0, {str(ROOT)!r})
 from lib.distributed import heartbeat
 heartbeat.start(int(os.environ.get("MLX_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))))
 heartbeat.report(run="runs/of-a-test")
+if folder := next((word[7:] for word in sys.argv if word.startswith("folder=")), None):
+    os.makedirs(f"{{folder}}/logs", exist_ok=True)
+    with open(f"{{folder}}/logs/rank-{{int(os.environ['MLX_RANK']):03d}}.jsonl", "w") as file:
+        file.write("{{}}")
+    heartbeat.report(run=folder)
+    time.sleep(2)
+    sys.exit()
 print("rank is up", *sys.argv[1:], flush=True)
 if "work=hangs" in sys.argv:
     with heartbeat.phase("a step", 3.0):
@@ -157,6 +165,19 @@ def test_no_rank_outlives_its_launcher(hosts: list[Host], script: Path, number: 
     wait_for(lambda: not ranks(hosts[0], script) and not ranks(hosts[1], script))
     launch.communicate(timeout=LIMIT_SECONDS)
     assert launch.returncode in (128 + number, -number)
+
+
+def test_paths_go_to_the_hosts_and_their_logs_come_back(hosts: list[Host], script: Path) -> None:
+    if shutil.which("rsync") is None:
+        pytest.skip("apt-get install rsync is wanted")
+    (hosts[0].outside / "data").mkdir()
+    (hosts[0].outside / "data" / "rows.jsonl").write_text("{}")
+    words = ["./launch", "--hosts", "host-a,host-b", "--no-preflight", "--sync", f"{hosts[0].disk}/data"]
+    done = hosts[0].run([*words, "--", script, f"folder={hosts[0].disk}/run"])
+    assert done.returncode == 0, done.stderr
+    assert (hosts[1].outside / "data" / "rows.jsonl").read_text() == "{}"
+    assert (hosts[0].outside / "run/logs/rank-000.jsonl").exists()
+    assert (hosts[0].outside / "run/logs/host-b/rank-001.jsonl").read_text() == "{}"
 
 
 def test_machines_that_are_started_by_hand_wait_for_each_other(hosts: list[Host], script: Path) -> None:
