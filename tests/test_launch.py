@@ -111,22 +111,24 @@ def test_a_failed_ranks_status_is_the_launchers(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_killed_rank_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    killer = tmp_path / "train.py"
+    run, killer = tmp_path / "run", tmp_path / "train.py"
     killer.write_text(
         f"import os, runpy, signal, sys, threading, time\nfrom pathlib import Path\nsys.path.insert(0, {str(ROOT)!r})\n"
-        f"run = Path({str(run)!r})\ndef kill():\n"
-        "    while not list(run.glob('checkpoints/step-*')): time.sleep(0.01)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "if '--resume' not in sys.argv and os.environ['MLX_RANK'] == '1': threading.Thread(target=kill).start()\n"
+        f"def kill():\n    while not list(Path({str(run)!r}).glob('checkpoints/step-*4')): time.sleep(0.01)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if '--resume' not in sys.argv and os.environ['MLX_RANK'] == '1':\n"
+        "    threading.Thread(target=kill, daemon=True).start()\n"
         f"sys.argv[0] = {str(ROOT / 'train.py')!r}\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
-    settings = [f"run.dir={run}", "train.steps=6", "checkpoint.every=2", "evaluate.every=null", "run.dashboard=false"]
-    settings = [word for word in settings if not word.startswith("run.dashboard")]
+    settings = [f"run.dir={tmp_path}", "run.name=run", "train.steps=30", "checkpoint.every=4", "strategy=synchronous"]
     done = launch("--hosts", "localhost:2", "--no-preflight", "--max-restarts", "1", "--", str(killer), *settings)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [row["step"] for row in rows if "loss" in row]
-    assert steps == sorted(set(steps)) and steps[-1] == 6, "each step's row exactly once"
+    assert "launch: died: rank 1 on localhost was ended by SIGKILL" in done.stderr, done.stderr[-3000:]
+    rows = [json.loads(line) for line in (run / "logs" / "rank-000.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows if row["kind"] == "step"]
+    assert steps == list(range(1, 31)), "each step, and so each row, exactly once"
+    starts = [row for row in rows if row["kind"] == "start"]
+    assert len(starts) == 2 and starts[1]["time"] > starts[0]["time"]
 
 
 def test_hosts_are_checked_and_train_together(three_hosts: list[Host]) -> None:
