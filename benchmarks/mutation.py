@@ -59,7 +59,7 @@ TESTS = {  # of every pure module, the tests that are about it
     "distributed.compression": "tests/test_compression.py",
     "model.partition": "tests/test_division.py tests/test_shard.py tests/test_plan.py -k 'not mpi and (divi or dealt or smallest or larger)'",
     "launch.hostfile": "tests/test_hostfile.py",
-    "launch.scheduler_jobs": "tests/test_launch.py -k job_files",
+    "launch.scheduler_jobs": "tests/test_slurm.py",
     "training.local_sgd": "tests/test_local_sgd.py",
     "training.losses": "tests/test_losses.py",
     "data.row_order": "tests/test_data_order.py",
@@ -67,7 +67,6 @@ TESTS = {  # of every pure module, the tests that are about it
     "plan.replan": "tests/test_replan.py",
     "data.batch_shapes": "tests/test_shapes.py -k 'any_rows or depend or cut or by_hand or ladder'",
     "plan.shares": "tests/test_plan.py tests/test_replan.py tests/test_choice.py -k 'not simulation and not two_macs'",
-    "launch.rank_faults": "tests/test_watch.py tests/test_launch.py -k 'watch or faults'",
 }
 SWAPS: dict[type, type] = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq}
 SWAPS |= {ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is}

@@ -137,17 +137,13 @@ TOO_LARGE = {
     "prompts.open_prompts",
     "streaming.__init__",
     "score_file.pull",
-    "rank_faults.diagnose",
-    "supervisor.supervise",
     "batch.Batch",
     "job.Job",
-    "rank_faults.RankState",
     "partition.ModelShape",
     "pairs.SampleFigures",
     "requests.CompletionRequest",  # OpenAI's own keys
     "checkpoint.Progress",
     "checks.Request",
-    "launcher.supervise",
 }
 
 

@@ -33,6 +33,7 @@ from lib.launch import ssh
 from lib.launch.hostfile import Host
 from lib.launch.job import RDMA_BACKENDS, Job, RankCommand
 from lib.launch.rank_process import HELLO
+from lib.system import mlx_failures
 from lib.system.terminal import Terminal
 
 LOOK_SECONDS = 0.1
@@ -144,6 +145,7 @@ class RankLink:
         """
         self.command, self.host, self._console, self._hosts = command, command.host.name, console, hosts
         self._failed_rank: int | None = None  # of those that mpirun started
+        self.lost_another = False  # it ended because another rank was gone
         self.system: str | None = None  # Linux, Darwin; None until it has answered
         self._before_hello: collections.deque[str] = collections.deque(maxlen=5)
         try:
@@ -210,7 +212,9 @@ class RankLink:
                     self.system = str(hello["system"]) if HELLO in hello else None
                     continue
                 self._before_hello.append(text)
-            elif tag := MPI_TAG.match(text):
+                continue
+            self.lost_another |= mlx_failures.NOTICED in text
+            if tag := MPI_TAG.match(text):
                 rank = int(tag[1])
                 self._console.output(rank, self._hosts[rank], stream, text[tag.end() :])
             else:
@@ -307,15 +311,14 @@ class Start:
         failed = [link for link in self.links if link.process.poll()]
         if not failed:
             return None
-        faults = [link.failure(link.process.returncode) for link in failed]
-        if all(fault.kind == "died" and fault.status < 128 for fault in faults):
+        if all(0 < link.process.returncode < 128 for link in failed):
             deadline = time.monotonic() + AGREED_SECONDS
             while time.monotonic() < deadline and any(link.process.poll() is None for link in self.links):
                 time.sleep(LOOK_SECONDS)
             failed = [link for link in self.links if link.process.poll()]
-            faults = [link.failure(link.process.returncode) for link in failed]
         # A killed rank makes the others end with status 1: the signal is the cause.
-        return max(faults, key=lambda fault: (fault.kind != "died", fault.status >= 128, fault.status))
+        cause = max(failed, key=lambda link: (link.process.returncode >= 128, not link.lost_another))
+        return cause.failure(cause.process.returncode)
 
     def _silence(self, now: float) -> Fault | None:
         """What is wrong with ranks that have not ended."""
@@ -469,20 +472,31 @@ def supervise(
         with contextlib.suppress(queue.Empty):
             if pause_seconds:
                 return 128 + interrupts.get(timeout=pause_seconds)
-        hosts = answering_hosts(job, everyone, restart_with == "all", console, interrupts)
+        again = _next_job(job, everyone, run, restart_with == "all", console, interrupts)
         if not interrupts.empty():
             return 128 + interrupts.get()
-        if not hosts:
+        if again is None:
             console.note(f"no host answers; {way_on(run) if run else 'nothing was saved'}")
             return outcome.status
-        command = jobs.resume_command(job.command, run, hosts == everyone) if run else job.command
-        without = ", ".join(host.name for host in everyone if host not in hosts)
-        where = f"on {len(hosts)} of {len(everyone)} hosts" + (f" (without {without})" if without else "")
-        seconds = time.monotonic() - broken
-        console.note(
-            f"start {restarts + 1}, {seconds:.1f} s later, {where}" + (f", going on with {run}" if run else "")
-        )
-        job = replace(job, hosts=hosts, command=command)
+        without = ", ".join(host.name for host in everyone if host not in again.hosts)
+        where = f"on {len(again.hosts)} of {len(everyone)} hosts" + (f" (without {without})" if without else "")
+        whence = f", going on with {run}" if run else ""
+        console.note(f"start {restarts + 1}, {time.monotonic() - broken:.1f} s later, {where}{whence}")
+        job = again
+
+
+def _next_job(
+    job: Job,
+    everyone: tuple[Host, ...],
+    run: str | None,
+    all_of_them: bool,
+    console: Console,
+    interrupts: queue.SimpleQueue[int],
+) -> Job | None:
+    """The job on the hosts that answer, from the newest checkpoint of the run; None where no host answers."""
+    hosts = answering_hosts(job, everyone, all_of_them, console, interrupts)
+    command = jobs.resume_command(job.command, run, hosts == everyone) if run else job.command
+    return replace(job, hosts=hosts, command=command) if hosts else None
 
 
 def take_signals() -> queue.SimpleQueue[int]:

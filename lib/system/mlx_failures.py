@@ -12,7 +12,7 @@ LOST = re.compile(r"\[ring\] connection to a peer was lost|\[jaccl\] (Send|Recv)
 # A primitive or a device: "[Inverse::eval_cpu] ...", "[METAL] Command buffer execution failed: ...", and CUDA's checks,
 # "cudaGraphLaunch(...) failed: ...".
 OWN = re.compile(r"\[[\w:]+\] |cu\w+.* failed: ")
-# How the launcher tells who failed from who only noticed (lib/launch/rank_faults.py).
+# By NOTICED the launcher knows a rank that ended because of another one.
 FAILED, NOTICED = "MLX failed: ", "lost the connection to another rank"
 
 

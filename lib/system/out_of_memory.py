@@ -30,9 +30,6 @@ TEXTS = re.compile(
 VMSTAT = Path("/proc/vmstat")
 CGROUPS = Path("/sys/fs/cgroup")
 THREAD = "attempts"
-# In a run's folder, by lib/launch/memory_watch.py, of a process that could write nothing any more.
-NOTE = "out-of-memory-{host}.json"
-NOTED = ("micro_batch_size", "gradient_checkpointing")  # of the heart's beats, in the note
 
 
 class OutOfMemory(Exception):
