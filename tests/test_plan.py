@@ -20,7 +20,8 @@ from lib.plan.calibration import MEMORY_HEADROOM, BatchCurve, read_published
 from lib.plan.cuts import Hop, Keeps, best_cut, cut_at, depths, most_blocks, operations, step_seconds
 from lib.plan.facts import RankHost, StagesBefore
 from lib.plan.plan import ClusterPlan, plan_cluster, sufficient_global_batch
-from lib.plan.shares import distribute_work, equal_shares, within_memory
+from lib.plan.sharded import within
+from lib.plan.shares import distribute_work, equal_shares
 from lib.plan.strategy import LEAST_MERGES, MERGE_COST, longest_round, steps_per_round
 from tests import tiny
 from tests.planning import (
@@ -112,7 +113,7 @@ def test_published_machines() -> None:
     assert split.predicted_step_seconds > 1.1 * plan.predicted_step_seconds
     alone = plan_cluster(hosts, 8, curves=[M4_MAX, M3_ULTRA], sync_seconds=1.0)
     assert alone.shares == [8, 0] and alone.sync_seconds == 0 and "leave out m3-ultra" in alone.reason
-    assert alone.left_out == ["m3-ultra"] and "no work" in alone.warnings[0]
+    assert "no work" in alone.warnings[0]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8, 100])
@@ -177,7 +178,7 @@ def test_distribute_work_and_equal_shares() -> None:
 @given(st.lists(st.tuples(st.floats(0.1, 10), st.floats(0, 2)), min_size=1, max_size=8))
 def test_no_rank_gets_more_than_fits(hosts: list[tuple[float, float]]) -> None:
     weights, room = [weight for weight, _ in hosts], [space for _, space in hosts]
-    limited = within_memory(weights, room)
+    limited = within(weights, room)
     if sum(room) < 1:
         assert limited is None or all(w / sum(weights) <= r for w, r in zip(weights, room, strict=True))
     elif limited is not None:
@@ -255,7 +256,7 @@ def test_auto_divides_a_model_that_one_host_cannot_hold() -> None:
 def test_every_strategy_is_predicted_and_the_reason_given() -> None:
     fast = calibrated("fast", {1: 20.0, 8: 60.0}, links=[LINK])
     slow = calibrated("slow", {1: 10.0, 8: 20.0}, links=[LINK])
-    plan = planned([fast, slow], shape=SHAPE, block_shape=SHAPE)
+    plan = planned([fast, slow], shape=SHAPE, memory=MEMORY)
     kinds = [way.strategy.partition(",")[0] for way in plan.predictions]
     assert kinds == ["independent", "synchronous", "sharded", "pipelined", "synchronous", "fast alone", "slow alone"]
     chosen = plan.predictions[0]
@@ -284,7 +285,7 @@ def test_hosts_without_a_curve() -> None:
     assert planned(rates, "train.global_batch_size=16").shares == [12, 4]
     chips = [RankHost("a", device_name="Apple M4 Max"), RankHost("b", device_name="Apple M3 Ultra")]
     published = planned(chips, "train.global_batch_size=64", published=list(read_published().values()))
-    assert published.shares == [47, 17] and "published" in published.reason
+    assert published.shares == [47, 17] and "matrix-product rates" in published.reason
     assert planned([None, None]).shares == [16, 16]
     with pytest.raises(UserError, match="plan.require_calibration: no calibration of b"):
         planned([known, None], "plan.require_calibration=true")
@@ -296,7 +297,7 @@ def test_published_figures_set_shares_and_never_micro_batches() -> None:
         RankHost("b", device_name="Apple M3 Ultra", device="metal", memory_bytes=384 * GB),
     ]
     published = list(read_published().values())
-    plan = planned(chips, "train.global_batch_size=64", published=published, memory=MEMORY, block_shape=SHAPE)
+    plan = planned(chips, "train.global_batch_size=64", published=published, memory=MEMORY)
     assert plan.shares == [47, 17] and all(max(sizes) <= 2 for sizes in plan.micro_batch_sizes)
     for rank in plan.ranks:
         assert rank.planned_bytes is not None and rank.memory_bytes is not None
@@ -358,7 +359,7 @@ def test_a_model_is_divided_by_speed_as_far_as_memory_allows() -> None:
     by_memory = sharded([96, 32], [None, None])
     assert [part.kv_heads for part in by_memory.model.parts] == [6, 2] and "by memory" in by_memory.reason
     assert [part.kv_heads for part in sharded([128, 128], [1e3, 1.2e3], chip="NVIDIA H200").model.parts] == [4, 4]
-    with pytest.raises(UserError, match=r"2 ranks need 18.16 GB together for weights, but have 16.00 GB"):
+    with pytest.raises(UserError, match=r"2 ranks need 18.16 GB together for weights and .* pair, but have 16.00 GB"):
         sharded([8, 8], [1.0, 1.0])
 
 
@@ -367,7 +368,7 @@ def pipelined(memory_gb: list[float], gflops: list[float], *words: str, **more: 
         RankHost(f"host{i}", None, None, "metal", rate, int(size * GB))
         for i, (size, rate) in enumerate(zip(memory_gb, gflops, strict=True))
     ]
-    more = {"memory": MEMORY, "block_shape": SHAPE, **more}
+    more = {"memory": MEMORY, **more}
     return planned(hosts, "strategy=pipelined", *words, **more)
 
 
@@ -414,7 +415,7 @@ def test_a_measured_head_counts_but_on_cuda_operations_do() -> None:
         for name in "ab":
             curve = calibrated(name, {1: 1.0, 8: 1.2}, outside_blocks=outside)
             hosts.append(RankHost(name, curve, "chip", device, memory_bytes=200 * GB))  # type: ignore[arg-type]
-        return planned(hosts, "strategy=pipelined", memory=MEMORY, block_shape=SHAPE).blocks
+        return planned(hosts, "strategy=pipelined", memory=MEMORY).blocks
 
     assert blocks("cuda", 0.4) == blocks("cuda", None)
     assert blocks("cpu", 0.4)[0] > blocks("cpu", None)[0]
@@ -422,13 +423,13 @@ def test_a_measured_head_counts_but_on_cuda_operations_do() -> None:
 
 def test_auto_takes_the_faster_way_and_says_what_the_other_would_give() -> None:
     hosts = [RankHost(name, None, None, "metal", 1e4, 14 * GB) for name in "ab"]
-    plan = planned(hosts, shape=SHAPE, block_shape=SHAPE, memory=MEMORY)
+    plan = planned(hosts, shape=SHAPE, memory=MEMORY)
     assert plan.strategy == "pipelined" and "because host a" in plan.reason
     assert plan.instead.startswith("strategy=sharded") and "MB a step instead of" in plan.instead
     experts = {**LLAMA_8B, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1024}
     shape = model_shape_of({**experts, "model_type": "qwen3_moe"})
     memory = replace(MEMORY, shape=shape)
-    sparse = planned(hosts, "strategy=pipelined", block_shape=shape, memory=memory)
+    sparse = planned(hosts, "strategy=pipelined", memory=memory)
     assert sum(sparse.blocks) == 32
 
 
@@ -450,7 +451,7 @@ def test_warnings_of_likely_mistakes() -> None:
     assert "learning_rate_scaling=sqrt" in warned("train.learning_rate_batch_size=8")
     assert "beyond what adamw can train with" in warned("train.learning_rate=0.1")
     large = [RankHost(name, None, None, "metal", 1e3, 200 * GB) for name in "ab"]
-    needless = {"some": large, "shape": SHAPE, "block_shape": SHAPE, "memory": MEMORY}
+    needless = {"some": large, "shape": SHAPE, "memory": MEMORY}
     for strategy in ("sharded", "pipelined"):
         assert "replicas do not: strategy=auto" in warned(f"strategy={strategy}", **needless)
     assert "no host of this run is called m4" in warned("plan.memory_limit_gb={m4: 3}")

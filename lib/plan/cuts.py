@@ -4,8 +4,7 @@ One forward, one backward (PipeDream-Flush, arXiv:2006.09503): a stage runs forw
 flight as it keeps, then one backward and one forward in turn, and at last the backwards that are left. A step's time
 comes from replaying these orders: each operation starts as soon as its stage is free and its input has arrived.
 
-Ranks keep their order, each takes consecutive blocks. The best cut by a bound of the schedule is found by moving blocks
-between stages; then the replayed schedule chooses among its neighbours.
+Ranks keep their order, each takes consecutive blocks. A bound of the schedule says which cuts are worth replaying.
 """
 
 from __future__ import annotations
@@ -182,9 +181,8 @@ class Cut:
         return 1 - busy / self.step_seconds if self.step_seconds else 0.0
 
 
-@dataclass(frozen=True, eq=False)
-class _Stages:
-    """Many cuts at once: all arrays are [cuts, p]."""
+class _Stages(NamedTuple):
+    """The stages of many cuts: all arrays are [cuts, p]."""
 
     forward: np.ndarray
     backward: np.ndarray
@@ -195,11 +193,8 @@ class _Stages:
 
 def best_cut(costs: CutCosts) -> Cut | None:
     """The cut with the shortest step; None where no cut fits the hosts."""
-    starts = _starts(costs)
-    if not starts:
-        return None
-    nearest = sorted({_descend(costs, start) for start in starts}, key=lambda cut: (_bounds(costs, [cut])[0], cut))
-    return min((_polished(costs, blocks) for blocks in nearest[:2]), key=lambda cut: cut.step_seconds)
+    near = sorted({_descend(costs, start) for start in _starts(costs)}, key=lambda cut: (_bounds(costs, [cut])[0], cut))
+    return min((_polished(costs, blocks) for blocks in near[:2]), key=lambda cut: cut.step_seconds, default=None)
 
 
 def cut_at(costs: CutCosts, blocks: Sequence[int]) -> Cut:
@@ -220,19 +215,6 @@ def cut_at(costs: CutCosts, blocks: Sequence[int]) -> Cut:
 def most_blocks(costs: CutCosts) -> list[int]:
     """How many blocks each host holds at most, the hosts before it filled up; all of them less than L: no cut fits."""
     return [int(end - start) for start, end in pairwise([0, *_filled(costs, np.inf)])]
-
-
-def needed_bytes(costs: CutCosts, rank: int, first_block: int, blocks: int) -> float:
-    """The fewest bytes with which a host can hold these blocks and its micro-batches in flight."""
-    span, end = np.array([first_block]), first_block + blocks
-    memory = costs.memory
-    without_room = replace(costs, memory=replace(memory, room=np.full(costs.hosts, -np.inf)))
-    activations = _spans(without_room, np.array([rank]), span, span + blocks).activation_bytes[0]
-    held = memory.held[rank, end] - memory.held[rank, first_block] + memory.ends[rank]
-    return float(held + memory.work[rank] + activations)
-
-
-# ---- Many cuts at a time
 
 
 def _spans_of(costs: CutCosts, blocks: np.ndarray) -> _Stages:
@@ -261,13 +243,8 @@ def _spans(costs: CutCosts, ranks: np.ndarray, starts: np.ndarray, ends: np.ndar
     holds = np.isfinite(needed[Keeps.ACTIVATIONS]) & (needed[Keeps.ACTIVATIONS] <= room)
     keeps = np.where(holds, Keeps.ACTIVATIONS, needed.argmin(axis=0))
     activations = np.take_along_axis(needed, keeps[None], axis=0)[0]
-    return _Stages(
-        forward + costs.end_forward_seconds[ranks],
-        backward + costs.end_backward_seconds[ranks] + (keeps != Keeps.ACTIVATIONS) * forward,
-        keeps,
-        activations,
-        activations <= room,
-    )
+    backward = backward + costs.end_backward_seconds[ranks] + (keeps != Keeps.ACTIVATIONS) * forward
+    return _Stages(forward + costs.end_forward_seconds[ranks], backward, keeps, activations, activations <= room)
 
 
 def _bounds(costs: CutCosts, blocks: Sequence[Sequence[int]] | np.ndarray) -> np.ndarray:
@@ -320,9 +297,8 @@ def _moves(blocks: Sequence[int], most: int) -> np.ndarray:
     """The cut itself, then all with 1, 2, 4, ... up to `most` blocks moved from one stage to another: int [cuts, p]."""
     unit = np.eye(len(blocks), dtype=int)
     moves = (unit[:, None] - unit[None, :]).reshape(-1, len(blocks))
-    moves = moves[moves.any(axis=1)]
     sizes = [2**power for power in range(max(1, most).bit_length())]
-    cuts = np.concatenate([np.array(blocks)[None], *(np.array(blocks) + size * moves for size in sizes)])
+    cuts = np.array(blocks) + np.concatenate([moves[:1], *(size * moves[moves.any(axis=1)] for size in sizes)])
     positive: np.ndarray = cuts[(cuts > 0).all(axis=1)]
     return positive
 
@@ -340,14 +316,13 @@ def _descend(costs: CutCosts, blocks: tuple[int, ...]) -> tuple[int, ...]:
 
 def _polished(costs: CutCosts, blocks: tuple[int, ...]) -> Cut:
     """The cut from which no move of a block or two to another stage shortens the replayed schedule."""
-    replayed = {blocks: cut_at(costs, blocks)}
+    best = cut_at(costs, blocks)
     while True:
-        cuts = _moves(blocks, 2)
+        cuts = _moves(best.blocks, 2)
         bounds = _bounds(costs, cuts)
         order = [index for index in np.argsort(bounds, kind="stable")[:REPLAYED] if np.isfinite(bounds[index])]
-        near = {blocks, *(tuple(cuts[index].tolist()) for index in order)}
-        replayed |= {cut: cut_at(costs, cut) for cut in near - replayed.keys()}
-        best = min(near, key=lambda cut: (replayed[cut].step_seconds, cut))
-        if replayed[best].step_seconds >= replayed[blocks].step_seconds * (1 - 1e-12):
-            return replayed[blocks]
-        blocks = best
+        near = [cut_at(costs, cuts[index].tolist()) for index in order]
+        better = min((best, *near), key=lambda cut: (cut.step_seconds, cut.blocks))
+        if better.step_seconds >= best.step_seconds * (1 - 1e-12):
+            return best
+        best = better

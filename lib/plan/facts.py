@@ -1,14 +1,12 @@
 """What a plan rests on: the settings, the run, every rank's host, and estimates for hosts that were not measured.
 
-lib/training/run_facts.py gathers them. A host that has the run's curve keeps it. A host without one gets the curve of a
-calibrated host, scaled by the ratio of their matrix-product rates, else by the figures published for both chips. The
-first steps of the run correct the estimate.
+lib/training/run_facts.py gathers them. A host without a curve of this model gets that of a calibrated host, scaled by
+the ratio of their matrix-product rates. The first steps of the run correct the estimate.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -58,10 +56,13 @@ class PlanSections:
         elif moving:
             name = "rollouts.reference_every" if config.rollouts.rounds else "train.reference_sync_steps"
             because = f"since with {name} all ranks follow one policy"
+        unset = config.plan.model_copy(update={"shares": None, "micro_batch_sizes": None})
         impossible = {}
         for strategy in DIVIDED:
             try:
-                with_strategy(config if config.strategy == strategy else without_shares(config), strategy)
+                with_strategy(
+                    config if config.strategy == strategy else config.model_copy(update={"plan": unset}), strategy
+                )
             except UserError as error:
                 impossible[strategy] = str(error)
         by_host = {
@@ -83,11 +84,6 @@ class PlanSections:
             return self
         unset = {"shares": None, "micro_batch_sizes": None, "require_calibration": False}
         return replace(self, plan=self.plan.model_copy(update=unset))
-
-
-def without_shares(config: Config) -> Config:
-    unset = {"shares": None, "micro_batch_sizes": None}
-    return config.model_copy(update={"plan": config.plan.model_copy(update=unset)})
 
 
 @dataclass(frozen=True)
@@ -123,8 +119,7 @@ class PlanFacts:
     versions: Mapping[str, str] = field(default_factory=dict)  # of the packages now, e.g. {"mlx": "0.32.4"}
     published: Sequence[HostCalibration] = ()  # figures of chips
     shape: ModelShape | None = None  # of the model; None: its blocks cannot be divided
-    block_shape: ModelShape | None = None  # of the model; None: it cannot be cut between its blocks
-    memory: MemoryModel | None = None  # None: nothing is known of the model's dimensions
+    memory: MemoryModel | None = None  # None: nothing is known of the model's dimensions, and it cannot be cut
     stages_before: StagesBefore | None = None
 
     @property
@@ -136,9 +131,15 @@ class PlanFacts:
     def batch_size(self) -> int:
         return self.settings.train.global_batch_size
 
+    @property
+    def item_bytes(self) -> int:
+        """Of one number between two blocks: full training computes in float32."""
+        assert self.memory is not None
+        return 4 if self.settings.model.method == "full" else self.memory.shape.other_bytes
+
     def can_divide(self, strategy: str) -> bool:
         """Whether the model's family can be divided so, and there are hosts to divide it among."""
-        return len(self.hosts) > 1 and (self.shape if strategy == "sharded" else self.block_shape) is not None
+        return len(self.hosts) > 1 and (self.shape if strategy == "sharded" else self.memory) is not None
 
     def tokens(self, pairs: int) -> tuple[float, float]:
         """Of a micro-batch of typical rows: those that go through the blocks, with padding; and through the head."""
@@ -172,12 +173,11 @@ class PlanFacts:
         """
         links, pair = self._links(slice(rank, rank + 2)), {self.hosts[rank].name, self.hosts[rank + 1].name}
         candidates = [link for link in links if link.operation == "ping_pong" and set(link.peers) == pair]
-        if not candidates:
-            for link in (link for link in links if link.operation == "all_sum"):
-                passes, peers = 2 * (max(2, len(link.peers)) - 1), max(2, len(link.peers))
-                bandwidth = link.bandwidth_bytes_per_second * passes / peers
-                changed = {"latency_seconds": link.latency_seconds / passes, "bandwidth_bytes_per_second": bandwidth}
-                candidates.append(link.model_copy(update={**changed, "transfers": ()}))
+        for link in links if not candidates else ():
+            passes, peers = 2 * (max(2, len(link.peers)) - 1), max(2, len(link.peers))
+            bandwidth = link.bandwidth_bytes_per_second * passes / peers
+            changed = {"latency_seconds": link.latency_seconds / passes, "bandwidth_bytes_per_second": bandwidth}
+            candidates += [link.model_copy(update={**changed, "transfers": ()})] * (link.operation == "all_sum")
         return max(candidates, key=lambda link: link.seconds(MESSAGE_BYTES), default=None)
 
     # ---- Speeds
@@ -187,7 +187,7 @@ class PlanFacts:
         now = [host.gflops for host in self.hosts]
         if all(now):
             return now
-        published = {one.machine.device_name: one.gflops for one in self.published}
+        published = {chip.machine.device_name: chip.gflops for chip in self.published}
         return [
             (host.calibration and host.calibration.gflops) or host.gflops or published.get(host.device_name or "")
             for host in self.hosts
@@ -196,7 +196,7 @@ class PlanFacts:
     def relative_speeds(self) -> list[float] | None:
         """The ranks' relative speeds, where no curves compare them; None where all are equal, or one is not known."""
         rates = self.rates()
-        if not all(rates) or not any(host.gflops or host.calibration for host in self.hosts):
+        if not all(rates):
             return None
         logs = {
             name: [math.log(r or 1) for r, n in zip(rates, self.names, strict=True) if n == name] for name in self.names
@@ -209,6 +209,33 @@ class PlanFacts:
     def measured_curves(self, key: CurveKey) -> list[BatchCurve | None]:
         """Each host's curve of this very model, with the times of typical rows and the memory of the longest."""
         return [_curve_of(host.calibration, key, self.longest) for host in self.hosts]
+
+    def curves(self, key: CurveKey) -> list[BatchCurve | None]:
+        """The same, else the curve of the calibrated host with the nearest matrix-product rate, scaled."""
+        measured, rates = self.measured_curves(key), self.rates()
+        curves: list[BatchCurve | None] = []
+        for rank, (curve, rate) in enumerate(zip(measured, rates, strict=True)):
+            known = [(rate / r, c, n) for r, c, n in zip(rates, measured, self.names, strict=True) if rate and r and c]
+            if curve is None and known:
+                speed, nearest, name = min(known, key=lambda entry: abs(math.log(entry[0])))
+                curve = self._scaled(rank, nearest, key, speed, f"{rate:,.0f} GFLOP/s, {speed:.2f} times {name}'s")
+            curves.append(curve)
+        return curves
+
+    def _scaled(self, rank: int, curve: BatchCurve, key: CurveKey, speed: float, rate: str) -> BatchCurve:
+        """The curve of a host `speed` times as fast: no larger micro-batches than where nothing is measured."""
+        most = max(DEFAULT_MICRO_BATCH_SIZE, curve.points[1].batch_size)
+        slowed = curve.slowed(1 / speed)
+        points = [
+            point.model_copy(
+                update={"peak_memory_bytes": self.needed_bytes(rank, point.batch_size, key) or point.peak_memory_bytes}
+            )
+            for point in slowed.points
+            if point.batch_size <= most
+        ]
+        limit = self.hosts[rank].memory_bytes or curve.memory_limit_bytes
+        source = f"estimated from its matrix-product rate, {rate}"
+        return slowed.model_copy(update={"points": tuple(points), "memory_limit_bytes": limit, "source": source})
 
     # ---- Memory
 
@@ -226,7 +253,7 @@ class PlanFacts:
         for recomputes in (key.gradient_checkpointing, not key.gradient_checkpointing):
             wanted = key.model_copy(update={"gradient_checkpointing": recomputes})
             curve = nearest_curve(calibration.curves, wanted) if calibration else None
-            if curve is None or curve.key is None or curve.source != "measured" or self.memory is None:
+            if curve is None or curve.key is None or self.memory is None:
                 continue
             point = curve.points[-1]
             if point.peak_memory_bytes and curve.key.sequence_length >= self.memory.rows.seen:
@@ -245,8 +272,7 @@ class PlanFacts:
             return DEFAULT_MICRO_BATCH_SIZE
         most = min(DEFAULT_MICRO_BATCH_SIZE, self.memory.most_pairs(host.device))
         room = None if host.memory_bytes is None else (1 - MEMORY_HEADROOM) * host.memory_bytes
-        size = largest_micro_batch(lambda pairs: self.needed_bytes(rank, pairs, key) or 0, room, most)
-        if size:
+        if size := largest_micro_batch(lambda pairs: self.needed_bytes(rank, pairs, key) or 0, room, most):
             return size
         needed, limit = self.needed_bytes(rank, 1, key) or 0, host.memory_bytes or 0
         checkpointing = "" if key.gradient_checkpointing else "model.gradient_checkpointing=true or "
@@ -269,10 +295,9 @@ class CurveChoice:
 
 
 def choose_curves(facts: PlanFacts, key: CurveKey) -> CurveChoice:
-    """Curves that compare all hosts: of this model, measured or estimated from another host's; else published ones.
+    """Curves that compare all hosts: of this model, measured or estimated from another host's; else none.
 
     Raises:
-        TooLarge: one pair does not fit a host.
         UserError: plan.require_calibration, and a host has no curve for this model, or has one of other versions.
     """
     measured = facts.measured_curves(key)
@@ -281,85 +306,25 @@ def choose_curves(facts: PlanFacts, key: CurveKey) -> CurveChoice:
     lacking = f"no calibration of {', '.join(missing)} for {key}; run make calibrate there"
     if facts.settings.plan.require_calibration and (missing or stale):
         raise UserError(f"plan.require_calibration: {lacking if missing else stale[0]}")
+    curves = tuple(curve for curve in facts.curves(key) if curve)
+    if len(curves) < len(facts.hosts):
+        return CurveChoice(None, lacking)
     if not missing:
-        curves = tuple(curve for curve in measured if curve)
         return CurveChoice(curves, f"curves measured for {key}", True, stale)
-    estimates = [curve or _estimated(facts, rank, measured, key) for rank, curve in enumerate(measured)]
-    if all(estimates):
-        curves = tuple(curve for curve in estimates if curve)
-        remarks = [f"host {n}: {c.source}; {REMEDY}" for n, c in zip(facts.names, curves, strict=True) if n in missing]
-        return CurveChoice(curves, f"curves for {key}", False, (*stale, *dict.fromkeys(remarks)))
-    chips = {one.machine.device_name: one for one in facts.published if one.curves}
-    figures = [chips.get(host.device_name or "") for host in facts.hosts]
-    known = [figure for figure in figures if figure]
-    if len(known) == len(figures) and len({one.source for one in known}) == 1:
-        curves = tuple(
-            _flat(facts, rank, one.curves[0].best_point.pairs_per_second, key) for rank, one in enumerate(known)
-        )
-        warning = f"{lacking}; planned from published figures, which compare the chips only"
-        return CurveChoice(curves, f"figures published in {known[0].source}", False, (warning,))
-    return CurveChoice(None, lacking)
-
-
-REMEDY = "make calibrate there measures it"
+    remedy = "make calibrate there measures it"
+    remarks = [f"host {n}: {c.source}; {remedy}" for n, c in zip(facts.names, curves, strict=True) if n in missing]
+    return CurveChoice(curves, f"curves for {key}", False, (*stale, *dict.fromkeys(remarks)))
 
 
 def _curve_of(calibration: HostCalibration | None, key: CurveKey, longest: int) -> BatchCurve | None:
+    """A host's curve with the times of typical rows and the memory of the longest."""
     curves = calibration.curves if calibration else ()
     typical, of_longest = nearest_curve(curves, key), nearest_curve(curves, key.at_length(longest))
     if typical is None or of_longest is None:
         return None
     typical, of_longest = typical.at_length(key.sequence_length), of_longest.at_length(longest)
-    if of_longest.memory_limit_bytes is None or of_longest.points[0].peak_memory_bytes is None:
-        return typical
-    points = [
-        point.model_copy(update={"peak_memory_bytes": of_longest.peak_bytes(point.batch_size)})
-        for point in typical.points
-    ]
+    points = [p.model_copy(update={"peak_memory_bytes": of_longest.peak_bytes(p.batch_size)}) for p in typical.points]
     return typical.model_copy(update={"points": tuple(points), "memory_limit_bytes": of_longest.memory_limit_bytes})
-
-
-def _estimated(facts: PlanFacts, rank: int, measured: Sequence[BatchCurve | None], key: CurveKey) -> BatchCurve | None:
-    """A curve for a host without one: that of the calibrated host with the nearest speed, scaled; None: not known."""
-    host, candidates = facts.hosts[rank], []
-    published = {one.machine.device_name: one for one in facts.published if one.curves}
-    for other, curve in zip(facts.hosts, measured, strict=True):
-        if curve is None:
-            continue
-        rates = [host.gflops, other.gflops]
-        if not all(rates):
-            rates = [one.calibration.gflops if one.calibration else None for one in (host, other)]
-        chips = [published.get(one.device_name or "") for one in (host, other)]
-        if rates[0] and rates[1]:
-            shown = f"matrix-product rate, {rates[0]:,.0f} GFLOP/s against {rates[1]:,.0f} of {other.name}"
-            candidates.append((rates[0] / rates[1], curve, f"estimated from its {shown}"))
-        elif chips[0] and chips[1] and chips[0].source == chips[1].source:
-            a, b = (chip.curves[0].best_point.pairs_per_second for chip in chips if chip)
-            shown = f"{host.device_name} and {other.device_name}, {a:.4g} to {b:.4g}"
-            candidates.append((a / b, curve, f"estimated from figures published for {shown}"))
-    if not candidates:
-        return None
-    speed, curve, source = min(candidates, key=lambda entry: abs(math.log(entry[0])))
-    size = facts.default_size(rank, key) if facts.memory else curve.points[-1].batch_size
-    most = max(size, curve.points[1].batch_size)
-    points = [
-        point.model_copy(
-            update={"peak_memory_bytes": facts.needed_bytes(rank, point.batch_size, key) or point.peak_memory_bytes}
-        )
-        for point in curve.slowed(1 / speed).points
-        if point.batch_size <= most
-    ]
-    changed = {"points": tuple(points), "step_overhead_seconds": curve.step_overhead_seconds / speed, "source": source}
-    return curve.model_copy(update={**changed, "memory_limit_bytes": host.memory_bytes or curve.memory_limit_bytes})
-
-
-def _flat(facts: PlanFacts, rank: int, pairs_per_second: float, key: CurveKey) -> BatchCurve:
-    """A published rate for micro-batches that fit by the formula: it sets shares between hosts, never a micro-batch."""
-    size = max(2, facts.default_size(rank, key))
-    peaks = {pairs: facts.needed_bytes(rank, pairs, key) for pairs in (1, size)}
-    known = {pairs: peak for pairs, peak in peaks.items() if peak}
-    curve = BatchCurve.from_rates(dict.fromkeys(peaks, pairs_per_second), known or None, facts.hosts[rank].memory_bytes)
-    return curve.model_copy(update={"source": "published"})
 
 
 def prepared(facts: PlanFacts) -> tuple[PlanFacts, tuple[str, ...]]:
@@ -370,12 +335,12 @@ def prepared(facts: PlanFacts) -> tuple[PlanFacts, tuple[str, ...]]:
     """
     hosts: list[RankHost] = []
     warnings: list[str] = []
-    ranks_of = Counter(facts.names)
     for host in facts.hosts:
         calibration, limits = host.calibration, [host.memory_bytes]
         if calibration is not None:
-            machine, count = calibration.machine, ranks_of[host.name]
-            sharing = 1 if machine.host != host.name or machine.device == "cuda" else count
+            machine = calibration.machine
+            is_shared = machine.host == host.name and machine.device != "cuda"
+            sharing = facts.names.count(host.name) if is_shared else 1
             curves = tuple(
                 curve.slowed(curve.slowdown_together or sharing if len(facts.hosts) > 1 else 1.0, sharing)
                 for curve in calibration.curves

@@ -17,9 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from lib.config.settings import ModelSettings
 from lib.data.batch import NEED, BatchShape, batch_shape_of, real_tokens
-from lib.model.adapter_layers import trained_part
 from lib.model.partition import Division, ModelShape, divide, rank_bytes
 from lib.system.hardware import Device
 
@@ -312,22 +310,3 @@ def rank_shape(shape: ModelShape, division: Division, rank: int) -> ModelShape:
         expert_columns=division.expert_columns[rank] if division.expert_columns else 0,
         vocabulary=division.vocabulary[rank] if division.vocabulary else shape.vocabulary,
     )
-
-
-LEAST_UPDATE = 0.5  # float32 numbers for each trained one, that an update of small arrays holds at a time
-
-
-def training_bytes_per_byte(shape: ModelShape, model: ModelSettings, optimizer: str, moving_reference: bool) -> float:
-    """What full training adds to each byte of the weights: gradient, optimizer, the largest update."""
-    if model.method != "full":
-        return 0.0
-    needs = OPTIMIZERS.get(optimizer, ADAM)
-    largest = shape.hidden_size * max(shape.vocabulary, shape.mlp_columns, shape.experts * shape.expert_columns)
-    update = max(LEAST_UPDATE, needs.update * largest * shape.weight_bytes / whole_weight_bytes(shape))
-    numbers = 1 + needs.moments + update + moving_reference
-    return 4 * numbers / shape.weight_bytes * trained_part(model, shape.blocks)
-
-
-def whole_training_bytes(shape: ModelShape, model: ModelSettings, optimizer: str, moving_reference: bool) -> int:
-    """What a host that keeps the whole model needs at least: all but activations."""
-    return round((1 + training_bytes_per_byte(shape, model, optimizer, moving_reference)) * whole_weight_bytes(shape))

@@ -6,7 +6,7 @@ what the machines do alone, R_i = max over b of b / tau_i(b) (lib/plan/shares.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
@@ -250,11 +250,6 @@ class ClusterPlan:
         return [plan.micro_batch_sizes for plan in self.workers]
 
     @property
-    def left_out(self) -> list[str]:
-        """Hosts without work."""
-        return [plan.host for plan in self.ranks if plan.share == 0]
-
-    @property
     def predicted_step_seconds(self) -> float | None:
         """The slowest rank's compute and update, from one sync to the next, and the sync; a pipeline's schedule."""
         if self.divides_model:
@@ -263,7 +258,7 @@ class ClusterPlan:
         for plan, curve in zip(self.ranks, self.curves, strict=True):
             if plan.predicted_compute_seconds is None or curve is None:
                 return None
-            if plan.share or len(self.ranks) - len(self.left_out) > 1:
+            if plan.share or sum(share > 0 for share in self.shares) > 1:
                 seconds.append(plan.predicted_compute_seconds + curve.step_overhead_seconds)
         return max(seconds) + self.sync_seconds
 
@@ -346,12 +341,9 @@ class ClusterPlan:
             [piece for size in rank.micro_batch_sizes for piece in split_evenly_sized(size, limit or size)]
             for rank, limit in zip(self.ranks, limits, strict=True)
         ]
-        plan = self
-        if [tuple(of_rank) for of_rank in sizes] != [rank.micro_batch_sizes for rank in self.ranks]:
-            changed = self.with_micro_batches(sizes, self.reason)
-            plan = replace(changed, warnings=self.warnings, predictions=self.predictions)
+        plan = self.with_micro_batches(sizes, self.reason)
         ranks = (replace(rank, max_micro_batch_size=limit) for rank, limit in zip(plan.ranks, limits, strict=True))
-        return replace(plan, ranks=tuple(ranks))
+        return replace(plan, ranks=tuple(ranks), warnings=self.warnings, predictions=self.predictions)
 
     def halved(self, ranks: Sequence[int]) -> ClusterPlan:
         """The plan with half the largest micro-batch on these ranks, and with every smaller one as it was."""
@@ -394,7 +386,7 @@ def plan_cluster(
     reason = "shares as plan.shares has them"
     if shares is None:
         shares, reason = _shares(hosts, global_batch_size, curves, sync_seconds, micro_batch_sizes, speeds)
-    fastest: dict[object, tuple[int, ...]] = {}  # equal ranks share one search
+    fastest: dict[object, tuple[int, ...]] = {}  # of equal ranks
     ranks = []
     for rank, (host, curve) in enumerate(zip(hosts, curves, strict=True)):
         share = int(shares[rank])
@@ -459,38 +451,17 @@ def _warnings(ranks: Sequence[RankPlan], curves: Sequence[BatchCurve | None], ba
     return tuple(warnings)
 
 
-def with_memory(
-    plan: ClusterPlan, memory_bytes: Sequence[int | None], planned_bytes: Callable[[int, int], int | None]
-) -> ClusterPlan:
-    """The plan with the memory that every rank's largest micro-batch needs and may use; warns where it needs more.
-
-    planned_bytes: of (rank, pairs); None where it is not known.
-    """
-    ranks, warnings = [], list(plan.warnings)
-    for rank, limit in zip(plan.ranks, memory_bytes, strict=True):
-        planned = planned_bytes(rank.rank, max(rank.micro_batch_sizes)) if rank.micro_batch_sizes else None
-        ranks.append(replace(rank, planned_bytes=planned, memory_bytes=limit))
-        if planned and limit and planned > limit:
-            warnings.append(
-                f"rank {rank.rank} ({rank.host}): micro-batches of {max(rank.micro_batch_sizes)} pairs need "
-                f"{planned / 1e9:.2f} GB of {limit / 1e9:.2f} GB; lower plan.micro_batch_sizes"
-            )
-    return replace(plan, ranks=tuple(ranks), warnings=tuple(warnings))
-
-
 def sufficient_global_batch(
-    hosts: Sequence[str],
-    curves: Sequence[BatchCurve],
-    global_batch_size: int,
-    sync_seconds: float = 0.0,
-    efficiency: float = GOOD_EFFICIENCY,
+    hosts: Sequence[str], curves: Sequence[BatchCurve], global_batch_size: int, sync_seconds: float = 0.0
 ) -> int | None:
-    """The first of 1, 2, 4, ... 64 times global_batch_size that the hosts share at this efficiency, or None.
-
-    A pair is the smallest part and a sync costs the same for any batch: the larger, the less either matters.
-    """
+    """The first of 1, 2, 4, ... 64 times global_batch_size that the hosts share at GOOD_EFFICIENCY, or None."""
     for pairs in (global_batch_size * 2**doubling for doubling in range(7)):
         plan = plan_cluster(hosts, pairs, curves=curves, sync_seconds=sync_seconds)
-        if plan.efficiency is not None and plan.efficiency >= efficiency:
+        if plan.efficiency is not None and plan.efficiency >= GOOD_EFFICIENCY:
             return pairs
     return None
+
+
+def sum_of(numbers: Sequence[object], most: int = 8) -> str:
+    """The first of them, as they are shown: "24 + 8"."""
+    return " + ".join(map(str, numbers[:most])) + (" + ..." if len(numbers) > most else "")

@@ -1,8 +1,7 @@
-"""Who does how much of a step: pure functions from measured curves to shares and micro-batches.
+"""Who does how much of a step: from measured curves to shares and micro-batches. Pure functions.
 
-Host i takes tau_i(b) seconds for a micro-batch of b pairs, and t_i(n) = min over b of t_i(n - b) + tau_i(b)
-for n pairs in micro-batches of any sizes, and o_i for what it does besides (the update, ...), whatever n. A
-global batch of B pairs is divided to minimise max t_i(n_i) + o_i: the slowest rank ends the step.
+Host i takes tau_i(b) seconds for a micro-batch of b pairs, t_i(n) = min over b of t_i(n - b) + tau_i(b) for n pairs,
+and o_i for the update. Shares minimise max t_i(n_i) + o_i over sum n_i = B: the slowest rank ends the step.
 """
 
 from __future__ import annotations
@@ -27,14 +26,9 @@ class TooLarge(UserError):
 
 
 def check_memory(host: str, curve: BatchCurve) -> None:
-    """Whether the host can run the smallest measured micro-batch.
-
-    Raises:
-        TooLarge: it cannot; with what it needs and has.
-    """
-    if curve.max_batch_size == 0:
-        smallest = curve.points[0]
-        assert smallest.peak_memory_bytes is not None and curve.memory_limit_bytes is not None
+    """Raises TooLarge where the smallest measured micro-batch does not fit the host."""
+    smallest = curve.points[0]
+    if curve.max_batch_size == 0 and smallest.peak_memory_bytes and curve.memory_limit_bytes:
         pairs = "one pair needs" if smallest.batch_size == 1 else f"{smallest.batch_size} pairs need"
         raise TooLarge(
             f"host {host}: {pairs} {smallest.peak_memory_bytes / 1e9:.2f} GB, but it has "
@@ -60,11 +54,7 @@ def distribute_work(total_examples: int, ratios: Sequence[float]) -> list[int]:
 
 
 def check_count(setting: str, numbers: Sequence[int], world_size: int) -> None:
-    """Whether a setting has one number a rank.
-
-    Raises:
-        UserError: it has not.
-    """
+    """Raises UserError where a setting has not one number a rank."""
     if len(numbers) != world_size:
         raise UserError(
             f"{setting} {list(numbers)} has {len(numbers)} numbers, but there are {world_size} ranks; give one a rank"
@@ -72,59 +62,20 @@ def check_count(setting: str, numbers: Sequence[int], world_size: int) -> None:
 
 
 def split_evenly_sized(share: int, micro_batch_size: int) -> tuple[int, ...]:
-    """Micro-batches of one size, and what is left: 20 pairs by 8 are 8, 8, 4."""
+    """Micro-batches of one size, and the rest: 20 pairs by 8 are 8, 8, 4."""
     whole, rest = divmod(share, micro_batch_size)
     return (micro_batch_size,) * whole + ((rest,) if rest else ())
 
 
+def taus(curve: BatchCurve, most: int | None = None) -> np.ndarray:
+    """tau(1..most), by default of all sizes that fit: float64 [M]."""
+    return curve.seconds(np.arange(1, (most or curve.max_batch_size) + 1))
+
+
 def solo_pairs_per_second(curve: BatchCurve) -> float:
     """R = max over b of b / tau(b), within memory."""
-    sizes = np.arange(1, curve.max_batch_size + 1)
-    return float(np.max(sizes / curve.seconds(sizes)))
-
-
-def fastest_micro_batches(curve: BatchCurve, share: int) -> tuple[int, ...]:
-    """The micro-batches that attain t(share), the largest first; of equally fast ones, the largest sizes."""
-    tau = curve.seconds(np.arange(1, curve.max_batch_size + 1))
-    times = step_times(tau[None], share)[0]
-    batches = []
-    rest = share
-    while rest:
-        most = min(rest, len(tau))
-        candidates = times[rest - most : rest][::-1] + tau[:most]
-        near_best = np.flatnonzero(candidates <= times[rest] * (1 + 1e-12))
-        batches.append(int(near_best[-1]) + 1)
-        rest -= batches[-1]
-    return tuple(sorted(batches, reverse=True))
-
-
-def best_shares(
-    hosts: Sequence[str],
-    curves: Sequence[BatchCurve],
-    global_batch_size: int,
-    sync_seconds: float = 0.0,
-    micro_batch_sizes: Sequence[int] | None = None,
-) -> tuple[list[int], str]:
-    """The shares of the shortest step, and why: all hosts together, or the best one alone, without a sync."""
-    kinds = _Kinds(curves, micro_batch_sizes)
-    shares, seconds, shortest = kinds.divide(global_batch_size)
-    together = seconds + sync_seconds
-    best_host, alone = kinds.best_alone(global_batch_size)
-    if alone <= together:
-        others = listed([f"{host} (rank {rank})" for rank, host in enumerate(hosts) if rank != best_host])
-        reason = (
-            f"leave out {others}: {hosts[best_host]} alone takes {alone:.4g} s a step, together they take "
-            f"{together:.4g} s, {sync_seconds:.4g} s of it sync; a larger train.global_batch_size may help"
-        )
-        return [global_batch_size * (rank == best_host) for rank in range(len(hosts))], reason
-    equal = kinds.seconds(equal_shares(global_batch_size, len(hosts))) + sync_seconds
-    reason = (
-        f"shares from the hosts' curves: {together:.4g} s a step; equal shares {equal:.4g} s, "
-        f"the best host alone ({hosts[best_host]}) {alone:.4g} s"
-    )
-    if seconds > shortest * (1 + 1e-9):
-        reason += f"; in whole micro-batches of one size a host, {seconds / shortest - 1:.1%} above the least"
-    return shares, reason
+    tau = taus(curve)
+    return float((np.arange(1, len(tau) + 1) / tau).max())
 
 
 def step_times(tau: np.ndarray, pairs: int) -> np.ndarray:
@@ -136,104 +87,122 @@ def step_times(tau: np.ndarray, pairs: int) -> np.ndarray:
     return times
 
 
-def within_memory(weights: Sequence[float], room: Sequence[float]) -> list[float] | None:
-    """Weights under which no rank gets more than its room, a fraction of all; None if all rooms together are too small.
+def fastest_micro_batches(curve: BatchCurve, share: int) -> tuple[int, ...]:
+    """The micro-batches that attain t(share), the largest first; of equally fast ones, the largest sizes."""
+    tau = taus(curve)
+    times = step_times(tau[None], share)[0]
+    batches = []
+    rest = share
+    while rest:
+        most = min(rest, len(tau))
+        candidates = times[rest - most : rest][::-1] + tau[:most]
+        batches.append(int(np.flatnonzero(candidates <= times[rest] * (1 + 1e-12))[-1]) + 1)
+        rest -= batches[-1]
+    return tuple(sorted(batches, reverse=True))
 
-    Those that are full stay full; what is left goes to the others in proportion to their weights.
-    """
-    total = sum(weights)
-    shares = [weight / total for weight in weights]
-    if all(share <= space for share, space in zip(shares, room, strict=True)):
-        return list(weights)
-    if sum(room) < 1:
-        return None
-    full: set[int] = set()
-    while True:
-        left = 1 - sum(room[rank] for rank in full)
-        open_weight = sum(weight for rank, weight in enumerate(weights) if rank not in full)
-        shares = [room[r] if r in full else left * weight / open_weight for r, weight in enumerate(weights)]
-        over = {rank for rank, share in enumerate(shares) if share > room[rank] * (1 + 1e-12)}
-        if not over:
-            return shares
-        full |= over
+
+def curve_identity(curve: BatchCurve) -> Hashable:
+    """Equal for curves that the planner cannot tell apart."""
+    points = tuple((point.batch_size, point.seconds_median) for point in curve.points)
+    return curve.max_batch_size, curve.step_overhead_seconds, points
+
+
+def best_shares(
+    hosts: Sequence[str],
+    curves: Sequence[BatchCurve],
+    global_batch_size: int,
+    sync_seconds: float = 0.0,
+    micro_batch_sizes: Sequence[int] | None = None,
+) -> tuple[list[int], str]:
+    """The shares of the shortest step, and why: all hosts together, or the best one alone, without a sync."""
+    kinds = _Kinds(curves, micro_batch_sizes)
+    shares, shortest = kinds.divide(global_batch_size)
+    seconds = kinds.seconds(shares)
+    together = seconds + sync_seconds
+    best_host, alone = kinds.best_alone(global_batch_size)
+    if alone <= together:
+        others = listed([f"{host} (rank {rank})" for rank, host in enumerate(hosts) if rank != best_host])
+        return [global_batch_size * (rank == best_host) for rank in range(len(hosts))], (
+            f"leave out {others}: {hosts[best_host]} alone takes {alone:.4g} s a step, together they take "
+            f"{together:.4g} s, {sync_seconds:.4g} s of it sync; a larger train.global_batch_size may help"
+        )
+    equal = kinds.seconds(equal_shares(global_batch_size, len(hosts))) + sync_seconds
+    reason = (
+        f"shares from the hosts' curves: {together:.4g} s a step; equal shares {equal:.4g} s, "
+        f"the best host alone ({hosts[best_host]}) {alone:.4g} s"
+    )
+    if seconds > shortest * (1 + 1e-9):
+        reason += f"; in whole micro-batches of one size a host, {seconds / shortest - 1:.1%} above the least"
+    return shares, reason
 
 
 class _Kinds:
-    """Hosts grouped by equal curves, and the table t(n) of each kind, as long as is needed."""
+    """Hosts grouped by equal curves: what is computed once for each kind of K."""
 
     def __init__(self, curves: Sequence[BatchCurve], micro_batch_sizes: Sequence[int] | None) -> None:
         sizes: Sequence[int | None] = micro_batch_sizes or [None] * len(curves)
-        members = {(curve_identity(curve), size): (curve, size) for curve, size in zip(curves, sizes, strict=True)}
-        numbers = {identity: number for number, identity in enumerate(members)}
-        kinds = [numbers[curve_identity(curve), size] for curve, size in zip(curves, sizes, strict=True)]
-        self.of_rank = np.array(kinds)
+        identities = [(curve_identity(curve), size) for curve, size in zip(curves, sizes, strict=True)]
+        numbers = {identity: number for number, identity in enumerate(dict.fromkeys(identities))}
+        self.of_rank = np.array([numbers[identity] for identity in identities])
+        first = np.unique(self.of_rank, return_index=True)[1]
         self.counts = np.bincount(self.of_rank)
-        self.fixed = [size for _, size in members.values()]
-        self.curves = [curve for curve, _ in members.values()]
-        widest = max(size or curve.max_batch_size for curve, size in members.values())
-        self.tau = np.full((len(members), widest), np.inf)
-        for kind, (curve, size) in enumerate(members.values()):
-            most = size or curve.max_batch_size
-            self.tau[kind, :most] = curve.seconds(np.arange(1, most + 1))
-        self.rates = (np.arange(1, widest + 1) / self.tau).max(axis=1)
+        self.curves, self.fixed = [curves[rank] for rank in first], [sizes[rank] for rank in first]
+        known = [taus(curve, size) for curve, size in zip(self.curves, self.fixed, strict=True)]
+        self.tau = np.full((len(known), max(map(len, known))), np.inf)
+        for kind, tau in enumerate(known):
+            self.tau[kind, : len(tau)] = tau
+        self.rates = (np.arange(1, self.tau.shape[1] + 1) / self.tau).max(axis=1)
         self.overheads = np.array([curve.step_overhead_seconds for curve in self.curves])
 
-    def times(self, pairs: int) -> np.ndarray:
-        """t(0..pairs) + o of all kinds, float64 [K, pairs + 1]."""
-        times = step_times(self.tau, pairs)
-        for kind, size in enumerate(self.fixed):
-            if size:  # whole micro-batches of that size, and what is left
-                tau = np.concatenate([[0.0], self.tau[kind]])
+    def times(self, pairs: int, kinds: slice = slice(None)) -> np.ndarray:
+        """t(0..pairs) + o, float64 [K, pairs + 1]."""
+        times = step_times(self.tau[kinds], pairs)
+        for kind, size in enumerate(self.fixed[kinds]):
+            if size:  # whole micro-batches of that size, and the rest
+                tau = np.concatenate([[0.0], self.tau[kinds][kind]])
                 whole, rest = np.divmod(np.arange(pairs + 1), size)
                 times[kind] = whole * tau[size] + tau[rest]
-        return times + self.overheads[:, None]
+        return times + self.overheads[kinds, None]
 
-    def seconds(self, shares: Sequence[int] | np.ndarray) -> float:
+    def seconds(self, shares: Sequence[int]) -> float:
         """max t_i(n_i) + o_i."""
         return float(self.times(max(shares))[self.of_rank, np.asarray(shares)].max())
 
     def best_alone(self, pairs: int) -> tuple[int, float]:
-        """The rank that does all pairs soonest, and its time."""
-        alone = self.times(pairs)[:, -1]
-        kind = int(alone.argmin())
-        return int(np.flatnonzero(self.of_rank == kind)[0]), float(alone[kind])
+        """The rank that does all pairs soonest, and its time. As t(n) >= n / rate, few have to be looked at."""
+        best, seconds = 0, np.inf
+        least = pairs / self.rates + self.overheads
+        for kind in np.argsort(least, kind="stable"):
+            if least[kind] < seconds and (alone := self.times(pairs, slice(kind, kind + 1))[0, -1]) < seconds:
+                best, seconds = int(kind), float(alone)
+        return int(np.flatnonzero(self.of_rank == best)[0]), seconds
 
-    def divide(self, pairs: int) -> tuple[list[int], float, float]:
-        """argmin of max t_i(n_i) over sum n_i = pairs, up to TIDY_TOLERANCE; its time, and the least."""
+    def divide(self, pairs: int) -> tuple[list[int], float]:
+        """argmin of max t_i(n_i) over sum n_i = pairs, up to TIDY_TOLERANCE; and the least time."""
         length = min(pairs, int(2 * pairs * self.rates.max() / (self.rates @ self.counts)) + self.tau.shape[1])
         while True:
             times = self.times(length)
-            # The most pairs that a kind can do within T; a noisy curve may fall, so look from the end.
-            rising = np.minimum.accumulate(times[:, ::-1], axis=1)[:, ::-1]
-            # Beyond the table no host is done before this: t(n) >= n / rate.
-            horizon = np.inf if length == pairs else float(((length + 1) / self.rates).min())
-            longest = min(float(rising[:, -1].max()), horizon * (1 - 1e-9))
-            if _capacity(rising, longest) @ self.counts >= pairs:
+            rising = np.minimum.accumulate(times[:, ::-1], axis=1)[:, ::-1]  # a noisy curve may fall
+            moments = np.unique(rising)
+            low, high = -1, len(moments) - 1
+            while high - low > 1:
+                middle = (low + high) // 2
+                enough = _capacity(rising, moments[middle]) @ self.counts >= pairs
+                low, high = (low, middle) if enough else (middle, high)
+            most = _capacity(rising, moments[high])
+            if most @ self.counts >= pairs and (most.max() < length or length == pairs):
                 break
             length = min(pairs, 2 * length)
-        too_short, enough = 0.0, longest
-        while enough - too_short > 1e-12 * enough:
-            middle = (too_short + enough) / 2
-            if _capacity(rising, middle) @ self.counts >= pairs:
-                enough = middle
-            else:
-                too_short = middle
-        shares = self._fill(_capacity(rising, too_short), _capacity(rising, enough), pairs)
-        seconds = float(times[self.of_rank, shares].max())
-        tidy = self._tidy_shares(seconds, pairs)
-        shares = shares if tidy is None else tidy
-        return [int(share) for share in shares], self.seconds(shares), seconds
-
-    def _fill(self, base: np.ndarray, most: np.ndarray, pairs: int) -> np.ndarray:
-        """Each host's capacity just before the last moment, then one more pair each in turn, by rank."""
+        # Each host's capacity just before the last moment, then one more pair each in turn, by rank.
+        base = _capacity(rising, moments[low]) if low >= 0 else np.zeros_like(most)
         shares, room = base[self.of_rank], (most - base)[self.of_rank]
-        left = pairs - int(shares.sum())
-        while left:
+        while left := pairs - int(shares.sum()):
             takers = np.flatnonzero(room)[:left]
             shares[takers] += 1
             room[takers] -= 1
-            left -= len(takers)
-        return shares
+        seconds = float(times[self.of_rank, shares].max())
+        tidy = self._tidy_shares(seconds, pairs)
+        return (shares if tidy is None else tidy).tolist(), seconds
 
     def _tidy_shares(self, seconds: float, pairs: int) -> np.ndarray | None:
         """Shares of whole micro-batches, one measured size a host, if some fit within the tolerance.
@@ -241,19 +210,22 @@ class _Kinds:
         They rest on measured times and not on interpolated ones, and each host compiles one shape.
         """
         limit = seconds * (1 + TIDY_TOLERANCE)
-        options: list[list[tuple[float, int]]] = []  # of each kind: (time, share)
+        options = []  # of each kind: {share: time}
         for kind, (curve, fixed) in enumerate(zip(self.curves, self.fixed, strict=True)):
             overhead = float(self.overheads[kind])
-            best: dict[int, float] = {0: overhead}
-            measured = [point.batch_size for point in curve.points if point.batch_size <= curve.max_batch_size]
-            for size in [fixed] if fixed else measured:
+            best = {0: overhead}
+            sizes = [point.batch_size for point in curve.points if point.batch_size <= curve.max_batch_size]
+            for size in [fixed] if fixed else sizes:
                 tau = self.tau[kind, size - 1]
                 most = min(int((limit - overhead) / tau), pairs // size)
                 for count in range(max(1, most - 2), most + 1):
                     best[count * size] = min(best.get(count * size, np.inf), count * tau + overhead)
-            options.append(sorted((time, share) for share, time in best.items()))
-        for moment in sorted({time for some in options for time, _ in some if time >= seconds * (1 - 1e-9)}):
-            shares = np.array([max((share for time, share in some if time <= moment), default=0) for some in options])
+            options.append(best)
+        moments = {time for best in options for time in best.values() if time >= seconds * (1 - 1e-9)}
+        for moment in sorted(moments):
+            shares = np.array(
+                [max((share for share, time in best.items() if time <= moment), default=0) for best in options]
+            )
             if shares @ self.counts == pairs:
                 return shares[self.of_rank]
         return None
@@ -263,15 +235,6 @@ def _capacity(rising: np.ndarray, seconds: float) -> np.ndarray:
     """The most pairs of each kind that are done within `seconds`: int [K]."""
     within: np.ndarray = np.maximum(np.sum(rising <= seconds, axis=1) - 1, 0)
     return within
-
-
-def curve_identity(curve: BatchCurve) -> Hashable:
-    """What the planner sees of a curve."""
-    return (
-        curve.max_batch_size,
-        curve.step_overhead_seconds,
-        tuple((point.batch_size, point.seconds_median) for point in curve.points),
-    )
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:

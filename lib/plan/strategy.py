@@ -13,9 +13,8 @@ from dataclasses import replace
 
 from lib.config.settings import IndependentSettings, ModelSettings, PlanSettings, SyncSettings
 from lib.errors import UserError
-from lib.plan.calibration import MEMORY_HEADROOM, CurveKey
+from lib.plan.calibration import CurveKey
 from lib.plan.facts import DIVIDED, CurveChoice, PlanFacts, choose_curves, prepared
-from lib.plan.memory import whole_training_bytes
 from lib.plan.pipeline import plan_pipelined
 from lib.plan.plan import (
     GOOD_EFFICIENCY,
@@ -25,10 +24,10 @@ from lib.plan.plan import (
     RankPlan,
     plan_cluster,
     sufficient_global_batch,
-    with_memory,
+    sum_of,
 )
 from lib.plan.sharded import plan_sharded
-from lib.plan.shares import TooLarge, equal_shares, listed, split_evenly_sized
+from lib.plan.shares import TooLarge, equal_shares, split_evenly_sized
 
 MERGE_COST = 0.01  # of the time of a run
 LEAST_MERGES = 8  # in a run; after each step, where it has fewer
@@ -77,63 +76,28 @@ def _plan_replicas(facts: PlanFacts) -> ClusterPlan:
     Raises:
         TooLarge: a host's memory does not hold one pair.
     """
-    settings, size = facts.settings, len(facts.hosts)
-    _check_whole(facts)
+    settings, ranks = facts.settings, len(facts.hosts)
     key, choice, synchronous, warnings = _with_checkpointing_if_needed(facts)
     sync_seconds = _sync_seconds(facts, choice)
     apart = _divided_batch(facts, key, choice, 0.0)
     strategy, why = _choose_replicas(facts)
     chosen = apart if strategy == "independent" else synchronous
     reason = _reason(facts, choice, chosen, sync_seconds)
-
-    def planned_bytes(rank: int, pairs: int) -> int | None:
-        measured = chosen.curves[rank]
-        peak = measured.peak_bytes(pairs) if measured else None
-        return facts.needed_bytes(rank, pairs, key) if peak is None else peak
-
-    chosen = with_memory(chosen, [host.memory_bytes for host in facts.hosts], planned_bytes)
     chosen = replace(
-        chosen,
+        _with_memory(facts, chosen, key),
         strategy=strategy,
-        reason=f"{strategy}, {why}; {reason}" if size > 1 else reason,
-        warnings=(*warnings, *choice.warnings, *chosen.warnings),
+        reason=f"{strategy}, {why}; {reason}" if ranks > 1 else reason,
         basis=replace(chosen.basis, calibrated=choice.is_measured),
         gradient_checkpointing=key != facts.key,
     )
+    chosen = replace(chosen, warnings=(*warnings, *choice.warnings, *chosen.warnings))
     merge_seconds = _merge_seconds(facts, apart) if choice.is_measured and facts.link_is_known else None
     step_seconds = _independent_seconds(apart) if merge_seconds is not None else None
     merging = plan_merging(settings.independent, settings.plan, facts, merge_seconds, step_seconds)
-    chosen = replace(chosen, predictions=_predictions(facts, chosen, apart, sync_seconds, merging, merge_seconds))
-    if strategy != "independent" or size == 1:
-        return chosen
-    return replace(
-        chosen,
-        rounds=merging,
-        instead=_synchronous_instead(chosen, sync_seconds if facts.link_is_known else None),
-    )
-
-
-def _check_whole(facts: PlanFacts) -> None:
-    """Whether hosts without a measured peak memory can keep the whole model.
-
-    Raises:
-        TooLarge: one cannot; with what it needs and has.
-    """
-    shape, settings = facts.shape or facts.block_shape, facts.settings
-    if shape is None or len(facts.hosts) == 1 or settings.strategy in ("independent", "synchronous"):
-        return
-    needed = whole_training_bytes(shape, settings.model, settings.train.optimizer, settings.moving_reference)
-    for host, curve in zip(facts.hosts, facts.measured_curves(facts.key), strict=True):
-        is_measured = curve is not None and curve.points[0].peak_memory_bytes is not None
-        if host.memory_bytes is None or is_measured or needed <= (1 - MEMORY_HEADROOM) * host.memory_bytes:
-            continue
-        trained = ", gradients and optimizer" if settings.model.method == "full" else ""
-        raise TooLarge(
-            f"host {host.name}: the model needs {needed / 1e9:.2f} GB for weights{trained}, but it has "
-            f"{host.memory_bytes / 1e9:.2f} GB less {MEMORY_HEADROOM:.0%} headroom; take a quantised model with "
-            "model.method=lora, or leave the host out",
-            needed,
-        )
+    chosen = replace(chosen, predictions=_predictions(facts, chosen, apart, sync_seconds, (merging, merge_seconds)))
+    if strategy == "independent" and ranks > 1:
+        chosen = replace(chosen, rounds=merging, instead=_synchronous_instead(chosen, sync_seconds))
+    return chosen
 
 
 def _with_checkpointing_if_needed(facts: PlanFacts) -> tuple[CurveKey, CurveChoice, ClusterPlan, tuple[str, ...]]:
@@ -142,23 +106,32 @@ def _with_checkpointing_if_needed(facts: PlanFacts) -> tuple[CurveKey, CurveChoi
     Raises:
         TooLarge: one pair does not fit, nor with gradient checkpointing where that may be turned on.
     """
-    key = facts.key
+    key, warnings = facts.key, ()
     try:
         choice = choose_curves(facts, key)
-        return key, choice, _divided_batch(facts, key, choice, _sync_seconds(facts, choice)), ()
+        divided = _divided_batch(facts, key, choice, _sync_seconds(facts, choice))
     except TooLarge as too_large:
-        if not facts.settings.model.may_turn_on_checkpointing:
-            raise
         key = key.model_copy(update={"gradient_checkpointing": True})
         choice = choose_curves(facts, key)
-        if not choice.is_measured and facts.memory is None:
+        if not facts.settings.model.may_turn_on_checkpointing or not (choice.is_measured or facts.memory):
             raise
-        warning = f"gradient checkpointing is turned on: {str(too_large).partition(';')[0]} without"
-        return key, choice, _divided_batch(facts, key, choice, _sync_seconds(facts, choice)), (warning,)
+        divided = _divided_batch(facts, key, choice, _sync_seconds(facts, choice))
+        return (
+            key,
+            choice,
+            divided,
+            (f"gradient checkpointing is turned on: {str(too_large).partition(';')[0]} without",),
+        )
+    return key, choice, divided, warnings
 
 
 def _divided_batch(facts: PlanFacts, key: CurveKey, choice: CurveChoice, sync_seconds: float) -> ClusterPlan:
-    settings = facts.settings.plan
+    """The global batch among replicas.
+
+    Raises:
+        TooLarge: a host's memory does not hold one pair.
+    """
+    settings, ranks = facts.settings.plan, range(len(facts.hosts))
     divided = plan_cluster(
         facts.names,
         facts.batch_size,
@@ -168,10 +141,29 @@ def _divided_batch(facts: PlanFacts, key: CurveKey, choice: CurveChoice, sync_se
         sync_seconds=sync_seconds,
         speeds=facts.relative_speeds(),
     )
-    if choice.curves is not None or settings.micro_batch_sizes is not None:
+    if settings.micro_batch_sizes is not None:
+        may_divide = facts.settings.strategy == "auto" and len(ranks) > 1
+        [facts.default_size(rank, key) for rank in ranks if may_divide and choice.curves is None]  # or TooLarge
+        return divided
+    if choice.curves is not None:
         return divided
     sizes = [split_evenly_sized(rank.share, facts.default_size(rank.rank, key)) for rank in divided.ranks]
     return replace(divided.with_micro_batches(sizes, divided.reason), warnings=divided.warnings)
+
+
+def _with_memory(facts: PlanFacts, plan: ClusterPlan, key: CurveKey) -> ClusterPlan:
+    """The plan with the memory that every rank's largest micro-batch needs and may use; warns where it needs more."""
+    ranks, warnings = [], list(plan.warnings)
+    for rank, curve, host in zip(plan.ranks, plan.curves, facts.hosts, strict=True):
+        pairs, limit = max(rank.micro_batch_sizes, default=0), host.memory_bytes
+        planned = (curve and curve.peak_bytes(pairs)) or facts.needed_bytes(rank.rank, pairs, key) if pairs else None
+        ranks.append(replace(rank, planned_bytes=planned, memory_bytes=limit))
+        if planned and limit and planned > limit:
+            warnings.append(
+                f"rank {rank.rank} ({rank.host}): micro-batches of {pairs} pairs need {planned / 1e9:.2f} GB of "
+                f"{limit / 1e9:.2f} GB; lower plan.micro_batch_sizes"
+            )
+    return replace(plan, ranks=tuple(ranks), warnings=tuple(warnings))
 
 
 def _gradient_bytes(facts: PlanFacts, curves: Sequence[object]) -> float:
@@ -215,19 +207,16 @@ def _reason(facts: PlanFacts, choice: CurveChoice, chosen: ClusterPlan, sync_sec
     return reason
 
 
-def _synchronous_instead(chosen: ClusterPlan, sync_seconds: float | None) -> str:
-    """In one line what synchronous steps would give, and what they would cost. sync_seconds: None: not measured."""
+def _synchronous_instead(chosen: ClusterPlan, sync_seconds: float) -> str:
+    """In one line what synchronous steps would give, and what they would cost."""
     gives = "strategy=synchronous would give one machine's result, to rounding"
-    unknown = [rank.host for rank, curve in zip(chosen.ranks, chosen.curves, strict=True) if curve is None]
     if not chosen.calibrated:
-        hosts = listed(list(dict.fromkeys(unknown))) or "this model"
-        return f"{gives}; at what speed is unknown: no calibration of {hosts} (make calibrate)"
-    seconds = {one.strategy.partition(",")[0]: one.step_seconds or 1.0 for one in reversed(chosen.predictions)}
-    here, there = (chosen.global_batch_size / seconds[name] for name in ("independent", "synchronous"))
-    speeds = f"{there:.3g} pairs/s, where independent ranks have {here:.3g}"
-    if sync_seconds is None:
-        return f"{gives}; {speeds}, without its syncs: the link is not calibrated (make calibrate)"
-    return f"{gives}; {speeds}; its sync takes {sync_seconds / seconds['synchronous']:.1%} of a step"
+        return f"{gives}; at what speed is unknown without a calibration of every host (make calibrate)"
+    seconds = next(way.step_seconds or 1.0 for way in chosen.predictions if way.strategy.startswith("synchronous"))
+    return (
+        f"{gives}; {chosen.global_batch_size / seconds:.3g} pairs/s; its sync takes {sync_seconds / seconds:.1%} of a "
+        "step" + ", as far as the link is calibrated" * (not sync_seconds)
+    )
 
 
 # ---- Predictions
@@ -253,9 +242,8 @@ def _merge_seconds(facts: PlanFacts, apart: ClusterPlan) -> float | None:
     if not message or size == 1:
         return None
     # A sum passes 2 (n - 1) / n of its bytes, a gather n - 1.
-    return facts.sum_seconds(message if _sums_merges(facts) else message * size / 2) + 2 * facts.sum_seconds(
-        MEETING_BYTES
-    )
+    merge = facts.sum_seconds(message if _sums_merges(facts) else message * size / 2)
+    return merge + 2 * facts.sum_seconds(MEETING_BYTES)
 
 
 def _predictions(
@@ -263,10 +251,12 @@ def _predictions(
     chosen: ClusterPlan,
     apart: ClusterPlan,
     sync_seconds: float,
-    merging: Merging,
-    merge_seconds: float | None,
+    merges: tuple[Merging, float | None],
 ) -> tuple[Prediction, ...]:
-    """Both strategies, equal shares, and the fastest hosts each alone; nothing without curves."""
+    """Both strategies, equal shares, and the fastest hosts each alone; nothing without curves.
+
+    merges: how often independent ranks merge, and what one merge takes.
+    """
     solo = chosen.solo_sum_pairs_per_second
     if solo is None or chosen.predicted_step_seconds is None:
         return ()
@@ -276,16 +266,14 @@ def _predictions(
 
     def prediction(name: str, ranks: Sequence[RankPlan], seconds: float, bytes_sent: float = 0.0) -> Prediction:
         curves = [chosen.curves[rank.rank] for rank in ranks]
-        peaks = [
-            c.peak_bytes(max(r.micro_batch_sizes, default=1)) if c else None for r, c in zip(ranks, curves, strict=True)
-        ]
-        known = [peak for peak in peaks if peak is not None]
+        largest = [max(rank.micro_batch_sizes, default=1) for rank in ranks]
+        peaks = [curve.peak_bytes(pairs) if curve else None for curve, pairs in zip(curves, largest, strict=True)]
         return Prediction(
             name,
             tuple(rank.host for rank in ranks),
             seconds,
             batch / seconds / solo if size > 1 else None,
-            memory_bytes=max(known) if len(known) == len(peaks) else None,
+            memory_bytes=None if None in peaks else max(peak or 0 for peak in peaks),
             bytes_per_step=bytes_sent if message or len(ranks) == 1 else None,
         )
 
@@ -296,23 +284,21 @@ def _predictions(
         alone.append(prediction(name, [rank], single.predicted_step_seconds or 0.0))
     if size == 1:
         return (replace(alone[0], chosen=True),)
-    shares = equal_shares(batch, size)
-    equal = plan_cluster(hosts, batch, shares=shares, curves=chosen.curves, sync_seconds=sync_seconds)
+    equal = plan_cluster(
+        hosts, batch, shares=equal_shares(batch, size), curves=chosen.curves, sync_seconds=sync_seconds
+    )
     working = [rank for rank in chosen.ranks if rank.share]
     seconds = chosen.predicted_step_seconds - chosen.sync_seconds + sync_seconds * (len(working) > 1)
-    together = prediction(f"synchronous, {_sum_of(chosen.shares)}", working, seconds, to_sum)
-    merges = 1 / merging.steps_per_round if merging.merges else 0.0  # a step
+    together = prediction(f"synchronous, {sum_of(chosen.shares)}", working, seconds, to_sum)
+    merging, merge_seconds = merges
+    a_step = 1 / merging.steps_per_round if merging.merges else 0.0
+    seconds = _independent_seconds(apart) + (merge_seconds or 0.0) * a_step
+    to_merge = (to_sum if _sums_merges(facts) else message * (size - 1)) * a_step
     working = [rank for rank in apart.ranks if rank.share]
-    seconds = _independent_seconds(apart) + (merge_seconds or 0.0) * merges
-    to_merge = (to_sum if _sums_merges(facts) else message * (size - 1)) * merges
-    in_rounds = prediction(f"independent, {_sum_of(apart.shares)}", working, seconds, to_merge)
+    in_rounds = prediction(f"independent, {sum_of(apart.shares)}", working, seconds, to_merge)
     first, second = (in_rounds, together) if chosen.strategy == "independent" else (together, in_rounds)
     of_equal = prediction("synchronous, equal shares", chosen.ranks, equal.predicted_step_seconds or 0.0, to_sum)
     return replace(first, chosen=True), second, of_equal, *alone
-
-
-def _sum_of(numbers: Sequence[int]) -> str:
-    return " + ".join(map(str, numbers[:SHOWN_ALONE])) + (" + ..." if len(numbers) > SHOWN_ALONE else "")
 
 
 # ---- How often independent ranks merge
@@ -349,21 +335,26 @@ def plan_merging(
     if independent.merge == "none":
         return Merging(steps, 0, "never, as independent.merge=none has it")
     if given is not None:
-        return _merging(math.ceil(given / facts.batch_size), steps, "as independent.pairs_per_round has it")
-    if merge_seconds is not None and step_seconds:
+        size, reason = math.ceil(given / facts.batch_size), "as independent.pairs_per_round has it"
+    elif merge_seconds is not None and step_seconds:
         size = steps_per_round(steps, merge_seconds, step_seconds)
         part = merge_seconds / (merge_seconds + size * step_seconds)
         least = f", at least {LEAST_MERGES} merges a run" * (part > MERGE_COST)
-        return _merging(
-            size, steps, f"a merge is predicted to take {merge_seconds:.2g} s, {part:.2%} of the time{least}"
-        )
-    if measures_merges(independent, settings):
+        reason = f"a merge is predicted to take {merge_seconds:.2g} s, {part:.2%} of the time{least}"
+    elif measures_merges(independent, settings):
         size = min(FIRST_STEPS, longest_round(steps))
         often = f"as often as costs {MERGE_COST:.0%} of the time, at least {LEAST_MERGES} times"
-        reason = f"{_every(size)} until the first merges are timed, then {often}"
-        return Merging(size, math.ceil(steps / size), reason)
-    fixed = "plan.replan=false" if settings.shares is None else "plan.shares"
-    return _merging(longest_round(steps), steps, f"what a merge costs is not calibrated, and with {fixed} not measured")
+        return Merging(size, math.ceil(steps / size), f"{_every(size)} until the first merges are timed, then {often}")
+    else:
+        fixed = "plan.replan=false" if settings.shares is None else "plan.shares"
+        size = longest_round(steps)
+        reason = f"what a merge costs is not calibrated, and with {fixed} not measured"
+    merges = math.ceil(steps / size)
+    return Merging(size, merges, f"{_every(size)} ({merges:,} merge{'s' * (merges != 1)}): {reason}")
+
+
+def _every(size: int) -> str:
+    return "after every step" if size == 1 else f"every {size:,} steps"
 
 
 def measures_merges(independent: IndependentSettings, settings: PlanSettings) -> bool:
@@ -381,24 +372,14 @@ def default_merge(independent: IndependentSettings, model: ModelSettings) -> str
     return "svd" if model.method == "lora" and independent.pairs_per_round is not None else "average"
 
 
-def _merging(size: int, steps: int, reason: str) -> Merging:
-    merges = math.ceil(steps / size)
-    return Merging(size, merges, f"{_every(size)} ({merges:,} merge{'s' * (merges != 1)}): {reason}")
-
-
-def _every(size: int) -> str:
-    return "after every step" if size == 1 else f"every {size:,} steps"
-
-
 # ---- A part of the model on every host
 
 
 def _divided_by(facts: PlanFacts, strategy: str) -> tuple[ClusterPlan | None, str]:
     """The plan of one way to divide the model; or None, and why not."""
-    if not facts.can_divide(strategy):
-        return None, ""
     settings = facts.settings.for_strategy(strategy)
-    if why_not := settings.impossible.get(strategy):
+    why_not = settings.impossible.get(strategy, "")
+    if not facts.can_divide(strategy) or why_not:
         return None, why_not
     facts = replace(facts, settings=settings)
     try:
@@ -420,8 +401,8 @@ def _plan_divided(facts: PlanFacts, replicas: ClusterPlan | None, too_large: Too
         why_not = "; ".join(why for name, (_, why) in candidates.items() if why and asked in (None, name))
         raise UserError(why_not if asked else f"{too_large}; nor can it be divided: {why_not}")
 
-    def speed(one: ClusterPlan) -> float:
-        return (one.predicted_pairs_per_second or 0.0) * (NOTEWORTHY if one.strategy == "pipelined" else 1)
+    def speed(candidate: ClusterPlan) -> float:
+        return (candidate.predicted_pairs_per_second or 0.0) * (NOTEWORTHY if candidate.stages else 1)
 
     best = max(possible, key=speed)
     name = next(strategy for strategy in DIVIDED if strategy != best.strategy)
@@ -432,22 +413,17 @@ def _plan_divided(facts: PlanFacts, replicas: ClusterPlan | None, too_large: Too
         others += (Prediction(label, tuple(facts.names), None, None, memory_bytes=needed),)
     elif replicas is not None and replicas.calibrated:
         others += tuple(replace(way, chosen=False) for way in replicas.predictions)
+    instead = f"strategy={name} cannot: {why_not}" * bool(why_not)
+    if other is not None:
+        mine, theirs = (plan.predictions[0].bytes_per_step or 0.0 for plan in (best, other))
+        here, there = best.predicted_pairs_per_second, other.predicted_pairs_per_second
+        speeds = f"{there:.3g} pairs/s, where {best.strategy} has {here:.3g}" if here and there else "an unknown speed"
+        instead = f"strategy={name} would give {speeds}; each rank would send "
+        instead += f"{theirs / 1e6:,.3g} MB a step instead of {mine / 1e6:,.3g} MB"
     why = "as strategy has it" if asked else f"because {str(too_large).partition(';')[0]}"
     return replace(
         best,
         reason=f"{best.strategy}, {why}; {best.reason}",
         predictions=(*best.predictions, *others),
-        instead=_divided_instead(best, other, name, why_not),
+        instead=instead,
     )
-
-
-def _divided_instead(best: ClusterPlan, other: ClusterPlan | None, name: str, why_not: str) -> str:
-    """In one line what the other way to divide the model would give and cost."""
-    if other is None:
-        return f"strategy={name} cannot: {why_not}" if why_not else ""
-    here, there = best.predicted_pairs_per_second, other.predicted_pairs_per_second
-    mine, theirs = (one.predictions[0].bytes_per_step or 0.0 for one in (best, other))
-    traffic = f"each rank would send {theirs / 1e6:,.3g} MB a step instead of {mine / 1e6:,.3g} MB"
-    if here is None or there is None:
-        return f"strategy={name}: at what speed is unknown, no host is calibrated (make calibrate); {traffic}"
-    return f"strategy={name} would give {there:.3g} pairs/s, where {best.strategy} has {here:.3g}; {traffic}"

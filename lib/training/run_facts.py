@@ -117,7 +117,6 @@ def gather_facts(
         versions=hardware.versions(),
         published=list(calibration.read_published().values()),
         shape=shape,
-        block_shape=block_shape,
         memory=memory,
         stages_before=_stages_before(config, world, hosts, resumed),
     )
