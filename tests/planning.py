@@ -141,4 +141,4 @@ def cut_costs(
         room=room,
     )
     hops = (hop,) * (stages - 1)
-    return CutCosts(seconds, seconds * backward, end, end * backward, memory, hops, depths(stages), micro_batches)
+    return CutCosts(seconds, end, backward, memory, hops, depths(stages), micro_batches)

@@ -128,9 +128,8 @@ class CutCosts:
     """
 
     forward_seconds: np.ndarray
-    backward_seconds: np.ndarray
-    end_forward_seconds: np.ndarray
-    end_backward_seconds: np.ndarray
+    end_seconds: np.ndarray
+    backward: float  # times a forward pass's time
     memory: CutMemory
     hops: tuple[Hop, ...]  # p - 1
     in_flight: tuple[int, ...]  # p
@@ -146,13 +145,8 @@ class CutCosts:
 
     def slowed(self, factors: np.ndarray) -> CutCosts:
         """The costs of hosts that take so many times as long. factors: [p]."""
-        return replace(
-            self,
-            forward_seconds=self.forward_seconds * factors[:, None],
-            backward_seconds=self.backward_seconds * factors[:, None],
-            end_forward_seconds=self.end_forward_seconds * factors,
-            end_backward_seconds=self.end_backward_seconds * factors,
-        )
+        forward, ends = self.forward_seconds * factors[:, None], self.end_seconds * factors
+        return replace(self, forward_seconds=forward, end_seconds=ends)
 
 
 class Keeps(IntEnum):
@@ -192,9 +186,18 @@ class _Stages(NamedTuple):
 
 
 def best_cut(costs: CutCosts) -> Cut | None:
-    """The cut with the shortest step; None where no cut fits the hosts."""
-    near = sorted({_descend(costs, start) for start in _starts(costs)}, key=lambda cut: (_bounds(costs, [cut])[0], cut))
-    return min((_polished(costs, blocks) for blocks in near[:2]), key=lambda cut: cut.step_seconds, default=None)
+    """The cut with the shortest step among those that moving blocks leads to; None where no cut fits the hosts."""
+    hosts, blocks = costs.hosts, costs.blocks
+    if hosts > blocks or _filled(costs, np.inf)[-1] < blocks:
+        return None
+    whole = _spans(costs, np.arange(hosts), np.zeros(hosts, int), np.full(hosts, blocks))
+    too_short, enough = 0.0, float((whole.forward + whole.backward).max()) * 2
+    for _ in range(40):
+        middle = (too_short + enough) / 2
+        too_short, enough = (too_short, middle) if _filled(costs, middle)[-1] >= blocks else (middle, enough)
+    starts = {tuple(np.diff([0, *_filled(costs, enough * times)]).tolist()) for times in STARTS}
+    cuts = [_improved(costs, cut_at(costs, start)) for start in sorted(starts) if min(start) > 0]
+    return min((cut for cut in cuts if cut.fits), key=lambda cut: cut.step_seconds, default=None)
 
 
 def cut_at(costs: CutCosts, blocks: Sequence[int]) -> Cut:
@@ -230,7 +233,7 @@ def _spans(costs: CutCosts, ranks: np.ndarray, starts: np.ndarray, ends: np.ndar
         spans: np.ndarray = sums[ranks, ends] - sums[ranks, starts]
         return spans
 
-    memory, forward, backward = costs.memory, of(costs.forward_seconds), of(costs.backward_seconds)
+    memory, blocks = costs.memory, of(costs.forward_seconds)
     room = memory.room[ranks] - of(memory.held) - memory.ends[ranks] - memory.work[ranks]
     kept, in_flight, must = of(memory.kept), np.array(costs.in_flight)[ranks], memory.must_checkpoint
     needed = np.array(  # in the order of Keeps
@@ -243,8 +246,9 @@ def _spans(costs: CutCosts, ranks: np.ndarray, starts: np.ndarray, ends: np.ndar
     holds = np.isfinite(needed[Keeps.ACTIVATIONS]) & (needed[Keeps.ACTIVATIONS] <= room)
     keeps = np.where(holds, Keeps.ACTIVATIONS, needed.argmin(axis=0))
     activations = np.take_along_axis(needed, keeps[None], axis=0)[0]
-    backward = backward + costs.end_backward_seconds[ranks] + (keeps != Keeps.ACTIVATIONS) * forward
-    return _Stages(forward + costs.end_forward_seconds[ranks], backward, keeps, activations, activations <= room)
+    forward = blocks + costs.end_seconds[ranks]
+    backward = costs.backward * forward + (keeps != Keeps.ACTIVATIONS) * blocks
+    return _Stages(forward, backward, keeps, activations, activations <= room)
 
 
 def _bounds(costs: CutCosts, blocks: Sequence[Sequence[int]] | np.ndarray) -> np.ndarray:
@@ -261,20 +265,6 @@ def _bounds(costs: CutCosts, blocks: Sequence[Sequence[int]] | np.ndarray) -> np
     slowest = np.maximum(slowest, max((hop.seconds for hop in costs.hops), default=0.0))
     seconds: np.ndarray = down_and_back[:, 0] + (costs.micro_batches - 1) * slowest
     return np.where(stages.fits.all(axis=1), seconds, np.inf)
-
-
-def _starts(costs: CutCosts) -> list[tuple[int, ...]]:
-    """Cuts to begin with: no stage longer than some time, filled from the first rank on. None where no cut fits."""
-    hosts, blocks = costs.hosts, costs.blocks
-    if hosts > blocks or _filled(costs, np.inf)[-1] < blocks:
-        return []
-    whole = _spans(costs, np.arange(hosts), np.zeros(hosts, int), np.full(hosts, blocks))
-    too_short, enough = 0.0, float((whole.forward + whole.backward).max()) * 2
-    for _ in range(40):
-        middle = (too_short + enough) / 2
-        too_short, enough = (too_short, middle) if _filled(costs, middle)[-1] >= blocks else (middle, enough)
-    starts = {tuple(np.diff([0, *_filled(costs, enough * times)]).tolist()) for times in STARTS}
-    return sorted(start for start in starts if min(start) > 0 and np.isfinite(_bounds(costs, [start])[0]))
 
 
 def _filled(costs: CutCosts, seconds: float) -> list[int]:
@@ -303,26 +293,13 @@ def _moves(blocks: Sequence[int], most: int) -> np.ndarray:
     return positive
 
 
-def _descend(costs: CutCosts, blocks: tuple[int, ...]) -> tuple[int, ...]:
-    """The cut from which no move lowers the bound."""
+def _improved(costs: CutCosts, best: Cut) -> Cut:
+    """The cut from which no move to another stage shortens the replayed schedule."""
     while True:
-        cuts = _moves(blocks, costs.blocks // 2)
+        cuts = _moves(best.blocks, costs.blocks // 2)
         bounds = _bounds(costs, cuts)
-        best = int(bounds.argmin())
-        if bounds[best] >= bounds[0] * (1 - 1e-12):
-            return blocks
-        blocks = tuple(cuts[best].tolist())
-
-
-def _polished(costs: CutCosts, blocks: tuple[int, ...]) -> Cut:
-    """The cut from which no move of a block or two to another stage shortens the replayed schedule."""
-    best = cut_at(costs, blocks)
-    while True:
-        cuts = _moves(best.blocks, 2)
-        bounds = _bounds(costs, cuts)
-        order = [index for index in np.argsort(bounds, kind="stable")[:REPLAYED] if np.isfinite(bounds[index])]
-        near = [cut_at(costs, cuts[index].tolist()) for index in order]
-        better = min((best, *near), key=lambda cut: (cut.step_seconds, cut.blocks))
+        near = [index for index in np.argsort(bounds, kind="stable")[:REPLAYED] if np.isfinite(bounds[index])]
+        better = min((cut_at(costs, cuts[index].tolist()) for index in near), key=lambda cut: cut.step_seconds)
         if better.step_seconds >= best.step_seconds * (1 - 1e-12):
             return best
         best = better

@@ -54,7 +54,7 @@ def cut_costs(facts: PlanFacts, speeds: HostSpeeds, pairs: int) -> CutCosts:
     )
     hops = tuple(_hop(facts, rank, speeds.tokens(mean)[0] * _sent_bytes(facts)) for rank in ranks[:-1])
     in_flight = depths(len(hosts))
-    return CutCosts(forward, forward * backward, head, head * backward, memory, hops, in_flight, micro_batches)
+    return CutCosts(forward, head, backward, memory, hops, in_flight, micro_batches)
 
 
 def _memory(memory: MemoryModel, devices: Sequence[Device], pairs: int) -> dict[str, np.ndarray]:
