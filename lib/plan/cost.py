@@ -1,4 +1,4 @@
-"""What a run costs: time, energy, electricity and rent of its hosts."""
+"""What a run costs: time, energy, electricity and rent of its hosts, in the currency of the settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lib.config.settings import CostSettings
 
 
 class HostCost(TypedDict):
-    """What one host costs; money in the currency of the settings."""
+    """What one host costs."""
 
     host: str
     energy_kwh: float
@@ -30,11 +30,7 @@ class RunCost(TypedDict):
 
 
 def calculate_training_cost(total_examples: int, throughput: float, cost_per_hour: float = 0.0) -> dict[str, float]:
-    """Time and cost of training on `total_examples` at `throughput` examples a second, by the hour.
-
-    The hourly price may be any sum of rent and electricity; `hosts_cost` works it out from the settings.
-    """
-    assert total_examples >= 0 and throughput > 0, (total_examples, throughput)
+    """Time and cost of training on `total_examples` at `throughput` examples a second, by the hour."""
     hours = total_examples / throughput / 3600
     return {
         "total_examples": total_examples,
@@ -45,7 +41,7 @@ def calculate_training_cost(total_examples: int, throughput: float, cost_per_hou
 
 
 def hosts_cost(hosts: Sequence[str], seconds: float, cost: CostSettings) -> RunCost | None:
-    """Energy, electricity and rent of hosts held for `seconds`, each and together; None without any price.
+    """What hosts that are held for `seconds` cost, each and together; None without any price.
 
     A host pays while it waits, too. A host of several ranks is named several times and pays once.
     """
@@ -54,10 +50,11 @@ def hosts_cost(hosts: Sequence[str], seconds: float, cost: CostSettings) -> RunC
     hours = seconds / 3600
     each: list[HostCost] = []
     for host in dict.fromkeys(hosts):
-        energy_kwh = _of_host(cost.watts, host) / 1000 * hours
-        electricity, rent = energy_kwh * cost.price_per_kwh, _of_host(cost.rent_per_hour, host) * hours
+        watts, rent = (s.get(host, 0.0) if isinstance(s, dict) else s for s in (cost.watts, cost.rent_per_hour))
+        energy, rented = watts / 1000 * hours, rent * hours
+        electricity = energy * cost.price_per_kwh
         each.append(
-            HostCost(host=host, energy_kwh=energy_kwh, electricity=electricity, rent=rent, cost=electricity + rent)
+            HostCost(host=host, energy_kwh=energy, electricity=electricity, rent=rented, cost=electricity + rented)
         )
     return RunCost(
         hours=hours,
@@ -67,7 +64,3 @@ def hosts_cost(hosts: Sequence[str], seconds: float, cost: CostSettings) -> RunC
         cost=sum(host["cost"] for host in each),
         hosts=each,
     )
-
-
-def _of_host(setting: float | dict[str, float], host: str) -> float:
-    return setting.get(host, 0.0) if isinstance(setting, dict) else setting

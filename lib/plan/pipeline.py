@@ -23,7 +23,7 @@ from lib.plan.memory import (
     trained_bytes_per_parameter,
     trained_parameters,
 )
-from lib.plan.plan import Basis, ClusterPlan, ModelParts, Prediction, RankPlan, StagePlan, sum_of
+from lib.plan.plan import ClusterPlan, Prediction, RankPlan, StagePlan, sum_of
 from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, check_count, split_evenly_sized
 from lib.plan.speeds import BACKWARD, HostSpeeds
 from lib.system.hardware import Device
@@ -152,17 +152,15 @@ def plan_pipelined(facts: PlanFacts) -> ClusterPlan:
         None,
         True,
         max(stage.needed_bytes for stage in stages),
-        sum(stage.sent_bytes or 0.0 for stage in stages) / len(stages),
+        sum(stage.sent_bytes for stage in stages) / len(stages),
     )
     return ClusterPlan(
         strategy="pipelined",
         global_batch_size=batch,
-        ranks=tuple(RankPlan(rank, name, batch, sizes) for rank, name in enumerate(names)),
+        ranks=tuple(RankPlan(rank, name, batch, sizes, part=stages[rank]) for rank, name in enumerate(names)),
         sync_seconds=0.0,
         reason=reason,
         warnings=_warnings(facts, stages),
-        basis=Basis((None,) * len(names)),
-        model=ModelParts(stages=stages),
         predictions=(prediction,),
     )
 

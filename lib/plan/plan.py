@@ -28,38 +28,11 @@ from lib.plan.shares import (
 )
 
 GOOD_EFFICIENCY = 0.95  # below it, a plan says which global batch would reach it
+DRAWN = {"points", "memory_limit_bytes", "key", "source", "measured_at"}  # of a curve, in plan.json
 
 
 def gigabytes(size_bytes: float | None) -> str:
     return "unknown" if size_bytes is None else f"{size_bytes / 1e9:.3g}"
-
-
-@dataclass(frozen=True)
-class RankPlan:
-    """One rank's part of every step."""
-
-    rank: int
-    host: str
-    share: int  # pairs
-    micro_batch_sizes: tuple[int, ...]  # pairs, in the order they are run; they add up to the share
-    predicted_compute_seconds: float | None = None  # without the sync; None where nothing is measured
-    solo_pairs_per_second: float | None = None  # R: at its best micro-batch, alone
-    max_micro_batch_size: int | None = None  # larger ones ran out of memory there
-    planned_bytes: int | None = None  # of its largest micro-batch, as measured, else by the formula
-    memory_bytes: int | None = None  # that the rank may use
-
-    def row(self, batch_size: int) -> dict[str, str]:
-        """For the plan's table."""
-        sizes = {size: self.micro_batch_sizes.count(size) for size in dict.fromkeys(self.micro_batch_sizes)}
-        solo, seconds = self.solo_pairs_per_second, self.predicted_compute_seconds
-        return {
-            "share": f"{self.share} ({100 * self.share / batch_size:.0f} %)",
-            "micro-batches": ", ".join(f"{n} x {s}" if n > 1 else str(s) for s, n in sizes.items()) or "none",
-            "alone pairs/s": "not measured" if solo is None else f"{solo:.4g}",
-            "compute s": "not measured" if seconds is None else f"{seconds:.4g}",
-            "planned GB": gigabytes(self.planned_bytes),
-            "of GB": gigabytes(self.memory_bytes),
-        }
 
 
 @dataclass(frozen=True)
@@ -71,24 +44,21 @@ class PartOfModel:
     share: float  # of all that is divided
     divided_bytes: int
     whole_bytes: int  # what every rank keeps
-    training_bytes: int  # gradients and optimizer, of full training
+    training_bytes: int  # gradients and optimizer
     memory_bytes: int | None  # that the rank may use
-    activation_bytes: int | None = None  # and adapters: what a micro-batch takes besides, by the formula
+    activation_bytes: int | None = None  # what a micro-batch takes besides, by the formula
 
     @property
     def needed_bytes(self) -> int:
         """All but activations."""
         return self.divided_bytes + self.whole_bytes + self.training_bytes
 
-    def row(self, batch_size: int) -> dict[str, str]:
-        """For the plan's table."""
+    def row(self) -> dict[str, str]:
         return {
             "part": f"{100 * self.share:.1f} %",
             "KV heads": str(self.kv_heads),
             "MLP columns": str(self.columns),
-            "its part GB": gigabytes(self.divided_bytes),
-            "kept by all GB": gigabytes(self.whole_bytes),
-            "training GB": gigabytes(self.training_bytes),
+            "weights and training GB": gigabytes(self.needed_bytes),
             "activations GB": gigabytes(self.activation_bytes),
             "memory GB": gigabytes(self.memory_bytes),
         }
@@ -104,20 +74,19 @@ class StagePlan:
     recomputes: bool  # it keeps its input, and computes all activations again in the backward pass
     gradient_checkpointing: bool  # it keeps each block's input; with neither it keeps activations
     held_bytes: int  # weights, adapters, gradients, optimizer
-    activation_bytes: int | None  # of all micro-batches in flight; None: not known
+    activation_bytes: int  # of all micro-batches in flight
     memory_bytes: int | None  # that the rank may use
+    sent_bytes: float = 0.0  # a step
     forward_seconds: float | None = None  # of one micro-batch; None: not known
     backward_seconds: float | None = None  # with the second forward pass, where it recomputes
     idle_fraction: float | None = None  # of a step: the bubble, and waiting for slower stages
-    sent_bytes: float | None = None  # a step
 
     @property
     def needed_bytes(self) -> int:
         """All that it holds at its largest moment."""
-        return self.held_bytes + (self.activation_bytes or 0)
+        return self.held_bytes + self.activation_bytes
 
-    def row(self, batch_size: int) -> dict[str, str]:
-        """For the plan's table."""
+    def row(self) -> dict[str, str]:
         seconds = (self.forward_seconds or 0.0) + (self.backward_seconds or 0.0)
         return {
             "blocks": f"{self.first_block + 1}-{self.first_block + self.blocks} ({self.blocks})",
@@ -125,10 +94,50 @@ class StagePlan:
             "keeps": "input" if self.recomputes else "block inputs" if self.gradient_checkpointing else "activations",
             "micro-batch s": "unknown" if self.forward_seconds is None else f"{seconds:.3g}",
             "idle": "unknown" if self.idle_fraction is None else f"{self.idle_fraction:.0%}",
-            "sent MB a step": "unknown" if self.sent_bytes is None else f"{self.sent_bytes / 1e6:.3g}",
-            "weights and optimizer GB": gigabytes(self.held_bytes),
+            "sent MB a step": f"{self.sent_bytes / 1e6:.3g}",
+            "weights and training GB": gigabytes(self.held_bytes),
             "activations GB": gigabytes(self.activation_bytes),
             "memory GB": gigabytes(self.memory_bytes),
+        }
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One rank's part of every step."""
+
+    rank: int
+    host: str
+    share: int  # pairs
+    micro_batch_sizes: tuple[int, ...]  # pairs, in the order they are run; they add up to the share
+    curve: BatchCurve | None = field(default=None, repr=False)  # what predictions rest on
+    solo_pairs_per_second: float | None = None  # R: at its best micro-batch, alone
+    max_micro_batch_size: int | None = None  # larger ones ran out of memory there
+    planned_bytes: int | None = None  # of its largest micro-batch, as measured, else by the formula
+    memory_bytes: int | None = None  # that the rank may use
+    part: PartOfModel | StagePlan | None = None  # of a divided model
+
+    @property
+    def predicted_compute_seconds(self) -> float | None:
+        """Of a step, without the update and the sync; None where nothing is measured."""
+        return float(self.curve.seconds(np.array(self.micro_batch_sizes)).sum()) if self.curve else None
+
+    @property
+    def update_seconds(self) -> float:
+        return self.curve.step_overhead_seconds if self.curve else 0.0
+
+    def row(self, batch_size: int) -> dict[str, str]:
+        """For the plan's table."""
+        if self.part is not None:
+            return self.part.row()
+        sizes = {size: self.micro_batch_sizes.count(size) for size in dict.fromkeys(self.micro_batch_sizes)}
+        solo, seconds = self.solo_pairs_per_second, self.predicted_compute_seconds
+        return {
+            "share": f"{self.share} ({100 * self.share / batch_size:.0f} %)",
+            "micro-batches": ", ".join(f"{n} x {s}" if n > 1 else str(s) for s, n in sizes.items()) or "none",
+            "alone pairs/s": "not measured" if solo is None else f"{solo:.4g}",
+            "compute s": "not measured" if seconds is None else f"{seconds:.4g}",
+            "planned GB": gigabytes(self.planned_bytes),
+            "of GB": gigabytes(self.memory_bytes),
         }
 
 
@@ -143,25 +152,6 @@ class Prediction:
     chosen: bool = False
     memory_bytes: int | None = None  # the largest host's peak, as measured, or as weights and optimizer need at least
     bytes_per_step: float | None = None  # that each rank sends, on average
-
-
-@dataclass(frozen=True)
-class Basis:
-    """What a plan's predictions rest on."""
-
-    curves: tuple[BatchCurve | None, ...] = ()  # one a rank
-    calibrated: bool = False  # curves of this very model on every host: their seconds are this run's
-    key: CurveKey | None = None  # what calibrations know this run's model and rows by
-    matmul_gflops: Mapping[str, Sequence[float]] = field(default_factory=dict)  # measured at the start, by host
-
-
-@dataclass(frozen=True)
-class ModelParts:
-    """What each rank keeps of a divided model: parts of every block, or consecutive blocks."""
-
-    division: Division | None = None
-    parts: tuple[PartOfModel, ...] = ()
-    stages: tuple[StagePlan, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -185,30 +175,35 @@ class ClusterPlan:
     warnings: tuple[str, ...] = ()
     gradient_checkpointing: bool = False  # chosen because one pair does not fit without
     predictions: tuple[Prediction, ...] = ()
-    basis: Basis = field(default=Basis(), repr=False)
-    model: ModelParts = ModelParts()
+    division: Division | None = None  # of a sharded model
     rounds: Merging | None = None  # of independent ranks
-    instead: str = ""  # what the other strategy would give and cost
+    key: CurveKey | None = None  # what calibrations know this run's model and rows by
+    matmul_gflops: Mapping[str, Sequence[float]] = field(default_factory=dict)  # measured at the start, by host
 
     @property
     def curves(self) -> tuple[BatchCurve | None, ...]:
         """One a rank."""
-        return self.basis.curves
+        return tuple(rank.curve for rank in self.ranks)
 
     @property
     def calibrated(self) -> bool:
-        """Whether predicted seconds are this run's."""
-        return self.basis.calibrated
+        """Whether all curves were measured with this very model: predicted seconds are this run's."""
+        return all(rank.curve is not None and rank.curve.source == "measured" for rank in self.ranks)
 
     @property
-    def division(self) -> Division | None:
-        """Of a sharded model."""
-        return self.model.division
+    def parts(self) -> tuple[PartOfModel, ...]:
+        """Of a sharded model, one a rank."""
+        return tuple(rank.part for rank in self.ranks if isinstance(rank.part, PartOfModel))
 
     @property
     def stages(self) -> tuple[StagePlan, ...]:
-        """One a rank, where the model is pipelined."""
-        return self.model.stages
+        """Of a pipelined model, one a rank."""
+        return tuple(rank.part for rank in self.ranks if isinstance(rank.part, StagePlan))
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Consecutive blocks of each rank, where the model is pipelined."""
+        return tuple(stage.blocks for stage in self.stages)
 
     @property
     def steps_per_round(self) -> int | None:
@@ -216,28 +211,18 @@ class ClusterPlan:
         return self.rounds.steps_per_round if self.rounds else None
 
     @property
-    def merging(self) -> str:
-        """How often independent ranks merge, and why so often."""
-        return self.rounds.reason if self.rounds else ""
+    def divides_model(self) -> bool:
+        """Whether every rank has a part of one model, so that all take part in every micro-batch."""
+        return any(rank.part for rank in self.ranks)
 
     @property
     def workers(self) -> tuple[RankPlan, ...]:
         """Those among whom data are divided: all ranks, or the first for all, where they hold parts of one model."""
         return self.ranks[:1] if self.divides_model else self.ranks
 
-    @property
-    def divides_model(self) -> bool:
-        """Whether every rank has a part of one model, so that all take part in every micro-batch."""
-        return bool(self.division or self.stages)
-
     def checkpoints_blocks(self, rank: int) -> bool:
         """Whether a rank's blocks recompute their inside in the backward pass."""
         return self.gradient_checkpointing or bool(self.stages and self.stages[rank].gradient_checkpointing)
-
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        """Consecutive blocks of each rank, where the model is pipelined."""
-        return tuple(stage.blocks for stage in self.stages)
 
     @property
     def shares(self) -> list[int]:
@@ -253,14 +238,12 @@ class ClusterPlan:
     def predicted_step_seconds(self) -> float | None:
         """The slowest rank's compute and update, from one sync to the next, and the sync; a pipeline's schedule."""
         if self.divides_model:
-            return next((one.step_seconds for one in self.predictions if one.chosen), None)
-        seconds = []
-        for plan, curve in zip(self.ranks, self.curves, strict=True):
-            if plan.predicted_compute_seconds is None or curve is None:
-                return None
-            if plan.share or sum(share > 0 for share in self.shares) > 1:
-                seconds.append(plan.predicted_compute_seconds + curve.step_overhead_seconds)
-        return max(seconds) + self.sync_seconds
+            return next((way.step_seconds for way in self.predictions if way.chosen), None)
+        if None in self.curves:
+            return None
+        is_alone = sum(share > 0 for share in self.shares) == 1
+        working = [rank for rank in self.ranks if rank.share or not is_alone]
+        return self.sync_seconds + max((r.predicted_compute_seconds or 0.0) + r.update_seconds for r in working)
 
     @property
     def predicted_pairs_per_second(self) -> float | None:
@@ -282,11 +265,7 @@ class ClusterPlan:
 
     def rows(self) -> list[dict[str, str]]:
         """One row a rank, for a table; the columns are the keys."""
-        parts: Sequence[RankPlan | PartOfModel | StagePlan] = self.model.parts or self.stages or self.ranks
-        return [
-            {"rank": str(rank.rank), "host": rank.host, **part.row(self.global_batch_size)}
-            for rank, part in zip(self.ranks, parts, strict=True)
-        ]
+        return [{"rank": str(plan.rank), "host": plan.host, **plan.row(self.global_batch_size)} for plan in self.ranks]
 
     def decisions(self) -> list[object]:
         """What all ranks have to do alike, as JSON takes it, without any prediction."""
@@ -297,21 +276,22 @@ class ClusterPlan:
 
     def to_dict(self) -> dict[str, object]:
         """For plan.json and the records; of the curves what can be drawn."""
-        drawn = {"points", "memory_limit_bytes", "key", "source", "measured_at"}
-        flat = asdict(replace(self, basis=Basis(), model=ModelParts(), rounds=None))
-        for name in ("basis", "model", "rounds"):
-            del flat[name]
-        key = self.basis.key
+        bare = replace(self, rounds=None, key=None, ranks=tuple(replace(r, curve=None, part=None) for r in self.ranks))
+        ranks = [
+            {**rank, "predicted_compute_seconds": plan.predicted_compute_seconds}
+            for rank, plan in zip(asdict(bare)["ranks"], self.ranks, strict=True)
+        ]
         return {
-            **flat,
-            **asdict(self.model),
+            **asdict(bare),
+            "ranks": ranks,
+            "parts": [asdict(part) for part in self.parts],
+            "stages": [asdict(stage) for stage in self.stages],
             "calibrated": self.calibrated,
-            "matmul_gflops": dict(self.basis.matmul_gflops),
             "steps_per_round": self.steps_per_round,
             "merges": self.rounds and self.rounds.merges,
-            "merging": self.merging,
-            "key": key and key.model_dump(mode="json"),
-            "curves": [curve and curve.model_dump(mode="json", include=drawn) for curve in self.curves],
+            "merging": self.rounds.reason if self.rounds else "",
+            "key": self.key and self.key.model_dump(mode="json"),
+            "curves": [curve and curve.model_dump(mode="json", include=DRAWN) for curve in self.curves],
             "shares": self.shares,
             "blocks": self.blocks,
             "predicted_step_seconds": self.predicted_step_seconds,
@@ -324,26 +304,20 @@ class ClusterPlan:
 
     def with_micro_batches(self, micro_batch_sizes: Sequence[Sequence[int]], reason: str) -> ClusterPlan:
         """The same hosts with other work."""
-        ranks = []
-        for rank, sizes, curve in zip(self.ranks, micro_batch_sizes, self.curves, strict=True):
-            seconds = float(curve.seconds(np.array(sizes)).sum()) if curve else None
-            changed = {"share": sum(sizes), "micro_batch_sizes": tuple(sizes), "predicted_compute_seconds": seconds}
-            ranks.append(replace(rank, **changed))  # type: ignore[arg-type]
+        ranks = (
+            replace(rank, share=sum(sizes), micro_batch_sizes=tuple(sizes))
+            for rank, sizes in zip(self.ranks, micro_batch_sizes, strict=True)
+        )
         return replace(self, ranks=tuple(ranks), reason=reason, warnings=(), predictions=())
 
     def within(self, most: Sequence[int | None]) -> ClusterPlan:
         """The plan with micro-batches of at most so many pairs, one number a rank; each rank keeps its share."""
-        limits = [
-            min((size for size in (limit, rank.max_micro_batch_size) if size), default=None)
-            for rank, limit in zip(self.ranks, most, strict=True)
-        ]
-        sizes = [
-            [piece for size in rank.micro_batch_sizes for piece in split_evenly_sized(size, limit or size)]
-            for rank, limit in zip(self.ranks, limits, strict=True)
-        ]
-        plan = self.with_micro_batches(sizes, self.reason)
-        ranks = (replace(rank, max_micro_batch_size=limit) for rank, limit in zip(plan.ranks, limits, strict=True))
-        return replace(plan, ranks=tuple(ranks), warnings=self.warnings, predictions=self.predictions)
+        ranks = []
+        for rank, limit in zip(self.ranks, most, strict=True):
+            limit = min((size for size in (limit, rank.max_micro_batch_size) if size), default=None)
+            sizes = [piece for size in rank.micro_batch_sizes for piece in split_evenly_sized(size, limit or size)]
+            ranks.append(replace(rank, micro_batch_sizes=tuple(sizes), max_micro_batch_size=limit))
+        return replace(self, ranks=tuple(ranks))
 
     def halved(self, ranks: Sequence[int]) -> ClusterPlan:
         """The plan with half the largest micro-batch on these ranks, and with every smaller one as it was."""
@@ -375,32 +349,44 @@ def plan_cluster(
         UserError: the settings do not fit the world.
         TooLarge: a host's memory does not hold one pair.
     """
-    world_size = len(hosts)
-    curves = list(curves) if curves is not None else [None] * world_size
+    curves = list(curves) if curves is not None else [None] * len(hosts)
+    measured = [curve for curve in curves if curve is not None]
     for host, curve in zip(hosts, curves, strict=True):
         if curve is not None:
             check_memory(host, curve)
     for name, numbers in (("shares", shares), ("micro_batch_sizes", micro_batch_sizes)):
         if numbers is not None:
-            check_count(f"plan.{name}", numbers, world_size)
+            check_count(f"plan.{name}", numbers, len(hosts))
     reason = "shares as plan.shares has them"
-    if shares is None:
-        shares, reason = _shares(hosts, global_batch_size, curves, sync_seconds, micro_batch_sizes, speeds)
+    if shares is None and len(hosts) == 1:
+        shares, reason = [global_batch_size], "one rank does all"
+    elif shares is None and len(measured) == len(hosts):
+        shares, reason = best_shares(hosts, measured, global_batch_size, sync_seconds, micro_batch_sizes)
+    elif shares is None:
+        unknown = listed(list(dict.fromkeys(host for host, curve in zip(hosts, curves, strict=True) if curve is None)))
+        shares, reason = (
+            equal_shares(global_batch_size, len(hosts)),
+            (f"equal shares: no calibration of {unknown}; make calibrate measures the hosts, plan.shares overrules"),
+        )
+        if speeds is not None:
+            shares, reason = (
+                distribute_work(global_batch_size, speeds),
+                (
+                    f"shares in proportion to the hosts' matrix-product rates, without a calibration of {unknown}; "
+                    "the first steps correct them, make calibrate measures the hosts"
+                ),
+            )
     fastest: dict[object, tuple[int, ...]] = {}  # of equal ranks
     ranks = []
     for rank, (host, curve) in enumerate(zip(hosts, curves, strict=True)):
         share = int(shares[rank])
-        if micro_batch_sizes is not None:
-            sizes = split_evenly_sized(share, micro_batch_sizes[rank])
-        elif curve is None:
-            sizes = split_evenly_sized(share, DEFAULT_MICRO_BATCH_SIZE)
+        if micro_batch_sizes is not None or curve is None:
+            size = micro_batch_sizes[rank] if micro_batch_sizes is not None else DEFAULT_MICRO_BATCH_SIZE
+            sizes = split_evenly_sized(share, size)
         else:
             identity = curve_identity(curve), share
             sizes = fastest.get(identity) or fastest.setdefault(identity, fastest_micro_batches(curve, share))
-        seconds, solo = None, None
-        if curve is not None:
-            seconds, solo = float(curve.seconds(np.array(sizes)).sum()), solo_pairs_per_second(curve)
-        ranks.append(RankPlan(rank, host, share, sizes, seconds, solo))
+        ranks.append(RankPlan(rank, host, share, sizes, curve, solo_pairs_per_second(curve) if curve else None))
     is_alone = sum(share > 0 for share in shares) == 1
     return ClusterPlan(
         strategy="synchronous",
@@ -408,43 +394,17 @@ def plan_cluster(
         ranks=tuple(ranks),
         sync_seconds=0.0 if is_alone else sync_seconds,
         reason=reason,
-        warnings=_warnings(ranks, curves, global_batch_size),
-        basis=Basis(tuple(curves)),
+        warnings=_warnings(ranks, global_batch_size),
     )
 
 
-def _shares(
-    hosts: Sequence[str],
-    batch_size: int,
-    curves: Sequence[BatchCurve | None],
-    sync_seconds: float,
-    micro_batch_sizes: Sequence[int] | None,
-    speeds: Sequence[float] | None,
-) -> tuple[list[int], str]:
-    """Shares that no setting gives, and why these."""
-    measured = [curve for curve in curves if curve is not None]
-    if len(hosts) == 1:
-        return [batch_size], "one rank does all"
-    if len(measured) == len(hosts):
-        return best_shares(hosts, measured, batch_size, sync_seconds, micro_batch_sizes)
-    unknown = listed(list(dict.fromkeys(host for host, curve in zip(hosts, curves, strict=True) if curve is None)))
-    if speeds is not None:
-        return distribute_work(batch_size, speeds), (
-            f"shares in proportion to the hosts' matrix-product rates, without a calibration of {unknown}; "
-            "the first steps correct them, make calibrate measures the hosts"
-        )
-    return equal_shares(batch_size, len(hosts)), (
-        f"equal shares: no calibration of {unknown}; make calibrate measures the hosts, plan.shares overrules"
-    )
-
-
-def _warnings(ranks: Sequence[RankPlan], curves: Sequence[BatchCurve | None], batch_size: int) -> tuple[str, ...]:
+def _warnings(ranks: Sequence[RankPlan], batch_size: int) -> tuple[str, ...]:
     """Micro-batches larger than any that is known to fit, and ranks without work."""
     warnings = [
         f"rank {rank.rank} ({rank.host}): micro-batches of {max(rank.micro_batch_sizes)} pairs, "
-        f"but at most {curve.max_batch_size} are known to fit"
-        for rank, curve in zip(ranks, curves, strict=True)
-        if curve is not None and max(rank.micro_batch_sizes, default=0) > curve.max_batch_size
+        f"but at most {rank.curve.max_batch_size} are known to fit"
+        for rank in ranks
+        if rank.curve is not None and max(rank.micro_batch_sizes, default=0) > rank.curve.max_batch_size
     ]
     if idle := [f"{rank.rank} ({rank.host})" for rank in ranks if rank.share == 0]:
         warnings.append(f"no work at a global batch of {batch_size} for rank {listed(idle)}")

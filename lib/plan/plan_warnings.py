@@ -1,7 +1,4 @@
-"""Warnings of likely mistakes in a plan or its settings, and what to do instead: a pure function for each practice.
-
-docs/best_practices.md gives the reasons. All are printed, and kept in plan.json.
-"""
+"""Warnings of likely mistakes in a plan or its settings; docs/best_practices.md gives the reasons."""
 
 from __future__ import annotations
 
@@ -9,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from lib.config.settings import IndependentSettings, PlanSettings, TrainSettings
+from lib.config.settings import PlanSettings, TrainSettings
 from lib.plan.facts import DIVIDED, PlanSections
-from lib.plan.plan import ClusterPlan, PartOfModel, StagePlan, plan_cluster
+from lib.plan.plan import ClusterPlan, plan_cluster
 from lib.plan.shares import solo_pairs_per_second
 
 NOTEWORTHY = 0.05  # of a step's time, or of a speed: less is not worth a word
@@ -22,30 +19,33 @@ ROOM_FOR_ACTIVATIONS = 0.5  # of a host's memory, left free beside weights, grad
 
 def advised(settings: PlanSections, plan: ClusterPlan) -> ClusterPlan:
     """The plan, with a warning for each practice that it goes against."""
-    warnings = (
+    warnings = [
         slow_shares(settings.plan, plan),
         *beyond_the_knee(plan),
         needless_division(settings.strategy, plan),
         not_calibrated(settings.plan, plan),
-        one_outer_round(settings.independent, plan),
-        unscaled_learning_rate(settings.train),
-        high_learning_rate(settings.train),
-    )
-    return replace(plan, warnings=(*plan.warnings, *(warning for warning in warnings if warning)))
+        *learning_rate(settings.train),
+    ]
+    if settings.independent.merge == "outer" and plan.rounds is not None and plan.rounds.merges == 1:
+        warnings.append(  # it takes a part of each round's change, as if more rounds came
+            f"independent.merge=outer in one round takes {settings.independent.outer_learning_rate:g} of what was "
+            "learnt; leave independent.pairs_per_round out, or take another merge"
+        )
+    return replace(plan, warnings=(*plan.warnings, *filter(None, warnings)))
 
 
-def slow_shares(settings: PlanSettings, plan: ClusterPlan) -> str | None:
+def slow_shares(settings: PlanSettings, plan: ClusterPlan) -> str:
     """Configured shares, often equal ones, that make a step longer than the hosts' curves allow."""
     curves = [curve for curve in plan.curves if curve is not None]
     if settings.shares is None or plan.divides_model or len(curves) < len(plan.ranks):
-        return None
+        return ""
     hosts, sizes = [rank.host for rank in plan.ranks], settings.micro_batch_sizes
     best = plan_cluster(
         hosts, plan.global_batch_size, micro_batch_sizes=sizes, curves=curves, sync_seconds=plan.sync_seconds
     )
-    now, then = plan.predicted_step_seconds, best.predicted_step_seconds
-    if now is None or then is None or now <= then * (1 + NOTEWORTHY):
-        return None
+    now, then = plan.predicted_step_seconds or 0.0, best.predicted_step_seconds or 0.0
+    if now <= then * (1 + NOTEWORTHY):
+        return ""
     equal = "equal shares of unequal hosts, " if max(plan.shares) - min(plan.shares) <= 1 else ""
     return (
         f"plan.shares {plan.shares}: {equal}{now:.3g} s a step by the hosts' curves, where {best.shares} would take "
@@ -56,8 +56,8 @@ def slow_shares(settings: PlanSettings, plan: ClusterPlan) -> str | None:
 def beyond_the_knee(plan: ClusterPlan) -> list[str]:
     """Micro-batches so large that the host is slower with them than with smaller ones."""
     warnings = []
-    for rank, curve in zip(plan.ranks, plan.curves, strict=True):
-        largest = max(rank.micro_batch_sizes, default=0)
+    for rank in plan.ranks:
+        curve, largest = rank.curve, max(rank.micro_batch_sizes, default=0)
         if curve is None or largest <= curve.best_point.batch_size:
             continue
         speed, best = largest / float(curve.seconds(np.array([largest]))[0]), solo_pairs_per_second(curve)
@@ -70,75 +70,52 @@ def beyond_the_knee(plan: ClusterPlan) -> list[str]:
     return warnings
 
 
-def needless_division(strategy: str, plan: ClusterPlan) -> str | None:
+def needless_division(strategy: str, plan: ClusterPlan) -> str:
     """A model that is divided although the smallest host could hold and train all of it; "auto" has its reasons."""
-    held: tuple[PartOfModel | StagePlan, ...] = (*plan.model.parts, *plan.stages)
-    memory = [one.memory_bytes for one in held if one.memory_bytes is not None]
+    memory = [rank.part.memory_bytes for rank in plan.ranks if rank.part and rank.part.memory_bytes]
     if strategy not in DIVIDED or len(plan.ranks) < 2 or len(memory) < len(plan.ranks):
-        return None
-    if parts := plan.model.parts:
-        first = parts[0]
-        weights = sum(part.divided_bytes for part in parts) + first.whole_bytes
-        needed = weights * (1 + first.training_bytes / (first.divided_bytes + first.whole_bytes))
-        why = "every block waits for the network"
-    else:
-        needed = float(sum(stage.held_bytes for stage in plan.stages))
-        why = "stages wait for each other as a step begins and ends"
+        return ""
+    needed = sum(stage.held_bytes for stage in plan.stages)
+    needed += sum(part.divided_bytes + part.training_bytes for part in plan.parts)
+    needed += max((part.whole_bytes for part in plan.parts), default=0)
     if needed > (1 - ROOM_FOR_ACTIVATIONS) * min(memory):
-        return None
+        return ""
     return (
         f"strategy={strategy}: the whole model takes {needed / 1e9:.3g} GB and the smallest host has "
-        f"{min(memory) / 1e9:.3g} GB; {why}, replicas do not: strategy=auto"
+        f"{min(memory) / 1e9:.3g} GB; parts wait for each other, replicas do not: strategy=auto"
     )
 
 
-def not_calibrated(settings: PlanSettings, plan: ClusterPlan) -> str | None:
+def not_calibrated(settings: PlanSettings, plan: ClusterPlan) -> str:
     """Several hosts, of which one has no curve."""
-    unknown = [rank.host for rank, curve in zip(plan.ranks, plan.curves, strict=True) if curve is None]
+    unknown = [rank.host for rank in plan.ranks if rank.curve is None]
     if plan.divides_model or not unknown or len({rank.host for rank in plan.ranks}) == 1:
-        return None
+        return ""
+    until = "the shares are guesses until the first steps have been timed"
     if settings.shares is not None:
         until = "whether plan.shares suits the hosts is not known"
     elif not settings.replan:
         until = "with plan.replan=false the shares stay as they are, and the slowest host holds back the others"
-    elif max(plan.shares) - min(plan.shares) > 1:
-        until = "the shares follow the hosts' matrix products until the first steps have been timed"
-    else:
-        until = "the shares are equal until the first steps have been timed"
     return f"no calibration of {', '.join(dict.fromkeys(unknown))}: {until}; make calibrate HOSTS=hostfile"
 
 
-def one_outer_round(settings: IndependentSettings, plan: ClusterPlan) -> str | None:
-    """`outer` takes a part of each round's change, as if more rounds came: one round alone learns too little."""
-    if plan.strategy != "independent" or settings.merge != "outer" or plan.rounds is None or plan.rounds.merges != 1:
-        return None
-    return (
-        f"independent.merge=outer in one round takes {settings.outer_learning_rate:g} of what was learnt; "
-        "leave independent.pairs_per_round out, or take another merge"
-    )
-
-
-def unscaled_learning_rate(train: TrainSettings) -> str | None:
-    """A learning rate that was chosen for another global batch, and is not scaled."""
+def learning_rate(train: TrainSettings) -> list[str]:
+    """A rate that was chosen for another global batch and is not scaled, or one that no model survives under Adam."""
+    warnings = []
     chosen_for, batch = train.learning_rate_batch_size, train.global_batch_size
-    if train.learning_rate_scaling != "none" or chosen_for is None or chosen_for == batch:
-        return None
-    rule = "linear" if train.optimizer == "sgd" else "sqrt"  # arXiv:1706.02677 and arXiv:2205.10287
-    return (
-        f"train.global_batch_size is {batch}, but train.learning_rate={train.learning_rate:g} "
-        f"was chosen for {chosen_for}; train.learning_rate_scaling={rule} scales it, "
-        "train.learning_rate=... chooses another"
-    )
-
-
-def high_learning_rate(train: TrainSettings) -> str | None:
-    """A learning rate that no model survives under Adam, a slip of the exponent mostly."""
-    if train.optimizer == "sgd" or train.learning_rate <= HIGHEST_RATE:
-        return None
-    return (
-        f"train.learning_rate={train.learning_rate:g} is beyond what {train.optimizer} can train with: "
-        "LoRA takes 1e-5 to 1e-3, full training 1e-7 to 1e-4, DPO the lower end of it"
-    )
+    if train.learning_rate_scaling == "none" and chosen_for not in (None, batch):
+        rule = "linear" if train.optimizer == "sgd" else "sqrt"  # arXiv:1706.02677 and arXiv:2205.10287
+        warnings.append(
+            f"train.global_batch_size is {batch}, but train.learning_rate={train.learning_rate:g} "
+            f"was chosen for {chosen_for}; train.learning_rate_scaling={rule} scales it, "
+            "train.learning_rate=... chooses another"
+        )
+    if train.optimizer != "sgd" and train.learning_rate > HIGHEST_RATE:
+        warnings.append(
+            f"train.learning_rate={train.learning_rate:g} is beyond what {train.optimizer} can train with: "
+            "LoRA takes 1e-5 to 1e-3, full training 1e-7 to 1e-4, DPO the lower end of it"
+        )
+    return warnings
 
 
 def strayed(kl: float | None) -> str | None:
@@ -160,10 +137,10 @@ def uneven_labels(rows: int, desirable: int, train: TrainSettings) -> str | None
     if 0.5 <= ratio <= 2:
         return None
     more, name = ("desirable", "undesirable") if ratio > 1 else ("undesirable", "desirable")
-    even = getattr(train, f"{name}_weight") * max(ratio, 1 / ratio)
+    times = max(ratio, 1 / ratio)
     return (
-        f"{desirable:,} rows are desirable and {undesirable:,} are not: the {more} ones weigh "
-        f"{max(ratio, 1 / ratio):.3g} times as much; train.{name}_weight={even:.3g} evens them out"
+        f"{desirable:,} rows are desirable and {undesirable:,} are not: the {more} ones weigh {times:.3g} times as "
+        f"much; train.{name}_weight={getattr(train, f'{name}_weight') * times:.3g} evens them out"
     )
 
 

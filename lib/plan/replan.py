@@ -10,13 +10,13 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, NotRequired, TypedDict, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lib.config.settings import PlanSettings
 from lib.plan.calibration import BatchCurve
-from lib.plan.plan import ClusterPlan, plan_cluster
+from lib.plan.plan import ClusterPlan, RankPlan, plan_cluster
 from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE
 
 REMEMBERED_STEPS = 192  # of a plan: speeds are their medians
@@ -33,15 +33,6 @@ class PlannedSteps(NamedTuple):
 
     first_step: int
     plan: ClusterPlan
-
-
-class _StoredPlan(TypedDict):
-    """A plan in a checkpoint; older checkpoints lack the last two fields."""
-
-    first_step: int
-    micro_batch_sizes: list[list[int]]
-    max_micro_batch_sizes: NotRequired[list[int | None]]
-    gradient_checkpointing: NotRequired[bool]
 
 
 class Schedule:
@@ -61,8 +52,7 @@ class Schedule:
         self.remarks: list[str] = []  # where other shares would be faster than fixed ones; the caller takes them
         self._is_watched = len(first.workers) > 1
         # Equal ranks of one machine without a curve stay equal, and their bits the same, unless they drift far.
-        has_basis = any(first.curves) or len({rank.host for rank in first.ranks}) > 1
-        self._corrects = self.is_open and has_basis
+        self._corrects = self.is_open and (any(first.curves) or len({rank.host for rank in first.ranks}) > 1)
         self._speeds = _Speeds(settings.replan_steps)
         self._corrections = 0
 
@@ -80,28 +70,27 @@ class Schedule:
         taken if in `replan_steps` steps in a row the slowest rank took more than `replan_threshold` longer than the
         same work spread evenly over the speeds, and the other plan is that much shorter.
         """
-        first, plan = self.plans[-1]
+        (first, plan), speeds = self.plans[-1], self._speeds
         # A plan's first step compiles and allocates.
-        if not self._is_watched or step <= first or not self._speeds.add(plan, tokens, compute_seconds):
+        if not self._is_watched or step <= first or not speeds.add(plan, tokens, compute_seconds):
             return None
-        other = None
-        if self._corrects and self._is_look():
-            other = self._plan_again(plan, step, len(self._speeds.of_ranks), LEAST_GAIN, STANDARD_ERRORS)
-            self._corrections += other is not None
-        patience, threshold, excess = self.settings.replan_steps, self.settings.replan_threshold, self._speeds.excess
-        if other is None and len(excess) == patience and min(excess) > threshold:
-            other = self._plan_again(plan, step, patience, threshold, DRIFT_ERRORS)
-            excess.clear()
-        if other is None:
-            return None
-        if not self.is_open:
+        new, patience, threshold = None, self.settings.replan_steps, self.settings.replan_threshold
+        looks, rest = divmod(speeds.observed, FIRST_LOOK)
+        if self._corrects and rest == 0 and looks >= 2**self._corrections and looks & (looks - 1) == 0:
+            new = self._plan_again(plan, step, len(speeds.of_ranks), LEAST_GAIN, STANDARD_ERRORS)
+            self._corrections += new is not None
+        if new is None and len(speeds.excess) == patience and min(speeds.excess) > threshold:
+            new = self._plan_again(plan, step, patience, threshold, DRIFT_ERRORS)
+            speeds.excess.clear()
+        if new is not None and not self.is_open:
             fixed = "plan.shares" if self.settings.shares is not None else "plan.replan=false"
-            self.remarks.append(f"{fixed} keeps shares {plan.shares}, where {other.shares} would do: {other.reason}")
+            self.remarks.append(f"{fixed} keeps shares {plan.shares}, where {new.shares} would do: {new.reason}")
             self._is_watched = False  # once is enough
             return None
-        self._speeds.forget_plan()
-        self.plans.append(PlannedSteps(step + self.lead, other))
-        return other
+        if new is not None:
+            speeds.forget_plan()
+            self.plans.append(PlannedSteps(step + self.lead, new))
+        return new
 
     def halve(self, step: int, ranks: Sequence[int], gradient_checkpointing: bool = False) -> ClusterPlan:
         """The plan from step + lead on, once these workers ran out of memory at `step`: half the micro-batch for them.
@@ -110,9 +99,8 @@ class Schedule:
         """
         plan = self.plans[-1].plan
         hit = range(len(plan.ranks)) if plan.divides_model else ranks
-        if gradient_checkpointing:
-            new, why = replace(plan, gradient_checkpointing=True), "gradient checkpointing is on"
-        else:
+        new, why = replace(plan, gradient_checkpointing=True), "gradient checkpointing is on"
+        if not gradient_checkpointing:
             new = plan.halved(hit)
             why = f"micro-batches of at most {', '.join(str(new.ranks[rank].max_micro_batch_size) for rank in ranks)}"
         names = ", ".join(f"rank {rank} ({plan.ranks[rank].host})" for rank in hit)
@@ -125,60 +113,45 @@ class Schedule:
         """The largest micro-batch that memory leaves to a worker, from now on, whatever the plan of a step says."""
         return self.plans[-1].plan.workers[worker].max_micro_batch_size
 
-    def _is_look(self) -> bool:
-        """Whether shares are checked now: after 3, 6, 12, ... steps of a plan; each correction doubles the first."""
-        looks, rest = divmod(self._speeds.observed, FIRST_LOOK)
-        return rest == 0 and looks >= 2**self._corrections and looks & (looks - 1) == 0
-
     def _plan_again(
         self, plan: ClusterPlan, step: int, window: int, least_gain: float, errors: float
     ) -> ClusterPlan | None:
         """The best plan at the medians of the last `window` steps, if it is worth a change."""
         rates = self._speeds.pairs_per_second(window)
         sizes = list(self.settings.micro_batch_sizes or ()) or None
-        curves = [
-            curve.slowed(self._slowdown(plan, rank, rates)) if curve else None for rank, curve in enumerate(plan.curves)
-        ]
-        known = [curve for curve in curves if curve is not None]
-        if len(known) < len(curves):  # a pair takes what it took, in micro-batches no larger than those that ran
+        known = [c.slowed(_slowdown(r, rate)) for r, c, rate in zip(plan.ranks, plan.curves, rates, strict=True) if c]
+        has_curves = len(known) == len(plan.ranks)
+        if not has_curves:  # a pair takes what it took, in micro-batches no larger than those that ran
             sizes = [max(rank.micro_batch_sizes, default=DEFAULT_MICRO_BATCH_SIZE) for rank in plan.ranks]
-            known = [
-                BatchCurve.from_rates({1: rate, max(size, 2): rate}) for rate, size in zip(rates, sizes, strict=True)
-            ]
+            known = [BatchCurve.from_rates({1: r, max(size, 2): r}) for r, size in zip(rates, sizes, strict=True)]
         # A rank that is left out stays in the world and its collectives: leaving it out saves no sync.
         hosts = [rank.host for rank in plan.ranks]
-        other = plan_cluster(hosts, plan.global_batch_size, micro_batch_sizes=sizes, curves=known)
-        then = other.predicted_step_seconds or 0.0
+        new = plan_cluster(hosts, plan.global_batch_size, micro_batch_sizes=sizes, curves=known)
+        then = new.predicted_step_seconds or 0.0
         overheads = [curve.step_overhead_seconds for curve in known]
         now = max(share / rate + o for share, rate, o in zip(plan.shares, rates, overheads, strict=True) if share)
         noise = errors * self._speeds.standard_error(window)
-        if other.micro_batch_sizes == plan.micro_batch_sizes or now <= then * (1 + max(least_gain, noise)):
+        if new.micro_batch_sizes == plan.micro_batch_sizes or now <= then * (1 + max(least_gain, noise)):
             return None
         # Short runs end before a change pays, and their steps are so short that mere noise looks like drift.
         if (now - then) * (self.steps - step - self.lead + 1) < self.settings.replan_seconds:
             return None
         shown = ", ".join(f"rank {r.rank} ({r.host}) {rates[r.rank]:.4g}" for r in plan.ranks[:8] if r.share)
+        # Speeds alone are what the summary's efficiency compares with; they were not measured again.
+        ranks = tuple(
+            replace(
+                theirs,
+                solo_pairs_per_second=ours.solo_pairs_per_second,
+                curve=theirs.curve if has_curves else ours.curve,
+            )
+            for theirs, ours in zip(new.ranks, plan.ranks, strict=True)
+        )
         reason = (
             f"measured up to step {step}: {now:.4g} s a step in the old shares, {then:.4g} s in the new; "
             f"pairs/s of {shown}"
         )
-        # Speeds alone are what the summary's efficiency compares with; they were not measured again.
-        ranks = tuple(
-            replace(new, solo_pairs_per_second=old.solo_pairs_per_second)
-            for new, old in zip(other.ranks, plan.ranks, strict=True)
-        )
-        changed = replace(plan, ranks=ranks, reason=reason, warnings=other.warnings, predictions=())
-        if None not in plan.curves:
-            changed = replace(changed, basis=replace(plan.basis, curves=tuple(known)))
+        changed = replace(plan, ranks=ranks, reason=reason, warnings=new.warnings, predictions=())
         return changed.within([rank.max_micro_batch_size for rank in plan.ranks])
-
-    def _slowdown(self, plan: ClusterPlan, rank: int, rates: Sequence[float]) -> float:
-        """A rank's measured time over its curve's; 1 for one without work."""
-        share, curve = plan.ranks[rank].share, plan.curves[rank]
-        if not share or curve is None:
-            return 1.0
-        expected = float(curve.seconds(np.array(plan.ranks[rank].micro_batch_sizes)).sum())
-        return share / rates[rank] / expected
 
     # ---- In a checkpoint
 
@@ -186,24 +159,24 @@ class Schedule:
         """What a run that is resumed after `step` needs: the plan in force, and any to come."""
         current = max((first for first, _ in self.plans if first <= step + 1), default=self.plans[0].first_step)
         plans = [
-            _StoredPlan(
-                first_step=first,
-                micro_batch_sizes=[list(rank.micro_batch_sizes) for rank in plan.ranks],
-                max_micro_batch_sizes=[rank.max_micro_batch_size for rank in plan.ranks],
-                gradient_checkpointing=plan.gradient_checkpointing,
-            )
+            {
+                "first_step": first,
+                "micro_batch_sizes": [list(rank.micro_batch_sizes) for rank in plan.ranks],
+                "max_micro_batch_sizes": [rank.max_micro_batch_size for rank in plan.ranks],
+                "gradient_checkpointing": plan.gradient_checkpointing,
+            }
             for first, plan in self.plans
             if first >= current
         ]
         return {**self._identity(), "plans": plans}
 
-    def restore(self, state: Mapping[str, object]) -> bool:
+    def restore(self, state: Mapping[str, Any]) -> bool:
         """Takes up a checkpoint's plans, unless hosts or settings are others now; returns whether it did."""
         if {**state, "plans": None} != {**self._identity(), "plans": None}:
             return False
         first = self.plans[0].plan
         self.plans = []
-        for stored in cast(list[_StoredPlan], state["plans"]):
+        for stored in state["plans"]:
             sizes = [tuple(of_rank) for of_rank in stored["micro_batch_sizes"]]
             same = sizes == [rank.micro_batch_sizes for rank in first.ranks]
             plan = first if same else first.with_micro_batches(sizes, "as the checkpoint has it")
@@ -223,6 +196,11 @@ class Schedule:
         }
 
 
+def _slowdown(rank: RankPlan, pairs_per_second: float) -> float:
+    """A rank's measured time over its curve's; 1 for one without work."""
+    return rank.share / pairs_per_second / rank.predicted_compute_seconds if rank.predicted_compute_seconds else 1.0
+
+
 class _Speeds:
     """Measured speeds of the plan in force, and how much they vary."""
 
@@ -238,9 +216,7 @@ class _Speeds:
         """Takes in a step; False where it cannot be compared: a rank with a share had no rows, or no time."""
         shares, counts = np.array(plan.shares, dtype=np.float64), np.array(tokens, dtype=np.float64)
         seconds, worked = np.array(compute_seconds, dtype=np.float64), shares > 0
-        if not (worked.any() and (counts[worked] > 0).all() and (seconds[worked] > 0).all()):
-            return False
-        if not np.isfinite(seconds).all():
+        if not ((counts[worked] > 0).all() and (seconds[worked] > 0).all() and np.isfinite(seconds).all()):
             return False
         speeds = np.divide(counts, seconds, out=np.zeros_like(counts), where=worked)
         if self.of_ranks:

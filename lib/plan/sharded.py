@@ -18,7 +18,7 @@ from lib.plan.calibration import MEMORY_HEADROOM
 from lib.plan.facts import PlanFacts
 from lib.plan.memory import StepBytes, rank_shape
 from lib.plan.pipeline import ASSUMED_LINK
-from lib.plan.plan import Basis, ClusterPlan, ModelParts, PartOfModel, Prediction, RankPlan, sum_of
+from lib.plan.plan import ClusterPlan, PartOfModel, Prediction, RankPlan, sum_of
 from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, check_count, solo_pairs_per_second, split_evenly_sized
 from lib.plan.speeds import HostSpeeds
 
@@ -66,12 +66,13 @@ def plan_sharded(facts: PlanFacts) -> ClusterPlan:
     plan = ClusterPlan(
         strategy="sharded",
         global_batch_size=facts.batch_size,
-        ranks=tuple(RankPlan(rank, host, facts.batch_size, sizes) for rank, host in enumerate(facts.names)),
+        ranks=tuple(
+            RankPlan(rank, host, facts.batch_size, sizes, part=parts[rank]) for rank, host in enumerate(facts.names)
+        ),
         sync_seconds=0.0,
         reason=reason,
         warnings=tuple(warnings),
-        basis=Basis((None,) * len(facts.hosts)),
-        model=ModelParts(division, tuple(parts)),
+        division=division,
         gradient_checkpointing=turned_on,
     )
     return replace(plan, predictions=(_prediction(facts, plan, division),))
@@ -207,7 +208,7 @@ def _prediction(facts: PlanFacts, plan: ClusterPlan, division: Division) -> Pred
     sums, adapters' inputs and their gradients. A sum carries a number for every token and hidden unit, and their times
     add up. Of a mixture of experts, all are counted as if they ran.
     """
-    shape, model, parts = facts.shape, facts.settings.model, plan.model.parts
+    shape, model, parts = facts.shape, facts.settings.model, plan.parts
     assert shape is not None
     ranks, sizes = len(plan.ranks), np.array(plan.ranks[0].micro_batch_sizes)
     head, divided = shape.vocabulary * shape.hidden_size, shape.divided_parameters

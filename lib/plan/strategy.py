@@ -64,7 +64,7 @@ def plan(facts: PlanFacts) -> ClusterPlan:
             others = [candidate for candidate, _ in map(_divided_by, [facts] * 2, reversed(DIVIDED)) if candidate]
             added = [replace(way, chosen=False) for other in others for way in other.predictions]
             chosen = replace(replicas, predictions=(*replicas.predictions[:2], *added, *replicas.predictions[2:]))
-    return replace(chosen, basis=replace(chosen.basis, key=facts.key), warnings=(*warnings, *chosen.warnings))
+    return replace(chosen, key=facts.key, warnings=(*warnings, *chosen.warnings))
 
 
 # ---- The whole model on every host
@@ -87,7 +87,6 @@ def _plan_replicas(facts: PlanFacts) -> ClusterPlan:
         _with_memory(facts, chosen, key),
         strategy=strategy,
         reason=f"{strategy}, {why}; {reason}" if ranks > 1 else reason,
-        basis=replace(chosen.basis, calibrated=choice.is_measured),
         gradient_checkpointing=key != facts.key,
     )
     chosen = replace(chosen, warnings=(*warnings, *choice.warnings, *chosen.warnings))
@@ -96,7 +95,7 @@ def _plan_replicas(facts: PlanFacts) -> ClusterPlan:
     merging = plan_merging(settings.independent, settings.plan, facts, merge_seconds, step_seconds)
     chosen = replace(chosen, predictions=_predictions(facts, chosen, apart, sync_seconds, (merging, merge_seconds)))
     if strategy == "independent" and ranks > 1:
-        chosen = replace(chosen, rounds=merging, instead=_synchronous_instead(chosen, sync_seconds))
+        chosen = replace(chosen, rounds=merging)
     return chosen
 
 
@@ -190,7 +189,7 @@ def _choose_replicas(facts: PlanFacts) -> tuple[str, str]:
         return "synchronous", "one rank"
     if facts.settings.synchronous_because:
         return "synchronous", facts.settings.synchronous_because
-    return "independent", "as every host can hold the model"
+    return "independent", "as every host can hold the model (strategy=synchronous: one machine's result, to rounding)"
 
 
 def _reason(facts: PlanFacts, choice: CurveChoice, chosen: ClusterPlan, sync_seconds: float) -> str:
@@ -207,27 +206,15 @@ def _reason(facts: PlanFacts, choice: CurveChoice, chosen: ClusterPlan, sync_sec
     return reason
 
 
-def _synchronous_instead(chosen: ClusterPlan, sync_seconds: float) -> str:
-    """In one line what synchronous steps would give, and what they would cost."""
-    gives = "strategy=synchronous would give one machine's result, to rounding"
-    if not chosen.calibrated:
-        return f"{gives}; at what speed is unknown without a calibration of every host (make calibrate)"
-    seconds = next(way.step_seconds or 1.0 for way in chosen.predictions if way.strategy.startswith("synchronous"))
-    return (
-        f"{gives}; {chosen.global_batch_size / seconds:.3g} pairs/s; its sync takes {sync_seconds / seconds:.1%} of a "
-        "step" + ", as far as the link is calibrated" * (not sync_seconds)
-    )
-
-
 # ---- Predictions
 
 
 def _independent_seconds(apart: ClusterPlan) -> float:
     """A global batch's time where each rank goes through its steps at its own pace, without merges."""
     speed = 0.0
-    for rank, curve in zip(apart.ranks, apart.curves, strict=True):
-        if rank.share and curve is not None and rank.predicted_compute_seconds is not None:
-            speed += rank.share / (rank.predicted_compute_seconds + curve.step_overhead_seconds)
+    for rank in apart.ranks:
+        if rank.share and rank.predicted_compute_seconds is not None:
+            speed += rank.share / (rank.predicted_compute_seconds + rank.update_seconds)
     return apart.global_batch_size / speed
 
 
@@ -413,17 +400,7 @@ def _plan_divided(facts: PlanFacts, replicas: ClusterPlan | None, too_large: Too
         others += (Prediction(label, tuple(facts.names), None, None, memory_bytes=needed),)
     elif replicas is not None and replicas.calibrated:
         others += tuple(replace(way, chosen=False) for way in replicas.predictions)
-    instead = f"strategy={name} cannot: {why_not}" * bool(why_not)
-    if other is not None:
-        mine, theirs = (plan.predictions[0].bytes_per_step or 0.0 for plan in (best, other))
-        here, there = best.predicted_pairs_per_second, other.predicted_pairs_per_second
-        speeds = f"{there:.3g} pairs/s, where {best.strategy} has {here:.3g}" if here and there else "an unknown speed"
-        instead = f"strategy={name} would give {speeds}; each rank would send "
-        instead += f"{theirs / 1e6:,.3g} MB a step instead of {mine / 1e6:,.3g} MB"
     why = "as strategy has it" if asked else f"because {str(too_large).partition(';')[0]}"
-    return replace(
-        best,
-        reason=f"{best.strategy}, {why}; {best.reason}",
-        predictions=(*best.predictions, *others),
-        instead=instead,
-    )
+    cannot = f"; strategy={name} cannot: {why_not}" if why_not else ""
+    reason = f"{best.strategy}, {why}; {best.reason}{cannot}"
+    return replace(best, reason=reason, predictions=(*best.predictions, *others))

@@ -276,10 +276,8 @@ def show_run(say: Terminal, config: Config, plan: ClusterPlan, inputs: Inputs, s
     epochs = steps / -(-len(data) // batch)
     rows.append(("steps", f"{steps:,} of {shares}{batch:,} rows, {epochs:.3g} epoch{'s' * (epochs != 1)}"))
     rows.append(("plan", plan.reason))
-    if plan.merging:
-        rows.append(("merging", plan.merging))
-    if plan.instead:
-        rows.append(("instead", plan.instead))
+    if plan.rounds:
+        rows.append(("merging", plan.rounds.reason))
     if (plan.calibrated or plan.stages) and plan.predicted_step_seconds:
         rows.append(("predicted", _predicted(plan, steps)))
     say.facts(f"run {config.run.name}", [*rows, ("folder", str(Path(config.run.dir) / str(config.run.name)))])

@@ -61,7 +61,7 @@ def plan_run(
     crowded = world.gather_text(_crowded_host(hosts, world.rank), "ranks and cores of every host")
     with world.agreeing("planning"):
         first = advised(facts.settings, plan(facts))
-        first = replace(first, basis=replace(first.basis, matmul_gflops=rates))
+        first = replace(first, matmul_gflops=rates)
     world.require_equal("plan", json.dumps(first.decisions()))  # unlike plans would lose rows, or train them twice
     return replace(first, warnings=(*filter(None, (warning, *crowded)), *first.warnings))
 
