@@ -135,7 +135,7 @@ def test_auto_trains_in_parts_where_a_limit_is_written_down(
     words = words_of(world, folder, "train.schedule=constant", "train.steps=3")
     whole = train_shard(world, folder, [*words, "strategy=synchronous"], "whole")
     shape = partition.model_shape_of(json.loads((folder / "model/config.json").read_text()), "float32")
-    limit = int(whole_weight_bytes(shape) * 0.95)  # less than the model and its headroom
+    limit = 4 * whole_weight_bytes(shape)  # less than weights, adapters, optimizer and one pair
     points = tuple(BatchPoint(batch_size=size, seconds_median=size / 9, pairs_per_second=9) for size in (1, 8))
     link = Link(backend="mpi", latency_seconds=1e-3, bandwidth_bytes_per_second=1e8)
     name = f"{host_name()}-{world.rank}"
@@ -276,7 +276,7 @@ def test_two_macs_plan_a_pipeline(
     script.train(load.load(None, by_hand), world, resume=False, dry_run=True)
     if world.rank == 0:
         shown = " ".join(capsys.readouterr().out.split())
-        assert "pipelined, because host m4-max" in shown and "strategy=sharded" in shown, shown
+        assert "pipelined, because host m4-max" in shown and "sharded, " in shown, shown
         assert "not calibrated, planned with 110 MB/s" in shown, shown
         assert "1-30 (30)" in shown and "31-80 (50)" in shown, shown
         assert not (folder / "runs").exists()

@@ -358,24 +358,11 @@ def plan_cluster(
         if numbers is not None:
             check_count(f"plan.{name}", numbers, len(hosts))
     reason = "shares as plan.shares has them"
-    if shares is None and len(hosts) == 1:
-        shares, reason = [global_batch_size], "one rank does all"
-    elif shares is None and len(measured) == len(hosts):
+    if shares is None and len(measured) == len(hosts) > 1:
         shares, reason = best_shares(hosts, measured, global_batch_size, sync_seconds, micro_batch_sizes)
     elif shares is None:
-        unknown = listed(list(dict.fromkeys(host for host, curve in zip(hosts, curves, strict=True) if curve is None)))
-        shares, reason = (
-            equal_shares(global_batch_size, len(hosts)),
-            (f"equal shares: no calibration of {unknown}; make calibrate measures the hosts, plan.shares overrules"),
-        )
-        if speeds is not None:
-            shares, reason = (
-                distribute_work(global_batch_size, speeds),
-                (
-                    f"shares in proportion to the hosts' matrix-product rates, without a calibration of {unknown}; "
-                    "the first steps correct them, make calibrate measures the hosts"
-                ),
-            )
+        unknown = [host for host, curve in zip(hosts, curves, strict=True) if curve is None]
+        shares, reason = _unmeasured_shares(len(hosts), global_batch_size, unknown, speeds)
     fastest: dict[object, tuple[int, ...]] = {}  # of equal ranks
     ranks = []
     for rank, (host, curve) in enumerate(zip(hosts, curves, strict=True)):
@@ -395,6 +382,23 @@ def plan_cluster(
         sync_seconds=0.0 if is_alone else sync_seconds,
         reason=reason,
         warnings=_warnings(ranks, global_batch_size),
+    )
+
+
+def _unmeasured_shares(
+    ranks: int, batch_size: int, unknown: Sequence[str], speeds: Sequence[float] | None
+) -> tuple[list[int], str]:
+    """Shares in proportion to the hosts' speeds, else equal ones; and why. unknown: hosts without a curve."""
+    if ranks == 1:
+        return [batch_size], "one rank does all"
+    missing = listed(list(dict.fromkeys(unknown)))
+    if speeds is None:
+        return equal_shares(batch_size, ranks), (
+            f"equal shares: no calibration of {missing}; make calibrate measures the hosts, plan.shares overrules"
+        )
+    return distribute_work(batch_size, speeds), (
+        f"shares in proportion to the hosts' matrix-product rates, without a calibration of {missing}; "
+        "the first steps correct them, make calibrate measures the hosts"
     )
 
 
