@@ -75,6 +75,16 @@ class BatchShape:
         )
 
 
+@dataclass(frozen=True)
+class TraceCost:
+    """What decides how many shapes a run has: the price of one more, and of a micro-batch that is small."""
+
+    tokens: float = 0.0
+    """That the model computes in the time of a trace."""
+    least_tokens: float = 0.0
+    """That a micro-batch costs at least, because launching its kernels takes that long."""
+
+
 def need_of(prompts: np.ndarray, seen: np.ndarray, scored: np.ndarray) -> np.ndarray:
     """What rows need: NEED [].
 
@@ -123,12 +133,14 @@ def few_shapes(
     completions: int,
     length_multiple: int,
     shared_prompts: bool,
+    trace: TraceCost = TraceCost(),
 ) -> list[BatchShape]:
     """At most `most` shapes, the cheapest first, that every micro-batch can be padded to at little cost.
 
-    needs: NEED, the micro-batches of some epochs. largest: what no micro-batch needs more than. The micro-batches
-    are put in order and cut into groups, each with the cheapest shape for all of it, so that the cost of all is
-    least (dynamic programming). Each shape serves the first epoch: none is new after it.
+    needs: NEED, the micro-batches of some epochs. largest: what no micro-batch needs more than. trace: what a shape
+    may save in these epochs. The micro-batches are put in order and cut into groups, each with the
+    cheapest shape for all of it, so that the cost of all and of the traces is least (dynamic programming). Each shape
+    serves the first epoch: none is new after it.
     """
 
     def fitting(needs: np.ndarray) -> BatchShape:
@@ -150,7 +162,8 @@ def few_shapes(
     costs = np.full((len(runs) + 1, len(runs) + 1), np.inf)
     for i in range(len(runs)):
         for j in range(i, len(runs)):
-            costs[i, j + 1] = fitting(np.concatenate(ends[i : j + 1])).cost * sum(map(len, runs[i : j + 1]))
+            cost = max(fitting(np.concatenate(ends[i : j + 1])).cost, trace.least_tokens)
+            costs[i, j + 1] = cost * sum(map(len, runs[i : j + 1])) + trace.tokens
     cheapest, cuts = np.full((most + 1, len(runs) + 1), np.inf), np.zeros((most + 1, len(runs) + 1), np.int64)
     cheapest[0, 0] = 0
     for groups in range(1, most + 1):
@@ -499,6 +512,7 @@ class MicroBatches:
         length_multiple, shared_prompts: as `collate` takes them.
         is_compiled: whether every shape costs a trace: then there are at most train.max_traces of them, none of which
             is met for the first time after the first epoch.
+        trace: what a shape costs.
     """
 
     def __init__(
@@ -509,7 +523,9 @@ class MicroBatches:
         length_multiple: int,
         shared_prompts: bool,
         is_compiled: bool,
+        trace: TraceCost = TraceCost(),
     ):
+        self.trace = trace
         self.data, self.reference, self.config = data, reference, config
         self.length_multiple, self.shared_prompts, self.is_compiled = length_multiple, shared_prompts, is_compiled
         self._shapes = functools.cache(self._few_shapes)
@@ -551,15 +567,17 @@ class MicroBatches:
         prompts, seen, scored = data.trained
         tokens = real_tokens(prompts, seen)
         lengths = tokens if self.shared_prompts else data.lengths
-        needs = []
+        needs, steps = [], 0
         for epoch in range(EPOCHS):
             order = epoch_order(
                 data.lengths, train.seed, epoch, train.global_batch_size, self.config.data.length_window
             )
             starts = range(0, len(order), train.global_batch_size)
+            starts = starts[:: -(-len(starts) // STEPS)]
+            steps += len(starts)
             parts = [
                 part
-                for start in starts[:: -(-len(starts) // STEPS)]
+                for start in starts
                 for rows in [order[start : start + train.global_batch_size]]
                 for part in micro_batches(rows[np.argsort(lengths[rows], kind="stable")], micro_batch_size)
             ]
@@ -583,7 +601,10 @@ class MicroBatches:
             ),
             NEED,
         )
-        return few_shapes(needs, largest, train.max_traces, count, self.length_multiple, self.shared_prompts)
+        # Of one epoch, however many the run has: more steps, later, change no shape, and so no bit.
+        epochs = steps / -(-len(data) // train.global_batch_size)
+        trace = TraceCost(self.trace.tokens * epochs, self.trace.least_tokens)
+        return few_shapes(needs, largest, train.max_traces, count, self.length_multiple, self.shared_prompts, trace)
 
 
 def pieces(size: int, most: int | None) -> list[int]:

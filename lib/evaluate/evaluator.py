@@ -14,6 +14,8 @@ from lib.evaluate.held_out_metrics import metrics_of, policy_logps
 from lib.training.objective import Metrics
 from lib.training.run import TrainingRun
 
+SAMPLE_TOKENS = 48  # of an answer that is only shown: a line of it is
+
 
 @dataclass
 class Evaluator:
@@ -36,7 +38,10 @@ class Evaluator:
         began = time.perf_counter()
         with run.say.doing("evaluating"):
             if valid is not None:
-                policy = policy_logps(run.model, valid, run.config, world, shares)
+                is_reference = run.progress.step == 0 and run.config.model.reference == "initial"
+                policy = self.reference if is_reference else None
+                if policy is None:
+                    policy = policy_logps(run.model, valid, run.config, world, shares)
                 values |= metrics_of(valid, policy, self.reference, run.config)
             if questions:
                 texts, cut["answers_cut"] = self._answers(world, shares)
@@ -89,5 +94,6 @@ class Evaluator:
         if (tokenizer := self.run.inputs.tokenizer) is None:
             return
         prompts = [example.prompt_ids.tolist() for example in examples]
-        texts = answers.greedy(self.run.model, tokenizer, prompts, settings.max_tokens, self.run.world).texts
+        limit = min(settings.max_tokens, SAMPLE_TOKENS)
+        texts = answers.greedy(self.run.model, tokenizer, prompts, limit, self.run.world).texts
         answers.show_samples(self.run.say, self.run.tracker, list(map(tokenizer.decode, prompts)), texts, when)

@@ -270,7 +270,7 @@ class PlanFacts:
         host = self.hosts[rank]
         if self.memory is None or host.device is None:
             return DEFAULT_MICRO_BATCH_SIZE
-        most = min(DEFAULT_MICRO_BATCH_SIZE, self.memory.most_pairs(host.device))
+        most = min(self.batch_size, self.memory.most_pairs(host.device))
         room = None if host.memory_bytes is None else (1 - MEMORY_HEADROOM) * host.memory_bytes
         if size := largest_micro_batch(lambda pairs: self.needed_bytes(rank, pairs, key) or 0, room, most):
             return size

@@ -45,6 +45,7 @@ from lib.training.step import StepRecord
 
 OPTIMIZER = "optimizer.safetensors"
 REFERENCE = "reference.safetensors"  # of a reference that follows the policy
+REFERENCE_LOGPS = "reference_logps.safetensors"  # that were asked for so far
 MOMENTUM = "momentum.safetensors"  # of DiLoCo's outer step: the same on all ranks
 STATE = "state.json"
 MANIFEST = read_file.MANIFEST
@@ -907,12 +908,12 @@ def restore_common(path: Path, name: str, held: Arrays, world: World) -> Arrays:
     return parts
 
 
-def momentum_at(path: Path | None, world: World) -> Arrays:
-    """The outer momentum of a checkpoint of rank 0's, the same on all ranks; empty where it has none."""
+def common_at(path: Path | None, name: str, world: World) -> Arrays:
+    """A file of a checkpoint of rank 0's, the same on all ranks; empty where it has none."""
     arrays: Arrays = {}
     with world.agreeing("reading a checkpoint"):
-        if world.rank == 0 and path is not None and (path / MOMENTUM).is_file():
-            arrays = read_arrays(path / MOMENTUM)
+        if world.rank == 0 and path is not None and (path / name).is_file():
+            arrays = read_arrays(path / name)
     parts = dict(world.scattered(arrays))
     mx.eval(parts)
     return parts
@@ -941,7 +942,7 @@ def own_part_at(path: Path, world: World) -> RankArrays:
     fits = len(parts) == world.size and _has_part(path.parent, step_of(path), world.rank, parts[world.rank])
     is_lost = any(world.gather_text("" if fits else "missing", "every rank's part of the checkpoint"))
     own = {} if is_lost else own_part_of(path.parent, step_of(path), world)
-    return own | {"momentum": momentum_at(path, world)}
+    return own | {"momentum": common_at(path, MOMENTUM, world)}
 
 
 def go_back(logs: Path, progress: Progress, world: World, is_keeper: bool) -> None:

@@ -5,7 +5,7 @@ an H200 more than two minutes. Their code does not depend on sizes. So while the
 runs in a process of its own, on two blocks of such a model, and MLX keeps on the disk what it compiled
 (MLX_PTX_CACHE_DIR). What none of them needed is compiled in the first step.
 
-`python -m lib.training.kernels PART` is such a process; its work comes on the standard input.
+`START` is such a process: the name of its part is its argument, and its work comes on the standard input.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from lib.training.objective import figures_of, loss_and_sums
 from lib.training.optimizers import make_optimizer
 from lib.training.step import Step, is_compiled
 
+START = "from lib.system import mpi_and_blas; mpi_and_blas.prepare(); from lib.training import kernels; kernels.main()"
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS, VOCABULARY = 2, 256  # of the small model
 BLOCK_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_transformer_layers")
@@ -110,7 +111,7 @@ class KernelProcess:
             file.write(work)
             file.seek(0)
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "lib.training.kernels", name],
+                [sys.executable, "-c", START, name],
                 stdin=file,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -266,5 +267,6 @@ def compile_part(part: str, config: Config, examples: Sequence[Example]) -> None
     PARTS[part](step, collate_trained(known, multiple, config.data.shared_prompts, mismatched))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Compiles the part that the command line names."""
     compile_part(sys.argv[1], *pickle.loads(sys.stdin.buffer.read()))

@@ -27,7 +27,7 @@ from lib.training.checkpoint import fault_of, rank_folder, restore_weights
 from lib.training.local_sgd import LocalSGD
 from lib.training.objective import Metrics
 from lib.training.run import PREFETCHED, TrainingRun
-from lib.training.step import MicroBatch, StepRecord, is_compiled
+from lib.training.step import MicroBatch, StepRecord, is_compiled, trace_cost
 from lib.training.step_retries import Learner
 
 
@@ -71,7 +71,8 @@ class Batches:
         multiple = int(world.broadcast_text(str(layout.length_multiple)))
         lengths, cost = lengths_and_cost(data, multiple, layout.shares_prompts)
         compiled = is_compiled(config.train, world.workers)
-        make = MicroBatches(data, reference, config, layout.length_multiple, layout.shares_prompts, compiled)
+        padding = layout.length_multiple, layout.shares_prompts
+        make = MicroBatches(data, reference, config, *padding, compiled, trace_cost(run.model))
         return cls(data, make, lengths, cost)
 
     def upcoming(self, run: TrainingRun) -> Iterator[StepBatch]:

@@ -1,9 +1,11 @@
-"""Log-probabilities of every completion in a dataset, by all ranks together; the reference's are kept on disk."""
+"""Log-probabilities of every completion in a dataset, by all ranks together, and the reference's of every step's rows.
+
+A reference that stays is asked in the step that trains a row first: training starts at once, and rows that no step
+takes cost nothing. What it said is remembered row by row, and is in the checkpoints.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -16,25 +18,26 @@ import numpy as np
 from mlx.utils import tree_unflatten
 
 from lib.config.settings import Config, DataSettings
-from lib.data.batch import collate
+from lib.data.batch import Batch, collate
 from lib.data.dataset import Dataset
-from lib.data.order import micro_batches, split
+from lib.data.order import epoch_order, micro_batches, split
 from lib.data.prompts import Prompts
 from lib.data.streaming import StreamedDataset
 from lib.distributed.compression import Arrays
 from lib.distributed.world import World
 from lib.errors import UserError
-from lib.model import adapter_files, load
+from lib.model import adapter_files
 from lib.model.layout import layout_of
 from lib.model.logps import completion_logps, completion_token_logps
 from lib.model.token_stream import StreamInputs, arrays_of, cannot_share_prompts, length_multiple
-from lib.system import files, out_of_memory
+from lib.system import out_of_memory
 from lib.training import divided_world, losses
 from lib.training.divided_world import Lockstep
 from lib.training.inputs import Inputs
-from lib.training.step import MicroBatch
+from lib.training.step import MicroBatch, is_compiled
 
 MIXUP = 0.6  # how far a reference that follows goes, by default (arXiv:2404.09656, table 1)
+LOGPS = "logps"  # the array of a checkpoint's file
 BLOCK_BATCHES = 16  # between two sums over ranks: a slow rank is waited for often, so no wait grows long
 
 
@@ -45,6 +48,7 @@ def dataset_logps(
     shares: Sequence[int],
     settings: Config,
     progress: Callable[[int], None] = lambda done: None,
+    rows_wanted: np.ndarray | None = None,
 ) -> np.ndarray:
     """log pi(completion | prompt) of every completion, summed over its tokens.
 
@@ -53,14 +57,16 @@ def dataset_logps(
         settings: how lengths are padded, whether prompts may run once for all their completions, and how many examples
             a forward pass has at most.
         progress: called with the number of examples done.
+        rows_wanted: int64, distinct; None for all.
 
     Returns:
-        float32 [N, K] in the dataset's order, the same on every rank.
+        float32 [N, K] in the dataset's order, the same on every rank; 0 for rows of batches without a wanted one.
     """
     model.eval()
     world, batch_size = world.workers, settings.evaluate.batch_size
     multiple, share, _ = layout(model, settings.data, world)
     order = np.argsort(dataset.lengths, kind="stable")
+    is_wanted = np.isin(np.arange(len(dataset)), order if rows_wanted is None else rows_wanted)
     logps = np.zeros((len(dataset), dataset.completions_per_example), np.float32)
     can_halve = not isinstance(world, Lockstep)
     mx.eval(model.state)
@@ -76,6 +82,8 @@ def dataset_logps(
         mine = np.zeros_like(logps[block])
         place = {row: i for i, row in enumerate(block.tolist())}
         for rows in micro_batches(split(block, dataset.lengths, shares)[world.rank], batch_size):
+            if not is_wanted[rows].any():  # batches stay as they are: other rows give a value other roundings
+                continue
             own = out_of_memory.in_pieces(rows.tolist(), logps_of, can_halve)
             mine[[place[row] for row in rows.tolist()]] = np.concatenate([of_piece for _, of_piece in own])
         logps[block] = np.array(world.all_sum(mx.array(mine), "log-probabilities of a block of rows"))
@@ -127,43 +135,49 @@ class References(NamedTuple):
 def of_run(
     settings: Config, policy: nn.Module, inputs: Inputs, world: World, shares: Sequence[int], counting: Counting
 ) -> References:
-    """The reference of a run's rows, asked once and kept on disk; `asked` is what asks it in each step.
+    """The reference's log-probabilities of a run's rows, as far as they are computed before training.
 
     policy: before training, which is the reference where no other is named.
-    """
-    is_late = settings.reference_sync_steps is not None or settings.train.loss == "grpo"
-    data, valid = (
-        None
-        if dataset is None or isinstance(dataset, StreamedDataset | Prompts)
-        else reference_logps(settings, policy, dataset, world, shares, counting)
-        for dataset in (None if is_late else inputs.data, inputs.valid)
-    )
-    return References(data, valid)
-
-
-def reference_logps(
-    settings: Config, policy: nn.Module, dataset: Dataset, world: World, shares: Sequence[int], counting: Counting
-) -> np.ndarray | None:
-    """The reference's log-probabilities of a data set, asked once and kept on disk; None for a loss that has none.
 
     Returns:
-        float32 [N, K], the same on every rank.
+        Of the training rows None where `asked` computes them in each step.
     """
     if not losses.needs_reference(settings.train):
-        return None
-    key = cache_key(load.reference_fingerprint(settings.model, settings.train.seed), dataset)
-    folder = Path(settings.run.dir) / ".reference"
-    logps = cached_logps(folder, key, dataset, world)
-    is_new = logps is None
-    if logps is None:
-        named = settings.model.reference != "initial"
-        model = divided_world.load_reference(settings, world) if named else policy
+        return References(None, None)
+    data, valid = inputs.data, inputs.valid
+    passes: dict[str, tuple[Dataset, np.ndarray | None]] = {} if valid is None else {"valid": (valid, None)}
+    if isinstance(data, Dataset) and not is_asked(settings, data, world):
+        passes["data"] = data, rows_of_steps(settings, data.lengths)
+    if not passes:
+        return References(None, None)
+    named = settings.model.reference != "initial"
+    model = divided_world.load_reference(settings, world) if named else policy
+    logps = {}
+    for name, (dataset, rows) in passes.items():
         with counting(f"reference log-probabilities of {Path(dataset.path).name}", len(dataset)) as progress:
-            logps = dataset_logps(model, dataset, world, shares, settings, progress)
-    with world.agreeing("keeping the reference's log-probabilities"):
-        if is_new or not (folder / f"{key}.npy").exists():  # on every disk: the first host may be the one that is lost
-            keep_logps(folder, key, logps)
-    return logps
+            logps[name] = dataset_logps(model, dataset, world, shares, settings, progress, rows)
+    return References(logps.get("data"), logps.get("valid"))
+
+
+def rows_of_steps(settings: Config, lengths: np.ndarray) -> np.ndarray | None:
+    """The rows that a run's steps train, int64; None for all. lengths: int [n], of all rows."""
+    batch_size, count = settings.train.global_batch_size, len(lengths)
+    trained = settings.steps_over(count) * batch_size
+    if trained >= count:
+        return None
+    return epoch_order(lengths, settings.train.seed, 0, batch_size, settings.data.length_window)[:trained]
+
+
+def is_asked(settings: Config, data: Dataset | StreamedDataset | Prompts, world: World) -> bool:
+    """Whether the reference is asked in each step.
+
+    It is not where that would need a second copy of all weights (full training, another model), or hold up every rank
+    (a divided model), unless rows are not known before, or the reference moves.
+    """
+    if settings.reference_sync_steps is not None or data.is_estimated or settings.train.loss == "grpo":
+        return True
+    is_policy = settings.model.method != "full" and settings.model.reference == "initial"
+    return is_policy and not world.divides_model
 
 
 @dataclass
@@ -176,6 +190,9 @@ class AskedReference:
         every: steps after which the reference follows the policy; None for never.
         alpha: how far it goes then.
         temperature: of the groups' completions.
+        logps: float32 [n, K], what a reference that stays said of each row; 0 where it was not asked yet. None: not
+            remembered.
+        is_compiled: whether its pass is traced, once for every shape.
     """
 
     policy: nn.Module
@@ -185,14 +202,31 @@ class AskedReference:
     every: int | None = None
     alpha: float = 1.0
     temperature: float = 1.0
+    logps: np.ndarray | None = None
+    is_compiled: bool = False
+
+    def __post_init__(self) -> None:
+        self._pass: Callable[[StreamInputs], mx.array] = self._logps
+        if self.is_compiled:
+            self._pass = mx.compile(self._logps, inputs=[self.model.state])
 
     def __call__(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         for batch, _ in batches:
-            with self.in_place() as model, self.world.workers.together("reference log-probabilities of a batch"):
-                parts = [batch] if batch.mismatched is None else [batch, batch.mismatched]
-                logps = [np.array(self._logps(model, arrays_of(part.inputs))) for part in parts]
-            # Each part may be padded to a shape of its own.
-            yield batch, np.concatenate([one[: len(batch.rows)] for one in logps], axis=1)
+            if self.logps is None:
+                yield batch, self._ask(batch)
+                continue
+            known = self.logps[batch.rows]
+            if not known.any(axis=1).all():
+                self.logps[batch.rows] = known = np.where(known.any(axis=1, keepdims=True), known, self._ask(batch))
+            yield batch, known
+
+    def _ask(self, batch: Batch) -> np.ndarray:
+        """float32 [examples, K]; of groups [examples, K, C]."""
+        with self.in_place(), self.world.workers.together("reference log-probabilities of a batch"):
+            parts = [batch] if batch.mismatched is None else [batch, batch.mismatched]
+            logps = [np.array(self._pass(arrays_of(part.inputs))) for part in parts]
+        # Each part may be padded to a shape of its own.
+        return np.concatenate([one[: len(batch.rows)] for one in logps], axis=1)
 
     @contextmanager
     def in_place(self) -> Iterator[nn.Module]:
@@ -206,11 +240,24 @@ class AskedReference:
             self.model.update(tree_unflatten(list(now.items())))
             self.policy.train()
 
-    def _logps(self, model: nn.Module, inputs: StreamInputs) -> mx.array:
+    def _logps(self, inputs: StreamInputs) -> mx.array:
         """Of whole completions, float32 [b, K]; of groups those of each token, [b, K, C]."""
         if "rewards" not in inputs:
-            return completion_logps(model, inputs)
-        return completion_token_logps(model, inputs, self.temperature)[0]
+            return completion_logps(self.model, inputs)
+        return completion_token_logps(self.model, inputs, self.temperature)[0]
+
+    def of_all_ranks(self) -> Arrays:
+        """What every rank remembers, for a checkpoint: float32 [ranks, n, K]."""
+        assert self.logps is not None
+        mine = np.zeros((self.world.size, *self.logps.shape), np.float32)
+        mine[self.world.rank] = self.logps
+        return {LOGPS: self.world.all_sum(mx.array(mine), "the reference's log-probabilities")}
+
+    def remember(self, stored: Arrays) -> None:
+        """Takes up what a checkpoint of as many ranks has; of another world all is asked again."""
+        of_ranks = stored.get(LOGPS)
+        if self.logps is not None and of_ranks is not None and of_ranks.shape == (self.world.size, *self.logps.shape):
+            self.logps = np.array(of_ranks[self.world.rank])
 
     def follow(self, step: int) -> None:
         """Moves the reference after a step, where it is its turn.
@@ -239,8 +286,7 @@ def asked(
         UserError: another reference cannot take batches that are laid out so.
     """
     named, train = settings.model.reference != "initial", settings.train
-    is_late = settings.reference_sync_steps or data.is_estimated or train.loss == "grpo"
-    if not losses.needs_reference(train) or not is_late:
+    if not losses.needs_reference(train) or not is_asked(settings, data, world):
         return None
     reference = divided_world.load_reference(settings, world) if named else policy
     if named and batches.shares_prompts and (why_not := layout(reference, settings.data, world).why_not):
@@ -249,51 +295,8 @@ def asked(
     mx.eval(reference.state)
     start = {} if named else adapter_files.trainable(policy)
     alpha = train.reference_mixup_alpha or (MIXUP if settings.model.method == "full" else 1.0)
-    return AskedReference(policy, reference, world, start, settings.reference_sync_steps, alpha, train.temperature)
-
-
-def cache_key(model_fingerprint: str, dataset: Dataset) -> str:
-    """Names a reference pass: the model's files, and the tokens it saw (tokenizer, template, data, truncation)."""
-    return hashlib.sha256(f"{model_fingerprint} {dataset.digest}".encode()).hexdigest()[:32]
-
-
-def cached_logps(folder: Path, key: str, dataset: Dataset, world: World) -> np.ndarray | None:
-    """An earlier pass's result as rank 0 has it on disk, on every rank; None where there is none, or it is damaged."""
-    shape = len(dataset), dataset.completions_per_example
-    kept: np.ndarray | None = None
-    if world.rank == 0:
-        try:
-            with (folder / f"{key}.npy").open("rb") as file:
-                stored = np.load(file, allow_pickle=False)
-                is_whole = file.read() == _checksum(stored)
-            fits = stored.shape == shape and stored.dtype == np.float32 and np.isfinite(stored).all()
-            kept = stored if is_whole and fits else None
-        except (OSError, ValueError, EOFError):
-            kept = None
-    hit = world.broadcast({"hit": mx.array(int(kept is not None))})["hit"].item()
-    if not hit:
-        return None
-    values = np.zeros(shape, np.float32) if kept is None else kept
-    return np.array(world.broadcast({"logps": mx.array(values)})["logps"])
-
-
-def keep_logps(folder: Path, key: str, logps: np.ndarray) -> None:
-    """Puts a pass's result on the disk, whole or not at all.
-
-    Raises:
-        OSError: the disk is full or not writable.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as own:  # ranks of one disk, and runs that start together, do this
-        unfinished = Path(own, "logps.npy")
-        with unfinished.open("wb") as file:
-            np.save(file, logps)
-            file.write(_checksum(logps))
-            file.flush()
-            files.flush(file.fileno())
-        unfinished.replace(folder / f"{key}.npy")
-
-
-def _checksum(logps: np.ndarray) -> bytes:
-    """Stands behind the array in its file, where np.load does not look."""
-    return hashlib.sha256(logps.tobytes()).digest()
+    every, known = settings.reference_sync_steps, None
+    if every is None and isinstance(data, Dataset) and train.loss != "grpo":
+        known = np.zeros((len(data), data.completions_per_example), np.float32)
+    compiled = known is not None and is_compiled(train, world.workers)
+    return AskedReference(policy, reference, world, start, every, alpha, train.temperature, known, compiled)

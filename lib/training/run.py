@@ -175,6 +175,8 @@ class TrainingRun:
             own = {"feedback": self.feedback} if self.config.sync.compression != "none" else None
         if self.reference is not None:
             common[checkpoint.REFERENCE] = self.reference.arrays
+        elif self.asked_reference is not None and self.asked_reference.logps is not None:
+            common[checkpoint.REFERENCE_LOGPS] = self.asked_reference.of_all_ranks()
         plan = json.dumps(self.schedule.at(progress.step + 1).to_dict(), indent=2) + "\n"
         texts = {"plan.json": plan, "config.yaml": dump(self.config)}
         state = Snapshot(
@@ -212,6 +214,8 @@ class TrainingRun:
         if chosen.path is not None and self.reference is not None:
             moving = checkpoint.restore_common(chosen.path, checkpoint.REFERENCE, self.reference.arrays, world)
             self.reference.arrays = moving
+        elif self.asked_reference is not None:
+            self.asked_reference.remember(checkpoint.common_at(chosen.path, checkpoint.REFERENCE_LOGPS, world))
         if self.progress.cursor >= len(self.inputs.data) and not self.config.rollouts.rounds:
             row = f"row {self.progress.cursor} of {len(self.inputs.data)} comes next"
             raise AgreedError(f"{chosen.path or self.folder}: {row}")
@@ -255,7 +259,9 @@ class TrainingRun:
             if self.progress.rounds:
                 raise AgreedError(f"{self.folder} is a run of independent ranks; go on with strategy=independent")
             return
-        self.resumed["momentum"] = checkpoint.momentum_at(chosen.path, self.world) or own.get("momentum", {})
+        self.resumed["momentum"] = checkpoint.common_at(chosen.path, checkpoint.MOMENTUM, self.world) or own.get(
+            "momentum", {}
+        )
         if not self.config.rollouts.rounds:
             self.local_sgd.resume(self.progress, self.resumed)
 
