@@ -63,7 +63,7 @@ def test_the_parts_of_a_step_have_every_kernel_of_the_whole(
     batch = collate(rows, 16, True)
     reference = np.full((len(batch.rows), count), -10.0, np.float32) if losses.needs_reference(settings.train) else None
     with evaluated() as whole:  # as a step does it
-        gradients, sums = step.gradient_pass(batch, reference, None)
+        gradients, sums = step.gradients(batch, reference, None)
         whole |= fused(sums, gradients)
         of_gradients = set(whole)
         mean, squares = step.update.mean(gradients, sums[1:2].squeeze())

@@ -230,17 +230,17 @@ def test_the_same_in_threads_that_are_given_up_as_on_cuda(
 def test_weights_that_stood_in_for_others_are_back_where_a_step_failed(tmp_path: Path) -> None:
     model, settings = build(tmp_path)
     step = Step(model, make_optimizer(settings.train), settings.train, World())
-    before = step.gradient_pass.trained.read()
+    before = step.trained.read()
 
     def batches() -> Iterator[Any]:
-        step.gradient_pass.trained.write([mx.zeros_like(array) for array in before])
+        step.trained.write([mx.zeros_like(array) for array in before])
         raise MemoryError
         yield
 
     with pytest.raises(OutOfMemory) as caught:
         step(0, 10, batches())
     assert caught.value.ranks == (0,)
-    assert all(now is array for now, array in zip(step.gradient_pass.trained.read(), before, strict=True))
+    assert all(now is array for now, array in zip(step.trained.read(), before, strict=True))
 
 
 def test_a_size_that_was_never_finished_is_halved_at_the_next_start(

@@ -622,6 +622,16 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(named, key=step_of, reverse=True)
 
 
+def checkpoint_of(run: Path, step: int) -> Path:
+    """The folder of a run's checkpoint."""
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def agreed_fault(path: Path, world: World) -> str:
+    """What is wrong with a checkpoint on rank 0's disk, as all ranks learn; "" if it is whole."""
+    return world.broadcast_text(fault_of(path) or "" if world.rank == 0 else "")
+
+
 def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 

@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -22,13 +21,13 @@ from lib.errors import Stopped, UserError
 from lib.model import adapter_files
 from lib.plan.plan_warnings import strayed
 from lib.system import files, records
-from lib.training import summary
-from lib.training.checkpoint import fault_of, rank_folder, restore_weights
+from lib.training.checkpoint import agreed_fault, checkpoint_of, rank_folder, restore_weights
 from lib.training.local_sgd import LocalSGD
 from lib.training.objective import Metrics
 from lib.training.run import PREFETCHED, TrainingRun
 from lib.training.step import MicroBatch, StepRecord, is_compiled, trace_cost
 from lib.training.step_retries import Learner
+from lib.training.summary import summarise
 
 
 class Evaluate(Protocol):
@@ -124,11 +123,7 @@ class TrainingLoop:
         return self.evaluate_on(run.world, run.shares)
 
     def evaluate_before(self) -> None:
-        """The metrics before the first step, with which those after training are compared.
-
-        Raises:
-            UserError: the loss is NaN or infinite, so weights of the model are.
-        """
+        """The metrics before the first step; UserError where the loss is not finite, so weights are not."""
         run = self.run
         run.progress.before = self.evaluate()
         loss = run.progress.before.get("loss")
@@ -144,12 +139,12 @@ class TrainingLoop:
         run = self.run
         if run.is_over:
             self.latest = self.evaluate()
+        elif run.local_sgd is None:
+            self.latest = run.progress.before
+            self._train_synchronously()
         else:
             self.latest = run.progress.before
-            if run.local_sgd is None:
-                self._train_synchronously()
-            else:
-                self._train_independently(run.local_sgd)
+            self._train_independently(run.local_sgd)
         if why := self.early_end():
             run.say.line(f"training ends after step {run.progress.step} of {run.steps}: {why}")
         self.final_step = run.progress.step
@@ -171,21 +166,14 @@ class TrainingLoop:
         step, best = progress.best_step, progress.best_metrics.get(run.best_by)
         if run.is_never_merged or step is None or best is None or step == progress.step:
             return
-        path = self._checkpoint_of(step)
-        if fault := self._fault_of(path):
+        path = checkpoint_of(run.folder, step)
+        if fault := agreed_fault(path, run.world):
             text = f"{path}, of the best {run.best_by}, is damaged ({fault}); the last weights are taken"
             run.say.warning(text, run.own_step)
             return
         restore_weights(path, run.model, run.world)
         self.final_step, self.latest = step, progress.best_metrics
         run.say.line(f"the weights of step {step} are taken, of the best {run.best_by} ({best:.4f})")
-
-    def _checkpoint_of(self, step: int) -> Path:
-        return self.run.folder / "checkpoints" / f"step-{step:08d}"
-
-    def _fault_of(self, path: Path) -> str:
-        """What is wrong with a checkpoint on rank 0's disk, as all ranks learn; "" if it is whole."""
-        return self.run.world.broadcast_text(fault_of(path) or "" if self.run.world.rank == 0 else "")
 
     def _train_synchronously(self) -> None:
         run, progress, schedule = self.run, self.run.progress, self.run.schedule
@@ -200,26 +188,21 @@ class TrainingLoop:
                 before, plan = schedule.at(step), schedule.observe(step, batch.costs, result.compute_seconds)
                 progress.schedule = schedule.state(step)
                 if plan is not None:
-                    first = step + schedule.lead
-                    run.tracker.record(
-                        "plan", step=step, first_step=first, shares_before=before.shares, **plan.to_dict()
-                    )
+                    fields = {"first_step": step + schedule.lead, "shares_before": before.shares, **plan.to_dict()}
+                    run.tracker.record("plan", step=step, **fields)
                 while schedule.remarks:
                     run.say.warning(schedule.remarks.pop(0), step)
-                is_last = step == run.steps
-                checkpoint_due = run.writer.is_due(step, result.elapsed_seconds)
-                evaluation_due = is_last or bool(every and step % every == 0)
-                self._evaluate_and_save(evaluation_due, is_last or checkpoint_due)
+                is_last, checkpoint_due = step == run.steps, run.writer.is_due(step, result.elapsed_seconds)
+                self._evaluate_and_save(is_last or bool(every and step % every == 0), is_last or checkpoint_due)
                 if run.is_over:
                     break
 
     def _train_independently(self, local_sgd: LocalSGD) -> None:
-        run, progress = self.run, self.run.progress
-        rank, every = run.world.rank, run.config.evaluate.every or run.steps
+        run, progress, every = self.run, self.run.progress, self.run.config.evaluate.every or self.run.steps
 
         def local_step(step: int, index: int, epoch: int, rows: np.ndarray, micro_batch_size: int) -> StepRecord:
             result = self.learner.learn(step, index, epoch, *self.batches.of(rows, micro_batch_size))
-            local_sgd.ranks.limit(rank, self.learner.max_micro_batch_size)
+            local_sgd.ranks.limit(run.world.rank, self.learner.max_micro_batch_size)
             return result
 
         # Of the last merge, from which the next evaluation counts: a resume may be inside a round.
@@ -245,27 +228,25 @@ class TrainingLoop:
         run.writer.record(run.tracker)
         # If no finite update follows one that was left out, a resume takes that again: until then nothing is saved.
         in_row = run.local_sgd.ranks.skipped_in_row if run.local_sgd is not None else [progress.skipped_in_row]
-        is_left_out = any(in_row)  # every rank's, as all know them
-        if is_left_out and not run.is_over:
-            checkpoint_due = False
+        checkpoint_due = checkpoint_due and (run.is_over or not any(in_row))
         if evaluation_due:
             self.latest = self.evaluate()
             # Rank 0's: ranks that are never merged have metrics of their own.
             metrics: Metrics = json.loads(run.world.broadcast_text(json.dumps(self.latest)))
-            may_be_saved = run.is_finite() and not is_left_out  # what is not saved is never the best
+            may_be_saved = run.is_finite() and not any(in_row)  # what is not saved is never the best
             is_best = progress.is_best(metrics, run.best_by, may_be_saved)
             checkpoint_due = is_best or run.is_over or checkpoint_due
         # Until the best is whole the best before it is the one that is kept: training waits to know.
         is_saved = checkpoint_due and run.save(wait=is_best)
-        if is_best and not is_saved and self._fault_of(self._checkpoint_of(progress.step)):
+        if is_best and not is_saved and agreed_fault(checkpoint_of(run.folder, progress.step), run.world):
             progress.best_step, progress.best_loss, progress.best_metrics = best_so_far
 
     def finish(self) -> None:
         """Saves the result and its figures, and closes the log."""
-        run, config, world, tracker = self.run, self.run.config, self.run.world, self.run.tracker
+        run, world, tracker = self.run, self.run.world, self.run.tracker
         if (text := strayed(self.latest.get("kl"))) is not None:
             run.say.warning(text, run.own_step)
-        ending = summary.Ending(self.final_step, self.latest, self.early_end())
+        reason = self.early_end()
         totals = tracker.totals() | (self.latest if run.is_never_merged else {})
         each = world.gather_long_text(json.dumps(totals), "every rank's figures")
         if not run.is_finite():
@@ -275,21 +256,14 @@ class TrainingLoop:
             )
         run.writer.wait()
         with world.agreeing("finishing"), world.gathering(run.model.trainable_parameters()) as [weights]:
-            try:
-                if run.is_never_merged:
-                    adapter_files.save_trained(run.model, config.model, rank_folder(run.folder, world.rank))
-                if world.rank == 0:
-                    adapter_files.save_trained(run.model, config.model, run.folder, *weights)
-                    run.count_wall_seconds()
-                    named = str(config.run.name), config.model.path, config.cost
-                    result = summary.summarise(named, run.plan, run.progress, ending, each)
-                    files.write_atomically(run.folder / "summary.json", records.dumps(result, indent=2) + "\n")
-            except OSError as error:
-                raise UserError(
-                    f"{error.filename or run.folder}: {error.strerror}; the last checkpoint is whole: "
-                    f"fix that, then --resume {run.folder}"
-                ) from None
+            if run.is_never_merged:
+                adapter_files.save_trained(run.model, run.config.model, rank_folder(run.folder, world.rank))
+            if world.rank == 0:
+                adapter_files.save_trained(run.model, run.config.model, run.folder, *weights)
+                run.count_wall_seconds()
+                result = summarise(run, self.final_step, self.latest, reason, each)
+                files.write_atomically(run.folder / "summary.json", records.dumps(result, indent=2) + "\n")
         run.writer.record(tracker)
-        tracker.record("end", step=run.own_step, final_step=ending.step, reason=ending.reason, **ending.metrics)
+        tracker.record("end", step=run.own_step, final_step=self.final_step, reason=reason, **self.latest)
         tracker.gather(world, everything=True)
         tracker.close()

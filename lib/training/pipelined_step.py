@@ -27,7 +27,7 @@ from lib.plan.cuts import operations
 from lib.system.out_of_memory import Limit
 from lib.training.divided_world import InStages
 from lib.training.objective import SUMS, figures_of, loss_and_sums
-from lib.training.step import MicroBatch, Step, StepRecord, Tree, Watching, arrays_beside, is_compiled
+from lib.training.step import MicroBatch, Step, StepRecord, Tree, arrays_beside, is_compiled
 
 ACTIVATIONS, GRADIENTS = "the activations of a micro-batch", "the gradients of a micro-batch's activations"
 INPUT = ""  # its name among parameters
@@ -88,11 +88,10 @@ class PipelinedStep(Step):
         self.waited_seconds = 0.0  # of this step, for other stages
         self.sent_error: float | None = None  # what compression left out, of the norm of all sent
 
-    def __call__(self, index: int, steps: int, batches: Iterable[MicroBatch], watching: Watching = iter) -> StepRecord:
+    def __call__(self, index: int, steps: int, batches: Iterable[MicroBatch]) -> StepRecord:
         """One step, as Step's; the seconds are this rank's own.
 
-        watching: not used. A rank that left a pass would leave the next stages waiting, so all look at the memory where
-        they agree to go on.
+        A rank that left a pass would leave the others waiting, so all look at the memory where they agree to go on.
         """
         self.waited_seconds = -self.stages.ranks.links.waited_seconds
         result = super().__call__(index, steps, batches)
@@ -106,7 +105,7 @@ class PipelinedStep(Step):
         """As Step's, of this rank's stage."""
         made = list(batches)  # a reference that is computed as needed has its passes here
         counted += [batch for batch, _ in made]
-        self.shapes.update(batch.shapes for batch in counted)
+        self.shapes |= dict.fromkeys((batch.shapes for batch in counted), 0)
         largest = max((len(batch.rows) for batch in counted), default=0)
         self.pace.limit.check(largest)
         self.stages.agree_to_go_on(what)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from lib.config.settings import SyncSettings, TrainSettings
 from lib.data.batch import Batch, TraceCost
-from lib.distributed import compression as exchange
+from lib.distributed import compression
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.model.layout import embedding_of
@@ -28,7 +28,7 @@ from lib.model.quantised import device
 from lib.model.token_stream import StreamInputs, arrays_of
 from lib.system import out_of_memory
 from lib.system.hardware import Device
-from lib.system.out_of_memory import OutOfMemory
+from lib.system.out_of_memory import Limit, OutOfMemory
 from lib.training import losses, objective
 from lib.training.divided_world import InStages, Lockstep
 from lib.training.objective import SUMS, Figures, Metrics, figures_of, loss_and_sums, means_of
@@ -36,12 +36,11 @@ from lib.training.optimizers import learning_rate
 from lib.training.update_rule import TrainedArrays, Tree, compiles, update_rule
 
 MicroBatch = tuple[Batch, np.ndarray | None]  # with its reference's log-probabilities: [b, K]; of groups [b, K, C]
-Watching = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one step did, as it is logged; means are over all ranks. skipped: a non-finite update was left out."""
+    """What one step did; means are over all ranks. skipped: a non-finite update was left out."""
 
     means: Metrics
     grad_norm: float
@@ -59,35 +58,25 @@ class StepRecord:
     peak_memory_bytes: int
     bytes_sent: int
     elapsed_seconds: float  # rank 0's, from the step before to this one: the same number on every rank
-    unwritten: int  # ranks of which records, or a checkpoint, of earlier steps are not on the disk yet
     traces: int  # distinct batch shapes so far: each is compiled once
     sent_error: float | None = None  # of compressed activations: what was left out, relative to their norm
 
     def measurements(self) -> dict[str, float]:
         """The fields of this rank's step record."""
+        same = ("padded_tokens", "grad_norm", "learning_rate", "skipped", "sync_seconds", "wait_seconds")
+        same = (*same, "peak_memory_bytes", "bytes_sent", "traces")
         return {
             "tokens": self.rank_tokens,
-            "padded_tokens": self.padded_tokens,
             "tokens_per_second": self.rank_tokens / self.seconds,
-            "grad_norm": self.grad_norm,
-            "learning_rate": self.learning_rate,
-            "skipped": self.skipped,
             "compute_seconds": self.compute_seconds[self.rank],
-            "sync_seconds": self.sync_seconds,
-            "wait_seconds": self.wait_seconds,
-            "peak_memory_bytes": self.peak_memory_bytes,
-            "bytes_sent": self.bytes_sent,
-            "traces": self.traces,
+            **{name: getattr(self, name) for name in same},
             **({} if self.sent_error is None else {"sent_error": self.sent_error}),
         }
 
 
 @dataclass
 class RankSums:
-    """What one rank brings to the sum: gradients, SUMS, tokens, and why and at how many bytes memory ran out.
-
-    The sum takes the gradients out.
-    """
+    """What one rank brings to the sum; `failure` and `failed_bytes` alone, where its memory ran out."""
 
     gradients: Tree | None
     sums: mx.array
@@ -95,40 +84,6 @@ class RankSums:
     padded_tokens: int = 0
     failure: str | None = None
     failed_bytes: int = 0
-
-
-class GradientPass:
-    """The forward and backward pass of a micro-batch; traced once for every shape, where the step is compiled."""
-
-    def __init__(self, model: nn.Module, train: TrainSettings, world: World):
-        self.model, self.train, self.traffic, self.trained = model, train, world.traffic, TrainedArrays(model)
-        self.is_compiled = is_compiled(train, world)
-        self.bytes_sent: dict[object, int] = {}  # within a pass, by its shapes: a compiled one counts no more
-        self._gradients = nn.value_and_grad(model, self._loss)
-        if self.is_compiled:
-            state = [model.state, mx.random.state]
-            self._gradients = mx.compile(self._gradients, inputs=state, outputs=[mx.random.state])
-
-    def __call__(self, batch: Batch, reference: np.ndarray | None, baseline: mx.array | None) -> tuple[Tree, mx.array]:
-        """Gradients, and SUMS: float32, not evaluated.
-
-        The metrics are made outside of the compiled function: dozens of operations on a number a row cost nothing, and
-        compiled they would be kernels more, for each of which CUDA takes three seconds on a new machine.
-        """
-        inputs, beside = arrays_of(batch.inputs), (*arrays_beside(batch, reference), baseline)
-        before, arrays = self.traffic.bytes_sent, self.trained.read()
-        (_, figures), gradients = self._gradients(inputs, *beside)
-        self.trained.write(arrays)  # a trace leaves its own
-        if self.is_compiled:
-            mx.async_eval(figures, gradients)  # the device has its work before the metrics are made
-            sent = self.bytes_sent.setdefault(batch.shapes, self.traffic.bytes_sent - before)
-            self.traffic.bytes_sent = before + sent
-        _, sums = loss_and_sums(self.train, figures, inputs, *beside)
-        return gradients, sums
-
-    def _loss(self, inputs: StreamInputs, *beside: mx.array | None) -> tuple[mx.array, Figures]:
-        figures = figures_of(self.train, self.model, inputs)
-        return loss_and_sums(self.train, figures, inputs, *beside)[0], figures
 
 
 class Step:
@@ -139,8 +94,8 @@ class Step:
 
     Args:
         world: the ranks whose gradients are summed; an independent rank is alone in it.
-        sync: how the gradients travel; uncompressed by default.
         rank: among all ranks, which draw different dropout masks; by default world.rank.
+        limit: what MLX may hold, looked at after each micro-batch.
 
     Raises:
         UserError: train.neftune_noise_alpha, and the model has no embedding.
@@ -154,27 +109,29 @@ class Step:
         world: World,
         sync: SyncSettings | None = None,
         rank: int | None = None,
+        limit: Limit | None = None,
     ):
         if train.neftune_noise_alpha is not None and embedding_of(model) is None:
             raise UserError(
                 "train.neftune_noise_alpha: the model has no embedding that noise could be added to; leave it out"
             )
         self.model, self.train, self.world, self.sync = model, train, world, sync or SyncSettings()
-        self.rank = world.rank if rank is None else rank
-        self.gradient_pass = GradientPass(model, train, world)
+        self.rank, self.limit = world.rank if rank is None else rank, limit or Limit()
         self.update = update_rule(model, optimizer, train, isinstance(world, Lockstep))
-        self.feedback: exchange.Arrays = {}  # what compression left out of this rank's gradients so far, by name
+        self.feedback: compression.Arrays = {}  # what compression left out of this rank's gradients so far, by name
         self.rewards = [0.0, 0.0]  # bco: sum and count of all steps so far
-        self.shapes: set[object] = set()  # of the batches so far
+        self.shapes: dict[object, int] = {}  # of the batches so far, with the bytes that a pass sends
         self.last_started = time.perf_counter()
-        self.has_unwritten = False  # records, or a checkpoint, of earlier steps; sent to all ranks
         self.rate_of: Callable[[int, int], float] = partial(learning_rate, train)
+        self.trained = TrainedArrays(model)
+        self.is_compiled = is_compiled(train, world)
+        self._value_and_grad = nn.value_and_grad(model, self._loss)
+        if self.is_compiled:
+            state = [model.state, mx.random.state]
+            self._value_and_grad = mx.compile(self._value_and_grad, inputs=state, outputs=[mx.random.state])
 
-    def __call__(self, index: int, steps: int, batches: Iterable[MicroBatch], watching: Watching = iter) -> StepRecord:
-        """One step. index: its number from 0, of `steps` in the run. `batches` may raise OutOfMemory, too.
-
-        watching: looks at the memory after each micro-batch of a pass.
-        """
+    def __call__(self, index: int, steps: int, batches: Iterable[MicroBatch]) -> StepRecord:
+        """One step. index: its number from 0, of `steps` in the run. `batches` may raise OutOfMemory, too."""
         started, bytes_before = time.perf_counter(), self.world.traffic.bytes_sent
         elapsed = started - self.last_started if self.world.rank == 0 else 0.0
         self.last_started = started
@@ -186,17 +143,16 @@ class Step:
             batches = objective.noisy(batches, self.train.neftune_noise_alpha, self.train.seed, index)
         what, ratios, baseline, waited_seconds = f"step {index + 1}", None, None, 0.0
         if self.train.loss in losses.UNPAIRED_LOSSES:
-            batches, ratios, waited_seconds = self._log_ratios(what, batches, watching)
+            batches, ratios, waited_seconds = self.log_ratios(what, batches)
             baseline = mx.array(objective.baseline_of_step(self.train, ratios, self.rewards))
-        part = self._rank_sums(what, watching(iter(batches)), baseline)
+        part = self.rank_sums(what, batches, baseline)
         compute_seconds = time.perf_counter() - started - waited_seconds
 
         totals, mean, norm, left_out = self.sum(part, compute_seconds, elapsed)
         sync_seconds = time.perf_counter() - started - compute_seconds
-        values = totals.tolist()
-        sums, by_rank = dict(zip(SUMS, values, strict=False)), values[len(SUMS) :]
-        ranks_seconds, ranks_bytes = by_rank[: self.world.size], by_rank[self.world.size : -3]
-        _raise_failures(part.failure, ranks_bytes)
+        sums, size = dict(zip(SUMS, totals, strict=False)), self.world.size
+        ranks_seconds = totals[len(SUMS) : len(SUMS) + size]
+        raise_failures(part.failure, totals[len(SUMS) + size : -2])
         # Made of sums that are the same bits on every rank, so all ranks skip or none does.
         skipped = not (math.isfinite(sums["loss"]) and math.isfinite(norm.item()))
         rate = self.rate_of(index, steps)
@@ -213,7 +169,7 @@ class Step:
             grad_norm=norm.item(),
             learning_rate=rate,
             skipped=skipped,
-            tokens=int(values[-3]),
+            tokens=int(totals[-2]),
             rank_tokens=part.tokens,
             padded_tokens=part.padded_tokens,
             rank=self.world.rank,
@@ -222,10 +178,11 @@ class Step:
             wait_seconds=wait_seconds,
             peak_memory_bytes=mx.get_peak_memory(),
             bytes_sent=self.world.traffic.bytes_sent - bytes_before,
-            elapsed_seconds=values[-1],
-            unwritten=int(values[-2]),
+            elapsed_seconds=totals[-1],
             traces=len(self.shapes),
         )
+
+    # ---- Forward and backward
 
     def forward_backward(
         self, what: str, batches: Iterable[MicroBatch], counted: list[Batch], baseline: mx.array | None
@@ -233,11 +190,10 @@ class Step:
         """Gradients and SUMS, summed over this rank's micro-batches and evaluated; `counted` gets the batches."""
         gradients: Tree | None = None
         sums = mx.zeros(len(SUMS))
-        for batch, reference in batches:
-            self.shapes.add(batch.shapes)
+        for batch, reference in self.limit.watching(iter(batches)):
             counted.append(batch)
             with self.world.together(what):
-                micro, micro_sums = self.gradient_pass(batch, reference, baseline)
+                micro, micro_sums = self.gradients(batch, reference, baseline)
                 micro = tree_map(lambda g: g.astype(mx.float32), micro)
                 gradients = micro if gradients is None else tree_map(lambda total, g: total + g, gradients, micro)
                 del micro  # as large as what is trained
@@ -247,112 +203,120 @@ class Step:
             mx.eval(gradients, sums)
         return gradients, sums
 
-    def sum(
-        self, part: RankSums, compute_seconds: float, elapsed_seconds: float
-    ) -> tuple[mx.array, Tree, mx.array, exchange.Arrays]:
-        """A float32 vector summed over the ranks; mean gradients and their norm; what compression left out of them.
+    def gradients(self, batch: Batch, reference: np.ndarray | None, baseline: mx.array | None) -> tuple[Tree, mx.array]:
+        """A micro-batch's gradients, and SUMS: float32, not evaluated.
 
-        The vector holds SUMS, every rank's compute seconds, every rank's bytes where its memory ran out, the tokens of
-        all ranks, how many of them have unwritten records, and rank 0's elapsed seconds. Each rank has elements of its
-        own in it: after the sum all ranks know who waited for whom, and who ran out of memory.
+        The metrics are made outside of the compiled function: dozens of operations on a number a row cost nothing, and
+        compiled they would be kernels more, for each of which CUDA takes three seconds on a new machine.
         """
-        size, rank = self.world.size, self.world.rank
-        seconds, failed_bytes = [0.0] * size, [0.0] * size
-        seconds[rank], failed_bytes[rank] = compute_seconds, float(part.failed_bytes)
-        last = float(part.tokens), float(self.has_unwritten), elapsed_seconds
-        vector = mx.concatenate([part.sums, mx.array([*seconds, *failed_bytes, *last])])
-        # Names are bound anew: a rank has no room for its gradients beside the sum, nor for the sum beside the mean.
-        gradients, part.gradients = part.gradients, None
-        if gradients is None:  # no row of this step is this rank's, or memory ran out
-            gradients = self.zeros()
-        gradients, totals, left_out = exchange.sum_gradients(self.world, gradients, vector, self.sync, self.feedback)
-        at = SUMS.index("count")  # a slice: with an index CUDA would compile a gathering kernel for it
-        gradients, squares = self.update.mean(gradients, totals[at : at + 1].squeeze())
-        norm = mx.sqrt(self.world.sum_of_all(squares))
-        mx.eval(norm, totals)
-        return totals, gradients, norm, left_out
+        traffic, inputs = self.world.traffic, arrays_of(batch.inputs)
+        beside = (*arrays_beside(batch, reference), baseline)
+        before, arrays = traffic.bytes_sent, self.trained.read()
+        (_, figures), gradients = self._value_and_grad(inputs, *beside)
+        self.trained.write(arrays)  # a trace leaves its own
+        if self.is_compiled:
+            mx.async_eval(figures, gradients)  # the device has its work before the metrics are made
+            traffic.bytes_sent = before + self.shapes.get(batch.shapes, traffic.bytes_sent - before)
+        self.shapes.setdefault(batch.shapes, traffic.bytes_sent - before)
+        _, sums = loss_and_sums(self.train, figures, inputs, *beside)
+        return gradients, sums
 
-    def zeros(self) -> Tree:
-        """Gradients that add nothing."""
-        zeros: Tree = tree_map(lambda p: mx.zeros(p.shape), self.model.trainable_parameters())
-        return zeros
+    def _loss(self, inputs: StreamInputs, *beside: mx.array | None) -> tuple[mx.array, Figures]:
+        figures = figures_of(self.train, self.model, inputs)
+        return loss_and_sums(self.train, figures, inputs, *beside)[0], figures
 
-    def _rank_sums(self, what: str, batches: Iterable[MicroBatch], baseline: mx.array | None) -> RankSums:
-        """This rank's part of the sum; only a failure's message, where memory ran out and others wait in the sum."""
-        counted: list[Batch] = []
-        gradients, sums, failure = self._attempt(
-            what, lambda: self.forward_backward(what, batches, counted, baseline), mx.zeros(len(SUMS))
-        )
-        if failure is not None:
-            return RankSums(None, sums, failure=failure, failed_bytes=max(1, mx.get_peak_memory()))
-        tokens, padded = (sum(getattr(b, name) for b in counted) for name in ("real_tokens", "computed_tokens"))
-        return RankSums(gradients, sums, tokens, padded)
-
-    def _log_ratios(
-        self, what: str, batches: Iterable[MicroBatch], watching: Watching
-    ) -> tuple[list[MicroBatch], mx.array, float]:
+    def log_ratios(self, what: str, batches: Iterable[MicroBatch]) -> tuple[list[MicroBatch], mx.array, float]:
         """The micro-batches, the sum and count of log ratios that a baseline is made of, and the seconds waited for it.
 
-        Raises:
-            OutOfMemory: on all ranks, where memory ran out on one of them.
+        Without dropout. Raises OutOfMemory on all ranks, where memory ran out on one of them.
         """
         taken: list[MicroBatch] = []
+        column = int(losses.needs_mismatched(self.train.loss))
 
         def work() -> tuple[None, mx.array]:
             taken.extend(batches)
-            return None, self._log_ratio_sums(what, watching(iter(taken)))
+            sums = mx.zeros(2)
+            self.model.eval()
+            for batch, reference in self.limit.watching(iter(taken)):
+                scored = batch.mismatched if column else batch
+                assert scored is not None and reference is not None
+                with self.world.together(what):
+                    policy = completion_logps(self.model, arrays_of(scored.inputs))[: len(batch.rows), 0]
+                    ratios = policy - mx.array(reference[:, column])
+                    sums = sums + mx.stack([ratios.sum(), mx.array(float(len(batch.rows)))])
+                    mx.eval(sums)  # one micro-batch's activations at a time
+            self.model.train()
+            return None, sums
 
-        _, sums, failure = self._attempt(what, work, mx.zeros(2))
+        part = self._attempt(what, work, mx.zeros(2))
         failed_bytes = [0.0] * self.world.size
-        failed_bytes[self.world.rank] = float(max(1, mx.get_peak_memory())) if failure is not None else 0.0
+        failed_bytes[self.world.rank] = float(part.failed_bytes)
         arrived = time.perf_counter()
-        totals = self.world.all_sum(mx.concatenate([sums, mx.array(failed_bytes)]), "the baseline of a step")
+        totals = self.world.all_sum(mx.concatenate([part.sums, mx.array(failed_bytes)]), "the baseline of a step")
         mx.eval(totals)
-        _raise_failures(failure, totals[2:].tolist())
+        raise_failures(part.failure, totals[2:].tolist())
         return taken, totals[:2], time.perf_counter() - arrived
 
-    def _log_ratio_sums(self, what: str, batches: Iterable[MicroBatch]) -> mx.array:
-        """Sum and count of log ratios over some micro-batches, without dropout: float32 [2]."""
-        column = int(losses.needs_mismatched(self.train.loss))
-        sums = mx.zeros(2)
-        self.model.eval()
-        for batch, reference in batches:
-            scored = batch.mismatched if column else batch
-            assert scored is not None and reference is not None
-            with self.world.together(what):
-                policy = completion_logps(self.model, arrays_of(scored.inputs))[: len(batch.rows), 0]
-                ratios = policy - mx.array(reference[:, column])
-                sums = sums + mx.stack([ratios.sum(), mx.array(float(len(batch.rows)))])
-                mx.eval(sums)  # one micro-batch's activations at a time
-        self.model.train()
-        return sums
+    def rank_sums(self, what: str, batches: Iterable[MicroBatch], baseline: mx.array | None) -> RankSums:
+        """This rank's part of the sum; only a failure, where memory ran out and others wait in the sum."""
+        counted: list[Batch] = []
+        part = self._attempt(what, lambda: self.forward_backward(what, batches, counted, baseline), mx.zeros(len(SUMS)))
+        part.tokens = sum(batch.real_tokens for batch in counted)
+        part.padded_tokens = sum(batch.computed_tokens for batch in counted)
+        return part
 
-    def _attempt(
-        self, what: str, work: Callable[[], tuple[Tree | None, mx.array]], zeros: mx.array
-    ) -> tuple[Tree | None, mx.array, str | None]:
-        """Gradients, sums and None; or None, zeros and a message where memory ran out, and all is freed.
+    def _attempt(self, what: str, work: Callable[[], tuple[Tree | None, mx.array]], zeros: mx.array) -> RankSums:
+        """The work's gradients and sums; or zeros and a failure where memory ran out, and all is freed.
 
         Raises:
             OutOfMemory: no other rank waits in the sum; or ranks share one model and cannot synchronise there.
         """
-        before = self.gradient_pass.trained.read()
+        before = self.trained.read()
         try:
-            return *work(), None
+            return RankSums(*work())
         except (OutOfMemory, RuntimeError, MemoryError) as error:
             if not out_of_memory.is_out_of_memory(error):
                 raise
             failure, between_passes = str(error) or "std::bad_alloc", isinstance(error, OutOfMemory)
             all_know = isinstance(error, OutOfMemory) and bool(error.ranks)
-        self.gradient_pass.trained.write(before)  # a trace's arrays, or the reference's, may be in their place
+        self.trained.write(before)  # a trace's arrays, or the reference's, may be in their place
         out_of_memory.release()
+        failed_bytes = max(1, mx.get_peak_memory())
         if self.world.size > 1:
-            return None, zeros, failure
+            return RankSums(None, zeros, failure=failure, failed_bytes=failed_bytes)
         if isinstance(self.world, Lockstep):
             if not between_passes:  # the others are inside of one, where nothing can be sent to them
                 raise OutOfMemory(failure)
             if not all_know:
                 self.world.give_up(what)
-        raise OutOfMemory(failure, (0,), (max(1, mx.get_peak_memory()),))
+        raise OutOfMemory(failure, (0,), (failed_bytes,))
+
+    # ---- The sum over ranks
+
+    def sum(
+        self, part: RankSums, compute_seconds: float, elapsed_seconds: float
+    ) -> tuple[list[float], Tree, mx.array, compression.Arrays]:
+        """Numbers summed over the ranks; mean gradients and their norm; what compression left out of them.
+
+        The numbers are SUMS, every rank's compute seconds, every rank's bytes where its memory ran out, the tokens of
+        all ranks, and rank 0's elapsed seconds. Each rank has elements of its own among them: after the sum all ranks
+        know who waited for whom, and who ran out of memory.
+        """
+        size, rank = self.world.size, self.world.rank
+        seconds, failed_bytes = [0.0] * size, [0.0] * size
+        seconds[rank], failed_bytes[rank] = compute_seconds, float(part.failed_bytes)
+        numbers = mx.array([*seconds, *failed_bytes, float(part.tokens), elapsed_seconds])
+        vector = mx.concatenate([part.sums, numbers])
+        # Names are bound anew: a rank has no room for its gradients beside the sum, nor for the sum beside the mean.
+        gradients, part.gradients = part.gradients, None
+        if gradients is None:  # no row of this step is this rank's, or memory ran out
+            gradients = tree_map(lambda p: mx.zeros(p.shape), self.model.trainable_parameters())
+        gradients, totals, left_out = compression.sum_gradients(self.world, gradients, vector, self.sync, self.feedback)
+        at = SUMS.index("count")  # a slice: with an index CUDA would compile a gathering kernel for it
+        gradients, squares = self.update.mean(gradients, totals[at : at + 1].squeeze())
+        norm = mx.sqrt(self.world.sum_of_all(squares))
+        mx.eval(norm, totals)
+        return totals.tolist(), gradients, norm, left_out
 
 
 def arrays_beside(batch: Batch, reference: np.ndarray | None) -> tuple[mx.array | None, mx.array | None]:
@@ -361,7 +325,7 @@ def arrays_beside(batch: Batch, reference: np.ndarray | None) -> tuple[mx.array 
     return logps, None if batch.labels is None else mx.array(batch.padded(batch.labels))
 
 
-def _raise_failures(failure: str | None, ranks_bytes: list[float]) -> None:
+def raise_failures(failure: str | None, ranks_bytes: list[float]) -> None:
     """Raises OutOfMemory on all ranks, where memory ran out on some. ranks_bytes: what each of those held; else 0."""
     if failed := {rank: int(size) for rank, size in enumerate(ranks_bytes) if size}:
         raise OutOfMemory(failure or "another rank's", tuple(failed), tuple(failed.values()))

@@ -34,8 +34,8 @@ class MicroBatchLimit:
             self.stored = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             self.stored = {}
-        tried, fits = self.stored.get("tried", 0), self.stored.get("fits", 0)
-        if tried > fits and self.stored.get("kills") != out_of_memory.kernel_kills():
+        tried = self.stored.get("tried", 0)
+        if tried > self.stored.get("fits", 0) and self.stored.get("kills") != out_of_memory.kernel_kills():
             self.record(max(1, tried // 2), self.recomputes or tried == 1)
 
     @property
@@ -73,19 +73,16 @@ class Learner:
 
     def __init__(self, run: TrainingRun, make: MicroBatches):
         self.run, self.make = run, make
-        self.limit = memory_limit(run.config.plan, run.hosts, run.world)  # what MLX may hold
         self.memory = MicroBatchLimit(run.folder / f"micro-batch-{run.hosts[run.world.rank]}-{run.world.rank}.json")
         mx.eval(run.model.state)
         plan = run.schedule.at(run.progress.step + 1)
         self.worker = 0 if plan.divides_model else run.world.rank
         self.recomputes = bool(run.config.model.gradient_checkpointing or plan.checkpoints_blocks(run.world.rank))
         # Pairs in a micro-batch of this rank, as memory leaves it.
-        self.max_micro_batch_size = run.schedule.most_at(self.worker)
-        sizes = [self.memory.size]
+        sizes = [run.schedule.most_at(self.worker), self.memory.size]
         if plan.divides_model:  # every rank takes the same micro-batches
-            sizes = [int(text) for text in run.world.gather_text(str(self.memory.size or "")) if text]
-        if stored := [size for size in (*sizes, self.max_micro_batch_size) if size is not None]:
-            self.max_micro_batch_size = min(stored)
+            sizes += [int(text) for text in run.world.gather_text(str(self.memory.size or "")) if text]
+        self.max_micro_batch_size = min((size for size in sizes if size is not None), default=None)
         if self.memory.recomputes and run.config.model.may_turn_on_checkpointing and not self.recomputes:
             self.recomputes = True
             checkpointing.checkpoint_blocks(run.model)
@@ -93,29 +90,27 @@ class Learner:
 
     def _make_step(self) -> Step:
         """The step; anew where gradient checkpointing is turned on."""
-        run, settings = self.run, self.run.config
+        run, train, sync = self.run, self.run.config.train, self.run.config.sync
+        limit = memory_limit(run.config.plan, run.hosts, run.world)
+        world = run.world.workers if run.local_sgd is None else run.world.alone()
         step: Step
-        if run.local_sgd is not None:
-            step = Step(run.model, run.optimizer, settings.train, run.world.alone(), settings.sync, run.world.rank)
-        elif isinstance(world := run.world.workers, InStages):
+        if isinstance(world, InStages):
             stages = run.plan.stages
-            in_flight = [stage.in_flight for stage in stages]
-            pace = StagePace(in_flight, stages[run.world.rank].recomputes, self.limit)
-            step = PipelinedStep(run.model, run.optimizer, settings.train, world, settings.sync, pace)
+            pace = StagePace([stage.in_flight for stage in stages], stages[run.world.rank].recomputes, limit)
+            step = PipelinedStep(run.model, run.optimizer, train, world, sync, pace)
         else:
-            step = Step(run.model, run.optimizer, settings.train, world, settings.sync)
-        step.rewards, step.feedback = run.progress.rewards, run.feedback
-        step.rate_of = run.rate_of
+            rank = None if run.local_sgd is None else run.world.rank
+            step = Step(run.model, run.optimizer, train, world, sync, rank, limit)
+        step.rewards, step.feedback, step.rate_of = run.progress.rewards, run.feedback, run.rate_of
         return step
 
     def learn(self, step: int, index: int, epoch: int, rows: list[int], batches: list[MicroBatch]) -> StepRecord:
         """One optimizer step, recorded. index: of the global step that decides the learning rate, from 0.
 
-        Raises:
-            AgreedError: memory does not even hold a single pair.
-            Stopped: too many steps in a row were not finite.
+        Raises AgreedError where memory does not even hold a single pair, Stopped after too many steps in a row that
+        were not finite.
         """
-        run = self.run
+        run, train = self.run, self.run.config.train
         result = self._take(step, index, batches)
         if result.skipped:
             run.say.own_warning(f"step {step}: loss or gradient is not finite; computed once more", step)
@@ -123,11 +118,12 @@ class Learner:
         run.tracker.log_batch(
             step, len(rows), result.seconds, **result.means, **result.measurements(), epoch=epoch, rows=rows
         )
-        run.progress.skipped_in_row = in_row = run.progress.skipped_in_row + 1 if result.skipped else 0
-        if result.skipped:
-            run.say.own_warning(f"step {step}: not finite again; update {in_row} in a row left out", step)
-        train = run.config.train
-        if result.skipped and in_row >= train.max_skipped_steps:
+        if not result.skipped:
+            run.progress.skipped_in_row = 0
+            return result
+        run.progress.skipped_in_row = in_row = run.progress.skipped_in_row + 1
+        run.say.own_warning(f"step {step}: not finite again; update {in_row} in a row left out", step)
+        if in_row >= train.max_skipped_steps:
             diverged = f"{in_row} updates in a row were not finite, the last at step {step}"
             heartbeat.report(diverged=diverged)
             raise Stopped(
@@ -143,12 +139,10 @@ class Learner:
             size = max((len(batch.rows) for batch, _ in fitting), default=0)
             heartbeat.report(micro_batch_size=size, gradient_checkpointing=self.recomputes, machine=network.host_name())
             self.memory.begin(size)
-            self.take_step.has_unwritten = run.tracker.has_unwritten or run.writer.is_busy
             mx.async_eval(run.model.trainable_parameters(), run.optimizer.state)  # a lazy array belongs to its thread
 
             def attempt(fitting: list[MicroBatch] = fitting) -> StepRecord:
-                with_reference = (run.asked_reference or iter)(fitting)
-                return self.take_step(index, run.schedule.steps, with_reference, self.limit.watching)
+                return self.take_step(index, run.schedule.steps, (run.asked_reference or iter)(fitting))
 
             try:
                 result = out_of_memory.attempt(attempt)
@@ -164,13 +158,13 @@ class Learner:
 
     def _go_smaller(self, step: int, failure: OutOfMemory) -> None:
         """Half the micro-batch for the ranks that ran out of memory; gradient checkpointing where that is one pair."""
-        run, schedule = self.run, self.run.schedule
+        run, schedule, model = self.run, self.run.schedule, self.run.config.model
         hit = (self.worker,) if run.local_sgd is not None else failure.ranks
         _, before = schedule.plans[-1]
         at_one = [rank for rank in hit if max(before.workers[rank].micro_batch_sizes, default=1) == 1]
-        may_recompute = run.config.model.may_turn_on_checkpointing and hasattr(run.model, "layers")
-        if at_one and (self.recomputes or not may_recompute):
-            raise AgreedError(self._end(at_one, failure))
+        held = f"held {', '.join(f'{size / 1e9:.4g} GB' for size in failure.needed_bytes)}"
+        if at_one and (self.recomputes or not (model.may_turn_on_checkpointing and hasattr(run.model, "layers"))):
+            raise AgreedError(self._end(at_one, f"{held} ({failure})"))
         plan = schedule.halve(step, hit, gradient_checkpointing=bool(at_one))
         if at_one:
             self.recomputes = True
@@ -179,25 +173,17 @@ class Learner:
         self.max_micro_batch_size = schedule.most_at(self.worker)
         if self.worker in hit:
             self.memory.record(self.max_micro_batch_size or 1, self.recomputes)
-        why = f" (held {_sizes(failure.needed_bytes)}: {failure})"
-        run.say.own_warning(f"{plan.reason}; the step is taken again", step, why)
+        run.say.own_warning(f"{plan.reason}; the step is taken again", step, f" ({held}: {failure})")
         first = step + schedule.lead  # until then every rank cuts what is made already
         run.tracker.record("plan", step=step, first_step=first, shares_before=before.shares, **plan.to_dict())
 
-    def _end(self, ranks: Sequence[int], failure: OutOfMemory) -> str:
+    def _end(self, ranks: Sequence[int], held: str) -> str:
         hosts = ", ".join(f"rank {rank} ({self.run.schedule.plans[-1][1].ranks[rank].host})" for rank in ranks)
-        model, remedies = self.run.config.model, ["a smaller data.max_length"]
+        model, with_checkpointing = self.run.config.model, " and gradient checkpointing" * self.recomputes
+        remedies = "a smaller data.max_length, a quantised or smaller model, strategy=sharded over several hosts"
         if not self.recomputes:
             without_dropout = "model.dropout=0 with " if model.dropout else ""
-            remedies.insert(0, f"{without_dropout}model.gradient_checkpointing=true")
+            remedies = f"{without_dropout}model.gradient_checkpointing=true, {remedies}"
         if model.method == "full":
-            remedies.append("model.method=lora")
-        remedies += ["a quantised or smaller model", "strategy=sharded over several hosts"]
-        return (
-            f"{hosts} ran out of memory with a single pair{' and gradient checkpointing' * self.recomputes}: "
-            f"held {_sizes(failure.needed_bytes)} ({failure}); try {', '.join(remedies)}"
-        )
-
-
-def _sizes(sizes_bytes: Sequence[int]) -> str:
-    return ", ".join(f"{size / 1e9:.4g} GB" for size in sizes_bytes)
+            remedies = f"model.method=lora, {remedies}"
+        return f"{hosts} ran out of memory with a single pair{with_checkpointing}: {held}; try {remedies}"

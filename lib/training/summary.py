@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Literal, TypedDict, cast
 
-from lib.config.settings import CostSettings
 from lib.plan.cost import RunCost, hosts_cost
 from lib.plan.plan import ClusterPlan
-from lib.training.checkpoint import Progress
 from lib.training.objective import Metrics
+from lib.training.run import TrainingRun
+
+FIGURES = ("loss", "reward_accuracy", "reward_margin", "kl")  # held out; None where there is no held-out data
 
 
 class RankTotals(TypedDict):
@@ -28,31 +28,16 @@ class RankTotals(TypedDict):
     planned_pairs_per_second: float | None
 
 
-@dataclass(frozen=True)
-class Ending:
-    """With what a run ends.
-
-    Args:
-        step: whose weights the run's folder holds.
-        metrics: held-out metrics of these weights.
-        reason: why training ended before the run's last step, if it did.
-    """
-
-    step: int
-    metrics: Metrics
-    reason: str | None
-
-
 class FinalCheckpoint(TypedDict):
     """Which weights the run's folder holds."""
 
-    which: Literal["best", "last"]  # of the lowest held-out loss, or of the last step where this is another
+    which: Literal["best", "last"]  # best: as checkpoint.best_by has it
     step: int
     held_out_loss: float | None
 
 
 class RunSummary(TypedDict):
-    """What summary.json holds; held-out figures are None where there is no held-out data."""
+    """What summary.json holds."""
 
     name: str
     model: str
@@ -84,56 +69,43 @@ class RunSummary(TypedDict):
     ranks: list[RankTotals]
 
 
-def summarise(
-    run: tuple[str, str, CostSettings],
-    plan: ClusterPlan,
-    progress: Progress,
-    ending: Ending,
-    each: Sequence[str],
-) -> RunSummary:
-    """The final figures, as summary.json holds them; held-out ones where there is held-out data.
+def summarise(run: TrainingRun, step: int, metrics: Metrics, early_end: str | None, each: Sequence[str]) -> RunSummary:
+    """The final figures of a run.
 
     Args:
-        run: its name, its model and the prices of its hosts.
+        step: whose weights the run's folder holds; metrics: held out, of these weights.
         each: every rank's totals as JSON; its own metrics as well, where ranks were never merged (then rank 0's count).
     """
-    before, after = progress.before, ending.metrics
-    speed = progress.pairs / progress.seconds if progress.seconds else 0.0
+    config, plan, progress = run.config, run.plan, run.progress
     ranks = _beside_plan(plan, [json.loads(totals) for totals in each])
-    return {
-        "name": run[0],
-        "model": run[1],
+    summary = {
+        "name": str(config.run.name),
+        "model": config.model.path,
         "strategy": plan.strategy,
         "world_size": len(plan.ranks),
         "steps": progress.step,
-        "early_end": ending.reason,
+        "early_end": early_end,
         "checkpoint": {
-            "which": "best" if ending.step == progress.best_step else "last",
-            "step": ending.step,
-            "held_out_loss": after.get("loss"),
+            "which": "best" if step == progress.best_step else "last",
+            "step": step,
+            "held_out_loss": metrics.get("loss"),
         },
         "pairs": progress.pairs,
         "tokens": progress.tokens,
         "seconds": progress.seconds,
         "wall_seconds": progress.wall_seconds,
-        "pairs_per_second": speed,
+        "pairs_per_second": progress.pairs / progress.seconds if progress.seconds else 0.0,
         "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else 0.0,
         "efficiency": _efficiency(plan, ranks),
-        "cost": hosts_cost([rank.host for rank in plan.ranks], progress.wall_seconds, run[2]),
-        "loss": after.get("loss"),
-        "reward_accuracy": after.get("reward_accuracy"),
-        "reward_margin": after.get("reward_margin"),
-        "kl": after.get("kl"),
-        "loss_before": before.get("loss"),
-        "reward_accuracy_before": before.get("reward_accuracy"),
-        "reward_margin_before": before.get("reward_margin"),
-        "kl_before": before.get("kl"),
-        "exact_match_before": before.get("exact_match"),
-        "exact_match_after": after.get("exact_match"),
+        "cost": hosts_cost([rank.host for rank in plan.ranks], progress.wall_seconds, config.cost),
+        **{name: metrics.get(name) for name in FIGURES},
+        **{f"{name}_before": progress.before.get(name) for name in (*FIGURES, "exact_match")},
+        "exact_match_after": metrics.get("exact_match"),
         "bytes_sent": progress.bytes_sent,
         "peak_memory_bytes": max(rank["peak_memory_bytes"] for rank in ranks),
         "ranks": ranks,
     }
+    return cast(RunSummary, summary)
 
 
 def _efficiency(plan: ClusterPlan, ranks: Sequence[RankTotals]) -> float | None:
@@ -141,9 +113,7 @@ def _efficiency(plan: ClusterPlan, ranks: Sequence[RankTotals]) -> float | None:
     seconds = max(rank["seconds"] for rank in ranks)
     if not seconds or len(plan.ranks) < 2 or not plan.calibrated or not plan.solo_sum_pairs_per_second:
         return None
-    pairs = (
-        ranks[0]["pairs"] if plan.divides_model else sum(rank["pairs"] for rank in ranks)
-    )  # divided: all do every pair
+    pairs = ranks[0]["pairs"] if plan.divides_model else sum(rank["pairs"] for rank in ranks)  # divided: all do all
     return float(pairs / seconds / plan.solo_sum_pairs_per_second)
 
 
