@@ -136,7 +136,7 @@ def test_auto_trains_in_parts_where_a_limit_is_written_down(
     whole = train_shard(world, folder, [*words, "strategy=synchronous"], "whole")
     shape = partition.model_shape_of(json.loads((folder / "model/config.json").read_text()), "float32")
     limit = 4 * whole_weight_bytes(shape)  # less than weights, adapters, optimizer and one pair
-    points = tuple(BatchPoint(batch_size=size, seconds_median=size / 9, pairs_per_second=9) for size in (1, 8))
+    points = tuple(BatchPoint(batch_size=size, seconds_median=size / 9) for size in (1, 8))
     link = Link(backend="mpi", latency_seconds=1e-3, bandwidth_bytes_per_second=1e8)
     name = f"{host_name()}-{world.rank}"
     machine = Machine(host=name, device_name="chip", device="cpu")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_field, model_validator
 
 from lib.config.settings import ModelSettings
 from lib.errors import UserError
@@ -44,22 +44,13 @@ class BatchPoint(BaseModel):
     batch_size: Annotated[int, Field(gt=0, le=LARGEST_BATCH)]
     seconds_median: PositiveFloat
     seconds_spread: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # between the quartiles
-    pairs_per_second: PositiveFloat
     peak_memory_bytes: PositiveInt | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _rate_follows_from_time(cls, point: object) -> object:
-        """The file has the rate for its readers only: it is computed from the time again."""
-        match point:
-            case {"batch_size": int(pairs), "seconds_median": int() | float() as seconds, **rest} if seconds > 0:
-                return {
-                    **rest,
-                    "batch_size": pairs,
-                    "seconds_median": seconds,
-                    "pairs_per_second": pairs / seconds,
-                }
-        return point
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def pairs_per_second(self) -> float:
+        """In the file for its readers; read again, it follows from the time."""
+        return self.batch_size / self.seconds_median
 
 
 class CurveKey(BaseModel):
@@ -123,15 +114,12 @@ class BatchCurve(BaseModel):
         memory_limit_bytes: int | None = None,
     ) -> BatchCurve:
         """The curve of {batch size: pairs/s}."""
-        points = [
-            {
-                "batch_size": size,
-                "seconds_median": size / rate,
-                "peak_memory_bytes": peak_memory_bytes[size] if peak_memory_bytes else None,
-            }
+        peaks = peak_memory_bytes or {}
+        points = tuple(
+            BatchPoint(batch_size=size, seconds_median=size / rate, peak_memory_bytes=peaks.get(size))
             for size, rate in sorted(pairs_per_second.items())
-        ]
-        return cls.model_validate({"points": points, "memory_limit_bytes": memory_limit_bytes})
+        )
+        return cls(points=points, memory_limit_bytes=memory_limit_bytes)
 
     def seconds(self, batch_sizes: np.ndarray) -> np.ndarray:
         """tau(b), float64, linear between measured sizes.
@@ -177,40 +165,27 @@ class BatchCurve(BaseModel):
 
     def slowed(self, factor: float, ranks_sharing_memory: int = 1) -> BatchCurve:
         """The curve of a host that takes `factor` times as long."""
-        points = [
-            point.model_copy(
-                update={
-                    "seconds_median": point.seconds_median * factor,
-                    "seconds_spread": point.seconds_spread * factor,
-                    "pairs_per_second": point.pairs_per_second / factor,
-                }
-            )
-            for point in self.points
-        ]
         limit = self.memory_limit_bytes and self.memory_limit_bytes // ranks_sharing_memory
         overhead = self.step_overhead_seconds * factor
-        changed = {"points": tuple(points), "memory_limit_bytes": limit, "step_overhead_seconds": overhead}
+        changed = {"points": self._scaled(factor, 1.0), "memory_limit_bytes": limit, "step_overhead_seconds": overhead}
         return self.model_copy(update=changed)
 
     def at_length(self, sequence_length: int) -> BatchCurve:
         """This curve for rows of another length: time in proportion to tokens, memory too if that is more."""
         assert self.key is not None
         ratio = sequence_length / self.key.sequence_length
-        points = [
-            {
-                "batch_size": point.batch_size,
-                "seconds_median": point.seconds_median * ratio,
-                "seconds_spread": point.seconds_spread * ratio,
-                "peak_memory_bytes": point.peak_memory_bytes and math.ceil(point.peak_memory_bytes * max(1.0, ratio)),
-            }
+        points = self._scaled(ratio, max(1.0, ratio))
+        return self.model_copy(update={"points": points, "key": self.key.at_length(sequence_length)})
+
+    def _scaled(self, time: float, memory: float) -> tuple[BatchPoint, ...]:
+        return tuple(
+            BatchPoint(
+                batch_size=point.batch_size,
+                seconds_median=point.seconds_median * time,
+                seconds_spread=point.seconds_spread * time,
+                peak_memory_bytes=point.peak_memory_bytes and math.ceil(point.peak_memory_bytes * memory),
+            )
             for point in self.points
-        ]
-        return BatchCurve.model_validate(
-            {
-                **self.model_dump(),
-                "points": points,
-                "key": {**self.key.model_dump(), "sequence_length": sequence_length},
-            }
         )
 
 
@@ -264,25 +239,15 @@ class HostCalibration(BaseModel):
 
 
 def read_calibration(path: Path) -> HostCalibration:
-    """Reads and checks one file.
-
-    Raises:
-        UserError: it is missing, not JSON, or holds values that cannot be (a time of 0, one point): one line with the
-            file, the key, the versions that wrote it and the remedy.
-    """
-    remedy = f"delete {path.name} and run make calibrate"
+    """Reads and checks one file; raises UserError with the file, the key, the versions that wrote it and the remedy."""
+    remedy, stored = f"delete {path.name} and run make calibrate", None
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
+        return HostCalibration.model_validate(stored)
     except FileNotFoundError:
         raise UserError(f"calibration {path} does not exist; make calibrate writes it") from None
-    except OSError as error:
-        raise UserError(f"calibration {path} cannot be read: {error.strerror}") from None
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}: not valid JSON ({error.msg}); {remedy}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); {remedy}") from None
-    try:
-        return HostCalibration.model_validate(stored)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"])) or "the file"
@@ -291,6 +256,8 @@ def read_calibration(path: Path) -> HostCalibration:
         versions = stored.get("versions") if isinstance(stored, dict) else None
         written = f" (written with {', '.join(f'{k} {v}' for k, v in versions.items())})" if versions else ""
         raise UserError(f"{path}: {key}: {message[0].lower()}{message[1:]}{shown}{written}; {remedy}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); {remedy}") from None
 
 
 def calibration_path(folder: Path, hosts: Sequence[str], rank: int) -> Path:
@@ -304,11 +271,7 @@ def calibration_path(folder: Path, hosts: Sequence[str], rank: int) -> Path:
 
 
 def read_of_rank(folder: Path, hosts: Sequence[str], rank: int) -> HostCalibration | None:
-    """The calibration of this rank's host; None where there is no file.
-
-    Raises:
-        UserError: as read_calibration.
-    """
+    """The calibration of this rank's host; None where there is no file."""
     path = calibration_path(folder, hosts, rank)
     return read_calibration(path) if path.exists() else None
 
@@ -340,13 +303,13 @@ def stale_versions(
     hosts: Sequence[str], curves: Sequence[BatchCurve | None], versions: Mapping[str, str]
 ) -> tuple[str, ...]:
     """A warning for each host whose curve was measured with other versions of MLX."""
-    warnings = []
+    warnings = {}
     for host, curve in zip(hosts, curves, strict=True):
         before = curve.versions if curve else {}
         changed = [f"{p} {old} (now {versions[p]})" for p, old in before.items() if versions.get(p, old) != old]
         if changed:
-            warnings.append(f"calibration of {host} was made with {', '.join(changed)}; run make calibrate there")
-    return tuple(dict.fromkeys(warnings))
+            warnings[host] = f"calibration of {host} was made with {', '.join(changed)}; run make calibrate there"
+    return tuple(warnings.values())
 
 
 # ---- What to measure
@@ -370,11 +333,10 @@ def curve_key(
         raise UserError(f"model.path {model.path}: config.json cannot be read: {error}") from None
     trained = model.model_dump(include={"rank", "keys", "blocks"} if model.method != "full" else {"blocks"})
     digest = hashlib.sha256(f"{text} {sorted(trained.items())}".encode()).hexdigest()[:8]
+    as_stored = "float32" if model.random_init else stored.get("torch_dtype") or stored.get("dtype")
+    dtype = model.dtype or str(as_stored or "float32")
     if quantization := stored.get("quantization"):
         dtype = f"{quantization.get('bits', 4)}-bit"
-    else:
-        as_stored = "float32" if model.random_init else stored.get("torch_dtype") or stored.get("dtype")
-        dtype = model.dtype or str(as_stored or "float32")
     return CurveKey(
         model=f"{Path(model.path).name} {digest}",
         method=model.method,
@@ -394,13 +356,11 @@ def is_fresh(
     measured_at: str | None, written_with: Mapping[str, str], versions: Mapping[str, str], max_age_days: float
 ) -> bool:
     """Whether a measurement was made with these versions, at most so long ago."""
-    if measured_at is None or dict(written_with) != dict(versions):
-        return False
     try:
-        age = datetime.now(UTC) - datetime.fromisoformat(measured_at)
+        age = datetime.now(UTC) - datetime.fromisoformat(measured_at or "")
     except (ValueError, TypeError):  # not a time, or one without its zone
         return False
-    return -1 < age.total_seconds() < max_age_days * 86_400
+    return dict(written_with) == dict(versions) and -1 < age.total_seconds() < max_age_days * 86_400
 
 
 class HardwareCalibrator:
