@@ -10,7 +10,7 @@ import numpy as np
 from lib.config.load import load
 from lib.model.partition import model_shape_of
 from lib.plan.calibration import BatchCurve, CurveKey, HostCalibration, Link, read_published
-from lib.plan.cuts import CutCosts, CutMemory, Hop, depths
+from lib.plan.cuts import CutCosts, Hop, depths
 from lib.plan.facts import PlanFacts, PlanSections, RankHost
 from lib.plan.memory import MemoryModel, Rows, Training
 from lib.plan.plan import ClusterPlan
@@ -104,41 +104,28 @@ def tables() -> list[dict[str, Any]]:
         table["sync"] = float(rng.choice([0, 0.003, 0.05]))
         stages = min(hosts, 6)
         blocks = max(int(rng.choice([8, 16, 24, 32, 48, 80])), stages)
-        speeds, each = 10 ** rng.uniform(0, 0.8, stages), rng.uniform(0.9, 1.1, blocks) * 0.01
-        each = each if number % 4 else np.full(blocks, 0.01)
+        speeds, _ = 10 ** rng.uniform(0, 0.8, stages), rng.uniform(0.9, 1.1, blocks)
         head = float(rng.uniform(0, 4) * 0.01) * float(speeds[-1])
         room = rng.uniform(1.2, 3, stages)
         room = room / room.sum() * blocks * float(rng.uniform(1.2, 3))
         hop = Hop(float(rng.choice([0, 0.001, 0.01])), float(rng.choice([0, 0.0005, 0.005])))
         backward, micro_batches = float(rng.choice([1, 2])), int(rng.choice([4, 8, 16, 32]))
-        table["costs"] = cut_costs(np.outer(speeds, each), head, room, hop, backward, micro_batches)
+        table["costs"] = cut_costs(speeds * 0.01, blocks, head, room, hop, (backward, micro_batches))
         found.append(table)
     return found
 
 
 def cut_costs(
-    forward: np.ndarray, head: float, room: np.ndarray, hop: Hop, backward: float, micro_batches: int
+    forward: np.ndarray, blocks: int, head: float, room: np.ndarray, hop: Hop, more: tuple[float, int]
 ) -> CutCosts:
-    """Blocks of one byte each, that keep 0.15 for a micro-batch. forward: seconds [p, L]."""
+    """Blocks of one byte each, that keep 0.15 for a micro-batch. forward: seconds of a block [p].
+
+    more: the backward pass over the forward pass, and micro-batches a step.
+    """
     stages = len(forward)
-
-    def running(by_block: np.ndarray) -> np.ndarray:
-        return np.concatenate([np.zeros((stages, 1)), by_block.cumsum(axis=1)], axis=1)
-
-    seconds, unit, zeros = running(forward), running(np.ones_like(forward)), np.zeros(stages)
-    end = zeros.copy()
+    end, flying = np.zeros(stages), np.array(depths(stages))
     end[-1] = head
-    memory = CutMemory(
-        held=unit,
-        kept=unit * 0.15,
-        inputs=unit * 0.015,
-        ends=zeros,
-        work=zeros + 0.5,
-        block=zeros + 0.15,
-        may_checkpoint=True,
-        must_checkpoint=False,
-        input=0.015,
-        room=room,
-    )
-    hops = (hop,) * (stages - 1)
-    return CutCosts(seconds, end, backward, memory, hops, depths(stages), micro_batches)
+    fixed = np.array([np.full(stages, 0.5), np.full(stages, 0.65), 0.5 + flying * 0.015])
+    fixed[2, -1] = np.inf
+    each = 1 + np.array([flying * 0.15, flying * 0.015, np.full(stages, 0.15)])
+    return CutCosts(blocks, forward, end, more[0], each, fixed, room, (hop,) * (stages - 1), depths(stages), more[1])

@@ -4,15 +4,15 @@ One forward, one backward (PipeDream-Flush, arXiv:2006.09503): a stage runs forw
 flight as it keeps, then one backward and one forward in turn, and at last the backwards that are left. A step's time
 comes from replaying these orders: each operation starts as soon as its stage is free and its input has arrived.
 
-Ranks keep their order, each takes consecutive blocks. A bound of the schedule says which cuts are worth replaying.
+Ranks keep their order, each takes consecutive blocks, which count as equal. A bound of the schedule says which cuts are
+worth replaying.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -103,58 +103,33 @@ def step_seconds(
     return max(free)
 
 
-@dataclass(frozen=True, eq=False)
-class CutMemory:
-    """What blocks take on each host, in bytes: as in CutCosts."""
-
-    held: np.ndarray  # weights, adapters, gradients, optimizer
-    kept: np.ndarray  # activations that the backward pass of one micro-batch reads
-    inputs: np.ndarray  # those of them that gradient checkpointing keeps: each block's input
-    ends: np.ndarray
-    work: np.ndarray  # [p], that a micro-batch takes besides while it is at work
-    block: np.ndarray  # [p], that gradient checkpointing takes besides: all of one block
-    may_checkpoint: bool
-    must_checkpoint: bool
-    input: float  # of one micro-batch, between two stages
-    room: np.ndarray  # [p], that may be planned for; inf where it is not known
-
-
-@dataclass(frozen=True, eq=False)
-class CutCosts:
-    """What blocks cost on each host, for micro-batches of one size: p hosts in their order, L blocks.
-
-    Arrays over blocks are running sums, float64 [p, L + 1]: what the first n blocks cost there. Those of ends, [p], are
-    of what a host has beside blocks: the first one the embedding, the last one the norm and the head.
-    """
-
-    forward_seconds: np.ndarray
-    end_seconds: np.ndarray
-    backward: float  # times a forward pass's time
-    memory: CutMemory
-    hops: tuple[Hop, ...]  # p - 1
-    in_flight: tuple[int, ...]  # p
-    micro_batches: int
-
-    @property
-    def hosts(self) -> int:
-        return len(self.in_flight)
-
-    @property
-    def blocks(self) -> int:
-        return self.forward_seconds.shape[1] - 1
-
-    def slowed(self, factors: np.ndarray) -> CutCosts:
-        """The costs of hosts that take so many times as long. factors: [p]."""
-        forward, ends = self.forward_seconds * factors[:, None], self.end_seconds * factors
-        return replace(self, forward_seconds=forward, end_seconds=ends)
-
-
 class Keeps(IntEnum):
     """What a stage keeps of a micro-batch for its backward pass. All but the first cost another forward pass."""
 
     ACTIVATIONS = 0
     BLOCK_INPUTS = 1  # gradient checkpointing
     INPUT = 2  # of the stage alone: it computes all activations again, of one micro-batch at a time
+
+
+@dataclass(frozen=True, eq=False)
+class CutCosts:
+    """What stages cost on each of p hosts, in their order, for micro-batches of one size."""
+
+    blocks: int
+    block_seconds: np.ndarray  # [p], of a block's forward pass
+    end_seconds: np.ndarray  # [p], of a forward pass through what a host has beside blocks: the last one the head
+    backward: float  # times a forward pass's time
+    block_bytes: np.ndarray  # [3, p], by Keeps: of a block with its activations of all micro-batches in flight
+    fixed_bytes: np.ndarray  # [3, p], of all else; inf: the host may not keep that
+    room: np.ndarray  # [p], that may be planned for
+    hops: tuple[Hop, ...]  # p - 1
+    in_flight: tuple[int, ...]  # p
+    micro_batches: int
+
+    @property
+    def most(self) -> np.ndarray:
+        """How many blocks fit each host at most: float64 [3, p], by Keeps."""
+        return np.maximum(np.floor((self.room - self.fixed_bytes) / self.block_bytes + 1e-9), 0)
 
 
 @dataclass(frozen=True)
@@ -165,7 +140,6 @@ class Cut:
     keeps: tuple[Keeps, ...]  # for the backward pass: activations, where they fit
     forward_seconds: tuple[float, ...]  # of one micro-batch
     backward_seconds: tuple[float, ...]
-    activation_bytes: tuple[float, ...]  # of all micro-batches in flight
     fits: bool  # every host's memory
     step_seconds: float
 
@@ -175,131 +149,78 @@ class Cut:
         return 1 - busy / self.step_seconds if self.step_seconds else 0.0
 
 
-class _Stages(NamedTuple):
-    """The stages of many cuts: all arrays are [cuts, p]."""
-
-    forward: np.ndarray
-    backward: np.ndarray
-    keeps: np.ndarray
-    activation_bytes: np.ndarray
-    fits: np.ndarray  # bool
-
-
 def best_cut(costs: CutCosts) -> Cut | None:
     """The cut with the shortest step among those that moving blocks leads to; None where no cut fits the hosts."""
-    hosts, blocks = costs.hosts, costs.blocks
-    if hosts > blocks or _filled(costs, np.inf)[-1] < blocks:
+    ranks = len(costs.in_flight)
+    if ranks > costs.blocks or (most := costs.most.max(axis=0)).min() < 1 or most.sum() < costs.blocks:
         return None
-    whole = _spans(costs, np.arange(hosts), np.zeros(hosts, int), np.full(hosts, blocks))
-    too_short, enough = 0.0, float((whole.forward + whole.backward).max()) * 2
+    each, ends = (seconds * (1 + costs.backward) for seconds in (costs.block_seconds, costs.end_seconds))
+    most = np.minimum(most, costs.blocks)
+    too_short, enough = 0.0, float((ends + each * most).max())
     for _ in range(40):
         middle = (too_short + enough) / 2
-        too_short, enough = (too_short, middle) if _filled(costs, middle)[-1] >= blocks else (middle, enough)
-    starts = {tuple(np.diff([0, *_filled(costs, enough * times)]).tolist()) for times in STARTS}
-    cuts = [_improved(costs, cut_at(costs, start)) for start in sorted(starts) if min(start) > 0]
+        is_enough = _blocks_within(middle, each, ends, most).sum() >= costs.blocks
+        too_short, enough = (too_short, middle) if is_enough else (middle, enough)
+    starts = set()
+    for times in STARTS:
+        left, blocks = costs.blocks, []
+        for rank, count in enumerate(_blocks_within(times * enough, each, ends, most).tolist()):
+            blocks.append(int(min(count, left - (ranks - 1 - rank))))
+            left -= blocks[-1]
+        starts.add(tuple(blocks))
+    cuts = [_improved(costs, cut_at(costs, start)) for start in sorted(starts)]
     return min((cut for cut in cuts if cut.fits), key=lambda cut: cut.step_seconds, default=None)
 
 
 def cut_at(costs: CutCosts, blocks: Sequence[int]) -> Cut:
     """A given cut, whether it fits or not."""
-    stages = _spans_of(costs, np.array([blocks]))
-    forward, backward = stages.forward[0].tolist(), stages.backward[0].tolist()
-    return Cut(
-        tuple(map(int, blocks)),
-        tuple(map(Keeps, stages.keeps[0].tolist())),
-        tuple(forward),
-        tuple(backward),
-        tuple(stages.activation_bytes[0].tolist()),
-        bool(stages.fits.all()),
-        step_seconds(forward, backward, costs.hops, costs.in_flight, costs.micro_batches),
-    )
+    forward, backward, keeps, fits = (array[0] for array in _stages(costs, np.array([blocks])))
+    times = tuple(forward.tolist()), tuple(backward.tolist())
+    seconds = step_seconds(*times, costs.hops, costs.in_flight, costs.micro_batches)
+    return Cut(tuple(map(int, blocks)), tuple(map(Keeps, keeps.tolist())), *times, bool(fits.all()), seconds)
 
 
-def most_blocks(costs: CutCosts) -> list[int]:
-    """How many blocks each host holds at most, the hosts before it filled up; all of them less than L: no cut fits."""
-    return [int(end - start) for start, end in pairwise([0, *_filled(costs, np.inf)])]
+def _blocks_within(seconds: float, each: np.ndarray, ends: np.ndarray, most: np.ndarray) -> np.ndarray:
+    """As many blocks as a host does forward and backward in so many seconds, and one at least: float64 [p]."""
+    return np.clip(np.floor((seconds - ends) / each) if np.isfinite(seconds) else most, 1, most)
 
 
-def _spans_of(costs: CutCosts, blocks: np.ndarray) -> _Stages:
-    """What the stages of some cuts cost. blocks: int [cuts, p]."""
-    ends = blocks.cumsum(axis=1)
-    return _spans(costs, np.arange(costs.hosts), ends - blocks, ends)
+def _stages(costs: CutCosts, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Forward and backward seconds, Keeps, and whether it fits, of every stage of some cuts. blocks: int [cuts, p]."""
+    needed = costs.block_bytes[:, None] * blocks + costs.fixed_bytes[:, None]
+    holds = needed <= costs.room * (1 + 1e-12)
+    keeps = np.where(holds.any(axis=0), holds.argmax(axis=0), needed.argmin(axis=0))
+    passes = blocks * costs.block_seconds
+    forward = passes + costs.end_seconds
+    return forward, costs.backward * forward + (keeps != Keeps.ACTIVATIONS) * passes, keeps, holds.any(axis=0)
 
 
-def _spans(costs: CutCosts, ranks: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> _Stages:
-    """What blocks [start, end) cost on the hosts of some ranks; the arguments' shapes are broadcast."""
-
-    def of(sums: np.ndarray) -> np.ndarray:
-        spans: np.ndarray = sums[ranks, ends] - sums[ranks, starts]
-        return spans
-
-    memory, blocks = costs.memory, of(costs.forward_seconds)
-    room = memory.room[ranks] - of(memory.held) - memory.ends[ranks] - memory.work[ranks]
-    kept, in_flight, must = of(memory.kept), np.array(costs.in_flight)[ranks], memory.must_checkpoint
-    needed = np.array(  # in the order of Keeps
-        np.broadcast_arrays(
-            np.where(must, np.inf, in_flight * kept),
-            np.where(memory.may_checkpoint, in_flight * of(memory.inputs) + memory.block[ranks], np.inf),
-            np.where(must | (ranks == costs.hosts - 1), np.inf, in_flight * memory.input + kept),
-        )
-    )
-    holds = np.isfinite(needed[Keeps.ACTIVATIONS]) & (needed[Keeps.ACTIVATIONS] <= room)
-    keeps = np.where(holds, Keeps.ACTIVATIONS, needed.argmin(axis=0))
-    activations = np.take_along_axis(needed, keeps[None], axis=0)[0]
-    forward = blocks + costs.end_seconds[ranks]
-    backward = costs.backward * forward + (keeps != Keeps.ACTIVATIONS) * blocks
-    return _Stages(forward, backward, keeps, activations, activations <= room)
-
-
-def _bounds(costs: CutCosts, blocks: Sequence[Sequence[int]] | np.ndarray) -> np.ndarray:
+def _bounds(costs: CutCosts, blocks: np.ndarray) -> np.ndarray:
     """What a step of some cuts takes at most, nearly; inf where one does not fit. float64 [cuts].
 
     The way of one micro-batch down and back, and (m - 1) times the slowest part: a stage, a link in one direction, or
     the way from a stage down and back over what it keeps in flight.
     """
-    stages = _spans_of(costs, np.array(blocks))
-    totals = stages.forward + stages.backward
+    forward, backward, _, fits = _stages(costs, blocks)
     ways = np.array([2 * (hop.seconds + hop.latency_seconds) for hop in costs.hops] + [0.0])
-    down_and_back = (totals + ways)[:, ::-1].cumsum(axis=1)[:, ::-1]
-    slowest = np.maximum(totals, down_and_back / np.array(costs.in_flight)).max(axis=1)
+    down_and_back = (forward + backward + ways)[:, ::-1].cumsum(axis=1)[:, ::-1]
+    slowest = np.maximum(forward + backward, down_and_back / np.array(costs.in_flight)).max(axis=1)
     slowest = np.maximum(slowest, max((hop.seconds for hop in costs.hops), default=0.0))
     seconds: np.ndarray = down_and_back[:, 0] + (costs.micro_batches - 1) * slowest
-    return np.where(stages.fits.all(axis=1), seconds, np.inf)
-
-
-def _filled(costs: CutCosts, seconds: float) -> list[int]:
-    """Where each stage ends, if each takes as many blocks as fit its host and take no longer than `seconds`.
-
-    One block is left for each stage to come. Less than L at the end: no cut does.
-    """
-    ends, start = [], 0
-    for rank in range(costs.hosts):
-        choices = np.arange(start, costs.blocks - (costs.hosts - 1 - rank) + 1)
-        spans = _spans(costs, np.full(len(choices), rank), np.full(len(choices), start), choices)
-        holds = spans.fits & (spans.forward + spans.backward <= seconds)
-        holds[:1] = True  # nothing at all
-        start += int(np.flatnonzero(holds)[-1]) if len(holds) else 0
-        ends.append(start)
-    return ends
-
-
-def _moves(blocks: Sequence[int], most: int) -> np.ndarray:
-    """The cut itself, then all with 1, 2, 4, ... up to `most` blocks moved from one stage to another: int [cuts, p]."""
-    unit = np.eye(len(blocks), dtype=int)
-    moves = (unit[:, None] - unit[None, :]).reshape(-1, len(blocks))
-    sizes = [2**power for power in range(max(1, most).bit_length())]
-    cuts = np.array(blocks) + np.concatenate([moves[:1], *(size * moves[moves.any(axis=1)] for size in sizes)])
-    positive: np.ndarray = cuts[(cuts > 0).all(axis=1)]
-    return positive
+    return np.where(fits.all(axis=1), seconds, np.inf)
 
 
 def _improved(costs: CutCosts, best: Cut) -> Cut:
-    """The cut from which no move to another stage shortens the replayed schedule."""
+    """The cut from which no move of 1, 2, 4, ... blocks to another stage shortens the replayed schedule."""
+    unit = np.eye(len(best.blocks), dtype=int)
+    moves = (unit[:, None] - unit[None, :]).reshape(-1, len(unit))
+    moves = np.concatenate([2**power * moves[moves.any(axis=1)] for power in range(costs.blocks.bit_length())])
     while True:
-        cuts = _moves(best.blocks, costs.blocks // 2)
+        cuts = np.array(best.blocks) + moves
+        cuts = cuts[(cuts > 0).all(axis=1)]
         bounds = _bounds(costs, cuts)
         near = [index for index in np.argsort(bounds, kind="stable")[:REPLAYED] if np.isfinite(bounds[index])]
-        better = min((cut_at(costs, cuts[index].tolist()) for index in near), key=lambda cut: cut.step_seconds)
+        better = min((best, *(cut_at(costs, cuts[index].tolist()) for index in near)), key=lambda cut: cut.step_seconds)
         if better.step_seconds >= best.step_seconds * (1 - 1e-12):
             return best
         best = better

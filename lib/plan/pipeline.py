@@ -13,7 +13,7 @@ import numpy as np
 
 from lib.errors import UserError
 from lib.plan.calibration import MEMORY_HEADROOM, Link
-from lib.plan.cuts import Cut, CutCosts, CutMemory, Hop, Keeps, best_cut, cut_at, depths, most_blocks
+from lib.plan.cuts import Cut, CutCosts, Hop, Keeps, best_cut, cut_at, depths
 from lib.plan.facts import PlanFacts
 from lib.plan.memory import (
     MemoryModel,
@@ -31,64 +31,69 @@ from lib.system.hardware import Device
 SIZES = (1, 2, 3, 4, 6, 8)  # of micro-batches, in pairs, that are compared
 DEEPER = (1, 2, 4)  # more micro-batches in flight, over links that a stage would wait for
 WORTH_IT = 0.01  # of a step's time, that more micro-batches in flight have to save
+UNKNOWN_BYTES = 10**18  # of a host whose memory is not known: as much as is needed
 ASSUMED_LINK = Link(backend="ring", latency_seconds=5e-4, bandwidth_bytes_per_second=1.1e8)  # where none is measured
 
 
-def cut_costs(facts: PlanFacts, speeds: HostSpeeds, pairs: int) -> CutCosts:
-    """What blocks cost for the global batch in micro-batches of so many pairs at most."""
+def cut_costs(facts: PlanFacts, speeds: HostSpeeds, pairs: int, more_in_flight: int = 0) -> CutCosts:
+    """What stages cost for the global batch in micro-batches of so many pairs at most. Blocks count as their mean.
+
+    more_in_flight: micro-batches of every stage but the last, beyond the usual 1F1B's.
+    """
     assert facts.memory is not None
-    hosts, shape, settings = facts.hosts, speeds.shape, facts.settings
-    ranks, micro_batches = range(len(hosts)), -(-facts.batch_size // pairs)
-    mean, backward = facts.batch_size / micro_batches, BACKWARD[settings.model.method]
-    rates = np.array([speeds.per_second(rank, pairs) for rank in ranks])
-    of_blocks, of_head = np.array([speeds.factors(rank, mean) for rank in ranks]).T
-    forward = _running_sum(speeds.block_operations(mean)[None] * (of_blocks / rates)[:, None])
-    head = np.where(np.array(ranks) == len(hosts) - 1, speeds.head_operations(mean) * of_head / rates, 0.0)
+    hosts, settings, ranks = facts.hosts, facts.settings, len(facts.hosts)
+    micro_batches, in_flight = -(-facts.batch_size // pairs), depths(ranks, more_in_flight)
+    mean = facts.batch_size / micro_batches
+    rates = np.array([speeds.per_second(rank, pairs) for rank in range(ranks)])
+    of_blocks, of_head = np.array([speeds.factors(rank, mean) for rank in range(ranks)]).T
+    is_last = np.arange(ranks) == ranks - 1
+    held, ends = held_bytes(facts.memory, ranks)
+    kept, inputs, work = np.array([_activations(facts.memory, host.device or "metal", pairs) for host in hosts]).T
     batch = facts.memory.rows.batch(pairs, facts.memory.training.shared_prompts)
-    memory = CutMemory(
-        **_memory(facts.memory, [host.device or "metal" for host in hosts], pairs),
-        may_checkpoint=settings.may_checkpoint,
-        must_checkpoint=bool(settings.model.gradient_checkpointing),
-        input=batch.tokens * shape.hidden_size * facts.item_bytes,
-        room=np.array([(1 - MEMORY_HEADROOM) * host.memory_bytes if host.memory_bytes else np.inf for host in hosts]),
+    work[-1] += head_bytes(facts.memory.shape, facts.memory.training, batch, hosts[-1].device or "metal")
+    must, flying = bool(settings.model.gradient_checkpointing), np.array(in_flight)
+    message = batch.tokens * facts.memory.shape.hidden_size * facts.item_bytes
+    fixed = ends + work
+    forbidden = [np.full(ranks, must), np.full(ranks, not settings.may_checkpoint), is_last | must]
+    return CutCosts(  # in the order of Keeps
+        blocks=speeds.shape.blocks,
+        block_seconds=speeds.block_operations(mean).mean() * of_blocks / rates,
+        end_seconds=np.where(is_last, speeds.head_operations(mean) * of_head / rates, 0.0),
+        backward=BACKWARD[settings.model.method],
+        block_bytes=held + np.array([flying * kept, flying * inputs, kept]),
+        fixed_bytes=np.where(forbidden, np.inf, [fixed, fixed + kept, fixed + flying * message]),
+        room=np.array([(1 - MEMORY_HEADROOM) * (host.memory_bytes or UNKNOWN_BYTES) for host in hosts]),
+        hops=tuple(_hop(facts, rank, speeds.tokens(mean)[0] * _sent_bytes(facts)) for rank in range(ranks - 1)),
+        in_flight=in_flight,
+        micro_batches=micro_batches,
     )
-    hops = tuple(_hop(facts, rank, speeds.tokens(mean)[0] * _sent_bytes(facts)) for rank in ranks[:-1])
-    in_flight = depths(len(hosts))
-    return CutCosts(forward, head, backward, memory, hops, in_flight, micro_batches)
 
 
-def _memory(memory: MemoryModel, devices: Sequence[Device], pairs: int) -> dict[str, np.ndarray]:
-    """What blocks and ends take on each host, in bytes; as in CutMemory."""
+def held_bytes(memory: MemoryModel, ranks: int) -> tuple[float, np.ndarray]:
+    """Weights, adapters, gradients and optimizer: of a block, and [p] of what a rank has beside blocks."""
     shape, training = memory.shape, memory.training
-    batch = memory.rows.batch(pairs, training.shared_prompts)
-    numbers = np.arange(shape.blocks)
-    sparse = numbers >= shape.blocks - shape.expert_blocks
+    sparse = shape.expert_blocks / shape.blocks
+    weights = (1 - sparse) * block_weights(shape, False) + sparse * block_weights(shape, True)
     per_trained = trained_bytes_per_parameter(shape, training)
-    block_training = replace(training, blocks=1, adapts_embeddings=False)
-    held = np.zeros(shape.blocks)
-    for is_sparse in (False, True):
-        weights = block_weights(shape, is_sparse) * shape.weight_bytes + 2 * shape.hidden_size * shape.other_bytes
-        trained = trained_parameters(replace(shape, blocks=1, expert_blocks=int(is_sparse)), block_training)[0]
-        is_trained = numbers >= shape.blocks - (training.blocks or shape.blocks)
-        held = np.where(sparse == is_sparse, weights + trained * per_trained * is_trained, held)
-    each = [
-        {one: activation_bytes_of_block(shape, training, batch, device, bool(one)) for one in set(sparse.tolist())}
-        for device in devices
-    ]
+    adapted = trained_parameters(shape, replace(training, blocks=shape.blocks, adapts_embeddings=False))[0]
+    held = weights * shape.weight_bytes + 2 * shape.hidden_size * shape.other_bytes
+    held += per_trained * adapted / shape.blocks
     trains_tables = training.method == "full" and training.blocks is None
-    ends, work = np.zeros(len(devices)), np.array([max(b.at_work for b in blocks.values()) for blocks in each])
-    table = shape.vocabulary * shape.hidden_size * (shape.weight_bytes + per_trained * trains_tables)
-    ends[[0, -1]] += table if len(devices) > 1 else 2 * table
-    work[-1] += head_bytes(shape, training, batch, devices[-1])
-    kept = np.array([[blocks[one].kept for one in sparse.tolist()] for blocks in each])
-    return {
-        "held": _running_sum(np.tile(held, (len(devices), 1))),
-        "kept": _running_sum(kept),
-        "inputs": _running_sum(np.array([[blocks[one].input for one in sparse.tolist()] for blocks in each])),
-        "ends": ends,
-        "work": work,
-        "block": kept.max(axis=1),
+    ends = np.zeros(ranks)
+    for rank in (0, -1):  # the embedding, and the head
+        ends[rank] += shape.vocabulary * shape.hidden_size * (shape.weight_bytes + per_trained * trains_tables)
+    return float(held), ends
+
+
+def _activations(memory: MemoryModel, device: Device, pairs: int) -> tuple[float, float, float]:
+    """Of a block and a micro-batch: kept for the backward pass, its input alone, and at work besides."""
+    shape, batch = memory.shape, memory.rows.batch(pairs, memory.training.shared_prompts)
+    kinds = {False: shape.blocks - shape.expert_blocks, True: shape.expert_blocks}
+    blocks = {
+        kind: activation_bytes_of_block(shape, memory.training, batch, device, kind) for kind, n in kinds.items() if n
     }
+    kept = sum(block.kept * kinds[kind] for kind, block in blocks.items()) / shape.blocks
+    return kept, next(iter(blocks.values())).input, max(block.at_work for block in blocks.values())
 
 
 def _sent_bytes(facts: PlanFacts) -> float:
@@ -105,11 +110,6 @@ def _hop(facts: PlanFacts, rank: int, size_bytes: float) -> Hop:
         return Hop()
     link = link or ASSUMED_LINK
     return Hop(max(0.0, link.seconds(size_bytes) - link.latency_seconds), link.latency_seconds)
-
-
-def _running_sum(by_block: np.ndarray) -> np.ndarray:
-    """Of the first n blocks: [p, L] as [p, L + 1]."""
-    return np.concatenate([np.zeros((len(by_block), 1)), by_block.cumsum(axis=1)], axis=1)
 
 
 # ---- The plan
@@ -202,7 +202,7 @@ def _choose(facts: PlanFacts, speeds: HostSpeeds, blocks: tuple[int, ...] | None
         raise UserError(_why_not(facts, speeds, min(sizes)))
     best = min(choices, key=lambda one: (not one.cut.fits, one.cut.step_seconds, one.size))
     for more in DEEPER if any(map(sum, best.costs.hops)) else ():
-        costs = replace(best.costs, in_flight=depths(len(facts.hosts), more))
+        costs = cut_costs(facts, speeds, best.size, more)
         cut = cut_at(costs, blocks) if blocks else best_cut(costs)
         # One more costs no time: it makes up for links that are slower, and passes that vary more, than was measured.
         enough = 1.0 if more == 1 else 1 - WORTH_IT
@@ -228,7 +228,8 @@ def _as_measured_before(facts: PlanFacts, speeds: HostSpeeds) -> SizedCut | None
     if len(before.step_seconds) != len(facts.hosts) or not settings.replan:
         return same
     passes = np.array(same.cut.forward_seconds) + np.array(same.cut.backward_seconds)
-    costs = same.costs.slowed(np.array(before.step_seconds) / (same.costs.micro_batches * passes))
+    slower, costs = np.array(before.step_seconds) / (same.costs.micro_batches * passes), same.costs
+    costs = replace(costs, block_seconds=costs.block_seconds * slower, end_seconds=costs.end_seconds * slower)
     now, best = cut_at(costs, before.blocks), best_cut(costs)
     if best is None or now.step_seconds <= best.step_seconds * (1 + settings.replan_threshold):
         best = now
@@ -237,11 +238,13 @@ def _as_measured_before(facts: PlanFacts, speeds: HostSpeeds) -> SizedCut | None
 
 def _why_not(facts: PlanFacts, speeds: HostSpeeds, size: int) -> str:
     """Which host holds how much, what is missing, and the remedy."""
+    assert facts.memory is not None
     costs = cut_costs(facts, speeds, size)
-    most = most_blocks(costs)
+    most = costs.most.max(axis=0).astype(int).tolist()
+    lacking = speeds.shape.blocks - sum(most) if min(most) else len([1 for count in most if not count])
     memory = [(host.memory_bytes or 0) / 1e9 for host in facts.hosts]
     held = ", ".join(f"{n} {b} of {m:.2f} GB" for n, b, m in zip(facts.names, most, memory, strict=True))
-    missing = float(costs.memory.held[-1, -1] - costs.memory.held[-1, sum(most)]) / (1 - MEMORY_HEADROOM) / 1e9
+    missing = lacking * held_bytes(facts.memory, 1)[0] / (1 - MEMORY_HEADROOM) / 1e9
     smaller = "lower plan.micro_batch_sizes, " * (size > 1)
     smaller += "try model.gradient_checkpointing=true, " * (facts.settings.model.gradient_checkpointing is False)
     return (
@@ -252,21 +255,24 @@ def _why_not(facts: PlanFacts, speeds: HostSpeeds, size: int) -> str:
 
 
 def _stages(facts: PlanFacts, chosen: SizedCut, known: bool) -> tuple[StagePlan, ...]:
+    assert facts.memory is not None
     costs, cut = chosen.costs, chosen.cut
+    of_block, ends = held_bytes(facts.memory, len(facts.hosts))
     sent = facts.tokens(facts.batch_size)[0] * _sent_bytes(facts)  # over one cut, in one direction
     stages = []
     for rank, (first, blocks) in enumerate(zip(accumulate(cut.blocks, initial=0), cut.blocks, strict=False)):
-        held = float(costs.memory.held[rank, first + blocks] - costs.memory.held[rank, first] + costs.memory.ends[rank])
+        held, keeps = of_block * blocks + ends[rank], cut.keeps[rank]
+        needed = costs.block_bytes[keeps, rank] * blocks + costs.fixed_bytes[keeps, rank]
         stage = StagePlan(
             first_block=first,
             blocks=blocks,
             in_flight=costs.in_flight[rank],
-            recomputes=cut.keeps[rank] == Keeps.INPUT,
-            gradient_checkpointing=cut.keeps[rank] == Keeps.BLOCK_INPUTS,
+            recomputes=keeps == Keeps.INPUT,
+            gradient_checkpointing=keeps == Keeps.BLOCK_INPUTS,
             held_bytes=round(held),
-            activation_bytes=round(cut.activation_bytes[rank] + costs.memory.work[rank]),
+            activation_bytes=round(needed - held),
             memory_bytes=facts.hosts[rank].memory_bytes,
-            sent_bytes=sent * ((rank > 0) + (rank < costs.hosts - 1)),
+            sent_bytes=sent * ((rank > 0) + (rank < len(cut.blocks) - 1)),
         )
         if known:
             idle = cut.idle_fraction(rank, costs.micro_batches)
