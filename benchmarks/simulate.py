@@ -38,12 +38,9 @@ environment.enter()
 import numpy as np
 
 from lib.errors import UserError  # noqa: E402
-from lib.plan import calibration as calibration  # noqa: E402
+from lib.plan import calibration  # noqa: E402
 from lib.plan.calibration import BatchCurve  # noqa: E402
-from lib.plan.plan import (
-    ClusterPlan,  # noqa: E402
-    plan_cluster,  # noqa: E402
-)
+from lib.plan.plan import ClusterPlan, plan_cluster  # noqa: E402
 from lib.plan.shares import distribute_work, equal_shares, solo_pairs_per_second  # noqa: E402
 from lib.system import terminal  # noqa: E402
 from lib.system.terminal import Terminal  # noqa: E402
@@ -164,7 +161,7 @@ def known_curve(name: str) -> BatchCurve:
     """
     source, _, published_name = name.rpartition(":")
     if source == "published":
-        published = calibration.read_published()
+        published = {chip: host for chip, host in calibration.read_published().items() if host.curves}
         if published_name not in published:
             raise UserError(f"--hosts {name}: not published; there are {', '.join(sorted(published))}")
         return published[published_name].curves[0]
@@ -203,54 +200,6 @@ def divisions(row: dict[str, Any]) -> list[str]:
     """The played ones, in the order of the table."""
     played = [key for key in row if key.endswith("_efficiency") and "predicted" not in key]
     return [key.removesuffix("_efficiency") for key in played]
-
-
-def draw(rows: Sequence[dict[str, Any]], plans: dict[str, ClusterPlan], path: Path) -> None:
-    """One step of a small cluster, micro-batch by micro-batch; and every cluster's efficiency."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
-    shown = min(len(plans["planned"].ranks), 8)
-    ticks, labels = [], []
-    for block, name in enumerate(("given" if "given" in plans else "planned", "equal")):
-        plan = plans[name]
-        for rank in plan.ranks[:shown]:
-            y = block * (shown + 1) + rank.rank
-            total = sum(rank.micro_batch_sizes)
-            start = 0.0
-            for size in rank.micro_batch_sizes:
-                width = (rank.predicted_compute_seconds or 0.0) * size / total
-                left.barh(y, width, left=start, color=f"C{rank.rank}", edgecolor="white", linewidth=0.5)
-                start += width
-            ticks.append(y)
-            labels.append(f"{rank.host}: {rank.share}")
-        end = plan.predicted_step_seconds or 0.0
-        left.plot([end, end], [block * (shown + 1) - 0.5, block * (shown + 1) + shown - 0.5], "k--", linewidth=1)
-        left.text(end, block * (shown + 1) + shown - 0.45, f"{name}, {plan.efficiency:.2f}", ha="right", va="top")
-    left.set_yticks(ticks, labels, fontsize=8)
-    left.set_ylim(2 * shown + 1.2, -0.8)
-    left.set_xlabel("seconds of one step; pairs by host")
-    if len(rows) == 1:
-        names = [*divisions(rows[0]), "ideal"]
-        speeds = [rows[0][f"{name}_pairs_per_second"] for name in names]
-        right.bar(names, speeds, color=[f"C{i}" for i in range(len(names))])
-        right.set_ylabel("pairs/s, played")
-    else:
-        counts = [row["hosts"] for row in rows]
-        for name in divisions(rows[0]):
-            right.plot(counts, [row[f"{name}_efficiency"] for row in rows], marker="o", label=name)
-        ideal = [row["ideal_pairs_per_second"] / row["solo_sum_pairs_per_second"] for row in rows]
-        right.plot(counts, ideal, "k--", label="ideal")
-        right.set_xscale("log")
-        right.set_xlabel("hosts")
-        right.set_ylabel("efficiency, played")
-        right.set_ylim(0, 1.02)
-        right.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
 
 
 def show(say: Terminal, rows: Sequence[dict[str, Any]], plan: ClusterPlan) -> None:
@@ -298,7 +247,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     number("--gradient-bytes", 20e6, "sent a step")
     number("--latency-seconds", 5e-5, "of one message")
     number("--bandwidth-bytes-per-second", 1.2e9, "of one link")
-    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "simulate.png", help="the picture")
     parser.add_argument("--quick", action="store_true", help="fewer clusters and steps")
     parser.add_argument("--seed", type=int, default=0)
     settings = parser.parse_args(arguments)
@@ -324,26 +272,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         names = settings.hosts.split(",")
         clusters = [(names, [known_curve(name) for name in names])]
     else:
-        shapes = [machine.curves[0] for machine in calibration.read_published().values()]
+        shapes = [machine.curves[0] for machine in calibration.read_published().values() if machine.curves]
         counts = integers("--count", settings.count)
         clusters = [([f"host-{i}" for i in range(n)], invented_hosts(n, shapes, settings)) for n in counts]
 
     say = Terminal()
     rows: list[dict[str, Any]] = []
     first: dict[str, ClusterPlan] = {}
-    pictured: dict[str, ClusterPlan] = {}
     for hosts, curves in clusters:
         sync = ring_seconds(len(hosts), settings) if settings.sync_seconds is None else settings.sync_seconds
         pairs = settings.global_batch or (sum(shares) if shares else 32 * len(hosts))
         row, plans = compare(hosts, curves, pairs, sync, shares, settings)
         rows.append(row)
-        if not pictured or len(hosts) <= 8:
-            pictured = plans
         first = first or plans
     plan = first["given" if shares else "planned"]
     show(say, rows, plan)
-    draw(rows, pictured, settings.output)
-    say.line(f"picture: {settings.output}")
     result = {
         "hosts": clusters[0][0] if settings.hosts else None,
         "global_batch_size": plan.global_batch_size,

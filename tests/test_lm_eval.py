@@ -1,6 +1,6 @@
 """What lm-evaluation-harness is told: its requests, imitated by the one field that is looked at, against plain forward passes.
 
-benchmarks/lm_eval.py runs the package itself, beside its own model; 0.7 GB of it are not installed for tests.
+The package itself is not installed for tests: it takes 0.7 GB.
 """
 
 from __future__ import annotations
