@@ -24,7 +24,6 @@ from lib.plan.calibration import (
     time_now,
     write_calibration,
 )
-from lib.system import files
 
 KEY = CurveKey(model="m", method="lora", dtype="bfloat16", sequence_length=512)
 VERSIONS = {"mlx": "0.32.4"}
@@ -51,26 +50,6 @@ def test_a_file_is_read_as_written(tmp_path: Path) -> None:
     assert point["batch_size"] == 4 and point["pairs_per_second"] == pytest.approx(30)
 
 
-def test_unknown_keys_of_a_newer_version_are_passed_over(tmp_path: Path) -> None:
-    tree = {**calibration("a", KEY).model_dump(), "later": 1}
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps(tree))
-    assert read_calibration(path) == calibration("a", KEY)
-
-
-def test_a_write_that_fails_half_way_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.json"
-    write_calibration(path, calibration("a", KEY))
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(files, "flush", full)
-    with pytest.raises(OSError, match="No space"):
-        write_calibration(path, calibration("b", KEY))
-    assert read_calibration(path).machine.host == "a"
-
-
 POINTS = [{"batch_size": 1, "seconds_median": 0.1}, {"batch_size": 2, "seconds_median": 0.15}]
 
 
@@ -83,32 +62,18 @@ def with_points(points: list[dict[str, Any]]) -> str:
     ("text", "parts"),
     [
         ('{\n"machine": ', ["a.json:2", "not valid JSON"]),
-        ("", ["a.json:1", "not valid JSON"]),
-        ("[]", ["a.json"]),
         ("{}", ["machine", "required"]),
         (with_points(POINTS[:1]), ["curves.0", "at least 2 batch sizes and has 1"]),
-        (with_points([]), ["at least 2 batch sizes and has 0"]),
         (
             with_points([POINTS[0], {"batch_size": 2, "seconds_median": 0}]),
             ["points.1.seconds_median", "not 0"],
         ),
-        (with_points([POINTS[0], {"batch_size": 2, "seconds_median": -0.5}]), ["seconds_median", "not -0.5"]),
-        (
-            with_points([POINTS[0], {"batch_size": 2, "seconds_median": float("nan")}]),
-            ["seconds_median", "nan"],
-        ),
         (with_points([POINTS[0], {"batch_size": 2, "seconds_median": "soon"}]), ["seconds_median", "'soon'"]),
-        (
-            with_points([POINTS[0], {"batch_size": 0, "seconds_median": 0.1}]),
-            ["points.1.batch_size", "not 0"],
-        ),
         (with_points(POINTS[::-1]), ["[2, 1]", "do not rise"]),
-        (with_points([POINTS[0], POINTS[0]]), ["do not rise"]),
         (
             with_points([{**POINTS[0], "peak_memory_bytes": 5}, POINTS[1]]),
             ["peak_memory_bytes", "some batch"],
         ),
-        (with_points(POINTS)[:-30], ["not valid JSON"]),
     ],
 )
 def test_a_wrong_file_is_one_clear_line(tmp_path: Path, text: str, parts: list[str]) -> None:
@@ -164,7 +129,7 @@ def test_an_old_file_works_or_says_which_version_wrote_it(tmp_path: Path) -> Non
     tree = calibration("a", KEY).model_dump(mode="json")
     path = tmp_path / "a.json"
     path.write_text(json.dumps({**tree, "ceilings": [{"key": tree["curves"][0]["key"], "max_pairs": 2}]}))
-    assert read_calibration(path).curves[0].max_batch_size == 4, "remembered ceilings were of an earlier version"
+    assert read_calibration(path) == calibration("a", KEY), "unknown keys, of an earlier or later version"
     path.write_text(json.dumps({**tree, "curves": [{"points": []}], "versions": {"tandem": "0.3", "mlx": "0.30"}}))
     with pytest.raises(UserError, match="written with tandem 0.3, mlx 0.30"):
         read_calibration(path)

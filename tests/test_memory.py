@@ -8,7 +8,7 @@ import pytest
 from lib.model.partition import divide, model_shape_of
 from lib.plan.calibration import MEMORY_HEADROOM
 from lib.plan.facts import RankHost
-from lib.plan.memory import MemoryModel, Rows, Training, largest_micro_batch, metal_limit_bytes, rank_shape
+from lib.plan.memory import MemoryModel, Rows, Training, metal_limit_bytes, rank_shape
 from tests.planning import KEY, LLAMA_8B, MEMORY, ROWS, SHAPE, calibrated, facts
 
 GB = 10**9
@@ -79,13 +79,6 @@ def test_more_work_needs_more_memory() -> None:
     assert few.activations < MEMORY.bytes(4, "cuda").activations / 2
     full = MemoryModel(SHAPE, replace(MEMORY.training, method="full"), ROWS).bytes(1, "cuda")
     assert full.gradients == pytest.approx(4 * 8.03e9, rel=0.01) and full.trained > 2 * full.gradients
-
-
-def test_the_largest_micro_batch() -> None:
-    for most in (1, 2, 7, 8, 33):
-        for fits in range(most + 3):
-            assert largest_micro_batch(lambda pairs: 10 + pairs, 10 + fits, most) == min(fits, most)
-    assert largest_micro_batch(lambda pairs: pairs, None, 5) == 5
 
 
 def test_a_mixture_of_experts() -> None:
