@@ -96,11 +96,11 @@ def test_plan_is_pure() -> None:
 
 # What the tree holds today, and may not exceed; the aim stands behind. Who brings a number down lowers it here.
 BUDGET = {
-    "lines": 42_300,  # of lib/, train.py and launch: 20,000
-    "nodes": 376_500,  # of their syntax trees: 160,000
-    "tests": 22_800,  # lines: 18,000
-    "benchmarks": 5_550,  # lines: 4,000
-    "benchmark files": 26,  # 20
+    "lines": 41_600,  # of lib/, train.py and launch: 20,000
+    "nodes": 345_500,  # of their syntax trees: 160,000
+    "tests": 22_300,  # lines: 18,000
+    "benchmarks": 4_150,  # lines: 4,000
+    "benchmark files": 19,  # 20
     "words": 16_300,  # of docs/: 16,000
     "config": 85,  # functions that take the whole configuration: 15
     "odd words": 125,  # 20
