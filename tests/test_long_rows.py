@@ -11,19 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib.config.settings import ModelSettings
-from lib.model import token_stream as attention_blocks
+from lib.model import long_attention
 from lib.model.load import load
-from lib.model.token_stream import (
+from lib.model.long_attention import (
     LONG,
     MULTIPLE,
     SCORE_BYTES,
     TILE,
     block_rows,
-    cannot_share_prompts,
     causal_attention,
     is_fused,
     local_attention,
 )
+from lib.model.token_stream import cannot_share_prompts
 from lib.system.hardware import Device
 from tests.tiny import model_folder
 
@@ -49,7 +49,7 @@ def test_blocks_give_what_all_at_once_gives(
 ) -> None:
     inputs = drawn(2, 4, kv_heads, length, positions)
     wanted = both(inputs)
-    monkeypatch.setattr("lib.model.token_stream.block_rows", lambda *_: min(rows, length))
+    monkeypatch.setattr("lib.model.long_attention.block_rows", lambda *_: min(rows, length))
     for found, array in zip(both(inputs), wanted, strict=True):
         assert np.linalg.norm(found - array) <= 1e-5 * np.linalg.norm(array)
 
@@ -92,7 +92,7 @@ def test_whole_tiles_give_what_other_lengths_give(length: int, positions: int, m
         lengths.append(queries.shape[2])
         return kernel(queries, *arrays, **options)
 
-    monkeypatch.setattr("lib.model.token_stream.is_fused", lambda *_: True)
+    monkeypatch.setattr("lib.model.long_attention.is_fused", lambda *_: True)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", noted)
     for found, array in zip(both(inputs), wanted, strict=True):
         assert np.linalg.norm(found - array) <= 1e-5 * np.linalg.norm(array)
@@ -105,8 +105,8 @@ def test_a_kernels_blocks_give_what_all_at_once_gives(
 ) -> None:
     inputs, sinks = drawn(2, 4, 2, length, positions), mx.array([0.5, -1.0, 0.0, 2.0])
     wanted, with_sinks = both(inputs), causal_attention(*inputs, scale=0.35, sinks=sinks)
-    monkeypatch.setattr("lib.model.token_stream.is_fused", lambda *_: True)
-    monkeypatch.setattr(attention_blocks, "FUSED_LONG", 512)
+    monkeypatch.setattr("lib.model.long_attention.is_fused", lambda *_: True)
+    monkeypatch.setattr(long_attention, "FUSED_LONG", 512)
     read, kernel = [], mx.fast.scaled_dot_product_attention
 
     def noted(queries: mx.array, keys: mx.array, *arrays: mx.array, **options: Any) -> mx.array:
@@ -125,8 +125,8 @@ def test_a_kernels_blocks_give_what_all_at_once_gives(
 
 
 def test_memory_grows_with_the_length_and_not_with_its_square(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_blocks, "LONG", 256)
-    monkeypatch.setattr(attention_blocks, "SCORE_BYTES", 2**20)
+    monkeypatch.setattr(long_attention, "LONG", 256)
+    monkeypatch.setattr(long_attention, "SCORE_BYTES", 2**20)
 
     def peak_bytes(length: int) -> int:
         inputs = drawn(1, 2, 1, length, length)
@@ -146,7 +146,7 @@ def test_memory_grows_with_the_length_and_not_with_its_square(monkeypatch: pytes
 def test_whole_tiles_with_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, sinks = drawn(2, 4, 2, 9, 11), mx.array([0.5, -1.0, 0.0, 2.0])
     wanted = causal_attention(*inputs, scale=0.35, sinks=sinks)
-    monkeypatch.setattr("lib.model.token_stream.is_fused", lambda *_: True)
+    monkeypatch.setattr("lib.model.long_attention.is_fused", lambda *_: True)
     found = causal_attention(*inputs, scale=0.35, sinks=sinks)
     assert found.shape == wanted.shape
     assert mx.linalg.norm(found - wanted).item() <= 1e-5 * mx.linalg.norm(wanted).item()
@@ -157,12 +157,12 @@ def test_whole_tiles_with_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_windows_in_whole_tiles(window: int | None, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = drawn(2, 4, 2, queries, 12)
     wanted = local_attention(*inputs, window, scale=0.35)
-    monkeypatch.setattr("lib.model.token_stream.is_fused", lambda *_: True)
+    monkeypatch.setattr("lib.model.long_attention.is_fused", lambda *_: True)
     found = local_attention(*inputs, window, scale=0.35)
     assert mx.linalg.norm(found - wanted).item() <= 1e-5 * mx.linalg.norm(wanted).item()
 
 
 def test_a_stream_in_whole_tiles_is_still_as_whole_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lib.model.token_stream.is_fused", lambda *_: True)
+    monkeypatch.setattr("lib.model.long_attention.is_fused", lambda *_: True)
     model = load(ModelSettings(path=str(model_folder(tmp_path)), random_init=True), 0)
     assert cannot_share_prompts(model) is None

@@ -1,7 +1,6 @@
 """Quantised layers: dequantised or packed, the same products and gradients; which of them is taken; what is held."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -17,7 +16,6 @@ from lib.config.settings import ModelSettings
 from lib.data.batch import collate
 from lib.model import adapters, logps, lora, quantised, token_stream
 from lib.model import load as load_module
-from lib.model.quantised_products import ALWAYS, NEVER, DequantiseFrom, Product, dequantise_from, faster_from, go_by
 from tests.rounding import roundoff
 from tests.test_forward import draw
 from tests.tiny import stored_model
@@ -25,12 +23,13 @@ from tests.tiny import stored_model
 FORMATS = [("affine", bits, 64) for bits in (2, 3, 4, 5, 6, 8)]
 FORMATS += [("affine", 4, 32), ("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]
 INPUTS, OUTPUTS, TOKENS, EXPERTS = 128, 64, 5, 3
+ALWAYS, NEVER = 0, 2**62  # tokens from which on weights are dequantised
 
 
 @pytest.fixture
-def choose(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[DequantiseFrom], None]]:
+def choose(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     """Makes every product the way that is given."""
-    yield lambda chosen: monkeypatch.setattr(quantised, "dequantise_from", lambda *_: (chosen, True))
+    yield lambda tokens: monkeypatch.setattr(quantised, "DEQUANTISE_FROM", {quantised.device(): tokens})
 
 
 def both(function: Callable[[mx.array], mx.array], x: mx.array) -> list[np.ndarray]:
@@ -45,9 +44,9 @@ def assert_near(found: list[np.ndarray], wanted: list[np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize(("mode", "bits", "group_size"), FORMATS)
-@pytest.mark.parametrize("chosen", [ALWAYS, NEVER, DequantiseFrom(1, None), DequantiseFrom(None, 1)])
+@pytest.mark.parametrize("chosen", [ALWAYS, NEVER])
 def test_every_way_is_the_plain_formula(
-    mode: str, bits: int, group_size: int, chosen: DequantiseFrom, choose: Callable[[DequantiseFrom], None]
+    mode: str, bits: int, group_size: int, chosen: int, choose: Callable[[int], None]
 ) -> None:
     choose(chosen)
     mx.random.seed(bits)
@@ -56,7 +55,7 @@ def test_every_way_is_the_plain_formula(
     table = nn.QuantizedEmbedding.from_embedding(nn.Embedding(OUTPUTS, INPUTS), group_size, bits, mode)
     experts = SwitchLinear(INPUTS, OUTPUTS, EXPERTS).to_quantized(group_size, bits, mode)
     model = nn.Sequential(linear, table, experts)
-    quantised.use_own_layers(model)
+    quantised.use_fast_layers(model)
     linear, table, experts = model.layers
 
     def weight(layer: nn.Module) -> mx.array:
@@ -92,11 +91,11 @@ def test_every_way_is_the_plain_formula(
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_dequantised_products_round_as_plain_ones(dtype: mx.Dtype, choose: Callable[[DequantiseFrom], None]) -> None:
+def test_dequantised_products_round_as_plain_ones(dtype: mx.Dtype, choose: Callable[[int], None]) -> None:
     choose(ALWAYS)
     linear = nn.QuantizedLinear.from_linear(nn.Linear(INPUTS, OUTPUTS, bias=False), 64, 4)
     linear.set_dtype(dtype)
-    linear = quantised.own_layer(linear)
+    linear = quantised.fast_layer(linear)
     weight = mx.dequantize(linear.weight, linear.scales, linear.biases, 64, 4)
     assert weight.dtype == dtype
     x = mx.random.normal((TOKENS, INPUTS)).astype(dtype)
@@ -104,10 +103,10 @@ def test_dequantised_products_round_as_plain_ones(dtype: mx.Dtype, choose: Calla
         assert np.array_equal(found, wanted)
 
 
-def test_inputs_wider_than_the_weights_are_not_rounded(choose: Callable[[DequantiseFrom], None]) -> None:
+def test_inputs_wider_than_the_weights_are_not_rounded(choose: Callable[[int], None]) -> None:
     linear = nn.QuantizedLinear.from_linear(nn.Linear(INPUTS, OUTPUTS, bias=False), 64, 4)
     linear.set_dtype(mx.bfloat16)
-    linear = quantised.own_layer(linear)
+    linear = quantised.fast_layer(linear)
     x = mx.random.normal((TOKENS, INPUTS))
     choose(NEVER)
     wanted = both(linear, x)
@@ -116,9 +115,9 @@ def test_inputs_wider_than_the_weights_are_not_rounded(choose: Callable[[Dequant
     assert_near(both(linear, x), wanted)
 
 
-def test_a_scale_for_each_expert_is_left_to_mlx(choose: Callable[[DequantiseFrom], None]) -> None:
+def test_a_scale_for_each_expert_is_left_to_mlx(choose: Callable[[int], None]) -> None:
     layer = QuantizedSwitchLinear(INPUTS, OUTPUTS, EXPERTS, False, 16, 4, "nvfp4", global_scale=True)
-    layer = quantised.own_layer(layer)
+    layer = quantised.fast_layer(layer)
     choose(ALWAYS)
     with pytest.raises(ValueError, match="gather_qmm.*Global scale is only supported on the GPU"):
         layer(mx.random.normal((TOKENS, 1, INPUTS)), mx.array([0, 0, 1, 2, 2]), True)
@@ -132,7 +131,7 @@ def test_log_probabilities_and_gradients_of_a_model_are_equal(
     tmp_path: Path,
     compiled: bool,
     keys: list[str] | None,
-    choose: Callable[[DequantiseFrom], None],
+    choose: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logps, "LOGITS_BYTES", 7 * 48 * 4)  # the head's products are several
@@ -172,7 +171,7 @@ def test_log_probabilities_and_gradients_of_a_model_are_equal(
     assert [name for name, _ in tree_flatten(model.parameters())] == names
 
 
-def test_dora_is_the_same_and_keeps_no_weights(tmp_path: Path, choose: Callable[[DequantiseFrom], None]) -> None:
+def test_dora_is_the_same_and_keeps_no_weights(tmp_path: Path, choose: Callable[[int], None]) -> None:
     settings = ModelSettings(path=str(stored_model(tmp_path, quantised=True)), method="dora")
     model = load_module.load(settings, 0)
     adapters.make_trainable(model, settings, 0)
@@ -198,14 +197,14 @@ def test_dora_is_the_same_and_keeps_no_weights(tmp_path: Path, choose: Callable[
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_no_more_than_a_few_layers_weights_are_held(compiled: bool, choose: Callable[[DequantiseFrom], None]) -> None:
+def test_no_more_than_a_few_layers_weights_are_held(compiled: bool, choose: Callable[[int], None]) -> None:
     choose(ALWAYS)
     width = 512
 
     def peak_bytes(layers: int) -> int:
         model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
         nn.quantize(model)
-        quantised.use_own_layers(model)
+        quantised.use_fast_layers(model)
         x = mx.random.normal((2, width))
         mx.eval(model.parameters(), x)
         gradient = mx.grad(lambda x: model(x).sum())
@@ -221,40 +220,20 @@ def test_no_more_than_a_few_layers_weights_are_held(compiled: bool, choose: Call
     assert many - few < 12 * 4 * width**2, (few, many)
 
 
-@pytest.fixture
-def nothing_measured() -> Iterator[None]:
-    go_by({})
-    yield
-    go_by({})
-
-
-@pytest.mark.usefixtures("nothing_measured")
 def test_when_to_dequantise() -> None:
-    product = Product(256, 1024, 0, 4, 64, "affine", "float32")
-    assert dequantise_from(product, "cpu") == (DequantiseFrom(16, 16), False)
-    assert dequantise_from(replace(product, experts=8), "cpu")[0] == DequantiseFrom(128, 128)
-    wide, small = replace(product, outputs=100_000), replace(product, outputs=512)
-    go_by({wide: DequantiseFrom(4, None), small: DequantiseFrom(16, 8), replace(small, bits=8): NEVER})
-    assert dequantise_from(product, "cpu") == (DequantiseFrom(16, 8), True)
-    assert dequantise_from(replace(product, outputs=50_000), "cuda") == (DequantiseFrom(4, None), True)
-    assert dequantise_from(replace(product, bits=8), "metal") == (NEVER, True)
-    assert dequantise_from(replace(product, dtype="bfloat16"), "metal") == (DequantiseFrom(512, 512), False)
-    assert DequantiseFrom(16, None).reached_by(15) == (False, False) and ALWAYS.reached_by(1) == (True, True)
-    assert DequantiseFrom(16, None).reached_by(16) == (True, False)
-
-
-def test_measured_times_decide() -> None:
-    packed = {2: 1.0, 4: 2.0, 8: 4.0, 16: 8.0}
-    assert faster_from(packed, {2: 3.0, 4: 3.0, 8: 3.0, 16: 3.0}) == 8
-    assert faster_from(packed, {2: 0.5, 4: 3.0, 8: 3.0, 16: 3.0}) == 8, "what holds from there on"
-    assert faster_from(packed, dict.fromkeys(packed, 9.0)) is None
-    assert faster_from(packed, dict.fromkeys(packed, 0.1)) == 2
+    linear = quantised.fast_layer(nn.QuantizedLinear(INPUTS, OUTPUTS))
+    experts = quantised.fast_layer(QuantizedSwitchLinear(INPUTS, OUTPUTS, EXPERTS))
+    fewest = quantised.DEQUANTISE_FROM[quantised.device()]
+    for layer, tokens in ((linear, fewest), (experts, EXPERTS * fewest)):
+        assert (
+            layer is not None and not quantised.dequantises(layer, tokens - 1) and quantised.dequantises(layer, tokens)
+        )
 
 
 @pytest.mark.parametrize("bits", [2, 3, 5, 6, 8])
 def test_dora_takes_its_width_from_the_packed_weights(bits: int) -> None:
     model = nn.Sequential(nn.QuantizedLinear(128, 64, False, 64, bits))
-    quantised.use_own_layers(model)
+    quantised.use_fast_layers(model)
     model.layers[0] = DoRALinear.from_base(model.layers[0], 4)
     lora.use_low_rank_linear(model)
     assert model.layers[0].lora_a.shape == (128, 4) and model(mx.ones((2, 128))).shape == (2, 64)

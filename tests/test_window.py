@@ -19,7 +19,7 @@ from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate import answers
 from lib.model import load as load_module
-from lib.model import logps, token_stream
+from lib.model import logps, long_attention, token_stream
 from lib.model.layout import layout_of
 from lib.training import reference_model
 from tests import rounding
@@ -91,7 +91,7 @@ def test_blocks_equal_the_masked_square(window: int, behind: int, length: int) -
         lambda q, k, v: mx.fast.scaled_dot_product_attention(q, k, v, scale=0.3, mask=mask), [q, k, v], [mx.cos(q)]
     )
     (out,), gradients = mx.vjp(
-        lambda q, k, v: token_stream.local_attention(q, k, v, window, scale=0.3), [q, k, v], [mx.cos(q)]
+        lambda q, k, v: long_attention.local_attention(q, k, v, window, scale=0.3), [q, k, v], [mx.cos(q)]
     )
     for ours, theirs in zip([out, *gradients], [wanted, *expected], strict=True):
         assert ours.shape == theirs.shape

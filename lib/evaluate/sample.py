@@ -28,8 +28,9 @@ from lib.distributed.world import World
 from lib.errors import Stopped
 from lib.model.layout import layout_of
 from lib.model.logps import head_of
+from lib.model.long_attention import local_attention
 from lib.model.patches import attend_by_cache
-from lib.model.token_stream import Window, local_attention, rounding_tolerance, run_backbone
+from lib.model.token_stream import Window, rounding_tolerance, run_backbone
 
 # The logarithm of a threshold, of some 20 nats at most, is halved so often: tokens whose probabilities differ by less
 # than a part of 2e-5 are kept together.

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 from lib.config import read_file
-from lib.errors import UserError, shown
+from lib.errors import shown
 from lib.export.trained_run import TrainedRun
 
 CARD = "README.md"
 # By form: the hub's name of the library, how it is related to its base model, and how one uses it.
 USES = {
-    "mlx": ("mlx", "adapter", "mlx_lm.generate --model {base} --adapter-path FOLDER --prompt ..."),
+    "mlx": ("mlx", "adapter", "mlx_lm.generate --model {base} --adapter-path FOLDER{ends} --prompt ..."),
     "fused": ("mlx", "finetune", "mlx_lm.generate --model FOLDER --prompt ..."),
     "peft": ("peft", "adapter", 'peft.PeftModel.from_pretrained(base_model, "FOLDER")'),
     "gguf": ("gguf", "quantized", "llama-cli -m FOLDER/model.gguf"),
@@ -26,23 +25,12 @@ PLAIN = re.compile(r"(?!.*www\.)[^\W_][\w./-]*", re.IGNORECASE)  # Markdown has 
 
 def write(run: TrainedRun, folder: Path, to: str, proven: str | None) -> None:
     """Writes the card into an export's folder; no path of this machine and no row of data is in it."""
-    (folder / CARD).write_text(model_card(run, folder, to, proven), encoding="utf-8")
-
-
-def model_card(run: TrainedRun, folder: Path, to: str, proven: str | None) -> str:
-    """Its text.
-
-    Args:
-        folder: the export's.
-        to: the form.
-        proven: the line of the proof.
-    """
     from huggingface_hub import ModelCardData
 
     library, relation, use = USES[to]
     settings = run.settings
-    losses = settings.train.loss
-    names = [losses] if isinstance(losses, str) else list(losses)
+    loss, beta = settings.train.loss, settings.train.beta
+    names = [loss] if isinstance(loss, str) else list(loss)
     base, is_on_hub = base_of(settings.model.path)
     data = ModelCardData(
         base_model=base if is_on_hub else None,  # the hub refuses a path
@@ -52,19 +40,20 @@ def model_card(run: TrainedRun, folder: Path, to: str, proven: str | None) -> st
     )
     if is_on_hub:
         data["base_model_relation"] = relation
-    loss = "SFT" if names == ["sft"] else f"{' + '.join(names)} loss, beta {settings.train.beta}"
+    sources = [settings.data.train] if isinstance(settings.data.train, str) else list(settings.data.train)
+    objective = "SFT" if names == ["sft"] else f"{' + '.join(names)} loss, beta {beta}"
     lines = [
         f"---\n{data.to_yaml()}\n---\n\n# {_as_text(run.folder.resolve().name)}\n",
-        f"{_as_text(base)}, trained by Tandem ({settings.model.method}, {loss}); {run.checkpoint}.\n",
-        f"    {use.format(base=_in_one_line(base))}\n",
+        f"{_as_text(base)}, trained by Tandem ({settings.model.method}, {objective}); {run.checkpoint}.\n",
+        f"    {use.format(base=shown(base), ends=run.end_words())}\n",
         "## How it was made\n",
-        f"- data: {', '.join(_as_text(_source(each)) for each in _sources(settings.data.train))}",
+        f"- data: {', '.join(_as_text(each if each.startswith('hf://') else Path(each).name) for each in sources)}",
         f"- learning rate {settings.train.learning_rate}, seed {settings.train.seed}",
         *(f"- {name.replace('_', ' ')}: {value:.4g}" for name, value in _figures(run.folder).items()),
         "- the chat template is that of training: chat_template.jinja" * (folder / "chat_template.jinja").exists(),
-        f"- {proven}" * (proven is not None),
+        f"- {proven}" if proven else "",
     ]
-    return "\n".join(line for line in lines if line) + "\n"
+    (folder / CARD).write_text("\n".join(line for line in lines if line) + "\n", encoding="utf-8")
 
 
 def base_of(path: str) -> tuple[str, bool]:
@@ -73,35 +62,14 @@ def base_of(path: str) -> tuple[str, bool]:
     return (path if is_on_hub else Path(path).name), is_on_hub
 
 
-def _sources(train: str | Mapping[str, float]) -> list[str]:
-    """The sources of training rows: one, or several with weights."""
-    return [train] if isinstance(train, str) else list(train)
-
-
-def _source(source: str) -> str:
-    """A source without the folders of this machine."""
-    return source if source.startswith("hf://") else Path(source).name
-
-
 def _figures(folder: Path) -> dict[str, float]:
     """Figures of summary.json; none where the run has not ended."""
-    try:
-        stored = read_file.read_object(folder / "summary.json", "the run's")
-    except (OSError, UserError):
-        return {}
-    return {name: stored[name] for name in FIGURES if _is_figure(stored.get(name))}
-
-
-def _is_figure(value: object) -> bool:
-    """Whether it is a number that can be written in a few digits; a whole one of JSON may have hundreds."""
-    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 10**15)
+    path = folder / "summary.json"
+    stored = read_file.read_object(path, "the run's") if path.exists() else {}
+    return {name: stored[name] for name in FIGURES if isinstance(stored.get(name), int | float)}
 
 
 def _as_text(name: str) -> str:
-    """A name that may be somebody else's, as text of the card: what Markdown could take for something else is code."""
-    text = _in_one_line(name)
+    """A name as text of the card: what Markdown could take for something else is code."""
+    text = " ".join(shown(name).split())
     return text if PLAIN.fullmatch(text) else "`" + text.replace("`", "'") + "`"
-
-
-def _in_one_line(name: str) -> str:
-    return " ".join(shown(name).split())

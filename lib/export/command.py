@@ -27,7 +27,7 @@ from lib.config import command_line
 from lib.errors import UserError
 from lib.export import card, fuse, gguf, mlx_adapter, ollama, peft, proof, push
 from lib.export.proof import ExportOptions, WeightType
-from lib.export.trained_run import TrainedRun, open_run
+from lib.export.trained_run import open_run
 from lib.system import files, mpi_and_blas
 from lib.system.terminal import Terminal
 
@@ -40,74 +40,60 @@ FACTS = "tandem_export.json"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0 done, 2 wrong input, 1 the export is not the run's model."""
     options = _parse(arguments)
-    say = Terminal()
-    target = Path(options.run) if _is_export(Path(options.run)) else _export(options, say)
+    terminal = Terminal()
+    is_export = (Path(options.run) / FACTS).is_file()
+    if is_export and (options.push is None or options.to is not None):
+        raise UserError(f"{options.run} is an export; --push OWNER/NAME sends it as it is, --to takes a run")
+    folder = Path(options.run) if is_export else _export(options, terminal)
     if options.push is not None and options.dry_run:
-        for path in push.files_to_send(target):
-            say.line(f"{path.relative_to(target)}  {path.stat().st_size:,} bytes")
-        say.line(f"nothing was sent to {options.push}: --dry-run")
+        for path in push.files_to_send(folder):
+            terminal.line(f"{path.relative_to(folder)}  {path.stat().st_size:,} bytes")
+        terminal.line(f"nothing was sent to {options.push}: --dry-run")
     elif options.push is not None:
-        say.line(f"{push.push(target, options.push, options.private)}: complete", "bold")
+        terminal.line(f"{push.push(folder, options.push, options.private)}: complete", "bold")
     return 0
 
 
-def _export(options: argparse.Namespace, say: Terminal) -> Path:
+def _export(options: argparse.Namespace, terminal: Terminal) -> Path:
     """Writes the export and returns its folder."""
-    form = FORMS[options.to]
-    wanted = ExportOptions(type=options.type, dequantize=options.dequantize)
+    to = options.to or "mlx"
+    form, wanted = FORMS[to], ExportOptions(options.type, options.dequantize)
     rows = options.rows if options.prove else 0
-    run = open_run(Path(options.run), options.checkpoint, options.overrides, rows, say.line)
-    target = Path(options.out) if options.out else _default_target(run, options.to)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    run = open_run(Path(options.run), options.checkpoint, options.overrides, rows, terminal.line)
+    name = to if run.checkpoint == "final" else f"{to}-{run.checkpoint.replace(' ', '-')}"
+    target = Path(options.out) if options.out else run.folder / "export" / name
+    if target.exists():
         raise UserError(f"{target} exists already; give another folder by --out, or remove it")
     form.check(run, wanted)
     if run.settings.model.attention_window is not None:
-        say.labelled("warning", "model.attention_window is no part of an export: its reader attends to all tokens")
+        terminal.labelled("warning", "model.attention_window is no part of an export: its reader attends to all tokens")
     proven = None
     with _whole_or_absent(target) as folder:
-        with say.doing("writing"):
+        with terminal.doing("writing"):
             form.write(run, folder, wanted)
         if options.prove:
-            with say.doing("reading it back"):
-                fused = None if options.to == "mlx" else fuse.fused_model(run)
-                proven = proof.prove(run, form.read(run, folder, wanted), fused)
-        card.write(run, folder, options.to, None if proven is None else str(proven))
-        facts = _facts(options.to, run, wanted) | {"proof": None if proven is None else proven.to_dict()}
+            with terminal.doing("reading it back"):
+                proven = proof.prove(run, form.read(run, folder, wanted))
+        card.write(run, folder, to, None if proven is None else str(proven))
+        facts = {
+            "form": to,
+            "run": run.folder.resolve().name,
+            "checkpoint": run.checkpoint,
+            "base_model": card.base_of(run.settings.model.path)[0],
+            "type": wanted.type,
+            "dequantized": wanted.dequantize,
+            "proof": None if proven is None else proven.to_dict(),
+        }
         (folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    say.line(f"{target}: {options.to} of {run.folder}, {run.checkpoint}", "bold")
-    say.line(str(proven) if proven else "not proven, as asked for: nothing has read what was written")
-    say.record({"folder": str(target), **facts})
+    terminal.line(f"{target}: {to} of {run.folder}, {run.checkpoint}", "bold")
+    terminal.line(str(proven) if proven else "not proven (--no-proof)")
+    terminal.record({"folder": str(target), **facts})
     return target
-
-
-def _is_export(folder: Path) -> bool:
-    return (folder / FACTS).is_file()
-
-
-def _default_target(run: TrainedRun, to: str) -> Path:
-    """runs/NAME/export/peft, or peft-step-40."""
-    return run.folder / "export" / (to if run.checkpoint == "final" else f"{to}-{run.checkpoint.replace(' ', '-')}")
-
-
-def _facts(to: str, run: TrainedRun, wanted: ExportOptions) -> dict[str, object]:
-    """What tandem_export.json holds, besides the proof."""
-    return {
-        "form": to,
-        "run": run.folder.resolve().name,
-        "checkpoint": run.checkpoint,
-        "base_model": card.base_of(run.settings.model.path)[0],
-        "type": wanted.type,
-        "dequantized": wanted.dequantize,
-    }
 
 
 @contextlib.contextmanager
 def _whole_or_absent(target: Path) -> Iterator[Path]:
-    """An empty folder beside `target`, which takes that name once everything in it is on the disk.
-
-    Raises:
-        OSError: the disk is full or not writable; nothing is left of it.
-    """
+    """An empty folder beside `target`, which takes that name once everything in it is on the disk."""
     unfinished = target.with_name(f".{target.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
     try:
@@ -115,15 +101,8 @@ def _whole_or_absent(target: Path) -> Iterator[Path]:
         yield unfinished
         for path in sorted(unfinished.rglob("*")):
             files.flush_path(path)
-        if target.exists():
-            target.rmdir()  # empty
         unfinished.rename(target)
         files.flush_path(target.parent)
-    except OSError as error:
-        free = shutil.disk_usage(next(path for path in unfinished.parents if path.exists())).free
-        raise OSError(
-            None, f"cannot be written, {free:,} bytes are free there ({error.strerror or error})", str(target)
-        ) from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -135,43 +114,26 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("run", metavar="RUN", help="folder of a run; with --push also of an export")
-    parser.add_argument("--to", choices=sorted(FORMS), help="the form (default, with --push: mlx)")
-    parser.add_argument("--out", metavar="FOLDER", help="where it goes (default: RUN/export/FORM)")
-    parser.add_argument(
-        "--checkpoint",
-        default="final",
-        metavar="WHICH",
-        help="final (what the run ended with), best (by held-out loss), last, or a step (default: final)",
-    )
-    parser.add_argument(
-        "--type", choices=typing.get_args(WeightType), help="type of the stored weights (default: the base model's)"
-    )
-    parser.add_argument(
-        "--dequantize", action="store_true", help="store the weights of a quantised base model as plain ones"
-    )
-    parser.add_argument(
-        "--rows", type=int, default=16, metavar="N", help="held-out sequences that the proof compares (default: 16)"
-    )
-    parser.add_argument("--no-proof", dest="prove", action="store_false", help="write without reading it back")
-    parser.add_argument("--push", metavar="OWNER/NAME", help="send the export to the Hugging Face hub, with its card")
-    parser.add_argument("--private", action="store_true", help="with --push: only for those whom the owner lets in")
-    parser.add_argument("--dry-run", action="store_true", help="with --push: list what would be sent, send nothing")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="settings of the run, where files have moved"
-    )
+    add = parser.add_argument
+    add("run", metavar="RUN", help="folder of a run; with --push also of an export")
+    add("--to", choices=sorted(FORMS), help="the form (default, with --push: mlx)")
+    add("--out", metavar="FOLDER", help="where it goes (default: RUN/export/FORM)")
+    add("--checkpoint", default="final", metavar="WHICH", help="final, best (held-out loss), last, or a step")
+    add("--type", choices=typing.get_args(WeightType), help="of the stored weights (default: the base model's)")
+    add("--dequantize", action="store_true", help="store the weights of a quantised base model as plain ones")
+    add("--rows", type=int, default=16, metavar="N", help="held-out sequences that the proof compares (default: 16)")
+    add("--no-proof", dest="prove", action="store_false", help="write without reading it back")
+    add("--push", metavar="OWNER/NAME", help="send the export to the Hugging Face hub, with its card")
+    add("--private", action="store_true", help="with --push: only for those whom the owner lets in")
+    add("--dry-run", action="store_true", help="with --push: list what would be sent, send nothing")
+    add("overrides", nargs="*", default=[], metavar="key=value", help="settings of the run, where files have moved")
     options = parser.parse_intermixed_args(arguments)
     if options.rows < 1:
         raise UserError(f"--rows {options.rows}: a proof needs at least one; --no-proof goes without")
     if options.push is None and (options.private or options.dry_run):
         raise UserError(f"--{'private' if options.private else 'dry-run'} goes with --push OWNER/NAME")
+    if options.push is None and options.to is None:
+        raise UserError(f"--to: give the form, one of {', '.join(sorted(FORMS))}")
     if options.push is not None:
         push.require_name(options.push)
-    is_export = _is_export(Path(options.run))
-    if is_export and (options.push is None or options.to is not None):
-        raise UserError(f"{options.run} is an export; --push OWNER/NAME sends it as it is, --to takes a run")
-    if not is_export and options.to is None:
-        if options.push is None:
-            raise UserError(f"--to: give the form, one of {', '.join(sorted(FORMS))}")
-        options.to = "mlx"
     return options

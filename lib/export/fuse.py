@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +25,16 @@ from lib.model.adapter_files import trainable, write_arrays
 from lib.model.checkpoint_names import stacked_name, unstacked
 from lib.system.model_folder import end_ids
 
-READER = "mlx_lm.load"
-TYPES = {"f32": mx.float32, "bf16": mx.bfloat16, "f16": mx.float16}
-NAMES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
-
-
+TYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 QUANTISED = (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear)
+EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 ADAPTED = (LoRALinear, LoRASwitchLinear, LoRAEmbedding, DoRALinear, DoRAEmbedding)
-
-
 SHARD_BYTES = 5 * 2**30  # of one file of weights
 # What comes along of a base model's folder: configuration, tokenizer, chat template, generation settings, code.
 COMPANIONS = ("*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken")
-INDEX = "model.safetensors.index.json"
 
 
-# ---- The export ----
+# ---- The export
 
 
 def check(run: TrainedRun, options: ExportOptions) -> None:
@@ -57,32 +50,40 @@ def check(run: TrainedRun, options: ExportOptions) -> None:
 def write(run: TrainedRun, folder: Path, options: ExportOptions) -> None:
     """Writes the model as its base is stored: the same names and types of weights, unless others are asked for."""
     arrays = dict(tree_flatten(_stored(run, options).parameters()))
-    if any(stacked_name(name) for name in stored_names(run.base)):
+    if any(stacked_name(name) for path in run.base.glob("model*.safetensors") for name in mx.load(str(path))):
         arrays = dict(unstacked(arrays))
     write_weights(folder, arrays)
-    copy_companions(run.base, folder, run.chat_form())
-    config = read_file.read_object(folder / "config.json", "the model's")
+    for path in sorted({path for pattern in COMPANIONS for path in run.base.glob(pattern)}):
+        if not path.name.endswith(".index.json"):
+            shutil.copyfile(path, folder / path.name)
+    chat = run.chat_form()
+    write_template(folder, chat)
+    if chat is not None:
+        ends = chat.end_ids if len(chat.end_ids) > 1 else chat.end_ids[0]
+        for name in ("generation_config.json", "config.json"):
+            change_json(folder / name, {"eos_token_id": ends})
     if options.dequantize:
-        config = without_quantisation(config)
+        (folder / "config.json").write_text(
+            json.dumps(without_quantisation(read_file.read_object(folder / "config.json", "the model's")), indent=2),
+            encoding="utf-8",
+        )
     if options.type is not None:
-        config |= {key: NAMES[options.type] for key in ("torch_dtype", "dtype") if key in config}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        stored = read_file.read_object(folder / "config.json", "the model's")
+        change_json(
+            folder / "config.json",
+            {key: TYPES[options.type] for key in ("torch_dtype", "dtype") if key in stored},
+        )
 
 
 def read(run: TrainedRun, folder: Path, options: ExportOptions) -> Reading:
     """The log-probabilities of the rows by mlx-lm, with the text of a conversation by the exported template."""
     types = {array.dtype for file in folder.glob("model*.safetensors") for array in mx.load(str(file)).values()}
-    require_template(run, folder)
-    return Reading(READER, mlx_logps(folder, run), is_rounded=types != {mx.float32})
+    require_template(run.chat_form(), folder)
+    return Reading("mlx_lm.load", mlx_logps(folder, run), is_rounded=types != {mx.float32})
 
 
-def require_template(run: TrainedRun, folder: Path) -> None:
-    """Makes sure that a reader of the folder renders and ends a conversation as training did.
-
-    Raises:
-        Stopped: it does not.
-    """
-    chat = run.chat_form()
+def require_template(chat: ChatForm | None, folder: Path) -> None:
+    """Raises Stopped unless a reader of the folder renders and ends a conversation as training did."""
     if chat is None:
         return
     theirs = load_tokenizer(folder, eos_token_ids=sorted(end_ids(folder)) or None)
@@ -96,142 +97,101 @@ def require_template(run: TrainedRun, folder: Path) -> None:
 
 
 def _stored(run: TrainedRun, options: ExportOptions) -> nn.Module:
-    """The model in the types that it is stored in, not evaluated yet."""
+    """The model in the types that it is stored in, not evaluated yet: the change is added in float32, rounded once."""
     keeps_quantised = run.is_quantised and not options.dequantize
     model = _merged(run, _requantised) if keeps_quantised else fused_model(run)
-    of_base = {name: array.dtype for name, array in tree_flatten(run.stored_base().parameters())}
-    wanted = TYPES.get(options.type or "")
-    cast = {
-        name: array.astype(wanted or _type_of(name, of_base))
-        for name, array in tree_flatten(model.parameters())
-        if mx.issubdtype(array.dtype, mx.floating)
-    }
-    model.update(tree_unflatten(list(cast.items())))
+    base = dict(tree_flatten(run.stored_base().parameters()))
+
+    def type_of(name: str) -> mx.Dtype:
+        """The type in the base model, of a weight that was quantised that of its scales."""
+        if options.type is not None:
+            return getattr(mx, TYPES[options.type])
+        array = base[name]
+        if not mx.issubdtype(array.dtype, mx.floating):
+            array = base[f"{name.removesuffix('.weight')}.scales"]
+        return array.dtype if mx.issubdtype(array.dtype, mx.floating) else mx.bfloat16  # 8-bit scales say nothing
+
+    arrays = tree_flatten(model.parameters())
+    cast = [(name, array.astype(type_of(name))) for name, array in arrays if mx.issubdtype(array.dtype, mx.floating)]
+    model.update(tree_unflatten(cast))
     return model
 
 
-def _type_of(name: str, of_base: dict[str, mx.Dtype]) -> mx.Dtype:
-    """A weight's type in the base model; of one that was quantised the type of its scales."""
-    dtype = of_base[name]
-    if not mx.issubdtype(dtype, mx.floating):
-        dtype = of_base[f"{name.removesuffix('.weight')}.scales"]
-    return dtype if mx.issubdtype(dtype, mx.floating) else mx.bfloat16  # scales of 8 bits say nothing
+# ---- Merged weights
 
 
-# ---- Merged weights ----
-
-
-@dataclass(frozen=True)
-class AdaptedLayer:
-    """One layer with low-rank factors.
-
-    Args:
-        name: of the layer, as the base model has it.
-        module: mlx-lm's, with the base's layer inside.
-        base: that layer.
-        magnitude: float32 [out] of DoRA; None of LoRA.
-    """
-
-    name: str
-    module: nn.Module
-    base: nn.Module
-    magnitude: mx.array | None
-
-    @property
-    def arrays(self) -> list[str]:
-        """The names of what was trained of it."""
-        return [f"{self.name}.{part}" for part in ("lora_a", "lora_b", *(["m"] if self.magnitude is not None else []))]
-
-    @property
-    def rank(self) -> int:
-        """Columns of lora_a [in, r]; of experts [E, r, in] rows."""
-        return int(self.module.lora_a.shape[1])
-
-    @property
-    def change(self) -> mx.array:
-        """What is added to the weight: scale B A, float32 [(experts,) out, in]; of embeddings [vocabulary, D]."""
-        a, b, scale = self.module.lora_a, self.module.lora_b, self.module.scale
-        if isinstance(self.module, LoRASwitchLinear):
-            return scale * (b @ a.reshape(b.shape[0], -1, a.shape[-1]))  # [E, out, r] [E, r, in]
-        product = a @ b  # a linear's: [in, r] [r, out]
-        return scale * (product if isinstance(self.base, nn.Embedding | nn.QuantizedEmbedding) else product.T)
-
-    @property
-    def weight(self) -> mx.array:
-        """The merged weight, float32: W + scale B A, of DoRA (arXiv:2402.09353, equation 5) with rows of length m."""
-        merged = plain_weight(self.base) + self.change
-        if self.magnitude is None:
-            return merged
-        return (self.magnitude / mx.linalg.norm(merged, axis=1))[:, None] * merged
-
-
-def adapted_layers(model: nn.Module) -> Iterator[AdaptedLayer]:
-    """The layers of a model that have low-rank factors.
+def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers of a model that have low-rank factors, mlx-lm's modules with the base's layer inside, by name.
 
     Raises:
         UserError: some trained array belongs to none of them; it would be lost.
     """
-    left = set(trainable(model))
-    for name, module in model.named_modules():
-        if isinstance(module, ADAPTED):
-            base = module.embedding if isinstance(module, LoRAEmbedding | DoRAEmbedding) else module.linear
-            layer = AdaptedLayer(name, module, base, module.get("m"))
-            left -= set(layer.arrays)
-            yield layer
-    if left:
-        raise UserError(
-            f"{len(left)} trained arrays belong to no layer that can be merged, the first is {min(left)}; "
-            "--to mlx keeps them as they are"
-        )
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, ADAPTED)}
+    parts = {f"{name}.{part}" for name in layers for part in ("lora_a", "lora_b", "m")}
+    if lost := trainable(model).keys() - parts:
+        raise UserError(f"{len(lost)} trained arrays belong to no layer that can be merged: {min(lost)}; take --to mlx")
+    return layers
+
+
+def base_layer(module: nn.Module) -> nn.Module:
+    """The base's layer inside of an adapted one."""
+    layer: nn.Module = module.embedding if isinstance(module, LoRAEmbedding | DoRAEmbedding) else module.linear
+    return layer
+
+
+def weight_change(module: nn.Module) -> mx.array:
+    """What an adapter adds to the weight: scale B A, float32 [(experts,) out, in]; of embeddings [vocabulary, D]."""
+    a, b, scale = module.lora_a, module.lora_b, module.scale
+    if isinstance(module, LoRASwitchLinear):
+        return scale * (b @ a.reshape(b.shape[0], -1, a.shape[-1]))  # [E, out, r] [E, r, in]
+    return scale * (a @ b if isinstance(base_layer(module), EMBEDDINGS) else (a @ b).T)  # [in, r] [r, out]
+
+
+def merged_weight(module: nn.Module) -> mx.array:
+    """Float32: W + scale B A, of DoRA (arXiv:2402.09353, equation 5) with rows of length m."""
+    merged = plain_weight(base_layer(module)) + weight_change(module)
+    return (module.m / mx.linalg.norm(merged, axis=1))[:, None] * merged if "m" in module else merged
 
 
 def plain_weight(layer: nn.Module) -> mx.array:
     """A layer's weight, float32, dequantised where it is quantised."""
-    if not isinstance(layer, QUANTISED):
-        return layer.weight.astype(mx.float32)
-    return mx.dequantize(
-        layer.weight, layer.scales, layer.get("biases"), layer.group_size, layer.bits, layer.mode
-    ).astype(mx.float32)
+    weight: mx.array = layer.weight
+    if isinstance(layer, QUANTISED):
+        weight = mx.dequantize(
+            weight, layer.scales, layer.get("biases"), layer.group_size, layer.bits, layer.mode, dtype=mx.float32
+        )
+    return weight.astype(mx.float32)
 
 
 def fused_model(run: TrainedRun) -> nn.Module:
-    """The trained model without an adapter: plain layers, float32, not evaluated yet.
-
-    Raises:
-        UserError: some trained array would be lost.
-    """
+    """The trained model without an adapter: plain layers, float32, not evaluated yet."""
     model = _merged(run, plain_layer)
-    plain = {
-        name: plain_layer(module, plain_weight(module))
-        for name, module in model.named_modules()
-        if isinstance(module, QUANTISED)
-    }
-    model.update_modules(tree_unflatten(list(plain.items())))
+    quantised = [(name, module) for name, module in model.named_modules() if isinstance(module, QUANTISED)]
+    model.update_modules(tree_unflatten([(name, plain_layer(layer, plain_weight(layer))) for name, layer in quantised]))
     return model
+
+
+def _merged(run: TrainedRun, layer_of: Callable[[nn.Module, mx.array], nn.Module]) -> nn.Module:
+    """The trained model, whose adapted layers are those that `layer_of` makes of base and merged weight."""
+    model = run.model()
+    layers = adapted_layers(model) if run.settings.model.method != "full" else {}
+    merged = [(name, layer_of(base_layer(layer), merged_weight(layer))) for name, layer in layers.items()]
+    model.update_modules(tree_unflatten(merged))
+    return model.eval()
 
 
 def _requantised(base: nn.Module, weight: mx.array) -> nn.Module:
     """A merged layer, quantised as the base's is; layers without an adapter keep their bits."""
-    plain = plain_layer(base, weight)
+    plain: Any = plain_layer(base, weight)
     if not isinstance(base, QUANTISED):
         return plain
-    quantised: nn.Module = plain.to_quantized(group_size=base.group_size, bits=base.bits, mode=base.mode)
-    return quantised
-
-
-def _merged(run: TrainedRun, layer_of: Callable[[nn.Module, mx.array], nn.Module]) -> nn.Module:
-    """The trained model, in which layers with an adapter are those that `layer_of` makes of base and merged weight."""
-    model = run.model()
-    if run.settings.model.method != "full":
-        merged = {layer.name: layer_of(layer.base, layer.weight) for layer in adapted_layers(model)}
-        model.update_modules(tree_unflatten(list(merged.items())))
-    return model.eval()
+    return plain.to_quantized(group_size=base.group_size, bits=base.bits, mode=base.mode)
 
 
 def plain_layer(base: nn.Module, weight: mx.array) -> nn.Module:
     """A layer like the base's, without quantisation, with another weight."""
     plain: nn.Module
-    if isinstance(base, nn.Embedding | nn.QuantizedEmbedding):
+    if isinstance(base, EMBEDDINGS):
         plain = nn.Embedding(1, 1)
     elif isinstance(base, SwitchLinear | QuantizedSwitchLinear):
         plain = SwitchLinear(1, 1, 1, bias=False)
@@ -243,61 +203,32 @@ def plain_layer(base: nn.Module, weight: mx.array) -> nn.Module:
     return plain
 
 
-# ---- A model's folder ----
+# ---- A model's folder
 
 
-def write_weights(folder: Path, arrays: dict[str, mx.array]) -> None:
+def write_weights(folder: Path, arrays: dict[str, mx.array], shard_bytes: int = SHARD_BYTES) -> None:
     """Writes model.safetensors, or several files with their index. The arrays are made one at a time, and forgotten."""
-    sizes = {name: array.nbytes for name, array in arrays.items()}
-    shards = shards_of(sizes, SHARD_BYTES)
-    index: dict[str, str] = {}
+    shards: list[list[str]] = [[]]
+    total = room = shard_bytes
+    for name, array in arrays.items():
+        if array.nbytes > room and shards[-1]:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(name)
+        room -= array.nbytes
+    total, index = sum(array.nbytes for array in arrays.values()), {}
     for number, names in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         described = {name: (arrays[name].shape, arrays[name].dtype) for name in names}
-        write_arrays(folder / file, described, _taken(arrays, names))
+        write_arrays(folder / file, described, ((name, arrays.pop(name)) for name in names))
         index |= dict.fromkeys(names, file)
     if len(shards) > 1:
-        content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}
-        (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        change_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
 
 
-def _taken(arrays: dict[str, mx.array], names: list[str]) -> Iterator[tuple[str, mx.array]]:
-    for name in names:
-        yield name, arrays.pop(name)
-
-
-def shards_of(sizes: dict[str, int], most: int) -> list[list[str]]:
-    """Names in groups of at most `most` bytes each, in their order; a larger one is alone."""
-    shards: list[list[str]] = []
-    room = 0
-    for name, size in sizes.items():
-        if not shards or size > room:
-            shards.append([])
-            room = most
-        shards[-1].append(name)
-        room -= size
-    return shards
-
-
-def copy_companions(base: Path, folder: Path, chat: ChatForm | None) -> None:
-    """Copies what belongs to a model besides its weights, with the chat template and the end tokens that were trained.
-
-    Readers look for a template in chat_template.jinja or tokenizer_config.json, for end tokens in
-    generation_config.json or config.json.
-    """
-    for path in sorted({path for pattern in COMPANIONS for path in base.glob(pattern)}):
-        if not path.name.endswith(".index.json"):
-            shutil.copyfile(path, folder / path.name)
-    if chat is not None:
-        write_template(folder, chat)
-        ends = chat.end_ids if len(chat.end_ids) > 1 else chat.end_ids[0]
-        for name in ("generation_config.json", "config.json"):
-            change_json(folder / name, {"eos_token_id": ends})
-
-
-def write_template(folder: Path, chat: ChatForm) -> None:
-    """Writes the chat template that was trained, in both of its places."""
-    if chat.template is not None:
+def write_template(folder: Path, chat: ChatForm | None) -> None:
+    """Writes the chat template that was trained, in both places where readers look for it."""
+    if chat is not None and chat.template is not None:
         (folder / "chat_template.jinja").write_text(chat.template, encoding="utf-8")
         if (folder / "tokenizer_config.json").exists():
             change_json(folder / "tokenizer_config.json", {"chat_template": chat.template})
@@ -307,16 +238,6 @@ def change_json(path: Path, changes: dict[str, Any]) -> None:
     """Changes keys of a JSON object's file; a file that is absent is made."""
     stored = read_file.read_object(path, "the model's") if path.exists() else {}
     path.write_text(json.dumps({**stored, **changes}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def stored_names(folder: Path) -> set[str]:
-    """The names of a model's arrays in its files; none where it has no files."""
-    names: set[str] = set()
-    for path in sorted(folder.glob("model*.safetensors")):
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            names |= json.loads(file.read(size)).keys() - {"__metadata__"}
-    return names
 
 
 def without_quantisation(config: dict[str, Any]) -> dict[str, Any]:

@@ -13,25 +13,16 @@ from lib.model.adapter_files import save_trained
 
 def check(run: TrainedRun, options: ExportOptions) -> None:
     """Raises UserError where there is no stored base that the adapter could be loaded onto."""
-    require_stored_base(run)
-    if options.type is not None or options.dequantize:
-        raise UserError("--to mlx keeps the adapter as it was trained, in float32; leave --type and --dequantize out")
-
-
-def require_stored_base(run: TrainedRun) -> None:
-    """Raises UserError where the run drew its base model's weights, so that no file has them."""
     if run.settings.model.random_init:
-        raise UserError(
-            f"{run.folder}: model.random_init drew the base model's weights, an adapter alone is of no use; "
-            "take --to fused"
-        )
+        raise UserError(f"{run.folder}: model.random_init drew the base model's weights; take --to fused")
+    if options.type is not None or options.dequantize:
+        raise UserError("an adapter is stored as it was trained, in float32; leave --type and --dequantize out")
 
 
 def write(run: TrainedRun, folder: Path, options: ExportOptions) -> None:
-    """Writes adapters.safetensors and adapter_config.json; ranks that differ are padded, since mlx-lm knows one."""
+    """Writes adapters.safetensors and adapter_config.json."""
     save_trained(run.model(), run.settings.model, folder)
-    if (chat := run.chat_form()) is not None:
-        write_template(folder, chat)
+    write_template(folder, run.chat_form())
 
 
 def read(run: TrainedRun, folder: Path, options: ExportOptions) -> Reading:

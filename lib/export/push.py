@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,13 +35,10 @@ def push(folder: Path, repository: str, private: bool) -> str:
     api = HfApi()
     if not sys.stderr.isatty():
         disable_progress_bars()
-    with _explained(repository, folder, api.endpoint):
+    with _in_one_line(f"--push {repository}: {api.endpoint}", folder):
         made = api.create_repo(repository, private=private or None, exist_ok=True)
         if private and not api.model_info(repository).private:
-            raise UserError(
-                f"--push {repository} --private: that repository is public already; make it private in its settings, "
-                "or give another name"
-            )
+            raise UserError(f"--push {repository} --private: that repository is public already; give another name")
         api.upload_folder(repo_id=repository, folder_path=folder, commit_message=f"Upload {folder.resolve().name}")
     return str(made)
 
@@ -51,11 +47,9 @@ def files_to_send(folder: Path) -> list[Path]:
     """The files of an export.
 
     Raises:
-        UserError: one of them is data or a secret by its name, or there is none.
+        UserError: one of them is data or a secret by its name.
     """
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    if not paths:
-        raise UserError(f"--push: {folder} has no files")
     for path in paths:
         if any(fnmatch.fnmatchcase(path.name.lower(), pattern) for pattern in NOT_SENT):
             raise UserError(f"--push: {path} is data or a secret by its name; nothing was sent. Remove it")
@@ -71,19 +65,12 @@ def require_name(repository: str) -> None:
     except HFValidationError as error:
         raise UserError(f"--push {repository}: {str(error).splitlines()[0]}") from None
     if repository.count("/") != 1:
-        raise UserError(
-            f"--push {repository}: give OWNER/NAME, as in --push {os.environ.get('USER', 'ann')}/{repository}"
-        )
+        raise UserError(f"--push {repository}: give OWNER/NAME, as in --push ann/{repository}")
 
 
 @contextlib.contextmanager
-def _explained(repository: str, folder: Path, endpoint: str) -> Iterator[None]:
-    """Turns what the hub's client raises into one line.
-
-    Raises:
-        UserError: what the user can change: name, token, rights.
-        Stopped: the rest.
-    """
+def _in_one_line(what: str, folder: Path) -> Iterator[None]:
+    """Turns what the hub's client raises into UserError (name, token, rights) or Stopped (the rest)."""
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
     try:
@@ -91,30 +78,18 @@ def _explained(repository: str, folder: Path, endpoint: str) -> Iterator[None]:
     except (UserError, Stopped):
         raise
     except Exception as error:  # the client raises a dozen unrelated types, some wrapped in others
-        causes = list(_causes(error))
-        answer = next((cause for cause in causes if isinstance(cause, HfHubHTTPError)), None)
+        causes: list[BaseException] = [error]
+        while cause := causes[-1].__cause__ or causes[-1].__context__:
+            causes.append(cause)
         again = f"what was sent stays there, and the same command goes on; the export is in {folder}"
-        what = f"--push {repository}: {endpoint}"
         if any(isinstance(cause, LocalTokenNotFoundError) for cause in causes):
             raise UserError(f"{what}: {REFUSED[401]}") from None
+        answer = next((cause for cause in causes if isinstance(cause, HfHubHTTPError)), None)
         if answer is None:
-            raise Stopped(f"{what} cannot be reached ({_line(causes[-1])}); {again}") from None
-        status = answer.response.status_code
-        said = _line(answer.server_message or answer)
-        if status in FULL or "quota" in said.lower():
-            raise Stopped(f"{what} has no room for it ({status}: {said}); free some: {again}") from None
+            raise Stopped(f"{what} cannot be reached ({str(causes[-1]).strip().split(chr(10))[0]}); {again}") from None
+        status, reason = answer.response.status_code, " ".join(str(answer.server_message or answer).split())
+        if status in FULL:
+            raise Stopped(f"{what} has no room for it ({status}: {reason}); free some: {again}") from None
         if status in REFUSED:
-            raise UserError(f"{what} refuses ({status}: {said}): {REFUSED[status]}") from None
-        raise Stopped(f"{what} answers {status}: {said}; {again}") from None
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what led to it, the first cause last."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _line(error: object) -> str:
-    """An error's first line, or its type where it says nothing."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            raise UserError(f"{what} refuses ({status}: {reason}): {REFUSED[status]}") from None
+        raise Stopped(f"{what} answers {status}: {reason}; {again}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -22,7 +23,7 @@ from lib.errors import UserError
 from lib.model import adapter_files, adapters
 from lib.model import load as models
 from lib.rollouts.collect import samples_in
-from lib.system.model_folder import ADAPTER_WEIGHTS, resolve
+from lib.system.model_folder import ADAPTER_WEIGHTS, end_ids, resolve
 from lib.training import checkpoint as checkpoints
 from lib.training.checkpoint import step_of
 from lib.training.inputs import vocabulary
@@ -35,7 +36,7 @@ class ChatForm:
     Args:
         tokenizer: mlx-lm's wrapper around the model's.
         template: the chat template that training rendered with, as Jinja; None where it used none.
-        arguments: what a prompt without an answer is rendered with.
+        arguments: for a prompt without an answer.
         end_ids: tokens that end an answer, the end of turn that training put among them.
     """
 
@@ -45,14 +46,9 @@ class ChatForm:
     end_ids: list[int]
 
     def render(self, messages: list[dict[str, str]], answer: bool = True) -> str:
-        """A conversation's text, ending with what stands before an answer where `answer`."""
-        return str(
-            self.tokenizer.apply_chat_template(
-                messages,
-                add_generation_prompt=answer,
-                **{"tokenize": False, "chat_template": self.template, **self.arguments},
-            )
-        )
+        """A conversation's text, with the opening of an answer at its end where `answer`."""
+        options = {"tokenize": False, "chat_template": self.template, **self.arguments}
+        return str(self.tokenizer.apply_chat_template(messages, add_generation_prompt=answer, **options))
 
 
 @dataclass(frozen=True)
@@ -60,12 +56,10 @@ class TrainedRun:
     """A run's model at one checkpoint.
 
     Args:
-        folder: of the run.
         base: the folder of the model that was trained.
         weights: the folder with what was trained, in mlx-lm's adapter layout.
         checkpoint: `final` or `step 40`.
-        rows: token ids of sequences to compare log-probabilities on, int32 [tokens] each.
-        rows_from: where these come from.
+        rows: token ids of sequences to compare log-probabilities on, int32 [tokens] each, and where they come from.
     """
 
     folder: Path
@@ -92,23 +86,23 @@ class TrainedRun:
             return None
         encoder = Encoder(tokenizer, self.settings.data, None)
         template = encoder.template
-        return ChatForm(
-            tokenizer,
-            template.text if template.is_used else None,
-            dict(template.arguments_without_answer),
-            sorted(encoder.end_ids),
-        )
+        text = template.text if template.is_used else None
+        return ChatForm(tokenizer, text, dict(template.arguments_without_answer), sorted(encoder.end_ids))
+
+    def end_words(self) -> str:
+        """What mlx_lm.generate needs to end answers where training did, if the base's folder does not say so."""
+        chat = self.chat_form()
+        missing = set() if chat is None else set(chat.end_ids) - end_ids(self.base) - {chat.tokenizer.eos_token_id}
+        return "".join(f" --extra-eos-token {shlex.quote(chat.tokenizer.decode([i]))}" for i in sorted(missing) if chat)
 
     def stored_base(self) -> nn.Module:
         """The model before training in the types that it is stored in, not evaluated yet.
 
-        model.dtype is how a run computes: no export starts from weights that it rounded. Weights that the run drew are
-        as it drew them.
+        model.dtype is how a run computes: no export starts from weights that it rounded. Drawn weights are as drawn.
         """
         settings = self.settings.model
         changes = {"attention_window": None, "dtype": settings.dtype if settings.random_init else None}
-        model = models.load(settings.model_copy(update=changes), self.settings.train.seed, lazy=True)
-        return model.eval()
+        return models.load(settings.model_copy(update=changes), self.settings.train.seed, lazy=True).eval()
 
     def base_model(self) -> nn.Module:
         """The same in float32; what is quantised stays so."""
@@ -130,9 +124,9 @@ class TrainedRun:
 
 
 def open_run(
-    folder: Path, checkpoint: str, overrides: Sequence[str], rows: int, tell: Callable[[str], None]
+    folder: Path, checkpoint: str, overrides: Sequence[str], row_count: int, say: Callable[[str], None]
 ) -> TrainedRun:
-    """A run's model at `checkpoint` (final, best, last or a step), and `rows` sequences of its held-out data.
+    """A run's model at `checkpoint` (final, best, last or a step), and sequences of its held-out data.
 
     overrides: key=value words, for files that have moved since.
 
@@ -142,48 +136,39 @@ def open_run(
     if not (folder / "config.yaml").is_file():
         raise UserError(f"{folder}: no run there (config.yaml is missing); give the folder of a run, runs/NAME")
     settings = config.of_run(folder / "config.yaml", overrides)
-    weights, name = _weights(folder, checkpoint)
-    sequences, rows_from = _rows(settings, folder, rows, tell) if rows else ([], "")
+    weights, name = folder, "final"
+    if checkpoint != "final":
+        weights = checkpoints.find(folder, checkpoint)
+        name = f"step {step_of(weights)}"
+    elif not (folder / ADAPTER_WEIGHTS).is_file():
+        raise UserError(f"{folder}: the run has not ended ({ADAPTER_WEIGHTS} is missing); take --checkpoint last")
+    rows, rows_from = _rows(settings, folder, row_count, say) if row_count else ([], "")
     base = resolve(settings.model.path, settings.model.revision)
-    return TrainedRun(folder, settings, base, weights, name, sequences, rows_from)
+    return TrainedRun(folder, settings, base, weights, name, rows, rows_from)
 
 
-def _weights(folder: Path, checkpoint: str) -> tuple[Path, str]:
-    """The folder that holds a checkpoint's adapter, and the checkpoint's name."""
-    if checkpoint == "final":
-        if not (folder / ADAPTER_WEIGHTS).is_file():
-            raise UserError(
-                f"{folder}: the run has not ended ({ADAPTER_WEIGHTS} is missing); --checkpoint last takes what there is"
-            )
-        return folder, "final"
-    found = checkpoints.find(folder, checkpoint)
-    return found, f"step {step_of(found)}"
-
-
-def _rows(settings: Config, folder: Path, count: int, tell: Callable[[str], None]) -> tuple[list[np.ndarray], str]:
-    """Sequences of the held-out rows, evenly over them; of the training rows, where none are held out.
-
-    Of a run of rounds, whose data are prompts: answers of the last round.
-    """
+def _rows(settings: Config, folder: Path, count: int, say: Callable[[str], None]) -> tuple[list[np.ndarray], str]:
+    """Sequences evenly over the held-out rows (training rows without those); of rounds, answers of the last one."""
+    words = vocabulary(settings.model)
     if answers := sorted(folder.glob("rounds/*/samples.jsonl")):
-        lines = samples_in(answers[-1], limits_of(vocabulary(settings.model)), settings.rollouts.max_tokens)
+        lines = samples_in(answers[-1], limits_of(words), settings.rollouts.max_tokens)
         drawn = [np.array(line["tokens"], np.int32) for line in islice(lines, count)]
         return [ids for ids in drawn if len(ids) > 1], f"answers of round {answers[-1].parent.name.lstrip('0')}"
-    tokenizer = load_tokenizer_of(settings.model)
-    words = vocabulary(settings.model)
-    held_out = None
-    data: Any = None
-    if settings.record_kind == "group":
-        data = load_groups(settings.data, limits_of(words))
-    else:
-        data = held_out = open_held_out(settings.data, settings.record_kind, tokenizer, tell=tell, **words)
+    kind, tokenizer, source = settings.record_kind, load_tokenizer_of(settings.model), "held-out rows"
+    is_group = kind == "group"
+    data: Any = None if is_group else open_held_out(settings.data, kind, tokenizer, tell=say, **words)
     if data is None:
-        data = open_training(settings.data, settings.record_kind, tokenizer, tell=tell, **words)
+        source = "training rows (none are held out)"
+        options = {"tell": say, **words}
+        data = (
+            load_groups(settings.data, limits_of(words))
+            if is_group
+            else open_training(settings.data, kind, tokenizer, **options)
+        )
     indices = np.unique(np.linspace(0, len(data) - 1, min(count, len(data))).astype(int))
     sequences = [
         np.concatenate([example.prompt_ids, completion]).astype(np.int32)
         for example in (data[int(index)] for index in indices)
         for completion in example.completions
     ]
-    kept = [ids for ids in sequences if len(ids) > 1][:count]
-    return kept, "held-out rows" if held_out is not None else "training rows (none are held out)"
+    return [ids for ids in sequences if len(ids) > 1][:count], source

@@ -1,6 +1,6 @@
 """Which blocks are trained, and the rank and scale of each layer's adapter: the one place that reads these settings.
 
-A layer is known by its full name, e.g. model.layers.3.self_attn.q_proj. Patterns are PEFT's: a regular expression that
+A layer goes by its full name, e.g. model.layers.3.self_attn.q_proj. Patterns are PEFT's: a regular expression that
 matches the end of a name, from a dot on; the first one that does counts.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
 
 from lib.config.settings import ModelSettings
@@ -30,35 +30,31 @@ def trained_blocks(settings: ModelSettings, count: int) -> list[int]:
     Raises:
         UserError: it has no such blocks.
     """
-    chosen = _named_blocks(settings, count)
-    if isinstance(settings.blocks, int) and chosen[0] < 0:
-        raise UserError(f"model.blocks={settings.blocks}, but {settings.path} has {count} blocks")
-    if chosen[-1] >= count:
-        shown = ",".join(map(str, settings.blocks)) if isinstance(settings.blocks, tuple) else ""
-        raise UserError(f"model.blocks=[{shown}], but {settings.path} has blocks 0 to {count - 1}")
+    chosen = _block_indices(settings, count)
+    if chosen[0] < 0 or chosen[-1] >= count:
+        shown = (
+            settings.blocks if isinstance(settings.blocks, int) else f"[{','.join(map(str, settings.blocks or ()))}]"
+        )
+        raise UserError(f"model.blocks={shown}, but {settings.path} has {count} blocks, 0 to {count - 1}")
     return chosen
 
 
 def depth(settings: ModelSettings, count: int) -> int:
     """The blocks that gradients pass through: from the first that is trained to the last of the model."""
-    return count if settings.adapt_embeddings else min(count, max(1, count - _named_blocks(settings, count)[0]))
+    return count if settings.adapt_embeddings else min(count, max(1, count - _block_indices(settings, count)[0]))
 
 
 def trained_part(settings: ModelSettings, count: int) -> float:
     """How much of all blocks is trained."""
-    return min(1.0, len(_named_blocks(settings, count)) / count)
+    return min(1.0, len(_block_indices(settings, count)) / count)
 
 
-def _named_blocks(settings: ModelSettings, count: int) -> list[int]:
+def _block_indices(settings: ModelSettings, count: int) -> list[int]:
     """The blocks that the settings name, ascending; the model may have no such blocks."""
-    blocks = settings.blocks
-    if not isinstance(blocks, tuple):
-        return list(range(count - (blocks or count), count))
-    chosen: set[int] = set()
-    for part in blocks:
-        first, _, last = str(part).partition("-")
-        chosen |= set(range(int(first), int(last or first) + 1))
-    return sorted(chosen)
+    if not isinstance(settings.blocks, tuple):
+        return list(range(count - (settings.blocks or count), count))
+    ranges = (str(part).partition("-") for part in settings.blocks)
+    return sorted({index for first, _, last in ranges for index in range(int(first), int(last or first) + 1)})
 
 
 def rank_of(settings: ModelSettings, layer: str) -> int:
@@ -79,24 +75,13 @@ def scale_of(settings: ModelSettings, layer: str) -> float:
     """
     if settings.alpha is None:
         return settings.scale
-    rank, alpha = rank_of(settings, layer), first_match(settings.alpha_pattern, layer, settings.alpha)
-    return alpha / (math.sqrt(rank) if settings.use_rslora else rank)
+    alpha = first_match(settings.alpha_pattern, layer, settings.alpha)
+    return scale(alpha, rank_of(settings, layer), settings.use_rslora)
 
 
-def is_uniform(settings: ModelSettings, kinds: int) -> bool:
-    """Whether mlx-lm's adapter_config.json can say which layers have adapters by its number of last blocks.
-
-    kinds: how many ranks and scales there are.
-    """
-    return kinds <= 1 and not isinstance(settings.blocks, tuple) and not settings.adapt_embeddings
-
-
-def groups(settings: ModelSettings, layers: Iterable[str]) -> dict[AdapterLayer, list[str]]:
-    """Layers by their rank and scale."""
-    grouped: dict[AdapterLayer, list[str]] = {}
-    for layer in layers:
-        grouped.setdefault(AdapterLayer(rank_of(settings, layer), scale_of(settings, layer)), []).append(layer)
-    return grouped
+def scale(alpha: float, rank: int, use_rslora: bool) -> float:
+    """alpha / rank, or alpha / sqrt(rank)."""
+    return float(alpha / (math.sqrt(rank) if use_rslora else rank))
 
 
 def first_match(patterns: Mapping[str, Value], layer: str, default: Value) -> Value:
@@ -105,5 +90,5 @@ def first_match(patterns: Mapping[str, Value], layer: str, default: Value) -> Va
 
 
 def matches(pattern: str, layer: str) -> bool:
-    """Whether a pattern matches the end of a layer's name, from a dot on. Patterns may come with an adapter."""
+    """Whether a pattern matches the end of a layer's name, from a dot on."""
     return re.fullmatch(rf"(.*\.)?({pattern})", layer) is not None

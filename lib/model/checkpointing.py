@@ -1,20 +1,19 @@
 """How a model's blocks run in training: the order of the backward pass, gradient checkpointing.
 
 MLX evaluates a step's graph in an order of its own, which follows the outputs. Where those are hundreds of gradients it
-may go down through all blocks first, and hold what every block's own gradients are computed from until then.
+may go down through all blocks first, and hold the inputs of every block's own gradients until then.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from lib.model.patches import derived, replace_modules
+from lib.model.patches import replace_modules, with_methods
 
 
 def order_backward(model: nn.Module) -> None:
@@ -22,11 +21,13 @@ def order_backward(model: nn.Module) -> None:
 
     The blocks are replaced by ones of a derived class. Outputs and gradients stay what they are.
     """
-    blocks = {id(block) for block in model.layers if not isinstance(block, OrderedBlock)}
+    blocks = {id(block) for block in model.layers if not hasattr(block, "is_recomputed")}
+
+    def ordered(part: nn.Module) -> nn.Module | None:
+        return with_methods(part, {"is_recomputed": False}, __call__=_ordered_call) if id(part) in blocks else None
+
     if blocks:
-        replace_modules(
-            model, lambda part: derived(part, _ordered(cast(Any, type(part)))) if id(part) in blocks else None
-        )
+        replace_modules(model, ordered)
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
@@ -37,45 +38,35 @@ def checkpoint_blocks(model: nn.Module) -> None:
     """
     order_backward(model)
     for block in model.layers:
-        if isinstance(block, OrderedBlock):
+        if hasattr(block, "is_recomputed"):
             block.is_recomputed = True
 
 
-class OrderedBlock(nn.Module):
-    """A block whose backward pass neither begins early nor leaves anything for later."""
+def _ordered_call(plain: Any) -> Any:
+    """A block's call whose backward pass neither begins early nor leaves anything for later."""
 
-    is_recomputed = False
+    def call(block: Any, *args: Any, **options: Any) -> Any:
+        trained = block.trainable_parameters() if block.training else {}
+        parameters, is_recomputed = dict(tree_flatten(trained)), block.training and block.is_recomputed
+        if not (parameters or is_recomputed):
+            return plain(block, *args, **options)
+        given: list[mx.array] = []
+        tree_map(lambda leaf: given.append(leaf) if _has_gradient(leaf) else None, (args, options))
 
+        def output_of(*arrays: mx.array) -> Any:
+            """arrays: the trained parameters, then the inputs."""
+            rest = iter(arrays)
+            block.update(tree_unflatten([(name, next(rest)) for name in parameters]))
+            inputs, words = tree_map(lambda leaf: next(rest) if _has_gradient(leaf) else leaf, (args, options))
+            try:
+                return plain(block, *inputs, **words)
+            finally:
+                block.update(trained)
 
-@functools.cache
-def _ordered(kind: Any) -> Any:
-    def call(self: OrderedBlock, *args: Any, **options: Any) -> Any:
-        trained = self.trainable_parameters() if self.training else {}
-        return _run(self, functools.partial(kind.__call__, self), trained, args, options)
+        wrapped = _recomputed if is_recomputed else _kept
+        return wrapped(output_of, [*parameters.values(), *given], len(parameters))
 
-    return type(kind.__name__, (OrderedBlock, kind), {"__call__": call, "__module__": kind.__module__})
-
-
-def _run(block: OrderedBlock, call: Callable[..., Any], trained: Any, args: Any, options: Any) -> Any:
-    parameters = dict(tree_flatten(trained))
-    is_recomputed = block.training and block.is_recomputed
-    if not (parameters or is_recomputed):
-        return call(*args, **options)
-    given: list[mx.array] = []
-    tree_map(lambda leaf: given.append(leaf) if _has_gradient(leaf) else None, (args, options))
-
-    def output_of(*arrays: mx.array) -> Any:
-        """arrays: the trained parameters, then what the block is given."""
-        rest = iter(arrays)
-        block.update(tree_unflatten([(name, next(rest)) for name in parameters]))
-        own_args, own_options = tree_map(lambda leaf: next(rest) if _has_gradient(leaf) else leaf, (args, options))
-        try:
-            return call(*own_args, **own_options)
-        finally:
-            block.update(trained)
-
-    wrapped = _recomputed if is_recomputed else _kept
-    return wrapped(output_of, [*parameters.values(), *given], len(parameters))
+    return call
 
 
 def _kept(output_of: Callable[..., Any], arrays: Sequence[mx.array], trained: int) -> Any:
@@ -115,8 +106,8 @@ def _recomputed(output_of: Callable[..., Any], arrays: Sequence[mx.array], train
 
 def _parameters_first(gradients: Sequence[mx.array], trained: int) -> list[mx.array]:
     """The same gradients; those after the first `trained` wait for these."""
-    own, passed_on = list(gradients[:trained]), gradients[trained:]
-    return [*own, *(mx.depends([gradient], own)[0] for gradient in passed_on)] if own else list(gradients)
+    first, passed_on = list(gradients[:trained]), gradients[trained:]
+    return [*first, *(mx.depends([gradient], first)[0] for gradient in passed_on)] if first else list(gradients)
 
 
 def _has_gradient(leaf: Any) -> bool:

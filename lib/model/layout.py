@@ -1,6 +1,6 @@
-"""What is known of a loaded model beside its weights, and where it has its blocks, its backbone and its embedding.
+"""How a loaded model is held and run: its stage, its parts, its window; and where it has its blocks and its embedding.
 
-These are found by what they are, not by name, so that it works for any family.
+Blocks are found by what they are, not by name, so that it works for any family.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 
 
 class Ranks(Protocol):
-    """What is needed of a World."""
+    """The part of a World that a divided model uses."""
 
     @property
     def rank(self) -> int: ...
@@ -37,7 +37,7 @@ class VocabularyPart:
         self.keeps_logits = False
 
     @contextlib.contextmanager
-    def own_logits(self) -> Iterator[None]:
+    def rank_logits(self) -> Iterator[None]:
         """Within it the head gives this rank's logits, outside of it those of all."""
         self.keeps_logits = True
         try:
@@ -50,11 +50,11 @@ class VocabularyPart:
         rows = rows_of(mx.where(mine, tokens - self.first, 0))
         return self.ranks.sum_forward(mx.where(mine[..., None], rows, 0))
 
-    def logits(self, own: mx.array) -> mx.array:
+    def logits(self, part: mx.array) -> mx.array:
         if self.keeps_logits:
-            return own
-        around = [(0, 0)] * (own.ndim - 1) + [(self.first, self.size - self.last)]
-        return self.ranks.sum_forward(mx.pad(own, around))
+            return part
+        around = [(0, 0)] * (part.ndim - 1) + [(self.first, self.size - self.last)]
+        return self.ranks.sum_forward(mx.pad(part, around))
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,12 @@ class PositionsPart:
         """This rank's first position, and the next rank's; None where some rank would have none."""
         total = sum(self.weights)
         ends = [round(positions * end / total) for end in itertools.accumulate(self.weights, initial=0.0)]
-        if any(begin == end for begin, end in itertools.pairwise(ends)):
-            return None
-        return ends[self.ranks.rank], ends[self.ranks.rank + 1]
+        is_thin = any(begin == end for begin, end in itertools.pairwise(ends))
+        return None if is_thin else (ends[self.ranks.rank], ends[self.ranks.rank + 1])
 
 
 class Neighbours(Protocol):
-    """What a stage needs of other ranks where no step carries its activations: when it evaluates or generates."""
+    """Sends a stage's activations where no step carries them: in evaluation and generation."""
 
     def send(self, array: mx.array, rank: int, what: str) -> None: ...
     def receive(self, shape: Sequence[int], dtype: mx.Dtype, rank: int, what: str) -> mx.array: ...
@@ -85,7 +84,7 @@ class Stage:
     """This rank's blocks, [first, last), of a model that ranks hold in stages.
 
     Args:
-        dtypes: of what the first block is handed, and of what goes to the next rank.
+        dtypes: of the first block's input, and of the array that goes to the next rank.
         holders: of every parameter of the whole model, by name: the ranks that hold it.
         first_trained: the first rank that trains something: none before it needs gradients.
     """
@@ -99,8 +98,8 @@ class Stage:
     holders: dict[str, tuple[int, ...]]
     first_trained: int
     neighbours: Neighbours
-    _given: mx.array | None = field(default=None, init=False)
-    _is_given: bool = field(default=False, init=False)
+    _input: mx.array | None = field(default=None, init=False)
+    _runs: bool = field(default=False, init=False)
     _output: mx.array | None = field(default=None, init=False)
 
     @property
@@ -126,26 +125,26 @@ class Stage:
 
         Nothing is sent or received.
         """
-        self._given, self._is_given = given, True
+        self._input, self._runs = given, True
         try:
             result = work()
         finally:
-            self._given, self._is_given = None, False
+            self._input, self._runs = None, False
         output, self._output = self._output, None
         return result if output is None else output
 
     def enter(self, like: mx.array) -> mx.array:
-        """What this rank's first block is handed. like: of its shape."""
-        if self._is_given:
-            assert self._given is not None
-            return self._given.reshape(like.shape)
+        """The input of this rank's first block. like: of its shape."""
+        if self._runs:
+            assert self._input is not None
+            return self._input.reshape(like.shape)
         shape = (like.size // self.hidden_size, self.hidden_size)
         return self.neighbours.receive(shape, self.dtypes[0], self.rank - 1, "the activations").reshape(like.shape)
 
     def leave(self, output: mx.array) -> mx.array:
-        """Takes what this rank's last block made to where it belongs."""
+        """Hands on the output of this rank's last block."""
         output = output.reshape(-1, self.hidden_size)
-        if self._is_given:
+        if self._runs:
             self._output = output
         else:
             mx.eval(output)
@@ -178,12 +177,11 @@ _layouts: dict[int, tuple[weakref.ref[nn.Module], ModelLayout]] = {}
 
 
 def layout_of(model: nn.Module) -> ModelLayout:
-    """The model's layout, which those who load and divide it fill in. It lives as long as the model."""
+    """The model's layout, filled in by the code that loads and divides it. It lives as long as the model."""
     known = _layouts.get(id(model))
     if known is None or known[0]() is not model:
         key = id(model)
-        known = weakref.ref(model, lambda _: _layouts.pop(key, None)), ModelLayout()
-        _layouts[key] = known
+        known = _layouts[key] = weakref.ref(model, lambda _: _layouts.pop(key, None)), ModelLayout()
     return known[1]
 
 
@@ -192,29 +190,26 @@ def backbone_of(model: nn.Module) -> tuple[nn.Module, str] | None:
     blocks = [*map(id, model.layers)]  # which may be a new list at every look
     for holder in modules_outside_blocks(model):
         for name, part in holder.children().items():
-            owns = isinstance(part, nn.Module) and part is not model and part.get("layers")
-            if owns and [*map(id, owns)] == blocks:
+            owned = isinstance(part, nn.Module) and part is not model and part.get("layers")
+            if owned and [*map(id, owned)] == blocks:
                 return holder, name
     return None
 
 
 def block_list_of(model: nn.Module) -> list[nn.Module] | None:
     """The list in which a module of the model has its blocks; None without one."""
-    wanted = [*map(id, model.layers)]
-    for module in model.modules():
-        for value in module.values():
-            if isinstance(value, list) and [*map(id, value)] == wanted:
-                return value
-    return None
+    blocks = [*map(id, model.layers)]
+    values = (value for module in model.modules() for value in module.values() if isinstance(value, list))
+    return next((value for value in values if [*map(id, value)] == blocks), None)
 
 
 def modules_outside_blocks(model: nn.Module) -> list[nn.Module]:
     """The model itself and its parts that are neither a block nor within one; each before its own parts."""
-    known, found = set(map(id, model.layers)), [model]
+    seen, found = set(map(id, model.layers)), [model]
     for module in found:  # which grows
         parts = tree_flatten(module.children(), is_leaf=nn.Module.is_module)
-        found += [part for _, part in parts if id(part) not in known]
-        known |= {id(part) for _, part in parts}
+        found += [part for _, part in parts if id(part) not in seen]
+        seen |= {id(part) for _, part in parts}
     return found
 
 

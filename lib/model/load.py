@@ -1,4 +1,4 @@
-"""The policy and the reference model, loaded by mlx-lm, and digests of what they are loaded from."""
+"""The policy and the reference model, loaded by mlx-lm, and digests of their files."""
 
 from __future__ import annotations
 
@@ -19,13 +19,10 @@ from lib.errors import UserError
 from lib.model.adapters import make_trainable
 from lib.model.layout import layout_of
 from lib.model.lookup_tables import TableSizes, bounded
-from lib.model.quantised import use_own_layers
+from lib.model.quantised import use_fast_layers
 from lib.system.model_folder import ADAPTER_CONFIG, adapter_weights, resolve, why_unreadable
 
-FOREIGN = (
-    "its weights are quantised by {}, whose packing is PyTorch's; take the base that it was made from, "
-    "or one in MLX's format, which `mlx_lm.convert -q` makes"
-)
+FOREIGN = ("bitsandbytes", "gptq", "awq")  # quantisations of PyTorch's; mlx-lm reads some of the last two
 
 
 def load(settings: ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
@@ -34,51 +31,65 @@ def load(settings: ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
     Raises:
         UserError: files missing, or not a model that mlx-lm knows.
     """
-    folder = resolve(settings.path, settings.revision)
-    method = _foreign_quantisation(folder)
+    folder, where = resolve(settings.path, settings.revision), f"model.path {settings.path}"
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    foreign = (
+        f"its weights are quantised by {method}, whose packing is PyTorch's; take the base that it was made from, "
+        "or one in MLX's format, which `mlx_lm.convert -q` makes"
+    )
     if method == "bitsandbytes":
-        raise UserError(f"model.path {settings.path}: {FOREIGN.format(method)}")
+        raise UserError(f"{where}: {foreign}")
     mx.random.seed(seed)
+    options = {"lazy": True, "trust_remote_code": settings.trust_remote_code}
     try:
         if settings.random_init:
             with tempfile.TemporaryDirectory() as only_config:  # mlx-lm would read weights beside it
                 shutil.copy(folder / "config.json", only_config)
-                model, _ = load_model(
-                    Path(only_config), lazy=True, strict=False, trust_remote_code=settings.trust_remote_code
-                )
+                model, _ = load_model(Path(only_config), strict=False, **options)
         else:
-            model, _ = load_model(folder, lazy=True, trust_remote_code=settings.trust_remote_code)
+            model, _ = load_model(folder, **options)
     except FileNotFoundError:
         raise UserError(
-            f"model.path {settings.path}: no model*.safetensors in the folder "
-            "(model.random_init=true draws new weights)"
+            f"{where}: no model*.safetensors in the folder (model.random_init=true draws new weights)"
         ) from None
     except Exception as error:  # config.json may say anything, and every model's code trusts it in its own way
-        why = why_unreadable(folder, error)
-        plain = isinstance(error, ValueError | RuntimeError)
-        reason = why if plain else f"{type(error).__name__}: {why}"
-        named = f"; {FOREIGN.format(method)}" if method else ""
-        raise UserError(f"model.path {settings.path}: mlx-lm cannot load it: {reason}{named}") from None
+        kind = "" if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: "
+        reason = f"{kind}{why_unreadable(folder, error)}" + (f"; {foreign}" if method in FOREIGN else "")
+        raise UserError(f"{where}: mlx-lm cannot load it: {reason}") from None
     if settings.attention_window is not None:
         _narrow(model, settings.attention_window, settings.path)
     if settings.dtype is not None:
         model.set_dtype(getattr(mx, settings.dtype))
-    use_own_layers(model)
+    use_fast_layers(model)
     bounded(model)
     if not lazy:
         mx.eval(model.parameters())
     return model
 
 
-def _foreign_quantisation(folder: Path) -> str | None:
-    """The tool of PyTorch's that packed a model's weights, as its config.json says."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    method = (config.get("quantization_config") or {}).get("quant_method")
-    return method if method in ("bitsandbytes", "gptq", "awq") else None
+def _narrow(model: nn.Module, window: int, path: str) -> None:
+    """Lets the model attend to `window` tokens only, in lib/model/token_stream.py and when it generates.
+
+    Raises:
+        UserError: it has layers that are no attention, or attend to a wider window of their own.
+    """
+    caches = make_prompt_cache(model)
+    for cache in caches:
+        problem = None
+        if type(cache) not in (KVCache, RotatingKVCache):
+            problem = f"that keep a {type(cache).__name__}, not keys and values; leave it out"
+        elif isinstance(cache, RotatingKVCache) and cache.max_size > window:
+            problem = f"with a window of {cache.max_size} tokens of their own; give no less than that"
+        if problem is not None:
+            raise UserError(f"model.attention_window={window}: {path} has layers {problem}")
+    sizes = [min(window, cache.max_size) if isinstance(cache, RotatingKVCache) else window for cache in caches]
+    layout_of(model).attention_window = window
+    model.make_cache = lambda: [RotatingKVCache(max_size=size) for size in sizes]
 
 
 def table_sizes(settings: ModelSettings) -> TableSizes:
-    """The sizes of a model's tables; its weights stay where they are.
+    """The sizes of a model's tables; its weights are not read.
 
     Raises:
         UserError: as `load`.
@@ -90,31 +101,10 @@ def table_sizes(settings: ModelSettings) -> TableSizes:
 
 @functools.lru_cache(8)
 def _table_sizes(settings: ModelSettings, files: tuple[tuple[int, int], ...]) -> TableSizes:
-    """`table_sizes`, loaded once; files: as they are now."""
     return bounded(load(settings, 0, lazy=True))
 
 
-def _narrow(model: nn.Module, window: int, path: str) -> None:
-    """Lets the model attend to `window` tokens only, in lib/model/token_stream.py and when it generates.
-
-    Raises:
-        UserError: it has layers that are no attention, or attend to a window of their own that is wider.
-    """
-    caches = make_prompt_cache(model)
-    for cache in caches:
-        if type(cache) not in (KVCache, RotatingKVCache):
-            raise UserError(
-                f"model.attention_window={window}: {path} has layers that keep a {type(cache).__name__}, "
-                "not keys and values; leave it out"
-            )
-        if isinstance(cache, RotatingKVCache) and cache.max_size > window:
-            raise UserError(
-                f"model.attention_window={window}: {path} has layers with a window of {cache.max_size} tokens "
-                "of their own; give no less than that"
-            )
-    sizes = [min(window, cache.max_size) if isinstance(cache, RotatingKVCache) else window for cache in caches]
-    layout_of(model).attention_window = window
-    model.make_cache = lambda: [RotatingKVCache(max_size=size) for size in sizes]
+# ---- The reference model, and digests
 
 
 def load_reference(settings: ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
@@ -123,27 +113,26 @@ def load_reference(settings: ModelSettings, seed: int, lazy: bool = False) -> nn
     Raises:
         UserError: it cannot be loaded.
     """
-    if settings.reference != "initial":
-        return load(reference_settings(settings), seed, lazy)
-    model = load(settings, seed, lazy)
-    if settings.adapter is not None or settings.method == "full":  # whose weights training keeps in another type
+    model = load(reference_settings(settings), seed, lazy)
+    # Full training keeps the weights in another type.
+    if settings.reference == "initial" and (settings.adapter is not None or settings.method == "full"):
         make_trainable(model, settings, seed)
     return model
-
-
-def reference_fingerprint(settings: ModelSettings, seed: int) -> str:
-    """`fingerprint` of what `load_reference` loads."""
-    return fingerprint(reference_settings(settings), seed)
 
 
 def reference_settings(settings: ModelSettings) -> ModelSettings:
     """The settings of the reference model, as those of a policy."""
     if settings.reference == "initial":
         return settings
-    own = (
-        {} if settings.reference == settings.path else {"revision": None}
-    )  # another repository has none of its commits
-    return settings.model_copy(update={"path": settings.reference, "adapter": None, "random_init": False, **own})
+    changes = {"path": settings.reference, "adapter": None, "random_init": False}
+    if settings.reference != settings.path:  # another repository has none of its commits
+        changes["revision"] = None
+    return settings.model_copy(update=changes)
+
+
+def reference_fingerprint(settings: ModelSettings, seed: int) -> str:
+    """`fingerprint` of the model that `load_reference` loads."""
+    return fingerprint(reference_settings(settings), seed)
 
 
 @functools.cache  # hashing many gigabytes takes a while

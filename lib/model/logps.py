@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,14 +12,12 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from lib.model.layout import VocabularyPart, backbone_of, layout_of, parameters_outside_blocks
+from lib.model.long_attention import after
 from lib.model.quantised import dequantised_once
-from lib.model.token_stream import Replaced, StreamInputs, after, scored_states
+from lib.model.token_stream import Replaced, StreamInputs, scored_states
 
 Head = Callable[[mx.array], mx.array]
-
-
-# Most bytes of float32 logits at a time.
-LOGITS_BYTES = 2**29
+LOGITS_BYTES = 2**29  # of float32 logits at a time
 
 
 def completion_logps(model: nn.Module, inputs: StreamInputs) -> mx.array:
@@ -29,10 +28,10 @@ def completion_logps(model: nn.Module, inputs: StreamInputs) -> mx.array:
 
     Of a model that ranks hold in stages all call this, and the last one gets the result; the others get zeros.
     """
-    hidden = _scored_states(model, inputs)
+    hidden = _head_inputs(model, inputs)
     if hidden is None:
         return mx.zeros(inputs["mask"].shape[:2])
-    return _summed(token_logps(model, hidden, inputs["targets"]), inputs)
+    return _of_completions(token_logps(model, hidden, inputs["targets"]), inputs)
 
 
 def completion_logps_and_weights(model: nn.Module, inputs: StreamInputs) -> tuple[mx.array, mx.array]:
@@ -41,18 +40,20 @@ def completion_logps_and_weights(model: nn.Module, inputs: StreamInputs) -> tupl
     The weights are those of WPO, Zhou et al. 2024, arXiv:2406.11827, eq. 2: exp(mean over y's tokens of
     log pi(y_t) - log sum_v pi(v)^2). They carry no gradient. Their logits are made a second time.
     """
-    hidden = _scored_states(model, inputs)
+    hidden = _head_inputs(model, inputs)
     if hidden is None:
         return mx.zeros(inputs["mask"].shape[:2]), mx.zeros(inputs["mask"].shape[:2])
     logps = token_logps(model, hidden, inputs["targets"])
     still = after(mx.stop_gradient(hidden), [logps])  # ranks that hold parts sum both, in this order
+
+    def log_square_sums(hidden: mx.array, targets: mx.array) -> list[mx.array]:
+        return [_log_square_sums(model, hidden)]
+
     with dequantised_once(model, len(hidden), hidden):
-        (log_square_sums,) = _of_own_positions(
-            model, lambda own, _: [_log_square_sums(model, own)], still, inputs["targets"]
-        )
-    aligned = _summed(logps - log_square_sums, inputs)
+        (squares,) = _of_rank_positions(model, log_square_sums, still, inputs["targets"])
+    aligned = _of_completions(logps - squares, inputs)
     weights = mx.exp(aligned / mx.maximum(inputs["mask"].sum(axis=-1), 1))
-    return _summed(logps, inputs), mx.stop_gradient(weights)
+    return _of_completions(logps, inputs), mx.stop_gradient(weights)
 
 
 def completion_token_logps(
@@ -63,30 +64,14 @@ def completion_token_logps(
     Both are of softmax(logits / temperature), and 0 where masked. The entropy carries no gradient. Of a model that
     ranks hold in stages the last one gets the result, as with `completion_logps`.
     """
-    hidden = _scored_states(model, inputs)
+    hidden = _head_inputs(model, inputs)
     if hidden is None:
         return mx.zeros(inputs["mask"].shape), mx.zeros(inputs["mask"].shape)
     with dequantised_once(model, len(hidden), hidden):
-        logps, entropies = token_logps_and_entropies(model, hidden, inputs["targets"], temperature)
-    taken = [mx.take(figures, inputs["logp_indices"]) for figures in (logps, entropies)]
-    return mx.where(inputs["mask"], taken[0], 0.0), mx.where(inputs["mask"], taken[1], 0.0)
-
-
-def _scored_states(model: nn.Module, inputs: StreamInputs) -> mx.array | None:
-    """What the head sees of the scored tokens, [M, D]; None on a rank whose stage has no head."""
-    states = scored_states(model, inputs, layout_of(model).attention_window)
-    stage = layout_of(model).stage
-    return states if stage is None or stage.is_last else None
-
-
-def _is_frozen(model: nn.Module) -> bool:
-    """Whether nothing outside of the blocks is trained."""
-    return not parameters_outside_blocks(model)
-
-
-def _summed(figures: mx.array, inputs: StreamInputs) -> mx.array:
-    """Figures of the scored tokens, float32 [M], summed over each completion: float32 [b, K]."""
-    return mx.where(inputs["mask"], mx.take(figures, inputs["logp_indices"]), 0.0).sum(axis=-1)
+        figures = _token_logps_and_entropies(model, hidden, inputs["targets"], temperature)
+    at, mask = inputs["logp_indices"], inputs["mask"]
+    logps, entropies = (mx.where(mask, mx.take(each, at), 0.0) for each in figures)
+    return logps, entropies
 
 
 def greedy_logps(model: nn.Module, inputs: StreamInputs) -> tuple[mx.array, mx.array]:
@@ -102,12 +87,41 @@ def greedy_logps(model: nn.Module, inputs: StreamInputs) -> tuple[mx.array, mx.a
             logits = head(after(h, logps[-1:]))
             logps.append(_logps(logits, t))
             are_likeliest.append(mx.argmax(logits, axis=-1) == t)
-    of_tokens, likeliest = (mx.take(mx.concatenate(each), inputs["logp_indices"]) for each in (logps, are_likeliest))
-    mask = inputs["mask"]
-    return mx.where(mask, of_tokens, 0.0).sum(axis=-1), mx.where(mask, likeliest, True).all(axis=-1)
+    likeliest = mx.take(mx.concatenate(are_likeliest), inputs["logp_indices"])
+    return _of_completions(mx.concatenate(logps), inputs), mx.where(inputs["mask"], likeliest, True).all(axis=-1)
+
+
+def _head_inputs(model: nn.Module, inputs: StreamInputs) -> mx.array | None:
+    """What the head sees of the scored tokens, [M, D]; None on a rank whose stage has no head."""
+    states = scored_states(model, inputs, layout_of(model).attention_window)
+    stage = layout_of(model).stage
+    return states if stage is None or stage.is_last else None
+
+
+def _of_completions(figures: mx.array, inputs: StreamInputs) -> mx.array:
+    """Figures of the scored tokens, float32 [M], summed over each completion: float32 [b, K]."""
+    return mx.where(inputs["mask"], mx.take(figures, inputs["logp_indices"]), 0.0).sum(axis=-1)
+
+
+def _is_frozen(model: nn.Module) -> bool:
+    """Whether nothing outside of the blocks is trained."""
+    return not parameters_outside_blocks(model)
 
 
 # ---- The head
+
+
+def head_of(model: nn.Module) -> Head:
+    """The model from its backbone's output on: [M, D] ➜ [M, V]."""
+    place = backbone_of(model)
+    if place is None:
+        return lambda hidden: hidden
+
+    def head(hidden: mx.array) -> mx.array:
+        with Replaced(*place, lambda *args, **kwargs: hidden[None]):
+            return model(mx.zeros((1, len(hidden)), mx.int32)).squeeze(0)
+
+    return head
 
 
 def token_logps(model: nn.Module, hidden: mx.array, targets: mx.array) -> mx.array:
@@ -123,40 +137,47 @@ def token_logps(model: nn.Module, hidden: mx.array, targets: mx.array) -> mx.arr
     """
     with dequantised_once(model, len(hidden), hidden):
         head = head_of(model)
-        (logps,) = _of_own_positions(model, lambda h, t: [_token_logps(model, head, h, t)], hidden, targets)
+        (logps,) = _of_rank_positions(model, lambda h, t: [_token_logps(model, head, h, t)], hidden, targets)
         return logps
 
 
 def _token_logps(model: nn.Module, head: Head, hidden: mx.array, targets: mx.array) -> mx.array:
-    part = layout_of(model).vocabulary
-    if part is not None:
-        return _logps_of_parts(model, part, head, part.ranks.sum_backward(hidden), targets)
-    chunks = _chunks(hidden, targets, head(hidden[:1]).shape[-1])
-    if model.training and len(chunks) > 1 and not _is_frozen(model):
-        return _checkpointed(model, head, chunks, _logps)
-    outputs: list[mx.array] = []
-    for h, t in chunks:
-        if model.training and not _is_frozen(model):
-            outputs.append(_logps(head(h), t))
-        elif model.training:
-            outputs.append(_logps_and_logits(head, h, t, outputs[-1:])[0])
-        else:
-            outputs.append(_logps(head(after(h, outputs[-1:])), t))
-    return mx.concatenate(outputs)
+    """`token_logps` of these positions.
+
+    Where ranks divide the vocabulary every one makes the logits of its own part, which never leave it: for each
+    position they exchange the logarithm of their part of the partition function, and the target's logit.
+    """
+    part, figures_of = layout_of(model).vocabulary, _logps
+    if part is None:
+        size = head(hidden[:1]).shape[-1]
+    else:
+        size, hidden, figures_of = part.size, part.ranks.sum_backward(hidden), functools.partial(_part_figures, part)
+        head = functools.partial(_part_logits, part, head)
+    chunks, figures = _chunks(hidden, targets, size), []
+    if model.training and _is_frozen(model):
+        for h, t in chunks:
+            figures.append(_logps_and_logits(head, part, h, t, figures[-1:])[0])
+        return mx.concatenate(figures)
+    if model.training and len(chunks) > 1:
+        figures = [_checkpointed(model, head, chunks, figures_of)]
+    else:
+        for h, t in chunks:
+            figures.append(figures_of(head(after(h, figures[-1:])), t))
+    joined = mx.concatenate(figures, axis=-1)
+    return joined if part is None else _combined(part, joined)[0]
 
 
-def token_logps_and_entropies(
+def _token_logps_and_entropies(
     model: nn.Module, hidden: mx.array, targets: mx.array, temperature: float
 ) -> tuple[mx.array, mx.array]:
     """`token_logps` of softmax(logits / temperature), and the entropy of each of these: float32 [M] each, in nats.
 
-    The entropies carry no gradient. Beside a frozen head they are made of the logits that are there; else their logits
-    are made a second time, if anybody evaluates them.
+    Beside a frozen head the entropies are made of the logits that are there; else their logits are made a second time.
     """
-    head = head_of(model)
-    if temperature != 1:
-        unscaled = head
-        head = lambda hidden: unscaled(hidden).astype(mx.float32) / temperature  # noqa: E731
+    plain = head_of(model)
+
+    def head(hidden: mx.array) -> mx.array:
+        return plain(hidden) if temperature == 1 else plain(hidden).astype(mx.float32) / temperature
 
     def of_both(hidden: mx.array, targets: mx.array) -> list[mx.array]:
         if layout_of(model).vocabulary is not None or not (model.training and _is_frozen(model)):
@@ -165,16 +186,16 @@ def token_logps_and_entropies(
         logps: list[mx.array] = []
         of_chunks: list[mx.array] = []
         for h, t in _chunks(hidden, targets, head(hidden[:1]).shape[-1]):
-            of_chunk, logits = _logps_and_logits(head, h, t, [*logps[-1:], *of_chunks[-1:]])
+            of_chunk, logits = _logps_and_logits(head, None, h, t, [*logps[-1:], *of_chunks[-1:]])
             logps.append(of_chunk)
             of_chunks.append(-_mean_logp(logits)[0])
         return [mx.concatenate(logps), mx.stop_gradient(mx.concatenate(of_chunks))]
 
-    logps, entropies = _of_own_positions(model, of_both, hidden, targets)
+    logps, entropies = _of_rank_positions(model, of_both, hidden, targets)
     return logps, entropies
 
 
-def _of_own_positions(
+def _of_rank_positions(
     model: nn.Module, figures_of: Callable[[mx.array, mx.array], list[mx.array]], hidden: mx.array, targets: mx.array
 ) -> list[mx.array]:
     """figures_of(hidden, targets), float32 [M] each; of ranks that hold one head each makes those of some positions.
@@ -189,75 +210,16 @@ def _of_own_positions(
     ranks, around = part.ranks, [(0, 0), (begin, len(targets) - end)]
 
     @mx.custom_function
-    def of_all(own: mx.array) -> mx.array:
-        return ranks.sum_forward(mx.pad(own, around))
+    def of_all(figures: mx.array) -> mx.array:
+        return ranks.sum_forward(mx.pad(figures, around))
 
     # A loss like SFT's has gradients that no log-probability decides: they wait, so that all ranks sum in one order.
     @of_all.vjp
     def of_all_vjp(_: Any, cotangent: mx.array, summed: mx.array) -> mx.array:
         return mx.depends([cotangent[:, begin:end]], [summed])[0]
 
-    own = mx.stack(figures_of(ranks.sum_backward(hidden)[begin:end], targets[begin:end]))
-    return [row.squeeze(0) for row in mx.split(of_all(own), len(own))]
-
-
-def _mean_logp(logits: mx.array) -> tuple[mx.array, mx.array]:
-    """The mean log-probability under the probabilities themselves, and the log partition function: float32 [M] each."""
-    wide = logits.astype(mx.float32)
-    partition = mx.logsumexp(wide, axis=-1, keepdims=True)
-    probabilities = mx.exp(wide - partition)
-    mean = mx.where(probabilities > 0, probabilities * (wide - partition), 0.0).sum(axis=-1)
-    return mean, partition.squeeze(-1)
-
-
-def _over_vocabulary(
-    model: nn.Module,
-    head: Head,
-    hidden: mx.array,
-    figures_of: Callable[[mx.array], mx.array],
-    combine: Callable[..., mx.array],
-) -> mx.array:
-    """combine(figures_of(logits) of every part of the vocabulary), float32 [M], without ever holding all logits.
-
-    Args:
-        hidden: [M, D].
-        figures_of: [M, V] ➜ [F, M], of the logits of one part.
-        combine: F arrays of [parts, M] ➜ [M].
-    """
-    part = layout_of(model).vocabulary
-    size = head(hidden[:1]).shape[-1] if part is None else part.size
-    outputs: list[mx.array] = []
-    for h, _ in _chunks(hidden, hidden, size):
-        with part.own_logits() if part is not None else contextlib.nullcontext():
-            figures = figures_of(head(after(h, outputs[-1:])))[:, None]
-        if part is not None:  # each rank's in rows of its own: [F, ranks, M]
-            own_row = (mx.arange(part.ranks.size) == part.ranks.rank)[None, :, None]
-            figures = part.ranks.sum_forward(mx.where(own_row, figures, 0.0))
-        outputs.append(combine(*figures))
-    return mx.concatenate(outputs)
-
-
-def _entropies(model: nn.Module, head: Head, hidden: mx.array) -> mx.array:
-    """The entropy of the next token, float32 [M]. hidden: [M, D]."""
-
-    def combine(means: mx.array, partitions: mx.array) -> mx.array:
-        weights = mx.softmax(partitions, axis=0)
-        return mx.logsumexp(partitions, axis=0) - (weights * (means + partitions)).sum(axis=0)
-
-    return _over_vocabulary(model, head, hidden, lambda logits: mx.stack(_mean_logp(logits)), combine)
-
-
-def _log_square_sums(model: nn.Module, hidden: mx.array) -> mx.array:
-    """log sum_v pi(v)^2 over the vocabulary, float32 [M]. hidden: [M, D]."""
-
-    def figures_of(logits: mx.array) -> mx.array:
-        wide = logits.astype(mx.float32)
-        return mx.stack([mx.logsumexp(wide, axis=-1), mx.logsumexp(2 * wide, axis=-1)])
-
-    def combine(partitions: mx.array, squares: mx.array) -> mx.array:
-        return mx.logsumexp(squares, axis=0) - 2 * mx.logsumexp(partitions, axis=0)
-
-    return _over_vocabulary(model, head_of(model), hidden, figures_of, combine)
+    figures = mx.stack(figures_of(ranks.sum_backward(hidden)[begin:end], targets[begin:end]))
+    return [row.squeeze(0) for row in mx.split(of_all(figures), len(figures))]
 
 
 def _chunks(hidden: mx.array, targets: mx.array, vocabulary: int) -> list[tuple[mx.array, mx.array]]:
@@ -267,6 +229,9 @@ def _chunks(hidden: mx.array, targets: mx.array, vocabulary: int) -> list[tuple[
     # Split, not sliced: their gradients are joined then, and not each padded to all of it and added.
     starts = list(range(size, len(targets), size))
     return list(zip(mx.split(hidden, starts), mx.split(targets, starts), strict=True))
+
+
+# ---- Log-probabilities of one chunk
 
 
 def _logps(logits: mx.array, targets: mx.array) -> mx.array:
@@ -288,6 +253,13 @@ def _slope_of_logits(logits: mx.array, targets: mx.array, logps: mx.array) -> mx
     return _slope(mx.exp(logits.astype(mx.float32) - partition), targets).astype(logits.dtype)
 
 
+@mx.compile
+def _slope_of_part(logits: mx.array, targets: mx.array, partition: mx.array) -> mx.array:
+    """d logp / d logits of a part of the vocabulary; without the one, where the target is another rank's token."""
+    is_target = mx.arange(logits.shape[-1])[None] == targets[:, None]
+    return (is_target - mx.exp(logits.astype(mx.float32) - partition[:, None])).astype(logits.dtype)
+
+
 def _logps_and_slope_of_logits(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
     """Log-probabilities of the targets, float32 [M], and their derivative by the logits, [M, V]."""
     if mx.default_device() != mx.cpu:
@@ -303,30 +275,29 @@ def _logps_and_slope_of_logits(logits: mx.array, targets: mx.array) -> tuple[mx.
 
 
 def _logps_and_logits(
-    head: Head, hidden: mx.array, targets: mx.array, earlier: Sequence[mx.array]
+    head: Head, part: VocabularyPart | None, hidden: mx.array, targets: mx.array, earlier: Sequence[mx.array]
 ) -> tuple[mx.array, mx.array]:
     """Log-probabilities whose gradient is made with them, float32 [M]; and the logits, [M, V], without any."""
     still = after(mx.stop_gradient(hidden), earlier)
     logits = head(still)
-    logps, by_logits = _logps_and_slope_of_logits(logits, targets)
+    if part is None:
+        logps, by_logits = _logps_and_slope_of_logits(logits, targets)
+    else:
+        logps, partition = _combined(part, _part_figures(part, logits, targets))
+        by_logits = _slope_of_part(logits, targets - part.first, partition)
     _, (slope,) = mx.vjp(head, [still], [by_logits])
-    return _known(hidden, logps, slope), logits
-
-
-def _known(hidden: mx.array, logps: mx.array, slope: mx.array) -> mx.array:
-    """Log-probabilities whose gradient is known already: float32 [M], of hidden and slope [M, D]."""
     # The logits are needed by both; in this order they can be freed before the next chunk's are made.
     (logps,) = mx.depends([logps], [slope])
 
     @mx.custom_function
-    def known(hidden: mx.array) -> mx.array:
+    def with_gradient(hidden: mx.array) -> mx.array:
         return mx.stop_gradient(logps)
 
-    @known.vjp
-    def known_vjp(_: Any, cotangent: mx.array, __: Any) -> mx.array:
+    @with_gradient.vjp
+    def with_gradient_vjp(_: Any, cotangent: mx.array, __: Any) -> mx.array:
         return (cotangent[:, None] * slope).astype(slope.dtype)
 
-    return known(hidden)
+    return with_gradient(hidden), logits
 
 
 def _checkpointed(
@@ -370,63 +341,86 @@ def _checkpointed(
     return mx.concatenate(of_all(*before.values(), *(h for h, _ in chunks)), axis=-1)
 
 
-def _logps_of_parts(
-    model: nn.Module, part: VocabularyPart, head: Head, hidden: mx.array, targets: mx.array
+# ---- A vocabulary that ranks divide
+
+
+def _part_logits(part: VocabularyPart, head: Head, hidden: mx.array) -> mx.array:
+    with part.rank_logits():
+        return head(hidden)
+
+
+def _part_figures(part: VocabularyPart, logits: mx.array, targets: mx.array) -> mx.array:
+    """The logarithm of this rank's part of the partition function, and the target's logit or 0: float32 [2, M]."""
+    wide, local = logits.astype(mx.float32), targets - part.first
+    at = mx.take_along_axis(wide, mx.clip(local, 0, wide.shape[-1] - 1)[:, None], axis=-1).squeeze(-1)
+    return mx.stack([mx.logsumexp(wide, axis=-1), mx.where((local >= 0) & (local < wide.shape[-1]), at, 0.0)])
+
+
+def _combined(part: VocabularyPart, figures: mx.array) -> tuple[mx.array, mx.array]:
+    """Log-probabilities and log partition functions of all ranks' `_part_figures`: float32 [M] each."""
+    rank_row = (mx.arange(part.ranks.size) == part.ranks.rank)[:, None]
+    of_ranks = part.ranks.sum_forward(mx.concatenate([mx.where(rank_row, figures[:1], 0.0), figures[1:]]))
+    partition = mx.logsumexp(of_ranks[:-1], axis=0)
+    return of_ranks[-1] - partition, partition
+
+
+# ---- Figures of the whole distribution
+
+
+def _mean_logp(logits: mx.array) -> tuple[mx.array, mx.array]:
+    """The mean log-probability under the probabilities themselves, and the log partition function: float32 [M] each."""
+    wide = logits.astype(mx.float32)
+    partition = mx.logsumexp(wide, axis=-1, keepdims=True)
+    probabilities = mx.exp(wide - partition)
+    mean = mx.where(probabilities > 0, probabilities * (wide - partition), 0.0).sum(axis=-1)
+    return mean, partition.squeeze(-1)
+
+
+def _over_vocabulary(
+    model: nn.Module,
+    head: Head,
+    hidden: mx.array,
+    figures_of: Callable[[mx.array], mx.array],
+    combine: Callable[..., mx.array],
 ) -> mx.array:
-    """`token_logps` where every rank makes the logits of its own part of the vocabulary, which never leave it.
+    """combine(figures_of(logits) of every part of the vocabulary), float32 [M], without ever holding all logits.
 
-    For each position the ranks exchange one number each, the logarithm of their part of the partition function, and the
-    target's logit. Chunks follow one another, so that all ranks take part in their sums in the same order.
+    Args:
+        hidden: [M, D].
+        figures_of: [M, V] ➜ [F, M], of the logits of one part.
+        combine: F arrays of [parts, M] ➜ [M].
     """
-
-    def own_head(hidden: mx.array) -> mx.array:
-        with part.own_logits():
-            return head(hidden)
-
-    def known_here(logits: mx.array, targets: mx.array) -> mx.array:  # float32 [2, M]
-        wide, local = logits.astype(mx.float32), targets - part.first
-        at = mx.take_along_axis(wide, mx.clip(local, 0, wide.shape[-1] - 1)[:, None], axis=-1).squeeze(-1)
-        return mx.stack([mx.logsumexp(wide, axis=-1), mx.where((local >= 0) & (local < wide.shape[-1]), at, 0.0)])
-
-    def together(own: mx.array) -> tuple[mx.array, mx.array]:  # log-probabilities, log partition function: [M] each
-        own_row = (mx.arange(part.ranks.size) == part.ranks.rank)[:, None]
-        of_ranks = part.ranks.sum_forward(mx.concatenate([mx.where(own_row, own[:1], 0.0), own[1:]]))
-        partition = mx.logsumexp(of_ranks[:-1], axis=0)
-        return of_ranks[-1] - partition, partition
-
-    chunks = _chunks(hidden, targets, part.size)
-    if not (model.training and _is_frozen(model)):
-        if model.training and len(chunks) > 1:
-            return together(_checkpointed(model, own_head, chunks, known_here))[0]
-        own: list[mx.array] = []
-        for h, t in chunks:
-            own.append(known_here(own_head(after(h, own[-1:])), t))
-        return together(mx.concatenate(own, axis=1))[0]
+    part = layout_of(model).vocabulary
+    size = head(hidden[:1]).shape[-1] if part is None else part.size
     outputs: list[mx.array] = []
-    for h, t in chunks:
-        still, t = after(mx.stop_gradient(h), outputs[-1:]), after(t, outputs[-1:])
-        logits = own_head(still)
-        logps, partition = together(known_here(logits, t))
-        _, (slope,) = mx.vjp(own_head, [still], [_slope_of_part(logits, t - part.first, partition)])
-        outputs.append(_known(h, logps, slope))
+    for h, _ in _chunks(hidden, hidden, size):
+        with part.rank_logits() if part is not None else contextlib.nullcontext():
+            figures = figures_of(head(after(h, outputs[-1:])))[:, None]
+        if part is not None:  # each rank's in rows of its own: [F, ranks, M]
+            rank_row = (mx.arange(part.ranks.size) == part.ranks.rank)[None, :, None]
+            figures = part.ranks.sum_forward(mx.where(rank_row, figures, 0.0))
+        outputs.append(combine(*figures))
     return mx.concatenate(outputs)
 
 
-@mx.compile
-def _slope_of_part(logits: mx.array, targets: mx.array, partition: mx.array) -> mx.array:
-    """d logp / d logits; where the target is another rank's token, without the one."""
-    is_target = mx.arange(logits.shape[-1])[None] == targets[:, None]
-    return (is_target - mx.exp(logits.astype(mx.float32) - partition[:, None])).astype(logits.dtype)
+def _entropies(model: nn.Module, head: Head, hidden: mx.array) -> mx.array:
+    """The entropy of the next token, float32 [M]. hidden: [M, D]."""
+
+    def combine(means: mx.array, partitions: mx.array) -> mx.array:
+        weights = mx.softmax(partitions, axis=0)
+        return mx.logsumexp(partitions, axis=0) - (weights * (means + partitions)).sum(axis=0)
+
+    return _over_vocabulary(model, head, hidden, lambda logits: mx.stack(_mean_logp(logits)), combine)
 
 
-def head_of(model: nn.Module) -> Head:
-    """The model from its backbone's output on: [M, D] ➜ [M, V]."""
-    place = backbone_of(model)
-    if place is None:
-        return lambda hidden: hidden
+def _log_square_sums(model: nn.Module, hidden: mx.array) -> mx.array:
+    """log sum_v pi(v)^2 over the vocabulary, float32 [M]. hidden: [M, D]."""
 
-    def head(hidden: mx.array) -> mx.array:
-        with Replaced(*place, lambda *args, **kwargs: hidden[None]):
-            return model(mx.zeros((1, len(hidden)), mx.int32)).squeeze(0)
+    def figures_of(logits: mx.array) -> mx.array:
+        wide = logits.astype(mx.float32)
+        return mx.stack([mx.logsumexp(wide, axis=-1), mx.logsumexp(2 * wide, axis=-1)])
 
-    return head
+    def combine(partitions: mx.array, squares: mx.array) -> mx.array:
+        return mx.logsumexp(squares, axis=0) - 2 * mx.logsumexp(partitions, axis=0)
+
+    return _over_vocabulary(model, head_of(model), hidden, figures_of, combine)

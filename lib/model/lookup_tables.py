@@ -13,7 +13,7 @@ import mlx.nn as nn
 from lib.model.patches import replace_modules, with_methods
 
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
-POSITION_TABLE = "wpe"  # what mlx-lm's families with learned positions call it
+POSITION_TABLE = "wpe"  # its name in mlx-lm's families with learned positions
 
 
 class TableSizes(NamedTuple):
@@ -26,22 +26,16 @@ class TableSizes(NamedTuple):
 def bounded(model: nn.Module) -> TableSizes:
     """The sizes of a model's tables; nothing reads beyond its table of positions from now on.
 
-    The first and the last row stand for what lies beyond them: positions of padding, whose outputs are not used.
+    The first and the last row stand for positions beyond them: those of padding, whose outputs are not used.
     """
-    tables = [part for name, part in model.named_modules() if name.rpartition(".")[2] == POSITION_TABLE]
-    sizes = {id(table): _rows(table) for table in tables}
-    others = [part for part in model.modules() if isinstance(part, EMBEDDINGS) and id(part) not in sizes]
-    tokens = _rows(others[0]) if others else None
+    sizes = {id(p): int(p["weight"].shape[0]) for p in model.modules() if isinstance(p, EMBEDDINGS)}
+    positions = {id(part) for name, part in model.named_modules() if name.rpartition(".")[2] == POSITION_TABLE}
 
     def clipped(part: nn.Module) -> nn.Module | None:
         last = sizes.get(id(part), 0) - 1
-        wrap = lambda call: lambda self, positions: call(self, mx.clip(positions, 0, last))  # noqa: E731
-        return with_methods(part, __call__=wrap) if id(part) in sizes else None
+        wrap = lambda call: lambda self, indices: call(self, mx.clip(indices, 0, last))  # noqa: E731
+        return with_methods(part, __call__=wrap) if id(part) in positions else None
 
     replace_modules(model, clipped)
-    return TableSizes(tokens, min(sizes.values(), default=None))
-
-
-def _rows(table: nn.Module) -> int:
-    """The rows of an embedding, packed or not."""
-    return int(table["weight"].shape[0])
+    tokens = next((size for key, size in sizes.items() if key not in positions), None)
+    return TableSizes(tokens, min((sizes[key] for key in positions), default=None))

@@ -12,7 +12,10 @@ from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear
 
 from lib.model.patches import derived, replace_modules
-from lib.model.quantised import QuantisedLinear, dequantised, matrix_for_gradient, multiply
+from lib.model.quantised import FastLinear, dequantised, matrix_for_gradient, multiply
+
+# mlx-lm's names of layers that read the same input.
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class LowRankLinear(LoRALinear):
@@ -28,33 +31,6 @@ class LowRankLinear(LoRALinear):
         return self.siblings.output_of(self, x)
 
 
-class DoRA(DoRALinear):
-    """mlx-lm's, with the same parameters; no weight that is made for it, adapted or dequantised, is kept.
-
-    y = m (W + scale (A B)^T) x / |W + scale (A B)^T| (DoRA, arXiv:2402.09353, equation 5), where the norm, of each row,
-    is a constant in the gradient (section 4.3).
-    """
-
-    def __call__(self, x: mx.array) -> mx.array:
-        linear = self.linear
-        low = (self.dropout(x) @ self.lora_a) @ self.lora_b
-        y = multiply(linear, x) if isinstance(linear, QuantisedLinear) else x @ linear.weight.T
-        y = y + (self.scale * low).astype(x.dtype)
-        y = (self.m / mx.sqrt(self.squares(x))).astype(x.dtype) * y
-        return y + linear.bias if "bias" in linear else y
-
-    def squares(self, after: mx.array) -> mx.array:
-        """|W + scale (A B)^T|^2 of each row: [out], float32. Made once `after`, which is multiplied, is there.
-
-        It depends on nothing else that a step computes. MLX would make the adapted weights of many blocks early.
-        """
-        linear = self.linear
-        is_quantised = isinstance(linear, QuantisedLinear)
-        weight = dequantised(linear, after) if is_quantised else mx.depends([linear.weight], [after])[0]
-        adapted = weight + (self.scale * self.lora_b.T) @ self.lora_a.T
-        return mx.stop_gradient(mx.square(adapted.astype(mx.float32)).sum(axis=1))
-
-
 class Siblings:
     """Low-rank layers that a block hands the same input, one after another: the first that is called computes all."""
 
@@ -67,19 +43,19 @@ class Siblings:
         """[..., in] ➜ [..., out]."""
         self.layers[layer.index] = layer  # a copy of it may have taken its place in the model
         if x is not self.input or layer.index not in self.outputs:
-            self.input, self.outputs = x, dict(enumerate(adapted(self.layers, x)))
+            self.input, self.outputs = x, dict(enumerate(low_rank_outputs(self.layers, x)))
         y = self.outputs.pop(layer.index)
         if not self.outputs:
             self.input = None
         return y
 
 
-def adapted(layers: Sequence[LowRankLinear], x: mx.array) -> list[mx.array]:
-    """What low-rank layers give for one input.
+def low_rank_outputs(layers: Sequence[LowRankLinear], x: mx.array) -> list[mx.array]:
+    """The outputs of low-rank layers for one input: [..., in] ➜ [..., out] each.
 
     The gradient is written out: the low-rank terms are added where the large products are made, the layers' A are one
-    matrix, x A is kept rather than made again, and no gradient of the frozen W is ever asked for. It is kept as
-    (x A)^T, [r of all layers, tokens]: a layer's own rows are a view, where its columns would be a copy.
+    matrix, x A is kept rather than made again, and no gradient of the frozen W is computed. It is kept as (x A)^T,
+    [r of all layers, tokens]: a layer's own rows are a view, where its columns would be a copy.
     """
     linears = [layer.linear for layer in layers]
     ends = np.cumsum([layer.lora_a.shape[1] for layer in layers]).tolist()[:-1]
@@ -88,10 +64,10 @@ def adapted(layers: Sequence[LowRankLinear], x: mx.array) -> list[mx.array]:
     def products(x: mx.array, a: mx.array, *bs: mx.array) -> tuple[mx.array, ...]:
         low = a @ x.T
         ys: list[mx.array] = []
-        for linear, own, b in zip(linears, mx.split(low, ends), bs, strict=True):
+        for linear, rows, b in zip(linears, mx.split(low, ends), bs, strict=True):
             # One after another: of quantised layers no two weights are dequantised at a time.
-            given = mx.depends([x], ys[-1:])[0] if ys and isinstance(linear, QuantisedLinear) else x
-            ys.append(mx.addmm(linear(given), own.T, b))
+            given = mx.depends([x], ys[-1:])[0] if ys and isinstance(linear, FastLinear) else x
+            ys.append(mx.addmm(linear(given), rows.T, b))
         return *ys, low
 
     @products.vjp
@@ -99,13 +75,12 @@ def adapted(layers: Sequence[LowRankLinear], x: mx.array) -> list[mx.array]:
         (x, a, *bs), dys, low = primals, cotangents[:-1], outputs[-1]
         d_low = mx.concatenate([b @ dy.T for dy, b in zip(dys, bs, strict=True)])
         dx = _input_gradient(linears, x, dys)
-        d_bs = [own @ dy for own, dy in zip(mx.split(low, ends), dys, strict=True)]
+        d_bs = [rows @ dy for rows, dy in zip(mx.split(low, ends), dys, strict=True)]
         return mx.addmm(dx, d_low.T, a), d_low @ x, *d_bs
 
     a = mx.concatenate([layer.lora_a.T for layer in layers]).astype(x.dtype)
-    outputs = products(
-        x.reshape(-1, x.shape[-1]), a, *((layer.scale * layer.lora_b).astype(x.dtype) for layer in layers)
-    )
+    bs = [(layer.scale * layer.lora_b).astype(x.dtype) for layer in layers]
+    outputs = products(x.reshape(-1, x.shape[-1]), a, *bs)
     return [y.reshape(*x.shape[:-1], -1) for y in outputs[:-1]]
 
 
@@ -122,14 +97,31 @@ def _input_gradient(linears: Sequence[nn.Module], x: mx.array, dys: Sequence[mx.
     return total
 
 
-def _input_size(linear: nn.Module) -> int:
-    """The inputs of a linear layer, which may be quantised: packed numbers of any width, 32 bits a word."""
-    words: int = linear.weight.shape[-1]
-    return words * 32 // linear.bits if isinstance(linear, nn.QuantizedLinear) else words
+class DoRA(DoRALinear):
+    """mlx-lm's, with the same parameters; no weight that is made for it, adapted or dequantised, is kept.
 
+    y = m (W + scale (A B)^T) x / |W + scale (A B)^T| (DoRA, arXiv:2402.09353, equation 5), where the norm, of each row,
+    is a constant in the gradient (section 4.3).
+    """
 
-# What mlx-lm's blocks call their layers that read the same input.
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+    def __call__(self, x: mx.array) -> mx.array:
+        linear = self.linear
+        low = (self.dropout(x) @ self.lora_a) @ self.lora_b
+        y = multiply(linear, x) if isinstance(linear, FastLinear) else x @ linear.weight.T
+        y = y + (self.scale * low).astype(x.dtype)
+        y = (self.m / mx.sqrt(self.squares(x))).astype(x.dtype) * y
+        return y + linear.bias if "bias" in linear else y
+
+    def squares(self, after: mx.array) -> mx.array:
+        """|W + scale (A B)^T|^2 of each row: [out], float32. Made once `after`, the layer's input, is there.
+
+        MLX would else make the adapted weights of many blocks early.
+        """
+        linear = self.linear
+        is_quantised = isinstance(linear, FastLinear)
+        weight = dequantised(linear, after) if is_quantised else mx.depends([linear.weight], [after])[0]
+        adapted = weight + (self.scale * self.lora_b.T) @ self.lora_a.T
+        return mx.stop_gradient(mx.square(adapted.astype(mx.float32)).sum(axis=1))
 
 
 def use_low_rank_linear(model: nn.Module) -> None:
@@ -157,3 +149,9 @@ def use_low_rank_linear(model: nn.Module) -> None:
             siblings = Siblings(layers)
             for index, layer in enumerate(layers):
                 layer.siblings, layer.index = siblings, index
+
+
+def _input_size(linear: nn.Module) -> int:
+    """The inputs of a linear layer, which may be quantised: packed numbers of any width, 32 bits a word."""
+    words: int = linear.weight.shape[-1]
+    return words * 32 // linear.bits if isinstance(linear, nn.QuantizedLinear) else words

@@ -15,15 +15,9 @@ import numpy as np
 
 from lib.errors import UserError
 
-FAMILIES = (
-    "llama",
-    "ministral3",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-)  # those that lib/model/tensor_parallel.py can divide
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # what families call their number
+FAMILIES = ("llama", "ministral3", "mistral", "qwen2", "qwen3", "qwen3_moe")  # tensor_parallel.py can divide these
+TIED = ("llama", "mistral", "ministral3", "qwen2")  # their head is the embedding, where config.json does not say
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of their number
 TIDY_COLUMNS = 64  # GPUs are slow on other widths; taken where it leaves a rank this many parts to choose from
 CHOICES = 16
 
@@ -51,8 +45,7 @@ class ModelShape:
     @property
     def head_parameters(self) -> int:
         """Weights of one KV head and its query heads, in all blocks."""
-        queries = self.heads // self.kv_heads
-        return self.blocks * self.hidden_size * self.head_dim * (2 * queries + 2)
+        return self.blocks * self.hidden_size * self.head_dim * (2 * (self.heads // self.kv_heads) + 2)
 
     @property
     def mlp_column_parameters(self) -> int:
@@ -120,20 +113,17 @@ class Part:
 
 @dataclass(frozen=True)
 class Holders:
-    """The ranks that hold an array whole; the others have nothing of it."""
+    """The ranks that hold an array whole, with Part's methods; the others have nothing of it."""
 
     ranks: tuple[int, ...]
 
     def size(self, rank: int) -> int:
-        """Whether a rank holds it, as a number."""
         return int(rank in self.ranks)
 
     def of(self, whole: Any, rank: int) -> Any:
-        """What a rank that holds it keeps."""
         return whole
 
     def shape(self, of_any: Sequence[int], rank: int | None = None) -> tuple[int, ...]:
-        """Its shape."""
         return tuple(of_any)
 
 
@@ -158,16 +148,8 @@ def model_shape_of(stored: Mapping[str, Any], dtype: str | None = None, to_divid
         if experts:
             only_dense, step = stored.get("mlp_only_layers") or (), int(stored.get("decoder_sparse_step") or 1)
             sparse = sum(i not in only_dense and (i + 1) % step == 0 for i in range(blocks))
-        quantisation = stored.get("quantization") or stored.get("quantization_config") or {}
-        # Layers may be quantised each in its own way; what matters is where o_proj and down_proj may be cut.
-        cut = [q for name, q in quantisation.items() if name.endswith(("o_proj", "down_proj"))]
-        settings = [quantisation, *(q for q in cut if isinstance(q, dict))]
-        groups = [int(q["group_size"]) for q in settings if "group_size" in q]
-        bits = quantisation.get("bits")
-        name = dtype or stored.get("torch_dtype") or stored.get("dtype") or "float32"
-        number_bytes = 4 if name == "float32" else 2
-        # An affine group has a scale and a bias, the newer kinds one byte of scale.
-        extra = 4 if quantisation.get("mode", "affine") == "affine" else 1
+        number_bytes = 4 if (dtype or stored.get("torch_dtype") or stored.get("dtype") or "float32") == "float32" else 2
+        group_size, weight_bytes = _quantisation(stored, number_bytes)
         return ModelShape(
             blocks=blocks,
             expert_blocks=sparse,
@@ -179,14 +161,26 @@ def model_shape_of(stored: Mapping[str, Any], dtype: str | None = None, to_divid
             expert_columns=int(stored.get("moe_intermediate_size") or stored["intermediate_size"]) if sparse else 0,
             experts=experts,
             vocabulary=int(stored["vocab_size"]),
-            is_tied=bool(stored.get("tie_word_embeddings", family in ("llama", "mistral", "ministral3", "qwen2"))),
-            group_size=max(groups, default=1),
-            weight_bytes=bits / 8 + extra / groups[0] if bits else number_bytes,
+            is_tied=bool(stored.get("tie_word_embeddings", family in TIED)),
+            group_size=group_size,
+            weight_bytes=weight_bytes,
             other_bytes=number_bytes,
             experts_per_token=int(stored.get("num_experts_per_tok") or 0),
         )
     except KeyError as error:
         raise UserError(f"strategy=sharded needs {error.args[0]} in the model's config.json") from None
+
+
+def _quantisation(stored: Mapping[str, Any], number_bytes: int) -> tuple[int, float]:
+    """The largest group that no cut may split, and the bytes of one weight with its part of the scales."""
+    quantisation = stored.get("quantization") or stored.get("quantization_config") or {}
+    # Layers may be quantised each in its own way; what matters is where o_proj and down_proj may be cut.
+    cut = [q for name, q in quantisation.items() if name.endswith(("o_proj", "down_proj")) and isinstance(q, dict)]
+    groups = [int(q["group_size"]) for q in [quantisation, *cut] if "group_size" in q]
+    if not (bits := quantisation.get("bits")):
+        return max(groups, default=1), number_bytes
+    # An affine group has a scale and a bias, the newer kinds one byte of scale.
+    return max(groups), bits / 8 + (4 if quantisation.get("mode", "affine") == "affine" else 1) / groups[0]
 
 
 def divide(shape: ModelShape, weights: Sequence[float], vocabulary: bool = False) -> Division:
@@ -203,20 +197,19 @@ def divide(shape: ModelShape, weights: Sequence[float], vocabulary: bool = False
         UserError: more ranks than heads, or than groups of columns.
     """
     share = np.asarray(weights, dtype=np.float64) / math.fsum(weights)
-    queries = shape.heads // shape.kv_heads
-    unit = shape.group_size // math.gcd(shape.group_size, queries * shape.head_dim)
+    unit = shape.group_size // math.gcd(shape.group_size, shape.heads // shape.kv_heads * shape.head_dim)
     kv_heads = apportion(shape.kv_heads, share, unit, "KV heads")
-    left = share * shape.divided_parameters - np.array(kv_heads) * float(shape.head_parameters)
-    widths = {"MLP columns": shape.mlp_columns, "columns of an expert": shape.expert_columns}
-    mlp, expert = (
-        apportion(width, np.maximum(left, 0), _tidy_unit(width, shape.group_size, len(share)), what) if width else ()
-        for what, width in widths.items()
-    )
+    left = np.maximum(share * shape.divided_parameters - np.array(kv_heads) * float(shape.head_parameters), 0)
+
+    def columns(width: int, what: str) -> tuple[int, ...]:
+        return apportion(width, left, _tidy_unit(width, shape.group_size, len(share)), what) if width else ()
+
     rows: tuple[int, ...] = ()
     if vocabulary:
         can_be_even = len(set(weights)) == 1 and shape.vocabulary % len(share) == 0
         unit = 1 if can_be_even else _tidy_unit(shape.vocabulary, 1, len(share))
         rows = apportion(shape.vocabulary, share, unit, "tokens of the vocabulary")
+    mlp, expert = columns(shape.mlp_columns, "MLP columns"), columns(shape.expert_columns, "columns of an expert")
     return Division(kv_heads, mlp, expert, rows, tuple(map(float, weights)))
 
 
@@ -263,6 +256,5 @@ def rank_bytes(shape: ModelShape, division: Division, rank: int) -> tuple[int, i
     table = shape.vocabulary_row_parameters * shape.weight_bytes
     norms = shape.hidden_size * (2 * shape.blocks + 1) * shape.other_bytes
     routers = shape.hidden_size * shape.experts * shape.expert_blocks * shape.weight_bytes
-    rows = division.vocabulary[rank] if division.vocabulary else 0
-    kept = 0 if division.vocabulary else shape.vocabulary
-    return round(weights * shape.weight_bytes + rows * table), round(kept * table + norms + routers)
+    rows, whole = (division.vocabulary[rank], 0) if division.vocabulary else (0, shape.vocabulary)
+    return round(weights * shape.weight_bytes + rows * table), round(whole * table + norms + routers)

@@ -1,6 +1,6 @@
 """The only file that changes other projects' insides.
 
-What, why, and until when:
+Which, why, and until when:
 
 - `scaled_dot_product_attention` of the model's file in mlx_lm.models: a cache that attends by itself (a stream of
   tokens, rows that share prompts) gets queries, keys and values. Until mlx-lm takes an attention object.
@@ -9,16 +9,15 @@ What, why, and until when:
 
 Read with mlx-lm 0.32.2; tests/test_forward.py holds both against the originals.
 
-What else a model does differently here it does because a module of it was replaced by one of a derived class
-(`replace_modules`): the model's own tree, not another project's class.
+Everything else that a model does differently here comes from a module of its own tree, replaced by one of a derived
+class (`replace_modules`); another project's class stays as it is.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -40,16 +39,18 @@ def derived(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
     return new
 
 
-def with_methods(module: nn.Module, **make: Callable[[Any], Any]) -> nn.Module:
-    """The same module with methods of its own: each is make(the method that it had), for those that it has."""
+def with_methods(
+    module: nn.Module, attributes: Mapping[str, Any] | None = None, **make: Callable[[Any], Any]
+) -> nn.Module:
+    """The same module of a derived class: each method that it has becomes make(that method)."""
     plain = type(module)
     methods = {name: wrap(getattr(plain, name)) for name, wrap in make.items() if hasattr(plain, name)}
-    name = plain.__name__
-    return derived(module, type(name, (plain,), {"__module__": plain.__module__, **methods}))
+    content = {"__module__": plain.__module__, **(attributes or {}), **methods}
+    return derived(module, type(plain.__name__, (plain,), content))
 
 
 def replace_modules(model: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Puts other modules into a model's tree: what `replacement` gives for one, unless that is None."""
+    """Puts other modules into a model's tree: replacement(module), unless that is None."""
     new: dict[int, nn.Module] = {}
 
     def of(part: Any) -> Any:
@@ -73,16 +74,17 @@ def replace_modules(model: nn.Module, replacement: Callable[[nn.Module], nn.Modu
 # ---- Functions of the model's file in mlx_lm.models
 
 
-def _files_of(model: nn.Module) -> set[ModuleType]:
-    """The Python modules in which the classes of a model were written."""
-    return {sys.modules[kind.__module__] for part in model.modules() for kind in type(part).__mro__[:-1]}
+def _replace_function(model: nn.Module, name: str, plain: Any, ours: Any) -> None:
+    """Replaces a function in the Python modules in which the classes of a model were written."""
+    files = {sys.modules[kind.__module__] for part in model.modules() for kind in type(part).__mro__[:-1]}
+    for file in files - {base, activations}:
+        if vars(file).get(name) is plain:
+            vars(file)[name] = ours
 
 
 def attend_by_cache(model: nn.Module) -> None:
     """Lets the attention of the model's family leave it to caches that attend by themselves; others are as before."""
-    for file in _files_of(model):
-        if vars(file).get("scaled_dot_product_attention") is _attention and file is not base:
-            vars(file)["scaled_dot_product_attention"] = _attention_or_cache
+    _replace_function(model, "scaled_dot_product_attention", _attention, _attention_or_cache)
 
 
 @functools.wraps(_attention)
@@ -97,10 +99,8 @@ def _attention_or_cache(
 
 def use_lean_swiglu(model: nn.Module) -> None:
     """Lets the model's family use `lean_swiglu`, or `quick_swiglu` on a CPU: the same values."""
-    ours = quick_swiglu if mx.default_device() == mx.cpu else lean_swiglu
-    for file in _files_of(model):
-        if vars(file).get("swiglu") is _swiglu and file is not activations:
-            vars(file)["swiglu"] = ours
+    is_cpu = mx.default_device() == mx.cpu
+    _replace_function(model, "swiglu", _swiglu, quick_swiglu if is_cpu else lean_swiglu)
 
 
 @mx.custom_function

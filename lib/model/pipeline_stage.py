@@ -1,10 +1,10 @@
 """A loaded model goes in, this rank's consecutive blocks come out: a stage of a pipeline.
 
 The model's own code still runs, over its whole list of blocks. Those of other ranks have neither weights nor work: they
-pass on what they are handed. The one before this rank's first block hands on what the rank before made, the one after
-its last block takes what goes to the next rank. So masks, windows and positions are those of the family's own code, and
-every parameter keeps its name. What comes before the blocks (the embedding) is on the first rank, what comes after them
-(norm and head) on the last, a tied embedding on both.
+pass on their input. The one before this rank's first block hands on the output of the rank before, the one after its
+last block sends it to the next rank. So masks, windows and positions are those of the family's own code, and every
+parameter keeps its name. The modules before the blocks (the embedding) are on the first rank, those after them (norm
+and head) on the last, a tied embedding on both.
 
 The model files know nothing of it: the classes of their modules are derived from.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -26,20 +26,6 @@ from lib.model.layout import Neighbours, Stage, block_list_of, layout_of
 from lib.model.partition import bounds
 from lib.model.patches import replace_modules, with_methods
 from lib.model.token_stream import Stream
-
-
-@dataclass(frozen=True)
-class Outline:
-    """How a model runs: its blocks one after the other, with other modules before and after.
-
-    dtypes: of what each block is handed; before, after: the names of the other modules with parameters, by when they
-    are used.
-    """
-
-    hidden_size: int
-    dtypes: tuple[mx.Dtype, ...]
-    before: frozenset[str]
-    after: frozenset[str]
 
 
 def cut(model: nn.Module, blocks: Sequence[int], rank: int, neighbours: Neighbours) -> Stage:
@@ -57,7 +43,8 @@ def cut(model: nn.Module, blocks: Sequence[int], rank: int, neighbours: Neighbou
     trained = [holders[name][0] for name, _ in tree_flatten(model.trainable_parameters())]
     first, last = ends[rank], ends[rank + 1]
     dtypes = outline.dtypes[first], outline.dtypes[min(last, ends[-1] - 1)]
-    stage = Stage(rank, size, first, last, outline.hidden_size, dtypes, holders, min(trained, default=size), neighbours)
+    hidden_size, first_trained = outline.output.shape[-1], min(trained, default=size)
+    stage = Stage(rank, size, first, last, hidden_size, dtypes, holders, first_trained, neighbours)
     absent: dict[int, nn.Module] = {}
     for i, block in enumerate(model.layers):
         if not first <= i < last:
@@ -65,7 +52,7 @@ def cut(model: nn.Module, blocks: Sequence[int], rank: int, neighbours: Neighbou
             absent[id(block)] = _absent_block(block, entry)
     for name, unit in _units(model):
         if not ((rank == 0 and name in outline.before) or (rank == size - 1 and name in outline.after)):
-            absent[id(unit)] = _absent_unit(unit, outline)
+            absent[id(unit)] = _absent_unit(unit, hidden_size, outline.dtypes[0])
     replace_modules(model, lambda part: absent.get(id(part)))
     layout_of(model).stage = stage
     for _, array in tree_flatten(model.parameters()):
@@ -76,7 +63,7 @@ def cut(model: nn.Module, blocks: Sequence[int], rank: int, neighbours: Neighbou
 
 @contextlib.contextmanager
 def first_blocks(model: nn.Module, count: int) -> Iterator[None]:
-    """Meanwhile the model has its first blocks alone: what is in the others' place passes on what it is handed.
+    """Within it the model has its first blocks alone: those in the others' place pass on their input.
 
     Raises:
         UserError: a model that cannot be cut between its blocks.
@@ -92,86 +79,88 @@ def first_blocks(model: nn.Module, count: int) -> Iterator[None]:
         blocks[:] = held
 
 
-# ---- What runs when
+# ---- The order in which a model's modules run
+
+
+@dataclass
+class Outline:
+    """How a model runs: its blocks one after the other, with other modules before and after.
+
+    Args:
+        dtypes: of each block's input.
+        before, after: the names of the other modules with parameters, by when they are used.
+        output: of the last block.
+    """
+
+    dtypes: list[mx.Dtype] = field(default_factory=list)
+    before: set[str] = field(default_factory=set)
+    after: set[str] = field(default_factory=set)
+    output: Any = None
+
+
+class _Probe:
+    """Stands for a block while its model's code runs once: notes its input."""
+
+    def __init__(self, block: nn.Module, outline: Outline):
+        self.block, self.outline = block, outline
+
+    def __call__(self, x: Any = None, *args: Any, **options: Any) -> mx.array:
+        """The block's output, if it is one array made of the block before's alone."""
+        outline = self.outline
+        if not isinstance(x, mx.array) or (outline.output is not None and x is not outline.output):
+            raise TypeError("the input of a block is not the output of the one before")
+        others = (each for _, each in tree_flatten((args, options)) if isinstance(each, mx.array))
+        if any(mx.issubdtype(other.dtype, mx.floating) for other in others):
+            raise TypeError("blocks take more than the output of the one before")
+        output = self.block(x, *args, **options)
+        if not isinstance(output, mx.array) or output.shape != x.shape:
+            raise TypeError("a block makes more than one array")
+        outline.dtypes.append(x.dtype)
+        outline.output = output
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.block, name)
 
 
 def outline_of(model: nn.Module) -> Outline:
-    """How a model runs, from a look at its own code: nothing is computed, no weight is read.
+    """How a model runs, from one run of its own code: nothing is computed, no weight is read.
 
     Raises:
-        UserError: its blocks are not handed each other's outputs, and nothing else that was computed.
+        UserError: the input of its blocks is not each other's output alone.
     """
-    family = type(model).__module__.rpartition(".")[2]
+    cannot = f"strategy=pipelined cannot cut a model of family {type(model).__module__.rpartition('.')[2]}"
     blocks = block_list_of(model)
     if blocks is None:
-        raise UserError(f"strategy=pipelined cannot cut a model of family {family}: its blocks are not found in a list")
-    look, held, units = _Look(), list(blocks), dict(_units(model))
-    noted = {name: with_methods(unit, **both(look.used(name, len(blocks)))) for name, unit in units.items()}
-    there = {id(unit): noted[name] for name, unit in units.items()}
-    back = {id(noted[name]): unit for name, unit in units.items()}
-    try:
-        replace_modules(model, lambda part: there.get(id(part)))
-        blocks[:] = [_Probe(block, look) for block in held]  # type: ignore[misc]
-        model(mx.zeros((1, 2), mx.int32))
-    except (TypeError, ValueError, AttributeError, KeyError, IndexError) as reason:
-        why = str(reason).splitlines()[0][:80]
-        raise UserError(f"strategy=pipelined cannot cut a model of family {family}: {why}") from None
-    finally:
-        blocks[:] = held
-        replace_modules(model, lambda part: back.get(id(part)))
-    unknown = sorted(units.keys() - look.before - look.after)
-    if len(look.dtypes) != len(blocks) or unknown or look.output is None:
-        what = f"{', '.join(unknown)} is used neither before nor after the blocks" if unknown else "it skips blocks"
-        raise UserError(f"strategy=pipelined cannot cut a model of family {family}: {what}")
-    return Outline(look.output.shape[-1], tuple(look.dtypes), frozenset(look.before), frozenset(look.after))
+        raise UserError(f"{cannot}: its blocks are not found in a list")
+    outline, held, units = Outline(), list(blocks), dict(_units(model))
 
-
-class _Look:
-    """What is seen of a model while its code runs once."""
-
-    def __init__(self) -> None:
-        self.output: mx.array | None = None
-        self.dtypes: list[mx.Dtype] = []
-        self.before: set[str] = set()
-        self.after: set[str] = set()
-
-    def used(self, name: str, blocks: int) -> Callable[[Any], Any]:
-        """Makes a call that notes when a module is used."""
-
-        def noted(plain: Any) -> Any:
+    def noted(name: str) -> Callable[[Any], Any]:
+        def make(plain: Any) -> Any:
             def call(module: nn.Module, *args: Any, **options: Any) -> Any:
-                (self.after if len(self.dtypes) == blocks else self.before).add(name)
+                (outline.after if len(outline.dtypes) == len(held) else outline.before).add(name)
                 return plain(module, *args, **options)
 
             return call
 
-        return noted
+        return make
 
-    def passed(self, block: nn.Module, x: Any, args: Sequence[Any]) -> mx.array:
-        """A block's output, if it is one array made of the block before's alone."""
-        if not isinstance(x, mx.array) or (self.output is not None and x is not self.output):
-            raise TypeError("a block is not handed what the one before made")
-        if any(isinstance(arg, mx.array) and mx.issubdtype(arg.dtype, mx.floating) for _, arg in tree_flatten(args)):
-            raise TypeError("blocks are handed more than the output of the one before")
-        output = block(x, *args[0], **args[1])
-        if not isinstance(output, mx.array) or output.shape != x.shape:
-            raise TypeError("a block makes more than one array")
-        self.dtypes.append(x.dtype)
-        self.output = output
-        return output
-
-
-class _Probe:
-    """Stands for a block while its model's code is looked at."""
-
-    def __init__(self, block: nn.Module, look: _Look):
-        self.block, self.look = block, look
-
-    def __call__(self, x: Any = None, *args: Any, **options: Any) -> mx.array:
-        return self.look.passed(self.block, x, (args, options))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.block, name)
+    there = {id(unit): with_methods(unit, **_called_either_way(noted(name))) for name, unit in units.items()}
+    back = {id(there[id(unit)]): unit for unit in units.values()}
+    try:
+        replace_modules(model, lambda part: there.get(id(part)))
+        blocks[:] = [_Probe(block, outline) for block in held]  # type: ignore[misc]
+        model(mx.zeros((1, 2), mx.int32))
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError) as reason:
+        raise UserError(f"{cannot}: {str(reason).splitlines()[0][:80]}") from None
+    finally:
+        blocks[:] = held
+        replace_modules(model, lambda part: back.get(id(part)))
+    if unknown := sorted(units.keys() - outline.before - outline.after):
+        raise UserError(f"{cannot}: {', '.join(unknown)} is used neither before nor after the blocks")
+    if len(outline.dtypes) != len(blocks) or outline.output is None:
+        raise UserError(f"{cannot}: it skips blocks")
+    return outline
 
 
 def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -202,25 +191,22 @@ def _holders(model: nn.Module, outline: Outline, ends: Sequence[int]) -> dict[st
         for i, block in enumerate(model.layers)
     }
     for name, _ in _units(model):
-        where = [0] * (name in outline.before) + [size - 1] * (name in outline.after)
-        ranks[f"{name}."] = tuple(sorted(set(where)))
+        ranks[f"{name}."] = tuple(sorted({*[0] * (name in outline.before), *[size - 1] * (name in outline.after)}))
     everywhere = tuple(range(size))
     trained = dict(tree_flatten(model.trainable_parameters()))
     holders: dict[str, tuple[int, ...]] = {}
     for name, _ in tree_flatten(model.parameters()):
-        parts = name.split(".")
-        prefixes = (".".join(parts[:i]) + "." for i in range(1, len(parts)))
-        holders[name] = next((ranks[prefix] for prefix in prefixes if prefix in ranks), everywhere)
+        holders[name] = next((held for prefix, held in ranks.items() if name.startswith(prefix)), everywhere)
         if holders[name] == everywhere and size > 2 and name in trained:
             raise UserError(f"strategy=pipelined cannot train {name}, which belongs to no block; leave it out")
     return holders
 
 
-# ---- What takes the place of the others
+# ---- In the place of other ranks' modules
 
 
 def _absent_block(block: nn.Module, entry: Callable[[mx.array], mx.array] | None) -> nn.Module:
-    """What stands for another rank's block: it passes on what it is handed, or what `entry` makes of that."""
+    """Stands for another rank's block: passes on its input, or `entry` of that."""
     draws = sum(isinstance(part, nn.Dropout) and part._p_1 < 1 for part in block.modules())
 
     def passing(_: Any) -> Any:
@@ -229,7 +215,7 @@ def _absent_block(block: nn.Module, entry: Callable[[mx.array], mx.array] | None
                 for _ in range(draws):
                     mx.random.bernoulli(shape=())
             cache = next((arg for arg in (*args, *options.values()) if hasattr(arg, "update_and_fetch")), None)
-            if cache is not None and not isinstance(cache, Stream):  # positions are asked of any block's cache
+            if cache is not None and not isinstance(cache, Stream):  # any block's cache may be asked for the position
                 nothing = mx.zeros((x.shape[0], 1, x.shape[1], 1), x.dtype)
                 cache.update_and_fetch(nothing, nothing)
             return x if entry is None else entry(x).reshape(x.shape)
@@ -239,21 +225,21 @@ def _absent_block(block: nn.Module, entry: Callable[[mx.array], mx.array] | None
     return _empty(with_methods(block, __call__=passing))
 
 
-def _absent_unit(unit: nn.Module, outline: Outline) -> nn.Module:
-    """What stands for an embedding, a norm or a head: an output of the right shape, which is not used."""
+def _absent_unit(unit: nn.Module, hidden_size: int, dtype: mx.Dtype) -> nn.Module:
+    """Stands for an embedding, a norm or a head: an output of the right shape, which is not used."""
 
     def nothing(_: Any) -> Any:
         def call(self: nn.Module, x: mx.array, *args: Any, **options: Any) -> mx.array:
             is_tokens = not mx.issubdtype(x.dtype, mx.floating)
-            return mx.zeros((*x.shape, outline.hidden_size), outline.dtypes[0]) if is_tokens else x
+            return mx.zeros((*x.shape, hidden_size), dtype) if is_tokens else x
 
         return call
 
-    return _empty(with_methods(unit, **both(nothing)))
+    return _empty(with_methods(unit, **_called_either_way(nothing)))
 
 
-def both(make: Callable[[Any], Any]) -> dict[str, Callable[[Any], Any]]:
-    """`with_methods`' argument for a module that is called, or used as a head."""
+def _called_either_way(make: Callable[[Any], Any]) -> dict[str, Callable[[Any], Any]]:
+    """`with_methods`' arguments for a module that is called, or used as a head."""
     return {"__call__": make, "as_linear": make}
 
 

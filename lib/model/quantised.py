@@ -2,7 +2,7 @@
 
 MLX multiplies by packed weights directly (`mx.quantized_matmul`). That reads little, which is best for a token or two.
 With many tokens it is several times faster to dequantise a layer's weights, multiply by them and let them go
-(docs/performance.md has figures). From how many tokens on, `make calibrate` measures on each host for each shape.
+(docs/performance.md has figures).
 
 Both ways compute x W^T with the same W, and their gradients dy W. The backward pass dequantises again, so that no more
 than one layer's weights are ever held.
@@ -11,7 +11,6 @@ than one layer's weights are ever held.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,94 +21,13 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from lib.model.layout import modules_outside_blocks
 from lib.model.patches import derived, replace_modules
-from lib.model.quantised_products import Product, dequantise_from
 from lib.system.hardware import Device
 
-# ---- Layers
-
-
-class QuantisedLinear(nn.QuantizedLinear):
-    """MLX's, with the same parameters."""
-
-    held: _Held | None = None
-
-    def __call__(self, x: mx.array) -> mx.array:
-        y = multiply(self, x)
-        return y + self["bias"] if "bias" in self else y
-
-
-class QuantisedEmbedding(nn.QuantizedEmbedding):
-    """MLX's, with the same parameters; as a head it multiplies as linear layers do."""
-
-    held: _Held | None = None
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        return multiply(self, x)
-
-
-class QuantisedExperts(QuantizedSwitchLinear):
-    """mlx-lm's, with the same parameters. All experts' weights are dequantised, if any are."""
-
-    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        y = _multiply_experts(self, x, indices, sorted_indices)
-        return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
-
-
-Quantised = QuantisedLinear | QuantisedEmbedding
-OURS: dict[type[nn.Module], type[nn.Module]] = {
-    nn.QuantizedLinear: QuantisedLinear,
-    nn.QuantizedEmbedding: QuantisedEmbedding,
-    QuantizedSwitchLinear: QuantisedExperts,
-}
-
-
-def use_own_layers(model: nn.Module) -> None:
-    """Lets the model's quantised layers multiply the faster way: the same parameters by the same names."""
-    replace_modules(model, own_layer)
-
-
-def own_layer(layer: nn.Module) -> nn.Module | None:
-    """A quantised layer of MLX's as one of ours; None of another module."""
-    return derived(layer, OURS[type(layer)]) if type(layer) in OURS else None
-
-
-def product_of(layer: nn.Module, dtype: mx.Dtype) -> Product:
-    """The kind of product that a quantised layer makes with inputs of this type."""
-    return _product(layer["weight"].shape, layer.bits, layer.group_size, layer.mode, dtype)
-
-
-@functools.cache
-def _product(packed_shape: tuple[int, ...], bits: int, group_size: int, mode: str, dtype: mx.Dtype) -> Product:
-    *experts, outputs, inputs = packed_shape
-    name = str(dtype).removeprefix("mlx.core.")
-    return Product(inputs * 32 // bits, outputs, experts[0] if experts else 0, bits, group_size, mode, name)
-
-
-def layer_of(product: Product) -> QuantisedLinear | QuantisedExperts:
-    """A layer that makes such products, with weights drawn at random."""
-    inputs, outputs, group_size, bits = product.inputs, product.outputs, product.group_size, product.bits
-    layer: QuantisedLinear | QuantisedExperts
-    if product.experts:
-        layer = QuantisedExperts(inputs, outputs, product.experts, False, group_size, bits, product.mode)
-    else:
-        layer = QuantisedLinear(inputs, outputs, False, group_size, bits, product.mode)
-    layer.set_dtype(getattr(mx, product.dtype))
-    mx.eval(layer.parameters())
-    return layer
-
-
-def products_of(model: nn.Module) -> list[Product]:
-    """The kinds of products that the model's quantised layers make, each once, in the model's order."""
-    # A stage of a pipeline has layers of other stages, without their weights.
-    kinds = Quantised | QuantisedExperts
-    layers = [module for module in model.modules() if isinstance(module, kinds) and "weight" in module]
-    return list(dict.fromkeys(product_of(layer, _dtype_of(layer)) for layer in layers))
-
-
-def _dtype_of(layer: nn.Module) -> mx.Dtype:
-    """The type of what comes in, as far as the weights tell."""
-    scales: mx.array = layer["scales"]
-    return scales.dtype if mx.issubdtype(scales.dtype, mx.floating) else mx.bfloat16
+# Tokens from which on weights are dequantised; of experts, tokens for each. On a CPU MLX multiplies by packed weights
+# at 1 to 3 GFLOP/s, and to dequantise one costs no more than some ten such products. On CUDA the packed kernels for 8
+# tokens and more are compiled when they are first used, for minutes in all. On Metal nothing was measured: packed
+# products are near plain ones, so that it takes many tokens to pay for the bytes moved.
+DEQUANTISE_FROM: dict[Device, int] = {"cpu": 16, "cuda": 8, "metal": 512}
 
 
 def device() -> Device:
@@ -119,21 +37,61 @@ def device() -> Device:
     return "metal" if mx.metal.is_available() else "cuda"
 
 
+# ---- Layers, with the same parameters as MLX's and mlx-lm's
+
+
+class FastLinear(nn.QuantizedLinear):
+    """A quantised linear layer."""
+
+    held: _Held | None = None
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = multiply(self, x)
+        return y + self["bias"] if "bias" in self else y
+
+
+class FastEmbedding(nn.QuantizedEmbedding):
+    """A quantised embedding; as a head it multiplies as linear layers do."""
+
+    held: _Held | None = None
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return multiply(self, x)
+
+
+class FastExperts(QuantizedSwitchLinear):
+    """A quantised layer of experts. All experts' weights are dequantised, if any are."""
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        y = _multiply_experts(self, x, indices, sorted_indices)
+        return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
+
+
+FAST: dict[type[nn.Module], type[nn.Module]] = {
+    nn.QuantizedLinear: FastLinear,
+    nn.QuantizedEmbedding: FastEmbedding,
+    QuantizedSwitchLinear: FastExperts,
+}
+
+
+def use_fast_layers(model: nn.Module) -> None:
+    """Lets the model's quantised layers multiply the faster way: the same parameters by the same names."""
+    replace_modules(model, fast_layer)
+
+
+def fast_layer(layer: nn.Module) -> nn.Module | None:
+    """A quantised layer of MLX's as one of ours; None of another module."""
+    return derived(layer, FAST[type(layer)]) if type(layer) in FAST else None
+
+
 # ---- Products
 
 
 def packed(layer: nn.Module, x: mx.array, transpose: bool = True) -> mx.array:
     """x W^T (x W without `transpose`) by MLX's product with packed weights."""
-    return mx.quantized_matmul(
-        x,
-        layer["weight"],
-        scales=layer["scales"],
-        biases=layer.get("biases"),
-        transpose=transpose,
-        group_size=layer.group_size,
-        bits=layer.bits,
-        mode=layer.mode,
-    )
+    weight, scales, biases = layer["weight"], layer["scales"], layer.get("biases")
+    options = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
+    return mx.quantized_matmul(x, weight, scales=scales, biases=biases, transpose=transpose, **options)
 
 
 def dequantised(layer: nn.Module, after: mx.array) -> mx.array:
@@ -150,39 +108,34 @@ def dequantised(layer: nn.Module, after: mx.array) -> mx.array:
     return mx.dequantize(weight, scales, biases, layer.group_size, layer.bits, layer.mode, dtype=dtype)
 
 
-def dequantises(layer: nn.Module, tokens: int, dtype: mx.Dtype) -> tuple[bool, bool]:
-    """Whether so many rows of this type are multiplied by dequantised weights, and their gradient as well.
-
-    tokens: of experts, times the experts that each goes to.
-    """
-    return dequantise_from(product_of(layer, dtype), device())[0].reached_by(tokens)
+def dequantises(layer: nn.Module, tokens: int) -> bool:
+    """Whether so many rows are multiplied by dequantised weights. Of experts: times the experts that each goes to."""
+    experts = layer["weight"].shape[0] if isinstance(layer, QuantizedSwitchLinear) else 1
+    return tokens >= DEQUANTISE_FROM[device()] * experts
 
 
-def multiply(layer: Quantised, x: mx.array) -> mx.array:
-    """x W^T: [..., in] ➜ [..., out]."""
+def multiply(layer: nn.Module, x: mx.array) -> mx.array:
+    """x W^T of a FastLinear or FastEmbedding: [..., in] ➜ [..., out]."""
     if layer.held is not None:
         return x @ layer.held.weight.T
-    forward, backward = dequantises(layer, x.size // x.shape[-1], x.dtype)
-    if not (forward or backward):
+    if not dequantises(layer, x.size // x.shape[-1]):
         return packed(layer, x)
 
     @mx.custom_function
     def product(x: mx.array) -> mx.array:
-        return x @ dequantised(layer, x).T if forward else packed(layer, x)
+        return x @ dequantised(layer, x).T
 
     @product.vjp
     def product_vjp(x: mx.array, dy: mx.array, _: Any) -> mx.array:
-        dx = dy @ dequantised(layer, dy) if backward else packed(layer, dy, transpose=False)
-        return dx.astype(x.dtype)
+        return (dy @ dequantised(layer, dy)).astype(x.dtype)
 
     return product(x)
 
 
-def _multiply_experts(layer: QuantisedExperts, x: mx.array, indices: mx.array, is_sorted: bool) -> mx.array:
+def _multiply_experts(layer: FastExperts, x: mx.array, indices: mx.array, is_sorted: bool) -> mx.array:
     """x of each token by the W^T of each of its experts; shapes as mx.gather_qmm has them."""
-    forward, backward = dequantises(layer, indices.size, x.dtype)
-
-    def by_packed(x: mx.array) -> mx.array:
+    # nvfp4 may have a scale for each expert besides; MLX dequantises with one for all.
+    if not dequantises(layer, indices.size) or layer.global_scale is not None:
         return mx.gather_qmm(
             x,
             layer["weight"],
@@ -201,23 +154,15 @@ def _multiply_experts(layer: QuantisedExperts, x: mx.array, indices: mx.array, i
         weight = dequantised(layer, after).swapaxes(-1, -2)
         return mx.gather_mm(x, weight, rhs_indices=indices, sorted_indices=is_sorted)
 
-    # nvfp4 may have a scale for each expert besides; MLX dequantises with one for all.
-    if not (forward or backward) or layer.global_scale is not None:
-        return by_packed(x)
-
     @mx.custom_function
     def product(x: mx.array) -> mx.array:
-        return by_dequantised(x, x) if forward else by_packed(x)
+        return by_dequantised(x, x)
 
     @product.vjp
     def product_vjp(x: mx.array, dy: mx.array, _: Any) -> mx.array:
-        gradient = (lambda x: by_dequantised(x, dy)) if backward else by_packed
-        return mx.vjp(gradient, [x], [dy])[1][0]
+        return mx.vjp(lambda x: by_dequantised(x, dy), [x], [dy])[1][0]
 
     return product(x)
-
-
-# ---- One weight for several products
 
 
 @dataclass(frozen=True)
@@ -236,9 +181,9 @@ def dequantised_once(model: nn.Module, tokens: int, after: mx.array) -> Iterator
     layers = [
         module
         for module in modules_outside_blocks(model)
-        if isinstance(module, Quantised)
+        if isinstance(module, FastLinear | FastEmbedding)
         and "weight" in module  # else another stage of a pipeline has it
-        and all(dequantises(module, tokens, after.dtype))
+        and dequantises(module, tokens)
     ]
     try:
         for layer in layers:
@@ -252,10 +197,10 @@ def dequantised_once(model: nn.Module, tokens: int, after: mx.array) -> Iterator
 def matrix_for_gradient(linear: nn.Module, dy: mx.array, after: mx.array) -> mx.array | None:
     """W, where dy W [..., in] is the gradient that a frozen linear layer passes on; None where that is made packed.
 
-    after: what a dequantised W waits for.
+    after: the array before a dequantised W.
     """
     if type(linear) is nn.Linear:
         weight: mx.array = linear.weight
         return weight
-    is_dequantised = isinstance(linear, QuantisedLinear) and dequantises(linear, dy.size // dy.shape[-1], dy.dtype)[1]
+    is_dequantised = isinstance(linear, FastLinear) and dequantises(linear, dy.size // dy.shape[-1])
     return dequantised(linear, after) if is_dequantised else None

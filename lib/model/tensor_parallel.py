@@ -3,9 +3,9 @@
 A block's attention and its MLP each begin with layers that are divided by their outputs (q, k, v; gate, up) and end
 with one that is divided by its inputs (o; down), as in Megatron-LM (arXiv:1909.08053, section 3). So one sum at the
 end, and one of the gradients at the beginning, make of the parts what the whole would have computed; both carry a
-number for every token and hidden unit, however unevenly heads and columns are divided. Within, what a rank holds whole
-(LoRA's A in front of a divided B, B after a divided A, norms of heads, routers) gets a part of its gradient on each
-rank, and these are summed; outside, every rank computes the same.
+number for every token and hidden unit, however unevenly heads and columns are divided. Within, an array that a rank
+holds whole (LoRA's A in front of a divided B, B after a divided A, norms of heads, routers) gets a part of its gradient
+on each rank, and these are summed; outside, every rank computes the same.
 
 The model files know nothing of it: the classes of these two modules are derived from, and their weights cut.
 """
@@ -21,10 +21,10 @@ from mlx.utils import tree_flatten
 from lib.errors import UserError
 from lib.model.layout import PositionsPart, Ranks, VocabularyPart, layout_of
 from lib.model.lora import DoRA
-from lib.model.partition import Division, Part, bounds
+from lib.model.partition import FAMILIES, Division, Part, bounds
 from lib.model.patches import with_methods
 
-MODULES = ("llama", "ministral3", "qwen2", "qwen3", "qwen3_moe")  # of mlx_lm.models
+STORED = ("weight", "scales", "biases")
 
 
 def shard(model: nn.Module, division: Division, ranks: Ranks) -> tuple[dict[str, Part], set[str]]:
@@ -40,8 +40,8 @@ def shard(model: nn.Module, division: Division, ranks: Ranks) -> tuple[dict[str,
         UserError: a family that is not known, or a cut through a quantisation group.
     """
     family = type(model).__module__.rpartition(".")[2]
-    if family not in MODULES:
-        raise UserError(f"strategy=sharded cannot divide a model of family {family}; it knows {', '.join(MODULES)}")
+    if family not in FAMILIES:
+        raise UserError(f"strategy=sharded cannot divide a model of family {family}; it knows {', '.join(FAMILIES)}")
     names = {id(module): name for name, module in model.named_modules()}
     parts: dict[str, Part] = {}
     partial: set[str] = set()
@@ -61,13 +61,13 @@ def shard(model: nn.Module, division: Division, ranks: Ranks) -> tuple[dict[str,
                 _keep(module, name, part, ranks.rank)
         layer.self_attn = _joined_attention(layer.self_attn, division, ranks)
         layer.mlp = _joined_mlp(layer.mlp, division, ranks)
-    for name, array in tree_flatten(model.parameters()):
+    for _, array in tree_flatten(model.parameters()):
         mx.eval(array)
     mx.clear_cache()
     return parts, partial
 
 
-# ---- Which part of what
+# ---- The parts of each array
 
 
 def _attention_parts(attention: nn.Module, division: Division) -> dict[str, Part]:
@@ -84,10 +84,9 @@ def _attention_parts(attention: nn.Module, division: Division) -> dict[str, Part
 
 
 def _mlp_parts(mlp: nn.Module, division: Division) -> dict[str, Part]:
-    prefix, inner, counts = "", mlp, division.mlp_columns
+    prefix, inner, columns = "", mlp, bounds(division.mlp_columns)
     if "switch_mlp" in mlp:
-        prefix, inner, counts = "switch_mlp.", mlp.switch_mlp, division.expert_columns
-    columns = bounds(counts)
+        prefix, inner, columns = "switch_mlp.", mlp.switch_mlp, bounds(division.expert_columns)
     return {
         **_by_outputs(inner.gate_proj, f"{prefix}gate_proj", columns),
         **_by_outputs(inner.up_proj, f"{prefix}up_proj", columns),
@@ -104,8 +103,7 @@ def _by_outputs(linear: nn.Module, prefix: str, ends: tuple[int, ...]) -> dict[s
     parts = {}
     for name, array in tree_flatten(linear.parameters()):
         leaf = name.rpartition(".")[2]
-        of_experts = array.ndim == 3  # whose B is [expert, out, rank]
-        if leaf in ("weight", "scales", "biases") or (leaf == "lora_b" and of_experts):
+        if leaf in STORED or (leaf == "lora_b" and array.ndim == 3):  # of experts: [expert, out, rank]
             parts[f"{prefix}.{name}"] = Part(-2, ends)
         elif leaf in ("bias", "lora_b", "m"):
             parts[f"{prefix}.{name}"] = Part(-1, ends)
@@ -117,7 +115,7 @@ def _by_inputs(linear: nn.Module, prefix: str, ends: tuple[int, ...]) -> dict[st
     parts = {}
     for name, array in tree_flatten(linear.parameters()):
         leaf = name.rpartition(".")[2]
-        if leaf in ("weight", "scales", "biases"):
+        if leaf in STORED:
             width = array.shape[-1]  # in quantised layers less than the inputs
             if any(end * width % ends[-1] for end in ends):
                 raise UserError(f"strategy=sharded: {list(ends)} would cut through a quantisation group of {prefix}")
@@ -137,14 +135,8 @@ def _keep(module: nn.Module, name: str, part: Part, rank: int) -> None:
     if part.size(rank) == 0:
         del module[leaf]
     else:
-        module[leaf] = _copied(part.of(module[leaf], rank))
-
-
-def _copied(array: mx.array) -> mx.array:
-    """An array's own memory, so that the whole that it was cut from can be freed."""
-    array = mx.contiguous(array)
-    mx.eval(array)
-    return array
+        module[leaf] = mx.contiguous(part.of(module[leaf], rank))  # so that the whole can be freed
+        mx.eval(module[leaf])
 
 
 def _divide_vocabulary(model: nn.Module, names: dict[int, str], division: Division, ranks: Ranks) -> dict[str, Part]:
@@ -160,9 +152,8 @@ def _divide_vocabulary(model: nn.Module, names: dict[int, str], division: Divisi
         for leaf, _ in tree_flatten(table.parameters()):
             parts[f"{name}.{leaf}"] = Part(-2, rows)
             _keep(table, leaf, parts[f"{name}.{leaf}"], ranks.rank)
-    part = VocabularyPart(ranks, rows)
-    layout_of(model).vocabulary = part
-    embed = lambda call: lambda self, tokens: part.embed(lambda own: call(self, own), tokens)  # noqa: E731
+    part = layout_of(model).vocabulary = VocabularyPart(ranks, rows)
+    embed = lambda call: lambda self, tokens: part.embed(lambda local: call(self, local), tokens)  # noqa: E731
     logits = lambda call: lambda self, x: part.logits(call(self, x))  # noqa: E731
     model.model.embed_tokens = with_methods(embedding, __call__=embed, as_linear=logits)
     if head is not None:
@@ -170,13 +161,13 @@ def _divide_vocabulary(model: nn.Module, names: dict[int, str], division: Divisi
     return parts
 
 
-# ---- What the parts do together
+# ---- The parts together
 
 
 def _joined_attention(attention: nn.Module, division: Division, ranks: Ranks) -> nn.Module:
-    own, all_heads = division.kv_heads[ranks.rank], attention.n_kv_heads
-    inputs = bounds(division.kv_heads, _output_size(attention.q_proj) // own)
-    attention.n_heads, attention.n_kv_heads = attention.n_heads // all_heads * own, own
+    held, all_heads = division.kv_heads[ranks.rank], attention.n_kv_heads
+    inputs = bounds(division.kv_heads, _output_size(attention.q_proj) // held)
+    attention.n_heads, attention.n_kv_heads = attention.n_heads // all_heads * held, held
     attention.o_proj = _joined_inputs(attention.o_proj, inputs, ranks)
     return _summed(attention, ranks)
 
@@ -203,14 +194,14 @@ def _summed(module: nn.Module, ranks: Ranks) -> nn.Module:
 
 
 def _joined_inputs(linear: nn.Module, ends: tuple[int, ...], ranks: Ranks) -> nn.Module:
-    """What an adapter needs where a rank sees some of the inputs only."""
+    """An adapted layer where a rank sees some of the inputs only."""
     dropout = linear.get("dropout")
     if isinstance(dropout, nn.Dropout) and dropout._p_1 < 1:
         linear.dropout = _DropoutOfPart(1 - dropout._p_1, ends, ranks.rank)
     if isinstance(linear, DoRA):  # whose norms are of whole rows
 
-        def of_whole_rows(own: Any) -> Any:
-            return lambda self, after: mx.stop_gradient(ranks.sum_forward(own(self, after)))
+        def of_whole_rows(squares: Any) -> Any:
+            return lambda self, after: mx.stop_gradient(ranks.sum_forward(squares(self, after)))
 
         return with_methods(linear, squares=of_whole_rows)
     return linear
@@ -221,10 +212,10 @@ class _DropoutOfPart(nn.Dropout):
 
     def __init__(self, p: float, ends: tuple[int, ...], rank: int):
         super().__init__(p)
-        self._ends, self._rank = ends, rank
+        self._size, self._part = ends[-1], slice(*ends[rank : rank + 2])
 
     def __call__(self, x: mx.array) -> mx.array:
         if self._p_1 == 1 or not self.training:
             return x
-        mask = mx.random.bernoulli(self._p_1, (*x.shape[:-1], self._ends[-1]))
-        return (1 / self._p_1) * mask[..., self._ends[self._rank] : self._ends[self._rank + 1]] * x
+        mask = mx.random.bernoulli(self._p_1, (*x.shape[:-1], self._size))
+        return (1 / self._p_1) * mask[..., self._part] * x
