@@ -138,9 +138,9 @@ def few_shapes(
     """At most `most` shapes, the cheapest first, that every micro-batch can be padded to at little cost.
 
     needs: NEED, the micro-batches of some epochs. largest: what no micro-batch needs more than. trace: what a shape
-    may save in these epochs. The micro-batches are put in order and cut into groups, each with the
-    cheapest shape for all of it, so that the cost of all and of the traces is least (dynamic programming). Each shape
-    serves the first epoch: none is new after it.
+    has to save in these epochs. The micro-batches are put in order and cut into groups, each with the cheapest shape
+    for all of it, so that the cost of all and of the traces is least (dynamic programming). Each shape serves the
+    first epoch: none is new after it.
     """
 
     def fitting(needs: np.ndarray) -> BatchShape:
@@ -148,7 +148,9 @@ def few_shapes(
 
     def bounds(needs: np.ndarray) -> np.ndarray:
         """Two needs with a shape of their own that holds all of these."""
-        both = np.array([tuple(needs[name].max() for name in NEED.names or ())] * 2, NEED)
+        both = np.empty(2, NEED)
+        for name in NEED.names or ():
+            both[name] = needs[name].max()
         both["shortest_prompt"], both["rows"][1] = needs["shortest_prompt"].min(), needs["rows"].min()
         return both
 
@@ -156,13 +158,16 @@ def few_shapes(
     together["widest"] = largest["widest"]  # costs nothing, and is one thing less that may not fit
     size = together["tokens"] if shared_prompts else together["rows"] * together["longest"]
     runs = np.array_split(together[np.argsort(size, kind="stable")], min(RUNS, len(together)))
-    ends = [bounds(run) for run in runs]
-    ends[-1] = np.append(ends[-1], largest)
+    ends = np.concatenate([*map(bounds, runs), largest[None]])  # two a run; the last run has to hold the largest, too
+
+    def of_runs(start: int, end: int) -> BatchShape:
+        return fitting(ends[2 * start : 2 * end if end < len(runs) else None])
+
     # cheapest[g, j]: the first j runs in g groups; costs[i, j]: runs i to j - 1 in one.
     costs = np.full((len(runs) + 1, len(runs) + 1), np.inf)
     for i in range(len(runs)):
         for j in range(i, len(runs)):
-            cost = max(fitting(np.concatenate(ends[i : j + 1])).cost, trace.least_tokens)
+            cost = max(of_runs(i, j + 1).cost, trace.least_tokens)
             costs[i, j + 1] = cost * sum(map(len, runs[i : j + 1])) + trace.tokens
     cheapest, cuts = np.full((most + 1, len(runs) + 1), np.inf), np.zeros((most + 1, len(runs) + 1), np.int64)
     cheapest[0, 0] = 0
@@ -172,7 +177,7 @@ def few_shapes(
     shapes, end = set(), len(runs)
     for groups in range(int(cheapest[:, -1].argmin()), 0, -1):
         start = int(cuts[groups, end])
-        shapes.add(fitting(np.concatenate(ends[start:end])))
+        shapes.add(of_runs(start, end))
         end = start
     ascending = sorted(shapes, key=lambda shape: shape.cost)
     # What holds everything has to stay: it replaces the largest of those that the first epoch uses, and so is used.

@@ -14,7 +14,7 @@ from lib.evaluate.held_out_metrics import metrics_of, policy_logps
 from lib.training.objective import Metrics
 from lib.training.run import TrainingRun
 
-SAMPLE_TOKENS = 48  # of an answer that is only shown: a line of it is
+SAMPLE_TOKENS = 32  # of an answer that is only shown: a line of it is
 
 
 @dataclass

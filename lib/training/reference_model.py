@@ -15,7 +15,6 @@ from typing import NamedTuple, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_unflatten
 
 from lib.config.settings import Config, DataSettings
 from lib.data.batch import Batch, collate
@@ -35,6 +34,7 @@ from lib.training import divided_world, losses
 from lib.training.divided_world import Lockstep
 from lib.training.inputs import Inputs
 from lib.training.step import MicroBatch, is_compiled
+from lib.training.update_rule import TrainedArrays
 
 MIXUP = 0.6  # how far a reference that follows goes, by default (arXiv:2404.09656, table 1)
 LOGPS = "logps"  # the array of a checkpoint's file
@@ -206,6 +206,7 @@ class AskedReference:
     is_compiled: bool = False
 
     def __post_init__(self) -> None:
+        self._trained, self._traced = TrainedArrays(self.policy), set[object]()
         self._pass: Callable[[StreamInputs], mx.array] = self._logps
         if self.is_compiled:
             self._pass = mx.compile(self._logps, inputs=[self.model.state])
@@ -222,23 +223,34 @@ class AskedReference:
 
     def _ask(self, batch: Batch) -> np.ndarray:
         """float32 [examples, K]; of groups [examples, K, C]."""
-        with self.in_place(), self.world.workers.together("reference log-probabilities of a batch"):
-            parts = [batch] if batch.mismatched is None else [batch, batch.mismatched]
+        parts = [batch] if batch.mismatched is None else [batch, batch.mismatched]
+        shapes = {part.shapes for part in parts} if self.is_compiled else {None}
+        with (
+            self.in_place(walks=not shapes <= self._traced),
+            self.world.workers.together("reference log-probabilities of a batch"),
+        ):
             logps = [np.array(self._pass(arrays_of(part.inputs))) for part in parts]
+        self._traced |= shapes - {None}
         # Each part may be padded to a shape of its own.
         return np.concatenate([one[: len(batch.rows)] for one in logps], axis=1)
 
     @contextmanager
-    def in_place(self) -> Iterator[nn.Module]:
-        """The reference as a model, in the place of the policy where one model is both."""
-        now = {name: array for name, array in adapter_files.trainable(self.policy).items() if name in self.arrays}
-        self.model.update(tree_unflatten(list(self.arrays.items())))
-        self.model.eval()
+    def in_place(self, walks: bool = True) -> Iterator[nn.Module]:
+        """The reference as a model, in the place of the policy where one model is both.
+
+        walks: through all modules, to end and begin training; a graph that is traced needs none of it.
+        """
+        now = self._trained.read()
+        if self.arrays:
+            self._trained.write([self.arrays[name] for name in self._trained.names])
+        if walks:
+            self.model.eval()
         try:
             yield self.model
         finally:
-            self.model.update(tree_unflatten(list(now.items())))
-            self.policy.train()
+            self._trained.write(now)
+            if walks:
+                self.policy.train()
 
     def _logps(self, inputs: StreamInputs) -> mx.array:
         """Of whole completions, float32 [b, K]; of groups those of each token, [b, K, C]."""
