@@ -480,9 +480,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     Raises:
         UserError: an option that does not exist, or a number that cannot be.
     """
-    parser = command_line.Parser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_line.Parser(description=__doc__)
     add = parser.add_argument
     quickstart = str(ROOT / "configs" / "quickstart.yaml")
     add("--config", metavar="FILE", default=quickstart, help="whose model and data (default: the quickstart)")

@@ -43,13 +43,13 @@ def test_order_differs_by_seed_and_epoch():
 
 
 def test_order_is_the_same_on_every_platform_and_numpy():
-    order = epoch_order(np.array([5, 3, 8, 1, 9, 2, 7, 4, 6, 0]), seed=7, epoch=2, global_batch_size=3, length_window=2)
+    order = epoch_order(np.array([5, 3, 8, 1, 9, 2, 7, 4, 6, 0]), seed=7, epoch=2, global_batch_size=3, window=2)
     assert order.tolist() == [0, 8, 4, 9, 6, 2, 3, 5, 1, 7]
 
 
 def test_batches_hold_rows_of_similar_length_and_come_in_no_order_of_length():
     lengths = np.random.default_rng(0).integers(1, 1000, 16 * 256)
-    order = epoch_order(lengths, seed=0, epoch=0, global_batch_size=16, length_window=32)
+    order = epoch_order(lengths, seed=0, epoch=0, global_batch_size=16, window=32)
     batches = lengths[order].reshape(-1, 16)
     spread = (batches.max(axis=1) - batches.min(axis=1)).mean()
     assert spread < 60, spread  # 1000 / 32 windows' batches, twice; 880 without the window

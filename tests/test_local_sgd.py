@@ -32,7 +32,7 @@ def test_every_pair_is_trained_once_an_epoch_whatever_ranks_do(data: st.DataObje
     ranks, rng = data.draw(st.integers(1, 4)), np.random.default_rng(data.draw(st.integers(0, 2**32)))
     lengths, step, seen = rng.integers(2, 99, size), 0, []
     while step < steps:
-        this = local_sgd.open_round((step, steps), pairs, lengths, 5, batch, 4)
+        this = local_sgd.open_round((step, steps), pairs, lengths, 5, batch)
         assert this.first_step == step and this.last_step > step
         held = len(this.rows)
         assert held >= pairs or this.last_step == steps
@@ -76,7 +76,7 @@ def test_every_pair_is_trained_once_an_epoch_whatever_ranks_do(data: st.DataObje
 )
 def test_by_speed_all_ranks_end_within_a_chunk_of_each_other(shares: list[int], speeds: list[float], size: int) -> None:
     speeds = speeds[: len(shares)]
-    this = local_sgd.open_round((0, 10**6), size, np.ones(size, int), 0, size, 1)
+    this = local_sgd.open_round((0, 10**6), size, np.ones(size, int), 0, size)
     queues = local_sgd.assign_by_speed(this, np.arange(size), shares, speeds)
     ends = [sum(map(len, queue)) / speed for queue, speed in zip(queues, speeds, strict=True)]
     longest = max(share / speed for share, speed in zip(shares, speeds, strict=True))
@@ -84,7 +84,7 @@ def test_by_speed_all_ranks_end_within_a_chunk_of_each_other(shares: list[int], 
 
 
 def test_planned_shares_are_those_of_a_synchronous_step() -> None:
-    this = local_sgd.open_round((3, 9), 40, np.arange(21), 0, 8, 1)
+    this = local_sgd.open_round((3, 9), 40, np.arange(21), 0, 8)
     queues = local_sgd.assign_planned(this, np.arange(len(this.rows)), [6, 2])
     batches = np.diff(this.edges).tolist()
     assert batches == [8, 8, 5, 8, 8, 5][: len(batches)] and [*map(len, queues[0])][:3] == [6, 6, 4]
@@ -113,7 +113,7 @@ def test_every_row_has_the_learning_rate_of_its_synchronous_step(
                    for step, batch_rows in enumerate(order) for row in batch_rows}  # fmt: skip
     step, seen, speeds = 0, {}, [share * 1.07**rank for rank, share in enumerate(shares)]
     while step < steps:
-        this = local_sgd.open_round((step, steps), pairs, np.arange(rows), 0, batch, 4)
+        this = local_sgd.open_round((step, steps), pairs, np.arange(rows), 0, batch)
         pending = np.arange(len(this.rows))
         while len(pending):
             if by_speed or not local_sgd.is_tail(this, pending):

@@ -171,7 +171,6 @@ def test_a_run_that_is_planned_again_loses_no_example_and_resumes_bit_for_bit(
         "train.steps=16",
         "checkpoint.every=1",
         "checkpoint.keep=20",
-        "plan.replan_seconds=0",
         "strategy=synchronous",
     ]
     observe = Schedule.observe

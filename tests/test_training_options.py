@@ -105,7 +105,7 @@ def test_every_layer_has_the_rank_and_scale_of_the_first_pattern_that_ends_its_n
     ("words", "message"),
     [
         (["model.rank_pattern={nothing: 4}"], "'nothing' ends the name of no adapted layer"),
-        (["model.rank_pattern={'(': 4}"], "'\\(' is no regular expression"),
+        (["model.rank_pattern={'(': 4}"], "model.rank_pattern: no regular expression"),
         (["model.blocks=[0, 7]"], "model.blocks=\\[0,7\\], but .* has 2 blocks, 0 to 1"),
         (["model.blocks=[1-0]"], "1-0 ends before it begins"),
         (["model.blocks=3"], "model.blocks=3, but .* has 2 blocks"),

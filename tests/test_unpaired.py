@@ -412,7 +412,7 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_was_never_stopped(tmp_path
 
 def test_a_compiled_step_asks_the_reference_of_fewer_rows_than_its_shape(tmp_path: Path) -> None:
     """Batches are padded to shapes, and completions beside others' prompts, of KTO, to none."""
-    words = [*run_words(tmp_path, "kto"), "train.steps=4", "data.length_window=1", "plan.micro_batch_sizes=[4]"]
+    words = [*run_words(tmp_path, "kto"), "train.steps=4", "plan.micro_batch_sizes=[4]"]
     words += ["train.global_batch_size=7", "train.max_traces=1", f"data.cache_dir={tmp_path}/c", "data.streaming=true"]
     for name, compiled in (("plain", "false"), ("compiled", "true")):
         tiny.train(tmp_path, [*words, f"run.name={name}", f"train.compile={compiled}"])

@@ -20,6 +20,10 @@ class Parser(argparse.ArgumentParser):
     arguments: Sequence[str] | None = None  # of the whole command line
     settings_place: str | None = None  # where key=value words go, if not beside the options
 
+    def __init__(self, **options: Any):
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(**{"formatter_class": formatter, "allow_abbrev": False, **options})
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if self.arguments is None:
             self.arguments = list(sys.argv[1:] if args is None else args)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import re
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,6 @@ from pydantic_core import ErrorDetails
 
 from lib.config import hints, read_file
 from lib.config.help import accepts, known_settings, setting_types, type_parts
-from lib.config.plain_yaml import PlainLoader
 from lib.config.settings import Config, TrainSettings
 from lib.errors import UserError
 
@@ -80,6 +80,19 @@ def load(path: Path | str | None, overrides: Sequence[str] = (), base: Tree | No
         origins[key] = word
     if chosen_for is not None:
         tree["train"]["learning_rate_batch_size"] = chosen_for
+    return _validated(tree, origins, path)
+
+
+def with_strategy(config: Config, strategy: str) -> Config:
+    """The same with another strategy.
+
+    Raises:
+        UserError: a setting that this does not allow.
+    """
+    return _validated({**config.model_dump(), "strategy": strategy}, {}, None)
+
+
+def _validated(tree: Tree, origins: dict[str, str], path: Path | str | None) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -91,18 +104,6 @@ def load(path: Path | str | None, overrides: Sequence[str] = (), base: Tree | No
         messages = [_explain(fault, origins, path) for fault in faults]
         more = [f"and {len(messages) - MOST_FAULTS} more"] if len(messages) > MOST_FAULTS else []
         raise UserError("; ".join([*messages[:MOST_FAULTS], *more])) from None
-
-
-def with_strategy(config: Config, strategy: str) -> Config:
-    """The same with another strategy.
-
-    Raises:
-        UserError: a setting that this does not allow.
-    """
-    try:
-        return Config.model_validate({**config.model_dump(), "strategy": strategy})
-    except ValidationError as error:
-        raise UserError("; ".join(_explain(fault, {}, None) for fault in error.errors())) from None
 
 
 def _batch_of_learning_rate(tree: Tree, overrides: Sequence[str]) -> int | None:
@@ -200,29 +201,15 @@ def dump(config: BaseModel) -> str:
     return yaml.dump(config.model_dump(mode="json"), Dumper=DUMPER, sort_keys=False, allow_unicode=True)
 
 
-@functools.lru_cache(maxsize=4)
-def _parsed(text: str) -> tuple[yaml.Node | None, Any]:
-    """The nodes of a YAML text, and their values; a run's own settings are asked for several times.
-
-    Raises:
-        yaml.YAMLError: it is not valid.
-    """
-    return yaml.compose(text, Loader=PlainLoader), yaml.load(text, Loader=PlainLoader)
-
-
 def _read_yaml(path: Path) -> tuple[Tree, dict[str, str]]:
     """The file's tree, and for each dotted key its `file:line`."""
     try:
-        node, tree = _parsed(read_file.read_text(path, "config file"))
-    except FileNotFoundError:
-        raise UserError(
-            f"config file {path} does not exist (looked from {Path.cwd()}, which should be the project's folder); "
-            "configs/ has examples"
-        ) from None
-    except IsADirectoryError:
-        raise UserError(f"config file {path} is a folder; name a file in it") from None
+        text = read_file.read_text(path, "config file")
+        node, tree = (read(text, Loader=read_file.PlainLoader) for read in (yaml.compose, yaml.load))
     except OSError as error:
-        raise UserError(f"config file {path} cannot be read: {error.strerror}") from None
+        why = "is a folder; name a file in it" if path.is_dir() else f"cannot be read: {error.strerror}"
+        why = why if path.exists() else "does not exist"
+        raise UserError(f"config file {path} {why} (looked from {Path.cwd()}; configs/ has examples)") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
@@ -243,7 +230,7 @@ def _read_yaml(path: Path) -> tuple[Tree, dict[str, str]]:
                 walk(value, f"{dotted}.")
 
     walk(node, "")
-    return copy.deepcopy(tree), origins
+    return tree, origins
 
 
 def _parse_value(key: str, text: str) -> Any:
@@ -251,34 +238,23 @@ def _parse_value(key: str, text: str) -> Any:
 
     Of a string too, quotes around the whole text are taken off, null is none, and a mapping may be one.
     """
-    annotation = setting_types().get(key)  # None: there is no such setting
-    wants_text = accepts(annotation, str)
-    if wants_text and text.strip() in NULLS:
-        return None
+    annotation = setting_types()[key]
+    is_mapping = text.startswith("{") and any(typing.get_origin(part) is dict for part in type_parts(annotation))
+    wants_text = accepts(annotation, str) and not is_mapping
+    if wants_text and text[0] not in "'\"":
+        return None if text.strip() in NULLS else text
     try:
-        node, value = yaml.compose(text, Loader=PlainLoader), yaml.load(text, Loader=PlainLoader)
-        has_comment = _has_comment(text)
+        node, value = (read(text, Loader=read_file.PlainLoader) for read in (yaml.compose, yaml.load))
     except yaml.YAMLError as error:
         if wants_text:
             return text
         raise UserError(f"{key}={text}: not a valid value: {getattr(error, 'problem', error)}") from None
-    is_quoted = text[0] in "'\"" and isinstance(node, yaml.ScalarNode) and node.end_mark.index == len(text)
-    is_mapping = text.startswith("{") and any(typing.get_origin(part) is dict for part in type_parts(annotation))
-    if wants_text and not is_quoted and not is_mapping:
-        return text
-    if has_comment:
+    if wants_text:
+        is_quoted = isinstance(node, yaml.ScalarNode) and node.end_mark.index == len(text)
+        return value if is_quoted else text
+    if re.search(r"(^|\s)#", text):
         raise UserError(f"{key}={text}: YAML reads no further than the # of a comment; leave it out, or put quotes")
     return value
-
-
-def _has_comment(text: str) -> bool:
-    """Whether YAML leaves out a part of it that begins with #."""
-    end = 0
-    for token in yaml.scan(text, Loader=PlainLoader):
-        if "#" in text[end : token.start_mark.index]:
-            return True
-        end = token.end_mark.index
-    return "#" in text[end:]
 
 
 def _not_key_value(word: str, key: str, has_sign: bool) -> str:

@@ -1,16 +1,29 @@
-"""Text and JSON files of a user, or one clear line."""
+"""Text, JSON and YAML files of a user, or one clear line."""
 
 from __future__ import annotations
 
 import json
+import re
 import stat
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from lib.errors import UserError
 
 MANIFEST = "manifest.json"  # of a checkpoint, which has a config.yaml as a run has
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # how such a file begins
+
+
+class PlainLoader(yaml.SafeLoader):
+    """PyYAML's safe loader, whose own errors of values (2026-13-45, !!int x) name their line."""
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, OverflowError, AttributeError, LookupError) as error:
+            raise yaml.MarkedYAMLError(problem=str(error), problem_mark=node.start_mark) from None
 
 
 def require_regular(path: Path, what: str) -> None:
@@ -19,11 +32,7 @@ def require_regular(path: Path, what: str) -> None:
     Raises:
         UserError: it is a pipe, a device or a socket.
     """
-    try:
-        mode = path.stat().st_mode
-    except (OSError, ValueError):
-        return
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+    if path.exists() and not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
         raise UserError(f"{what} {path} is a pipe or a device, not a file; copy it into one")
 
 
@@ -53,7 +62,18 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
     try:
         stored = json.loads(read_text(path, what))
     except (ValueError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"{what} {path} is not JSON ({error}); copy it again") from None
     if not isinstance(stored, dict):
         raise UserError(f"{what} {path} holds no JSON object; copy it again")
     return stored
+
+
+def front_matter(card: str) -> Any:
+    """The YAML that a README.md begins with, between two lines `---`; None where it has none, or it is not YAML."""
+    front = re.match(r"---\r?\n(.*?)\n---", card, re.DOTALL)
+    try:
+        return yaml.load(front[1], Loader=PlainLoader) if front else None
+    except yaml.YAMLError:
+        return None

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from lib.config.conflicts import first_conflict
 
 
 def _no_truth_value(value: Any) -> Any:
@@ -28,9 +29,15 @@ def _name(value: str) -> str:
 
 
 def _model_name(value: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/-]*", value):
-        raise ValueError("should be letters, digits, dots, -, _ and /, and begin with a letter or digit")
-    return value
+    return "/".join(map(_name, value.split("/")))
+
+
+def _compiles(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"no regular expression: {error}") from None
+    return pattern
 
 
 Integer = Annotated[int, BeforeValidator(_no_truth_value)]
@@ -43,6 +50,7 @@ Fraction = Annotated[Float, Field(ge=0, le=1)]
 NonNegative = Annotated[Float, Field(ge=0, allow_inf_nan=False)]
 PositiveFloat = Annotated[Float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[Float, Field(gt=0, le=1e8)]  # three years: no clock overflows
+Pattern = Annotated[str, AfterValidator(_compiles)]  # a regular expression
 Gigabytes = Annotated[Float, Field(gt=0, le=1e6)]
 
 
@@ -91,9 +99,9 @@ class ModelSettings(Section):
     """Instead of model.scale: the factor is alpha / rank, of each layer's own rank."""
     use_rslora: bool = False
     """rsLoRA: the factor is model.alpha / sqrt(rank), so that large ranks learn as fast as small ones."""
-    rank_pattern: dict[str, Size] = Field(default_factory=dict)
+    rank_pattern: dict[Pattern, Size] = Field(default_factory=dict)
     """Ranks of layers whose names end as a regular expression says, e.g. {o_proj: 16, "layers.[0-3].mlp.*": 4}."""
-    alpha_pattern: dict[str, PositiveFloat] = Field(default_factory=dict)
+    alpha_pattern: dict[Pattern, PositiveFloat] = Field(default_factory=dict)
     """The same of model.alpha."""
     dropout: Annotated[Fraction, Field(lt=1)] = 0.0
     """Dropout on the adapter's input."""
@@ -130,42 +138,15 @@ class ModelSettings(Section):
         for part in parts:
             if not re.fullmatch(r"\d{1,4}(-\d{1,4})?", str(part)):
                 raise ValueError(f"{part!r} is neither a block's number, from 0 on, nor a range like 4-7")
+            first, _, last = str(part).partition("-")
+            if last and int(last) < int(first):
+                raise ValueError(f"{part} ends before it begins")
+        if not parts:
+            raise ValueError("[] trains nothing; leave it out for all blocks")
         return parts
 
     def __hash__(self) -> int:  # which mappings have none of
         return hash(self.model_dump_json())
-
-    @model_validator(mode="after")
-    def _adapters_are_possible(self) -> ModelSettings:
-        for setting in ("rank_pattern", "alpha_pattern"):
-            for pattern in getattr(self, setting):
-                try:
-                    re.compile(pattern)
-                except (re.error, OverflowError, RecursionError) as error:
-                    raise ValueError(f"model.{setting}: {pattern!r} is no regular expression: {error}") from None
-        if self.alpha is not None and self.scale != type(self).model_fields["scale"].default:
-            raise ValueError(
-                f"model.alpha={self.alpha:g} gives the adapters' factor, and so does model.scale={self.scale:g}; "
-                "leave one of them out"
-            )
-        if self.alpha is None and (self.use_rslora or self.alpha_pattern):
-            named = "use_rslora" if self.use_rslora else "alpha_pattern"
-            raise ValueError(f"model.{named} needs model.alpha, e.g. model.alpha={self.scale * self.rank:g}")
-        of_adapters = ("alpha", "use_rslora", "rank_pattern", "alpha_pattern", "adapt_embeddings")
-        given = [name for name in of_adapters if getattr(self, name)]
-        if self.method == "full" and given:
-            raise ValueError(f"model.{given[0]} is for adapters, and model.method=full has none; leave it out")
-        if self.method == "dora" and self.adapt_embeddings:
-            raise ValueError("model.adapt_embeddings is for model.method=lora, not dora")
-        if self.adapt_embeddings and self.shard_vocabulary:
-            raise ValueError("model.adapt_embeddings adapts what model.shard_vocabulary divides; leave one of them out")
-        for part in self.blocks if isinstance(self.blocks, tuple) else ():
-            first, _, last = str(part).partition("-")
-            if int(last or first) < int(first):
-                raise ValueError(f"model.blocks: {part} ends before it begins")
-        if self.blocks == ():
-            raise ValueError("model.blocks=[] trains nothing; leave it out for all blocks")
-        return self
 
     @property
     def may_turn_on_checkpointing(self) -> bool:
@@ -237,8 +218,6 @@ class DataSettings(Section):
     and 16 on a CPU."""
     shared_prompts: bool = True
     """Run a prompt once for all its completions, and no padding, where the model's family allows it exactly."""
-    length_window: Positive = 32
-    """Global batches among which rows are sorted by length; 1 keeps the order fully random."""
 
 
 # ---- Training and rounds ----
@@ -386,76 +365,6 @@ class TrainSettings(Section):
         """The loss as a person reads it."""
         return " + ".join(name if weight == 1 else f"{weight:g} {name}" for name, weight in self.loss_terms)
 
-    @model_validator(mode="after")
-    def _settings_agree(self) -> TrainSettings:
-        if self.learning_rate_scaling != "none" and self.learning_rate_batch_size is None:
-            raise ValueError(
-                f"train.learning_rate_scaling={self.learning_rate_scaling} needs train.learning_rate_batch_size, "
-                "the global batch that the learning rate was chosen for"
-            )
-        self._sum_is_possible()
-        self._groups_are_possible()
-        terms = [name for name, _ in self.loss_terms]
-        if self.label_smoothing and not {"sigmoid", "robust"} & {*terms}:
-            raise ValueError(
-                f"train.label_smoothing is for the losses sigmoid and robust, not {self.loss_name}; leave it at 0"
-            )
-        if self.rpo_alpha and (self.record_kind != "preference" or "sft" in terms):
-            raise ValueError(
-                f"train.rpo_alpha adds an SFT term to a preference loss, but train.loss is {self.loss_name}; "
-                "leave it at 0"
-            )
-        if self.use_weighting and self.record_kind != "preference":
-            raise ValueError(f"train.use_weighting is for losses of pairs, not {self.loss_name}; leave it out")
-        if self.reference_mixup_alpha is not None and self.reference_sync_steps is None:
-            raise ValueError("train.reference_mixup_alpha needs train.reference_sync_steps, e.g. 512")
-        if self.reference_sync_steps is not None and not set(terms) - REFERENCE_FREE_LOSSES - {"sft"}:
-            raise ValueError(
-                f"train.reference_sync_steps moves the reference, and the loss {self.loss_name} has none; leave it out"
-            )
-        if self.record_kind != "unpaired" and (self.desirable_weight, self.undesirable_weight) != (1, 1):
-            raise ValueError(
-                "train.desirable_weight and train.undesirable_weight are for the losses kto and bco, "
-                f"not {self.loss_name}; leave them at 1"
-            )
-        return self
-
-    def _groups_are_possible(self) -> None:
-        if self.record_kind != "group":
-            if self.beta == 0:
-                raise ValueError(f"train.beta=0 is for grpo alone, not {self.loss_name}; give a number above 0")
-            of_groups = ("loss_type", "advantages", "ratio", "epsilon", "epsilon_high", "temperature")
-            for name in (*of_groups, "max_completion_length"):
-                if getattr(self, name) != type(self).model_fields[name].default:
-                    raise ValueError(f"train.{name} is for train.loss=grpo, not {self.loss_name}; leave it out")
-            return
-        if self.beta == 0 and self.reference_sync_steps is not None:
-            raise ValueError("train.reference_sync_steps moves the reference, and train.beta=0 asks for none")
-        if (self.loss_type == "dr_grpo") != (self.max_completion_length is not None):
-            raise ValueError(
-                "train.loss_type=dr_grpo and train.max_completion_length belong together: "
-                "it divides by the most tokens that a completion could have had, e.g. 256; give both or neither"
-            )
-
-    def _sum_is_possible(self) -> None:
-        if isinstance(self.loss, str):
-            if self.loss_weights is not None:
-                raise ValueError(
-                    f"train.loss_weights weigh a sum of losses, e.g. train.loss=[{self.loss},sft], "
-                    f"and train.loss is {self.loss} alone; leave them out"
-                )
-            return
-        shown = f"train.loss=[{','.join(self.loss)}]"
-        if not set(self.loss) - {"sft"}:
-            raise ValueError(f"{shown} has no preference loss; SFT alone is train.loss=sft")
-        if len(set(self.loss)) < len(self.loss):
-            raise ValueError(f"{shown} has a loss twice; train.loss_weights weighs each")
-        if self.loss_weights is not None and len(self.loss_weights) != len(self.loss):
-            raise ValueError(
-                f"train.loss_weights has {len(self.loss_weights)} numbers, {shown} {len(self.loss)} losses; "
-                "give one each"
-            )
-
 
 REWARD_MODEL = "reward:"  # a judge that computes where the model does
 
@@ -469,7 +378,7 @@ class EvaluateSettings(Section):
     """Pairs per forward pass, here and in the reference pass."""
     answers: str | None = None
     """Records with a `prompt` and an `answer`: greedy generations are scored by exact match."""
-    answer_pattern: str = r"([^\s].*?)\s*$"
+    answer_pattern: Pattern = r"([^\s].*?)\s*$"
     """Regular expression; its last match's first group in the generated text is compared with the answer."""
     answers_limit: Positive = 512
     """Most answers checked."""
@@ -498,15 +407,6 @@ class EvaluateSettings(Section):
     """File with the instructions for that model, in which {prompt}, {first} and {second} are filled in; it has to
     answer with [[A]], [[B]] or [[C]] (equal). In rounds and for --make-pairs, {prompt} and {answer}; it has to answer
     with a number, as [[7]]. For reward:PATH, {prompt} and {answer}; it is asked for Yes or No."""
-
-    @field_validator("answer_pattern")
-    @classmethod
-    def _is_a_pattern(cls, pattern: str) -> str:
-        try:
-            re.compile(pattern)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(f"no regular expression: {error}") from None
-        return pattern
 
 
 class RolloutSettings(Section):
@@ -554,80 +454,6 @@ class RolloutSettings(Section):
     after_undone: Literal["continue", "stop"] = "continue"
     """What follows a round that is undone: the next one, from the weights before it, or the end of the run."""
 
-    @model_validator(mode="after")
-    def _settings_agree(self) -> RolloutSettings:
-        if self.pairs == "margin" and not self.margin:
-            raise ValueError("rollouts.pairs=margin needs rollouts.margin, the least difference of scores, e.g. 0.5")
-        if "" in self.stop:
-            raise ValueError("rollouts.stop has an empty text, at which every answer would end; leave it out")
-        return self
-
-
-INSTEAD = {
-    "train.reference_sync_steps": "rollouts.reference_every moves the reference",
-    "train.patience": "rollouts.tolerance and rollouts.after_undone end a run",
-    "evaluate.every": "every round ends with an evaluation",
-    "data.streaming": "prompts are kept in memory",
-}
-
-
-def why_no_rounds(
-    rollouts: RolloutSettings,
-    train: TrainSettings,
-    strategy: str,
-    merge: str | None,
-    judge: str | None,
-    given: Mapping[str, bool],
-) -> str | None:
-    """Why these settings allow no rounds, which bring their own data, steps and evaluations; None where they do.
-
-    merge: independent.merge. judge: evaluate.judge. given: settings beside those of `train` that are not for rounds,
-    and whether they are set.
-    """
-    if train.record_kind not in ("preference", "group"):
-        return (
-            f"rollouts.rounds makes pairs or groups of the model's answers, which train.loss={train.loss_name} does "
-            "not take; take a preference loss, e.g. sigmoid, or grpo"
-        )
-    of_train = {
-        "train.steps": train.steps is not None,
-        "train.epochs": train.epochs != 1,
-        "train.patience": train.patience is not None,
-        "train.reference_sync_steps": train.reference_sync_steps is not None,
-    }
-    for name in (name for name, is_given in (of_train | dict(given)).items() if is_given):
-        why = INSTEAD.get(name, "a run has rollouts.rounds times rollouts.steps of them")
-        return f"{name} is not for rounds: {why}; leave it out"
-    if train.record_kind == "group" and train.temperature != rollouts.temperature:
-        return (
-            f"train.temperature={train.temperature:g} has to be rollouts.temperature={rollouts.temperature:g}, at "
-            f"which the answers are drawn; set train.temperature={rollouts.temperature:g}"
-        )
-    if rollouts.filter_groups and train.record_kind != "group":
-        return (
-            f"rollouts.filter_groups is for train.loss=grpo, not {train.loss_name}: answers of equal scores make no "
-            "pair; leave it out"
-        )
-    if train.max_completion_length not in (None, rollouts.max_tokens):
-        return (
-            f"train.max_completion_length={train.max_completion_length} has to be rollouts.max_tokens="
-            f"{rollouts.max_tokens}, the most that an answer has"
-        )
-    if merge in ("none", "stack"):
-        return (
-            f"independent.merge={merge} is not for rounds, in which all ranks sample from one adapter of one rank; "
-            "take average or svd"
-        )
-    if strategy == "sharded":
-        return "strategy=sharded is not for rounds: ranks draw with whole models, or pipelined; take pipelined"
-    judge = rollouts.judge or judge
-    if rollouts.overlap and judge is not None and judge.startswith(REWARD_MODEL):
-        return (
-            f"rollouts.overlap=true has answers judged while the ranks learn, and {judge} needs the same devices; "
-            "leave rollouts.overlap out, or serve that model and name its address"
-        )
-    return None
-
 
 # ---- Machines ----
 
@@ -652,12 +478,6 @@ class PlanSettings(Section):
     replan: bool = True
     """Plan again from measured times while running (several ranks, no plan.shares). Timings then decide who trains
     what, and how often independent ranks merge: for the same bits run by run, set plan.shares or turn this off."""
-    replan_threshold: PositiveFloat = 0.05
-    """Plan again when a step takes this fraction longer than the measured speeds would allow."""
-    replan_steps: Positive = 4
-    """For so many steps in a row."""
-    replan_seconds: NonNegative = 2.0
-    """Only where the rest of the run is expected to become so much shorter."""
 
 
 class CostSettings(Section):
@@ -797,137 +617,10 @@ class Config(Section):
     serve: ServeSettings = ServeSettings()
 
     @model_validator(mode="after")
-    def _settings_agree(self) -> Config:
-        plan, batch = self.plan, self.train.global_batch_size
-        has_replicas = self.strategy not in ("sharded", "pipelined")
-        if not has_replicas:
-            self._parts_are_possible()
-        if self.strategy == "sharded":
-            self._sharding_is_possible()
-        elif self.model.shard_vocabulary:
-            raise ValueError(
-                f"model.shard_vocabulary is for strategy=sharded, not {self.strategy}, which divides no vocabulary"
-            )
-        if plan.shares is not None and has_replicas and sum(plan.shares) != batch:
-            raise ValueError(
-                f"plan.shares {list(plan.shares)} sum to {sum(plan.shares)}, "
-                f"but train.global_batch_size is {batch}; make them equal"
-            )
-        if (
-            plan.shares is not None
-            and has_replicas
-            and plan.micro_batch_sizes is not None
-            and len(plan.shares) != len(plan.micro_batch_sizes)
-        ):
-            raise ValueError(
-                f"plan.shares has {len(plan.shares)} numbers and plan.micro_batch_sizes "
-                f"{len(plan.micro_batch_sizes)}; give one a rank"
-            )
-        if self.independent.merge in ("stack", "svd") and self.model.method != "lora":
-            raise ValueError(
-                f"independent.merge={self.independent.merge} is for model.method=lora, not {self.model.method}: "
-                + (
-                    "DoRA's magnitudes scale whole rows, so no low-rank sum is the mean; "
-                    * (self.model.method == "dora")
-                )
-                + "take average or outer"
-            )
-        if self.reference_sync_steps is not None:
-            self._reference_can_move()
-        given = {"evaluate.every": self.evaluate.every is not None, "data.streaming": bool(self.data.streaming)}
-        merge, judge = self.independent.merge, self.evaluate.judge
-        why_not = why_no_rounds(self.rollouts, self.train, self.strategy, merge, judge, given)
-        if self.rollouts.rounds and why_not:
-            raise ValueError(why_not)
-        if self.data.holdout and self.data.valid is not None:
-            raise ValueError(
-                f"data.valid={self.data.valid} takes the place of what data.holdout={self.data.holdout:g} keeps from "
-                "training; leave one of them out (data.valid=null, data.holdout=0)"
-            )
-        if self.train.loraplus_lr_ratio is not None and self.model.method == "full":
-            raise ValueError("train.loraplus_lr_ratio is for adapters, and model.method=full has none; leave it out")
-        if self.model.dropout and self.model.gradient_checkpointing:
-            # A block that is recomputed draws another mask: the gradients would belong to another forward pass.
-            raise ValueError(
-                "model.dropout with model.gradient_checkpointing would give wrong gradients: a recomputed block draws "
-                "another mask; set one of them to 0 or false"
-            )
+    def _go_together(self) -> Config:
+        if (conflict := first_conflict(self)) is not None:
+            raise ValueError(conflict)
         return self
-
-    @model_validator(mode="after")
-    def _patience_is_possible(self) -> Config:
-        if self.train.patience is None:
-            return self
-        if self.evaluate.every is None or not (self.data.valid or self.data.holdout):
-            raise ValueError(
-                "train.patience compares held-out losses as the run goes on: "
-                "it needs evaluate.every, and data.valid or data.holdout"
-            )
-        if self.independent.merge == "none":
-            raise ValueError(
-                "train.patience with independent.merge=none: every rank has a held-out loss of its own; leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _groups_are_read_whole(self) -> Config:
-        """Of train.loss=grpo: completions of a policy that has moved on are no measure of it."""
-        if self.record_kind != "group" or self.rollouts.rounds:
-            return self
-        for name, is_given in (("valid", self.data.valid), ("holdout", self.data.holdout)):
-            if is_given:
-                raise ValueError(
-                    f"data.{name} is not for train.loss=grpo, which has no held-out loss: leave it out, "
-                    "and measure answers to the questions of evaluate.answers"
-                )
-        if self.data.streaming:
-            raise ValueError("data.streaming is not for train.loss=grpo, whose groups are read whole; leave it out")
-        return self
-
-    def _parts_are_possible(self) -> None:
-        """Of sharded and pipelined runs: every rank has a part of one model."""
-        if self.plan.shares is not None and 0 in self.plan.shares:
-            raise ValueError(
-                f"plan.shares {list(self.plan.shares)}: with strategy={self.strategy} every rank keeps a part; "
-                "leave the rank out"
-            )
-        if len(set(self.plan.micro_batch_sizes or ())) > 1:
-            raise ValueError(
-                f"plan.micro_batch_sizes {list(self.plan.micro_batch_sizes or ())}: "
-                f"with strategy={self.strategy} all ranks run the same batches; give one size"
-            )
-        if self.strategy == "pipelined" and self.sync.compression == "topk":
-            raise ValueError("sync.compression=topk is not for activations: with strategy=pipelined take bf16 or int8")
-
-    def _reference_can_move(self) -> None:
-        setting = "rollouts.reference_every" if self.rollouts.rounds else "train.reference_sync_steps"
-        if self.model.reference != "initial":
-            raise ValueError(
-                f"{setting} moves the reference along with the policy, "
-                f"but model.reference={self.model.reference} is another model; leave one of them out"
-            )
-        if self.strategy == "independent":
-            raise ValueError(
-                f"{setting} is not for strategy=independent: each rank would follow itself; take synchronous"
-            )
-        alpha = self.train.reference_mixup_alpha
-        if self.model.method != "full" and alpha is not None and alpha < 1:
-            raise ValueError(
-                f"train.reference_mixup_alpha={alpha:g} mixes weights, and a mean of adapters' factors is no mean of "
-                "their products; take 1, or model.method=full"
-            )
-
-    def _sharding_is_possible(self) -> None:
-        if self.train.optimizer in ("adafactor", "muon", "adamw_8bit"):
-            raise ValueError(
-                f"train.optimizer={self.train.optimizer} looks at whole matrices, "
-                "which no rank of strategy=sharded has; take adamw"
-            )
-        if self.sync.compression != "none":
-            raise ValueError(
-                f"sync.compression={self.sync.compression} is for gradients and merges, "
-                "but strategy=sharded exchanges activations, which have to be exact; leave it at none"
-            )
 
     @property
     def steps_per_round(self) -> int:

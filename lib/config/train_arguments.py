@@ -20,13 +20,7 @@ def parse(arguments: list[str] | None, description: str | None) -> argparse.Name
         UserError: an option that does not exist.
     """
 
-    parser = command_line.Parser(
-        prog="train.py",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=help.help_text(),
-        allow_abbrev=False,
-    )
+    parser = command_line.Parser(prog="train.py", description=description, epilog=help.help_text())
     parser.add_argument("--config", metavar="FILE", help=f"settings as YAML (default: {QUICKSTART})")
     parser.add_argument("--resume", metavar="RUN", help="folder of a run to go on with")
     parser.add_argument(

@@ -574,9 +574,7 @@ class MicroBatches:
         lengths = tokens if self.shared_prompts else data.lengths
         needs, steps = [], 0
         for epoch in range(EPOCHS):
-            order = epoch_order(
-                data.lengths, train.seed, epoch, train.global_batch_size, self.config.data.length_window
-            )
+            order = epoch_order(data.lengths, train.seed, epoch, train.global_batch_size)
             starts = range(0, len(order), train.global_batch_size)
             starts = starts[:: -(-len(starts) // STEPS)]
             steps += len(starts)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from lib.config.plain_yaml import front_matter
+from lib.config.read_file import front_matter
 from lib.config.settings import DataSettings
 from lib.data import record_files
 from lib.data.record_formats import JSON, Unusable

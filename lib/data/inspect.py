@@ -11,7 +11,6 @@ FILES are what data.train takes. Without --model nothing is tokenised: lengths a
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import sys
@@ -149,12 +148,7 @@ COLOURS = ("green", "red")
 @mpi_and_blas.reported
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0 done, 2 wrong input."""
-    parser = command_line.Parser(
-        prog="python -m lib.data",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_line.Parser(prog="python -m lib.data", description=__doc__)
     parser.add_argument("--inspect", metavar="FILES", nargs="+", help="files, folders, globs, hf://...")
     parser.add_argument("--tokens", metavar="OUT.jsonl", help="write each row's token ids as training takes them")
     parser.add_argument("--model", metavar="PATH", help="model whose tokenizer and template are used")

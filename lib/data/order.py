@@ -16,6 +16,8 @@ from typing import TypeVar
 
 import numpy as np
 
+LENGTH_WINDOW = 32  # global batches among which rows are sorted by length
+
 
 @dataclass(frozen=True)
 class Position:
@@ -25,10 +27,12 @@ class Position:
     cursor: int = 0
 
 
-def epoch_order(lengths: np.ndarray, seed: int, epoch: int, global_batch_size: int, length_window: int) -> np.ndarray:
+def epoch_order(
+    lengths: np.ndarray, seed: int, epoch: int, global_batch_size: int, window: int = LENGTH_WINDOW
+) -> np.ndarray:
     """Every row of the data set once, in the order of this epoch: int64 [n].
 
-    lengths: int [n], what the model sees of each row. Rows are permuted; each window of `length_window`
+    lengths: int [n], what the model sees of each row. Rows are permuted; each `window` of
     global batches is sorted by length, so that the rows of a batch need little padding; then the batches are
     shuffled. Inside a batch rows ascend in length. The ragged batch, if there is one, holds randomly chosen
     rows and comes last, so that every other batch starts at a multiple of global_batch_size.
@@ -39,8 +43,8 @@ def epoch_order(lengths: np.ndarray, seed: int, epoch: int, global_batch_size: i
     source = np.random.Philox(np.random.SeedSequence([seed, epoch]))
     permutation = np.argsort(source.random_raw(count), kind="stable")
     full = count - count % global_batch_size
-    window = length_window * global_batch_size
-    parts = [permutation[start : min(start + window, full)] for start in range(0, full, window)]
+    size = window * global_batch_size
+    parts = [permutation[start : min(start + size, full)] for start in range(0, full, size)]
     parts.append(permutation[full:])
     ordered = np.concatenate([part[np.argsort(lengths[part], kind="stable")] for part in parts])
     batches = ordered[:full].reshape(-1, global_batch_size)

@@ -295,12 +295,7 @@ def _need_adapter(option: str, folder: Path) -> None:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = command_line.Parser(
-        prog="python -m lib.evaluate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_line.Parser(prog="python -m lib.evaluate", description=__doc__)
     parser.add_argument("--run", metavar="RUN", help="folder of a finished run")
     parser.add_argument("--model", metavar="PATH", help="policy to evaluate")
     parser.add_argument(

@@ -108,12 +108,7 @@ def _whole_or_absent(target: Path) -> Iterator[Path]:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_line.Parser(
-        prog="python -m lib.export",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_line.Parser(prog="python -m lib.export", description=__doc__)
     add = parser.add_argument
     add("run", metavar="RUN", help="folder of a run; with --push also of an export")
     add("--to", choices=sorted(FORMS), help="the form (default, with --push: mlx)")

@@ -15,7 +15,7 @@ from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from lib.config import read_file
-from lib.config.plain_yaml import front_matter
+from lib.config.read_file import front_matter
 from lib.errors import UserError
 from lib.export import mlx_adapter
 from lib.export.fuse import EMBEDDINGS, QUANTISED, adapted_layers, base_layer, plain_layer, plain_weight, write_template

@@ -133,8 +133,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser() -> command_line.Parser:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = command_line.Parser(prog="launch", description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    parser = command_line.Parser(prog="launch", description=__doc__)
     parser.settings_place = "after --, behind train.py"
     add = parser.add_argument
     add("--hostfile", metavar="FILE", type=Path, help="the hosts: NAME:SLOTS or NAME slots=N a line, or MLX's JSON")

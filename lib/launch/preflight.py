@@ -9,7 +9,6 @@ Exit status of the doctor: 0 if training can run here, 1 if something that it ne
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import getpass
 import glob
@@ -454,9 +453,7 @@ def without_user(text: str) -> str:
 @mpi_and_blas.reported
 def doctor(words: Sequence[str]) -> int:
     """Prints the page of this machine; returns the exit status."""
-    parser = command_line.Parser(
-        prog="doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.Parser(prog="doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="the page as one JSON object")
     options = parser.parse_args(list(words))
     findings = [

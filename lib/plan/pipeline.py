@@ -24,7 +24,7 @@ from lib.plan.memory import (
     trained_parameters,
 )
 from lib.plan.plan import ClusterPlan, Prediction, RankPlan, StagePlan, sum_of
-from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, check_count, split_evenly_sized
+from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, DRIFT, check_count, split_evenly_sized
 from lib.plan.speeds import BACKWARD, HostSpeeds
 from lib.system.hardware import Device
 
@@ -128,7 +128,7 @@ def plan_pipelined(facts: PlanFacts) -> ClusterPlan:
     """Cuts a model between blocks for the shortest step, with its prediction; plan.shares sets the cut.
 
     A run that is resumed keeps its cut; where its ranks took other times than planned, and another cut is shorter by
-    plan.replan_threshold with these, it takes that one.
+    DRIFT with these, it takes that one.
 
     Raises:
         UserError: settings that do not fit the world or the model, or too little memory for any cut.
@@ -231,7 +231,7 @@ def _as_measured_before(facts: PlanFacts, speeds: HostSpeeds) -> SizedCut | None
     slower, costs = np.array(before.step_seconds) / (same.costs.micro_batches * passes), same.costs
     costs = replace(costs, block_seconds=costs.block_seconds * slower, end_seconds=costs.end_seconds * slower)
     now, best = cut_at(costs, before.blocks), best_cut(costs)
-    if best is None or now.step_seconds <= best.step_seconds * (1 + settings.replan_threshold):
+    if best is None or now.step_seconds <= best.step_seconds * (1 + DRIFT):
         best = now
     return SizedCut(same.size, costs, best)
 

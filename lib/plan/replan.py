@@ -17,10 +17,12 @@ import numpy as np
 from lib.config.settings import PlanSettings
 from lib.plan.calibration import BatchCurve
 from lib.plan.plan import ClusterPlan, RankPlan, plan_cluster
-from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE
+from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, DRIFT
 
 REMEMBERED_STEPS = 192  # of a plan: speeds are their medians
 FIRST_LOOK = 3  # steps of a plan, before its shares are corrected for the first time
+DRIFT_STEPS = 4  # in a row, that take DRIFT longer
+LEAST_SECONDS = 2.0  # that a new plan has to save in the rest of the run
 LEAST_GAIN = 0.02  # of a step's time, that a correction has to save
 STANDARD_ERRORS = 3.0  # of a host's measured speed: a smaller gain may be noise
 DRIFT_ERRORS = 4.0  # the same for drift, which is looked for after every step
@@ -53,7 +55,7 @@ class Schedule:
         self._is_watched = len(first.workers) > 1
         # Equal ranks of one machine without a curve stay equal, and their bits the same, unless they drift far.
         self._corrects = self.is_open and (any(first.curves) or len({rank.host for rank in first.ranks}) > 1)
-        self._speeds = _Speeds(settings.replan_steps)
+        self._speeds = _Speeds(DRIFT_STEPS)
         self._corrections = 0
 
     def at(self, step: int) -> ClusterPlan:
@@ -67,20 +69,20 @@ class Schedule:
 
         The first steps correct the shares, whatever the calibration said: after 3, 6, 12, ... steps of a plan, one is
         taken that is shorter at the median speeds by more than their noise. Later, drift is corrected: another plan is
-        taken if in `replan_steps` steps in a row the slowest rank took more than `replan_threshold` longer than the
-        same work spread evenly over the speeds, and the other plan is that much shorter.
+        taken if in DRIFT_STEPS steps in a row the slowest rank took more than DRIFT longer
+        than the same work spread evenly over the speeds, and the other plan is that much shorter.
         """
         (first, plan), speeds = self.plans[-1], self._speeds
         # A plan's first step compiles and allocates.
         if not self._is_watched or step <= first or not speeds.add(plan, tokens, compute_seconds):
             return None
-        new, patience, threshold = None, self.settings.replan_steps, self.settings.replan_threshold
+        new = None
         looks, rest = divmod(speeds.observed, FIRST_LOOK)
         if self._corrects and rest == 0 and looks >= 2**self._corrections and looks & (looks - 1) == 0:
             new = self._plan_again(plan, step, len(speeds.of_ranks), LEAST_GAIN, STANDARD_ERRORS)
             self._corrections += new is not None
-        if new is None and len(speeds.excess) == patience and min(speeds.excess) > threshold:
-            new = self._plan_again(plan, step, patience, threshold, DRIFT_ERRORS)
+        if new is None and len(speeds.excess) == DRIFT_STEPS and min(speeds.excess) > DRIFT:
+            new = self._plan_again(plan, step, DRIFT_STEPS, DRIFT, DRIFT_ERRORS)
             speeds.excess.clear()
         if new is not None and not self.is_open:
             fixed = "plan.shares" if self.settings.shares is not None else "plan.replan=false"
@@ -134,7 +136,7 @@ class Schedule:
         if new.micro_batch_sizes == plan.micro_batch_sizes or now <= then * (1 + max(least_gain, noise)):
             return None
         # Short runs end before a change pays, and their steps are so short that mere noise looks like drift.
-        if (now - then) * (self.steps - step - self.lead + 1) < self.settings.replan_seconds:
+        if (now - then) * (self.steps - step - self.lead + 1) < LEAST_SECONDS:
             return None
         shown = ", ".join(f"rank {r.rank} ({r.host}) {rates[r.rank]:.4g}" for r in plan.ranks[:8] if r.share)
         # Speeds alone are what the summary's efficiency compares with; they were not measured again.

@@ -13,6 +13,7 @@ import numpy as np
 from lib.errors import UserError
 from lib.plan.calibration import MEMORY_HEADROOM, BatchCurve
 
+DRIFT = 0.05  # of a step, above what the measured speeds would allow, for which another plan is made
 DEFAULT_MICRO_BATCH_SIZE = 8  # where nothing is measured
 TIDY_TOLERANCE = 0.01  # of the step's time, given up for micro-batches of one size
 

@@ -86,12 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_line.Parser(
-        prog="python -m lib.dashboard",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_line.Parser(prog="python -m lib.dashboard", description=__doc__)
     parser.add_argument("run", nargs="*", metavar="RUN", help="folders of runs (default: the newest of --runs)")
     parser.add_argument("--runs", metavar="DIR", default="runs", help="folder that holds runs (default: runs)")
     parser.add_argument(

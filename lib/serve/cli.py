@@ -246,13 +246,7 @@ def _read_config(options: argparse.Namespace) -> Config:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = command_line.Parser(
-        prog="python -m lib.server",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=help.help_text("serve"),
-        allow_abbrev=False,
-    )
+    parser = command_line.Parser(prog="python -m lib.server", description=__doc__, epilog=help.help_text("serve"))
     parser.add_argument("--run", metavar="RUN", help="folder of a finished run")
     parser.add_argument("--model", metavar="PATH", help="a model without an adapter")
     parser.add_argument("--make-key", metavar="NAME", help="add a key to --keys, print it, and end")

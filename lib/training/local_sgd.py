@@ -66,9 +66,7 @@ class Round:
         return int(np.searchsorted(self.edges, index, side="right")) - 1
 
 
-def open_round(
-    steps: tuple[int, int], pairs: int, lengths: np.ndarray, seed: int, global_batch_size: int, length_window: int
-) -> Round:
+def open_round(steps: tuple[int, int], pairs: int, lengths: np.ndarray, seed: int, global_batch_size: int) -> Round:
     """The round that begins after steps[0] global batches: the fewest whole ones that hold `pairs`, until steps[1].
 
     The batches are those of a synchronous run (lib/data/order.py); within a batch, where that order ascends in
@@ -81,7 +79,7 @@ def open_round(
     while step < steps[1] and held < pairs:
         if step // in_epoch != epoch:
             epoch = step // in_epoch
-            order = epoch_order(lengths, seed, epoch, global_batch_size, length_window)
+            order = epoch_order(lengths, seed, epoch, global_batch_size)
         rows = global_batch(order, Position(epoch, step % in_epoch * global_batch_size), global_batch_size)
         keys = np.random.Philox(np.random.SeedSequence([seed, epoch, step, 1])).random_raw(len(rows))
         batches.append(rows[np.argsort(keys, kind="stable")])
@@ -741,7 +739,6 @@ class LocalSGD:
             self.lengths,
             train.seed,
             train.global_batch_size,
-            self.config.data.length_window,
         )
         return replace(stream, first_step=first_step, last_step=stream.last_step + before)
 

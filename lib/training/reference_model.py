@@ -165,7 +165,7 @@ def rows_of_steps(settings: Config, lengths: np.ndarray) -> np.ndarray | None:
     trained = settings.steps_over(count) * batch_size
     if trained >= count:
         return None
-    return epoch_order(lengths, settings.train.seed, 0, batch_size, settings.data.length_window)[:trained]
+    return epoch_order(lengths, settings.train.seed, 0, batch_size)[:trained]
 
 
 def is_asked(settings: Config, data: Dataset | StreamedDataset | Prompts, world: World) -> bool:
