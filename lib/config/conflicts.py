@@ -21,7 +21,7 @@ def first_conflict(config: Any) -> str | None:
 def _of_adapters(config: Any) -> Iterator[Rule]:
     model, method = config.model, config.model.method
     default_scale = type(model).model_fields["scale"].default
-    both = f"model.alpha={model.alpha} and model.scale={model.scale:g} both give the adapters' factor; leave one of them out"
+    both = f"model.alpha={model.alpha} and model.scale={model.scale:g} give the adapters' factor; leave one of them out"
     yield model.alpha is not None and model.scale != default_scale, both
     for name in ("use_rslora", "alpha_pattern"):
         needs = f"model.{name} needs model.alpha, e.g. model.alpha={model.scale * model.rank:g}"
