@@ -73,10 +73,10 @@ def test_names_of_an_ssh_configuration(tmp_path: Path) -> None:
 
 
 def test_what_tools_say_is_read() -> None:
-    assert discovery.machines_of_avahi(AVAHI) == [("mac-a.invalid", "10.0.0.1")]
-    assert discovery.instances_of_dns_sd(BROWSE) == ["Anna's Mac Studio", "box"]
-    assert discovery.host_of_dns_sd(LOOKUP) == "Annas-Mac-Studio.local" and discovery.host_of_dns_sd(BROWSE) is None
-    assert discovery.neighbours_of_arp(ARP) == ["169.254.12.3", "10.9.0.2"]
+    assert discovery.OF_AVAHI.findall(AVAHI) == [("mac-a.invalid", "10.0.0.1")]
+    assert discovery.OF_DNS_SD.findall(BROWSE) == ["Anna's Mac Studio", "box"]
+    assert discovery.OF_DNS_SD_LOOKUP.findall(LOOKUP) == ["Annas-Mac-Studio.local"]
+    assert discovery.OF_ARP.findall(ARP) == ["169.254.12.3", "10.9.0.2"]
 
 
 def test_a_machine_with_two_names_is_one_and_the_file_can_be_read() -> None:
@@ -97,9 +97,9 @@ def test_a_machine_with_two_names_is_one_and_the_file_can_be_read() -> None:
             Completed(255, "", "Warning: x\nme@a: Permission denied (publickey).\n"),
             "a: me@a: Permission denied .*; ssh-copy-id a$",
         ),
-        (Completed(255, "", "Host key verification failed.\r\n"), "; ssh a once, to accept its key$"),
+        (Completed(255, "", "Host key verification failed.\r\n"), "; ssh a true; compare the key"),
         (Completed(None, "host=a\n", ""), "a: no answer within 10 s$"),
-        (Completed(1, "This service allows sftp only\n", ""), "a: no shell that answers$"),
+        (Completed(1, "This service allows sftp only\n", ""), "a: no shell that answers; ping"),
     ],
 )
 def test_who_does_not_answer_is_named_with_the_reason(done: Completed, said: str) -> None:

@@ -27,7 +27,7 @@ heartbeat.report(step=7)
 @pytest.fixture
 def watcher() -> Iterator[Watcher]:
     key = new_key()
-    watcher = Watcher("127.0.0.1", 0, key)
+    watcher = Watcher("127.0.0.1", 0, key, ["a", "b"])
     os.environ[WATCHER], os.environ[KEY_VARIABLE] = "{}:{}".format(*watcher.address), key.decode()
     yield watcher
     watcher.close()
@@ -45,26 +45,26 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_a_rank_that_ends_is_not_dead_and_a_killed_one_is(watcher: Watcher) -> None:
-    ends, killed = start(0, ""), start(1, "time.sleep(600)")
-    assert ends.wait(60) == 0
-    wait_for(lambda: len(watcher.states) == 2 and not watcher.states[0].is_connected)
-    assert watcher.states[0].has_ended
-    assert watcher.states[0].report["step"] == 7
-    killed.kill()
-    killed.wait()
-    wait_for(lambda: watcher.dead() == [1])
+def test_a_rank_that_ends_is_no_fault_and_its_facts_stay(watcher: Watcher) -> None:
+    assert start(0, "").wait(60) == 0
+    wait_for(lambda: 0 in watcher.states and not watcher.states[0].is_connected)
+    assert watcher.fact("step") == 7 and watcher.fact("run") is None
+    assert watcher.silence(0.0, 0.0) is None
 
 
-def test_a_stopped_rank_is_silent_and_a_hanging_one_says_so(watcher: Watcher) -> None:
-    hanging = start(0, "with heartbeat.phase('step', 0.1): time.sleep(600)")
-    waits = start(1, "with heartbeat.waiting('the sum'): time.sleep(600)")
-    wait_for(lambda: watcher.hanging() == [0] and 1 in watcher.states)
-    wait_for(lambda: watcher.states[1].report["phase"] == "the sum")
-    assert watcher.states[1].report["is_wait"]
-    waits.send_signal(signal.SIGSTOP)
-    wait_for(lambda: watcher.stopped(5.0) == [1])
-    for process in (hanging, waits):
+def test_stopped_hanging_late_and_wedged_ranks_are_told_apart(watcher: Watcher) -> None:
+    waits = start(0, "with heartbeat.waiting('the sum'): time.sleep(600)")
+    wait_for(lambda: 0 in watcher.states and watcher.states[0].report["is_wait"])
+    wait_for(lambda: (watcher.silence(60.0, 0.5) or [""])[0] == "wedged")
+    works = start(1, "with heartbeat.phase('step', 4.0): time.sleep(600)")
+    wait_for(lambda: 1 in watcher.states)
+    late = watcher.silence(60.0, 0.5)
+    assert late is not None and late.kind == "late" and late.ranks == [1]
+    assert "rank 0 on a waits for the sum" in late.text and "rank 1 on b did not come to it" in late.text
+    wait_for(lambda: "rank 1 on b hangs in step" in str(watcher.silence(60.0, 0.5)))
+    works.send_signal(signal.SIGSTOP)
+    wait_for(lambda: "rank 1 on b sent nothing" in str(watcher.silence(5.0, 600.0)))
+    for process in (works, waits):
         process.kill()
         process.wait()
 

@@ -79,12 +79,9 @@ class Channel:
         try:
             if not self._messages.poll(timeout_seconds):
                 return None
-            message = json.loads(self._messages.recv_bytes(MOST_MESSAGE_BYTES))
-        except (OSError, ValueError, RecursionError) as error:
+            return dict(json.loads(self._messages.recv_bytes(MOST_MESSAGE_BYTES)))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise EOFError(f"the peer left ({error})") from None
-        if not isinstance(message, dict):
-            raise EOFError("the peer sent no JSON object")
-        return message
 
     def close(self) -> None:
         """Ends the connection, also for a thread that receives."""
@@ -94,19 +91,18 @@ class Channel:
         with self._sending:
             self._messages.close()
 
-    def _prove(self, key: bytes, challenges_first: bool) -> None:
+    def prove(self, key: bytes, challenges_first: bool) -> None:
         """Both ends prove that they know the key; the connection ends after PROOF_SECONDS without a proof.
 
         Raises:
             AuthenticationError: the other end has another key.
             OSError, EOFError: it left, or took too long.
         """
-        steps = [deliver_challenge, answer_challenge]
         limit = threading.Timer(PROOF_SECONDS, self._socket.shutdown, [socket.SHUT_RDWR])
         limit.daemon = True
         limit.start()
         try:
-            for step in steps if challenges_first else reversed(steps):
+            for step in (deliver_challenge, answer_challenge)[:: 1 if challenges_first else -1]:
                 step(self._messages, key)
         finally:
             limit.cancel()
@@ -163,7 +159,7 @@ class Listener:
         self._channels.add(channel)
         try:
             with contextlib.suppress(AuthenticationError, OSError, EOFError):
-                channel._prove(self._key, challenges_first=True)
+                channel.prove(self._key, challenges_first=True)
                 self._on_connection(channel)
         finally:
             self._channels.discard(channel)
@@ -181,11 +177,10 @@ def connect(host: str, port: int, key: bytes, timeout_seconds: float) -> Channel
     while True:
         try:
             channel = Channel(socket.create_connection((host, port), max(deadline - time.monotonic(), 0.1)))
-            try:
-                channel._prove(key, challenges_first=False)
-            except BaseException:
-                channel.close()
-                raise
+            with contextlib.ExitStack() as failed:
+                failed.callback(channel.close)
+                channel.prove(key, challenges_first=False)
+                failed.pop_all()
             return channel
         except AuthenticationError:
             raise UserError(
@@ -193,7 +188,6 @@ def connect(host: str, port: int, key: bytes, timeout_seconds: float) -> Channel
             ) from None
         except (OSError, EOFError) as error:
             if time.monotonic() + RETRY_SECONDS >= deadline:
-                raise ConnectionError(
-                    f"{host}:{port} did not answer within {timeout_seconds:g} s ({error or 'it hung up'})"
-                ) from None
+                why = str(error) or "it hung up"
+                raise ConnectionError(f"{host}:{port} did not answer within {timeout_seconds:g} s ({why})") from None
             time.sleep(RETRY_SECONDS)

@@ -1,8 +1,8 @@
 """Reports of each rank to its launcher, once a second: that it lives, in which phase of its work, and for how long.
 
 A rank (`start`, `phase`, `report`) connects to the watcher that TANDEM_HEARTBEAT=HOST:PORT names. The watcher knows
-ranks that died (their connection ended), that stopped (no report comes) and that hang (a phase lasts longer than it
-may). A rank whose watcher is gone ends: nothing else would end it, and it would keep the run's folder.
+ranks that stopped (no report comes), that hang (a phase lasts longer than it may) and that wait for others in vain. A
+rank whose watcher is gone ends: nothing else would end it, and it would keep the run's folder.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from lib.distributed.connection import Channel, Listener, connect, run_key
 
@@ -77,18 +77,14 @@ def phase(name: str, allowed_seconds: float | None = None, is_wait: bool = False
         _phases[-1].since = time.monotonic()
 
 
-@contextlib.contextmanager
-def waiting(name: str) -> Iterator[None]:
+def waiting(name: str) -> contextlib.AbstractContextManager[None]:
     """Reports the block as a wait for other ranks."""
-    with phase(name, is_wait=True):
-        yield
+    return phase(name, is_wait=True)
 
 
-@contextlib.contextmanager
-def passing(name: str, passes: int = 1) -> Iterator[None]:
+def passing(name: str, passes: int = 1) -> contextlib.AbstractContextManager[None]:
     """Reports the block as so many passes through the model."""
-    with phase(name, passes * PASS_SECONDS):
-        yield
+    return phase(name, passes * PASS_SECONDS)
 
 
 def report(**facts: Any) -> None:
@@ -99,28 +95,19 @@ def report(**facts: Any) -> None:
 
 def _beat(channel: Channel) -> None:
     try:
-        while not _facts.get("ended"):
-            _send(channel)
+        while True:
+            has_ended, current = _facts.get("ended"), _phases[-1]
+            of_phase = {name: getattr(current, name) for name in ("is_wait", "allowed_seconds")}
+            of_phase |= {"phase": current.name, "silent_seconds": time.monotonic() - current.since}
+            channel.send(_facts | of_phase)
+            if has_ended:
+                return
             _changed.wait(BEAT_SECONDS)
             _changed.clear()
-        _send(channel)
     except ConnectionError:
         if not _facts.get("ended"):
             print(f"error: rank {_facts['rank']}: the launcher is gone", file=sys.stderr, flush=True)
             os._exit(1)
-
-
-def _send(channel: Channel) -> None:
-    current = _phases[-1]
-    channel.send(
-        {
-            **_facts,
-            "phase": current.name,
-            "is_wait": current.is_wait,
-            "allowed_seconds": current.allowed_seconds,
-            "silent_seconds": time.monotonic() - current.since,
-        }
-    )
 
 
 # ---- In the launcher
@@ -134,44 +121,59 @@ class RankState:
     reported_at: float
     is_connected: bool = True
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether it ended by itself; a killed rank could not say so."""
-        return bool(self.report.get("ended"))
+
+class Silence(NamedTuple):
+    """Why a world of connected ranks cannot go on. kind: stopped, hung, late, wedged."""
+
+    kind: str
+    text: str
+    ranks: list[int]  # at fault
 
 
 class Watcher:
     """Receives the reports of all ranks of a run; its methods may be called from any thread."""
 
-    def __init__(self, host: str, port: int, key: bytes):
+    def __init__(self, host: str, port: int, key: bytes, hosts: Sequence[str] = ()):
+        """Listens at once. hosts: of every rank, for messages."""
         self.states: dict[int, RankState] = {}
+        self.hosts = hosts
         self._listener = Listener(host, port, key, self._receive)
         self.address = self._listener.address
 
-    def dead(self) -> list[int]:
-        """Ranks whose connection ended before they said that they end."""
-        return [rank for rank, state in self._states() if not state.is_connected and not state.has_ended]
-
-    def stopped(self, limit_seconds: float) -> list[int]:
-        """Ranks that are connected and have sent nothing for so long: stopped, or their host is off."""
+    def silence(self, silent_seconds: float, wedged_seconds: float) -> Silence | None:
+        """The first of: a rank sends nothing; its phase lasts longer than it may; it waits too long for others."""
         now = time.monotonic()
-        return [
-            rank for rank, state in self._states() if state.is_connected and now - state.reported_at > limit_seconds
-        ]
+        states = {rank: state for rank, state in sorted(self.states.copy().items()) if state.is_connected}
+        for rank, state in states.items():
+            if (seconds := now - state.reported_at) > silent_seconds:
+                text = f"{self.name(rank)} sent nothing for {seconds:.0f} s: stopped, asleep or cut off"
+                return Silence("stopped", text, [rank])
+        for rank, state in states.items():
+            seconds, allowed = state.report["silent_seconds"], state.report["allowed_seconds"]
+            if allowed is not None and seconds > allowed:
+                return Silence(
+                    "hung", f"{self.name(rank)} hangs in {state.report['phase']} for {seconds:.0f} s", [rank]
+                )
+        waits = {rank: state.report for rank, state in states.items() if state.report["is_wait"]}
+        longest = max(waits, key=lambda rank: float(waits[rank]["silent_seconds"]), default=None)
+        if longest is None or (seconds := waits[longest]["silent_seconds"]) <= wedged_seconds:
+            return None
+        text = f"{self.name(longest)} waits for {waits[longest]['phase']} for {seconds:.0f} s"
+        if late := [rank for rank in states if rank not in waits]:
+            return Silence("late", f"{text}: {', '.join(map(self.name, late))} did not come to it", late)
+        return Silence("wedged", f"{text}, as all ranks do: the network refuses their ports", [longest])
 
-    def hanging(self) -> list[int]:
-        """Ranks whose phase lasts longer than it may."""
-        return [
-            rank
-            for rank, state in self._states()
-            if (allowed := state.report.get("allowed_seconds")) is not None and state.report["silent_seconds"] > allowed
-        ]
+    def fact(self, name: str) -> Any:
+        """What a rank reported under this name; None where none did."""
+        states = self.states.copy().values()
+        return next((state.report[name] for state in states if state.report.get(name)), None)
+
+    def name(self, rank: int) -> str:
+        """A rank, for messages."""
+        return f"rank {rank} on {self.hosts[rank]}" if rank < len(self.hosts) else f"rank {rank}"
 
     def close(self) -> None:
         self._listener.close()
-
-    def _states(self) -> list[tuple[int, RankState]]:
-        return sorted(self.states.copy().items())
 
     def _receive(self, channel: Channel) -> None:
         state: RankState | None = None

@@ -124,22 +124,30 @@ class WorkQueue:
         Raises:
             UserError: a rank failed, or rank 0 left.
         """
-        raise NotImplementedError
+        while "is_waiting" in (answer := self._ask({"kind": "take"})):
+            pass
+        if "fault" in answer:
+            raise UserError(answer["fault"])
+        item: int | None = answer["item"]
+        return item
 
     def finish(self, item: int, lines: Lines) -> None:
         """Hands in an item's lines; the first result of an item counts."""
-        raise NotImplementedError
+        self._ask({"kind": "finish", "item": item, "lines": lines})
 
     def is_wanted(self, item: int) -> bool:
         """Whether no rank has finished an item yet."""
-        raise NotImplementedError
+        return bool(self._ask({"kind": "wanted", "item": item})["is_wanted"])
 
     def fail(self, reason: str) -> None:
         """Ends the work of all ranks: their next `take` raises a UserError with this reason."""
-        raise NotImplementedError
+        self._ask({"kind": "fail", "reason": reason})
 
     def close(self, timeout_seconds: float) -> None:
         """Leaves the queue; rank 0 waits so long for the others to leave."""
+        raise NotImplementedError
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -168,22 +176,6 @@ class ServedQueue(WorkQueue):
         self.listener = Listener(host, 0, key, self._serve)
         return self.listener.address[1]
 
-    def take(self) -> int | None:
-        while True:
-            with contextlib.suppress(TimeoutError):
-                return self._take(0, WAIT_SECONDS)
-
-    def finish(self, item: int, lines: Lines) -> None:
-        self._finish(0, item, lines)
-
-    def is_wanted(self, item: int) -> bool:
-        return self.journal.offsets[item] < 0
-
-    def fail(self, reason: str) -> None:
-        with self._changed:
-            self.fault = self.fault or reason
-            self._changed.notify_all()
-
     def close(self, timeout_seconds: float) -> None:
         with self._changed:
             self._changed.wait_for(lambda: not self._peers, timeout_seconds)
@@ -191,45 +183,8 @@ class ServedQueue(WorkQueue):
             self.listener.close()
         self.journal.close()
 
-    def _take(self, rank: int, wait_seconds: float) -> int | None:
-        """An item for a rank.
-
-        Raises:
-            TimeoutError: in so many seconds there was nothing to do.
-        """
-        deadline = time.monotonic() + wait_seconds
-        with self._changed:
-            while True:
-                if self.fault:
-                    raise UserError(self.fault)
-                item = self.fresh.popleft() if self.fresh else self._repeated(rank)
-                if item is not None:
-                    self.begun.setdefault(item, []).append(rank)
-                    return item
-                if not self.begun or not self.repeats:
-                    return None
-                if not self._changed.wait(deadline - time.monotonic()):
-                    raise TimeoutError
-
-    def _repeated(self, rank: int) -> int | None:
-        begun = self.begun.items() if self.repeats else ()
-        return next((item for item, ranks in begun if len(ranks) < 2 and rank not in ranks), None)
-
-    def _finish(self, rank: int, item: int, lines: Lines) -> None:
-        with self._changed:
-            if not self.is_wanted(item):
-                return
-            try:
-                self.journal.add(item, lines)
-            except OSError as error:
-                self.fault = f"{self.journal.path}: {error.strerror}; free some space, and start again"
-            self.begun.pop(item, None)
-            if item in self.fresh:
-                self.fresh.remove(item)
-            self.finished_by[rank] = self.finished_by.get(rank, 0) + 1
-            if self.report is not None:
-                self.report(sum(offset >= 0 for offset in self.journal.offsets), dict(self.finished_by))
-            self._changed.notify_all()
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        return self._answer(0, request)
 
     def _serve(self, channel: Channel) -> None:
         rank = int((channel.receive() or {})["rank"])
@@ -251,20 +206,46 @@ class ServedQueue(WorkQueue):
                 self._changed.notify_all()
 
     def _answer(self, rank: int, request: dict[str, Any]) -> dict[str, Any]:
-        if request["kind"] == "wanted":
-            return {"is_wanted": self.is_wanted(request["item"])}
-        if request["kind"] == "finish":
-            self._finish(rank, request["item"], request["lines"])
-        elif request["kind"] == "fail":
-            self.fail(request["reason"])
-        elif request["kind"] == "take":
-            try:
-                return {"item": self._take(rank, WAIT_SECONDS)}
-            except TimeoutError:
+        with self._changed:
+            if request["kind"] == "take":
+                return self._take(rank, time.monotonic() + WAIT_SECONDS)
+            if request["kind"] == "finish" and self.journal.offsets[request["item"]] < 0:
+                self._finish(rank, request["item"], request["lines"])
+            elif request["kind"] == "fail":
+                self.fault = self.fault or request["reason"]
+            elif request["kind"] == "wanted":
+                return {"is_wanted": self.journal.offsets[request["item"]] < 0}
+            self._changed.notify_all()
+            return {}
+
+    def _take(self, rank: int, deadline: float) -> dict[str, Any]:
+        """An item for a rank, None where none is left, or that it has to ask again."""
+        while not self.fault:
+            item = self.fresh.popleft() if self.fresh else self._repeated(rank)
+            if item is not None:
+                self.begun.setdefault(item, []).append(rank)
+                return {"item": item}
+            if not self.begun or not self.repeats:
+                return {"item": None}
+            if not self._changed.wait(deadline - time.monotonic()):
                 return {"is_waiting": True}
-            except UserError as error:
-                return {"fault": str(error)}
-        return {}
+        return {"fault": self.fault}
+
+    def _repeated(self, rank: int) -> int | None:
+        begun = self.begun.items() if self.repeats else ()
+        return next((item for item, ranks in begun if len(ranks) < 2 and rank not in ranks), None)
+
+    def _finish(self, rank: int, item: int, lines: Lines) -> None:
+        try:
+            self.journal.add(item, lines)
+        except OSError as error:
+            self.fault = f"{self.journal.path}: {error.strerror}; free some space, and start again"
+        self.begun.pop(item, None)
+        if item in self.fresh:
+            self.fresh.remove(item)
+        self.finished_by[rank] = self.finished_by.get(rank, 0) + 1
+        if self.report is not None:
+            self.report(sum(offset >= 0 for offset in self.journal.offsets), dict(self.finished_by))
 
 
 class RemoteQueue(WorkQueue):
@@ -286,24 +267,6 @@ class RemoteQueue(WorkQueue):
             f"rank {rank} on {socket.gethostname()} reaches rank 0 at none of {', '.join(addresses)}, port {port}; "
             "open the firewall between them"
         )
-
-    def take(self) -> int | None:
-        answer = self._ask({"kind": "take"})
-        while "is_waiting" in answer:
-            answer = self._ask({"kind": "take"})
-        if "fault" in answer:
-            raise UserError(answer["fault"])
-        item: int | None = answer["item"]
-        return item
-
-    def finish(self, item: int, lines: Lines) -> None:
-        self._ask({"kind": "finish", "item": item, "lines": lines})
-
-    def is_wanted(self, item: int) -> bool:
-        return bool(self._ask({"kind": "wanted", "item": item})["is_wanted"])
-
-    def fail(self, reason: str) -> None:
-        self._ask({"kind": "fail", "reason": reason})
 
     def close(self, timeout_seconds: float) -> None:
         self._channel.close()

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -24,7 +24,6 @@ from lib.system.network import distinct_names, host_name, machine_id
 
 Described = dict[str, tuple[tuple[int, ...], mx.Dtype]]  # name ➜ (shape, dtype)
 
-TEXT_BYTES = 1024
 GATHERED_BYTES = 2**22  # of whole arrays in one sum, where rank 0 writes what ranks have parts of
 BUCKET_BYTES = 256 * 2**20  # a collective's largest buffer: full-model gradients are not copied whole
 ALIGNED_BYTES = 8  # a GPU reads a number only at a multiple of its size
@@ -40,14 +39,13 @@ class Traffic:
 class ArrayPart(Protocol):
     """What ranks hold of a whole array (lib/model/partition.py)."""
 
-    def size(self, rank: int) -> int:
-        """How much of it a rank holds; 0 is nothing."""
+    def size(self, rank: int) -> int: ...  # 0: it holds nothing
 
-    def of(self, whole: Any, rank: int) -> Any:
-        """A rank's part of a whole array."""
+    def of(self, whole: Any, rank: int) -> Any: ...  # a rank's part
 
-    def shape(self, of_any: Sequence[int], rank: int | None = None) -> tuple[int, ...]:
-        """The shape of the whole array, or of a rank's part."""
+    def shape(
+        self, of_any: Sequence[int], rank: int | None = None
+    ) -> tuple[int, ...]: ...  # of a rank's part, or whole
 
 
 def no_group() -> Any:
@@ -91,20 +89,16 @@ class World:
             return [arrays]
         gathered: list[list[mx.array]] = [[] for _ in range(self.size)]
         for bucket in buckets([array.nbytes for array in arrays]):
-            own = [arrays[i] for i in bucket]
-            flat = packed(own)
+            mine = [arrays[i] for i in bucket]
+            flat = packed(mine)
             mx.eval(flat)
-            for rank, theirs in enumerate(self._gathered_bits(flat, what)):
-                gathered[rank] += unpacked(theirs, own)
+            self.traffic.bytes_sent += flat.nbytes * (self.size - 1)
+            with self.deadline(what):
+                together = self.gather_lazily(flat)
+                mx.eval(together)
+            for rank, theirs in enumerate(together.reshape(self.size, -1)):
+                gathered[rank] += unpacked(theirs, mine)
         return gathered
-
-    def _gathered_bits(self, flat: mx.array, what: str) -> Iterable[mx.array]:
-        """Every rank's bits, uint8 [n], in rank order."""
-        self.traffic.bytes_sent += flat.nbytes * (self.size - 1)
-        with self.deadline(what):
-            together = mx.distributed.all_gather(flat, group=self.group(), stream=self.stream)
-            mx.eval(together)
-        return together.reshape(self.size, -1)
 
     def sum_arrays(self, arrays: list[mx.array], what: str, dtype: mx.Dtype = mx.float32) -> list[mx.array]:
         """Each array's sum over all ranks, in `dtype`: it is added up in this type, hop by hop."""
@@ -125,17 +119,14 @@ class World:
         # By name: a tree that was read from a file may hold the same arrays in another order.
         leaves = sorted(tree_flatten(tree), key=lambda leaf: leaf[0])
         for bucket in buckets([array.nbytes for _, array in leaves]):
-            own = [leaves[i][1] for i in bucket]
-            for i, array in zip(bucket, unpacked(self._of_rank_0(packed(own)), own), strict=True):
+            mine = [leaves[i][1] for i in bucket]
+            # Bits, because a sum would lose NaN and -0.0; as int32, because not every backend sums uint8. The sum of
+            # one number and zeros is that number in any order.
+            bits = mx.view(packed(mine), mx.int32)
+            bits = self.all_sum(bits if self.rank == 0 else mx.zeros_like(bits), "rank 0's arrays")
+            for i, array in zip(bucket, unpacked(mx.view(bits, mx.uint8), mine), strict=True):
                 leaves[i] = (leaves[i][0], array)
         return tree_unflatten(leaves)
-
-    def _of_rank_0(self, flat: mx.array) -> mx.array:
-        """Rank 0's packed bytes, on every rank. They are as many everywhere."""
-        # Bits, because a sum would lose NaN and -0.0; as int32, because not every backend sums uint8. The sum of
-        # one number and zeros is that number in any order.
-        bits = mx.view(flat, mx.int32)
-        return mx.view(self.all_sum(bits if self.rank == 0 else mx.zeros_like(bits), "rank 0's arrays"), mx.uint8)
 
     def sum_gradients(self, gradients: Any, sums: mx.array) -> tuple[Any, mx.array]:
         """Sums a tree of float32 gradients and a float32 vector over all ranks.
@@ -239,17 +230,7 @@ class World:
         return replace(self, rank=0, size=1)
 
     def gather_text(self, text: str, what: str = "a message from every rank") -> list[str]:
-        """Every rank's text, cut at 1,024 bytes, in rank order."""
-        if self.size == 1:
-            return [text]
-        encoded = text.encode()[:TEXT_BYTES]
-        rows = np.zeros((self.size, TEXT_BYTES), np.int32)  # one a rank
-        rows[self.rank, : len(encoded)] = list(encoded)
-        gathered = np.array(self.all_sum(mx.array(rows), what))
-        return [bytes(row[row > 0].astype(np.uint8)).decode(errors="replace") for row in gathered]
-
-    def gather_long_text(self, text: str, what: str = "a text from every rank") -> list[str]:
-        """Every rank's text, whole, in rank order."""
+        """Every rank's text, in rank order."""
         if self.size == 1:
             return [text]
         encoded = np.frombuffer(text.encode(), np.uint8)
@@ -261,42 +242,35 @@ class World:
         gathered = bytes(np.array(self.all_sum(mx.array(flat), what)).astype(np.uint8))
         return [gathered[start:end].decode() for start, end in zip([0, *ends.tolist()], ends.tolist(), strict=False)]
 
+    gather_long_text = gather_text
+
     def broadcast_text(self, text: str) -> str:
-        """Rank 0's text, whole, on every rank."""
-        if self.size == 1:
-            return text
-        encoded = np.frombuffer(text.encode(), np.uint8)
-        length = int(self.broadcast({"length": mx.array(len(encoded))})["length"].item())
-        mine = encoded if self.rank == 0 else np.zeros(length, np.uint8)
-        return bytes(np.array(self.broadcast({"text": mx.array(mine)})["text"])).decode()
+        """Rank 0's text, on every rank."""
+        return self.gather_text(text if self.rank == 0 else "", "rank 0's text")[0]
 
     def require_equal(self, what: str, value: str) -> None:
-        """Makes sure that all ranks hold the same, a digest for instance.
+        """Makes sure that all ranks have been given the same, a digest for instance.
 
         Raises:
             AgreedError: names the ranks that differ from rank 0.
         """
         values = self.gather_text(value, f"every rank's {what}")
-        others = [str(rank) for rank, theirs in enumerate(values) if theirs != values[0]]
-        if others:
-            raise AgreedError(
-                f"rank {', '.join(others)} has another {what} than rank 0; "
-                "copy the same files and settings to every host"
-            )
+        if others := [str(rank) for rank, theirs in enumerate(values) if theirs != values[0]]:
+            remedy = "copy the same files and settings to every host"
+            raise AgreedError(f"rank {', '.join(others)} has another {what} than rank 0; {remedy}")
 
     def require_identical(self, what: str, digest: str) -> None:
-        """Makes sure that all ranks hold the same, by digests.
+        """Makes sure that all ranks have computed the same, by digests.
 
         Raises:
             Stopped: names the first rank that holds something else, and its host.
         """
         held = [text.partition(" ") for text in self.gather_text(f"{digest} {host_name()}", f"every rank's {what}")]
-        for rank, (theirs, _, host) in enumerate(held):
-            if theirs != held[0][0]:
-                raise Stopped(
-                    f"rank {rank} on {host} holds other {what} than rank 0; its memory or its link may be broken: "
-                    "go on from the last checkpoint without this host"
-                )
+        if other := next(((rank, host) for rank, (theirs, _, host) in enumerate(held) if theirs != held[0][0]), None):
+            raise Stopped(
+                f"rank {other[0]} on {other[1]} holds other {what} than rank 0; its memory or its link may be broken: "
+                "go on from the last checkpoint without this host"
+            )
 
     @property
     def workers(self) -> World:

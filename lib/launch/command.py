@@ -24,11 +24,12 @@ from pathlib import Path
 from lib.config import command_line, load, train_arguments
 from lib.environment import ROOT
 from lib.errors import Stopped, UserError
-from lib.launch import discovery, hostfile, launcher, preflight, role_start, scheduler_jobs, ssh
+from lib.launch import discovery, hostfile, launcher, preflight, scheduler_jobs, ssh
 from lib.launch import job as jobs
 from lib.launch.hostfile import Host, Hosts
 from lib.launch.job import Job
-from lib.launch.launcher import MAC_RESTARTS
+from lib.launch.launcher import MAC_RESTARTS, Restarts
+from lib.launch.role_start import Rendezvous, key_of
 from lib.system import key_file, terminal
 
 ROLES = ("primary", "secondary")
@@ -52,18 +53,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _emit_hostfile(options)
         job = job_of(options)
         if options.emit:
-            print(_emitted(job, options.emit), end="")
+            text = hostfile.to_text(job.hosts) if options.emit == "hostfile" else None
+            print(text or scheduler_jobs.job_file(job, options.emit), end="")
             return 0
-        if job.directory == str(ROOT):  # elsewhere there may be other files
-            check_command(job.command)
+        job = checked(job)
         if options.sync:
             ssh.copy_to_hosts(job, options.sync)
         here = this_host(job, options.role) if options.role else None
         if here is None and (options.preflight or options.preflight_only):
             limits = preflight.Limits(options.min_mbit * 1e6 / 8, options.max_round_trip_ms / 1e3, options.typed)
             passed = preflight.run(job, limits, options.json)
-            if options.preflight_only or not passed:
+            if options.preflight_only or passed is None:
                 return 0 if passed else 1
+            job = passed
         return _train(job, options, here)
     except UserError as error:
         terminal.error(str(error))
@@ -80,19 +82,21 @@ def _train(job: Job, options: argparse.Namespace, here: Host | None) -> int:
     tag = max(len(f"[{job.size - 1} {host.name}] ") for host in job.hosts)
     if width is not None and width - tag >= terminal.NARROW:
         job = replace(job, environment={"TANDEM_COLUMNS": str(width - tag), **job.environment})
-    console, key = launcher.Console(), None
+    console, key, primary = launcher.Console(), None, job.hosts[0]
     try:
         if here is not None and len(job.hosts) > 1:
-            path, limit_seconds = options.key or key_file.usual(), job.wedged_seconds
-            secret = role_start.key_of(path, here == job.hosts[0], limit_seconds, console.note)
-            commands = role_commands(options.typed)
-            key = role_start.gather(job.hosts, here, job.starting_port, secret, limit_seconds, commands, console.note)
-        restarts, with_hosts = options.max_restarts, options.restart_with
+            names, limit_seconds = [host.name for host in job.hosts], job.wedged_seconds
+            secret = key_of(options.key or key_file.usual(), here == primary, limit_seconds, console.note)
+            address = hostfile.address(primary) if here != primary else ""
+            meeting = Rendezvous(names, address, job.starting_port, secret, limit_seconds)
+            other = role_command(options.typed, "secondary" if here == primary else "primary")
+            key = meeting.wait_for_all(here.name, other, console.note)
 
         def way_on(run: str) -> str:
             return f"go on with: {command_to_resume(options.typed, job.command, run)}"
 
-        return launcher.supervise(job, console, restarts, with_hosts, way_on, here, key)
+        restarts = Restarts(options.max_restarts, options.restart_with == "all", way_on)
+        return launcher.supervise(job, console, restarts, here, key)
     finally:
         console.close()
 
@@ -198,6 +202,12 @@ def job_of(options: argparse.Namespace) -> Job:
     if backend in jobs.RDMA_BACKENDS and (wanted := jobs.rdma_fault(backend, listed.hosts)) is not None:
         write = f"mlx.distributed_config --over thunderbolt --backend {backend} writes such a host file"
         raise UserError(f"{backend} wants {wanted}; {write}")
+    for host in listed.hosts if backend == "mpi" else ():
+        if host.port or host.directory or host.python or host.environment or host.map:
+            raise UserError(
+                f"--backend mpi starts {host.name} by mpirun, which has one path and Python for all hosts, and ssh's "
+                "own port (~/.ssh/config); --backend ring takes what the host file says of each"
+            )
     return Job(
         hosts=listed.hosts,
         backend=backend,
@@ -214,30 +224,47 @@ def job_of(options: argparse.Namespace) -> Job:
     )
 
 
-def role_commands(arguments: Sequence[str]) -> tuple[str, str]:
-    """What one types on the primary, and on a secondary: the words of this launch, with the other role."""
+def role_command(arguments: Sequence[str], role: str) -> str:
+    """What one types on a machine of another role: the words of this launch, with that role."""
     words = list(arguments)
-    cut = words.index("--") if "--" in words else len(words)
-    before, index = words[:cut], next(i for i, word in enumerate(words) if word.partition("=")[0] == "--role")
-    del before[index : index + (1 if "=" in words[index] else 2)]
-    primary, secondary = (shlex.join(["./launch", "--role", role, *before, *words[cut:]]) for role in ROLES)
-    return primary, secondary
+    index = next(i for i, word in enumerate(words) if word.partition("=")[0] == "--role")
+    del words[index : index + (1 if "=" in words[index] else 2)]
+    return shlex.join(["./launch", "--role", role, *words])
 
 
-def check_command(words: Sequence[str]) -> None:
+def checked(job: Job) -> Job:
     """Checks here, once, what every rank would check: that the script exists and the settings are right.
+
+    Returns:
+        The job; where hosts differ in their paths, the configuration's whole paths are words of its command, in which
+        they can differ by host.
 
     Raises:
         UserError: the script is missing, or a setting is wrong.
     """
-    script = ROOT / words[0]
+    words, script = job.command, ROOT / job.command[0]
+    if job.directory != str(ROOT):  # elsewhere there may be other files
+        return job
     if words[0].endswith(".py") and not script.is_file():
         near = difflib.get_close_matches(words[0], [path.name for path in ROOT.glob("*.py")], n=1)
         raise UserError(f"{script} does not exist" + (f"; did you mean {near[0]}?" if near else ""))
-    if script == ROOT / "train.py" and "--help" not in words:
-        options = train_arguments.parse(list(words[1:]), None)
-        if options.resume is None:  # with --resume: the run may be on other hosts only
-            load.load(ROOT / (options.config or train_arguments.QUICKSTART), options.overrides)
+    if script != ROOT / "train.py" or "--help" in words:
+        return job
+    options = train_arguments.parse(list(words[1:]), None)
+    if options.resume is not None:  # the run may be on other hosts only
+        return job
+    config = load.load(ROOT / (options.config or train_arguments.QUICKSTART), options.overrides)
+    if not any(host.map or host.directory for host in job.hosts):
+        return job
+    named = {
+        f"{room}.{key}": value
+        for room, values in config.model_dump().items()
+        if isinstance(values, dict)
+        for key, value in values.items()
+    }
+    paths = [f"{key}={value}" for key, value in named.items() if isinstance(value, str) and value.startswith("/")]
+    given = {word.partition("=")[0] for word in words}
+    return replace(job, command=(*words, *(word for word in paths if word.partition("=")[0] not in given)))
 
 
 def this_host(job: Job, role: str) -> Host:
@@ -272,16 +299,3 @@ def _emit_hostfile(options: argparse.Namespace) -> int:
         return 1
     print(text, end="")
     return 0
-
-
-def _emitted(job: Job, kind: str) -> str:
-    """A host file, or a job file for a scheduler.
-
-    Raises:
-        UserError: the scheduler cannot run it.
-    """
-    if kind == "hostfile":
-        return hostfile.to_text(job.hosts)
-    write = {"slurm": scheduler_jobs.slurm, "mpijob": scheduler_jobs.mpijob}[kind]
-    environment = {"PYTHONUNBUFFERED": "1", **job.environment}
-    return write(job.hosts, jobs.full_command(job), environment, job.directory, job.python)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,14 +24,14 @@ FOLDER = "{folder}"  # in commands and variables of a RankCommand: where its fil
 
 @dataclass(frozen=True)
 class Job:
-    """What ./launch was asked for."""
+    """What ./launch was asked for; directory and python: of the hosts that name no other."""
 
     hosts: tuple[Host, ...]
     backend: str
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
-    directory: str = str(ROOT)  # of the project, on the hosts
-    python: str = sys.executable  # on the hosts
+    directory: str = str(ROOT)
+    python: str = sys.executable
     connections_per_ip: int = 1
     starting_port: int = 32323
     mpi_arguments: tuple[str, ...] = ()
@@ -42,6 +43,27 @@ class Job:
     def size(self) -> int:
         """Ranks in all."""
         return sum(host.slots for host in self.hosts)
+
+    @property
+    def host_names(self) -> list[str]:
+        """Of every rank."""
+        return [host.name for host in self.hosts for _ in range(host.slots)]
+
+    def directory_of(self, host: Host) -> str:
+        """The project's folder on a host."""
+        return host.directory or self.directory
+
+    def python_of(self, host: Host) -> str:
+        """The interpreter on a host."""
+        return host.python or (f"{host.directory}/.venv/bin/python" if host.directory else self.python)
+
+    def path_on(self, host: Host, word: Path | str) -> str:
+        """Where a path of this machine, or that of a word `setting=path`, is on a host."""
+        word = str(word)
+        for here, there in [(str(ROOT), self.directory_of(host)), *(pair.split(":") for pair in host.map)]:
+            if here != there:
+                word = re.sub(rf"(?<![\w/.-]){re.escape(here)}(?![\w.-])", lambda _: there, word)  # noqa: B023
+        return word
 
 
 @dataclass(frozen=True)
@@ -55,10 +77,11 @@ class RankCommand:
     files: Mapping[str, str] = field(default_factory=dict)  # text by name
 
 
-def full_command(job: Job) -> list[str]:
-    """The command of every rank: the user's, behind the interpreter if it is a Python script or module (-m NAME)."""
-    words = list(job.command)
-    return [job.python, *words] if words[0].endswith(".py") or words[0] == "-m" else words
+def full_command(job: Job, host: Host | None = None) -> list[str]:
+    """The command of a host's ranks: the user's, behind the interpreter if it is a script or module (-m NAME)."""
+    words = [job.path_on(host, word) if host else word for word in job.command]
+    python = job.python_of(host) if host else job.python
+    return [python, *words] if words[0].endswith(".py") or words[0] == "-m" else words
 
 
 def resume_command(command: Sequence[str], run: str, same_world: bool) -> tuple[str, ...]:
@@ -76,10 +99,10 @@ def ports_of(job: Job) -> dict[str, list[int]]:
         counts = [host.slots * max(1, len(host.addresses)) * job.connections_per_ip for host in job.hosts]
     else:
         counts = [1 if job.backend != "mpi" and index == 0 else 0 for index in range(len(job.hosts))]
-    first = itertools.accumulate([job.starting_port, *counts[:-1]])
+    first = itertools.accumulate(counts, initial=job.starting_port)
     return {
         host.name: list(range(start, start + count))
-        for host, start, count in zip(job.hosts, first, counts, strict=True)
+        for host, start, count in zip(job.hosts, first, counts, strict=False)
     }
 
 
@@ -89,11 +112,10 @@ def rank_commands(job: Job) -> list[RankCommand]:
     Raises:
         UserError: the name of a host does not resolve to an IPv4 address.
     """
-    own = {"PYTHONUNBUFFERED": "1", **job.environment}
+    given = {"PYTHONUNBUFFERED": "1", **job.environment}
     if job.backend == "mpi":
-        mpirun = RankCommand(
-            job.hosts[0], None, tuple(_mpirun(job, own)), own, {"hostfile": hostfile.to_text(job.hosts)}
-        )
+        files = {"hostfile": hostfile.to_text(job.hosts)}
+        mpirun = RankCommand(job.hosts[0], None, tuple(_mpirun(job, given)), given, files)
         return [mpirun, *(RankCommand(host, None, (), {}) for host in job.hosts[1:])]
     common, files = _addresses(job)
     commands: list[RankCommand] = []
@@ -103,7 +125,8 @@ def rank_commands(job: Job) -> list[RankCommand]:
             if job.backend == "nccl":
                 variables["CUDA_VISIBLE_DEVICES"] = str(local_rank)
             # The user's variables come last: CUDA_VISIBLE_DEVICES of --env wins.
-            commands.append(RankCommand(host, len(commands), tuple(full_command(job)), {**variables, **own}, files))
+            variables |= hostfile.environment(list(host.environment), host.name) | given
+            commands.append(RankCommand(host, len(commands), tuple(full_command(job, host)), variables, files))
     return commands
 
 
@@ -126,13 +149,11 @@ def _addresses(job: Job) -> tuple[dict[str, str], dict[str, str]]:
 def _ring(job: Job) -> list[list[str]]:
     """For every rank the ADDRESS:PORT at which it listens: one for each connection of each address of its host."""
     ring: list[list[str]] = []
-    port = job.starting_port
+    ports = itertools.count(job.starting_port)
     for host in job.hosts:
         addresses = host.addresses or (hostfile.address(host, job.hosts),)
-        for _ in range(host.slots):
-            listeners = [address for address in addresses for _ in range(job.connections_per_ip)]
-            ring.append([f"{address}:{port + index}" for index, address in enumerate(listeners)])
-            port += len(listeners)
+        listeners = [address for address in addresses for _ in range(job.connections_per_ip)]
+        ring += [[f"{address}:{next(ports)}" for address in listeners] for _ in range(host.slots)]
     return ring
 
 
@@ -165,14 +186,11 @@ def rdma_fault(backend: str, hosts: Sequence[Host]) -> str | None:
     A mesh needs a device between every two hosts; a ring needs devices towards both neighbours.
     """
     count, matrix = len(hosts), rdma_matrix(hosts)
-    for index, host in enumerate(hosts):
-        if host.slots != 1:
-            return f"one rank a host, but {host.name} has slots={host.slots}"
-        if matrix[index][index]:
-            return f"no device from a host to itself, but {host.name} has {matrix[index][index]!r}"
+    if crowded := [host for host in hosts if host.slots != 1]:
+        return f"one rank a host, but {crowded[0].name} has slots={crowded[0].slots}"
+    if circular := [host for index, host in enumerate(hosts) if matrix[index][index]]:
+        return f"no device from a host to itself, but {circular[0].name} has one"
     pairs = itertools.permutations(range(count), 2)
     wanted = [(i, j) for i, j in pairs if backend == "jaccl" or (i - j) % count in (1, count - 1)]
     missing = [f"{hosts[i].name} to {hosts[j].name}" for i, j in wanted if not matrix[i][j]]
-    if missing:
-        return f"a device for each link, and none is listed for {', '.join(missing[:3])}"
-    return None
+    return f"a device for each link, and none is listed for {', '.join(missing[:3])}" if missing else None

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,6 +52,8 @@ MAC_RESTARTS = 3  # by default where a host is a Mac: a lit display may end a ra
 MPI_TAG = re.compile(r"\[[^\]]*?,(\d+)\]<(?:stdout|stderr)>: ?")
 MPI_FAILED = re.compile(r"process rank (\d+) with PID|Process name: \[[^\]]*,(\d+)\]")  # in mpirun's last words
 COLOURS = (36, 35, 32)
+
+Interrupts = queue.SimpleQueue[int]  # numbers of signals
 
 
 class Console:
@@ -127,38 +129,29 @@ class Outcome:
 class RankLink:
     """A rank's process, as this machine sees it."""
 
-    def __init__(
-        self,
-        command: RankCommand,
-        words: Sequence[str],
-        order: Mapping[str, object],
-        console: Console,
-        hosts: Sequence[str],
-    ):
-        """Starts it.
+    def __init__(self, command: RankCommand, console: Console, hosts: Sequence[str]):
+        """Nothing is started yet. hosts: of each rank."""
+        self.command, self.host, self._console, self._hosts = command, command.host.name, console, hosts
+        self._failed_rank = command.rank  # with mpirun: of those that it started
+        self.lost_another = False  # it ended because another rank was gone
+        self.system: str | None = None  # Linux, Darwin; None until it has answered
+        self._before_hello: collections.deque[str] = collections.deque(maxlen=5)
 
-        Args:
-            hosts: the name of each rank's host.
+    def start(self, words: Sequence[str], order: dict[str, object]) -> None:
+        """Starts it by these words, and sends it its order.
 
         Raises:
             UserError: there is no such program on this machine.
         """
-        self.command, self.host, self._console, self._hosts = command, command.host.name, console, hosts
-        self._failed_rank: int | None = None  # of those that mpirun started
-        self.lost_another = False  # it ended because another rank was gone
-        self.system: str | None = None  # Linux, Darwin; None until it has answered
-        self._before_hello: collections.deque[str] = collections.deque(maxlen=5)
+        pipe, session = subprocess.PIPE, True  # Ctrl-C is the launcher's to hand on
         try:
             self.process = subprocess.Popen(
-                words,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                cwd=ROOT,
-                start_new_session=True,  # Ctrl-C is the launcher's to hand on
+                words, stdin=pipe, stdout=pipe, stderr=pipe, cwd=ROOT, start_new_session=session
             )
         except OSError as error:
-            raise UserError(f"{words[0]} does not start on this machine: {error.strerror}") from None
+            raise UserError(
+                f"{words[0]} does not start on this machine: {error.strerror}; --python names the interpreter"
+            ) from None
         assert self.process.stdout is not None and self.process.stderr is not None
         pipes = ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr))
         self._threads = [threading.Thread(target=self._read, args=pair, daemon=True) for pair in pipes]
@@ -173,23 +166,20 @@ class RankLink:
             self.process.stdin.write(line.encode() + b"\n")
             self.process.stdin.flush()
 
-    def failure(self, status: int) -> Fault:
-        """Why it ended with this status, which is not 0."""
-        rank = self._failed_rank if self.command.rank is None else self.command.rank
+    def failure(self) -> Fault:
+        """Why it ended, where its status is not 0."""
+        rank, status = self._failed_rank, self.process.returncode
         who, host = ("mpirun", self.host) if rank is None else (f"rank {rank}", self._hosts[rank])
         if self.system is None:
             why = next((line for line in reversed(self._before_hello) if line.strip()), f"status {status}")
-            return Fault("refused", f"{who} on {self.host} does not start: {why}", (self.host,))
+            return Fault("refused", f"{who} on {self.host} does not start: {why}{_way_out(why)}", (self.host,))
         if status == 255:
             message = f"the connection to {self.host} ended ({who}): it is off, or its sshd was stopped"
             return Fault("lost", message, (self.host,))
-        number = status - 128
-        if status < 0 or number in set(signal.Signals):
-            name = signal.Signals(abs(status) if status < 0 else number).name
-            return Fault(
-                "died", f"{who} on {host} was ended by {name}", (host,), status if status > 0 else 128 - status
-            )
-        return Fault("died", f"{who} on {host} ended with status {status}", (host,), status)
+        status = 128 - status if status < 0 else status
+        is_signal = status - 128 in set(signal.Signals)
+        how = f"was ended by {signal.Signals(status - 128).name}" if is_signal else f"ended with status {status}"
+        return Fault("died", f"{who} on {host} {how}", (host,), status)
 
     def close(self) -> None:
         """Kills what is left of it on this machine, and waits for its last lines."""
@@ -217,10 +207,19 @@ class RankLink:
             if tag := MPI_TAG.match(text):
                 rank = int(tag[1])
                 self._console.output(rank, self._hosts[rank], stream, text[tag.end() :])
-            else:
-                if self.command.rank is None and (failed := MPI_FAILED.search(text)) is not None:
-                    self._failed_rank = int(failed[1] or failed[2])
-                self._console.output(self.command.rank, self.host, stream, text)
+                continue
+            if self.command.rank is None and (failed := MPI_FAILED.search(text)) is not None:
+                self._failed_rank = int(failed[1] or failed[2])
+            self._console.output(self.command.rank, self.host, stream, text)
+
+
+def _way_out(why: str) -> str:
+    """What helps where a host cannot start a rank, from its shell's last line."""
+    if "cd:" in why or "can't cd" in why:
+        return "; --directory, or directory= in the host file, names the project's folder there; --sync . copies it"
+    if re.search("not found|No such file", why):
+        return "; --python, or python= in the host file, names its Python; make setup there installs one in .venv"
+    return ""
 
 
 class Start:
@@ -235,43 +234,38 @@ class Start:
         """
         self.job, self.console, self._here = job, console, here
         self._key = key or connection.new_key()
-        self._hosts = [host.name for host in job.hosts for _ in range(host.slots)]  # by rank
         self.links: list[RankLink] = []
-        self.watcher: Watcher | None = None
 
-    def run(self, interrupts: queue.SimpleQueue[int]) -> Outcome:
+    def run(self, interrupts: Interrupts) -> Outcome:
         """Starts all ranks and waits until they have ended.
 
         Raises:
             UserError: the name of a host does not resolve.
         """
         commands = jobs.rank_commands(self.job)
-        self.watcher = Watcher("127.0.0.1", 0, self._key)
+        watcher = Watcher("127.0.0.1", 0, self._key, self.job.host_names)
         fault, number = None, 0
         try:
             for command in commands:
                 if self._here is None or command.host == self._here:
-                    self._start(command)
-            fault, number = self._watch(interrupts)
+                    self._start(command, watcher.address[1])
+            fault, number = self._watch(watcher, interrupts)
         finally:
             self._end(number or signal.SIGTERM, interrupts)
-            reports = [state.report for state in self.watcher.states.copy().values()]
-            self.watcher.close()
+            run, diverged = self._run_folder(watcher), watcher.fact("diverged")
+            watcher.close()
         status = 128 + number if number else fault.status if fault else 0
-        facts = {name: text for report in reports for name in ("run", "diverged") if (text := report.get(name))}
         has_mac = any(link.system == "Darwin" for link in self.links)
-        return Outcome(status, fault, facts.get("run"), facts.get("diverged"), bool(number), has_mac)
+        return Outcome(status, fault, run, diverged, bool(number), has_mac)
 
-    def _start(self, command: RankCommand) -> None:
-        assert self.watcher is not None
-        port = self.watcher.address[1]
-        is_here = self._here is not None or is_local(self.job, command.host)
+    def _start(self, command: RankCommand, port: int) -> None:
         words = [self.job.python, "-m", "lib.launch.rank_process"]
-        if not is_here:
+        if self._here is None and not is_local(self.job, command.host):
             is_first = all(link.host != command.host.name for link in self.links)
             forward = ["-R", f"127.0.0.1:{port}:127.0.0.1:{port}"] if is_first else []
             words = ssh.remote_command(self.job, command.host, "lib.launch.rank_process", forward)
         secret = {"TANDEM_KEY": self._key.decode(), WATCHER: f"127.0.0.1:{port}"}
+        link = RankLink(command, self.console, self.job.host_names)
         order = {
             "command": command.command,
             "environment": {**command.environment, **secret},
@@ -279,12 +273,13 @@ class Start:
             "nice": self.job.nice,
             "silent_seconds": max(SILENT_TIMES * self.job.silent_seconds, ssh.CONNECT_SECONDS),
         }
-        self.links.append(RankLink(command, words, order, self.console, self._hosts))
+        link.start(words, order)
+        self.links.append(link)
 
-    def _watch(self, interrupts: queue.SimpleQueue[int]) -> tuple[Fault | None, int]:
+    def _watch(self, watcher: Watcher, interrupts: Interrupts) -> tuple[Fault | None, int]:
         """Waits until all ranks have ended: with the first fault, or the number of the signal that ended the wait."""
         pinged = awake_since = looked = time.monotonic()
-        copying = LogCopies(self.job, self.console)
+        copies, names = LogCopies(self.job), self.job.host_names
         while True:
             with contextlib.suppress(queue.Empty):
                 return None, interrupts.get(timeout=LOOK_SECONDS)
@@ -298,13 +293,14 @@ class Start:
                     link.send("ping")
             if (fault := self._failure()) is not None:
                 return fault, 0
-            working = [link for link in self.links if link.process.poll() is None and link.command.command]
-            if not working:
-                copying.finish(self._run_folder(), self.links)
+            if not any(link.process.poll() is None and link.command.command for link in self.links):
+                copies.finish(self._run_folder(watcher))
                 return None, 0
-            if now - awake_since > self.job.silent_seconds and (fault := self._silence(now)) is not None:
-                return fault, 0
-            copying.begin(self._run_folder(), self.links)
+            silent, wedged = self.job.silent_seconds, self.job.wedged_seconds
+            if now - awake_since > silent and (silence := watcher.silence(silent, wedged)) is not None:
+                hosts = {names[rank] for rank in silence.ranks if rank < len(names)}
+                return Fault(silence.kind, silence.text, tuple(sorted(hosts))), 0
+            copies.begin(self._run_folder(watcher))
 
     def _failure(self) -> Fault | None:
         """The first fault of a process that ended. Where ranks ended with an error, the others end by themselves."""
@@ -317,48 +313,17 @@ class Start:
                 time.sleep(LOOK_SECONDS)
             failed = [link for link in self.links if link.process.poll()]
         # A killed rank makes the others end with status 1: the signal is the cause.
-        cause = max(failed, key=lambda link: (link.process.returncode >= 128, not link.lost_another))
-        return cause.failure(cause.process.returncode)
+        return max(failed, key=lambda link: (link.process.returncode >= 128, not link.lost_another)).failure()
 
-    def _silence(self, now: float) -> Fault | None:
-        """What is wrong with ranks that have not ended."""
-        assert self.watcher is not None
-        states = {rank: state for rank, state in self.watcher.states.copy().items() if state.is_connected}
-        if stopped := self.watcher.stopped(self.job.silent_seconds):
-            seconds = now - states[stopped[0]].reported_at if stopped[0] in states else self.job.silent_seconds
-            return self._fault("stopped", stopped, f"sent nothing for {seconds:.0f} s: stopped, asleep or cut off")
-        if hanging := self.watcher.hanging():
-            report = states[hanging[0]].report if hanging[0] in states else {}
-            text = f"hangs in {report.get('phase')} for {report.get('silent_seconds', 0):.0f} s"
-            return self._fault("hung", hanging, text)
-        waits = {
-            rank: state.report
-            for rank, state in states.items()
-            if state.report.get("is_wait") and state.report["silent_seconds"] > self.job.wedged_seconds
-        }
-        if not waits:
-            return None
-        longest = max(waits, key=lambda rank: float(waits[rank]["silent_seconds"]))
-        text = f"waits for {waits[longest]['phase']} for {waits[longest]['silent_seconds']:.0f} s"
-        late = [rank for rank, state in states.items() if not state.report.get("is_wait")]
-        if late:
-            names = ", ".join(f"rank {rank} on {self._host_of(rank)}" for rank in late)
-            fault = self._fault("late", [longest], f"{text}: {names} did not come to it")
-            return replace(fault, hosts=tuple(sorted({self._host_of(rank) for rank in late})))
-        return self._fault("wedged", [longest], f"{text}, as all ranks do: the network refuses their ports")
+    def _run_folder(self, watcher: Watcher) -> str | None:
+        """The run's folder as its ranks reported it; below the project, which may differ by host, relative."""
+        run = watcher.fact("run")
+        for directory in [self.job.directory_of(host) for host in self.job.hosts] if run else []:
+            if Path(run).is_relative_to(directory):
+                return str(Path(run).relative_to(directory))
+        return run
 
-    def _fault(self, kind: str, ranks: Sequence[int], text: str) -> Fault:
-        names = ", ".join(f"rank {rank} on {self._host_of(rank)}" for rank in ranks)
-        return Fault(kind, f"{names} {text}", tuple({self._host_of(rank) for rank in ranks}))
-
-    def _host_of(self, rank: int) -> str:
-        return self._hosts[rank] if rank < len(self._hosts) else "?"
-
-    def _run_folder(self) -> str | None:
-        states = self.watcher.states.copy().values() if self.watcher is not None else ()
-        return next((str(state.report["run"]) for state in states if state.report.get("run")), None)
-
-    def _end(self, number: int, interrupts: queue.SimpleQueue[int]) -> None:
+    def _end(self, number: int, interrupts: Interrupts) -> None:
         """Ends every rank on every host; a second interrupt kills at once."""
         grace_seconds = RDMA_END_SECONDS if self.job.backend in RDMA_BACKENDS else END_SECONDS
         for link in self.links:
@@ -378,74 +343,64 @@ class Start:
 class LogCopies:
     """Copies of other hosts' logs on this machine, for the dashboard: below the run's, `logs/HOST/rank-001.jsonl`."""
 
-    def __init__(self, job: Job, console: Console):
-        self._job, self._console = job, console
-        self._thread: threading.Thread | None = None
+    def __init__(self, job: Job):
+        self._job = job
+        self._thread = threading.Thread(target=lambda: None)
         self._next = time.monotonic() + COPY_SECONDS
 
-    def begin(self, run: str | None, links: Sequence[RankLink]) -> None:
+    def begin(self, run: str | None) -> None:
         """Copies in the background, if it is time."""
-        is_busy = self._thread is not None and self._thread.is_alive()
-        if run is not None and not is_busy and time.monotonic() > self._next:
+        if run is not None and not self._thread.is_alive() and time.monotonic() > self._next:
             self._next = time.monotonic() + COPY_SECONDS
-            self._thread = threading.Thread(target=self._copy, args=(run, links), daemon=True)
+            self._thread = threading.Thread(target=self._copy, args=(run,), daemon=True)
             self._thread.start()
 
-    def finish(self, run: str | None, links: Sequence[RankLink]) -> None:
+    def finish(self, run: str | None) -> None:
         """Copies what is there at the end."""
-        if self._thread is not None:
+        if self._thread.is_alive():
             self._thread.join(COPY_SECONDS)
         if run is not None:
-            self._copy(run, links)
+            self._copy(run)
 
-    def _copy(self, run: str, links: Sequence[RankLink]) -> None:
-        inside = Path(run).is_relative_to(self._job.directory)
-        logs = (ROOT / Path(run).relative_to(self._job.directory) if inside else Path(run)) / "logs"
-        for host in {link.command.host for link in links}:
-            ranks = [link.command.rank for link in links if link.command.host == host]
-            is_shared = any((logs / f"rank-{rank or 0:03d}.jsonl").exists() for rank in ranks)  # one disk of both
-            if is_local(self._job, host) or is_shared or not logs.parent.is_dir():
+    def _copy(self, run: str) -> None:
+        logs, names = Path(ROOT, run, "logs"), self._job.host_names
+        for host in self._job.hosts:
+            is_shared = (logs / f"rank-{names.index(host.name):03d}.jsonl").exists()  # one disk of both
+            if is_shared or not logs.parent.is_dir() or is_local(self._job, host):
                 continue
             with contextlib.suppress(OSError, subprocess.SubprocessError):
                 folder = logs / re.sub(r"[^\w-]", "_", host.name)
                 folder.mkdir(parents=True, exist_ok=True)
-                words = [
-                    "rsync",
-                    "-a",
-                    "--include=rank-*.jsonl",
-                    "--exclude=*",
-                    "-e",
-                    shlex.join(ssh.ssh_command(host)[:-2]),
-                ]
-                words += ["--", f"{host.name}:{shlex.quote(run)}/logs/", f"{folder}/"]
+                words = ["rsync", "-a", "--include=rank-*.jsonl", "--exclude=*", "-e"]
+                words += [shlex.join(ssh.ssh_command(host)[:-2]), "--"]
+                theirs = shlex.quote(self._job.path_on(host, Path(ROOT, run)))
+                words += [f"{host.name}:{theirs}/logs/", f"{folder}/"]
                 subprocess.run(words, capture_output=True, timeout=COPY_SECONDS)
 
 
 # ---- From start to start
 
 
-def supervise(
-    job: Job,
-    console: Console,
-    max_restarts: int | None = None,
-    restart_with: str = "survivors",
-    way_on: Callable[[str], str] = "go on with --resume {}".format,
-    here: Host | None = None,
-    key: bytes | None = None,
-) -> int:
-    """Runs a job, again after faults; returns its exit status.
+@dataclass(frozen=True)
+class Restarts:
+    """How often a job starts again. most: None for 3 where a host is a Mac, else 0."""
 
-    Args:
-        max_restarts: None for 3 where a host is a Mac, else 0.
-        restart_with: "all" waits for every host before another start; "survivors" goes on with those that answer.
-        way_on: the sentence that says how to go on with a run's folder.
-        here, key: as Start has them.
+    most: int | None = None
+    needs_all: bool = False  # wait for every host before another start; else go on with those that answer
+    way_on: Callable[[str], str] = "go on with --resume {}".format  # says how, of a run's folder
+
+
+def supervise(
+    job: Job, console: Console, restarts: Restarts | None = None, here: Host | None = None, key: bytes | None = None
+) -> int:
+    """Runs a job, again after faults; returns its exit status. here, key: as Start has them.
 
     Raises:
         UserError: at the first start, the name of a host does not resolve.
     """
-    interrupts = take_signals()
-    everyone, run, restarts, short_starts, diverged = job.hosts, None, 0, 0, None
+    restarts, interrupts = restarts or Restarts(), take_signals()
+    everyone, run, starts, short_starts, diverged = job.hosts, None, 1, 0, None
+    most = restarts.most
     while True:
         began = time.monotonic()
         outcome = Start(job, console, here, key).run(interrupts)
@@ -455,53 +410,51 @@ def supervise(
             console.note(f"{outcome.fault.kind}: {outcome.fault.message}")
         if outcome.is_interrupted or outcome.status == 0:
             return outcome.status
-        if max_restarts is None:
-            max_restarts = MAC_RESTARTS if outcome.has_mac and here is None else 0
-        is_wrong_input = outcome.status == 2 and restarts == 0  # later it may be a disk that is full for a while
+        if most is None:
+            most = MAC_RESTARTS if outcome.has_mac and here is None else 0
+        is_wrong_input = outcome.status == 2 and starts == 1  # later it may be a disk that is full for a while
         if outcome.diverged and diverged:
             console.note("not started again: the updates are not finite, as before; lower train.learning_rate")
             is_wrong_input = True
         diverged = outcome.diverged
-        if is_wrong_input or restarts >= max_restarts:
+        if not is_wrong_input and here is None and rdma_failed(job, outcome):
+            console.note(f"{job.backend} failed: this run goes on over ring")
+            job, most = replace(job, backend="ring"), most + 1
+        if is_wrong_input or starts > most:
             if run is not None and not is_wrong_input:
-                console.note(way_on(run))
+                console.note(restarts.way_on(run))
             return outcome.status
-        restarts += 1
         short_starts = short_starts + 1 if broken - began < LONG_START_SECONDS else 0
         pause_seconds = min(2.0 ** (short_starts - 2), MOST_PAUSE_SECONDS) if short_starts > 2 else 0.0
         with contextlib.suppress(queue.Empty):
-            if pause_seconds:
-                return 128 + interrupts.get(timeout=pause_seconds)
-        again = _next_job(job, everyone, run, restart_with == "all", console, interrupts)
+            return 128 + interrupts.get(timeout=pause_seconds)
+        hosts = answering_hosts(job, everyone, restarts.needs_all, console, interrupts)
         if not interrupts.empty():
             return 128 + interrupts.get()
-        if again is None:
-            console.note(f"no host answers; {way_on(run) if run else 'nothing was saved'}")
+        if not hosts:
+            console.note(f"no host answers; {restarts.way_on(run) if run else 'nothing was saved'}")
             return outcome.status
-        without = ", ".join(host.name for host in everyone if host not in again.hosts)
-        where = f"on {len(again.hosts)} of {len(everyone)} hosts" + (f" (without {without})" if without else "")
+        starts += 1
+        job = replace(job, hosts=hosts)
+        if run is not None:
+            job = replace(job, command=jobs.resume_command(job.command, run, hosts == everyone))
+        without = ", ".join(host.name for host in everyone if host not in hosts)
+        where = f"on {len(hosts)} of {len(everyone)} hosts" + (f" (without {without})" if without else "")
         whence = f", going on with {run}" if run else ""
-        console.note(f"start {restarts + 1}, {time.monotonic() - broken:.1f} s later, {where}{whence}")
-        job = again
+        console.note(f"start {starts}, {time.monotonic() - broken:.1f} s later, {where}{whence}")
 
 
-def _next_job(
-    job: Job,
-    everyone: tuple[Host, ...],
-    run: str | None,
-    all_of_them: bool,
-    console: Console,
-    interrupts: queue.SimpleQueue[int],
-) -> Job | None:
-    """The job on the hosts that answer, from the newest checkpoint of the run; None where no host answers."""
-    hosts = answering_hosts(job, everyone, all_of_them, console, interrupts)
-    command = jobs.resume_command(job.command, run, hosts == everyone) if run else job.command
-    return replace(job, hosts=hosts, command=command) if hosts else None
+def rdma_failed(job: Job, outcome: Outcome) -> bool:
+    """Whether RDMA itself may be what failed: no rank was ended by a signal, refused to start or lost its host."""
+    fault = outcome.fault
+    if job.backend not in RDMA_BACKENDS or fault is None or fault.kind in ("refused", "lost"):
+        return False
+    return fault.kind != "died" or fault.status < 128
 
 
-def take_signals() -> queue.SimpleQueue[int]:
+def take_signals() -> Interrupts:
     """The signals that end the job, as they come. Under nohup the training outlives its terminal."""
-    interrupts: queue.SimpleQueue[int] = queue.SimpleQueue()
+    interrupts: Interrupts = queue.SimpleQueue()
     hangups = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
     for number in (signal.SIGINT, signal.SIGTERM, *hangups):
         signal.signal(number, lambda number, _: interrupts.put(number))
@@ -509,20 +462,19 @@ def take_signals() -> queue.SimpleQueue[int]:
 
 
 def answering_hosts(
-    job: Job, hosts: tuple[Host, ...], all_of_them: bool, console: Console, interrupts: queue.SimpleQueue[int]
+    job: Job, hosts: tuple[Host, ...], needs_all: bool, console: Console, interrupts: Interrupts
 ) -> tuple[Host, ...]:
     """The hosts that answer over ssh, in their order; all of them where they are wanted, or RDMA needs them."""
-    limit_seconds = job.wedged_seconds if all_of_them else NO_ANSWER_SECONDS
-    deadline = time.monotonic() + limit_seconds
+    deadline = time.monotonic() + (job.wedged_seconds if needs_all else NO_ANSWER_SECONDS)
     while True:
         with ThreadPoolExecutor(len(hosts)) as pool:
             answers = list(pool.map(lambda host: is_local(job, host) or _answers(host), hosts))
         there = tuple(host for host, answered in zip(hosts, answers, strict=True) if answered)
         is_whole = job.backend not in RDMA_BACKENDS or len(there) < 2 or jobs.rdma_fault(job.backend, there) is None
-        if len(there) == len(hosts) or (there and not all_of_them and is_whole):
+        if len(there) == len(hosts) or (there and not needs_all and is_whole):
             return there
         if time.monotonic() > deadline or not interrupts.empty():
-            return there if is_whole and not all_of_them else ()
+            return there if is_whole and not needs_all else ()
         missing = ", ".join(host.name for host in hosts if host not in there)
         console.note(f"waiting for {missing}, {max(0.0, deadline - time.monotonic()):.0f} s at most")
         time.sleep(2.0)
@@ -530,7 +482,7 @@ def answering_hosts(
 
 def is_local(job: Job, host: Host) -> bool:
     """Whether a host is this machine, and has the project in this very folder."""
-    return ssh.is_this_machine(host) and job.directory == str(ROOT)
+    return ssh.is_this_machine(host) and job.directory_of(host) == str(ROOT)
 
 
 def _answers(host: Host) -> bool:

@@ -1,8 +1,8 @@
 """Whether training can run: on this machine (the doctor), or on all hosts of a job (./launch --preflight-only).
 
     python -m lib.launch.preflight [--json]        make doctor: a page to attach to a report; it names no user
-    python -m lib.launch.preflight host            ./launch starts this on every host; then it measures links
-    python -m lib.launch.preflight sum RANKS       a rank of the last check: all ranks add up a number
+    python -m lib.launch.preflight host            ./launch starts this on every host, with a request as its input
+    python -m lib.launch.preflight sum RANKS       a rank of the trial: all add up a number and measure their links
 
 Exit status of the doctor: 0 if training can run here, 1 if something that it needs is broken.
 """
@@ -12,13 +12,12 @@ from __future__ import annotations
 import contextlib
 import getpass
 import glob
-import itertools
 import json
 import math
+import platform
 import queue
 import re
 import shlex
-import subprocess
 import sys
 import threading
 import time
@@ -26,28 +25,28 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.text import Text
 
 from lib.config import command_line, train_arguments
 from lib.data.sources import weights_of
-from lib.distributed import connection
-from lib.distributed.connection import Channel, Listener, connect
 from lib.environment import ROOT
 from lib.errors import UserError, shown
-from lib.launch import checks, hostfile, ssh
-from lib.launch.checks import LIMIT_SECONDS, Finding, Request
+from lib.launch import checks, ssh
+from lib.launch.checks import LIMIT_SECONDS, Finding, Needs, Request
 from lib.launch.hostfile import Host
 from lib.launch.job import RDMA_BACKENDS, Job, ports_of
 from lib.launch.launcher import Quiet, Start, is_local
 from lib.system import hardware, mpi_and_blas, network, os_commands, terminal
 
-ANSWER = "tandem-preflight"
+if TYPE_CHECKING:
+    from lib.distributed.world import World
+
+ANSWER, LINKS = "tandem-preflight", "tandem-links "  # before what is for this program among a host's or rank's lines
 ROUND_TRIPS = 20
 MOST_LINK_BYTES = 2**24
-LINK_SECONDS = 3.0
-SUM_SECONDS = 15.0
+TRIAL_SECONDS = 15.0
 DOCTOR_SECONDS = 150.0
 STYLES = {"ok": "green", "note": "bold magenta", "failed": "bold red"}
 
@@ -66,296 +65,166 @@ class Limits:
         return shlex.join(["./launch", *self.typed[:cut], *options, *self.typed[cut:]])
 
 
-def run(job: Job, limits: Limits, as_json: bool) -> bool:
-    """Checks every host and prints the findings; returns whether all may start.
+def run(job: Job, limits: Limits, as_json: bool) -> Job | None:
+    """Checks every host and prints the findings; the job to start, over ring where RDMA does not work, or None.
 
     Raises:
         UserError: the configuration is wrong.
     """
     began = time.perf_counter()
-    findings = examine(job, request_of(job), limits)
+    findings, backend = examine(job, needs_of(job), limits)
     passed, seconds = not any(one.status == "failed" for one in findings), time.perf_counter() - began
     if as_json:
         print(json.dumps({"passed": passed, "seconds": seconds, "findings": [asdict(one) for one in findings]}))
     else:
         show(findings, f"preflight of {len(job.hosts)} host{'s' * (len(job.hosts) != 1)}, {seconds:.1f} s")
-    return passed
+    return replace(job, backend=backend) if passed else None
 
 
-def request_of(job: Job) -> Request:
+def needs_of(job: Job) -> Needs:
     """What the run's configuration needs of every host; of a command that is not train.py little is known.
 
     Raises:
         UserError: the configuration is wrong.
     """
-    own = Request(directory=job.directory, project=checks.project_digests(), packages=checks.packages())
     if Path(job.command[0]).name != "train.py":
-        return replace(own, run_dir=None, calibration_dir=None)
+        return Needs(run_dir=None, calibration_dir=None)
     with contextlib.chdir(ROOT):
         options = train_arguments.parse(list(job.command[1:]), None)
         config = train_arguments.read_config(options)
         models = [config.model.path, *([] if config.model.reference == "initial" else [config.model.reference])]
-        is_local_model = {path: Path(path).exists() or path.startswith((".", "/", "~")) for path in models}
+        local = [path for path in models if Path(path).exists() or path.startswith((".", "/", "~"))]
         sources = [name for name in weights_of(config.data.train) if not glob.has_magic(name) and "://" not in name]
         file = None if options.resume else options.config or train_arguments.QUICKSTART
         named = [file, *sources, config.data.valid, config.evaluate.answers, config.model.adapter]
-        paths = [str(path) for path in named if path] + [path for path, is_one in is_local_model.items() if is_one]
-        weights = (one for path in paths for one in Path(path).expanduser().glob("*.safetensors"))
-        return replace(
-            own,
-            run_dir=config.run.dir,
-            calibration_dir=config.plan.calibration_dir,
-            require_calibration=config.plan.require_calibration,
-            method=config.model.method,
-            is_divisible=config.strategy in ("auto", "sharded", "pipelined") and job.size > 1,
-            checkpoints=config.checkpoint.keep + 1,
-            model_bytes=sum(one.stat().st_size for one in weights),
-            files={path: checks.digest(Path(path)) for path in dict.fromkeys(paths)},
-            models=[path for path, is_one in is_local_model.items() if not is_one],
-        )
+        paths = [str(path) for path in named if path] + local
+        files = {path: checks.digest(Path(path)) for path in dict.fromkeys(paths)}
+        weights = [one for path in paths for one in Path(path).expanduser().glob("*.safetensors")]
+    model_bytes, is_full = sum(one.stat().st_size for one in weights), config.model.method == "full"
+    return Needs(
+        run_dir=config.run.dir,
+        calibration_dir=config.plan.calibration_dir,
+        require_calibration=config.plan.require_calibration,
+        memory_bytes=model_bytes * (5 if is_full else 1.3),  # full: gradients and Adam's two moments
+        is_divisible=config.strategy in ("auto", "sharded", "pipelined") and job.size > 1,
+        disk_bytes=model_bytes * (3 if is_full else 0.15) * (config.checkpoint.keep + 1) + 2**26,
+        files=files,
+        models=[path for path in models if path not in local],
+    )
 
 
 # ---- Asking the hosts
 
 
-class HostProcess:
-    """The preflight's process on a host, which answers a question a line."""
+def examine(job: Job, needs: Needs, limits: Limits) -> tuple[list[Finding], str]:
+    """All checks on all hosts, then a trial of the backend; and the backend that works."""
 
-    def __init__(self, job: Job, host: Host):
-        """Starts it.
+    def ask(host: Host) -> list[Finding]:
+        return _ask(job, host, request_of(job, host, needs, limits))
 
-        Raises:
-            OSError: there is no such program.
-        """
-        self.host = host
-        own = [job.python, "-m", "lib.launch.preflight", "host"]
-        words = own if is_local(job, host) else ssh.remote_command(job, host, "lib.launch.preflight host")
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(
-            words, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=ROOT, start_new_session=True
+    with ThreadPoolExecutor(len(job.hosts)) as pool:
+        findings = [one for of_host in pool.map(ask, job.hosts) for one in of_host]
+    systems = {one.host: one.message for one in findings if one.check == "system"}
+    findings += [one for name in systems if (one := _mixture(job, name, systems, limits)) is not None]
+    if any(one.status == "failed" for one in findings):
+        return findings, job.backend
+    trial = try_backend(job, limits)
+    if job.backend not in RDMA_BACKENDS or all(one.status == "ok" for one in trial):
+        return findings + trial, job.backend
+    over_ring = try_backend(replace(job, backend="ring"), limits)
+    if any(one.status == "failed" for one in over_ring):
+        return findings + trial, job.backend
+    fallback = "ring works and is taken"
+    notes = [replace(one, status="note", remedy="", note=fallback) for one in trial if one.status != "ok"]
+    return [*findings, *notes, *over_ring], "ring"
+
+
+def _ask(job: Job, host: Host, request: Request) -> list[Finding]:
+    """The findings of a host, or why it gave none."""
+    words = [job.python, "-m", "lib.launch.preflight", "host"]
+    words = words if is_local(job, host) else ssh.remote_command(job, host, "lib.launch.preflight host")
+    sent, seconds = time.time(), ssh.CONNECT_SECONDS + LIMIT_SECONDS + 5
+    done = os_commands.run(words, seconds, ROOT, text=json.dumps(asdict(request)))
+    for line in done.output.splitlines():  # a login shell may print something before
+        with contextlib.suppress(ValueError, KeyError):
+            answer = json.loads(line[line.find("{") :])[ANSWER]
+            system = Finding("ok", answer["system"], "", "", "system", host.name)
+            return [*(Finding(**one) for one in answer["findings"]), _clock(host, answer, sent), system]
+    error = (done.errors.strip().splitlines() or [f"no answer within {seconds:g} s"])[-1]
+    if done.status == 127 and words[0] in error:
+        raise UserError(
+            f"{words[0]} does not start on this machine: {error.partition(': ')[2]}; --python names another"
         )
-
-    def ask(self, limit_seconds: float, **question: Any) -> dict[str, Any]:
-        """Its answer, or {"error": why}. After the limit it is killed."""
-        timer = threading.Timer(limit_seconds, self._process.kill)
-        timer.start()
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps(question) + "\n")
-            self._process.stdin.flush()
-            for line in self._process.stdout:  # a login shell may print something before
-                with contextlib.suppress(ValueError):
-                    answer = json.loads(line[line.find("{") :])
-                    if ANSWER in answer:
-                        return dict(answer[ANSWER])
-        except OSError:
-            pass
-        finally:
-            timer.cancel()
-        return {"error": self.last_words() or f"no answer within {limit_seconds:g} s"}
-
-    def last_words(self) -> str:
-        """Ends the process; returns the last line of its standard error."""
-        self._process.kill()
-        errors = self._process.communicate()[1].strip().splitlines()
-        return errors[-1] if errors else ""
-
-    @property
-    def status(self) -> int | None:
-        return self._process.poll()
+    return [why_no_answer(job, host, error, done.status)]
 
 
-def examine(job: Job, request: Request, limits: Limits) -> list[Finding]:
-    """All checks on all hosts."""
-    requests = _requests(job, request, limits)
-    try:
-        processes = [HostProcess(job, host) for host in job.hosts]
-    except OSError as error:
-        raise UserError(f"{error.filename} does not start on this machine: {error.strerror}") from None
-    try:
-        with ThreadPoolExecutor(len(job.hosts)) as pool:
-            ask = lambda pair: pair[0].ask(ssh.CONNECT_SECONDS + LIMIT_SECONDS + 5, **asdict(pair[1]))  # noqa: E731
-            sent = time.time()
-            answers = list(pool.map(ask, zip(processes, requests, strict=True)))
-        findings, reached, systems = list[Finding](), list[HostProcess](), dict[str, str]()
-        for process, answer in zip(processes, answers, strict=True):
-            if "error" in answer:
-                findings.append(why_no_answer(job, process.host, answer["error"], process.status, request.origin))
-                continue
-            reached.append(process)
-            systems[process.host.name] = answer["system"]
-            findings += [Finding(**one) for one in answer["findings"]]
-            findings += _clock(process.host, answer, sent)
-        findings += [_system(job, name, systems, limits) for name in systems]
-        if len(reached) > 1:
-            findings += link_findings(_measure_links(job, reached), limits)
-    finally:
-        for process in processes:
-            process.last_words()
-    if not any(one.status == "failed" for one in findings):
-        findings += sum_over_ranks(job, limits)
-    return findings
+def request_of(job: Job, host: Host, needs: Needs, limits: Limits) -> Request:
+    """What a host is checked for."""
+    listed = [one for entry in host.rdma for one in (entry if isinstance(entry, list) else [entry]) if one]
+    paths = {path: job.path_on(host, path) for path in (*needs.files, *filter(None, [needs.run_dir]))}
+    return Request(
+        host=host.name,
+        port=host.port,
+        directory=job.directory_of(host),
+        slots=host.slots,
+        needs=needs,
+        paths=paths,
+        project=checks.project_digests(),
+        packages=checks.packages(),
+        ports=ports_of(job)[host.name],
+        addresses=host.addresses,
+        other_port=limits.again("--starting-port", str(job.starting_port + 1000)),
+        ssh_to=[one.name for one in job.hosts[1:]] if job.backend == "mpi" and host == job.hosts[0] else [],
+        devices=listed if job.backend in RDMA_BACKENDS else [],
+    )
 
 
-def _requests(job: Job, request: Request, limits: Limits) -> list[Request]:
-    """What each host is checked for."""
-    ports = ports_of(job)
-    others = [host.name for host in job.hosts[1:]] if job.backend == "mpi" else []
-    other_port = limits.again("--starting-port", str(job.starting_port + 1000))
-    requests = []
-    for index, host in enumerate(job.hosts):
-        listed = [one for entry in host.rdma for one in (entry if isinstance(entry, list) else [entry]) if one]
-        requests.append(
-            replace(
-                request,
-                host=host.name,
-                slots=host.slots,
-                ports=ports[host.name],
-                addresses=host.addresses,
-                other_port=other_port,
-                ssh_to=others if index == 0 else [],
-                devices=listed if job.backend in RDMA_BACKENDS else [],
-            )
-        )
-    return requests
-
-
-def why_no_answer(job: Job, host: Host, error: str, status: int | None, origin: str) -> Finding:
+def why_no_answer(job: Job, host: Host, error: str, status: int | None) -> Finding:
     """The finding for a host that gave no answer, from its last error line and its exit status."""
-    request = Request(host=host.name, directory=job.directory, origin=origin)
+    directory = job.directory_of(host)
+    request = Request(host=host.name, port=host.port, directory=directory)
     if checks.NOT_PERMITTED.search(error):
-        return replace(checks.unreadable(request, job.directory, error), check="project", host=host.name)
+        look = f"{ssh.typed(host)} ls -ld {shlex.quote(directory)}"
+        return Finding("failed", f"{directory}: {error}", look, checks.FULL_DISK_ACCESS, "project", host.name)
     if "cd:" in error or "can't cd" in error:
-        copy = ssh.project_copy_command(host, job.directory, origin)
-        return Finding("failed", f"{job.directory} is not there", copy, "", "project", host.name)
+        copy, note = request.copy(str(ROOT), directory, is_folder=True), "or name the folder there: --directory"
+        return Finding("failed", f"{directory} is not there", copy, note, "project", host.name)
     if status in (1, 2, 126, 127):  # not ssh's own status
-        return Finding("failed", error, request.there("make setup"), "", "packages", host.name)
-    return Finding("failed", error, *ssh.ssh_remedy(host.name, error, os_commands.is_mac()), "ssh", host.name)
+        note = "or name the Python there: --python"
+        return Finding("failed", error, request.there("make setup"), note, "packages", host.name)
+    return Finding("failed", error, *ssh.remedy(host.name, error, os_commands.is_mac()), "ssh", host.name)
 
 
-def _clock(host: Host, answer: Mapping[str, Any], sent: float) -> list[Finding]:
+def _clock(host: Host, answer: Mapping[str, Any], sent: float) -> Finding:
     """A note where a host's clock differs: times in the logs will not fit."""
     ahead_seconds = max(answer["clock"] - time.time(), min(0.0, answer["clock"] - sent))
     if abs(ahead_seconds) < 2.0:
-        return [Finding("ok", "", "", "", "clock", host.name)]
+        return Finding("ok", "", "", "", "clock", host.name)
     command = "sudo sntp -sS time.apple.com" if answer["system"] == "Darwin" else "sudo timedatectl set-ntp true"
     message = f"{ahead_seconds:+.1f} s from this machine's: times in the logs will not fit"
-    return [Finding("note", message, f"ssh -t {host.name} {command}", "", "clock", host.name)]
+    return Finding("note", message, f"ssh -t {host.name} {command}", "", "clock", host.name)
 
 
-def _system(job: Job, name: str, systems: Mapping[str, str], limits: Limits) -> Finding:
+def _mixture(job: Job, name: str, systems: Mapping[str, str], limits: Limits) -> Finding | None:
     """A Mac and a Linux machine work together over MLX's ring alone."""
-    system, kinds = systems[name], set(systems.values())
+    kinds = set(systems.values())
     is_wrong = {"nccl": "Darwin" in kinds, "mpi": len(kinds) > 1, "ring": False}.get(job.backend, kinds != {"Darwin"})
     if not is_wrong:
-        return Finding("ok", system, "", "", "system", name)
+        return None
     reasons = {"mpi": "mpirun starts hosts of one system only", "nccl": "it is for NVIDIA GPUs"}
     why = reasons.get(job.backend, "it is RDMA over Thunderbolt between Macs")
     message = f"--backend {job.backend} with hosts of {' and '.join(sorted(kinds))}: {why}"
     return Finding("failed", message, limits.again("--backend", "ring"), "ring joins any machines", "system", name)
 
 
-# ---- Links
+# ---- The trial: the ranks add up a number and measure their links, started as the run will be
 
 
-def links_to_measure(job: Job, reached: Sequence[Host]) -> list[tuple[Host, Host]]:
-    """The pairs of hosts where the first has to reach the second.
-
-    Where a ring's addresses are given they may be those of the cable between two hosts: MLX's configurator gives each
-    Mac of a Thunderbolt ring the address that faces its previous neighbour.
-    """
-    hosts = job.hosts
-    if job.backend != "ring" or not all(host.addresses for host in hosts):
-        return list(itertools.combinations(reached, 2))
-    pairs = [(host, hosts[(index + 1) % len(hosts)]) for index, host in enumerate(hosts)]
-    return [(one, other) for one, other in pairs[: 1 if len(hosts) == 2 else None] if {one, other} <= set(reached)]
-
-
-def _measure_links(job: Job, processes: Sequence[HostProcess]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Every two hosts that will connect, one pair after the other; of several addresses the slowest counts."""
-    key, ports = connection.new_key().decode(), ports_of(job)
-    named = {process.host.name: process for process in processes}
-    listening: dict[str, int] = {}
-    for name, process in named.items():
-        wanted = next(iter(ports[name]), 0)  # of the run, where a firewall is open
-        answers = (process.ask(LIMIT_SECONDS, listen=port, key=key) for port in (wanted, 0))
-        listening[name] = next((answer["port"] for answer in answers if "port" in answer), 0)
-    links: dict[tuple[str, str], dict[str, Any]] = {}
-    for one, other in links_to_measure(job, [process.host for process in processes]):
-        try:
-            addresses = other.addresses or (hostfile.address(other, job.hosts),)
-        except UserError as error:
-            links[one.name, other.name] = {"error": str(error)}
-            continue
-        measured = []
-        for address in addresses:
-            question = {"measure": address, "port": listening[other.name], "key": key}
-            measured.append({**named[one.name].ask(4 * LINK_SECONDS, **question), "address": address})
-        links[one.name, other.name] = min(measured, key=lambda link: link.get("bytes_per_second", 0.0))
-    return links
-
-
-def link_findings(links: Mapping[tuple[str, str], Mapping[str, Any]], limits: Limits) -> list[Finding]:
-    """Every measured pair of hosts against the limits, as findings of the first of the pair."""
-    findings = []
-    for (one, other), link in links.items():
-        if "error" in link:
-            look = f"ssh {one} ping -c 3 {link.get('address') or other.rpartition('@')[2]}"
-            note = "is a firewall on, a cable out"
-            findings.append(Finding("failed", f"to {other}: {link['error']}", look, note, "links", one))
-            continue
-        rate, trip = link["bytes_per_second"], link["round_trip_seconds"]
-        message = f"to {other}: {rate * 8 / 1e6:,.0f} Mbit/s, {trip * 1e3:.2f} ms"
-        accepted: list[str] = []  # with room for what a link does a minute later
-        if rate < limits.bytes_per_second:
-            accepted += ["--min-mbit", f"{rate * 8e-6 / 2:.1f}"]
-        if trip > limits.round_trip_seconds:
-            accepted += ["--max-round-trip-ms", str(math.ceil(trip * 1e3 * 2))]
-        if accepted:
-            note = "accepts it; better a cable than Wi-Fi"
-            findings.append(Finding("failed", message, limits.again(*accepted), note, "links", one))
-        else:
-            findings.append(Finding("ok", message, "", "", "links", one))
-    return findings
-
-
-def _echo(channel: Channel) -> None:
-    with contextlib.suppress(EOFError, ConnectionError):
-        while (message := channel.receive(None)) is not None:
-            channel.send(message)
-
-
-def _measure(address: str, port: int, key: bytes) -> dict[str, float]:
-    """The link to a listener: the median round trip, and the bytes per second, there and back."""
-    channel = connect(address, port, key, LINK_SECONDS)
-
-    def there_and_back(size: int) -> float:
-        text, began = "x" * size, time.perf_counter()
-        channel.send({"": text})
-        if channel.receive(LINK_SECONDS) is None:
-            raise ConnectionError(f"{address}:{port} did not answer within {LINK_SECONDS:g} s")
-        return time.perf_counter() - began
-
-    try:
-        trips = sorted(there_and_back(8) for _ in range(ROUND_TRIPS))
-        size = 2**14
-        seconds = there_and_back(size)
-        while seconds < 0.1 and size < MOST_LINK_BYTES:  # long enough to measure, and never long on a slow link
-            size *= 4
-            seconds = there_and_back(size)
-    finally:
-        channel.close()
-    return {"round_trip_seconds": trips[len(trips) // 2], "bytes_per_second": 2 * size / seconds}
-
-
-# ---- The sum
-
-
-def sum_over_ranks(job: Job, limits: Limits) -> list[Finding]:
-    """The backend's own sum, started as the run will be."""
+def try_backend(job: Job, limits: Limits) -> list[Finding]:
+    """Whether all ranks can add up a number, and how fast the links between neighbouring hosts are."""
     console, interrupts = Quiet(), queue.SimpleQueue[int]()
-    check = replace(job, command=("-m", "lib.launch.preflight", "sum", str(job.size)), wedged_seconds=SUM_SECONDS)
-    timer = threading.Timer(2 * SUM_SECONDS, interrupts.put, [15])
+    check = replace(job, command=("-m", "lib.launch.preflight", "sum", str(job.size)), wedged_seconds=TRIAL_SECONDS)
+    timer = threading.Timer(2 * TRIAL_SECONDS, interrupts.put, [15])
     timer.daemon = True
     timer.start()
     try:
@@ -364,56 +233,108 @@ def sum_over_ranks(job: Job, limits: Limits) -> list[Finding]:
         timer.cancel()
     names = [host.name for host in job.hosts]
     if outcome.status == 0:
-        return [Finding("ok", job.backend, "", "", "backend", name) for name in names]
-    reason = outcome.fault.message if outcome.fault else f"no sum within {2 * SUM_SECONDS:g} s"
+        lines = [line for line in console.lines if line.startswith(LINKS)]
+        links = [Link(*one) for one in json.loads(lines[0].removeprefix(LINKS))] if lines else []
+        return [Finding("ok", job.backend, "", "", "backend", name) for name in names] + link_findings(
+            job, links, limits
+        )
+    reason = outcome.fault.message if outcome.fault else f"no sum within {2 * TRIAL_SECONDS:g} s"
     message = next((line for line in reversed(console.lines) if line.strip()), "") or reason
-    remedy, note = limits.again("--backend", "ring" if job.backend == "mpi" else "mpi"), "whether it is this backend"
+    remedy = limits.again("--backend", "ring" if job.backend == "mpi" else "mpi")
+    note = f"whether it is this backend; is a cable out, or a firewall on at ports {job.starting_port} and up"
     blamed = [name for name in names if outcome.fault is None or name in outcome.fault.hosts] or names
-    return [Finding("failed", message, remedy, note, "backend", name) for name in blamed]
+    return [Finding("failed", f"{job.backend}: {message}", remedy, note, "backend", name) for name in blamed]
+
+
+class Link(NamedTuple):
+    """A measured link between two neighbouring ranks."""
+
+    rank: int
+    other: int
+    bytes_per_second: float  # there and back
+    round_trip_seconds: float
+
+
+def link_findings(job: Job, links: Sequence[Link], limits: Limits) -> list[Finding]:
+    """Every measured link against the limits, as findings of the first host of each."""
+    findings, names = [], job.host_names
+    addresses = {host.name: " and ".join(host.addresses) for host in job.hosts}
+    for link in links:
+        name, other = names[link.rank], names[link.other]
+        at = f" at {addresses[other]}" if addresses[other] and addresses[other] not in other else ""
+        rate, trip = link.bytes_per_second, link.round_trip_seconds
+        message = f"to {other}{at}, {job.backend}: {rate * 8 / 1e6:,.0f} Mbit/s, {trip * 1e3:.2f} ms"
+        accepted: list[str] = []  # with room for what a link does a minute later
+        if rate < limits.bytes_per_second:
+            accepted += ["--min-mbit", f"{rate * 8e-6 / 2:.1f}"]
+        if trip > limits.round_trip_seconds:
+            accepted += ["--max-round-trip-ms", str(math.ceil(trip * 1e3 * 2))]
+        remedy, note = (limits.again(*accepted), "accepts it; better a cable than Wi-Fi") if accepted else ("", "")
+        findings.append(Finding("failed" if accepted else "ok", message, remedy, note, "links", name))
+    return findings
 
 
 def add_up(ranks: int) -> int:
-    """One rank's part of the sum; returns its exit status."""
+    """One rank's part of the trial; returns its exit status. Rank 0 prints the links."""
     launch = mpi_and_blas.launch_environment()
     mpi_and_blas.prepare()
     import mlx.core as mx
 
     from lib.distributed import world as distributed
 
-    world = distributed.start(launch, timeout_seconds=SUM_SECONDS)
-    if world.size != ranks:
-        print(f"error: a world of {world.size} ranks, not {ranks}")
-        return 1
+    world = distributed.start(launch, timeout_seconds=TRIAL_SECONDS)
     total = world.all_sum(mx.array([2**world.rank % 97, 1], dtype=mx.int32), "the check's sum").tolist()
     if total != [sum(2**rank % 97 for rank in range(ranks)), ranks]:
-        print(f"error: the sum over {ranks} ranks is {total}")
+        print(f"error: the sum over {ranks} ranks is {total}, in a world of {world.size}")
         return 1
+    if links := _measured_links(world):
+        print(LINKS + json.dumps(links), flush=True)
     return 0
+
+
+def _measured_links(world: World) -> list[Link]:
+    """Rank 0's list of the links between hosts, which ranks measure one after the other."""
+    import mlx.core as mx
+
+    from lib.distributed.links import links_of
+
+    if world.size == 1:
+        return []
+    links, mine = links_of(world), ""
+
+    def exchange(array: mx.array, pair: Sequence[int]) -> tuple[mx.array, float]:
+        mx.eval(array)
+        began = time.perf_counter()
+        theirs = links.exchange(array, pair[world.rank == pair[0]], "the measurement of a link")
+        mx.eval(theirs)
+        links.finish("the measurement of a link")
+        return theirs, time.perf_counter() - began
+
+    for rank in range(1 if world.size == 2 else world.size):
+        pair = (rank, (rank + 1) % world.size)
+        if world.rank in pair and links.hosts[pair[0]] != links.hosts[pair[1]]:
+            trips = sorted(exchange(mx.zeros(8, mx.int8), pair)[1] for _ in range(ROUND_TRIPS))
+            size, is_short = 2**12, True
+            while is_short and size < MOST_LINK_BYTES:  # long enough to measure, and never long on a slow link
+                size *= 4
+                seconds = exchange(mx.zeros(size, mx.int8), pair)[1]
+                theirs = exchange(mx.array([seconds < 0.1]).astype(mx.int8), pair)[0]
+                is_short = seconds < 0.1 and bool(theirs.item())
+            link = Link(*pair, 2 * size / seconds, trips[len(trips) // 2])
+            mine = json.dumps(link) if world.rank == pair[0] else mine
+        world.gather_text("", "the measurement of another link")
+    return [Link(*json.loads(text)) for text in world.gather_text(mine, "the links") if text]
 
 
 # ---- On a host, and on this machine
 
 
-def serve() -> None:
-    """Answers the preflight: the first line of input asks for all checks, each other one for a link."""
-    with contextlib.ExitStack() as listeners:
-        for line in sys.stdin:
-            question = json.loads(line)
-            answer: dict[str, Any]
-            try:
-                if "listen" in question:
-                    key = question["key"].encode()
-                    listener = listeners.enter_context(Listener("", question["listen"], key, _echo))
-                    answer = {"port": listener.address[1]}
-                elif "measure" in question:
-                    answer = dict(_measure(question["measure"], question["port"], question["key"].encode()))
-                else:
-                    findings = checks.examine(Request(**question), checks.OF_A_HOST, LIMIT_SECONDS)
-                    system = "Darwin" if os_commands.is_mac() else "Linux"
-                    answer = {"findings": [asdict(one) for one in findings], "system": system, "clock": time.time()}
-            except (OSError, EOFError, UserError) as error:
-                answer = {"error": str(error) or type(error).__name__}
-            print(json.dumps({ANSWER: answer}), flush=True)
+def answer() -> None:
+    """Checks this host for the request on the standard input, and prints the findings."""
+    question = json.loads(sys.stdin.read())
+    request = Request(**{**question, "needs": Needs(**question["needs"])})
+    findings = [asdict(one) for one in checks.examine(request, checks.OF_A_HOST, LIMIT_SECONDS)]
+    print(json.dumps({ANSWER: {"findings": findings, "system": platform.system(), "clock": time.time()}}), flush=True)
 
 
 def show(findings: Sequence[Finding], title: str) -> None:
@@ -470,10 +391,8 @@ def doctor(words: Sequence[str]) -> int:
     say = terminal.Terminal()
     say.line(f"{header['host']}: {header['processor']}, {header['os']}", "bold")
     for one in findings:
-        say.line(
-            one.message or "-",
-            lead=Text.assemble((f"  {one.check:<13}", "dim"), (f"{one.status:<8}", STYLES[one.status])),
-        )
+        lead = Text.assemble((f"  {one.check:<13}", "dim"), (f"{one.status:<8}", STYLES[one.status]))
+        say.line(one.message or "-", lead=lead)
         _show_remedy(say, one)
     verdict = "training can run here" if passed else "training cannot run here"
     if passed and broken:
@@ -486,14 +405,12 @@ def main() -> int:
     """What the command line asks for; returns the exit status."""
     words = sys.argv[1:]
     if words == ["host"]:
-        serve()
+        answer()
         return 0
     if words == ["compute"]:
         print(json.dumps(checks.compute()))
         return 0
-    if words[:1] == ["sum"]:
-        return add_up(int(words[1]))
-    return doctor(words)
+    return add_up(int(words[1])) if words[:1] == ["sum"] else doctor(words)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,10 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 LOOK_SECONDS = 0.1
-END_SECONDS = 2.0
+END = f"end {int(signal.SIGTERM)} 2.0"
 HELLO = "tandem-rank"  # in the first line of output, after what a login shell may print
 
 
@@ -43,67 +44,65 @@ def main() -> int:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run(order: dict, folder: str) -> int:  # type: ignore[type-arg]
+def _run(order: dict[str, Any], folder: str) -> int:
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(lines,), daemon=True).start()
     environment = {name: value.replace("{folder}", folder) for name, value in order["environment"].items()}
-    command = [word.replace("{folder}", folder) for word in order["command"]]
-    process = _start(command, {**os.environ, **environment}, order["nice"]) if command else None
-    if isinstance(process, int):
-        return process
-    last, end_at, status = time.monotonic(), float("inf"), None
-    while status is None:
+    # Without a command it holds the connection to a host where mpirun starts the ranks.
+    command = [word.replace("{folder}", folder) for word in order["command"]] or ["sleep", str(10**8)]
+    try:
+        process = subprocess.Popen(
+            command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+    except OSError as error:
+        print(f"error: {command[0]}: {error.strerror}", file=sys.stderr)
+        return 127
+    if order["command"]:
+        _prepare(process.pid, order["nice"])
+    last, end_at = time.monotonic(), float("inf")
+    while process.poll() is None:
         with contextlib.suppress(queue.Empty):
             line = lines.get(timeout=LOOK_SECONDS)
             last = time.monotonic()
-            word, _, rest = line.partition(" ")
-            if word == "end" or not line:
-                number, seconds = (rest.split() or [str(int(signal.SIGTERM)), str(END_SECONDS)])[:2]
+            if line.startswith("end"):
+                _, number, seconds = line.split()
                 _signal(process, int(number))
                 end_at = min(end_at, last + float(seconds))
-                if process is None:
-                    return 0
         now = time.monotonic()
         if now - last > order["silent_seconds"]:
             print(f"error: the launcher was silent for {now - last:.0f} s; this rank ends", file=sys.stderr, flush=True)
             end_at = now
         if now >= end_at:
             _signal(process, signal.SIGKILL)
-        status = process.poll() if process is not None else (0 if now >= end_at else None)
     _signal(process, signal.SIGKILL)  # what it started and left behind
-    return 128 - status if status < 0 else status
+    if not order["command"]:
+        return 0
+    return 128 - process.returncode if process.returncode < 0 else process.returncode
 
 
-def _start(command: list[str], environment: dict[str, str], nice: int | None) -> subprocess.Popen[bytes] | int:
-    """The process, in a session of its own; or the exit status where there is no such program."""
-    try:
-        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
-    except OSError as error:
-        print(f"error: {command[0]}: {error.strerror}", file=sys.stderr)
-        return 127
+def _prepare(pid: int, nice: int | None) -> None:
+    """Sets a rank's priority, and keeps a Mac awake as long as it lives."""
     if nice is not None:
         try:
-            os.setpriority(os.PRIO_PGRP, process.pid, nice)
+            os.setpriority(os.PRIO_PGRP, pid, nice)
         except PermissionError:
-            words = ["sudo", "-n", "renice", "-n", str(nice), "-g", str(process.pid)]
+            words = ["sudo", "-n", "renice", "-n", str(nice), "-g", str(pid)]
             if shutil.which("sudo") is None or subprocess.run(words, capture_output=True).returncode:
                 text = "needs root, or sudo without a password; the rank has the usual priority"
                 print(f"warning: --nice {nice} {text}", file=sys.stderr)
     if sys.platform == "darwin":  # a Mac that sleeps is a rank that is lost
-        subprocess.Popen(["caffeinate", "-is", "-w", str(process.pid)])
-    return process
+        subprocess.Popen(["caffeinate", "-is", "-w", str(pid)])
 
 
-def _signal(process: subprocess.Popen[bytes] | None, number: int) -> None:
-    if process is not None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, number)
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
 
 
 def _read(lines: queue.SimpleQueue[str]) -> None:
     for line in sys.stdin:
-        lines.put(line.strip() or "-")
-    lines.put("")
+        lines.put(line.strip())
+    lines.put(END)
 
 
 if __name__ == "__main__":

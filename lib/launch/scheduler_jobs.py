@@ -7,77 +7,65 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lib.errors import UserError
-from lib.launch.hostfile import Host
+from lib.launch import job as jobs
+from lib.launch.job import Job
 
 
-def slurm(
-    hosts: Sequence[Host], command: Sequence[str], environment: Mapping[str, str], directory: str, python: str
-) -> str:
-    """An sbatch script: as many nodes as hosts, as many tasks as slots; mpirun takes both from Slurm.
+def job_file(job: Job, kind: str) -> str:
+    """The file of a job for `slurm` or `mpijob`.
 
     Raises:
-        UserError: the hosts have unequal slots, which one Slurm job cannot ask for.
+        UserError: the hosts have unequal slots, which neither can ask for.
     """
-    slots = sorted({host.slots for host in hosts})
+    slots = sorted({host.slots for host in job.hosts})
     if len(slots) > 1:
         raise UserError(
-            f"--emit slurm: hosts have {slots[0]} to {slots[-1]} slots; one Slurm job has as many tasks on every node"
+            f"--emit {kind}: hosts have {slots[0]} to {slots[-1]} slots, but a job has as many on every node"
         )
-    mpirun = Path(python).parent / "mpirun"
+    variables = {"PYTHONUNBUFFERED": "1", **job.environment}
+    return {"slurm": _slurm, "mpijob": _mpijob}[kind](job, slots[0], variables)
+
+
+def _slurm(job: Job, slots: int, variables: dict[str, str]) -> str:
+    """An sbatch script; mpirun takes nodes and tasks from Slurm."""
     lines = [
         "#!/bin/bash",
         "#SBATCH --job-name=tandem",
-        f"#SBATCH --nodes={len(hosts)}",
-        f"#SBATCH --ntasks-per-node={slots[0]}",
+        f"#SBATCH --nodes={len(job.hosts)}",
+        f"#SBATCH --ntasks-per-node={slots}",
         "#SBATCH --output=tandem-%j.log",
         "#SBATCH --signal=B:TERM@60",
         "",
         "set -euo pipefail",
-        f"cd {shlex.quote(directory)}",
-        *(f"export {name}={shlex.quote(value)}" for name, value in environment.items()),
+        f"cd {shlex.quote(job.directory)}",
+        *(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
         # Slurm's own task launcher would start ranks that know no Open MPI.
-        f"exec {shlex.quote(str(mpirun))} --map-by slot:oversubscribe --bind-to none \\",
-        *(f"  -x {name} \\" for name in environment),
-        f"  {shlex.join(command)}",
+        f"exec {shlex.quote(_mpirun(job))} --map-by slot:oversubscribe --bind-to none \\",
+        *(f"  -x {name} \\" for name in variables),
+        f"  {shlex.join(jobs.full_command(job))}",
     ]
     return "\n".join(lines) + "\n"
 
 
-def mpijob(
-    hosts: Sequence[Host], command: Sequence[str], environment: Mapping[str, str], directory: str, python: str
-) -> str:
-    """An MPIJob (kubeflow.org/v2beta1) with a worker a host, as JSON, which is YAML; the image is for the user to name.
+def _mpijob(job: Job, slots: int, variables: dict[str, str]) -> str:
+    """An MPIJob (kubeflow.org/v2beta1) with a worker a host, as JSON, which is YAML; the user names the image."""
+    words = [_mpirun(job), "-n", str(len(job.hosts) * slots), "--map-by", "slot:oversubscribe", "--bind-to", "none"]
+    words += ["--wdir", job.directory, *(word for name in variables for word in ("-x", name))]
+    container = {"name": "tandem", "image": "IMAGE-WITH-TANDEM", "workingDir": job.directory}
+    environment = [{"name": name, "value": value} for name, value in variables.items()]
+    launcher = {**container, "command": [*words, *jobs.full_command(job)], "env": environment}
 
-    Raises:
-        UserError: the hosts have unequal slots, which one MPIJob cannot ask for.
-    """
-    slots = sorted({host.slots for host in hosts})
-    if len(slots) > 1:
-        raise UserError(f"--emit mpijob: hosts have {slots[0]} to {slots[-1]} slots; one MPIJob has one slotsPerWorker")
-    words = [str(Path(python).parent / "mpirun"), "-n", str(len(hosts) * slots[0]), "--map-by", "slot:oversubscribe"]
-    words += ["--bind-to", "none", "--wdir", directory]
-    words += [*(word for name in environment for word in ("-x", name)), *command]
-    variables = [{"name": name, "value": value} for name, value in environment.items()]
+    def replicas(count: int, of: dict[str, object]) -> dict[str, object]:
+        return {"replicas": count, "template": {"spec": {"containers": [of]}}}
 
-    def replica(count: int, own: Mapping[str, object]) -> dict[str, object]:
-        container = {"name": "tandem", "image": "IMAGE-WITH-TANDEM", "workingDir": directory, **own}
-        return {"replicas": count, "template": {"spec": {"containers": [container]}}}
+    specs = {"Launcher": replicas(1, launcher), "Worker": replicas(len(job.hosts), {**container})}
+    policy = {"slotsPerWorker": slots, "runPolicy": {"cleanPodPolicy": "Running"}, "mpiReplicaSpecs": specs}
+    whole = {"apiVersion": "kubeflow.org/v2beta1", "kind": "MPIJob", "metadata": {"name": "tandem"}, "spec": policy}
+    return json.dumps(whole, indent=2) + "\n"
 
-    job = {
-        "apiVersion": "kubeflow.org/v2beta1",
-        "kind": "MPIJob",
-        "metadata": {"name": "tandem"},
-        "spec": {
-            "slotsPerWorker": slots[0],
-            "runPolicy": {"cleanPodPolicy": "Running"},
-            "mpiReplicaSpecs": {
-                "Launcher": replica(1, {"command": words, "env": variables}),
-                "Worker": replica(len(hosts), {}),
-            },
-        },
-    }
-    return json.dumps(job, indent=2) + "\n"
+
+def _mpirun(job: Job) -> str:
+    return str(Path(job.python).parent / "mpirun")

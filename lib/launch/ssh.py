@@ -11,20 +11,22 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lib.environment import ROOT
 from lib.errors import UserError
 from lib.launch import hostfile
 from lib.launch.hostfile import Host
-from lib.launch.job import ROOT, Job
+from lib.launch.job import Job
 from lib.system import network
 
 CONNECT_SECONDS = 10
+NOT_COPIED = (".git", ".venv", "runs", "__pycache__", ".*_cache")  # of the project
 
 
 def remote_command(job: Job, host: Host, module: str, options: Sequence[str] = ()) -> list[str]:
     """The command line that runs a module of this project on a host, over ssh, with further options of ssh."""
-    start = shlex.join([job.python, "-m", *module.split()])
+    start = shlex.join([job.python_of(host), "-m", *module.split()])
     *words, end, name = ssh_command(host)
-    return [*words, *options, end, name, f"cd {shlex.quote(job.directory)} && exec {start}"]
+    return [*words, *options, end, name, f"cd {shlex.quote(job.directory_of(host))} && exec {start}"]
 
 
 def ssh_command(host: Host) -> list[str]:
@@ -33,20 +35,23 @@ def ssh_command(host: Host) -> list[str]:
     It shares no connection of the user's: behind one that died every new session would hang.
     """
     options = ["BatchMode=yes", f"ConnectTimeout={CONNECT_SECONDS}", "ServerAliveInterval=5", "ServerAliveCountMax=3"]
-    options += ["ControlMaster=no", "ControlPath=none"]
+    options += ["ControlMaster=no", "ControlPath=none", *([f"Port={host.port}"] if host.port else [])]
     return ["ssh", "-T", *(word for option in options for word in ("-o", option)), "--", host.name]
 
 
-def rsync_with_folder(folder: str) -> str:
-    """rsync's option that makes a folder at the other end first. macOS's rsync has no --mkpath."""
-    return f"--rsync-path=mkdir -p {shlex.quote(folder)} && rsync"
+def typed(host: Host) -> str:
+    """ssh to a host, as a person types it."""
+    return f"ssh -p {host.port} {host.name}" if host.port else f"ssh {host.name}"
 
 
-def project_copy_command(host: Host, directory: str, origin: str) -> str:
-    """The command that copies this project, without runs and environments, to a folder of a host."""
-    option, here = shlex.quote(rsync_with_folder(directory)), shlex.quote(f"{origin}/")
-    target = f"{host.name}:{shlex.quote(directory)}/"
-    return f"rsync -a --checksum {option} --exclude=.git --exclude=.venv --exclude=runs {here} {target}"
+def rsync(host: Host, source: Path | str, target: str, is_folder: bool, shell: str = "") -> str:
+    """The command that copies a file, or a folder's content, to a host. macOS's rsync has no --mkpath."""
+    shell = shell or (f"ssh -p {host.port}" if host.port else "")
+    slash, above = ("/", target) if is_folder else ("", str(Path(target).parent))
+    words = ["rsync", "-a", "--checksum", f"--rsync-path=mkdir -p {shlex.quote(above)} && rsync"]
+    words += ["-e", shell] if shell else []
+    words += [f"--exclude={name}" for name in NOT_COPIED] if Path(source) == ROOT else []
+    return shlex.join([*words, f"{source}{slash}", f"{host.name}:{shlex.quote(target + slash)}"])
 
 
 def copy_to_hosts(job: Job, paths: Sequence[str]) -> None:
@@ -59,18 +64,11 @@ def copy_to_hosts(job: Job, paths: Sequence[str]) -> None:
         raise UserError("--sync needs rsync; install it (apt-get install rsync, brew install rsync)")
     for host, path in itertools.product(job.hosts, paths):
         source = Path(path).resolve()
-        target = job.directory if source == ROOT else str(source)
+        target = job.path_on(host, source)
         if is_this_machine(host) and target == str(source):
             continue
-        slash = "/" if source.is_dir() else ""
-        words = ["rsync", "-a", rsync_with_folder(target if slash else str(Path(target).parent))]
-        if source == ROOT:
-            words += [
-                "--checksum",
-                *(f"--exclude={name}" for name in (".git", ".venv", "runs", "__pycache__", ".*_cache")),
-            ]
-        words += ["-e", shlex.join(ssh_command(host)[:-2]), "--", f"{source}{slash}", f"{host.name}:{target}{slash}"]
-        done = subprocess.run(words, capture_output=True, text=True)
+        command = rsync(host, source, target, source.is_dir(), shlex.join(ssh_command(host)[:-2]))
+        done = subprocess.run(shlex.split(command), capture_output=True, text=True)
         if done.returncode:
             why = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[0]
             raise UserError(f"--sync {path}: rsync to {host.name} failed: {why}")
@@ -78,8 +76,8 @@ def copy_to_hosts(job: Job, paths: Sequence[str]) -> None:
 
 
 def is_this_machine(host: Host) -> bool:
-    """Whether a host's name means the machine that this runs on, and no other user there."""
-    if "@" in host.name:
+    """Whether a host's name means the machine that this runs on, and no other user or sshd there."""
+    if "@" in host.name or host.port:
         return False
     if host.name in ("localhost", socket.gethostname(), network.own_name()):
         return True
@@ -91,16 +89,16 @@ def is_this_machine(host: Host) -> bool:
     return True
 
 
-def ssh_remedy(host: str, error: str, is_mac: bool = False) -> tuple[str, str]:
+def remedy(host: str, error: str, is_mac: bool = False) -> tuple[str, str]:
     """The command that makes ssh reach a host, from its error message, and what to know of that command.
 
     is_mac: the command is typed on a Mac.
     """
+    name = host.rpartition("@")[2]
     if "Permission denied" in error:
         return f"ssh-copy-id {host}", ""
     if "host key" in error.lower():
         return f"ssh {host} true", "compare the key with the host's own, then accept it"
-    name = host.rpartition("@")[2]
     if "refused" in error:
         start = "start sshd there: sudo systemctl start ssh; on a Mac: System Settings, General, Sharing, Remote Login"
         return f"nc -z {name} 22", start
