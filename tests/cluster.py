@@ -133,12 +133,6 @@ class Host:
         limit = ["pfifo"] if rate is None else ["tbf", "rate", rate, "burst", "64kb", "latency", "50ms"]
         _check(self.words(["tc", "qdisc", "replace", "dev", "eth0", "root", *limit]))
 
-    def only_ssh(self, on: bool = True) -> None:
-        """Lets nothing but ssh leave this host, as a firewall would; what is lost is told to nobody."""
-        rules = [["ipproto", "tcp", side, "22", "lookup", "main"] for side in ("sport", "dport")]
-        for preference, rule in enumerate([*rules, ["to", "10.77.0.0/24", "blackhole"]], 10):
-            _check(self.words(["ip", "rule", "add" if on else "del", "pref", str(preference), *rule]))
-
 
 def unavailable(quotas: bool = False) -> str | None:
     """Why no cluster can be built here; None where it can."""

@@ -100,26 +100,11 @@ def test_a_program_goes_on_in_the_environment_with_the_same_words(
     assert done.stdout.splitlines() == ["entered", "-X", "utf8", *words, "--a b", "c='[1,2]'", ""]
 
 
-def test_train_is_a_program_by_itself(bare: Path, checkout: Path, venv: Any) -> None:
-    venv(ECHO)
-    path = f"{bare.parent}:{os.environ['PATH']}"
-    (bare.parent / "python3").exists() or (bare.parent / "python3").symlink_to(bare)
-    for program in ("./train.py", "./launch", str(checkout / "train.py")):
-        done = run(program, "--help", cwd=checkout, PATH=path)
-        assert done.stdout.splitlines()[0] == "entered" and done.stdout.endswith("--help\n"), done
-
-
 def test_the_real_environment_is_entered_once(bare: Path, checkout: Path, venv: Any) -> None:
     venv()
     for words in (["train.py"], ["-m", "lib.server"]):
         done = run(bare, *words, "--help", cwd=checkout)
         assert done.returncode == 0 and done.stdout.startswith("usage: "), done
-
-
-def test_an_environment_of_ones_own_that_has_everything_is_kept(checkout: Path, venv: Any) -> None:
-    venv(ECHO)
-    done = run(sys.executable, "train.py", "--help", cwd=checkout)
-    assert done.returncode == 0 and done.stdout.startswith("usage: train.py"), done
 
 
 def test_an_environment_that_is_broken_is_one_line(bare: Path, checkout: Path, venv: Any) -> None:
@@ -138,12 +123,6 @@ def test_who_only_imports_us_is_not_replaced(bare: Path, checkout: Path, venv: A
     one_line(run(bare, "-c", "import lib.config", cwd=checkout), "lacks mlx", f"use {python}")
     done = run(bare, "-c", "import lib.system.mpi_and_blas; print('stays')", cwd=checkout, TANDEM_ANY_PYTHON="1")
     assert done.stdout == "stays\n" and done.returncode == 0
-
-
-def test_only_the_first_rank_says_it(bare: Path, checkout: Path) -> None:
-    one_line(run(bare, "train.py", cwd=checkout, MLX_RANK="0"), "lacks mlx")
-    done = run(bare, "train.py", cwd=checkout, MLX_RANK="1")
-    assert (done.returncode, done.stderr) == (2, "")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lib.errors import UserError
-from lib.launch import command, hostfile, job
+from lib.launch import command, hostfile, job, launcher
 from tests.cluster import Host
 
 ROOT = Path(__file__).parents[1]
@@ -89,6 +89,29 @@ def test_a_resumed_run_keeps_its_settings_and_plans_again_for_another_world() ->
 def test_the_other_machines_command_is_the_same_with_the_other_role() -> None:
     typed = ["--hostfile", "h", "--role", "primary", "--", "train.py"]
     assert command.role_command(typed, "secondary") == "./launch --role secondary --hostfile h -- train.py"
+
+
+def test_rdma_that_fails_goes_on_over_ring_and_a_killed_rank_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = ((None, "rdma_en5"), ("rdma_en5", None))
+    hosts = tuple(hostfile.Host(name, rdma=rdma) for name, rdma in zip("ab", devices, strict=True))
+    started, notes = list[job.Job](), list[str]()
+
+    def run(self: launcher.Start, interrupts: object) -> launcher.Outcome:
+        started.append(self.job)
+        return outcomes.pop(0)
+
+    def fault(kind: str, status: int) -> launcher.Outcome:
+        return launcher.Outcome(status, launcher.Fault(kind, "text", ("a",), status), "runs/x")
+
+    monkeypatch.setattr(launcher.Start, "run", run)
+    monkeypatch.setattr(launcher, "answering_hosts", lambda job, hosts, *_: hosts)
+    monkeypatch.setattr(launcher.Quiet, "note", lambda self, text: notes.append(text))
+    outcomes = [fault("died", 137), fault("wedged", 1), fault("died", 1), launcher.Outcome(0)]
+    rdma = job.Job(hosts=hosts, backend="jaccl", command=("train.py",))
+    assert launcher.supervise(rdma, launcher.Quiet(), launcher.Restarts(2)) == 0
+    assert [each.backend for each in started] == ["jaccl", "jaccl", "ring", "ring"], notes
+    assert started[2].command == ("train.py", "--resume", "runs/x")
+    assert notes.count("jaccl failed: this run goes on over ring") == 1
 
 
 def test_ranks_of_this_machine_find_each_other_and_end_well(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.cluster import Host, Unavailable, cluster
+from tests import tiny
+from tests.cluster import PATH, Host, Unavailable, cluster
 from tests.tiny import ROOT
 
 pytestmark = pytest.mark.long
@@ -178,6 +180,31 @@ def test_paths_go_to_the_hosts_and_their_logs_come_back(hosts: list[Host], scrip
     assert (hosts[1].outside / "data" / "rows.jsonl").read_text() == "{}"
     assert (hosts[0].outside / "run/logs/rank-000.jsonl").exists()
     assert (hosts[0].outside / "run/logs/host-b/rank-001.jsonl").read_text() == "{}"
+
+
+def test_hosts_train_together_that_differ_in_port_folder_and_data(hosts: list[Host], tmp_path: Path) -> None:
+    if shutil.which("rsync") is None:
+        pytest.skip("apt-get install rsync is wanted")
+    cluster_folder, disk = hosts[1].outside.parent, hosts[0].disk
+    known = cluster_folder / "known_hosts"
+    known.write_text(known.read_text() + f"[host-b]:2222 {(cluster_folder / 'host_key.pub').read_text()}")
+    sshd = [shutil.which("sshd", path=PATH) or "sshd", "-D", "-p", "2222", "-o", "PidFile=none"]
+    daemon = hosts[1].start([*sshd, "-f", str(cluster_folder / "sshd_config")])
+    (hosts[1].outside / "tandem").mkdir()
+    (hosts[1].outside / "tandem" / ".venv").symlink_to(sys.prefix)
+    for host, name in zip(hosts, ("data", "elsewhere"), strict=True):
+        (host.outside / name).mkdir(exist_ok=True)
+        tiny.write_jsonl(host.outside / name / "train.jsonl", list(tiny.pairs(16, seed=1)))
+    differs = f"user=root port=2222 directory={disk}/tandem map={disk}/data:{disk}/elsewhere"
+    (tmp_path / "hostfile").write_text(f"host-a\nhost-b {differs} env=OMP_NUM_THREADS=1\n")
+    settings = tiny.settings(tmp_path, train__steps=2, data__train=f"{disk}/data/train.jsonl", run__dir=f"{disk}/runs")
+    words = ["./launch", "--hostfile", str(tmp_path / "hostfile"), "--sync", ".", "--min-mbit", "1", "--", "train.py"]
+    done = hosts[0].run([*words, "--config", str(tiny.config_file(tmp_path)), *settings, "run.name=a"])
+    daemon.terminate()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"host-a, links: to root@host-b, ring: [\d,]+ Mbit/s", done.stderr), done.stderr
+    config = (hosts[1].outside / "runs/a/config.yaml").read_text()
+    assert f"{disk}/elsewhere/train.jsonl" in config, config
 
 
 def test_machines_that_are_started_by_hand_wait_for_each_other(hosts: list[Host], script: Path) -> None:

@@ -35,9 +35,9 @@ SSH_SECONDS = 5  # for ssh to read its own configuration
 NAME = re.compile(r"([A-Za-z_][A-Za-z0-9_.-]{0,31}@)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9])?")
 # What a file may set: numbers and devices. Others (PYTHONPATH, LD_PRELOAD, NCCL_NET_PLUGIN ...) can run code.
 VARIABLES_OF_A_FILE = re.compile(
-    r"MLX_(METAL_FAST_SYNCH|MAX_OPS_PER_BUFFER|MAX_MB_PER_BUFFER|ENABLE_TF32|DISABLE_COMPILE|BFS_MAX_WIDTH|RING_VERBOSE)"
-    r"|CUDA_VISIBLE_DEVICES|NCCL_((SOCKET|IB|P2P|SHM|NVLS)_[A-Z_]+|DEBUG)|(OMP|OPENBLAS)_NUM_THREADS|OPENBLAS_CORETYPE"
-    r"|VECLIB_MAXIMUM_THREADS|TOKENIZERS_PARALLELISM|(HF_HUB|TRANSFORMERS)_OFFLINE|OMPI_MCA_btl_tcp_if_include"
+    r"MLX_(METAL_FAST_SYNCH|MAX_(OPS|MB)_PER_BUFFER|ENABLE_TF32|DISABLE_COMPILE|BFS_MAX_WIDTH|RING_VERBOSE)"
+    r"|CUDA_VISIBLE_DEVICES|NCCL_((SOCKET|IB|P2P|SHM|NVLS)_[A-Z_]+|DEBUG)|(OMP|OPENBLAS|VECLIB|MKL)_(NUM|MAXIMUM)_THREADS"
+    r"|OPENBLAS_CORETYPE|TOKENIZERS_PARALLELISM|(HF_HUB|TRANSFORMERS)_OFFLINE|OMPI_MCA_btl_tcp_if_include"
 )
 KEYS = {"ssh": "name", "ips": "addresses", "env": "environment", "envs": "environment"}  # in a file: here
 RULES = {  # what a value that is not allowed is, behind the value
@@ -75,9 +75,7 @@ class Host:
     slots: Annotated[int, Field(ge=1, le=MOST_SLOTS)] = 1
     addresses: tuple[Address, ...] = ()  # one for every link; empty where only the name is known
     rdma: tuple[Devices, ...] = ()  # jaccl: towards every host of the file
-    index: int | None = dataclasses.field(
-        default=None, compare=False
-    )  # in the file, by which the others' `rdma` names it
+    index: int | None = dataclasses.field(default=None, compare=False)  # in the file; the others' `rdma` is by it
     port: Annotated[int, Field(ge=1, le=65535)] | None = None  # of its sshd
     directory: Folder | None = None  # of the project
     python: Annotated[str, _matches(r"/[^\0\n]*python[\d.]*")] | None = None
