@@ -194,7 +194,7 @@ def test_hosts_train_together_that_differ_in_port_folder_and_data(hosts: list[Ho
     (hosts[1].outside / "tandem" / ".venv").symlink_to(sys.prefix)
     for host, name in zip(hosts, ("data", "elsewhere"), strict=True):
         (host.outside / name).mkdir(exist_ok=True)
-        tiny.write_jsonl(host.outside / name / "train.jsonl", list(tiny.pairs(16, seed=1)))
+        tiny.write_jsonl(host.outside / name / "train.jsonl", list(tiny.pairs(16, seed=2)))
     differs = f"user=root port=2222 directory={disk}/tandem map={disk}/data:{disk}/elsewhere"
     (tmp_path / "hostfile").write_text(f"host-a\nhost-b {differs} env=OMP_NUM_THREADS=1\n")
     settings = tiny.settings(tmp_path, train__steps=2, data__train=f"{disk}/data/train.jsonl", run__dir=f"{disk}/runs")
@@ -202,7 +202,7 @@ def test_hosts_train_together_that_differ_in_port_folder_and_data(hosts: list[Ho
     done = hosts[0].run([*words, "--config", str(tiny.config_file(tmp_path)), *settings, "run.name=a"])
     daemon.terminate()
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"host-a, links: to root@host-b, ring: [\d,]+ Mbit/s", done.stderr), done.stderr
+    assert re.search(r"links +ok +host-a: to root@host-b, ring: [\d,]+ Mbit/s", done.stderr), done.stderr
     config = (hosts[1].outside / "runs/a/config.yaml").read_text()
     assert f"{disk}/elsewhere/train.jsonl" in config, config
 

@@ -243,6 +243,11 @@ def checked(job: Job) -> Job:
         UserError: the script is missing, or a setting is wrong.
     """
     words, script = job.command, ROOT / job.command[0]
+    for host in job.hosts:
+        if not Path(directory := job.directory_of(host)).is_dir() and ssh.is_this_machine(host):
+            raise UserError(
+                f"{directory} is not a folder of this machine; --directory names the project's on {host.name}"
+            )
     if job.directory != str(ROOT):  # elsewhere there may be other files
         return job
     if words[0].endswith(".py") and not script.is_file():

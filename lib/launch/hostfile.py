@@ -35,8 +35,8 @@ SSH_SECONDS = 5  # for ssh to read its own configuration
 NAME = re.compile(r"([A-Za-z_][A-Za-z0-9_.-]{0,31}@)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9])?")
 # What a file may set: numbers and devices. Others (PYTHONPATH, LD_PRELOAD, NCCL_NET_PLUGIN ...) can run code.
 VARIABLES_OF_A_FILE = re.compile(
-    r"MLX_(METAL_FAST_SYNCH|MAX_(OPS|MB)_PER_BUFFER|ENABLE_TF32|DISABLE_COMPILE|BFS_MAX_WIDTH|RING_VERBOSE)"
-    r"|CUDA_VISIBLE_DEVICES|NCCL_((SOCKET|IB|P2P|SHM|NVLS)_[A-Z_]+|DEBUG)|(OMP|OPENBLAS|VECLIB|MKL)_(NUM|MAXIMUM)_THREADS"
+    r"MLX_(METAL_FAST_SYNCH|MAX_(OPS|MB)_PER_BUFFER|ENABLE_TF32|DISABLE_COMPILE|BFS_MAX_WIDTH|RING_VERBOSE)|"
+    r"CUDA_VISIBLE_DEVICES|NCCL_((SOCKET|IB|P2P|SHM|NVLS)_[A-Z_]+|DEBUG)|(OMP|OPENBLAS|VECLIB)_(NUM|MAXIMUM)_THREADS"
     r"|OPENBLAS_CORETYPE|TOKENIZERS_PARALLELISM|(HF_HUB|TRANSFORMERS)_OFFLINE|OMPI_MCA_btl_tcp_if_include"
 )
 KEYS = {"ssh": "name", "ips": "addresses", "env": "environment", "envs": "environment"}  # in a file: here

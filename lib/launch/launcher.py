@@ -150,7 +150,7 @@ class RankLink:
             )
         except OSError as error:
             raise UserError(
-                f"{words[0]} does not start on this machine: {error.strerror}; --python names the interpreter"
+                f"{words[0]} does not start on this machine: {error.strerror}; --python names another"
             ) from None
         assert self.process.stdout is not None and self.process.stderr is not None
         pipes = ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr))
@@ -172,7 +172,9 @@ class RankLink:
         who, host = ("mpirun", self.host) if rank is None else (f"rank {rank}", self._hosts[rank])
         if self.system is None:
             why = next((line for line in reversed(self._before_hello) if line.strip()), f"status {status}")
-            return Fault("refused", f"{who} on {self.host} does not start: {why}{_way_out(why)}", (self.host,))
+            return Fault(
+                "refused", f"{who} on {self.host} does not start: {why}; {_way_out(self.host, why)}", (self.host,)
+            )
         if status == 255:
             message = f"the connection to {self.host} ended ({who}): it is off, or its sshd was stopped"
             return Fault("lost", message, (self.host,))
@@ -213,13 +215,13 @@ class RankLink:
             self._console.output(self.command.rank, self.host, stream, text)
 
 
-def _way_out(why: str) -> str:
+def _way_out(host: str, why: str) -> str:
     """What helps where a host cannot start a rank, from its shell's last line."""
     if "cd:" in why or "can't cd" in why:
-        return "; --directory, or directory= in the host file, names the project's folder there; --sync . copies it"
+        return "--directory, or directory= in the host file, names the project's folder there; --sync . copies it"
     if re.search("not found|No such file", why):
-        return "; --python, or python= in the host file, names its Python; make setup there installs one in .venv"
-    return ""
+        return "--python, or python= in the host file, names its Python; make setup there installs one in .venv"
+    return "; ".join(filter(None, ssh.remedy(host, why)))
 
 
 class Start:

@@ -77,7 +77,10 @@ def run(job: Job, limits: Limits, as_json: bool) -> Job | None:
     if as_json:
         print(json.dumps({"passed": passed, "seconds": seconds, "findings": [asdict(one) for one in findings]}))
     else:
-        show(findings, f"preflight of {len(job.hosts)} host{'s' * (len(job.hosts) != 1)}, {seconds:.1f} s")
+        title = f"preflight of {len(job.hosts)} host{'s' * (len(job.hosts) != 1)}, {seconds:.1f} s"
+        failed = sum(one.status == "failed" for one in findings)
+        verdict = f"{failed} failed: nothing was started" if failed else "nothing stands in the way"
+        show(findings, title, verdict, terminal.Terminal(stderr=True))
     return replace(job, backend=backend) if passed else None
 
 
@@ -337,31 +340,20 @@ def answer() -> None:
     print(json.dumps({ANSWER: {"findings": findings, "system": platform.system(), "clock": time.time()}}), flush=True)
 
 
-def show(findings: Sequence[Finding], title: str) -> None:
-    """Prints a line for each check, and under them the findings with their remedies."""
-    say = terminal.Terminal(stderr=True)
+def show(findings: Sequence[Finding], title: str, verdict: str, say: terminal.Terminal) -> None:
+    """Prints a line for each check, or for each host where it found something, with the remedy in one piece."""
     say.line(title, "bold")
     for check in dict.fromkeys(one.check for one in findings):
         of_check = [one for one in findings if one.check == check]
-        parts = [
-            Text.assemble((word, STYLES[status]), f" {', '.join(dict.fromkeys(hosts))}")
-            for status, word in (("failed", "FAILED on"), ("note", "note on"))
-            if (hosts := [one.host for one in of_check if one.status == status])
-        ]
-        say.line(Text("; ").join(parts) if parts else Text("ok", "green"), lead=Text(f"  {check:<13}", "dim"))
-    for one in findings:
-        if one.status != "ok" or one.check == "links":
-            say.line(f"{one.host}, {one.check}: {one.message}")
-            _show_remedy(say, one)
-    failed = sum(one.status == "failed" for one in findings)
-    say.line(f"{failed} failed: nothing was started" if failed else "nothing stands in the way", "bold")
-
-
-def _show_remedy(say: terminal.Terminal, one: Finding) -> None:
-    if one.status != "ok" and one.remedy:  # in one piece, to be copied
-        say.console.print(Text(f"    {shown(one.remedy)}"), soft_wrap=True)
-    if one.status != "ok" and one.note:
-        say.line(f"({one.note})", lead="    ")
+        for one in [one for one in of_check if one.status != "ok" or check == "links"] or of_check[:1]:
+            host = one.host if one.status != "ok" or check == "links" else ""
+            lead = Text.assemble((f"  {check:<13}", "dim"), (f"{one.status:<8}", STYLES[one.status]))
+            say.line(f"{host}: {one.message}" if host else one.message or "-", lead=lead)
+            if one.status != "ok" and one.remedy:
+                say.console.print(Text(f"    {shown(one.remedy)}"), soft_wrap=True)
+            if one.status != "ok" and one.note:
+                say.line(f"({one.note})", lead="    ")
+    say.line(verdict, "bold")
 
 
 def without_user(text: str) -> str:
@@ -388,16 +380,11 @@ def doctor(words: Sequence[str]) -> int:
         listed = [{**asdict(one), "needed": one.check in checks.NEEDED} for one in findings]
         print(json.dumps({**header, "can_train": passed, "checks": listed}))
         return 0 if passed else 1
-    say = terminal.Terminal()
-    say.line(f"{header['host']}: {header['processor']}, {header['os']}", "bold")
-    for one in findings:
-        lead = Text.assemble((f"  {one.check:<13}", "dim"), (f"{one.status:<8}", STYLES[one.status]))
-        say.line(one.message or "-", lead=lead)
-        _show_remedy(say, one)
     verdict = "training can run here" if passed else "training cannot run here"
     if passed and broken:
         verdict += f"; on several machines or ranks it needs what failed: {', '.join(broken)}"
-    say.line(verdict, "bold")
+    title = f"{header['host']}: {header['processor']}, {header['os']}"
+    show(findings, title, verdict, terminal.Terminal())
     return 0 if passed else 1
 
 
