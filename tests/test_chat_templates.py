@@ -373,7 +373,6 @@ def test_the_day_is_that_of_the_settings(name):
     "name, said",
     [
         ("Qwen-Qwen3-0.6B", "thinking off, unless an answer thinks"),
-        ("Qwen-Qwen3-0.6B", "earlier turns lose their thinking"),
         ("Qwen-Qwen3-0.6B", "tools known"),
         ("google-gemma-2-2b-it", "system prompts open the first question; thinking unknown to it; tools unknown to it"),
         ("deepseek-ai-DeepSeek-R1-Distill-Llama-8B", "thinking always opened by the prompt"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lib.config.load import load as load_settings
 from lib.config.settings import DataSettings
+from lib.data import record_files
 from lib.data.batch import MicroBatches, collate, pad_length
 from lib.data.dataset import Dataset, Example, load_dataset
 from lib.data.groups import load_groups
@@ -465,11 +465,10 @@ BAD_RECORDS: list[tuple[Any, str, list[str]]] = [
     ),
     (b'{"messages": [{"role": "user", "role": "assistant", "content": "a"}]}', "sft", ["key 'role' is there twice"]),
     ([PAIR], "preference", ["a list instead of a JSON object"]),
-    (b"[", "preference", ["every line has to hold one {...}"]),
     (
         {"problem": "a", "chosen": "b", "rejected": "c"},
         "preference",
-        ["no column 'prompt'", "did you mean data.prompt=problem?"],
+        ["no column 'prompt'", "name yours with data.prompt=problem"],
     ),
     (
         {"prompt": "a", "chosne": "b", "rejected": "c"},
@@ -477,8 +476,8 @@ BAD_RECORDS: list[tuple[Any, str, list[str]]] = [
         ["(columns: prompt, chosne", "data.chosen=chosne"],
     ),
     ({"prompt": "a", "completion": "b"}, "preference", ["no column 'chosen'", "train.loss=sft"]),
-    ({"question": "a", "answer": "b"}, "sft", ["data.completion=answer data.prompt=question?"]),
-    ({"completion": "b", "instruction": "a"}, "sft", ["no column 'prompt'", "data.prompt=instruction?"]),
+    ({"question": "a", "answer": "b"}, "sft", ["data.completion=answer data.prompt=question"]),
+    ({"completion": "b", "instruction": "a"}, "sft", ["no column 'prompt'", "data.prompt=instruction"]),
     ({}, "sft", ["no column 'completion' or 'messages' or 'text' (columns: none)"]),
     (PAIR | {"prompt": 3}, "preference", ["column 'prompt' is a number"]),
     (PAIR | {"chosen": None}, "preference", ["column 'chosen' is null"]),
@@ -586,9 +585,10 @@ def test_unreadable_files_each_give_one_line(tmp_path):
     assert "is a folder without records" in read_error(tmp_path / "bare")
     assert "no file matches" in read_error(tmp_path / "bare" / "*.jsonl")
     (tmp_path / "rows.csv").write_text("prompt,chosen,rejected\na,b,c\n")
-    remedy = read_error(tmp_path / "rows.csv").partition("by: ")[2]
-    assert subprocess.run(remedy, shell=True).returncode == 0
-    assert (tmp_path / "rows.jsonl").read_text() == '{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
+    (tmp_path / "rows.json").write_text('[{"prompt": "a", "chosen": "b", "rejected": "c"}]')
+    for name in ("rows.csv", "rows.json"):
+        (row,) = record_files.read(str(tmp_path / name), DataSettings(train="-"))
+        assert row[1] == {"prompt": "a", "chosen": "b", "rejected": "c"}
     for blank in (b"", b"\n \n"):
         (tmp_path / "empty.jsonl").write_bytes(blank)
         assert "is empty" in read_error(tmp_path / "empty.jsonl", skip_invalid=True)

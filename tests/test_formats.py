@@ -192,7 +192,7 @@ ANSWERS = ("The Rhine.", "No.")
 PAIRS: dict[str, tuple[dict[str, Any], str, list[dict[str, Any]], tuple[str, str]]] = {
     "hh-rlhf": (
         HH,
-        "Anthropic hh-rlhf (chosen, rejected)",
+        "chosen + rejected",
         [user("Name a river."), assistant("The Rhine."), user("Where?")],
         ("In Europe.", "Look it up."),
     ),
@@ -396,7 +396,7 @@ SINGLES: dict[str, tuple[dict[str, Any], str, list[dict[str, Any]], str]] = {
     ),
     "OpenAI": (
         OPENAI,
-        "OpenAI fine-tuning (messages, tools)",
+        "messages + tools",
         [
             system("Be brief."),
             user("The weather in Bonn?"),
@@ -511,10 +511,10 @@ def test_the_direction_of_a_preference_decides_which_is_chosen(record: dict[str,
     "record, words",
     [
         (HELPSTEER2_PREFERENCE | {"preference_strength": 0}, "'preference_strength' is 0, a tie"),
-        (HELPSTEER3 | {"overall_preference": "1"}, "'overall_preference' is a string, not a number"),
+        (HELPSTEER3 | {"overall_preference": "1"}, "'overall_preference' is '1', not a number"),
         (
             HELPSTEER2_PREFERENCE | {"preference_strength": math.nan},
-            "'preference_strength' is nan, which prefers nothing",
+            "'preference_strength' is nan, not a number that prefers one",
         ),
         (SHP | {"labels": 2}, "'labels' is 2, not 0 or 1"),
         (SAFE_RLHF | {"better_response_id": -1}, "'better_response_id' is -1"),
@@ -528,7 +528,7 @@ def test_the_direction_of_a_preference_decides_which_is_chosen(record: dict[str,
             "every answer in 'completions' has overall_score 4.0",
         ),
         (ULTRAFEEDBACK | {"completions": "none"}, "'completions' is not a list of answers"),
-        (NECTAR | {"answers": []}, "'answers' is not a list of answers"),
+        (NECTAR | {"answers": []}, "'answers' has 0 answers"),
         (ALPACA_PAIR | {"input": 3}, "'input' is a number, not a string"),
         (ORCA | {"system": ["a"]}, "'system' is a list, not a string"),
         (OPENAI_PREFERENCE | {"input": {"messages": None}}, "'input' is not an object with messages"),
@@ -760,8 +760,8 @@ def test_parquet_gives_tools_and_calls_no_fields_that_they_lack(tmp_path: Path) 
     [
         ({"tools": "[{"}, "tools is a string that is not JSON"),
         ({"tools": {"name": "f"}}, "'tools' is an object, not a list of tools"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0] is no function with a name"),
-        ({"tools": [3]}, "tools[0] is no function with a name"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0] has no function with a name"),
+        ({"tools": [3]}, "tools[0] has no function with a name"),
         ({"tools": [{"name": "f", "description": "\ud800"}]}, "'tools' has half a surrogate pair"),
         (
             {"messages": [user("a"), assistant(None, tool_calls=[{"name": "f", "arguments": {"a": "\ud800"}}])]},
@@ -858,20 +858,20 @@ def test_rows_are_the_same_only_where_all_that_is_trained_is() -> None:
             "preference",
             "ShareGPT has one answer a record, not a pair: train.loss=sft",
         ),
-        ({"dialogue": [user("a")]}, "sft", "did you mean data.messages=dialogue?"),
+        ({"dialogue": [user("a")]}, "sft", "name yours with data.messages=dialogue"),
         ({"convos": 1}, "sft", "name yours with data.completion=COLUMN data.prompt=COLUMN"),
-        ({"problem": "a", "solution": "b"}, "sft", "did you mean data.completion=solution data.prompt=problem?"),
+        ({"problem": "a", "solution": "b"}, "sft", "name yours with data.completion=solution data.prompt=problem"),
         (
             {"question": "a", "better": "b", "worse": "c"},
             "preference",
-            "did you mean data.chosen=better data.rejected=worse data.prompt=question?",
+            "name yours with data.chosen=better data.rejected=worse data.prompt=question",
         ),
         (
             {"question": "a", "better": "b", "bad": "c"},
             "preference",
             "name yours with data.chosen=better data.rejected=COLUMN data.prompt=question",
         ),
-        ({"prompt": "a", "completion": "b", "labl": True}, "unpaired", "did you mean data.label=labl?"),
+        ({"prompt": "a", "completion": "b", "labl": True}, "unpaired", "name yours with data.label=labl"),
     ],
 )
 def test_other_columns_are_told_with_the_words_to_type(record: dict[str, Any], kind: RecordKind, words: str) -> None:
@@ -888,7 +888,7 @@ def test_inspection_says_what_was_recognised_with_an_example(
     assert inspect.main(["--inspect", str(folder), f"data.cache_dir={tmp_path}/cache"]) == 0
     said = capsys.readouterr().out
     for words in (
-        "Anthropic hh-rlhf (chosen, rejected), 2 rows",
+        "chosen + rejected, 2 rows",
         "orca_dpo_pairs (question, chosen, rejected, system), 1 rows",
         f"{folder}/b.jsonl:1",
         "system: Be brief.",
@@ -901,7 +901,7 @@ def test_inspection_says_what_was_recognised_with_an_example(
 
 def test_the_document_names_every_format() -> None:
     document = (tiny.ROOT / "docs" / "data.md").read_text()
-    for known in formats.KNOWN_FORMATS:
+    for known in formats.PUBLISHED:
         assert known.name in document, known.name
         assert all(f"`{column}`" in document for column in (*known.needs, *known.uses)), known.name
 

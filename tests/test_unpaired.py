@@ -300,9 +300,9 @@ def read(folder: Path, records: list[Any], **settings: Any) -> Dataset:
 
 @pytest.mark.parametrize("count", [2, 3, 10, 997])
 def test_every_row_gets_the_completion_of_another_prompt_and_each_is_taken_once(count: int) -> None:
-    others = partners(np.arange(count))
+    others = partners(np.arange(count), "x")
     assert sorted(others.tolist()) == list(range(count)) and (others != np.arange(count)).all()
-    assert (others == partners(np.arange(count))).all()
+    assert (others == partners(np.arange(count), "x")).all()
 
 
 def test_rows_of_one_prompt_never_get_each_others_completion() -> None:
@@ -310,9 +310,9 @@ def test_rows_of_one_prompt_never_get_each_others_completion() -> None:
     for _ in range(50):
         keys = rng.integers(0, rng.integers(2, 6), rng.integers(2, 40))
         if len(np.unique(keys)) > 1:
-            assert (keys[partners(keys)] != keys).all()
-    with pytest.raises(ValueError, match="the same prompt"):
-        partners(np.zeros(5))
+            assert (keys[partners(keys, "x")] != keys).all()
+    with pytest.raises(errors.UserError, match="the same prompt"):
+        partners(np.zeros(5), "x")
 
 
 def test_mismatched_completions_keep_the_prompt_and_fit_the_length(tmp_path: Path) -> None:

@@ -1,20 +1,20 @@
-"""What of a conversation does not reach its text: a template that drops it would train on something else in silence.
+"""Chats ➜ token ids and what of them is learnt, through the tokenizer's chat template.
 
-Most of it shows in the text. But a thinking of "2+2=4" may be dropped, and stand in the answer all the same. So what
-may stand elsewhere is changed, and rendered once more: a text that stays as it was does not have it.
+The prompt is rendered as inference sends it, the whole conversation once more, and a completion is what the whole has
+behind the prompt. Three parts: what of a chat is not in its text (a template that drops it would train on something
+else in silence), the template with its adaptions, and where in a text a completion begins, ends and is learnt.
 """
 
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import datetime
 import itertools
 import json
 import os.path
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -31,11 +31,32 @@ from lib.errors import UserError
 SENTINEL = "qZ7sentinelZ7q"
 # Fields in which messages carry their thinking; transformers gives templates all of them where a message has one.
 REASONING = ("reasoning_content", "reasoning", "thinking")
+# Of a message: what is looked for by itself, what only tells which call is meant, and what no template shows.
 FIELDS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", "weight", *REASONING})
-"""Of a message: what is looked for by itself, what only tells which call is meant, and what no template shows."""
 INLINE_THINKING = re.compile(
     r"\s*(?:<(?:seed:|mm:)?think>|\[THINK\])(.*?)(?:</(?:seed:|mm:)?think>|\[/THINK\])", re.DOTALL
 )
+# An opening and a closing mark of thinking, in the templates that there are, with nothing between them.
+EMPTY_THINKING = re.compile(
+    r"\s*(?:<(seed:)?think>\s*</(?:seed:)?think>|</think>|\[THINK\]\s*\[/THINK\]|<\|channel>thought\s*<channel\|>"
+    r"|<\|think:start\|>\s*<\|think:end\|>|<\|START_THINKING\|>\s*<\|END_THINKING\|>"
+    r"|<\|inner_prefix\|>\s*<\|inner_suffix\|>|<\|think_start\|>\s*<\|think_end\|>|<mm:think>\s*</mm:think>)"
+)
+OPENED_THINKING = re.compile(r"<((?:seed:|mm:)?think)>(\n?)$")
+TURN_MARKS = re.compile(
+    r"<[|｜][^\s'\"{}<>]{1,40}[|｜]>|\[/?[A-Z_]{3,20}\]|<(?:start|end)_of_turn>|<\|[a-z_]+>|<[a-z_]+\|>"
+)
+# What the rendering itself is asked for: an argument of this name would not reach the template.
+RESERVED = frozenset(
+    {"conversation", "messages", "tools", "tokenize", "add_generation_prompt", "chat_template", "return_dict"}
+    | {"continue_final_message", "return_assistant_tokens_mask", "return_tensors", "padding", "truncation"}
+)
+STRFTIME = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+HEADER_CHARACTERS = 12  # of a prompt's end, that tell it from other text
+
+
+# ---- What of a chat is not in its text
 
 
 def inline_reasoning(message: Message) -> str | None:
@@ -50,91 +71,45 @@ def has_reasoning(message: Message) -> bool:
     return any(message.get(name) for name in REASONING) or inline_reasoning(message) is not None
 
 
-def lost_of_chat(chat: Chat, prompt: str, wholes: Sequence[str]) -> str | None:
-    """What of a chat's messages is not in its texts, in words; None for nothing.
+def lost(message: Message, text: str, is_earlier: bool = False) -> str | None:
+    """What of a message is not in its conversation's text, in words; None for nothing.
 
-    Tools that a template does not show are no error: lib/data/inspect.py says so at the start.
+    is_earlier: of an answer in the prompt, whose thinking need not be shown again.
     """
-    for message in chat.prompt:
-        is_answer = message["role"] == "assistant"
-        if (name := (lost_of_earlier if is_answer else _lost_of_others)(message, prompt)) is not None:
-            return name
-    for answer, whole in zip(chat.completions, wholes, strict=True):
-        for message in answer:
-            is_answer = message["role"] == "assistant"
-            if (name := (lost if is_answer else _lost_of_others)(message, whole)) is not None:
-                return name
-    return None
-
-
-class Change(NamedTuple):
-    """A chat's completion with one thing changed, which its text has to show."""
-
-    name: str
-    """Of the thing, for errors."""
-    completion: int
-    messages: list[Message]
-
-
-def changes(chat: Chat) -> Iterator[Change]:
-    """The changes of a chat's answers that show whether a template has the thing, or something else like it."""
-    for k, answer in enumerate(chat.completions):
-        for index, message in enumerate(answer):
-            if len(message) > 2 or inline_reasoning(message) is not None:
-                for name, changed in _changes_of(message) if message["role"] == "assistant" else ():
-                    yield Change(name, k, [*answer[:index], changed, *answer[index + 1 :]])
-
-
-def _changes_of(message: Message) -> Iterator[tuple[str, Message]]:
-    """An answer with other thinking, with another content beside its calls, and without each field of its own."""
-    if (thought := with_other_thinking(message)) is not None:
-        fields = [repr(name) for name in REASONING if message.get(name)]
-        yield (*fields, "the thinking in its content")[0], thought
-    content = message.get("content")
-    if message.get("tool_calls") and isinstance(content, str):
-        match = INLINE_THINKING.match(content)
-        begin = match.end() if match else 0
-        if content[begin:].strip():
-            yield "the answer's content", _with(message, "content", content[:begin] + SENTINEL)
-    for name, value in message.items():
-        if name not in FIELDS and value not in ("", [], {}) and value is not False:
-            without = cast(Message, {key: item for key, item in message.items() if key != name})
-            yield f"{name!r} of a message from 'assistant' (or leave it out with data.ignore=[{name}])", without
-
-
-def with_other_thinking(message: Message) -> Message | None:
-    """An answer that thinks something that stands nowhere else; None for one that does not think."""
-    fields = [name for name in REASONING if isinstance(text := message.get(name), str) and text.strip()]
-    if fields:
-        return cast(Message, {**message, **dict.fromkeys(fields, SENTINEL)})
-    inline, content = inline_reasoning(message), message.get("content")
-    if inline is None or not inline.strip() or not isinstance(content, str):
+    content, of_role = message.get("content"), f"of a message from {message['role']!r}"
+    if message["role"] != "assistant":
+        if isinstance(content, str) and not _is_said(content.strip(), text):
+            return f"the content {of_role}"
+        for name, value in message.items():
+            if name not in FIELDS and _says_something(value) and not _is_said(str(value), text):
+                return f"{name!r} {of_role} (or leave it out with data.ignore=[{name}])"
         return None
-    return _with(message, "content", content.replace(inline.strip(), SENTINEL, 1))
-
-
-def _with(message: Message, name: str, value: str) -> Message:
-    return cast(Message, {**message, name: value})
+    inline = inline_reasoning(message)
+    if not is_earlier:
+        for name in REASONING:
+            if isinstance(thinking := message.get(name), str) and thinking.strip() not in text:
+                return repr(name)
+        if inline is not None and inline.strip() not in text:
+            return "the thinking in its content"
+    if isinstance(content, str):
+        said = content if inline is None else INLINE_THINKING.sub("", content, count=1)
+        if said.strip() not in text:
+            return "the answer's content"
+    calls: Any = message.get("tool_calls") or ()
+    for call in calls:
+        called = (call.get("function") or call).get("name")
+        if isinstance(called, str) and called not in text:
+            return f"the call of {called!r}"
+    return None
 
 
 def lost_of_earlier(message: Message, text: str) -> str | None:
-    """`lost` of an answer in the prompt, whose thinking need not be shown again."""
-    content = message.get("content")
-    said = INLINE_THINKING.sub("", content, count=1) if isinstance(content, str) else content
-    without = {key: item for key, item in message.items() if key not in REASONING} | {"content": said}
-    return lost(cast(Message, without), text)
+    """`lost` of an answer in the prompt."""
+    return lost(message, text, is_earlier=True)
 
 
-def _lost_of_others(message: Message, text: str) -> str | None:
-    """What of a question, an instruction or a tool's result is not in a text, in words; None for nothing."""
-    content = message.get("content")
-    if isinstance(content, str) and not _is_said(content.strip(), text):
-        return f"the content of a message from {message['role']!r}"
-    if len(message) > 2:
-        for name, value in message.items():
-            if name not in FIELDS and value not in ("", [], {}) and not _is_said(str(value), text):
-                return f"{name!r} of a message from {message['role']!r} (or leave it out with data.ignore=[{name}])"
-    return None
+def _says_something(value: object) -> bool:
+    return value not in ("", [], {}) and value is not False
 
 
 def _is_said(said: str, text: str) -> bool:
@@ -144,46 +119,42 @@ def _is_said(said: str, text: str) -> bool:
     return "".join(said.split()) in "".join(text.split())
 
 
-def lost(message: Message, whole: str) -> str | None:
-    """What of an answer's thinking, content and calls is not in its conversation's text, in words; None for nothing."""
-    if message["role"] != "assistant":
+def _changes(message: Message) -> Iterator[tuple[str, Message]]:
+    """An answer with one thing changed, which its text has to show, and the thing's name.
+
+    A thinking of "2+2=4" may be dropped, and stand in the answer all the same: so `lost` does not see it.
+    """
+    if (thought := _with_other_thinking(message)) is not None:
+        fields = [repr(name) for name in REASONING if message.get(name)]
+        yield (*fields, "the thinking in its content")[0], thought
+    content = message.get("content")
+    if message.get("tool_calls") and isinstance(content, str):
+        match = INLINE_THINKING.match(content)
+        begin = match.end() if match else 0
+        if content[begin:].strip():
+            yield "the answer's content", _with(message, content=content[:begin] + SENTINEL)
+    for name, value in message.items():
+        if name not in FIELDS and _says_something(value):
+            without = cast(Message, {key: item for key, item in message.items() if key != name})
+            yield f"{name!r} of a message from 'assistant' (or leave it out with data.ignore=[{name}])", without
+
+
+def _with_other_thinking(message: Message) -> Message | None:
+    """An answer that thinks something that stands nowhere else; None for one that does not think."""
+    fields = [name for name in REASONING if isinstance(text := message.get(name), str) and text.strip()]
+    if fields:
+        return _with(message, **dict.fromkeys(fields, SENTINEL))
+    inline = inline_reasoning(message)
+    if inline is None or not inline.strip():
         return None
-    for name in REASONING:
-        text = message.get(name)
-        if isinstance(text, str) and text.strip() not in whole:
-            return repr(name)
-    content, inline = message.get("content"), inline_reasoning(message)
-    if inline is not None and inline.strip() not in whole:
-        return "the thinking in its content"
-    if isinstance(content, str):
-        said = content if inline is None else INLINE_THINKING.sub("", content, count=1)
-        if said.strip() not in whole:
-            return "the answer's content"
-    calls: Any = message.get("tool_calls") or ()
-    for call in calls:
-        called = (call.get("function") or call).get("name") if isinstance(call, dict) else None
-        if isinstance(called, str) and called not in whole:
-            return f"the call of {called!r}"
-    return None
+    return _with(message, content=message["content"].replace(inline.strip(), SENTINEL, 1))
 
 
-# An opening and a closing mark of thinking, in the templates that there are, with nothing between them.
-EMPTY_THINKING = re.compile(
-    r"\s*(?:<(seed:)?think>\s*</(?:seed:)?think>|</think>|\[THINK\]\s*\[/THINK\]|<\|channel>thought\s*<channel\|>"
-    r"|<\|think:start\|>\s*<\|think:end\|>|<\|START_THINKING\|>\s*<\|END_THINKING\|>"
-    r"|<\|inner_prefix\|>\s*<\|inner_suffix\|>|<\|think_start\|>\s*<\|think_end\|>|<mm:think>\s*</mm:think>)"
-)
-OPENED_THINKING = re.compile(r"<((?:seed:|mm:)?think)>(\n?)$")
-# What the rendering itself is asked for: an argument of this name would not reach the template.
-RESERVED = frozenset(
-    {"conversation", "messages", "tools", "tokenize", "add_generation_prompt", "chat_template", "return_dict"}
-    | {"continue_final_message", "return_assistant_tokens_mask", "return_tensors", "padding", "truncation"}
-)
-TURN_MARKS = re.compile(
-    r"<[|｜][^\s'\"{}<>]{1,40}[|｜]>|\[/?[A-Z_]{3,20}\]|<(?:start|end)_of_turn>|<\|[a-z_]+>|<[a-z_]+\|>"
-)
-STRFTIME = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
-MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+def _with(message: Message, **fields: Any) -> Message:
+    return cast(Message, {**message, **fields})
+
+
+# ---- The template
 
 
 class Conversation(NamedTuple):
@@ -222,20 +193,8 @@ def _with_date(template: str, date: datetime.date) -> str:
     return STRFTIME.sub(lambda match: json.dumps(date.strftime(match[2])), template)
 
 
-def arguments_at_inference(settings: DataSettings, template: str) -> JSON:
-    """What a prompt without an answer is rendered with: no thinking, unless data.chat_template_kwargs wants it.
-
-    template: its text, or any that has it in it: the day is given to a template that asks for one.
-    """
-    date = {"date_string": settings.template_date.strftime("%d %b %Y")} if "date_string" in template else {}
-    return {"enable_thinking": False, **date, **settings.chat_template_kwargs}
-
-
 class ChatTemplate:
     """A tokenizer's chat template, or that of data.chat_template=FILE.
-
-    Args:
-        settings: data.chat_template, data.chat_template_kwargs, data.template_date.
 
     Raises:
         UserError: the file of data.chat_template cannot be read, or is not a template; data.chat_template_kwargs has
@@ -246,153 +205,120 @@ class ChatTemplate:
         self.tokenizer, self.settings = tokenizer, settings
         if reserved := RESERVED & settings.chat_template_kwargs.keys():
             raise UserError(f"data.chat_template_kwargs: {min(reserved)!r} is no argument of a template")
-        own = template_of(settings)
+        given = template_of(settings)
         stored = getattr(tokenizer, "chat_template", None)
         has_template = getattr(tokenizer, "has_chat_template", stored is not None)
-        self.is_used = own is not None or (bool(settings.chat_template) and has_template)
+        self.is_used = given is not None or (bool(settings.chat_template) and has_template)
         # Some models have several, by name: that of tools is taken where there are any.
-        named = {"default": own or stored} if own is not None or not isinstance(stored, dict) else stored
+        named = stored if given is None and isinstance(stored, dict) else {"default": given or stored}
         self._named = {name: _with_date(str(text), settings.template_date) for name, text in named.items()}
         self._texts = [str(text) for text in named.values()]
         self.text = self._named.get("default", next(iter(self._named.values())))
-        self.arguments_without_answer = arguments_at_inference(settings, " ".join(self._texts))
-        """What a prompt alone is rendered with."""
-        if self.is_used and own is not None:
-            self._require_template()
-
-    def _require_template(self) -> None:
-        """Raises UserError where the file of data.chat_template is no template."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        try:
-            jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).lex(self.text)
-            render_jinja_template([[{"role": "user", "content": "a"}]], chat_template=self.text)
-        except jinja2.TemplateSyntaxError as error:
-            raise UserError(f"data.chat_template: not a template: {error}") from None
-        except Exception:  # it may refuse this conversation
-            return
+        date = {"date_string": settings.template_date.strftime("%d %b %Y")}
+        asks_for_date = any("date_string" in text for text in self._texts)
+        self.arguments_without_answer: JSON = {
+            "enable_thinking": False,
+            **(date if asks_for_date else {}),
+            **settings.chat_template_kwargs,
+        }
+        """What a prompt alone is rendered with: no thinking, unless data.chat_template_kwargs wants it."""
+        if given is not None:
+            try:
+                jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).lex(self.text)
+                self.apply(Conversation([{"role": "user", "content": "a"}], None, self.arguments_without_answer))
+            except jinja2.TemplateSyntaxError as error:
+                raise UserError(f"data.chat_template: not a template: {error}") from None
+            except Unusable:  # it may refuse this conversation
+                pass
 
     @property
     def has_marks(self) -> bool:
         """Whether it says by `{% generation %}` what the model writes."""
-        return MARKS.search(self.text) is not None
+        return GENERATION.search(self.text) is not None
 
     def fingerprint(self) -> str:
         """What decides the text of a conversation."""
-        return json.dumps(
-            [self._texts, self.arguments_without_answer, self.settings.template_date], sort_keys=True, default=str
-        )
+        parts = [self._texts, self.arguments_without_answer, self.settings.template_date]
+        return json.dumps(parts, sort_keys=True, default=str)
 
     def arguments(self, chat: Chat) -> JSON:
         """What the template is given for a chat: thinking only where its answer thinks, unless it is set."""
         thinks = any(has_reasoning(message) for answer in chat.completions for message in answer)
-        if not thinks and not chat.template_arguments:
-            return self.arguments_without_answer
         default = {**self.arguments_without_answer, "enable_thinking": thinks}
         return {**default, **self.settings.chat_template_kwargs, **chat.template_arguments}
 
-    def render(self, chats: Sequence[Chat]) -> list[Rendering | Unusable]:
-        """Texts of each chat, or why there are none."""
-        chats = [self._fold_system(chat) if self.refuses_system else chat for chat in chats]
-        arguments = [self.arguments(chat) for chat in chats]
-        both = list(zip(chats, arguments, strict=True))
-        prompts = self.texts([Conversation(chat.prompt, chat.tools, given) for chat, given in both], True)
-        wholes = iter(
-            self.texts(
-                [
-                    Conversation([*chat.prompt, *answer], chat.tools, given)
-                    for chat, given in both
-                    for answer in chat.completions
-                ],
-                False,
-            )
-        )
-        made = [
-            _rendering(chat, prompt, [next(wholes) for _ in chat.completions])
-            for chat, prompt in zip(chats, prompts, strict=True)
-        ]
-        lost = iter(self._lost([rendered for rendered in made if isinstance(rendered, Rendering)]))
-        result: list[Rendering | Unusable] = []
-        for chat, rendered in zip(chats, made, strict=True):
-            is_whole = isinstance(rendered, Rendering) and next(lost) is None
-            if reserved := RESERVED & chat.template_arguments.keys():
-                result.append(Unusable(f"chat_template_kwargs: {min(reserved)!r} is no argument of a template"))
-            else:
-                result.append(rendered if is_whole else self._render_adapted(chat, rendered))
-        return result
+    def apply(self, conversation: Conversation, is_prompt: bool = False) -> str:
+        """The text of a conversation, "" without messages. Raises Unusable where the template refuses it."""
+        messages, tools, arguments = conversation
+        if not messages:
+            return ""
+        options = {**arguments, "tokenize": False, "add_generation_prompt": is_prompt, "chat_template": self.text}
+        if tools:
+            options |= {"tools": tools, "chat_template": self._named.get("tool_use", self.text)}
+        try:
+            return str(self.tokenizer.apply_chat_template(messages, **options))
+        except jinja2.TemplateSyntaxError:
+            raise
+        except Exception as error:  # a template raises whatever its author chose
+            raise Unusable(f"the chat template refuses the conversation: {' '.join(str(error).split())}") from None
 
-    def _lost(self, made: Sequence[Rendering]) -> list[str | None]:
-        """What of each chat does not reach its text, in words; None for nothing. Some are rendered once more."""
-        lost = [lost_of_chat(one.chat, one.prompt, one.wholes) for one in made]
-        asked = [(i, change) for i, one in enumerate(made) if lost[i] is None for change in changes(one.chat)]
-        conversations = []
-        for i, change in asked:
-            chat = made[i].chat
-            given = self.arguments(chat)
-            conversations.append(Conversation([*chat.prompt, *change.messages], chat.tools, given))
-        for (i, change), text in zip(asked, self.texts(conversations, False), strict=True):
-            if text == made[i].wholes[change.completion]:
-                lost[i] = lost[i] or change.name
-        return lost
+    def conversation(self, chat: Chat, answer: Sequence[Message]) -> Conversation:
+        """A chat's prompt with some messages behind it."""
+        return Conversation([*chat.prompt, *answer], chat.tools, self.arguments(chat))
 
-    def texts(self, conversations: Sequence[Conversation], add_generation_prompt: bool) -> list[str | Unusable]:
-        """Text of each conversation, or Unusable; those that share tools and arguments go in one call."""
-        result: list[str | Unusable] = [""] * len(conversations)  # of no messages: nothing
-        groups: dict[str, list[int]] = {}
-        for index, (messages, tools, arguments) in enumerate(conversations):
-            if not messages:
+    def _apply_or_none(self, conversation: Conversation) -> str | None:
+        try:
+            return self.apply(conversation)
+        except Unusable:
+            return None
+
+    def render(self, chat: Chat) -> Rendering:
+        """The texts of a chat, adapted to the template where it does not take it as it is.
+
+        Raises Unusable where the template refuses it, or leaves out part of it, in every form.
+        """
+        if reserved := RESERVED & chat.template_arguments.keys():
+            raise Unusable(f"chat_template_kwargs: {min(reserved)!r} is no argument of a template")
+        if self.refuses_system:
+            chat = replace(chat, prompt=_fold_system(chat.prompt))
+        best: Rendering | None = None
+        refused: Unusable | None = None
+        for form in itertools.chain([chat], _adaptions(chat)):
+            try:
+                made = self._render(form)
+            except Unusable as why:
+                refused = refused or why
                 continue
-            key = "" if arguments is self.arguments_without_answer and not tools else repr((tools, arguments))
-            groups.setdefault(key, []).append(index)
-        for indices in groups.values():
-            _, tools, arguments = conversations[indices[0]]
-            options = {**arguments, "tokenize": False, "add_generation_prompt": add_generation_prompt}
-            options["chat_template"] = self.text
-            if tools:
-                options |= {"tools": tools, "chat_template": self._named.get("tool_use", self.text)}
-            made = self._apply([conversations[index].messages for index in indices], options)
-            for index, text in zip(indices, made, strict=True):
-                result[index] = text
-        return result
-
-    def _apply(self, conversations: list[list[Message]], options: JSON) -> list[str | Unusable]:
-        try:
-            texts = self.tokenizer.apply_chat_template(conversations, **options)
-            if isinstance(texts, list) and len(texts) == len(conversations):
-                return texts
-        except Exception:  # One conversation that the template refuses: find it below.
-            pass
-        return [self._apply_once(conversation, options) for conversation in conversations]
-
-    def _apply_once(self, conversation: list[Message], options: JSON) -> str | Unusable:
-        try:
-            return str(self.tokenizer.apply_chat_template(conversation, **options))
-        except Exception as error:  # A template raises whatever its author chose.
-            return Unusable(f"the chat template refuses the conversation: {' '.join(str(error).split())}")
-
-    # ---- What a template does not take, put where it does
-
-    def _render_adapted(self, chat: Chat, first: Rendering | Unusable) -> Rendering | Unusable:
-        """A chat that was refused or lost something, with the same content in another form; `first` where none does."""
-        if isinstance(first, Rendering):
-            added = self._with_thinking(first)
-            if added is not first and lost_of_chat(added.chat, added.prompt, added.wholes) is None:
-                return added
-        best = first  # of two failures the one that says more
-        for adapted in _adaptations(chat):
-            given = self.arguments(adapted)
-            (prompt,) = self.texts([Conversation(adapted.prompt, adapted.tools, given)], True)
-            wholes = [Conversation([*adapted.prompt, *answer], adapted.tools, given) for answer in adapted.completions]
-            rendered = _rendering(adapted, prompt, self.texts(wholes, False))
-            if isinstance(rendered, Rendering) and self._lost([rendered]) == [None]:
-                return rendered
-            best = rendered if isinstance(best, Unusable) else best
-        if isinstance(best, Unusable):
-            return first if isinstance(first, Unusable) else best
-        return Unusable(
-            f"the chat template leaves out {self._lost([best])[0]}; take it out of the data, or give a template that "
-            "keeps it with data.chat_template=FILE"
+            if self._lost(made) is None:
+                return made
+            if form is chat and (opened := self._with_thinking(made)) is not made and _lost_of(opened) is None:
+                return opened
+            best = best or made
+        if best is None:
+            assert refused is not None
+            raise refused
+        raise Unusable(
+            f"the chat template leaves out {self._lost(best)}; take it out of the data, or give a template that keeps "
+            "it with data.chat_template=FILE"
         )
+
+    def _render(self, chat: Chat) -> Rendering:
+        prompt = self.apply(self.conversation(chat, []), is_prompt=True)
+        return Rendering(prompt, [self.apply(self.conversation(chat, answer)) for answer in chat.completions], chat)
+
+    def _lost(self, made: Rendering) -> str | None:
+        """What of a chat does not reach its text, in words; None for nothing. Some are rendered once more."""
+        if (name := _lost_of(made)) is not None:
+            return name
+        for answer, whole in zip(made.chat.completions, made.wholes, strict=True):
+            for index, message in enumerate(answer):
+                if message["role"] != "assistant" or (len(message) == 2 and inline_reasoning(message) is None):
+                    continue
+                for name, changed in _changes(message):
+                    messages = [*answer[:index], changed, *answer[index + 1 :]]
+                    if self._apply_or_none(self.conversation(made.chat, messages)) == whole:
+                        return name
+        return None
 
     def _with_thinking(self, made: Rendering) -> Rendering:
         """With the answers' thinking, where the prompt opens a block for it and the template drops it from all answers.
@@ -404,24 +330,20 @@ class ChatTemplate:
         if opened is None:
             return made
         chat, wholes = made.chat, list(made.wholes)
-        conversations = [[*chat.prompt, *answer] for answer in chat.completions]
-        for k, messages in enumerate(conversations):
-            answer = messages[-1]
-            thinking = next((answer.get(name) for name in REASONING if answer.get(name)), inline_reasoning(answer))
-            other = with_other_thinking(answer)
-            if len(chat.completions[k]) > 1 or not isinstance(thinking, str) or other is None or "tool_calls" in answer:
+        for k, answer in enumerate(chat.completions):
+            last = [*chat.prompt, *answer][-1]
+            inline, other = inline_reasoning(last), _with_other_thinking(last)
+            thinking = next((last.get(name) for name in REASONING if last.get(name)), inline)
+            if len(answer) > 1 or not isinstance(thinking, str) or other is None or "tool_calls" in last:
                 continue
             bare: Message = {"role": "assistant", "content": SENTINEL}
-            given = self.arguments(chat)
-            asked = [Conversation([*chat.prompt, message], chat.tools, given) for message in (other, bare)]
-            changed, whole = self.texts(asked, False)
-            if changed != wholes[k] or isinstance(whole, Unusable) or SENTINEL not in whole:
+            changed, whole = (self._apply_or_none(self.conversation(chat, [message])) for message in (other, bare))
+            if changed != wholes[k] or whole is None or SENTINEL not in whole:
                 continue
-            content = INLINE_THINKING.sub("", str(answer.get("content") or ""), count=1)
-            suffix = whole.partition(SENTINEL)[2]
+            content = INLINE_THINKING.sub("", str(last.get("content") or ""), count=1)
             line = opened[2]
-            inline = inline_reasoning(answer) is not None
-            gap = "" if inline else 2 * line
+            gap = "" if inline is not None else 2 * line
+            suffix = whole.partition(SENTINEL)[2]
             wholes[k] = f"{made.prompt}{thinking.strip()}{line}</{opened[1]}>{gap}{content}{suffix}"
         return made if wholes == made.wholes else made._replace(wholes=wholes)
 
@@ -432,34 +354,23 @@ class ChatTemplate:
             return False
         question: Message = {"role": "user", "content": "a"}
         system: Message = {"role": "system", "content": SENTINEL}
-        alone, both = self.texts(
-            [
-                Conversation(messages, None, self.arguments_without_answer)
-                for messages in ([question], [system, question])
-            ],
-            True,
+        alone, both = (
+            self._apply_or_none(Conversation(messages, None, self.arguments_without_answer))
+            for messages in ([question], [system, question])
         )
-        return isinstance(alone, str) and (isinstance(both, Unusable) or SENTINEL not in both)
-
-    @staticmethod
-    def _fold_system(chat: Chat) -> Chat:
-        return dataclasses.replace(chat, prompt=_fold_system(chat.prompt))
+        return alone is not None and SENTINEL not in (both or "")
 
     @cached_property
     def marks(self) -> frozenset[str]:
         """What the template writes around a question and an answer: <|im_start|>, [INST] and the like."""
-        if not self.is_used:
-            return frozenset()
         turns: list[Message] = [{"role": "user", "content": SENTINEL}, {"role": "assistant", "content": SENTINEL}]
-        texts = self.texts([Conversation(turns[:1], None, self.arguments_without_answer)], True)
-        texts += self.texts([Conversation(turns, None, self.arguments_without_answer)], False)
-        return frozenset(mark for text in texts if isinstance(text, str) for mark in TURN_MARKS.findall(text))
+        text = self._apply_or_none(Conversation(turns, None, self.arguments_without_answer)) if self.is_used else None
+        return frozenset(TURN_MARKS.findall(text or ""))
 
     def is_rendered(self, prompt: str) -> bool:
         """Whether a text is one of the template's already: it begins with a mark, or a BOS token and a mark."""
         bos = getattr(self.tokenizer, "bos_token", None) or ""
-        text = prompt.lstrip()
-        mark = TURN_MARKS.match(text.removeprefix(bos).lstrip())
+        mark = TURN_MARKS.match(prompt.lstrip().removeprefix(bos).lstrip())
         return mark is not None and mark[0] in self.marks
 
     # ---- Where things are in a rendering
@@ -473,9 +384,9 @@ class ChatTemplate:
         content = messages[index].get("content")
         if not isinstance(content, str) or not content.strip():
             return None
-        messages[index] = {**messages[index], "content": SENTINEL}  # type: ignore[typeddict-item]
-        (other,) = self.texts([conversation._replace(messages=messages)], False)
-        if isinstance(other, Unusable) or other.count(SENTINEL) != 1:
+        messages[index] = _with(messages[index], content=SENTINEL)
+        other = self._apply_or_none(conversation._replace(messages=messages)) or ""
+        if other.count(SENTINEL) != 1:
             return None
         before, after = other.split(SENTINEL)
         if not whole.startswith(before) or not whole.endswith(after) or len(before) + len(after) > len(whole):
@@ -497,84 +408,72 @@ class ChatTemplate:
         return [(begin, end) for begin, end in rendered[1][0]]
 
 
-def _rendering(chat: Chat, prompt: str | Unusable, wholes: list[str | Unusable]) -> Rendering | Unusable:
-    texts = [text for text in wholes if isinstance(text, str)]
-    if isinstance(prompt, str) and len(texts) == len(wholes):
-        return Rendering(prompt, texts, chat)
-    return next(text for text in (prompt, *wholes) if isinstance(text, Unusable))
+def _lost_of(made: Rendering) -> str | None:
+    """What of a chat's messages is not in its texts, in words. Tools are not looked for: lib/data/inspect.py tells."""
+    found = [lost(message, made.prompt, is_earlier=True) for message in made.chat.prompt]
+    for answer, whole in zip(made.chat.completions, made.wholes, strict=True):
+        found += [lost(message, whole) for message in answer]
+    return next((name for name in found if name is not None), None)
 
 
-def _adaptations(chat: Chat) -> Iterator[Chat]:
-    """The chat in other forms, one after the other, each with what the ones before changed."""
-    changes: list[Callable[[list[Message]], list[Message]]] = [
-        _developer_as_system,
-        _fold_system,
-        _without_empty_content,
-        _with_content,
-        _arguments_as_text,
-    ]
-    for change in changes:
-        prompt = change(chat.prompt)
-        of_prompt = change in (_developer_as_system, _fold_system)
-        completions = [*chat.completions] if of_prompt else [*map(change, chat.completions)]
-        if prompt != chat.prompt or completions != list(chat.completions):
-            chat = dataclasses.replace(chat, prompt=prompt, completions=tuple(completions))
-            yield chat
+# ---- Adaptions: the same content in a form that a template takes
 
 
 def _developer_as_system(messages: list[Message]) -> list[Message]:
-    """A developer's instructions as a system prompt, for templates that do not know that role."""
-    return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
+    """For templates that do not know the role of a developer."""
+    return [_with(message, role="system") if message["role"] == "developer" else message for message in messages]
 
 
 def _fold_system(messages: list[Message]) -> list[Message]:
     """A leading system prompt as the beginning of the first question: where Gemma and Mistral v0.3 were taught it."""
-    if len(messages) < 2 or messages[0]["role"] != "system" or messages[1]["role"] != "user":
+    if [message["role"] for message in messages[:2]] != ["system", "user"]:
         return messages
-    system, question = messages[0]["content"], messages[1]["content"]
-    if not isinstance(system, str) or not isinstance(question, str):
-        return messages
-    return [{**messages[1], "content": f"{system}\n\n{question}"}, *messages[2:]]  # type: ignore[list-item]
-
-
-def _with_content(messages: list[Message]) -> list[Message]:
-    """Calls without content get an empty one, which some templates add to their text."""
-    empty = [message.get("content") is None for message in messages]
-    return [
-        {**message, "content": ""} if is_empty else message  # type: ignore[misc]
-        for message, is_empty in zip(messages, empty, strict=True)
-    ]
+    texts = [message["content"] for message in messages[:2]]
+    return [_with(messages[1], content="\n\n".join(texts)), *messages[2:]]
 
 
 def _without_empty_content(messages: list[Message]) -> list[Message]:
-    """Calls without an empty content, which some templates take for an answer without calls."""
-    return [
-        {**message, "content": None}  # type: ignore[misc]
-        if message.get("tool_calls") and message.get("content") == ""
-        else message
-        for message in messages
-    ]
+    """For templates that take calls with an empty content for an answer without calls."""
+    return [_with(m, content=None) if m.get("tool_calls") and m.get("content") == "" else m for m in messages]
+
+
+def _with_content(messages: list[Message]) -> list[Message]:
+    """For templates that add the content of calls to their text."""
+    return [_with(m, content="") if m.get("content") is None else m for m in messages]
 
 
 def _arguments_as_text(messages: list[Message]) -> list[Message]:
-    """A call's arguments as JSON text, which some templates add to theirs."""
+    """For templates that add a call's arguments to their text."""
 
-    def as_text(call: Any) -> Any:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or isinstance(function.get("arguments"), str):
-            return call
+    def as_text(call: JSON) -> JSON:
+        function = call["function"]
         return {**call, "function": {**function, "arguments": json.dumps(function.get("arguments"))}}
 
-    return [
-        {**message, "tool_calls": [as_text(call) for call in message["tool_calls"]]}  # type: ignore
-        if isinstance(message.get("tool_calls"), list)
-        else message
-        for message in messages
-    ]
+    calls = [cast(list[JSON], message.get("tool_calls")) for message in messages]
+    return [_with(m, tool_calls=[*map(as_text, own)]) if own else m for m, own in zip(messages, calls, strict=True)]
 
 
-# Characters of a prompt's end that tell it from other text.
-HEADER = 12
+# In this order, each on top of the ones before; whether it is for prompts alone.
+ADAPTIONS: tuple[tuple[Callable[[list[Message]], list[Message]], bool], ...] = (
+    (_developer_as_system, True),
+    (_fold_system, True),
+    (_without_empty_content, False),
+    (_with_content, False),
+    (_arguments_as_text, False),
+)
+
+
+def _adaptions(chat: Chat) -> Iterator[Chat]:
+    """The chat in other forms, one after the other, each with what the ones before changed."""
+    for change, of_prompt in ADAPTIONS:
+        completions = chat.completions if of_prompt else tuple(map(change, chat.completions))
+        changed = replace(chat, prompt=change(chat.prompt), completions=completions)
+        if changed != chat:
+            chat = changed
+            yield chat
+
+
+# ---- Where completions begin and end, and what of them is learnt
 
 
 @dataclass(frozen=True)
@@ -607,56 +506,58 @@ class ChatTokens:
         return self._known_ends if is_known else self._known_ends | set(special[-1:])
 
     def encode(self, chats: Sequence[Chat]) -> list[Encoded | Unusable]:
-        """Ids of each chat; or why there are none."""
-        renderings = self.template.render(chats)
-        prompts = iter(self.tokens.ids([made.prompt for made in renderings if isinstance(made, Rendering)]))
+        """Ids of each chat; or why there are none. The tokenizer is asked for all of them at once."""
+        made: list[tuple[Rendering, list[tuple[str, int]]] | Unusable] = []
+        for chat in chats:
+            try:
+                rendering = self.template.render(chat)
+                made.append(
+                    (rendering, [self._place_of_completion(rendering, k) for k in range(len(chat.completions))])
+                )
+            except Unusable as why:
+                made.append(why)
+        usable = [one for one in made if not isinstance(one, Unusable)]
+        prompts = iter(self.tokens.ids([rendering.prompt for rendering, _ in usable]))
+        behind = iter(self.tokens.behind([place for _, places in usable for place in places]))
         result: list[Encoded | Unusable] = []
-        places: list[tuple[int, list[tuple[str, int]]]] = []
-        for index, made in enumerate(renderings):
-            if isinstance(made, Unusable):
-                result.append(made)
+        for one in made:
+            if isinstance(one, Unusable):
+                result.append(one)
                 continue
-            result.append(Encoded(next(prompts), []))
+            rendering, places = one
+            prompt, ids = next(prompts), [next(behind) for _ in places]
             try:
-                places.append((index, [self._place_of_completion(made, k) for k in range(len(made.wholes))]))
+                result.append(self._as_marked(rendering) or self._encoded(rendering, places, prompt, ids))
             except Unusable as why:
-                result[index] = why
-        behind = iter(self.tokens.behind([place for _, of_chat in places for place in of_chat]))
-        for index, of_chat in places:
-            made, encoded = renderings[index], result[index]
-            assert isinstance(made, Rendering) and isinstance(encoded, Encoded)
-            ids = [next(behind) for _ in of_chat]
-            try:
-                if (marked := self._as_marked(made)) is not None:
-                    result[index] = marked
-                    continue
-                finished = [self._finish(made, k, start, ids[k]) for k, (_, start) in enumerate(of_chat)]
-            except Unusable as why:
-                result[index] = why
-                continue
-            learnt = None
-            if any(mask is not None for _, mask in finished):
-                learnt = [mask or [True] * len(completion) for completion, mask in finished]
-            result[index] = Encoded(encoded.prompt, [completion for completion, _ in finished], learnt)
+                result.append(why)
         return result
+
+    def _encoded(
+        self, made: Rendering, places: list[tuple[str, int]], prompt: list[int], ids: list[list[int]]
+    ) -> Encoded:
+        finished = [self._finish(made, k, places[k][1], ids[k]) for k in range(len(ids))]
+        learnt = [mask or [True] * len(completion) for completion, mask in finished]
+        return Encoded(prompt, [ids for ids, _ in finished], None if all(map(all, learnt)) else learnt)
 
     # ---- Where a completion begins
 
     def _place_of_completion(self, made: Rendering, k: int) -> tuple[str, int]:
-        """The text of completion k's whole conversation, and where in it the completion begins. Raises Unusable."""
-        answer, whole = made.chat.completions[k], made.wholes[k]
+        """The text of completion k's whole conversation, and where in it the completion begins."""
+        chat, whole = made.chat, made.wholes[k]
+        answer = chat.completions[k]
         if whole.startswith(made.prompt):
             return whole, len(made.prompt)
-        place = self._place(made, k, len(made.chat.prompt))
+        place = self.template.place_of(self.template.conversation(chat, answer), len(chat.prompt), whole)
         if place is not None:
             low, high = place
             stop = high + self._end_of_turn(whole[high:]) if len(answer) == 1 else len(whole)
             return whole[:stop], self._behind_header(made.prompt, whole, low)
         # A call without a text, or an answer that the template takes apart: what a plain answer has before it.
-        plain: Message = {"role": "assistant", "content": SENTINEL}
-        given = self.template.arguments(made.chat)
-        (other,) = self.template.texts([Conversation([*made.chat.prompt, plain], made.chat.tools, given)], False)
-        before = "" if isinstance(other, Unusable) else other.partition(SENTINEL)[0]
+        try:
+            other = self.template.apply(self.template.conversation(chat, [_said(SENTINEL)]))
+        except Unusable:
+            other = ""
+        before = other.partition(SENTINEL)[0]
         if before and whole.startswith(before):
             return whole, self._behind_header(made.prompt, whole, len(before))
         return whole, self._common(made.prompt, whole)
@@ -664,16 +565,12 @@ class ChatTokens:
     def _end_of_turn(self, behind: str) -> int:
         """Where in the text behind an answer the first token that ends the turn ends; all of it, where none does."""
         ends = [self.tokens.special.get(token, "") for token in self.end_ids]
-        found = [behind.find(text) + len(text) for text in ends if text and text in behind]
-        return min(found, default=len(behind))
+        return min((behind.find(text) + len(text) for text in ends if text and text in behind), default=len(behind))
 
     def _common(self, prompt: str, whole: str) -> int:
         """Where the first token of the whole begins that is not the prompt's."""
         of_prompt, (of_whole, begins) = self.tokens.ids([prompt])[0], self.tokens.starts(whole)
-        count = next(
-            (i for i, (a, b) in enumerate(zip(of_prompt, of_whole, strict=False)) if a != b),
-            min(len(of_prompt), len(of_whole)),
-        )
+        count = len(os.path.commonprefix([of_prompt, of_whole]))
         return begins[count] if count < len(begins) else len(whole)
 
     def _behind_header(self, prompt: str, whole: str, start: int) -> int:
@@ -683,29 +580,21 @@ class ChatTokens:
         does not have (the mark of a response, say), unless that says no more than that there is no thinking.
         """
         common = self._common(prompt, whole[:start])
-        ends = (at for at in range(start, common, -1) if whole.endswith(prompt[-HEADER:], 0, at))
-        again = next(ends, None)
-        if again is not None:
-            return again
+        for at in range(start, common, -1):
+            if whole.endswith(prompt[-HEADER_CHARACTERS:], 0, at):
+                return at
         header = whole[common:start]
         is_header = any(mark in header for mark in self.tokens.special.values())
         return common if is_header and not EMPTY_THINKING.search(header) else start
-
-    def _place(self, made: Rendering, k: int, index: int) -> tuple[int, int] | None:
-        """Where message `index` of the whole conversation stands in its text."""
-        chat = made.chat
-        conversation = Conversation([*chat.prompt, *chat.completions[k]], chat.tools, self.template.arguments(chat))
-        return self.template.place_of(conversation, index, made.wholes[k])
 
     # ---- Where it ends, and what of it is learnt
 
     def _finish(self, made: Rendering, k: int, start: int, ids: list[int]) -> tuple[list[int], list[bool] | None]:
         """A completion up to its end of turn, and which of its tokens are learnt, None for all. Raises Unusable."""
-        answer = made.chat.completions[k]
-        learnt = self._learnt(made.chat, k)
+        answer, learnt = made.chat.completions[k], self._learnt(made.chat, k)
         is_whole = all(learnt) and not all(map(_is_model, answer))  # data.learn=all: every token, headers, too
         if not is_whole and (len(answer) > 1 or not all(learnt)):
-            return self._finish_turns(made, k, start, ids)
+            return self._finish_turns(made, k, ids)
         ids = self._ended(ids)
         written = start if is_whole else self._written_by_template(made.wholes[k], start, answer[0])
         if written == start:
@@ -733,45 +622,42 @@ class ChatTokens:
                 ids = ids[: -len(written)]
         return ended(ids, self.end_ids, self.tokens, self.eos_token_id)
 
-    def _finish_turns(self, made: Rendering, k: int, start: int, ids: list[int]) -> tuple[list[int], list[bool]]:
+    def _finish_turns(self, made: Rendering, k: int, ids: list[int]) -> tuple[list[int], list[bool]]:
         """A completion of several messages: up to the last token that is learnt. Raises Unusable."""
-        whole = made.wholes[k]
-        every, begins = self.tokens.starts(whole)
+        every, begins = self.tokens.starts(made.wholes[k])
         first = len(every) - len(ids)
         if every[first:] != ids:
             raise Unusable("its turns cannot be told apart: the prompt's end and the answer's begin share a token")
         spans = self._spans(made, k)
-        mask = [any(low <= at < high for low, high in spans) for at in begins]
-        learnt = self._with_ends(every, begins, mask, [high for _, high in spans])[first:]
+        learnt = [any(low <= at < high for low, high in spans) for at in begins]
+        for _, high in spans:
+            self._learn_end(every, learnt, bisect.bisect_left(begins, high))
+        learnt = learnt[first:]
         if not any(learnt):
             raise Unusable("none of its tokens is learnt")
         length = len(learnt) - learnt[::-1].index(True)
-        ids, learnt = ids[:length], learnt[:length]
-        if length == len(every) - first and ids[-1] not in self.end_ids:
+        if length == len(ids) and ids[-1] not in self.end_ids:
             return [*ids, self.eos_token_id], [*learnt, True]
-        return ids, learnt
+        return ids[:length], learnt[:length]
 
-    def _with_ends(self, ids: list[int], begins: list[int], mask: list[bool], ends: list[int]) -> list[bool]:
+    def _learn_end(self, ids: list[int], learnt: list[bool], first: int) -> None:
         """Learns the token that ends a turn, too, where nothing but special tokens stands between it and the text.
 
         Only tokens at which generation stops: gpt-oss ends earlier turns with another, which answers must not end with.
         """
-        mask = list(mask)
-        for end in ends:
-            first = index = bisect.bisect_left(begins, end)
-            while index < len(ids) and ids[index] not in self.end_ids:
-                if not (self.tokens.is_blank(ids[index]) or ids[index] in self.tokens.special):
-                    break
-                index += 1
-            if index < len(ids) and ids[index] in self.end_ids:
-                mask[first : index + 1] = [True] * (index + 1 - first)
-        return mask
+        for index in range(first, len(ids)):
+            if ids[index] in self.end_ids:
+                learnt[first : index + 1] = [True] * (index + 1 - first)
+                return
+            if not self._is_filler(ids[index]):
+                return
+
+    def _is_filler(self, token: int) -> bool:
+        return self.tokens.is_blank(token) or token in self.tokens.special
 
     def _learnt(self, chat: Chat, k: int) -> Sequence[bool]:
         """Of a completion's messages, which are learnt."""
-        if chat.learnt is not None:
-            return chat.learnt[k]
-        return [index == len(chat.completions[k]) - 1 for index in range(len(chat.completions[k]))]
+        return chat.learnt[k] if chat.learnt is not None else [False] * (len(chat.completions[k]) - 1) + [True]
 
     def _as_marked(self, made: Rendering) -> Encoded | None:
         """A conversation of which is learnt what the template marks as the model's; what comes before is the prompt.
@@ -781,22 +667,21 @@ class ChatTokens:
         chat = made.chat
         if not self.template.has_marks or chat.learnt is None or len(made.wholes) != 1:
             return None
-        (whole,) = made.wholes
-        messages = [*chat.prompt, *chat.completions[0]]
+        conversation = self.template.conversation(chat, chat.completions[0])
         wanted = [*[False] * len(chat.prompt), *self._learnt(chat, 0)]
-        if any(is_learnt and not _is_model(message) for message, is_learnt in zip(messages, wanted, strict=True)):
+        both = list(zip(conversation.messages, wanted, strict=True))
+        if any(is_learnt and not _is_model(message) for message, is_learnt in both):
             return None
-        spans = self.template.marked(Conversation(messages, chat.tools, self.template.arguments(chat)))
-        of_model = [is_learnt for message, is_learnt in zip(messages, wanted, strict=True) if _is_model(message)]
+        spans = self.template.marked(conversation)
+        of_model = [is_learnt for message, is_learnt in both if _is_model(message)]
         if all(of_model):
             of_model = [True] * len(spans)  # Phi-3's template marks an end of the text, too
-        if len(spans) != len(of_model):
-            return None
-        ids, begins = self.tokens.starts(whole)
+        ids, begins = self.tokens.starts(made.wholes[0])
         learnt = [False] * len(ids)
-        for low, high in itertools.compress(spans, of_model):
-            first, last = bisect.bisect_right(begins, low) - 1, bisect.bisect_left(begins, high)
-            learnt[first:last] = [True] * (last - first)
+        if len(spans) == len(of_model):
+            for low, high in itertools.compress(spans, of_model):
+                first, last = bisect.bisect_right(begins, low) - 1, bisect.bisect_left(begins, high)
+                learnt[first:last] = [True] * (last - first)
         if not any(learnt):
             return None
         start, stop = learnt.index(True), len(learnt) - learnt[::-1].index(True)
@@ -806,52 +691,38 @@ class ChatTokens:
     def _spans(self, made: Rendering, k: int) -> list[tuple[int, int]]:
         """Begin and end in the text of what the model writes in learnt messages, by rendering what comes before."""
         chat, whole = made.chat, made.wholes[k]
-        messages = [*chat.prompt, *chat.completions[k]]
-        given = self.template.arguments(chat)
-        spans = []
-        for index, is_learnt in enumerate(self._learnt(chat, k), len(chat.prompt)):
-            if not is_learnt:
-                continue
-            before = Conversation(messages[:index], chat.tools, given)
-            (header,) = self.template.texts([before], messages[index]["role"] == "assistant")
-            place = self._place(made, k, index)
-            if isinstance(header, str) and whole.startswith(header):
-                low = self._written_by_template(whole, len(header), messages[index])
-            elif place is not None:
-                low = place[0]
-            else:
+        conversation = self.template.conversation(chat, chat.completions[k])
+        messages, spans = conversation.messages, []
+        for index in itertools.compress(range(len(chat.prompt), len(messages)), self._learnt(chat, k)):
+            place = self.template.place_of(conversation, index, whole)
+            low = high = -1
+            try:
+                before = conversation._replace(messages=messages[:index])
+                header = self.template.apply(before, is_prompt=_is_model(messages[index]))
+                if whole.startswith(header):
+                    low = self._written_by_template(whole, len(header), messages[index])
+            except Unusable:
+                pass
+            if place is not None:
+                low = place[0] if low < 0 else low
+                high = place[1]
+            if place is None or messages[index].get("tool_calls"):
+                high = self._end_of(conversation._replace(messages=messages[: index + 1]), whole)
+            if low < 0 or high <= low:
                 raise Unusable(
                     f"message {index + 1}: the chat template writes it differently once others follow, so that its "
                     "tokens cannot be told; data.learn=last learns the last answer alone"
                 )
-            spans.append((low, self._end_of(messages, index, whole, low, place, before)))
+            spans.append((low, high))
         return spans
 
-    def _end_of(
-        self,
-        messages: list[Message],
-        index: int,
-        whole: str,
-        low: int,
-        place: tuple[int, int] | None,
-        before: Conversation,
-    ) -> int:
-        """Where the text of message `index` ends, without the end of its turn. Raises Unusable."""
-        if place is not None and not messages[index].get("tool_calls"):
-            return place[1]
-        (until,) = self.template.texts([before._replace(messages=messages[: index + 1])], False)
-        if isinstance(until, Unusable):
-            raise until
-        common = len(os.path.commonprefix([until, whole]))
+    def _end_of(self, until: Conversation, whole: str) -> int:
+        """Where in the whole the last message of `until` ends, without the end of its turn. Raises Unusable."""
+        common = len(os.path.commonprefix([self.template.apply(until), whole]))
         ids, begins = self.tokens.starts(whole[:common])
-        while ids and (ids[-1] in self.end_ids or self.tokens.is_blank(ids[-1]) or ids[-1] in self.tokens.special):
+        while ids and (ids[-1] in self.end_ids or self._is_filler(ids[-1])):
             common = begins[-1]
             ids, begins = ids[:-1], begins[:-1]
-        if common <= low:
-            raise Unusable(
-                f"message {index + 1}: the chat template writes it differently once others follow, so that its tokens "
-                "cannot be told; data.learn=last learns the last answer alone"
-            )
         return common
 
     @cached_property
@@ -867,12 +738,15 @@ class ChatTokens:
 
     def _suffix(self, thinks: bool) -> list[int]:
         """What stands behind a plain answer."""
-        messages: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": SENTINEL}]
-        arguments = self.template.arguments(Chat([], (), ""))
-        if "enable_thinking" not in self.template.settings.chat_template_kwargs:
-            arguments["enable_thinking"] = thinks
-        (text,) = self.template.texts([Conversation(messages, None, arguments)], False)
-        return [] if isinstance(text, Unusable) else self.tokens.ids([text.partition(SENTINEL)[2]])[0]
+        arguments = {**self.template.arguments_without_answer, "enable_thinking": thinks}
+        messages: list[Message] = [{"role": "user", "content": "a"}, _said(SENTINEL)]
+        try:
+            text = self.template.apply(
+                Conversation(messages, None, arguments | self.template.settings.chat_template_kwargs)
+            )
+        except Unusable:
+            return []
+        return self.tokens.ids([text.partition(SENTINEL)[2]])[0]
 
 
 def ended(ids: list[int], end_ids: set[int], tokens: TextTokens, eos_token_id: int) -> list[int]:
@@ -886,3 +760,7 @@ def ended(ids: list[int], end_ids: set[int], tokens: TextTokens, eos_token_id: i
 
 def _is_model(message: Message) -> bool:
     return message["role"] == "assistant"
+
+
+def _said(text: str) -> Message:
+    return {"role": "assistant", "content": text}

@@ -12,23 +12,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from pathlib import Path
-from typing import NamedTuple, Unpack
+from typing import Unpack
 
 import numpy as np
 
 from lib.config.settings import DataSettings
 from lib.data import formats, record_files, sources
 from lib.data.chat import Encoded
-from lib.data.record_formats import JSON, Chat, Plain, RecordKind, Tokens, Unusable, Unwanted
+from lib.data.record_formats import Record, RecordKind, Tokens, Unusable, Unwanted
 from lib.data.sources import Records
 from lib.data.tokenize import Encoder, encode_records, truncate
 from lib.data.tokenizer import ModelLimits, Tokenizer, Vocabulary, limits_of, require_own
 from lib.errors import UserError
 
-# Records tokenised at a time: enough for a fast tokenizer's threads, little enough to keep in memory.
-CHUNK_RECORDS = 2048
-OTHER_HOLDOUT = "set another data.holdout, or name held-out records with data.valid=FILE"
+CHUNK_RECORDS = 2048  # tokenised at a time: enough for a fast tokenizer's threads, little enough to keep in memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,9 +211,10 @@ class Dataset(Sized):
         return ", ".join(parts)
 
 
-Record = Tokens | Plain | Chat
 Pieces = list[np.ndarray]
 """int32: the ids of a prompt, and of its completions, in which -1 - id is a token that is not learnt."""
+Placed = tuple[str, Record | Unusable]
+"""`file:line` and form of a record."""
 
 
 def load_dataset(
@@ -229,66 +227,88 @@ def load_dataset(
     tell: Callable[[str], None] = lambda text: None,
     **vocabulary: Unpack[Vocabulary],
 ) -> Dataset:
-    """Read, tokenise, truncate and check every record of `path`, or of several sources with their weights.
+    """Read, tokenise, truncate and check the records of `path`, or of several sources with their weights.
 
     kind: `preference` wants pairs; `sft` wants completions, and takes the chosen one of preference records
     (then `columns` says so). tokenizer: a transformers tokenizer or mlx-lm's wrapper; None will do for
     records that come tokenised. held_out: which side of data.holdout; None for all rows. vocabulary: its eos_token_id
     ends each completion that its template has not ended; ids and rows beyond its sizes are refused.
 
-    Raises UserError for a file that cannot be read or has no records, for text without a tokenizer, and,
-    unless settings.skip_invalid, when any record is unusable: it names the first and counts the others.
+    Raises:
+        UserError: a file cannot be read or has no records, there is text without a tokenizer, or, unless
+            settings.skip_invalid, a record is unusable: it names the first and counts the others.
     """
     weights = sources.weights_of(path)
-    name = " + ".join(weights)
-    encoder = None if tokenizer is None else Encoder(tokenizer, settings, vocabulary["eos_token_id"])
-    limits = limits_of(vocabulary)
-    pieces: Pieces = []
-    labels: list[bool] = []
-    skipped: list[str] = []
-    columns: dict[str, None] = {}
-    truncated_count = unwanted_count = 0
-    keys: set[int] = set()
-    for source, weight in weights.items():
-        examples: list[tuple[Pieces, int, bool | None]] = []
+    placed: list[Placed] = []
+    ends = []
+    for source in weights:
         for file in sources.files_of(source, settings, tell):
-            for place, record, result in tokenised(_parsed(file, settings, kind), settings, encoder, limits):
-                if isinstance(result, Unwanted):
-                    unwanted_count += 1
-                    continue
-                if isinstance(result, Unusable):
-                    skipped.append(f"{place}: {result}")
-                    continue
-                assert not isinstance(record, Unusable)
-                prompt_key, key = sources.keys_of(record)
-                if settings.deduplicate and key in keys:
-                    unwanted_count += 1
-                    continue
-                keys.add(key)
-                if held_out is not None and held_out != sources.is_held_out(prompt_key, settings.holdout):
-                    continue
-                columns[record.columns] = None
-                truncated_count += result[1]
-                examples.append((result[0], key, record.label))
-        times = int(weight) if not held_out else 1
-        taken = sources.taken_once_more(np.array([key for _, key, _ in examples], np.uint64), weight % 1)
-        once_more: list[int] = [] if held_out else np.flatnonzero(taken).tolist()
-        chosen = [example for _ in range(times) for example in examples] + [examples[i] for i in once_more]
-        pieces += [piece for example, _, _ in chosen for piece in example]
-        labels += [label for _, _, label in chosen if label is not None]
+            for line, record in record_files.read(str(file), settings, kind):
+                rows = [record] if isinstance(record, Unusable) else parse_rows(record, settings, kind)
+                placed += [(f"{file}:{line}", row) for row in rows]
+        ends.append(sum(not isinstance(record, Unusable) for _, record in placed))
+    skipped = [f"{place}: {record}" for place, record in placed if isinstance(record, Unusable)]
+    usable = [(place, record) for place, record in placed if not isinstance(record, Unusable)]
+    name = " + ".join(weights)
+    if skipped and (not settings.skip_invalid or not usable):
+        raise UserError(record_files.refusal(skipped, len(skipped), len(usable)))
+    if not usable:
+        raise UserError(f"{name} is empty: it has no records; name another file")
+    keys = np.array([sources.keys_of(record) for _, record in usable], np.uint64)
+    numbers = sources.chosen_rows(keys[:, 0], keys[:, 1], ends, weights, settings, held_out)
+    encoder = None if tokenizer is None else Encoder(tokenizer, settings, vocabulary["eos_token_id"])
+    unusable = [one for one in placed if isinstance(one[1], Unusable)]
+    numbers = np.append(numbers, len(usable) + np.arange(len(unusable)))
+    dataset = tokenised_dataset(name, kind, [*usable, *unusable], numbers, settings, encoder, limits_of(vocabulary))
     for note in encoder.notes if encoder else ():
         tell(note)
-    if skipped and not settings.skip_invalid:
-        raise UserError(record_files.refusal(skipped[0], len(skipped), len(pieces)))
-    if not pieces:
-        if unwanted_count or held_out is not None:
-            side = "held out" if held_out else "left"
-            raise UserError(
-                f"{name}: no row is {side} (data.holdout={settings.holdout:g}, {unwanted_count:,} records filtered); "
-                f"{OTHER_HOLDOUT}"
-            )
-        raise UserError(record_files.nothing_in(name, skipped[0] if skipped else "", len(skipped)))
-    return in_memory(name, kind, "; ".join(columns), pieces, truncated_count, skipped, unwanted_count, labels)
+    return dataset
+
+
+def tokenised_dataset(
+    name: str,
+    kind: RecordKind,
+    records: Sequence[Placed],
+    numbers: np.ndarray,
+    settings: DataSettings,
+    encoder: Encoder | None,
+    limits: ModelLimits,
+) -> Dataset:
+    """The records of these numbers, int64 [n], in memory; one may be there several times.
+
+    Raises:
+        UserError: as `load_dataset`.
+    """
+    wanted = list(dict.fromkeys(numbers.tolist()))
+    made: dict[int, Pieces] = {}
+    skipped: list[str] = []
+    cut = unwanted = 0
+    for number, (place, _, result) in zip(
+        wanted, tokenised((records[n] for n in wanted), settings, encoder, limits), strict=True
+    ):
+        if isinstance(result, Unwanted):
+            unwanted += 1
+        elif isinstance(result, Unusable):
+            skipped.append(f"{place}: {result}")
+        else:
+            made[number], is_cut = result
+            cut += is_cut
+    if skipped and (not settings.skip_invalid or not (made or unwanted)):
+        raise UserError(record_files.refusal(skipped, len(skipped), len(made)))
+    if not made:
+        raise UserError(f"{name}: no row is left, {unwanted:,} are filtered by data.shortest and data.longest")
+    rows = [number for number in numbers.tolist() if number in made]
+    forms = [record for number in rows if not isinstance(record := records[number][1], Unusable)]
+    return in_memory(
+        name,
+        kind,
+        "; ".join(dict.fromkeys(record.columns for record in forms)),
+        [piece for number in rows for piece in made[number]],
+        cut,
+        skipped,
+        unwanted,
+        [record.label for record in forms if record.label is not None],
+    )
 
 
 def in_memory(
@@ -306,54 +326,21 @@ def in_memory(
     labels: of every row, for unpaired feedback.
     """
     of_rows = np.array(labels, bool) if kind == "unpaired" else None
-    packed = pack(kind, pieces, of_rows)
-    return Dataset(
-        name,
-        kind,
-        columns,
-        truncated_count,
-        skipped,
-        packed.digest,
-        packed.tokens,
-        packed.bounds,
-        unwanted_count,
-        of_rows,
-    )
+    tokens, bounds, digest = pack(kind, pieces, of_rows)
+    return Dataset(name, kind, columns, truncated_count, skipped, digest, tokens, bounds, unwanted_count, of_rows)
 
 
-class Packed(NamedTuple):
-    """What a `Dataset` keeps of its rows."""
-
-    tokens: np.ndarray
-    bounds: np.ndarray
-    digest: str
-
-
-def pack(kind: RecordKind, pieces: Pieces, labels: np.ndarray | None) -> Packed:
-    """Pieces one after the other, where each begins, and the digest of it all."""
-    tokens = np.concatenate(pieces)
-    bounds = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
-    return Packed(tokens, bounds, digest_of(kind, tokens, bounds, labels))
-
-
-def digest_of(kind: RecordKind, tokens: np.ndarray, bounds: np.ndarray, labels: np.ndarray | None) -> str:
-    """`Dataset.digest`."""
+def pack(kind: RecordKind, pieces: Pieces, labels: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, str]:
+    """Pieces one after the other, where each begins, and the digest of it all, in one byte order for all hosts."""
+    tokens, bounds = np.concatenate(pieces), np.cumsum([0, *map(len, pieces)], dtype=np.int64)
     digest = hashlib.sha256(kind.encode())
-    for array, dtype in ((bounds, "<i8"), (tokens, "<i4")):  # In one byte order, so that all hosts agree.
+    for array, dtype in ((bounds, "<i8"), (tokens, "<i4")):
         digest.update(array.astype(dtype, copy=False).data)
-    if labels is not None:
-        digest.update(labels.tobytes())
-    return digest.hexdigest()
+    digest.update(b"" if labels is None else labels.tobytes())
+    return tokens, bounds, digest.hexdigest()
 
 
-def _parsed(file: Path, settings: DataSettings, kind: RecordKind) -> Iterator[tuple[str, Record | Unusable]]:
-    """`file:line` and form of each record."""
-    for line, record in record_files.read(str(file), settings, kind):
-        for row in [record] if isinstance(record, Unusable) else parse_rows(record, settings, kind):
-            yield f"{file}:{line}", row
-
-
-def parse_rows(record: JSON, settings: DataSettings, kind: RecordKind) -> Sequence[Record | Unusable]:
+def parse_rows(record: formats.JSON, settings: DataSettings, kind: RecordKind) -> Sequence[Record | Unusable]:
     """The form of each row that a record gives, or why it has none."""
     try:
         return formats.parse_rows(record, settings, kind)
@@ -368,16 +355,14 @@ def parse_record(records: Records, number: int, settings: DataSettings, kind: Re
 
 
 def tokenised(
-    source: Iterable[tuple[str, Record | Unusable]],
-    settings: DataSettings,
-    encoder: Encoder | None,
-    limits: ModelLimits,
+    placed: Iterable[Placed], settings: DataSettings, encoder: Encoder | None, limits: ModelLimits
 ) -> Iterator[tuple[str, Record | Unusable, tuple[Pieces, bool] | Unusable]]:
     """Place, record, and its ids with whether they were cut; or why there are none. Some thousand records at a time.
 
-    Raises UserError for text without a tokenizer, and for ids of another one.
+    Raises:
+        UserError: there is text without a tokenizer, or ids of another one.
     """
-    iterator = iter(source)
+    iterator = iter(placed)
     while chunk := list(islice(iterator, CHUNK_RECORDS)):
         encoded = encode_records([record for _, record in chunk], encoder, chunk[0][0].rpartition(":")[0])
         for (place, record), ids in zip(chunk, encoded, strict=True):
@@ -408,7 +393,7 @@ def _finish(
     if len(completions) > 1 and completions[0] == completions[1]:
         raise Unusable("chosen and rejected are the same tokens: nothing to prefer")
     short = encoded
-    if whole > max_length and encoder is not None and isinstance(record, Chat | Plain):
+    if whole > max_length and encoder is not None and not isinstance(record, Tokens | Unusable):
         short = encoder.shorten(record, encoded, max_length)
     if len(short.prompt) > max_length:
         raise Unusable(f"the prompt alone has {len(prompt)} tokens, more than data.max_length={max_length}; raise it")
@@ -428,16 +413,16 @@ def _finish(
     return pieces, is_cut or short is not encoded
 
 
-def partners(prompt_keys: np.ndarray) -> np.ndarray:
+def partners(prompt_keys: np.ndarray, name: str) -> np.ndarray:
     """For each row the one whose completion it gets: int64 [n], always of another prompt.
 
     All rows are put into an order drawn from their number; each gets the next row in it, cyclically, that has another
     prompt. So, where prompts do not repeat, every completion is taken once.
 
-    prompt_keys: [n], equal for rows of the same prompt, and for no others.
+    prompt_keys: [n], equal for rows of the same prompt, and for no others. name: of the data set, for errors.
 
     Raises:
-        ValueError: all rows have the same prompt.
+        UserError: all rows have the same prompt.
     """
     count = len(prompt_keys)
     draws = np.random.Philox(np.random.SeedSequence([count])).random_raw(count)
@@ -445,28 +430,18 @@ def partners(prompt_keys: np.ndarray) -> np.ndarray:
     keys = prompt_keys[order]
     first_of_runs = np.flatnonzero(keys != np.roll(keys, 1))  # cyclically: a run may go on at the beginning
     if not len(first_of_runs):
-        raise ValueError("all rows have the same prompt")
+        raise UserError(
+            f"{name}: train.loss=kto compares every completion with those of other prompts, and all rows have the same "
+            "prompt; add rows of another, or take train.loss=bco"
+        )
     following = np.searchsorted(first_of_runs, np.arange(count), side="right") % len(first_of_runs)
     result = np.empty(count, np.int64)
     result[order] = order[first_of_runs[following]]
     return result
 
 
-def same_prompt(name: str) -> UserError:
-    """What `partners` cannot do, for people."""
-    return UserError(
-        f"{name}: train.loss=kto compares every completion with those of other prompts, and all rows have the same "
-        "prompt; add rows of another, or take train.loss=bco"
-    )
-
-
-def fitted(prompt: np.ndarray, completion: np.ndarray, max_length: int) -> np.ndarray:
-    """Another prompt's completion behind a prompt: cut at its end to data.max_length, the prompt stays whole."""
-    return completion[: max_length - len(prompt)]
-
-
 def with_mismatched(dataset: Dataset, max_length: int) -> Dataset:
-    """The data set with another prompt's completion as the last one of each row.
+    """The data set with another prompt's completion as the last one of each row, cut at its end to max_length.
 
     Raises:
         UserError: all rows have the same prompt.
@@ -474,15 +449,11 @@ def with_mismatched(dataset: Dataset, max_length: int) -> Dataset:
     numbers: dict[bytes, int] = {}
     rows = list(dataset)
     keys = np.array([numbers.setdefault(row.prompt_ids.tobytes(), len(numbers)) for row in rows])
-    try:
-        others = partners(keys)
-    except ValueError:
-        raise same_prompt(dataset.path) from None
     pieces = []
-    for row, other in zip(rows, others.tolist(), strict=True):
-        pieces += [*row.stored, fitted(row.prompt_ids, rows[other].stored[1], max_length)]
-    packed = pack(dataset.kind, pieces, dataset.labels)
-    return replace(dataset, **packed._asdict(), has_mismatched=True)
+    for row, other in zip(rows, partners(keys, dataset.path).tolist(), strict=True):
+        pieces += [*row.stored, rows[other].stored[1][: max_length - len(row.prompt_ids)]]
+    tokens, bounds, digest = pack(dataset.kind, pieces, dataset.labels)
+    return replace(dataset, tokens=tokens, bounds=bounds, digest=digest, has_mismatched=True)
 
 
 def require_apart(train: Dataset, valid: Dataset, tell: Callable[[str], None]) -> None:

@@ -5,7 +5,7 @@ A record is tokenised, since the log-probabilities belong to tokens:
     {"prompt_ids": [...], "completion_ids": [[...], ...], "rewards": [1.0, null, ...], "logps": [[...], ...]}
 
 `logps` are the sampling policy's, one a token; without them the policy in training counts as the one that sampled. A
-reward of null says that nobody could judge a completion: it is left out, from its group's mean to the last count. With
+completion whose reward is null could not be judged: it is left out, from its group's mean to the last count. With
 `"completion_mask": [[1, 0, ...], ...]` only tokens with a 1 are learnt; a completion of which none is still counts, and
 so does its reward.
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,21 +43,18 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GroupedDataset(Dataset):
-    """Groups in memory, all of K completions: smaller ones are filled up with some that are left out.
-
-    Args:
-        samples: K.
-        rewards: float32 [n, K]; NaN where there is none.
-        completion_lengths: float32 [n, K], tokens of the completions, masked ones too; 0 where there is no reward.
-        deviation: of all rewards, that of a sample, with n - 1; 0 of a single one.
-        logps: float32, one for each of `tokens` (prompts have some number); None where the records have none.
-    """
+    """Groups in memory, all of K completions: smaller ones are filled up with some that are left out."""
 
     samples: int = 1
+    """K."""
     rewards: np.ndarray | None = None
+    """float32 [n, K]; NaN where there is none."""
     completion_lengths: np.ndarray | None = None
+    """float32 [n, K], tokens of the completions, masked ones too; 0 where there is no reward."""
     deviation: float = 0.0
+    """Of all rewards, that of a sample, with n - 1; 0 of a single one."""
     logps: np.ndarray | None = None
+    """float32, one for each of `tokens` (prompts have some number); None where the records have none."""
 
     @property
     def completions_per_example(self) -> int:
@@ -69,19 +65,15 @@ class GroupedDataset(Dataset):
         return f"groups of {self.samples}"
 
     def __getitem__(self, row: int) -> Example:
-        example, width = super().__getitem__(row), 1 + self.samples
-        assert self.rewards is not None
-        logps = None
-        if self.logps is not None:
-            bounds = self.bounds[row * width + 1 : (row + 1) * width + 1]
-            logps = tuple(self.logps[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True))
-        lengths = None if self.completion_lengths is None else self.completion_lengths[row]
+        example, first = super().__getitem__(row), row * (1 + self.samples) + 1
+        assert self.rewards is not None and self.completion_lengths is not None
+        bounds = self.bounds[first : first + self.samples + 1]
         return replace(
             example,
             rewards=self.rewards[row],
-            completion_lengths=lengths,
+            completion_lengths=self.completion_lengths[row],
             reward_deviation=self.deviation,
-            sampling_logps=logps,
+            sampling_logps=None if self.logps is None else tuple(np.split(self.logps, bounds)[1:-1]),
         )
 
 
@@ -95,37 +87,28 @@ def load_groups(settings: DataSettings, limits: ModelLimits) -> GroupedDataset:
     skipped: list[str] = []
     weights = sources.weights_of(settings.train)
     name = " + ".join(weights)
-    for source, weight in weights.items():
-        if weight != 1:
-            raise UserError(f"data.train: {source} has a weight of {weight:g}; groups of train.loss=grpo have none")
-        for file in sources.files_of(source, settings):
-            groups += _read(file, settings, limits, skipped)
-    if skipped and not settings.skip_invalid:
-        raise UserError(record_files.refusal(skipped[0], len(skipped), len(groups)))
+    if any(weight != 1 for weight in weights.values()):
+        raise UserError(f"data.train={weights}: groups of train.loss=grpo have no weights; name them without")
+    for file in (file for source in weights for file in sources.files_of(source, settings)):
+        for line, record in record_files.read(str(file), settings, "group"):
+            try:
+                if isinstance(record, Unusable):
+                    raise record
+                groups.append(_parse(record, settings.max_length, limits))
+            except Unusable as why:
+                skipped.append(f"{file}:{line}: {why}")
+    if skipped and (not settings.skip_invalid or not groups):
+        raise UserError(record_files.refusal(skipped, len(skipped), len(groups)))
     if not groups:
-        raise UserError(record_files.nothing_in(name, skipped[0] if skipped else "", len(skipped)))
-    has_logps = {group.logps is not None for group in groups}
-    if len(has_logps) > 1:
+        raise UserError(f"{name} is empty: it has no records; name another file")
+    if len({group.logps is None for group in groups}) > 1:
         raise UserError(f"{name}: some groups have logps and some have none; give them to all, or to none")
-    if not any(len(set(rewards)) > 1 for rewards in ([r for r in g.rewards if r is not None] for g in groups)):
+    if not any(len({r for r in group.rewards if r is not None}) > 1 for group in groups):
         raise UserError(
             f"{name}: nothing can be learnt of its {len(groups):,} groups: in each all rewards are equal, null, or one "
             "alone; sample several completions of a prompt, and rewards that tell them apart"
         )
     return groups_in_memory(name, groups, skipped)
-
-
-def _read(file: Path, settings: DataSettings, limits: ModelLimits, skipped: list[str]) -> list[Group]:
-    """The usable groups of a file; `skipped` gets the reasons for the others."""
-    groups = []
-    for line, record in record_files.read(str(file), settings, "group"):
-        try:
-            if isinstance(record, Unusable):
-                raise record
-            groups.append(_parse(record, settings.max_length, limits))
-        except Unusable as why:
-            skipped.append(f"{file}:{line}: {why}")
-    return groups
 
 
 def _parse(record: JSON, max_length: int, limits: ModelLimits) -> Group:
@@ -134,8 +117,6 @@ def _parse(record: JSON, max_length: int, limits: ModelLimits) -> Group:
             shown = "there is none" if name not in record else f"it is {name_of_type(record[name])}"
             raise Unusable(f"train.loss=grpo reads groups, which have a list {name!r}, and {shown}")
     prompt, completions, rewards = (record[name] for name in COLUMNS)
-    if not prompt:
-        raise Unusable("empty prompt: a completion's first token has nothing before it")
     if not completions or len(rewards) != len(completions):
         raise Unusable(f"{len(completions)} completion_ids and {len(rewards)} rewards; give one each")
     for ids, where in [(prompt, "prompt_ids"), *((ids, f"completion_ids[{k}]") for k, ids in enumerate(completions))]:
@@ -148,13 +129,13 @@ def _parse(record: JSON, max_length: int, limits: ModelLimits) -> Group:
         if reward is not None and not _is_finite(reward):
             raise Unusable(f"rewards[{k}] is {repr(reward)[:40]}, neither a number nor null")
     logps, mask = (_of_tokens(record.get(name), name, completions) for name in ("logps", "completion_mask"))
-    for k, own in enumerate(logps or ()):
-        if not all(_is_finite(logp) and logp <= ROUNDED for logp in own):
+    for k, of_completion in enumerate(logps or ()):
+        if not all(_is_finite(logp) and logp <= ROUNDED for logp in of_completion):
             raise Unusable(f"logps[{k}] has what is no log-probability: a number up to 0")
-    for k, own in enumerate(mask or ()):
-        if any(one not in (0, 1) for one in own):
+    for k, of_completion in enumerate(mask or ()):
+        if any(bit not in (0, 1) for bit in of_completion):
             raise Unusable(f"completion_mask[{k}] has what is neither 0 nor 1")
-    return Group(prompt, completions, rewards, logps, mask and [[*map(bool, own)] for own in mask])
+    return Group(prompt, completions, rewards, logps, mask and [[*map(bool, bits)] for bits in mask])
 
 
 def _check_ids(ids: object, where: str, limit: int) -> None:
@@ -169,11 +150,9 @@ def _of_tokens(value: object, name: str, completions: list[list[int]]) -> list[l
     """A list for each completion, with something for each of its tokens."""
     if value is None:
         return None
-    if not isinstance(value, list) or len(value) != len(completions):
-        raise Unusable(f"{name} is not a list with one list for each of completion_ids")
-    for k, (own, ids) in enumerate(zip(value, completions, strict=True)):
-        if not isinstance(own, list) or len(own) != len(ids):
-            raise Unusable(f"{name}[{k}] is not a list of {len(ids)} numbers, one a token of completion_ids[{k}]")
+    sizes = [len(ids) for ids in completions]
+    if not isinstance(value, list) or [len(v) if isinstance(v, list) else -1 for v in value] != sizes:
+        raise Unusable(f"{name} has to be lists of {', '.join(map(str, sizes))} numbers, one a token of completion_ids")
     return value
 
 
@@ -188,34 +167,33 @@ def groups_in_memory(name: str, groups: list[Group], skipped: list[str]) -> Grou
     logps: list[list[float]] = []
     rewards = np.full((len(groups), samples), np.nan, np.float32)
     lengths = np.zeros_like(rewards)
-    for group, own, own_lengths in zip(groups, rewards, lengths, strict=True):
+    for row, group in enumerate(groups):
         pieces.append(np.array(group.prompt, np.int32))
         logps.append([0.0] * len(group.prompt))
         for k in range(samples):
+            piece = np.array([LEFT_OUT], np.int32)
             reward = group.rewards[k] if k < len(group.rewards) else None
-            own[k] = np.nan if reward is None else reward
-            own_lengths[k] = 0 if reward is None else len(group.completions[k])
-            piece = np.array([LEFT_OUT] if reward is None else group.completions[k], np.int32)
-            if reward is not None and group.mask is not None:
-                piece = np.where(group.mask[k], piece, ~piece) if any(group.mask[k]) else np.array([LEFT_OUT], np.int32)
+            if reward is not None:
+                rewards[row, k], lengths[row, k] = reward, len(group.completions[k])
+                mask = np.ones(len(group.completions[k]), bool) if group.mask is None else np.array(group.mask[k])
+                if mask.any():
+                    piece = np.where(mask, group.completions[k], ~np.array(group.completions[k])).astype(np.int32)
             pieces.append(piece)
-            is_whole = reward is not None and len(piece) == len(group.completions[k])
+            is_whole = len(piece) == lengths[row, k] and group.logps is not None
             logps.append(group.logps[k] if is_whole and group.logps is not None else [0.0] * len(piece))
-    packed = pack("group", pieces, None)
+    tokens, bounds, digest = pack("group", pieces, None)
     flat = None if groups[0].logps is None else np.concatenate([np.array(own, np.float32) for own in logps])
-    digest = hashlib.sha256(packed.digest.encode() + rewards.tobytes())
-    digest.update(b"" if flat is None else flat.tobytes())
+    of_all = hashlib.sha256(digest.encode() + rewards.tobytes() + (b"" if flat is None else flat.tobytes()))
     known = rewards[~np.isnan(rewards)].astype(np.float64)
-    columns = " + ".join(COLUMNS + (("logps",) if flat is not None else ()))
     return GroupedDataset(
         path=name,
         kind="group",
-        columns=columns,
+        columns=" + ".join(COLUMNS + (("logps",) if flat is not None else ())),
         truncated_count=0,
         skipped=skipped,
-        digest=digest.hexdigest(),
-        tokens=packed.tokens,
-        bounds=packed.bounds,
+        digest=of_all.hexdigest(),
+        tokens=tokens,
+        bounds=bounds,
         samples=samples,
         rewards=rewards,
         completion_lengths=lengths,

@@ -1,7 +1,4 @@
-"""What there is in a data set before anything is trained on it.
-
-Counts, lengths, duplicates, pairs that look wrong, what each format was recognised as with an example, and, given a
-model, three rows as it sees them.
+"""What there is in a data set before anything is trained on it, and the tokens that training would take.
 
     python -m lib.data --inspect FILES [--model M] [--picture lengths.png] [key=value ...]
     python -m lib.data --tokens OUT.jsonl --model M FILES [key=value ...]
@@ -11,11 +8,10 @@ FILES are what data.train takes. Without --model nothing is tokenised: lengths a
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +21,11 @@ from rich.text import Text
 from lib.config import command_line, help, load
 from lib.config.settings import Config, DataSettings
 from lib.data import sources
-from lib.data.chat import OPENED_THINKING, ChatTemplate, Conversation
-from lib.data.dataset import Example, Pieces, Record, load_dataset, parse_record, tokenised
-from lib.data.record_formats import JSON, Chat, Message, RecordKind, Unusable, Unwanted
+from lib.data.chat import OPENED_THINKING, Conversation
+from lib.data.dataset import Example, load_dataset, parse_record, tokenised
+from lib.data.record_formats import JSON, Chat, Record, RecordKind, Unusable, Unwanted
 from lib.data.sources import Records
-from lib.data.streaming import tell_unread, with_splits
+from lib.data.streaming import placed_records, tell_unread, with_splits
 from lib.data.tokenize import Encoder
 from lib.data.tokenizer import NO_LIMITS, ModelLimits, Tokenizer, Vocabulary, limits_of, load_tokenizer_of, vocabulary
 from lib.errors import UserError
@@ -37,91 +33,38 @@ from lib.system import mpi_and_blas
 from lib.system.files import require_absent
 from lib.system.terminal import Terminal
 
-WORDS = {name: f"qZ7{name}Z7q" for name in ("system", "thinking", "tool", "call", "first", "second")}
+PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
+NAMED, SHOWN, SHOWN_CHARACTERS = 5, 3, 400  # unusable records; rows; characters of a part
+WORD = "qZ7wordZ7q"
 
 
-@dataclass(frozen=True)
-class TemplateFacts:
-    """What becomes of the parts of a chat."""
-
-    system: str
-    thinking: str
-    tools: str
-    history: str
-    end: str
-
-    def __str__(self) -> str:
-        return (
-            f"chat template: system prompts {self.system}; thinking {self.thinking}; tools {self.tools}; "
-            f"earlier turns {self.history}; turns end with {self.end}"
-        )
-
-
-def facts_of(encoder: Encoder) -> TemplateFacts | None:
-    """What the encoder's template does; None where it uses none."""
+def facts_of(encoder: Encoder) -> str | None:
+    """What the encoder's template makes of the parts of a chat; None where it uses none."""
     template = encoder.template
     if not template.is_used:
         return None
-    return TemplateFacts(
-        "open the first question" if template.refuses_system else "have a turn of their own",
-        _thinking(template),
-        _tools(template),
-        _history(template),
-        " or ".join(encoder.tokenizer.decode([token]) for token in sorted(encoder.end_ids)),
-    )
 
+    def text(messages: list[Any], is_prompt: bool, tools: list[JSON] | None = None, **given: bool) -> str:
+        try:
+            return template.apply(Conversation(messages, tools, template.arguments_without_answer | given), is_prompt)
+        except Unusable:
+            return ""
 
-def _text(template: ChatTemplate, messages: list[Message], is_prompt: bool, tools: Any = None, **given: Any) -> str:
-    """The rendering; nothing where it is refused."""
-    arguments: JSON = {**template.arguments_without_answer, **given}
-    (text,) = template.texts([Conversation(messages, tools, arguments)], is_prompt)
-    return "" if isinstance(text, Unusable) else text
-
-
-def _said(role: str, name: str, **fields: Any) -> Message:
-    return {"role": role, "content": WORDS[name], **fields}  # type: ignore[typeddict-item]
-
-
-def _thinking(template: ChatTemplate) -> str:
-    question = _said("user", "first")
-    thought = _said("assistant", "second", reasoning_content=WORDS["thinking"])
-    off, on = (_text(template, [question], True, enable_thinking=thinks) for thinks in (False, True))
-    is_kept = WORDS["thinking"] in _text(template, [question, thought], False, enable_thinking=True)
+    question = {"role": "user", "content": "a"}
+    thought = {"role": "assistant", "content": "b", "reasoning_content": WORD}
+    off, on = (text([question], True, enable_thinking=thinks) for thinks in (False, True))
+    thinking = "unknown to it"
     if OPENED_THINKING.search(off):
-        return "always opened by the prompt"
-    if off != on:
-        return "off, unless an answer thinks or data.chat_template_kwargs.enable_thinking=true"
-    return "kept where an answer has it" if is_kept else "unknown to it"
-
-
-def _tools(template: ChatTemplate) -> str:
-    definition = {"name": WORDS["tool"], "description": "d", "parameters": {"type": "object", "properties": {}}}
-    tools = [{"type": "function", "function": definition}]
-    call = {"id": "call12345", "type": "function", "function": {"name": WORDS["call"], "arguments": {}}}
-    question: Message = _said("user", "first")
-    without: Any = {"role": "assistant", "tool_calls": [call]}
-    answers: list[Any] = [without, {**without, "content": ""}]  # each is what some templates want
-    is_defined = WORDS["tool"] in _text(template, [question], True, tools)
-    is_called = any(WORDS["call"] in _text(template, [question, answer], False, tools) for answer in answers)
-    if is_defined and is_called:
-        return "known"
-    return "defined, but no calls of them" if is_defined else "calls alone" if is_called else "unknown to it"
-
-
-def _history(template: ChatTemplate) -> str:
-    turns = [_said("user", "first"), _said("assistant", "second")]
-    thought = [turns[0], _said("assistant", "second", reasoning_content=WORDS["thinking"])]
-    later = [*turns, _said("user", "first")]
-    short = _text(template, turns, False)
-    is_last, is_earlier = (
-        WORDS["thinking"] in _text(template, messages, False, enable_thinking=True)
-        for messages in (thought, [*thought, *turns])
-    )
-    if is_last and not is_earlier:
-        return "lose their thinking"
-    until = short.find(WORDS["second"])
-    is_kept = until >= 0 and _text(template, later, False).startswith(short[:until])
-    return "stay as they were" if is_kept else "are written differently from the last one"
+        thinking = "always opened by the prompt"
+    elif off != on:
+        thinking = "off, unless an answer thinks or data.chat_template_kwargs.enable_thinking=true"
+    elif WORD in text([question, thought], False, enable_thinking=True):
+        thinking = "kept where an answer has it"
+    tool = {"type": "function", "function": {"name": WORD, "description": "d", "parameters": {"type": "object"}}}
+    tools = "known" if WORD in text([question], True, [tool]) else "unknown to it"
+    system = "open the first question" if template.refuses_system else "have a turn of their own"
+    end = " or ".join(encoder.tokenizer.decode([token]) for token in sorted(encoder.end_ids))
+    return f"chat template: system prompts {system}; thinking {thinking}; tools {tools}; turns end with {end}"
 
 
 def picture(example: Example, tokenizer: Tokenizer, k: int, colour: str) -> Text:
@@ -138,11 +81,7 @@ def picture(example: Example, tokenizer: Tokenizer, k: int, colour: str) -> Text
     return text
 
 
-PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
-NAMED = 5
-SHOWN = 3
-SHOWN_CHARACTERS = 400
-COLOURS = ("green", "red")
+# ---- The command
 
 
 @mpi_and_blas.reported
@@ -155,21 +94,30 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--picture", metavar="PNG", help="where the histogram of the lengths goes")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as train.py --help lists them")
     options = parser.parse_intermixed_args(arguments)
+    known = {key for key, *_ in help.settings()}
     given = [*(options.inspect or ()), *options.overrides]
-    files, words = [[word for word in given if _is_setting(word) == is_setting] for is_setting in (False, True)]
+    words = [word for word in given if word.partition("=")[0] in known]
+    files = [word for word in given if word not in words]
     if not files:
         parser.error("name FILES, e.g. --inspect data.jsonl train.loss=sft")
-    base = {"model": {"path": options.model or "-"}, "data": {"train": files[0] if files else "-"}}
+    base = {"model": {"path": options.model or "-"}, "data": {"train": files[0]}}
     settings = load.load(None, words, base=base)
     if options.tokens is not None:
         write_tokens(files, settings, options.model is not None, Path(options.tokens))
     else:
-        inspect(files, settings, options.model is not None, options.picture)
+        inspect(files, settings, options.model is not None, options.picture and Path(options.picture))
     return 0
 
 
-def _is_setting(word: str) -> bool:
-    return word.partition("=")[0] in {key for key, *_ in help.settings()}
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _tokenizer_of(settings: Config, with_model: bool) -> tuple[Tokenizer | None, Vocabulary]:
+    if not with_model:
+        return None, Vocabulary(eos_token_id=None)
+    mpi_and_blas.prepare()
+    return load_tokenizer_of(settings.model), vocabulary(settings.model)
 
 
 def write_tokens(files: Sequence[str], settings: Config, with_model: bool, out: Path) -> None:
@@ -181,21 +129,15 @@ def write_tokens(files: Sequence[str], settings: Config, with_model: bool, out: 
         UserError: `out` exists, or as `load_dataset`.
     """
     require_absent(out)
-    kind, data = settings.record_kind, settings.data
+    kind = settings.record_kind
     if kind == "group":
         raise UserError("groups of train.loss=grpo are tokenised already")
-    tokenizer, known = None, Vocabulary(eos_token_id=None)
-    if with_model:
-        mpi_and_blas.prepare()
-        tokenizer, known = load_tokenizer_of(settings.model), vocabulary(settings.model)
-
-    def tell(text: str) -> None:
-        print(text, file=sys.stderr)
-
+    tokenizer, known = _tokenizer_of(settings, with_model)
     train = files[0] if len(files) == 1 else dict.fromkeys(files, 1.0)
-    data, held_out = with_splits(data.model_copy(update={"train": train}), tell), False if data.holdout else None
-    tell_unread(data, kind, tell)
-    rows = load_dataset(data.train, data, kind, tokenizer, held_out=held_out, tell=tell, **known)
+    data = with_splits(settings.data.model_copy(update={"train": train}), _tell)
+    tell_unread(data, kind, _tell)
+    held_out = False if data.holdout else None
+    rows = load_dataset(data.train, data, kind, tokenizer, held_out=held_out, tell=_tell, **known)
     names = ("chosen", "rejected") if kind == "preference" else ("completion",)
     with out.open("w", encoding="utf-8") as file:
         for row in rows:
@@ -208,212 +150,166 @@ def write_tokens(files: Sequence[str], settings: Config, with_model: bool, out: 
     print(f"{out}: {len(rows):,} {rows.unit} from {rows.columns}")
 
 
-def inspect(files: Sequence[str], settings: Config, with_model: bool, picture: str | None) -> None:
+def inspect(files: Sequence[str], settings: Config, with_model: bool, histogram: Path | None) -> None:
     """Prints the report.
 
     Raises:
         UserError: there is nothing to read; unusable records are counted and named, and no error here.
     """
-    say = Terminal()
-    if settings.record_kind == "group":
-        raise UserError(
-            "groups of train.loss=grpo are looked at by train.py --dry-run; here are records of other losses"
-        )
-    if picture is not None:
-        _require_picture(Path(picture))
-    data, kind = settings.data.model_copy(update={"skip_invalid": True}), settings.record_kind
-
-    def tell(text: str) -> None:
-        print(text, file=sys.stderr)
-
-    paths = [path for source in files for path in sources.files_of(source, data, tell)]
-    records = sources.open_records(paths, data, kind, tell)
-    tokenizer, encoder, limits = None, None, NO_LIMITS
-    if with_model:
-        mpi_and_blas.prepare()
-        tokenizer, known = load_tokenizer_of(settings.model), vocabulary(settings.model)
-        limits = limits_of(known)
-        encoder = Encoder(tokenizer, data, known["eos_token_id"]) if tokenizer is not None else None
-    unit = "token ids or characters"
-    unusable = [name for index in records.indices for name in index.unusable][:NAMED]
-    unusable_count = sum(index.unusable_count for index in records.indices)
-    completions = 2 if kind == "preference" else 1
-    pieces, kept = records.column("pieces")[:, : 1 + completions].astype(np.int64), np.arange(len(records))
-    truncated = filtered = 0
-    if with_model:
-        unit = "tokens"
-        result = _tokenised(records, data, kind, encoder, limits)
-        pieces, kept, truncated, filtered = result[0], result[1], result[2], result[3]
-        unusable, unusable_count = [*unusable, *result[4]][:NAMED], unusable_count + result[5]
-    facts = _facts(records, kept, data, kind, unusable_count, truncated, filtered, with_model)
-    say.facts(" + ".join(files), facts)
-    for name in unusable:
-        say.line(f"  {name}", "magenta")
-    if not len(kept):
-        raise UserError(f"{' + '.join(files)}: no record can be used")
+    say, kind = Terminal(), settings.record_kind
+    if kind == "group":
+        raise UserError("groups of train.loss=grpo are looked at by train.py --dry-run; here are records of others")
+    if histogram is not None:
+        _require_picture(histogram)
+    data = settings.data.model_copy(update={"skip_invalid": True})
+    paths = [path for source in files for path in sources.files_of(source, data, _tell)]
+    records = sources.open_records(paths, data, kind, _tell)
+    tokenizer, known = _tokenizer_of(settings, with_model)
+    encoder = None if tokenizer is None else Encoder(tokenizer, data, known["eos_token_id"])
     names = ["prompt", "chosen", "rejected"] if kind == "preference" else ["prompt", "completion"]
+    pieces, kept = records.column("pieces")[:, : len(names)].astype(np.int64), np.arange(len(records))
+    filtered, refused = 0, list[str]()
+    if with_model:
+        pieces, kept, filtered, refused = _tokens(records, data, kind, encoder, limits_of(known))
+    unusable = [*(name for index in records.indices for name in index.unusable), *refused]
+    unusable_count = len(refused) + sum(index.unusable_count for index in records.indices)
+    if not len(kept):
+        raise UserError(f"{' + '.join(files)}: no record can be used{''.join(f': {text}' for text in unusable[:1])}")
     lengths = {name: pieces[:, k] for k, name in enumerate(names)}
     lengths["whole"] = pieces[:, 0] + pieces[:, 1:].max(axis=1)
-    _show_percentiles(say, lengths, unit)
-    if kind == "preference":
-        say.facts("", _sanity(records, kept, pieces, data))
-    if picture is not None:
-        _draw(Path(picture), lengths, unit, data.max_length if with_model else None)
-        say.line(f"histogram: {picture}")
-    _show_formats(say, records, data, kind)
-    if encoder is not None and (known_facts := facts_of(encoder)):
-        say.line(str(known_facts))
-    if tokenizer is not None:
-        _show_rows(say, records, kept[:SHOWN].tolist(), data, kind, encoder, tokenizer)
-
-
-def _tokenised(
-    records: Records, data: DataSettings, kind: RecordKind, encoder: Encoder | None, limits: ModelLimits
-) -> tuple[np.ndarray, np.ndarray, int, int, list[str], int]:
-    """Tokens of the pieces before truncation, int64 [n, 1 + K], and their records, int64 [n].
-
-    Then how many rows are truncated, and filtered; the first unusable ones by name, and how many these are.
-    """
-    whole = data.model_copy(update={"max_length": 2**31 - 1})  # lengths as they are
-    sizes, kept, named = np.zeros((len(records), 3), np.int64), np.ones(len(records), bool), list[str]()
-    cut = filtered = unusable = 0
-
-    def read() -> Iterator[tuple[str, Any]]:
-        return ((str(number), parse_record(records, number, data, kind)) for number in range(len(records)))
-
-    results: Iterator[tuple[str, Any, tuple[Pieces, bool] | Unusable]] = tokenised(read(), whole, encoder, limits)
-    for number, (_, _, result) in enumerate(results):
-        if isinstance(result, Unwanted):
-            kept[number] = False
-            filtered += 1
-            continue
-        if not isinstance(result, Unusable):
-            of_row = [*map(len, result[0]), 0][:3]
-            if of_row[0] > data.max_length and not (encoder is not None and encoder.template.is_used):
-                result = Unusable(
-                    f"the prompt alone has {of_row[0]} tokens, more than data.max_length={data.max_length}"
-                )
-        if isinstance(result, Unusable):
-            kept[number] = False
-            unusable += 1
-            named += [f"{records.location(number)}: {result}"] if len(named) < NAMED else []
-            continue
-        sizes[number] = of_row
-        cut += of_row[0] + max(of_row[1:]) > data.max_length
-    rows = np.flatnonzero(kept)
-    return sizes[rows][:, : 1 + (2 if kind == "preference" else 1)], rows, cut, filtered, named, unusable
-
-
-def _facts(
-    records: Records,
-    kept: np.ndarray,
-    data: DataSettings,
-    kind: RecordKind,
-    unusable: int,
-    truncated: int,
-    filtered: int,
-    with_model: bool,
-) -> list[tuple[str, str]]:
-    prompts, contents = records.column("prompt_key")[kept], records.column("content_key")[kept]
-    distinct = len(np.unique(contents))
-    formats = dict.fromkeys(name for index in records.indices for name in index.formats)
-    facts = [
-        ("files", f"{len(records.indices):,}"),
-        ("usable", f"{len(kept):,} {'pairs' if kind == 'preference' else 'examples'} from {'; '.join(formats)}"),
-        ("unusable", f"{unusable:,}"),
-        ("duplicates", f"{len(kept) - distinct:,} (data.deduplicate)"),
-        ("distinct prompts", f"{len(np.unique(prompts)):,}"),
-    ]
+    facts = _facts(records, kept, data, kind)
+    facts["unusable"] = f"{unusable_count:,}"
     if with_model:
-        facts.append(("cut", f"{truncated:,} have more than data.max_length={data.max_length} tokens"))
-    if filtered:
-        facts.append(("filtered", f"{filtered:,} (data.shortest={data.shortest}, data.longest={data.longest})"))
+        cut = int((lengths["whole"] > data.max_length).sum())
+        facts["cut"] = f"{cut:,} have more than data.max_length={data.max_length} tokens"
+        facts["filtered"] = f"{filtered:,} (data.shortest={data.shortest}, data.longest={data.longest})"
+    if kind == "preference":
+        facts |= _suspicions(records, kept, pieces, data)
+    say.facts(" + ".join(files), [*facts.items()])
+    for name in unusable[:NAMED]:
+        say.line(f"  {name}", "magenta")
+    unit = "tokens" if with_model else "token ids or characters"
+    marks = {name: np.percentile(values, PERCENTILES).astype(int).tolist() for name, values in lengths.items()}
+    rows = [[n, *(f"{mark:,}" for mark in marks[n]), f"{values.mean():,.1f}"] for n, values in lengths.items()]
+    say.table(f"lengths in {unit}, by percentile", ["", *(f"{p} %" for p in PERCENTILES), "mean"], rows)
+    if histogram is not None:
+        _draw(histogram, lengths, unit, data.max_length if with_model else None)
+        say.line(f"histogram: {histogram}")
+    _show_formats(say, records, data, kind)
+    if encoder is not None and tokenizer is not None:
+        say.line(facts_of(encoder) or "no chat template")
+        _show_rows(say, records, kept[:SHOWN], data, kind, encoder, tokenizer)
+
+
+def _tokens(
+    records: Records, data: DataSettings, kind: RecordKind, encoder: Encoder | None, limits: ModelLimits
+) -> tuple[np.ndarray, np.ndarray, int, list[str]]:
+    """Tokens of the pieces as they are, int64 [n, 1 + K], and their records, int64 [n]; how many are filtered, and
+    what is said of each unusable one."""
+    whole = data.model_copy(update={"max_length": 2**24})
+    sizes, filtered, refused = dict[int, list[int]](), 0, list[str]()
+    placed = placed_records(records, range(len(records)), data, kind)
+    has_chats = encoder is not None and encoder.template.is_used  # a long chat loses its middle messages
+    for number, (place, _, result) in enumerate(tokenised(placed, whole, encoder, limits)):
+        if not isinstance(result, Unusable) and len(result[0][0]) > data.max_length and not has_chats:
+            result = Unusable(f"the prompt alone has more than data.max_length={data.max_length} tokens")
+        if isinstance(result, Unwanted):
+            filtered += 1
+        elif isinstance(result, Unusable):
+            refused.append(f"{place}: {result}")
+        else:
+            sizes[number] = [*map(len, result[0])]
+    rows = np.array([*sizes.values()], np.int64).reshape(len(sizes), -1)
+    return rows, np.array([*sizes], np.int64), filtered, refused
+
+
+def _facts(records: Records, kept: np.ndarray, data: DataSettings, kind: RecordKind) -> dict[str, str]:
+    prompts, contents = records.column("prompt_key")[kept], records.column("content_key")[kept]
+    facts = {
+        "files": f"{len(records.indices):,}",
+        "usable": f"{len(kept):,} {'pairs' if kind == 'preference' else 'examples'} from {records.formats}",
+        "duplicates": f"{len(kept) - len(np.unique(contents)):,} (data.deduplicate)",
+        "distinct prompts": f"{len(np.unique(prompts)):,}",
+    }
     if data.holdout:
-        below = int((prompts < np.uint64(sources.hash_limit(data.holdout))).sum())
-        facts.append(("held out", f"{below:,} (data.holdout={data.holdout:g})"))
+        held_out = int(sources.is_held_out(prompts, data.holdout).sum())
+        facts["held out"] = f"{held_out:,} (data.holdout={data.holdout:g})"
     return facts
+
+
+def _suspicions(records: Records, kept: np.ndarray, pieces: np.ndarray, data: DataSettings) -> dict[str, str]:
+    """What makes pairs suspicious: a preference for length, and pairs that contradict each other."""
+    longer = float((pieces[:, 1] > pieces[:, 2]).mean())
+    note = "; length alone tells them apart, and will be learnt" if abs(longer - 0.5) > 0.25 else ""
+    means = f"mean {pieces[:, 1].mean():.1f} against {pieces[:, 2].mean():.1f}"
+    keys = records.column("prompt_key")[kept]
+    order = np.argsort(keys, kind="stable")
+    groups = np.split(kept[order], np.flatnonzero(np.diff(keys[order])) + 1)
+    contrary = looked = 0
+    for group in (group for group in groups if len(group) > 1):
+        read = [records[number] for number in group.tolist()[:64]]
+        pairs = {(str(record.get(data.chosen)), str(record.get(data.rejected))) for record in read}
+        looked += len(read)
+        contrary += sum((rejected, chosen) in pairs for chosen, rejected in pairs) // 2
+    return {
+        "chosen is longer": f"{longer:.1%} of pairs, {means}{note}",
+        "contradictions": f"{contrary:,} pairs are there the other way round, too (of {looked:,} that share a prompt)",
+    }
 
 
 def _show_formats(say: Terminal, records: Records, data: DataSettings, kind: RecordKind) -> None:
     """What the records were recognised as, how many of each, and the first of them as it is read."""
-    counts, first = dict[str, int](), dict[str, int]()
+    counts, first = Counter[str](), dict[str, int]()
     for start, index in zip(records.starts, records.indices, strict=False):
-        for name, seen in index.formats.items():
-            counts[name] = counts.get(name, 0) + seen["count"]
-            first.setdefault(name, start + seen["first"])
+        for name, (count, number) in index.formats.items():
+            counts[name] += count
+            first.setdefault(name, start + number)
     for name, count in counts.items():
-        record = parse_record(records, first[name], data, kind)
-        say.line("")
         say.line(f"{name}, {count:,} rows, the first: {records.location(first[name])}", "bold")
-        for title, text, style in _as_read(record):
-            shown = " ".join(text.split())
-            shown = shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[:SHOWN_CHARACTERS]} ..."
-            say.line(Text(f"  {title}: ").append(shown, style=style))
-    say.line("")
+        for title, part in _parts(parse_record(records, first[name], data, kind)):
+            shown = " ".join(part.split())
+            say.line(f"  {title}: {shown[:SHOWN_CHARACTERS]}{' ...' * (len(shown) > SHOWN_CHARACTERS)}")
 
 
-def _as_read(record: Record | Unusable) -> Iterator[tuple[str, str, str]]:
-    """Title, text and style of each part of a record."""
-    if isinstance(record, Unusable):
-        yield "unusable", str(record), "magenta"
-        return
+def _parts(record: Record | Unusable) -> Iterator[tuple[str, str]]:
+    """Title and text of each part of a record."""
+    assert not isinstance(record, Unusable), record
     names = ("chosen", "rejected") if len(record.completions) > 1 else ("completion",)
-    if isinstance(record, Chat):
-        if record.tools:
-            yield "tools", ", ".join(tool["function"]["name"] for tool in record.tools), "dim"
-        for message in record.prompt:
-            yield message["role"], _shown_message(message), "dim"
-        flags = record.learnt or tuple((False,) * (len(answer) - 1) + (True,) for answer in record.completions)
-        for name, colour, answer, learnt in zip(names, COLOURS, record.completions, flags, strict=False):
-            for message, is_learnt in zip(answer, learnt, strict=True):
-                title = name if is_learnt and message["role"] == "assistant" else message["role"]
-                yield title, _shown_message(message), colour if is_learnt else "dim"
+    if not isinstance(record, Chat):
+        yield "prompt", str(record.prompt)
+        yield from ((name, str(text)) for name, text in zip(names, record.completions, strict=False))
     else:
-        if record.prompt is not None:
-            yield "prompt", str(record.prompt), "dim"
-        for name, colour, text in zip(names, COLOURS, record.completions, strict=False):
-            yield name, str(text), colour
+        titled = [(None, record.prompt), *zip(names, record.completions, strict=False)]
+        for name, messages in titled:
+            for message in messages:
+                others = {key: field for key, field in message.items() if key not in ("role", "content")}
+                text = f"{message['content'] or ''} {json.dumps(others, ensure_ascii=False) if others else ''}"
+                yield name or message["role"], text
     if record.label is not None:
-        yield "label", "desirable" if record.label else "undesirable", "bold"
+        yield "label", "desirable" if record.label else "undesirable"
 
 
-def _shown_message(message: Message) -> str:
-    """A message's content and, where there are any, its tool calls and other fields."""
-    others = {name: field for name, field in message.items() if name not in ("role", "content")}
-    return " ".join(
-        [*filter(None, [message["content"]]), *([json.dumps(others, ensure_ascii=False)] if others else [])]
-    )
-
-
-def _show_percentiles(say: Terminal, lengths: dict[str, np.ndarray], unit: str) -> None:
-    rows = []
-    for name, values in lengths.items():
-        marks = np.percentile(values, PERCENTILES).astype(int)
-        rows.append([name, *(f"{mark:,}" for mark in marks.tolist()), f"{values.mean():,.1f}"])
-    say.line("")
-    say.table(f"lengths in {unit}, by percentile", ["", *(f"{p} %" for p in PERCENTILES), "mean"], rows)
-    say.line("")
-
-
-def _sanity(records: Records, kept: np.ndarray, pieces: np.ndarray, data: DataSettings) -> Iterator[tuple[str, str]]:
-    """What makes pairs suspicious: a preference for length, and pairs that contradict each other."""
-    longer = float((pieces[:, 1] > pieces[:, 2]).mean())
-    note = "; length alone tells them apart, and will be learnt" if abs(longer - 0.5) > 0.25 else ""
-    yield (
-        "chosen is longer",
-        f"{longer:.1%} of pairs, mean {pieces[:, 1].mean():.1f} against {pieces[:, 2].mean():.1f}{note}",
-    )
-    order = np.argsort(records.column("prompt_key")[kept], kind="stable")
-    keys = records.column("prompt_key")[kept][order]
-    contrary, looked = 0, 0
-    for start, end in itertools.pairwise([0, *(np.flatnonzero(np.diff(keys)) + 1).tolist(), len(keys)]):
-        if end - start < 2:
+def _show_rows(
+    say: Terminal,
+    records: Records,
+    numbers: np.ndarray,
+    data: DataSettings,
+    kind: RecordKind,
+    encoder: Encoder,
+    tokenizer: Tokenizer,
+) -> None:
+    """Rows as the model sees them: what it is given is dim, what it is scored on is coloured, cut ends are left out."""
+    placed = placed_records(records, numbers, data, kind)
+    for number, (place, _, result) in enumerate(tokenised(placed, data, encoder, NO_LIMITS)):
+        say.line(place, "bold")
+        if isinstance(result, Unusable):
+            say.line(f"  {result}", "magenta")
             continue
-        rows = [records[number] for number in kept[order[start:end]].tolist()[:64]]
-        seen = {(str(row.get(data.chosen)), str(row.get(data.rejected))) for row in rows}
-        looked += len(rows)
-        contrary += sum((rejected, chosen) in seen for chosen, rejected in seen) // 2
-    yield "contradictions", f"{contrary:,} pairs are there the other way round, too (of {looked:,} that share a prompt)"
+        example = Example.of(number, result[0])
+        names = ("chosen", "rejected") if len(example.completions) > 1 else ("completion",)
+        for k, (name, colour) in enumerate(zip(names, ("green", "red"), strict=False)):
+            say.line(Text(f"  {name}: ").append_text(picture(example, tokenizer, k, colour)))
+    say.line("the loss is on what stands in ⟦⟧ alone")
 
 
 def _require_picture(picture: Path) -> None:
@@ -444,26 +340,3 @@ def _draw(picture: Path, lengths: dict[str, np.ndarray], unit: str, limit: int |
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=130)
     pyplot.close(figure)
-
-
-def _show_rows(
-    say: Terminal,
-    records: Records,
-    numbers: Sequence[int],
-    data: DataSettings,
-    kind: RecordKind,
-    encoder: Encoder | None,
-    tokenizer: Tokenizer,
-) -> None:
-    """Rows as the model sees them: what it is given is dim, what it is scored on is coloured, cut ends are left out."""
-    read = ((str(number), parse_record(records, number, data, kind)) for number in numbers)
-    for number, (_, _, result) in zip(numbers, tokenised(read, data, encoder, NO_LIMITS), strict=True):
-        say.line(records.location(number), "bold")
-        if isinstance(result, Unusable):
-            say.line(f"  {result}", "magenta")
-            continue
-        example = Example.of(number, result[0])
-        names = ("chosen", "rejected") if len(example.completions) > 1 else ("completion",)
-        for k, (name, colour) in enumerate(zip(names, ("green", "red"), strict=False)):
-            say.line(Text(f"  {name}: ").append_text(picture(example, tokenizer, k, colour)))
-    say.line("the loss is on what stands in ⟦⟧ alone")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,11 +12,11 @@ from lib.config.settings import Config, DataSettings, RolloutSettings
 from lib.data import record_files, sources
 from lib.data import tokenizer as tokenizer_module
 from lib.data.chat import Encoded
-from lib.data.dataset import Example, Sized, parse_record
+from lib.data.dataset import Example, Sized
 from lib.data.formats import TEMPLATE_ARGUMENTS, parse
-from lib.data.record_files import read
-from lib.data.record_formats import ANSWER, JSON, Chat, Message, Plain, RecordKind, Tokens, Unusable
-from lib.data.sources import Records
+from lib.data.record_formats import ANSWER, JSON, Chat, Message, Plain, Record, RecordKind, Tokens, Unusable
+from lib.data.sources import Records, Tell
+from lib.data.streaming import placed_records
 from lib.data.tokenize import Encoder, encode_records
 from lib.data.tokenizer import NO_LIMITS, ModelLimits, Tokenizer, require_own, stamp_of
 from lib.errors import UserError
@@ -28,10 +27,10 @@ def asked_of(record: JSON, data: DataSettings, tokenizer: Tokenizer) -> str | li
 
     A text that its template alone makes a message of stays a text. Raises Unusable.
     """
-    return shown(parse(record, data, "prompt"), record.get(data.prompt), tokenizer)
+    return _shown(parse(record, data, "prompt"), record.get(data.prompt), tokenizer)
 
 
-def shown(parsed: Tokens | Plain | Chat, stored: object, tokenizer: Tokenizer) -> str | list[Message]:
+def _shown(parsed: Record, stored: object, tokenizer: Tokenizer) -> str | list[Message]:
     """The prompt of a parsed record. stored: what its column has."""
     if isinstance(parsed, Tokens):
         return str(tokenizer.decode(parsed.prompt))
@@ -47,32 +46,29 @@ def columns_of(record: JSON, data: DataSettings, tokenizer: Tokenizer) -> JSON:
     Raises Unusable.
     """
     parsed = parse(record, data, "prompt")
-    columns: JSON = {"prompt": shown(parsed, record.get(data.prompt), tokenizer)}
+    columns: JSON = {"prompt": _shown(parsed, record.get(data.prompt), tokenizer)}
     if isinstance(parsed, Tokens):
         columns |= {"prompt_ids": parsed.prompt, **stamp_of(tokenizer)}
-    if isinstance(parsed, Chat) and parsed.tools:
-        columns["tools"] = parsed.tools
-    if isinstance(parsed, Chat) and parsed.template_arguments:
-        columns[TEMPLATE_ARGUMENTS] = parsed.template_arguments
+    if isinstance(parsed, Chat):
+        columns |= {"tools": parsed.tools} if parsed.tools else {}
+        columns |= {TEMPLATE_ARGUMENTS: parsed.template_arguments} if parsed.template_arguments else {}
     return columns
 
 
-def ids_of(parsed: Tokens | Plain | Chat, encoder: Encoder) -> list[int]:
+def ids_of(parsed: Record, encoder: Encoder) -> list[int]:
     """The tokens that a model is sent for a parsed prompt, with its tools and the record's own template arguments.
 
     Raises Unusable.
     """
-    (encoded,) = encode_records([parsed], encoder, "")
+    return _ids(encode_records([parsed], encoder, "")[0])
+
+
+def _ids(encoded: Encoded | Unusable) -> list[int]:
     if isinstance(encoded, Unusable):
         raise encoded
     if not encoded.prompt:
         raise Unusable("the prompt is empty")
     return encoded.prompt
-
-
-def last_text(prompt: str | list[Message]) -> str:
-    """What is said last in a prompt."""
-    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"] if prompt else "")
 
 
 @dataclass(frozen=True)
@@ -91,35 +87,33 @@ def load_questions(settings: Config, tokenizer: Tokenizer | None, limits: ModelL
         UserError: a record without a prompt or an answer, or a prompt that the model cannot answer; a model without a
             tokenizer.
     """
-    path = settings.evaluate.answers
+    path, data = settings.evaluate.answers, settings.data
     if path is None:
         return []
     if tokenizer is None:
         raise UserError(f"evaluate.answers={path} needs a tokenizer, but model.path {settings.model.path} has none")
-    encoder = Encoder(tokenizer, settings.data, tokenizer_module.vocabulary(settings.model)["eos_token_id"])
+    encoder = Encoder(tokenizer, data, tokenizer_module.vocabulary(settings.model)["eos_token_id"])
     encoder.stop_generation()
-    questions = []
-    for line, record in read(path, settings.data):
-        if isinstance(record, ValueError):
-            raise UserError(f"{path}:{line}: {record}")
-        answer = record.get(ANSWER)
-        if ANSWER in record and answer is None:
-            raise UserError(f"{path}:{line}: {ANSWER!r} is null: give the question an answer, or leave the line out")
-        if not isinstance(answer, str | int | float):
-            raise UserError(
-                f"{path}:{line}: a question needs {settings.data.prompt!r} and {ANSWER!r}; it has {', '.join(record)}"
-            )
+    questions: list[Question] = []
+    for line, record in record_files.read(path, data):
+        if len(questions) == settings.evaluate.answers_limit:
+            break
         try:
-            parsed = parse(record, settings.data, "prompt")
+            if isinstance(record, Unusable):
+                raise record
+            answer = record.get(ANSWER)
+            if not isinstance(answer, str | int | float):
+                what = "is null" if ANSWER in record and answer is None else "is missing, or neither text nor a number"
+                raise Unusable(f"a question's {ANSWER!r} {what}: give it an answer, or leave the line out")
+            parsed = parse(record, data, "prompt")
             ids = ids_of(parsed, encoder)
             limits.check_ids([ids])
             limits.check_answer(len(ids), settings.evaluate.max_tokens, "evaluate.max_tokens")
-            said = last_text(shown(parsed, record.get(settings.data.prompt), tokenizer))
         except Unusable as why:
             raise UserError(f"{path}:{line}: {why}") from None
-        questions.append(Question(said, ids, str(answer).strip()))
-        if len(questions) == settings.evaluate.answers_limit:
-            break
+        said = _shown(parsed, record.get(data.prompt), tokenizer)
+        last = said if isinstance(said, str) else str(said[-1]["content"])
+        questions.append(Question(last, ids, str(answer).strip()))
     if not questions:
         raise UserError(f"evaluate.answers={path} has no records")
     return questions
@@ -127,23 +121,21 @@ def load_questions(settings: Config, tokenizer: Tokenizer | None, limits: ModelL
 
 @dataclass(frozen=True, eq=False)
 class Prompts(Sized):
-    """Prompts in the files' order. To a plan they are rows whose completions are as long as they may become.
-
-    Args:
-        rows: int64 [n], the record of each prompt.
-        tokens, bounds: int32 [T] and int64 [n + 1], the prompts' ids one after the other, and where each begins.
-        max_tokens: of an answer.
-        completions: of a row that is trained.
-    """
+    """Prompts in the files' order. To a plan they are rows whose completions are as long as they may become."""
 
     path: str
     columns: str
     records: Records
     rows: np.ndarray
+    """int64 [n]: the record of each prompt."""
     tokens: np.ndarray
+    """int32 [T]: the prompts' ids one after the other."""
     bounds: np.ndarray
+    """int64 [n + 1]: where each begins."""
     max_tokens: int
+    """Of an answer."""
     completions: int
+    """Of a row that is trained."""
     skipped: list[str] = field(default_factory=list)
     kind: RecordKind = "prompt"
 
@@ -207,13 +199,13 @@ class Prompts(Sized):
 
 
 def open_prompts(
-    source: str | dict[str, float],
+    source: str | Mapping[str, float],
     settings: DataSettings,
     encoder: Encoder | None,
     rollouts: RolloutSettings,
     completions: int,
     held_out: bool | None,
-    tell: Callable[[str], None],
+    tell: Tell,
     limits: ModelLimits = NO_LIMITS,
 ) -> Prompts:
     """The prompts of some sources, tokenised.
@@ -227,45 +219,34 @@ def open_prompts(
     weights = sources.weights_of(source)
     name = " + ".join(weights)
     if any(weight != 1 for weight in weights.values()):
-        raise UserError(f"data.train={dict(weights)}: weights are for records that are trained; name prompts without")
-    files = [sources.files_of(one, settings, tell) for one in weights]
-    records = sources.open_records(list(itertools.chain(*files)), settings, "prompt", tell)
-    ends = [records.starts[end] for end in itertools.accumulate(map(len, files))]
-    if held_out is None:
-        settings = settings.model_copy(update={"holdout": 0.0})
-    rows = sources.chosen_rows(records, ends, list(weights.values()), settings, bool(held_out))
+        raise UserError(f"data.train={weights}: weights are for records that are trained; name prompts without")
+    records, rows = sources.open_sources(source, settings, "prompt", held_out, tell)
     kept, ids, skipped = [], [], [text for index in records.indices for text in index.unusable]
-    parsed = [parse_record(records, row, settings, "prompt") for row in rows.tolist()]
-    for row, record, encoded in zip(rows.tolist(), parsed, encode_records(parsed, encoder, name), strict=True):
-        require_own(record, encoder.tokenizer if encoder else None, records.location(row))
+    placed = list(placed_records(records, rows, settings, "prompt"))
+    encoded = encode_records([record for _, record in placed], encoder, name)
+    for row, (place, record), made in zip(rows.tolist(), placed, encoded, strict=True):
+        require_own(record, encoder.tokenizer if encoder else None, place)
         try:
-            ids.append(_answerable(encoded, rollouts.max_tokens, settings.max_length, limits))
+            ids.append(_answerable(_ids(made), rollouts.max_tokens, settings.max_length, limits))
             kept.append(row)
         except Unusable as why:
-            skipped.append(f"{records.location(row)}: {why}")
-    if skipped and not settings.skip_invalid:
-        raise UserError(record_files.refusal(skipped[0], len(skipped), len(kept)))
-    if not kept:
-        side = "" if held_out is None else f" (data.holdout={settings.holdout:g})"
-        raise UserError(f"{name}: no prompt is left{side}{''.join(f': {text}' for text in skipped[:1])}")
-    columns = "; ".join(dict.fromkeys(form for index in records.indices for form in index.formats))
+            skipped.append(f"{place}: {why}")
+    if skipped and (not settings.skip_invalid or not kept):
+        raise UserError(record_files.refusal(skipped, len(skipped), len(kept)))
     tokens = np.concatenate([np.array(prompt, np.int32) for prompt in ids])
     bounds = np.cumsum([0, *map(len, ids)], dtype=np.int64)
-    return Prompts(name, columns, records, np.array(kept), tokens, bounds, rollouts.max_tokens, completions, skipped)
+    return Prompts(
+        name, records.formats, records, np.array(kept), tokens, bounds, rollouts.max_tokens, completions, skipped
+    )
 
 
-def _answerable(encoded: Encoded | Unusable, max_tokens: int, max_length: int, limits: ModelLimits) -> list[int]:
+def _answerable(prompt: list[int], max_tokens: int, max_length: int, limits: ModelLimits) -> list[int]:
     """The ids of a prompt. Raises Unusable where it cannot be answered with max_tokens."""
-    if isinstance(encoded, Unusable):
-        raise encoded
-    tokens = len(encoded.prompt)
-    if not tokens:
-        raise Unusable("the prompt is empty")
-    if tokens + max_tokens > max_length:
+    if len(prompt) + max_tokens > max_length:
         raise Unusable(
-            f"a prompt of {tokens} tokens and rollouts.max_tokens={max_tokens} are more than "
+            f"a prompt of {len(prompt)} tokens and rollouts.max_tokens={max_tokens} are more than "
             f"data.max_length={max_length}; raise it"
         )
-    limits.check_ids([encoded.prompt])
-    limits.check_answer(tokens, max_tokens, "rollouts.max_tokens")
-    return encoded.prompt
+    limits.check_ids([prompt])
+    limits.check_answer(len(prompt), max_tokens, "rollouts.max_tokens")
+    return prompt

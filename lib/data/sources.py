@@ -1,45 +1,34 @@
 """The records of a source as one numbered list that is never in memory; which of them are a data set's rows.
 
-A source is a file, a folder or a glob of them, or a data set of the Hugging Face hub. Each file has an index
-(index.py), by which a record is read from the disk when it is asked for.
+A source is a file, a folder or a glob of them, or a data set of the Hugging Face hub. Each file has an index in
+data.cache_dir, by which a record is read from the disk when it is asked for.
 """
 
 from __future__ import annotations
 
 import bisect
 import contextlib
-import dataclasses
 import fcntl
 import glob
 import hashlib
 import itertools
 import json
-import os
 import shutil
-import struct
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from typing_extensions import TypedDict  # which pydantic reads on Python 3.11
 
 from lib.config.settings import DataSettings
 from lib.data import formats, hub, record_files
-from lib.data.record_formats import JSON, Chat, Columns, Message, Plain, RecordKind, Tokens, Unusable
+from lib.data.record_formats import JSON, Chat, Columns, Message, Plain, Record, RecordKind, Tokens, Unusable
 from lib.errors import UserError
 from lib.system import files
 
-# Larger sources are read as they are needed, smaller ones whole.
-STREAMED_BYTES = 64 * 2**20
-# Unusable records of a file that are named.
-NAMED = 20
-# A record: where its line is in the file, and its length, in bytes; its line number, from 1; hashes of its prompt, and
-# of prompt and completions; characters (token ids, where it came tokenised) of its prompt and of each completion; 1 for
-# a desirable completion, 0 for another, -1 for a record without a label. A pair that is read as two labelled rows has
-# two entries.
+Tell = Callable[[str], None]
+STREAMED_BYTES = 64 * 2**20  # larger sources are read as they are needed, smaller ones whole
+NAMED = 20  # unusable records of a file that are named
 ENTRY = np.dtype(
     [
         ("offset", "<i8"),
@@ -51,16 +40,15 @@ ENTRY = np.dtype(
         ("label", "<i1"),
     ]
 )
-
-
-_ENTRY_STRUCT = struct.Struct("<qIIQQ3Ib")  # the same, to write one quickly
-assert _ENTRY_STRUCT.size == ENTRY.itemsize
+"""A row: where its line is in the file, and its length, in bytes; its line number; hashes of its prompt, and of prompt
+and completions; characters (token ids, where it came tokenised) of its prompt and completions; 1 for a desirable
+completion, 0 for another, -1 without a label. A pair that is read as two labelled rows has two entries."""
 
 
 # ---- What a record is, whatever its form
 
 
-def keys_of(record: Tokens | Plain | Chat) -> tuple[int, int]:
+def keys_of(record: Record) -> tuple[int, int]:
     """64-bit hashes: of the prompt, and of the prompt with its completions."""
     if isinstance(record, Tokens):
         prompt, rest = repr(record.prompt), f"{record.completions!r}{record.learnt or ''}"
@@ -71,71 +59,53 @@ def keys_of(record: Tokens | Plain | Chat) -> tuple[int, int]:
     if record.label is not None:  # the same answer, called good here and bad there, is two records
         rest += f"\0{record.label}"
     if not prompt:  # plain text: all of it is what it is about
-        key = _hash(rest.encode())
+        key = _hash(rest)
         return key, key
-    encoded = prompt.encode()
-    return _hash(encoded), _hash(encoded + b"\0" + rest.encode())
+    return _hash(prompt), _hash(f"{prompt}\0{rest}")
 
 
 def _text_of_chat(chat: Chat) -> tuple[str, str]:
     """All that is trained of a conversation, as text: what is asked, and what is learnt."""
-    messages = chat.prompt
-    if not messages:  # its first message is learnt (data.learn=all): as of plain text, all of it is what it is about
-        return "", json.dumps([*_extras(chat), chat.completions, chat.learnt], sort_keys=True, default=str)
-    only = messages[0] if len(messages) == 1 else None
+    extras = [extra for extra in (chat.tools, chat.template_arguments) if extra]
+    if not chat.prompt:  # its first message is learnt (data.learn=all)
+        return "", _dumped([*extras, chat.completions, chat.learnt])
+    only = chat.prompt[0]
     # A prompt is the same one whether it came as a string or as the user's only message.
-    is_plain = only is not None and only["role"] == "user" and only.keys() == _PLAIN and not _extras(chat)
-    asked = (*messages, *_extras(chat))
-    prompt = only["content"] if is_plain and only else json.dumps(asked, sort_keys=True, default=str)
-    if all(len(answer) == 1 and answer[0].keys() == _PLAIN for answer in chat.completions):
+    is_plain = len(chat.prompt) == 1 and only["role"] == "user" and only.keys() == {"role", "content"} and not extras
+    prompt = only["content"] if is_plain else _dumped((*chat.prompt, *extras))
+    if all(len(answer) == 1 and answer[0].keys() == {"role", "content"} for answer in chat.completions):
         return prompt, "\0".join(answer[0]["content"] for answer in chat.completions)
-    return prompt, json.dumps([chat.completions, chat.learnt], sort_keys=True, default=str)
+    return prompt, _dumped([chat.completions, chat.learnt])
 
 
-_PLAIN = {"role", "content"}
+def _dumped(value: object) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
 
 
-def _extras(chat: Chat) -> list[object]:
-    """What is rendered besides the messages."""
-    return [extra for extra in (chat.tools, chat.template_arguments) if extra]
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def _hash(text: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-
-
-def sizes_of(record: Tokens | Plain | Chat) -> tuple[int, int, int]:
+def sizes_of(record: Record) -> tuple[int, int, int]:
     """Characters (or token ids) of the prompt and of each completion; 0 for a completion that is not there."""
-    if isinstance(record, Tokens):
-        pieces = [len(record.prompt), *map(len, record.completions)]
-    elif isinstance(record, Plain):
-        pieces = [len(record.prompt or ""), *map(len, record.completions)]
+    if isinstance(record, Chat):
+        tools = len(json.dumps(record.tools)) if record.tools else 0
+        pieces = [_characters(record.prompt) + tools, *map(_characters, record.completions)]
     else:
-        extras = len(json.dumps(_extras(record))) if record.tools else 0
-        pieces = [sum(map(_characters, record.prompt)) + extras]
-        pieces += [sum(map(_characters, answer)) for answer in record.completions]
+        pieces = [len(record.prompt or ""), *map(len, record.completions)]
     prompt, first, second = [*pieces, 0, 0][:3]
     return prompt, first, second
 
 
-def _characters(message: Message) -> int:
-    if len(message) == 2:  # a role and a content, which is a string
-        return len(message["content"])
-    return sum(len(field if isinstance(field, str) else json.dumps(field)) for field in message.values() if field)
+def _characters(messages: list[Message]) -> int:
+    fields = (field for message in messages for name, field in message.items() if field and name != "role")
+    return sum(len(field if isinstance(field, str) else json.dumps(field)) for field in fields)
 
 
 # ---- One file's index
 
 META, ENTRIES, LINES = "index.json", "entries.bin", "lines.jsonl"
-VERSION = 7  # of what an index holds
-
-
-class Seen(TypedDict):
-    """The records of one format."""
-
-    count: int
-    first: int
-    """The first one's number in the index."""
+VERSION = 8  # of what an index holds
 
 
 @dataclass(frozen=True)
@@ -148,20 +118,23 @@ class Index:
     """Where the lines are: the file itself, or what it was unpacked to."""
     entries: np.ndarray
     """ENTRY [n], memory-mapped."""
-    stamp: tuple[int, int] | None
-    """Size and modification time (ns) of the file that was indexed; None where it was unpacked."""
+    stamp: list[int]
+    """Size, and times of the last modification and change (ns), of `lines`."""
     digest: str
     """sha256 of the usable records' lines."""
-    formats: dict[str, Seen]
-    """What its records were recognised as."""
+    formats: dict[str, list[int]]
+    """What its records were recognised as: how many, and the first one's number."""
     unusable: list[str]
     """`file:line: why`, the first few."""
     unusable_count: int
 
 
-def index(
-    file: Path, settings: DataSettings, kind: RecordKind, tell: Callable[[str], None] = lambda text: None
-) -> Index:
+def _stamp(file: Path) -> list[int]:
+    about = file.stat()
+    return [about.st_size, about.st_mtime_ns, about.st_ctime_ns]
+
+
+def index(file: Path, settings: DataSettings, kind: RecordKind, tell: Tell = lambda text: None) -> Index:
     """The index of a file, made where there is none, or the file has changed.
 
     Raises:
@@ -169,32 +142,19 @@ def index(
         OSError: data.cache_dir is full or not writable.
     """
     key = hashlib.sha256(repr((str(file.resolve()), kind, Columns.of(settings), VERSION)).encode()).hexdigest()[:24]
-    folder = Path(settings.cache_dir) / f"index-{key}"
-    now = file.stat()
-    stamp = [now.st_size, now.st_mtime_ns, now.st_ctime_ns]
-    is_long = now.st_size > STREAMED_BYTES
-
-    def waiting() -> None:
-        if is_long:
-            tell(f"another process indexes {file}: waiting for it")
-
-    with locked(folder.with_suffix(".lock"), waiting):
+    folder, stamp = Path(settings.cache_dir) / f"index-{key}", _stamp(file)
+    is_long = stamp[0] > STREAMED_BYTES
+    with locked(folder.with_suffix(".lock"), tell if is_long else lambda text: None, f"indexes {file}"):
         meta = _read_meta(folder)
         if meta is None or meta["stamp"] != stamp:
-            again = "" if meta is None else ", which has changed since it was indexed"
-            if meta is not None or is_long:
-                tell(f"indexing {file}{again} ({now.st_size / 1e6:,.0f} MB)")
+            if is_long or meta is not None:
+                again = "" if meta is None else ", which has changed since it was indexed"
+                tell(f"indexing {file}{again} ({stamp[0] / 1e6:,.0f} MB)")
             meta = _build(file, stamp, folder, settings, kind)
-    return Index(
-        file,
-        folder / LINES if meta["unpacked"] else file,
-        np.memmap(folder / ENTRIES, ENTRY, "r") if meta["count"] else np.zeros(0, ENTRY),
-        None if meta["unpacked"] else (now.st_size, now.st_mtime_ns),
-        meta["digest"],
-        meta["formats"],
-        meta["unusable"],
-        meta["unusable_count"],
-    )
+    lines = folder / LINES if meta["unpacked"] else file
+    entries = np.memmap(folder / ENTRIES, ENTRY, "r") if meta["count"] else np.zeros(0, ENTRY)
+    found = (meta[name] for name in ("digest", "formats", "unusable", "unusable_count"))
+    return Index(file, lines, entries, _stamp(lines) if meta["unpacked"] else stamp, *found)
 
 
 def _read_meta(folder: Path) -> JSON | None:
@@ -211,48 +171,49 @@ def _build(file: Path, stamp: list[int], folder: Path, settings: DataSettings, k
     """Indexes a file in one pass: checks every record, and enters the usable ones."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    unpacks = file.suffix in (".gz", ".parquet")
-    digest, seen_formats, named = hashlib.sha256(), dict[str, Seen](), list[str]()
+    digest, seen, named = hashlib.sha256(), dict[str, list[int]](), list[str]()
     count = unusable_count = written = 0
+    is_packed = file.suffix == ".gz"
     with (folder / ENTRIES).open("wb") as entries, (folder / LINES).open("wb") as lines:
         for line, offset, raw, record in record_files.scan(file, settings, kind):
             try:
                 if isinstance(record, Unusable):
                     raise record
-                parsed = formats.parse_rows(record, settings, kind)
+                rows = formats.parse_rows(record, settings, kind)
             except Unusable as why:
                 unusable_count += 1
                 named += [f"{file}:{line}: {why}"] if len(named) < NAMED else []
                 continue
-            if unpacks:
-                raw = raw if raw.endswith(b"\n") else raw + b"\n"
-                offset = written
+            if is_packed or not raw:
+                values = {name: value for name, value in record.items() if value is not None}
+                raw = raw.rstrip(b"\n") or json.dumps(values, default=str).encode()
+                raw, offset = raw + b"\n", written
                 written += lines.write(raw)
-            for row in parsed:
+            for row in rows:
                 label = -1 if row.label is None else int(row.label)
-                entries.write(_ENTRY_STRUCT.pack(offset, len(raw), line, *keys_of(row), *sizes_of(row), label))
-                seen_formats.setdefault(row.columns, {"count": 0, "first": count})["count"] += 1
+                entry = (offset, len(raw), line, *keys_of(row), sizes_of(row), label)
+                entries.write(np.array(entry, ENTRY).tobytes())
+                seen.setdefault(row.columns, [0, count])[0] += 1
                 count += 1
             digest.update(raw)
+    if _stamp(file) != stamp:
+        raise UserError(f"{file} changed while it was indexed; start again when it is complete")
     meta = {
         "stamp": stamp,
-        "unpacked": unpacks,
+        "unpacked": written > 0,
         "bytes": written,
         "count": count,
         "digest": digest.hexdigest(),
-        "formats": seen_formats,
+        "formats": seen,
         "unusable": named,
         "unusable_count": unusable_count,
     }
-    after = file.stat()
-    if [after.st_size, after.st_mtime_ns, after.st_ctime_ns] != stamp:
-        raise UserError(f"{file} changed while it was indexed; start again when it is complete")
     files.write_atomically(folder / META, json.dumps(meta) + "\n")  # last: where it is, the index is whole
     return meta
 
 
 @contextlib.contextmanager
-def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+def locked(path: Path, tell: Tell, doing: str) -> Iterator[None]:
     """One process of a host at a time; the lock of one that dies is free again.
 
     Raises:
@@ -263,16 +224,15 @@ def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[N
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            waiting()
+            tell(f"another process {doing}: waiting for it")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-ENDINGS = (".jsonl", ".json", ".ndjson", ".gz", ".parquet")
-OPEN_FILES = 64
+# ---- Which files
 
 
-def files_of(source: str, settings: DataSettings, tell: Callable[[str], None] = lambda text: None) -> list[Path]:
+def files_of(source: str, settings: DataSettings, tell: Tell = lambda text: None) -> list[Path]:
     """The files of a source, in the same order on every host.
 
     Raises:
@@ -280,52 +240,29 @@ def files_of(source: str, settings: DataSettings, tell: Callable[[str], None] = 
     """
     if source.startswith(hub.PREFIX):
         lock = Path(settings.cache_dir) / f"hub-{hashlib.sha256(source.encode()).hexdigest()[:24]}.lock"
-        with locked(lock, lambda: tell(f"another process fetches {source}: waiting for it")):
+        with locked(lock, tell, f"fetches {source}"):
             return hub.fetch(source, settings, tell)
     path = Path(source)
-    if path.is_dir():
-        files = [file for file in path.rglob("*") if _is_data(file.relative_to(path)) and file.is_file()]
-        if not files:
-            raise UserError(f"{source} is a folder without records; it should hold files named *{', *'.join(ENDINGS)}")
-        return sorted(files)
-    if not path.exists() and glob.has_magic(source):
-        matched = [Path(name) for name in glob.glob(source, recursive=True)]  # noqa: PTH207  (absolute ones, too)
-        if not (files := [file for file in matched if file.is_file()]):
-            raise UserError(f"{source}: no file matches (looked from {Path.cwd()})")
-        return sorted(files)
-    record_files.require(path)
-    return [path]
+    if not path.is_dir() and not (glob.has_magic(source) and not path.exists()):
+        record_files.require(path)
+        return [path]
+    matched = path.rglob("*") if path.is_dir() else map(Path, glob.glob(source, recursive=True))  # noqa: PTH207
+    found = sorted(file for file in matched if file.is_file() and (not path.is_dir() or _is_data(file, path)))
+    if not found:
+        endings = ", *".join(record_files.ENDINGS)
+        told = f" is a folder without records (*{endings})" if path.is_dir() else ": no file matches"
+        raise UserError(f"{source}{told} (looked from {Path.cwd()})")
+    return found
 
 
-def _is_data(relative: Path) -> bool:
-    return relative.suffix in ENDINGS and not any(part.startswith(".") for part in relative.parts)
+def _is_data(file: Path, folder: Path) -> bool:
+    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+    return file.name.endswith(record_files.ENDINGS) and not hidden
 
 
 def weights_of(train: str | Mapping[str, float]) -> dict[str, float]:
     """Sources and how often each of their rows is taken in an epoch."""
     return {train: 1.0} if isinstance(train, str) else dict(train)
-
-
-def is_held_out(key: int, holdout: float) -> bool:
-    """Whether a prompt belongs to the held-out part: decided by its hash alone, so other rows change nothing."""
-    return key < hash_limit(holdout)
-
-
-def hash_limit(fraction: float) -> int:
-    """What this fraction of all 64-bit hashes is below."""
-    return int(fraction * 2**64)
-
-
-def taken_once_more(keys: np.ndarray, fraction: float) -> np.ndarray:
-    """Which records this fraction of a weight takes, by their hashes: uint64 [n] ➜ bool [n].
-
-    The hashes are mixed anew (the end of SplitMix64). Plain text is held out by the same ones, so that a fraction of
-    what the holdout left would otherwise be taken from its upper end alone.
-    """
-    mixed = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    below: np.ndarray = (mixed ^ (mixed >> np.uint64(31))) < np.uint64(hash_limit(fraction))
-    return below
 
 
 # ---- Records of many files
@@ -337,45 +274,46 @@ class Records:
     def __init__(self, indices: Sequence[Index]):
         self.indices = list(indices)
         self.starts = [0, *itertools.accumulate(len(index.entries) for index in self.indices)]
-        self._files: dict[int, tuple[int, tuple[int, int]]] = {}  # descriptors, the last used last; size and mtime
 
     def __len__(self) -> int:
         return self.starts[-1]
 
     def column(self, name: str) -> np.ndarray:
         """A field of every entry, [n, ...]."""
-        parts = [index.entries[name] for index in self.indices]
-        whole: np.ndarray = np.concatenate(parts) if parts else np.zeros(0, ENTRY)[name]
-        return whole
+        return np.concatenate([index.entries[name] for index in self.indices])
+
+    def _place(self, number: int) -> tuple[Index, np.void]:
+        which = bisect.bisect_right(self.starts, number) - 1
+        return self.indices[which], self.indices[which].entries[number - self.starts[which]]
 
     def location(self, number: int) -> str:
         """`file:line` of a record."""
-        return f"{self.indices[bisect.bisect_right(self.starts, number) - 1].file}:{self.line(number)}"
+        return f"{self._place(number)[0].file}:{self.line(number)}"
 
     def line(self, number: int) -> int:
         """A record's line in its file, from 1."""
-        which = bisect.bisect_right(self.starts, number) - 1
-        return int(self.indices[which].entries["line"][number - self.starts[which]])
-
-    def lines_of_files(self, rows: np.ndarray) -> list[np.ndarray]:
-        """The lines of some records, ascending by number: int64 [n] for each file."""
-        return [index.entries["line"][own] for index, own in zip(self.indices, self._by_file(rows), strict=True)]
-
-    def only(self, rows: np.ndarray) -> Records:
-        """Some records alone, ascending by number, and numbered anew."""
-        own = zip(self.indices, self._by_file(rows), strict=True)
-        return Records([dataclasses.replace(index, entries=index.entries[numbers]) for index, numbers in own])
-
-    def _by_file(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Numbers inside of each file."""
-        parts = np.split(rows, np.searchsorted(rows, self.starts[1:-1]))
-        return [part - start for part, start in zip(parts, self.starts, strict=False)]
+        return int(self._place(number)[1]["line"])
 
     def label(self, number: int) -> bool | None:
         """Whether the completion of a record is desirable; None for a record without a label."""
-        which = bisect.bisect_right(self.starts, number) - 1
-        label = int(self.indices[which].entries["label"][number - self.starts[which]])
+        label = int(self._place(number)[1]["label"])
         return None if label < 0 else bool(label)
+
+    @property
+    def formats(self) -> str:
+        """What the records were recognised as."""
+        return "; ".join(dict.fromkeys(name for index in self.indices for name in index.formats))
+
+    def only(self, rows: np.ndarray) -> Records:
+        """Some records alone, ascending by number, and numbered anew."""
+        return Records(
+            [replace(i, entries=i.entries[own]) for i, own in zip(self.indices, self.by_file(rows), strict=True)]
+        )
+
+    def by_file(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Of some records, ascending by number, the numbers inside of each file."""
+        parts = np.split(rows, np.searchsorted(rows, self.starts[1:-1]))
+        return [part - start for part, start in zip(parts, self.starts, strict=False)]
 
     def __getitem__(self, number: int) -> JSON:
         """One record.
@@ -383,94 +321,107 @@ class Records:
         Raises:
             UserError: the file is no longer what was indexed.
         """
-        which = bisect.bisect_right(self.starts, number) - 1
-        offset, size, *_ = self.indices[which].entries[number - self.starts[which]].item()
-        descriptor = self._descriptor(which)
-        # Whoever wrote the index may have written anything: the file's size bounds what is read.
-        is_inside = 0 <= offset <= os.fstat(descriptor).st_size - size
-        record = record_files.parse_json(os.pread(descriptor, size, offset)) if is_inside else None
-        if not isinstance(record, dict):
-            raise UserError(f"{self.location(number)} is no longer what was indexed; {_CHANGED}")
-        return record
-
-    def _descriptor(self, which: int) -> int:
-        """The open file, which has to be as it was indexed."""
-        path = self.indices[which].lines
-        descriptor, stamp = self._files.pop(which, (-1, (0, 0)))
-        if descriptor < 0:
-            if len(self._files) >= OPEN_FILES:
-                os.close(self._files.pop(next(iter(self._files)))[0])
-            try:
-                descriptor = os.open(path, os.O_RDONLY)
-            except FileNotFoundError:
-                raise UserError(f"{path} is gone; put it back, or start again") from None
-            opened = os.fstat(descriptor)
-            stamp = self.indices[which].stamp or (opened.st_size, opened.st_mtime_ns)
-        now = os.fstat(descriptor)
-        self._files[which] = descriptor, stamp
-        if (now.st_size, now.st_mtime_ns) != stamp:
-            raise UserError(f"{path} has changed since it was indexed; {_CHANGED}")
-        return descriptor
-
-    def close(self) -> None:
-        for descriptor, _ in self._files.values():
-            os.close(descriptor)
-        self._files.clear()
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
-            self.close()
-
-
-_CHANGED = "put the file back as it was, or start a new run on what it is now"
+        index, entry = self._place(number)
+        try:
+            with index.lines.open("rb") as file:
+                file.seek(int(entry["offset"]))
+                record = record_files.parse_json(file.read(int(entry["size"])))
+            if _stamp(index.lines)[:2] == index.stamp[:2] and isinstance(record, dict):
+                return record
+        except FileNotFoundError:
+            pass
+        raise UserError(
+            f"{self.location(number)} is no longer what was indexed; put the file back as it was, or start a new run "
+            "on what it is now"
+        )
 
 
 def open_records(
-    files: Sequence[Path], settings: DataSettings, kind: RecordKind, tell: Callable[[str], None] = lambda text: None
+    paths: Sequence[Path], settings: DataSettings, kind: RecordKind, tell: Tell = lambda text: None
 ) -> Records:
     """The records of these files, each indexed.
 
     Raises:
         UserError: see `index`; unless settings.skip_invalid, a record is unusable: names the first, and their number.
     """
-    began = time.perf_counter()
-    indices = [index(file, settings, kind, tell) for file in files]
-    unusable = sum(index.unusable_count for index in indices)
-    first = next((index.unusable[0] for index in indices if index.unusable), "")
-    if unusable and not settings.skip_invalid:
-        raise UserError(record_files.refusal(first, unusable, sum(len(index.entries) for index in indices)))
-    records = Records(indices)
+    records = Records([index(file, settings, kind, tell) for file in paths])
+    unusable = [text for index in records.indices for text in index.unusable]
+    count = sum(index.unusable_count for index in records.indices)
+    if unusable and (not settings.skip_invalid or not len(records)):
+        raise UserError(record_files.refusal(unusable, count, len(records)))
     if not len(records):
-        where = ", ".join(map(str, files[:3])) + (" ..." if len(files) > 3 else "")
-        raise UserError(record_files.nothing_in(where, first, unusable))
-    if time.perf_counter() - began > 5:
-        tell(f"indexed {len(records):,} records in {time.perf_counter() - began:.0f} s")
+        raise UserError(f"{', '.join(map(str, paths[:3]))}: there are no records; name another file")
     return records
 
 
+# ---- Which records are rows
+
+
+def open_sources(
+    train: str | Mapping[str, float], settings: DataSettings, kind: RecordKind, held_out: bool | None, tell: Tell
+) -> tuple[Records, np.ndarray]:
+    """The records of some sources, and those of them that are rows of a data set, int64 [n] (`chosen_rows`).
+
+    Raises:
+        UserError: as `open_records`, or no row is left.
+    """
+    weights = weights_of(train)
+    paths = [files_of(source, settings, tell) for source in weights]
+    records = open_records(list(itertools.chain(*paths)), settings, kind, tell)
+    ends = [records.starts[end] for end in itertools.accumulate(map(len, paths))]
+    keys = records.column("prompt_key"), records.column("content_key")
+    return records, chosen_rows(*keys, ends, weights, settings, held_out)
+
+
 def chosen_rows(
-    records: Records, ends: Sequence[int], weights: Sequence[float], settings: DataSettings, held_out: bool
+    prompt_keys: np.ndarray,
+    content_keys: np.ndarray,
+    ends: Sequence[int],
+    weights: Mapping[str, float],
+    settings: DataSettings,
+    held_out: bool | None,
 ) -> np.ndarray:
     """The records that are a data set's rows, by number: int64 [n].
 
     Duplicates go first (data.deduplicate), then one side of the holdout is kept, then each source's rows are repeated
     by its weight: 2.5 takes all of them twice, and half of them, chosen by hash, once more.
 
-    ends: int [sources], the number of records up to the end of each. held_out: the held-out side; it is not repeated.
+    prompt_keys, content_keys: uint64 [records]. ends: int [sources], the number of records up to the end of each.
+    held_out: the side of data.holdout, True for the held-out rows, which are not repeated; None for all rows.
+
+    Raises:
+        UserError: no row is left.
     """
-    rows = np.arange(len(records))
+    rows = np.arange(len(prompt_keys))
     if settings.deduplicate:
-        _, first = np.unique(records.column("content_key"), return_index=True)
-        rows = np.sort(first)
-    if settings.holdout:
-        below = records.column("prompt_key")[rows] < np.uint64(hash_limit(settings.holdout))
-        rows = rows[below == held_out]
-    parts = np.split(rows, np.searchsorted(rows, ends[:-1]))
-    if held_out or all(weight == 1 for weight in weights):
+        rows = np.sort(np.unique(content_keys, return_index=True)[1])
+    if held_out is not None:
+        rows = rows[is_held_out(prompt_keys[rows], settings.holdout) == held_out]
+    if not len(rows):
+        side = "held out" if held_out else "left"
+        raise UserError(
+            f"{' + '.join(weights)}: of {len(prompt_keys):,} records none is {side} (data.holdout="
+            f"{settings.holdout:g}); set another data.holdout, or name held-out records with data.valid=FILE"
+        )
+    if held_out or all(weight == 1 for weight in weights.values()):
         return rows
-    keys = records.column("content_key")
     chosen = []
-    for part, weight in zip(parts, weights, strict=True):
-        once_more = taken_once_more(keys[part], weight % 1)
-        chosen += [part] * int(weight) + [part[once_more]]
+    for part, weight in zip(np.split(rows, np.searchsorted(rows, ends[:-1])), weights.values(), strict=True):
+        chosen += [part] * int(weight) + [part[_taken_once_more(content_keys[part], weight % 1)]]
     return np.concatenate(chosen)
+
+
+def is_held_out(prompt_keys: np.ndarray, holdout: float) -> np.ndarray:
+    """Whether each prompt, uint64 [n], is held out: by its hash alone, so that other rows change nothing."""
+    below: np.ndarray = prompt_keys < np.uint64(int(holdout * 2**64))
+    return below
+
+
+def _taken_once_more(keys: np.ndarray, fraction: float) -> np.ndarray:
+    """Which records this fraction of a weight takes, by their hashes: uint64 [n] ➜ bool [n].
+
+    The hashes are mixed anew (the end of SplitMix64): the holdout took its part by the same ones.
+    """
+    mixed = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return is_held_out(mixed ^ (mixed >> np.uint64(31)), fraction)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Unpack
 
@@ -19,33 +19,29 @@ import numpy as np
 from lib.config.settings import DataSettings
 from lib.data import hub, record_files, sources
 from lib.data.dataset import (
-    OTHER_HOLDOUT,
     Dataset,
     Example,
     Pieces,
+    Placed,
     Sized,
-    fitted,
-    in_memory,
     load_dataset,
     parse_record,
     partners,
-    same_prompt,
     tokenised,
+    tokenised_dataset,
     with_mismatched,
 )
 from lib.data.formats import unread_columns
 from lib.data.record_formats import Columns, RecordKind, Unusable, Unwanted
-from lib.data.sources import Records
+from lib.data.sources import Records, Tell
 from lib.data.tokenize import Encoder
 from lib.data.tokenizer import ModelLimits, Tokenizer, Vocabulary, limits_of
 from lib.errors import UserError
 
-# Rows that are tokenised to know how many tokens a character makes.
-SAMPLE_ROWS = 256
+SAMPLE_ROWS = 256  # that are tokenised to know how many tokens a character makes
 LOOKED_AT = 64  # records of a file, for columns that nothing reads
 MANY_TIMES = 2
-# What is unpacked takes about so many times the room.
-UNPACKED = {".gz": 4, ".parquet": 4}
+UNPACKED = {".gz": 4, ".parquet": 4}  # what is unpacked takes about so many times the room
 
 
 def open_training(
@@ -53,7 +49,7 @@ def open_training(
     kind: RecordKind,
     tokenizer: Tokenizer | None,
     *,
-    tell: Callable[[str], None],
+    tell: Tell,
     mismatched: bool = False,
     **vocabulary: Unpack[Vocabulary],
 ) -> Dataset | StreamedDataset:
@@ -67,21 +63,23 @@ def open_training(
     """
     settings = with_splits(settings, tell)
     tell_unread(settings, kind, tell)
-    weights, limits = sources.weights_of(settings.train), limits_of(vocabulary)
-    held_out = False if settings.holdout else None
+    limits, held_out = limits_of(vocabulary), False if settings.holdout else None
     if not is_streamed(settings, tell):
-        dataset = load_dataset(weights, settings, kind, tokenizer, held_out=held_out, tell=tell, **vocabulary)
+        dataset = load_dataset(settings.train, settings, kind, tokenizer, held_out=held_out, tell=tell, **vocabulary)
         _warn_of_long_rows(dataset, vocabulary.get("context"), tell)
         return with_mismatched(dataset, limits.row_tokens(settings.max_length)) if mismatched else dataset
-    _require_short_rows(settings, limits)
-    records, rows = _choose(settings, kind, held_out=False, tell=tell)
-    encoder = None
-    if tokenizer is not None:
-        encoder = Encoder(tokenizer, settings, vocabulary["eos_token_id"])
-    return StreamedDataset(" + ".join(weights), records, rows, settings, kind, encoder, limits, mismatched)
+    if limits.row_tokens(settings.max_length) < settings.max_length:
+        raise UserError(
+            f"data.max_length={settings.max_length} is more than the {limits.positions} positions of the model's "
+            f"table, and streamed rows are read only when they are trained; set data.max_length={limits.positions}"
+        )
+    records, rows = sources.open_sources(settings.train, settings, kind, held_out, tell)
+    encoder = None if tokenizer is None else Encoder(tokenizer, settings, vocabulary["eos_token_id"])
+    name = " + ".join(sources.weights_of(settings.train))
+    return StreamedDataset(name, records, rows, settings, kind, encoder, limits, mismatched)
 
 
-def with_splits(settings: DataSettings, tell: Callable[[str], None] = lambda text: None) -> DataSettings:
+def with_splits(settings: DataSettings, tell: Tell = lambda text: None) -> DataSettings:
     """The settings with the files of data.train=DIR, where that has mlx-lm's layout: train, valid and test.
 
     Train is trained, valid held out (unless data.valid or data.holdout says what is), and everything else left.
@@ -89,7 +87,11 @@ def with_splits(settings: DataSettings, tell: Callable[[str], None] = lambda tex
     folder = Path(settings.train) if isinstance(settings.train, str) and "://" not in settings.train else None
     if folder is None or not folder.is_dir():
         return settings
-    names = [file.name for file in sorted(folder.iterdir()) if file.suffix in sources.ENDINGS and file.is_file()]
+    names = [
+        file.name
+        for file in sorted(folder.iterdir())
+        if file.suffix in (".gz", *record_files.ENDINGS) and file.is_file()
+    ]
     splits = {name: hub.split_of(name) for name in names}
     train = [name for name in names if splits[name] == "train"]
     valid = [name for name in names if splits[name] == "validation"]
@@ -105,7 +107,7 @@ def with_splits(settings: DataSettings, tell: Callable[[str], None] = lambda tex
     return settings.model_copy(update=changes | ({"valid": str(folder / valid[0])} if takes_valid else {}))
 
 
-def tell_unread(settings: DataSettings, kind: RecordKind, tell: Callable[[str], None]) -> None:
+def tell_unread(settings: DataSettings, kind: RecordKind, tell: Tell) -> None:
     """Names the columns that nothing reads, by the first records of each file.
 
     Raises:
@@ -126,7 +128,7 @@ def tell_unread(settings: DataSettings, kind: RecordKind, tell: Callable[[str], 
         tell(f"columns that nothing reads: {names}; data.ignore=[{names}] says that this is meant")
 
 
-def _warn_of_long_rows(dataset: Dataset, context: int | None, tell: Callable[[str], None]) -> None:
+def _warn_of_long_rows(dataset: Dataset, context: int | None, tell: Tell) -> None:
     longest = int(dataset.lengths.max())
     if context is not None and longest > MANY_TIMES * context:
         tell(
@@ -135,21 +137,12 @@ def _warn_of_long_rows(dataset: Dataset, context: int | None, tell: Callable[[st
         )
 
 
-def _require_short_rows(settings: DataSettings, limits: ModelLimits) -> None:
-    """Raises UserError where a row, which nobody has read yet, may be longer than the model's table of positions."""
-    if limits.row_tokens(settings.max_length) < settings.max_length:
-        raise UserError(
-            f"data.max_length={settings.max_length} is more than the {limits.positions} positions of the model's "
-            f"table, and streamed rows are read only when they are trained; set data.max_length={limits.positions}"
-        )
-
-
 def open_held_out(
     settings: DataSettings,
     kind: RecordKind,
     tokenizer: Tokenizer | None,
     *,
-    tell: Callable[[str], None],
+    tell: Tell,
     mismatched: bool = False,
     **vocabulary: Unpack[Vocabulary],
 ) -> Dataset | None:
@@ -159,53 +152,23 @@ def open_held_out(
         UserError: as `load_dataset`.
     """
     settings = with_splits(settings)
-    dataset = _held_out(settings, kind, tokenizer, tell, **vocabulary)
-    room = limits_of(vocabulary).row_tokens(settings.max_length)
-    return with_mismatched(dataset, room) if dataset is not None and mismatched else dataset
-
-
-def _held_out(
-    settings: DataSettings,
-    kind: RecordKind,
-    tokenizer: Tokenizer | None,
-    tell: Callable[[str], None],
-    **vocabulary: Unpack[Vocabulary],
-) -> Dataset | None:
+    limits = limits_of(vocabulary)
     if settings.valid is not None:
-        return load_dataset(settings.valid, settings, kind, tokenizer, tell=tell, **vocabulary)
-    if not settings.holdout:
+        dataset = load_dataset(settings.valid, settings, kind, tokenizer, tell=tell, **vocabulary)
+    elif not settings.holdout:
         return None
-    weights = sources.weights_of(settings.train)
-    if not is_streamed(settings, tell):
-        return load_dataset(weights, settings, kind, tokenizer, held_out=True, tell=tell, **vocabulary)
-    records, rows = _choose(settings, kind, held_out=True, tell=tell)
-    encoder = None
-    if tokenizer is not None:
-        encoder = Encoder(tokenizer, settings, vocabulary["eos_token_id"])
-    name, pieces, cut, unwanted = " + ".join(weights), Pieces(), 0, 0
-    skipped: list[str] = []
-    labels: list[bool] = []
-    read = ((records.location(row), parse_record(records, row, settings, kind)) for row in rows.tolist())
-    for place, record, result in tokenised(read, settings, encoder, limits_of(vocabulary)):
-        if isinstance(result, Unusable):
-            unwanted += isinstance(result, Unwanted)
-            skipped += [] if isinstance(result, Unwanted) else [f"{place}: {result}"]
-            continue
-        pieces += result[0]
-        cut += result[1]
-        assert not isinstance(record, Unusable)
-        labels += [] if record.label is None else [record.label]
-    if skipped and not settings.skip_invalid:
-        raise UserError(record_files.refusal(skipped[0], len(skipped)))
-    if not pieces:
-        raise UserError(
-            f"{name}: no row is held out (data.holdout={settings.holdout:g}, {unwanted:,} records filtered); "
-            f"{OTHER_HOLDOUT}"
-        )
-    return in_memory(name, kind, _columns(records), pieces, cut, skipped, unwanted, labels)
+    elif not is_streamed(settings, tell):
+        dataset = load_dataset(settings.train, settings, kind, tokenizer, held_out=True, tell=tell, **vocabulary)
+    else:
+        records, rows = sources.open_sources(settings.train, settings, kind, True, tell)
+        encoder = None if tokenizer is None else Encoder(tokenizer, settings, vocabulary["eos_token_id"])
+        name, numbers = " + ".join(sources.weights_of(settings.train)), np.arange(len(rows))
+        placed = placed_records(records, rows, settings, kind)
+        dataset = tokenised_dataset(name, kind, list(placed), numbers, settings, encoder, limits)
+    return with_mismatched(dataset, limits.row_tokens(settings.max_length)) if mismatched else dataset
 
 
-def is_streamed(settings: DataSettings, tell: Callable[[str], None] = lambda text: None) -> bool:
+def is_streamed(settings: DataSettings, tell: Tell = lambda text: None) -> bool:
     """Whether data.train is read as it is needed."""
     if settings.streaming is not None:
         return settings.streaming
@@ -213,26 +176,9 @@ def is_streamed(settings: DataSettings, tell: Callable[[str], None] = lambda tex
     return sum(file.stat().st_size * UNPACKED.get(file.suffix, 1) for file in files) >= sources.STREAMED_BYTES
 
 
-def _choose(
-    settings: DataSettings, kind: RecordKind, held_out: bool, tell: Callable[[str], None]
-) -> tuple[Records, np.ndarray]:
-    """data.train's records, and those of them that are rows, int64 [n]."""
-    weights = sources.weights_of(settings.train)
-    files = [sources.files_of(source, settings, tell) for source in weights]
-    records = sources.open_records(list(itertools.chain(*files)), settings, kind, tell)
-    ends = [records.starts[end] for end in itertools.accumulate(map(len, files))]
-    rows = sources.chosen_rows(records, ends, list(weights.values()), settings, held_out)
-    if not len(rows):
-        side = "held out" if held_out else "left"
-        raise UserError(
-            f"{' + '.join(weights)}: of {len(records):,} records none is {side} (data.holdout={settings.holdout:g}); "
-            f"{OTHER_HOLDOUT}"
-        )
-    return records, rows
-
-
-def _columns(records: Records) -> str:
-    return "; ".join(dict.fromkeys(name for index in records.indices for name in index.formats))
+def placed_records(records: Records, rows: Iterable[int], settings: DataSettings, kind: RecordKind) -> Iterable[Placed]:
+    """Some records by number, with their places."""
+    return ((records.location(row), parse_record(records, row, settings, kind)) for row in map(int, rows))
 
 
 class StreamedDataset(Sized):
@@ -260,7 +206,7 @@ class StreamedDataset(Sized):
         limits: ModelLimits,
         mismatched: bool = False,
     ):
-        self.path, self.kind, self.columns = path, kind, _columns(records)
+        self.path, self.kind, self.columns = path, kind, records.formats
         self.records, self.rows, self.settings = records, rows, settings
         self.labels = records.column("label")[rows] > 0 if kind == "unpaired" else None
         self.has_mismatched = False  # not until rows are known by themselves
@@ -298,10 +244,7 @@ class StreamedDataset(Sized):
     def _add_mismatched(self) -> None:
         """Gives every row another prompt's completion, and estimates its tokens."""
         self._prompt_keys = self.records.column("prompt_key")[self.rows]
-        try:
-            self._partners = partners(self._prompt_keys)
-        except ValueError:
-            raise same_prompt(self.path) from None
+        self._partners = partners(self._prompt_keys, self.path)
         room = self.settings.max_length - self._pieces[:, 0]
         theirs = np.minimum(self._pieces[self._partners, 1], room)
         self._pieces = np.column_stack([self._pieces, theirs]).astype(np.int32)
@@ -342,10 +285,9 @@ class StreamedDataset(Sized):
         """Some records' prompts and own completions; None for one that is left out."""
         missing = list(dict.fromkeys(numbers))
         kept: dict[int, Pieces | None] = dict.fromkeys(missing)
-        read = ((str(number), parse_record(self.records, number, self.settings, self.kind)) for number in missing)
-        for number, (_, _, result) in zip(
-            missing, tokenised(read, self.settings, self.encoder, self.limits), strict=True
-        ):
+        placed = placed_records(self.records, missing, self.settings, self.kind)
+        results = tokenised(placed, self.settings, self.encoder, self.limits)
+        for number, (_, _, result) in zip(missing, results, strict=True):
             if isinstance(result, Unusable):
                 self._leave_out(number, result)
                 continue
@@ -358,37 +300,35 @@ class StreamedDataset(Sized):
         known: dict[int, Pieces | None] = {}
         for _ in range(len(self)):
             known |= self._pieces_of([n for n in self.rows[list(others.values())].tolist() if n not in known])
-            lost = {
-                row: other
+            lost = [
+                row
                 for row, other in others.items()
                 if known[int(self.rows[other])] is None or self._prompt_keys[row] == self._prompt_keys[other]
-            }
+            ]
             if not lost:
                 break
-            others |= {row: int(self._partners[other]) for row, other in lost.items()}
-        else:
-            raise same_prompt(self.path)
+            others |= {row: int(self._partners[others[row]]) for row in lost}
         result = []
         for example in examples:
             pieces = known[int(self.rows[others[example.row]])]
             assert pieces is not None
-            mismatched = fitted(example.prompt_ids, pieces[1], self.settings.max_length)
+            mismatched = pieces[1][: self.settings.max_length - len(example.prompt_ids)]
             result.append(Example.of(example.row, [*example.stored, mismatched], example.label))
         return result
 
     def _leave_out(self, number: int, why: Unusable) -> None:
-        if isinstance(why, Unwanted):
-            self.unwanted_count += number not in self._left_out
-            self._left_out.add(number)
-            return
+        """Counts and names a row that is left out, once."""
         name = f"{self.records.location(number)}: {why}"
-        if not self.settings.skip_invalid:
+        if not isinstance(why, Unwanted) and not self.settings.skip_invalid:
             raise UserError(
-                f"{record_files.refusal(name, 1)} (python -m lib.data --inspect finds all such rows beforehand)"
+                f"{record_files.refusal([name], 1)} (python -m lib.data --inspect finds all such rows beforehand)"
             )
         if number in self._left_out:  # another row asked for its completion
             return
         self._left_out.add(number)
+        if isinstance(why, Unwanted):
+            self.unwanted_count += 1
+            return
         self.skipped_count += 1
         self.skipped = [*self.skipped[: sources.NAMED - 1], name]
 

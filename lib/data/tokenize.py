@@ -1,22 +1,25 @@
-"""Prompts and completions ➜ token ids, through the chat template where there is one."""
+"""Prompts and completions ➜ token ids, through the chat template where there is one; and cut to data.max_length."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from lib.config.settings import DataSettings
 from lib.data.chat import ChatTemplate, ChatTokens, Encoded, ended
-from lib.data.record_formats import JSON, Chat, Message, Plain, Tokens, Unusable, check_messages, check_tools
+from lib.data.record_formats import JSON, Chat, Message, Plain, Record, Tokens, Unusable, check_messages, check_tools
 from lib.data.tokenizer import SPECIMEN, TextTokens, Tokenizer
 from lib.errors import UserError
+
+# ---- What is too long
 
 LEAST_REST = 8  # a chat's answer keeps an eighth of max_length, or all of it where it is shorter
 
 
-def prompt_room(prompt: int, longest: int, max_length: int) -> int:
+def _prompt_room(prompt: int, longest: int, max_length: int) -> int:
     """Tokens that a prompt of so many may keep beside the longest completion: at least a quarter of max_length."""
     return max(max_length - longest, min(prompt, max(1, max_length // 4)))
 
@@ -34,114 +37,89 @@ def truncate(
     longest = max(map(len, completions))
     if len(prompt) + longest <= max_length:
         return prompt, completions, False
-    kept = prompt_room(len(prompt), longest, max_length)
+    kept = _prompt_room(len(prompt), longest, max_length)
     if kept < len(prompt):
         has_bos = prompt[0] == bos_token_id
         prompt = prompt[:has_bos] + prompt[len(prompt) - kept + has_bos :]
     return prompt, [completion[: max_length - kept] for completion in completions], True
 
 
-def most_of_prompt(longest: int, max_length: int) -> int:
+Size = Callable[[Chat], int]
+"""Tokens of a chat's prompt."""
+
+
+def _most_of_prompt(longest: int, max_length: int) -> int:
     """Tokens that a chat's prompt may have at most, so that its answer is not cut to nothing."""
     return max_length - min(longest, max(1, max_length // LEAST_REST))
 
 
-def shortened(chat: Chat, size: Callable[[Chat], int], longest: int, max_length: int) -> Chat | None:
-    """The chat with what is kept of its prompt; the completions' ends are cut by what they are then too long.
+def _shortened(chat: Chat, size: Size, longest: int, max_length: int) -> Chat:
+    """The chat without the middle messages of its prompt, as far as needed; its answers' ends are cut by the rest.
 
-    None where what cannot be cut of the prompt, its system prompt and tools, leaves too little for an answer.
-
-    size: tokens of a chat's prompt. longest: tokens of the longest completion.
+    longest: tokens of the longest completion.
     """
-
-    def fits(room: int) -> Callable[[Chat], bool]:
-        return lambda other: size(other) <= room
-
-    most = fits(most_of_prompt(longest, max_length))
+    most = _most_of_prompt(longest, max_length)
     if any(len(answer) > 1 for answer in chat.completions):
-        whole = _without_oldest(chat, fits(max_length - longest))
-        if whole is not None:
-            return whole
-        return chat if most(chat) else shorten(chat, most)
-    room = fits(prompt_room(size(chat), longest, max_length))
-    if room(chat):
+        whole = _without_oldest(chat, size, max_length - longest)
+        return whole or (chat if size(chat) <= most else _shorten(chat, size, most))
+    room = _prompt_room(size(chat), longest, max_length)
+    if size(chat) <= room:
         return chat
-    if (shorter := shorten(chat, room)) is not None:
+    shorter = _shorten(chat, size, room)
+    if size(shorter) <= room:
         return shorter
     last = _last_exchange(chat)
-    return last if most(last) else shorten(last, most)
+    return last if size(last) <= most else _shorten(last, size, most)
 
 
-def shorten(chat: Chat, fits: Callable[[Chat], bool]) -> Chat | None:
-    """The chat with as much of its prompt as fits; None where not even its last question's end does.
-
-    fits: whether a chat's prompt is short enough; it is asked some ten times.
-    """
-    if (without := _without_oldest(chat, fits)) is not None:
+def _shorten(chat: Chat, size: Size, room: int) -> Chat:
+    """The chat with as much of its prompt as has room; without any of it where not even its question's end has."""
+    if (without := _without_oldest(chat, size, room)) is not None:
         return without
-    chat = _last_exchange(chat)
-    index = _last_question(chat.prompt)
-    content = chat.prompt[index].get("content") if index is not None else None
+    last = _last_exchange(chat)
+    index = max((i for i, message in enumerate(last.prompt) if message["role"] == "user"), default=None)
+    content = last.prompt[index]["content"] if index is not None else None
     if index is None or not isinstance(content, str):
-        return None
+        return chat
     words = [at for at in range(1, len(content)) if content[at - 1].isspace() and not content[at].isspace()]
     starts = words or list(range(1, len(content)))  # some languages write without spaces
 
     def cut(number: int) -> Chat:
-        return _with_question(chat, index, content[starts[number] :])
+        question: Message = {**last.prompt[index], "content": content[starts[number] :]}
+        return replace(last, prompt=[*last.prompt[:index], question, *last.prompt[index + 1 :]])
 
-    count = _first(len(starts), lambda number: fits(cut(number)))
-    return cut(count) if count < len(starts) else None
+    count = bisect_left(range(len(starts)), True, key=lambda number: size(cut(number)) <= room)
+    return cut(count) if count < len(starts) else chat
 
 
-def _without_oldest(chat: Chat, fits: Callable[[Chat], bool]) -> Chat | None:
+def _without_oldest(chat: Chat, size: Size, room: int) -> Chat | None:
     """The chat without as many of its oldest exchanges as have to go; None where that does not do."""
-    without = [_without(chat, start) for start in _exchanges(chat.prompt)]
-    count = _first(len(without), lambda index: fits(without[index]))
+    without = [_without(chat, start) for start in _exchanges(chat)]
+    count = bisect_left(range(len(without)), True, key=lambda index: size(without[index]) <= room)
     return without[count] if count < len(without) else None
 
 
 def _last_exchange(chat: Chat) -> Chat:
-    """The chat with its system prompt and its last question alone."""
-    exchanges = _exchanges(chat.prompt)
+    exchanges = _exchanges(chat)
     return _without(chat, exchanges[-1]) if exchanges else chat
 
 
-def _first(count: int, holds: Callable[[int], bool]) -> int:
-    """The first of `count` numbers for which `holds`, which does for all that follow; `count` where it never does."""
-    low, high = 0, count
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle + 1, high)
-    return low
-
-
-def _last_question(messages: list[Message]) -> int | None:
-    return next((i for i in reversed(range(len(messages))) if messages[i]["role"] == "user"), None)
-
-
-def _exchanges(messages: list[Message]) -> list[int]:
+def _exchanges(chat: Chat) -> list[int]:
     """Where the user speaks, after the first time: what lies before, but for system prompts, may be left out."""
-    asked = [index for index, message in enumerate(messages) if message["role"] == "user"]
-    return asked[1:]
+    return [index for index, message in enumerate(chat.prompt) if message["role"] == "user"][1:]
 
 
 def _without(chat: Chat, start: int) -> Chat:
     """The chat without what comes before message `start`, but for the system prompts that open it."""
     first = next(i for i, message in enumerate(chat.prompt) if message["role"] == "user")
     kept = [message for message in chat.prompt[:first] if message["role"] in ("system", "developer")]
-    return dataclasses.replace(chat, prompt=[*kept, *chat.prompt[start:]])
+    return replace(chat, prompt=[*kept, *chat.prompt[start:]])
 
 
-def _with_question(chat: Chat, index: int, content: str) -> Chat:
-    prompt = list(chat.prompt)
-    prompt[index] = {**prompt[index], "content": content}  # type: ignore[typeddict-item]
-    return dataclasses.replace(chat, prompt=prompt)
+# ---- Text ➜ ids
 
 
-def encode_records(
-    parsed: Sequence[Tokens | Plain | Chat | Unusable], encoder: Encoder | None, path: str
-) -> list[Encoded | Unusable]:
+def encode_records(parsed: Sequence[Record | Unusable], encoder: Encoder | None, path: str) -> list[Encoded | Unusable]:
     """Token ids for each record; what is text goes through the tokenizer in one batch."""
     texts = [record for record in parsed if isinstance(record, Plain | Chat)]
     if texts and encoder is None:
@@ -153,7 +131,7 @@ def encode_records(
     result: list[Encoded | Unusable] = []
     for record in parsed:
         if isinstance(record, Tokens):
-            learnt = None if record.learnt is None or all(record.learnt) else [record.learnt]
+            learnt = None if record.learnt is None else list(record.learnt)
             result.append(Encoded(record.prompt, list(record.completions), learnt))
         else:
             result.append(record if isinstance(record, Unusable) else next(encoded))
@@ -172,31 +150,27 @@ class Encoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, settings: DataSettings, eos_token_id: int | None) -> None:
-        self.tokenizer = tokenizer
-        self.tokens = TextTokens(tokenizer)
+        self.tokenizer, self.tokens = tokenizer, TextTokens(tokenizer)
         self.template = ChatTemplate(tokenizer, settings)
         self.bos_token_id: int | None = getattr(tokenizer, "bos_token_id", None)
-        end_id = eos_token_id if eos_token_id is not None else getattr(tokenizer, "eos_token_id", None)
+        of_tokenizer: int | None = getattr(tokenizer, "eos_token_id", None)
+        end_id = of_tokenizer if eos_token_id is None else eos_token_id
         if end_id is None:
             raise UserError("the tokenizer has no end token; set eos_token in its tokenizer_config.json")
         self._eos_token_id: int = end_id
         end_ids = getattr(tokenizer, "eos_token_ids", None)
         known = {end_id, *(end_ids if isinstance(end_ids, set) else ())}
-        known |= {own for own in [getattr(tokenizer, "eos_token_id", None)] if own is not None}
-        self.chats = ChatTokens(self.template, self.tokens, known, end_id) if self.template.is_used else None
-        self._known_ends = known
+        self._known_ends = known if of_tokenizer is None else known | {of_tokenizer}
+        self.chats = ChatTokens(self.template, self.tokens, self._known_ends, end_id) if self.template.is_used else None
         self.notes: dict[str, None] = {}
         """What was noticed of texts and template, a line each."""
-        if unknown := self._unknown_marks():
-            self.notes[
-                f"marks of the chat template are no tokens of the tokenizer: {', '.join(unknown)}; it writes each as "
-                "several tokens, which the model has to learn"
-            ] = None
-
-    def _unknown_marks(self) -> list[str]:
-        """Marks like <|im_start|> that the template writes and the tokenizer has no token for."""
         marks = [mark for mark in self.template.marks if mark.startswith("<|") and mark.endswith("|>")]
-        return [mark for mark, ids in zip(marks, self.tokens.ids(marks), strict=True) if len(ids) > 1]
+        unknown = [mark for mark, ids in zip(marks, self.tokens.ids(marks), strict=True) if len(ids) > 1]
+        if unknown:
+            self.notes[
+                f"marks of the chat template are no tokens of the tokenizer: {', '.join(sorted(unknown))}; it writes "
+                "each as several tokens, which the model has to learn"
+            ] = None
 
     @property
     def end_ids(self) -> set[int]:
@@ -230,20 +204,17 @@ class Encoder:
     def encode(self, examples: Sequence[Plain | Chat]) -> list[Encoded | Unusable]:
         """Ids of each example's prompt and of its completions, end token included; or why there are none."""
         forms = [self._choose_form(example) for example in examples]
-        chats = [form for form in forms if isinstance(form, Chat)]
-        plain = [form for form in forms if isinstance(form, Plain)]
-        of_chats = iter(self.chats.encode(chats) if self.chats else ())
-        of_plain = iter(self._encode_plain(plain))
+        of_chats = iter(self.chats.encode([form for form in forms if isinstance(form, Chat)]) if self.chats else ())
+        of_plain = iter(self._encode_plain([form for form in forms if isinstance(form, Plain)]))
         return [
-            form if isinstance(form, Unusable) else next(of_chats) if isinstance(form, Chat) else next(of_plain)
+            form if isinstance(form, Unusable) else next(of_chats if isinstance(form, Chat) else of_plain)
             for form in forms
         ]
 
     def shorten(self, example: Plain | Chat, encoded: Encoded, max_length: int) -> Encoded:
-        """A chat that is too long, without its middle messages (lib/data/tokenize.py); other text as it was.
+        """A chat that is too long, without its middle messages; other text as it was.
 
-        Raises:
-            Unusable: what cannot be cut of its prompt leaves too little for an answer.
+        Raises Unusable where what cannot be cut of its prompt leaves too little for an answer.
         """
         chat = self._choose_form(example)
         if not isinstance(chat, Chat) or not encoded.completions:
@@ -251,25 +222,26 @@ class Encoder:
         longest = max(map(len, encoded.completions))
 
         def size(other: Chat) -> int:
-            return len(encoded.prompt if other is chat else self._prompt_of(other) or encoded.prompt)
+            if other is chat:
+                return len(encoded.prompt)
+            try:
+                return len(self.tokens.ids([self.template.render(other).prompt])[0])
+            except Unusable:
+                return len(encoded.prompt)
 
-        shorter = shortened(chat, size, longest, max_length)
-        again = encoded
-        if shorter is not None and shorter is not chat:
+        shorter = _shortened(chat, size, longest, max_length)
+        if shorter is not chat:
             (made,) = self.encode([shorter])
-            again = encoded if isinstance(made, Unusable) else made
-        tokens, most = len(again.prompt), most_of_prompt(longest, max_length)
+            encoded = encoded if isinstance(made, Unusable) else made
+        tokens, most = len(encoded.prompt), _most_of_prompt(longest, max_length)
         if tokens > most:
             raise Unusable(
                 f"the prompt alone has {tokens} tokens, and what is not cut of it (system prompt, tools) leaves less "
                 f"than {max_length - most} of data.max_length={max_length} for the answer; raise it"
             )
-        return _without_ends(again, max_length - tokens)
-
-    def _prompt_of(self, chat: Chat) -> list[int] | None:
-        """Ids of the prompt alone, with the arguments that its answers call for."""
-        (made,) = self.template.render([chat])
-        return None if isinstance(made, Unusable) else self.tokens.ids([made.prompt])[0]
+        room, masks = max_length - tokens, encoded.learnt
+        learnt = None if masks is None else [mask[:room] for mask in masks]
+        return Encoded(encoded.prompt, [ids[:room] for ids in encoded.completions], learnt)
 
     def _choose_form(self, example: Plain | Chat) -> Plain | Chat | Unusable:
         """Chat where there is a template, and a prompt to put into it; plain otherwise."""
@@ -277,9 +249,8 @@ class Encoder:
             if example.prompt is None or not self.template.is_used:
                 return example
             if self.template.is_rendered(example.prompt):
-                self.notes.setdefault(
-                    "prompts carry the chat template's marks already: taken as they are, not rendered again", None
-                )
+                note = "prompts carry the chat template's marks already: taken as they are, not rendered again"
+                self.notes[note] = None
                 return example
             answers = tuple([Message(role="assistant", content=text)] for text in example.completions)
             return Chat([{"role": "user", "content": example.prompt}], answers, example.columns)
@@ -289,47 +260,29 @@ class Encoder:
             return Unusable(
                 "a chat needs a chat template, and the model has none; give one with data.chat_template=FILE"
             )
-        count = len(example.prompt) + max(map(len, example.completions), default=1)
-        messages = [*example.prompt, *(message for answer in example.completions for message in answer)]
+        answers = example.completions
+        messages = [*example.prompt, *(message for answer in answers for message in answer)]
         has_text = all(isinstance(message.get("content"), str) for message in messages)
-        if count != 2 or not example.prompt or not has_text or example.tools:
-            what = "a chat with tools" if example.tools or not has_text else f"a conversation of {count} messages"
-            return Unusable(f"{what} needs a chat template, and data.chat_template is false")
-        content = example.prompt[0]["content"]
-        return Plain(content, tuple(answer["content"] for (answer,) in example.completions), example.columns)
+        if len(example.prompt) != 1 or any(len(answer) != 1 for answer in answers) or not has_text or example.tools:
+            return Unusable("a chat of more than a question and an answer needs a chat template (data.chat_template)")
+        return Plain(example.prompt[0]["content"], tuple(answer["content"] for (answer,) in answers), example.columns)
 
     def _encode_plain(self, examples: Sequence[Plain]) -> list[Encoded]:
         """Text as it is: the prompt alone, as inference sends it, and each completion as its continuation."""
         prompts = self.tokens.ids([example.prompt or "" for example in examples])
         continued = iter(self.tokens.continued([text for example in examples for text in example.completions]))
-        result = []
+        result, opening = [], self.tokens.opening
         for example, prompt in zip(examples, prompts, strict=True):
             completions = [next(continued) for _ in example.completions]
             # No text gets BOS twice, wherever it was written.
-            if not prompt:
-                completions = [*map(self._without_opening, completions)]
-            if prompt[: len(self.tokens.opening)] != self.tokens.opening:
-                prompt = self.tokens.opening + prompt
-            result.append(Encoded(prompt, [*map(self._end, completions)]))
+            if not prompt and opening:
+                completions = [c[len(opening) :] if c[: len(opening)] == opening else c for c in completions]
+            if prompt[: len(opening)] != opening:
+                prompt = opening + prompt
+            # A text that is nothing stays so: it is refused.
+            ends = [ended(c, self.end_ids, self.tokens, self._eos_token_id) if c else c for c in completions]
+            result.append(Encoded(prompt, ends))
         return result
-
-    def _without_opening(self, ids: list[int]) -> list[int]:
-        """A text without BOS, which was rendered with one and gets its own."""
-        opening = self.tokens.opening
-        return ids[len(opening) :] if ids[: len(opening)] == opening else ids
-
-    def _end(self, ids: list[int]) -> list[int]:
-        """With the end token, unless the record has ended the completion already, with a line break behind it or not.
-
-        A text that is nothing stays so: it is refused.
-        """
-        return ended(ids, self.end_ids, self.tokens, self._eos_token_id) if ids else ids
-
-
-def _without_ends(encoded: Encoded, room: int) -> Encoded:
-    """With completions of at most so many tokens."""
-    learnt = None if encoded.learnt is None else [mask[:room] for mask in encoded.learnt]
-    return Encoded(encoded.prompt, [ids[:room] for ids in encoded.completions], learnt)
 
 
 class RenderedPrompt(NamedTuple):
@@ -355,10 +308,8 @@ def render_prompt(
         UserError: the template refuses the conversation or leaves part of it out; it names which.
     """
     try:
-        chat = Chat(
-            check_messages(messages, "messages"), (), "messages", None, check_tools(tools, "tools"), arguments or {}
-        )
-        (encoded,) = encoder.encode([chat])
+        checked, known = check_messages(messages, "messages"), check_tools(tools, "tools")
+        (encoded,) = encoder.encode([Chat(checked, (), "messages", None, known, arguments or {})])
         if isinstance(encoded, Unusable):
             raise encoded
     except Unusable as why:

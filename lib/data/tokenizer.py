@@ -6,14 +6,13 @@ import functools
 import hashlib
 import json
 import logging
-import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NotRequired, Protocol, TypedDict
 
 from lib.config.settings import ModelSettings
-from lib.data.record_formats import JSON, VOCABULARY, StampedTokens, Unusable
+from lib.data.record_formats import JSON, VOCABULARY, Tokens, Unusable
 from lib.errors import UserError, shown
 from lib.system.model_folder import end_ids, resolve, why_unreadable
 
@@ -103,37 +102,15 @@ class TextTokens:
         # mlx-lm's wrapper passes attributes on, but cannot be called; the tokenizer inside it can.
         self.inner: Any = tokenizer if callable(tokenizer) else getattr(tokenizer, "_tokenizer", None)
         self._is_fast = self.inner is not None and getattr(self.inner, "is_fast", False)
-        self._heads: dict[str, list[int]] = {}
         self._is_blank: dict[int, bool] = {}
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text."""
-        return self._ids(texts) if texts else []
-
-    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
-        if self._is_plain:
-            made = self.inner.backend_tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-            return [encoding.ids for encoding in made]
-        if self._is_fast:
-            return self._through_transformers(list(texts))
-        return [list(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
-
-    def _through_transformers(self, texts: list[str]) -> list[list[int]]:
+        if not self._is_fast or not texts:
+            return [list(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-        found: list[list[int]] = self.inner(texts, **options)["input_ids"]
+        found: list[list[int]] = self.inner(list(texts), **options)["input_ids"]
         return found
-
-    @cached_property
-    def _is_plain(self) -> bool:
-        """Whether transformers does nothing of its own around the tokenizers library, which alone is quicker.
-
-        It is without truncation and padding from the first call through transformers on.
-        """
-        if not self._is_fast or not hasattr(getattr(self.inner, "backend_tokenizer", None), "encode_batch_fast"):
-            return False
-        theirs = self._through_transformers([SPECIMEN])
-        alone = self.inner.backend_tokenizer.encode_batch_fast([SPECIMEN], add_special_tokens=False)
-        return [encoding.ids for encoding in alone] == theirs
 
     def starts(self, text: str) -> tuple[list[int], list[int]]:
         """Ids of a text, and for each the character that it begins at.
@@ -153,20 +130,14 @@ class TextTokens:
         """Of each (text, start): the ids that stand behind text[:start] in the tokens of the whole text.
 
         Where a token reaches over `start`, the rest is tokenised as a continuation: a model that was given text[:start]
-        goes on from these tokens, not from others. Nothing merges over a special token, so that the text from the last
-        of them before `start` on is enough.
+        goes on from these tokens, not from others.
         """
-        cuts = [self._last_special(text, start) for text, start in texts]
-        heads = dict.fromkeys(text[cut:start] for (text, start), cut in zip(texts, cuts, strict=True))
-        missing = [head for head in heads if head not in self._heads]
-        self._heads |= zip(missing, self.ids(missing), strict=True)
-        tails = self.ids([text[cut:] for (text, _), cut in zip(texts, cuts, strict=True)])
+        heads = list(dict.fromkeys(text[:start] for text, start in texts))
+        ids_of = dict(zip(heads, self.ids(heads), strict=True))
         found = []
-        for (text, start), cut, ids in zip(texts, cuts, tails, strict=True):
-            head = self._heads[text[cut:start]]
+        for (text, start), ids in zip(texts, self.ids([text for text, _ in texts]), strict=True):
+            head = ids_of[text[:start]]
             found.append(ids[len(head) :] if ids[: len(head)] == head else self.continued([text[start:]])[0])
-        if len(self._heads) > 4096:
-            self._heads.clear()
         return found
 
     def continued(self, texts: Sequence[str]) -> list[list[int]]:
@@ -201,33 +172,6 @@ class TextTokens:
         starts = range(len(with_special) - len(plain) + 1)
         return with_special[: next((i for i in starts if with_special[i : i + len(plain)] == plain), 0)]
 
-    def _last_special(self, text: str, start: int) -> int:
-        """Where the last special token that lies wholly before `start` begins, if it is near; else 0."""
-        if self._special_pattern is None:
-            return 0
-        last, search_from = 0, max(0, start - NEAR)
-        for match in self._special_pattern.finditer(text, search_from, start):
-            last = match.start()
-        return last
-
-    @cached_property
-    def _special_pattern(self) -> re.Pattern[str] | None:
-        """Special tokens that the tokenizer splits a text at, whatever stands around them, longest first."""
-        if not self._is_fast:
-            return None
-        added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
-        template = str(getattr(self.tokenizer, "chat_template", None))
-        named = set(getattr(self.tokenizer, "all_special_tokens", ()))
-        # Of thousands of reserved ones those that stand in texts of this model are enough, and quick to find.
-        texts = {
-            token.content
-            for token in added
-            if not token.single_word and not token.normalized and (token.content in template or token.content in named)
-        }
-        every = [token.content for token in added]
-        alone = [text for text in texts if not any(text in other and text != other for other in every)]
-        return re.compile("|".join(map(re.escape, sorted(alone, key=len, reverse=True)))) if alone else None
-
     @cached_property
     def _anchor(self) -> tuple[list[int], str]:
         """A text to put before a continuation, and its ids, for tokenizers that open every text with a space.
@@ -243,8 +187,6 @@ class TextTokens:
 
 # Text of many kinds: where two tokenizers are to be told apart, its tokens have to do.
 SPECIMEN = "The quick brown fox jumps over 13 lazy dogs. Ünïcödé, 漢字, кириллица;\n\tdef f(x): return x ** 2  # 🦊"
-# Characters before a completion in which its last special token is looked for.
-NEAR = 400
 
 
 def load_tokenizer_of(settings: ModelSettings) -> Tokenizer | None:
@@ -259,7 +201,10 @@ def load_tokenizer_of(settings: ModelSettings) -> Tokenizer | None:
         for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tiktoken.model")
     ):
         return None
-    _have_logs_shown()
+    from transformers.utils import logging as of_transformers  # here: a rank whose data is kept needs no tokenizer
+
+    for handler in of_transformers.get_logger("transformers").handlers:
+        handler.addFilter(_as_text)  # a second time it changes nothing
     from mlx_lm.utils import load_tokenizer  # not before mpi_and_blas.prepare
 
     try:
@@ -270,14 +215,6 @@ def load_tokenizer_of(settings: ModelSettings) -> Tokenizer | None:
         raise UserError(
             f"model.path {settings.path}: its tokenizer cannot be loaded: {why_unreadable(folder, error)}"
         ) from None
-
-
-def _have_logs_shown() -> None:
-    """Has transformers tell what it found in a folder, which may be anybody's, as text."""
-    from transformers.utils import logging as of_transformers  # here: a rank whose data is kept needs no tokenizer
-
-    for handler in of_transformers.get_logger("transformers").handlers:
-        handler.addFilter(_as_text)  # a second time it changes nothing
 
 
 def _as_text(record: logging.LogRecord) -> bool:
@@ -307,21 +244,17 @@ def stored_config(settings: ModelSettings) -> JSON:
 # ---- Whose token ids a record has
 
 
-def digest_of(tokenizer: Tokenizer) -> str:
-    """A digest of all tokens and their ids; empty where a tokenizer does not tell them."""
-    known: Any = tokenizer  # hashed as any object is, though its protocol does not say so
-    return _digest_of(known)
-
-
 @functools.lru_cache(maxsize=4)
 def _digest_of(tokenizer: Any) -> str:
+    """A digest of all tokens and their ids; empty where a tokenizer does not tell them."""
     tell = getattr(tokenizer, "get_vocab", None)
     return "" if tell is None else hashlib.sha256(json.dumps(sorted(tell().items())).encode()).hexdigest()[:16]
 
 
 def stamp_of(tokenizer: Tokenizer) -> dict[str, str]:
     """The column that says whose ids a record has."""
-    digest = digest_of(tokenizer)
+    known: Any = tokenizer  # hashed as any object is, though its protocol does not say so
+    digest = _digest_of(known)
     return {VOCABULARY: digest} if digest else {}
 
 
@@ -331,11 +264,10 @@ def require_own(record: object, tokenizer: Tokenizer | None, place: str) -> None
     Raises:
         UserError: they are of another vocabulary.
     """
-    if not isinstance(record, StampedTokens) or tokenizer is None:
+    if not isinstance(record, Tokens) or not record.vocabulary or tokenizer is None:
         return
-    if digest_of(tokenizer) not in ("", record.vocabulary):
-        where = f"{place}: " if ":" in place else ""
+    if stamp_of(tokenizer).get(VOCABULARY, record.vocabulary) != record.vocabulary:
         raise UserError(
-            f"{where}its token ids are of another tokenizer than the model's; leave the columns ending in _ids out of "
-            "the file, and its texts are read"
+            f"{place}: its token ids are of another tokenizer than the model's; leave the columns ending in _ids out "
+            "of the file, and its texts are read"
         )

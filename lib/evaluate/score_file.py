@@ -481,18 +481,16 @@ def open_asked(named: str | None, settings: Config, kind: RecordKind, say: Termi
 
 def _held_out(settings: Config, trained_as: RecordKind, kind: RecordKind, say: Terminal) -> Records:
     """What data.holdout keeps of data.train, by the hashes that training goes by, which are of records of its kind."""
-    data, weights = settings.data, sources.weights_of(settings.data.train)
-    of_sources = [sources.files_of(one, data, say.line) for one in weights]
-    files = list(itertools.chain(*of_sources))
-    records = sources.open_records(files, data, trained_as, say.line)
-    ends = [records.starts[end] for end in itertools.accumulate(map(len, of_sources))]
-    rows = sources.chosen_rows(records, ends, list(weights.values()), data, held_out=True)
-    if not len(rows):
-        raise UserError(f"{' + '.join(weights)}: no row is held out (data.holdout={data.holdout:g}); give --data")
+    data = settings.data
+    records, rows = sources.open_sources(data.train, data, trained_as, True, say.line)
     if kind == trained_as:
         return records.only(rows)
-    lines, others = records.lines_of_files(rows), sources.open_records(files, data, kind, say.line)
-    kept = [np.isin(index.entries["line"], own) for index, own in zip(others.indices, lines, strict=True)]
+    files = [index.file for index in records.indices]
+    others = sources.open_records(files, data, kind, say.line)
+    lines = [
+        index.entries["line"][of_file] for index, of_file in zip(records.indices, records.by_file(rows), strict=True)
+    ]
+    kept = [np.isin(index.entries["line"], wanted) for index, wanted in zip(others.indices, lines, strict=True)]
     return others.only(np.flatnonzero(np.concatenate(kept)))
 
 
