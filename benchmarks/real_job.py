@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -23,11 +24,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.peers import environment, on_cuda
-
 ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT)
+os.environ["TANDEM_ANY_PYTHON"] = "1"  # TRL's environment has no MLX, and this file runs there, too
+
+from benchmarks.peers import environment, on_cuda  # noqa: E402
+
 RANK, BETA, RATE, BATCH, WARMUP, LENGTH = 16, 0.1, 1e-4, 16, 5, 1024
 PROGRAMS = ("tandem", "trl", "trl-compiled", "trl-liger", "mlx-lm-lora")
 LIMIT_SECONDS = 3600
