@@ -11,7 +11,6 @@ from lib.config.settings import TrainSettings
 from lib.training.losses import (
     PREFERENCE_LOSSES,
     LogProbs,
-    LossOptions,
     log_odds,
     log_sigmoid,
     preference_losses,
@@ -186,7 +185,7 @@ def close(actual: mx.array, function: Callable[..., float], points: Sequence[tup
 def gradients(name: str, policy: LogProbs, reference: LogProbs, options: dict[str, float]) -> list[mx.array]:
     def total(chosen: mx.array, rejected: mx.array) -> mx.array:
         moved = LogProbs(chosen, rejected, policy.chosen_tokens, policy.rejected_tokens)
-        return preference_losses(terms(name), moved, reference, LossOptions(**options))[0].sum()
+        return preference_losses(terms(name), moved, reference, TrainSettings.model_construct(**options))[0].sum()
 
     return list(mx.grad(total, argnums=(0, 1))(policy.chosen, policy.rejected))
 
@@ -196,7 +195,9 @@ def test_values_rewards_and_gradients_match_float64(name: str, changed: dict[str
     options = OPTIONS | changed
     pairs = ragged_pairs()
     policy, reference = to_arrays(pairs)
-    losses, chosen_rewards, rejected_rewards = preference_losses(terms(name), policy, reference, LossOptions(**options))
+    losses, chosen_rewards, rejected_rewards = preference_losses(
+        terms(name), policy, reference, TrainSettings.model_construct(**options)
+    )
 
     assert losses.dtype == chosen_rewards.dtype == rejected_rewards.dtype == mx.float32
     close(losses, lambda *p: loss64(name, p, options), pairs)
@@ -215,7 +216,7 @@ def test_extremes_stay_finite(name: str, beta: float) -> None:
     options = OPTIONS | {"beta": beta, "label_smoothing": 0.2, "rpo_alpha": 1.0}
     policy, reference = to_arrays(pairs)
     outputs = [
-        *preference_losses(terms(name), policy, reference, LossOptions(**options)),
+        *preference_losses(terms(name), policy, reference, TrainSettings.model_construct(**options)),
         *gradients(name, policy, reference, options),
     ]
     for output in outputs:
@@ -306,7 +307,7 @@ def test_rewards_carry_no_gradient() -> None:
 
     def reward(chosen: mx.array) -> mx.array:
         moved = LogProbs(chosen, policy.rejected, policy.chosen_tokens, policy.rejected_tokens)
-        return preference_losses(terms("sigmoid"), moved, reference, LossOptions(**OPTIONS))[1].sum()
+        return preference_losses(terms("sigmoid"), moved, reference, TrainSettings.model_construct(**OPTIONS))[1].sum()
 
     assert not mx.any(mx.grad(reward)(policy.chosen))
 
@@ -317,7 +318,9 @@ def test_metrics_are_sums_that_ranks_can_add() -> None:
 
     def metrics(some: list[Pair]) -> dict[str, mx.array]:
         policy, reference = to_arrays(some)
-        _, chosen, rejected = preference_losses(terms("sigmoid"), policy, reference, LossOptions(**OPTIONS))
+        _, chosen, rejected = preference_losses(
+            terms("sigmoid"), policy, reference, TrainSettings.model_construct(**OPTIONS)
+        )
         return preference_metrics(chosen, rejected, policy, reference, mx.ones(len(chosen)))
 
     whole, first, rest = metrics(pairs), metrics(pairs[:2]), metrics(pairs[2:])
@@ -339,7 +342,7 @@ def test_metrics_are_sums_that_ranks_can_add() -> None:
     assert expected["reward_accuracy"] % 1 == 0.5
 
     policy, _ = to_arrays(pairs)
-    _, chosen, rejected = preference_losses(terms("simpo"), policy, None, LossOptions(**OPTIONS))
+    _, chosen, rejected = preference_losses(terms("simpo"), policy, None, TrainSettings.model_construct(**OPTIONS))
     assert "kl" not in preference_metrics(chosen, rejected, policy, None, mx.ones(len(chosen)))
 
 

@@ -14,7 +14,7 @@ from lib.config.settings import ModelSettings
 from lib.distributed.world import World
 from lib.evaluate.sample import Sample
 from lib.model import load as models
-from lib.training.checkpoint import momentum_at
+from lib.training.checkpoint import MOMENTUM, common_at
 from tests import rounding, tiny
 from tests.test_rollouts import lines
 from tests.test_sampler import logps_of
@@ -108,6 +108,6 @@ def test_every_rank_goes_back_to_the_momentum_before_a_round_that_is_undone(
     own = ["strategy=independent", "plan.shares=[2,2]", "rollouts.rounds=2", "independent.merge=outer"]
     run = together(alone, world, folder, *own)
     for rank in range(world.size):
-        kept, undone = (momentum_at(run / f"checkpoints/step-{step:08d}", World()) for step in (2, 4))
+        kept, undone = (common_at(run / f"checkpoints/step-{step:08d}", MOMENTUM, World()) for step in (2, 4))
         assert kept and all(np.array_equal(undone[name], array) for name, array in kept.items())
     world.gather_text("checked")

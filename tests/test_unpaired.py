@@ -20,7 +20,8 @@ from lib.data.dataset import Dataset, Example, load_dataset, partners, with_mism
 from lib.data.streaming import StreamedDataset, open_training
 from lib.distributed.world import World
 from lib.evaluate.command import main as evaluate
-from lib.training.losses import UNPAIRED_LOSSES, Labelled, UnpairedOptions, kl_baseline, unpaired_losses
+from lib.training import step
+from lib.training.losses import UNPAIRED_LOSSES, Labelled, kl_baseline, unpaired_losses
 from lib.training.objective import SUMS, baseline_of_step, means_of, objective
 from lib.training.step import Step, StepRecord
 from tests import float64, rounding, tiny
@@ -52,12 +53,13 @@ def test_values_and_gradients_match_float64(name: str, beta: float) -> None:
     points = [(float(np.float32(r)), bool(rng.random() < 0.5)) for r in rng.normal(0, 3, 20)]
     ratios, desirable = mx.array([r for r, _ in points]), mx.array([label for _, label in points])
     compared_with = float(np.float32(0.7))
-    options = UnpairedOptions(beta, *WEIGHTS)
+    weights = dict(zip(("desirable_weight", "undesirable_weight"), WEIGHTS, strict=True))
+    train = TrainSettings(loss=name, beta=beta, **weights)
 
     def total(ratios: mx.array) -> mx.array:
-        return unpaired_losses(name, Labelled(ratios, desirable), mx.array(compared_with), options)[0].sum()
+        return unpaired_losses(Labelled(ratios, desirable), mx.array(compared_with), train)[0].sum()
 
-    losses, rewards = unpaired_losses(name, Labelled(ratios, desirable), mx.array(compared_with), options)
+    losses, rewards = unpaired_losses(Labelled(ratios, desirable), mx.array(compared_with), train)
     assert losses.dtype == rewards.dtype == mx.float32
     slopes = mx.grad(total)(ratios)
     for label in (True, False):
@@ -79,11 +81,10 @@ def test_values_and_gradients_match_float64(name: str, beta: float) -> None:
 def test_extremes_stay_finite_and_small_gradients_keep_their_digits(name: str) -> None:
     values = [-2e4, -50.0, -1e-6, 0.0, 1e-6, 50.0, 2e4]
     rows = Labelled(mx.array(values), mx.array([True] * len(values)))
+    train = TrainSettings(loss=name, beta=1.0)
 
     def total(ratios: mx.array) -> mx.array:
-        return unpaired_losses(name, Labelled(ratios, rows.desirable), mx.array(0.0), UnpairedOptions(1.0, 1, 1))[
-            0
-        ].sum()
+        return unpaired_losses(Labelled(ratios, rows.desirable), mx.array(0.0), train)[0].sum()
 
     slopes = mx.grad(total)(rows.log_ratios)
     assert np.isfinite(np.array(total(rows.log_ratios))) and np.isfinite(np.array(slopes)).all()
@@ -445,15 +446,15 @@ def test_a_step_that_runs_out_of_memory_is_taken_again_with_the_same_baseline(
 ) -> None:
     words = [*run_words(tmp_path, loss), "train.steps=3", "plan.micro_batch_sizes=[8]", "train.learning_rate=1e-2"]
     tiny.train(tmp_path, [*words, "run.name=plain"])
-    sums, failures = Step._log_ratio_sums, [1]
+    logps, failures = step.completion_logps, [1]
 
     def fails_once(*arguments: Any) -> mx.array:
-        made = sums(*arguments)
+        made = logps(*arguments)
         if failures and failures.pop():
             raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
         return made
 
-    monkeypatch.setattr(Step, "_log_ratio_sums", fails_once)
+    monkeypatch.setattr(step, "completion_logps", fails_once)
     tiny.train(tmp_path, [*words, "run.name=again"])
     assert not failures
     rounding.assert_equal_runs(tmp_path / "runs/plain", [tmp_path / "runs/again"], ["loss"])

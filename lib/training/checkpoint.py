@@ -49,15 +49,17 @@ REFERENCE_LOGPS = "reference_logps.safetensors"  # that were asked for so far
 MOMENTUM = "momentum.safetensors"  # of DiLoCo's outer step: the same on all ranks
 STATE = "state.json"
 MANIFEST = read_file.MANIFEST
-GATHER_SECONDS = 10.0  # between pieces of other disks' logs
-COPIED_BYTES = 2**30  # training waits while more is written: memory may have no room for a copy
 PAUSE_PART = 0.05  # of the time that writing checkpoints may hold up training
-STATE_BYTES = 2**26
 PIECE_BYTES = 2**22  # of a checkpoint that travels to rank 0's disk
-RANK_LOG = re.compile(r"rank-[0-9]{3,6}\.jsonl")
 # What a run writes before its config.yaml, and what macOS and NFS leave in any folder.
 BEFORE_A_RUN = re.compile(r"\.lock|plan\.json|logs|.*\.unfinished|\.disk-.*|\.DS_Store|\._.*|\.nfs.*")
-UNFINISHED = ("*.unfinished", "logs/**/*.unfinished", "rounds/*/*.unfinished", "checkpoints/**/.unfinished-*")
+UNFINISHED = (
+    ".disk-*",
+    "*.unfinished",
+    "logs/**/*.unfinished",
+    "rounds/*/*.unfinished",
+    "checkpoints/**/.unfinished-*",
+)
 
 RankArrays = dict[str, Arrays]  # what one rank alone has: arrays by name, by what they are
 
@@ -72,9 +74,7 @@ class RoundsState(TypedDict, total=False):
     local_steps: list[int]  # of ranks that take part no more, too
     round_ends: list[float]  # seconds, of the last rounds
     saved_whole: int  # the step of the last checkpoint that was due at a round's end
-    scattered: list[int]  # inside a round: pending indices, as local_sgd.pending_state has them
-    tail: int
-    first_step: int
+    first_step: int  # inside a round
     last_step: int
     trained: list[list[int]]  # pairs and steps
     rewards: list[list[float]]  # train.loss=bco: as every rank's steps know them, and as all did when the round began
@@ -170,88 +170,7 @@ def _rank_of(metrics: Mapping[str, float | None], best_by: str) -> tuple[float, 
     return (-value, 0.0) if best_by in ("loss", "kl") else (value, tie)
 
 
-# ---- The run's folder: whose it is, and what a killed process left there ---------------------------------------------
-
-
-def claim(folder: Path) -> IO[str]:
-    """Makes this process the folder's only owner, for as long as the file stays open.
-
-    Raises:
-        UserError: another process owns it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = (folder / ".lock").open("a+", encoding="utf-8")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        with lock:
-            lock.seek(0)
-            owner = lock.read().strip() or "?"
-        raise UserError(
-            f"run folder {folder} is in use by process {owner}; wait for it, or give another run.name"
-        ) from None
-    lock.truncate(0)
-    lock.write(f"{os.getpid()}\n")
-    lock.flush()
-    return lock
-
-
-def require_free(folder: Path) -> None:
-    """Makes sure that a new run writes over no run and no files of another kind.
-
-    Raises:
-        UserError: there is something else than what a run leaves that is killed before its config.yaml.
-    """
-    names = {path.name for path in folder.iterdir()}
-    if "config.yaml" in names:
-        raise UserError(
-            f"run folder {folder} already holds a run; go on with it by --resume {folder}, or give another run.name"
-        )
-    strangers = sorted(name for name in names if not BEFORE_A_RUN.fullmatch(name) and not _is_torn(folder / name))
-    if strangers:
-        raise UserError(f"run folder {folder} exists and is not a run: it holds {strangers[0]}; give another run.name")
-
-
-def _is_torn(folder: Path) -> bool:
-    """Whether it is a run's folder of checkpoints or rounds, with nothing whole in it."""
-    inside = (path for path in folder.rglob("*") if not path.is_dir())
-    return folder.name in ("checkpoints", "rounds") and all(".unfinished" in str(path) for path in inside)
-
-
-def discard(path: Path) -> None:
-    """Removes a checkpoint, if there is one: it loses its name first, so that no half of one is found."""
-    unfinished = path.with_name(f".unfinished-{path.name}")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        path.rename(unfinished)
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def sweep(folder: Path) -> None:
-    """Removes what a process that was killed left unfinished of a run."""
-    for pattern in (*UNFINISHED, ".disk-*"):
-        for path in folder.glob(pattern):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
-
-
-def keeps_disk(folder: Path, world: World) -> bool:
-    """Whether this rank is the first of those that share its disk: it keeps the run's files there.
-
-    Raises:
-        AgreedError: the folder cannot be written.
-    """
-    token = world.broadcast_text(os.urandom(8).hex())
-    mine = folder / f".disk-{token}-{world.rank:04d}"
-    with world.agreeing(f"opening {folder}"):
-        folder.mkdir(parents=True, exist_ok=True)
-        mine.touch()
-    first = min(folder.glob(f".disk-{token}-*"), default=mine)  # none: the folder's owner has swept it
-    world.gather_text("seen", "every rank's look at its disk")
-    mine.unlink(missing_ok=True)
-    return first == mine
+# ---- The run's folder: its owner, and what a killed process left there -----------------------------------------------
 
 
 def open_run(
@@ -270,16 +189,28 @@ def open_run(
         AgreedError: another process owns the folder, it holds a run that is not resumed or has made more steps, or
             files of another kind.
     """
-    keeper = keeps_disk(folder, world)
+    is_keeper = keeps_disk(folder, world)
     with world.agreeing(f"opening {folder}"):
-        if not keeper:
+        if not is_keeper:
             return None
         with contextlib.ExitStack() as on_failure:
-            lock = on_failure.enter_context(claim(folder))
+            lock = on_failure.enter_context((folder / ".lock").open("a+", encoding="utf-8"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.seek(0)
+                raise UserError(
+                    f"run folder {folder} is in use by process {lock.read().strip() or '?'}; "
+                    "wait for it, or give another run.name"
+                ) from None
+            lock.truncate(0)
+            lock.write(f"{os.getpid()}\n")
+            lock.flush()
             if resumed_steps is None:
                 require_free(folder)
-            else:
-                _require_no_more_made(folder / "checkpoints", resumed_steps)
+            elif (made := _steps_made(folder)) > resumed_steps:
+                more = "give a larger train.steps (train.epochs, rollouts.rounds), or start a new run"
+                raise UserError(f"a run of {resumed_steps} steps is below the {made} steps made; {more}")
             sweep(folder)
             files.write_changed(folder / "plan.json", json.dumps(plan, indent=2) + "\n")
             files.write_changed(folder / "config.yaml", settings_text)  # last: where it is, there is a run to resume
@@ -287,11 +218,43 @@ def open_run(
             return lock
 
 
-def _require_no_more_made(folder: Path, steps: int) -> None:
-    made = max((step_of(path) for path in checkpoints_in(folder) if (path / MANIFEST).is_file()), default=0)
-    if made > steps:
-        more = "give a larger train.steps (train.epochs, rollouts.rounds), or start a new run"
-        raise UserError(f"a run of {steps} steps is below the {made} steps made; {more}")
+def keeps_disk(folder: Path, world: World) -> bool:
+    """Whether this rank is the first of those that share its disk; AgreedError where the folder cannot be written."""
+    token = world.broadcast_text(os.urandom(8).hex())
+    mine = folder / f".disk-{token}-{world.rank:04d}"
+    with world.agreeing(f"opening {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        mine.touch()
+    first = min(folder.glob(f".disk-{token}-*"), default=mine)  # none: the folder's owner has swept it
+    world.gather_text("seen", "every rank's look at its disk")
+    mine.unlink(missing_ok=True)
+    return first == mine
+
+
+def require_free(folder: Path) -> None:
+    """Makes sure that a new run writes over no run and no files of another kind; else UserError."""
+    if (folder / "config.yaml").exists():
+        raise UserError(
+            f"run folder {folder} already holds a run; go on with it by --resume {folder}, or give another run.name"
+        )
+    strangers = sorted(path.name for path in folder.iterdir() if not BEFORE_A_RUN.fullmatch(path.name))
+    if strangers:
+        raise UserError(f"run folder {folder} exists and is not a run: it holds {strangers[0]}; give another run.name")
+
+
+def sweep(folder: Path) -> None:
+    """Removes what a process that was killed left unfinished of a run."""
+    for path in (path for pattern in UNFINISHED for path in folder.glob(pattern)):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _steps_made(folder: Path) -> int:
+    return max(
+        (step_of(path) for path in checkpoints_in(folder / "checkpoints") if (path / MANIFEST).is_file()), default=0
+    )
 
 
 # ---- Writing ---------------------------------------------------------------------------------------------------------
@@ -308,20 +271,13 @@ class CheckpointWriter:
 
     def __init__(self, is_keeper: bool = True, every: int | None = None, seconds: float = 30.0):
         self.is_keeper, self.every, self.seconds = is_keeper, every, seconds
-        self.unsaved_seconds = self.ungathered_seconds = 0.0
+        self.unsaved_seconds = 0.0
         self._thread: threading.Thread | None = None
-        self._written: list[tuple[int, Path]] = []
-        self._faults: list[tuple[int, str]] = []
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a checkpoint is not whole yet."""
-        return self._thread is not None and self._thread.is_alive()
+        self._outcomes: list[tuple[int, Path, str]] = []  # step, path and what went wrong
 
     def is_due(self, step: int, elapsed_seconds: float) -> bool:
         """Counts a step, and says whether a checkpoint follows it. elapsed_seconds: the same number on all ranks."""
         self.unsaved_seconds += elapsed_seconds
-        self.ungathered_seconds += elapsed_seconds
         if self.every is not None:
             return step % self.every == 0
         return self.unsaved_seconds + elapsed_seconds > self.seconds
@@ -333,37 +289,34 @@ class CheckpointWriter:
     def write(self, step: int, path: Path, work: Callable[[], None], beside: bool) -> None:
         """Does the work once the checkpoint before is done; beside: in a thread. step: as the log counts.
 
-        Raises:
-            OSError: what the work raises; beside training it becomes a warning.
+        An OSError of the work is raised; beside training it becomes a warning.
         """
-        if self._thread is not None:
-            self._thread.join()
+        self.wait()
         if not beside:
             work()
-            self._written.append((step, path))
+            self._outcomes.append((step, path, ""))
             return
 
         def run() -> None:
+            fault = ""
             try:
                 work()
-                self._written.append((step, path))
             except Exception as error:  # this thread has no caller to raise it to
                 why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else f"{path}: {error!r}"
                 fault = f"{why}; training goes on, earlier checkpoints are whole"
                 print(f"warning: {fault}", file=sys.stderr, flush=True)
-                self._faults.append((step, fault))
+            self._outcomes.append((step, path, fault))
 
         self._thread = threading.Thread(target=run, name="checkpoint")
         self._thread.start()
 
     def record(self, tracker: PerformanceTracker) -> None:
         """Records the checkpoints that became whole since the last call (rank 0: of all disks), and the failures."""
-        while self._faults:
-            step, text = self._faults.pop(0)
-            tracker.record("warning", step=step, text=text)
-        while self._written:
-            step, path = self._written.pop(0)
-            if tracker.rank == 0:
+        while self._outcomes:
+            step, path, fault = self._outcomes.pop(0)
+            if fault:
+                tracker.record("warning", step=step, text=fault)
+            elif tracker.rank == 0:
                 tracker.record("checkpoint", step=step, path=str(path))
 
     def wait(self) -> None:
@@ -377,10 +330,9 @@ class Snapshot:
     """What a checkpoint holds of a run.
 
     Args:
+        texts: config.yaml and plan.json, of the step after it.
         common: further arrays that all ranks hold, by the file's name.
         own: what this rank alone has; None of replicas.
-        texts: config.yaml and plan.json, of the step after it.
-        flush: writes what the log lacks on a full disk: that gets into no checkpoint.
     """
 
     progress: Progress
@@ -390,12 +342,9 @@ class Snapshot:
     texts: Mapping[str, str]
     common: Mapping[str, Arrays] = field(default_factory=dict)
     own: RankArrays | None = None
-    flush: Callable[[], None] = lambda: None
 
 
-def save(
-    folder: Path, snapshot: Snapshot, world: World, writer: CheckpointWriter, keep: int, is_last: bool, wait: bool
-) -> str:
+def save(folder: Path, snapshot: Snapshot, world: World, writer: CheckpointWriter, keep: int, is_last: bool) -> str:
     """One checkpoint of all ranks, on every disk, and each rank's own part beside it where ranks have one.
 
     All ranks call it. Old checkpoints go, but for the newest `keep` and the best. Training waits for the last one, for
@@ -410,14 +359,14 @@ def save(
     began, progress, own = time.perf_counter(), snapshot.progress, snapshot.own
     what = f"the checkpoint of step {progress.step} (earlier ones are whole: --resume {folder})"
     folder, writer.unsaved_seconds = folder / "checkpoints", 0.0
-    wait = wait or is_last or own is not None or _is_large(world, snapshot)
+    # What is large is not copied: memory may have no room for it.
+    wait = is_last or own is not None or world.divides_model or snapshot.settings.method == "full"
     if not are_finite(world, snapshot.model, snapshot.optimizer):
         return f"training goes on without {what}: the weights or the optimizer's state are not finite"
     try:
-        with world.agreeing(what):
-            snapshot.flush()
-            part = save_part(folder, progress.step, world.rank, own) if own is not None else ""
         if own is not None:
+            with world.agreeing(what):
+                part = save_part(folder, progress.step, world.rank, own)
             progress.parts = world.gather_text(part, "every rank's part")
         with world.agreeing(what) if wait else contextlib.nullcontext():  # beside training each reports by itself
             _save_here(folder, snapshot, world, writer, keep, beside=not wait)
@@ -429,15 +378,6 @@ def save(
         prune_parts(folder, world)
     writer.paused(float(world.broadcast_text(repr(time.perf_counter() - began))))
     return ""
-
-
-def _is_large(world: World, snapshot: Snapshot) -> bool:
-    """Whether a copy of the weights and the optimizer's state would be large; all ranks decide the same."""
-    held = {**adapter_files.trainable(snapshot.model), **flat_state(snapshot.optimizer)}
-    held_bytes = sum(array.nbytes for array in held.values())
-    if world.divides_model:  # each rank copies the whole, which none has
-        held_bytes = sum(map(int, world.gather_text(str(held_bytes), "the size of every rank's part")))
-    return held_bytes > COPIED_BYTES
 
 
 def _save_here(
@@ -462,15 +402,16 @@ def _save_here(
                 arrays[file] = described, adapter_files.raw(dict(each))
 
         def work() -> None:
-            _write_whole(final, arrays, texts)
+            write_whole(final, arrays, texts)
             prune(folder, keep, best_step)
 
         writer.write(progress.steps_of(world.rank), final, work, beside)
 
 
-def _write_whole(
+def write_whole(
     final: Path, arrays: Mapping[str, tuple[Described, adapter_files.Arrays]], texts: Mapping[str, str]
 ) -> None:
+    """Writes one checkpoint, whole or not at all; OSError where there is no room."""
     unfinished = final.parent / f".unfinished-{step_of(final):08d}"
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -493,24 +434,27 @@ def _write_whole(
 
 def _put_in_place(unfinished: Path, final: Path) -> None:
     """Renames a whole checkpoint; one of the same step, of a history that a resume left, goes."""
-    before = final.with_name(f".unfinished-{final.name}")
-    shutil.rmtree(before, ignore_errors=True)
-    with contextlib.suppress(FileNotFoundError):
-        final.rename(before)
-    try:
-        unfinished.rename(final)
-    except OSError:
-        with contextlib.suppress(OSError):
-            before.rename(final)
-        raise
+    discard(final)
+    unfinished.rename(final)
     files.flush_path(final.parent)
-    shutil.rmtree(before, ignore_errors=True)
+
+
+def discard(path: Path) -> None:
+    """Removes a checkpoint, if there is one: it loses its name first, so that no half of one is found."""
+    unfinished = path.with_name(f".unfinished-{path.name}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        path.rename(unfinished)
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def prune(folder: Path, keep: int, best_step: int | None) -> None:
     """Removes all but the newest `keep`, the best, and the newest at which the ranks had the same weights."""
-    newest_whole = next((path for path in checkpoints_in(folder) if not inside_a_round(path)), None)
-    for path in checkpoints_in(folder)[keep:]:
+    every = checkpoints_in(folder)
+    newest_whole = next((path for path in every if not inside_a_round(path)), None)
+    if best_step is not None and best_step not in map(step_of, every):
+        return  # it found no room on the disk: the best before it is among these
+    for path in every[keep:]:
         if step_of(path) != best_step and path != newest_whole:
             discard(path)
 
@@ -518,27 +462,19 @@ def prune(folder: Path, keep: int, best_step: int | None) -> None:
 def save_part(folder: Path, step: int, rank: int, trees: RankArrays) -> str:
     """Writes one rank's arrays of a checkpoint, whole or not at all, on its own disk; returns their hash, "" for none.
 
-    trees: arrays by name, by what they are.
-
     Raises:
         OSError: the disk is full or not writable.
     """
     arrays = {f"{kind}/{name}": array for kind, tree in trees.items() for name, array in tree.items()}
     if not arrays:
         return ""
-    path = part_of(folder, step, rank)
-    adapter_files.write_arrays(
-        path, dict(sorted(adapter_files.described(arrays).items())), adapter_files.raw(arrays), durable=True
-    )
-    return file_sha256(path)
+    described = dict(sorted(adapter_files.described(arrays).items()))
+    adapter_files.write_arrays(part_of(folder, step, rank), described, adapter_files.raw(arrays), durable=True)
+    return file_sha256(part_of(folder, step, rank))
 
 
 def load_part(folder: Path, step: int, rank: int) -> RankArrays:
-    """What `save_part` wrote.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """What `save_part` wrote; UserError where it cannot be read."""
     trees, path = RankArrays(), part_of(folder, step, rank)
     for name, array in read_arrays(path).items() if path.is_file() else ():
         kind, _, rest = name.partition("/")
@@ -627,11 +563,6 @@ def checkpoint_of(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:08d}"
 
 
-def agreed_fault(path: Path, world: World) -> str:
-    """What is wrong with a checkpoint on rank 0's disk, as all ranks learn; "" if it is whole."""
-    return world.broadcast_text(fault_of(path) or "" if world.rank == 0 else "")
-
-
 def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
@@ -654,42 +585,32 @@ def find(run: Path, which: str) -> Path:
     """The folder of a run's checkpoint, in mlx-lm's adapter layout, every file checked against its hash.
 
     Args:
-        run: the run's folder.
         which: `best` (as checkpoint.best_by has it), `last` (the newest that is whole), or a step's number.
 
     Raises:
         UserError: there is no such checkpoint, or it is damaged.
     """
     saved = {step_of(path): path for path in checkpoints_in(run / "checkpoints")}
-    steps = ", ".join(map(str, sorted(saved))) or "none"
-    if which not in ("best", "last") and not (which.isascii() and which.isdigit() and len(which) < 18):
-        raise UserError(f"--checkpoint {which}: give best, last, or a step's number ({run} has {steps})")
-    if which.isdigit():
-        step = int(which)
-    else:
+    steps = f"{run} has checkpoints of steps {', '.join(map(str, sorted(saved))) or 'none'}"
+    if which in ("best", "last"):
         newest = next((path for path in saved.values() if fault_of(path) is None), None)
         if newest is None:
-            raise UserError(f"--checkpoint {which}: {run} has no whole checkpoint (checkpoints there: {steps})")
-        if which == "last":
-            return newest
+            raise UserError(f"--checkpoint {which}: none is whole; {steps}")
         # Every better model is saved at once: the newest checkpoint knows the best of all evaluations so far.
-        best_step = read_progress(newest).best_step
-        if best_step is None:
-            raise UserError(f"--checkpoint best: {run} has no evaluation; give last, or a step's number ({steps})")
-        step = best_step
+        step = step_of(newest) if which == "last" else read_progress(newest).best_step
+        if step is None:
+            raise UserError(f"--checkpoint best: {run} has no evaluation; {steps}: give last, or one of these")
+    else:
+        step = int(which) if re.fullmatch("[0-9]{1,17}", which) else -1
     if step not in saved:
-        raise UserError(f"--checkpoint {which}: {run} has no checkpoint of step {step}; it has {steps}")
+        raise UserError(f"--checkpoint {which}: give best, last, or a step's number; {steps}")
     if fault := fault_of(saved[step]):
-        raise UserError(f"--checkpoint {which}: {saved[step]} is damaged ({fault}); the others are of steps {steps}")
+        raise UserError(f"--checkpoint {which}: {saved[step]} is damaged ({fault}); {steps}")
     return saved[step]
 
 
 def read_progress(path: Path) -> Progress:
-    """How far a checkpoint is, by its state.json.
-
-    Raises:
-        UserError: a field is missing or of another type, or it is of another step.
-    """
+    """How far a checkpoint is, by its state.json; UserError where that is not what a run writes."""
     try:
         progress = _progress_type().validate_json(read_file.read_text(path / STATE, "checkpoint"))
     except ValidationError as error:
@@ -723,14 +644,17 @@ def fault_of(path: Path) -> str | None:
     return None
 
 
+def agreed_fault(path: Path, world: World) -> str:
+    """`fault_of` on rank 0's disk, as all ranks learn it; "" where all is whole."""
+    return world.broadcast_text(fault_of(path) or "" if world.rank == 0 else "")
+
+
 def is_finished(folder: Path, steps: int, world: World) -> bool:
     """Whether a run made all of so many steps and its results are there, on rank 0's disk; all ranks ask together."""
     newest = next(iter(checkpoints_in(folder / "checkpoints")), None)
     is_over = newest is not None and step_of(newest) == steps and fault_of(newest) is None
-    if is_over and (folder / "summary.json").is_file():
+    if is_over and (is_over := (folder / "summary.json").is_file()):
         is_over = read_file.read_object(folder / "summary.json", "summary").get("steps") == steps
-    else:
-        is_over = False
     return bool(world.broadcast_text("finished" if is_over else ""))
 
 
@@ -769,9 +693,7 @@ def choose(folder: Path, world: World, is_keeper: bool) -> Choice:
         path, parts, is_whole = Path(offer[0]), offer[1], offer[2]
         if not any(parts) and is_whole:
             return Choice(path, False, warnings)
-        has_part = len(parts) == world.size and _has_part(folder, step_of(path), world.rank, parts[world.rank])
-        answers = world.gather_text("" if has_part else "missing", "every rank's part of the checkpoint")
-        missing = [str(rank) for rank, answer in enumerate(answers) if answer]
+        missing = _ranks_without_part(path, parts, world)
         if not missing:
             return Choice(path, True, warnings)
         is_same_size = len(parts) == world.size
@@ -785,47 +707,44 @@ def choose(folder: Path, world: World, is_keeper: bool) -> Choice:
         warnings.append(f"{path} is inside a round, and has no part of {why}; one at a round's end is taken")
 
 
-def _has_part(folder: Path, step: int, rank: int, expected: str) -> bool:
-    part = part_of(folder, step, rank)
-    return not expected or (part.is_file() and file_sha256(part) == expected)
+def _ranks_without_part(path: Path, parts: Sequence[str], world: World) -> list[str]:
+    """The ranks whose own part of a checkpoint is not on their disk. parts: the hash of every rank's."""
+    has_part = len(parts) == world.size
+    if has_part and (expected := parts[world.rank]):
+        part = part_of(path.parent, step_of(path), world.rank)
+        has_part = part.is_file() and file_sha256(part) == expected
+    answers = world.gather_text("" if has_part else "missing", "every rank's part of the checkpoint")
+    return [str(rank) for rank, answer in enumerate(answers) if answer]
 
 
 def _fetch_newest(folder: Path, world: World, is_keeper: bool) -> None:
-    """Copies the newest checkpoint of this history to rank 0's disk, where another disk has it.
+    """Copies the newest checkpoint to rank 0's disk, where another has it: that with most resumes, then most steps.
 
-    One with more resumes is newer, whatever its step. One that lacks a resume of rank 0's newest is of a history that
-    the run has left.
+    One that lacks a resume of rank 0's newest is of a history that the run has left.
     """
-    if world.size == 1:
-        return
     newest: list[Any] = []
-    for path in checkpoints_in(folder) if is_keeper else ():
+    for path in checkpoints_in(folder) if is_keeper and world.size > 1 else ():
         if not inside_a_round(path) and fault_of(path) is None:
             newest = [step_of(path), read_progress(path).resume_ids]
             break
     every = [json.loads(text) for text in world.gather_long_text(json.dumps(newest), "every disk's newest checkpoint")]
-    step, ids = every[0] or (-1, [])
-    newer = [
-        (len(found[1]), found[0], -rank)
-        for rank, found in enumerate(every)
-        if found and found[1][: len(ids)] == ids and (len(found[1]), found[0]) > (len(ids), step)
-    ]
-    if not newer:
+    ids = every[0][1] if every[0] else []
+    same = [(rank, *found) for rank, found in enumerate(every) if found and found[1][: len(ids)] == ids]
+    _, step, source = max(((len(resumes), step, -rank) for rank, step, resumes in same), default=(0, 0, 0))
+    if source == 0:
         return
-    _, step, source = max(newer)
-    final, source = folder / f"step-{step:08d}", -source
-    unfinished = folder / f".unfinished-{step:08d}"
-    pieces = _pieces_of(final) if world.rank == source else iter(())
-    with world.agreeing(f"copying {final} from rank {source}"):
+    final, unfinished = folder / f"step-{step:08d}", folder / f".unfinished-{step:08d}"
+    pieces = _pieces_of(final) if world.rank == -source else iter(())
+    with world.agreeing(f"copying {final} from rank {-source}"):
         if world.rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
-    while text := world.gather_long_text(next(pieces, ""), "a checkpoint of another disk")[source]:
+    while text := world.gather_long_text(next(pieces, ""), "a checkpoint of another disk")[-source]:
         if world.rank == 0:
             name, content = json.loads(text)
-            with (unfinished / Path(name).name).open("ab") as file:
-                file.write(base64.b64decode(content))
-    with world.agreeing(f"copying {final} from rank {source}"):
+            with (unfinished / Path(name).name).open("ab") as copy:
+                copy.write(base64.b64decode(content))
+    with world.agreeing(f"copying {final} from rank {-source}"):
         if world.rank == 0:
             _put_in_place(unfinished, final)
 
@@ -839,11 +758,7 @@ def _pieces_of(path: Path) -> Iterator[str]:
 
 
 def read_arrays(path: Path) -> Arrays:
-    """The arrays of a safetensors file, not evaluated yet.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """The arrays of a safetensors file, not evaluated yet; UserError where it cannot be read."""
     try:
         return dict(mx.load(str(path)))
     except (RuntimeError, ValueError) as error:
@@ -855,8 +770,7 @@ def restore_all(
 ) -> Progress:
     """Takes every rank to rank 0's checkpoint; to `start`, as training would begin, where there is none.
 
-    Raises:
-        AgreedError: weights or state do not fit, or the training data is no longer the same.
+    Raises AgreedError: weights or state do not fit, or the training data is no longer the same.
     """
     optimizer.init(model.trainable_parameters())
     progress = start
@@ -875,11 +789,7 @@ def restore_all(
 
 
 def restore_weights(path: Path, model: nn.Module, world: World) -> None:
-    """Gives every rank its part of the weights of a checkpoint, which rank 0 has on its disk.
-
-    Raises:
-        AgreedError: they do not fit the model.
-    """
+    """Gives every rank its part of the weights of a checkpoint of rank 0's; AgreedError where they do not fit."""
     weights: Arrays = {}
     wanted = world.whole(adapter_files.trainable(model))
     with world.agreeing("reading a checkpoint"):
@@ -890,69 +800,41 @@ def restore_weights(path: Path, model: nn.Module, world: World) -> None:
 
 
 def restore_learned(path: Path, model: nn.Module, optimizer: optim.Optimizer, world: World) -> None:
-    """Gives every rank its part of the weights and the optimizer's state of a checkpoint of rank 0's.
-
-    Raises:
-        AgreedError: it is damaged, or does not fit the model.
-    """
+    """`restore_weights`, and the optimizer's state."""
     restore_weights(path, model, world)
     if step_of(path):  # before the first step there need not be any
-        optimizer.state = tree_unflatten(list(restore_common(path, OPTIMIZER, flat_state(optimizer), world).items()))
+        state = common_at(path, OPTIMIZER, world, world.whole(flat_state(optimizer)))
+        optimizer.state = tree_unflatten(list(state.items()))
 
 
-def restore_common(path: Path, name: str, held: Arrays, world: World) -> Arrays:
-    """This rank's part of one file of a checkpoint's, which rank 0 has on its disk. held: arrays of the same shapes.
-
-    Raises:
-        AgreedError: they do not fit the run.
-    """
+def common_at(path: Path | None, name: str, world: World, wanted: Described | None = None) -> Arrays:
+    """This rank's part of a file of a checkpoint of rank 0's; without `wanted` empty where it has none."""
     arrays: Arrays = {}
-    wanted = world.whole(held)
     with world.agreeing("reading a checkpoint"):
-        if world.rank == 0:
+        if world.rank == 0 and path is not None and (wanted is not None or (path / name).is_file()):
             arrays = read_arrays(path / name)
-            if (fault := adapter_files.misfit(wanted, adapter_files.described(arrays))) is not None:
+            if wanted is not None and (fault := adapter_files.misfit(wanted, adapter_files.described(arrays))):
                 raise UserError(f"{path}: {name} does not fit the model and train.optimizer: {fault}")
     parts = dict(world.scattered(arrays))
     mx.eval(parts)
     return parts
 
 
-def common_at(path: Path | None, name: str, world: World) -> Arrays:
-    """A file of a checkpoint of rank 0's, the same on all ranks; empty where it has none."""
-    arrays: Arrays = {}
-    with world.agreeing("reading a checkpoint"):
-        if world.rank == 0 and path is not None and (path / name).is_file():
-            arrays = read_arrays(path / name)
-    parts = dict(world.scattered(arrays))
-    mx.eval(parts)
-    return parts
-
-
-def own_part_of(folder: Path, step: int, world: World) -> RankArrays:
-    """What this rank alone had at a checkpoint.
-
-    Raises:
-        AgreedError: one of the ranks cannot read its part.
-    """
+def own_part_of(path: Path, world: World) -> RankArrays:
+    """What this rank alone had at a checkpoint, and the merges' momentum, which all ranks share."""
+    own: RankArrays = {}
     with world.agreeing("reading every rank's part of a checkpoint"):
-        return load_part(folder, step, world.rank)
-    return {}  # not reached: agreeing raises
+        own |= load_part(path.parent, step_of(path), world.rank)
+    return own | {"momentum": common_at(path, MOMENTUM, world)}
 
 
 def own_part_at(path: Path, world: World) -> RankArrays:
-    """What this rank alone had at a checkpoint of rank 0's; nothing on any rank, where one has lost its part.
-
-    Raises:
-        AgreedError: the checkpoint is damaged.
-    """
+    """`own_part_of` a checkpoint of rank 0's; the momentum alone where a rank has lost its part."""
     with world.agreeing("going back to a checkpoint"):
         offered = read_progress(path).parts if world.rank == 0 else []
     parts: list[str] = json.loads(world.broadcast_text(json.dumps(offered)))
-    fits = len(parts) == world.size and _has_part(path.parent, step_of(path), world.rank, parts[world.rank])
-    is_lost = any(world.gather_text("" if fits else "missing", "every rank's part of the checkpoint"))
-    own = {} if is_lost else own_part_of(path.parent, step_of(path), world)
-    return own | {"momentum": common_at(path, MOMENTUM, world)}
+    is_lost = bool(_ranks_without_part(path, parts, world))
+    return {"momentum": common_at(path, MOMENTUM, world)} if is_lost else own_part_of(path, world)
 
 
 def go_back(logs: Path, progress: Progress, world: World, is_keeper: bool) -> None:
@@ -961,12 +843,11 @@ def go_back(logs: Path, progress: Progress, world: World, is_keeper: bool) -> No
     progress.resume_ids.append(world.broadcast_text(os.urandom(8).hex()))
     history: tuple[Sequence[Sequence[int]], Sequence[str]] = progress.resumes, progress.resume_ids
     with world.agreeing("going back in the logs"):
-        own_logs = [log for log in sorted(logs.glob("rank-*")) if RANK_LOG.fullmatch(log.name)] if is_keeper else []
+        own_logs = sorted(path for path in logs.glob("rank-*.jsonl") if path.stem[5:].isdigit()) if is_keeper else []
         lived = max((first_missed(log, *history) for log in own_logs), default=progress.step)
         is_known = bool(progress.step or progress.before)  # rounds have a checkpoint before the first step
         for log in own_logs:
-            index = 1 + int(log.stem.removeprefix("rank-"))
-            rewind(log, first_missed(log, *history, index) if is_known else -1)
+            rewind(log, first_missed(log, *history, 1 + int(log.stem[5:])) if is_known else -1)
         for path in checkpoints_in(logs.parent / "checkpoints") if own_logs and is_known else ():
             if step_of(path) > lived:  # of steps that are undone: they would be taken for the newest
                 discard(path)

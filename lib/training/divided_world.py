@@ -101,8 +101,7 @@ class Lockstep(World):
     def _synchronised(self, what: str, passes: int) -> Iterator[None]:
         """Ranks synchronise on the CPU first: then a GPU waits inside a pass only for what the parts' times differ by.
 
-        Raises:
-            OutOfMemory: a rank gave up instead.
+        Raises OutOfMemory: a rank gave up instead.
         """
         if self.ranks.all_sum(mx.array(0.0), what).item():
             raise OutOfMemory("another rank's", (0,))
@@ -241,11 +240,7 @@ class InStages(Lockstep):
         return heartbeat.passing(what, passes)
 
     def agree_to_go_on(self, what: str) -> None:
-        """Returns when all ranks are here.
-
-        Raises:
-            OutOfMemory: one gave up instead.
-        """
+        """Returns when all ranks are here. Raises OutOfMemory: one gave up instead."""
         began = time.perf_counter()
         gave_up = self.ranks.all_sum(mx.array(0.0), what).item()
         self.ranks.links.waited_seconds += time.perf_counter() - began
@@ -282,8 +277,7 @@ def divided(model: nn.Module, division: Division | Blocks | None, world: World, 
 def load_reference(settings: Config, world: World) -> nn.Module:
     """The reference model; in parts, where the policy is.
 
-    Raises:
-        AgreedError: it cannot be loaded or divided, or ranks have unlike ones.
+    Raises AgreedError: it cannot be loaded or divided, or ranks have unlike ones.
     """
     if world.size > 1:
         world.require_equal("reference model", load.reference_fingerprint(settings.model, settings.train.seed))

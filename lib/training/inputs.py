@@ -43,8 +43,7 @@ class Inputs:
 def vocabulary(settings: ModelSettings) -> Vocabulary:
     """The ids and positions that policy and reference both have embeddings for, and the policy's end token.
 
-    Raises:
-        UserError: as `load.load`.
+    Raises UserError: as `load.load`.
     """
     known = tokenizer.vocabulary(settings)
     models = [settings] if settings.reference == "initial" else [settings, load.reference_settings(settings)]
@@ -62,8 +61,7 @@ def vocabulary(settings: ModelSettings) -> Vocabulary:
 def load_policy(settings: ModelSettings, seed: int, lazy: bool) -> nn.Module:
     """The model as training starts, its trained part chosen.
 
-    Raises:
-        UserError: as `load.load` and `adapters.make_trainable`.
+    Raises UserError: as `load.load` and `adapters.make_trainable`.
     """
     model = load.load(settings, seed, lazy)
     adapters.make_trainable(model, settings, seed)
@@ -79,8 +77,7 @@ def row_sizes(data: Dataset | StreamedDataset | Prompts, settings: DataSettings)
 def read_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     """Reads and tokenises the rows, the held-out rows and the questions.
 
-    Raises:
-        UserError: as the functions that read them.
+    Raises UserError: as the functions that read them.
     """
     words, limits = vocabulary(config.model), None
     of_model = tokenizer.load_tokenizer_of(config.model)
@@ -137,8 +134,7 @@ def _prompts(
 ) -> tuple[Prompts, Prompts | None]:
     """The prompts of a run of rounds, and those held out: of data.valid, or what data.holdout keeps; None without.
 
-    Raises:
-        UserError: there is no tokenizer, a round wants more prompts than there are, or as `open_prompts`.
+    Raises UserError: there is no tokenizer, a round wants more prompts than there are, or as `open_prompts`.
     """
     data, rollouts = config.data, config.rollouts
     if of_model is None:

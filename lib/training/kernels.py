@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import pickle
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -64,9 +63,8 @@ def compiled(
 ) -> Iterator[None]:
     """Compiles what a step on this host's GPU needs while the block runs, if no run did that here; waits for it then.
 
-    Args:
-        data: whose first rows have the form of all; where they are not known yet nothing is compiled.
-        hosts: of every rank. The first rank of each compiles.
+    data: whose first rows have the form of all; where they are not known yet nothing is compiled. hosts: of every rank;
+    the first rank of each compiles.
     """
     is_first = hosts.index(hosts[world.rank]) == world.rank
     if not (device() == "cuda" and is_first and is_compiled(config.train, world) and isinstance(data, Dataset)):
@@ -74,68 +72,60 @@ def compiled(
         return
     folder = kernel_folder()
     done = folder / f"tandem-{_digest(config.model, config.train)}"
-    parts: list[KernelProcess] = []
-    try:
-        try:
+    with contextlib.ExitStack() as processes:
+        parts: list[tuple[Path, subprocess.Popen[bytes]]] = []
+        with _disk_faults(tell):
             if not done.exists():
                 tell("compiling CUDA kernels: about a minute, once for this machine, kind of model and loss")
                 work = pickle.dumps((_from_anywhere(config), data.examples(range(min(2, len(data))))))
-                parts = [KernelProcess(name, folder, work) for name in PARTS]
-        except OSError as error:
-            _name_disk_fault(error, tell)
+                parts = [processes.enter_context(part_process(name, folder, work)) for name in PARTS]
         yield
         until = time.monotonic() + LIMIT_SECONDS
-        try:
+        with _disk_faults(tell):
             for part in parts:
-                part.publish(folder, until)
+                publish(*part, folder, until)
             if parts:
                 done.touch()
-        except OSError as error:
-            _name_disk_fault(error, tell)
-    finally:
-        for part in parts:
-            part.end()
 
 
-def _name_disk_fault(error: OSError, tell: Callable[[str], None]) -> None:
-    tell(f"CUDA kernels are compiled in the first step: {error}; MLX_PTX_CACHE_DIR names a folder of yours for them")
+@contextlib.contextmanager
+def _disk_faults(tell: Callable[[str], None]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        remedy = "MLX_PTX_CACHE_DIR names a folder of yours for them"
+        tell(f"CUDA kernels are compiled in the first step: {error}; {remedy}")
 
 
-class KernelProcess:
-    """A process that compiles one of PARTS into a folder of its own. work: its input."""
-
-    def __init__(self, name: str, folder: Path, work: bytes):
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder = Path(tempfile.mkdtemp(dir=folder))
+@contextlib.contextmanager
+def part_process(name: str, folder: Path, work: bytes) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
+    """A process that compiles one of PARTS into a folder of its own, until the block ends. work: its input."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as own:
         with tempfile.TemporaryFile() as file:  # not a pipe: rows may be long, and a full pipe waits for its reader
             file.write(work)
             file.seek(0)
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", START, name],
-                stdin=file,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                cwd=ROOT,
-                env=os.environ | {"MLX_PTX_CACHE_DIR": str(self.folder)},
-            )
+            silent, environment = subprocess.DEVNULL, os.environ | {"MLX_PTX_CACHE_DIR": own}
+            words = [sys.executable, "-c", START, name]
+            process = subprocess.Popen(words, stdin=file, stdout=silent, stderr=silent, cwd=ROOT, env=environment)
+        try:
+            yield Path(own), process
+        finally:
+            process.kill()
+            process.wait()
 
-    def publish(self, folder: Path, until: float) -> None:
-        """Moves what it compiled to where all look for it: a kernel's code last, which is looked for first."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            if self.process.wait(max(0.0, until - time.monotonic())) < 0:
-                return  # a signal ended it, and half a file may be there
-            files = [path for path in self.folder.rglob("*") if path.is_file()]
-            for path in sorted(files, key=lambda path: path.suffix == ".ptx"):
-                target = folder / path.relative_to(self.folder)
-                if not target.exists():
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    path.replace(target)
 
-    def end(self) -> None:
-        """Ends the process, and removes its folder."""
-        self.process.kill()
-        self.process.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
+def publish(own: Path, process: subprocess.Popen[bytes], folder: Path, until: float) -> None:
+    """Moves what a part compiled to where all look for it: a kernel's code last, which is looked for first."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        if process.wait(max(0.0, until - time.monotonic())) < 0:
+            return  # a signal ended it, and half a file may be there
+        files = [path for path in own.rglob("*") if path.is_file()]
+        for path in sorted(files, key=lambda path: path.suffix == ".ptx"):
+            target = folder / path.relative_to(own)
+            if not target.exists():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                path.replace(target)
 
 
 def kernel_folder() -> Path:
@@ -172,8 +162,7 @@ def _from_anywhere(config: Config) -> Config:
 def small_model(settings: ModelSettings, seed: int) -> nn.Module:
     """A model as the settings say, but of random weights, with few blocks and tokens; quantised where theirs is.
 
-    Raises:
-        UserError: it is not small all the same.
+    Raises UserError: it is not small all the same.
     """
     stored = _stored(settings)
     with tempfile.TemporaryDirectory() as folder:

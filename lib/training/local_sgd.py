@@ -143,25 +143,12 @@ def left_over(pending: np.ndarray, queues: Sequence[Sequence[np.ndarray]], done:
     return np.setdiff1d(pending, np.concatenate(trained)) if trained else pending
 
 
-def pending_state(pending: np.ndarray, size: int) -> tuple[list[int], int]:
-    """Pending indices of a stream of `size`, for a checkpoint: a few scattered ones, and all from `tail` on."""
-    expected = np.arange(size - len(pending), size)
-    scattered = int(np.flatnonzero(pending != expected)[-1]) + 1 if (pending != expected).any() else 0
-    tail = int(expected[scattered]) if scattered < len(pending) else size
-    return pending[:scattered].tolist(), tail
-
-
-def pending_of(scattered: Sequence[int], tail: int, size: int) -> np.ndarray:
-    """What `pending_state` wrote, of a round that may have become shorter since: int64, ascending."""
-    return np.concatenate([np.array([index for index in scattered if index < size], np.int64), np.arange(tail, size)])
-
-
 # ---- Speeds ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class RankReport:
-    """What a rank tells the others of its local steps since they synchronised last."""
+    """What a rank sends the others of its local steps since they synchronised last."""
 
     max_micro_batch_size: int | None  # that memory leaves
     round_end_seconds: float | None  # of the round before
@@ -179,13 +166,11 @@ class RankReport:
 class RankSpeeds:
     """Every rank's speed, share and steps, and the micro-batches that its memory leaves.
 
-    Args:
-        follows: whether shares follow the speeds that are measured.
+    follows: whether shares follow the speeds that are measured.
     """
 
     def __init__(self, plan: ClusterPlan, follows: bool):
-        self.follows = follows
-        self.shares = plan.shares
+        self.follows, self.shares = follows, plan.shares
         self.micro_batch_sizes = [max(r.micro_batch_sizes, default=DEFAULT_MICRO_BATCH_SIZE) for r in plan.ranks]
         self.max_micro_batch_sizes = [rank.max_micro_batch_size for rank in plan.ranks]  # None: whatever was planned
         predicted = [(rank.share, rank.predicted_compute_seconds) for rank in plan.ranks]
@@ -460,97 +445,84 @@ class Merger:
     feedback: Arrays = field(default_factory=dict)
 
     def merge(self, method: str, start: Arrays, work: RoundWork) -> MergeResult:
-        """Merges in place. start: the weights with which the round began."""
+        """Merges in place, a group of parameters at a time. start: the weights with which the round began."""
         result = MergeResult(method, *work)
         if method == "none":
             return result
-        before = self.world.traffic.bytes_sent
-        now, compression = adapter_files.trainable(self.model), self.sync.compression
-        is_summed = self.model_method == "full" and compression in ("none", "bf16")
-        merge = self._merge_sums if is_summed else self._merge_gathered
+        before, now, kind = self.world.traffic.bytes_sent, adapter_files.trainable(self.model), self.sync.compression
+        is_summed = self.model_method == "full" and kind in ("none", "bf16")
+        of_group = self._merge_sums if is_summed else self._merge_gathered
         factors = normalised_weights(*work) if method == "outer" else example_weights(work.pairs)
-        merged, errors = merge(method, start, now, work, factors)
+        merged, errors = Arrays(), MergeErrors()
+        for names in _groups(now):
+            begun = {name: start[name].astype(mx.float32) for name in names}
+            own = {name: now[name].astype(mx.float32) for name in names}
+            new = of_group(method, begun, own, work, factors, errors)
+            merged |= {name: array.astype(now[name].dtype) for name, array in new.items()}
         self.model.update(tree_unflatten(list(merged.items())))
         mx.eval(self.model.trainable_parameters(), self.momentum, self.feedback)
         if self.model_method != "dora":
             result.error = math.sqrt(errors.missed / errors.exact) if errors.exact else 0.0
-        if compression != "none":
+        if kind != "none":
             result.compression_error = math.sqrt(errors.lost / errors.whole) if errors.whole else 0.0
         result.bytes_sent = self.world.traffic.bytes_sent - before
         return result
 
     def _merge_sums(
-        self, method: str, start: Arrays, now: Arrays, work: RoundWork, factors: np.ndarray
-    ) -> tuple[Arrays, MergeErrors]:
-        """Plain parameters, a group at a time: the ranks' weighted changes are added up on their way."""
+        self, method: str, begun: Arrays, own: Arrays, work: RoundWork, factors: np.ndarray, errors: MergeErrors
+    ) -> Arrays:
+        """Plain parameters: the ranks' weighted changes are added up on their way."""
         kind, factor = self.sync.compression, float(factors[self.world.rank])
+        weighted = [factor * (own[name] - begun[name]) for name in own]
+        for array in weighted:
+            errors.lost += _square(array - decode(encode(array, kind), kind, array.shape))
+            errors.whole += _square(array)
         dtype = mx.float32 if kind == "none" else mx.bfloat16
-        new, errors = Arrays(), MergeErrors()
-        for names in _groups(now):
-            weighted = [factor * (now[name].astype(mx.float32) - start[name].astype(mx.float32)) for name in names]
-            for array in weighted:
-                errors.lost += mx.square(array - decode(encode(array, kind), kind, array.shape)).sum().item()
-                errors.whole += mx.square(array).sum().item()
-            summed = self.world.sum_arrays(weighted, "the merge of the ranks' changes", dtype)
-            change = {name: array.astype(mx.float32) for name, array in zip(names, summed, strict=True)}
-            begun = {name: start[name].astype(mx.float32) for name in names}
-            if method == "outer":
-                merged = self._outer(begun, change)
-            else:
-                merged = {name: begun[name] + change[name] for name in names}
-            for name in names:
-                errors.missed += mx.square(merged[name] - begun[name] - change[name]).sum().item()
-                errors.exact += mx.square(change[name]).sum().item()
-                new[name] = merged[name].astype(now[name].dtype)
-        return new, errors
+        summed = self.world.sum_arrays(weighted, "the merge of the ranks' changes", dtype)
+        change = {name: array.astype(mx.float32) for name, array in zip(own, summed, strict=True)}
+        merged = self._outer(begun, change) if method == "outer" else {n: begun[n] + change[n] for n in own}
+        errors.missed += sum(_square(merged[name] - begun[name] - change[name]) for name in own)
+        errors.exact += sum(map(_square, change.values()))
+        return merged
 
     def _merge_gathered(
-        self, method: str, start: Arrays, now: Arrays, work: RoundWork, factors: np.ndarray
-    ) -> tuple[Arrays, MergeErrors]:
-        """Adapters, and what cannot be added up on its way, a group at a time: every rank merges what all sent."""
+        self, method: str, begun: Arrays, own: Arrays, work: RoundWork, factors: np.ndarray, errors: MergeErrors
+    ) -> Arrays:
+        """Adapters, and what cannot be added up on its way: every rank merges what all sent."""
         took_part = [rank for rank, count in enumerate(work.pairs) if count]
         parts, is_compressed = example_weights(work.pairs)[took_part], self.sync.compression != "none"
-        new, errors = Arrays(), MergeErrors()
-        for names in _groups(now):
-            begun = {name: start[name].astype(mx.float32) for name in names}
-            own = {name: now[name].astype(mx.float32) for name in names}
-            if is_compressed:  # what has changed travels: it is smaller, and so is its error
-                own = {name: own[name] - begun[name] for name in names}
-            feedback = {name: self.feedback[name] for name in names if name in self.feedback}
-            arrived, left_out = compression.gather(self.world, own, self.sync, feedback, "the merge")
-            self.feedback |= left_out
-            errors.lost += sum(mx.square(own[n] - arrived[self.world.rank][n]).sum().item() for n in names)
-            errors.whole += sum(mx.square(own[n]).sum().item() for n in names)
-            if is_compressed:
-                arrived = [{name: begun[name] + change[name] for name in names} for change in arrived]
-            adapters = [{name: np.array(arrived[rank][name]) for name in names} for rank in took_part]
-            origin = {name: np.array(begun[name]) for name in names}
-            if method == "outer":
-                change = {
-                    name: sum(factors[rank] * (arrived[rank][name] - begun[name]) for rank in took_part)
-                    for name in names
-                }
-                merged = {name: np.array(array) for name, array in self._outer(begun, change).items()}
-            elif method == "average" or len(took_part) == 1:
-                merged = average(adapters, parts)
-            else:
-                merged = (stack if method == "stack" else svd)(adapters, parts)
-            further, size = distance(merged, origin, adapters, parts)
-            errors.missed, errors.exact = errors.missed + further, errors.exact + size
-            new |= {name: mx.array(array).astype(now[name].dtype) for name, array in merged.items()}
-        return new, errors
+        if is_compressed:  # what has changed travels: it is smaller, and so is its error
+            own = {name: own[name] - begun[name] for name in own}
+        feedback = {name: self.feedback[name] for name in own if name in self.feedback}
+        arrived, left_out = compression.gather(self.world, own, self.sync, feedback, "the merge")
+        self.feedback |= left_out
+        errors.lost += sum(_square(own[name] - arrived[self.world.rank][name]) for name in own)
+        errors.whole += sum(map(_square, own.values()))
+        if is_compressed:
+            arrived = [{name: begun[name] + change[name] for name in own} for change in arrived]
+        adapters = [{name: np.array(arrived[rank][name]) for name in own} for rank in took_part]
+        if method == "outer":
+            changes = {n: sum(factors[rank] * (arrived[rank][n] - begun[n]) for rank in took_part) for n in own}
+            merged = {name: np.array(array) for name, array in self._outer(begun, changes).items()}
+        elif method == "average" or len(took_part) == 1:
+            merged = average(adapters, parts)
+        else:
+            merged = (stack if method == "stack" else svd)(adapters, parts)
+        missed, exact = distance(merged, {name: np.array(array) for name, array in begun.items()}, adapters, parts)
+        errors.missed, errors.exact = errors.missed + missed, errors.exact + exact
+        return {name: mx.array(array) for name, array in merged.items()}
 
     def _outer(self, begun: Arrays, change: Arrays) -> Arrays:
         """DiLoCo's step from the mean change of some parameters; their momentum moves on."""
-        merged, momentum = outer(
-            {name: np.array(array) for name, array in begun.items()},
-            {name: np.array(array) for name, array in change.items()},
-            {name: np.array(self.momentum[name]) for name in begun if name in self.momentum},
-            self.settings.outer_learning_rate,
-            self.settings.outer_momentum,
-        )
+        before = {name: self.momentum[name] for name in begun if name in self.momentum}
+        of_numpy = ({name: np.array(array) for name, array in arrays.items()} for arrays in (begun, change, before))
+        merged, momentum = outer(*of_numpy, self.settings.outer_learning_rate, self.settings.outer_momentum)
         self.momentum |= {name: mx.array(array) for name, array in momentum.items()}
         return {name: mx.array(array) for name, array in merged.items()}
+
+
+def _square(array: mx.array) -> float:
+    return float(mx.square(array).sum().item())
 
 
 def to_ranks(model: nn.Module, settings: ModelSettings) -> bool:
@@ -872,7 +844,6 @@ class LocalSGD:
             "saved_whole": self.saved_whole,
         }
         if (round := self.round) is not None:
-            state["scattered"], state["tail"] = pending_state(round.pending, len(round.stream.rows))
             state["first_step"], state["last_step"] = round.stream.first_step, round.stream.last_step
             state["trained"] = [[pairs, steps] for pairs, steps in zip(*round.trained, strict=True)]
         if self.config.train.loss == "bco" and ranks.rewards and self.is_inside:
@@ -888,7 +859,7 @@ class LocalSGD:
         """What this rank alone has; rank 0's weights and optimizer are in the checkpoint itself."""
         own = {"feedback": self.merger.feedback}
         if self.round is not None:
-            own["start"] = self.round.start
+            own |= {"start": self.round.start, "pending": {"indices": mx.array(self.round.pending)}}
         if self.world.rank:
             own |= {"weights": adapter_files.trainable(self.model), "optimizer": flat_state(optimizer)}
         return own
@@ -905,14 +876,14 @@ class LocalSGD:
             to_ranks(self.model, self.config.model)
         self.merger.momentum, self.merger.feedback = own.get("momentum", {}), own.get("feedback", {})
         try:
-            self._restore_state(progress, own.get("start"))
+            self._restore_state(progress, own.get("start"), own.get("pending"))
         except (KeyError, TypeError, ValueError, IndexError, ArithmeticError) as error:
             raise AgreedError(
                 f"the checkpoint of step {progress.step}: the state of its rounds is not what a run writes: {error!r}"
             ) from None
         progress.rounds = self.state()
 
-    def _restore_state(self, progress: Progress, start: Arrays | None) -> None:
+    def _restore_state(self, progress: Progress, start: Arrays | None, pending: Arrays | None) -> None:
         state, ranks, size = progress.rounds, self.ranks, self.world.size
         ranks.local_steps = [progress.steps_of(rank) for rank in range(size)] + state.get("local_steps", [])[size:]
         self.saved_whole = state.get("saved_whole", progress.step)
@@ -930,13 +901,13 @@ class LocalSGD:
         if "rewards" in state and len(state["rewards"]) == size:
             ranks.rewards, before = state["rewards"], state["rewards_before"]
             progress.rewards = list(ranks.rewards[self.world.rank])
-        if "tail" in state:
-            stream = self._stream(state["first_step"], min(self.steps, state["last_step"]))
-            pending = pending_of(state["scattered"], state["tail"], len(stream.rows))
-            trained = RoundWork(*(list(of_ranks) for of_ranks in zip(*state["trained"], strict=True)))
-            if start is None:
+        if "last_step" in state:
+            if start is None or pending is None:
                 raise KeyError("start")
-            self.round = OpenRound(stream, pending, trained, start, before)
+            stream = self._stream(state["first_step"], min(self.steps, state["last_step"]))
+            indices = np.array(pending["indices"])
+            trained = RoundWork(*(list(of_ranks) for of_ranks in zip(*state["trained"], strict=True)))
+            self.round = OpenRound(stream, indices[indices < len(stream.rows)], trained, start, before)
 
 
 def _sums(first: Sequence[int], second: Sequence[int]) -> list[int]:

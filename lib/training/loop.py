@@ -236,9 +236,7 @@ class TrainingLoop:
             may_be_saved = run.is_finite() and not any(in_row)  # what is not saved is never the best
             is_best = progress.is_best(metrics, run.best_by, may_be_saved)
             checkpoint_due = is_best or run.is_over or checkpoint_due
-        # Until the best is whole the best before it is the one that is kept: training waits to know.
-        is_saved = checkpoint_due and run.save(wait=is_best)
-        if is_best and not is_saved and agreed_fault(checkpoint_of(run.folder, progress.step), run.world):
+        if checkpoint_due and not run.save() and is_best:
             progress.best_step, progress.best_loss, progress.best_metrics = best_so_far
 
     def finish(self) -> None:

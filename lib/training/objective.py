@@ -20,16 +20,8 @@ from lib.training.group_losses import Groups, group_loss
 # preference losses, tokens for SFT); `pairs` divides the metrics, and `desirable` rewards of desirable rows.
 REWARDS = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "kl")
 OF_TOKENS = ("kl", "entropy", "clip_fraction")  # of grpo: what `completion_tokens` divides
-OF_GROUPS = (
-    "completions",
-    "completion_tokens",
-    "completion_lengths",
-    "reward",
-    "reward_std",
-    "entropy",
-    "clip_fraction",
-)
-SUMS = ("loss", "count", "pairs", "desirable", *REWARDS, *OF_GROUPS)
+COUNTS = ("loss", "count", "pairs", "desirable", "completions", "completion_tokens", "completion_lengths")
+SUMS = (*COUNTS, *REWARDS, "reward", "reward_std", "entropy", "clip_fraction")
 
 Metrics = dict[str, float | None]  # by name; None for what a loss does not have
 Figures = tuple[mx.array, ...]  # log-probabilities; and weights, or entropies, where a loss is made of them, too
@@ -78,7 +70,7 @@ def objective(
         tokens: [B, K], scored tokens; rows without any are padding, and count nowhere.
         reference_logps: float32 [B, K], or None for a loss that has no reference.
         labels: bool [B], whether a completion is desirable; None for losses of pairs, and for SFT.
-        baseline: what such completions are compared with (lib/training/baseline.py).
+        baseline: what such completions are compared with.
         weights: float32 [B, K], of the completions of pairs; a pair's loss is multiplied by both (train.use_weighting).
 
     Returns:
@@ -89,13 +81,12 @@ def objective(
     if train.loss == "sft":
         total, count = losses.sft_loss(policy_logps[:, 0], tokens[:, 0])
         return -policy_logps[:, 0], {"loss": total, "count": count, "pairs": pairs}
-    if train.loss == "kto" or train.loss == "bco":
+    if train.loss in losses.UNPAIRED_LOSSES:
         assert reference_logps is not None and labels is not None and baseline is not None
         ratios = mx.where(counted > 0, policy_logps[:, 0] - reference_logps[:, 0], 0.0)
         rows = losses.Labelled(ratios, labels)
-        weights = losses.UnpairedOptions(train.beta, train.desirable_weight, train.undesirable_weight)
-        per_row, rewards = losses.unpaired_losses(train.loss, rows, baseline, weights)
-        metrics = losses.unpaired_metrics(train.loss, rows, rewards, baseline, train.beta, counted)
+        per_row, rewards = losses.unpaired_losses(rows, baseline, train)
+        metrics = losses.unpaired_metrics(rows, rewards, baseline, train, counted)
         return per_row, {"loss": (counted * per_row).sum(), "count": pairs, "pairs": pairs, **metrics}
 
     tokens = mx.where(counted[:, None], tokens, 1)
@@ -106,15 +97,7 @@ def objective(
 
     policy = log_probs(policy_logps)
     reference = None if reference_logps is None else log_probs(reference_logps)
-    options = losses.LossOptions(
-        beta=train.beta,
-        label_smoothing=train.label_smoothing,
-        rpo_alpha=train.rpo_alpha,
-        dpop_lambda=train.dpop_lambda,
-        simpo_gamma=train.simpo_gamma,
-        cpo_alpha=train.cpo_alpha,
-    )
-    per_pair, chosen, rejected = losses.preference_losses(train.loss_terms, policy, reference, options)
+    per_pair, chosen, rejected = losses.preference_losses(train.loss_terms, policy, reference, train)
     if weights is not None:
         per_pair = per_pair * weights[:, 0] * weights[:, 1]
     metrics = losses.preference_metrics(chosen, rejected, policy, reference, counted)

@@ -60,11 +60,7 @@ class LazyState:
 
 
 def make_optimizer(train: TrainSettings) -> optim.Optimizer:
-    """MLX's optimizer of that name, or ours.
-
-    Raises:
-        UserError: it does not know an option.
-    """
+    """MLX's optimizer of that name, or ours. Raises UserError: it does not know an option."""
     kinds = {name.lower(): kind for name, kind in vars(optim).items() if inspect.isclass(kind)}
     plain = (kinds | {"adamw_8bit": AdamW8bit})[train.optimizer]
     kind: Callable[..., optim.Optimizer] = type(plain.__name__, (LazyState, plain), {})

@@ -102,8 +102,7 @@ class Layout(NamedTuple):
 def layout(model: nn.Module, settings: DataSettings, world: World) -> Layout:
     """How batches for a model are laid out.
 
-    Raises:
-        UserError: the model cannot attend to model.attention_window tokens alone.
+    Raises UserError: the model cannot attend to model.attention_window tokens alone.
     """
     why_not, window, is_divided = None, layout_of(model).attention_window, world.divides_model
     if settings.shared_prompts or window is not None:

@@ -76,11 +76,7 @@ class TrainingRun:
         self.best_by = kept.best_by or ("exact_match" if has_questions else "loss")
 
     def claim(self, resume: bool) -> None:
-        """Makes one process on every disk the only owner of the run's folder.
-
-        Raises:
-            AgreedError: as `checkpoint.open_run`.
-        """
+        """Makes one process on every disk the only owner of the run's folder."""
         remember(self.config)
         steps, plan = self.steps if resume else None, self.plan.to_dict()
         self.lock = checkpoint.open_run(self.folder, dump(self.config), plan, steps, self.world)
@@ -155,17 +151,13 @@ class TrainingRun:
         """Whether every rank's weights and optimizer state are finite; all ranks ask together."""
         return checkpoint.are_finite(self.world, self.model, self.optimizer)
 
-    def save(self, wait: bool = False) -> bool:
-        """Writes a checkpoint; where none can be written, says why, and training goes on. Whether there is one now.
+    def save(self) -> bool:
+        """Writes a checkpoint, or begins to; where none can be written, says why, and returns False.
 
-        wait: until it is whole; otherwise a small one is written meanwhile, and may still fail.
-
-        Raises:
-            AgreedError: the last one cannot be written.
-            Stopped: ranks hold unlike weights.
+        Raises AgreedError where the last one cannot be written, Stopped where ranks hold unlike weights.
         """
         self.count_wall_seconds()
-        progress, common, own = self.progress, dict[str, Arrays](), None
+        progress, asked, common, own = self.progress, self.asked_reference, dict[str, Arrays](), None
         if self.local_sgd is not None:
             own = self.local_sgd.rank_arrays(self.optimizer)
             if momentum := self.local_sgd.merger.momentum:
@@ -175,19 +167,17 @@ class TrainingRun:
             own = {"feedback": self.feedback} if self.config.sync.compression != "none" else None
         if self.reference is not None:
             common[checkpoint.REFERENCE] = self.reference.arrays
-        elif self.asked_reference is not None and self.asked_reference.logps is not None:
-            common[checkpoint.REFERENCE_LOGPS] = self.asked_reference.of_all_ranks()
+        elif asked is not None and asked.logps is not None:
+            common[checkpoint.REFERENCE_LOGPS] = asked.of_all_ranks()
         plan = json.dumps(self.schedule.at(progress.step + 1).to_dict(), indent=2) + "\n"
         texts = {"plan.json": plan, "config.yaml": dump(self.config)}
-        state = Snapshot(
-            progress, self.model, self.optimizer, self.config.model, texts, common, own, self.tracker.flush
-        )
-        keep = self.config.checkpoint.keep
-        if fault := checkpoint.save(self.folder, state, self.world, self.writer, keep, self.is_over, wait):
+        state = Snapshot(progress, self.model, self.optimizer, self.config.model, texts, common, own)
+        with self.world.agreeing("writing the log"):
+            self.tracker.flush()
+        fault = checkpoint.save(self.folder, state, self.world, self.writer, self.config.checkpoint.keep, self.is_over)
+        if fault:
             self.say.warning(fault, self.own_step)
-        elif own is not None or self.writer.ungathered_seconds >= checkpoint.GATHER_SECONDS:
-            self.tracker.gather(self.world)
-            self.writer.ungathered_seconds = 0.0
+        self.tracker.gather(self.world)
         return not fault
 
     def _share_weights(self) -> None:
@@ -201,24 +191,21 @@ class TrainingRun:
             self.say.warning(f"rank {ranks} had other weights than rank 0 by rounding; took rank 0's", self.own_step)
 
     def resume(self) -> None:
-        """Takes the run to the last good checkpoint, on every rank.
-
-        Raises:
-            AgreedError: the checkpoint does not fit the run as it is now.
-        """
+        """Takes the run to the last good checkpoint, on every rank; AgreedError where that does not fit the run."""
         world, folder, is_keeper = self.world, self.folder / "checkpoints", self.lock is not None
         chosen = checkpoint.choose(folder, world, is_keeper)
         for warning in chosen.warnings:
             self.say.warning(warning)
-        self.progress = checkpoint.restore_all(chosen.path, self.model, self.optimizer, self.progress, world)
-        if chosen.path is not None and self.reference is not None:
-            moving = checkpoint.restore_common(chosen.path, checkpoint.REFERENCE, self.reference.arrays, world)
-            self.reference.arrays = moving
-        elif self.asked_reference is not None:
-            self.asked_reference.remember(checkpoint.common_at(chosen.path, checkpoint.REFERENCE_LOGPS, world))
+        path, asked = chosen.path, self.asked_reference
+        self.progress = checkpoint.restore_all(path, self.model, self.optimizer, self.progress, world)
+        if path is not None and self.reference is not None:
+            wanted = world.whole(self.reference.arrays)
+            self.reference.arrays = checkpoint.common_at(path, checkpoint.REFERENCE, world, wanted)
+        elif asked is not None:
+            asked.remember(checkpoint.common_at(path, checkpoint.REFERENCE_LOGPS, world))
         if self.progress.cursor >= len(self.inputs.data) and not self.config.rollouts.rounds:
             row = f"row {self.progress.cursor} of {len(self.inputs.data)} comes next"
-            raise AgreedError(f"{chosen.path or self.folder}: {row}")
+            raise AgreedError(f"{path or self.folder}: {row}")
         self._restore_rank(chosen)
         if self.progress.set_steps(self.steps):
             self._say_rate()
@@ -230,7 +217,7 @@ class TrainingRun:
         if is_keeper:
             checkpoint.prune(folder, self.config.checkpoint.keep, self.progress.best_step)
         checkpoint.prune_parts(folder, world)
-        source = f"checkpoints/{chosen.path.name}" if chosen.path is not None else "its beginning"
+        source = f"checkpoints/{path.name}" if path is not None else "its beginning"
         self.say.line(f"resuming {self.folder} after step {self.progress.step} of {self.steps}, from {source}")
 
     def _say_rate(self) -> None:
@@ -248,8 +235,10 @@ class TrainingRun:
 
     def _restore_rank(self, chosen: Choice) -> None:
         """What this rank alone had at the checkpoint, and where independent ranks are."""
-        folder, step = self.folder / "checkpoints", self.progress.step
-        own = checkpoint.own_part_of(folder, step, self.world) if chosen.with_parts else {}
+        path, own = chosen.path, RankArrays()
+        if path is not None:
+            momentum = {"momentum": checkpoint.common_at(path, checkpoint.MOMENTUM, self.world)}
+            own = checkpoint.own_part_of(path, self.world) if chosen.with_parts else momentum
         if "weights" in own:
             self.model.update(tree_unflatten(list(own["weights"].items())))
         if "optimizer" in own:
@@ -258,11 +247,7 @@ class TrainingRun:
         if self.local_sgd is None:
             if self.progress.rounds:
                 raise AgreedError(f"{self.folder} is a run of independent ranks; go on with strategy=independent")
-            return
-        self.resumed["momentum"] = checkpoint.common_at(chosen.path, checkpoint.MOMENTUM, self.world) or own.get(
-            "momentum", {}
-        )
-        if not self.config.rollouts.rounds:
+        elif not self.config.rollouts.rounds:
             self.local_sgd.resume(self.progress, self.resumed)
 
     def _restores_plans(self) -> bool:
@@ -280,11 +265,7 @@ class TrainingRun:
 def open_run(
     config: Config, world: World, hosts: list[str], inputs: Inputs, plan: ClusterPlan, model: nn.Module, say: Terminal
 ) -> TrainingRun:
-    """A run of a loaded model, which is divided where the plan says so.
-
-    Raises:
-        AgreedError: ranks have unlike models, or the model cannot be divided so.
-    """
+    """A run of a loaded model, which is divided where the plan says so; AgreedError where ranks have unlike models."""
     with world.agreeing("making the optimizer"):
         optimizer = make_optimizer(config.train)
     world = divided_world.divided(model, plan.division or plan.blocks or None, world, config.metal.wired)

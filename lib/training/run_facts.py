@@ -44,15 +44,10 @@ def plan_run(
     rows: tuple[Rows, Rows],
     resumed: Path | None = None,
 ) -> ClusterPlan:
-    """The plan that a run starts with, and what is likely to be a mistake in it (lib/plan/plan_warnings.py).
+    """The plan that a run starts with, the same on all ranks, and what is likely to be a mistake in it.
 
-    Args:
-        lengths: int [n], of the training data's rows, as Dataset.lengths.
-        rows: the largest of them, for memory; and rows of mean sizes, for the times of divided models.
-        resumed: the folder of a run that goes on.
-
-    Raises:
-        AgreedError: a calibration is corrupt, a host too small, or settings do not fit the world.
+    lengths: int [n], of the training data's rows. rows: the largest of them, for memory; and rows of mean sizes, for
+    the times of divided models. resumed: the folder of a run that goes on.
     """
     warning = ""
     if config.strategy in ("sharded", "pipelined") and world.size == 1:
@@ -74,11 +69,7 @@ def gather_facts(
     rows: tuple[Rows, Rows],
     resumed: Path | None = None,
 ) -> tuple[PlanFacts, Rates]:
-    """What a plan depends on, the same on all ranks; and the matrix-product rates that were measured for it.
-
-    Raises:
-        AgreedError: a calibration is corrupt, or the model's config.json cannot be read.
-    """
+    """What a plan depends on, the same on all ranks; and the matrix-product rates that were measured for it."""
     with world.agreeing("reading the calibration"):
         rank_calibration = calibration.read_of_rank(Path(config.plan.calibration_dir), hosts, world.rank)
         stored = tokenizer.stored_config(config.model)
@@ -100,7 +91,7 @@ def gather_facts(
     curves = [host.calibration and nearest_curve(host.calibration.curves, key) for host in ranks]
     rates: Rates = {}
     if len(set(hosts)) > 1 and None in curves:
-        rates = _matmul_rates(world, hosts, _stored_rates(world, resumed))
+        rates = _matmul_rates(world, hosts, resumed)
         left = {host: list(of_host) for host, of_host in rates.items()}
         ranks = [replace(rank, gflops=left[rank.name].pop(0)) for rank in ranks]
     memory = None
@@ -159,8 +150,7 @@ def memory_limit(settings: PlanSettings, hosts: Sequence[str], world: World) -> 
 def sharded_plan(config: Config, world: World, hosts: Sequence[str]) -> ClusterPlan:
     """The division of a model for forward passes alone: by memory, and the calibrated rate of its matrix products.
 
-    Raises:
-        AgreedError: the model cannot be divided, or not among these hosts.
+    Raises AgreedError: the model cannot be divided, or not among these hosts.
     """
     with world.agreeing("reading the calibration"):
         rank_calibration = calibration.read_of_rank(Path(config.plan.calibration_dir), hosts, world.rank)
@@ -174,8 +164,7 @@ def sharded_plan(config: Config, world: World, hosts: Sequence[str]) -> ClusterP
 def stage_blocks(config: Config, world: World, hosts: Sequence[str]) -> tuple[int, ...]:
     """Consecutive blocks of each rank, where only forward passes are to be made: as plan.shares says, else by memory.
 
-    Raises:
-        AgreedError: there are more ranks than blocks, or plan.shares does not fit.
+    Raises AgreedError: there are more ranks than blocks, or plan.shares does not fit.
     """
     limit = memory_limit(config.plan, hosts, world).size_bytes
     memory = [float(text or 0) for text in world.gather_text(str(limit or ""), "every host's memory")]
@@ -197,8 +186,7 @@ def stage_blocks(config: Config, world: World, hosts: Sequence[str]) -> tuple[in
 def _on_one_rank(config: Config, is_resumed: bool) -> tuple[Config, str]:
     """The settings of a divided run where one rank holds all, and a warning of what that leaves out.
 
-    Raises:
-        UserError: plan.shares is of several ranks, and this is no run of them that goes on.
+    Raises UserError: plan.shares is of several ranks, and this is no run of them that goes on.
     """
     sizes, shares, warning = config.plan.micro_batch_sizes, config.plan.shares, ""
     if shares is not None and len(shares) > 1:
@@ -224,8 +212,7 @@ def _crowded_host(hosts: Sequence[str], rank: int) -> str:
 def _shape(stored: Mapping[str, object], dtype: str | None, to_divide: bool, is_needed: bool) -> ModelShape | None:
     """A model's dimensions; None where its config.json has other names for them, and no setting needs them.
 
-    Raises:
-        UserError: a setting does.
+    Raises UserError: a setting does.
     """
     try:
         return model_shape_of(stored, dtype, to_divide=to_divide)
@@ -261,26 +248,18 @@ def _gather_hosts(
     ]
 
 
-def _stored_rates(world: World, resumed: Path | None) -> Rates:
-    """What was measured when the run started that goes on, as rank 0 has it."""
+def _matmul_rates(world: World, hosts: Sequence[str], resumed: Path | None) -> Rates:
+    """Every host's: as rank 0 has them of the start of a run that goes on, so that it divides the work as before."""
     rates: Rates = {}
     if resumed is not None and world.rank == 0:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             stored = json.loads((resumed / "plan.json").read_text(encoding="utf-8"))["matmul_gflops"]
             rates = {host: [float(rate) for rate in of_host] for host, of_host in stored.items()}
-    agreed: Rates = json.loads(world.broadcast_text(json.dumps(rates)))
-    return agreed
-
-
-def _matmul_rates(world: World, hosts: Sequence[str], before: Rates) -> Rates:
-    """Every host's: those of before where all are known, so that a restart divides the work as it was; else as now."""
-    if all(len(before.get(host, ())) == hosts.count(host) for host in hosts):
-        return before
-    measured = world.gather_text(repr(hardware.quick_gflops()), "every rank's matrix-product rate")
-    by_host: dict[str, list[float]] = {}
-    for host, rate in zip(hosts, measured, strict=True):
-        by_host.setdefault(host, []).append(float(rate))
-    return by_host
+    rates = json.loads(world.broadcast_text(json.dumps(rates)))
+    if all(len(rates.get(host, ())) == hosts.count(host) for host in hosts):
+        return rates
+    measured = [float(text) for text in world.gather_text(repr(hardware.quick_gflops()), "every rank's product rate")]
+    return {host: [rate for name, rate in zip(hosts, measured, strict=True) if name == host] for host in hosts}
 
 
 def _stages_before(config: Config, world: World, hosts: Sequence[str], resumed: Path | None) -> StagesBefore | None:

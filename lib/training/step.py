@@ -268,8 +268,7 @@ class Step:
     def _attempt(self, what: str, work: Callable[[], tuple[Tree | None, mx.array]], zeros: mx.array) -> RankSums:
         """The work's gradients and sums; or zeros and a failure where memory ran out, and all is freed.
 
-        Raises:
-            OutOfMemory: no other rank waits in the sum; or ranks share one model and cannot synchronise there.
+        Raises OutOfMemory: no other rank waits in the sum; or ranks share one model and cannot synchronise there.
         """
         before = self.trained.read()
         try:
