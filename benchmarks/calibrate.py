@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -462,15 +463,21 @@ def summary(host: HostCalibration, curve: BatchCurve, folder: Path) -> dict[str,
 
 def draw(hosts: Sequence[HostCalibration], key: CurveKey, folder: Path) -> Path:
     """curves.png: measured curves of `key` solid, published ones dashed, which are of an unnamed model."""
-    from lib.report import run_report
+    from lib.report import charts, run_report
 
-    measured = [(one.machine.host, curve) for one in hosts for curve in one.curves if curve.key == key]
-    published = [
-        (f"{one.machine.device_name}, published", one.curves[0]) for one in calibration.read_published().values()
+    curves = [(one.machine.host, curve, ()) for one in hosts for curve in one.curves if curve.key == key]
+    memory = [
+        charts.line([p.batch_size for p in curve.points], [p.peak_memory_bytes / 1e9 for p in curve.points], host, look)
+        for look, (host, curve, _) in zip(map(charts.style, itertools.count()), curves, strict=False)
+        if curve.points[0].peak_memory_bytes
     ]
-    figure = run_report.batch_curves_figure(measured, published)
-    figure.suptitle(str(key), fontsize=10)
-    figure.savefig(folder / "curves.png", dpi=130)
+    published = [
+        (f"{one.machine.device_name}, published", one.curves[0], ()) for one in calibration.read_published().values()
+    ]
+    panels = [(str(key), charts.curves_figure([*curves, *published]))]
+    if memory:
+        panels.append(("peak memory", charts.figure(memory, "pairs a micro-batch", "GB")))
+    (folder / "curves.png").write_bytes(run_report.png(panels, width=5.5))
     return folder / "curves.png"
 
 

@@ -22,9 +22,10 @@ from lib.data.dataset import Dataset
 from lib.data.prompts import Prompts
 from lib.data.streaming import StreamedDataset
 from lib.distributed.world import World
-from lib.plan.cost import RunCost, hosts_cost
+from lib.plan.cost import hosts_cost
 from lib.plan.plan import ClusterPlan
 from lib.plan.plan_warnings import long_warm_up, uneven_labels
+from lib.report import tables
 from lib.system import metal
 from lib.system.hardware import device_name
 from lib.system.records import PerformanceTracker, PlanRecord, Record
@@ -42,7 +43,7 @@ from lib.system.terminal import (
     with_bar,
 )
 from lib.training.inputs import Inputs
-from lib.training.summary import RankTotals, RunSummary
+from lib.training.summary import RunSummary
 
 LINE_WIDTH = 80  # of a step's line, in a file
 
@@ -125,9 +126,7 @@ class RunConsole(Terminal):
             self.line(f"held out {_of(line.step, line.total)}  {text}", "bold")
         elif kind == "plan":
             line.plan = record
-            parts, what = (record.get("blocks"), "blocks") if record.get("blocks") else (record.get("shares"), "shares")
-            shares = " + ".join(map(str, parts or []))
-            self.line(f"step {step}: from step {record['first_step']} on {what} {shares}: {record['reason']}", "bold")
+            self.line(tables.describe(record), "bold")
         elif kind == "merge":
             self._show_merge(line, record)
         elif kind == "end" and self.live is not None:
@@ -154,10 +153,7 @@ class RunConsole(Terminal):
         if step < line.total and step // self.log_every == self.merge_shown // self.log_every:
             return
         self.merge_shown = step
-        shown = [f"{' + '.join(map(str, record['pairs']))} pairs", f"{size_text(record['bytes_sent'])} sent"]
-        if record.get("error") is not None:
-            shown.append(f"error {record['error']:.1e}")
-        self.line(f"step {step}: merged by {record['method']}: {', '.join(shown)}")
+        self.line(tables.describe({**record, "step": step}))
 
     def close(self) -> None:
         """Ends the line that changes, as before an error."""
@@ -284,8 +280,10 @@ def show_run(say: Terminal, config: Config, plan: ClusterPlan, inputs: Inputs, s
     if inputs.first_row is not None:
         say.line(inputs.first_row, lead="row 1: ")
     if len(plan.ranks) > 1:
+        rows = plan.rows()
+        known = [name for name in rows[0] if any(row[name] not in ("not measured", "unknown") for row in rows)]
         say.line("")
-        say.table("", *_without_unknown(plan.rows()), text_columns=2)
+        say.table("", known, [[row[name] for name in known] for row in rows], text_columns=2)
     if plan.predictions:
         _show_predictions(say, config.cost, plan, steps)
     _warn_of_run(say, config, plan, inputs, steps)
@@ -325,28 +323,20 @@ def _predicted(plan: ClusterPlan, steps: int) -> str:
     return f"{each}; {duration(steps * seconds)} of training"
 
 
-def _without_unknown(rows: Sequence[dict[str, str]]) -> tuple[list[str], list[list[str]]]:
-    """The columns and cells of a plan's table, without columns of which nothing is known."""
-    columns = [name for name in rows[0] if any(row[name] not in ("not measured", "unknown") for row in rows)]
-    return columns, [[row[name] for name in columns] for row in rows]
-
-
 def _show_predictions(say: Terminal, prices: CostSettings, plan: ClusterPlan, steps: int) -> None:
     """What each strategy would give; its time and cost only where they were measured with this model."""
     columns = ["", "η", "step", "pairs/s", "memory", "sent a step", "in all", "energy", "cost"]
     rows = []
-    for way in plan.predictions:
-        row = [f"{'➜' if way.chosen else ' '} {way.strategy}"]
-        row.append("-" if way.efficiency is None else f"{100 * way.efficiency:.0f} %")
-        seconds = None if way.step_seconds is None else steps * way.step_seconds
-        if way.step_seconds is None:
-            row += ["-", "-"]
-        else:
-            row += [f"{way.step_seconds:.3g} s", three_digits(plan.global_batch_size / way.step_seconds)]
-        row.append("-" if way.memory_bytes is None else size_text(way.memory_bytes))
-        row.append("-" if way.bytes_per_step is None else size_text(way.bytes_per_step))
-        row.append("-" if seconds is None else duration(seconds))
-        cost = hosts_cost(way.hosts, seconds, prices) if seconds is not None else None
+    for candidate in plan.predictions:
+        seconds, share = candidate.step_seconds, candidate.efficiency
+        row = [
+            f"{'➜' if candidate.chosen else ' '} {candidate.strategy}",
+            "-" if share is None else f"{100 * share:.0f} %",
+        ]
+        row += ["-", "-"] if seconds is None else [f"{seconds:.3g} s", three_digits(plan.global_batch_size / seconds)]
+        row += ["-" if size is None else size_text(size) for size in (candidate.memory_bytes, candidate.bytes_per_step)]
+        row += ["-" if seconds is None else duration(steps * seconds)]
+        cost = None if seconds is None else hosts_cost(candidate.hosts, steps * seconds, prices)
         rows.append([*row, f"{cost['energy_kwh']:.3g} kWh", f"{cost['cost']:.2f}"] if cost else row)
     width = min(map(len, rows)) if plan.calibrated or plan.divides_model else 2
     say.line("")
@@ -379,72 +369,21 @@ def show_end(say: Terminal, folder: Path) -> None:
     folder: of a run that has ended.
     """
     summary = cast(RunSummary, read_file.read_object(folder / "summary.json", "summary"))
-    pages = [name for name in ("report.html", "curves.png") if (folder / name).exists()]
-    held_out = (
-        ("loss", ".4f", summary["loss_before"], summary["loss"]),
-        ("reward accuracy", ".1%", summary["reward_accuracy_before"], summary["reward_accuracy"]),
-        ("reward margin", ".3f", summary["reward_margin_before"], summary["reward_margin"]),
-        ("KL to the reference", ".2f", summary["kl_before"], summary["kl"]),
-        ("exact match", ".1%", summary["exact_match_before"], summary["exact_match_after"]),
-    )
-    rows = [
-        (label, *("-" if x is None else f"{x:{form}}".replace("%", " %") for x in (before, after)))
-        for label, form, before, after in held_out
-        if after is not None
-    ]
-    if rows:
+    before = {name.removesuffix("_before"): value for name, value in summary.items() if name.endswith("_before")}
+    if rows := tables.held_out(before, {**summary, "exact_match": summary["exact_match_after"]}):
         say.line("")
         say.table("", ["held out", "before", "after"], rows)
     if len(summary["ranks"]) > 1:
         say.line("")
-        _show_ranks(say, summary["ranks"])
+        say.table("", *tables.ranks(summary["ranks"]), text_columns=2)
     say.line("")
-    speed, efficiency = summary["pairs_per_second"], summary["efficiency"]
-    facts = [
-        ("training", f"{duration(summary['seconds'])} of steps, {duration(summary['wall_seconds'])} in all"),
-        ("speed", f"{three_digits(speed)} pairs/s, {summary['tokens_per_second']:,.0f} tokens/s"),
-    ]
-    if efficiency is not None:
-        facts.append(("efficiency", f"{100 * efficiency:.1f} % of what the hosts do alone, added up"))
-    facts.append(("memory", f"{size_text(summary['peak_memory_bytes'])} at most"))
-    facts += [("cost", text) for text in _costs(summary["cost"])]
-    held = summary["checkpoint"]
-    adapter = "adapter" if held["step"] == summary["steps"] else f"adapter of step {held['step']} (the {held['which']})"
-    facts.append(("results", f"{folder}/: {', '.join([adapter, *pages, 'summary.json'])}"))
-    say.facts(f"{summary['steps']:,} steps, {summary['pairs']:,} pairs", facts)
-    words = [python(), "-m"]
+    pages = [name for name in ("report.html", "curves.png", "summary.json") if (folder / name).exists()]
+    results = ("results", f"{folder}/: {', '.join(['adapter', *pages])}")
+    say.facts(f"{summary['steps']:,} steps, {summary['pairs']:,} pairs", [*tables.facts(summary), results])
     say.line("")
-    say.command(
-        [*words, "mlx_lm", "generate", "--model", summary["model"], "--adapter-path", str(folder), "--prompt", "..."],
-        lead="try it    ",
-    )
+    words, model = [python(), "-m"], summary["model"]
+    generate = [*words, "mlx_lm", "generate", "--model", model, "--adapter-path", str(folder), "--prompt", "..."]
+    say.command(generate, lead="try it    ")
     say.command([*words, "lib.server", "--run", str(folder)], lead="serve it  ")
     say.command([*words, "lib.dashboard", str(folder)], lead="see it    ")
     say.record(dict(summary))
-
-
-def _show_ranks(say: Terminal, ranks: Sequence[RankTotals]) -> None:
-    """What each rank did since the run was started or resumed."""
-    rows = []
-    for rank in ranks:
-        seconds = rank["seconds"] or float("nan")
-        times = rank["compute_seconds"], rank["sync_seconds"], rank["wait_seconds"]
-        planned = rank["planned_pairs_per_second"]
-        speeds = [three_digits(rank["pairs"] / seconds), *([three_digits(planned)] if planned else [])]
-        parts = [*(f"{100 * part / seconds:.0f} %" for part in times), size_text(rank["peak_memory_bytes"])]
-        rows.append([str(rank["rank"]), rank["host"], f"{rank['pairs']:,}", *speeds, *parts])
-    planned_too = ["planned"] if ranks[0]["planned_pairs_per_second"] else []
-    columns = ["rank", "host", "pairs", "pairs/s", *planned_too, "compute", "sync", "wait", "memory"]
-    say.table("", columns, rows, text_columns=2)
-
-
-def _costs(cost: RunCost | None) -> list[str]:
-    """A line a host, and one for all."""
-    if cost is None:
-        return []
-    named: list[tuple[str, Any]] = [(host["host"], host) for host in cost["hosts"]]
-    return [
-        f"{name}: {part['energy_kwh']:.3g} kWh for {part['electricity']:.2f}, rent {part['rent']:.2f}, "
-        f"together {part['cost']:.2f}"
-        for name, part in [*named, *([("all hosts", cost)] if len(named) > 1 else [])]
-    ]

@@ -1,7 +1,7 @@
 """A run from its records, as its logs grow: curves, events, and the figures that a person asks for first.
 
 run = RunHistory(Path("runs/NAME"))
-while run.read():                            # False: all that was written has been read
+while run.read():                            # False: everything written so far has been read
     ...
 run.curve((0, "host"), "loss"), run.events, figures(run, time.time())
 """
@@ -12,9 +12,9 @@ import contextlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
@@ -26,55 +26,39 @@ from lib.system.records import PlanRecord, Record, SettingsRecord, Tail
 
 STEP_COLUMNS: tuple[str, ...] = ("step", "time", "pairs", "tokens", "loss", "kl", "reward_accuracy", "reward_margin")
 STEP_COLUMNS += ("grad_norm", "learning_rate", "step_seconds", "compute_seconds", "sync_seconds", "wait_seconds")
-STEP_COLUMNS += ("peak_memory_bytes", "bytes_sent", "skipped")
-MEASURES: tuple[str, ...] = ("step", "time", "bytes_per_second", "round_trip_seconds", "retransmits")
-MEASURES += ("temperature_celsius", "power_watts", "speed_limit")
-SENSORS = {"temperature_celsius", "power_watts", "speed_limit"}  # of a host; the others are of a rank
-POINTS = 1024  # of a curve: of longer ones each point is the mean of 2, 4, 8, ... records
+STEP_COLUMNS += ("peak_memory_bytes",)
+SENSORS = ("temperature_celsius", "power_watts", "speed_limit")  # of a host; the other measures are of a rank
+MEASURES = ("step", "time", "bytes_per_second", "round_trip_seconds", "retransmits", *SENSORS)
+POINTS = 2048  # of a curve at most: of longer ones each point is the mean of 2, 4, 8, ... records
 RECENT = 20  # records behind the figures of the moment
 SILENT_SECONDS = 60.0
 LATE_SECONDS = 20.0  # into a run every rank has written a record, here or elsewhere
+LARGEST = 1e30  # a larger figure is a gap: no axis can show it
 
-Who = tuple[int, str]  # rank and host
+RankHost = tuple[int, str]
 _EVENT = TypeAdapter(Record)
 
 
-class Warned(NamedTuple):
-    """A warning, once."""
-
-    time: float
-    step: int | None
-    text: str
+# ---- Reading ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class MetricCurve:
-    """One quantity of one rank over its steps; all arrays have the same length."""
-
-    steps: np.ndarray
-    values: np.ndarray  # means of buckets
-    least: np.ndarray
-    greatest: np.ndarray
-    width: int  # records in a bucket; 1: every record
-
-
-class Table:
+class NumberTable:
     """Records of one rank as rows of numbers, NaN for what a record does not have."""
 
     def __init__(self, columns: Sequence[str]):
         self.columns = {name: index for index, name in enumerate(columns)}
-        self._pieces: list[np.ndarray] = []
+        self._rows = np.empty((0, len(columns)))
+        self._new: list[list[float]] = []
 
-    def append(self, records: Sequence[dict[str, Any]]) -> None:
-        rows = [[_number(record.get(name)) for name in self.columns] for record in records]
-        self._pieces.append(np.array(rows, np.float64).reshape(-1, len(self.columns)))
+    def append(self, record: dict[str, Any]) -> None:
+        self._new.append([_number(record.get(name)) for name in self.columns])
 
     @property
     def rows(self) -> np.ndarray:
         """float64 [records, columns]."""
-        if len(self._pieces) != 1:
-            self._pieces = [np.concatenate([np.empty((0, len(self.columns))), *self._pieces])]
-        return self._pieces[0]
+        if self._new:
+            self._rows, self._new = np.concatenate([self._rows, np.array(self._new)]), []
+        return self._rows
 
     def of(self, name: str) -> np.ndarray:
         """One column: float64 [records]."""
@@ -82,46 +66,40 @@ class Table:
         return column
 
 
-class Log:
+class RankLog:
     """One file of records."""
 
     def __init__(self, path: Path):
         self.tail = Tail(path)
-        self.steps: dict[Who, Table] = {}
-        self.measured: dict[Who, Table] = {}  # the network, sensors
+        self.steps: dict[RankHost, NumberTable] = {}
+        self.measured: dict[RankHost, NumberTable] = {}  # the network, sensors
         self.events: list[Record] = []  # all others
 
     def read(self) -> bool:
-        """Takes in the next piece; False where there is nothing new."""
+        """Reads the next piece; False where there is nothing new."""
         begins, lines = self.tail.read()
         if begins:
             self.steps, self.measured, self.events = {}, {}, []
-        taken: dict[tuple[str, Who], list[dict[str, Any]]] = {}
         for line in lines.splitlines():
             with contextlib.suppress(ValueError, RecursionError):  # half a line of a crash, or no record
-                self._take(json.loads(line), taken)
-        for (kind, who), records in taken.items():
-            if kind == "step":
-                self.steps.setdefault(who, Table(STEP_COLUMNS)).append(records)
-            else:
-                self.measured.setdefault(who, Table(MEASURES)).append(records)
+                self._take(json.loads(line))
         return bool(lines)
 
-    def _take(self, record: Any, taken: dict[tuple[str, Who], list[dict[str, Any]]]) -> None:
+    def _take(self, record: Any) -> None:
         if not isinstance(record, dict) or not math.isfinite(_number(record.get("time"))):
             return
-        kind, who = str(record.get("kind")), (record.get("rank", 0), record.get("host", ""))
+        kind, who = record.get("kind"), (record.get("rank", 0), record.get("host", ""))
         if kind == "step":
-            taken.setdefault((kind, who), []).append(record)
+            self.steps.setdefault(who, NumberTable(STEP_COLUMNS)).append(record)
         elif kind in ("network", "sensors"):
-            taken.setdefault(("measured", who), []).append(_with_worst_link(record))
+            self.measured.setdefault(who, NumberTable(MEASURES)).append(_with_worst_link(record))
         else:
-            _EVENT.validate_python(record, strict=True)  # what the pages rely on; ValidationError is a ValueError
+            _EVENT.validate_python(record, strict=True)  # ValidationError is a ValueError
             self.events.append(record)  # type: ignore[arg-type]
 
 
 def _with_worst_link(record: dict[str, Any]) -> dict[str, Any]:
-    """With the slowest round trip of a rank's connections, and what all of them together sent again."""
+    """Adds the slowest round trip of a rank's connections, and the retransmits of all of them together."""
     links = [link for link in record.get("connections") or [] if isinstance(link, dict)]
     links = [link for link in links if not str(link.get("peer")).startswith(("127.", "::1"))]  # mpirun's own, for one
     trips, again = ([_number(link.get(name)) for link in links] for name in ("round_trip_seconds", "retransmits"))
@@ -129,7 +107,7 @@ def _with_worst_link(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else math.nan
+    return float(value) if isinstance(value, int | float) and abs(value) < LARGEST else math.nan
 
 
 class RunHistory:
@@ -137,87 +115,85 @@ class RunHistory:
 
     def __init__(self, folder: Path):
         self.folder = Path(folder)
-        self.logs: dict[Path, Log] = {}
-        self.version = 0  # changes with what there is to see
-        self._events: tuple[int, list[Record]] | None = None  # of which version
+        self.logs: dict[Path, RankLog] = {}
+        self.version = 0  # changes when a record was read
+        self._events: tuple[int, list[Record]] = -1, []  # of which version
 
     @property
     def name(self) -> str:
         return self.folder.resolve().name
 
     def read(self) -> bool:
-        """Takes in a piece of every log; False where there was nothing new in any."""
+        """Reads a piece of every log; False where there was nothing new in any."""
         logs = self.folder / "logs"
         with contextlib.suppress(OSError):  # the folder is removed at this moment
             for path in (*logs.glob("rank-*.jsonl"), *logs.glob("*/rank-*.jsonl")):
                 if path not in self.logs and path.parent.name != "discarded" and path.is_file():
-                    self.logs[path] = Log(path)
-        new = [log.read() for log in self.logs.values()]
-        self.version += any(new)
-        return any(new)
+                    self.logs[path] = RankLog(path)
+        new = sum(log.read() for log in self.logs.values())
+        self.version += new
+        return new > 0
 
     @property
     def events(self) -> list[Record]:
         """All records that are no measurements, by time; of two copies of one file each record once."""
-        if self._events is None or self._events[0] != self.version:
+        if self._events[0] != self.version:
             every = [event for _, log in sorted(self.logs.items()) for event in log.events]
             distinct = {(e["time"], e["kind"], e.get("rank"), e.get("host"), e.get("text")): e for e in every}
             self._events = self.version, sorted(distinct.values(), key=lambda event: event["time"])
         return self._events[1]
 
+    def of_kind(self, kind: str) -> list[Record]:
+        """Rank 0's records of a kind: all ranks record what they do together."""
+        return [event for event in self.events if event["kind"] == kind and event.get("rank", 0) == 0]
+
     @property
-    def series(self) -> dict[Who, Table]:
+    def start(self) -> Record:
+        """The newest start."""
+        return next((event for event in reversed(self.events) if event["kind"] == "start"), Record())
+
+    @property
+    def series(self) -> dict[RankHost, NumberTable]:
         """Step records by rank and host, in the order of ranks; of two copies of one file the longer."""
         return _longest([log.steps for log in self.logs.values()])
 
     @property
-    def measured(self) -> dict[Who, Table]:
+    def measured(self) -> dict[RankHost, NumberTable]:
         """Records of the network and of sensors, as `series`."""
         return _longest([log.measured for log in self.logs.values()])
 
-    def curve(self, who: Who, name: str, over: str | None = None) -> MetricCurve:
-        """A column over the steps; divided by another one, as the mean of the one over the mean of the other.
+    def curve(self, who: RankHost, name: str, over: str | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Steps, and a column's means over buckets of them; with `over`, divided by that column's means.
 
         Steps that a crash undid are left out, where a host that was lost still has them.
         """
         table = self.series[who]
         keep = np.ones(len(table.rows), bool)
-        for time, step in _resumes(self.events, who[0]):
-            keep &= ~((table.of("time") < time) & (table.of("step") > step))
+        for event in self.of_kind("start"):
+            if (step := event.get("resumed_from_step")) is not None:  # or this rank's own last step that lived on
+                steps = (event.get("resumes") or [[step]])[-1]
+                last = steps[1 + who[0]] if 1 + who[0] < len(steps) else steps[0]
+                keep &= ~((table.of("time") < event["time"]) & (table.of("step") > last))
         steps, values = table.of("step")[keep], table.of(name)[keep]
         below = np.ones(len(values)) if over is None else table.of(over)[keep]
-        width = 1
-        while len(steps) > 2 * width * POINTS:
-            width *= 2
-        bounds = np.arange(0, len(steps), width)
+        bounds = np.arange(0, len(steps), 2 ** max(0, math.ceil(math.log2(max(1, len(steps)) / POINTS))))
         if not len(bounds):
-            return MetricCurve(steps, values, values, values, 1)
+            return steps, values
         known = np.isfinite(values) & (below > 0)
         sums, counts = (np.add.reduceat(np.where(known, array, 0.0), bounds) for array in (values, below))
         means = np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0)
-        least, greatest = np.fmin.reduceat(values, bounds), np.fmax.reduceat(values, bounds)
-        return MetricCurve(np.maximum.reduceat(steps, bounds), means, least, greatest, width)
+        return np.maximum.reduceat(steps, bounds), means
 
-    def measure(self, who: Who, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """When, in Unix seconds, and how much: one of MEASURES as a rank recorded it, without gaps."""
+    def measure(self, who: RankHost, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Unix seconds and values of one of MEASURES as a rank recorded it, without gaps."""
         times, values = self.measured[who].of("time"), self.measured[who].of(name)
         known = np.isfinite(values)
         return times[known], values[known]
 
 
-def _longest(copies: Sequence[dict[Who, Table]]) -> dict[Who, Table]:
+def _longest(copies: Sequence[dict[RankHost, NumberTable]]) -> dict[RankHost, NumberTable]:
     every = [(who, table) for each in copies for who, table in each.items()]
     return dict(sorted(sorted(every, key=lambda pair: len(pair[1].rows)), key=lambda pair: pair[0]))
-
-
-def _resumes(events: Sequence[Record], rank: int) -> list[tuple[float, float]]:
-    """When the run was taken up again, and this rank's last step that lived on."""
-    resumes: list[tuple[float, float]] = []
-    for event in events:
-        if event["kind"] == "start" and event.get("rank") == 0 and (step := event.get("resumed_from_step")) is not None:
-            steps = (event.get("resumes") or [[step]])[-1]
-            resumes.append((event["time"], steps[1 + rank] if 1 + rank < len(steps) else steps[0]))
-    return resumes
 
 
 def runs_in(folder: Path) -> list[Path]:
@@ -254,6 +230,7 @@ class RunSpeed:
 
     pairs_per_second: float
     tokens_per_second: float
+    planned_pairs_per_second: float | None
     efficiency: float | None
 
 
@@ -267,7 +244,7 @@ class RunTime:
 
 
 @dataclass(frozen=True)
-class Figures:
+class RunFigures:
     """A run, now."""
 
     state: str  # waiting, running, silent, finished
@@ -279,22 +256,15 @@ class Figures:
     speed: RunSpeed
     time: RunTime
     restarts: int
-    warnings: list[Warned]
-    ranks: list[RankFigures] = field(default_factory=list)
-    missing: list[Who] = field(default_factory=list)  # ranks of the plan whose records are not here
-
-    @property
-    def planned_pairs_per_second(self) -> float | None:
-        return self.plan.get("predicted_pairs_per_second") if self.plan.get("calibrated") else None
+    warnings: list[Record]  # each once, whatever the number of ranks that record it
+    ranks: list[RankFigures]
+    missing: list[RankHost]  # ranks of the plan whose records are not here
 
 
-def figures(run: RunHistory, now: float) -> Figures:
+def figures(run: RunHistory, now: float) -> RunFigures:
     """Everything that a person asks first. now: Unix seconds."""
-    events, series = run.events, run.series
-    starts = [event for event in events if event["kind"] == "start"]
-    start = starts[-1] if starts else Record()
-    plans = [start.get("plan"), *(event for event in events if event["kind"] == "plan")]
-    plan = next((plan for plan in reversed(plans) if plan), PlanRecord())
+    events, series, start = run.events, run.series, run.start
+    plan = newest_plan(run)
     hosts = [rank["host"] for rank in plan.get("ranks") or []]
     present = {who: table for who, table in series.items() if not hosts or who in list(enumerate(hosts))} or series
     ranks = [_rank_figures(who, table, plan, run, now) for who, table in present.items()]
@@ -310,79 +280,89 @@ def figures(run: RunHistory, now: float) -> Figures:
     newest = max(present.values(), key=lambda table: table.of("time")[-1], default=None)
     latest = newest.rows[-1].tolist() if newest else [math.nan] * len(STEP_COLUMNS)
     tokens = sum(rank.latest["tokens"] / rank.latest["step_seconds"] for rank in ranks if rank.latest["step_seconds"])
-    left = elapsed / done * max(0.0, steps - done) if steps and done and not (ended or silent) else None
-    return Figures(
+    return RunFigures(
         state="finished" if ended else "waiting" if not last else "silent" if silent else "running",
         plan=plan,
-        step=min(math.ceil(done), steps) if steps else math.ceil(done),
+        step=min(math.ceil(done), steps or math.ceil(done)),
         steps=steps,
-        latest=dict(zip(STEP_COLUMNS, (value if math.isfinite(value) else None for value in latest), strict=True)),
-        held_out=held_out_now(events),
+        latest={name: v if math.isfinite(v) else None for name, v in zip(STEP_COLUMNS, latest, strict=True)},
+        held_out=held_out_now(run),
         speed=RunSpeed(
             sum(rank.pairs_per_second for rank in ranks),
             tokens,
+            plan.get("predicted_pairs_per_second") if plan.get("calibrated") else None,
             _efficiency(plan, events, present, start.get("time", 0.0)),
         ),
-        time=RunTime(elapsed, left, _cost(hosts or [host for _, host in series], elapsed, start)),
-        restarts=max(0, sum(event.get("rank") == 0 for event in starts) - 1),
+        time=RunTime(
+            elapsed,
+            elapsed / done * max(0.0, steps - done) if steps and done and not (ended or silent) else None,
+            _cost(hosts or [host for _, host in series], elapsed, start),
+        ),
+        restarts=max(0, len(run.of_kind("start")) - 1),
         warnings=_warnings(events),
         ranks=ranks,
         missing=[who for who in enumerate(hosts) if elapsed > LATE_SECONDS and series and who not in series],
     )
 
 
-def _steps_done(plan: PlanRecord | Record, start: Record, present: dict[Who, Table]) -> float:
+def newest_plan(run: RunHistory) -> PlanRecord | Record:
+    """The plan that is in force: of the newest start, or made since."""
+    plans = [run.start.get("plan"), *(event for event in run.events if event["kind"] == "plan")]
+    return next((plan for plan in reversed(plans) if plan), PlanRecord())
+
+
+def _steps_done(plan: PlanRecord | Record, start: Record, present: dict[RankHost, NumberTable]) -> float:
     """Global steps. Independent ranks count steps of their own, but all count pairs; epochs end in short batches."""
     batch, rows = plan.get("global_batch_size"), start.get("rows")
     if plan.get("strategy") != "independent" or not batch:
         return float(max((table.of("step")[-1] for table in present.values()), default=0.0))
     pairs = float(sum(np.nansum(table.of("pairs")) for table in present.values()))
-    if not rows:
-        return pairs / batch
-    epochs, rest = divmod(pairs, rows)
-    return epochs * -(-rows // batch) + rest / batch
+    epochs, rest = divmod(pairs, rows) if rows else (0.0, pairs)
+    return epochs * -(-(rows or 0) // batch) + rest / batch
 
 
 def _efficiency(
-    plan: PlanRecord | Record, events: Sequence[Record], present: dict[Who, Table], began: float
+    plan: PlanRecord | Record, events: Sequence[Record], present: dict[RankHost, NumberTable], began: float
 ) -> float | None:
-    """Speed over what the hosts do alone, added up; waits at rounds' ends and merges count, as in summary.json."""
+    """Speed over the sum of what the hosts do alone; waits at rounds' ends and merges count, as in summary.json."""
     solo = plan.get("solo_sum_pairs_per_second")
     if not solo or not plan.get("calibrated") or len(plan.get("ranks") or []) < 2:
         return None
     pairs, seconds = [], []
     for (rank, _), table in present.items():
-        own = table.of("time") >= began
+        since = table.of("time") >= began
         merges = [e for e in events if e["kind"] == "merge" and e.get("rank") == rank and e["time"] >= began]
         ends = sum(e.get("seconds", 0.0) + e.get("waited_seconds", 0.0) for e in merges)
-        pairs.append(float(np.nansum(table.of("pairs")[own])))
-        seconds.append(float(np.nansum(table.of("step_seconds")[own])) + ends)
-    if not seconds or not max(seconds):
-        return None
+        pairs.append(float(np.nansum(table.of("pairs")[since])))
+        seconds.append(float(np.nansum(table.of("step_seconds")[since])) + ends)
     is_divided = plan.get("strategy") in ("sharded", "pipelined")  # then every rank does every pair
-    return (pairs[0] if is_divided else sum(pairs)) / max(seconds) / solo
+    longest = max(seconds, default=0.0)
+    return (pairs[0] if is_divided else sum(pairs)) / longest / solo if longest else None
 
 
-def held_out_now(events: Sequence[Record]) -> Record:
+def held_out_now(run: RunHistory) -> Record:
     """Rank 0's newest held-out metrics: at its end, a run may go back to the weights of an earlier step."""
-    of_rank_0 = [event for event in events if event.get("rank") == 0]
-    if of_rank_0 and of_rank_0[-1]["kind"] == "end" and of_rank_0[-1].get("final_step") is not None:
-        return of_rank_0[-1]
-    return next((event for event in reversed(of_rank_0) if event["kind"] == "evaluation"), Record())
+    ends = [end for end in run.of_kind("end") if end["time"] > run.start.get("time", 0.0)]
+    if ends and ends[-1].get("final_step") is not None:
+        return ends[-1]
+    return next(reversed(run.of_kind("evaluation")), Record())
 
 
-def _warnings(events: Sequence[Record]) -> list[Warned]:
-    """Each warning once, whatever the number of ranks that record it; plans warn as well."""
-    warnings: dict[tuple[int | None, str], Warned] = {}
+def _warnings(events: Sequence[Record]) -> list[Record]:
+    """Each warning once; plans warn as well."""
+    distinct: dict[object, Record] = {}
     for event in events:
-        of_plan = (event.get("plan") or PlanRecord()).get("warnings") or []
-        for text in [event.get("text")] if event["kind"] == "warning" else of_plan:
-            if text and (None, text) not in warnings:
-                warnings.setdefault((event.get("step"), text), Warned(event["time"], event.get("step"), text))
-    return list(warnings.values())
+        for text in (event.get("plan") or PlanRecord()).get("warnings") or []:
+            distinct.setdefault((None, text), {"kind": "warning", "time": event["time"], "text": text})
+        text = event.get("text")
+        if event["kind"] == "warning" and text and (None, text) not in distinct:
+            distinct.setdefault((event.get("step"), text), event)
+    return list(distinct.values())
 
 
-def _rank_figures(who: Who, table: Table, plan: PlanRecord | Record, run: RunHistory, now: float) -> RankFigures:
+def _rank_figures(
+    who: RankHost, table: NumberTable, plan: PlanRecord | Record, run: RunHistory, now: float
+) -> RankFigures:
     rank, host = who
     rows = table.rows[-RECENT:]
     known = [column[np.isfinite(column)] for column in rows.T]
@@ -390,13 +370,11 @@ def _rank_figures(who: Who, table: Table, plan: PlanRecord | Record, run: RunHis
     latest["peak_memory_bytes"] = float(np.nanmax(rows[:, table.columns["peak_memory_bytes"]], initial=0.0))
     shares, step_seconds = plan.get("shares") or [], plan.get("predicted_step_seconds")
     share = shares[rank] if rank < len(shares) else None
-    limits = [e["memory_limit_bytes"] for e in run.events if (e.get("rank"), e.get("host")) == who
-              and e.get("memory_limit_bytes")]  # fmt: skip
+    limits = [e.get("memory_limit_bytes") for e in run.events if (e.get("rank"), e.get("host")) == who]
     measures: dict[str, float] = {}
     for other in run.measured:
-        for name in MEASURES[2:] if other == who else SENSORS if other[1] == host else ():  # sensors are a host's
-            values = run.measure(other, name)[1]
-            if len(values):
+        for name in MEASURES[2:] if other == who else SENSORS if other[1] == host else ():
+            if len(values := run.measure(other, name)[1]):
                 measures[name] = float(values[-1])
     return RankFigures(
         rank=rank,
@@ -407,23 +385,23 @@ def _rank_figures(who: Who, table: Table, plan: PlanRecord | Record, run: RunHis
         pairs_per_second=latest["pairs"] / latest["step_seconds"] if latest["step_seconds"] else 0.0,
         planned_pairs_per_second=share / step_seconds if plan.get("calibrated") and share and step_seconds else None,
         latest=latest,
-        memory_limit_bytes=limits[-1] if limits else None,
+        memory_limit_bytes=next((limit for limit in reversed(limits) if limit), None),
         measures=measures,
     )
 
 
-def _seconds_a_record(table: Table) -> float:
+def _seconds_a_record(table: NumberTable) -> float:
     """From one record to the next, evaluations and checkpoints between them included."""
     times = table.of("time")[-RECENT:]
     return float(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
 
 
-def _paused_seconds(events: Sequence[Record], series: dict[Who, Table]) -> float:
+def _paused_seconds(events: Sequence[Record], series: dict[RankHost, NumberTable]) -> float:
     """The time between the last record of a process and the start of the next one, by rank 0's, added up."""
-    own = [event for event in events if event.get("rank") == 0]
-    again = [event["time"] for event in own if event["kind"] == "start"][1:]
+    of_rank_0 = [event for event in events if event.get("rank") == 0]
+    again = [event["time"] for event in of_rank_0 if event["kind"] == "start"][1:]
     steps = [table.of("time") for (rank, _), table in series.items() if rank == 0]
-    times = np.sort(np.concatenate([[event["time"] for event in own], *steps]))
+    times = np.sort(np.concatenate([[event["time"] for event in of_rank_0], *steps]))
     before = times[np.maximum(0, np.searchsorted(times, again) - 1)]
     return float(np.sum(again - before)) if again else 0.0
 
@@ -437,17 +415,16 @@ def _cost(hosts: Sequence[str], seconds: float, start: Record) -> RunCost | None
     return hosts_cost(hosts, seconds, settings)
 
 
-def batch_curves(run: RunHistory) -> list[tuple[Who, list[int], BatchCurve]]:
-    """What the plan of a run rests on: every rank's micro-batches and curve, of this model alone; once a host."""
-    plans = [plan for event in run.events if event["kind"] == "start" and (plan := event.get("plan"))]
-    plan = plans[-1] if plans else PlanRecord()
-    distinct: dict[tuple[str, str], tuple[Who, list[int], BatchCurve]] = {}
+def batch_curves(run: RunHistory) -> list[tuple[RankHost, list[int], BatchCurve]]:
+    """Every rank's micro-batches and measured curve of this model, on which the plan rests; once a host."""
+    plan = run.start.get("plan") or PlanRecord()
+    distinct: dict[tuple[str, str], tuple[RankHost, list[int], BatchCurve]] = {}
     for rank, (ranks, curve) in enumerate(zip(plan.get("ranks") or [], plan.get("curves") or [], strict=False)):
         with contextlib.suppress(ValidationError):
             measured = BatchCurve.model_validate(curve)
-            if measured.key is None or not plan.get("calibrated"):  # a published curve, of another model
-                continue
-            sizes = sorted({size for size in ranks.get("micro_batch_sizes") or [] if isinstance(size, int) and size})
-            key = ranks["host"], measured.model_dump_json()
-            distinct.setdefault(key, ((rank, ranks["host"]), sizes, measured))
+            if measured.key is not None and plan.get("calibrated"):  # else a published curve, of another model
+                sizes = sorted(
+                    {size for size in ranks.get("micro_batch_sizes") or [] if isinstance(size, int) and size}
+                )
+                distinct.setdefault((ranks["host"], str(curve)), ((rank, ranks["host"]), sizes, measured))
     return list(distinct.values())

@@ -20,12 +20,11 @@ import matplotlib
 
 from lib.config import read_file
 from lib.errors import UserError, shown
-from lib.plan.calibration import BatchCurve
-from lib.report import charts
-from lib.report.history import Figures, RunHistory, batch_curves, figures, held_out_now
+from lib.report import charts, tables
+from lib.report.charts import Panel, Plotly
+from lib.report.history import RunHistory, figures
 from lib.system import files
 from lib.system.model_folder import ADAPTER_WEIGHTS
-from lib.system.records import Record, SettingsRecord
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402  (after the backend is chosen)
@@ -33,9 +32,9 @@ from matplotlib import pyplot  # noqa: E402  (after the backend is chosen)
 CARD, CURVES, REPORT = "README.md", "curves.png", "report.html"
 SHOWN_EVENTS = 200
 STYLE = Path(__file__).with_suffix(".css")
-MARKERS = {"circle-open": "o", "circle": "o", "x": "x", "diamond": "D"}
+MARKERS = {"circle-open": "o", "x": "x", "diamond": "D"}
 DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
-PICTURED = ("loss", "reward_accuracy", "reward_margin", "exact_match")
+PICTURED = 4  # panels of learning
 TEMPLATE = """---
 {card_data}
 ---
@@ -72,67 +71,56 @@ def write(folder: Path) -> list[Path]:
         pass
     if not run.events and not run.series:
         raise UserError(f"{folder} has no records; a run's folder has them in logs/")
-    now, summary = figures(run, time.time()), _summary(folder)
-    texts = {REPORT: report_html(run, now, summary).encode("utf-8", "replace")}
-    if picture := curves_png(run):
-        texts[CURVES] = picture
+    written = {REPORT: report_html(run).encode("utf-8", "replace")}
+    if panels := charts.learning([run])[:PICTURED]:
+        written[CURVES] = png([(panel.title, panel.figure) for panel in panels])
     if (folder / ADAPTER_WEIGHTS).exists():
-        texts[CARD] = model_card(run, now, summary).encode("utf-8", "replace")
-    for name, content in texts.items():
+        written[CARD] = model_card(run).encode("utf-8", "replace")
+    for name, content in written.items():
         files.write_atomically(folder / name, content)
-    return [folder / name for name in texts]
+    return [folder / name for name in written]
 
 
-# ---- Pictures: Plotly's figures of lib/report/charts.py, by Matplotlib -----------------------------------------------
+def summary_of(folder: Path) -> dict[str, Any]:
+    """summary.json; empty where there is none."""
+    try:
+        return read_file.read_object(folder / "summary.json", "the run's")
+    except (OSError, UserError):
+        return {}
 
 
-def curves_png(run: RunHistory) -> bytes | None:
-    """Loss, reward accuracy, margin and exact match over the steps, training and held out; None without any."""
-    titles = {name: title for name, title, _ in charts.LEARNING}
-    drawn = [(titles[name], plotly) for name in PICTURED if (plotly := charts.learning([run], name))["data"]]
-    if not drawn:
-        return None
-    size = (3.4 * len(drawn), 2.8)
-    figure, axes = pyplot.subplots(1, len(drawn), figsize=size, squeeze=False, layout="constrained")
-    for axis, (title, plotly) in zip(axes[0], drawn, strict=True):
-        draw(axis, title, plotly)
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=130, format="png")
-    pyplot.close(figure)
-    return picture.getvalue()
+# ---- Pictures: the dashboard's figures, by Matplotlib ----------------------------------------------------------------
 
 
-def draw(axis: Any, title: str, figure: charts.Plotly) -> None:
+def draw(axis: Any, title: str, figure: Plotly) -> None:
     """The lines and points of a figure, as a panel."""
+    layout = figure["layout"]
     for trace in figure["data"]:
-        line, marker = trace.get("line", {}), trace.get("marker", {})
-        if trace.get("hoverinfo") == "skip":  # a band's edges
-            continue
-        symbols = marker.get("symbol", "circle")
-        symbol = MARKERS.get(symbols if isinstance(symbols, str) else symbols[0], "o")
+        look, marker = trace["line"], trace.get("marker", {})
+        symbols = marker.get("symbol", "circle-open")
+        symbols = [symbols] if isinstance(symbols, str) else symbols
+        values = [float("nan") if value is None else value for value in trace["y"]]
         axis.plot(
             trace["x"],
-            charts.drawable(trace["y"]),
-            DASHES[line.get("dash", "solid")] if "lines" in trace["mode"] else "",
-            marker=symbol if "markers" in trace["mode"] else None,
-            color=line.get("color") or marker.get("color"),
-            linewidth=line.get("width", 1.4),
+            values,
+            DASHES[look.get("dash", "solid")] if "lines" in trace["mode"] else "",
+            marker=MARKERS.get(symbols[0], "o") if "markers" in trace["mode"] else None,
+            color=look["color"],
+            linewidth=look.get("width", 1.4),
             markersize=4,
             alpha=trace.get("opacity", 1.0),
-            label=html.unescape(trace["name"]) if trace.get("showlegend", True) else None,
+            label=html.unescape(trace["name"]).replace("$", r"\$") if trace.get("showlegend", True) else None,
         )
-        undone = [at for at, text in enumerate(trace.get("text", ())) if text == "undone"]
-        axis.plot([trace["x"][at] for at in undone], [trace["y"][at] for at in undone], "x", markersize=10)
-    axes = figure["layout"]
+        undone = [at for at, symbol in enumerate(symbols) if symbol == "x"]
+        axis.plot([trace["x"][at] for at in undone], [values[at] for at in undone], "x", markersize=10)
     axis.set_title(title, fontsize=10)
-    axis.set_xlabel(axes["xaxis"].get("title", {}).get("text", ""), fontsize=9)
-    axis.set_ylabel(axes["yaxis"].get("title", {}).get("text", ""), fontsize=9)
-    if axes["yaxis"].get("tickformat") == ".0%":
-        axis.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0, decimals=0))
-    _plain(axis)
-
-
-def _plain(axis: Any) -> None:
+    axis.set_xlabel(layout["xaxis"].get("title", {}).get("text", ""), fontsize=9)
+    axis.set_ylabel(layout["yaxis"].get("title", {}).get("text", ""), fontsize=9)
+    if layout["xaxis"].get("type") == "log":
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:g}")
+    if layout["yaxis"].get("tickformat") == ".1%":
+        axis.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0, decimals=1))
     axis.tick_params(labelsize=8)
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
@@ -140,180 +128,74 @@ def _plain(axis: Any) -> None:
         axis.legend(fontsize=7, frameon=False)
 
 
-def panel_svg(title: str, figure: charts.Plotly) -> str:
-    """A figure as an SVG element."""
+def png(panels: Sequence[tuple[str, Plotly]], width: float = 3.4) -> bytes:
+    """Figures with their titles in a row, as a picture. width: inches of a panel."""
+    size = (width * len(panels), 0.82 * width)
+    picture, axes = pyplot.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
+    for axis, (title, figure) in zip(axes[0], panels, strict=True):
+        draw(axis, title, figure)
+    content = io.BytesIO()
+    picture.savefig(content, dpi=130, format="png")
+    pyplot.close(picture)
+    return content.getvalue()
+
+
+def svg(title: str, figure: Plotly) -> str:
+    """A figure as an SVG element: text takes the page's colour, nothing is fetched."""
     picture, axis = pyplot.subplots(figsize=(4, 2.8), layout="constrained")
     draw(axis, title, figure)
-    return svg_of(picture, title)
-
-
-def svg_of(figure: Any, label: str = "pairs a second by the size of a micro-batch") -> str:
-    """A Matplotlib figure as an SVG element: text takes the page's colour, nothing is fetched. Closes the figure."""
-    picture = io.StringIO()
+    content = io.StringIO()
     with pyplot.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": "tandem"}):
-        figure.savefig(picture, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    pyplot.close(figure)
-    text = picture.getvalue()
+        picture.savefig(content, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    pyplot.close(picture)
+    text = content.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", text)
-    text = text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(label)}" ', 1)
+    text = text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(title)}" ', 1)
     return text.replace("#000000", "currentColor").replace("<text ", '<text fill="currentColor" ')
 
 
-def batch_curves_figure(
-    measured: Sequence[tuple[str, BatchCurve]], published: Sequence[tuple[str, BatchCurve]] = ()
-) -> Any:
-    """Speed by the size of a micro-batch, all hosts in one figure, and memory where it was measured.
-
-    Measured curves are solid, published ones dashed.
-    """
-    has_memory = any(point.peak_memory_bytes for _, curve in measured for point in curve.points)
-    panels = 2 if has_memory else 1
-    figure, axes = pyplot.subplots(1, panels, figsize=(5.5 * panels, 4.2), layout="constrained", squeeze=False)
-    for index, (name, curve) in enumerate([*measured, *published]):
-        label, colour = name.replace("$", r"\$"), charts.COLOURS[index % len(charts.COLOURS)]  # no formula
-        sizes, line = [point.batch_size for point in curve.points], "o-" if index < len(measured) else "--"
-        axes[0][0].plot(sizes, [point.pairs_per_second for point in curve.points], line, color=colour, label=label)
-        peaks = [point.peak_memory_bytes / 1e9 for point in curve.points if point.peak_memory_bytes]
-        if has_memory and peaks and index < len(measured):
-            axes[0][1].plot(sizes, peaks, "o-", color=colour, label=label)
-            if curve.memory_limit_bytes and curve.memory_limit_bytes < 20e9 * max(peaks):
-                axes[0][1].axhline(curve.memory_limit_bytes / 1e9, color=colour, linestyle=":", linewidth=1)
-    for axis, what in zip(axes[0], ("pairs/s", "peak memory, GB (dotted: limit)"), strict=False):
-        axis.set_ylabel(what)
-        axis.set_xlabel("pairs a micro-batch")
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        for scale in (axis.xaxis, axis.yaxis):  # plain numbers, on the few ticks between powers of ten as well
-            scale.set_major_formatter("{x:g}")
-        axis.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
-        _plain(axis)
-    return figure
+# ---- The page --------------------------------------------------------------------------------------------------------
 
 
-# ---- The report ------------------------------------------------------------------------------------------------------
-
-
-def report_html(run: RunHistory, now: Figures, summary: dict[str, Any]) -> str:
-    """One page: figures, curves, plan, samples, environment, costs. Nothing in it is fetched from anywhere."""
-    learning = [(title, charts.learning([run], name)) for name, title, _ in charts.LEARNING]
-    rounds = [(title, charts.of_rounds(run, name)) for name, (title, _) in charts.OF_ROUNDS.items()]
-    parts = [f"<h1>{html.escape(run.name)}</h1>", f"<p class=soft>{html.escape(now.plan.get('reason') or '')}</p>"]
-    parts += [_table(None, facts(run, now, summary)), _table(["held out", "before", "after"], held_out(run))]
-    parts += ["<h2>Curves</h2>", _panels(learning)]
-    parts += ["<h2>Rounds</h2>", _panels(rounds)] if any(figure for _, figure in rounds) else []
-    parts += ["<h2>Ranks</h2>", _table(*_ranks(now))]
-    if now.missing:
-        hosts = ", ".join(f"{rank} ({host})" for rank, host in now.missing)
-        parts.append(
-            f"<p class=soft>Records of rank {html.escape(hosts)} are on those hosts, not in these figures.</p>"
-        )
-    if curves := batch_curves(run):
-        drawn = batch_curves_figure([(charts.label_of(who), curve) for who, _, curve in curves])
-        parts += [f"<h2>Batch curves</h2><p class=soft>{html.escape(str(curves[0][2].key))}</p>"]
-        parts += [f'<div class="scroll">{svg_of(drawn, "pairs a second by the size of a micro-batch")}</div>']
+def report_html(run: RunHistory) -> str:
+    """The whole report as one file of HTML."""
+    now = figures(run, time.time())
+    summary = tables.so_far(run, now) | summary_of(run.folder)
+    config = run.start.get("config") or {}
+    base = summary.get("model") or (config.get("model") or {}).get("path")
+    parts = [f"<h1>{html.escape(run.name)}</h1>", f'<p class="soft">{html.escape(f"{base}, {now.state}")}</p>']
+    if held := tables.held_out(*_evaluations(run)):
+        parts += [_table(["held out", "before", "after"], held)]
+    parts += [_table(None, tables.facts(summary)), _panels(charts.learning([run]))]
+    if records := charts.of_rounds(run):
+        parts += ["<h2>Rounds</h2>", _panels(records)]
+    parts += ["<h2>Ranks and hosts</h2>", _table(*tables.ranks(summary["ranks"]))]
+    parts += [f"<p>Plan: {html.escape(now.plan.get('reason') or 'none')}</p>"]
+    machine = [charts.speed(run, now), charts.syncs(run), charts.of_batches(run), *charts.measured(run)]
+    parts += [_panels([panel for panel in machine if panel])]
     if now.warnings:
-        warned = [(_clock(w.time), "" if w.step is None else f"step {w.step}", w.text) for w in now.warnings]
-        parts += ["<h2>Warnings</h2>", _table(None, warned[-SHOWN_EVENTS:])]
-    if texts := samples(run):
+        parts += ["<h2>Warnings</h2>", _table(None, [(tables.describe(w),) for w in now.warnings[-SHOWN_EVENTS:]])]
+    if texts := tables.samples(run):
         parts += ["<h2>Samples before and after</h2>", *(f"<pre>{html.escape(text)}</pre>" for text in texts)]
-    events = [event for event in charts.distinct_events(run.events) if event["kind"] not in ("checkpoint", "warning")]
-    described = [(_clock(event["time"]), charts.describe(event)) for event in events[-SHOWN_EVENTS:]]
+    events = [event for event in tables.distinct_events(run) if event["kind"] not in ("checkpoint", "warning")]
+    described = [(_clock(event["time"]), tables.describe(event)) for event in events[-SHOWN_EVENTS:]]
     parts += ["<h2>What happened when</h2>", _table(None, described)]
-    parts += ["<h2>Environment</h2>", _table(None, list(environment(run).items()))]
-    settings = html.escape(json.dumps(_start(run).get("config", {}), indent=1))
-    parts += [f"<details><summary>Settings</summary><pre>{settings}</pre></details>"]
+    parts += ["<h2>How it was made</h2>", _table(None, tables.made_with(run))]
+    parts += [f"<details><summary>Settings</summary><pre>{html.escape(json.dumps(config, indent=1))}</pre></details>"]
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     head += f"<title>{html.escape(run.name)}</title><style>{STYLE.read_text(encoding='utf-8')}</style>"
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
 
 
-def _panels(drawn: Sequence[tuple[str, charts.Plotly | None]]) -> str:
-    panels = [panel_svg(title, figure) for title, figure in drawn if figure and figure["data"]]
-    return f'<div class="panels">{"".join(panels)}</div>'
+def _evaluations(run: RunHistory) -> tuple[Any, Any]:
+    """Rank 0's first evaluation, and that of the weights that the run's folder holds."""
+    return (run.of_kind("evaluation") or [{}])[0], figures(run, time.time()).held_out
 
 
-def held_out(run: RunHistory) -> list[tuple[str, str, str]]:
-    """Metric, before, after: of rank 0's first evaluation, and of the weights that the run's folder holds."""
-    evaluations = [*charts.evaluations(run)[:1], held_out_now(run.events)]
-    rows = []
-    for name, title, text in charts.HELD_OUT:
-        values = [value for event in evaluations if (value := charts.metric_of(event, name)) is not None]
-        if values:
-            rows.append((title, text.format(values[0]), text.format(values[-1])))
-    return rows
-
-
-def facts(run: RunHistory, now: Figures, summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """How the run went, name and value."""
-    config = _start(run).get("config") or SettingsRecord()
-    train, data = config.get("train") or {}, config.get("data") or {}
-    shares = " + ".join(str(rank.share) for rank in now.ranks if rank.share is not None)
-    saved = [event for event in run.events if event["kind"] == "checkpoint"]
-    speed = summary.get("pairs_per_second", now.speed.pairs_per_second)
-    tokens = summary.get("tokens_per_second", now.speed.tokens_per_second)
-    efficiency = summary.get("efficiency", now.speed.efficiency)
-    held = summary.get("checkpoint") or {}
-    rows = [
-        ("state", now.state),
-        ("data", str(data.get("train"))),
-        ("steps", f"{now.step:,}" + (f" of {now.steps:,}" if now.steps else "")),
-        ("ended early", summary.get("early_end") or ""),
-        ("weights here", f"of step {held['step']}, the {held['which']}" if held else ""),
-        ("strategy and shares", f"{now.plan.get('strategy')}, {shares}"),
-        ("learning rate, seed", f"{train.get('learning_rate')}, {train.get('seed')}"),
-        ("speed", f"{speed:.3g} pairs/s, {tokens:,.0f} tokens/s"),
-        ("efficiency (η)", "" if efficiency is None else f"{efficiency:.1%}"),
-        ("time", f"{now.time.elapsed_seconds:,.0f} s"),
-        ("checkpoints", str(len(saved)) + (f", the last of step {saved[-1].get('step')}" if saved else "")),
-        ("restarts, warnings", f"{now.restarts}, {len(now.warnings)}"),
-    ]
-    if cost := summary.get("cost") or now.time.cost:
-        rows.append(("cost", f"{cost['cost']:.3g} ({cost['energy_kwh']:.3g} kWh)"))
-    return [(name, text) for name, text in rows if text]
-
-
-def _ranks(now: Figures) -> tuple[list[str], list[list[str]]]:
-    """The columns and rows of the table of ranks: means over their last steps."""
-    columns = ["rank", "host", "pairs a step", "pairs/s", "plan", "compute s", "sync s", "wait s", "peak memory GB"]
-    rows = []
-    for rank in now.ranks:
-        planned = "–" if rank.planned_pairs_per_second is None else f"{rank.planned_pairs_per_second:.3g}"
-        times = [f"{rank.latest[f'{part}_seconds']:.3g}" for part in ("compute", "sync", "wait")]
-        first = [str(rank.rank), rank.host, str(rank.share), f"{rank.pairs_per_second:.3g}", planned]
-        rows.append([*first, *times, f"{rank.latest['peak_memory_bytes'] / 1e9:.3g}"])
-    return columns, rows
-
-
-def samples(run: RunHistory) -> list[str]:
-    """Prompts with the answers before and after, as rank 0 recorded them."""
-    texts: dict[str, list[str]] = {}
-    for event in run.events:
-        for sample in (event.get("samples") or []) if event["kind"] == "samples" and event.get("rank") == 0 else ():
-            answers = [f"{when}: {sample.get(when)}" for when in ("before", "after") if when in sample]
-            texts.setdefault(sample["prompt"], []).extend(answers)
-    return ["\n".join([prompt, *dict.fromkeys(answers)]) for prompt, answers in texts.items()]
-
-
-def environment(run: RunHistory) -> dict[str, str]:
-    """What a run was made with, name and value."""
-    start = _start(run)
-    named = {"commit": start.get("commit"), "platform": start.get("platform"), **(start.get("versions") or {})}
-    return {name: str(value) for name, value in named.items() if value}
-
-
-def _start(run: RunHistory) -> Record:
-    """Rank 0's last record of a start."""
-    starts = [event for event in run.events if event["kind"] == "start" and event.get("rank") == 0]
-    return starts[-1] if starts else Record()
-
-
-def _summary(folder: Path) -> dict[str, Any]:
-    """summary.json; empty where there is none."""
-    try:
-        return read_file.read_object(folder / "summary.json", "the run's")
-    except (OSError, UserError):
-        return {}
+def _panels(panels: Sequence[Panel]) -> str:
+    drawn = [svg(panel.title, panel.figure) for panel in panels if panel.figure["data"]]
+    return f'<div class="panels">{"".join(drawn)}</div>'
 
 
 def _clock(at: float) -> str:
@@ -330,11 +212,13 @@ def _table(head: Sequence[str] | None, rows: Sequence[Sequence[str]]) -> str:
 # ---- The model card --------------------------------------------------------------------------------------------------
 
 
-def model_card(run: RunHistory, now: Figures, summary: dict[str, Any]) -> str:
+def model_card(run: RunHistory) -> str:
     """The adapter's README.md, with the metadata that the Hugging Face hub reads."""
     from huggingface_hub import ModelCardData
 
-    config = _start(run).get("config") or SettingsRecord()
+    now = figures(run, time.time())
+    summary = tables.so_far(run, now) | summary_of(run.folder)
+    config = run.start.get("config") or {}
     model, train = config.get("model") or {}, config.get("train") or {}
     base = str(summary.get("model") or model.get("path"))
     is_hub_name = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", base)) and not Path(base).exists()
@@ -346,9 +230,8 @@ def model_card(run: RunHistory, now: Figures, summary: dict[str, Any]) -> str:
         tags=["mlx", "tandem", *(["dpo"] if train.get("loss") == "sigmoid" else []), *(["preference"] * preference)],
     )
     loss = f"preference-trained with the {train.get('loss')} loss (beta {train.get('beta')})"
-    listed = [*facts(run, now, summary), ("plan", now.plan.get("reason") or "")]
-    listed.append(("environment", ", ".join(f"{name} {value}" for name, value in environment(run).items())))
-    texts = ["\n".join(f"    {shown(line)}" for line in text.splitlines()) for text in samples(run)]
+    listed = [*tables.facts(summary), ("plan", now.plan.get("reason") or ""), *tables.made_with(run)]
+    texts = ["\n".join(f"    {shown(line)}" for line in text.splitlines()) for text in tables.samples(run)]
     return TEMPLATE.format(
         card_data=data.to_yaml(),
         name=_as_text(run.name),
@@ -357,7 +240,7 @@ def model_card(run: RunHistory, now: Figures, summary: dict[str, Any]) -> str:
         base_shown=f"[{base}](https://huggingface.co/{base})" if is_hub_name else f"`{_as_text(base)}`",
         trained=loss if preference else "fine-tuned (SFT)",
         hosts=_as_text(", ".join(dict.fromkeys(rank.host for rank in now.ranks))),
-        held_out="\n".join(f"| {' | '.join(row)} |" for row in held_out(run)),
+        held_out="\n".join(f"| {' | '.join(row)} |" for row in tables.held_out(*_evaluations(run))),
         facts="\n".join(f"- {name}: {_as_text(text)}" for name, text in listed),
         samples="\n## Samples, before and after\n\n" + "\n\n".join(texts) + "\n" if texts else "",
     )

@@ -12,18 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from lib.errors import UserError
-from lib.system.records import Record, SettingsRecord
+from lib.system.records import Record
 
 Write = Callable[[int, dict[str, float]], None]  # (step, figures by name)
 
-
 PACKAGES = {"tensorboard": "tensorboardX", "trackio": "trackio", "wandb": "wandb"}
 PREFIXES = {"step": "train", "evaluation": "held_out"}  # of the figures' names, by the kind of their record
-FLUSH_SECONDS = 5.0  # between two writes of TensorBoard's file to the disk
 
 
 class Trackers:
-    """Rank 0's records on their way to the sinks. One that fails is reported once and left out; the run goes on.
+    """Sends rank 0's records to the sinks. One that fails is reported once and left out; the run goes on.
 
     Raises:
         UserError: a sink's package cannot be imported.
@@ -36,9 +34,8 @@ class Trackers:
             try:
                 importlib.import_module(PACKAGES[name])
             except ImportError as error:
-                raise UserError(
-                    f"run.sinks: {name} needs the package {PACKAGES[name]} ({error}); run pip install {PACKAGES[name]}"
-                ) from error
+                needs = f"{name} needs the package {PACKAGES[name]} ({error})"
+                raise UserError(f"run.sinks: {needs}; run pip install {PACKAGES[name]}") from error
 
     def take(self, entry: Record) -> str | None:
         """A run's record: `start` opens the sinks, `end` closes them; a `step`'s or `evaluation`'s figures go to each.
@@ -58,7 +55,7 @@ class Trackers:
         return "; ".join(fault for fault in faults if fault) or None
 
     def _start(self, name: str, entry: Record) -> None:
-        sink = SINKS[name](self.folder, entry["config"], entry["resumed_from_step"] is not None)
+        sink = SINKS[name](self.folder, entry["config"], entry["resumed_from_step"])
         self._open[name] = sink, sink.__enter__()
 
     def _attempt(self, name: str, do: Callable[..., Any], *arguments: Any) -> str | None:
@@ -82,68 +79,48 @@ def figures(prefix: str, entry: Mapping[str, object]) -> dict[str, float]:
 
 
 @contextmanager
-def _tensorboard(folder: Path, config: SettingsRecord | None, resumed: bool) -> Iterator[Write]:
-    """Event files in the run's `tensorboard/`.
+def _tensorboard(folder: Path, config: object, resumed_step: int | None) -> Iterator[Write]:
+    """Event files in the run's `tensorboard/`; steps that a crash undid are purged."""
+    from tensorboardX import SummaryWriter
 
-    SummaryWriter is not used: its thread dies when the disk is full, and closing it then waits for ever.
-    """
-    from tensorboardX.event_file_writer import EventsWriter
-    from tensorboardX.proto.event_pb2 import Event, SessionLog
-    from tensorboardX.summary import scalar
-
-    (folder / "tensorboard").mkdir(exist_ok=True)
-    file = EventsWriter(str(folder / "tensorboard" / "events"), f".{time.time_ns()}")
-    flushed, has_trained = time.monotonic(), False
-
-    def write(step: int, values: dict[str, float]) -> None:
-        nonlocal flushed, has_trained
-        if resumed and not has_trained and any(name.startswith("train/") for name in values):
-            # From here on TensorBoard forgets what it read in earlier files: steps that a crash undid.
-            file.write_event(Event(step=step, wall_time=time.time(), session_log=SessionLog(status=SessionLog.START)))
-            has_trained = True
-        for name, value in values.items():
-            file.write_event(Event(step=step, wall_time=time.time(), summary=scalar(name, value)))
-        if time.monotonic() - flushed >= FLUSH_SECONDS:
-            file.flush()
-            flushed = time.monotonic()
-
-    yield write
-    file.close()
+    purge = None if resumed_step is None else resumed_step + 1
+    suffix = f".{time.time_ns()}"  # two starts in one second have a file each
+    with SummaryWriter(str(folder / "tensorboard"), purge_step=purge, flush_secs=5, filename_suffix=suffix) as writer:
+        yield lambda step, values: [writer.add_scalar(name, value, step) for name, value in values.items()] and None
 
 
 @contextmanager
-def _trackio(folder: Path, config: SettingsRecord | None, resumed: bool) -> Iterator[Write]:
+def _trackio(folder: Path, config: object, resumed_step: int | None) -> Iterator[Write]:
     """A run of the project `tandem`, on this machine unless trackio's own variables name another.
 
     Steps that a crash undid stay in it.
     """
     import trackio
 
-    run = trackio.init("tandem", folder.name, config=config, resume="allow" if resumed else "never")
+    run = trackio.init("tandem", folder.name, config=config, resume="never" if resumed_step is None else "allow")
     yield lambda step, values: run.log(values, step=step)
     run.finish()
 
 
 @contextmanager
-def _wandb(folder: Path, config: SettingsRecord | None, resumed: bool) -> Iterator[Write]:
+def _wandb(folder: Path, config: object, resumed_step: int | None) -> Iterator[Write]:
     """A run of the project `tandem`, by wandb's own login; WANDB_MODE=offline keeps it in the run's `wandb/`."""
     import wandb
 
-    which = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]  # the same when resumed
     run = wandb.init(
         project="tandem",
         name=folder.name,
-        id=which,
+        id=hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16],  # the same when resumed
         dir=folder,
         config=config,
-        resume="allow" if resumed else None,
+        resume=None if resumed_step is None else "allow",
         settings=wandb.Settings(login_timeout=60),
     )
     yield lambda step, values: run.log(values, step=step)
     run.finish()
 
 
-SINKS: dict[str, Callable[[Path, SettingsRecord | None, bool], AbstractContextManager[Write]]] = {
+SINKS: dict[str, Callable[[Path, object, int | None], AbstractContextManager[Write]]] = {
     "tensorboard": _tensorboard,
     "trackio": _trackio,
     "wandb": _wandb,

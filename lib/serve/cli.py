@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import ipaddress
 import json
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +50,7 @@ def serve(settings: Config, run: Path | None) -> None:
     """Serves until SIGTERM or Ctrl-C.
 
     Raises:
-        UserError: something that was asked for cannot be served.
+        UserError: the settings ask for something that cannot be served.
         Stopped: the model cannot be loaded.
     """
     mpi_and_blas.prepare()  # before MLX is imported: its own BLAS is 17 times as slow
@@ -65,94 +63,53 @@ def serve(settings: Config, run: Path | None) -> None:
     _check(settings, run)
     sys.setswitchinterval(SWITCH_SECONDS)
     keys = None if options.keys is None else key_file.KeyFile(Path(options.keys))
-    listening = bind(options.host, options.port)
-    is_public = not ipaddress.ip_address(listening.getsockname()[0]).is_loopback
-    if is_public and keys is None:
-        listening.close()
-        raise UserError(
-            f"serve.host={options.host} can be reached from other machines, and there are no keys: "
-            "python -m lib.server --make-key NAME --keys FILE, then serve.keys=FILE"
-        )
-    if is_public:
-        print("warning: keys and texts travel unencrypted; --emit nginx writes a proxy's file for TLS", file=sys.stderr)
-    name = options.name or (run or Path(settings.model.path)).resolve().name
-    folder = model_folder.resolve(settings.model.path, settings.model.revision)
-    stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    model = ServedModel(settings.model, settings.data, folder, run, options.fuse)
-    generator = Generator(model.load, options.concurrency)
-    feedback = None if options.feedback is None else Feedback(Path(options.feedback), options.feedback_seconds)
-    server = Server(
-        options,
-        name,
-        generator,
-        model,
-        keys,
-        feedback,
-        log,
-        vocab_size=stored.get("vocab_size") or (stored.get("text_config") or {}).get("vocab_size"),
-        context_tokens=model_folder.context_tokens(stored),
-    )
-    host, port = listening.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    log("start", address=f"http://{shown}:{port}", model=name, run=None if run is None else str(run))
-    asyncio.run(_serve(server, listening))
+    with bind(options.host, options.port) as listening:
+        host, port = listening.getsockname()[:2]
+        if not ipaddress.ip_address(host).is_loopback:
+            if keys is None:
+                raise UserError(
+                    f"serve.host={options.host} can be reached from other machines, and there are no keys: "
+                    "python -m lib.server --make-key NAME --keys FILE, then serve.keys=FILE"
+                )
+            print("warning: keys and texts travel unencrypted; --emit nginx writes a proxy's file", file=sys.stderr)
+        name = options.name or (run or Path(settings.model.path)).resolve().name
+        folder = model_folder.resolve(settings.model.path, settings.model.revision)
+        model = ServedModel(settings.model, settings.data, folder, run, options.fuse)
+        feedback = None if options.feedback is None else Feedback(Path(options.feedback), options.feedback_seconds)
+        generator = Generator(model.load, options.concurrency)
+        address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        log("start", address=address, model=name, run=None if run is None else str(run))
+        generator.start()
+        generator.is_ready.wait()  # the port opens when the model is loaded
+        if generator.failure is None:
+            listening.listen(128)
+            log("up")
+            asyncio.run(_serve(Server(options, name, generator, model, keys, feedback, log), listening))
+    if generator.failure is not None:
+        raise Stopped(f"the model cannot be served: {generator.failure}")
     log("end")
 
 
 async def _serve(server: Any, listening: socket.socket) -> None:
-    """Runs uvicorn until a signal, and ends the generator once requests under way have ended, or their time is over."""
+    """Runs uvicorn until a signal or a failure of the generator; requests under way may finish for a while."""
     import uvicorn
 
-    options = uvicorn.Config(
-        server.app(),
-        log_level="warning",
-        lifespan="off",
-        timeout_graceful_shutdown=max(1, round(server.settings.drain_seconds)),
-        server_header=False,
+    seconds = max(1, round(server.settings.drain_seconds))
+    web = uvicorn.Server(
+        uvicorn.Config(
+            server.app(), log_level="warning", lifespan="off", timeout_graceful_shutdown=seconds, server_header=False
+        )
     )
-    web = uvicorn.Server(options)
-
-    loop = asyncio.get_running_loop()
-
-    def deliver(pass_on: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(pass_on)
-
-    server.generator.deliver = deliver
-    server.generator.start()
-
-    async def watch() -> None:
-        """Tells when the model is loaded; ends the server where that fails, or generation ends."""
-        loaded = False
-        while not web.should_exit:
-            await asyncio.sleep(0.05)
-            if server.generator.failure is not None:
-                web.should_exit = True
-            if not loaded and server.generator.is_ready.is_set():
-                loaded = True
-                if server.generator.failure is None:
-                    log("up")
-        server.draining = True
-
-    def drain(*_: object) -> None:
-        server.draining = True
-        log("drain", in_flight=server.in_flight.total())
-        web.should_exit = True
-
-    watching = asyncio.create_task(watch())
-    serving = asyncio.create_task(web.serve([listening]))
-    await asyncio.sleep(0)
+    server.generator.deliver = asyncio.get_running_loop().call_soon_threadsafe
+    server.generator.on_failure = lambda: setattr(web, "should_exit", True)
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, drain)
-    await serving
-    watching.cancel()
-    server.generator.close()
-    if server.generator.failure is not None:
-        raise Stopped(f"the model cannot be served: {server.generator.failure}")
+        signal.signal(number, lambda *_: None)  # uvicorn raises it again after its end, which is no failure
+    await web.serve([listening])
+    server.generator.close()  # while the loop still takes its pieces
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """The listening socket.
+    """The socket that uvicorn will listen at.
 
     Raises:
         UserError: the address is not this machine's, or another process listens there already.
@@ -162,7 +119,6 @@ def bind(host: str, port: int) -> socket.socket:
         listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
-        listening.listen(128)
         return listening
     except OSError as error:
         reason = error.strerror or error
@@ -170,7 +126,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def log(kind: str, **fields: object) -> None:
-    """One JSON record a line."""
+    """Writes one JSON record a line."""
     print(json.dumps({"kind": kind, "time": round(time.time(), 3), **fields}), flush=True)
 
 
@@ -233,7 +189,7 @@ def _check(settings: Config, run: Path | None) -> None:
     if settings.model.random_init:
         raise UserError("model.random_init=true: the base's weights are in no file; export it by --to fused first")
     if settings.model.attention_window is not None:
-        print("warning: the server knows nothing of model.attention_window; it attends to everything", file=sys.stderr)
+        print("warning: the server ignores model.attention_window; it attends to everything", file=sys.stderr)
 
 
 def _read_config(options: argparse.Namespace) -> Config:
@@ -247,23 +203,18 @@ def _read_config(options: argparse.Namespace) -> Config:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = command_line.Parser(prog="python -m lib.server", description=__doc__, epilog=help.help_text("serve"))
-    parser.add_argument("--run", metavar="RUN", help="folder of a finished run")
-    parser.add_argument("--model", metavar="PATH", help="a model without an adapter")
-    parser.add_argument("--make-key", metavar="NAME", help="add a key to --keys, print it, and end")
-    parser.add_argument("--keys", metavar="FILE", default="keys", help="for --make-key (default: %(default)s)")
-    parser.add_argument("--emit", choices=["nginx"], help="print the file of a proxy in front of --hosts, and end")
-    parser.add_argument("--hosts", metavar="HOST:PORT,...", help="for --emit: where servers of this model listen")
-    parser.add_argument(
-        "--calibration", metavar="FOLDER", default="calibration", help="for --emit: speeds (default: %(default)s)"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as listed below")
+    add = parser.add_argument
+    add("--run", metavar="RUN", help="folder of a finished run")
+    add("--model", metavar="PATH", help="a model without an adapter")
+    add("--make-key", metavar="NAME", help="add a key to --keys, print it, and end")
+    add("--keys", metavar="FILE", default="keys", help="for --make-key (default: %(default)s)")
+    add("--emit", choices=["nginx"], help="print the file of a proxy in front of --hosts, and end")
+    add("--hosts", metavar="HOST:PORT,...", help="for --emit: where servers of this model listen")
+    add("--calibration", metavar="FOLDER", default="calibration", help="for --emit: speeds (default: %(default)s)")
+    add("overrides", nargs="*", metavar="key=value", help="settings, as listed below")
     options = parser.parse_intermixed_args(arguments)
     if options.emit is not None and not options.hosts:
         raise UserError("--emit nginx needs --hosts HOST:PORT,HOST:PORT")
     if options.make_key is None and options.emit is None and (options.run is None) == (options.model is None):
         raise UserError("give either --run RUN or --model PATH (make serve RUN=runs/NAME)")
     return options
-
-
-if __name__ == "__main__":
-    sys.exit(main())

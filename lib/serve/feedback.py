@@ -1,14 +1,12 @@
 """Clients' labels for completions, in a file that trains as it is with train.loss=kto.
 
-A completion can be labelled for a while after its end, by the key that asked for it. Until then it is in memory alone;
-then its row is appended to serve.feedback, and its text is forgotten.
+The key that asked for a completion can label it for a while after its end. Until then it is in memory alone.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -33,7 +31,7 @@ class Label(RequestPart):
 
 @dataclass
 class LabelledCompletion:
-    """A completion that may be labelled, or was: `row` is empty once it is written."""
+    """A completion that may be labelled until `ends`, or was: `row` is empty once it is written."""
 
     owner: str
     ends: float
@@ -56,50 +54,40 @@ class Feedback:
         self.recent: OrderedDict[str, LabelledCompletion] = OrderedDict()
         try:
             os.close(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600))
-            stored = path.read_bytes()
-            if stored and not stored.endswith(b"\n"):  # a row that a killed server left half written
-                os.truncate(path, stored.rfind(b"\n") + 1)
-                print(f"warning: serve.feedback={path}: removed half a row at its end", file=sys.stderr, flush=True)
         except OSError as error:
             raise UserError(f"serve.feedback={path} cannot be written: {error.strerror}") from None
 
     def remember(self, owner: str, row: JSON) -> None:
         """Keeps a training record for as long as it may be labelled."""
         self.recent[row["id"]] = LabelledCompletion(owner, time.monotonic() + self.seconds, row)
-        while self.recent and (
-            len(self.recent) > MOST_COMPLETIONS or next(iter(self.recent.values())).ends < time.monotonic()
-        ):
+        while len(self.recent) > MOST_COMPLETIONS or next(iter(self.recent.values())).ends < time.monotonic():
             self.recent.popitem(last=False)
 
     def take(self, owner: str, given: Label) -> None:
-        """Writes a label's row. The same label once more changes nothing.
+        """Writes a label's row. The same label again changes nothing.
 
         Raises:
             RequestError: the id is unknown to this key, or has the other label; the disk is full.
         """
         completion = self.recent.get(given.id)
         if completion is None or completion.owner != owner or completion.ends < time.monotonic():
-            raise RequestError(
-                404,
-                f"no completion {given.id!r} can be labelled: it is unknown, older than serve.feedback_seconds="
-                f"{self.seconds:g}, or was cut at max_tokens",
-                "completion_not_found",
-                "id",
-            )
+            why = f"it is unknown, older than serve.feedback_seconds={self.seconds:g}, or was cut at max_tokens"
+            message = f"no completion {given.id!r} can be labelled: {why}"
+            raise RequestError(404, message, "completion_not_found", "id")
         if completion.label is None:
             row = completion.row | {"label": given.label, "time": round(time.time(), 3)}
             try:
-                append(self.path, json.dumps(row, ensure_ascii=False) + "\n")
+                append(self.path, (json.dumps(row, ensure_ascii=False) + "\n").encode())
             except OSError as error:
                 reason = f"the label cannot be kept: {error.strerror}"
-                raise RequestError(503, reason, "feedback_not_written", retry_seconds=60) from None
+                raise RequestError(503, reason, "feedback_not_written", retry=60) from None
             completion.label, completion.row = given.label, {}
         if completion.label != given.label:
-            stored = str(completion.label).lower()
-            raise RequestError(409, f"completion {given.id!r} has the label {stored} already", "already_labelled", "id")
+            message = f"completion {given.id!r} has the label {str(completion.label).lower()} already"
+            raise RequestError(409, message, "already_labelled", "id")
 
 
-def append(path: Path, line: str) -> None:
+def append(path: Path, line: bytes) -> None:
     """Appends a line to a file and flushes it to the disk; all of it or nothing.
 
     Raises:
@@ -108,8 +96,7 @@ def append(path: Path, line: str) -> None:
     with path.open("ab", buffering=0) as file:
         size = file.tell()
         try:
-            data = line.encode()
-            if file.write(data) != len(data):
+            if file.write(line) != len(line):
                 raise OSError(28, "No space left on device")
             files.flush(file.fileno())
         except OSError:

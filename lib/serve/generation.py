@@ -16,53 +16,30 @@ from mlx_lm.generate import BatchGenerator, StopSequences, TextStateMachine, mak
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, greedy_sampler, make_logits_processors
 
+from lib.serve.requests import JSON, SamplingParameters
+
 IDLE_SECONDS = 0.2  # between two looks at whether the server ends
 PROMPT_CACHE_ENTRIES = 16
-SHARED_SAMPLERS = 64
+Sampler = Callable[[mx.array], mx.array]  # tokens, int [B], of log-probabilities [B, V]
 
 
-@dataclass(frozen=True)
-class SamplingOptions:
-    """How tokens are drawn; the names are those of OpenAI's and mlx-lm's parameters."""
+def sampler_of(sampling: SamplingParameters) -> Sampler:
+    """Greedy without a temperature; with a seed the same tokens again, whatever else is answered.
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    repetition_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-
-    def sampler(self) -> Callable[[mx.array], mx.array]:
-        """Draws tokens, int [B], of log-probabilities [B, V]; with a seed the same ones whatever else is answered.
-
-        Requests without a seed share the sampler of their parameters: mlx-lm calls it once for the whole batch.
-        """
-        if self.temperature == 0:
-            return greedy_sampler
-        parameters = (self.temperature, self.top_p, self.top_k, self.min_p)
-        return shared_sampler(*parameters) if self.seed is None else make_sampler(*parameters, seed=self.seed)
-
-    def processors(self) -> list[Any]:
-        """mlx-lm's logits processors."""
-        return make_logits_processors(
-            self.logit_bias or None,
-            self.repetition_penalty or None,
-            presence_penalty=self.presence_penalty or None,
-            frequency_penalty=self.frequency_penalty or None,
-        )
+    Requests without a seed share the sampler of their parameters: mlx-lm calls it once for the whole batch.
+    """
+    if not sampling.temperature:
+        return greedy_sampler
+    parameters = sampling.temperature, sampling.top_p or 1.0, sampling.top_k or 0, sampling.min_p or 0.0
+    return shared_sampler(*parameters) if sampling.seed is None else make_sampler(*parameters, seed=sampling.seed)
 
 
-def make_sampler(
-    temperature: float, top_p: float, top_k: int, min_p: float, seed: int | None = None
-) -> Callable[[mx.array], mx.array]:
-    """A sampler; with a seed it draws from a stream of random numbers that is its alone."""
+def make_sampler(temperature: float, top_p: float, top_k: int, min_p: float, seed: int | None = None) -> Sampler:
+    """A sampler; with a seed it draws from a stream of random numbers of its own."""
     keys = None if seed is None else [mx.random.key(seed)]
 
     def draw(logprobs: mx.array) -> mx.array:
-        if 0 < top_p < 1:
+        if top_p < 1:
             logprobs = apply_top_p(logprobs, top_p)
         if min_p:
             logprobs = apply_min_p(logprobs, min_p)
@@ -76,7 +53,17 @@ def make_sampler(
     return draw
 
 
-shared_sampler = functools.lru_cache(SHARED_SAMPLERS)(make_sampler)
+shared_sampler = functools.lru_cache(64)(make_sampler)
+
+
+def processors_of(sampling: SamplingParameters) -> list[Any]:
+    """mlx-lm's logits processors."""
+    return make_logits_processors(
+        {int(token): value for token, value in (sampling.logit_bias or {}).items()} or None,
+        sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty or None,
+        frequency_penalty=sampling.frequency_penalty or None,
+    )
 
 
 @dataclass(frozen=True)
@@ -90,21 +77,17 @@ class Token:
 
 @dataclass
 class Piece:
-    """A part of an answer, as it is generated.
-
-    Args:
-        finish_reason: stop, length or tool_calls, of the last piece alone; `error` where generation failed.
-    """
+    """A part of an answer. finish_reason: stop, length or tool_calls of the last piece; error, left where it broke."""
 
     text: str = ""
     reasoning: str = ""
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    tool_calls: list[JSON] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
     count: int = 0
     finish_reason: str | None = None
 
     def add(self, piece: Piece) -> None:
-        """Appends what follows."""
+        """Appends the next piece."""
         self.text += piece.text
         self.reasoning += piece.reasoning
         self.tool_calls += piece.tool_calls
@@ -120,18 +103,18 @@ class Generation:
     Args:
         owner: whose prompt cache it uses.
         prompt: token ids.
-        stop: strings that end the answer and are no part of it.
-        top_logprobs: likeliest tokens to tell of each token; None for no log-probabilities.
-        put: takes the pieces of one step, in the generating thread.
+        stops: strings that end the answer and are no part of it.
+        top_logprobs: likeliest tokens to report of each token; None for no log-probabilities.
+        put: takes the pieces of the answer.
     """
 
     owner: str
     prompt: list[int]
     max_tokens: int
-    sampling: SamplingOptions
-    stop: tuple[str, ...]
+    sampling: SamplingParameters
+    stops: tuple[str, ...]
     top_logprobs: int | None
-    tools: list[dict[str, Any]] | None
+    tools: list[JSON] | None
     put: Callable[[Piece], None]
     is_cancelled: bool = False
 
@@ -143,15 +126,17 @@ class Generator(threading.Thread):
         load: gives mlx-lm's model and tokenizer, and the tokens that end an answer.
         concurrency: requests that are decoded at once; more wait.
 
-    `deliver` takes a function that passes on the pieces of one step: a server has its event loop call it.
+    deliver: calls a function with arguments where pieces are wanted: a server has its event loop do so.
+    on_failure: is called when generation ends by an error, which `failure` then is.
     """
 
     def __init__(self, load: Callable[[], tuple[Any, Any, list[int]]], concurrency: int) -> None:
         super().__init__(daemon=True, name="generation")
         self._load, self._concurrency = load, concurrency
-        self.deliver: Callable[[Callable[[], None]], None] = lambda pass_on: pass_on()
+        self.deliver: Callable[..., Any] = lambda call, *arguments: call(*arguments)
+        self.on_failure: Callable[[], None] = lambda: None
         self._queue: queue.Queue[Generation] = queue.Queue()
-        self._answers: dict[int, _Answer] = {}
+        self._answers: dict[int, AnswerText] = {}
         self._ends = False
         self.is_ready = threading.Event()
         self.failure: BaseException | None = None
@@ -172,142 +157,139 @@ class Generator(threading.Thread):
         except BaseException as error:  # the server reports it and ends
             self.failure = error
             traceback.print_exc()
-            self.is_ready.set()
-        finally:
-            left = [answer.request for answer in self._answers.values()]
-            while not self._queue.empty():
-                left.append(self._queue.get())
-            self.deliver(functools.partial(_pass_on, [(request, Piece(finish_reason="error")) for request in left]))
+        left = [answer.request for answer in self._answers.values()]
+        while not self._queue.empty():
+            left.append(self._queue.get())
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
+            self.deliver(_put, [(request, Piece(finish_reason="error")) for request in left])
+        self.is_ready.set()
+        if self.failure is not None:
+            self.on_failure()
 
     def _generate(self) -> None:
-        stops = StopSequences([(token,) for token in self.end_ids])
         batch = BatchGenerator(self.model, completion_batch_size=self._concurrency)
         cache = LRUPromptCache(PROMPT_CACHE_ENTRIES)
         while not self._ends:
-            self._take_in(batch, cache, stops)
+            self._take_in(batch, cache)
             gone = [uid for uid, answer in self._answers.items() if answer.request.is_cancelled]
             if gone:
                 batch.remove(gone)
                 for uid in gone:
                     del self._answers[uid]
-            if not self._answers:
-                continue
-            pieces: list[tuple[Generation, Piece]] = []
-            for response in batch.next()[1]:
-                answer = self._answers.get(response.uid)
-                if answer is None:
-                    continue
-                piece = self._piece_of(answer, response)
-                pieces.append((answer.request, piece))
-                is_over = piece.finish_reason is not None
-                if is_over and response.finish_reason is None:  # by a stop string, or an error
-                    batch.remove([response.uid])
-                if is_over:
-                    del self._answers[response.uid]
-                    if response.finish_reason is not None:
-                        cache.insert_cache(answer.request.owner, list(response.all_tokens), response.prompt_cache)
-            self.deliver(functools.partial(_pass_on, pieces))
+            if self._answers:
+                self._step(batch, cache)
         batch.close()
 
-    def _piece_of(self, answer: _Answer, response: Any) -> Piece:
-        """A token's piece; an answer of which no text can be made ends, and the others go on."""
-        try:
-            return answer.piece_of(response)
-        except Exception:  # e.g. a padded vocabulary's id, which the tokenizer lacks
-            traceback.print_exc()
-            return Piece(finish_reason="error")
+    def _step(self, batch: BatchGenerator, cache: LRUPromptCache) -> None:
+        """Delivers the next token of every answer, all in one call; finished prompts go to the cache."""
+        pieces: list[tuple[Generation, Piece]] = []
+        for response in batch.next()[1]:
+            if (answer := self._answers.get(response.uid)) is None:
+                continue
+            try:
+                piece = answer.piece_of(response)
+            except Exception:  # e.g. a padded vocabulary's id, which the tokenizer lacks: the other answers go on
+                traceback.print_exc()
+                piece = Piece(finish_reason="error")
+            pieces.append((answer.request, piece))
+            if piece.finish_reason is not None:
+                del self._answers[response.uid]
+                if response.finish_reason is None:  # by a stop string, or an error
+                    batch.remove([response.uid])
+                else:
+                    cache.insert_cache(answer.request.owner, list(response.all_tokens), response.prompt_cache)
+        self.deliver(_put, pieces)
 
-    def _take_in(self, batch: BatchGenerator, cache: LRUPromptCache, stops: StopSequences) -> None:
-        """Inserts the requests that came; waits for one where none is under way."""
+    def _take_in(self, batch: BatchGenerator, cache: LRUPromptCache) -> None:
+        """Inserts the requests that came; waits for one if there is no answer under way."""
         with contextlib.suppress(queue.Empty):
             while True:
                 request = self._queue.get(timeout=None if self._answers else IDLE_SECONDS, block=not self._answers)
                 if not request.is_cancelled:
-                    self._insert(request, batch, cache, stops)
+                    self._insert(request, batch, cache)
 
-    def _insert(self, request: Generation, batch: BatchGenerator, cache: LRUPromptCache, stops: StopSequences) -> None:
+    def _insert(self, request: Generation, batch: BatchGenerator, cache: LRUPromptCache) -> None:
         known, rest = cache.fetch_nearest_cache(request.owner, request.prompt)
-        if known is not None and not rest:  # one token has to be read, to know what follows it
-            can_trim = can_trim_prompt_cache(known)
-            if can_trim:
+        if known is not None and not rest:  # the last token has to be read again, to know what follows it
+            if can_trim_prompt_cache(known):
                 trim_prompt_cache(known, 1)
-            known, rest = (known, request.prompt[-1:]) if can_trim else (None, request.prompt)
+                rest = request.prompt[-1:]
+            else:
+                known, rest = None, request.prompt
         (uid,) = batch.insert(
             [list(rest)],
             max_tokens=[request.max_tokens],
             caches=None if known is None else [known],
             all_tokens=[request.prompt[: len(request.prompt) - len(rest)]],
-            samplers=[request.sampling.sampler()],
-            logits_processors=[request.sampling.processors()],
-            stop_sequences=[stops],
+            samplers=[sampler_of(request.sampling)],
+            logits_processors=[processors_of(request.sampling)],
+            stop_sequences=[StopSequences([(token,) for token in self.end_ids])],
         )
-        self._answers[uid] = _Answer(request, self.tokenizer)
+        self._answers[uid] = AnswerText(request, self.tokenizer)
 
 
-def _pass_on(pieces: list[tuple[Generation, Piece]]) -> None:
+def _put(pieces: list[tuple[Generation, Piece]]) -> None:
     for request, piece in pieces:
         request.put(piece)
 
 
-class _Answer:
-    """What has been generated for a request: tokens become text, reasoning and tool calls."""
+class AnswerText:
+    """Turns the tokens of a request's answer into text, reasoning and tool calls."""
 
     def __init__(self, request: Generation, tokenizer: Any) -> None:
         self.request, self.tokenizer = request, tokenizer
         self.detokenizer = tokenizer.detokenizer
-        state = "normal"
-        if tokenizer.has_thinking:
-            opened = tokenizer.rfind_think_start(request.prompt) > tokenizer.rfind_think_end(request.prompt)
-            state = "reasoning" if opened else state
-        self._state = make_text_state_machine(tokenizer).make_state(tokenizer.response_initial_state or state)
-        self._name = self._state[0]
+        thinks = tokenizer.has_thinking and (
+            tokenizer.rfind_think_start(request.prompt) > tokenizer.rfind_think_end(request.prompt)
+        )
+        start = tokenizer.response_initial_state or ("reasoning" if thinks else "normal")
+        self._state = make_text_state_machine(tokenizer).make_state(start)
+        self._kind = self._state[0]  # normal, reasoning or tool
         self._call, self._held, self._has_called = "", "", False
 
     def piece_of(self, response: Any) -> Piece:
-        """Takes in a token; returns what it completes."""
+        """Takes in a token; returns the text that it completes."""
         piece = Piece(count=1, finish_reason=response.finish_reason)
         if response.finish_reason != "stop":
             self.detokenizer.add_token(response.token)
             if self.request.top_logprobs is not None:
-                piece.tokens.append(self._token(response))
-        if response.finish_reason is not None:
+                piece.tokens.append(self._token(response.token, response.logprobs, self.request.top_logprobs))
+        is_last = response.finish_reason is not None
+        if is_last:
             self.detokenizer.finalize()
-        self._split(self.detokenizer.last_segment, piece)
-        if response.finish_reason is not None:
-            self._state, rest, name = TextStateMachine.flush(self._state)
-            self._route(piece, [(name or self._name, rest)])
+        self._state, segments = TextStateMachine.split(self._state, self.detokenizer.last_segment)
+        self._route(piece, segments)
+        if is_last:
+            self._state, rest, kind = TextStateMachine.flush(self._state)
+            self._route(piece, [(kind or self._kind, rest)])
             if self._call:
                 self._finish_call(piece)
-        self._cut_at_stop(piece, is_last=response.finish_reason is not None)
+        self._cut_at_stop(piece, is_last)
         if piece.finish_reason == "stop" and self._has_called:
             piece.finish_reason = "tool_calls"
         return piece
 
-    def _token(self, response: Any) -> Token:
-        logprobs = response.logprobs
-        count = self.request.top_logprobs or 0
+    def _token(self, token: int, logprobs: mx.array, count: int) -> Token:
         top = mx.argpartition(-logprobs, kth=count)[:count].tolist() if count else []
-        top = sorted(((self.tokenizer.decode([token]), logprobs[token].item()) for token in top), key=lambda t: -t[1])
-        return Token(self.tokenizer.decode([response.token]), logprobs[response.token].item(), top)
-
-    def _split(self, text: str, piece: Piece) -> None:
-        self._state, segments = TextStateMachine.split(self._state, text)
-        self._route(piece, segments)
+        likeliest = [(self.tokenizer.decode([other]), logprobs[other].item()) for other in top]
+        return Token(
+            self.tokenizer.decode([token]), logprobs[token].item(), sorted(likeliest, key=lambda pair: -pair[1])
+        )
 
     def _route(self, piece: Piece, segments: list[tuple[str, str]]) -> None:
-        for name, text in segments:
-            if self._name == "tool" and name != "tool":
+        for kind, text in segments:
+            if self._kind == "tool" and kind != "tool":
                 self._finish_call(piece)
-            self._name = name
-            if name == "tool":
+            self._kind = kind
+            if kind == "tool":
                 self._call += text
-            elif name == "reasoning":
+            elif kind == "reasoning":
                 piece.reasoning += text
             else:
                 piece.text += text
 
     def _finish_call(self, piece: Piece) -> None:
-        """A call as its model's parser reads it; text that it cannot read is part of the answer."""
+        """Parses a call by the model's parser; text that it cannot parse is part of the answer."""
         try:
             parsed = self.tokenizer.tool_parser(self._call, self.request.tools)
             piece.tool_calls += parsed if isinstance(parsed, list) else [parsed]
@@ -318,15 +300,13 @@ class _Answer:
 
     def _cut_at_stop(self, piece: Piece, is_last: bool) -> None:
         """Ends the text at the first stop string; holds back text that may become the beginning of one."""
-        if not self.request.stop:
+        stops, text = self.request.stops, self._held + piece.text
+        if not stops:
             return
-        text = self._held + piece.text
-        places = [place for stop in self.request.stop if (place := text.find(stop)) >= 0]
-        if places:
-            piece.text, self._held, piece.finish_reason = text[: min(places)], "", "stop"
+        positions = [position for stop in stops if (position := text.find(stop)) >= 0]
+        if positions:
+            piece.text, self._held, piece.finish_reason = text[: min(positions)], "", "stop"
             return
-        longest = max(
-            (n for stop in self.request.stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0
-        )
-        kept = 0 if is_last else longest
-        piece.text, self._held = text[: len(text) - kept], text[len(text) - kept :]
+        begun = (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        end = len(text) - (0 if is_last else max(begun, default=0))
+        piece.text, self._held = text[:end], text[end:]

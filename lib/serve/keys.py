@@ -11,35 +11,29 @@ import re
 import secrets
 from pathlib import Path
 
-from lib.config import read_file
 from lib.errors import UserError
 
 LINE = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._@-]{0,63})\s+sha256:(?P<digest>[0-9a-f]{64})")
 
 
 class KeyFile:
-    """The keys of a file, read again whenever it changes: a line that is added or removed counts at the next request.
+    """The keys of a file, read again whenever it changes: an added or removed line counts at the next request.
 
     Raises:
         UserError: it cannot be read, or a line has another form; a line's content is never shown.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._stamp = self._stamp_of()
+        self.path, self._stamp = path, _stamp_of(path)
         self._owners = read(path)
-
-    def _stamp_of(self) -> tuple[int, int] | None:
-        facts = self.path.stat() if self.path.exists() else None
-        return None if facts is None else (facts.st_mtime_ns, facts.st_size)
 
     def owner(self, key: str) -> str | None:
         """The name that a key belongs to, or None."""
-        if self._stamp_of() != self._stamp:
-            self._stamp = self._stamp_of()
+        if (stamp := _stamp_of(self.path)) != self._stamp:
+            self._stamp = stamp
             try:
-                self._owners = read(self.path) if self.path.exists() else {}
-            except UserError as error:  # keys that were good stay so until the line is corrected
+                self._owners = {} if stamp is None else read(self.path)
+            except UserError as error:  # valid keys stay so until the line is corrected
                 print(f"warning: {error}", flush=True)
         return self._owners.get(_digest(key))
 
@@ -51,12 +45,10 @@ def read(path: Path) -> dict[str, str]:
         UserError: the file cannot be read, or has a line of another form.
     """
     try:
-        lines = read_file.read_text(path, "serve.keys").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
-        raise UserError(
-            f"serve.keys {path} cannot be read: {error.strerror}; "
-            f"python -m lib.server --make-key NAME --keys {path} makes it"
-        ) from None
+        remedy = f"python -m lib.server --make-key NAME --keys {path} makes it"
+        raise UserError(f"serve.keys {path} cannot be read: {error.strerror}; {remedy}") from None
     owners: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.startswith("#"):
@@ -77,19 +69,23 @@ def make(name: str, path: Path) -> str:
         UserError: the name is malformed or taken, or the file cannot be written.
     """
     key = f"sk-{secrets.token_urlsafe(32)}"
-    line = f"{name} sha256:{_digest(key)}"
-    if LINE.fullmatch(line) is None:
+    line = f"{name} sha256:{_digest(key)}\n"
+    if LINE.fullmatch(line.strip()) is None:
         raise UserError(f"--make-key {name}: a name has up to 64 letters, digits, dots, dashes, underlines and @")
     if path.exists() and name in read(path).values():
         raise UserError(f"--make-key {name}: {path} has a key of that name; remove its line first to replace it")
     try:
-        old = path.read_bytes() if path.exists() else b""
-        begin = "\n" if old and not old.endswith(b"\n") else ""
+        has_open_line = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w", encoding="utf-8") as file:
-            file.write(f"{begin}{line}\n")
+            file.write("\n" * bool(has_open_line) + line)
     except OSError as error:
         raise UserError(f"--keys {path} cannot be written: {error.strerror}") from None
     return key
+
+
+def _stamp_of(path: Path) -> tuple[int, int] | None:
+    facts = path.stat() if path.exists() else None
+    return None if facts is None else (facts.st_mtime_ns, facts.st_size)
 
 
 def _digest(key: str) -> str:

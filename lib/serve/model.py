@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from lib.data.tokenize import Encoder, render_prompt
 from lib.data.tokenizer import load_tokenizer_of
 from lib.errors import UserError
 from lib.serve.requests import ChatRequest, TextRequest
+from lib.system import model_folder
 
 
 class ServedModel:
@@ -32,15 +34,18 @@ class ServedModel:
 
     def __init__(self, settings: ModelSettings, data: DataSettings, folder: Path, run: Path | None, fuse: bool) -> None:
         self.settings, self.folder, self.run, self.fuse = settings, folder, run, fuse
-        tokenizer: Any = load_tokenizer_of(settings)
-        if tokenizer is None:
+        self.tokenizer: Any = load_tokenizer_of(settings)
+        if self.tokenizer is None:
             raise UserError(f"model.path {settings.path}: the model has no tokenizer, and requests are texts")
-        self.tokenizer = tokenizer
-        self.encoder = Encoder(tokenizer, data, None)
+        self.encoder = Encoder(self.tokenizer, data, None)
         self.has_template = self.encoder.template.is_used
+        stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        vocab_size = stored.get("vocab_size") or (stored.get("text_config") or {}).get("vocab_size")
+        self.vocab_size: int = vocab_size or 2**31
+        self.context_tokens: int = model_folder.context_tokens(stored) or 2**31
 
     def load(self) -> tuple[Any, Any, list[int]]:
-        """The model, the tokenizer, and the tokens that end an answer: the end of turn that training put among them."""
+        """The model, the tokenizer, and the tokens that end an answer: the end of turn of training among them."""
         model, _ = load_model(self.folder, lazy=True, trust_remote_code=self.settings.trust_remote_code)
         if self.run is not None:
             load_adapters(model, str(self.run))
@@ -54,19 +59,20 @@ class ServedModel:
         mx.eval([array for _, array in tree_flatten(model.parameters())])
         return model, self.tokenizer, sorted(self.encoder.end_ids)
 
-    def prompt_ids(self, asked: ChatRequest | TextRequest) -> list[int]:
+    def prompt_ids(self, request: ChatRequest | TextRequest) -> list[int]:
         """A request's token ids, as a training row's prompt has them.
 
         Raises:
             UserError: the template does not take a message or tools; names which.
         """
-        if isinstance(asked, TextRequest):
+        if isinstance(request, TextRequest):
             if not self.has_template:
-                return self.encoder.prompt_ids(asked.text)
-            return [int(token) for token in self.tokenizer.encode(asked.text)]
-        messages = cast(list[Message], [message.fields() for message in asked.messages])
-        rendered = render_prompt(self.encoder, messages, asked.tool_definitions)
-        lost = [name for tool in asked.tools or () if (name := tool.function.name) not in rendered.text]
-        if lost and asked.tool_definitions:
+                return self.encoder.prompt_ids(request.text)
+            return [int(token) for token in self.tokenizer.encode(request.text)]
+        messages = cast(list[Message], [message.fields() for message in request.messages])
+        tools = request.tool_definitions
+        rendered = render_prompt(self.encoder, messages, tools)
+        lost = [name for tool in tools or () if (name := tool["function"]["name"]) not in rendered.text]
+        if lost:
             raise UserError(f"the chat template leaves out tools ({', '.join(lost)}); ask without them")
         return rendered.ids

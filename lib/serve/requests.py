@@ -2,44 +2,33 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lib.config.settings import Fraction
-from lib.serve.generation import SamplingOptions
 
 JSON = dict[str, Any]
-TOP_LOGPROBS = 20
+Text = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(ge=1)]
+TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 
 
 class RequestError(Exception):
     """A request without an answer: the HTTP status, and OpenAI's words for what is wrong."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        code: str | None = None,
-        param: str | None = None,
-        retry_seconds: int | None = None,
+        self, status: int, message: str, code: str | None = None, param: str | None = None, retry: int | None = None
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.code, self.param = status, message[:500], code, param and param[:100]
-        self.retry_seconds = retry_seconds
-
-    @property
-    def body(self) -> JSON:
-        """OpenAI's JSON of an error."""
-        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status)
-        kind = kind or ("invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        self.status, self.retry_seconds = status, retry
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status)
+        kind = kind or ("invalid_request_error" if status < 500 else "server_error")
+        self.body = {"error": {"message": message[:500], "type": kind, "param": param and param[:100], "code": code}}
 
 
 class RequestPart(BaseModel):
-    """Something that clients send. Strict: "1" is not a number; unknown keys are refused."""
+    """A part of a request. Strict: "1" is not a number; unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -55,7 +44,7 @@ class TextPart(RequestPart):
 
 
 class CalledFunction(RequestPart):
-    """What a tool call calls."""
+    """The function of a tool call, with its arguments as JSON text."""
 
     name: str
     arguments: str
@@ -71,7 +60,7 @@ class ToolCall(RequestPart):
 
 
 class RequestMessage(RequestPart):
-    """A message. Fields that clients echo from an answer are taken where they say nothing."""
+    """A message. Empty fields that clients echo from an answer are accepted."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -86,7 +75,7 @@ class RequestMessage(RequestPart):
     function_call: None = None
 
     def fields(self) -> JSON:
-        """As a training record has it."""
+        """The message as a training record has it."""
         message = self.model_dump(exclude_none=True, exclude={"reasoning", "annotations"})
         if isinstance(self.content, list):
             message["content"] = "".join(part.text for part in self.content)
@@ -123,13 +112,9 @@ class TextFormat(RequestPart):
     type: Literal["text"]
 
 
-class CompletionRequest(RequestPart):
-    """The keys of both kinds of completion. Null means absent, as with OpenAI."""
+class SamplingParameters(RequestPart):
+    """How tokens are drawn. Null means absent, as with OpenAI."""
 
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Fraction | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
@@ -137,13 +122,19 @@ class CompletionRequest(RequestPart):
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: (
-        dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None
-    ) = None
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    stop: Annotated[str, Field(min_length=1)] | list[Annotated[str, Field(min_length=1)]] | None = None
+
+
+class CompletionRequest(SamplingParameters):
+    """The keys of both kinds of completion."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    stop: Text | list[Text] | None = None
     n: Literal[1] | None = None
-    # Labels, which change no answer.
     user: str | None = None
     metadata: dict[str, str] | None = None
 
@@ -153,42 +144,26 @@ class CompletionRequest(RequestPart):
 
     @property
     def answer_tokens(self) -> int | None:
-        """Longest answer that is asked for."""
+        """The longest answer that the client wants."""
         return self.max_tokens
 
     @property
     def logprobs_count(self) -> int | None:
-        """Likeliest tokens to tell; None for no log-probabilities."""
+        """Likeliest tokens to report; None: no log-probabilities."""
         return None
 
     @property
     def tool_definitions(self) -> list[JSON] | None:
         return None
 
-    @property
-    def wants_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    def sampling(self, vocab_size: int | None) -> SamplingOptions:
-        """Raises RequestError for a token beyond the vocabulary."""
-        bias = {int(token): value for token, value in (self.logit_bias or {}).items()}
-        if vocab_size is not None and max(bias, default=0) >= vocab_size:
-            raise RequestError(
-                400, f"logit_bias goes beyond the vocabulary of {vocab_size}", "invalid_value", "logit_bias"
-            )
-        penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-        names = ("temperature", "top_p", "top_k", "min_p", "seed", *penalties)
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return SamplingOptions(**given, logit_bias=bias)
-
 
 class ChatRequest(CompletionRequest):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[RequestMessage], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: list[RequestTool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
@@ -216,7 +191,7 @@ class ChatRequest(CompletionRequest):
 class TextRequest(CompletionRequest):
     """POST /v1/completions."""
 
-    prompt: Annotated[str, Field(min_length=1)] | tuple[Annotated[str, Field(min_length=1)]]
+    prompt: Text | tuple[Text]
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     logprobs: None = None
@@ -228,36 +203,23 @@ class TextRequest(CompletionRequest):
 
 
 def parse(model: type[SomePart], raw: bytes) -> SomePart:
-    """A body as what it should be.
+    """Checks a body.
 
     Raises:
-        RequestError: it is not a JSON object, or a key or value is not served; names the first of them.
+        RequestError: the body is not JSON, or a key or value is not served; names the first of them.
     """
-    try:
-        if not isinstance(json.loads(raw), dict):
-            raise RequestError(400, "the body has to be a JSON object", "invalid_json")
-    except (ValueError, RecursionError) as error:
-        raise RequestError(400, f"the body is not JSON: {error}", "invalid_json") from None
     try:
         return model.model_validate_json(raw)
     except ValidationError as error:
-        raise _refusal(error) from None
-
-
-def _refusal(error: ValidationError) -> RequestError:
-    """Of a value that may be one of several types, each type complains: the deepest complaint is meant."""
-    fault = max(error.errors(include_url=False, include_context=False), key=lambda fault: len(fault["loc"]))
-    place = ".".join(_places(fault["loc"]))
+        # Each type that a value may have complains: the deepest complaint is meant.
+        fault = max(error.errors(include_url=False, include_context=False), key=lambda fault: len(fault["loc"]))
+    # Without pydantic's names of the branches of a union.
+    parts = (str(part) for part in fault["loc"] if isinstance(part, int) or part.isidentifier() and part != "str")
+    place, why = ".".join(parts), fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "json_invalid":
+        raise RequestError(400, f"the body is not JSON: {why}", "invalid_json")
     if fault["type"] == "extra_forbidden":
-        return RequestError(400, f"{place} is not a parameter of this server", "unknown_parameter", place)
+        raise RequestError(400, f"{place} is not a parameter of this server", "unknown_parameter", place)
     if fault["type"] == "missing":
-        return RequestError(400, f"{place} is missing", "missing_parameter", place)
-    why = fault["msg"].removeprefix("Value error, ")
-    return RequestError(400, f"{place or 'the request'}: {why[0].lower()}{why[1:]}", "invalid_value", place or None)
-
-
-def _places(loc: tuple[int | str, ...]) -> Iterator[str]:
-    """A fault's place without pydantic's own words for the branches of a union."""
-    for part in loc:
-        if isinstance(part, int) or (part.isidentifier() and part not in ("str",)):
-            yield str(part)
+        raise RequestError(400, f"{place} is missing", "missing_parameter", place)
+    raise RequestError(400, f"{place or 'the body'}: {why[0].lower()}{why[1:]}", "invalid_value", place or None)

@@ -1,0 +1,105 @@
+"""OpenAI's JSON of one answer: whole, or event by event, and the training record that it gives with a label."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator
+
+from lib.serve.generation import Piece, Token
+from lib.serve.requests import JSON, ChatRequest, RequestError, TextRequest
+
+
+class Completion:
+    """An answer; `pieces` is what came of it so far."""
+
+    def __init__(self, request: ChatRequest | TextRequest, model: str, prompt_tokens: int) -> None:
+        self.request, self.is_chat = request, isinstance(request, ChatRequest)
+        self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self.head = {"id": self.id, "created": int(time.time()), "model": model}
+        self.prompt_tokens, self.pieces = prompt_tokens, Piece()
+
+    @property
+    def usage(self) -> JSON:
+        count = self.pieces.count
+        totals = {"completion_tokens": count, "total_tokens": self.prompt_tokens + count}
+        return {"prompt_tokens": self.prompt_tokens, **totals}
+
+    def whole(self) -> JSON:
+        """The JSON of an answer that has ended."""
+        if not self.is_chat:
+            return self._body("text_completion", self.pieces, text=self.pieces.text) | {"usage": self.usage}
+        return self._body("chat.completion", self.pieces, message=self.message()) | {"usage": self.usage}
+
+    def _body(self, kind: str, piece: Piece, **content: object) -> JSON:
+        logprobs = None
+        if self.request.logprobs_count is not None:
+            logprobs = {"content": [_scored(token) for token in piece.tokens]}
+        choice = {"index": 0, "finish_reason": piece.finish_reason, "logprobs": logprobs, **content}
+        return {**self.head, "object": kind, "choices": [choice]}
+
+    def message(self) -> JSON:
+        piece = self.pieces
+        message: JSON = {"role": "assistant", "content": piece.text or None}
+        message |= {"reasoning_content": piece.reasoning} if piece.reasoning else {}
+        return message | ({"tool_calls": self._calls(piece.tool_calls)} if piece.tool_calls else {})
+
+    def _calls(self, calls: list[JSON], first: int = 0) -> list[JSON]:
+        """A model's calls as OpenAI has them: with an id, arguments as JSON text."""
+        named = []
+        for index, call in enumerate(calls, first):
+            arguments = call.get("arguments", {})
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            id = call.get("id") or f"call_{hashlib.sha256(f'{self.id} {index}'.encode()).hexdigest()[:24]}"
+            named.append({"id": id, "type": "function", "function": {"name": call.get("name", ""), "arguments": text}})
+        return named
+
+    def _event(self, piece: Piece, is_first: bool) -> JSON:
+        if not self.is_chat:
+            return self._body("text_completion", piece, text=piece.text)
+        delta: JSON = {"role": "assistant", "content": ""} if is_first else {}
+        delta |= {"content": piece.text} if piece.text else {}
+        delta |= {"reasoning_content": piece.reasoning} if piece.reasoning else {}
+        if piece.tool_calls:
+            first = len(self.pieces.tool_calls) - len(piece.tool_calls)
+            calls = self._calls(piece.tool_calls, first)
+            delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls, first)]
+        return self._body("chat.completion.chunk", piece, delta=delta)
+
+    async def events(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[str]:
+        """Server-sent events, the last one [DONE]; an error in the middle is an event, too."""
+        is_first = True
+        try:
+            async for piece in pieces:
+                if is_first or piece.text or piece.reasoning or piece.tool_calls or piece.tokens or piece.finish_reason:
+                    yield f"data: {json.dumps(self._event(piece, is_first))}\n\n"
+                    is_first = False
+            if self.request.stream_options and self.request.stream_options.include_usage:
+                usage = {**self.head, "object": "chat.completion.chunk", "choices": [], "usage": self.usage}
+                yield f"data: {json.dumps(usage)}\n\n"
+            yield "data: [DONE]\n\n"
+        except RequestError as error:
+            yield f"data: {json.dumps(error.body)}\n\n"
+
+    def row(self) -> JSON | None:
+        """A training record without its label; None where the answer is empty."""
+        row: JSON = {"id": self.id, "model": self.head["model"], "finish_reason": self.pieces.finish_reason}
+        if isinstance(self.request, TextRequest):
+            text = self.pieces.text
+            return row | {"prompt": self.request.text, "completion": text} if text.strip() else None
+        message = {key: value for key, value in self.message().items() if value}
+        if message.keys() == {"role"}:
+            return None
+        is_text = message.keys() == {"role", "content"}
+        row |= {"prompt": [each.fields() for each in self.request.messages]}
+        row |= {"completion": message["content"] if is_text else [message]}
+        return row | ({"tools": self.request.tool_definitions} if self.request.tool_definitions else {})
+
+
+def _scored(token: Token) -> JSON:
+    def entry(text: str, logprob: float) -> JSON:
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    return entry(token.text, token.logprob) | {"top_logprobs": [entry(*other) for other in token.top]}
