@@ -90,7 +90,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     if world.rank == 0:
         if config.run.pages:
             run_report.write(run.folder)
-        console.show_end(say, run.folder)
+        console.show_end(say, run.folder, config.train.loss)
     run.close()
 
 
@@ -116,7 +116,7 @@ def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run
     if resume and checkpoint.is_finished(folder, steps, world):
         say.line(f"{folder} has made all of its {steps} steps: nothing is left to train (train.steps=N goes on)")
         if world.rank == 0:
-            console.show_end(say, folder)
+            console.show_end(say, folder, config.train.loss)
         return None
 
     # Plan: the share of every rank.

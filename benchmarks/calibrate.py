@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import itertools
 import json
 import math
 import os
@@ -466,17 +465,10 @@ def draw(hosts: Sequence[HostCalibration], key: CurveKey, folder: Path) -> Path:
     from lib.report import charts, run_report
 
     curves = [(one.machine.host, curve, ()) for one in hosts for curve in one.curves if curve.key == key]
-    memory = [
-        charts.line([p.batch_size for p in curve.points], [p.peak_memory_bytes / 1e9 for p in curve.points], host, look)
-        for look, (host, curve, _) in zip(map(charts.style, itertools.count()), curves, strict=False)
-        if curve.points[0].peak_memory_bytes
-    ]
     published = [
         (f"{one.machine.device_name}, published", one.curves[0], ()) for one in calibration.read_published().values()
     ]
-    panels = [(str(key), charts.curves_figure([*curves, *published]))]
-    if memory:
-        panels.append(("peak memory", charts.figure(memory, "pairs a micro-batch", "GB")))
+    panels = [(str(key), charts.curves_figure([*curves, *published])), ("peak memory", charts.memory_figure(curves))]
     (folder / "curves.png").write_bytes(run_report.png(panels, width=5.5))
     return folder / "curves.png"
 

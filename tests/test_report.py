@@ -143,7 +143,7 @@ def test_one_machine_shows_no_efficiency(tmp_path: Path) -> None:
     write(tmp_path / "logs/rank-000.jsonl", [{"kind": "start", "time": 1000.0, "rank": 0, "host": "a", "plan": plan}])
     write(tmp_path / "logs/rank-000.jsonl", [step(n) for n in range(1, 9)])
     now = figures(read_all(tmp_path), 1009.0)
-    assert now.speed.efficiency is None and "Efficiency" not in str(page.card_texts(now))
+    assert now.speed.efficiency is None and "Efficiency" not in str(page.card_texts(now, "pairs"))
 
 
 def test_the_time_between_a_stop_and_a_resume_is_none_of_the_runs(tmp_path: Path) -> None:

@@ -195,6 +195,15 @@ def curves_figure(curves: Sequence[tuple[str, BatchCurve, Sequence[int]]]) -> Pl
     return drawn
 
 
+def memory_figure(curves: Sequence[tuple[str, BatchCurve, Sequence[int]]]) -> Plotly:
+    """Peak memory by the size of a micro-batch, where it was measured."""
+    traces = []
+    for index, (label, curve, _) in enumerate(curves):
+        points = [(p.batch_size, p.peak_memory_bytes / 1e9) for p in curve.points if p.peak_memory_bytes]
+        traces.append(line([size for size, _ in points], [peak for _, peak in points], label, style(index)))
+    return figure(traces, "pairs a micro-batch", "GB")
+
+
 def of_rounds(run: RunHistory) -> list[Panel]:
     """What is measured of rounds, a point a round, with a cross on rounds that were undone."""
     records, panels = tables.rounds(run), []

@@ -28,7 +28,7 @@ from lib.plan.plan_warnings import long_warm_up, uneven_labels
 from lib.report import tables
 from lib.system import metal
 from lib.system.hardware import device_name
-from lib.system.records import PerformanceTracker, PlanRecord, Record
+from lib.system.records import PerformanceTracker, PlanRecord, Record, SettingsRecord
 from lib.system.terminal import (
     GAP,
     SHORTEST_BAR,
@@ -115,6 +115,8 @@ class RunConsole(Terminal):
             steps = record.get("steps")
             total = steps if isinstance(steps, int) else 0
             self.line_of_run = ProgressLine(record.get("resumed_from_step") or 0, total, self.log_every, plan)
+            train = (record.get("config") or SettingsRecord()).get("train") or {}
+            self.line_of_run.unit = tables.loss_unit(train.get("loss"))
         elif self.line_of_run is not None:
             self._take_of_run(self.line_of_run, kind, step, record)
         return None
@@ -175,7 +177,7 @@ class ProgressLine:
         self.began = self.added = time.perf_counter()
         self.results: deque[Mapping[str, Any]] = deque(maxlen=window)
         self.pairs, self.taken = 0.0, 0
-        self.busy_with = ""
+        self.busy_with, self.unit = "", "pairs"
 
     @property
     def is_first(self) -> bool:
@@ -211,8 +213,10 @@ class ProgressLine:
         fields += [(3, labelled("reward", self._mean("reward"), ".3f"))]
         fields += [(4, labelled("margin", self._mean("reward_margin"), ".3f"))]
         fields += [(6, labelled("kl", self._mean("kl"), ".2f"))]
-        fields += [(7, f"lr {self.results[-1]['learning_rate']:.1e}"), (2, f"{three_digits(speed)} pairs/s")]
+        fields += [(7, f"lr {self.results[-1]['learning_rate']:.1e}"), (2, f"{three_digits(speed)} {self.unit}/s")]
         fields += [(9, f"{tokens:,.0f} tokens/s")]
+        if any(rates := [record.get("tflops", 0.0) for record in self.results]):
+            fields += [(10, f"{self.factor * sum(rates) / len(rates):.3g} TFLOP/s")]
         return [*fields, (8, size_text(max(record["peak_memory_bytes"] for record in self.results)))]
 
     def _mean(self, name: str) -> float | None:
@@ -363,10 +367,10 @@ def show_model(say: Terminal, model: nn.Module) -> None:
 # ---- After training --------------------------------------------------------------------------------------------------
 
 
-def show_end(say: Terminal, folder: Path) -> None:
+def show_end(say: Terminal, folder: Path, loss: object) -> None:
     """The closing tables, where the files are, what to type next, and in a file the summary as JSON.
 
-    folder: of a run that has ended.
+    folder: of a run that has ended with this loss.
     """
     summary = cast(RunSummary, read_file.read_object(folder / "summary.json", "summary"))
     before = {name.removesuffix("_before"): value for name, value in summary.items() if name.endswith("_before")}
@@ -379,7 +383,8 @@ def show_end(say: Terminal, folder: Path) -> None:
     say.line("")
     pages = [name for name in ("report.html", "curves.png", "summary.json") if (folder / name).exists()]
     results = ("results", f"{folder}/: {', '.join(['adapter', *pages])}")
-    say.facts(f"{summary['steps']:,} steps, {summary['pairs']:,} pairs", [*tables.facts(summary), results])
+    unit = tables.loss_unit(loss)
+    say.facts(f"{summary['steps']:,} steps, {summary['pairs']:,} {unit}", [*tables.facts(summary, unit), results])
     say.line("")
     words, model = [python(), "-m"], summary["model"]
     generate = [*words, "mlx_lm", "generate", "--model", model, "--adapter-path", str(folder), "--prompt", "..."]

@@ -26,7 +26,8 @@ from lib.system.records import PlanRecord, Record, SettingsRecord, Tail
 
 STEP_COLUMNS: tuple[str, ...] = ("step", "time", "pairs", "tokens", "loss", "kl", "reward_accuracy", "reward_margin")
 STEP_COLUMNS += ("grad_norm", "learning_rate", "step_seconds", "compute_seconds", "sync_seconds", "wait_seconds")
-STEP_COLUMNS += ("peak_memory_bytes",)
+ARITHMETIC = ("computed_tokens_per_second", "tflops", "computed_tflops", "matrix_rate_share")
+STEP_COLUMNS += ("peak_memory_bytes", *ARITHMETIC)
 SENSORS = ("temperature_celsius", "power_watts", "speed_limit")  # of a host; the other measures are of a rank
 MEASURES = ("step", "time", "bytes_per_second", "round_trip_seconds", "retransmits", *SENSORS)
 POINTS = 2048  # of a curve at most: of longer ones each point is the mean of 2, 4, 8, ... records
@@ -232,6 +233,7 @@ class RunSpeed:
     tokens_per_second: float
     planned_pairs_per_second: float | None
     efficiency: float | None
+    arithmetic: dict[str, float]  # ARITHMETIC of all ranks together, as summary.json has it
 
 
 @dataclass(frozen=True)
@@ -292,6 +294,7 @@ def figures(run: RunHistory, now: float) -> RunFigures:
             tokens,
             plan.get("predicted_pairs_per_second") if plan.get("calibrated") else None,
             _efficiency(plan, events, present, start.get("time", 0.0)),
+            _arithmetic(ranks),
         ),
         time=RunTime(
             elapsed,
@@ -303,6 +306,13 @@ def figures(run: RunHistory, now: float) -> RunFigures:
         ranks=ranks,
         missing=[who for who in enumerate(hosts) if elapsed > LATE_SECONDS and series and who not in series],
     )
+
+
+def _arithmetic(ranks: Sequence[RankFigures]) -> dict[str, float]:
+    sums = {name: sum(rank.latest[name] for rank in ranks) for name in ARITHMETIC[:-1]}
+    shares = [(rank.latest["computed_tflops"], rank.latest["matrix_rate_share"]) for rank in ranks]
+    rate = sum(tflops / share for tflops, share in shares if share)
+    return sums | {"matrix_rate_share": sums["computed_tflops"] / rate if rate else 0.0}
 
 
 def newest_plan(run: RunHistory) -> PlanRecord | Record:

@@ -255,7 +255,7 @@ def headline(html: ModuleType, runs: Sequence[RunHistory], each: Sequence[RunFig
     now = each[0]
     cards = [
         html.Section([html.H3(title), html.Strong(value), html.Small(note)], className="panel card")
-        for title, value, note in card_texts(now)
+        for title, value, note in card_texts(now, tables.unit_of(runs[0]))
     ]
     shares = " + ".join(str(rank.share) for rank in now.ranks if rank.share is not None)
     title = html.H2(f"Plan: {now.plan['strategy']}, shares {shares}" if now.plan.get("strategy") else "Plan")
@@ -269,20 +269,20 @@ def headline(html: ModuleType, runs: Sequence[RunHistory], each: Sequence[RunFig
     return parts
 
 
-def card_texts(now: RunFigures) -> list[tuple[str, str, str]]:
+def card_texts(now: RunFigures, unit: str) -> list[tuple[str, str, str]]:
     """Title, value and a note of each card."""
     held, over, time_ = now.held_out, now.state == "finished", now.time
     loss = written("held out {:.4f}", held.get("loss"), "")
     exact = written("exact match {:.1%}", held.get("exact_match"), "")
     exact = exact or written("held out {:.1%}", held.get("reward_accuracy"), "")
-    pace = f"{now.speed.tokens_per_second:,.0f} tokens/s" + written(
-        ", plan: {:.3g} pairs/s", now.speed.planned_pairs_per_second, ""
-    )
+    figures_now = {"tokens_per_second": now.speed.tokens_per_second, **now.speed.arithmetic}
+    plan = written("plan: {:.3g}", now.speed.planned_pairs_per_second, "")
+    pace = ", ".join(filter(None, (tables.tokens_text(figures_now), tables.flops_text(figures_now), plan)))
     cards = [
         ("Step", f"{now.step:,}" + (f" / {now.steps:,}" if now.steps else ""), ""),
         ("Loss", written("{:.4f}", now.latest["loss"]), loss),
         ("Accuracy", written("{:.1%}", now.latest["reward_accuracy"]), exact),
-        ("Pairs/s", f"{now.speed.pairs_per_second:.3g}", pace),
+        (f"{unit.capitalize()}/s", f"{now.speed.pairs_per_second:.3g}", pace),
     ]
     if over:
         cards.append(("Time", duration(time_.elapsed_seconds), ""))

@@ -167,7 +167,7 @@ def report_html(run: RunHistory) -> str:
     parts = [f"<h1>{html.escape(run.name)}</h1>", f'<p class="soft">{html.escape(f"{base}, {now.state}")}</p>']
     if held := tables.held_out(*_evaluations(run)):
         parts += [_table(["held out", "before", "after"], held)]
-    parts += [_table(None, tables.facts(summary)), _panels(charts.learning([run]))]
+    parts += [_table(None, tables.facts(summary, tables.unit_of(run))), _panels(charts.learning([run]))]
     if records := charts.of_rounds(run):
         parts += ["<h2>Rounds</h2>", _panels(records)]
     parts += ["<h2>Ranks and hosts</h2>", _table(*tables.ranks(summary["ranks"]))]
@@ -230,7 +230,11 @@ def model_card(run: RunHistory) -> str:
         tags=["mlx", "tandem", *(["dpo"] if train.get("loss") == "sigmoid" else []), *(["preference"] * preference)],
     )
     loss = f"preference-trained with the {train.get('loss')} loss (beta {train.get('beta')})"
-    listed = [*tables.facts(summary), ("plan", now.plan.get("reason") or ""), *tables.made_with(run)]
+    listed = [
+        *tables.facts(summary, tables.unit_of(run)),
+        ("plan", now.plan.get("reason") or ""),
+        *tables.made_with(run),
+    ]
     texts = ["\n".join(f"    {shown(line)}" for line in text.splitlines()) for text in tables.samples(run)]
     return TEMPLATE.format(
         card_data=data.to_yaml(),

@@ -19,7 +19,7 @@ HELD_OUT = {
     "reward_margin": ("reward margin", ".3f"),
     "kl": ("KL to the reference", ".2f"),
 }
-RANK_COLUMNS = ("rank", "host", "pairs", "pairs/s", "planned", "compute", "sync", "wait", "memory")
+RANK_COLUMNS = ("rank", "host", "pairs", "a second", "planned", "compute", "sync", "wait", "memory")
 
 
 def describe(event: Record) -> str:
@@ -83,21 +83,46 @@ def held_out(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[
     ]
 
 
-def facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+def facts(summary: Mapping[str, Any], unit: str) -> list[tuple[str, str]]:
     """How a run went, name and value. summary: of summary.json, or of `so_far`."""
     held, efficiency = summary.get("checkpoint"), summary.get("efficiency")
-    speed = f"{three_digits(summary['pairs_per_second'])} pairs/s, {summary['tokens_per_second']:,.0f} tokens/s"
+    speed = f"{three_digits(summary['pairs_per_second'])} {unit}/s"
     rows = [
         ("steps", f"{summary['steps']:,}"),
         ("ended early", summary.get("early_end")),
         ("weights", f"of step {held['step']}, the {held['which']}" if held else None),
         ("training", f"{duration(summary['seconds'])} of steps, {duration(summary['wall_seconds'])} in all"),
-        ("speed", speed),
+        ("speed", f"{speed}, {tokens_text(summary)}"),
+        ("arithmetic", flops_text(summary)),
         ("efficiency", f"{100 * efficiency:.1f} % of what the hosts do alone, added up" if efficiency else None),
         ("memory", f"{size_text(summary['peak_memory_bytes'])} at most"),
         *(("cost", text) for text in costs(summary.get("cost"))),
     ]
     return [(name, text) for name, text in rows if text]
+
+
+def tokens_text(summary: Mapping[str, Any]) -> str:
+    """Tokens a second, real and computed ones."""
+    computed = summary.get("computed_tokens_per_second")
+    return f"{summary['tokens_per_second']:,.0f} tokens/s" + (f" ({computed:,.0f} with padding)" if computed else "")
+
+
+def flops_text(summary: Mapping[str, Any]) -> str | None:
+    """TFLOP/s of real and of computed tokens, and the share of the measured matrix rate."""
+    if not summary.get("tflops"):
+        return None
+    share = summary.get("matrix_rate_share")
+    part = f", {100 * share:.0f} % of the measured matrix rate" if share else ""
+    return f"{summary['tflops']:.3g} TFLOP/s ({summary['computed_tflops']:.3g} with padding{part})"
+
+
+def unit_of(run: RunHistory) -> str:
+    """What a run counts: pairs, groups of answers, or rows."""
+    return loss_unit(((run.start.get("config") or SettingsRecord()).get("train") or {}).get("loss"))
+
+
+def loss_unit(loss: object) -> str:
+    return {"grpo": "groups", "sft": "rows", "kto": "rows", "bco": "rows"}.get(str(loss), "pairs")
 
 
 def so_far(run: RunHistory, now: RunFigures) -> dict[str, Any]:
@@ -114,6 +139,7 @@ def so_far(run: RunHistory, now: RunFigures) -> dict[str, Any]:
         "wall_seconds": now.time.elapsed_seconds,
         "pairs_per_second": now.speed.pairs_per_second,
         "tokens_per_second": now.speed.tokens_per_second,
+        **now.speed.arithmetic,
         "efficiency": now.speed.efficiency,
         "peak_memory_bytes": max((rank["peak_memory_bytes"] for rank in ranks), default=0.0),
         "cost": now.time.cost,

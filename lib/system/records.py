@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import IO, Annotated, Any, Protocol, Required, cast
+from typing import IO, Annotated, Any, NamedTuple, Protocol, Required, cast
 
 from pydantic import Field, FiniteFloat, PositiveInt, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic needs it from there before Python 3.12
@@ -177,6 +177,23 @@ class Ranks(Protocol):
 # ---- Writing ---------------------------------------------------------------------------------------------------------
 
 
+class Arithmetic(NamedTuple):
+    """The cost of a rank's tokens: 4 operations a parameter and token with adapters, 6 with all weights (NeMo)."""
+
+    flops_per_token: float = 0.0
+    matrix_flops_per_second: float | None = None  # measured, of the rank's device
+
+    def rates(self, tokens: float, computed_tokens: float, seconds: float) -> dict[str, float]:
+        """Rates of real tokens, and of computed ones (with padding); of the measured rate the computed ones' share."""
+        known = {"computed_tokens_per_second": computed_tokens / seconds}
+        if self.flops_per_token:
+            known["tflops"] = self.flops_per_token * tokens / seconds / 1e12
+            known["computed_tflops"] = self.flops_per_token * computed_tokens / seconds / 1e12
+            if self.matrix_flops_per_second:
+                known["matrix_rate_share"] = 1e12 * known["computed_tflops"] / self.matrix_flops_per_second
+        return known
+
+
 class PerformanceTracker:
     """Writes one rank's records and sums up what it did.
 
@@ -186,7 +203,8 @@ class PerformanceTracker:
     def __init__(self, log_path: Path, rank: int = 0, host: str = "localhost", subscribers: Sequence[Subscriber] = ()):
         self.log_path, self.rank, self.host, self.subscribers = Path(log_path), rank, host, list(subscribers)
         self.examples, self.seconds, self.peak_memory_bytes = 0, 0.0, 0
-        self.parts = {"compute_seconds": 0.0, "sync_seconds": 0.0, "wait_seconds": 0.0}
+        self.parts = {"compute_seconds": 0.0, "sync_seconds": 0.0, "wait_seconds": 0.0, "tokens": 0, "padded_tokens": 0}
+        self.arithmetic = Arithmetic()
         self._file: FileIO | None = None
         self._unwritten = b""  # for want of room on the disk
         self._measured = _Measures()
@@ -257,6 +275,8 @@ class PerformanceTracker:
         self._log_measures(batch_num, fields.get("bytes_sent", 0), fields.get("sync_seconds", 0.0))
         rate = batch_size / batch_time if batch_time > 0 else 0.0
         known = {"step": batch_num, "pairs": batch_size, "step_seconds": batch_time, "pairs_per_second": rate}
+        if "padded_tokens" in fields and batch_time > 0:
+            fields |= self.arithmetic.rates(fields["tokens"], fields["padded_tokens"], batch_time)
         return self.record("step", **known, loss=loss, kl=kl, **fields)
 
     def log_merge(self, step: int, merged: Mapping[str, Any]) -> None:
@@ -285,7 +305,8 @@ class PerformanceTracker:
     def totals(self) -> dict[str, object]:
         """What this rank did in all logged steps."""
         did = {"pairs": self.examples, "seconds": self.seconds, **self.parts}
-        return {"rank": self.rank, "host": self.host, **did, "peak_memory_bytes": self.peak_memory_bytes}
+        peak = {"peak_memory_bytes": self.peak_memory_bytes}
+        return {"rank": self.rank, "host": self.host, **did, **peak, **self.arithmetic._asdict()}
 
     def close(self) -> None:
         """Writes what was kept in memory and closes the log."""

@@ -11,6 +11,7 @@ from typing import IO
 import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_unflatten
+from mlx_lm.utils import get_total_parameters
 
 from lib.config.load import dump, remember
 from lib.config.settings import Config
@@ -21,8 +22,8 @@ from lib.errors import AgreedError
 from lib.model import adapter_files, checkpointing, load
 from lib.plan.plan import ClusterPlan
 from lib.plan.replan import Schedule
-from lib.system.hardware import provenance
-from lib.system.records import PerformanceTracker
+from lib.system.hardware import provenance, quick_gflops
+from lib.system.records import Arithmetic, PerformanceTracker
 from lib.system.terminal import Terminal
 from lib.training import checkpoint, divided_world, reference_model
 from lib.training.checkpoint import CheckpointWriter, Choice, Progress, RankArrays, Snapshot
@@ -69,7 +70,11 @@ class TrainingRun:
         if plan.strategy == "independent":
             self.local_sgd = LocalSGD(config, world, plan, self.model, data.lengths, self.steps)
         log = self.folder / "logs" / f"rank-{world.rank:03d}.jsonl"
-        self.tracker = PerformanceTracker(log, world.rank, self.hosts[world.rank])
+        host = self.hosts[world.rank]
+        self.tracker = PerformanceTracker(log, world.rank, host)
+        rates = plan.matmul_gflops.get(host, ())[self.hosts[: world.rank].count(host) :]
+        flops = (6 if config.model.method == "full" else 4) * get_total_parameters(self.model)
+        self.tracker.arithmetic = Arithmetic(flops, 1e9 * (rates[0] if rates else quick_gflops(0.1)))
         kept = config.checkpoint
         self.writer = CheckpointWriter(False, kept.every, kept.seconds)
         has_questions = bool(self.inputs.questions)

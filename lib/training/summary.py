@@ -24,6 +24,10 @@ class RankTotals(TypedDict):
     compute_seconds: float
     sync_seconds: float
     wait_seconds: float
+    tokens: int
+    padded_tokens: int  # computed: with padding
+    flops_per_token: float
+    matrix_flops_per_second: float | None
     peak_memory_bytes: int
     planned_pairs_per_second: float | None
 
@@ -96,6 +100,7 @@ def summarise(run: TrainingRun, step: int, metrics: Metrics, early_end: str | No
         "wall_seconds": progress.wall_seconds,
         "pairs_per_second": progress.pairs / progress.seconds if progress.seconds else 0.0,
         "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else 0.0,
+        **_arithmetic(ranks),
         "efficiency": _efficiency(plan, ranks),
         "cost": hosts_cost([rank.host for rank in plan.ranks], progress.wall_seconds, config.cost),
         **{name: metrics.get(name) for name in FIGURES},
@@ -106,6 +111,20 @@ def summarise(run: TrainingRun, step: int, metrics: Metrics, early_end: str | No
         "ranks": ranks,
     }
     return cast(RunSummary, summary)
+
+
+def _arithmetic(ranks: Sequence[RankTotals]) -> RunArithmetic:
+    """Computed tokens and operations a second of all ranks together."""
+    seconds = max(rank["seconds"] for rank in ranks) or float("inf")
+    flops = sum(rank["flops_per_token"] * rank["tokens"] for rank in ranks)
+    computed = sum(rank["flops_per_token"] * rank["padded_tokens"] for rank in ranks)
+    rates = [rank["matrix_flops_per_second"] for rank in ranks]
+    return {
+        "computed_tokens_per_second": sum(rank["padded_tokens"] for rank in ranks) / seconds,
+        "tflops": flops / seconds / 1e12,
+        "computed_tflops": computed / seconds / 1e12,
+        "matrix_rate_share": computed / seconds / sum(rate or 0.0 for rate in rates) if all(rates) else None,
+    }
 
 
 def _efficiency(plan: ClusterPlan, ranks: Sequence[RankTotals]) -> float | None:
