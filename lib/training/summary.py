@@ -56,6 +56,10 @@ class RunSummary(TypedDict):
     wall_seconds: float  # of all processes that made its steps, from each one's launch on
     pairs_per_second: float
     tokens_per_second: float
+    computed_tokens_per_second: float  # with padding; these four since the run was started or resumed
+    tflops: float  # of real tokens
+    computed_tflops: float
+    matrix_rate_share: float | None  # of the ranks' measured matrix rates, added up
     efficiency: float | None
     cost: RunCost | None
     loss: float | None
@@ -113,7 +117,7 @@ def summarise(run: TrainingRun, step: int, metrics: Metrics, early_end: str | No
     return cast(RunSummary, summary)
 
 
-def _arithmetic(ranks: Sequence[RankTotals]) -> RunArithmetic:
+def _arithmetic(ranks: Sequence[RankTotals]) -> dict[str, float | None]:
     """Computed tokens and operations a second of all ranks together."""
     seconds = max(rank["seconds"] for rank in ranks) or float("inf")
     flops = sum(rank["flops_per_token"] * rank["tokens"] for rank in ranks)
