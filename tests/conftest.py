@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -75,8 +76,11 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return None
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Under mpirun, only the tests marked mpi for a world of this size."""
+    """A mark `long` stays where it applies; under mpirun, only the tests marked mpi for a world of this size."""
+    for item in items:
+        item.own_markers = [mark for mark in item.own_markers if mark.name != "long" or _applies(mark, item)]
     if LAUNCH.size > 1:
         selected = [item for item in items if _is_for(list(item.iter_markers("mpi")), LAUNCH.size)]
         config.hook.pytest_deselected(items=list(set(items) - set(selected)))
@@ -88,6 +92,14 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 50, 100)
+
+
+def _applies(mark: pytest.Mark, item: pytest.Item) -> bool:
+    """Whether `long(*ids, ranks=N)` names this item's parameters (a * stands for anything) and this world's size."""
+    parameters = item.callspec.id if hasattr(item, "callspec") else ""
+    patterns = [".*".join(map(re.escape, name.split("*"))) for name in mark.args]
+    is_named = not patterns or any(re.fullmatch(pattern, parameters) for pattern in patterns)
+    return is_named and mark.kwargs.get("ranks", LAUNCH.size) == LAUNCH.size
 
 
 def _is_for(marks: list[pytest.Mark], size: int) -> bool:
