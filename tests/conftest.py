@@ -34,6 +34,7 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None) is not None:
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 os.environ.setdefault("OMPI_MCA_threads_pthreads_yield_strategy", "nanosleep")
 os.environ.setdefault("OMPI_MCA_threads_pthreads_nanosleep_time", "1000000")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # no measurement decides how a test's figures are rounded
 # How long an example took says how busy the machine is. What fails prints how to run it again.
 hypothesis_settings.register_profile(
     "anywhere", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from lib.errors import UserError
-from lib.system import mpi_and_blas
+from lib.system import hardware, mpi_and_blas, threads
 from lib.system.mpi_and_blas import Launch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,7 +20,7 @@ SET = ("OMPI_", "PMI_", "PMIX_", "SLURM_", "MLX_", "NCCL_", "OPENBLAS_")  # by l
 
 # Matrix products, wide, thin and ragged, and their gradients, at every alignment; prints the digest.
 PRODUCTS = """
-from lib.system import mpi_and_blas
+from lib.system import hardware, mpi_and_blas, threads
 mpi_and_blas.prepare()
 import hashlib
 import mlx.core as mx
@@ -254,3 +254,34 @@ def test_every_rank_is_in_the_launchers_world():
     assert MPI.Query_thread() == MPI.THREAD_MULTIPLE
     total = mx.distributed.all_sum(mx.array(2.0**launch.rank), stream=mx.cpu)
     assert total.item() == 2.0**launch.size - 1
+
+
+@pytest.mark.parametrize(
+    ("rates", "stored", "is_alone", "may_measure", "expected"),
+    [
+        ({1: 10.0, 4: 16.0}, None, True, True, 4),
+        ({1: 10.0, 4: 11.0}, None, True, True, 1),  # not worth it
+        ({1: 10.0, 4: 2.0}, None, True, True, 1),  # another program has the cores
+        ({1: 10.0, 4: 16.0}, None, False, True, 1),
+        ({1: 10.0, 4: 16.0}, None, True, False, 1),  # plan.replan=false
+        ({1: 16.0, 4: 10.0}, 4, True, False, 4),  # a resume takes what the run started with
+        ({1: 16.0, 4: 10.0}, 8, True, True, 4),
+    ],
+)
+def test_a_process_that_is_alone_takes_all_cores_where_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch,
+    rates: dict[int, float],
+    stored: int | None,
+    is_alone: bool,
+    may_measure: bool,
+    expected: int,
+) -> None:
+    set_to = [1]
+    monkeypatch.setenv(mpi_and_blas.AUTOMATIC, "1")
+    monkeypatch.setattr(mpi_and_blas, "own_cores", lambda: 4)
+    monkeypatch.setattr(mpi_and_blas, "set_blas_threads", lambda count: set_to.append(count) or Path("blas"))
+    monkeypatch.setattr(hardware, "quick_gflops", lambda seconds: rates[set_to[-1]])
+    monkeypatch.setattr(hardware, "mlx_device", lambda: ("cpu", {}))
+    assert threads.choose(stored, is_alone, may_measure) == expected == set_to[-1]
+    monkeypatch.delenv(mpi_and_blas.AUTOMATIC)
+    assert threads.choose(stored, is_alone, may_measure) is None  # the user's own number stays

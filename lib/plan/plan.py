@@ -115,6 +115,7 @@ class RankPlan:
     planned_bytes: int | None = None  # of its largest micro-batch, as measured, else by the formula
     memory_bytes: int | None = None  # that the rank may use
     part: PartOfModel | StagePlan | None = None  # of a divided model
+    blas_threads: int | None = None  # of its products, on a CPU
 
     @property
     def predicted_compute_seconds(self) -> float | None:

@@ -36,6 +36,7 @@ MPI_LIBRARY = "libmpi.40.dylib" if sys.platform == "darwin" else "libmpi.so.40"
 # buffer read when it is done. Its own is 1,000 on an H100, 400 on an A100, 100 on most others, 25 on a DGX Spark.
 # With 1,000 an H200 held up to 17 GB more and was no faster; with 25 answers took 12 % longer.
 CUDA_BUFFER_SIZE = 100
+AUTOMATIC = "TANDEM_BLAS_THREADS"  # set where no user said how many threads the BLAS has
 WATCHDOG_RELAXED = "AGX_RELAX_CDM_CTXSTORE_TIMEOUT"  # lib/system/metal.py says why
 
 
@@ -71,9 +72,10 @@ def prepare(local_ranks: int | None = None) -> None:
         os.environ.setdefault(WATCHDOG_RELAXED, "1")
     else:
         os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", str(CUDA_BUFFER_SIZE))
+    if "OPENBLAS_NUM_THREADS" not in os.environ:
+        os.environ[AUTOMATIC] = "1"
     for name, value in {
-        # One thread for each rank: the bits then do not depend on the number of cores. A second made a
-        # step 20 % faster on two idle cores, and ten times as slow when another process wanted one of them.
+        # Until a run that is alone on its machine has measured that more are faster (lib/system/threads.py).
         "OPENBLAS_NUM_THREADS": "1",
         "OMPI_MPI_THREAD_LEVEL": "3",  # MPI_THREAD_MULTIPLE: MLX calls MPI from its stream's thread
         "MPI4PY_RC_INITIALIZE": "0",  # MLX initialises MPI; whoever does it second gets a world of one
@@ -173,6 +175,14 @@ def load_blas() -> Path | None:
         if _is_first_rank():
             print(f"warning: MLX computes with a slow BLAS: {error}; remedy: make setup", file=sys.stderr)
         return None
+    return library
+
+
+def set_blas_threads(count: int) -> Path | None:
+    """Has MLX's products use so many threads from now on; None where it does not compute with our BLAS."""
+    library = load_blas()
+    if library is not None:
+        ctypes.CDLL(str(library)).openblas_set_num_threads(ctypes.c_int(count))
     return library
 
 

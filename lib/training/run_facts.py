@@ -29,7 +29,7 @@ from lib.plan.plan import ClusterPlan
 from lib.plan.plan_warnings import advised
 from lib.plan.sharded import plan_sharded
 from lib.plan.strategy import plan
-from lib.system import hardware, model_folder
+from lib.system import hardware, model_folder, threads
 from lib.system.out_of_memory import Limit
 
 Rates = Mapping[str, Sequence[float]]  # GFLOP/s of every rank's matrix products, by host
@@ -52,11 +52,13 @@ def plan_run(
     warning = ""
     if config.strategy in ("sharded", "pipelined") and world.size == 1:
         config, warning = _on_one_rank(config, resumed is not None)
+    blas_threads = _blas_threads(config.plan, world, hosts, resumed)
     facts, rates = gather_facts(config, world, hosts, lengths, rows, resumed)
     crowded = world.gather_text(_crowded_host(hosts, world.rank), "ranks and cores of every host")
     with world.agreeing("planning"):
         first = advised(facts.settings, plan(facts))
-        first = replace(first, matmul_gflops=rates)
+        ranks = tuple(replace(rank, blas_threads=n) for rank, n in zip(first.ranks, blas_threads, strict=True))
+        first = replace(first, matmul_gflops=rates, ranks=ranks)
     world.require_equal("plan", json.dumps(first.decisions()))  # unlike plans would lose rows, or train them twice
     return replace(first, warnings=(*filter(None, (warning, *crowded)), *first.warnings))
 
@@ -246,6 +248,18 @@ def _gather_hosts(
         )
         for host, text, (chip, device, memory_bytes) in zip(hosts, texts, machines, strict=True)
     ]
+
+
+def _blas_threads(settings: PlanSettings, world: World, hosts: Sequence[str], resumed: Path | None) -> list[int | None]:
+    """Sets every rank's threads: as when the run started that goes on, else as is faster now; one a rank."""
+    stored, host = None, hosts[world.rank]
+    if resumed is not None:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, StopIteration):
+            ranks = json.loads((resumed / "plan.json").read_text(encoding="utf-8"))["ranks"]
+            stored = next(rank["blas_threads"] for rank in ranks if rank["host"] == host)
+    threads_here = threads.choose(stored, hosts.count(host) == 1, settings.replan)
+    chosen = world.gather_text(json.dumps(threads_here), "the threads of every rank's products")
+    return [json.loads(text) for text in chosen]
 
 
 def _matmul_rates(world: World, hosts: Sequence[str], resumed: Path | None) -> Rates:
