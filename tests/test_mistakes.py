@@ -124,7 +124,11 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("train.py", "data.train={d}/ids.jsonl", "ids.jsonl:1: token id 99999 is not below the vocabulary's size, 48"),
     ("train.py", "data.train={d}/text.jsonl", "its records are text, and the model has no tokenizer"),
     ("train.py", "data.train={d}/run.empty", "run.empty is a folder without records"),
-    ("train.py", "data.valid={d}/none.jsonl", "none.jsonl does not exist"),
+    (
+        "train.py",
+        "data.valid={d}/none.jsonl",
+        "none.jsonl does not exist .*hold a part of data.train out with .*data.holdout=0.05",
+    ),
     ("train.py", "data.holdout=0.1", "data.valid=.*valid.jsonl takes the place of what data.holdout=0.1 keeps"),
     # Models
     ("train.py", "model.path={d}/none", "no such folder .a hub name is of the form owner/name"),

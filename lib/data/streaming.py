@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Unpack
@@ -154,6 +155,11 @@ def open_held_out(
     settings = with_splits(settings)
     limits = limits_of(vocabulary)
     if settings.valid is not None:
+        if not re.search(r"[*?\[]|://", settings.valid) and not Path(settings.valid).exists():
+            raise UserError(
+                f"data.valid={settings.valid} does not exist (looked from {Path.cwd()}); name held-out "
+                "records, or hold a part of data.train out with data.valid=null data.holdout=0.05"
+            )
         dataset = load_dataset(settings.valid, settings, kind, tokenizer, tell=tell, **vocabulary)
     elif not settings.holdout:
         return None
