@@ -257,31 +257,24 @@ def test_every_rank_is_in_the_launchers_world():
 
 
 @pytest.mark.parametrize(
-    ("rates", "stored", "is_alone", "may_measure", "expected"),
+    ("all_cores", "stored", "is_alone", "may_measure", "expected"),
     [
-        ({1: 10.0, 4: 16.0}, None, True, True, 4),
-        ({1: 10.0, 4: 11.0}, None, True, True, 1),  # not worth it
-        ({1: 10.0, 4: 2.0}, None, True, True, 1),  # another program has the cores
-        ({1: 10.0, 4: 16.0}, None, False, True, 1),
-        ({1: 10.0, 4: 16.0}, None, True, False, 1),  # plan.replan=false
-        ({1: 16.0, 4: 10.0}, 4, True, False, 4),  # a resume takes what the run started with
-        ({1: 16.0, 4: 10.0}, 8, True, True, 4),
+        (16.0, None, True, True, 4),
+        (11.0, None, True, True, 1),  # of 10 with one thread: not worth it
+        (16.0, None, False, True, 1),
+        (16.0, None, True, False, 1),  # plan.replan=false
+        (2.0, 8, True, True, 4),  # a resume takes what the run started with, up to its cores
     ],
 )
 def test_a_process_that_is_alone_takes_all_cores_where_that_is_faster(
-    monkeypatch: pytest.MonkeyPatch,
-    rates: dict[int, float],
-    stored: int | None,
-    is_alone: bool,
-    may_measure: bool,
-    expected: int,
+    monkeypatch: pytest.MonkeyPatch, all_cores: float, stored: int, is_alone: bool, may_measure: bool, expected: int
 ) -> None:
-    set_to = [1]
+    counts: list[int] = []
     monkeypatch.setenv(mpi_and_blas.AUTOMATIC, "1")
     monkeypatch.setattr(mpi_and_blas, "own_cores", lambda: 4)
-    monkeypatch.setattr(mpi_and_blas, "set_blas_threads", lambda count: set_to.append(count) or Path("blas"))
-    monkeypatch.setattr(hardware, "quick_gflops", lambda seconds: rates[set_to[-1]])
+    monkeypatch.setattr(mpi_and_blas, "set_blas_threads", lambda count: counts.append(count) or Path("blas"))
+    monkeypatch.setattr(hardware, "quick_gflops", lambda seconds: 10.0 if counts[-1] == 1 else all_cores)
     monkeypatch.setattr(hardware, "mlx_device", lambda: ("cpu", {}))
-    assert threads.choose(stored, is_alone, may_measure) == expected == set_to[-1]
+    assert threads.choose(stored, is_alone, may_measure) == expected == counts[-1]
     monkeypatch.delenv(mpi_and_blas.AUTOMATIC)
-    assert threads.choose(stored, is_alone, may_measure) is None  # the user's own number stays
+    assert threads.choose(stored, is_alone, may_measure) is None  # the user's number stays
