@@ -10,12 +10,12 @@ _HIDDEN |= dict.fromkeys((*range(0x2066, 0x206A), *range(0xD800, 0xE000)), 0xFFF
 
 
 def shown(text: str) -> str:
-    """Text that may be somebody else's, of the same length, without what a terminal would obey."""
+    """Text from outside, of the same length, without what a terminal would obey."""
     return text if text.isascii() and text.isprintable() else text.translate(_HIDDEN)
 
 
 def in_one_line(error: BaseException, most: int = 240) -> str:
-    """What an error of somebody else's says, cut to a length: the first of its lines often ends in a colon."""
+    """What another library's error says, cut to a length: the first of its lines often ends in a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines) or type(error).__name__
     return text if len(text) <= most else f"{text[:most]} ..."
@@ -25,7 +25,7 @@ class UserError(ValueError):
     """The user's input is wrong. The message is one line: what, where, the numbers, the remedy. Exit status 2."""
 
     def __init__(self, message: object = ""):
-        super().__init__(shown(str(message)).replace("\n", "␊"))  # somebody's name for a column may have one
+        super().__init__(shown(str(message)).replace("\n", "␊"))  # a column's name may have one
 
 
 class Stopped(RuntimeError):

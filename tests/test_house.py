@@ -102,8 +102,8 @@ BUDGET = {
     "benchmarks": 4_150,  # lines: 4,000
     "benchmark files": 19,  # 20
     "words": 16_300,  # of docs/: 16,000
-    "config": 85,  # functions that take the whole configuration: 15
-    "odd words": 125,  # 20
+    "config": 78,  # functions outside of lib/config that take the whole configuration: 15
+    "odd words": 20,  # 20
 }
 
 
@@ -170,6 +170,7 @@ def test_few_functions_take_the_whole_configuration() -> None:
     taking = [
         f"{path.name}:{function.name}"
         for path, tree in TREES.items()
+        if path.parent.name != "config"
         for function in functions(tree)
         if any(
             argument.annotation and ast.unparse(argument.annotation) == "Config" for argument in parameters(function)

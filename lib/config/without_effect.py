@@ -11,7 +11,7 @@ def without_effect(config: Config, strategy: str, ranks: int) -> list[str]:
     """A line for each reason that leaves settings without effect which are not at their defaults.
 
     A word on the command line may turn to another method or loss, and the file's settings of the first one stay: that
-    is no mistake, as long as nobody believes in them.
+    is no mistake, as long as the run says so.
 
     Args:
         strategy: what strategy=auto came to.

@@ -627,7 +627,7 @@ class ChatTokens:
         every, begins = self.tokens.starts(made.wholes[k])
         first = len(every) - len(ids)
         if every[first:] != ids:
-            raise Unusable("its turns cannot be told apart: the prompt's end and the answer's begin share a token")
+            raise Unusable("its turns cannot be separated: the prompt's end and the answer's begin share a token")
         spans = self._spans(made, k)
         learnt = [any(low <= at < high for low, high in spans) for at in begins]
         for _, high in spans:
@@ -711,7 +711,7 @@ class ChatTokens:
             if low < 0 or high <= low:
                 raise Unusable(
                     f"message {index + 1}: the chat template writes it differently once others follow, so that its "
-                    "tokens cannot be told; data.learn=last learns the last answer alone"
+                    "tokens cannot be found; data.learn=last learns the last answer alone"
                 )
             spans.append((low, high))
         return spans

@@ -250,8 +250,8 @@ def files_of(source: str, settings: DataSettings, tell: Tell = lambda text: None
     found = sorted(file for file in matched if file.is_file() and (not path.is_dir() or _is_data(file, path)))
     if not found:
         endings = ", *".join(record_files.ENDINGS)
-        told = f" is a folder without records (*{endings})" if path.is_dir() else ": no file matches"
-        raise UserError(f"{source}{told} (looked from {Path.cwd()})")
+        why = f" is a folder without records (*{endings})" if path.is_dir() else ": no file matches"
+        raise UserError(f"{source}{why} (looked from {Path.cwd()})")
     return found
 
 

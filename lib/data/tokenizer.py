@@ -185,7 +185,7 @@ class TextTokens:
         return (anchor, "\n") if is_needed else ([], "")
 
 
-# Text of many kinds: where two tokenizers are to be told apart, its tokens have to do.
+# Text of many kinds: where two tokenizers are to be distinguished, its tokens have to do.
 SPECIMEN = "The quick brown fox jumps over 13 lazy dogs. Ünïcödé, 漢字, кириллица;\n\tdef f(x): return x ** 2  # 🦊"
 
 

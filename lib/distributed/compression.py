@@ -1,7 +1,7 @@
 """Compression of what ranks exchange: gradients of a step, changes of a local SGD round.
 
 Kinds: `none` (float32), `bf16`, `int8` (a scale for each block of 256 values) and `topk` (the largest values and their
-indices). What int8 and topk leave out is handed back by `encode`; whoever adds it to the next array loses nothing in
+indices). What int8 and topk leave out is handed back by `encode`; added to the next array, nothing is lost in
 the long run (error feedback: arXiv:1809.07599, algorithm 1; arXiv:1901.09847). `none` and `bf16` can be summed on their
 way; int8 and topk cannot, so every rank receives what every other one sent.
 """

@@ -319,7 +319,7 @@ class World:
     def gathering(self, *trees: Any) -> Iterator[list[tuple[Described, Iterator[tuple[str, mx.array]]]]]:
         """What the arrays of each tree are, and the whole arrays by name, one at a time, for rank 0 to write.
 
-        All ranks enter. Every divided array is a collective: rank 0 takes them in order, and whatever nobody asked for,
+        All ranks enter. Every divided array is a collective: rank 0 takes them in order, and what it did not ask for,
         because there was no need or the disk was full, is gone through at the end.
         """
         flat = [dict(tree_flatten(tree)) for tree in trees]
@@ -399,7 +399,7 @@ class World:
         except UserError as error:
             mine = str(error) or type(error).__name__  # empty would be no error
         except OSError as error:
-            mine = shown(f"{what}: {error.filename or 'a file'}: {error.strerror or error}; mend that and start again")
+            mine = shown(f"{what}: {error.filename or 'a file'}: {error.strerror or error}; fix that and start again")
         errors = self.gather_text(mine, f"the outcome of {what}")
         distinct = list(dict.fromkeys(error for error in errors if error))
         if not distinct:

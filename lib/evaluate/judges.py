@@ -333,7 +333,7 @@ WAIT_SECONDS = 1.0  # before the second try; doubled for each further one
 
 
 def instructions_of(settings: Config, default: str, places: Sequence[str]) -> str:
-    """What a judge model is told: evaluate.judge_prompt, or the default.
+    """The instructions of a judge model: evaluate.judge_prompt, or the default.
 
     Raises:
         UserError: the file lacks a place.
@@ -368,10 +368,10 @@ class _ServedModel:
         self.instructions = instructions_of(settings, default, places)
 
     def require_server(self) -> None:
-        """Makes sure that somebody listens: a run asks only when the first answers are written.
+        """Makes sure that the server answers: a run asks only when the first answers are written.
 
         Raises:
-            UserError: nobody does, or the key is refused.
+            UserError: it does not, or the key is refused.
         """
         try:
             with self._client(min(self.timeout_seconds, CONNECT_SECONDS)) as client:

@@ -322,7 +322,7 @@ COLUMNS = 64  # what the rows' own keys and values grow by; more where there are
 class Rectangles:
     """B rows, T columns wide, and the P prompts that they go on from, as `next_logits` takes them.
 
-    Padding is at the end: rows that nobody reads, prompts that no row has.
+    Padding is at the end: rows that are not read, prompts that no row has.
     """
 
     rows: RowArrays
@@ -347,7 +347,7 @@ class Rectangles:
             The logits behind the new prompts, [prompts, V]; None without any.
         """
         starts = self.starts[kept]
-        first = int(starts.min(initial=self.column))  # nobody looks at columns before it
+        first = int(starts.min(initial=self.column))  # columns before it are not read
         width, at = self.column - first, mx.array(kept, mx.int32)
         stay, groups = np.unique(self.groups[kept], return_inverse=True)
         new_lengths = np.array([len(prompt) for prompt in prompts], np.int32)
@@ -538,7 +538,7 @@ class Sampler:
         world: World = World(),  # noqa: B008  (frozen)
     ):
         self.model, self.tokenizer, self.settings, self.world = model, tokenizer, settings, world
-        # To try it, ranks with unlike blocks would have to fail alike.
+        # To try it, ranks with unlike blocks would have to fail in the same way.
         self.why_alone = "it is pipelined" if world.divides_model else cannot_continue(model)
         self.end_tokens = sorted(tokenizer.eos_token_ids)
         self.step: Callable[[RowArrays, PromptArrays, mx.array], tuple[RowArrays, mx.array]] = self._step

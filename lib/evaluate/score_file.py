@@ -423,7 +423,7 @@ class PairMaker:
         return list(map(self, chunks))
 
     def summary(self, out: Path, rows: int) -> str:
-        """For people: how many prompts gave a pair, whoever drew for them, and what this rank had to leave out."""
+        """For people: how many prompts of all ranks gave a pair, and what this rank had to leave out."""
         with out.open("rb") as file:
             pairs = sum(1 for _ in file)
         made = f"{out}: {pairs:,} of {rows:,} prompts gave a pair"

@@ -268,7 +268,7 @@ def check_disk(request: Request) -> Finding | None:
 
 
 def check_load(request: Request) -> Finding:
-    """Who else computes on this host. A training that runs there may be somebody else's: nothing ends it."""
+    """Who else computes on this host. A training there may be another user's: nothing ends it."""
     average, cores = os.getloadavg()[0], hardware.usable_cpus() or 1
     message, look = f"{average:.1f} on {cores} cores", request.there("top", "-t")
     listing = os_commands.output(["ps", "-axo", "pid=,user=,args="])

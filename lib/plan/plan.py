@@ -269,7 +269,7 @@ class ClusterPlan:
         return [{"rank": str(plan.rank), "host": plan.host, **plan.row(self.global_batch_size)} for plan in self.ranks]
 
     def decisions(self) -> list[object]:
-        """What all ranks have to do alike, as JSON takes it, without any prediction."""
+        """What all ranks have to decide in the same way, as JSON takes it, without any prediction."""
         division = self.division and asdict(self.division) | {"weights": ()}  # which may differ in a last digit
         sizes = [rank.micro_batch_sizes for rank in self.ranks]
         stages = [[s.blocks, s.in_flight, s.recomputes, s.gradient_checkpointing] for s in self.stages]

@@ -94,7 +94,7 @@ def _part_weights(facts: PlanFacts) -> tuple[list[float], str]:
         chips = {host.device_name for host in hosts}
         is_one_chip = len(chips) == 1 and None not in chips and all(host.device == "cuda" for host in hosts)
         if min(known) > (1 - (EQUAL_CHIPS if is_one_chip else EQUAL)) * max(known):
-            return [1.0] * len(hosts), "divided equally: the hosts' matmul rates are alike"
+            return [1.0] * len(hosts), "divided equally: the hosts' matmul rates are about equal"
         return known, "divided by the hosts' matmul rates"
     memory = [float(host.memory_bytes) for host in hosts if host.memory_bytes]
     if len(memory) == len(hosts):

@@ -91,7 +91,7 @@ class JudgingThread:
                 lines = judge()
                 self.seconds += time.perf_counter() - began
                 self._scores.finish(chunk, lines)
-        except BaseException as fault:  # raised where somebody sees it
+        except BaseException as fault:  # raised by the thread that waits for it
             self._fault = fault
 
 
@@ -484,7 +484,7 @@ def lines_of(path: Path, kind: type[Line]) -> Iterator[Line]:
 
 
 def samples_in(path: Path, limits: ModelLimits, most_tokens: int) -> Iterator[SampleLine]:
-    """The lines of samples.jsonl, which may be somebody else's.
+    """The lines of samples.jsonl, which other programs may have written.
 
     Raises:
         UserError: one is not what a round of this run writes.

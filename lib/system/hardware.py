@@ -84,7 +84,7 @@ def free_memory_bytes() -> int | None:
 
 
 def mac_free_memory_bytes(vm_stat: str) -> int | None:
-    """What vm_stat's pages that nobody has to give up come to: free, inactive, speculative and purgeable ones.
+    """Bytes of vm_stat's pages that a process can take at once: free, inactive, speculative and purgeable ones.
 
     Its "Pages free" leaves out the speculative ones (Apple's system_cmds, vm_stat.c). None where the text is another's.
     """

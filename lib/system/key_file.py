@@ -44,7 +44,7 @@ def read(path: Path) -> bytes:
 
 
 def make(path: Path) -> bool:
-    """Makes a key where there is none; whether it did. Whoever makes one at the same time makes the same file.
+    """Makes a key where there is none; whether it did. Of two processes at the same time one makes it.
 
     Raises:
         UserError: it cannot be written.
@@ -58,7 +58,7 @@ def make(path: Path) -> bool:
         with os.fdopen(os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write(secrets.token_hex(32) + "\n")
         try:
-            os.link(whole, path)  # unlike a rename it takes nobody's place
+            os.link(whole, path)  # unlike a rename it replaces no file
         except FileExistsError:
             return False
         finally:

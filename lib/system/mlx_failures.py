@@ -23,13 +23,13 @@ def advice(error: BaseException, rank: int | None) -> str | None:
     """
     text = str(error).partition("\n")[0]
     if out_of_memory.is_out_of_memory(error):
-        told = out_of_memory.advice(error)
+        what = out_of_memory.advice(error)
     elif not isinstance(error, RuntimeError):
         return None
     elif LOST.match(text):
-        told = f"{NOTICED}, which ended or was cut off ({text})"
+        what = f"{NOTICED}, which ended or was cut off ({text})"
     elif OWN.match(text):
-        told = f"{FAILED}{text}"
+        what = f"{FAILED}{text}"
     else:
         return None
-    return told if rank is None else f"rank {rank} on {host_name()}: {told}"
+    return what if rank is None else f"rank {rank} on {host_name()}: {what}"

@@ -55,7 +55,7 @@ FOREIGN_SETTINGS = {
 class Launch:
     """This process as its launcher described it; `local_size`: the ranks of this host, if known."""
 
-    backend: str | None = None  # "mpi", "ring", "nccl" or "jaccl" (its ring, too); None if nobody launched us
+    backend: str | None = None  # "mpi", "ring", "nccl" or "jaccl" (its ring, too); None without a launcher
     rank: int = 0
     size: int = 1
     local_size: int = 1
@@ -78,7 +78,7 @@ def prepare(local_ranks: int | None = None) -> None:
         # Until a run that is alone on its machine has measured that more are faster (lib/system/threads.py).
         "OPENBLAS_NUM_THREADS": "1",
         "OMPI_MPI_THREAD_LEVEL": "3",  # MPI_THREAD_MULTIPLE: MLX calls MPI from its stream's thread
-        "MPI4PY_RC_INITIALIZE": "0",  # MLX initialises MPI; whoever does it second gets a world of one
+        "MPI4PY_RC_INITIALIZE": "0",  # MLX initialises MPI; the second to do it gets a world of one
         "MPI4PY_RC_FINALIZE": "0",
         "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive a fork
         # For an mpirun that this process starts: as root (a container, CI), and more ranks than cores.
@@ -232,7 +232,7 @@ def mpirun_path() -> Path:
 
 
 def launch_environment() -> Launch:
-    """What mpirun or mlx.launch said in the environment; a world of one if nobody launched us.
+    """What mpirun or mlx.launch said in the environment; a world of one without a launcher.
 
     Raises:
         UserError: a variable is malformed, or another MPI launched us (every rank would train alone).

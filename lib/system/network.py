@@ -61,7 +61,7 @@ def machine_id() -> str:
     for path in (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id")):
         with contextlib.suppress(OSError):
             identity = identity or path.read_text(encoding="utf-8").strip()
-    return hashlib.sha256(identity.encode()).hexdigest()[:8]  # the id itself is nobody's business
+    return hashlib.sha256(identity.encode()).hexdigest()[:8]  # the id itself stays private
 
 
 def distinct_names(machines: Sequence[tuple[str, str]]) -> list[str]:
