@@ -72,13 +72,6 @@ def test_names_of_an_ssh_configuration(tmp_path: Path) -> None:
     assert discovery.configured(tmp_path / "none") == []
 
 
-def test_what_tools_say_is_read() -> None:
-    assert discovery.OF_AVAHI.findall(AVAHI) == [("mac-a.invalid", "10.0.0.1")]
-    assert discovery.OF_DNS_SD.findall(BROWSE) == ["Anna's Mac Studio", "box"]
-    assert discovery.OF_DNS_SD_LOOKUP.findall(LOOKUP) == ["Annas-Mac-Studio.local"]
-    assert discovery.OF_ARP.findall(ARP) == ["169.254.12.3", "10.9.0.2"]
-
-
 def test_a_machine_with_two_names_is_one_and_the_file_can_be_read() -> None:
     machines = discovery.distinct([machine("a"), machine("a.local", "a"), machine("bb", gpus=4)])
     text = discovery.text_of(machines, {})

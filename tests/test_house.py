@@ -186,7 +186,6 @@ NAMED_TWICE = {
     "Message",
     "Channel",
     "Listener",
-    "LogCopies",
     "RankState",
     "Watcher",
     "Sampling",

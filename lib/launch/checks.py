@@ -16,7 +16,6 @@ import re
 import shlex
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -89,7 +88,6 @@ class Request:
     ports: Sequence[int] = ()
     addresses: Sequence[str] = ()
     other_port: str = ""  # the launcher's command line with another --starting-port
-    ssh_to: Sequence[str] = ()  # mpirun starts from the first host, which has to reach the others
     devices: Sequence[str] = ()  # for RDMA
 
     def there(self, command: str, options: str = "") -> str:
@@ -302,7 +300,7 @@ def check_compute(request: Request) -> Finding:
     if status != 0:
         return Finding("failed", why or f"MLX ended with status {status}", SETUP)
     found = json.loads(output.splitlines()[-1])
-    message = f"{found['name']} ({found['device']}): {found['flops_per_second'] / 1e9:,.0f} GFLOP/s of {found['dtype']}"
+    message = f"{found['name']} ({found['device']}): {found['gflops']:,.0f} GFLOP/s"
     message += f", MLX may have {gigabytes(found['limit_bytes'])}" if found["limit_bytes"] else ""
     if found["device"] == "cpu" and os_commands.is_mac():
         return Finding("note", f"{message}; this Mac's GPU is not used", f"{SETUP} EXTRA=metal")
@@ -310,22 +308,12 @@ def check_compute(request: Request) -> Finding:
 
 
 def compute() -> dict[str, Any]:
-    """What MLX computes on and how fast: a matrix product, for a second."""
+    """What MLX computes on and how fast: matrix products, for a second."""
     mpi_and_blas.prepare()
-    import mlx.core as mx
-
     device, facts = hardware.mlx_device()
-    size, dtype = (1024, mx.float32) if device == "cpu" else (4096, mx.bfloat16)
-    a, b = (mx.random.normal((size, size)).astype(dtype) for _ in range(2))
-    mx.eval(a @ b)
-    best, deadline = float("inf"), time.perf_counter() + 1.0
-    while time.perf_counter() < deadline:
-        began = time.perf_counter()
-        mx.eval(a @ b)
-        best = min(best, time.perf_counter() - began)
     name = str((facts.get("device_name") if device != "cpu" else None) or hardware.processor_name())
-    rate, limit = 2 * size**3 / best, hardware.memory_limit_bytes()
-    return {"device": device, "name": name, "dtype": str(dtype)[9:], "flops_per_second": rate, "limit_bytes": limit}
+    rate, limit = hardware.quick_gflops(1.0), hardware.memory_limit_bytes()
+    return {"device": device, "name": name, "gflops": rate, "limit_bytes": limit}
 
 
 def check_wired_limit(request: Request) -> Finding | None:
@@ -372,18 +360,6 @@ def check_ports(request: Request) -> Finding:
     return Finding("failed", f"port {', '.join(map(str, taken))} is taken", request.other_port, note)
 
 
-def check_ssh_to(request: Request) -> Finding | None:
-    """The first host reaches the others by ssh, where mpirun starts from it."""
-    for name in request.ssh_to:
-        words = [*ssh.ssh_command(Host(name)), "true"]
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_SECONDS)
-        if done.returncode:
-            error = (done.stderr.strip().splitlines() or [""])[-1]
-            remedy, note = ssh.remedy(name, error, os_commands.is_mac())
-            return Finding("failed", f"from there to {name}: {error}", request.there(remedy, "-t"), note)
-    return Finding("ok") if request.ssh_to else None
-
-
 def check_rdma(request: Request) -> Finding | None:
     """The devices that the host file names are there."""
     if not request.devices:
@@ -424,7 +400,6 @@ def sum_of_two(backend: str) -> Check:
 
 
 OF_A_HOST: dict[str, Check] = {
-    "ssh": check_ssh_to,
     "project": check_project,
     "packages": check_packages,
     "files": check_files,

@@ -165,7 +165,6 @@ def _parser() -> command_line.Parser:
     add("--role", choices=ROLES, help="without ssh: start this machine's ranks only, the same command on each")
     key = f"with --role: the key by which machines know each other, the same on all (default: {key_file.usual()})"
     add("--key", type=Path, metavar="FILE", help=key)
-    add("--nice", type=int, metavar="N", help="priority of the ranks; below 0 needs root or sudo")
     connections = "connections between neighbours (default: %(default)s)"
     add("--connections-per-ip", type=int, default=1, metavar="N", help=connections)
     ports = "the first port that ranks listen at (default: %(default)s)"
@@ -218,7 +217,6 @@ def job_of(options: argparse.Namespace) -> Job:
         connections_per_ip=options.connections_per_ip,
         starting_port=options.starting_port,
         mpi_arguments=tuple(options.mpi_arg),
-        nice=options.nice,
         silent_seconds=options.silent_seconds,
         wedged_seconds=options.wedged_seconds,
     )

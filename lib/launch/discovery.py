@@ -7,7 +7,6 @@ bridge; or the machines that were named. Each is asked for its facts over ssh, a
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import shlex
 import shutil
@@ -127,13 +126,12 @@ def distinct(machines: Iterable[Machine]) -> list[Machine]:
 
 
 def text_of(machines: Sequence[Machine], slots: dict[str, int]) -> str:
-    """A host file: lines; or MLX's JSON where all are on one Thunderbolt bridge, whose addresses only that form has."""
+    """A host file, with the addresses on the Thunderbolt bridge where all machines are on one."""
     counts = [slots.get(machine.name) or max(1, machine.gpus) for machine in machines]
     rows = list(zip(machines, counts, strict=True))
-    if len(machines) > 1 and all(machine.bridge for machine in machines):
-        entries = [{"ssh": machine.name, "ips": [machine.bridge], "slots": count} for machine, count in rows]
-        return json.dumps(entries, indent=2) + "\n"
     lines = [to_text([Host(machine.name, count)]).rstrip() for machine, count in rows]
+    if len(machines) > 1 and all(machine.bridge for machine in machines):
+        lines = [f"{line} ips={machine.bridge}" for line, machine in zip(lines, machines, strict=True)]
     width = max(map(len, lines))
     return "".join(
         f"{line:{width}}    # {machine.description}\n" for line, (machine, _) in zip(lines, rows, strict=True)

@@ -35,7 +35,6 @@ class Job:
     connections_per_ip: int = 1
     starting_port: int = 32323
     mpi_arguments: tuple[str, ...] = ()
-    nice: int | None = None
     silent_seconds: float = 10.0
     wedged_seconds: float = 600.0
 

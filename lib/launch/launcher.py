@@ -12,7 +12,6 @@ import json
 import os
 import queue
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -47,7 +46,6 @@ PROBE_SECONDS = 8.0
 NO_ANSWER_SECONDS = 120.0  # while no host answers, which may be the network of this machine
 LONG_START_SECONDS = 60.0  # a start that lasted longer was no failure of the start itself
 MOST_PAUSE_SECONDS = 30.0
-COPY_SECONDS = 10.0  # between two copies of other hosts' logs
 MAC_RESTARTS = 3  # by default where a host is a Mac: a lit display may end a rank at any time (lib/system/metal.py)
 MPI_TAG = re.compile(r"\[[^\]]*?,(\d+)\]<(?:stdout|stderr)>: ?")
 MPI_FAILED = re.compile(r"process rank (\d+) with PID|Process name: \[[^\]]*,(\d+)\]")  # in mpirun's last words
@@ -272,7 +270,6 @@ class Start:
             "command": command.command,
             "environment": {**command.environment, **secret},
             "files": command.files,
-            "nice": self.job.nice,
             "silent_seconds": max(SILENT_TIMES * self.job.silent_seconds, ssh.CONNECT_SECONDS),
         }
         link.start(words, order)
@@ -281,7 +278,7 @@ class Start:
     def _watch(self, watcher: Watcher, interrupts: Interrupts) -> tuple[Fault | None, int]:
         """Waits until all ranks have ended: with the first fault, or the number of the signal that ended the wait."""
         pinged = awake_since = looked = time.monotonic()
-        copies, names = LogCopies(self.job), self.job.host_names
+        names = self.job.host_names
         while True:
             with contextlib.suppress(queue.Empty):
                 return None, interrupts.get(timeout=LOOK_SECONDS)
@@ -296,13 +293,11 @@ class Start:
             if (fault := self._failure()) is not None:
                 return fault, 0
             if not any(link.process.poll() is None and link.command.command for link in self.links):
-                copies.finish(self._run_folder(watcher))
                 return None, 0
             silent, wedged = self.job.silent_seconds, self.job.wedged_seconds
             if now - awake_since > silent and (silence := watcher.silence(silent, wedged)) is not None:
                 hosts = {names[rank] for rank in silence.ranks if rank < len(names)}
                 return Fault(silence.kind, silence.text, tuple(sorted(hosts))), 0
-            copies.begin(self._run_folder(watcher))
 
     def _failure(self) -> Fault | None:
         """The first fault of a process that ended. Where ranks ended with an error, the others end by themselves."""
@@ -340,44 +335,6 @@ class Start:
             time.sleep(LOOK_SECONDS / 2)
         for link in self.links:
             link.close()
-
-
-class LogCopies:
-    """Copies of other hosts' logs on this machine, for the dashboard: below the run's, `logs/HOST/rank-001.jsonl`."""
-
-    def __init__(self, job: Job):
-        self._job = job
-        self._thread = threading.Thread(target=lambda: None)
-        self._next = time.monotonic() + COPY_SECONDS
-
-    def begin(self, run: str | None) -> None:
-        """Copies in the background, if it is time."""
-        if run is not None and not self._thread.is_alive() and time.monotonic() > self._next:
-            self._next = time.monotonic() + COPY_SECONDS
-            self._thread = threading.Thread(target=self._copy, args=(run,), daemon=True)
-            self._thread.start()
-
-    def finish(self, run: str | None) -> None:
-        """Copies what is there at the end."""
-        if self._thread.is_alive():
-            self._thread.join(COPY_SECONDS)
-        if run is not None:
-            self._copy(run)
-
-    def _copy(self, run: str) -> None:
-        logs, names = Path(ROOT, run, "logs"), self._job.host_names
-        for host in self._job.hosts:
-            is_shared = (logs / f"rank-{names.index(host.name):03d}.jsonl").exists()  # one disk of both
-            if is_shared or not logs.parent.is_dir() or is_local(self._job, host):
-                continue
-            with contextlib.suppress(OSError, subprocess.SubprocessError):
-                folder = logs / re.sub(r"[^\w-]", "_", host.name)
-                folder.mkdir(parents=True, exist_ok=True)
-                words = ["rsync", "-a", "--include=rank-*.jsonl", "--exclude=*", "-e"]
-                words += [shlex.join(ssh.ssh_command(host)[:-2]), "--"]
-                theirs = shlex.quote(self._job.path_on(host, Path(ROOT, run)))
-                words += [f"{host.name}:{theirs}/logs/", f"{folder}/"]
-                subprocess.run(words, capture_output=True, timeout=COPY_SECONDS)
 
 
 # ---- From start to start

@@ -127,8 +127,6 @@ def examine(job: Job, needs: Needs, limits: Limits) -> tuple[list[Finding], str]
 
     with ThreadPoolExecutor(len(job.hosts)) as pool:
         findings = [one for of_host in pool.map(ask, job.hosts) for one in of_host]
-    systems = {one.host: one.message for one in findings if one.check == "system"}
-    findings += [one for name in systems if (one := _mixture(job, name, systems, limits)) is not None]
     if any(one.status == "failed" for one in findings):
         return findings, job.backend
     trial = try_backend(job, limits)
@@ -151,8 +149,7 @@ def _ask(job: Job, host: Host, request: Request) -> list[Finding]:
     for line in done.output.splitlines():  # a login shell may print something before
         with contextlib.suppress(ValueError, KeyError):
             answer = json.loads(line[line.find("{") :])[ANSWER]
-            system = Finding("ok", answer["system"], "", "", "system", host.name)
-            return [*(Finding(**one) for one in answer["findings"]), _clock(host, answer, sent), system]
+            return [*(Finding(**one) for one in answer["findings"]), _clock(host, answer, sent)]
     error = (done.errors.strip().splitlines() or [f"no answer within {seconds:g} s"])[-1]
     if done.status == 127 and words[0] in error:
         raise UserError(
@@ -177,7 +174,6 @@ def request_of(job: Job, host: Host, needs: Needs, limits: Limits) -> Request:
         ports=ports_of(job)[host.name],
         addresses=host.addresses,
         other_port=limits.again("--starting-port", str(job.starting_port + 1000)),
-        ssh_to=[one.name for one in job.hosts[1:]] if job.backend == "mpi" and host == job.hosts[0] else [],
         devices=listed if job.backend in RDMA_BACKENDS else [],
     )
 
@@ -208,18 +204,6 @@ def _clock(host: Host, answer: Mapping[str, Any], sent: float) -> Finding:
     return Finding("note", message, f"ssh -t {host.name} {command}", "", "clock", host.name)
 
 
-def _mixture(job: Job, name: str, systems: Mapping[str, str], limits: Limits) -> Finding | None:
-    """A Mac and a Linux machine work together over MLX's ring alone."""
-    kinds = set(systems.values())
-    is_wrong = {"nccl": "Darwin" in kinds, "mpi": len(kinds) > 1, "ring": False}.get(job.backend, kinds != {"Darwin"})
-    if not is_wrong:
-        return None
-    reasons = {"mpi": "mpirun starts hosts of one system only", "nccl": "it is for NVIDIA GPUs"}
-    why = reasons.get(job.backend, "it is RDMA over Thunderbolt between Macs")
-    message = f"--backend {job.backend} with hosts of {' and '.join(sorted(kinds))}: {why}"
-    return Finding("failed", message, limits.again("--backend", "ring"), "ring joins any machines", "system", name)
-
-
 # ---- The trial: the ranks add up a number and measure their links, started as the run will be
 
 
@@ -243,8 +227,8 @@ def try_backend(job: Job, limits: Limits) -> list[Finding]:
         )
     reason = outcome.fault.message if outcome.fault else f"no sum within {2 * TRIAL_SECONDS:g} s"
     message = next((line for line in reversed(console.lines) if line.strip()), "") or reason
-    remedy = limits.again("--backend", "ring" if job.backend == "mpi" else "mpi")
-    note = f"whether it is this backend; is a cable out, or a firewall on at ports {job.starting_port} and up"
+    remedy = limits.again("--backend", "mpi" if job.backend == "ring" else "ring")
+    note = f"whether it is this backend: only ring joins Macs and Linux; is a firewall on at port {job.starting_port}"
     blamed = [name for name in names if outcome.fault is None or name in outcome.fault.hosts] or names
     return [Finding("failed", f"{job.backend}: {message}", remedy, note, "backend", name) for name in blamed]
 

@@ -57,8 +57,8 @@ def _run(order: dict[str, Any], folder: str) -> int:
     except OSError as error:
         print(f"error: {command[0]}: {error.strerror}", file=sys.stderr)
         return 127
-    if order["command"]:
-        _prepare(process.pid, order["nice"])
+    if sys.platform == "darwin":  # a Mac that sleeps is a rank that is lost
+        subprocess.Popen(["caffeinate", "-is", "-w", str(process.pid)])
     last, end_at = time.monotonic(), float("inf")
     while process.poll() is None:
         with contextlib.suppress(queue.Empty):
@@ -78,20 +78,6 @@ def _run(order: dict[str, Any], folder: str) -> int:
     if not order["command"]:
         return 0
     return 128 - process.returncode if process.returncode < 0 else process.returncode
-
-
-def _prepare(pid: int, nice: int | None) -> None:
-    """Sets a rank's priority, and keeps a Mac awake as long as it lives."""
-    if nice is not None:
-        try:
-            os.setpriority(os.PRIO_PGRP, pid, nice)
-        except PermissionError:
-            words = ["sudo", "-n", "renice", "-n", str(nice), "-g", str(pid)]
-            if shutil.which("sudo") is None or subprocess.run(words, capture_output=True).returncode:
-                text = "needs root, or sudo without a password; the rank has the usual priority"
-                print(f"warning: --nice {nice} {text}", file=sys.stderr)
-    if sys.platform == "darwin":  # a Mac that sleeps is a rank that is lost
-        subprocess.Popen(["caffeinate", "-is", "-w", str(pid)])
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:

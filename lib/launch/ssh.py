@@ -55,10 +55,10 @@ def rsync(host: Host, source: Path | str, target: str, is_folder: bool, shell: s
 
 
 def copy_to_hosts(job: Job, paths: Sequence[str]) -> None:
-    """Copies paths to the same place on every other host. Of `.`, the project, runs and environments are left out.
+    """Copies paths to every other host. Of `.`, the project, runs and environments are left out, and set up there.
 
     Raises:
-        UserError: rsync is missing, or fails on a host.
+        UserError: rsync is missing, or it or the setup fails on a host.
     """
     if shutil.which("rsync") is None:
         raise UserError("--sync needs rsync; install it (apt-get install rsync, brew install rsync)")
@@ -68,10 +68,13 @@ def copy_to_hosts(job: Job, paths: Sequence[str]) -> None:
         if is_this_machine(host) and target == str(source):
             continue
         command = rsync(host, source, target, source.is_dir(), shlex.join(ssh_command(host)[:-2]))
-        done = subprocess.run(shlex.split(command), capture_output=True, text=True)
-        if done.returncode:
-            why = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[0]
-            raise UserError(f"--sync {path}: rsync to {host.name} failed: {why}")
+        setup = f"cd {shlex.quote(target)} && ([ -x .venv/bin/python ] || make setup)"
+        steps = [shlex.split(command), *([[*ssh_command(host), setup]] if source == ROOT else [])]
+        for words in steps:
+            done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+            if done.returncode:
+                why = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[0]
+                raise UserError(f"--sync {path}: {words[0]} to {host.name} failed: {why}")
         print(f"launch: {path} copied to {host.name}", file=sys.stderr)
 
 
