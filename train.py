@@ -55,10 +55,11 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     from lib.evaluate.evaluator import Evaluator
     from lib.report import console, run_report
     from lib.rollouts import rounds
-    from lib.training import reference_model
+    from lib.training import inputs, reference_model
     from lib.training.loop import TrainingLoop
 
     launched, say = time.perf_counter(), console.RunConsole(world.rank, config.run.log_every)
+    config = config if resume else inputs.with_compute_type(config, world, say.line)
     if (run := prepare(config, world, say, resume, dry_run)) is None:
         return
     run.counted_until = launched

@@ -512,6 +512,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     mpi_and_blas.prepare()
     from lib.distributed import world as worlds
     from lib.system import model_folder, threads
+    from lib.training.inputs import with_compute_type
 
     config = load.load(options.config, [*options.overrides, f"train.seed={options.seed}"])
     try:
@@ -520,8 +521,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError(f"--folder {options.folder}: {error.strerror}; give one that can be written") from None
     rows = rows_of(config, options)
     folder = model_folder.resolve(config.model.path, config.model.revision)
-    key = calibration.curve_key(config.model, config.record_kind, folder, rows[0].sequence_length)
     world = worlds.start(launch, timeout_seconds=7200)  # the others measure, one after another, meanwhile
+    config = with_compute_type(config, world, print)
+    key = calibration.curve_key(config.model, config.record_kind, folder, rows[0].sequence_length)
     names = worlds.host_names(world)
     host = names[world.rank]
     if names.count(host) > 1:  # numbered as calibration.calibration_path looks for them

@@ -112,8 +112,8 @@ class ModelSettings(Section):
     blocks: Positive | tuple[int | str, ...] | None = None
     """Train only the last n blocks, or those of a list that counts from 0, e.g. [0-3, 28-31]; by default all."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type of the weights; by default as stored. What is trained is float32 in any case: adapters, or with method=full
-    the weights."""
+    """Type of the weights; by default as stored, on CPUs with enough memory float32. Adapters, or with method=full the
+    trained weights, are float32 in any case."""
     gradient_checkpointing: bool | None = None
     """Recompute each block in the backward pass: less memory, about a third more time. Default: where a calibration
     shows that one pair does not fit without."""

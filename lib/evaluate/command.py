@@ -48,7 +48,7 @@ from lib.system import files, mpi_and_blas
 from lib.system.terminal import Terminal, metrics_text
 from lib.training import divided_world, losses
 from lib.training.checkpoint import find
-from lib.training.inputs import vocabulary
+from lib.training.inputs import vocabulary, with_compute_type
 from lib.training.objective import Metrics
 from lib.training.reference_model import dataset_logps
 
@@ -61,6 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     with world.agreeing("the configuration"):
         settings = _read_config(options)
     world = dataclasses.replace(world, timeout_seconds=settings.sync.timeout_seconds)
+    settings = with_compute_type(settings, world, Terminal(silent=world.rank != 0).line)
     _work_of(options)(settings, options, world)
     return 0
 

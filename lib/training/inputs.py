@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,8 +19,10 @@ from lib.data.record_formats import Unusable
 from lib.data.streaming import StreamedDataset, open_held_out, open_training
 from lib.data.tokenize import Encoder
 from lib.data.tokenizer import NO_LIMITS, ModelLimits, Tokenizer, Vocabulary, limits_of
+from lib.distributed.world import World
 from lib.errors import UserError
 from lib.model import adapters, load
+from lib.model.compute_type import compute_type
 from lib.model.token_stream import length_multiple
 from lib.plan.memory import Rows
 from lib.training import losses
@@ -56,6 +59,21 @@ def vocabulary(settings: ModelSettings) -> Vocabulary:
         "positions": min(positions, default=None),
         "context": known.get("context"),
     }
+
+
+def with_compute_type(config: Config, world: World, say: Callable[[str], None]) -> Config:
+    """The settings with the type that weights are computed in, the same on all ranks: float32 where all want it."""
+    with world.agreeing("reading the model's types"):
+        here = compute_type(config.model)
+    every = [json.loads(text) for text in world.gather_text(json.dumps([here.is_float32, here.note]))]
+    is_float32 = all(wanted for wanted, _ in every)
+    if note := next((note for wanted, note in every if note and wanted == is_float32), ""):
+        say(note)
+    elif any(wanted for wanted, _ in every):
+        say("weights are computed as stored on all ranks, which is slow on a CPU: not every rank wants float32")
+    if not is_float32:
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": "float32"})})
 
 
 def load_policy(settings: ModelSettings, seed: int, lazy: bool) -> nn.Module:
