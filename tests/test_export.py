@@ -335,8 +335,8 @@ def test_every_form_carries_the_template_and_the_end_of_turn_that_were_trained(
     base = tmp_path / "base"
     tokenizer = load(base)
     other = tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    stored = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps({**stored, "eos_token_id": other}))
+    fuse.change_json(base / "config.json", {"eos_token_id": other})
+    fuse.change_json(base / "tokenizer_config.json", {"eos_token": "<|endoftext|>"})
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     for form in ("mlx", "fused", "peft", "gguf", "ollama"):
         assert command.main([str(run), "--to", form]) == 0, form
@@ -344,8 +344,11 @@ def test_every_form_carries_the_template_and_the_end_of_turn_that_were_trained(
     for form in ("mlx", "fused", "peft"):
         assert (folder / form / "chat_template.jinja").read_text() == MINE
         assert "chat template is that of training" in (folder / form / "README.md").read_text()
-    ends = json.loads((folder / "fused" / "generation_config.json").read_text())["eos_token_id"]
-    assert end in (ends if isinstance(ends, list) else [ends])
+    assert "--extra-eos-token '<|im_end|>'" in (folder / "mlx" / "README.md").read_text()
+    fused = {
+        name: json.loads((folder / "fused" / f"{name}_config.json").read_text()) for name in ("generation", "tokenizer")
+    }
+    assert end in fused["generation"]["eos_token_id"] and fused["tokenizer"]["eos_token"] == "<|im_end|>"
     messages = [{"role": "user", "content": "Hi"}]
     text = load(folder / "fused").apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == "<|im_start|>user: Hi<|im_end|><|im_start|>assistant: "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 from lib.config import read_file
@@ -42,10 +43,11 @@ def write(run: TrainedRun, folder: Path, to: str, proven: str | None) -> None:
         data["base_model_relation"] = relation
     sources = [settings.data.train] if isinstance(settings.data.train, str) else list(settings.data.train)
     objective = "SFT" if names == ["sft"] else f"{' + '.join(names)} loss, beta {beta}"
+    ends = "".join(f" --extra-eos-token {shlex.quote(end)}" for end in run.unnamed_ends())
     lines = [
         f"---\n{data.to_yaml()}\n---\n\n# {_as_text(run.folder.resolve().name)}\n",
         f"{_as_text(base)}, trained by Tandem ({settings.model.method}, {objective}); {run.checkpoint}.\n",
-        f"    {use.format(base=shown(base), ends=run.end_words())}\n",
+        f"    {use.format(base=shown(base), ends=ends)}\n",
         "## How it was made\n",
         f"- data: {', '.join(_as_text(each if each.startswith('hf://') else Path(each).name) for each in sources)}",
         f"- learning rate {settings.train.learning_rate}, seed {settings.train.seed}",

@@ -62,6 +62,8 @@ def write(run: TrainedRun, folder: Path, options: ExportOptions) -> None:
         ends = chat.end_ids if len(chat.end_ids) > 1 else chat.end_ids[0]
         for name in ("generation_config.json", "config.json"):
             change_json(folder / name, {"eos_token_id": ends})
+        if (unnamed := run.unnamed_ends()) and (folder / "tokenizer_config.json").exists():
+            change_json(folder / "tokenizer_config.json", {"eos_token": unnamed[0]})
     if options.dequantize:
         (folder / "config.json").write_text(
             json.dumps(without_quantisation(read_file.read_object(folder / "config.json", "the model's")), indent=2),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -23,10 +22,10 @@ from lib.errors import UserError
 from lib.model import adapter_files, adapters
 from lib.model import load as models
 from lib.rollouts.collect import samples_in
-from lib.system.model_folder import ADAPTER_WEIGHTS, end_ids, resolve
+from lib.system.model_folder import ADAPTER_WEIGHTS, resolve
 from lib.training import checkpoint as checkpoints
 from lib.training.checkpoint import step_of
-from lib.training.inputs import vocabulary
+from lib.training.inputs import unnamed_ends, vocabulary
 
 
 @dataclass(frozen=True)
@@ -89,11 +88,9 @@ class TrainedRun:
         text = template.text if template.is_used else None
         return ChatForm(tokenizer, text, dict(template.arguments_without_answer), sorted(encoder.end_ids))
 
-    def end_words(self) -> str:
-        """What mlx_lm.generate needs to end answers where training did, if the base's folder does not say so."""
-        chat = self.chat_form()
-        missing = set() if chat is None else set(chat.end_ids) - end_ids(self.base) - {chat.tokenizer.eos_token_id}
-        return "".join(f" --extra-eos-token {shlex.quote(chat.tokenizer.decode([i]))}" for i in sorted(missing) if chat)
+    def unnamed_ends(self) -> list[str]:
+        """`inputs.unnamed_ends` of the run."""
+        return unnamed_ends(self.settings.model, self.settings.data)
 
     def stored_base(self) -> nn.Module:
         """The model before training in the types that it is stored in, not evaluated yet.

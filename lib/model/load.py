@@ -55,7 +55,7 @@ def load(settings: ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
         ) from None
     except Exception as error:  # config.json may say anything, and every model's code trusts it in its own way
         kind = "" if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: "
-        reason = f"{kind}{why_unreadable(folder, error)}" + (f"; {foreign}" if method in FOREIGN else "")
+        reason = foreign if method in FOREIGN else f"{kind}{why_unreadable(folder, error)}"
         raise UserError(f"{where}: mlx-lm cannot load it: {reason}") from None
     if settings.attention_window is not None:
         _narrow(model, settings.attention_window, settings.path)

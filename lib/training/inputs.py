@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.nn as nn
 from rich.text import Text
@@ -25,6 +26,7 @@ from lib.model import adapters, load
 from lib.model.compute_type import compute_type
 from lib.model.token_stream import length_multiple
 from lib.plan.memory import Rows
+from lib.system.model_folder import end_ids, resolve
 from lib.training import losses
 
 SHOWN_CHARACTERS = 400  # of the first row
@@ -74,6 +76,15 @@ def with_compute_type(config: Config, world: World, say: Callable[[str], None]) 
     if not is_float32:
         return config
     return config.model_copy(update={"model": config.model.model_copy(update={"dtype": "float32"})})
+
+
+def unnamed_ends(model: ModelSettings, data: DataSettings) -> list[str]:
+    """The tokens that end a trained answer and that the model's own files do not name, as text."""
+    of_model: Any = tokenizer.load_tokenizer_of(model)
+    if of_model is None:
+        return []
+    named = end_ids(resolve(model.path, model.revision)) | {of_model.eos_token_id}
+    return [str(of_model.decode([index])) for index in sorted(Encoder(of_model, data, None).end_ids - named)]
 
 
 def load_policy(settings: ModelSettings, seed: int, lazy: bool) -> nn.Module:
