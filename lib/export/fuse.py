@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -64,17 +63,13 @@ def write(run: TrainedRun, folder: Path, options: ExportOptions) -> None:
             change_json(folder / name, {"eos_token_id": ends})
         if (unnamed := run.unnamed_ends()) and (folder / "tokenizer_config.json").exists():
             change_json(folder / "tokenizer_config.json", {"eos_token": unnamed[0]})
-    if options.dequantize:
-        (folder / "config.json").write_text(
-            json.dumps(without_quantisation(read_file.read_object(folder / "config.json", "the model's")), indent=2),
-            encoding="utf-8",
-        )
+    config = read_file.read_object(folder / "config.json", "the model's")
+    for part in (config, config.get("text_config") or {}) if options.dequantize else ():
+        part.pop("quantization", None)
+        part.pop("quantization_config", None)
     if options.type is not None:
-        stored = read_file.read_object(folder / "config.json", "the model's")
-        change_json(
-            folder / "config.json",
-            {key: TYPES[options.type] for key in ("torch_dtype", "dtype") if key in stored},
-        )
+        config |= {key: TYPES[options.type] for key in ("torch_dtype", "dtype") if key in config}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def read(run: TrainedRun, folder: Path, options: ExportOptions) -> Reading:
@@ -211,14 +206,14 @@ def plain_layer(base: nn.Module, weight: mx.array) -> nn.Module:
 def write_weights(folder: Path, arrays: dict[str, mx.array], shard_bytes: int = SHARD_BYTES) -> None:
     """Writes model.safetensors, or several files with their index. The arrays are made one at a time, and forgotten."""
     shards: list[list[str]] = [[]]
-    total = room = shard_bytes
+    room = shard_bytes
     for name, array in arrays.items():
         if array.nbytes > room and shards[-1]:
             shards.append([])
             room = shard_bytes
         shards[-1].append(name)
         room -= array.nbytes
-    total, index = sum(array.nbytes for array in arrays.values()), {}
+    total, index = sum(array.nbytes for array in arrays.values()), dict[str, str]()
     for number, names in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         described = {name: (arrays[name].shape, arrays[name].dtype) for name in names}
@@ -240,12 +235,3 @@ def change_json(path: Path, changes: dict[str, Any]) -> None:
     """Changes keys of a JSON object's file; a file that is absent is made."""
     stored = read_file.read_object(path, "the model's") if path.exists() else {}
     path.write_text(json.dumps({**stored, **changes}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def without_quantisation(config: dict[str, Any]) -> dict[str, Any]:
-    """A config.json of the same model with plain weights."""
-    config = copy.deepcopy(config)
-    for part in (config, config.get("text_config") or {}):
-        part.pop("quantization", None)
-        part.pop("quantization_config", None)
-    return config

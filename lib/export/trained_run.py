@@ -156,12 +156,10 @@ def _rows(settings: Config, folder: Path, count: int, say: Callable[[str], None]
     data: Any = None if is_group else open_held_out(settings.data, kind, tokenizer, tell=say, **words)
     if data is None:
         source = "training rows (none are held out)"
-        options = {"tell": say, **words}
-        data = (
-            load_groups(settings.data, limits_of(words))
-            if is_group
-            else open_training(settings.data, kind, tokenizer, **options)
-        )
+        if is_group:
+            data = load_groups(settings.data, limits_of(words))
+        else:
+            data = open_training(settings.data, kind, tokenizer, tell=say, **words)
     indices = np.unique(np.linspace(0, len(data) - 1, min(count, len(data))).astype(int))
     sequences = [
         np.concatenate([example.prompt_ids, completion]).astype(np.int32)

@@ -8,6 +8,7 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -41,7 +42,7 @@ def load(settings: ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
     if method == "bitsandbytes":
         raise UserError(f"{where}: {foreign}")
     mx.random.seed(seed)
-    options = {"lazy": True, "trust_remote_code": settings.trust_remote_code}
+    options: dict[str, Any] = {"lazy": True, "trust_remote_code": settings.trust_remote_code}
     try:
         if settings.random_init:
             with tempfile.TemporaryDirectory() as only_config:  # mlx-lm would read weights beside it

@@ -153,7 +153,8 @@ def _token_logps(model: nn.Module, head: Head, hidden: mx.array, targets: mx.arr
     else:
         size, hidden, figures_of = part.size, part.ranks.sum_backward(hidden), functools.partial(_part_figures, part)
         head = functools.partial(_part_logits, part, head)
-    chunks, figures = _chunks(hidden, targets, size), []
+    chunks = _chunks(hidden, targets, size)
+    figures: list[mx.array] = []
     if model.training and _is_frozen(model):
         for h, t in chunks:
             figures.append(_logps_and_logits(head, part, h, t, figures[-1:])[0])

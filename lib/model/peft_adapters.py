@@ -304,8 +304,10 @@ def _require_same_weights(model: nn.Module, whole: Mapping[str, mx.array], where
     tied = next((array for name, array in weights.items() if name.endswith("embed_tokens.weight")), None)
     for layer, array in whole.items():
         ours = weights.get(f"{layer}.weight", tied if layer == HEAD else None)
-        is_same = ours is not None and ours.shape == array.shape
-        if not (is_same and mx.allclose(ours.astype(mx.float32), array.astype(mx.float32), 1e-2, 1e-3).item()):
+        is_same = False
+        if ours is not None and ours.shape == array.shape:
+            is_same = mx.allclose(ours.astype(mx.float32), array.astype(mx.float32), 1e-2, 1e-3).item()
+        if not is_same:
             raise UserError(
                 f"{where} stores {layer}.weight, which is another one than the model's; merge it with peft's "
                 "merge_and_unload(), save that, and give the folder as model.path without model.adapter"

@@ -238,7 +238,7 @@ def _absent_unit(unit: nn.Module, hidden_size: int, dtype: mx.Dtype) -> nn.Modul
     return _empty(with_methods(unit, **_called_either_way(nothing)))
 
 
-def _called_either_way(make: Callable[[Any], Any]) -> dict[str, Callable[[Any], Any]]:
+def _called_either_way(make: Callable[[Any], Any]) -> dict[str, Any]:
     """`with_methods`' arguments for a module that is called, or used as a head."""
     return {"__call__": make, "as_linear": make}
 
