@@ -59,7 +59,8 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     from lib.training.loop import TrainingLoop
 
     launched, say = time.perf_counter(), console.RunConsole(world.rank, config.run.log_every)
-    config = config if resume else inputs.with_compute_type(config, world, say.line)
+    if not resume:
+        config = config.model_copy(update={"model": inputs.with_compute_type(config.model, world, say.line)})
     if (run := prepare(config, world, say, resume, dry_run)) is None:
         return
     run.counted_until = launched
@@ -91,7 +92,9 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     if world.rank == 0:
         if config.run.pages:
             run_report.write(run.folder)
-        console.show_end(say, run.folder, config.train.loss)
+        console.show_end(
+            say, run.folder, config.train.loss, inputs.unnamed_ends(run.inputs.tokenizer, config.model, config.data)
+        )
     run.close()
 
 

@@ -522,7 +522,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = rows_of(config, options)
     folder = model_folder.resolve(config.model.path, config.model.revision)
     world = worlds.start(launch, timeout_seconds=7200)  # the others measure, one after another, meanwhile
-    config = with_compute_type(config, world, print)
+    config = config.model_copy(update={"model": with_compute_type(config.model, world, print)})
     key = calibration.curve_key(config.model, config.record_kind, folder, rows[0].sequence_length)
     names = worlds.host_names(world)
     host = names[world.rank]

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import base64
 import errno
-import hashlib
-import http.server
 import json
 import re
 import shutil
-import socket
-import threading
-import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from huggingface_hub.errors import HfHubHTTPError
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -605,216 +601,109 @@ def test_a_quantised_base_names_its_original(tmp_path: Path) -> None:
     assert peft.original_of(run) == "google/gemma-3-1b-it"
 
 
-# ---- --push: the real huggingface_hub against a stand-in of the hub's interface
-
-TOKEN = "hf_" + "Good" * 9
-LARGE = ("a.safetensors", "b.safetensors")
+# ---- --push: huggingface_hub's HfApi, whose calls answer as the hub does
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """The parts of the hub's HTTP interface that a push takes."""
+class Hub:
+    """The calls of HfApi that a push makes; `errors`: raised by a call of that name."""
 
-    protocol_version = "HTTP/1.1"
-    server: HubServer
-
-    def do_GET(self) -> None:
-        hub = self.server
-        blobs = [{"rfilename": name, "size": len(content)} for name, content in hub.files.items()]
-        if not hub.exists:
-            self.answer(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
-        else:
-            self.answer(200, {"id": "ann/model", "sha": "5" * 40, "private": hub.private, "siblings": blobs})
-
-    def do_PUT(self) -> None:
-        hub, sha = self.server, self.path.rpartition("/")[2]
-        content = self.rfile.read(int(self.headers["Content-Length"]))
-        assert hashlib.sha256(content).hexdigest() == sha
-        hub.uploads.append(sha)
-        hub.blobs[sha] = content
-        self.answer(200, {})
-
-    def do_POST(self) -> None:
-        hub, path = self.server, urllib.parse.urlparse(self.path).path
-        sent = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        refusal = next((status for part, status in hub.refusals.items() if part in path), None)
-        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            self.answer(401, {"error": "Invalid username or password."})
-        elif refusal is not None:
-            self.answer(
-                refusal, {"error": {402: "Storage quota exceeded", 403: "You don't have the rights"}.get(refusal, "No")}
-            )
-        elif path.endswith("/repos/create"):
-            status = 409 if hub.exists else 200
-            hub.private = hub.private or (not hub.exists and json.loads(sent).get("visibility") == "private")
-            hub.exists = True
-            self.answer(status, {"url": f"{hub.address}/ann/model"})
-        elif path.endswith("/validate-yaml"):
-            self.answer(200, {"errors": [], "warnings": []})
-        elif "/preupload/" in path:
-            modes = [
-                {
-                    "path": file["path"],
-                    "uploadMode": "lfs" if file["path"] in LARGE else "regular",
-                    "shouldIgnore": False,
-                }
-                for file in json.loads(sent)["files"]
-            ]
-            self.answer(200, {"files": modes})
-        elif path.endswith("/objects/batch"):
-            objects = [
-                each
-                | (
-                    {}
-                    if each["oid"] in hub.blobs
-                    else {"actions": {"upload": {"href": f"{hub.address}/store/{each['oid']}"}}}
-                )
-                for each in json.loads(sent)["objects"]
-            ]
-            self.answer(200, {"objects": objects})
-        elif "/commit/" in path:
-            for line in map(json.loads, sent.splitlines()):
-                value = line["value"]
-                if line["key"] == "file":
-                    hub.files[value["path"]] = base64.b64decode(value["content"])
-                elif line["key"] == "lfsFile":
-                    hub.files[value["path"]] = hub.blobs[value["oid"]]
-            hub.commits += 1
-            self.answer(200, {"success": True, "commitOid": "6" * 40, "commitUrl": f"{hub.address}/ann/model/commit/6"})
-        else:
-            raise AssertionError(path)
-
-    def answer(self, status: int, content: dict[str, Any], headers: dict[str, str] | None = None) -> None:
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        for key, value in {
-            "Content-Type": "application/json",
-            "Content-Length": str(len(body)),
-            **(headers or {}),
-        }.items():
-            self.send_header(key, value)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        """Nothing."""
-
-
-class HubServer(http.server.ThreadingHTTPServer):
-    """What the hub has: a repository, its files, and blobs that no commit has named yet."""
-
-    daemon_threads = True
+    endpoint = "https://hub.example"
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Hub)
-        self.exists = self.private = False
-        self.files: dict[str, bytes] = {}
-        self.blobs: dict[str, bytes] = {}
-        self.uploads: list[str] = []
-        self.commits = 0
-        self.refusals: dict[str, int] = {}
+        self.private, self.files, self.errors = False, dict[str, bytes](), dict[str, Exception]()
 
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+    def __call__(self) -> Hub:
+        return self
 
-    def handle_error(self, *_: Any) -> None:
-        """Nothing."""
+    def _answer(self, call: str) -> None:
+        if call in self.errors:
+            raise self.errors[call]
+
+    def create_repo(self, repository: str, private: bool | None, exist_ok: bool) -> str:
+        self._answer("create_repo")
+        self.private = bool(private)
+        return f"{self.endpoint}/{repository}"
+
+    def model_info(self, repository: str) -> Hub:
+        self._answer("model_info")
+        return self
+
+    def upload_folder(self, repo_id: str, folder_path: Path, commit_message: str) -> None:
+        self._answer("upload_folder")
+        self.files = {str(p.relative_to(folder_path)): p.read_bytes() for p in folder_path.rglob("*") if p.is_file()}
+
+
+def answered(status: int) -> HfHubHTTPError:
+    """What huggingface_hub raises for an answer of the hub."""
+    response: Any = SimpleNamespace(status_code=status, headers={}, request=None)
+    return HfHubHTTPError("No", response=response)
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    with HubServer() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        for name, value in {"ENDPOINT": server.address, "HF_HUB_DISABLE_XET": True, "HF_HUB_OFFLINE": False}.items():
-            monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        monkeypatch.setenv("no_proxy", "127.0.0.1")
-        yield server
-        server.shutdown()
-        thread.join()
+def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
+    fake = Hub()
+    monkeypatch.setattr("huggingface_hub.HfApi", fake)
+    return fake
 
 
 @pytest.fixture
 def written_before(tmp_path: Path) -> Path:
-    """An export's folder with two large files."""
+    """An export's folder."""
     folder = tmp_path / "export"
-    folder.mkdir()
+    (folder / "sub").mkdir(parents=True)
     (folder / command.FACTS).write_text("{}\n")
-    (folder / "README.md").write_text("---\nlibrary_name: mlx\n---\n# Card\n")
-    (folder / "sub").mkdir()
-    (folder / "sub" / "config.json").write_text('{"eos_token": "</s>"}\n')
-    for number, name in enumerate(LARGE):
-        (folder / name).write_bytes(bytes([number]) * 100_000)
+    (folder / "sub" / "a.safetensors").write_bytes(bytes(100_000))
     return folder
 
 
-def test_an_export_is_pushed_whole_with_its_card(hub: HubServer, run: TrainedRun) -> None:
+def test_an_export_is_pushed_whole_with_its_card(hub: Hub, run: TrainedRun) -> None:
     status, folder = export(run, "--to", "mlx", "--push", "ann/model", "--private")
-    assert status == 0 and hub.private
-    assert {name for name in hub.files if not name.startswith(".git")} == {p.name for p in (folder / "mlx").iterdir()}
+    assert status == 0 and hub.private and hub.files.keys() == {p.name for p in (folder / "mlx").iterdir()}
     text = hub.files[card.CARD].decode()
     assert "library_name: mlx" in text and "valid.jsonl" in text and str(run.folder.parent) not in text
 
 
 def test_a_dry_run_lists_files_and_sends_nothing(
-    hub: HubServer, written_before: Path, capsys: pytest.CaptureFixture[str]
+    hub: Hub, written_before: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command.main([str(written_before), "--push", "ann/model", "--dry-run"]) == 0
     printed = capsys.readouterr().out
-    assert "a.safetensors" in printed and "100,000 bytes" in printed and not hub.exists
+    assert "a.safetensors" in printed and "100,000 bytes" in printed and not hub.files
     (written_before / "train.jsonl").write_text("{}")
-    assert command.main([str(written_before), "--push", "ann/model"]) == 2 and not hub.exists
+    assert command.main([str(written_before), "--push", "ann/model"]) == 2 and not hub.files
     assert "data or a secret by its name" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("refusals", "status", "words"),
+    ("call", "error", "status", "words"),
     [
-        ({"/repos/create": 403}, 2, "write access"),
-        ({"/objects/batch": 402}, 1, "has no room for it (402"),
-        ({"/preupload/": 413}, 1, "has no room for it (413"),
-        ({"/commit/": 507}, 1, "has no room for it (507"),
-        ({"/commit/": 418}, 1, "answers 418"),
+        ("create_repo", answered(401), 2, "hf auth login"),
+        ("create_repo", answered(403), 2, "write access"),
+        ("create_repo", OSError("no route to host"), 1, "cannot be reached (no route to host)"),
+        ("upload_folder", answered(402), 1, "has no room for it (402"),
+        ("upload_folder", answered(507), 1, "has no room for it (507"),
+        ("upload_folder", answered(418), 1, "answers 418"),
     ],
 )
 def test_what_the_hub_refuses_is_one_line(
-    refusals: dict[str, int],
+    call: str,
+    error: Exception,
     status: int,
     words: str,
-    hub: HubServer,
+    hub: Hub,
     written_before: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    hub.refusals = refusals
+    hub.errors = {call: error}
     assert command.main([str(written_before), "--push", "ann/model"]) == status
-    error = capsys.readouterr().err
-    assert words in error and error.count("\n") == 1, error
+    printed = capsys.readouterr().err
+    assert words in printed and printed.count("\n") == 1, printed
 
 
-def test_wrong_tokens_names_and_networks_are_one_line(
-    hub: HubServer, written_before: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def push(name: str, *words: str) -> tuple[int, str]:
-        status, error = command.main([str(written_before), "--push", name, *words]), capsys.readouterr().err
-        assert error.count("\n") == 1, error
-        return status, error
-
-    assert push("ann/mo del")[0] == push("ann/")[0] == push("model")[0] == push("a/b/c")[0] == 2
-    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    status, error = push("ann/model")
-    assert status == 2 and "hf auth login" in error
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    hub.exists = True
-    status, error = push("ann/model", "--private")
-    assert status == 2 and "is public already" in error and hub.commits == 0
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
-        status, error = push("ann/model")
-    assert status == 1 and f"{address} cannot be reached" in error and str(written_before) in error
+@pytest.mark.parametrize("name", ["ann/mo del", "ann/", "model", "a/b/c"])
+def test_wrong_names_are_one_line(name: str, written_before: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main([str(written_before), "--push", name]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_words_that_do_not_go_together(written_before: Path, capsys: pytest.CaptureFixture[str]) -> None:

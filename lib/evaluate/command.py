@@ -61,7 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
     with world.agreeing("the configuration"):
         settings = _read_config(options)
     world = dataclasses.replace(world, timeout_seconds=settings.sync.timeout_seconds)
-    settings = with_compute_type(settings, world, Terminal(silent=world.rank != 0).line)
+    model = with_compute_type(settings.model, world, Terminal(silent=world.rank != 0).line)
+    settings = settings.model_copy(update={"model": model})
     _work_of(options)(settings, options, world)
     return 0
 

@@ -90,7 +90,8 @@ class TrainedRun:
 
     def unnamed_ends(self) -> list[str]:
         """`inputs.unnamed_ends` of the run."""
-        return unnamed_ends(self.settings.model, self.settings.data)
+        model = self.settings.model
+        return unnamed_ends(load_tokenizer_of(model), model, self.settings.data)
 
     def stored_base(self) -> nn.Module:
         """The model before training in the types that it is stored in, not evaluated yet.

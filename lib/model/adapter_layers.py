@@ -44,11 +44,6 @@ def depth(settings: ModelSettings, count: int) -> int:
     return count if settings.adapt_embeddings else min(count, max(1, count - _block_indices(settings, count)[0]))
 
 
-def trained_part(settings: ModelSettings, count: int) -> float:
-    """How much of all blocks is trained."""
-    return min(1.0, len(_block_indices(settings, count)) / count)
-
-
 def _block_indices(settings: ModelSettings, count: int) -> list[int]:
     """The blocks that the settings name, ascending; the model may have no such blocks."""
     if not isinstance(settings.blocks, tuple):

@@ -367,10 +367,10 @@ def show_model(say: Terminal, model: nn.Module) -> None:
 # ---- After training --------------------------------------------------------------------------------------------------
 
 
-def show_end(say: Terminal, folder: Path, loss: object) -> None:
+def show_end(say: Terminal, folder: Path, loss: object, ends: Sequence[str] = ()) -> None:
     """The closing tables, where the files are, what to type next, and in a file the summary as JSON.
 
-    folder: of a run that has ended with this loss.
+    folder: of a run that has ended with this loss. ends: tokens that end answers and that the base does not name.
     """
     summary = cast(RunSummary, read_file.read_object(folder / "summary.json", "summary"))
     before = {name.removesuffix("_before"): value for name, value in summary.items() if name.endswith("_before")}
@@ -388,7 +388,7 @@ def show_end(say: Terminal, folder: Path, loss: object) -> None:
     say.line("")
     words, model = [python(), "-m"], summary["model"]
     generate = [*words, "mlx_lm", "generate", "--model", model, "--adapter-path", str(folder), "--prompt", "..."]
-    say.command(generate, lead="try it    ")
+    say.command([*generate, *(word for end in ends for word in ("--extra-eos-token", end))], lead="try it    ")
     say.command([*words, "lib.server", "--run", str(folder)], lead="serve it  ")
     say.command([*words, "lib.dashboard", str(folder)], lead="see it    ")
     say.record(dict(summary))

@@ -63,24 +63,21 @@ def vocabulary(settings: ModelSettings) -> Vocabulary:
     }
 
 
-def with_compute_type(config: Config, world: World, say: Callable[[str], None]) -> Config:
+def with_compute_type(model: ModelSettings, world: World, say: Callable[[str], None]) -> ModelSettings:
     """The settings with the type that weights are computed in, the same on all ranks: float32 where all want it."""
     with world.agreeing("reading the model's types"):
-        here = compute_type(config.model)
+        here = compute_type(model)
     every = [json.loads(text) for text in world.gather_text(json.dumps([here.is_float32, here.note]))]
     is_float32 = all(wanted for wanted, _ in every)
     if note := next((note for wanted, note in every if note and wanted == is_float32), ""):
         say(note)
     elif any(wanted for wanted, _ in every):
         say("weights are computed as stored on all ranks, which is slow on a CPU: not every rank wants float32")
-    if not is_float32:
-        return config
-    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": "float32"})})
+    return model.model_copy(update={"dtype": "float32"}) if is_float32 else model
 
 
-def unnamed_ends(model: ModelSettings, data: DataSettings) -> list[str]:
+def unnamed_ends(of_model: Any, model: ModelSettings, data: DataSettings) -> list[str]:
     """The tokens that end a trained answer and that the model's own files do not name, as text."""
-    of_model: Any = tokenizer.load_tokenizer_of(model)
     if of_model is None:
         return []
     named = end_ids(resolve(model.path, model.revision)) | {of_model.eos_token_id}
