@@ -15,9 +15,9 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from lib.plan.calibration import BatchCurve
-from lib.report import page, run_report, trackers
+from lib.report import charts, page, run_report, trackers
 from lib.report.history import RunHistory, batch_curves, figures
-from lib.system.records import PerformanceTracker, Tail, read_records, rewind
+from lib.system.records import Arithmetic, PerformanceTracker, Tail, read_records, rewind
 from tests import tiny
 
 
@@ -156,6 +156,35 @@ def test_the_time_between_a_stop_and_a_resume_is_none_of_the_runs(tmp_path: Path
     assert figures(RunHistory(tmp_path / "none"), 5.0).state == "waiting"
 
 
+def test_operations_are_four_a_parameter_and_token_and_six_with_all_weights() -> None:
+    rates = Arithmetic(4 * 8e9, 989e12).rates(tokens=10_000, computed_tokens=12_000, seconds=2.0)
+    assert rates["computed_tokens_per_second"] == 6000 and rates["tflops"] == pytest.approx(4 * 8e9 * 5000 / 1e12)
+    assert rates["matrix_rate_share"] == pytest.approx(4 * 8e9 * 6000 / 989e12)
+
+
+def test_exact_match_stands_beside_the_held_out_loss(tmp_path: Path) -> None:
+    evaluations = [
+        {
+            "kind": "evaluation",
+            "rank": 0,
+            "host": "a",
+            "time": 1000.0 + at,
+            "step": at,
+            "loss": loss,
+            "exact_match": exact,
+        }
+        for at, loss, exact in ((0, 0.69, 0.97), (120, 0.5, 0.82))
+    ]
+    write(tmp_path / "logs/rank-000.jsonl", evaluations)
+    panels = charts.learning([read_all(tmp_path)])
+    assert [panel.title for panel in panels] == ["Loss", "Exact match"] and panels[1].figure["data"][0]["y"] == [
+        0.97,
+        0.82,
+    ]
+    run_report.write(tmp_path)
+    assert "<td>exact match</td><td>97.0 %</td><td>82.0 %</td>" in (tmp_path / "report.html").read_text()
+
+
 # ---- The page --------------------------------------------------------------------------------------------------------
 
 
@@ -178,14 +207,12 @@ def test_the_page_shows_a_run_and_answers_those_alone_who_have_its_token(tmp_pat
     table = str(page.headline(dash.html, runs, [figures(run, 1e10) for run in runs]))
     assert "Runs compared" in table and table.count("synchronous") == 3
     assert page.update(dash, watcher, [], update["seen"])["charts"] is dash.no_update, "nothing new was read"
-    watcher.close()
 
 
 def test_the_empty_state_is_one_sentence(tmp_path: Path) -> None:
     watcher = page.Watcher(tmp_path)
     update = page.update(dash, watcher, [], None)
     assert update["charts"] == "" and "has logs yet" in str(update["now"])
-    watcher.close()
 
 
 @pytest.mark.parametrize("words", [["--port", "70000"], ["nowhere"], ["--bakend"]])

@@ -98,6 +98,8 @@ def test_a_file_gets_plain_lines_and_the_log_the_warnings(monkeypatch: pytest.Mo
     assert f"warning: {record['text']}" == said and record["step"] == 0 and record["rank"] == 0
     summary = json.loads(lines[-1])
     (rank,) = summary["ranks"]
+    assert summary["computed_tflops"] >= summary["tflops"] > 0 and 0 < summary["matrix_rate_share"] < 1
+    assert re.search(r"arithmetic +\S+ TFLOP/s \(\S+ with padding, \d+ % of the measured matrix rate", out)
     assert rank["pairs"] == summary["pairs"] > 40 and rank["peak_memory_bytes"] == summary["peak_memory_bytes"] > 0
     assert rank["compute_seconds"] + rank["sync_seconds"] + rank["wait_seconds"] <= rank["seconds"] * 1.01
 
@@ -121,7 +123,7 @@ def test_tables_and_lines_fit_and_lose_nothing(width: int) -> None:
 
 @pytest.mark.parametrize("total", [9, 12_500, 10_000_000])
 def test_the_progress_line_keeps_what_matters(total: int) -> None:
-    meter = ProgressLine(0, total, 3, {})
+    meter = ProgressLine({"kind": "start", "steps": total}, 3)
     for step, loss in enumerate((9.0, 0.3, 0.2, 0.1), 1):
         meter.add({**RECORD, "step": step, "loss": loss})
     for width in (40, 60, 80, 160):

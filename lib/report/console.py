@@ -104,58 +104,40 @@ class RunConsole(Terminal):
 
     def take(self, record: Record) -> str | None:
         """Prints a record, as a subscriber of the run's."""
-        kind, step = record["kind"], record.get("step") or 0
+        kind, line = record["kind"], self.line_of_run
         if self.rank != 0:
             return None
-        if kind == "warning":
-            if record["text"] not in self.early:  # those are printed
-                self.labelled("warning", str(record["text"]))
+        if kind == "warning" and record["text"] not in self.early:  # those are printed
+            self.labelled("warning", str(record["text"]))
         elif kind == "start":
-            plan = record.get("plan") or PlanRecord()
-            steps = record.get("steps")
-            total = steps if isinstance(steps, int) else 0
-            self.line_of_run = ProgressLine(record.get("resumed_from_step") or 0, total, self.log_every, plan)
-            train = (record.get("config") or SettingsRecord()).get("train") or {}
-            self.line_of_run.unit = tables.loss_unit(train.get("loss"))
-        elif self.line_of_run is not None:
-            self._take_of_run(self.line_of_run, kind, step, record)
-        return None
-
-    def _take_of_run(self, line: ProgressLine, kind: str, step: int, record: Record) -> None:
-        if kind == "step":
+            self.line_of_run = ProgressLine(record, self.log_every)
+        elif line is None:
+            return None
+        elif kind == "step":
             self._show_step(line, record)
         elif kind == "evaluation" and (text := metrics_text(record)):  # type: ignore[arg-type]
-            self.line(f"held out {_of(line.step, line.total)}  {text}", "bold")
+            self.line(f"held out {line.position}  {text}", "bold")
         elif kind == "plan":
             line.plan = record
             self.line(tables.describe(record), "bold")
-        elif kind == "merge":
-            self._show_merge(line, record)
-        elif kind == "end" and self.live is not None:
-            self.live.stop()
-            self.live = None
+        elif kind == "merge":  # where merges are frequent, one in `run.log_every` steps
+            step = line.step = record.get("global_step") or line.step
+            if step == line.total or step // self.log_every != self.merge_shown // self.log_every:
+                self.merge_shown = step
+                self.line(tables.describe({**record, "step": step}))
+        elif kind == "end":
+            self.close()
+        return None
 
     def _show_step(self, line: ProgressLine, record: Mapping[str, Any]) -> None:
         line.add(record)
-        if self.is_live:
-            if self.live is None:
-                self.live = Live(
-                    console=self.console,
-                    get_renderable=lambda: line.shown(self.console.width, self.bar),
-                    refresh_per_second=4,
-                )
-                self.live.start()
-        elif line.is_first or line.step == line.total or line.step % self.log_every == 0:
+        if self.is_live and self.live is None:
+            draw = lambda: line.shown(self.console.width, self.bar)  # noqa: E731
+            self.live = Live(console=self.console, get_renderable=draw, refresh_per_second=4)
+            self.live.start()
+        elif not self.is_live and (line.taken == 1 or line.step == line.total or line.step % self.log_every == 0):
             room = min(LINE_WIDTH, self.width or LINE_WIDTH)
-            self.line(line.shown(room, bar="", position=f"step     {_of(line.step, line.total)}"))
-
-    def _show_merge(self, line: ProgressLine, record: Mapping[str, Any]) -> None:
-        """One line of a merge, where merges are frequent of one in `run.log_every` steps."""
-        step = line.step = record.get("global_step") or line.step
-        if step < line.total and step // self.log_every == self.merge_shown // self.log_every:
-            return
-        self.merge_shown = step
-        self.line(tables.describe({**record, "step": step}))
+            self.line(line.shown(room, bar="", lead=f"step     {line.position}"))
 
     def close(self) -> None:
         """Ends the line that changes, as before an error."""
@@ -165,24 +147,27 @@ class RunConsole(Terminal):
 
 
 class ProgressLine:
-    """What a person wants to know of a training as it goes; figures are means of the last few steps.
+    """The state of training in a line; figures are means of the last few steps.
 
     Args:
-        done: steps before this process; total: of the run; window: steps of the means.
-        plan: by whose shares rank 0's pairs stand for those of all ranks.
+        start: the record of the run's start, with its plan, steps and loss.
+        window: steps of the means.
     """
 
-    def __init__(self, done: int, total: int, window: int, plan: PlanRecord | Record):
-        self.done, self.total, self.step, self.plan = done, total, done, plan
+    def __init__(self, start: Record, window: int):
+        steps, config = start.get("steps"), start.get("config") or SettingsRecord()
+        self.total = steps if isinstance(steps, int) else 0
+        self.plan: PlanRecord | Record = start.get("plan") or PlanRecord()
+        self.unit = tables.loss_unit((config.get("train") or {}).get("loss"))
+        self.done = self.step = start.get("resumed_from_step") or 0
         self.began = self.added = time.perf_counter()
         self.results: deque[Mapping[str, Any]] = deque(maxlen=window)
-        self.pairs, self.taken = 0.0, 0
-        self.busy_with, self.unit = "", "pairs"
+        self.pairs, self.taken, self.busy_with = 0.0, 0, ""
 
     @property
-    def is_first(self) -> bool:
-        """Whether one step was taken."""
-        return self.taken == 1
+    def position(self) -> str:
+        """` 7/63`, as wide as the last will be."""
+        return f"{self.step:{len(f'{self.total:,}')},}/{self.total:,}"
 
     @property
     def factor(self) -> float:
@@ -205,18 +190,16 @@ class ProgressLine:
         """Importance, the smaller the greater, and text."""
         if not self.results:
             return []
-        seconds = sum(record["step_seconds"] for record in self.results)
-        speed = self.factor * sum(record["pairs"] for record in self.results) / seconds if seconds else 0.0
-        tokens = self.factor * sum(record.get("tokens", 0) for record in self.results) / seconds if seconds else 0.0
-        fields = [(1, labelled("loss", self._mean("loss"), ".4f"))]
-        fields += [(3, labelled("acc", self._mean("reward_accuracy"), ".1%"))]
-        fields += [(3, labelled("reward", self._mean("reward"), ".3f"))]
-        fields += [(4, labelled("margin", self._mean("reward_margin"), ".3f"))]
-        fields += [(6, labelled("kl", self._mean("kl"), ".2f"))]
-        fields += [(7, f"lr {self.results[-1]['learning_rate']:.1e}"), (2, f"{three_digits(speed)} {self.unit}/s")]
-        fields += [(9, f"{tokens:,.0f} tokens/s")]
-        if any(rates := [record.get("tflops", 0.0) for record in self.results]):
-            fields += [(10, f"{self.factor * sum(rates) / len(rates):.3g} TFLOP/s")]
+        seconds = sum(record["step_seconds"] for record in self.results) or math.inf
+        pairs, tokens = (
+            self.factor * sum(record.get(name, 0) for record in self.results) / seconds for name in ("pairs", "tokens")
+        )
+        tflops = self.factor * sum(record.get("tflops", 0.0) for record in self.results) / len(self.results)
+        shown = (("loss", "loss", ".4f", 1), ("acc", "reward_accuracy", ".1%", 3), ("reward", "reward", ".3f", 3),
+                 ("margin", "reward_margin", ".3f", 4), ("kl", "kl", ".2f", 6))  # fmt: skip
+        fields = [(weight, labelled(label, self._mean(name), form)) for label, name, form, weight in shown]
+        fields += [(7, f"lr {self.results[-1]['learning_rate']:.1e}"), (2, f"{three_digits(pairs)} {self.unit}/s")]
+        fields += [(9, f"{tokens:,.0f} tokens/s"), (10, f"{tflops:.3g} TFLOP/s" if tflops else "")]
         return [*fields, (8, size_text(max(record["peak_memory_bytes"] for record in self.results)))]
 
     def _mean(self, name: str) -> float | None:
@@ -226,13 +209,13 @@ class ProgressLine:
         pairs = sum(count for _, count in known)
         return sum(value * count for value, count in known) / pairs if pairs else None
 
-    def shown(self, width: int, bar: str, position: str = "") -> Text:
+    def shown(self, width: int, bar: str, lead: str = "") -> Text:
         """As many figures as fit in a line, the more important first.
 
-        bar: its two signs, done and to do, or none. position: how the step is written.
+        bar: its two signs, done and to do, or none. lead: how the step is written.
         """
         step, elapsed = self.step, self.added - self.began
-        fields = [(0, position or f"step {step:,}/{self.total:,}"), *([] if self.busy_with else self.fields())]
+        fields = [(0, lead or f"step {step:,}/{self.total:,}"), *([] if self.busy_with else self.fields())]
         if step > self.done:
             waited = time.perf_counter() - self.added
             left = max(0.0, elapsed / (step - self.done) * (self.total - step) - waited)
@@ -244,11 +227,6 @@ class ProgressLine:
             if sum(len(text) + GAP for _, text in fitting) + len(field[1]) <= width:
                 fitting.append(field)
         return with_bar([field[1] for field in fields if field in fitting], step / max(self.total, 1), width, bar)
-
-
-def _of(step: int, total: int) -> str:
-    """` 7/63`, as wide as the last will be."""
-    return f"{step:{len(f'{total:,}')},}/{total:,}"
 
 
 # ---- Before training: what the data and the settings come to ---------------------------------------------------------

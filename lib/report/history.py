@@ -32,7 +32,7 @@ SENSORS = ("temperature_celsius", "power_watts", "speed_limit")  # of a host; th
 MEASURES = ("step", "time", "bytes_per_second", "round_trip_seconds", "retransmits", *SENSORS)
 POINTS = 2048  # of a curve at most: of longer ones each point is the mean of 2, 4, 8, ... records
 RECENT = 20  # records behind the figures of the moment
-SILENT_SECONDS = 60.0
+SILENT_SECONDS = 300.0
 LATE_SECONDS = 20.0  # into a run every rank has written a record, here or elsewhere
 LARGEST = 1e30  # a larger figure is a gap: no axis can show it
 
@@ -274,7 +274,7 @@ def figures(run: RunHistory, now: float) -> RunFigures:
     times += [time for table in series.values() for time in (table.of("time")[0], table.of("time")[-1])]
     first, last = (min(times), max(times)) if times else (0.0, 0.0)
     ended = any(event["kind"] == "end" and event["time"] > start.get("time", 0.0) for event in events)
-    pace = max((_seconds_a_record(table) for table in present.values()), default=0.0)
+    pace = max((rank.latest["step_seconds"] for rank in ranks), default=0.0)
     silent = now - last > max(SILENT_SECONDS, 20 * pace)
     steps = total if isinstance(total := start.get("steps"), int) else None
     done = _steps_done(plan, start, present)
@@ -400,12 +400,6 @@ def _rank_figures(
     )
 
 
-def _seconds_a_record(table: NumberTable) -> float:
-    """From one record to the next, evaluations and checkpoints between them included."""
-    times = table.of("time")[-RECENT:]
-    return float(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
-
-
 def _paused_seconds(events: Sequence[Record], series: dict[RankHost, NumberTable]) -> float:
     """The time between the last record of a process and the start of the next one, by rank 0's, added up."""
     of_rank_0 = [event for event in events if event.get("rank") == 0]
@@ -418,10 +412,7 @@ def _paused_seconds(events: Sequence[Record], series: dict[RankHost, NumberTable
 
 def _cost(hosts: Sequence[str], seconds: float, start: Record) -> RunCost | None:
     """What these hosts cost, by the prices that the run was started with."""
-    try:
-        settings = CostSettings.model_validate((start.get("config") or SettingsRecord()).get("cost") or {})
-    except ValidationError:  # another version's
-        return None
+    settings = CostSettings.model_validate((start.get("config") or SettingsRecord()).get("cost") or {})
     return hosts_cost(hosts, seconds, settings)
 
 

@@ -34,7 +34,7 @@ from lib.system import mpi_and_blas
 from lib.system.records import Record
 from lib.system.terminal import duration, size_text
 
-POLL_SECONDS = 0.5  # between looks at the logs
+READ_SECONDS = 0.5
 REFRESH_SECONDS = 1.0  # between looks of a page at this process
 LISTED_RUNS = 40
 SHOWN_EVENTS = 30
@@ -114,41 +114,25 @@ def _serve(app: Any, host: str, port: int, token: str, note: str | None = None) 
 
 
 class Watcher:
-    """Reads the logs of the runs that pages show, in a thread, so that a page never waits for a disk."""
+    """The runs that pages show, read as their logs grow."""
 
     def __init__(self, folder: Path, given: Sequence[Path] = ()):
         self.folder, self.given = folder, [Path(path) for path in given]
         self.runs: dict[str, RunHistory] = {}  # by folder
         self.lock = threading.Lock()
-        self.ended = threading.Event()
-        self.thread = threading.Thread(target=self._watch, name="logs", daemon=True)
-        self.thread.start()
 
     def listed(self) -> list[Path]:
         """Runs to choose from: those given, or the newest of the folder."""
         return self.given or runs_in(self.folder)[:LISTED_RUNS]
 
-    def look(self, folder: str) -> RunHistory | None:
-        """A run that is watched from now on; None where it is none of those listed."""
-        if folder not in self.runs and folder not in map(str, self.listed()):
-            return None
-        with self.lock:
-            if folder not in self.runs:
-                self.runs[folder] = RunHistory(Path(folder))
-                self.runs[folder].read()  # a first piece at once, the rest in the thread
-            return self.runs[folder]
-
-    def close(self) -> None:
-        self.ended.set()
-        self.thread.join()
-
-    def _watch(self) -> None:
-        while not self.ended.wait(POLL_SECONDS):
-            for run in list(self.runs.values()):
-                is_new = True
-                while is_new and not self.ended.is_set():
-                    with self.lock:
-                        is_new = run.read()
+    def read(self, folders: Sequence[str]) -> list[RunHistory]:
+        """Those of these runs that are listed. A page waits for its logs for READ_SECONDS at most; more comes later."""
+        listed, ends = {str(path) for path in self.listed()}, time.monotonic() + READ_SECONDS
+        runs = [self.runs.setdefault(folder, RunHistory(Path(folder))) for folder in folders if folder in listed]
+        for run in runs:
+            while run.read() and time.monotonic() < ends:
+                pass
+        return runs
 
 
 # ---- The application -------------------------------------------------------------------------------------------------
@@ -227,16 +211,15 @@ def page_layout(dash: ModuleType, chosen: Sequence[str]) -> Any:
 def update(dash: ModuleType, watcher: Watcher, chosen: list[str], seen: Any) -> dict[str, object]:
     """The new content of each part of the page; charts stay where nothing new was read since `seen`."""
     html = dash.html
-    chosen = chosen or [str(path) for path in watcher.listed()[:1]]  # the first run of a folder may have begun by now
-    runs = [run for run in map(watcher.look, chosen) if run is not None]
     options = [{"label": path.name, "value": str(path)} for path in watcher.listed()]
-    if not runs:
-        text = f"No run in {watcher.folder.resolve()} has logs yet; this page shows the first one as soon as it begins."
-        now = html.Section(html.P(text, className="note"), className="panel")
-        return {"options": options, "chosen": "Runs", "state": "", "now": now, "charts": "", "seen": None}
     with watcher.lock:
+        runs = watcher.read(chosen or [str(path) for path in watcher.listed()[:1]])
         each = [figures(run, time.time()) for run in runs]
         versions = [[str(run.folder), run.version, now.state] for run, now in zip(runs, each, strict=True)]
+        if not runs:
+            text = f"No run in {watcher.folder.resolve()} has logs yet; this page shows the first one as it begins."
+            now = html.Section(html.P(text, className="note"), className="panel")
+            return {"options": options, "chosen": "Runs", "state": "", "now": now, "charts": "", "seen": None}
         return {
             "options": options,
             "chosen": ", ".join(run.name for run in runs),

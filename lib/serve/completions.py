@@ -76,7 +76,7 @@ class Completion:
                 if is_first or piece.text or piece.reasoning or piece.tool_calls or piece.tokens or piece.finish_reason:
                     yield f"data: {json.dumps(self._event(piece, is_first))}\n\n"
                     is_first = False
-            if self.request.stream_options and self.request.stream_options.include_usage:
+            if (self.request.stream_options or {}).get("include_usage"):
                 usage = {**self.head, "object": "chat.completion.chunk", "choices": [], "usage": self.usage}
                 yield f"data: {json.dumps(usage)}\n\n"
             yield "data: [DONE]\n\n"

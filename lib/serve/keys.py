@@ -69,15 +69,14 @@ def make(name: str, path: Path) -> str:
         UserError: the name is malformed or taken, or the file cannot be written.
     """
     key = f"sk-{secrets.token_urlsafe(32)}"
-    line = f"{name} sha256:{_digest(key)}\n"
-    if LINE.fullmatch(line.strip()) is None:
+    line = f"{name} sha256:{_digest(key)}"
+    if LINE.fullmatch(line) is None:
         raise UserError(f"--make-key {name}: a name has up to 64 letters, digits, dots, dashes, underlines and @")
     if path.exists() and name in read(path).values():
         raise UserError(f"--make-key {name}: {path} has a key of that name; remove its line first to replace it")
     try:
-        has_open_line = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w", encoding="utf-8") as file:
-            file.write("\n" * bool(has_open_line) + line)
+            file.write(f"\n{line}\n" if path.stat().st_size else f"{line}\n")  # after a last line without an end, too
     except OSError as error:
         raise UserError(f"--keys {path} cannot be written: {error.strerror}") from None
     return key

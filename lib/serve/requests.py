@@ -43,20 +43,23 @@ class TextPart(RequestPart):
     text: str
 
 
-class CalledFunction(RequestPart):
-    """The function of a tool call, with its arguments as JSON text."""
+class FunctionPart(RequestPart):
+    """A function that the model may call, or, with `arguments` as JSON text, one that it called."""
 
     name: str
-    arguments: str
+    arguments: str | None = None
+    description: str | None = None
+    parameters: JSON | None = None
+    strict: bool | None = None
 
 
-class ToolCall(RequestPart):
-    """A call that the assistant made earlier in the conversation."""
+class ToolPart(RequestPart):
+    """A tool, or a call of one earlier in the conversation."""
 
-    id: str | None = None
     type: Literal["function"] = "function"
+    function: FunctionPart
+    id: str | None = None
     index: int | None = None
-    function: CalledFunction
 
 
 class RequestMessage(RequestPart):
@@ -65,7 +68,7 @@ class RequestMessage(RequestPart):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolPart] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -82,34 +85,6 @@ class RequestMessage(RequestPart):
         if self.reasoning and not self.reasoning_content:
             message["reasoning_content"] = self.reasoning
         return message
-
-
-class Signature(RequestPart):
-    """Name, meaning and JSON schema of a function."""
-
-    name: str
-    description: str | None = None
-    parameters: JSON | None = None
-    strict: bool | None = None
-
-
-class RequestTool(RequestPart):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-    function: Signature
-
-
-class StreamOptions(RequestPart):
-    """What a stream has besides its tokens."""
-
-    include_usage: bool | None = None
-
-
-class TextFormat(RequestPart):
-    """The only response format there is."""
-
-    type: Literal["text"]
 
 
 class SamplingParameters(RequestPart):
@@ -131,7 +106,7 @@ class CompletionRequest(SamplingParameters):
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: dict[Literal["include_usage"], bool] | None = None
     max_tokens: Count | None = None
     stop: Text | list[Text] | None = None
     n: Literal[1] | None = None
@@ -164,10 +139,10 @@ class ChatRequest(CompletionRequest):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[RequestTool] | None = None
+    tools: list[ToolPart] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
-    response_format: TextFormat | None = None
+    response_format: dict[Literal["type"], Literal["text"]] | None = None
     store: Literal[False] | None = None
     modalities: tuple[Literal["text"]] | None = None
 
