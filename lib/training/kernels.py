@@ -26,6 +26,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
 from lib.config.settings import Config, ModelSettings, TrainSettings
@@ -47,6 +48,7 @@ START = "from lib.system import mpi_and_blas; mpi_and_blas.prepare(); from lib.t
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS, VOCABULARY = 2, 256  # of the small model
 BLOCK_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_transformer_layers")
+RAGGED = 4  # times as long
 LARGEST_BYTES = 2**32  # of a part's weights: the model itself takes the device's memory meanwhile
 LIMIT_SECONDS = 300.0  # of all parts together
 # Settings of train.* that no kernel's code depends on: sizes, and numbers that are handed to kernels as arrays.
@@ -219,13 +221,19 @@ def loss(step: Step, batch: Batch) -> None:
     reference = mx.full(figures, -10.0) if losses.needs_reference(step.train) else None
     labels = mx.array(batch.padded(batch.labels)) if batch.labels is not None else None
     baseline = mx.array(0.0) if step.train.loss in losses.UNPAIRED_LOSSES else None
-    step.model.eval()  # so that this has the reference's pass, too
-    logps, *others = figures_of(step.train, step.model, inputs)
+    logps, *others = (mx.full(array.shape, -5.0, array.dtype) for array in figures_of(step.train, step.model, inputs))
 
     def of_logps(logps: mx.array) -> mx.array:
         return loss_and_sums(step.train, (logps, *others), inputs, reference, labels, baseline)[0]
 
     mx.eval(mx.compile(mx.value_and_grad(of_logps))(mx.contiguous(logps)))
+
+
+def reference(step: Step, batch: Batch) -> None:
+    """Log-probabilities without gradients."""
+    step.model.eval()
+    run = mx.compile(lambda inputs: figures_of(step.train, step.model, inputs), inputs=[step.model.state])
+    mx.eval(run(arrays_of(batch.inputs)))
 
 
 def update(step: Step, batch: Batch) -> None:
@@ -236,7 +244,9 @@ def update(step: Step, batch: Batch) -> None:
     mx.eval(step.model.trainable_parameters())
 
 
-PARTS: dict[str, Callable[[Step, Batch], None]] = {"blocks": blocks, "head": head, "loss": loss, "update": update}
+PARTS: dict[str, Callable[[Step, Batch], None]] = {
+    part.__name__: part for part in (blocks, head, loss, reference, update)
+}
 
 
 def compile_part(part: str, config: Config, examples: Sequence[Example]) -> None:
@@ -251,9 +261,17 @@ def compile_part(part: str, config: Config, examples: Sequence[Example]) -> None
         )
         for example in examples
     ]
+    known[-1] = _repeated(known[-1], len(known) * RAGGED)
     multiple, mismatched = length_multiple(config.data), losses.needs_mismatched(config.train.loss)
     model.train()
     PARTS[part](step, collate_trained(known, multiple, config.data.shared_prompts, mismatched))
+
+
+def _repeated(example: Example, times: int) -> Example:
+    """A row that is so much longer than another that a micro-batch of both is ragged, as those of a run are."""
+    arrays = {name: getattr(example, name) for name in ("completions", "learnt", "sampling_logps")}
+    longer = {name: tuple(np.tile(array, times) for array in of_row) for name, of_row in arrays.items() if of_row}
+    return dataclasses.replace(example, **longer)
 
 
 def main() -> None:

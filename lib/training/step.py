@@ -331,9 +331,9 @@ def raise_failures(failure: str | None, ranks_bytes: list[float]) -> None:
 
 
 # Orders of magnitude, by device: FLOP/s in matrix products, seconds in which a block's kernels are launched, both ways.
-# An H200 took 3.7 ms a block and step of a 135M model, whatever the padding, and 25 ms a block for a trace.
-FLOPS: dict[Device, float] = {"cpu": 1e11, "metal": 1e13, "cuda": 4e14}
-LAUNCH_SECONDS: dict[Device, float] = {"cpu": 0.0, "metal": 1e-3, "cuda": 3.5e-3}
+# An H200 took 2.2 ms a block and step of a 135M model with up to 10,000 tokens, and 25 ms a block for a trace.
+FLOPS: dict[Device, float] = {"cpu": 1e11, "metal": 1e13, "cuda": 1.5e14}
+LAUNCH_SECONDS: dict[Device, float] = {"cpu": 0.0, "metal": 1e-3, "cuda": 2.2e-3}
 TRACE_SECONDS = 0.025
 
 
