@@ -113,7 +113,7 @@ def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run
     with world.agreeing("reading the data"), say.doing("reading the data"):
         sinks = trackers.Trackers(config.run.sinks if world.rank == 0 else (), folder)
         read = inputs.read_inputs(config, say.line)
-        judges.require_judges(config, read.data, read.held_out)
+        judges.require_judges(config.evaluate, config.rollouts.judge, read.data, read.held_out)
     steps = config.steps_over(len(read.data))
     world.require_equal("tokenised training data", read.data.digest)
     world.require_equal("held-out data or questions", digest_of(read.valid or read.held_out, read.questions))

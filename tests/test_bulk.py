@@ -30,6 +30,7 @@ from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate import command as evaluate
 from lib.evaluate import score_file
+from lib.evaluate.sample import Sample
 from lib.evaluate.score_file import open_asked
 from lib.model import load as models
 from lib.system.terminal import Terminal
@@ -194,7 +195,7 @@ def test_questions_are_asked_with_all_that_training_reads_beside_a_prompt(chatty
         assert (question.prompt, question.answer) == ("Q?", "7")
     records = score_file.open_rows(str(path), config.data, "prompt", Terminal())
     asked = score_file.CompletionWriter(models.load(config.model, 0), tokenizer, records, config, None)
-    assert [asked._prompt_ids(row) for row in range(len(BESIDE))] == [one.prompt_ids for one in questions]
+    assert [asked.prompt_ids(row) for row in range(len(BESIDE))] == [one.prompt_ids for one in questions]
     for wrong in ([], ["a"], [{"role": "user"}]):
         tiny.write_jsonl(path, [{"prompt": wrong, "answer": "7"}])
         with pytest.raises(UserError, match=r"q\.jsonl:1: .*prompt"):
@@ -203,7 +204,8 @@ def test_questions_are_asked_with_all_that_training_reads_beside_a_prompt(chatty
 
 def always_drawn(monkeypatch: pytest.MonkeyPatch, *texts: str, cut: tuple[str, ...] = ()) -> None:
     """Whatever is asked, these are the answers; those of `cut` have no end."""
-    made = [score_file.Drawn(text, [20 + i], text not in cut) for i, text in enumerate(texts)]
+    ends = ["length" if text in cut else "stop" for text in texts]
+    made = [Sample(0, k, [2], [20 + k, 1], [-1.0, -1.0], ends[k], text) for k, text in enumerate(texts)]  # type: ignore[arg-type]
     monkeypatch.setattr(score_file.CompletionWriter, "drawn", lambda self, rows: [made] * len(rows))
 
 
@@ -230,7 +232,7 @@ def test_pairs_are_trained_behind_the_prompts_that_were_answered(
     records = score_file.open_rows(str(data), config.data, "prompt", Terminal())
     asked = score_file.CompletionWriter(models.load(config.model, 0), tokenizer, records, config, None)
     trained = load_dataset(str(out), config.data, "preference", tokenizer, eos_token_id=1)
-    assert [one.prompt_ids.tolist() for one in trained] == [asked._prompt_ids(row) for row in range(len(records))]
+    assert [one.prompt_ids.tolist() for one in trained] == [asked.prompt_ids(row) for row in range(len(records))]
     assert [(pair["chosen"], pair["rejected"]) for pair in scored(out)] == [("Three.", "One.")] * len(records)
     assert [ids.tolist() for ids in trained[len(BESIDE)].completions] == [[21, 1], [20, 1]], "with their end"
 
@@ -289,7 +291,7 @@ def test_pairs_are_made_by_an_answer_or_by_a_judge(
         ("silent", [math.nan] * 3),
     ):  # a model that grades may give none
         with monkeypatch.context() as patch:
-            patch.setattr("lib.evaluate.score_file.scorer_of", lambda _, g=grades: lambda asked: [g] * len(asked))
+            patch.setattr("lib.evaluate.score_file.judge_of", lambda *_, g=grades, **__: lambda asked: [g] * len(asked))
             bulk([*words, str(tmp_path / f"{name}.jsonl")])
     assert {(p["chosen"], p["rejected"]) for p in scored(tmp_path / "unsure.jsonl")} == {("It is 1.", "It is 2.")}
     assert scored(tmp_path / "silent.jsonl") == []

@@ -15,7 +15,7 @@ from lib.config.load import load
 from lib.config.settings import Config
 from lib.errors import UserError
 from lib.evaluate.judge_process import scores_in
-from lib.evaluate.judges import Judge, Question, guarded_scorer_of, require_scores, scorer_of, scores_of
+from lib.evaluate.judges import Judge, Question, judge_of, require_scores, scores_of
 from tests.tiny import ROOT
 
 
@@ -23,8 +23,12 @@ def settings(judge: str, **evaluate: Any) -> Config:
     return load(None, [], {"model": {"path": "m"}, "data": {"train": "d"}, "evaluate": {"judge": judge, **evaluate}})
 
 
+def scorer_of(config: Config) -> Judge:
+    return judge_of(config, grades=True)
+
+
 def judge_of_round(function: str, **evaluate: Any) -> Judge:
-    return guarded_scorer_of(settings(f"round_judges:{function}", **evaluate), "rollouts.judge")
+    return judge_of(settings(f"round_judges:{function}", **evaluate), "rollouts.judge")
 
 
 def asked(*texts: str, **record: Any) -> Question:
@@ -73,11 +77,11 @@ def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_function_has_a_process_of_its_own(functions: None, capfd: pytest.CaptureFixture[str]) -> None:
-    judge = guarded_scorer_of(settings("round_judges:length"), "rollouts.judge")
+    judge = judge_of(settings("round_judges:length"), "rollouts.judge")
     assert judge([asked("a", "abc", day=datetime.date(2026, 1, 2)), asked("")]) == [[1.0, 3.0], [0.0]]
     assert "round_judges" not in sys.modules and "a word to the standard output" in capfd.readouterr().err
     with pytest.raises(UserError, match="rollouts.judge=round_judges:absent: .*give module:function"):
-        guarded_scorer_of(settings("round_judges:absent"), "rollouts.judge")
+        judge_of(settings("round_judges:absent"), "rollouts.judge")
 
 
 def test_a_function_of_this_folder_is_found_as_long_as_it_is_there(
@@ -86,7 +90,7 @@ def test_a_function_of_this_folder_is_found_as_long_as_it_is_there(
     module = tmp_path / "here.py"
     module.write_text("import os\ndef leave(prompt, completions, record):\n    os._exit(3)\n")
     monkeypatch.chdir(tmp_path)
-    judge = guarded_scorer_of(settings("here:leave"), "rollouts.judge")
+    judge = judge_of(settings("here:leave"), "rollouts.judge")
     with pytest.raises(UserError, match="^rollouts.judge=here:leave: q.jsonl:1: its process ended with status 3$"):
         judge([asked("a")])
     module.unlink()
@@ -95,7 +99,7 @@ def test_a_function_of_this_folder_is_found_as_long_as_it_is_there(
 
 
 def test_a_judge_that_fails_on_an_answer_leaves_that_one_out(functions: None) -> None:
-    judge = guarded_scorer_of(settings("round_judges:frail", judge_seconds=0.5), "rollouts.judge")
+    judge = judge_of(settings("round_judges:frail", judge_seconds=0.5), "rollouts.judge")
     scored = scores_of(judge, [asked("a", "b"), asked("bad", "c"), asked("slow", "d"), asked("dead", "e")])
     assert [[one.score for one in of_question] for of_question in scored] == [[1, 1], [None, 1], [None, 1], [None, 1]]
     assert "KeyError: 'grade'" in scored[1][0].fault
@@ -106,9 +110,9 @@ def test_a_judge_that_fails_on_an_answer_leaves_that_one_out(functions: None) ->
 def test_a_function_that_gives_no_scores_is_refused_before_answers_are_sampled_for_it(functions: None) -> None:
     for name, made in (("of_words", r"\['good'\]"), ("of_one", "1.0")):
         with pytest.raises(UserError, match=f"{name}: q.jsonl:1: returned {made}; it has to be a list of 1 scores"):
-            require_scores(guarded_scorer_of(settings(f"round_judges:{name}"), "rollouts.judge"), asked(""))
+            require_scores(judge_of(settings(f"round_judges:{name}"), "rollouts.judge"), asked(""))
     for name in ("broken", "of_some", "of_arrays"):  # the first two may be about that answer alone
-        require_scores(guarded_scorer_of(settings(f"round_judges:{name}"), "rollouts.judge"), asked(""))
+        require_scores(judge_of(settings(f"round_judges:{name}"), "rollouts.judge"), asked(""))
 
 
 @pytest.mark.parametrize("made", ["12", b"12", {1: 2, 2: 3}, [10**400, 1], 3, [1.0], {1, 2}])
@@ -129,7 +133,7 @@ def test_a_none_leaves_that_answer_out_and_keeps_the_others_of_the_same_call(fun
 
 def test_a_judge_that_fails_on_every_answer_ends_the_round(functions: None) -> None:
     with pytest.raises(UserError, match="no answer is scored: rollouts.judge=round_judges:broken: .*no key"):
-        scores_of(guarded_scorer_of(settings("round_judges:broken"), "rollouts.judge"), [asked("a", "b"), asked("c")])
+        scores_of(judge_of(settings("round_judges:broken"), "rollouts.judge"), [asked("a", "b"), asked("c")])
 
 
 def test_a_regular_expression_is_the_answer() -> None:

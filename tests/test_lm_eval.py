@@ -22,7 +22,7 @@ from lib.errors import AgreedError, UserError
 from lib.evaluate import command as evaluate
 from lib.evaluate import harness
 from lib.evaluate.harness import HarnessModel, HarnessWorker, cut, fitting, longest_input, rolling_windows
-from lib.evaluate.score_file import WholeModel
+from lib.evaluate.score_file import StoredModel
 from lib.system import mpi_and_blas
 from tests import rounding
 from tests.tiny import ROOT
@@ -50,7 +50,7 @@ def requests(*arguments: tuple[Any, ...]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def model() -> nn.Module:
-    return WholeModel(SETTINGS, None).load(World())
+    return StoredModel(SETTINGS, None).load(World()).model
 
 
 def adapter_of(model: nn.Module, folder: Path, world: World | None = None) -> tuple[HarnessModel, HarnessWorker]:

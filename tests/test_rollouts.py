@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from lib.evaluate import command as evaluate
 from lib.evaluate.answers import part_of
 from lib.report import charts, page, run_report
 from lib.report.history import RunHistory
-from lib.rollouts.collect import JudgingThread
+from lib.rollouts.collect import Drawing
 from lib.rollouts.pairs import (
     Answer,
     Group,
@@ -123,7 +124,7 @@ def test_figures_are_sums_over_counts() -> None:
     figures = figures_of(groups, pairs)
     assert (figures.prompts, figures.samples, figures.failed, figures.pairs) == (2, 5, 1, 1)
     assert (figures.score, figures.accepted, figures.duplicates, figures.tokens) == (0.75, 0.5, 1 / 5, 2)
-    assert (figures.entropy, figures.longer_chosen, figures.unended) == (0.5, 1.0, 0.0)
+    assert (figures.entropy, figures.unended) == (0.5, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -149,9 +150,8 @@ def test_scores_that_follow_length_correlate_with_it(
 
 
 def samples(**changes: Any) -> SampleFigures:
-    ended, entropy, lengths = {"tokens": 40.0, "unended": 0.0}, {"entropy": 0.5, "duplicates": 0.1}, (0.5, 40.0, 40.0)
+    ended, entropy = {"tokens": 40.0, "unended": 0.0}, {"entropy": 0.5, "duplicates": 0.1}
     known = {"prompts": 64, "samples": 256, "failed": 0, "pairs": 40, "score": 0.4, "accepted": 0.6, **ended, **entropy}
-    known |= dict(zip(("longer_chosen", "chosen_tokens", "rejected_tokens"), lengths, strict=True))
     return SampleFigures(**(known | changes))
 
 
@@ -176,10 +176,6 @@ def test_what_looks_like_a_gamed_judge_is_named() -> None:
 
     assert said(samples(), samples(), 0.5) == []
     assert "answers grow: 40 ➜ 70 tokens since round 1" in said(samples(), samples(tokens=70.0), 0.5)[0]
-    longer = samples(longer_chosen=0.9, chosen_tokens=60.0)
-    assert (
-        "the judge prefers the longer answer in 90% of the pairs (60 against 40 tokens)" in said(longer, longer, 0.5)[0]
-    )
     following = samples(length_correlation=0.85)
     assert "the judge's scores follow length: their correlation is 0.85" in said(following, following, 0.5)[0]
     assert said(following, samples(length_correlation=0.75), 0.5) == []
@@ -428,7 +424,7 @@ def test_answers_that_went_with_a_disk_are_drawn_again(overlapping: tuple[Path, 
     assert len(lines(run / "rounds/0003/samples.jsonl")) == 6 * 4
 
 
-def test_a_judge_beside_the_ranks_says_what_it_met(tmp_path: Path) -> None:
+def test_a_judge_beside_the_ranks_reports_its_fault(tmp_path: Path) -> None:
     queue = ServedQueue(Journal(tmp_path / "scores.jsonl", "k", 4))
     in_hand, judged = threading.Event(), threading.Event()
 
@@ -436,25 +432,24 @@ def test_a_judge_beside_the_ranks_says_what_it_met(tmp_path: Path) -> None:
         in_hand.set()
         return ["zero"] * judged.wait(60)
 
-    thread = JudgingThread(queue)
-    thread.add(1, lambda: ["one"])
-    thread.add(0, takes_long)
-    assert in_hand.wait(60)
-    thread.add(2, lambda: ["nobody needs it any more"])
-    thread.end()
-    judged.set()
-    thread.join()
-    assert queue.journal.missing == [2, 3]
-
     def fails() -> list[str]:
         raise UserError("no answer is scored")
 
-    thread = JudgingThread(queue)
-    thread.add(2, fails)
-    with pytest.raises(UserError, match="no answer is scored"):
-        thread.join()
-    with pytest.raises(UserError, match="no answer is scored"):
-        thread.add(3, lambda: ["three"])
+    drawing = Drawing(queue, queue, ThreadPoolExecutor(1))
+    drawing.judge(1, lambda: ["one"])
+    drawing.judge(0, takes_long)
+    assert in_hand.wait(60)
+    drawing.judge(2, lambda: ["not needed any more"])
+    drawing.end()
+    judged.set()
+    drawing.close(1)
+    assert queue.journal.missing == [2, 3]
+    drawing = Drawing(queue, queue, ThreadPoolExecutor(1))
+    drawing.judge(2, fails)
+    wait(drawing.judged)
+    for again in (lambda: drawing.judge(3, lambda: ["three"]), lambda: drawing.close(1)):
+        with pytest.raises(UserError, match="no answer is scored"):
+            again()
 
 
 def test_a_finished_run_answers_questions(whole: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]) -> None:

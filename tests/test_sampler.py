@@ -12,7 +12,7 @@ from mlx_lm import batch_generate
 
 from lib.config.settings import ModelSettings
 from lib.errors import Stopped
-from lib.evaluate.sample import BLOCK, Prompt, Sample, Sampler, draw, nucleus, uniforms
+from lib.evaluate.sample import BLOCK, Prompt, Sample, Sampler, draw, uniforms
 from lib.model import load as load_module
 from tests import rounding
 from tests.test_forward import load
@@ -54,7 +54,7 @@ def prompts_of(count: int, seed: int = 0, longest: int = 40) -> list[Prompt]:
 def sampled(
     model: nn.Module, settings: Sampling, prompts: Sequence[Prompt], seed: Sequence[int] = (0, 1)
 ) -> list[Sample]:
-    found = list(Sampler(model, Letters(), settings).sample(prompts, seed))  # type: ignore[arg-type]
+    found = Sampler(model, Letters(), settings).sample(prompts, seed)  # type: ignore[arg-type]
     found.sort(key=lambda sample: (sample.prompt_id, sample.k))
     assert [(s.prompt_id, s.k) for s in found] == sorted((p.id, k) for p in prompts for k in range(settings.samples))
     return found
@@ -107,16 +107,6 @@ def test_what_cannot_come_is_never_drawn() -> None:
     np.testing.assert_allclose(np.array(logps), np.log(0.5), rtol=1e-6)
 
 
-def test_the_nucleus_is_the_fewest_likeliest_tokens() -> None:
-    likely = np.random.default_rng(1).dirichlet(np.full(30, 0.3), 16).astype(np.float32)
-    for top_p in (1e-6, 0.3, 0.9, 0.999):
-        found = np.array(nucleus(mx.array(likely), top_p)) > 0
-        for row, is_kept in zip(likely, found, strict=True):
-            order = np.argsort(-row, kind="stable")
-            count = int(np.searchsorted(np.cumsum(row[order], dtype=np.float32), top_p)) + 1
-            assert set(np.flatnonzero(is_kept)) == set(order[:count])
-
-
 # ---- What samples depend on
 
 
@@ -124,7 +114,6 @@ def test_the_nucleus_is_the_fewest_likeliest_tokens() -> None:
 def test_log_probabilities_are_those_of_the_model_alone(tmp_path: Path, family: str) -> None:
     model = load(tmp_path, family).eval()
     sampler = Sampler(model, Letters(), Sampling(temperature=0.8))  # type: ignore[arg-type]
-    assert sampler.why_alone is None
     limit = rounding.roundoff(64) * VOCABULARY
     for sample in sampler.sample(prompts_of(5, longest=30), (1,)):  # and GPT-2 has a table of 64 positions
         assert np.abs(logps_of(model, sample, 0.8) - sample.logps).max() <= limit
@@ -139,14 +128,13 @@ def test_answers_that_are_not_wanted_any_more_are_left(tmp_path: Path, family: s
 
 
 @pytest.mark.parametrize("family", ["gemma2", "mamba"])
-def test_families_that_share_no_prompt_are_sampled_by_their_own_caches(tmp_path: Path, family: str) -> None:
+def test_windows_and_recurrent_states_are_sampled_by_their_own_caches(tmp_path: Path, family: str) -> None:
     if family == "mamba":
         sizes = {"state_size": 4, "conv_kernel": 2, "use_bias": False, "use_conv_bias": True, "time_step_rank": 2}
         folder = model_folder(tmp_path / "mamba", model_type="mamba", **sizes)
         model = load_module.load(ModelSettings(path=str(folder), random_init=True), 0)
     else:
         model = load(tmp_path, family).eval()
-    assert Sampler(model, Letters(), Sampling()).why_alone is not None  # type: ignore[arg-type]
     for sample in sampled(model, Sampling(), prompts_of(3)):
         assert np.abs(logps_of(model, sample) - sample.logps).max() <= rounding.roundoff(64) * VOCABULARY
 
@@ -170,24 +158,7 @@ def test_who_samples_and_in_which_batch_changes_no_token(tmp_path: Path) -> None
         first = by_name[sample.prompt_id, sample.k]
         assert sample.tokens == first.tokens and sample.finish == first.finish
         np.testing.assert_allclose(sample.logps, first.logps, atol=rounding.roundoff(64) * VOCABULARY)
-    sampler = Sampler(model, Letters(), Sampling())  # type: ignore[arg-type]
-    sampler.why_alone = "to compare"
-    assert [sample.tokens for sample in sampler.sample(prompts, (0, 1))] == [sample.tokens for sample in whole]
     assert [s.tokens for s in sampled(model, Sampling(), prompts, (0, 2))] != [s.tokens for s in whole]
-
-
-def test_a_compiled_step_draws_the_same_tokens(tmp_path: Path) -> None:
-    model, prompts = load(tmp_path, "llama").eval(), prompts_of(6)
-    sampler = Sampler(model, Letters(), Sampling(), compiled=True)  # type: ignore[arg-type]
-    found = sorted(sampler.sample(prompts, (0, 1)), key=lambda sample: (sample.prompt_id, sample.k))
-    assert [s.tokens for s in found] == [s.tokens for s in sampled(model, Sampling(), prompts)]
-    model.update({"lm_head": {"weight": -model.lm_head.weight}})  # the weights of now, not those that were traced
-    again = sorted(sampler.sample(prompts, (0, 1)), key=lambda sample: (sample.prompt_id, sample.k))
-    assert (
-        [s.tokens for s in again]
-        == [s.tokens for s in sampled(model, Sampling(), prompts)]
-        != [s.tokens for s in found]
-    )
 
 
 # ---- Where they end

@@ -8,29 +8,25 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm import batch_generate
 
-from lib.config.settings import Config
 from lib.data.order import divide_rows
 from lib.data.prompts import Question
 from lib.data.tokenizer import Tokenizer
 from lib.distributed.world import World
 from lib.evaluate.judges import extract
-from lib.system import out_of_memory
+from lib.evaluate.sample import GreedySampling, Prompt, Sampler
 from lib.system.records import PerformanceTracker
 from lib.system.terminal import Terminal
-from lib.training.divided_world import Lockstep
 
 SAMPLE_WIDTH = 160  # columns of a sample's line, in a file
 MARKS = {True: "✓", False: "✗"}
 
 
 class GreedyAnswers(NamedTuple):
-    """Greedy continuations of some prompts."""
+    """Greedy continuations of some prompts. cut: those without an end within max_tokens."""
 
     texts: list[str]
     cut: int
-    """Continuations without an end within max_tokens."""
 
     def warning(self, setting: str) -> str:
         """How many answers were cut; empty where all ended. setting: that limits them, with its value."""
@@ -46,31 +42,18 @@ def greedy(
     shares: Sequence[int] | None = None,
 ) -> GreedyAnswers:
     """The greedy continuation of every prompt, on every rank; ranks take prompts by their shares, or equally many."""
-    model.eval()
-    world = world.workers
-    mine = part_of(len(prompts), shares if shares and world.size > 1 else [1] * world.size, world.rank)
-    tokens = np.zeros((len(prompts), max_tokens + 1), np.int32)  # a length, then that many tokens
-
-    def answers(indices: Sequence[int]) -> list[list[int]]:
-        with world.together("greedy answers", passes=len(indices)):
-            response = batch_generate(
-                model,
-                tokenizer,
-                [prompts[i] for i in indices],
-                max_tokens=max_tokens,
-                return_token_ids=True,
-                sampler=lambda logps: world.decide(mx.argmax(logps, axis=-1)),
-            )
-        return response.token_ids or []
-
-    mx.eval(model.state)
-    for start, generated in out_of_memory.in_pieces(mine, answers, can_halve=not isinstance(world, Lockstep)):
-        for i, made in zip(mine[start:], generated, strict=False):
-            ids = [token for token in made if token not in tokenizer.eos_token_ids][:max_tokens]
-            tokens[i, 0], tokens[i, 1 : 1 + len(ids)] = len(ids), ids
-    gathered = np.array(world.all_sum(mx.array(tokens), "greedy answers"))
-    texts = [tokenizer.decode(row[1 : 1 + row[0]].tolist()) for row in gathered]
-    return GreedyAnswers(texts, int((gathered[:, 0] == max_tokens).sum()))
+    workers = world.workers
+    rows = part_of(len(prompts), shares if shares and workers.size > 1 else [1] * workers.size, workers.rank)
+    tokens = np.zeros((len(prompts), max_tokens + 2), np.int32)  # whether it was cut, a length, then that many tokens
+    sampler = Sampler(model, tokenizer, GreedySampling(max_tokens), world)
+    with workers.together("greedy answers", passes=len(rows)):
+        samples = sampler.sample([Prompt(row, prompts[row]) for row in rows])
+    for sample in samples:
+        ids = [token for token in sample.tokens if token not in tokenizer.eos_token_ids]
+        tokens[sample.prompt_id, : 2 + len(ids)] = [sample.finish == "length", len(ids), *ids]
+    gathered = np.array(workers.all_sum(mx.array(tokens), "greedy answers"))
+    texts = [tokenizer.decode(row[2 : 2 + row[1]].tolist()) for row in gathered]
+    return GreedyAnswers(texts, int(gathered[:, 0].sum()))
 
 
 def part_of(count: int, shares: Sequence[int], rank: int) -> list[int]:
@@ -82,14 +65,13 @@ def part_of(count: int, shares: Sequence[int], rank: int) -> list[int]:
     return indices
 
 
-def exact_match(questions: list[Question], texts: list[str], settings: Config) -> float:
+def exact_match(questions: list[Question], texts: list[str], pattern: str) -> float:
     """The share of questions whose continuation gives the right answer; the pattern's last match is what it gives."""
-    right = [_is_right(question, text, settings) for question, text in zip(questions, texts, strict=True)]
-    return sum(right) / len(questions)
+    return sum(map(is_right, questions, texts, [pattern] * len(texts))) / len(questions)
 
 
-def _is_right(question: Question, text: str, settings: Config) -> bool:
-    return extract(settings.evaluate.answer_pattern, text) == question.answer
+def is_right(question: Question, text: str, pattern: str) -> bool:
+    return extract(pattern, text) == question.answer
 
 
 def show_samples(
@@ -109,36 +91,32 @@ def show_changes(
     say: Terminal,
     tracker: PerformanceTracker,
     questions: list[Question],
-    before: list[str],
-    after: list[str],
-    settings: Config,
+    texts: tuple[list[str], list[str]],
+    pattern: str,
+    most: int,
 ) -> None:
-    """Prints and records a few questions to which the answer turned right or wrong, in their proportion."""
-    changed = [
-        (question, was, now, was_right, is_right)
-        for question, was, now in zip(questions, before, after, strict=True)
-        for was_right, is_right in [(_is_right(question, was, settings), _is_right(question, now, settings))]
-        if was_right != is_right
+    """Prints and records a few questions to which the answer turned right or wrong. texts: before, and after."""
+    each = [
+        (question, [(text, is_right(question, text, pattern)) for text in of_question])
+        for question, *of_question in zip(questions, *texts, strict=True)
     ]
+    changed = [(question, before, after) for question, (before, after) in each if before[1] != after[1]]
     if not changed:
         return
-    fixed = sum(is_right for *_, is_right in changed)
+    fixed, room = sum(after[1] for *_, after in changed), (say.width or SAMPLE_WIDTH) - 12
     say.line("")
     say.line(
         f"of {len(questions)} answers {fixed} are right now that were wrong, "
         f"{len(changed) - fixed} wrong that were right",
         "bold",
     )
-    shown = changed[: settings.evaluate.samples]
-    room = (say.width or SAMPLE_WIDTH) - 12
-    for question, was, now, was_right, is_right in shown:
+    for question, before, after in changed[:most]:
         answer = f"  (right: {question.answer})"
         say.line(f"  {_one_line(question.prompt, room - len(answer))}{answer}")
-        say.line(f"    before {MARKS[was_right]} {_one_line(was, room - 1)}")
-        say.line(f"    after  {MARKS[is_right]} {_one_line(now, room - 1)}")
-    tracker.record(
-        "samples", samples=[{"prompt": q.prompt, "before": was, "after": now} for q, was, now, _, _ in shown]
-    )
+        for when, (text, right) in (("before", before), ("after ", after)):
+            say.line(f"    {when} {MARKS[right]} {_one_line(text, room - 1)}")
+    shown = [{"prompt": q.prompt, "before": before[0], "after": after[0]} for q, before, after in changed[:most]]
+    tracker.record("samples", samples=shown)
 
 
 def _one_line(text: str, limit: int) -> str:

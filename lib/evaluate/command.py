@@ -19,7 +19,6 @@ import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import mlx.nn as nn
 
@@ -30,19 +29,16 @@ from lib.config import (
 )
 from lib.config.settings import Config
 from lib.data import tokenizer as tokenizer_module
-from lib.data.dataset import load_dataset, with_mismatched
+from lib.data.dataset import Dataset, load_dataset, with_mismatched
 from lib.data.prompts import Question, load_questions
 from lib.data.tokenizer import Tokenizer, limits_of
 from lib.distributed.world import World, start
 from lib.errors import UserError
 from lib.evaluate import harness, score_file, win_rate
 from lib.evaluate.answers import exact_match, greedy
-from lib.evaluate.held_out_metrics import digest_of, metrics_of, policy_logps, write_per_pair
-from lib.evaluate.score_file import DividedModel, Parts, WholeModel, divides, in_step, open_asked, parts_of_model
-from lib.model import (
-    adapter_files,
-    adapters,
-)
+from lib.evaluate.held_out_metrics import digest_of, metrics_of, write_per_pair
+from lib.evaluate.score_file import FileJob, StoredModel, divides, open_asked, parts_of_model
+from lib.model import adapter_files
 from lib.model import load as load_module
 from lib.system import files, mpi_and_blas
 from lib.system.terminal import Terminal, metrics_text
@@ -75,103 +71,80 @@ def _work_of(options: argparse.Namespace) -> Callable[[Config, argparse.Namespac
     return evaluate if options.score is None and options.make_pairs is None else in_bulk
 
 
-def _names_pairs(options: argparse.Namespace) -> bool:
-    """Whether the command names held-out pairs, which a run of rounds has none of."""
-    return options.data is not None or any(word.startswith("data.valid=") for word in options.overrides)
+# ---- Held-out metrics
 
 
 def evaluate(settings: Config, options: argparse.Namespace, world: World) -> None:
-    """Evaluates a saved run, or a model against a reference; prints a line for people and one of JSON."""
-    if settings.rollouts.rounds and not _names_pairs(options):
-        _answer(settings, options, world)
-        return
-    say = Terminal(silent=world.rank != 0)
+    """Evaluates a saved run, or a model against a reference; prints a line for people and one of JSON.
+
+    A run of rounds has no held-out pairs: of it, the exact match of its questions.
+    """
+    say, out = Terminal(silent=world.rank != 0), None if options.per_pair is None else Path(options.per_pair)
+    named = options.data is not None or any(word.startswith("data.valid=") for word in options.overrides)
     with world.agreeing("reading the data"):
-        if options.per_pair is not None and world.rank == 0:
-            files.require_absent(Path(options.per_pair))
-        _require_records_loss(settings)
-        tokenizer, words = tokenizer_module.load_tokenizer_of(settings.model), vocabulary(settings.model)
-        dataset = load_dataset(
-            settings.data.valid or settings.data.train,
-            settings.data,
-            settings.record_kind,
-            tokenizer,
-            held_out=True if settings.data.holdout and not settings.data.valid else None,
-            **words,
-        )
-        limits = limits_of(words)
-        if losses.needs_mismatched(settings.train.loss):
-            dataset = with_mismatched(dataset, limits.row_tokens(settings.data.max_length))
-        questions = load_questions(settings, tokenizer, limits)
-    world.require_equal("data or questions", digest_of(dataset, questions))
-    wants_reference = settings.train.loss != "sft" and (
-        options.per_pair is not None or losses.needs_reference(settings.train)
-    )
-    parts, world = parts_of_model(settings, world)
-    shares = [1] * world.workers.size
-    reference = None
-    if wants_reference:
-        reference_model = divided_world.load_reference(settings, world)
-        with say.counting("reference log-probabilities", len(dataset)) as progress:
-            reference = dataset_logps(reference_model, dataset, world, shares, settings, progress)
-        del reference_model  # two models need not lie in memory at once
-    model, world = _policy(settings, options, parts, world)
-    policy = policy_logps(model, dataset, settings, world, shares)
-    values = metrics_of(dataset, policy, reference, settings)
-    if questions:
-        values["exact_match"] = _exact_match(questions, model, tokenizer, settings, world)
-    with world.agreeing("writing the pairs"):
-        if options.per_pair is not None and world.rank == 0:
-            if reference is None:
-                raise UserError("--per-pair writes preference pairs; train.loss=sft has none")
-            write_per_pair(Path(options.per_pair), dataset, policy, reference, settings)
-    say.line(f"{options.run or settings.model.path} on {dataset.path}, {len(dataset):,} rows", "bold")
-    say.line(metrics_text(values))
-    say.record({"rows": len(dataset), **values})
-
-
-def _answer(settings: Config, options: argparse.Namespace, world: World) -> None:
-    """Of a run of rounds, which has no held-out pairs: the exact match of its questions."""
-    say = Terminal(silent=world.rank != 0)
-    with world.agreeing("reading the questions"):
-        if options.per_pair is not None:
-            raise UserError("--per-pair needs held-out pairs, and a run of rounds has none; name a file with --data")
+        if out is not None and world.rank == 0:
+            files.require_absent(out)
         tokenizer = tokenizer_module.load_tokenizer_of(settings.model)
+        dataset = _held_out_rows(settings, tokenizer) if named or not settings.rollouts.rounds else None
         questions = load_questions(settings, tokenizer, limits_of(vocabulary(settings.model)))
-        if not questions:
-            raise UserError("a run of rounds has no held-out pairs; name some with --data, or evaluate.answers=FILE")
-    world.require_equal("questions", digest_of(None, questions))
+        if dataset is None and (not questions or out is not None):
+            way = "name some with --data" if out is not None else "name some with --data, or evaluate.answers=FILE"
+            raise UserError(f"a run of rounds has no held-out pairs; {way}")
+    world.require_equal("data or questions", digest_of(dataset, questions))
     parts, world = parts_of_model(settings, world)
-    model, world = _policy(settings, options, parts, world)
-    values: Metrics = {"exact_match": _exact_match(questions, model, tokenizer, settings, world)}
-    say.line(f"{options.run} on {settings.evaluate.answers}, {len(questions):,} questions", "bold")
+    shares, reference = [1] * world.workers.size, None
+    needs_reference = out is not None or losses.needs_reference(settings.train)
+    if dataset is not None and settings.train.loss != "sft" and needs_reference:
+        model = divided_world.load_reference(settings, world)
+        with say.counting("reference log-probabilities", len(dataset)) as progress:
+            reference = dataset_logps(model, dataset, world, shares, settings, progress)
+        del model  # two models need not lie in memory at once
+    loaded = _model_of(settings, options).load(world, parts)
+    world = loaded.world
+    values: Metrics = {}
+    if dataset is not None:
+        policy = dataset_logps(loaded.model, dataset, world, shares, settings)
+        values |= metrics_of(dataset, policy, reference, settings.train)
+        with world.agreeing("writing the pairs"):
+            if out is not None and world.rank == 0:
+                if reference is None:
+                    raise UserError("--per-pair writes preference pairs; train.loss=sft has none")
+                write_per_pair(out, dataset, policy, reference, settings.train)
+    if questions:
+        values |= _answered(questions, loaded.model, tokenizer, settings, world)
+    source, count = (settings.evaluate.answers, len(questions)) if dataset is None else (dataset.path, len(dataset))
+    unit = "questions" if dataset is None else "rows"
+    say.line(f"{options.run or settings.model.path} on {source}, {count:,} {unit}", "bold")
     say.line(metrics_text(values))
-    say.record({"questions": len(questions), **values})
+    say.record({unit: count, **values})
 
 
-def _policy(
-    settings: Config, options: argparse.Namespace, parts: Parts | None, world: World
-) -> tuple[nn.Module, World]:
-    """The model that is evaluated, or this rank's part of it, and the world that holds it."""
-    with world.agreeing("loading the model"):
-        model = load_module.load(settings.model, settings.train.seed, lazy=parts is not None)
-        if options.run is not None:
-            adapters.make_trainable(model, settings.model, settings.train.seed)
-            adapter_files.load_trained(model, Path(options.run), "--run")
-        elif settings.model.adapter is not None:
-            adapters.make_trainable(model, settings.model, settings.train.seed)
-    return model, divided_world.divided(model, parts, world, settings.metal.wired)
+def _held_out_rows(settings: Config, tokenizer: Tokenizer | None) -> Dataset:
+    _require_records_loss(settings)
+    words = vocabulary(settings.model)
+    dataset = load_dataset(
+        settings.data.valid or settings.data.train,
+        settings.data,
+        settings.record_kind,
+        tokenizer,
+        held_out=True if settings.data.holdout and not settings.data.valid else None,
+        **words,
+    )
+    if losses.needs_mismatched(settings.train.loss):
+        return with_mismatched(dataset, limits_of(words).row_tokens(settings.data.max_length))
+    return dataset
 
 
-def _exact_match(
+def _answered(
     questions: list[Question], model: nn.Module, tokenizer: Tokenizer | None, settings: Config, world: World
-) -> float:
+) -> Metrics:
+    """The exact match of greedy answers; says how many of them were cut."""
     assert tokenizer is not None  # where there are questions
-    prompts = [question.prompt_ids for question in questions]
-    made = greedy(model, tokenizer, prompts, settings.evaluate.max_tokens, world)
-    if warning := made.warning(f"evaluate.max_tokens={settings.evaluate.max_tokens}"):
+    limit = settings.evaluate.max_tokens
+    made = greedy(model, tokenizer, [question.prompt_ids for question in questions], limit, world)
+    if warning := made.warning(f"evaluate.max_tokens={limit}"):
         Terminal(silent=world.rank != 0).line(warning)
-    return exact_match(questions, made.texts, settings)
+    return {"exact_match": exact_match(questions, made.texts, settings.evaluate.answer_pattern)}
 
 
 def _require_records_loss(settings: Config) -> None:
@@ -182,11 +155,13 @@ def _require_records_loss(settings: Config) -> None:
         )
 
 
+# ---- Whole files
+
+
 def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None:
     """--score and --make-pairs: a line for every row of a file, by all ranks."""
-    say = Terminal(silent=world.rank != 0)
-    kind, out = options.score or "pairs", Path(options.out or options.make_pairs)
-    writes, run = kind in ("greedy", "samples", "pairs"), None if options.run is None else Path(options.run)
+    say, kind = Terminal(silent=world.rank != 0), options.score or "pairs"
+    writes, stored = kind in ("greedy", "samples", "pairs"), _model_of(settings, options)
     with world.agreeing("reading the data"):
         if kind == "rewards" and settings.train.loss == "sft":
             raise UserError("--score rewards is for preference losses, not train.loss=sft; take --score logps")
@@ -196,22 +171,29 @@ def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None
         if writes and tokenizer is None:
             raise UserError(f"model.path {settings.model.path} has no tokenizer, which writing answers needs")
         records = open_asked(options.data, settings, "prompt" if writes else settings.record_kind, say)
-    load_model = DividedModel.load if divides(settings, world) else _load_whole
-    asked = load_model(settings, run, kind == "rewards", world)
-    key = score_file.key_of(kind, *asked.digests, score_file.digest_of(records), load.learning_digest(settings))
-    world.require_equal("model, data or settings", key)
+    ranks = world
+    parts, world = parts_of_model(settings, world)
+    loaded = stored.load(world, parts)
+    world = loaded.world if parts is not None else world.alone()
+    reference, digests = None, [stored.digest()]
+    if kind == "rewards":
+        reference = loaded.start
+        if settings.model.reference != "initial":
+            reference = divided_world.load_reference(settings, world).eval()
+            digests.append(load_module.reference_fingerprint(settings.model, settings.train.seed))
+    key = score_file.key_of(kind, *digests, score_file.digest_of(records))
+    ranks.require_equal("model, data or settings", key)
     do: score_file.CompletionWriter | score_file.PairMaker | score_file.Scorer
     if writes:
         assert tokenizer is not None
         draws = None if kind == "greedy" else settings.evaluate.completions
-        do = score_file.CompletionWriter(asked.model, tokenizer, records, settings, draws, asked.world)
+        do = score_file.CompletionWriter(loaded.model, tokenizer, records, settings, draws, world)
         do = score_file.PairMaker(do) if kind == "pairs" else do
     else:
-        do = score_file.Scorer(asked.model, asked.reference, records, settings, tokenizer, asked.world)
-    if divides(settings, world):
-        figures = in_step(kind, key, len(records), out, settings, asked.world, do.of_chunks)
-    else:
-        figures = score_file.pull(kind, key, records, out, settings, world, do)
+        do = score_file.Scorer(loaded.model, reference, records, settings, tokenizer, world)
+    out = Path(options.out or options.make_pairs)
+    job = FileJob(kind, key, len(records), out, settings.evaluate.batch_size)
+    figures = score_file.pull(job, ranks if parts is None else world, do)
     if figures is not None:
         speed = f"{figures['rows_per_second']:.1f} rows/s"
         say.line(f"{out}: {figures['rows']:,} rows in {figures['seconds']:.1f} s ({speed})")
@@ -220,34 +202,12 @@ def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None
         say.record(dict(figures))
 
 
-def _load_whole(settings: Config, run: Path | None, with_reference: bool, world: World) -> DividedModel:
-    """As DividedModel.load, where every rank has the whole model."""
-    with world.agreeing("loading the model"):
-        model = load_module.load(settings.model, settings.train.seed)
-        divided_world.divided(model, None, world, settings.metal.wired)
-        reference: Any = {} if with_reference else None
-        if run is not None or settings.model.adapter is not None:
-            adapters.make_trainable(model, settings.model, settings.train.seed)
-            reference = adapter_files.trainable(model) if with_reference else None
-        if run is not None:
-            adapter_files.load_trained(model, run, "--run")
-        digests = [
-            load_module.fingerprint(settings.model, settings.train.seed),
-            adapter_files.digest(adapter_files.trainable(model)),
-        ]
-        if with_reference and settings.model.reference != "initial":
-            reference = load_module.load_reference(settings.model, settings.train.seed)
-            digests.append(load_module.reference_fingerprint(settings.model, settings.train.seed))
-        model.eval()
-    return DividedModel(model, reference, world.alone(), tuple(digests))
-
-
 def against(settings: Config, options: argparse.Namespace, world: World) -> None:
     """--against: how often the answers of one model are better than those of another."""
     say = Terminal(silent=world.rank != 0)
     with world.agreeing("reading the prompts"):
         _need_whole_models(settings, world, "--against")
-        first, second = _subject(settings, options), _other(settings, options)
+        first, second = _model_of(settings, options), _other(settings, options)
         records = open_asked(options.data, settings, "prompt", say)
     result = win_rate.compare(first, second, records, Path(options.out), world)
     if result is not None:
@@ -261,11 +221,11 @@ def on_tasks(settings: Config, options: argparse.Namespace, world: World) -> Non
     folder = None if options.tasks_folder is None else Path(options.tasks_folder)
     names = tuple(name.strip() for name in options.tasks.split(","))
     tasks = harness.Tasks(names, folder, options.shots, options.limit, options.chat)
-    subject, plain_names = _subject(settings, options), re.sub(r"[^\w.-]+", "-", options.tasks)
+    stored, plain_names = _model_of(settings, options), re.sub(r"[^\w.-]+", "-", options.tasks)
     out = Path(options.out or options.home / f"tasks-{plain_names}.json")
-    results = harness.evaluate_tasks(subject, tasks, out, world)
+    results = harness.evaluate_tasks(stored, tasks, out, world)
     if results is not None:
-        harness.show(Terminal(silent=world.rank != 0), subject.name, results, out)
+        harness.show(Terminal(silent=world.rank != 0), stored.name, results, out)
 
 
 def _need_whole_models(settings: Config, world: World, option: str) -> None:
@@ -273,22 +233,25 @@ def _need_whole_models(settings: Config, world: World, option: str) -> None:
         raise UserError(f"{option}: every rank has the whole model; leave strategy={settings.strategy} out")
 
 
-def _subject(settings: Config, options: argparse.Namespace) -> WholeModel:
-    return WholeModel(settings, None if options.run is None else Path(options.run))
+# ---- The command line
 
 
-def _other(settings: Config, options: argparse.Namespace) -> WholeModel:
+def _model_of(settings: Config, options: argparse.Namespace) -> StoredModel:
+    return StoredModel(settings, None if options.run is None else Path(options.run))
+
+
+def _other(settings: Config, options: argparse.Namespace) -> StoredModel:
     """The model of --against: a run or one of its checkpoints, `base`, or a model as --model takes it."""
     if options.against == "base":
-        return WholeModel(settings, None)
+        return StoredModel(settings, None)
     folder = Path(options.against)
     if not (folder / "config.yaml").is_file():
         changes = {"path": options.against, "revision": None, "adapter": None, "random_init": False}
-        return WholeModel(settings.model_copy(update={"model": settings.model.model_copy(update=changes)}), None)
+        return StoredModel(settings.model_copy(update={"model": settings.model.model_copy(update=changes)}), None)
     _need_adapter("--against", folder)
     words = [word for word in options.overrides if word.startswith(("data.", "model.trust_remote_code="))]
-    own = load.of_run(folder / "config.yaml", words)
-    return WholeModel(own.model_copy(update={"evaluate": settings.evaluate, "sync": settings.sync}), folder)
+    config = load.of_run(folder / "config.yaml", words)
+    return StoredModel(config.model_copy(update={"evaluate": settings.evaluate, "sync": settings.sync}), folder)
 
 
 def _need_adapter(option: str, folder: Path) -> None:

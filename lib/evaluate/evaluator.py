@@ -10,8 +10,9 @@ import numpy as np
 
 from lib.distributed.world import World
 from lib.evaluate import answers
-from lib.evaluate.held_out_metrics import metrics_of, policy_logps
+from lib.evaluate.held_out_metrics import metrics_of
 from lib.training.objective import Metrics
+from lib.training.reference_model import dataset_logps
 from lib.training.run import TrainingRun
 
 SAMPLE_TOKENS = 32  # of an answer that is only shown: a line of it is
@@ -41,11 +42,11 @@ class Evaluator:
                 is_reference = run.progress.step == 0 and run.config.model.reference == "initial"
                 policy = self.reference if is_reference else None
                 if policy is None:
-                    policy = policy_logps(run.model, valid, run.config, world, shares)
-                values |= metrics_of(valid, policy, self.reference, run.config)
+                    policy = dataset_logps(run.model, valid, world, shares, run.config)
+                values |= metrics_of(valid, policy, self.reference, run.config.train)
             if questions:
                 texts, cut["answers_cut"] = self._answers(world, shares)
-                values["exact_match"] = answers.exact_match(questions, texts, run.config)
+                values["exact_match"] = answers.exact_match(questions, texts, run.config.evaluate.answer_pattern)
         self.texts[run.progress.step] = texts
         if values:
             seconds = time.perf_counter() - began
@@ -69,7 +70,9 @@ class Evaluator:
             before = next(iter(self.texts.values()))
             # Of a run that was resumed, this process may not have evaluated that step.
             after = self.texts[step] if step in self.texts else self._answers(run.world, None).texts
-            answers.show_changes(run.say, run.tracker, questions, before, after, run.config)
+            settings = run.config.evaluate
+            changes = (before, after), settings.answer_pattern, settings.samples
+            answers.show_changes(run.say, run.tracker, questions, *changes)
         else:
             self._show_samples("after")
 

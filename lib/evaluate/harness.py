@@ -1,24 +1,25 @@
 """Tasks of lm-evaluation-harness (package `lm_eval`), by a run's model on all ranks.
 
 The harness runs on rank 0 alone and asks `HarnessModel` for log-probabilities and answers; all ranks take chunks of the
-requests from the work queue. What a chunk comes to depends on the chunk alone, not on the rank that does it."""
+requests from the work queue. What a chunk comes to depends on the chunk alone, not on the rank that does it. mlx-lm's
+own class divides equally among ranks, and has neither windows of long texts nor a task's sampling options.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypedDict
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.generate import BatchGenerator
-from mlx_lm.sample_utils import make_sampler
 
 from lib.config.settings import Config
 from lib.data import tokenizer as tokenizer_module
@@ -33,7 +34,8 @@ from lib.distributed.work_queue import Lines
 from lib.distributed.world import World
 from lib.errors import AgreedError, UserError
 from lib.evaluate import score_file
-from lib.evaluate.score_file import WholeModel
+from lib.evaluate.sample import GreedySampling, Prompt, Sampler
+from lib.evaluate.score_file import FileJob, StoredModel
 from lib.model import load
 from lib.model.logps import greedy_logps
 from lib.model.token_stream import arrays_of
@@ -43,11 +45,13 @@ from lib.system.terminal import Terminal
 from lib.training import reference_model
 from lib.training.inputs import vocabulary
 
-CHECK_EVERY = 8  # tokens between two looks for a stop text
+PACKAGE = "lm_eval"
+GENERATED = 256  # most tokens of an answer, where a task does not say
+LONGEST = 2048  # tokens, where a model does not say how many it can see
 
 
 class ScoreRequest(NamedTuple):
-    """A context with continuations: how likely is each?"""
+    """A context with continuations, whose log-probabilities are asked."""
 
     context: list[int]
     continuations: list[list[int]]
@@ -60,14 +64,6 @@ class AnswerRequest(NamedTuple):
     until: list[str]
     max_tokens: int
     temperature: float
-
-
-class HarnessMessage(TypedDict, total=False):
-    """What rank 0 tells the others: the work, or how it ended."""
-
-    kind: str
-    items: list[Any]
-    error: str | None  # why it ended before its time
 
 
 class HarnessWorker:
@@ -88,9 +84,9 @@ class HarnessWorker:
         self.multiple, self.shares_prompts, _ = reference_model.layout(model, settings.data, world.alone())
 
     def ask(self, kind: str, items: Sequence[Any]) -> list[Any]:
-        """On rank 0: one result for each item, made by all ranks."""
+        """On rank 0: one result for each item, made by all ranks. kind: scores or answers."""
         began = time.perf_counter()
-        self.world.broadcast_text(json.dumps(HarnessMessage(kind=kind, items=list(items))))
+        self.world.broadcast_text(json.dumps({"kind": kind, "items": list(items)}))
         self._listens = False  # an error in the work is every rank's
         results = self._work(kind, items)
         self._listens = True
@@ -98,9 +94,9 @@ class HarnessWorker:
         return results
 
     def end(self, error: str | None = None) -> None:
-        """On rank 0: nothing more will be asked."""
+        """On rank 0: nothing more will be asked. error: why it ended before its time."""
         if self._listens:
-            self.world.broadcast_text(json.dumps(HarnessMessage(error=error)))
+            self.world.broadcast_text(json.dumps({"error": error}))
 
     def follow(self) -> None:
         """On all other ranks: works until nothing more is asked.
@@ -120,31 +116,21 @@ class HarnessWorker:
         path = self.folder / f"{kind}-{key[:16]}.jsonl"
         do = {"scores": self.score, "answers": self.write}[kind]
         if not json.loads(self.world.broadcast_text(json.dumps(path.exists()))):
-            with self.world.agreeing("keeping what is finished"):
-                if self.world.rank == 0:
-                    self.folder.mkdir(parents=True, exist_ok=True)
-            score_file.pull(
-                kind, key, items, path, self.settings, self.world, lambda rows: do([items[row] for row in rows])
-            )
-        if self.world.rank:
-            return []
-        return records.read_lines(path)
+            job = FileJob(kind, key, len(items), path, self.settings.evaluate.batch_size)
+            score_file.pull(job, self.world, lambda rows: do([items[row] for row in rows]))
+        return [] if self.world.rank else records.read_lines(path)
 
     def score(self, items: Sequence[Sequence[Any]]) -> Lines:
         """For each context a line: [log-probability, whether greedy decoding writes it] of every continuation."""
-        results: list[list[tuple[float, bool]]] = [[] for _ in items]
-        by_count: dict[int, list[int]] = {}  # a batch has as many continuations in each row
-        for index, (_, continuations) in enumerate(items):
-            by_count.setdefault(len(continuations), []).append(index)
-        for indices in by_count.values():
-            examples = [_example(index, *items[index]) for index in indices]
-            for index, scored in zip(indices, self._scored(examples), strict=True):
-                results[index] = scored
-        return [json.dumps(result) for result in results]
+        results: dict[int, list[tuple[float, bool]]] = {}
+        counts = [len(continuations) for _, continuations in items]
+        for count in set(counts):  # a batch has as many continuations in each row
+            results |= self._scored([_example(i, *items[i]) for i in range(len(items)) if counts[i] == count])
+        return [json.dumps(results[i]) for i in range(len(items))]
 
-    def _scored(self, examples: Sequence[Example]) -> list[list[tuple[float, bool]]]:
+    def _scored(self, examples: Sequence[Example]) -> dict[int, list[tuple[float, bool]]]:
         lengths = np.array([len(e.prompt_ids) + max(map(len, e.completions)) for e in examples])
-        scored: list[list[tuple[float, bool]]] = [[] for _ in examples]
+        scored: dict[int, list[tuple[float, bool]]] = {}
 
         def of(indices: Sequence[int]) -> list[tuple[list[float], list[bool]]]:
             batch = collate([examples[i] for i in indices], self.multiple, self.shares_prompts)
@@ -156,39 +142,24 @@ class HarnessWorker:
             rows = part.tolist()
             for start, made in out_of_memory.in_pieces(rows, of):
                 for index, (logps, are_greedy) in zip(rows[start:], made, strict=False):
-                    scored[index] = list(zip(logps, are_greedy, strict=True))
+                    scored[examples[index].row] = list(zip(logps, are_greedy, strict=True))
         return scored
 
     def write(self, items: Sequence[Sequence[Any]]) -> Lines:
         """For each context its answer, up to the first of its stop texts."""
         asked = [AnswerRequest(*item) for item in items]
-        seed = score_file.key_of(self.settings.train.seed, items)
-        mx.random.seed(int(seed[:8], 16))
-        generator = BatchGenerator(self.model, stop_tokens=[[token] for token in self.tokenizer.eos_token_ids])
-        samplers = [make_sampler(temp=one.temperature) for one in asked]
-        uids = generator.insert([one.context for one in asked], [one.max_tokens for one in asked], samplers=samplers)
-        rows = {uid: row for row, uid in enumerate(uids)}
-        ids: list[list[int]] = [[] for _ in asked]
-        while responses := generator.next_generated():
-            stopped = []
-            for response in responses:
-                made, until = ids[rows[response.uid]], asked[rows[response.uid]].until
-                if response.finish_reason != "stop":
-                    made.append(response.token)
-                if response.finish_reason is None and len(made) % CHECK_EVERY == 0:
-                    text = self._text(made)
-                    stopped += [response.uid] if any(stop and stop in text for stop in until) else []
-            if stopped:
-                generator.remove(stopped)
-        generator.close()
-        return [
-            json.dumps(cut(self._text(made), one.until), ensure_ascii=False)
-            for made, one in zip(ids, asked, strict=True)
-        ]
-
-    def _text(self, ids: list[int]) -> str:
-        inner = TextTokens(self.tokenizer).inner
-        return str(inner.decode(ids, skip_special_tokens=True))
+        seed = (self.settings.train.seed, int(score_file.key_of(items)[:8], 16))
+        texts: dict[int, str] = {}
+        for options, of_options in itertools.groupby(range(len(asked)), lambda i: asked[i][1:]):
+            until, most, temperature = options
+            stops = tuple(filter(None, until))
+            sampling = GreedySampling(most, 1, temperature, stop=stops)
+            prompts = [Prompt(i, asked[i].context) for i in of_options]
+            for sample in Sampler(self.model, self.tokenizer, sampling).sample(prompts, seed):
+                ids = [token for token in sample.tokens if token not in self.tokenizer.eos_token_ids]
+                text = str(TextTokens(self.tokenizer).inner.decode(ids, skip_special_tokens=True))
+                texts[sample.prompt_id] = cut(text, stops)
+        return [json.dumps(texts[i], ensure_ascii=False) for i in range(len(asked))]
 
 
 def cut(text: str, until: Sequence[str]) -> str:
@@ -198,10 +169,6 @@ def cut(text: str, until: Sequence[str]) -> str:
 
 def _example(row: int, context: Sequence[int], continuations: Sequence[Sequence[int]]) -> Example:
     return Example(row, np.array(context, np.int32), tuple(np.array(ids, np.int32) for ids in continuations))
-
-
-GENERATED = 256  # most tokens of an answer, where a task does not say
-LONGEST = 2048  # tokens, where a model does not say how many it can see
 
 
 class Instance(Protocol):
@@ -372,9 +339,6 @@ def rolling_windows(ids: list[int], start_id: int, longest: int) -> list[tuple[l
     return windows
 
 
-PACKAGE = "lm_eval"
-
-
 @dataclass(frozen=True)
 class Tasks:
     """What is asked of the harness.
@@ -394,7 +358,7 @@ class Tasks:
     chat: bool
 
 
-def evaluate_tasks(subject: WholeModel, tasks: Tasks, out: Path, world: World) -> dict[str, Any] | None:
+def evaluate_tasks(subject: StoredModel, tasks: Tasks, out: Path, world: World) -> dict[str, Any] | None:
     """The harness's results, also written to `out`; what is finished is kept beside it until then.
 
     Returns:
@@ -410,7 +374,7 @@ def evaluate_tasks(subject: WholeModel, tasks: Tasks, out: Path, world: World) -
         tokenizer = tokenizer_module.load_tokenizer_of(settings.model)
         if tokenizer is None:
             raise UserError(f"{subject.name} has no tokenizer, which tasks need")
-        model, digest = subject.load(world), subject.digest()
+        model, digest = subject.load(world).model, subject.digest()
         if tasks.chat:
             end = tokenizer_module.vocabulary(settings.model)["eos_token_id"]
             encoder = Encoder(tokenizer, settings.data, end)
@@ -447,7 +411,7 @@ def _check(tasks: Tasks, out: Path) -> None:
         )
 
 
-def _run_harness(worker: HarnessWorker, tokenizer: Tokenizer, subject: WholeModel, tasks: Tasks) -> dict[str, Any]:
+def _run_harness(worker: HarnessWorker, tokenizer: Tokenizer, subject: StoredModel, tasks: Tasks) -> dict[str, Any]:
     """What lm_eval finds of the tasks."""
     from lm_eval import simple_evaluate
     from lm_eval.api.model import LM

@@ -8,23 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
-from lib.config.settings import Config
+from lib.config.settings import TrainSettings
 from lib.data.dataset import Dataset
 from lib.data.prompts import Prompts, Question
-from lib.distributed.world import World
 from lib.system import files
-from lib.training import losses, reference_model
+from lib.training import losses
 from lib.training.objective import SUMS, Metrics, baseline_of_rows, means_of, objective
-
-
-def policy_logps(
-    model: nn.Module, dataset: Dataset, settings: Config, world: World, shares: Sequence[int]
-) -> np.ndarray:
-    """log pi of every completion, float32 [N, K], as `dataset_logps` gives them at the evaluation batch size."""
-    return reference_model.dataset_logps(model, dataset, world, shares, settings)
 
 
 def digest_of(valid: Dataset | Prompts | None, questions: list[Question]) -> str:
@@ -32,20 +23,24 @@ def digest_of(valid: Dataset | Prompts | None, questions: list[Question]) -> str
     return hashlib.sha256(repr([valid and valid.digest, questions]).encode()).hexdigest()
 
 
-def metrics_of(dataset: Dataset, policy: np.ndarray, reference: np.ndarray | None, settings: Config) -> Metrics:
-    """The loss and metrics of a dataset, each pair counted once, whatever the batches were."""
-    _, sums = _objective(dataset, policy, reference, settings)
-    return means_of({name: sums[name].item() if name in sums else 0.0 for name in SUMS}, settings.train)
+def metrics_of(dataset: Dataset, policy: np.ndarray, reference: np.ndarray | None, train: TrainSettings) -> Metrics:
+    """The loss and metrics of a dataset, each pair counted once, whatever the batches were.
+
+    policy, reference: log-probabilities of every completion, float32 [N, K].
+    """
+    _, sums = _objective(policy, reference, dataset.scored_tokens, dataset.labels, train)
+    return means_of({name: sums[name].item() if name in sums else 0.0 for name in SUMS}, train)
 
 
-def write_per_pair(path: Path, dataset: Dataset, policy: np.ndarray, reference: np.ndarray, settings: Config) -> None:
+def write_per_pair(
+    path: Path, dataset: Dataset, policy: np.ndarray, reference: np.ndarray, train: TrainSettings
+) -> None:
     """One JSON line a pair, in the file's order: both models' log-probabilities, the rewards and the loss.
 
     Of unpaired feedback one line a row: its label first.
     """
-    per_row, _ = _objective(dataset, policy, reference, settings)
-    columns = (_columns_of_pairs if dataset.labels is None else _columns_of_rows)(dataset, policy, reference, settings)
-    columns["loss"] = np.array(per_row)
+    columns = columns_by_row(policy, reference, dataset.scored_tokens, train)
+    columns["loss"] = np.array(_objective(policy, reference, dataset.scored_tokens, dataset.labels, train)[0])
     with files.replacing(path) as file:
         for row in range(len(dataset)):
             label = {} if dataset.labels is None else {"label": bool(dataset.labels[row])}
@@ -53,17 +48,19 @@ def write_per_pair(path: Path, dataset: Dataset, policy: np.ndarray, reference: 
             file.write(json.dumps(values).encode() + b"\n")
 
 
-def _columns_of_pairs(
-    dataset: Dataset, policy: np.ndarray, reference: np.ndarray, settings: Config
+def columns_by_row(
+    policy: np.ndarray, reference: np.ndarray, tokens: np.ndarray, train: TrainSettings
 ) -> dict[str, np.ndarray]:
-    tokens = mx.array(dataset.scored_tokens)
+    """Log-probabilities, rewards and, of pairs, the loss, each float32 [N]. policy, reference, tokens: [N, K]."""
+    if policy.shape[1] == 1:  # a row's loss compares it with all others
+        rewards = train.beta * (policy[:, 0] - reference[:, 0])
+        return {"policy_logp": policy[:, 0], "reference_logp": reference[:, 0], "reward": rewards}
+    counts = mx.array(tokens)
     of_policy, of_reference = (
-        losses.LogProbs(mx.array(logps[:, 0]), mx.array(logps[:, 1]), tokens[:, 0], tokens[:, 1])
+        losses.LogProbs(mx.array(logps[:, 0]), mx.array(logps[:, 1]), counts[:, 0], counts[:, 1])
         for logps in (policy, reference)
     )
-    chosen, rejected = losses.implicit_rewards(
-        losses.terms_of(settings.train.loss), of_policy, of_reference, settings.train.beta
-    )
+    chosen, rejected = losses.implicit_rewards(losses.terms_of(train.loss), of_policy, of_reference, train.beta)
     return {
         "policy_chosen_logp": policy[:, 0],
         "policy_rejected_logp": policy[:, 1],
@@ -71,26 +68,20 @@ def _columns_of_pairs(
         "reference_rejected_logp": reference[:, 1],
         "reward_chosen": np.array(chosen),
         "reward_rejected": np.array(rejected),
-    }
-
-
-def _columns_of_rows(
-    dataset: Dataset, policy: np.ndarray, reference: np.ndarray, settings: Config
-) -> dict[str, np.ndarray]:
-    return {
-        "policy_logp": policy[:, 0],
-        "reference_logp": reference[:, 0],
-        "reward": settings.train.beta * (policy[:, 0] - reference[:, 0]),
+        "loss": np.array(_objective(policy, reference, tokens, None, train)[0]),
     }
 
 
 def _objective(
-    dataset: Dataset, policy: np.ndarray, reference: np.ndarray | None, settings: Config
+    policy: np.ndarray,
+    reference: np.ndarray | None,
+    tokens: np.ndarray,
+    labels: np.ndarray | Sequence[bool] | None,
+    train: TrainSettings,
 ) -> tuple[mx.array, dict[str, mx.array]]:
     """`objective` of all rows together."""
-    arrays = mx.array(policy), mx.array(dataset.scored_tokens), None if reference is None else mx.array(reference)
-    if dataset.labels is None:
-        return objective(settings.train, *arrays)
+    arrays = mx.array(policy), mx.array(tokens), None if reference is None else mx.array(reference)
+    if labels is None:
+        return objective(train, *arrays)
     assert reference is not None
-    compared_with = baseline_of_rows(settings.train, policy, reference)
-    return objective(settings.train, *arrays, mx.array(dataset.labels), compared_with)
+    return objective(train, *arrays, mx.array(labels), baseline_of_rows(train, policy, reference))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib.machinery
-import itertools
 import json
 import math
 import multiprocessing
@@ -51,7 +50,6 @@ from lib.system.model_folder import resolve, why_unreadable
 JudgeKind = Literal["check", "reward", "server", "function", "command"]
 CHECKS = ("exact", "number", "regex", "json_schema")
 JUDGES = f"a judge is {', '.join(CHECKS)}, reward:PATH, MODULE:FUNCTION, an http address, or a command with its path"
-SERVERS = ("http://", "https://")
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:function
 DIGITS = r"(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)"  # 1,200 and 1,00,000; "3,4" has 3 and 4
 DECIMAL = rf"(?:{DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
@@ -75,19 +73,14 @@ class Question:
     record: Mapping[str, Any]
 
 
-class NoScores(UserError):
-    """What a judge gave is no list with a score, or None, for each completion."""
-
-
-class NoAnswer(Exception):
-    """The process of a function ended, or cannot start; the message says why."""
-
-
 class Judge(Protocol):
-    """Scores completions."""
+    """Scores completions.
+
+    Attributes:
+        looks_at_order: whether the order of completions may change the scores, so that both orders have to be asked.
+    """
 
     looks_at_order: bool
-    """Whether the order of completions may change the scores, so that both orders have to be asked."""
 
     def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
         """A score for each completion of each question.
@@ -97,22 +90,19 @@ class Judge(Protocol):
         """
 
 
-def extract(pattern: str, text: str) -> str | None:
-    """The first group (the whole, where there is none) of the pattern's last match, or None.
+# ---- Checks of the record's answer
 
-    Raises:
-        UserError: the search takes too long.
-    """
+
+def extract(pattern: str, text: str) -> str | None:
+    """The first group (the whole, where there is none) of the pattern's last match, or None."""
     found = None
     for found in re.finditer(pattern, text, re.MULTILINE):
         pass
-    if found is None:
-        return None
-    return str(found[1] if found.re.groups else found[0]).strip()
+    return None if found is None else str(found[1] if found.re.groups else found[0]).strip()
 
 
 def same_number(text: str, answer: str) -> bool:
-    """Whether the last number of a text is the answer's, however it is written: 1,200 and 1200.0 are one."""
+    """Whether the last number of a text is the answer's, however it is written: 1,200 and 1200.0 are equal."""
     return number_of(text) is not None and number_of(text) == number_of(answer)
 
 
@@ -135,10 +125,10 @@ class Checker:
     looks_at_order = False
 
     def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
+        answers = map(_answer_of, questions)
         return [
             [float(self.is_right(text, answer)) for text in question.completions]
-            for question in questions
-            for answer in [_answer_of(question)]
+            for question, answer in zip(questions, answers, strict=True)
         ]
 
 
@@ -150,6 +140,13 @@ def _answer_of(question: Question) -> str:
             f"(columns: {', '.join(question.record)}); add it, or set evaluate.judge"
         )
     return str(answer).strip()
+
+
+# ---- Functions and commands
+
+
+class NoScores(UserError):
+    """What a function gave is no list with a score, or None, for each completion."""
 
 
 class FunctionJudge:
@@ -174,7 +171,7 @@ class FunctionJudge:
         self._process: BaseProcess | None = None
         try:
             self._start()
-        except NoAnswer as error:
+        except UserError as error:
             raise UserError(f"{shown}: {error}; give module:function, importable from this folder") from None
 
     def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
@@ -189,23 +186,17 @@ class FunctionJudge:
             NoScores: it returned something else.
         """
         message = {"prompt": question.prompt, "completions": list(question.completions), "record": question.record}
-        where = f"{self.name}: {question.place}"
         try:
             if self._process is None:
                 self._start()
             self._pipe.send(json.dumps(message, default=str))
             answer = self._received(self.limit_seconds)
-        except TimeoutError:
-            raise UserError(f"{where}: no answer within {self.limit_seconds:g} s (evaluate.judge_seconds)") from None
-        except NoAnswer as error:
-            raise UserError(f"{where}: {error}") from None
-        if "fault" in answer:
-            raise UserError(f"{where}: {answer['fault']}")
-        scores: list[float] | None = answer["scores"]
-        if scores is None:
+        except UserError as error:
+            raise UserError(f"{self.name}: {question.place}: {error}") from None
+        if answer["scores"] is None:
             wanted = f"a list of {len(question.completions)} scores"
-            raise NoScores(f"{where}: returned {answer['returned']}; it has to be {wanted}")
-        return scores
+            raise NoScores(f"{self.name}: {question.place}: returned {answer['returned']}; it has to be {wanted}")
+        return list(answer["scores"])
 
     def _start(self) -> None:
         spawning = multiprocessing.get_context("spawn")
@@ -215,29 +206,31 @@ class FunctionJudge:
         self._process.start()
         theirs.close()
         self._end_at_exit = Finalize(self, _kill, [self._process], exitpriority=10)
-        if fault := self._received(START_SECONDS).get("fault"):
+        try:
+            self._received(START_SECONDS)
+        except UserError:
             self._end()
-            raise NoAnswer(fault)
+            raise
 
     def _received(self, limit_seconds: float) -> dict[str, Any]:
-        """The process's next message; without one the process is ended.
+        """The process's next message.
 
         Raises:
-            TimeoutError: none came in time.
-            NoAnswer: the process ended.
+            UserError: none came in time, or the process ended, or it says what the function did wrong.
         """
+        fault = f"no answer within {limit_seconds:g} s (evaluate.judge_seconds)"
         try:
             if self._pipe.poll(limit_seconds):
                 message: dict[str, Any] = self._pipe.recv()
+                if "fault" in message:
+                    raise UserError(message["fault"])
                 return message
         except (EOFError, OSError):
             assert self._process is not None
             self._process.join(END_SECONDS)
-            status = self._process.exitcode
-            self._end()
-            raise NoAnswer(f"its process ended with status {status}") from None
+            fault = f"its process ended with status {self._process.exitcode}"
         self._end()
-        raise TimeoutError
+        raise UserError(fault)
 
     def _end(self) -> None:
         self._end_at_exit()
@@ -262,33 +255,30 @@ class CommandJudge:
 
     def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
         name = f"evaluate.judge={self.command}"
-        asked = [
-            {"prompt": question.prompt, "completions": question.completions, "record": question.record}
-            for question in questions
-        ]
-        text = "".join(json.dumps(question) + "\n" for question in asked)
+        text = "".join(
+            json.dumps({"prompt": one.prompt, "completions": one.completions, "record": one.record}) + "\n"
+            for one in questions
+        )
         done = os_commands.run(shlex.split(self.command), self.timeout_seconds, text=text)
         if done.status is None:
             raise UserError(f"{name}: no answer within {self.timeout_seconds:g} s (sync.timeout_seconds)")
         if done.status:
             said = done.errors.strip().splitlines()
             raise UserError(f"{name}: ended with status {done.status}: {said[-1] if said else 'it said nothing'}")
-        answers = done.output.splitlines()
-        scores = [
-            judge_process.scores_in(_json(line), len(question.completions))
-            for line, question in zip(answers, questions, strict=False)
-        ]
-        if len(answers) != len(questions) or None in scores:
+        lines = done.output.splitlines()
+        scores = [_scores_in(*each) for each in zip(lines, questions, strict=False)]
+        found = [of_texts for of_texts in scores if of_texts is not None]
+        if not len(lines) == len(found) == len(questions):
             raise UserError(
-                f"{name}: wrote {len(answers)} lines for {len(questions)} questions; "
+                f"{name}: wrote {len(lines)} lines for {len(questions)} questions; "
                 "each has to be a list of a score for each completion"
             )
-        return [of_texts for of_texts in scores if of_texts is not None]
+        return found
 
 
-def _json(line: str) -> Any:
+def _scores_in(line: str, question: Question) -> list[float] | None:
     try:
-        return json.loads(line)
+        return judge_process.scores_in(json.loads(line), len(question.completions))
     except ValueError:
         return None
 
@@ -326,20 +316,19 @@ Explain in a few sentences. Then end with a line with the grade, from 1 (useless
 GRADE = r"\[\[(-?\d+(?:\.\d+)?)\]\]"
 VERDICTS: dict[str | None, list[float]] = {"A": [1.0, 0.0], "B": [0.0, 1.0], "C": [0.5, 0.5]}
 UNCLEAR = [math.nan, math.nan]  # no verdict in what the model answered
-PASSING = (408, 429, 500, 502, 503, 504)  # statuses of a server that is busy, or gone for a moment
+BUSY = (408, 429, 500, 502, 503, 504)  # statuses of a server that is busy, or gone for a moment
 TRIES = 4
 CONNECT_SECONDS = 20.0  # of the first question, whether a server is there
 WAIT_SECONDS = 1.0  # before the second try; doubled for each further one
 
 
-def instructions_of(settings: Config, default: str, places: Sequence[str]) -> str:
-    """The instructions of a judge model: evaluate.judge_prompt, or the default.
+def instructions_of(settings: EvaluateSettings, default: str, places: Sequence[str]) -> str:
+    """What a judge model is asked: evaluate.judge_prompt, or the default.
 
     Raises:
-        UserError: the file lacks a place.
-        OSError: it cannot be read.
+        UserError: the file cannot be read, or lacks a place.
     """
-    path = settings.evaluate.judge_prompt
+    path = settings.judge_prompt
     if path is None:
         return default
     text = read_file.read_text(Path(path), "evaluate.judge_prompt")
@@ -353,25 +342,48 @@ def filled_in(instructions: str, parts: Mapping[str, str]) -> str:
     return re.sub("|".join(map(re.escape, parts)), lambda found: parts[found.group()], instructions)
 
 
-class _ServedModel:
-    """A model of an OpenAI-compatible server.
+def text_of(prompt: Any) -> str:
+    """A prompt as text: messages one after the other, each with its role."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
+class ServedModel:
+    """A model of an OpenAI-compatible server, asked for verdicts on two answers, or for a grade of each.
+
+    The questions are those of MT-bench's judge (arXiv:2306.05685, section 3.1).
 
     Raises:
         UserError: evaluate.judge_prompt has no place for the answers.
     """
 
-    def __init__(self, settings: Config, default: str, places: Sequence[str]):
-        evaluate = settings.evaluate
-        self.url, self.timeout_seconds = str(evaluate.judge).rstrip("/"), settings.sync.timeout_seconds
-        self.model, self.concurrency = evaluate.judge_model, evaluate.batch_size
-        self.name = f"evaluate.judge={self.url}"
-        self.instructions = instructions_of(settings, default, places)
+    def __init__(self, settings: EvaluateSettings, timeout_seconds: float, grades: bool):
+        self.url, self.timeout_seconds = str(settings.judge).rstrip("/"), timeout_seconds
+        self.model, self.concurrency = settings.judge_model, settings.batch_size
+        self.name, self.grades, self.looks_at_order = f"evaluate.judge={self.url}", grades, not grades
+        places = ("{prompt}", "{answer}") if grades else ("{prompt}", "{first}", "{second}")
+        self.instructions = instructions_of(settings, GRADING if grades else INSTRUCTIONS, places)
+
+    def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
+        """Each answer's grade; or 1 for the better of two and 0 for the other, or 0.5 each; NaN without a verdict."""
+        if self.grades:
+            each = [{"{prompt}": text_of(q.prompt), "{answer}": text} for q in questions for text in q.completions]
+            grades = iter([extract(GRADE, text) for text in self._answers(each)])
+            return [[float(next(grades) or math.nan) for _ in question.completions] for question in questions]
+        if any(len(question.completions) != 2 for question in questions):
+            raise UserError(f"{self.name} compares two answers, for --against")
+        pairs = [
+            {"{prompt}": text_of(one.prompt), "{first}": one.completions[0], "{second}": one.completions[1]}
+            for one in questions
+        ]
+        return [VERDICTS.get(extract(r"\[\[([ABC])\]\]", text), UNCLEAR) for text in self._answers(pairs)]
 
     def require_server(self) -> None:
-        """Makes sure that the server answers: a run asks only when the first answers are written.
+        """Makes sure that a server listens: a run asks only when the first answers are written.
 
         Raises:
-            UserError: it does not, or the key is refused.
+            UserError: none does, or it refuses the key.
         """
         try:
             with self._client(min(self.timeout_seconds, CONNECT_SECONDS)) as client:
@@ -387,98 +399,35 @@ class _ServedModel:
         key = os.environ.get("OPENAI_API_KEY")
         return httpx2.Client(timeout=timeout_seconds, headers={"Authorization": f"Bearer {key}"} if key else {})
 
-    def answers(self, asked: Sequence[Mapping[str, str]]) -> list[str]:
+    def _answers(self, asked: Sequence[Mapping[str, str]]) -> list[str]:
         """What the model answers to its instructions, filled in, some at a time."""
-        with (
-            self._client(self.timeout_seconds) as client,
-            ThreadPoolExecutor(self.concurrency) as threads,
-        ):
+        with self._client(self.timeout_seconds) as client, ThreadPoolExecutor(self.concurrency) as threads:
             return list(threads.map(lambda parts: self._answer(client, parts), asked))
 
     def _answer(self, client: httpx2.Client, parts: Mapping[str, str]) -> str:
+        """One answer; a server that is busy, or cannot be reached, is asked again."""
         message = {"role": "user", "content": filled_in(self.instructions, parts)}
-        return self._ask(client, {"model": self.model, "messages": [message], "temperature": 0})
-
-    def _ask(self, client: httpx2.Client, body: dict[str, Any]) -> str:
-        """What the model answers; a server that is busy, or cannot be reached, is asked again."""
-        for attempt in itertools.count(1):
+        body = {"model": self.model, "messages": [message], "temperature": 0}
+        for attempt in range(TRIES):
             try:
                 response = client.post(f"{self.url}/chat/completions", json=body)
+            except httpx2.HTTPError as error:
+                why = str(error) or type(error).__name__
+            else:
                 if response.status_code == 200:
                     return self._content(response)
-                why, may_pass = (
-                    f"status {response.status_code}: {response.text[:200]!r}",
-                    response.status_code in PASSING,
-                )
-            except httpx2.HTTPError as error:
-                why, may_pass = str(error) or type(error).__name__, True
-            if not may_pass or attempt == TRIES:
-                raise UserError(f"{self.name}: {why} (tried {attempt} times)")
-            time.sleep(WAIT_SECONDS * 2 ** (attempt - 1))
-        raise AssertionError("the loop ends by itself")
+                why = f"status {response.status_code}: {response.text[:200]!r}"
+                if response.status_code not in BUSY:
+                    raise UserError(f"{self.name}: {why}")
+            if attempt < TRIES - 1:
+                time.sleep(WAIT_SECONDS * 2**attempt)
+        raise UserError(f"{self.name}: {why} (tried {TRIES} times)")
 
     def _content(self, response: httpx2.Response) -> str:
-        """The text of a chat completion."""
         try:
             return str(response.json()["choices"][0]["message"]["content"] or "")
         except (ValueError, KeyError, IndexError, TypeError):
             raise UserError(f"{self.name}: no chat completion, but {response.text[:200]!r}") from None
-
-
-class ModelJudge(_ServedModel):
-    """Asks for a verdict on two answers, in the form of MT-bench's judge (arXiv:2306.05685, section 3.1).
-
-    Raises:
-        UserError: evaluate.judge_prompt has no place for the answers.
-    """
-
-    looks_at_order = True
-
-    def __init__(self, settings: Config):
-        super().__init__(settings, INSTRUCTIONS, ("{prompt}", "{first}", "{second}"))
-
-    def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
-        """1 for the better of two answers and 0 for the other, or 0.5 each; NaN where the model gave no verdict."""
-        if any(len(question.completions) != 2 for question in questions):
-            raise UserError(f"{self.name} compares two answers, for --against")
-        asked = [
-            {"{prompt}": text_of(one.prompt), "{first}": one.completions[0], "{second}": one.completions[1]}
-            for one in questions
-        ]
-        return [VERDICTS.get(extract(r"\[\[([ABC])\]\]", text), UNCLEAR) for text in self.answers(asked)]
-
-
-class ModelGrader(_ServedModel):
-    """Asks for a grade of each answer: MT-bench's single answer grading (arXiv:2306.05685, section 3.1).
-
-    Raises:
-        UserError: evaluate.judge_prompt has no place for the answer.
-    """
-
-    looks_at_order = False
-
-    def __init__(self, settings: Config):
-        super().__init__(settings, GRADING, ("{prompt}", "{answer}"))
-
-    def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
-        """Each answer's grade; NaN where the model gave none."""
-        asked = [
-            {"{prompt}": text_of(question.prompt), "{answer}": text}
-            for question in questions
-            for text in question.completions
-        ]
-        grades = iter([extract(GRADE, text) for text in self.answers(asked)])
-        return [
-            [math.nan if (grade := next(grades)) is None else float(grade) for _ in question.completions]
-            for question in questions
-        ]
-
-
-def text_of(prompt: Any) -> str:
-    """A prompt as text: messages one after the other, each with its role."""
-    if isinstance(prompt, str):
-        return prompt
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
 # ---- A local model -----------------------------------------------------------------------------------------------
@@ -504,28 +453,26 @@ class RewardModel:
     prompt and answer, as transformers' own would: the score is its head's output at the last token. Any other model is
     asked by evaluate.judge_prompt, and the score is log p(Yes) - log p(No) for its first token.
 
+    Args:
+        multiple: what rows are padded to.
+
     Raises:
         UserError: there is no such model, or no tokenizer, or it has several labels.
     """
 
     looks_at_order = False
 
-    def __init__(self, settings: Config):
-        path = str(settings.evaluate.judge).removeprefix(REWARD_MODEL)
-        self.name, self.batch_size = f"evaluate.judge={settings.evaluate.judge}", settings.evaluate.batch_size
-        try:
-            folder = resolve(path)
-        except UserError as error:
-            raise UserError(f"{self.name}: {str(error).removeprefix('model.path ')}") from None
-        self.multiple = length_multiple(settings.data)
+    def __init__(self, settings: EvaluateSettings, multiple: int):
+        self.name, self.batch_size, self.multiple = f"evaluate.judge={settings.judge}", settings.batch_size, multiple
+        folder = _reward_folder(str(settings.judge), self.name)
         stored = read_file.read_object(folder / "config.json", self.name)
         self.is_classifier = any(name.endswith(CLASSIFIER) for name in stored.get("architectures") or ())
         try:
             self.tokenizer: Any = load_words(folder, {"trust_remote_code": False})
             # A classifier has no head over the vocabulary; of tied embeddings none is made.
-            own = {"tie_word_embeddings": True} if self.is_classifier else {}
-            self.model, _ = load_model(folder, strict=not self.is_classifier, model_config=own)
-        except Exception as error:  # mlx-lm and transformers raise whatever they met
+            changes = {"tie_word_embeddings": True} if self.is_classifier else {}
+            self.model, _ = load_model(folder, strict=not self.is_classifier, model_config=changes)
+        except Exception as error:  # mlx-lm and transformers raise whatever they meet
             raise UserError(f"{self.name}: cannot be loaded: {why_unreadable(folder, error)}") from None
         self.limits = ModelLimits(*bounded(self.model))
         self.model.eval()
@@ -533,17 +480,17 @@ class RewardModel:
         self.head = _score_head(folder, self.name) if self.is_classifier else self._answers_head()
 
     def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
-        asked = [self._fitting(question, text) for question in questions for text in question.completions]
-        scores = np.zeros(len(asked))
-        order = np.argsort([len(ids) for ids in asked], kind="stable").tolist()
+        rows = [self._row(question, text) for question in questions for text in question.completions]
+        scores = np.zeros(len(rows))
+        order = np.argsort([len(ids) for ids in rows], kind="stable").tolist()
         for start in range(0, len(order), self.batch_size):
-            rows = order[start : start + self.batch_size]
-            scores[rows] = self._batch([asked[row] for row in rows])
+            part = order[start : start + self.batch_size]
+            scores[part] = self._batch([rows[i] for i in part])
         ends = np.cumsum([len(question.completions) for question in questions])
         return [part.tolist() for part in np.split(scores, ends)[:-1]]
 
     def _batch(self, rows: list[list[int]]) -> np.ndarray:
-        """float32 [n]: the score at each row's last token. What is behind it is padding, which nothing before sees."""
+        """float32 [n]: the score at each row's last token. Padding comes after it, so the row does not see it."""
         longest = -(-max(map(len, rows)) // self.multiple) * self.multiple
         tokens = mx.array([row + [0] * (longest - len(row)) for row in rows])
         last = mx.array([len(row) - 1 for row in rows])[:, None, None]
@@ -551,13 +498,19 @@ class RewardModel:
         at_end = mx.take_along_axis(outputs, last, axis=1)[:, 0].astype(mx.float32)
         return np.array(at_end @ self.head)
 
-    def _fitting(self, question: Question, text: str) -> list[int]:
+    def _row(self, question: Question, text: str) -> list[int]:
         """The tokens whose last one is scored.
 
         Raises:
             UserError: more than the model has positions for, or ids that it does not know.
         """
-        ids = self._ids(question, text)
+        if self.is_classifier:
+            prompt = question.prompt
+            turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+            ids = self._chat([*turns, {"role": "assistant", "content": text}], add_generation_prompt=False)
+        else:
+            content = filled_in(self.instructions, {"{prompt}": text_of(question.prompt), "{answer}": text})
+            ids = self._chat([{"role": "user", "content": content}], add_generation_prompt=True)
         try:
             self.limits.check_ids([ids])
             self.limits.check_row(len(ids) + 1, "leave the prompt out, or take another model")
@@ -565,25 +518,17 @@ class RewardModel:
             raise UserError(f"{self.name}: {question.place}: {why}") from None
         return ids
 
-    def _ids(self, question: Question, text: str) -> list[int]:
-        if self.is_classifier:
-            prompt = question.prompt
-            turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-            return self._chat([*turns, {"role": "assistant", "content": text}], add_generation_prompt=False)
-        content = filled_in(self.instructions, {"{prompt}": text_of(question.prompt), "{answer}": text})
-        return self._chat([{"role": "user", "content": content}], add_generation_prompt=True)
-
     def _chat(self, turns: list[dict[str, Any]], add_generation_prompt: bool) -> list[int]:
-        has_no_template = getattr(self.tokenizer, "chat_template", None) is None
-        if has_no_template:
+        if getattr(self.tokenizer, "chat_template", None) is None:
             text = "\n\n".join(str(turn["content"]) for turn in turns) + "\n" * add_generation_prompt
-        else:
-            try:
-                options = {"add_generation_prompt": add_generation_prompt, "tokenize": False}
-                text = str(self.tokenizer.apply_chat_template(turns, **options))
-            except Exception as error:
-                raise UserError(f"{self.name}: its chat template refuses a question: {error}") from None
-        return list(self.tokenizer.encode(text, add_special_tokens=has_no_template))
+            return list(self.tokenizer.encode(text))
+        try:
+            text = self.tokenizer.apply_chat_template(
+                turns, add_generation_prompt=add_generation_prompt, tokenize=False
+            )
+        except Exception as error:  # whatever the template's author chose
+            raise UserError(f"{self.name}: its chat template refuses a question: {error}") from None
+        return list(self.tokenizer.encode(str(text), add_special_tokens=False))
 
     def _answers_head(self) -> mx.array:
         """float32 [vocabulary]: what makes log p(Yes) - log p(No) of logits."""
@@ -594,20 +539,22 @@ class RewardModel:
         return mx.zeros(size).at[mx.array([yes, no])].add(mx.array([1.0, -1.0]))
 
 
+def _reward_folder(judge: str, name: str) -> Path:
+    try:
+        return resolve(judge.removeprefix(REWARD_MODEL))
+    except UserError as error:
+        raise UserError(f"{name}: {str(error).removeprefix('model.path ')}") from None
+
+
 def _score_head(folder: Path, name: str) -> mx.array:
     """float32 [hidden]: a classifier's head of one label."""
-    for file in sorted(folder.glob("*.safetensors")):
-        if files.is_litter(file.name):
-            continue
-        weights = mx.load(str(file))
-        assert isinstance(weights, dict)
-        for key in ("score.weight", "classifier.weight"):
-            if key in weights:
-                head = weights[key].astype(mx.float32)
-                if (labels := head.shape[0] if head.ndim == 2 else 0) != 1:
-                    raise UserError(f"{name}: has {labels} labels; a reward model has one")
-                mx.eval(head)
-                return head[0]
+    for file in sorted(path for path in folder.glob("*.safetensors") if not files.is_litter(path.name)):
+        weights: Any = mx.load(str(file))
+        for head in (weights[key] for key in ("score.weight", "classifier.weight") if key in weights):
+            if (labels := head.shape[0] if head.ndim == 2 else 0) != 1:
+                raise UserError(f"{name}: has {labels} labels; a reward model has one")
+            mx.eval(head)
+            return head[0].astype(mx.float32)
     raise UserError(f"{name}: no score.weight in its files, which a sequence classifier has")
 
 
@@ -620,89 +567,59 @@ def kind_of(judge: str | None) -> JudgeKind:
         return "check"
     if judge.startswith(REWARD_MODEL):
         return "reward"
-    if judge.startswith(SERVERS):
+    if judge.startswith(("http://", "https://")):
         return "server"
     return "function" if FUNCTION.fullmatch(judge) else "command"
 
 
-def require_judges(config: Config, data: object, held_out: Prompts | None) -> None:
-    """Makes sure that a round's answers, and those to held-out prompts, have a judge.
+def require_judges(settings: EvaluateSettings, of_rounds: str | None, data: object, held_out: Prompts | None) -> None:
+    """Makes sure that a round's answers, and those to held-out prompts, have a judge. of_rounds: rollouts.judge.
 
     Raises:
-        UserError: they have none.
+        UserError: they have none, or it has nothing to check by.
     """
-    if not isinstance(data, Prompts):
-        return
-    of_rounds = "evaluate.judge" if config.rollouts.judge is None else "rollouts.judge"
-    judge = config.evaluate.judge if config.rollouts.judge is None else config.rollouts.judge
-    asked = [(of_rounds, judge, data)]
-    asked += [] if held_out is None else [("evaluate.judge", config.evaluate.judge, held_out)]
-    for setting, name, prompts in asked:
-        require_judge(config.evaluate, name, setting)
-        require_answers(name, setting, prompts)
+    setting = "evaluate.judge" if of_rounds is None else "rollouts.judge"
+    asked = [(setting, settings.judge if of_rounds is None else of_rounds, data)]
+    for name, judge, prompts in [*asked, ("evaluate.judge", settings.judge, held_out)]:
+        if not isinstance(prompts, Prompts):
+            continue
+        require_judge(settings, judge, name)
+        if kind_of(judge) == "check" and all(prompts.record(row).get(ANSWER) is None for row in range(len(prompts))):
+            raise UserError(
+                f"{prompts.location(0)}: no {ANSWER!r} to check completions by, nor in any other record of "
+                f"{prompts.path}; add it, or set {name}"
+            )
 
 
 def require_judge(settings: EvaluateSettings, judge: str | None, setting: str) -> None:
-    """Makes sure that there is a judge of that name. setting: that gave it, for errors.
+    """Makes sure that there is a judge of that name, without starting it. setting: that gave it, for errors.
 
     Raises:
         UserError: there is none.
     """
-    name = f"{setting}={judge}"
+    name, kind = f"{setting}={judge}", kind_of(judge)
     if judge is None:
         return
     if judge == "json_schema" and _is_missing("jsonschema"):
         raise UserError(f"{name}: json_schema needs the package jsonschema: pip install jsonschema")
-    checks: dict[JudgeKind, Callable[[], None]] = {
-        "reward": lambda: _require_model(judge.removeprefix(REWARD_MODEL), name),
-        "server": lambda: _require_served(settings, judge, name),
-        "function": lambda: _require_module(judge.partition(":")[0], name),
-        "command": lambda: _require_command(judge, name),
-    }
-    checks.get(kind_of(judge), lambda: None)()
-
-
-def require_answers(judge: str | None, setting: str, prompts: Prompts) -> None:
-    """Makes sure that a check has something to check by.
-
-    Raises:
-        UserError: no record has an answer.
-    """
-    if kind_of(judge) == "check" and all(prompts.record(row).get(ANSWER) is None for row in range(len(prompts))):
-        raise UserError(
-            f"{prompts.location(0)}: no {ANSWER!r} to check completions by, nor in any other record of {prompts.path}; "
-            f"add it, or set {setting}"
-        )
-
-
-def _require_model(path: str, name: str) -> None:
-    try:
-        resolve(path)
-    except UserError as error:
-        raise UserError(f"{name}: {str(error).removeprefix('model.path ')}") from None
-
-
-def _require_served(settings: EvaluateSettings, address: str, name: str) -> None:
-    try:
-        parts = urlsplit(address)
-        has_host = parts.hostname is not None and parts.port != 0
-    except ValueError:
-        has_host = False
-    if not has_host:
-        raise UserError(f"{name} is no address; give one like http://HOST:8080/v1")
-    if settings.judge_model is None:
-        raise UserError(f"{name} needs evaluate.judge_model, the name of a model that it serves")
-    if settings.judge_prompt is not None and not Path(settings.judge_prompt).is_file():
-        raise UserError(f"evaluate.judge_prompt={settings.judge_prompt}: no such file")
-
-
-def _require_module(module: str, name: str) -> None:
-    package = module.partition(".")[0]  # a part of it is found by running its code: that is for the judge itself
-    if _is_missing(package):
-        raise UserError(
-            f"{name}: ModuleNotFoundError: No module named {package!r}; give module:function, importable from this "
-            "folder"
-        )
+    if kind == "reward":
+        _reward_folder(judge, name)
+    if kind == "server":
+        try:
+            parts = urlsplit(judge)
+            has_host = parts.hostname is not None and parts.port != 0
+        except ValueError:
+            has_host = False
+        if not has_host:
+            raise UserError(f"{name} is no address; give one like http://HOST:8080/v1")
+        if settings.judge_model is None:
+            raise UserError(f"{name} needs evaluate.judge_model, the name of a model that it serves")
+    # Only the package is looked for: to find a module in it would run its code.
+    if kind == "function" and _is_missing(package := judge.partition(":")[0].partition(".")[0]):
+        why = f"No module named {package!r}; give module:function, importable from this folder"
+        raise UserError(f"{name}: ModuleNotFoundError: {why}")
+    if kind == "command":
+        _require_command(judge, name)
 
 
 def _is_missing(package: str) -> bool:
@@ -717,68 +634,38 @@ def _require_command(command: str, name: str) -> None:
         words = shlex.split(command)
     except ValueError as error:
         raise UserError(f"{name}: no command: {str(error).lower()}") from None
-    if not words:
-        raise UserError(f"{name} names nothing; leave it out, or name a judge")
-    if shutil.which(words[0]) is None:
+    if not words or shutil.which(words[0]) is None:
         near = difflib.get_close_matches(command, CHECKS, 1)
-        raise UserError(
-            f"{name}: cannot be started: no command {words[0]!r} here; {f'did you mean {near[0]}?' if near else JUDGES}"
-        )
+        why = f"no command {words[0]!r} here" if words else "it names nothing"
+        raise UserError(f"{name}: cannot be started: {why}; {f'did you mean {near[0]}?' if near else JUDGES}")
 
 
-def judge_of(settings: Config) -> Judge:
-    """The judge that evaluate.judge names.
+def judge_of(settings: Config, setting: str = "evaluate.judge", grades: bool = False) -> Judge:
+    """The judge that evaluate.judge names, ready to be asked.
+
+    grades: of any number of answers, each by itself: else a served model compares two. setting: that gave the name, for
+    errors.
 
     Raises:
         UserError: there is none of that name.
     """
-    judge, pattern = settings.evaluate.judge, settings.evaluate.answer_pattern
-    require_judge(settings.evaluate, judge, "evaluate.judge")
+    evaluate = settings.evaluate
+    judge, kind, pattern = evaluate.judge, kind_of(evaluate.judge), evaluate.answer_pattern
+    require_judge(evaluate, judge, setting)
     if judge is None:
         return Checker(lambda text, answer: extract(pattern, text) == answer)
     if judge == "exact":
         return Checker(lambda text, answer: text.strip() == answer)
     if judge == "number":
         return Checker(same_number)
-    kind = kind_of(judge)
-    if kind == "check":
-        return FunctionJudge(
-            f"lib.evaluate.judge_process:{judge}", f"evaluate.judge={judge}", settings.evaluate.judge_seconds
-        )
     if kind == "reward":
-        return RewardModel(settings)
+        return RewardModel(evaluate, length_multiple(settings.data))
     if kind == "server":
-        return ModelJudge(settings)
-    if kind == "function":
-        return FunctionJudge(judge, f"evaluate.judge={judge}", settings.evaluate.judge_seconds)
-    return CommandJudge(judge, settings.sync.timeout_seconds)
-
-
-def scorer_of(settings: Config) -> Judge:
-    """The same, of any number of answers, each with a score of its own: a served model grades each.
-
-    Raises:
-        UserError: there is none of that name.
-    """
-    require_judge(settings.evaluate, settings.evaluate.judge, "evaluate.judge")
-    return ModelGrader(settings) if kind_of(settings.evaluate.judge) == "server" else judge_of(settings)
-
-
-def guarded_scorer_of(settings: Config, setting: str) -> Judge:
-    """The same, in which a Python function has a process of its own, and evaluate.judge_seconds for each prompt.
-
-    setting: that named it, for errors.
-
-    Raises:
-        UserError: there is none of that name.
-    """
-    judge = settings.evaluate.judge
-    if judge is not None and kind_of(judge) == "function":
-        return FunctionJudge(judge, f"{setting}={judge}", settings.evaluate.judge_seconds)
-    scorer = scorer_of(settings)
-    if isinstance(scorer, ModelGrader):
-        scorer.require_server()
-    return scorer
+        return ServedModel(evaluate, settings.sync.timeout_seconds, grades)
+    if kind == "command":
+        return CommandJudge(judge, settings.sync.timeout_seconds)
+    function = judge if kind == "function" else f"lib.evaluate.judge_process:{judge}"
+    return FunctionJudge(function, f"{setting}={judge}", evaluate.judge_seconds)
 
 
 # ---- Scores of a round --------------------------------------------------------------------------------------------
@@ -793,13 +680,16 @@ class Scored:
 
 
 def require_scores(judge: Judge, question: Question) -> None:
-    """Makes sure that a function gives scores, before a round of answers is sampled for it.
+    """Makes sure that a judge answers, before a round of answers is sampled for it: a server, a function.
 
-    What it raises may be about this answer alone, and so may a score that is None: that is left to the round.
+    What a function raises may be about this answer alone, and so may a score that is None: that is left to the round.
 
     Raises:
         NoScores: it gives something else.
+        UserError: no server is there.
     """
+    if isinstance(judge, ServedModel):
+        judge.require_server()
     if isinstance(judge, FunctionJudge):
         try:
             judge([question])
@@ -818,11 +708,11 @@ def scores_of(judge: Judge, questions: Sequence[Question]) -> list[list[Scored]]
         UserError: it fails on every answer to several questions, so nothing is wrong with the answers.
     """
     try:
-        return [[_scored(score) for score in of_texts] for of_texts in judge(questions)]
+        return [list(map(_scored, of_texts)) for of_texts in judge(questions)]
     except UserError as error:
         fault = error
     scored = [_each(judge, question) for question in questions]
-    if all(one.score is None for of_question in scored for one in of_question):
+    if all(answer.score is None for of_question in scored for answer in of_question):
         raise UserError(f"no answer is scored: {fault}") from None
     return scored
 
@@ -831,7 +721,7 @@ def _each(judge: Judge, question: Question) -> list[Scored]:
     """The scores of one question's answers, each by itself where they cannot be had together."""
     try:
         (of_texts,) = judge([question])
-        return [_scored(score) for score in of_texts]
+        return list(map(_scored, of_texts))
     except UserError as error:
         if len(question.completions) == 1:
             return [Scored(None, str(error))]

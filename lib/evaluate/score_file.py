@@ -1,27 +1,24 @@
 """A whole file scored, answered or made into pairs by all ranks.
 
 Each rank has the whole model and takes chunks of rows from the work queue at its pace; or ranks hold parts of one model
-and do the same chunk at the same time. What a chunk's rows come to depends on the chunk alone: draws follow from
-train.seed and the chunk."""
+and do the same chunk at the same time. What a chunk's rows come to depends on the chunk alone.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_unflatten
-from mlx_lm import batch_generate
-from mlx_lm.sample_utils import make_sampler
 
 from lib.config.load import learning_digest
 from lib.config.settings import Config, DataSettings
@@ -34,10 +31,12 @@ from lib.data.record_formats import RecordKind, Unusable
 from lib.data.sources import Records
 from lib.data.tokenize import Encoder
 from lib.data.tokenizer import Tokenizer, limits_of, require_own
-from lib.distributed.work_queue import Journal, Lines, ServedQueue, open_queue, work
+from lib.distributed.work_queue import Lines, ServedQueue, WorkQueue, open_queue, work
 from lib.distributed.world import World, host_names
 from lib.errors import UserError
-from lib.evaluate.judges import Question, scorer_of
+from lib.evaluate.held_out_metrics import columns_by_row
+from lib.evaluate.judges import Question, judge_of
+from lib.evaluate.sample import GreedySampling, Prompt, Sample, Sampler
 from lib.model import adapter_files, adapters
 from lib.model import load as load_module
 from lib.model.logps import completion_logps
@@ -45,42 +44,50 @@ from lib.model.partition import Division, Part
 from lib.model.token_stream import arrays_of
 from lib.system import out_of_memory
 from lib.system.terminal import Terminal
-from lib.training import divided_world, losses, reference_model
+from lib.training import divided_world, reference_model
 from lib.training.checkpoint import file_sha256
-from lib.training.divided_world import Lockstep, pipelined, sharded
+from lib.training.divided_world import pipelined, sharded
 from lib.training.inputs import vocabulary
-from lib.training.objective import objective
 from lib.training.run_facts import sharded_plan, stage_blocks
-
-Failure = dict[str, object]  # the line of a row that is unusable
 
 KINDS = ("logps", "rewards", "greedy", "samples")
 
 
+# ---- Lines of a file, each once
+
+
+@dataclass(frozen=True)
+class FileJob:
+    """An output that all ranks write.
+
+    Args:
+        what: for people.
+        key: digest of all that the lines depend on.
+        rows: of the input.
+        chunk_rows: that a rank takes at a time.
+    """
+
+    what: str
+    key: str
+    rows: int
+    out: Path
+    chunk_rows: int
+
+
 class FileFigures(TypedDict):
-    """What became of a file; empty on all ranks but rank 0."""
+    """What became of a file. scored: by this command, without what was there already."""
 
     rows: int
-    scored: int  # by this command, without what was there already
+    scored: int
     seconds: float
     rows_per_second: float
     chunks_by_rank: dict[str, int]
 
 
-def pull(
-    kind: str,
-    key: str,
-    items: Sized,
-    out: Path,
-    settings: Config,
-    world: World,
-    do: Callable[[range], Lines],
-    chunk_rows: int | None = None,
-) -> FileFigures | None:
-    """Lines for all rows, in order, into `out`: by all ranks, each once; what an earlier try finished is taken.
+def pull(job: FileJob, world: World, do: Callable[[range], Lines], needs_model: bool = True) -> FileFigures | None:
+    """Lines for all rows, in order, into the job's file: by all ranks, each once; what is finished already is taken.
 
-    key: digest of all that the lines depend on. do: makes lines for some rows. chunk_rows: that a rank takes at a time;
-    by default evaluate.batch_size.
+    needs_model: whether ranks that hold parts of a model do each chunk together.
 
     Returns:
         On rank 0, the figures for people and machines; elsewhere nothing.
@@ -88,40 +95,50 @@ def pull(
     Raises:
         AgreedError, UserError: on one rank, so on all.
     """
-    size, total = chunk_rows or settings.evaluate.batch_size, len(items)
-    say, began = Terminal(silent=world.rank != 0), time.perf_counter()
-    chunks = -(-total // size)
-    queue = open_queue(world, out, key, chunks)
-    before = chunks - len(queue.fresh) if isinstance(queue, ServedQueue) else 0
+    size, say, began = job.chunk_rows, Terminal(silent=world.rank != 0), time.perf_counter()
+    chunks = -(-job.rows // size)
+    queue = open_queue(world, job.out, job.key, chunks)
+    served = queue if isinstance(queue, ServedQueue) else None
+    before = chunks - len(served.fresh) if served else 0
     if before:
         say.line(f"{before:,} of {chunks:,} chunks are there already")
-
-    def lines_of(chunk: int) -> Lines:
-        return do(range(chunk * size, min((chunk + 1) * size, total)))
-
-    if not isinstance(queue, ServedQueue):
-        work(queue, lines_of)
+    with say.counting(job.what, job.rows) as progress:
+        if served is not None:
+            served.report = lambda done, by_rank: progress(min(done * size, job.rows))
+        together = world if needs_model else world.alone()
+        work_on(queue, together, lambda chunk: do(range(chunk * size, min((chunk + 1) * size, job.rows))))
+    if served is None:
         queue.close(0)
         return None
-    with say.counting(kind, total) as progress:
-        queue.report = lambda done, by_rank: progress(min(done * size, total))
-        work(queue, lines_of)
     try:
-        queue.journal.finish(out)
+        served.journal.finish(job.out)
     except OSError as error:
-        raise UserError(f"{out}: {error.strerror}; free some space and start again, nothing is lost") from None
-    seconds = time.perf_counter() - began
-    queue.close(world.timeout_seconds)
-    by_rank = {str(rank): count for rank, count in sorted(queue.finished_by.items())}
-    scored = total - min(before * size, total)
+        raise UserError(f"{job.out}: {error.strerror}; free some space and start again, nothing is lost") from None
+    seconds, scored = time.perf_counter() - began, job.rows - min(before * size, job.rows)
+    served.close(world.timeout_seconds)
     return FileFigures(
-        rows=total, scored=scored, seconds=seconds, rows_per_second=scored / seconds, chunks_by_rank=by_rank
+        rows=job.rows,
+        scored=scored,
+        seconds=seconds,
+        rows_per_second=scored / seconds,
+        chunks_by_rank={str(rank): count for rank, count in sorted(served.finished_by.items())},
     )
 
 
-def open_rows(source: str, settings: DataSettings, kind: RecordKind, say: Terminal) -> Records:
-    """All usable records of a source, in order."""
-    return sources.open_records(sources.files_of(source, settings, say.line), settings, kind, say.line)
+def work_on(queue: WorkQueue, world: World, do: Callable[[int], Lines | None]) -> None:
+    """Does what a queue lacks: each rank at its pace, or all at the same chunk, where they hold parts of a model."""
+    if not world.divides_model:
+        work(queue, do)
+        return
+    served = queue if isinstance(queue, ServedQueue) else None
+    left: list[int] = json.loads(world.broadcast_text(json.dumps(list(served.fresh) if served else [])))
+    for chunk in left:
+        with world.agreeing("a chunk of rows"):
+            lines = do(chunk)
+            if served is not None and lines is not None:
+                served.finish(chunk, lines)
+                if served.fault:
+                    raise UserError(served.fault)
 
 
 def key_of(*parts: Any) -> str:
@@ -129,13 +146,46 @@ def key_of(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
+def agreeing(world: World, what: str) -> contextlib.AbstractContextManager[None]:
+    """Where ranks go on together afterwards, an error of one is all ranks'."""
+    return world.agreeing(what) if world.size > 1 else contextlib.nullcontext()
+
+
+# ---- Records
+
+
+def open_rows(source: str, settings: DataSettings, kind: RecordKind, say: Terminal) -> Records:
+    """All usable records of a source, in order."""
+    return sources.open_records(sources.files_of(source, settings, say.line), settings, kind, say.line)
+
+
 def digest_of(records: Records) -> str:
     return key_of(*((index.digest, len(index.entries)) for index in records.indices))
 
 
-def agreeing(world: World, what: str) -> contextlib.AbstractContextManager[None]:
-    """Where ranks go on together afterwards, an error of one is all ranks'."""
-    return world.agreeing(what) if world.size > 1 else contextlib.nullcontext()
+def open_asked(named: str | None, settings: Config, kind: RecordKind, say: Terminal) -> Records:
+    """The records of --data, by default those that the run holds out. kind: what the command reads of a record.
+
+    Raises:
+        UserError: nothing is named, and the run has nothing held out that could be read so; or as `open_rows`.
+    """
+    source, data = named or settings.data.valid, settings.data
+    if source is not None:
+        return open_rows(str(source), data, kind, say)
+    trained_as: RecordKind = "prompt" if settings.rollouts.rounds else settings.record_kind
+    if not data.holdout or trained_as == "group":
+        raise UserError("the run has no held-out records (data.valid, data.holdout); name a file with --data")
+    if kind not in (trained_as, "prompt"):
+        raise UserError("a run of rounds has held-out prompts alone; name a file with --data")
+    # What data.holdout keeps of data.train, by the hashes that training goes by, which are of records of its kind.
+    records, rows = sources.open_sources(data.train, data, trained_as, True, say.line)
+    if kind == trained_as:
+        return records.only(rows)
+    others = sources.open_records([index.file for index in records.indices], data, kind, say.line)
+    each = zip(records.indices, records.by_file(rows), strict=True)
+    lines = [index.entries["line"][of_file] for index, of_file in each]
+    kept = [np.isin(index.entries["line"], wanted) for index, wanted in zip(others.indices, lines, strict=True)]
+    return others.only(np.flatnonzero(np.concatenate(kept)))
 
 
 # ---- Log-probabilities and rewards
@@ -172,134 +222,77 @@ class Scorer:
         Raises:
             UserError: a row is unusable.
         """
-        return self.of_chunks([rows])[0]
-
-    def of_chunks(self, chunks: Sequence[range]) -> list[Lines]:
-        """The same for some chunks, each of which is scored by itself."""
         with agreeing(self.world, "reading rows"):
-            read = [self._read(rows) for rows in chunks]
-        examples = [own for own, _ in read]
-        policy, reference = self._logps_of(self.model, examples), self._reference_logps_of(examples)
-        return [
-            self._lines(rows, *of_chunk, policy[i], None if reference is None else reference[i])
-            for i, (rows, of_chunk) in enumerate(zip(chunks, read, strict=True))
-        ]
+            examples, lines = self._read(rows)
+        if examples:
+            policy, reference = self._logps(self.model, examples), self._reference_logps(examples)
+            for row, values in zip([e.row for e in examples], self._values(examples, policy, reference), strict=True):
+                lines[row] |= values
+        return [json.dumps(lines[row]) for row in rows]
 
-    def _read(self, rows: range) -> tuple[list[Example], dict[int, Failure]]:
-        """The usable rows, and what is wrong with the others."""
+    def _read(self, rows: range) -> tuple[list[Example], dict[int, dict[str, Any]]]:
+        """The usable rows, and the beginning of every row's line; what is wrong with it, where it is not usable."""
         settings = self.settings
         read = (
             (self.records.location(row), parse_record(self.records, row, settings.data, settings.record_kind))
             for row in rows
         )
-        examples, failures = [], {}
+        examples, lines = [], {}
         results = tokenised(read, settings.data, self.encoder, self.limits)
         for row, (place, record, result) in zip(rows, results, strict=True):
+            lines[row] = {"row": row, "line": self.records.line(row)}
             if not isinstance(result, Unusable) and not isinstance(record, Unusable):
                 examples.append(Example.of(row, result[0], record.label))
+                lines[row] |= {} if record.label is None else {"label": record.label}
             elif settings.data.skip_invalid:
-                failures[row] = {"row": row, "line": self.records.line(row), "error": f"{place}: {result}"}
+                lines[row]["error"] = f"{place}: {result}"
             else:
                 raise UserError(f"{place}: {result}; data.skip_invalid=true goes on and names it in the output")
-        return examples, failures
-
-    def _lines(
-        self,
-        rows: range,
-        examples: list[Example],
-        failures: Mapping[int, Failure],
-        policy: np.ndarray,
-        reference: np.ndarray | None,
-    ) -> Lines:
-        values = self._values(examples, policy, reference) if examples else {}
-        scored: dict[int, Mapping[str, Any]] = {
-            e.row: {
-                "row": e.row,
-                "line": self.records.line(e.row),
-                **({} if e.label is None else {"label": e.label}),
-                **{name: float(v[i]) for name, v in values.items()},
-            }
-            for i, e in enumerate(examples)
-        }
-        return [json.dumps(({**scored, **failures})[row]) for row in rows]
+        return examples, lines
 
     def _values(
-        self, examples: list[Example], policy: np.ndarray, reference: np.ndarray | None
-    ) -> dict[str, np.ndarray]:
-        settings = self.settings
+        self, examples: Sequence[Example], policy: np.ndarray, reference: np.ndarray | None
+    ) -> list[dict[str, float]]:
         tokens = np.array([[*map(len, e.scored_indices)] for e in examples])
         names = ("chosen", "rejected") if policy.shape[1] == 2 else ("completion",)
-        values = {f"policy_{name}_logp": policy[:, k] for k, name in enumerate(names)}
-        values |= {f"{name}_tokens": tokens[:, k] for k, name in enumerate(names)}
-        if reference is None:
-            return values
-        if settings.record_kind == "unpaired":  # no loss: it compares a row with all others
-            rewards = settings.train.beta * (policy[:, 0] - reference[:, 0])
-            return values | {"reference_completion_logp": reference[:, 0], "reward": rewards}
-        per_pair, _ = objective(settings.train, mx.array(policy), mx.array(tokens), mx.array(reference))
-        counts = [mx.array(tokens[:, k]) for k in range(2)]
-        of_policy, of_reference = (
-            losses.LogProbs(mx.array(logps[:, 0]), mx.array(logps[:, 1]), *counts) for logps in (policy, reference)
-        )
-        chosen, rejected = losses.implicit_rewards(
-            losses.terms_of(settings.train.loss), of_policy, of_reference, settings.train.beta
-        )
-        values |= {f"reference_{name}_logp": reference[:, k] for k, name in enumerate(names)}
-        return values | {
-            "reward_chosen": np.array(chosen),
-            "reward_rejected": np.array(rejected),
-            "loss": np.array(per_pair),
-        }
+        columns = {f"policy_{name}_logp": policy[:, k] for k, name in enumerate(names)}
+        columns |= {f"{name}_tokens": tokens[:, k] for k, name in enumerate(names)}
+        if reference is not None:
+            columns |= {f"reference_{name}_logp": reference[:, k] for k, name in enumerate(names)}
+            rewards = columns_by_row(policy, reference, tokens, self.settings.train)
+            columns |= {name: column for name, column in rewards.items() if not name.endswith("_logp")}
+        return [{name: float(column[i]) for name, column in columns.items()} for i in range(len(examples))]
 
-    def _reference_logps_of(self, chunks: Sequence[list[Example]]) -> list[np.ndarray] | None:
+    def _reference_logps(self, examples: list[Example]) -> np.ndarray | None:
         if self.reference is None or self.settings.record_kind == "sft":
             return None
         if isinstance(self.reference, nn.Module):
-            return self._logps_of(self.reference, chunks)
-        now, start = adapter_files.trainable(self.model), self.reference
-        self.model.update(tree_unflatten(list(start.items())))
-        logps = self._logps_of(self.model, chunks)
-        self.model.update(tree_unflatten(list(now.items())))
+            return self._logps(self.reference, examples)
+        trained = adapter_files.trainable(self.model)
+        self.model.update(tree_unflatten(list(self.reference.items())))
+        logps = self._logps(self.model, examples)
+        self.model.update(tree_unflatten(list(trained.items())))
         return logps
 
-    def _logps_of(self, model: nn.Module, chunks: Sequence[list[Example]]) -> list[np.ndarray]:
-        """float32 [n, K] for each chunk, in nats, the same on every rank."""
-        own = [self._logps(model, examples) for examples in chunks]
-        flat = np.concatenate([np.zeros(1, np.float32), *(logps.reshape(-1) for logps in own)])
-        summed = np.array(self.world.workers.all_sum(mx.array(flat), "log-probabilities of some rows"))
-        ends = np.cumsum([1, *(logps.size for logps in own)])
-        return [part.reshape(logps.shape) for part, logps in zip(np.split(summed, ends)[1:-1], own, strict=True)]
-
     def _logps(self, model: nn.Module, examples: list[Example]) -> np.ndarray:
-        """float32 [n, K], in nats, as far as this rank knows them."""
-        if not examples:
-            return np.zeros((0, 1), np.float32)
+        """float32 [n, K], in nats, the same on every rank."""
         lengths = np.array([len(e.prompt_ids) + max(map(len, e.completions)) for e in examples])
         logps = np.zeros((len(examples), len(examples[0].completions)), np.float32)
-        can_halve = not isinstance(self.world.workers, Lockstep)
+        workers = self.world.workers
 
         def of(indices: Sequence[int]) -> np.ndarray:
             batch = collate([examples[i] for i in indices], self.multiple, self.shares_prompts)
-            with self.world.workers.together("log-probabilities of a batch"):
+            with workers.together("log-probabilities of a batch"):
                 return np.array(completion_logps(model, arrays_of(batch.inputs)))
 
         mx.eval(model.state)
         for part in micro_batches(np.argsort(lengths, kind="stable"), self.settings.evaluate.batch_size):
-            logps[part] = np.concatenate([own for _, own in out_of_memory.in_pieces(part.tolist(), of, can_halve)])
-        return logps
+            pieces = out_of_memory.in_pieces(part.tolist(), of, can_halve=not self.world.divides_model)
+            logps[part] = np.concatenate([piece for _, piece in pieces])
+        return np.array(workers.all_sum(mx.array(logps), "log-probabilities of some rows"))
 
 
 # ---- Answers, and pairs made of them
-
-
-class Drawn(NamedTuple):
-    """A completion that was drawn."""
-
-    text: str
-    ids: list[int]
-    """Without the end token."""
-    is_whole: bool
-    """Whether the model ended it; else evaluate.max_tokens did."""
 
 
 class CompletionWriter:
@@ -318,14 +311,15 @@ class CompletionWriter:
         draws: int | None,
         world: World | None = None,
     ):
-        self.model, self.tokenizer, self.records, self.settings, self.draws = model, tokenizer, records, settings, draws
+        self.tokenizer, self.records, self.settings, self.count = tokenizer, records, settings, draws or 1
         self.world = world or World()
-        words = vocabulary(settings.model)
+        words, evaluate = vocabulary(settings.model), settings.evaluate
         self.limits = limits_of(words)
         self.encoder = Encoder(tokenizer, settings.data, words["eos_token_id"])
         self.encoder.stop_generation()
         self.end_id = words["eos_token_id"] if words["eos_token_id"] is not None else min(self.encoder.end_ids)
-        self.model.eval()
+        sampling = GreedySampling(evaluate.max_tokens, self.count, 0.0 if draws is None else evaluate.temperature)
+        self.sampler = Sampler(model, tokenizer, sampling, self.world)
 
     def __call__(self, rows: range) -> Lines:
         """A line for each of some rows."""
@@ -335,39 +329,19 @@ class CompletionWriter:
             for row, texts in written
         ]
 
-    def of_chunks(self, chunks: Sequence[range]) -> list[Lines]:
-        """The same for some chunks, one after the other."""
-        return list(map(self, chunks))
-
     def completions(self, rows: range) -> list[list[str]]:
         """Some completions of each row's prompt."""
-        return [[one.text for one in of_row] for of_row in self.drawn(rows)]
+        return [[sample.text for sample in of_row] for of_row in self.drawn(rows)]
 
-    def drawn(self, rows: range) -> list[list[Drawn]]:
-        """The same, with what else is known of them."""
-        settings = self.settings
+    def drawn(self, rows: range) -> list[list[Sample]]:
+        """The same, with their tokens and how they ended."""
         with agreeing(self.world, "reading rows"):
-            prompts = [ids for ids in map(self._prompt_ids, rows) for _ in range(self.draws or 1)]
-        seed = np.random.SeedSequence([settings.train.seed, rows.start]).generate_state(1)
-        mx.random.seed(int(seed[0]))
-        draw = make_sampler(temp=0.0 if self.draws is None else settings.evaluate.temperature)
-        workers = self.world.workers
-        with workers.together("answers", passes=len(prompts)):
-            response = batch_generate(
-                self.model,
-                self.tokenizer,
-                prompts,
-                max_tokens=settings.evaluate.max_tokens,
-                return_token_ids=True,
-                sampler=lambda logps: workers.decide(draw(logps)),
-            )
-        ends = self.tokenizer.eos_token_ids
-        ids = [list(itertools.takewhile(lambda token: token not in ends, own)) for own in response.token_ids or []]
-        most = settings.evaluate.max_tokens
-        made = [Drawn(self.tokenizer.decode(own), own, len(own) < most) for own in ids]
-        return [made[start : start + (self.draws or 1)] for start in range(0, len(made), self.draws or 1)]
+            prompts = [Prompt(row, self.prompt_ids(row)) for row in rows]
+        with self.world.workers.together("answers", passes=len(prompts) * self.count):
+            samples = self.sampler.sample(prompts, (self.settings.train.seed,))
+        return [samples[start : start + self.count] for start in range(0, len(samples), self.count)]
 
-    def _prompt_ids(self, row: int) -> list[int]:
+    def prompt_ids(self, row: int) -> list[int]:
         """The tokens of a row's prompt.
 
         Raises:
@@ -386,14 +360,6 @@ class CompletionWriter:
         return ids
 
 
-def _distinct(drawn: Sequence[Drawn]) -> list[Drawn]:
-    """The first of each text."""
-    first: dict[str, Drawn] = {}
-    for one in drawn:
-        first.setdefault(one.text, one)
-    return list(first.values())
-
-
 class PairMaker:
     """Preference pairs from drawn completions: the best against the worst, where one is better.
 
@@ -402,99 +368,63 @@ class PairMaker:
     """
 
     def __init__(self, writer: CompletionWriter):
-        self.writer, self.settings, self.judge = writer, writer.settings, scorer_of(writer.settings)
+        self.writer, self.settings = writer, writer.settings
+        self.judge = judge_of(writer.settings, grades=True)
         self.drawn = self.cut = 0  # completions of this rank, and those of them that have no end
 
     def __call__(self, rows: range) -> Lines:
-        """One line for each of some rows: a pair, or nothing where all completions are the same.
+        """One line for each of some rows: a pair, or nothing where all completions are equally good.
 
         Raises:
             UserError: a record without an answer, where there is no judge; or what the judge did wrong.
         """
         made = self.writer.drawn(rows)
-        drawn = [_distinct([one for one in of_row if one.is_whole]) for of_row in made]
+        whole = [{sample.text: sample for sample in of_row[::-1] if sample.finish == "stop"} for of_row in made]
         self.drawn += sum(map(len, made))
-        self.cut += sum(not one.is_whole for of_row in made for one in of_row)
+        self.cut += sum(sample.finish == "length" for of_row in made for sample in of_row)
         with agreeing(self.writer.world, "judging"):
-            return self._pairs(rows, drawn) if self.writer.world.rank == 0 else []
-
-    def of_chunks(self, chunks: Sequence[range]) -> list[Lines]:
-        """The same for some chunks, one after the other."""
-        return list(map(self, chunks))
+            distinct = [sorted(of_row.values(), key=lambda sample: sample.k) for of_row in whole]
+            return self._pairs(rows, distinct) if self.writer.world.rank == 0 else []
 
     def summary(self, out: Path, rows: int) -> str:
-        """For people: how many prompts of all ranks gave a pair, and what this rank had to leave out."""
+        """How many prompts gave a pair, of all ranks, and what this rank had to leave out."""
         with out.open("rb") as file:
-            pairs = sum(1 for _ in file)
-        made = f"{out}: {pairs:,} of {rows:,} prompts gave a pair"
+            made = f"{out}: {sum(1 for _ in file):,} of {rows:,} prompts gave a pair"
         if not self.cut:
             return made
-        most = self.settings.evaluate.max_tokens
         return (
             f"{made}; {self.cut:,} of the {self.drawn:,} answers that rank {self.writer.world.rank} drew have no end "
-            f"within evaluate.max_tokens={most} and are in none"
+            f"within evaluate.max_tokens={self.settings.evaluate.max_tokens} and are in none"
         )
 
-    def _pairs(self, rows: range, drawn: Sequence[list[Drawn]]) -> Lines:
-        writer, data = self.writer, self.settings.data
+    def _pairs(self, rows: range, drawn: Sequence[list[Sample]]) -> Lines:
+        writer, data, tokenizer = self.writer, self.settings.data, self.writer.tokenizer
         kept = [(row, writer.records[row], of_row) for row, of_row in zip(rows, drawn, strict=True) if of_row]
         questions = [
             Question(
                 writer.records.location(row),
-                asked_of(record, data, writer.tokenizer),
-                [one.text for one in of_row],
+                asked_of(record, data, tokenizer),
+                [sample.text for sample in of_row],
                 record,
             )
             for row, record, of_row in kept
         ]
-        scores = self.judge(questions) if questions else []
         lines = []
-        for (_, record, of_row), of_texts in zip(kept, scores, strict=True):
+        for (_, record, of_row), of_texts in zip(kept, self.judge(questions) if questions else [], strict=True):
             grades = np.array(of_texts)  # NaN where the judge gave none
-            if np.isnan(grades).all():
+            if np.isnan(grades).all() or np.nanmax(grades) == np.nanmin(grades):
                 continue
             best, worst = (of_row[int(find(grades))] for find in (np.nanargmax, np.nanargmin))
-            if np.nanmax(grades) > np.nanmin(grades) and best.text.strip() and worst.text.strip():
-                pair = columns_of(record, data, writer.tokenizer) | {"chosen": best.text, "rejected": worst.text}
+            if best.text.strip() and worst.text.strip():
+                pair = columns_of(record, data, tokenizer) | {"chosen": best.text, "rejected": worst.text}
                 if "prompt_ids" in pair:  # an end token is added to text alone
-                    pair |= {"chosen_ids": [*best.ids, writer.end_id], "rejected_ids": [*worst.ids, writer.end_id]}
+                    sides = {"chosen_ids": best, "rejected_ids": worst}
+                    pair |= {name: [*side.tokens[:-1], writer.end_id] for name, side in sides.items()}
                 lines.append(json.dumps(pair, ensure_ascii=False))
         return lines
 
 
-def open_asked(named: str | None, settings: Config, kind: RecordKind, say: Terminal) -> Records:
-    """named: what --data says. kind: what the command reads of a record.
-
-    Raises:
-        UserError: nothing is named, and the run has nothing held out that could be read so; or as `open_records`.
-    """
-    source, data = named or settings.data.valid, settings.data
-    if source is not None:
-        return open_rows(str(source), data, kind, say)
-    trained_as: RecordKind = "prompt" if settings.rollouts.rounds else settings.record_kind
-    if not data.holdout or trained_as == "group":
-        raise UserError("the run has no held-out records (data.valid, data.holdout); name a file with --data")
-    if kind not in (trained_as, "prompt"):
-        raise UserError("a run of rounds has held-out prompts alone; name a file with --data")
-    return _held_out(settings, trained_as, kind, say)
-
-
-def _held_out(settings: Config, trained_as: RecordKind, kind: RecordKind, say: Terminal) -> Records:
-    """What data.holdout keeps of data.train, by the hashes that training goes by, which are of records of its kind."""
-    data = settings.data
-    records, rows = sources.open_sources(data.train, data, trained_as, True, say.line)
-    if kind == trained_as:
-        return records.only(rows)
-    files = [index.file for index in records.indices]
-    others = sources.open_records(files, data, kind, say.line)
-    lines = [
-        index.entries["line"][of_file] for index, of_file in zip(records.indices, records.by_file(rows), strict=True)
-    ]
-    kept = [np.isin(index.entries["line"], wanted) for index, wanted in zip(others.indices, lines, strict=True)]
-    return others.only(np.flatnonzero(np.concatenate(kept)))
-
-
-CHUNKS = 16  # of a group: between groups the ranks synchronise, and what is finished is kept
+# ---- The model that is asked
 
 Parts = Division | tuple[int, ...]  # of every block, or each rank's blocks
 
@@ -521,107 +451,22 @@ def parts_of_model(settings: Config, world: World) -> tuple[Parts | None, World]
 
 
 @dataclass(frozen=True)
-class DividedModel:
-    """A rank's part of a model, and of its reference: a model, what the policy was before training, or nothing."""
-
-    model: nn.Module
-    reference: nn.Module | dict[str, mx.array] | None
-    world: World
-    digests: tuple[str, ...]  # of the files that they are made of
-
-    @classmethod
-    def load(cls, settings: Config, run: Path | None, with_reference: bool, world: World) -> DividedModel:
-        """run: the folder of an adapter, or None.
-
-        Raises:
-            AgreedError: the model, the adapter or the reference cannot be read or divided.
-        """
-        parts, world = parts_of_model(settings, world)
-        adapter = run or (Path(settings.model.adapter) if settings.model.adapter else None)
-        start: dict[str, mx.array] = {}
-        with world.agreeing("loading the model"):
-            model = load_module.load(settings.model, settings.train.seed, lazy=True)
-            if adapter is not None:
-                adapters.make_trainable(model, settings.model, settings.train.seed)
-                start = adapter_files.trainable(model)
-            if run is not None:
-                adapter_files.load_trained(model, run, "--run")
-            digests = [load_module.fingerprint(settings.model, settings.train.seed)]
-            digests += [file_sha256(adapter / adapter_files.ADAPTER_WEIGHTS)] if adapter else []
-        world = divided_world.divided(model, parts, world, settings.metal.wired)
-        model.eval()
-        if not with_reference:
-            return cls(model, None, world, tuple(digests))
-        if settings.model.reference == "initial":
-            return cls(model, _own_part(start, model, world), world, tuple(digests))
-        reference = divided_world.load_reference(settings, world)
-        digests.append(load_module.reference_fingerprint(settings.model, settings.train.seed))
-        return cls(model, reference.eval(), world, tuple(digests))
-
-
-def _own_part(whole: Mapping[str, mx.array], model: nn.Module, world: World) -> dict[str, mx.array]:
-    """What a rank holds of arrays that are trained."""
-    own = {}
-    for name in adapter_files.trainable(model):
-        part = world.part(name)
-        own[name] = mx.contiguous(part.of(whole[name], world.rank)) if isinstance(part, Part) else whole[name]
-        mx.eval(own[name])
-    return own
-
-
-def in_step(
-    kind: str,
-    key: str,
-    total: int,
-    out: Path,
-    settings: Config,
-    world: World,
-    do: Callable[[Sequence[range]], list[Lines]],
-) -> FileFigures | None:
-    """Lines for all rows, in order, into `out`; what an earlier try finished is taken.
+class LoadedModel:
+    """A rank's model, or its part of one.
 
     Args:
-        key: digest of all that the lines depend on.
-        total: rows.
-        do: makes lines for some chunks of rows, on all ranks at once; rank 0's are kept.
-
-    Returns:
-        On rank 0, the figures for people and machines; elsewhere nothing.
-
-    Raises:
-        AgreedError: a row cannot be read, or a disk written, on any rank.
+        start: the trained parameters as they were before training.
+        world: whose ranks hold parts of it; else the one that it was loaded in.
     """
-    size, say, began = settings.evaluate.batch_size, Terminal(silent=world.rank != 0), time.perf_counter()
-    chunks, journal = -(-total // size), None
-    with world.agreeing(f"opening {out}"):
-        if world.rank == 0:
-            journal = Journal(out, key, chunks)
-    left: list[int] = json.loads(world.broadcast_text(json.dumps(journal.missing if journal else [])))
-    if len(left) < chunks:
-        say.line(f"{chunks - len(left):,} of {chunks:,} chunks are there already")
-    with say.counting(kind, total) as progress:
-        for start in range(0, len(left), CHUNKS):
-            group = left[start : start + CHUNKS]
-            made = do([range(chunk * size, min((chunk + 1) * size, total)) for chunk in group])
-            with world.agreeing("keeping what is finished"):
-                if journal is not None:
-                    for chunk, lines in zip(group, made, strict=True):
-                        journal.add(chunk, lines)
-            progress(min((chunks - len(left) + start + len(group)) * size, total))
-    with world.agreeing(f"writing {out}, for which the rows are kept"):
-        if journal is not None:
-            journal.finish(out)
-    if world.rank:
-        return None
-    seconds, rows = time.perf_counter() - began, total - min((chunks - len(left)) * size, total)
-    say.line(f"{out}: {total:,} rows in {seconds:.1f} s ({rows / seconds:.1f} rows/s)")
-    by_rank = {"all together": len(left)}
-    return FileFigures(rows=total, scored=rows, seconds=seconds, rows_per_second=rows / seconds, chunks_by_rank=by_rank)
+
+    model: nn.Module
+    start: dict[str, mx.array]
+    world: World
 
 
 @dataclass(frozen=True)
-class WholeModel:
-    """What is asked: a model, and the folder of an adapter.
+class StoredModel:
+    """A model to evaluate.
 
     Args:
         adapter: a run's folder or one of its checkpoints; None for the model as it stands.
@@ -632,30 +477,34 @@ class WholeModel:
 
     @property
     def name(self) -> str:
-        """For people."""
         return str(self.adapter or self.settings.model.path)
 
-    def load(self, world: World) -> nn.Module:
-        """The model on every rank, ready to be asked.
+    def load(self, world: World, parts: Parts | None = None) -> LoadedModel:
+        """The model on every rank. parts, world: of `parts_of_model`.
 
         Raises:
-            UserError: the model or the adapter cannot be read.
+            AgreedError: the model or the adapter cannot be read, or the model not be divided.
         """
-        settings = self.settings
-        model = load_module.load(settings.model, settings.train.seed)
-        divided_world.divided(model, None, world, settings.metal.wired)
-        if self.adapter is not None or settings.model.adapter is not None:
-            adapters.make_trainable(model, settings.model, settings.train.seed)
-        if self.adapter is not None:
-            adapter_files.load_trained(model, self.adapter, "--run")
+        settings, start = self.settings, dict[str, mx.array]()
+        with world.agreeing("loading the model"):
+            model = load_module.load(settings.model, settings.train.seed, lazy=parts is not None)
+            if self.adapter is not None or settings.model.adapter is not None:
+                adapters.make_trainable(model, settings.model, settings.train.seed)
+                start = adapter_files.trainable(model)
+            if self.adapter is not None:
+                adapter_files.load_trained(model, self.adapter, "--run")
+        world = divided_world.divided(model, parts, world, settings.metal.wired)
         model.eval()
-        return model
+        kept = {name: start[name] for name in adapter_files.trainable(model) if start}
+        for name, whole in kept.items():
+            part = world.part(name)
+            kept[name] = mx.contiguous(part.of(whole, world.rank)) if isinstance(part, Part) else whole
+        mx.eval(kept)
+        return LoadedModel(model, kept, world)
 
     def digest(self) -> str:
         """Of the files that the model is made of."""
-        settings = self.settings
-        parts = [load_module.fingerprint(settings.model, settings.train.seed)]
+        parts = [load_module.fingerprint(self.settings.model, self.settings.train.seed)]
         if self.adapter is not None:
-            weights = self.adapter / adapter_files.ADAPTER_WEIGHTS
-            parts.append(file_sha256(weights))
-        return key_of(*parts, learning_digest(settings))
+            parts.append(file_sha256(self.adapter / adapter_files.ADAPTER_WEIGHTS))
+        return key_of(*parts, learning_digest(self.settings))

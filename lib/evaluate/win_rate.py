@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from lib.config.settings import Config
 from lib.data import tokenizer as tokenizer_module
 from lib.data.prompts import asked_of
 from lib.data.sources import Records
@@ -25,13 +23,12 @@ from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate import score_file
 from lib.evaluate.judges import Judge, Question, instructions_of, judge_of
-from lib.evaluate.score_file import WholeModel
+from lib.evaluate.score_file import FileJob, StoredModel
 from lib.system import files
 from lib.system.records import read_lines
 from lib.system.terminal import Terminal
 
 Verdict = Literal["win", "loss", "tie", "unclear"]
-KEPT = re.compile(r"\.(answers|against|verdicts)-[0-9a-f]{16}(\.partial)?")  # behind the output's name
 Z95 = 1.959963984540054  # the normal distribution has 95 % within so many standard deviations
 
 
@@ -43,10 +40,8 @@ class Comparison(TypedDict):
     prompt: Any
     answer: str
     against: str
-    scores: (
-        list[float | None] | None
-    )  # of `answer` and `against`; null where the judge gave no verdict, or was not asked
-    swapped_scores: list[float | None] | None  # the same two, from the judge that saw `against` first
+    scores: list[float | None] | None  # of both answers; null where the judge gave none, or was not asked
+    swapped_scores: list[float | None] | None  # of the same two, from the judge that saw `against` first
     verdict: Verdict
 
 
@@ -70,8 +65,11 @@ class WinRate(TypedDict):
     against_mean_score: float | None
 
 
-def compare(first: WholeModel, second: WholeModel, records: Records, out: Path, world: World) -> WinRate | None:
+def compare(first: StoredModel, second: StoredModel, records: Records, out: Path, world: World) -> WinRate | None:
     """Both models answer the prompts of all records, greedily, and evaluate.judge compares; a line a prompt in `out`.
+
+    Until all is done, both models' answers and the verdicts lie beside `out`, each under a name of its own models, data
+    and judge.
 
     Returns:
         On rank 0, the result; elsewhere nothing.
@@ -79,122 +77,92 @@ def compare(first: WholeModel, second: WholeModel, records: Records, out: Path, 
     Raises:
         AgreedError, UserError: on one rank, so on all; the judge's, on rank 0.
     """
-    settings, data = first.settings, score_file.digest_of(records)
-    named = {"answers": _unjudged(first), "against": _unjudged(second)}
-    models = {_place(model, name, records, out, world): model for name, model in named.items()}
-    judge, tokenizer, key, judged = None, None, "", out
+    settings, evaluate, data = first.settings, first.settings.evaluate, score_file.digest_of(records)
+    with world.agreeing("reading the models"):
+        keys = {name: _key(model, data) for name, model in {"answers": first, "against": second}.items()}
+    world.require_equal("model, data or settings", json.dumps(keys))
+    parts = {name: out.with_name(f"{out.name}.{name}-{key[:16]}") for name, key in keys.items()}
+    comparison: Comparer | None = None
     with world.agreeing("the comparison"):
         if world.rank == 0:
-            key = score_file.key_of("verdicts", *(path.name for path in models), data, settings.evaluate.model_dump())
-            key = score_file.key_of(key, instructions_of(settings, "", ()) or None)
-            judged = _kept(out, "verdicts", key)
-            if not judged.exists():  # with it, a process was killed before the parts went
-                files.require_absent(out)
-            judge, tokenizer = judge_of(settings), _tokenizer_of(first)
-            if not judge.looks_at_order:  # no answer to check by? said now, and not after the answers
-                judge([_question(records, 0, settings, tokenizer, ("", ""))])
-    if not json.loads(world.broadcast_text(json.dumps(judged.exists()))):
-        for path, model in models.items():
-            _write_answers(model, path, records, world)
-    if judge is None or tokenizer is None:
+            files.require_absent(out)
+            comparison = Comparer(judge_of(settings), records, first)
+    for model, (name, path) in zip((first, second), parts.items(), strict=True):
+        if not json.loads(world.broadcast_text(json.dumps(path.exists()))):
+            tokenizer, loaded = _tokenizer_of(model), model.load(world)
+            do = score_file.CompletionWriter(loaded.model, tokenizer, records, model.settings, None)
+            what = f"answers of {model.name}"
+            score_file.pull(FileJob(what, keys[name], len(records), path, evaluate.batch_size), world, do)
+    if comparison is None:
         return None
-
-    def verdicts(rows: range) -> Lines:
-        return [
-            json.dumps(one, ensure_ascii=False) for one in _compared(judge, records, rows, texts, settings, tokenizer)
-        ]
-
-    if not judged.exists():
-        texts = [[line["completions"][0] for line in read_lines(path)] for path in models]
-        score_file.pull("verdicts", key, records, judged, settings, world.alone(), verdicts)
-    files.sweep_unfinished(out)
-    if not out.exists():
-        files.write_atomically(out, judged.read_bytes())
-    for path in sorted(_parts(out), key=lambda path: path == judged):
-        path.unlink()  # the verdicts last: they say of which comparison the output is
-    return summarise(read_lines(out), judge)
+    texts = [[line["completions"][0] for line in read_lines(path)] for path in parts.values()]
+    instructions = instructions_of(evaluate, "", ()) or None
+    key = score_file.key_of("verdicts", keys, evaluate.model_dump(), instructions)
+    judged = out.with_name(f"{out.name}.verdicts-{key[:16]}")
+    job = FileJob("verdicts", key, len(records), judged, evaluate.batch_size)
+    score_file.pull(job, world.alone(), lambda rows: comparison.lines(rows, texts))
+    judged.replace(out)
+    for path in parts.values():
+        path.unlink()
+    return summarise(read_lines(out), comparison.judge)
 
 
-def _parts(out: Path) -> list[Path]:
-    """What lies beside an output until all is done."""
-    beside = out.parent.iterdir() if out.parent.is_dir() else ()
-    return [path for path in beside if path.name.startswith(out.name) and KEPT.fullmatch(path.name[len(out.name) :])]
+def _key(model: StoredModel, data: str) -> str:
+    """Of a model's answers. A change of the judge changes none."""
+    evaluate = model.settings.evaluate.model_copy(update={"judge": None, "judge_model": None, "judge_prompt": None})
+    unjudged = replace(model, settings=model.settings.model_copy(update={"evaluate": evaluate}))
+    return score_file.key_of("greedy", unjudged.digest(), data)
 
 
-def _unjudged(model: WholeModel) -> WholeModel:
-    """Without the settings of the judge: a change of those changes no answer."""
-    evaluation = model.settings.evaluate.model_copy(update={"judge": None, "judge_model": None, "judge_prompt": None})
-    return replace(model, settings=model.settings.model_copy(update={"evaluate": evaluation}))
-
-
-def _place(model: WholeModel, name: str, records: Records, out: Path, world: World) -> Path:
-    """Where a model's answers lie until all is done."""
-    with world.agreeing("reading the model"):
-        key = score_file.key_of("greedy", model.digest(), score_file.digest_of(records))
-    world.require_equal("model, data or settings", key)
-    return _kept(out, name, key)
-
-
-def _write_answers(model: WholeModel, path: Path, records: Records, world: World) -> None:
-    """Writes a model's answers, on rank 0's disk, unless they are there already."""
-    if json.loads(world.broadcast_text(json.dumps(path.exists()))):
-        return
-    with world.agreeing("loading the model"):
-        tokenizer = _tokenizer_of(model)
-        loaded = model.load(world)
-    writer = score_file.CompletionWriter(loaded, tokenizer, records, model.settings, None)
-    score_file.pull(f"answers of {model.name}", path.name, records, path, model.settings, world, writer)
-
-
-def _tokenizer_of(model: WholeModel) -> Tokenizer:
+def _tokenizer_of(model: StoredModel) -> Tokenizer:
     tokenizer = tokenizer_module.load_tokenizer_of(model.settings.model)
     if tokenizer is None:
         raise UserError(f"{model.name} has no tokenizer, which writing answers needs")
     return tokenizer
 
 
-def _kept(out: Path, name: str, key: str) -> Path:
-    """Where a part of the work lies until all is done: another judge, or another model, has another place."""
-    return out.with_name(f"{out.name}.{name}-{key[:16]}")
+class Comparer:
+    """Asks a judge about two answers to each prompt.
 
+    Raises:
+        UserError: the first record lacks what a check needs.
+    """
 
-def _compared(
-    judge: Judge,
-    records: Records,
-    rows: range,
-    texts: Sequence[Sequence[str]],
-    settings: Config,
-    tokenizer: Tokenizer,
-) -> list[Comparison]:
-    """Some prompts with both answers and a verdict."""
-    questions = [_question(records, row, settings, tokenizer, (texts[0][row], texts[1][row])) for row in rows]
-    # Of two equal answers none is better: no model is asked.
-    asked = [q for q in questions if not judge.looks_at_order or q.completions[0] != q.completions[1]]
-    scores = dict(zip([q.place for q in asked], judge(asked), strict=True))
-    swapped: dict[str, list[float]] = {}
-    if judge.looks_at_order:
-        reversed_ = judge([replace(q, completions=q.completions[::-1]) for q in asked])
-        swapped = {q.place: pair[::-1] for q, pair in zip(asked, reversed_, strict=True)}
-    return [
-        Comparison(
-            row=row,
-            line=records.line(row),
-            prompt=q.prompt,
-            answer=q.completions[0],
-            against=q.completions[1],
-            scores=_for_json(scores.get(q.place)),
-            swapped_scores=_for_json(swapped.get(q.place)),
-            verdict=verdict(scores[q.place], swapped.get(q.place)) if q.place in scores else "tie",
-        )
-        for row, q in zip(rows, questions, strict=True)
-    ]
+    def __init__(self, judge: Judge, records: Records, model: StoredModel):
+        self.judge, self.records = judge, records
+        self.data, self.tokenizer = model.settings.data, _tokenizer_of(model)
+        if not judge.looks_at_order:  # before any answer is written
+            judge([self._question(0, ("", ""))])
 
+    def lines(self, rows: range, texts: Sequence[Sequence[str]]) -> Lines:
+        """Some prompts with both answers and a verdict. texts: both models' answers to all prompts."""
+        questions = [self._question(row, (texts[0][row], texts[1][row])) for row in rows]
+        # Of two equal answers neither is better: no model is asked.
+        asked = [q for q in questions if not self.judge.looks_at_order or q.completions[0] != q.completions[1]]
+        scores = dict(zip([q.place for q in asked], self.judge(asked), strict=True))
+        swapped: dict[str, list[float]] = {}
+        if self.judge.looks_at_order:
+            reversed_ = self.judge([replace(q, completions=q.completions[::-1]) for q in asked])
+            swapped = {q.place: pair[::-1] for q, pair in zip(asked, reversed_, strict=True)}
+        lines = [
+            Comparison(
+                row=row,
+                line=self.records.line(row),
+                prompt=q.prompt,
+                answer=q.completions[0],
+                against=q.completions[1],
+                scores=_for_json(scores.get(q.place)),
+                swapped_scores=_for_json(swapped.get(q.place)),
+                verdict=verdict(scores[q.place], swapped.get(q.place)) if q.place in scores else "tie",
+            )
+            for row, q in zip(rows, questions, strict=True)
+        ]
+        return [json.dumps(line, ensure_ascii=False) for line in lines]
 
-def _question(
-    records: Records, row: int, settings: Config, tokenizer: Tokenizer, completions: tuple[str, str]
-) -> Question:
-    record = records[row]
-    return Question(records.location(row), asked_of(record, settings.data, tokenizer), completions, record)
+    def _question(self, row: int, completions: tuple[str, str]) -> Question:
+        record = self.records[row]
+        prompt = asked_of(record, self.data, self.tokenizer)
+        return Question(self.records.location(row), prompt, completions, record)
 
 
 def verdict(scores: Sequence[float], swapped: Sequence[float] | None = None) -> Verdict:

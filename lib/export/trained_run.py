@@ -21,7 +21,7 @@ from lib.data.tokenizer import limits_of, load_tokenizer_of, stored_config
 from lib.errors import UserError
 from lib.model import adapter_files, adapters
 from lib.model import load as models
-from lib.rollouts.collect import samples_in
+from lib.rollouts.collect import SampleLine, lines_of
 from lib.system.model_folder import ADAPTER_WEIGHTS, resolve
 from lib.training import checkpoint as checkpoints
 from lib.training.checkpoint import step_of
@@ -149,8 +149,7 @@ def _rows(settings: Config, folder: Path, count: int, say: Callable[[str], None]
     """Sequences evenly over the held-out rows (training rows without those); of rounds, answers of the last one."""
     words = vocabulary(settings.model)
     if answers := sorted(folder.glob("rounds/*/samples.jsonl")):
-        lines = samples_in(answers[-1], limits_of(words), settings.rollouts.max_tokens)
-        drawn = [np.array(line["tokens"], np.int32) for line in islice(lines, count)]
+        drawn = [np.array(line["tokens"], np.int32) for line in islice(lines_of(answers[-1], SampleLine), count)]
         return [ids for ids in drawn if len(ids) > 1], f"answers of round {answers[-1].parent.name.lstrip('0')}"
     kind, tokenizer, source = settings.record_kind, load_tokenizer_of(settings.model), "held-out rows"
     is_group = kind == "group"

@@ -117,7 +117,6 @@ class SampleFigures:
         duplicates: the part of the answers that was drawn before, to the same prompt.
         tokens: of an answer, the mean; `unended` is the part that max_tokens cut.
         entropy: of the policy, in nats a token: the mean of -log p over what it drew.
-        longer_chosen: the part of the pairs whose chosen answer is longer, of those whose lengths differ.
         kl: of the policy to the reference, in nats a token (lib/rollouts/divergence.py).
         length_correlation: of scores and tokens among the answers to one prompt, over all prompts (Pearson's).
     """
@@ -132,9 +131,6 @@ class SampleFigures:
     tokens: float
     unended: float
     entropy: float
-    longer_chosen: float | None
-    chosen_tokens: float | None
-    rejected_tokens: float | None
     kl: float | None = None
     length_correlation: float | None = None
 
@@ -145,8 +141,6 @@ def figures_of(groups: Sequence[Group], pairs: Sequence[Pair], kl: float | None 
     scores = [answer.score for answer in answers if answer.score is not None]
     tokens = sum(len(answer.tokens) for answer in answers)
     distinct = sum(len({tuple(answer.tokens) for answer in group.answers}) for group in groups)
-    lengths = [(len(pair.chosen.tokens), len(pair.rejected.tokens)) for pair in pairs]
-    unequal = [chosen > rejected for chosen, rejected in lengths if chosen != rejected]
     return SampleFigures(
         prompts=len(groups),
         samples=len(answers),
@@ -158,9 +152,6 @@ def figures_of(groups: Sequence[Group], pairs: Sequence[Pair], kl: float | None 
         tokens=tokens / len(answers),
         unended=sum(answer.finish == "length" for answer in answers) / len(answers),
         entropy=-sum(sum(answer.logps) for answer in answers) / max(tokens, 1),
-        longer_chosen=sum(unequal) / len(unequal) if unequal else None,
-        chosen_tokens=sum(chosen for chosen, _ in lengths) / len(pairs) if pairs else None,
-        rejected_tokens=sum(rejected for _, rejected in lengths) / len(pairs) if pairs else None,
         kl=kl,
         length_correlation=length_correlation(groups),
     )
@@ -180,10 +171,8 @@ def length_correlation(groups: Sequence[Group]) -> float | None:
 
 HELD_OUT = {"exact_match": "held-out exact match", "held_out_score": "held-out score"}  # by what a round is judged
 GROWTH = 1.5  # times the tokens of the first round's answers: they grow
-LEAST_PAIRS = 16  # of unequal lengths, of which a share means something
-MOSTLY = 0.8  # of the pairs
+LEAST_PAIRS = 16  # of which a correlation means something
 FOLLOWS = 0.8  # correlation of scores and lengths: two thirds of the differences of scores are those of length
-LONGER = 1.2  # times the tokens of the rejected answers: length itself may be what is preferred
 LEAST_FALL = 0.05  # of a held-out figure, where there is no rollouts.tolerance: less may be chance
 LEAST_ENTROPY = 0.1  # of the first round's: nearly every answer is the same then
 
@@ -236,11 +225,6 @@ def warnings_of(rounds: Sequence[RoundFigures], tolerance: float | None) -> list
             f"answers grow: {first.tokens:.4g} ➜ {last.tokens:.4g} tokens since round {sampled[0].number}; "
             "the judge may prefer length"
         )
-    if _prefers_length(last):
-        warnings.append(
-            f"the judge prefers the longer answer in {last.longer_chosen:.0%} of the pairs "
-            f"({last.chosen_tokens:.4g} against {last.rejected_tokens:.4g} tokens)"
-        )
     if last.pairs >= LEAST_PAIRS and (last.length_correlation or 0) >= FOLLOWS:
         warnings.append(
             f"the judge's scores follow length: their correlation is {last.length_correlation:.2f} among the answers "
@@ -252,13 +236,6 @@ def warnings_of(rounds: Sequence[RoundFigures], tolerance: float | None) -> list
             f"round {sampled[0].number}, and {last.duplicates:.0%} of the answers are duplicates"
         )
     return warnings + _rising_while_falling(rounds, tolerance)
-
-
-def _prefers_length(samples: SampleFigures) -> bool:
-    share, chosen, rejected = samples.longer_chosen, samples.chosen_tokens, samples.rejected_tokens
-    if share is None or chosen is None or rejected is None or samples.pairs < LEAST_PAIRS:
-        return False
-    return share >= MOSTLY and chosen >= LONGER * rejected
 
 
 def _rising_while_falling(rounds: Sequence[RoundFigures], tolerance: float | None) -> list[str]:

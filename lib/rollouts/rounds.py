@@ -32,7 +32,7 @@ from lib.distributed.world import World
 from lib.errors import AgreedError, UserError
 from lib.evaluate import answers
 from lib.evaluate.evaluator import Evaluator
-from lib.evaluate.judges import Judge, Question, guarded_scorer_of, require_scores, scores_of
+from lib.evaluate.judges import Judge, Question, judge_of, require_scores, scores_of
 from lib.evaluate.sample import Sampler
 from lib.evaluate.score_file import key_of
 from lib.model import adapter_files
@@ -58,31 +58,28 @@ class HeldOut:
     judge: Judge
 
     def __call__(self, world: World, shares: list[int]) -> Metrics:
-        values = self.evaluator(world, shares)
-        prompts, tokenizer, config = self.run.inputs.held_out, self.run.inputs.tokenizer, self.run.config
+        values, run = self.evaluator(world, shares), self.run
+        prompts, tokenizer, settings = run.inputs.held_out, run.inputs.tokenizer, run.config.evaluate
         if prompts is None or tokenizer is None:
             return values
-        rows = range(min(len(prompts), config.evaluate.answers_limit))
-        ids = [prompts.prompt_ids(row) for row in rows]
-        with self.run.say.doing("answering held-out prompts"):
-            limit = config.evaluate.max_tokens
-            texts = answers.greedy(self.run.model, tokenizer, ids, limit, world, shares).texts
+        ids = [prompts.prompt_ids(row) for row in range(min(len(prompts), settings.answers_limit))]
+        with run.say.doing("answering held-out prompts"):
+            made = answers.greedy(run.model, tokenizer, ids, settings.max_tokens, world, shares)
+        if warning := made.warning(f"evaluate.max_tokens={settings.max_tokens}"):
+            run.say.line(f"held-out prompts: {warning}")
         score = None
         with world.agreeing("judging held-out answers"):
             if world.rank == 0:
-                score = self._mean_score(prompts, texts)
+                score = self._mean_score(prompts, tokenizer, made.texts)
         score = json.loads(world.broadcast_text(json.dumps(score)))
-        self.run.tracker.record("evaluation", step=self.run.own_step, held_out_score=score)
+        run.tracker.record("evaluation", step=run.own_step, held_out_score=score, answers_cut=made.cut)
         return values | {"held_out_score": score}
 
-    def _mean_score(self, prompts: Prompts, texts: list[str]) -> float | None:
-        tokenizer, data = self.run.inputs.tokenizer, self.run.config.data
-        assert tokenizer is not None  # which wrote the texts
-        records = [(prompts.location(row), prompts.record(row)) for row in range(len(texts))]
-        questions = [
-            Question(place, asked_of(record, data, tokenizer), [text], record)
-            for (place, record), text in zip(records, texts, strict=True)
-        ]
+    def _mean_score(self, prompts: Prompts, tokenizer: Tokenizer, texts: list[str]) -> float | None:
+        questions = []
+        for row, text in enumerate(texts):
+            asked = asked_of(prompts.record(row), self.run.config.data, tokenizer)
+            questions.append(Question(prompts.location(row), asked, [text], prompts.record(row)))
         scores = [one.score for (one,) in scores_of(self.judge, questions) if one.score is not None]
         return sum(scores) / len(scores) if scores else None
 
@@ -166,7 +163,7 @@ class Rounds:
             self.collector = replace(self.collector, world=run.world, sampler=sampler)
         collected = self._collected(number)
         groups, pairs, seconds = collected.groups, collected.pairs, collected.seconds
-        staleness = int(collected.version not in (None, self._kept().number))
+        staleness = int(collected.version != self._kept().number)
         figures = figures_of(groups, pairs, kl_of(run, groups))
         self._show(number, figures)
         begins = run.progress.step == first_step
@@ -388,12 +385,11 @@ def _read(path: Path) -> str:
 def _judge_of(config: Config, section: str, prompts: Prompts, tokenizer: Tokenizer) -> Judge:
     """The judge that rollouts.judge or evaluate.judge names, tried on the first prompt with its own answer."""
     named = config.evaluate.model_copy(update={"judge": getattr(config, section).judge})
-    judge = guarded_scorer_of(config.model_copy(update={"evaluate": named}), f"{section}.judge")
+    judge = judge_of(config.model_copy(update={"evaluate": named}), f"{section}.judge", grades=True)
     record = prompts.record(0)
     answer = record.get(ANSWER)
-    tried = "" if answer is None else str(answer)
     asked = asked_of(record, config.data, tokenizer)
-    require_scores(judge, Question(prompts.location(0), asked, [tried], record))
+    require_scores(judge, Question(prompts.location(0), asked, ["" if answer is None else str(answer)], record))
     return judge
 
 
@@ -418,7 +414,6 @@ def train(run: TrainingRun, evaluator: Evaluator) -> TrainingLoop:
     loop = TrainingLoop.over(run, None, HeldOut(run, evaluator, judge_of_held_out))
     sampler = Sampler(run.model, tokenizer, rollouts, world=world)
     keeps_disk = run.lock is not None
-    judging = judge, judges_beside
-    collector = Collector(config, run.folder, world, keeps_disk, sampler, prompts, *judging, run.say, inputs.limits)
+    collector = Collector(config, run.folder, world, keeps_disk, sampler, prompts, judge, judges_beside, run.say)
     Rounds(run, collector, loop).train()
     return loop
