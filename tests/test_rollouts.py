@@ -621,7 +621,7 @@ def words(tmp_path: Path) -> Iterator[list[str]]:
 @pytest.mark.parametrize(
     ("own", "why"),
     [
-        ("train.loss=sft", "rollouts.rounds makes pairs or groups of the model's answers, which train.loss=sft does"),
+        ("train.loss=sft", "rollouts.rounds makes pairs or groups of answers, which train.loss=sft does not"),
         ("train.steps=4", "train.steps is not for rounds: a run has rollouts.rounds times rollouts.steps of them"),
         ("evaluate.every=4", "evaluate.every is not for rounds: every round ends with an evaluation"),
         ("train.reference_sync_steps=4", "rollouts.reference_every moves the reference"),
@@ -646,7 +646,7 @@ def words(tmp_path: Path) -> Iterator[list[str]]:
         ("evaluate.judge=nonsense", "evaluate.judge=nonsense: cannot be started: no command 'nonsense' here"),
         ("data.train={a.jsonl: 2}", "weights are for records that are trained"),
         ("train.loss=grpo", "train.temperature=1 has to be rollouts.temperature=1.5"),
-        ("rollouts.filter_groups=true", "rollouts.filter_groups is for train.loss=grpo, not sigmoid"),
+        ("rollouts.filter_groups=true", "rollouts.filter_groups is for train.loss=grpo"),
     ],
 )
 def test_wrong_input_is_one_clear_line(own: str, why: str, words: list[str], tmp_path: Path) -> None:
