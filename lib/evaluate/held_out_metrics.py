@@ -52,7 +52,7 @@ def columns_by_row(
     policy: np.ndarray, reference: np.ndarray, tokens: np.ndarray, train: TrainSettings
 ) -> dict[str, np.ndarray]:
     """Log-probabilities, rewards and, of pairs, the loss, each float32 [N]. policy, reference, tokens: [N, K]."""
-    if policy.shape[1] == 1:  # a row's loss compares it with all others
+    if train.record_kind == "unpaired":  # a row's loss compares it with all others
         rewards = train.beta * (policy[:, 0] - reference[:, 0])
         return {"policy_logp": policy[:, 0], "reference_logp": reference[:, 0], "reward": rewards}
     counts = mx.array(tokens)
