@@ -1,7 +1,6 @@
-"""Generated tokens/s: our sampler, mlx-lm's batch generator, and the generation that TRL's GRPO uses (transformers).
+"""Generated tokens/s: our sampler and mlx-lm's batch generator.
 
     python benchmarks/sampling.py                       64 prompts x 8 samples; the 1B shape on a GPU, a small one on a CPU
-    python benchmarks/sampling.py --torch PYTHON        and transformers, by an interpreter that has torch and transformers
     python benchmarks/sampling.py --quick --seed 1      a tenth of it
 
 Weights are random, prompts are of --prompt tokens, answers of --tokens at most, sampled at temperature 1. `even`: no answer ends
@@ -14,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -45,7 +42,7 @@ from rich.table import Table  # noqa: E402
 
 from benchmarks.gpus import dense  # noqa: E402
 from lib.config.settings import ModelSettings  # noqa: E402
-from lib.evaluate.sample import Prompt, Rectangles, Sampler, draw, next_logits  # noqa: E402
+from lib.evaluate.sample import Prompt, Sampler  # noqa: E402
 from lib.model import adapters, load  # noqa: E402
 
 MODELS = {
@@ -53,7 +50,6 @@ MODELS = {
     "1B": dense(2048, 16, 32, 8192, 128256, head_dim=64),
     "8B": dense(4096, 32, 32, 14336, 128256),
 }
-CHILD = ROOT / "benchmarks" / "sampling_torch.py"
 
 
 @dataclass(frozen=True)
@@ -98,20 +94,15 @@ def main() -> None:
         for lengths in options.lengths:
             ends = list(range(0, stored["vocab_size"], options.ends)) if lengths == "ragged" else []
             ways: dict[str, Callable[[], int]] = {
-                "tandem": tandem(model, ends, prompts, settings, compiled=True),
-                "tandem, not compiled": tandem(model, ends, prompts, settings, compiled=False),
+                "tandem": tandem(model, ends, prompts, settings),
                 "mlx-lm": mlx_lm(model, ends, prompts, settings),
             }
             for name in options.ways or ways:
                 rows.append({"lengths": lengths, "way": name, **timed(ways[name])})
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-            for way in options.torch_ways if options.torch else ():
-                figures = of_torch(way, options, stored, prompts, ends, dtype)
-                rows.append({"lengths": lengths, "way": f"transformers, {way}", **figures})
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-        parts = step_parts(model, prompts, settings) if options.profile else {}
-    show(rows, parts, options)
-    print(json.dumps({"settings": vars(options), "rows": rows, "step_ms": parts}))
+    show(rows, options)
+    print(json.dumps({"settings": vars(options), "rows": rows}))
 
 
 def parse() -> argparse.Namespace:
@@ -128,10 +119,6 @@ def parse() -> argparse.Namespace:
     add("--lengths", nargs="+", choices=["even", "ragged"], default=["even", "ragged"])
     add("--ways", nargs="+", default=None, help="only these rows")
     add("--adapters", action="store_true", help="with LoRA of rank 8 on every layer, not merged")
-    add("--torch", metavar="PYTHON", default=None, help="an interpreter with torch and transformers")
-    add("--torch-ways", nargs="+", default=["dynamic", "static", "compiled", "continuous"], help="sampling_torch.py's")
-    add("--torch-seconds", type=float, default=600.0, help="for each of them, its start and first time included")
-    add("--profile", action="store_true", help="milliseconds of a step's parts, all answers half written")
     add("--seed", type=int, default=0)
     add("--quick", action="store_true")
     options = parser.parse_args()
@@ -157,11 +144,8 @@ def timed(way: Callable[[], int]) -> dict[str, float]:
     }
 
 
-def tandem(
-    model: nn.Module, ends: list[int], prompts: list[list[int]], settings: Settings, compiled: bool
-) -> Callable[[], int]:
-    sampler = Sampler(model, EndTokens(ends), settings, compiled)  # type: ignore[arg-type]
-    assert sampler.why_alone is None, sampler.why_alone
+def tandem(model: nn.Module, ends: list[int], prompts: list[list[int]], settings: Settings) -> Callable[[], int]:
+    sampler = Sampler(model, EndTokens(ends), settings)  # type: ignore[arg-type]
     asked = [Prompt(i, tokens) for i, tokens in enumerate(prompts)]
     return lambda: sum(len(sample.tokens) for sample in sampler.sample(asked, (0,)))
 
@@ -190,89 +174,12 @@ def mlx_lm(model: nn.Module, ends: list[int], prompts: list[list[int]], settings
     return run
 
 
-def of_torch(
-    way: str,
-    options: argparse.Namespace,
-    stored: dict[str, Any],
-    prompts: list[list[int]],
-    ends: list[int],
-    dtype: str,
-) -> dict[str, Any]:
-    """By another interpreter; TORCH_LD_LIBRARY_PATH takes the place of LD_LIBRARY_PATH, where that is for MLX."""
-    work = {
-        "way": way,
-        "config": stored,
-        "prompts": prompts,
-        "ends": ends,
-        "samples": options.samples,
-        "tokens": options.tokens,
-        "top_p": options.top_p,
-        "dtype": dtype,
-        "seed": options.seed,
-    }
-    variables = dict(os.environ) | {"LD_LIBRARY_PATH": os.environ.get("TORCH_LD_LIBRARY_PATH", "")}
-    mx.clear_cache()
-    command = [options.torch, str(CHILD)]
-    try:
-        result = subprocess.run(
-            command,
-            input=json.dumps(work),
-            capture_output=True,
-            text=True,
-            env=variables,
-            timeout=options.torch_seconds,
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"not done within {options.torch_seconds:.0f} s"}
-    if result.returncode:
-        return {"error": (result.stderr.strip().splitlines() or [f"exit status {result.returncode}"])[-1]}
-    figures: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
-    return figures
-
-
-def step_parts(model: nn.Module, prompts: list[list[int]], settings: Settings) -> dict[str, float]:
-    """Milliseconds of a step of all rows, half way: the whole, the model alone, and drawing alone."""
-    batch, count = Rectangles(model), settings.batch_size // settings.samples
-    batch.lay_out([], prompts[:count], settings.samples)
-    batch.column = settings.max_tokens // 2
-    batch.rows["column"] = mx.array([batch.column])
-    batch.widen(1)
-    numbers = mx.full((batch.count,), 0.5)
-    logits, _ = next_logits(model, batch.rows, batch.prompts)
-    mx.eval(logits, batch.rows)
-
-    def median_ms(work: Callable[[], Any]) -> float:
-        seconds = []
-        for _ in range(12):
-            began = time.perf_counter()
-            mx.eval(work())
-            seconds.append(time.perf_counter() - began)
-        return 1000 * float(np.median(seconds[2:]))
-
-    def model_alone() -> Any:
-        return next_logits(model, batch.rows, batch.prompts)
-
-    compiled = mx.compile(model_alone, inputs=[model.state])
-    return {
-        "model": median_ms(model_alone),
-        "model, compiled": median_ms(compiled),
-        "draw": median_ms(lambda: draw(logits, numbers, 1.0, 1.0)),
-        "draw, top_p=0.9": median_ms(lambda: draw(logits, numbers, 1.0, 0.9)),
-        "head": median_ms(
-            lambda: model.lm_head(mx.ones((batch.count, 1, int(model.args.hidden_size))).astype(logits.dtype))
-        ),
-    }
-
-
-def show(rows: list[dict[str, Any]], parts: dict[str, float], options: argparse.Namespace) -> None:
+def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     what = f"{options.model}, {options.prompts} prompts of {options.prompt} tokens x {options.samples} samples of {options.tokens}"
     table = Table(title=f"generated tokens/s: {what}{', adapters' * options.adapters}")
     for column in ("lengths", "way", "tokens/s", "tokens", "seconds", "first time", "peak GB"):
         table.add_column(column, justify="left" if column in ("lengths", "way") else "right")
     for row in rows:
-        if "error" in row:
-            table.add_row(row["lengths"], row["way"], row["error"])
-            continue
         figures = (
             f"{row['tokens_per_second']:,.0f}",
             f"{row['tokens']:,}",
@@ -282,8 +189,6 @@ def show(rows: list[dict[str, Any]], parts: dict[str, float], options: argparse.
         table.add_row(row["lengths"], row["way"], *figures, f"{row['peak_gb']:.2f}")
     console = Console(width=120)
     console.print(table)
-    for name, milliseconds in parts.items():
-        console.print(f"a step's {name}: {milliseconds:.2f} ms")
 
 
 if __name__ == "__main__":

@@ -349,7 +349,7 @@ def text_of(prompt: Any) -> str:
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
-class ServedModel:
+class JudgeServer:
     """A model of an OpenAI-compatible server, asked for verdicts on two answers, or for a grade of each.
 
     The questions are those of MT-bench's judge (arXiv:2306.05685, section 3.1).
@@ -661,7 +661,7 @@ def judge_of(settings: Config, setting: str = "evaluate.judge", grades: bool = F
     if kind == "reward":
         return RewardModel(evaluate, length_multiple(settings.data))
     if kind == "server":
-        return ServedModel(evaluate, settings.sync.timeout_seconds, grades)
+        return JudgeServer(evaluate, settings.sync.timeout_seconds, grades)
     if kind == "command":
         return CommandJudge(judge, settings.sync.timeout_seconds)
     function = judge if kind == "function" else f"lib.evaluate.judge_process:{judge}"
@@ -688,7 +688,7 @@ def require_scores(judge: Judge, question: Question) -> None:
         NoScores: it gives something else.
         UserError: no server is there.
     """
-    if isinstance(judge, ServedModel):
+    if isinstance(judge, JudgeServer):
         judge.require_server()
     if isinstance(judge, FunctionJudge):
         try:

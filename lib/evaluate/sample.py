@@ -55,7 +55,7 @@ class Sample:
     text: str
 
 
-class SamplingParameters(Protocol):
+class AnswerSettings(Protocol):
     """How answers are drawn; rollouts.* has them by these names."""
 
     @property
@@ -141,7 +141,7 @@ class Sampler:
         self,
         model: nn.Module,
         tokenizer: Tokenizer,
-        settings: SamplingParameters,
+        settings: AnswerSettings,
         world: World = World(),  # noqa: B008  (frozen)
     ):
         self.model, self.tokenizer, self.settings, self.world = model, tokenizer, settings, world
