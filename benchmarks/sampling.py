@@ -42,26 +42,14 @@ from rich.table import Table  # noqa: E402
 
 from benchmarks.gpus import dense  # noqa: E402
 from lib.config.settings import ModelSettings  # noqa: E402
-from lib.evaluate.sample import Prompt, Sampler  # noqa: E402
-from lib.model import adapters, load  # noqa: E402
+from lib.evaluate.sample import GreedySampling, Prompt, Sampler  # noqa: E402
+from lib.model import load  # noqa: E402
 
 MODELS = {
     "small": dense(256, 4, 8, 768, 4096, head_dim=32),
     "1B": dense(2048, 16, 32, 8192, 128256, head_dim=64),
     "8B": dense(4096, 32, 32, 14336, 128256),
 }
-
-
-@dataclass(frozen=True)
-class Settings:
-    """As lib/evaluate/sample.py takes them."""
-
-    samples: int
-    max_tokens: int
-    batch_size: int
-    top_p: float
-    temperature: float = 1.0
-    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,17 +67,13 @@ def main() -> None:
     rng = np.random.default_rng(options.seed)
     stored = MODELS[options.model] | {"rms_norm_eps": 1e-5}
     prompts = rng.integers(0, stored["vocab_size"], (options.prompts, options.prompt)).tolist()
-    settings = Settings(
-        options.samples, options.tokens, options.batch_size or options.prompts * options.samples, options.top_p
-    )
+    size = options.batch_size or options.prompts * options.samples
+    settings = GreedySampling(options.tokens, options.samples, 1.0, options.top_p, batch_size=size)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(stored))
         dtype = "bfloat16" if mx.default_device() == mx.gpu else "float32"
         model = load.load(ModelSettings(path=folder, random_init=True, dtype=dtype), options.seed)
-        if options.adapters:
-            adapters.make_trainable(model, ModelSettings(path=folder, random_init=True, dtype=dtype), options.seed)
-            mx.eval(model.parameters())
         model.eval()
         for lengths in options.lengths:
             ends = list(range(0, stored["vocab_size"], options.ends)) if lengths == "ragged" else []
@@ -97,9 +81,8 @@ def main() -> None:
                 "tandem": tandem(model, ends, prompts, settings),
                 "mlx-lm": mlx_lm(model, ends, prompts, settings),
             }
-            for name in options.ways or ways:
+            for name in ways:
                 rows.append({"lengths": lengths, "way": name, **timed(ways[name])})
-                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     show(rows, options)
     print(json.dumps({"settings": vars(options), "rows": rows}))
@@ -117,8 +100,6 @@ def parse() -> argparse.Namespace:
     add("--ends", type=int, default=128, help="of ragged lengths: 1 of so many tokens ends an answer")
     add("--top-p", type=float, default=1.0)
     add("--lengths", nargs="+", choices=["even", "ragged"], default=["even", "ragged"])
-    add("--ways", nargs="+", default=None, help="only these rows")
-    add("--adapters", action="store_true", help="with LoRA of rank 8 on every layer, not merged")
     add("--seed", type=int, default=0)
     add("--quick", action="store_true")
     options = parser.parse_args()
@@ -133,24 +114,18 @@ def timed(way: Callable[[], int]) -> dict[str, float]:
     first, began = time.perf_counter() - began, time.perf_counter()
     mx.reset_peak_memory()
     tokens = way()
-    seconds = time.perf_counter() - began
-    peak = mx.get_peak_memory() / 1e9
-    return {
-        "tokens_per_second": tokens / seconds,
-        "tokens": tokens,
-        "seconds": seconds,
-        "first_seconds": first,
-        "peak_gb": peak,
-    }
+    seconds, peak = time.perf_counter() - began, mx.get_peak_memory() / 1e9
+    rate = {"tokens_per_second": tokens / seconds, "tokens": tokens}
+    return {**rate, "seconds": seconds, "first_seconds": first, "peak_gb": peak}
 
 
-def tandem(model: nn.Module, ends: list[int], prompts: list[list[int]], settings: Settings) -> Callable[[], int]:
+def tandem(model: nn.Module, ends: list[int], prompts: list[list[int]], settings: GreedySampling) -> Callable[[], int]:
     sampler = Sampler(model, EndTokens(ends), settings)  # type: ignore[arg-type]
     asked = [Prompt(i, tokens) for i, tokens in enumerate(prompts)]
     return lambda: sum(len(sample.tokens) for sample in sampler.sample(asked, (0,)))
 
 
-def mlx_lm(model: nn.Module, ends: list[int], prompts: list[list[int]], settings: Settings) -> Callable[[], int]:
+def mlx_lm(model: nn.Module, ends: list[int], prompts: list[list[int]], settings: GreedySampling) -> Callable[[], int]:
     def run() -> int:
         generator = BatchGenerator(
             model,
@@ -166,7 +141,7 @@ def mlx_lm(model: nn.Module, ends: list[int], prompts: list[list[int]], settings
         count = 0
         while responses := generator.next_generated():
             for response in responses:
-                response.logprobs[response.token]  # what GRPO needs; evaluated by nobody
+                response.logprobs[response.token]  # what GRPO needs
             count += len(responses)
         generator.close()
         return count
@@ -176,19 +151,14 @@ def mlx_lm(model: nn.Module, ends: list[int], prompts: list[list[int]], settings
 
 def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     what = f"{options.model}, {options.prompts} prompts of {options.prompt} tokens x {options.samples} samples of {options.tokens}"
-    table = Table(title=f"generated tokens/s: {what}{', adapters' * options.adapters}")
+    table = Table(title=f"generated tokens/s: {what}")
     for column in ("lengths", "way", "tokens/s", "tokens", "seconds", "first time", "peak GB"):
         table.add_column(column, justify="left" if column in ("lengths", "way") else "right")
     for row in rows:
-        figures = (
-            f"{row['tokens_per_second']:,.0f}",
-            f"{row['tokens']:,}",
-            f"{row['seconds']:.2f}",
-            f"{row['first_seconds']:.2f}",
-        )
-        table.add_row(row["lengths"], row["way"], *figures, f"{row['peak_gb']:.2f}")
-    console = Console(width=120)
-    console.print(table)
+        figures = [f"{row['tokens_per_second']:,.0f}", f"{row['tokens']:,}"]
+        figures += [f"{row[name]:.2f}" for name in ("seconds", "first_seconds", "peak_gb")]
+        table.add_row(row["lengths"], row["way"], *figures)
+    Console(width=120).print(table)
 
 
 if __name__ == "__main__":

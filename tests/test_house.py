@@ -96,8 +96,8 @@ def test_plan_is_pure() -> None:
 
 # What the tree holds today, and may not exceed; the aim stands behind. Who brings a number down lowers it here.
 BUDGET = {
-    "lines": 38_400,  # of lib/, train.py and launch: 20,000
-    "nodes": 327_000,  # of their syntax trees: 160,000
+    "lines": 37_550,  # of lib/, train.py and launch: 20,000
+    "nodes": 319_400,  # of their syntax trees: 160,000
     "tests": 22_200,  # lines: 18,000
     "benchmarks": 4_150,  # lines: 4,000
     "benchmark files": 19,  # 20
