@@ -96,13 +96,13 @@ def test_plan_is_pure() -> None:
 
 # What the tree holds today, and may not exceed; the aim stands behind. Who brings a number down lowers it here.
 BUDGET = {
-    "lines": 37_550,  # of lib/, train.py and launch: 20,000
-    "nodes": 319_400,  # of their syntax trees: 160,000
-    "tests": 22_200,  # lines: 18,000
+    "lines": 37_500,  # of lib/, train.py and launch: 20,000
+    "nodes": 318_900,  # of their syntax trees: 160,000
+    "tests": 22_130,  # lines: 18,000
     "benchmarks": 4_150,  # lines: 4,000
     "benchmark files": 19,  # 20
     "words": 16_300,  # of docs/: 16,000
-    "config": 78,  # functions outside of lib/config that take the whole configuration: 15
+    "config": 60,  # functions outside of lib/config that take the whole configuration: 15
     "odd words": 20,  # 20
 }
 
