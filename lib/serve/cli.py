@@ -75,6 +75,8 @@ def serve(settings: Config, run: Path | None) -> None:
         name = options.name or (run or Path(settings.model.path)).resolve().name
         folder = model_folder.resolve(settings.model.path, settings.model.revision)
         model = ServedModel(settings.model, settings.data, folder, run, options.fuse)
+        if model.computes.note:
+            print(model.computes.note, file=sys.stderr)
         feedback = None if options.feedback is None else Feedback(Path(options.feedback), options.feedback_seconds)
         generator = Generator(model.load, options.concurrency)
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -16,6 +16,7 @@ from lib.data.record_formats import Message
 from lib.data.tokenize import Encoder, render_prompt
 from lib.data.tokenizer import load_tokenizer_of
 from lib.errors import UserError
+from lib.model.compute_type import compute_type
 from lib.serve.requests import ChatRequest, TextRequest
 from lib.system import model_folder
 
@@ -39,6 +40,7 @@ class ServedModel:
             raise UserError(f"model.path {settings.path}: the model has no tokenizer, and requests are texts")
         self.encoder = Encoder(self.tokenizer, data, None)
         self.has_template = self.encoder.template.is_used
+        self.computes = compute_type(settings)
         stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         vocab_size = stored.get("vocab_size") or (stored.get("text_config") or {}).get("vocab_size")
         self.vocab_size: int = vocab_size or 2**31
@@ -52,8 +54,7 @@ class ServedModel:
         if self.fuse:
             fused = [(name, layer.fuse()) for name, layer in model.named_modules() if hasattr(layer, "fuse")]
             model.update_modules(tree_unflatten(fused))
-        dtype = self.settings.dtype or ("float32" if mx.default_device() == mx.Device(mx.cpu) else None)
-        if dtype is not None:  # a CPU computes 16 bits several times slower than float32
+        if dtype := self.settings.dtype or ("float32" if self.computes.is_float32 else None):
             model.set_dtype(getattr(mx, dtype))
         model.eval()
         mx.eval([array for _, array in tree_flatten(model.parameters())])
