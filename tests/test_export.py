@@ -160,7 +160,7 @@ def test_merging_is_what_the_adapter_does(run: TrainedRun) -> None:
     assert not tree_flatten(trainable(fuse.fused_model(run).freeze()))
 
 
-# ---- PEFT's own files (benchmarks/exports.py --record)
+# ---- PEFT's own files, recorded with peft 0.21
 
 
 WANTED = {
