@@ -7,7 +7,6 @@ import json
 import math
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,6 @@ from lib.config import load
 from lib.distributed.world import start
 from lib.errors import UserError
 from lib.evaluate import command as evaluate
-from lib.evaluate.evaluator import Evaluator
-from lib.report import run_report
 from lib.system import mpi_and_blas
 from lib.system.records import read_records
 from lib.training import checkpoint
@@ -100,15 +97,6 @@ def test_the_folder_holds_the_weights_of_the_lowest_held_out_loss(folder: Path) 
     assert (told["loss"], told["steps"], told["early_end"]) == (losses(run)[best], STEPS, None)
     (end,) = records(run, "end")
     assert (end["final_step"], end["loss"]) == (best, losses(run)[best])
-
-
-def test_the_pages_show_the_figures_of_these_weights(folder: Path) -> None:
-    run = folder / "runs" / "whole"
-    run_report.write(run)
-    loss = f"{summary(run)['loss']:.4f}"
-    for page in ("report.html", "README.md"):
-        text = (run / page).read_text()
-        assert f"of step {summary(run)['checkpoint']['step']}, the best" in text and loss in text
 
 
 def test_evaluation_of_the_folder_gives_the_loss_of_its_summary(
@@ -278,21 +266,3 @@ def test_a_checkpoint_is_found_by_name_or_number(folder: Path) -> None:
 def test_patience_needs_something_to_wait_for(words: list[str], tmp_path: Path) -> None:
     told = tiny.train(tmp_path, [*tiny.settings(tmp_path), *WORDS, "train.patience=1", *words], check=False)
     assert told.returncode == 2 and "train.patience" in told.stderr and len(told.stderr.splitlines()) == 1
-
-
-def test_without_evaluations_on_the_way_a_run_that_goes_on_holds_its_last_weights(tmp_path: Path) -> None:
-    words = [*tiny.settings(tmp_path), "train.learning_rate=0.05", "train.schedule=constant", "train.steps=2"]
-    # What is learnt makes this worse.
-    tiny.write_jsonl(tmp_path / "valid.jsonl", list(map(swapped, rows_of(tmp_path / "train.jsonl"))))
-    tiny.train(tmp_path, [*words, "run.name=run"])
-    run = tmp_path / "runs" / "run"
-    tiny.train(tmp_path, ["--resume", str(run), "train.steps=12"])
-    assert losses(run)[2] < losses(run)[12], "the loss has to rise"
-    assert summary(run)["checkpoint"] == {"which": "last", "step": 12, "held_out_loss": losses(run)[12]}
-    assert same(run, find(run, "last"))
-
-
-def test_a_run_that_was_over_shows_no_answers_that_nobody_asked_for() -> None:
-    """Of a finished run of rounds that is resumed, nothing is evaluated again."""
-    run = SimpleNamespace(inputs=SimpleNamespace(questions=["2 + 2?"]))
-    Evaluator(run, None).show_after(3)  # type: ignore[arg-type]

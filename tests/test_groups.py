@@ -447,28 +447,6 @@ def test_a_completions_length_counts_its_masked_tokens(tmp_path: Path) -> None:
     assert tiny.steps_of(tmp_path / "runs/masked")[0]["completion_length"] == 7.5
 
 
-def test_a_resumed_run_ends_with_the_bits_of_one_that_was_never_stopped(tmp_path: Path) -> None:
-    words = [*run_words(tmp_path, records(21)), "train.schedule=constant", "checkpoint.every=3"]
-    tiny.train(tmp_path, [*words, "run.name=whole", "train.steps=7"])
-    tiny.train(tmp_path, [*words, "run.name=halves", "train.steps=3"])
-    tiny.train(tmp_path, ["--resume", str(tmp_path / "runs/halves"), "train.steps=7"])
-    whole, halves = tmp_path / "runs/whole", tmp_path / "runs/halves"
-    assert tiny.difference(whole, halves) == 0.0 and tiny.figure_difference(whole, halves, "loss") == 0.0
-
-
-@pytest.mark.parametrize(
-    "words",
-    [["train.compile=true", "train.max_traces=1"], ["data.shared_prompts=false", "plan.micro_batch_sizes=[3]"]],
-    ids=str,
-)
-def test_layouts_train_as_the_usual_one_does(tmp_path: Path, words: list[str]) -> None:
-    common = [*run_words(tmp_path, records(16)), "train.steps=3"]
-    tiny.train(tmp_path, [*common, "run.name=one"])
-    tiny.train(tmp_path, [*common, "run.name=other", *words])
-    runs = tmp_path / "runs/one", tmp_path / "runs/other"
-    rounding.assert_equal_runs(runs[0], [runs[1]], FIGURES)
-
-
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize(
     "words",

@@ -48,7 +48,7 @@ def play(folder: Path, words: list[str], kills: int, seed: int, prefix: list[str
 @pytest.mark.parametrize(
     ("words", "kills"),
     [
-        (["evaluate.every=3"], 4),
+        (["evaluate.every=3", "model.dropout=0.1"], 4),
         pytest.param(["evaluate.every=3"], 20, marks=pytest.mark.long),
         pytest.param(["strategy=independent", "independent.merge=outer"], 6, marks=pytest.mark.long),
     ],

@@ -153,30 +153,6 @@ def test_two_ranks_take_the_learning_rates_of_a_synchronous_run(tmp_path: Path, 
     assert rates[0] == rates[1] and len(rates[0]) == 63
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["independent.merge=stack", "model.method=full"], ["stack", "model.method=lora", "average or outer"]),
-        (["independent.merge=svd", "model.method=dora"], ["svd", "DoRA", "average or outer"]),
-        (["independent.merge=mean"], ["independent.merge"]),
-        (["independent.pairs_per_round=0"], ["independent.pairs_per_round", "greater than 0"]),
-        (["sync.compression=topk", "sync.topk_fraction=0"], ["sync.topk_fraction", "greater than 0"]),
-        (["strategy=sharded", "sync.compression=int8"], ["sync.compression", "strategy=sharded", "none"]),
-        (["sync.topk_fraction=1.5"], ["sync.topk_fraction"]),
-        (["sync.compression=zip"], ["sync.compression"]),
-        (["independent.outer_momentum=1"], ["independent.outer_momentum", "less than 1"]),
-        (["independent.outer_learning_rate=-1"], ["independent.outer_learning_rate"]),
-        (["strategy=independant"], ["strategy"]),
-    ],
-    ids=lambda value: " ".join(value),
-)
-def test_a_mistake_is_one_clear_line(tmp_path: Path, words: list[str], expected: list[str]) -> None:
-    result = tiny.train(tmp_path, [*tiny.settings(tmp_path), "strategy=independent", *words], check=False)
-    lines = [line for line in result.stderr.splitlines() if not line.startswith("warning: ")]
-    assert result.returncode == 2 and len(lines) == 1, result.stderr
-    assert all(part in lines[0] for part in expected), lines[0]
-
-
 def test_rounds_smaller_than_a_batch_are_whole_batches(tmp_path: Path) -> None:
     words = [*tiny.settings(tmp_path), "strategy=independent", "independent.pairs_per_round=1", "train.steps=4"]
     tiny.train(tmp_path, [*words, "run.name=run"])
@@ -295,25 +271,6 @@ def test_svd_turns_its_factors_to_where_the_ranks_were() -> None:
     )
 
 
-def test_svd_of_adapters_whose_left_factors_cancel() -> None:
-    """A B and (-A)(-B) are one update, and the mean of their left factors is nothing to be like."""
-    one = adapter(np.random.default_rng(0), [(6, 5)], 2)
-    other = {name: -array if "lora" in name else array for name, array in one.items()}
-    merged = local_sgd.svd([one, other], np.array([0.5, 0.5]))
-    np.testing.assert_allclose(dense(merged, "layers.0"), dense(one, "layers.0"), rtol=1e-5, atol=1e-6)
-
-
-def test_untrained_adapters_merge_to_nothing() -> None:
-    """LoRA starts with B = 0: no product, no division by it."""
-    one = adapter(np.random.default_rng(3), [(8, 6)], 2)
-    one["layers.0.lora_b"][:] = 0
-    for how in (local_sgd.svd, local_sgd.stack, local_sgd.average):
-        merged = how([one, one], np.array([0.5, 0.5]))
-        assert not dense(merged, "layers.0").any() and all(np.isfinite(a).all() for a in merged.values())
-        assert np.linalg.norm(merged["layers.0.lora_a"]) > 0, "a zero A beside a zero B would never learn"
-        assert local_sgd.distance(merged, one, [one, one], np.array([0.5, 0.5]))[0] < 1e-12
-
-
 @settings(max_examples=60)
 @given(worlds())
 def test_distance_is_what_dense_matrices_say(world: Any) -> None:
@@ -366,27 +323,6 @@ def test_fednova_counts_a_change_by_the_step() -> None:
     assert factors @ np.array([8.0, 2.0]) == pytest.approx(5.0)
     np.testing.assert_allclose(local_sgd.normalised_weights([7, 0], [3, 0]), [1.0, 0.0])
     assert local_sgd.normalised_weights([0, 0], [0, 0]).tolist() == [0, 0]
-
-
-@settings(max_examples=40)
-@given(worlds(), st.integers(1, 9))
-def test_merges_do_not_depend_on_the_order_of_ranks_or_on_splitting_a_weight(world: Any, cut: int) -> None:
-    """A rank counted as two of the same adapter changes nothing: a weight is a number of examples, no vote."""
-    adapters, weights = world
-    split = ([adapters[0], *adapters], np.array([weights[0] * cut / 10, weights[0] * (10 - cut) / 10, *weights[1:]]))
-    turned = (adapters[::-1], weights[::-1])
-    for how in (local_sgd.stack, local_sgd.svd, local_sgd.average):
-        expected = how(adapters, weights)
-        for others in (split, turned):
-            merged = how(*others)
-            for layer in local_sgd.low_rank_layers(merged):
-                wanted, size = dense(expected, layer), np.linalg.norm(mean_of(adapters, weights, layer))
-                if how is local_sgd.svd:  # of equally good approximations any may be taken
-                    exact = mean_of(adapters, weights, layer)
-                    gap = np.linalg.norm(dense(merged, layer) - exact) - np.linalg.norm(wanted - exact)
-                    assert abs(gap) <= 1e-5 * size
-                else:
-                    assert np.linalg.norm(dense(merged, layer) - wanted) <= 1e-5 * max(size, np.linalg.norm(wanted))
 
 
 def test_a_stacked_layer_runs_in_mlx_lm() -> None:

@@ -302,16 +302,6 @@ def test_losses_and_gradients_are_those_of_trl(name: str) -> None:
     assert all(abs(a - b) <= limit for a, b, limit in zip(actual, expected, limits, strict=True)), (actual, expected)
 
 
-def test_rewards_carry_no_gradient() -> None:
-    policy, reference = to_arrays(ragged_pairs(4))
-
-    def reward(chosen: mx.array) -> mx.array:
-        moved = LogProbs(chosen, policy.rejected, policy.chosen_tokens, policy.rejected_tokens)
-        return preference_losses(terms("sigmoid"), moved, reference, TrainSettings.model_construct(**OPTIONS))[1].sum()
-
-    assert not mx.any(mx.grad(reward)(policy.chosen))
-
-
 def test_metrics_are_sums_that_ranks_can_add() -> None:
     pairs = ragged_pairs(9)
     pairs[4] = (*pairs[4][:2], *pairs[4][:2], *pairs[4][4:])  # policy = reference: a tie

@@ -165,15 +165,6 @@ def test_stages_compute_what_the_whole_computes(world: World, folder: Path, fami
     world.gather_text("compared")
 
 
-@mpi
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_gradient_checkpointing_may_be_turned_on_in_a_stage(world: World, folder: Path, recomputes: bool) -> None:
-    """A single pair ran out of memory, in this start or in one before: no gradient is lost where stages meet."""
-    path = folder_of(world, folder, "qwen3")
-    assert_equals_whole(world, path, CUTS[world.size][0], DPO, recomputes, checkpointed=True, method="lora")
-    world.gather_text("compared")
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_first_blocks_alone(tmp_path: Path, family: str) -> None:
     """What the others have changes nothing; then all are there again."""

@@ -19,9 +19,7 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.models import base
 
-from lib.config import load
 from lib.distributed import compression as exchange
-from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate import command as evaluate
 from lib.system import mpi_and_blas
@@ -44,34 +42,6 @@ def test_mpirun_with_unequal_shares_ends_with_the_same_weights(tmp_path: Path) -
     summary = json.loads((tmp_path / "runs" / "two" / "summary.json").read_text())
     assert summary == json.loads(result.stdout.splitlines()[-1])
     assert summary["world_size"] == 2 and summary["steps"] == 8
-
-
-def test_killed_anywhere_and_resumed_is_bit_identical(tmp_path: Path) -> None:
-    words = [
-        *tiny.settings(tmp_path),
-        "train.steps=15",
-        "checkpoint.every=2",
-        "evaluate.every=5",
-        "model.dropout=0.1",
-        f"--config={tiny.config_file(tmp_path)}",
-    ]
-    whole = tiny.train(tmp_path, [*words, "run.name=whole"])
-    assert "resuming" not in whole.stdout
-    run, log = tmp_path / "runs" / "killed", tmp_path / "runs" / "killed" / "logs" / "rank-000.jsonl"
-    command = [sys.executable, str(ROOT / "train.py"), *words, f"run.name={run.name}"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    # Anywhere soon after the first records; tests/test_kills.py chooses its moments.
-    while process.poll() is None and (not log.exists() or log.read_bytes().count(b"\n") < 7):
-        time.sleep(0.001)  # the processor is the run's
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, "the run ended before it was killed"
-    resumed = tiny.train(tmp_path, ["--resume", str(run)])
-    assert "resuming" in resumed.stdout
-    assert difference(tmp_path / "runs" / "whole", run) == 0.0
-    steps = [
-        [(r["step"], r["loss"], r["rows"]) for r in tiny.steps_of(one)] for one in (run, tmp_path / "runs" / "whole")
-    ]
-    assert steps[0] == steps[1]
 
 
 def test_the_wall_seconds_and_the_cost_of_a_run_are_of_all_its_processes(tmp_path: Path) -> None:
@@ -166,18 +136,6 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> Non
     assert all(np.array_equal(before[name], array) for name, array in weights(run).items())
 
 
-def test_of_ranks_parts_only_those_of_checkpoints_that_are_gone_are_removed(tmp_path: Path) -> None:
-    kept = [checkpoint.part_of(tmp_path, 4, rank).name for rank in (0, 1, 2)]
-    kept += ["step-00000002-rank-000 (1).safetensors", "step-x-rank-y.safetensors"]
-    gone = [checkpoint.part_of(tmp_path, 2, rank).name for rank in (0, 2)]  # of rank 2 there is none any more
-    (tmp_path / "step-00000004").mkdir()
-    (tmp_path / "ranks").mkdir()
-    for name in kept + gone:
-        (tmp_path / "ranks" / name).touch()
-    checkpoint.prune_parts(tmp_path, World())
-    assert {path.name for path in (tmp_path / "ranks").iterdir()} == set(kept)
-
-
 def test_checkpoints_kept_are_the_newest_and_the_best(tmp_path: Path) -> None:
     words = [
         *tiny.settings(tmp_path),
@@ -254,19 +212,6 @@ def test_a_reference_that_the_steps_ask_for_is_that_of_a_pass(tmp_path: Path, mo
     asked, before = (tiny.steps_of(tmp_path / "runs" / name) for name in ("asked", "before"))
     assert [step["loss"] for step in asked] == pytest.approx([step["loss"] for step in before], rel=1e-5)
     assert asked[-1]["loss"] < asked[0]["loss"]
-
-
-@pytest.mark.parametrize("loss", ["sft", "simpo"])
-def test_a_loss_without_a_reference_asks_none(tmp_path: Path, loss: str) -> None:
-    result = tiny.train(tmp_path, [*tiny.settings(tmp_path), "train.steps=2", f"train.loss={loss}"])
-    assert "reference" not in result.stdout and not (tmp_path / "runs" / ".reference").exists()
-
-
-def test_another_reference_model_is_used(tmp_path: Path) -> None:
-    stored = tiny.stored_model(tmp_path)
-    words = [*tiny.settings(tmp_path), "train.steps=2", "run.name=a", f"model.reference={stored}"]
-    tiny.train(tmp_path, words)
-    assert abs(tiny.steps_of(tmp_path / "runs" / "a")[0]["reward_margin"]) > 1e-3
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
@@ -359,31 +304,6 @@ def test_a_run_that_is_never_finite_stops_with_a_remedy_and_no_traceback(tmp_pat
     assert "lower train.learning_rate (1e+30)" in " ".join(result.stderr.split()) and "--resume" in result.stderr
 
 
-def test_a_log_on_a_full_disk_is_kept_until_there_is_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], capture_output=True).returncode:
-        pytest.skip("mounting a small disk needs root")
-    try:
-        tracker = PerformanceTracker(disk / "log.jsonl")
-        tracker.record("start")
-        with (disk / "filler").open("wb", buffering=0) as filler, pytest.raises(OSError, match="No space"):
-            while True:
-                filler.write(bytes(4096))
-        for step in range(100):
-            tracker.record("step", step=step, rows=list(range(50)))
-        with pytest.raises(OSError, match="No space"):
-            tracker.flush()
-        assert capsys.readouterr().err.count("kept in memory until there is room") == 1
-        (disk / "filler").unlink()
-        tracker.record("end")
-        tracker.close()
-        records = list(read_records(disk / "log.jsonl"))
-        assert [record.get("step") for record in records] == [None, *range(100), None]
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
-
-
 def test_checkpoints_come_by_time_or_by_steps() -> None:
     writer = checkpoint.CheckpointWriter(seconds=10.0)
     assert [writer.is_due(step, 1.0) for step in range(1, 11)] == [False] * 9 + [True], "one more step would exceed it"
@@ -392,19 +312,6 @@ def test_checkpoints_come_by_time_or_by_steps() -> None:
     assert not writer.is_due(1, 19.0) and writer.is_due(2, 19.0), "writing takes at most a twentieth of the time"
     writer = checkpoint.CheckpointWriter(every=3)
     assert [writer.is_due(step, 1e9) for step in (1, 2, 3, 4)] == [False, False, True, False]
-
-
-def test_a_checkpoint_that_cannot_be_written_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def fail() -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", "weights")
-
-    writer, tracker = checkpoint.CheckpointWriter(), PerformanceTracker(tmp_path / "log.jsonl")
-    writer.write(3, tmp_path, fail, beside=True)
-    writer.write(4, tmp_path, lambda: None, beside=False)
-    writer.record(tracker)
-    records = list(read_records(tmp_path / "log.jsonl"))
-    assert [(record["kind"], record["step"]) for record in records] == [("warning", 3), ("checkpoint", 4)]
-    assert f"warning: {records[0]['text']}" in capsys.readouterr().err
 
 
 def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
@@ -636,34 +543,6 @@ def test_a_fault_of_ours_on_one_rank_ends_all(tmp_path: Path) -> None:
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 1
     assert "ZeroDivisionError" in result.stderr
-
-
-def test_checkpoints_are_utf_8_in_every_locale(tmp_path: Path) -> None:
-    config = tmp_path / "pattern.yaml"
-    config.write_text(
-        tiny.config_file(tmp_path).read_text() + 'evaluate: {answer_pattern: "é(.*)"}\n', encoding="utf-8"
-    )
-    words = tiny.settings(tmp_path, train__steps=1, run__name="a")
-    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    command = [sys.executable, "train.py", "--config", str(config), *words]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert (result.returncode, result.stderr) == (0, "")
-    (saved,) = (tmp_path / "runs/a/checkpoints").glob("step-*")
-    assert load.load(saved / "config.yaml").evaluate.answer_pattern == "é(.*)"
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_a_log_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
-    logs = tmp_path / "runs" / "run" / "logs"
-    logs.mkdir(parents=True)
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(logs)], capture_output=True).returncode:
-        pytest.skip("mounting a small disk needs root")
-    try:
-        (logs / "other").write_bytes(bytes(4096))
-        result = tiny.train(tmp_path, [*tiny.settings(tmp_path), "run.name=run"], check=False)
-        assert_one_clear_line(result, "No space left on device", "--resume")
-    finally:
-        subprocess.run(["umount", str(logs)], check=True)
 
 
 def test_a_disk_that_fills_up_loses_no_checkpoint(tmp_path: Path) -> None:

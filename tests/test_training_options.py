@@ -1,6 +1,5 @@
 """Adapters of unlike layers, LoRA+, NEFTune, optimizer states of 8 bits: each against its paper, mlx-lm, and whole runs."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -99,29 +98,6 @@ def test_every_layer_has_the_rank_and_scale_of_the_first_pattern_that_ends_its_n
     assert (plain[first], plain[second], plain[other]) == ((2, 4.0), (16, 0.5), (4, 2.0))
     expected = ((2, 32 / math.sqrt(2)), (16, 8.0), (4, 4.0))
     assert (stabilised[first], stabilised[second], stabilised[other]) == expected
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["model.rank_pattern={nothing: 4}"], "'nothing' ends the name of no adapted layer"),
-        (["model.rank_pattern={'(': 4}"], "model.rank_pattern: no regular expression"),
-        (["model.blocks=[0, 7]"], "model.blocks=\\[0,7\\], but .* has 2 blocks, 0 to 1"),
-        (["model.blocks=[1-0]"], "1-0 ends before it begins"),
-        (["model.blocks=3"], "model.blocks=3, but .* has 2 blocks"),
-        (["model.use_rslora=true"], "model.use_rslora needs model.alpha, e.g. model.alpha=16"),
-        (["model.alpha=16", "model.scale=4"], "leave one of them out"),
-        (["model.alpha=16", "model.method=full"], "model.alpha is for adapters"),
-        (["model.adapt_embeddings=true", "model.method=dora"], "is for model.method=lora, not dora"),
-        (["train.loraplus_lr_ratio=16", "model.method=full"], "train.loraplus_lr_ratio is for adapters"),
-        (["train.optimizer=adamw_8bit", "strategy=sharded"], "looks at whole matrices"),
-    ],
-    ids=lambda case: " ".join(case) if isinstance(case, list) else "",
-)
-def test_what_cannot_be_is_one_line(tmp_path: Path, words: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=message) as error:
-        trained(tiny.stored_model(tmp_path), *words)
-    assert "\n" not in str(error.value)
 
 
 def test_an_adapter_of_other_ranks_is_refused_by_its_first_layer(tmp_path: Path) -> None:
@@ -346,28 +322,3 @@ RUNS = [
     ["train.reference_sync_steps=2", "model.method=full", "train.loss=sppo"],
     ["train.optimizer=adamw_8bit", "train.loraplus_lr_ratio=8", "train.neftune_noise_alpha=5"],
 ]
-
-
-@pytest.mark.parametrize("words", RUNS, ids=lambda words: " ".join(words[:2]))
-@pytest.mark.long("train.optimizer=*", "train.loss=*")
-def test_a_resumed_run_ends_with_the_bits_of_one_that_was_never_stopped(
-    tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(optimizers, "LEAST_QUANTISED", 1)
-    words = [*tiny.settings(tmp_path), *words, "train.schedule=constant", "checkpoint.every=3"]
-    words.append("checkpoint.final=last")
-    tiny.train(tmp_path, [*words, "run.name=whole", "train.steps=7"])
-    tiny.train(tmp_path, [*words, "run.name=halves", "train.steps=3"])
-    tiny.train(tmp_path, ["--resume", str(tmp_path / "runs/halves"), "train.steps=7"])
-    whole, halves = tmp_path / "runs/whole", tmp_path / "runs/halves"
-    assert tiny.difference(whole, halves) == 0.0 and tiny.figure_difference(whole, halves, "loss") == 0.0
-    configured = json.loads((whole / "checkpoints/step-00000007/adapter_config.json").read_text())
-    assert configured.get("padded", False) is False
-
-
-def test_a_compiled_run_ends_with_the_weights_of_a_plain_one(tmp_path: Path) -> None:
-    words = [*tiny.settings(tmp_path), "train.steps=5", "train.neftune_noise_alpha=5", "train.use_weighting=true"]
-    words += ["train.loraplus_lr_ratio=4", "train.reference_sync_steps=2", "model.adapt_embeddings=true"]
-    for compiled in ("false", "true"):
-        tiny.train(tmp_path, [*words, f"run.name={compiled}", f"train.compile={compiled}"])
-    rounding.assert_equal_runs(tmp_path / "runs/false", [tmp_path / "runs/true"], ["loss", "grad_norm"])

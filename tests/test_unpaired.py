@@ -306,16 +306,6 @@ def test_every_row_gets_the_completion_of_another_prompt_and_each_is_taken_once(
     assert (others == partners(np.arange(count), "x")).all()
 
 
-def test_rows_of_one_prompt_never_get_each_others_completion() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        keys = rng.integers(0, rng.integers(2, 6), rng.integers(2, 40))
-        if len(np.unique(keys)) > 1:
-            assert (keys[partners(keys, "x")] != keys).all()
-    with pytest.raises(errors.UserError, match="the same prompt"):
-        partners(np.zeros(5), "x")
-
-
 def test_mismatched_completions_keep_the_prompt_and_fit_the_length(tmp_path: Path) -> None:
     plain = read(tmp_path, labelled(40), max_length=16)
     data = with_mismatched(plain, 16)
@@ -397,18 +387,6 @@ def run_words(folder: Path, loss: str, **changes: Any) -> list[str]:
     tiny.write_jsonl(folder / "train.jsonl", labelled(21))
     tiny.write_jsonl(folder / "valid.jsonl", labelled(7, seed=1))
     return [*words, f"train.loss={loss}", "evaluate.samples=0"]
-
-
-@pytest.mark.parametrize("loss", UNPAIRED_LOSSES)
-def test_a_resumed_run_ends_with_the_bits_of_one_that_was_never_stopped(tmp_path: Path, loss: str) -> None:
-    words = [*run_words(tmp_path, loss), "train.schedule=constant", "train.learning_rate=1e-2", "checkpoint.every=3"]
-    tiny.train(tmp_path, [*words, "run.name=whole", "train.steps=7"])
-    tiny.train(tmp_path, [*words, "run.name=halves", "train.steps=3"])
-    tiny.train(tmp_path, ["--resume", str(tmp_path / "runs/halves"), "train.steps=7"])
-    whole, halves = tmp_path / "runs/whole", tmp_path / "runs/halves"
-    assert tiny.difference(whole, halves) == 0.0 and tiny.figure_difference(whole, halves, "loss") == 0.0
-    state = json.loads((whole / "checkpoints/step-00000007/state.json").read_text())
-    assert state["rewards"][1] == (state["pairs"] if loss == "bco" else 0)
 
 
 def test_a_compiled_step_asks_the_reference_of_fewer_rows_than_its_shape(tmp_path: Path) -> None:

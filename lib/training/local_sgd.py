@@ -116,11 +116,8 @@ def assign_by_speed(
 ) -> list[list[np.ndarray]]:
     """Every rank's chunks of indices, at most its share each: the next one goes to the rank that ends it first.
 
-    No chunk spans two global batches, so each has the learning rate of its batch.
-
-    Args:
-        pending: int64 [n], ascending indices into the stream that are not trained yet.
-        speeds: pairs a second, by rank; one at least is positive. A rank without speed or share gets nothing.
+    No chunk spans two global batches, so each has the learning rate of its batch. pending: int64 [n], ascending indices
+    into the stream that are not trained yet. speeds: pairs a second, by rank; a rank without one gets nothing.
     """
     queues: list[list[np.ndarray]] = [[] for _ in shares]
     workers = [(share, speed, rank) for rank, (share, speed) in enumerate(zip(shares, speeds, strict=True))]
@@ -278,12 +275,8 @@ def outer(
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """An outer step along the averaged change, with Nesterov momentum (DiLoCo, arXiv:2311.08105, algorithm 1).
 
-    Args:
-        start: the parameters before the round; `change`: what the ranks, averaged, did to them; `momentum`: as returned
-            by the round before, empty at first.
-
-    Returns:
-        The parameters, and the momentum, float32.
+    start: the parameters before the round; change: what the ranks, averaged, did to them; momentum: as returned by the
+    round before, empty at first. Returns the parameters, and the momentum, float32.
     """
     merged, moved = {}, {}
     for name, before in start.items():
@@ -296,12 +289,10 @@ def outer(
 
 
 def distance(merged: Adapter, start: Adapter, adapters: Sequence[Adapter], weights: np.ndarray) -> tuple[float, float]:
-    """How far a merge is from the exact weighted mean of the ranks' changes to the weights.
+    """How far a merge is from the exact weighted mean of the ranks' changes to the weights: two squared norms.
 
-    Returns:
-        The squared Frobenius norms of (merged change - exact mean change) and of the exact mean change, for the sum
-        over parameters; LoRA's layers as products, without the scale that both have in common. A stack, of another
-        rank, is the exact mean. The merge error is the root of the first over the second.
+    Of (merged change - exact mean change), and of the exact mean change, summed over parameters; LoRA's layers as
+    products, without the scale that both have in common. A stack, of another rank, is the exact mean.
     """
     missed = exact = 0.0
     layers = low_rank_layers(start)
@@ -610,25 +601,22 @@ class RoundLength:
 class LocalSGD:
     """The rounds of a run.
 
-    Args:
-        plan: shares and micro-batches to begin with.
-        lengths: int [n], of the training rows, as Dataset.lengths.
-        steps: of the whole run, in global batches.
-        first_step: that the data begin with: epochs count from there.
+    plan: shares and micro-batches to begin with. lengths: int [n], of the training rows. steps: of the whole run, in
+    global batches. first_step: that the data begin with: epochs count from there.
     """
 
     def __init__(
         self, config: Config, world: World, plan: ClusterPlan, model: nn.Module, lengths: np.ndarray, steps: int,
         first_step: int = 0,
     ):  # fmt: skip
-        self.config, self.world, self.model, self.lengths = config, world, model, lengths
-        self.steps, self.first_step = steps, first_step
-        self.length = RoundLength(
-            steps, plan.steps_per_round, measures_merges(config.independent, config.plan) and world.size > 1
-        )
-        self.method = config.independent.merge or default_merge(config.independent, config.model)
-        self.ranks = RankSpeeds(plan, follows=config.plan.replan and config.plan.shares is None and world.size > 1)
-        self.merger = Merger(world, model, config.independent, config.sync, config.model.method)
+        settings, several = config.independent, world.size > 1
+        self.train_settings, self.model_settings = config.train, config.model
+        self.world, self.model, self.lengths = world, model, lengths
+        self.steps, self.first_step, self.pairs_per_round = steps, first_step, settings.pairs_per_round
+        self.length = RoundLength(steps, plan.steps_per_round, measures_merges(settings, config.plan) and several)
+        self.method = settings.merge or default_merge(settings, config.model)
+        self.ranks = RankSpeeds(plan, follows=config.plan.replan and config.plan.shares is None and several)
+        self.merger = Merger(world, model, settings, config.sync, config.model.method)
         self.round: OpenRound | None = None  # None between rounds
         self.saved_whole = 0  # the step of the last checkpoint at a round's end
 
@@ -639,10 +627,7 @@ class LocalSGD:
 
         Yields whenever all ranks have synchronised: at a round's end the figures of the merge, and whether a checkpoint
         is due; inside a round None, where one is due. Only one from a round's end serves a world of another size, so it
-        comes at the next such end, unless that is far.
-
-        Raises:
-            Stopped, AgreedError: on all ranks, what one rank met.
+        comes at the next such end, unless that is far. Raises Stopped or AgreedError on all ranks, as on one of them.
         """
         saved, whole_seconds, every = progress.step, 0.0, writer.every
         while progress.step < self.steps or self.round is not None:  # a resume may end a run inside a round
@@ -673,8 +658,7 @@ class LocalSGD:
 
     def _end_round(self, round: OpenRound, progress: Progress) -> MergeResult:
         began = time.perf_counter()
-        is_last = progress.step >= self.steps
-        method = self.method if self.method != "stack" or is_last else "svd"
+        method = self.method if self.method != "stack" or progress.step >= self.steps else "svd"
         result = self.merger.merge(method, round.start, round.trained)
         result.seconds, result.waited_seconds = time.perf_counter() - began, round.waited_seconds
         result.global_step = progress.step
@@ -692,27 +676,21 @@ class LocalSGD:
 
     def _step_seconds(self) -> float | None:
         speed = sum(self.ranks.speeds)
-        return self.config.train.global_batch_size / speed if self.ranks.are_known() and speed else None
+        return self.train_settings.global_batch_size / speed if self.ranks.are_known() and speed else None
 
     def _open(self, step: int, rewards: Sequence[float]) -> OpenRound:
-        if (pairs := self.config.independent.pairs_per_round) is None:
+        if self.pairs_per_round is None:
             stream = self._stream(step, min(self.steps, step + self.length.now))
         else:
-            stream = self._stream(step, self.steps, pairs)
+            stream = self._stream(step, self.steps, self.pairs_per_round)
         work = RoundWork([0] * self.world.size, [0] * self.world.size)
         return OpenRound(stream, np.arange(len(stream.rows)), work, adapter_files.trainable(self.model), list(rewards))
 
     def _stream(self, first_step: int, last_step: int, pairs: int = sys.maxsize) -> Round:
         """The round that ends with `last_step`, or before it, once it has so many pairs."""
-        train, before = self.config.train, self.first_step
-        stream = open_round(
-            (first_step - before, last_step - before),
-            pairs,
-            self.lengths,
-            train.seed,
-            train.global_batch_size,
-        )
-        return replace(stream, first_step=first_step, last_step=stream.last_step + before)
+        steps, train = (first_step - self.first_step, last_step - self.first_step), self.train_settings
+        stream = open_round(steps, pairs, self.lengths, train.seed, train.global_batch_size)
+        return replace(stream, first_step=first_step, last_step=stream.last_step + self.first_step)
 
     def _work_and_synchronise(
         self, round: OpenRound, progress: Progress, local_step: LocalStep, target: int, writer: CheckpointWriter
@@ -721,7 +699,7 @@ class LocalSGD:
 
         target: the step of the next checkpoint.
         """
-        began = time.perf_counter()
+        began, ranks, size = time.perf_counter(), self.ranks, self.world.size
         queues, seconds = self._assign(round, target, writer)
         own = self._work(round.stream, queues[self.world.rank], seconds, local_step, progress.rewards)
         own.skipped_in_row, arrived = progress.skipped_in_row, time.perf_counter()
@@ -732,18 +710,17 @@ class LocalSGD:
         reports = [RankReport(**json.loads(text)) for text in texts]
         self._raise_faults(Stopped, [report.stopped for report in reports])
         self._raise_faults(AgreedError, [report.failed for report in reports])
-        self.ranks.rewards = [report.rewards for report in reports]
-        self.ranks.skipped_in_row = [report.skipped_in_row for report in reports]
+        ranks.rewards = [report.rewards for report in reports]
+        ranks.skipped_in_row = [report.skipped_in_row for report in reports]
         steps = [report.steps for report in reports]
         pairs = [sum(map(len, queue[:count])) for queue, count in zip(queues, steps, strict=True)]
         round.pending = left_over(round.pending, queues, steps)
         round.trained = RoundWork(_sums(round.trained.pairs, pairs), _sums(round.trained.steps, steps))
-        size = self.world.size
-        self.ranks.local_steps[:size] = _sums(self.ranks.local_steps[:size], steps)
+        ranks.local_steps[:size] = _sums(ranks.local_steps[:size], steps)
         for rank, report in enumerate(reports):
-            self.ranks.limit(rank, report.max_micro_batch_size)
+            ranks.limit(rank, report.max_micro_batch_size)
         self.length.take_in([report.round_end_seconds for report in reports])
-        self.ranks.measure(reports, pairs)
+        ranks.measure(reports, pairs)
         progress.pairs += sum(pairs)
         progress.tokens += sum(report.tokens for report in reports)
         progress.seconds += time.perf_counter() - began
@@ -761,7 +738,7 @@ class LocalSGD:
         self, round: OpenRound, target: int, writer: CheckpointWriter
     ) -> tuple[list[list[np.ndarray]], float | None]:
         """Every rank's chunks, and the seconds after which to synchronise; without, after all of them."""
-        stream, ranks, batch_size = round.stream, self.ranks, self.config.train.global_batch_size
+        stream, ranks, batch_size = round.stream, self.ranks, self.train_settings.global_batch_size
         patience = PATIENCE * self.world.timeout_seconds
         if writer.every is None:
             patience = min(patience, max(1.0, writer.seconds - writer.unsaved_seconds))
@@ -819,41 +796,35 @@ class LocalSGD:
     def _position(self, round: OpenRound) -> tuple[int, Position]:
         """Global batches trained, in whole ones, and the position there, as a synchronous run counts them."""
         step = round.stream.first_step + round.stream.batch_of(len(round.stream.rows) - len(round.pending))
-        batch_size = self.config.train.global_batch_size
+        batch_size = self.train_settings.global_batch_size
         epoch, batches = divmod(step - self.first_step, -(-len(self.lengths) // batch_size))
         return step, Position(epoch, batches * batch_size)
 
-    # ---- In a checkpoint
+    def evaluating_ranks(self) -> tuple[World, list[int]]:
+        """Who evaluates, and in which shares: all together, but each its own where nothing is merged."""
+        return (self.world.alone(), [1]) if self.method == "none" else (self.world, self.ranks.shares)
 
-    @property
-    def is_inside(self) -> bool:
-        """Whether the ranks have different weights: inside a round, and always without a merge."""
-        return self.round is not None or self.method == "none"
+    # ---- In a checkpoint
 
     def state(self) -> RoundsState:
         """What all ranks know."""
-        ranks = self.ranks
+        ranks, round, size = self.ranks, self.round, self.world.size
         state: RoundsState = {
             "shares": list(ranks.shares),
             "speeds": list(ranks.speeds),
-            "are_one": not self.is_inside,
+            "are_one": round is None and self.method != "none",
             "max_micro_batch_sizes": list(ranks.max_micro_batch_sizes),  # a rank's own may change before all meet
             "local_steps": list(ranks.local_steps),
             "round_ends": self.length.ends,
             "skipped_in_row": ranks.skipped_in_row,
             "saved_whole": self.saved_whole,
+            "rewards": ranks.rewards or [[0.0, 0.0]] * size,
+            "rewards_before": [0.0, 0.0] if round is None else round.rewards,
         }
-        if (round := self.round) is not None:
+        if round is not None:
             state["first_step"], state["last_step"] = round.stream.first_step, round.stream.last_step
             state["trained"] = [[pairs, steps] for pairs, steps in zip(*round.trained, strict=True)]
-        if self.config.train.loss == "bco" and ranks.rewards and self.is_inside:
-            state["rewards"] = ranks.rewards
-            state["rewards_before"] = round.rewards if round is not None else [0.0, 0.0]
         return state
-
-    def evaluating_ranks(self) -> tuple[World, list[int]]:
-        """Who evaluates, and in which shares: all together, but each its own where nothing is merged."""
-        return (self.world.alone(), [1]) if self.method == "none" else (self.world, self.ranks.shares)
 
     def rank_arrays(self, optimizer: optim.Optimizer) -> RankArrays:
         """What this rank alone has; rank 0's weights and optimizer are in the checkpoint itself."""
@@ -867,47 +838,43 @@ class LocalSGD:
     def resume(self, progress: Progress, own: RankArrays) -> None:
         """Takes up what a checkpoint has; in a world of another size it is one from between two rounds.
 
-        A synchronous run's is one, too: the ranks part where it stood.
-
-        Raises:
-            AgreedError: the state is not what a run writes. It is the same on every rank.
+        A synchronous run's is one, too: the ranks part where it stood. Raises AgreedError where the state is not what a
+        run writes; it is the same on every rank.
         """
         if progress.step < self.steps:
-            to_ranks(self.model, self.config.model)
+            to_ranks(self.model, self.model_settings)
         self.merger.momentum, self.merger.feedback = own.get("momentum", {}), own.get("feedback", {})
         try:
-            self._restore_state(progress, own.get("start"), own.get("pending"))
+            self._restore_state(progress, own)
         except (KeyError, TypeError, ValueError, IndexError, ArithmeticError) as error:
             raise AgreedError(
                 f"the checkpoint of step {progress.step}: the state of its rounds is not what a run writes: {error!r}"
             ) from None
         progress.rounds = self.state()
 
-    def _restore_state(self, progress: Progress, start: Arrays | None, pending: Arrays | None) -> None:
+    def _restore_state(self, progress: Progress, own: RankArrays) -> None:
         state, ranks, size = progress.rounds, self.ranks, self.world.size
         ranks.local_steps = [progress.steps_of(rank) for rank in range(size)] + state.get("local_steps", [])[size:]
         self.saved_whole = state.get("saved_whole", progress.step)
-        is_same_size = len(state.get("shares", [])) == size
-        if is_same_size:
-            ranks.speeds = list(state["speeds"])
-            if ranks.follows:
-                ranks.shares, self.length.ends = list(state["shares"]), list(state.get("round_ends", []))
-                self.length.choose(self._step_seconds())
-            for rank, limit in enumerate(state.get("max_micro_batch_sizes", [])):
-                ranks.limit(rank, limit)
-            ranks.skipped_in_row = state.get("skipped_in_row", ranks.skipped_in_row)
-            progress.skipped_in_row = ranks.skipped_in_row[self.world.rank]
         ranks.rewards, before = [list(progress.rewards)] * size, list(progress.rewards)
-        if "rewards" in state and len(state["rewards"]) == size:
+        if len(state.get("shares", [])) != size:
+            return
+        ranks.speeds = list(state["speeds"])
+        if ranks.follows:
+            ranks.shares, self.length.ends = list(state["shares"]), list(state["round_ends"])
+            self.length.choose(self._step_seconds())
+        for rank, limit in enumerate(state["max_micro_batch_sizes"]):
+            ranks.limit(rank, limit)
+        ranks.skipped_in_row = state["skipped_in_row"]
+        progress.skipped_in_row = ranks.skipped_in_row[self.world.rank]
+        if not state["are_one"]:
             ranks.rewards, before = state["rewards"], state["rewards_before"]
             progress.rewards = list(ranks.rewards[self.world.rank])
         if "last_step" in state:
-            if start is None or pending is None:
-                raise KeyError("start")
             stream = self._stream(state["first_step"], min(self.steps, state["last_step"]))
-            indices = np.array(pending["indices"])
+            pending = np.array(own["pending"]["indices"])
             trained = RoundWork(*(list(of_ranks) for of_ranks in zip(*state["trained"], strict=True)))
-            self.round = OpenRound(stream, indices[indices < len(stream.rows)], trained, start, before)
+            self.round = OpenRound(stream, pending[pending < len(stream.rows)], trained, own["start"], before)
 
 
 def _sums(first: Sequence[int], second: Sequence[int]) -> list[int]:

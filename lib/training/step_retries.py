@@ -15,6 +15,7 @@ from lib.model import checkpointing
 from lib.system import files, network, out_of_memory
 from lib.system.out_of_memory import OutOfMemory
 from lib.training.divided_world import InStages
+from lib.training.optimizers import learning_rate
 from lib.training.pipelined_step import PipelinedStep, StagePace
 from lib.training.run import TrainingRun
 from lib.training.run_facts import memory_limit
@@ -101,7 +102,9 @@ class Learner:
         else:
             rank = None if run.local_sgd is None else run.world.rank
             step = Step(run.model, run.optimizer, train, world, sync, rank, limit)
-        step.rewards, step.feedback, step.rate_of = run.progress.rewards, run.feedback, run.rate_of
+        progress = run.progress  # not the run: a step is freed late, and would keep the run's folder locked
+        step.rewards, step.feedback = progress.rewards, run.feedback
+        step.rate_of = lambda index, _: learning_rate(train, *progress.rate_position(index))
         return step
 
     def learn(self, step: int, index: int, epoch: int, rows: list[int], batches: list[MicroBatch]) -> StepRecord:
