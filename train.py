@@ -10,6 +10,7 @@ mpirun -n 2 python train.py 'plan.shares=[24,8]'           the same file on two 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import time
@@ -63,39 +64,38 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
         config = config.model_copy(update={"model": inputs.with_compute_type(config.model, world, say.line)})
     if (run := prepare(config, world, say, resume, dry_run)) is None:
         return
-    run.counted_until = launched
+    with contextlib.closing(run):  # frees its folder, whatever ends it
+        run.counted_until = launched
 
-    # Reference: the policy before training, or another model; its log-probabilities are computed once.
-    references = reference_model.of_run(config, run.model, run.inputs, run.world, run.plan.shares, say.counting)
-    run.asked_reference = reference_model.asked(config, run.model, run.inputs.data, run.world, run.layout)
+        # Reference: the policy before training, or another model; its log-probabilities are computed once.
+        references = reference_model.of_run(config, run.model, run.inputs, run.world, run.plan.shares, say.counting)
+        run.asked_reference = reference_model.asked(config, run.model, run.inputs.data, run.world, run.layout)
 
-    # Resume: weights, optimizer, position and counters of the last good checkpoint.
-    if resume:
-        run.resume()
-    run.record_start(resume)
-    say.record_in(run.tracker, run.progress.step, each_rank=run.local_sgd is not None)
+        # Resume: weights, optimizer, position and counters of the last good checkpoint.
+        if resume:
+            run.resume()
+        run.record_start(resume)
+        say.record_in(run.tracker, run.progress.step, each_rank=run.local_sgd is not None)
 
-    # Training: once in a while the model is evaluated, and a checkpoint is written.
-    evaluator = Evaluator(run, references.valid)
-    if config.rollouts.rounds:
-        loop = rounds.train(run, evaluator)
-    else:
-        loop = TrainingLoop.over(run, references.data, evaluator)
-        if run.is_new:
-            loop.evaluate_before()
-            evaluator.show_before()
-        loop.train()
-    evaluator.show_after(loop.final_step)
+        # Training: once in a while the model is evaluated, and a checkpoint is written.
+        evaluator = Evaluator(run, references.valid)
+        if config.rollouts.rounds:
+            loop = rounds.train(run, evaluator)
+        else:
+            loop = TrainingLoop.over(run, references.data, evaluator)
+            if run.is_new:
+                loop.evaluate_before()
+                evaluator.show_before()
+            loop.train()
+        evaluator.show_after(loop.final_step)
 
-    # Finish: the adapter where mlx-lm finds it, the figures, the curves.
-    loop.finish()
-    if world.rank == 0:
-        if config.run.pages:
-            run_report.write(run.folder)
-        console.show_end(
-            say, run.folder, config.train.loss, inputs.unnamed_ends(run.inputs.tokenizer, config.model, config.data)
-        )
-    run.close()
+        # Finish: the adapter where mlx-lm finds it, the figures, the curves.
+        loop.finish()
+        if world.rank == 0:
+            if config.run.pages:
+                run_report.write(run.folder)
+            ends = inputs.unnamed_ends(run.inputs.tokenizer, config.model, config.data)
+            console.show_end(say, run.folder, config.train.loss, ends)
 
 
 def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run: bool) -> TrainingRun | None:

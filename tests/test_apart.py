@@ -374,13 +374,15 @@ def test_what_one_rank_meets_ends_all(
     original = local_sgd.LocalSGD._work
     for number, fault in enumerate([Stopped("not finite"), OSError(28, "No space left on device", "log")]):
 
-        def work(self: Any, queue: Any, seconds: Any, local_step: Any, *others: Any, fault: Exception = fault) -> Any:
+        def work(
+            self: Any, stream: Any, queue: Any, seconds: Any, local_step: Any, rewards: Any, fault: Exception = fault
+        ) -> Any:
             def broken(step: int, *rest: Any) -> Any:
                 if step == 5 and world.rank == world.size - 1:
                     raise fault
                 return local_step(step, *rest)
 
-            return original(self, queue, seconds, broken, *others)
+            return original(self, stream, queue, seconds, broken, rewards)
 
         monkeypatch.setattr(local_sgd.LocalSGD, "_work", work)
         with pytest.raises((Stopped, AgreedError), match=f"rank {world.size - 1}: .*(not finite|No space left)"):

@@ -113,7 +113,8 @@ class TrainingRun:
         self.counted_until = now
 
     def close(self) -> None:
-        """Lets go of the run's folder."""
+        """Frees the run's folder, once its last checkpoint is whole."""
+        self.writer.wait()
         if self.lock is not None:
             self.lock.close()
 
