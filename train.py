@@ -3,7 +3,7 @@
 
 python train.py                                            the quickstart, offline, in about two minutes
 python train.py --config configs/X.yaml train.beta=0.2     any setting as key=value
-python train.py --config configs/X.yaml --dry-run          the plan, and what would be trained
+python train.py --config configs/X.yaml --dry-run          the plan and the expected time (--measure: from three steps)
 python train.py --resume runs/NAME                         go on from the last good checkpoint
 mpirun -n 2 python train.py 'plan.shares=[24,8]'           the same file on two unequal ranks, 24 + 8 pairs a step
 """
@@ -36,6 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
         launch = mpi_and_blas.launch_environment()
         mpi_and_blas.prepare()
         from lib.distributed.world import start  # brings MLX: --help and a misspelt option answer at once
+        from lib.training import trial
 
         world = start(launch)
         with world.agreeing("the configuration"):
@@ -45,13 +46,14 @@ def main(arguments: list[str] | None = None) -> int:
         config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
         world.require_equal("configuration", settings.learning_digest(config))
         world = dataclasses.replace(world, timeout_seconds=config.sync.timeout_seconds)
-        train(config, world, resume=options.resume is not None, dry_run=options.dry_run)
+        tried = trial.step_seconds(options.measure, config, world, train)
+        train(config, world, options.resume is not None, options.dry_run, tried)
     except (Exception, KeyboardInterrupt) as error:
         return mpi_and_blas.report_end(error, launch, run)
     return 0
 
 
-def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
+def train(config: Config, world: World, resume: bool, dry_run: bool, tried: float | None = None) -> None:
     """One run, from its configuration to the finished adapter."""
     from lib.evaluate.evaluator import Evaluator
     from lib.report import console, run_report
@@ -59,7 +61,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     from lib.training import inputs, reference_model
     from lib.training.loop import TrainingLoop
 
-    launched, say = time.perf_counter(), console.RunConsole(world.rank, config.run.log_every)
+    launched, say = time.perf_counter(), console.RunConsole(world.rank, config.run.log_every, tried)
     if not resume:
         config = config.model_copy(update={"model": inputs.with_compute_type(config.model, world, say.line)})
     if (run := prepare(config, world, say, resume, dry_run)) is None:

@@ -55,7 +55,6 @@ ROUNDS, QUICK_ROUNDS = 7, 5  # of all sizes
 UNSTEADY = 0.2  # of a point's time, its spread between rounds: beyond it the point is measured again
 DIP = 1.3  # pairs/s of smaller and of larger sizes over a point's own: beyond it the point was disturbed
 FALLING_TIME = 1.15  # the same for a time that is longer than that of more pairs
-DEPTHS_SECONDS = 4.0  # of measuring steps of few and of all blocks
 ROWS = 64  # of the data's, whose lengths are measured with
 LAUNCHERS = ("OMPI_", "PMIX_", "PRTE_", "MLX_RANK", "MLX_HOSTFILE", "MLX_WORLD", "MLX_IBV", "MLX_JACCL", "NCCL_")
 
@@ -247,22 +246,6 @@ def measure_in_rounds(prober: Prober, found: Measured, count: int, row: dict[str
     return None
 
 
-def outside_blocks(seconds: dict[str, dict[str, list[float]]]) -> float | None:
-    """The share of a micro-batch's time that is no block's: by a straight line through few and all blocks.
-
-    seconds: of steps, {number of blocks: {number of micro-batches: [...]}}, of two numbers of either kind, or empty.
-    """
-    if not seconds:
-        return None
-    of_micro_batch = {}
-    for blocks, by_count in seconds.items():
-        (one, once), (more, longer) = sorted((int(count), float(np.median(times))) for count, times in by_count.items())
-        of_micro_batch[int(blocks)] = (longer - once) / (more - one)
-    (few, of_few), (whole, of_whole) = sorted(of_micro_batch.items())
-    outside = of_few - few * (of_whole - of_few) / (whole - few)
-    return min(max(outside / of_whole, 0.0), 0.9) if of_whole > 0 else None
-
-
 # ---- One host
 
 
@@ -324,18 +307,13 @@ def measure_curve(
     if fault := measure_in_rounds(prober, found, QUICK_ROUNDS if options.quick else ROUNDS, row):
         warn(f"the sizes could not be measured in rounds: {fault}")
     speeds = prober.ask("passes", seconds=1.0, batch_size=found.best, **row)
-    deep = {"seconds": DEPTHS_SECONDS, "batch_size": min(found.best, 8), "micro_batches": [1, 3]}
-    is_cuda = hardware.identify("").device == "cuda"  # there, operations say more (lib/plan/pipeline.py)
-    depths: Answer = "" if is_cuda else prober.ask("depths", **deep, **row)
-    for what, answer in (("the reference pass and generation", speeds), ("fewer blocks", depths)):
-        if isinstance(answer, str) and answer:
-            warn(f"{what} could not be measured: {answer}")
+    if isinstance(speeds, str):
+        warn(f"the reference pass and generation could not be measured: {speeds}")
     return BatchCurve(
         points=tuple(found.points()),
         key=key,
         memory_limit_bytes=limit,
         step_overhead_seconds=found.overhead_seconds,
-        outside_blocks=None if isinstance(depths, str) else outside_blocks(depths["seconds"]),
         gradient_bytes=next(iter(found.answers.values()))["gradient_bytes"],
         quick=options.quick,
         measured_at=calibration.time_now(),
@@ -466,7 +444,9 @@ def draw(hosts: Sequence[HostCalibration], key: CurveKey, folder: Path) -> Path:
 
     curves = [(one.machine.host, curve, ()) for one in hosts for curve in one.curves if curve.key == key]
     published = [
-        (f"{one.machine.device_name}, published", one.curves[0], ()) for one in calibration.read_published().values()
+        (f"{one.machine.device_name}, published", one.curves[0], ())
+        for one in calibration.read_published().values()
+        if one.curves
     ]
     panels = [(str(key), charts.curves_figure([*curves, *published])), ("peak memory", charts.memory_figure(curves))]
     (folder / "curves.png").write_bytes(run_report.png(panels, width=5.5))

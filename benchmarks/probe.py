@@ -46,7 +46,6 @@ from lib.errors import UserError  # noqa: E402
 from lib.model import (
     adapters,  # noqa: E402
     load,  # noqa: E402
-    pipeline_stage,  # noqa: E402
 )
 from lib.model.token_stream import cannot_share_prompts, length_multiple  # noqa: E402
 from lib.training import (
@@ -196,42 +195,6 @@ def rounds(request: dict[str, Any]) -> dict[str, Any]:
     return {"rounds": taken, "peak_memory_bytes": peak}
 
 
-def depths(request: dict[str, Any]) -> dict[str, Any]:
-    """Steps with all of the model's blocks and with a quarter of them, in turn: what is left with none is no block's.
-
-    With one micro-batch and with more of them, because a step's update is no micro-batch's time.
-
-    Returns:
-        seconds: {number of blocks: {number of micro-batches: [...]}}; empty where no block of the model can be left out.
-    """
-    config = Config.model_validate(request["config"])
-    model = trainable_model(config)
-    try:
-        pipeline_stage.outline_of(model)
-    except UserError:
-        return {"seconds": {}}
-    if (blocks := len(model.layers)) < 2:
-        return {"seconds": {}}
-
-    def run(blocks: int, take_step: Step, batches: Generator[list[MicroBatch], None, None]) -> None:
-        with pipeline_stage.first_blocks(model, blocks):
-            take_step(0, 1, next(batches))
-
-    with ExitStack() as stack:
-        runs = {}
-        for count in (blocks, max(1, blocks // 4)):
-            with pipeline_stage.first_blocks(model, count):
-                optimizer = make_optimizer(config.train)
-                take_step = Step(model, optimizer, config.train, World())
-                for micro_batches in request["micro_batches"]:
-                    batches = step_batches([request["batch_size"]] * micro_batches, request, config, model)
-                    runs[count, micro_batches] = partial(run, count, take_step, stack.enter_context(closing(batches)))
-        seconds: dict[int, dict[int, list[float]]] = {}
-        for (count, micro_batches), times in measure(runs, request["seconds"]).items():
-            seconds.setdefault(count, {})[micro_batches] = times
-        return {"seconds": seconds}
-
-
 def passes(request: dict[str, Any]) -> dict[str, Any]:
     """The reference pass and greedy generation: reference_pairs_per_second, generation_tokens_per_second."""
     from mlx_lm.generate import generate_step
@@ -308,7 +271,6 @@ def main() -> int:
         kinds = {
             "step": step,
             "rounds": rounds,
-            "depths": depths,
             "passes": passes,
             "machine": machine,
         }

@@ -26,10 +26,6 @@ if request["kind"] == "machine":
     answer = {{"gflops": 100.0, "memory_bytes_per_second": 1e10}}
 elif request["kind"] == "passes":
     answer = {{"reference_pairs_per_second": 50.0, "generation_tokens_per_second": 20.0}}
-elif request["kind"] == "depths":
-    seconds = 0.01 + 0.002 * request["batch_size"]
-    answer = {{"seconds": {{blocks: {{n: [{once} + part * n * seconds] * 3 for n in request["micro_batches"]}}
-        for blocks, part in ((4, 1.0), (1, 0.4375))}}}}
 elif request["kind"] == "rounds":
     answer = {{"rounds": {{n: [{once} + 0.01 + 0.002 * n] * 3 for n in request["sizes"]}}, "peak_memory_bytes": 1}}
 else:
@@ -83,7 +79,6 @@ def test_a_killed_probe_costs_one_point(run: Run) -> None:
     assert curve.note == "micro-batch of 4: killed by signal 9" and stored.gflops == 100.0
     assert curve.step_overhead_seconds == pytest.approx(ONCE)
     assert curve.points[0].seconds_median == pytest.approx(0.012)
-    assert curve.outside_blocks == pytest.approx(0.25), "three of four blocks took 0.5625 of the time away"
     for field in ("device_name", "optimal_batch_size", "gflops", "pairs_per_second", "memory_bytes", "links"):
         assert field in result
 
@@ -97,18 +92,14 @@ def test_too_few_points_are_one_clear_line(run: Run) -> None:
 
 def test_only_what_is_stale_is_measured_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     status, first, asked, _ = run("--quick")
-    assert status == 0 and first["measured"] == len(asked) == 9  # five sizes, rounds, passes, few blocks, the machine
+    assert status == 0 and first["measured"] == len(asked) == 8  # five sizes, rounds, passes, the machine
     assert run("--quick")[1]["measured"] == 0
-    assert len(run("--quick", "--refresh")[2]) == 9
-    assert [one.split()[0] for one in run("--quick", "model.method=full")[2]] == ["step"] * 5 + [
-        "rounds",
-        "passes",
-        "depths",
-    ]
+    assert len(run("--quick", "--refresh")[2]) == 8
+    assert [one.split()[0] for one in run("--quick", "model.method=full")[2]] == ["step"] * 5 + ["rounds", "passes"]
     assert "step 2" in run()[2], "a quick curve is not thorough"
     assert run("--quick")[2] == []
     monkeypatch.setattr(hardware, "versions", lambda: {"mlx": "99"})
-    assert len(run("--quick")[2]) == 9
+    assert len(run("--quick")[2]) == 8
 
 
 SHAPES = {

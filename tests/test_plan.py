@@ -19,6 +19,7 @@ from lib.plan import plan_warnings
 from lib.plan.calibration import MEMORY_HEADROOM, BatchCurve, read_published
 from lib.plan.cuts import Cut, Hop, Keeps, best_cut, cut_at, depths, operations, step_seconds
 from lib.plan.facts import RankHost, StagesBefore
+from lib.plan.outlook import Work, memory_text, outlook
 from lib.plan.plan import ClusterPlan, plan_cluster, sufficient_global_batch
 from lib.plan.sharded import within
 from lib.plan.shares import distribute_work, equal_shares
@@ -274,11 +275,11 @@ def test_one_machine_has_no_efficiency() -> None:
 
 
 def test_hosts_without_a_curve() -> None:
-    """Another host's curve by the ratio of matrix products, else published figures, else equal shares."""
+    """By matrix products as measured, else as published, else equal shares."""
     known = calibrated("a", {1: 10.0, 4: 30.0})
     estimated = planned([RankHost("a", known, gflops=90.0), RankHost("b", gflops=30.0)], "train.global_batch_size=16")
     assert estimated.shares == [12, 4] and not estimated.calibrated
-    assert any("host b: estimated from its matrix-product rate" in warning for warning in estimated.warnings)
+    assert "matrix-product rates" in estimated.reason
     rates = [RankHost("a", gflops=90.0), RankHost("b", gflops=30.0)]
     assert planned(rates, "train.global_batch_size=16").shares == [12, 4]
     chips = [RankHost("a", device_name="Apple M4 Max"), RankHost("b", device_name="Apple M3 Ultra")]
@@ -287,6 +288,39 @@ def test_hosts_without_a_curve() -> None:
     assert planned([None, None]).shares == [16, 16]
     with pytest.raises(UserError, match="plan.require_calibration: no calibration of b"):
         planned([known, None], "plan.require_calibration=true")
+
+
+def test_data_sheets_order_hosts_that_nobody_calibrated() -> None:
+    chips = [RankHost("a", device_name="Apple M1 Max"), RankHost("b", device_name="NVIDIA H200")]
+    published = list(read_published().values())
+    plan = planned(chips, "train.global_batch_size=128", published=published, memory=MEMORY)
+    assert plan.shares[1] > 120 and plan.basis.step_seconds and not plan.calibrated
+    sheets = [chip for chip in published if not chip.curves]
+    assert len(sheets) == 23 and all(chip.note and chip.machine.memory_bytes for chip in sheets)
+    unknown = [chips[0], RankHost("b", device_name="a chip of 2027")]
+    assert planned(unknown, published=published).shares == [16, 16]
+
+
+def test_what_a_run_will_take() -> None:
+    """Curves: 32 pairs in 1.6 s; matrix products: an H200's 8B at 512 + 512 tokens, which made 10.9 pairs/s."""
+    known = planned([calibrated("a", {1: 10.0, 8: 20.0})])
+    work = Work(
+        steps=100, rows=1000, held_out=160, evaluations=3, answer_tokens=500, method="lora", asks_reference=True
+    )
+    found = outlook(known, work, "cpu")
+    assert found is not None and found.training == pytest.approx(160) and found.basis == "curves"
+    assert found.reference == pytest.approx((1000 + 160) * 1.6 / 32 / 2)
+    assert found.evaluation == pytest.approx(3 * (160 * 1.6 / 32 / 2 + 2.0))
+    assert found.total == pytest.approx(found.start + 160 + found.reference + found.evaluation)
+    assert outlook(planned([None]), work, "cpu") is None
+    tried = outlook(known, work, "cpu", measured=2.0)
+    assert tried is not None and tried.training == 200 and tried.reference == pytest.approx(160 * 2 / 32 / 3)
+    host = RankHost("a", device_name="NVIDIA H200", device="cuda", memory_bytes=140 * GB)
+    published = list(read_published().values())
+    plan = planned([host], memory=MEMORY, published=published)
+    assert plan.basis.step_seconds == pytest.approx(32 / 10.9, rel=0.25) and memory_text(plan).endswith("of 140 GB")
+    hosts = [RankHost(name, None, None, "metal", 1e4, 14 * GB) for name in "ab"]
+    assert memory_text(planned(hosts, shape=SHAPE, memory=MEMORY)).endswith("of 14 GB")
 
 
 def test_published_figures_set_shares_and_never_micro_batches() -> None:
@@ -405,18 +439,15 @@ def test_a_resumed_pipeline_moves_blocks_by_measured_steps() -> None:
     assert resumed((1.0, 3.0), "plan.replan=false").blocks == first.blocks
 
 
-def test_a_measured_head_counts_but_on_cuda_operations_do() -> None:
-    """On CUDA few blocks are bound by the host's launches: the share that was measured with them is no head's."""
-
-    def blocks(device: str, outside: float | None) -> tuple[int, ...]:
-        hosts = []
-        for name in "ab":
-            curve = calibrated(name, {1: 1.0, 8: 1.2}, outside_blocks=outside)
-            hosts.append(RankHost(name, curve, "chip", device, memory_bytes=200 * GB))  # type: ignore[arg-type]
-        return planned(hosts, "strategy=pipelined", memory=MEMORY).blocks
-
-    assert blocks("cuda", 0.4) == blocks("cuda", None)
-    assert blocks("cpu", 0.4)[0] > blocks("cpu", None)[0]
+def test_a_head_is_work_of_the_last_stage_by_curves_and_by_rates() -> None:
+    """1B at 512 + 512 tokens on two H200s: 9 + 7 blocks made 1.78 times one's speed, 11 + 5 made 1.51."""
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "intermediate_size": 8192}
+    memory = replace(MEMORY, shape=model_shape_of({**LLAMA_8B, **sizes, "head_dim": 64, "tie_word_embeddings": True}))
+    published = list(read_published().values())
+    for curve in (None, calibrated("a", {1: 59.0, 8: 62.0})):
+        hosts = [RankHost(name, curve, "NVIDIA H200", "cuda", None, 140 * GB) for name in "ab"]
+        plan = planned(hosts, "strategy=pipelined", memory=memory, published=published)
+        assert plan.blocks in ((9, 7), (10, 6))
 
 
 def test_auto_takes_the_faster_way_and_shows_both() -> None:

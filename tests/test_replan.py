@@ -160,7 +160,9 @@ def test_speeds_alone_are_those_of_the_calibration() -> None:
     plan = planned([calibrated("a", {1: 10.0, 8: 20.0}), calibrated("b", {1: 10.0, 8: 20.0})], "strategy=synchronous")
     schedule = Schedule(replace(plan, global_batch_size=32), sections().plan, LEAD, 1000)
     decided, _ = simulated(schedule, 20, constant(40.0, 10.0))
-    assert [rank.solo_pairs_per_second for rank in decided[0][1].ranks] == [20.0, 20.0]
+    new = decided[0][1]
+    assert [rank.solo_pairs_per_second for rank in new.ranks] == [20.0, 20.0]
+    assert f"{new.predicted_step_seconds:.4g} s in the new" in new.reason, "what is said is what plan.json has"
 
 
 def test_electricity_and_rent_of_each_host_and_of_all() -> None:

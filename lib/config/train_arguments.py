@@ -26,8 +26,10 @@ def parse(arguments: list[str] | None, description: str | None) -> argparse.Name
     parser.add_argument(
         "--dry-run", action="store_true", help="print the plan and what would be trained; write nothing"
     )
+    parser.add_argument("--measure", action="store_true", help="a dry run that tries three steps, to time them")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that overrule the file")
     options = parser.parse_intermixed_args(arguments)
+    options.dry_run = options.dry_run or options.measure
     if options.resume and options.config:
         raise UserError("--resume takes the run's own config.yaml; leave --config out (key=value words may follow)")
     return options

@@ -1,9 +1,10 @@
 """Which machine for which model: one line a host, whether the model fits and why, how fast it is, and which to take.
 
-    python -m lib.plan --model FOLDER                       the hosts of calibration/, else the published Macs
-    python -m lib.plan --model 8B --hosts m4-max,m3-ultra   a size: bf16 Llama; 70B-4bit, 8B-full
+    python -m lib.plan --model FOLDER                       the hosts of calibration/, else two Macs
+    python -m lib.plan --model 8B --hosts m5-max,h200       a size: bf16 Llama; 70B-4bit, 8B-full
 
-The planner's own limits: a Mac's GPU may hold about three quarters of its memory, of which a tenth stays free.
+The planner's own limits: a Mac's GPU may hold about three quarters of its memory, of which a tenth stays free. Speeds
+are those of matrix products, as measured or published.
 """
 
 from __future__ import annotations
@@ -13,13 +14,18 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lib.config.load import load
 from lib.errors import UserError
 from lib.model.partition import ModelShape, model_shape_of
-from lib.plan.calibration import FOLDER, MEMORY_HEADROOM, HostCalibration, read_calibration, read_published
+from lib.plan.calibration import FOLDER, MEMORY_HEADROOM, CurveKey, HostCalibration, read_calibration, read_published
+from lib.plan.facts import PlanFacts, PlanSections, RankHost
 from lib.plan.memory import MemoryModel, Rows, Training, metal_limit_bytes, whole_weight_bytes
+from lib.plan.shares import solo_pairs_per_second
+from lib.plan.speeds import HostSpeeds
 
 ROWS = Rows(prompt=512, seen=1024, tokens=1536, scored=1024)  # a pair of 512 + 2 x 512 tokens
 WIDTHS = {
@@ -62,8 +68,21 @@ def shape_of(model: str) -> tuple[ModelShape, Training]:
     return model_shape_of(stored, to_divide=False), Training(method="full" if size[3] else "lora")
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a host holds a model and one pair, and how fast it trains."""
+
+    host: str
+    chip: str
+    fits: bool
+    checkpointing: bool  # it fits with gradient checkpointing alone
+    needed_bytes: int
+    room_bytes: int  # that may be planned for
+    pairs_per_second: float | None
+
+
 def known_hosts(names: Sequence[str], folder: Path) -> list[HostCalibration]:
-    """The calibrations of some hosts, measured or published; without names all measured ones, else all published.
+    """The calibrations of some hosts, measured or published; without names all measured ones, else the published Macs.
 
     Raises:
         UserError: a host has neither.
@@ -73,48 +92,45 @@ def known_hosts(names: Sequence[str], folder: Path) -> list[HostCalibration]:
     if unknown := [name for name in names if name not in measured and name not in published]:
         known = ", ".join(dict.fromkeys([*measured, *published]))
         raise UserError(f"--hosts {','.join(unknown)}: no calibration of {unknown[0]}; known are {known}")
-    return [measured.get(name) or published[name] for name in names] or list((measured or published).values())
+    usual = measured or {name: host for name, host in published.items() if host.curves}
+    return [measured.get(name) or published[name] for name in names] or list(usual.values())
 
 
-def limit_bytes(host: HostCalibration) -> int:
-    """What MLX may use there."""
-    size = host.machine.memory_bytes or 0
-    return metal_limit_bytes(size) if host.machine.device == "metal" else size
+def verdict(shape: ModelShape, training: Training, host: HostCalibration, published: list[HostCalibration]) -> Verdict:
+    """What the planner finds for one host."""
+    machine, size = host.machine, host.machine.memory_bytes or 0
+    limit = metal_limit_bytes(size) if machine.device == "metal" else size
+    room, memory = (1 - MEMORY_HEADROOM) * limit, MemoryModel(shape, training, ROWS, ROWS)
+    plain, checkpointed = (memory.bytes(1, machine.device, recomputes).total for recomputes in (False, True))
+    config = load(None, ["model.path=model", "data.train=data", f"model.method={training.method}"])
+    key = CurveKey(model="", method=training.method, dtype="", sequence_length=ROWS.seen)
+    rank = RankHost(machine.host, None, machine.device_name, machine.device, host.gflops, limit)
+    facts = PlanFacts(PlanSections.of(config), [rank], key, ROWS.seen, "ring", 1, published=published, memory=memory)
+    curves = HostSpeeds.of(facts).whole_curves(plain > room)
+    speed = solo_pairs_per_second(curves[0]) if curves else None
+    needed = min(plain, checkpointed) if plain > room else plain
+    return Verdict(machine.host, machine.device_name, needed <= room, plain > room, needed, round(room), speed)
 
 
 def answer(shape: ModelShape, training: Training, hosts: Sequence[HostCalibration]) -> dict[str, Any]:
     """One row a host, and the machine to take: the fastest that holds the model, else all hosts together."""
-    rows = []
-    memory = MemoryModel(shape, training, ROWS)
-    for host in hosts:
-        device, room = host.machine.device, (1 - MEMORY_HEADROOM) * limit_bytes(host)
-        plain, checkpointed = (memory.bytes(1, device, recomputes).total for recomputes in (False, True))
-        speed = host.gflops or (host.curves[0].best_point.pairs_per_second if host.curves else 0.0)
-        rows.append(
-            {
-                "host": host.machine.host,
-                "chip": host.machine.device_name,
-                "fits": plain <= room or checkpointed <= room,
-                "checkpointing": plain > room,
-                "needed_bytes": min(plain, checkpointed) if plain > room else plain,
-                "room_bytes": round(room),
-                "speed": speed,
-            }
-        )
-    fitting = sorted((row for row in rows if row["fits"]), key=lambda row: -float(str(row["speed"])))
-    together = whole_weight_bytes(shape) <= sum(int(str(row["room_bytes"])) for row in rows) and len(rows) > 1
-    machine = fitting[0]["host"] if fitting else "distributed" if together else None
-    return {"weights_bytes": whole_weight_bytes(shape), "hosts": rows, "machine": machine}
+    published = list(read_published().values())
+    rows = [verdict(shape, training, host, published) for host in hosts]
+    fitting = sorted((row for row in rows if row.fits), key=lambda row: -(row.pairs_per_second or 0.0))
+    weights = whole_weight_bytes(shape)
+    together = "distributed" if len(rows) > 1 and weights <= sum(row.room_bytes for row in rows) else None
+    machine = fitting[0].host if fitting else together
+    return {"weights_bytes": weights, "hosts": [asdict(row) for row in rows], "machine": machine}
 
 
 def show(found: dict[str, Any]) -> None:
-    fastest = max((row["speed"] for row in found["hosts"]), default=0.0) or 1.0
+    """The answer in a line a host, and as JSON."""
     print(f"weights {found['weights_bytes'] / 1e9:.3g} GB; one pair of {ROWS.tokens:,} tokens:")
-    for row in found["hosts"]:
-        how = " with gradient checkpointing" * row["checkpointing"]
-        verdict = "fits" + how if row["fits"] else "does not fit" + how
-        sizes = f"needs {row['needed_bytes'] / 1e9:.3g} GB of {row['room_bytes'] / 1e9:.3g} GB that may be planned for"
-        print(f"  {row['host']} ({row['chip']}): {verdict}, {sizes}; speed {row['speed'] / fastest:.0%} of the fastest")
+    for row in (Verdict(**row) for row in found["hosts"]):
+        how = " with gradient checkpointing" * row.checkpointing
+        sizes = f"needs {row.needed_bytes / 1e9:.3g} GB of {row.room_bytes / 1e9:.3g} GB that may be planned for"
+        speed = f"; about {row.pairs_per_second:.2g} pairs/s" if row.pairs_per_second and row.fits else ""
+        print(f"  {row.host} ({row.chip}): {'fits' if row.fits else 'does not fit'}{how}, {sizes}{speed}")
     if found["machine"] == "distributed":
         print("take: all of them, each with a part of the model (strategy=auto cuts it into stages)")
     elif found["machine"] is None:

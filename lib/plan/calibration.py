@@ -28,6 +28,8 @@ from lib.system.hardware import Machine
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = ROOT / "calibration"
 MEMORY_HEADROOM = 0.1  # of the limit, kept free: a longer row than the probe's, fragmentation, the system's own
+DATA_SHEETS = "the makers' data sheets"
+REACHED = 0.65  # of a data sheet's peak: one H200 did 567 to 675 of 989 TFLOP/s
 LARGEST_BATCH = 2**20  # pairs: every smaller size is looked at
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -84,7 +86,6 @@ class BatchCurve(BaseModel):
     memory_limit_bytes: PositiveInt | None = None  # what a process may use there
     key: CurveKey | None = None  # None: published without saying for which model
     step_overhead_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # once a step: the update, ...
-    outside_blocks: Annotated[float, Field(ge=0, lt=1)] | None = None  # share of a micro-batch's time: head, loss, ...
     gradient_bytes: PositiveInt | None = None  # what a step's collective carries
     reference_pairs_per_second: PositiveFloat | None = None
     generation_tokens_per_second: PositiveFloat | None = None
@@ -282,8 +283,25 @@ def write_calibration(path: Path, calibration: HostCalibration) -> None:
 
 
 def read_published(folder: Path = FOLDER / "published") -> dict[str, HostCalibration]:
-    """Published calibrations by file name, e.g. "m4-max"."""
-    return {path.stem: read_calibration(path) for path in sorted(folder.glob("[!.]*.json"))}
+    """Published calibrations by name, e.g. "m4-max"; then chips' data sheets, which have rates and no curves."""
+    paths = [path for path in sorted(folder.glob("[!.]*.json")) if path.name != "chips.json"]
+    published = {path.stem: read_calibration(path) for path in paths}
+    chips = json.loads((folder / "chips.json").read_text(encoding="utf-8"))["chips"] if paths else []
+    for chip in chips:
+        name = chip["device_name"].lower().removeprefix("apple ").removeprefix("nvidia ").replace(" ", "-")
+        machine = {key: chip[key] for key in ("device_name", "device", "gpu_cores")}
+        published.setdefault(
+            name if name not in published else f"{name}-sheet",
+            HostCalibration(
+                machine=Machine(host=name, memory_bytes=chip["memory_gb"] * 10**9, **machine),
+                curves=(),
+                gflops=REACHED * chip["gflops"]["bfloat16"],
+                memory_bytes_per_second=chip["memory_gb_per_second"] * 1e9,
+                source=DATA_SHEETS,
+                note=chip["source"],
+            ),
+        )
+    return published
 
 
 # ---- Which curves to plan with

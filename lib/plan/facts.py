@@ -1,14 +1,14 @@
-"""What a plan rests on: the settings, the run, every rank's host, and estimates for hosts that were not measured.
+"""What a plan rests on: the settings, the run, and every rank's host.
 
-lib/training/run_facts.py gathers them. A host without a curve of this model gets that of a calibrated host, scaled by
-the ratio of their matrix-product rates. The first steps of the run correct the estimate.
+lib/training/run_facts.py gathers them. Where a host has no curve of this model, all are compared by their
+matrix-product rates, and the first steps of the run correct the shares.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import geometric_mean
 
 from lib.config.load import with_strategy
 from lib.config.settings import Config, IndependentSettings, ModelSettings, PlanSettings, SyncSettings, TrainSettings
@@ -30,6 +30,7 @@ from lib.system.hardware import Device
 DIVIDED = ("pipelined", "sharded")
 MESSAGE_BYTES = 2**23  # by which links are compared: the activations of 1,000 tokens of a large model
 SAME_SPEED = 1.15  # ratio of two matrix-product rates below which they are equal
+USUAL_MEMORY_SPEED: dict[Device, float] = {"cpu": 3e9, "metal": 2e11, "cuda": 1e12}  # bytes a second, as MLX reaches
 CORRECTION = (0.8, 1.5)  # measured over planned peak memory: beyond it something else was measured
 
 
@@ -121,6 +122,7 @@ class PlanFacts:
     shape: ModelShape | None = None  # of the model; None: its blocks cannot be divided
     memory: MemoryModel | None = None  # None: nothing is known of the model's dimensions, and it cannot be cut
     stages_before: StagesBefore | None = None
+    usual_gflops: float | None = None  # of every rank, where none differs: for the run's expected time alone
 
     @property
     def names(self) -> list[str]:
@@ -187,55 +189,35 @@ class PlanFacts:
         now = [host.gflops for host in self.hosts]
         if all(now):
             return now
-        published = {chip.machine.device_name: chip.gflops for chip in self.published}
+        by_source: dict[str, dict[str | None, float | None]] = {}
+        for chip in self.published:
+            by_source.setdefault(chip.source, {})[chip.machine.device_name] = chip.gflops
+        names = {host.device_name for host in self.hosts}
+        published = next((chips for chips in by_source.values() if names <= chips.keys()), {})  # comparable ones
         return [
-            (host.calibration and host.calibration.gflops) or host.gflops or published.get(host.device_name or "")
+            (host.calibration and host.calibration.gflops) or host.gflops or published.get(host.device_name)
             for host in self.hosts
         ]
 
+    def memory_speed(self, rank: int) -> float:
+        """Bytes a second of a host's memory: as calibrated, else as published, else as is usual."""
+        host = self.hosts[rank]
+        published = {chip.machine.device_name: chip.memory_bytes_per_second for chip in self.published}
+        measured = host.calibration and host.calibration.memory_bytes_per_second
+        return measured or published.get(host.device_name or "") or USUAL_MEMORY_SPEED[host.device or "metal"]
+
     def relative_speeds(self) -> list[float] | None:
         """The ranks' relative speeds, where no curves compare them; None where all are equal, or one is not known."""
-        rates = self.rates()
-        if not all(rates):
+        rates = [rate for rate in self.rates() if rate]
+        if len(rates) < len(self.hosts):
             return None
-        logs = {
-            name: [math.log(r or 1) for r, n in zip(rates, self.names, strict=True) if n == name] for name in self.names
-        }
-        by_host = {name: math.exp(sum(of_host) / len(of_host)) for name, of_host in logs.items()}
-        if max(by_host.values()) <= SAME_SPEED * min(by_host.values()):
-            return None
-        return [by_host[name] for name in self.names]
+        named = list(zip(rates, self.names, strict=True))
+        means = [geometric_mean(rate for rate, host in named if host == name) for name in self.names]
+        return means if max(means) > SAME_SPEED * min(means) else None
 
     def measured_curves(self, key: CurveKey) -> list[BatchCurve | None]:
         """Each host's curve of this very model, with the times of typical rows and the memory of the longest."""
         return [_curve_of(host.calibration, key, self.longest) for host in self.hosts]
-
-    def curves(self, key: CurveKey) -> list[BatchCurve | None]:
-        """The same, else the curve of the calibrated host with the nearest matrix-product rate, scaled."""
-        measured, rates = self.measured_curves(key), self.rates()
-        curves: list[BatchCurve | None] = []
-        for rank, (curve, rate) in enumerate(zip(measured, rates, strict=True)):
-            known = [(rate / r, c, n) for r, c, n in zip(rates, measured, self.names, strict=True) if rate and r and c]
-            if curve is None and known:
-                speed, nearest, name = min(known, key=lambda entry: abs(math.log(entry[0])))
-                curve = self._scaled(rank, nearest, key, speed, f"{rate:,.0f} GFLOP/s, {speed:.2f} times {name}'s")
-            curves.append(curve)
-        return curves
-
-    def _scaled(self, rank: int, curve: BatchCurve, key: CurveKey, speed: float, rate: str) -> BatchCurve:
-        """The curve of a host `speed` times as fast: no larger micro-batches than where nothing is measured."""
-        most = max(DEFAULT_MICRO_BATCH_SIZE, curve.points[1].batch_size)
-        slowed = curve.slowed(1 / speed)
-        points = [
-            point.model_copy(
-                update={"peak_memory_bytes": self.needed_bytes(rank, point.batch_size, key) or point.peak_memory_bytes}
-            )
-            for point in slowed.points
-            if point.batch_size <= most
-        ]
-        limit = self.hosts[rank].memory_bytes or curve.memory_limit_bytes
-        source = f"estimated from its matrix-product rate, {rate}"
-        return slowed.model_copy(update={"points": tuple(points), "memory_limit_bytes": limit, "source": source})
 
     # ---- Memory
 
@@ -284,36 +266,19 @@ class PlanFacts:
         )
 
 
-@dataclass(frozen=True)
-class CurveChoice:
-    """Comparable curves of all hosts, or None; and what they are, as the plan prints it."""
-
-    curves: tuple[BatchCurve, ...] | None
-    reason: str
-    is_measured: bool = False  # with this very model on every host
-    warnings: tuple[str, ...] = ()
-
-
-def choose_curves(facts: PlanFacts, key: CurveKey) -> CurveChoice:
-    """Curves that compare all hosts: of this model, measured or estimated from another host's; else none.
+def choose_curves(facts: PlanFacts, key: CurveKey) -> tuple[list[BatchCurve | None], tuple[str, ...]]:
+    """Each host's curve of this very model, or None; and warnings of those of other versions.
 
     Raises:
         UserError: plan.require_calibration, and a host has no curve for this model, or has one of other versions.
     """
     measured = facts.measured_curves(key)
-    missing = list(dict.fromkeys(name for name, curve in zip(facts.names, measured, strict=True) if curve is None))
     stale = stale_versions(facts.names, measured, facts.versions)
-    lacking = f"no calibration of {', '.join(missing)} for {key}; run make calibrate there"
+    missing = dict.fromkeys(name for name, curve in zip(facts.names, measured, strict=True) if curve is None)
     if facts.settings.plan.require_calibration and (missing or stale):
+        lacking = f"no calibration of {', '.join(missing)} for {key}; run make calibrate there"
         raise UserError(f"plan.require_calibration: {lacking if missing else stale[0]}")
-    curves = tuple(curve for curve in facts.curves(key) if curve)
-    if len(curves) < len(facts.hosts):
-        return CurveChoice(None, lacking)
-    if not missing:
-        return CurveChoice(curves, f"curves measured for {key}", True, stale)
-    remedy = "make calibrate there measures it"
-    remarks = [f"host {n}: {c.source}; {remedy}" for n, c in zip(facts.names, curves, strict=True) if n in missing]
-    return CurveChoice(curves, f"curves for {key}", False, (*stale, *dict.fromkeys(remarks)))
+    return measured, stale
 
 
 def _curve_of(calibration: HostCalibration | None, key: CurveKey, longest: int) -> BatchCurve | None:

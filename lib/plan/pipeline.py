@@ -44,8 +44,7 @@ def cut_costs(facts: PlanFacts, speeds: HostSpeeds, pairs: int, more_in_flight: 
     hosts, settings, ranks = facts.hosts, facts.settings, len(facts.hosts)
     micro_batches, in_flight = -(-facts.batch_size // pairs), depths(ranks, more_in_flight)
     mean = facts.batch_size / micro_batches
-    rates = np.array([speeds.per_second(rank, pairs) for rank in range(ranks)])
-    of_blocks, of_head = np.array([speeds.factors(rank, mean) for rank in range(ranks)]).T
+    of_block, of_head = np.array([speeds.parts(rank, pairs) for rank in range(ranks)]).T * mean / pairs
     is_last = np.arange(ranks) == ranks - 1
     held, ends = held_bytes(facts.memory, ranks)
     kept, inputs, work = np.array([_activations(facts.memory, host.device or "metal", pairs) for host in hosts]).T
@@ -56,14 +55,16 @@ def cut_costs(facts: PlanFacts, speeds: HostSpeeds, pairs: int, more_in_flight: 
     fixed = ends + work
     forbidden = [np.full(ranks, must), np.full(ranks, not settings.may_checkpoint), is_last | must]
     return CutCosts(  # in the order of Keeps
-        blocks=speeds.shape.blocks,
-        block_seconds=speeds.block_operations(mean).mean() * of_blocks / rates,
-        end_seconds=np.where(is_last, speeds.head_operations(mean) * of_head / rates, 0.0),
+        blocks=facts.memory.shape.blocks,
+        block_seconds=of_block,
+        end_seconds=np.where(is_last, of_head, 0.0),
         backward=BACKWARD[settings.model.method],
         block_bytes=held + np.array([flying * kept, flying * inputs, kept]),
         fixed_bytes=np.where(forbidden, np.inf, [fixed, fixed + kept, fixed + flying * message]),
         room=np.array([(1 - MEMORY_HEADROOM) * (host.memory_bytes or UNKNOWN_BYTES) for host in hosts]),
-        hops=tuple(_hop(facts, rank, speeds.tokens(mean)[0] * _sent_bytes(facts)) for rank in range(ranks - 1)),
+        hops=tuple(
+            _hop(facts, rank, facts.tokens(pairs)[0] * mean / pairs * _sent_bytes(facts)) for rank in range(ranks - 1)
+        ),
         in_flight=in_flight,
         micro_batches=micro_batches,
     )
@@ -134,7 +135,8 @@ def plan_pipelined(facts: PlanFacts) -> ClusterPlan:
         UserError: settings that do not fit the world or the model, or too little memory for any cut.
     """
     speeds, names, batch = HostSpeeds.of(facts), facts.names, facts.batch_size
-    blocks, before = _configured_blocks(facts, speeds.shape.blocks), facts.stages_before
+    blocks = configured_blocks(facts.settings.plan.shares, len(names), speeds.memory.shape.blocks)
+    before = facts.stages_before
     chosen, known = _choose(facts, speeds, blocks), speeds.are_known
     reason = "blocks as plan.shares has them" if blocks else f"blocks for the shortest step, {speeds.source}"
     if blocks is None and before is not None and (resumed := _as_measured_before(facts, speeds)) is not None:
@@ -144,7 +146,9 @@ def plan_pipelined(facts: PlanFacts) -> ClusterPlan:
     stages = _stages(facts, chosen, known)
     sizes = split_evenly_sized(batch, chosen.size)
     updates = [curve.step_overhead_seconds for curve in speeds.curves]
-    update = max((o * b / speeds.shape.blocks for o, b in zip(updates, chosen.cut.blocks, strict=False)), default=0.0)
+    update = max(
+        (o * b / speeds.memory.shape.blocks for o, b in zip(updates, chosen.cut.blocks, strict=False)), default=0.0
+    )
     prediction = Prediction(
         f"pipelined, {sum_of(chosen.cut.blocks)} blocks",
         tuple(names),
@@ -165,13 +169,8 @@ def plan_pipelined(facts: PlanFacts) -> ClusterPlan:
     )
 
 
-def _configured_blocks(facts: PlanFacts, blocks: int) -> tuple[int, ...] | None:
-    """plan.shares, where it is given.
-
-    Raises:
-        UserError: it does not fit the world or the model, or there are more ranks than blocks.
-    """
-    shares, ranks = facts.settings.plan.shares, len(facts.hosts)
+def configured_blocks(shares: Sequence[int] | None, ranks: int, blocks: int) -> tuple[int, ...] | None:
+    """plan.shares as each rank's blocks; raises UserError where they do not fit the world or the model."""
     if ranks > blocks:
         raise UserError(f"strategy=pipelined: {ranks} ranks, but the model has only {blocks} blocks; use fewer ranks")
     if shares is None:
@@ -182,7 +181,7 @@ def _configured_blocks(facts: PlanFacts, blocks: int) -> tuple[int, ...] | None:
             f"plan.shares {list(shares)} sum to {sum(shares)}, but the model has {blocks} blocks, which "
             "strategy=pipelined assigns; make them equal"
         )
-    return shares
+    return tuple(shares)
 
 
 def _choose(facts: PlanFacts, speeds: HostSpeeds, blocks: tuple[int, ...] | None) -> SizedCut:
@@ -220,7 +219,7 @@ def _sizes(facts: PlanFacts) -> list[int]:
 def _as_measured_before(facts: PlanFacts, speeds: HostSpeeds) -> SizedCut | None:
     """The cut of the run that is resumed, or a better one for hosts as fast as they were; None: no cut to keep."""
     before, settings = facts.stages_before, facts.settings.plan
-    if before is None or len(before.blocks) != len(facts.hosts) or sum(before.blocks) != speeds.shape.blocks:
+    if before is None or len(before.blocks) != len(facts.hosts) or sum(before.blocks) != speeds.memory.shape.blocks:
         return None
     same = _choose(facts, speeds, before.blocks)
     if not same.cut.fits:
@@ -238,19 +237,17 @@ def _as_measured_before(facts: PlanFacts, speeds: HostSpeeds) -> SizedCut | None
 
 def _why_not(facts: PlanFacts, speeds: HostSpeeds, size: int) -> str:
     """Which host holds how much, what is missing, and the remedy."""
-    assert facts.memory is not None
-    costs = cut_costs(facts, speeds, size)
-    most = costs.most.max(axis=0).astype(int).tolist()
-    lacking = speeds.shape.blocks - sum(most) if min(most) else len([1 for count in most if not count])
+    blocks, most = speeds.memory.shape.blocks, cut_costs(facts, speeds, size).most.max(axis=0).astype(int).tolist()
+    lacking = max(blocks - sum(most), most.count(0))
+    missing = lacking * held_bytes(speeds.memory, 1)[0] / (1 - MEMORY_HEADROOM) / 1e9
     memory = [(host.memory_bytes or 0) / 1e9 for host in facts.hosts]
     held = ", ".join(f"{n} {b} of {m:.2f} GB" for n, b, m in zip(facts.names, most, memory, strict=True))
-    missing = lacking * held_bytes(facts.memory, 1)[0] / (1 - MEMORY_HEADROOM) / 1e9
     smaller = "lower plan.micro_batch_sizes, " * (size > 1)
     smaller += "try model.gradient_checkpointing=true, " * (facts.settings.model.gradient_checkpointing is False)
     return (
-        f"strategy=pipelined: of {speeds.shape.blocks} blocks the hosts hold {sum(most)} ({held}, each less "
-        f"{MEMORY_HEADROOM:.0%} headroom) with micro-batches of {size} pair{'s' * (size > 1)}; {smaller}add "
-        f"{missing:.2f} GB of memory with another host, or take a quantised model with model.method=lora"
+        f"strategy=pipelined: of {blocks} blocks the hosts hold {sum(most)} ({held}, each less {MEMORY_HEADROOM:.0%} "
+        f"headroom) with micro-batches of {size} pair{'s' * (size > 1)}; {smaller}add {missing:.2f} GB of memory with "
+        "another host, or take a quantised model with model.method=lora"
     )
 
 

@@ -165,6 +165,15 @@ class Merging:
 
 
 @dataclass(frozen=True)
+class Basis:
+    """What a plan rests on."""
+
+    key: CurveKey | None = None  # what calibrations know this run's model and rows by
+    matmul_gflops: Mapping[str, Sequence[float]] = field(default_factory=dict)  # measured at the start, by host
+    step_seconds: float | None = None  # by curves, else by matrix products and the model's operations
+
+
+@dataclass(frozen=True)
 class ClusterPlan:
     """Every rank's part, what it is predicted to give, and why it was chosen."""
 
@@ -178,8 +187,7 @@ class ClusterPlan:
     predictions: tuple[Prediction, ...] = ()
     division: Division | None = None  # of a sharded model
     rounds: Merging | None = None  # of independent ranks
-    key: CurveKey | None = None  # what calibrations know this run's model and rows by
-    matmul_gflops: Mapping[str, Sequence[float]] = field(default_factory=dict)  # measured at the start, by host
+    basis: Basis = Basis()
 
     @property
     def curves(self) -> tuple[BatchCurve | None, ...]:
@@ -277,13 +285,15 @@ class ClusterPlan:
 
     def to_dict(self) -> dict[str, object]:
         """For plan.json and the records; of the curves what can be drawn."""
-        bare = replace(self, rounds=None, key=None, ranks=tuple(replace(r, curve=None, part=None) for r in self.ranks))
+        bare = replace(
+            self, rounds=None, basis=Basis(), ranks=tuple(replace(r, curve=None, part=None) for r in self.ranks)
+        )
         ranks = [
             {**rank, "predicted_compute_seconds": plan.predicted_compute_seconds}
             for rank, plan in zip(asdict(bare)["ranks"], self.ranks, strict=True)
         ]
         return {
-            **asdict(bare),
+            **{name: value for name, value in asdict(bare).items() if name != "basis"},
             "ranks": ranks,
             "parts": [asdict(part) for part in self.parts],
             "stages": [asdict(stage) for stage in self.stages],
@@ -291,7 +301,8 @@ class ClusterPlan:
             "steps_per_round": self.steps_per_round,
             "merges": self.rounds and self.rounds.merges,
             "merging": self.rounds.reason if self.rounds else "",
-            "key": self.key and self.key.model_dump(mode="json"),
+            "key": self.basis.key and self.basis.key.model_dump(mode="json"),
+            "matmul_gflops": dict(self.basis.matmul_gflops),
             "curves": [curve and curve.model_dump(mode="json", include=DRAWN) for curve in self.curves],
             "shares": self.shares,
             "blocks": self.blocks,

@@ -91,11 +91,8 @@ def not_calibrated(settings: PlanSettings, plan: ClusterPlan) -> str:
     unknown = [rank.host for rank in plan.ranks if rank.curve is None]
     if plan.divides_model or not unknown or len({rank.host for rank in plan.ranks}) == 1:
         return ""
-    until = "the shares are guesses until the first steps have been timed"
-    if settings.shares is not None:
-        until = "whether plan.shares suits the hosts is not known"
-    elif not settings.replan:
-        until = "with plan.replan=false the shares stay as they are, and the slowest host holds back the others"
+    is_open = settings.replan and settings.shares is None
+    until = "the first steps correct the shares" if is_open else "whether the shares suit the hosts is not known"
     return f"no calibration of {', '.join(dict.fromkeys(unknown))}: {until}; make calibrate HOSTS=hostfile"
 
 

@@ -148,12 +148,14 @@ class Schedule:
             )
             for theirs, ours in zip(new.ranks, plan.ranks, strict=True)
         )
+        changed = replace(plan, ranks=ranks, warnings=new.warnings, predictions=())
+        changed = changed.within([rank.max_micro_batch_size for rank in plan.ranks])
+        after = changed.predicted_step_seconds if has_curves else then + plan.sync_seconds
         reason = (
-            f"measured up to step {step}: {now:.4g} s a step in the old shares, {then:.4g} s in the new; "
-            f"pairs/s of {shown}"
+            f"measured up to step {step}: {now + plan.sync_seconds:.4g} s a step in the old shares, {after:.4g} s in "
+            f"the new; pairs/s of {shown}"
         )
-        changed = replace(plan, ranks=ranks, reason=reason, warnings=new.warnings, predictions=())
-        return changed.within([rank.max_micro_batch_size for rank in plan.ranks])
+        return replace(changed, reason=reason)
 
     # ---- In a checkpoint
 

@@ -20,16 +20,11 @@ from lib.plan.memory import StepBytes, rank_shape
 from lib.plan.pipeline import ASSUMED_LINK
 from lib.plan.plan import ClusterPlan, PartOfModel, Prediction, RankPlan, sum_of
 from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, check_count, solo_pairs_per_second, split_evenly_sized
-from lib.plan.speeds import HostSpeeds
+from lib.plan.speeds import PASSES_OF_ALL, HostSpeeds
 
 EQUAL = 0.05  # of a matrix-product rate, by which hosts may differ and still get equal parts, which can be compiled
 EQUAL_CHIPS = 0.25  # the same of NVIDIA's GPUs of one name: measured quickly, at clocks that come and go
 MOST_DIVISIONS = 40  # of a model, until all parts fit
-PASSES_OF_ALL = 45
-"""How often a block reads or writes a number for every token and hidden unit, which no division makes fewer.
-
-Forward and backward: 10 for two norms, 12 for residual sums, 5 for what adapters read, 18 for their gradients.
-"""
 
 
 def plan_sharded(facts: PlanFacts) -> ClusterPlan:
@@ -88,14 +83,13 @@ def _part_weights(facts: PlanFacts) -> tuple[list[float], str]:
     if shares is not None:
         check_count("plan.shares", shares, len(hosts))
         return [float(share) for share in shares], "divided as plan.shares weighs the ranks"
-    calibrated = [host.calibration.gflops if host.calibration else None for host in hosts]
-    known = [float(rate) for rate in (calibrated if all(calibrated) else [host.gflops for host in hosts]) if rate]
-    if len(known) == len(hosts):
+    rates = [float(rate) for rate in facts.rates() if rate]
+    if len(rates) == len(hosts):
         chips = {host.device_name for host in hosts}
         is_one_chip = len(chips) == 1 and None not in chips and all(host.device == "cuda" for host in hosts)
-        if min(known) > (1 - (EQUAL_CHIPS if is_one_chip else EQUAL)) * max(known):
+        if min(rates) > (1 - (EQUAL_CHIPS if is_one_chip else EQUAL)) * max(rates):
             return [1.0] * len(hosts), "divided equally: the hosts' matmul rates are about equal"
-        return known, "divided by the hosts' matmul rates"
+        return rates, "divided by the hosts' matmul rates"
     memory = [float(host.memory_bytes) for host in hosts if host.memory_bytes]
     if len(memory) == len(hosts):
         return memory, "divided by memory: no calibration of every host"
@@ -204,33 +198,30 @@ def _prediction(facts: PlanFacts, plan: ClusterPlan, division: Division) -> Pred
     """What a divided model gives: each rank's part of the compute, and a block's four sums, two of them backward.
 
     A rank computes its heads and columns, and its part of the head: rows of the vocabulary, positions beside a frozen
-    head, or all of one that is trained. What every rank does for all hidden units is bound by memory: norms, residual
-    sums, adapters' inputs and their gradients. A sum carries a number for every token and hidden unit, and their times
-    add up. Of a mixture of experts, all are counted as if they ran.
+    head, or all of one that is trained. What every rank does for all hidden units is bound by memory. A sum carries a
+    number for every token and hidden unit, and their times add up. Of a mixture of experts, all are counted.
     """
-    shape, model, parts = facts.shape, facts.settings.model, plan.parts
+    shape, model, parts, ranks = facts.shape, facts.settings.model, plan.parts, len(plan.ranks)
     assert shape is not None
-    ranks, sizes = len(plan.ranks), np.array(plan.ranks[0].micro_batch_sizes)
-    head, divided = shape.vocabulary * shape.hidden_size, shape.divided_parameters
     adapted = model.adapt_embeddings or any("lm_head" in key for key in model.keys or ())
-    is_frozen = model.method != "full" and not adapted
-    of_head = np.array(division.vocabulary or ([*division.weights] if is_frozen else [1.0] * ranks), dtype=np.float64)
-    if division.vocabulary or is_frozen:
-        of_head = of_head / of_head.sum()
-    fractions = (np.array([part.share for part in parts]) * divided + of_head * head) / (divided + head)
-    messages = np.array([facts.tokens(size)[0] for size in sizes.tolist()]) * shape.hidden_size * shape.other_bytes
-    per_batch = 4 * shape.blocks + bool(division.vocabulary) + (bool(division.vocabulary) or is_frozen)
-    curves = HostSpeeds.of(facts).whole_curves(plan.gradient_checkpointing) if facts.memory is not None else []
+    divides_head = bool(division.vocabulary) or (model.method != "full" and not adapted)
+    of_head = np.array(division.vocabulary or division.weights, dtype=np.float64)
+    of_head = of_head / of_head.sum() if divides_head else np.ones(ranks)
+    sizes = plan.ranks[0].micro_batch_sizes
+    messages = np.array([facts.tokens(size)[0] for size in sizes]) * shape.hidden_size * shape.other_bytes
+    sums_per_batch = 4 * shape.blocks + bool(division.vocabulary) + divides_head
     seconds, solo = None, None
-    if curves:
-        passes = PASSES_OF_ALL * shape.blocks * float(messages.sum())
+    if facts.memory is not None and (speeds := HostSpeeds.of(facts)).are_known:
+        curves = speeds.whole_curves(plan.gradient_checkpointing)
         computes = []
-        for fraction, curve, host in zip(fractions, curves, facts.hosts, strict=True):
-            alone = float(curve.seconds(sizes).sum())
-            rate = host.calibration.memory_bytes_per_second if host.calibration else None
-            of_all = min(passes / rate, alone) if rate else 0.0
-            computes.append(fraction * (alone - of_all) + of_all + curve.step_overhead_seconds)
-        seconds = max(computes) + per_batch * sum(_sum_seconds(facts, float(size)) for size in messages)
+        for rank, (part, curve) in enumerate(zip(parts, curves, strict=True)):
+            block, head = speeds.parts(rank, max(sizes))
+            blocks = block * shape.blocks
+            for_all = PASSES_OF_ALL * shape.blocks * messages.sum() / facts.memory_speed(rank)
+            alone = float(curve.seconds(np.array(sizes)).sum())
+            fraction = (part.share * blocks + of_head[rank] * head) / (blocks + head)
+            computes.append(fraction * max(0.0, alone - for_all) + min(for_all, alone) + curve.step_overhead_seconds)
+        seconds = max(computes) + sums_per_batch * sum(_sum_seconds(facts, float(size)) for size in messages)
         solo = sum(map(solo_pairs_per_second, curves))
     return Prediction(
         f"sharded, {sum_of([f'{part.share:.0%}' for part in parts])}",
@@ -239,7 +230,7 @@ def _prediction(facts: PlanFacts, plan: ClusterPlan, division: Division) -> Pred
         plan.global_batch_size / seconds / solo if seconds and solo else None,
         True,
         max(part.needed_bytes + (part.activation_bytes or 0) for part in parts),
-        float(per_batch * messages.sum() * 2 * (ranks - 1) / ranks),
+        float(sums_per_batch * messages.sum() * 2 * (ranks - 1) / ranks),
     )
 
 

@@ -11,13 +11,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from lib.config.settings import IndependentSettings, ModelSettings, PlanSettings, SyncSettings
 from lib.errors import UserError
-from lib.plan.calibration import CurveKey
-from lib.plan.facts import DIVIDED, CurveChoice, PlanFacts, choose_curves, prepared
+from lib.plan.calibration import BatchCurve, CurveKey
+from lib.plan.facts import DIVIDED, PlanFacts, choose_curves, prepared
 from lib.plan.pipeline import plan_pipelined
 from lib.plan.plan import (
     GOOD_EFFICIENCY,
+    Basis,
     ClusterPlan,
     Merging,
     Prediction,
@@ -28,6 +31,7 @@ from lib.plan.plan import (
 )
 from lib.plan.sharded import plan_sharded
 from lib.plan.shares import TooLarge, equal_shares, split_evenly_sized
+from lib.plan.speeds import HostSpeeds
 
 MERGE_COST = 0.01  # of the time of a run
 LEAST_MERGES = 8  # in a run; after each step, where it has fewer
@@ -64,7 +68,19 @@ def plan(facts: PlanFacts) -> ClusterPlan:
             others = [candidate for candidate, _ in map(_divided_by, [facts] * 2, reversed(DIVIDED)) if candidate]
             added = [replace(way, chosen=False) for other in others for way in other.predictions]
             chosen = replace(replicas, predictions=(*replicas.predictions[:2], *added, *replicas.predictions[2:]))
-    return replace(chosen, key=facts.key, warnings=(*warnings, *chosen.warnings))
+    basis = Basis(facts.key, step_seconds=_step_seconds(facts, chosen))
+    return replace(chosen, basis=basis, warnings=(*warnings, *chosen.warnings))
+
+
+def _step_seconds(facts: PlanFacts, plan: ClusterPlan) -> float | None:
+    """Of a step: as predicted by curves, else by matrix products and the model's operations."""
+    predicted = next((way.step_seconds for way in plan.predictions if way.chosen), None)
+    if predicted is not None or facts.memory is None or plan.divides_model:
+        return predicted
+    hosts = [replace(host, gflops=host.gflops or facts.usual_gflops) for host in facts.hosts]
+    curves = HostSpeeds.of(replace(facts, hosts=hosts)).whole_curves(plan.gradient_checkpointing)
+    ranks = zip(plan.ranks, curves, strict=False)
+    return max((float(curve.seconds(np.array(rank.micro_batch_sizes)).sum()) for rank, curve in ranks), default=None)
 
 
 # ---- The whole model on every host
@@ -77,54 +93,48 @@ def _plan_replicas(facts: PlanFacts) -> ClusterPlan:
         TooLarge: a host's memory does not hold one pair.
     """
     settings, ranks = facts.settings, len(facts.hosts)
-    key, choice, synchronous, warnings = _with_checkpointing_if_needed(facts)
-    sync_seconds = _sync_seconds(facts, choice)
-    apart = _divided_batch(facts, key, choice, 0.0)
+    key, together, warnings = _with_checkpointing_if_needed(facts)
+    apart = _divided_batch(facts, key, together.curves, 0.0)
     strategy, why = _choose_replicas(facts)
-    chosen = apart if strategy == "independent" else synchronous
-    reason = _reason(facts, choice, chosen, sync_seconds)
+    chosen = apart if strategy == "independent" else together
+    sync_seconds = _sync_seconds(facts, chosen.curves)
+    reason = _reason(facts, chosen, sync_seconds)
     chosen = replace(
         _with_memory(facts, chosen, key),
         strategy=strategy,
         reason=f"{strategy}, {why}; {reason}" if ranks > 1 else reason,
         gradient_checkpointing=key != facts.key,
     )
-    chosen = replace(chosen, warnings=(*warnings, *choice.warnings, *chosen.warnings))
-    merge_seconds = _merge_seconds(facts, apart) if choice.is_measured and facts.link_is_known else None
+    chosen = replace(chosen, warnings=(*warnings, *chosen.warnings))
+    merge_seconds = _merge_seconds(facts, apart) if chosen.calibrated and facts.link_is_known else None
     step_seconds = _independent_seconds(apart) if merge_seconds is not None else None
     merging = plan_merging(settings.independent, settings.plan, facts, merge_seconds, step_seconds)
-    chosen = replace(chosen, predictions=_predictions(facts, chosen, apart, sync_seconds, (merging, merge_seconds)))
-    if strategy == "independent" and ranks > 1:
-        chosen = replace(chosen, rounds=merging)
-    return chosen
+    predictions = _predictions(facts, chosen, apart, sync_seconds, (merging, merge_seconds))
+    return replace(chosen, predictions=predictions, rounds=merging if strategy == "independent" and ranks > 1 else None)
 
 
-def _with_checkpointing_if_needed(facts: PlanFacts) -> tuple[CurveKey, CurveChoice, ClusterPlan, tuple[str, ...]]:
-    """The curves and the plan of synchronous steps; with a warning where gradient checkpointing had to be turned on.
+def _with_checkpointing_if_needed(facts: PlanFacts) -> tuple[CurveKey, ClusterPlan, tuple[str, ...]]:
+    """The plan of synchronous steps; with a warning where gradient checkpointing had to be turned on.
 
     Raises:
         TooLarge: one pair does not fit, nor with gradient checkpointing where that may be turned on.
     """
-    key, warnings = facts.key, ()
+    key = facts.key
     try:
-        choice = choose_curves(facts, key)
-        divided = _divided_batch(facts, key, choice, _sync_seconds(facts, choice))
+        curves, warnings = choose_curves(facts, key)
+        return key, _divided_batch(facts, key, curves, _sync_seconds(facts, curves)), warnings
     except TooLarge as too_large:
         key = key.model_copy(update={"gradient_checkpointing": True})
-        choice = choose_curves(facts, key)
-        if not facts.settings.model.may_turn_on_checkpointing or not (choice.is_measured or facts.memory):
+        curves, warnings = choose_curves(facts, key)
+        if not facts.settings.model.may_turn_on_checkpointing or (None in curves and facts.memory is None):
             raise
-        divided = _divided_batch(facts, key, choice, _sync_seconds(facts, choice))
-        return (
-            key,
-            choice,
-            divided,
-            (f"gradient checkpointing is turned on: {str(too_large).partition(';')[0]} without",),
-        )
-    return key, choice, divided, warnings
+        turned_on = f"gradient checkpointing is turned on: {str(too_large).partition(';')[0]} without"
+        return key, _divided_batch(facts, key, curves, _sync_seconds(facts, curves)), (turned_on, *warnings)
 
 
-def _divided_batch(facts: PlanFacts, key: CurveKey, choice: CurveChoice, sync_seconds: float) -> ClusterPlan:
+def _divided_batch(
+    facts: PlanFacts, key: CurveKey, curves: Sequence[BatchCurve | None], sync_seconds: float
+) -> ClusterPlan:
     """The global batch among replicas.
 
     Raises:
@@ -134,19 +144,22 @@ def _divided_batch(facts: PlanFacts, key: CurveKey, choice: CurveChoice, sync_se
     divided = plan_cluster(
         facts.names,
         facts.batch_size,
-        curves=choice.curves,
+        curves=curves,
         shares=settings.shares,
         micro_batch_sizes=settings.micro_batch_sizes,
         sync_seconds=sync_seconds,
         speeds=facts.relative_speeds(),
     )
+    may_divide = facts.settings.strategy == "auto" and len(ranks) > 1
+    if None not in curves or (settings.micro_batch_sizes is not None and not may_divide):
+        return divided
+    most = [None if curve else facts.default_size(rank, key) for rank, curve in enumerate(curves)]  # or TooLarge
     if settings.micro_batch_sizes is not None:
-        may_divide = facts.settings.strategy == "auto" and len(ranks) > 1
-        [facts.default_size(rank, key) for rank in ranks if may_divide and choice.curves is None]  # or TooLarge
         return divided
-    if choice.curves is not None:
-        return divided
-    sizes = [split_evenly_sized(rank.share, facts.default_size(rank.rank, key)) for rank in divided.ranks]
+    sizes = [
+        split_evenly_sized(rank.share, size) if size else rank.micro_batch_sizes
+        for rank, size in zip(divided.ranks, most, strict=True)
+    ]
     return replace(divided.with_micro_batches(sizes, divided.reason), warnings=divided.warnings)
 
 
@@ -165,9 +178,9 @@ def _with_memory(facts: PlanFacts, plan: ClusterPlan, key: CurveKey) -> ClusterP
     return replace(plan, ranks=tuple(ranks), warnings=tuple(warnings))
 
 
-def _gradient_bytes(facts: PlanFacts, curves: Sequence[object]) -> float:
+def _gradient_bytes(facts: PlanFacts, curves: Sequence[BatchCurve | None]) -> float:
     """Of one message with all that is trained, compressed (lib/distributed/compression.py)."""
-    sizes = [getattr(curve, "gradient_bytes", None) or 0 for curve in curves]
+    sizes = [curve.gradient_bytes or 0 for curve in curves if curve]
     return compression_factor(facts.settings.sync) * max(sizes, default=0)
 
 
@@ -176,9 +189,9 @@ def compression_factor(sync: SyncSettings) -> float:
     return {"none": 1.0, "bf16": 0.5, "int8": 0.25 * (1 + 4 / 256), "topk": 2 * sync.topk_fraction}[sync.compression]
 
 
-def _sync_seconds(facts: PlanFacts, choice: CurveChoice) -> float:
+def _sync_seconds(facts: PlanFacts, curves: Sequence[BatchCurve | None]) -> float:
     """One sum of the gradients."""
-    return facts.sum_seconds(_gradient_bytes(facts, choice.curves)) if choice.curves else 0.0
+    return 0.0 if None in curves else facts.sum_seconds(_gradient_bytes(facts, curves))
 
 
 def _choose_replicas(facts: PlanFacts) -> tuple[str, str]:
@@ -192,15 +205,16 @@ def _choose_replicas(facts: PlanFacts) -> tuple[str, str]:
     return "independent", "as every host can hold the model (strategy=synchronous: one machine's result, to rounding)"
 
 
-def _reason(facts: PlanFacts, choice: CurveChoice, chosen: ClusterPlan, sync_seconds: float) -> str:
+def _reason(facts: PlanFacts, chosen: ClusterPlan, sync_seconds: float) -> str:
     """Why the shares are what they are, and which global batch would use the hosts better."""
-    if choice.curves is None and len(facts.hosts) == 1:
+    curves = [curve for curve in chosen.curves if curve is not None]
+    if not curves and len(facts.hosts) == 1:
         return f"{chosen.reason}, in micro-batches of {max(chosen.ranks[0].micro_batch_sizes)} at most: no calibration"
-    if choice.curves is None or facts.settings.plan.shares is not None:
+    if len(curves) < len(facts.hosts) or facts.settings.plan.shares is not None:
         return chosen.reason
-    reason = f"{chosen.reason} ({choice.reason})"
+    reason = f"{chosen.reason} (curves measured for {facts.key})"
     if chosen.efficiency is not None and chosen.efficiency < GOOD_EFFICIENCY and len(facts.hosts) <= 64:
-        enough = sufficient_global_batch(facts.names, choice.curves, chosen.global_batch_size, sync_seconds)
+        enough = sufficient_global_batch(facts.names, curves, chosen.global_batch_size, sync_seconds)
         if enough and enough > chosen.global_batch_size:
             reason += f"; a global batch of {enough} would reach {GOOD_EFFICIENCY:.0%} of their speed"
     return reason
@@ -252,15 +266,13 @@ def _predictions(
     to_sum = message * (2 * (size - 1) / size if is_summed else size - 1)
 
     def prediction(name: str, ranks: Sequence[RankPlan], seconds: float, bytes_sent: float = 0.0) -> Prediction:
-        curves = [chosen.curves[rank.rank] for rank in ranks]
-        largest = [max(rank.micro_batch_sizes, default=1) for rank in ranks]
-        peaks = [curve.peak_bytes(pairs) if curve else None for curve, pairs in zip(curves, largest, strict=True)]
+        planned = [chosen.ranks[rank.rank].planned_bytes or 0 for rank in ranks]
         return Prediction(
             name,
             tuple(rank.host for rank in ranks),
             seconds,
             batch / seconds / solo if size > 1 else None,
-            memory_bytes=None if None in peaks else max(peak or 0 for peak in peaks),
+            memory_bytes=max(planned) or None,
             bytes_per_step=bytes_sent if message or len(ranks) == 1 else None,
         )
 

@@ -17,17 +17,18 @@ from rich.live import Live
 from rich.text import Text
 
 from lib.config import read_file
-from lib.config.settings import Config, CostSettings, MetalSettings
+from lib.config.settings import Config, CostSettings, EvaluateSettings, MetalSettings
 from lib.data.dataset import Dataset
 from lib.data.prompts import Prompts
 from lib.data.streaming import StreamedDataset
 from lib.distributed.world import World
 from lib.plan.cost import hosts_cost
+from lib.plan.outlook import Work, memory_text, outlook
 from lib.plan.plan import ClusterPlan
 from lib.plan.plan_warnings import long_warm_up, uneven_labels
 from lib.report import tables
 from lib.system import metal
-from lib.system.hardware import device_name
+from lib.system.hardware import device_name, mlx_device
 from lib.system.records import PerformanceTracker, PlanRecord, Record, SettingsRecord
 from lib.system.terminal import (
     GAP,
@@ -43,6 +44,7 @@ from lib.system.terminal import (
     with_bar,
 )
 from lib.training.inputs import Inputs
+from lib.training.losses import needs_reference
 from lib.training.summary import RunSummary
 
 LINE_WIDTH = 80  # of a step's line, in a file
@@ -56,9 +58,9 @@ class RunConsole(Terminal):
     Warnings become records, those before the log began as well.
     """
 
-    def __init__(self, rank: int, log_every: int = 10):
+    def __init__(self, rank: int, log_every: int = 10, tried_step_seconds: float | None = None):
         super().__init__(silent=rank != 0)
-        self.rank, self.log_every = rank, log_every
+        self.rank, self.log_every, self.tried_step_seconds = rank, log_every, tried_step_seconds
         self.tracker: PerformanceTracker | None = None  # where this rank's warnings are recorded
         self.early: list[str] = []  # warnings before the log began
         self.line_of_run: ProgressLine | None = None
@@ -232,7 +234,7 @@ class ProgressLine:
 # ---- Before training: what the data and the settings come to ---------------------------------------------------------
 
 
-def show_run(say: Terminal, config: Config, plan: ClusterPlan, inputs: Inputs, steps: int) -> None:
+def show_run(say: RunConsole, config: Config, plan: ClusterPlan, inputs: Inputs, steps: int) -> None:
     """Derived, printed, then run: the facts of a run, its plan, and every strategy's prediction."""
     data, valid, batch = inputs.data, inputs.valid, config.train.global_batch_size
     model, train, about = config.model, config.train, "about " * data.is_estimated
@@ -258,6 +260,10 @@ def show_run(say: Terminal, config: Config, plan: ClusterPlan, inputs: Inputs, s
         rows.append(("merging", plan.rounds.reason))
     if (plan.calibrated or plan.stages) and plan.predicted_step_seconds:
         rows.append(("predicted", _predicted(plan, steps)))
+    known_steps = 0 if config.rollouts.rounds else steps
+    work = _work(config.evaluate, model.method, needs_reference(train), inputs, known_steps)
+    if expected := _expected(work, plan, say.tried_step_seconds):
+        rows.append(("expected", expected))
     say.facts(f"run {config.run.name}", [*rows, ("folder", str(Path(config.run.dir) / str(config.run.name)))])
     if inputs.first_row is not None:
         say.line(inputs.first_row, lead="row 1: ")
@@ -303,6 +309,31 @@ def _predicted(plan: ClusterPlan, steps: int) -> str:
     efficiency = f", {100 * part:.0f} % of what the hosts do alone, added up" if part else ""
     each = f"{seconds:.3g} s a step, {three_digits(speed)} pairs/s{efficiency if len(plan.ranks) > 1 else ''}"
     return f"{each}; {duration(steps * seconds)} of training"
+
+
+def _expected(work: Work, plan: ClusterPlan, measured: float | None) -> str:
+    """The run's whole wall time by its parts, and the fullest rank's memory; of a run of rounds the memory alone."""
+    known, memory = outlook(plan, work, mlx_device()[0], measured), memory_text(plan)
+    if known is None or not work.steps:
+        return memory and f"{memory} of memory"
+    parts = {"start": known.start, "reference": known.reference, "evaluation": known.evaluation}
+    shown = ", ".join(f"{name} {duration(round(seconds, 1))}" for name, seconds in parts.items() if seconds)
+    text = f"about {duration(known.total)} in all (training {duration(known.training)}, {shown}), by {known.basis}"
+    return f"{text}; {memory} of memory" if memory else text
+
+
+def _work(evaluate: EvaluateSettings, method: str, asks_reference: bool, inputs: Inputs, steps: int) -> Work:
+    """What a run does; steps: 0 where its rounds take an unknown time."""
+    batches = -(-min(len(inputs.questions), evaluate.answers_limit) // evaluate.batch_size)
+    return Work(
+        steps=steps,
+        rows=len(inputs.data),
+        held_out=len(inputs.valid) if inputs.valid is not None else 0,
+        evaluations=1 + -(-steps // (evaluate.every or steps or 1)),
+        answer_tokens=round(batches * min(evaluate.max_tokens, float(inputs.data.lengths.mean()))),
+        method=method,
+        asks_reference=asks_reference,
+    )
 
 
 def _show_predictions(say: Terminal, prices: CostSettings, plan: ClusterPlan, steps: int) -> None:

@@ -72,7 +72,7 @@ class TrainingRun:
         log = self.folder / "logs" / f"rank-{world.rank:03d}.jsonl"
         host = self.hosts[world.rank]
         self.tracker = PerformanceTracker(log, world.rank, host)
-        rates = plan.matmul_gflops.get(host, ())[self.hosts[: world.rank].count(host) :]
+        rates = plan.basis.matmul_gflops.get(host, ())[self.hosts[: world.rank].count(host) :]
         flops = (6 if config.model.method == "full" else 4) * get_total_parameters(self.model)
         self.tracker.arithmetic = Arithmetic(flops, 1e9 * (rates[0] if rates else quick_gflops(0.1)))
         kept = config.checkpoint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import statistics
@@ -25,6 +26,7 @@ from lib.plan import calibration
 from lib.plan.calibration import CurveKey, HostCalibration, nearest_curve
 from lib.plan.facts import PlanFacts, PlanSections, RankHost, StagesBefore
 from lib.plan.memory import ADAM, OPTIMIZERS, MemoryModel, Rows, Training
+from lib.plan.pipeline import configured_blocks
 from lib.plan.plan import ClusterPlan
 from lib.plan.plan_warnings import advised
 from lib.plan.sharded import plan_sharded
@@ -58,7 +60,7 @@ def plan_run(
     with world.agreeing("planning"):
         first = advised(facts.settings, plan(facts))
         ranks = tuple(replace(rank, blas_threads=n) for rank, n in zip(first.ranks, blas_threads, strict=True))
-        first = replace(first, matmul_gflops=rates, ranks=ranks)
+        first = replace(first, basis=replace(first.basis, matmul_gflops=rates), ranks=ranks)
     world.require_equal("plan", json.dumps(first.decisions()))  # unlike plans would lose rows, or train them twice
     return replace(first, warnings=(*filter(None, (warning, *crowded)), *first.warnings))
 
@@ -112,8 +114,20 @@ def gather_facts(
         shape=shape,
         memory=memory,
         stages_before=_stages_before(config, world, hosts, resumed),
+        usual_gflops=_usual_gflops(world) if None in curves and not rates else None,
     )
     return facts, rates
+
+
+def _usual_gflops(world: World) -> float:
+    """The mean of all ranks' matrix-product rates."""
+    rates = world.gather_text(repr(_gflops_here()), "every rank's matrix-product rate")
+    return statistics.fmean(map(float, rates))
+
+
+@functools.cache
+def _gflops_here() -> float:
+    return hardware.quick_gflops()
 
 
 def training_of(config: Config, block_count: int, shared_prompts: bool) -> Training:
@@ -172,17 +186,8 @@ def stage_blocks(config: Config, world: World, hosts: Sequence[str]) -> tuple[in
     memory = [float(text or 0) for text in world.gather_text(str(limit or ""), "every host's memory")]
     with world.agreeing("planning"):
         blocks = model_shape_of(tokenizer.stored_config(config.model), to_divide=False).blocks
-        shares = config.plan.shares
-        if world.size > blocks:
-            raise UserError(
-                f"strategy=pipelined: {world.size} ranks, but the model has only {blocks} blocks; use fewer ranks"
-            )
-        if shares is not None and (len(shares) != world.size or sum(shares) != blocks):
-            raise UserError(
-                f"plan.shares {list(shares)}: with strategy=pipelined give each of {world.size} ranks its blocks, "
-                f"{blocks} in all; or plan.shares=null"
-            )
-        return shares or apportion(blocks, memory if all(memory) else [1.0] * world.size)
+        given = configured_blocks(config.plan.shares, world.size, blocks)
+        return given or apportion(blocks, memory if all(memory) else [1.0] * world.size)
 
 
 def _on_one_rank(config: Config, is_resumed: bool) -> tuple[Config, str]:
