@@ -36,7 +36,6 @@ def main(arguments: list[str] | None = None) -> int:
         launch = mpi_and_blas.launch_environment()
         mpi_and_blas.prepare()
         from lib.distributed.world import start  # brings MLX: --help and a misspelt option answer at once
-        from lib.training import trial
 
         world = start(launch)
         with world.agreeing("the configuration"):
@@ -46,21 +45,21 @@ def main(arguments: list[str] | None = None) -> int:
         config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
         world.require_equal("configuration", settings.learning_digest(config))
         world = dataclasses.replace(world, timeout_seconds=config.sync.timeout_seconds)
-        tried = trial.step_seconds(options.measure, config, world, train)
-        train(config, world, options.resume is not None, options.dry_run, tried)
+        train(config, world, options.resume is not None, options.dry_run, options.measure)
     except (Exception, KeyboardInterrupt) as error:
         return mpi_and_blas.report_end(error, launch, run)
     return 0
 
 
-def train(config: Config, world: World, resume: bool, dry_run: bool, tried: float | None = None) -> None:
+def train(config: Config, world: World, resume: bool, dry_run: bool, measure: bool = False) -> None:
     """One run, from its configuration to the finished adapter."""
     from lib.evaluate.evaluator import Evaluator
     from lib.report import console, run_report
     from lib.rollouts import rounds
-    from lib.training import inputs, reference_model
+    from lib.training import inputs, reference_model, trial
     from lib.training.loop import TrainingLoop
 
+    tried = trial.step_seconds(config, world, train) if measure else None
     launched, say = time.perf_counter(), console.RunConsole(world.rank, config.run.log_every, tried)
     if not resume:
         config = config.model_copy(update={"model": inputs.with_compute_type(config.model, world, say.line)})

@@ -24,12 +24,8 @@ CHANGES = {
 }
 
 
-def step_seconds(
-    is_wanted: bool, config: Config, world: World, train: Callable[[Config, World, bool, bool], None]
-) -> float | None:
-    """The slowest rank's mean of the second and third step, in a folder that is deleted; None where it is not wanted."""
-    if not is_wanted:
-        return None
+def step_seconds(config: Config, world: World, train: Callable[[Config, World, bool, bool], None]) -> float:
+    """The slowest rank's mean of the second and third step, in a folder that is deleted."""
     folder = Path(world.broadcast_text(tempfile.mkdtemp(prefix="tandem-trial-") if world.rank == 0 else ""))
     changes = {name: getattr(config, name).model_copy(update=values) for name, values in CHANGES.items()}
     changes["run"] = changes["run"].model_copy(update={"dir": str(folder)})
