@@ -62,7 +62,7 @@ def _export(options: argparse.Namespace, terminal: Terminal) -> Path:
     run = open_run(Path(options.run), options.checkpoint, options.overrides, rows, terminal.line)
     name = to if run.checkpoint == "final" else f"{to}-{run.checkpoint.replace(' ', '-')}"
     target = Path(options.out) if options.out else run.folder / "export" / name
-    if target.exists():
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists already; give another folder by --out, or remove it")
     form.check(run, wanted)
     if run.settings.model.attention_window is not None:
