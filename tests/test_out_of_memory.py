@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,16 +52,11 @@ def weights(run: Path, folder: str = "") -> np.ndarray:
         "cudaPeekAtLastError() failed: out of memory",
     ],
 )
-def test_what_mlx_says_is_recognised_raised_or_last_before_an_abort(text: str) -> None:
+def test_what_mlx_says_is_recognised(text: str) -> None:
     assert out_of_memory.is_out_of_memory(RuntimeError(text)) and out_of_memory.is_out_of_memory(MemoryError())
     assert not out_of_memory.is_out_of_memory(
         RuntimeError("[matmul] shapes do not match")
     ) and not out_of_memory.is_out_of_memory(ValueError(text))
-    lines = ["step 7", f"libc++abi: terminating due to uncaught exception of type std::runtime_error: {text}", ""]
-    assert text in (out_of_memory.evidence(-signal.SIGABRT, lines, kernel_killed=False) or "")
-    assert text in (out_of_memory.evidence(128 + signal.SIGABRT, lines, kernel_killed=False) or "")
-    assert out_of_memory.evidence(1, lines, kernel_killed=False) is None  # it ended by itself, and could say what to do
-    assert out_of_memory.evidence(-signal.SIGABRT, ["assertion failed"], kernel_killed=True) is None
 
 
 # ---- Work that is tried again

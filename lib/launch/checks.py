@@ -267,7 +267,7 @@ def check_disk(request: Request) -> Finding | None:
 
 def check_load(request: Request) -> Finding:
     """Who else computes on this host. A training there may be another user's: nothing ends it."""
-    average, cores = os.getloadavg()[0], hardware.usable_cpus() or 1
+    average, cores = os.getloadavg()[0], mpi_and_blas.own_cores()
     message, look = f"{average:.1f} on {cores} cores", request.there("top", "-t")
     listing = os_commands.output(["ps", "-axo", "pid=,user=,args="])
     training = r"^\s*(\d+) (\S+) \S*[Pp]ython\S* ((?:\S*/)?(?:train|calibrate)\.py\b.*)$"

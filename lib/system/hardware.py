@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypedDict, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from lib.system import os_commands
+from lib.system import mpi_and_blas, os_commands
 
 ROOT = Path(__file__).resolve().parents[2]
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -26,6 +26,7 @@ PROCESSOR_SENSORS = re.compile(r"coretemp|k10temp|zenpower|amdgpu|x86_pkg_temp|c
 
 # Of quick_gflops: the matrices' widths; products in one evaluation, so that starting it weighs little; evaluations of
 # the largest width, at least.
+NVIDIA_SENSORS = ["nvidia-smi", "--query-gpu=temperature.gpu,power.draw", "--format=csv,noheader,nounits"]
 WIDTHS = (256, 512, 1024, 2048, 4096, 8192)
 CHAIN = 4
 REPEATS = 4
@@ -54,7 +55,7 @@ def identify(host: str) -> Machine:
         device_name=str(name or processor_name()),
         device=device,
         gpu_cores=apple_gpu_cores() if device == "metal" else None,
-        cpu_cores=usable_cpus(),
+        cpu_cores=mpi_and_blas.own_cores(),
         memory_bytes=facts.get("total_memory") if device == "cuda" else host_memory_bytes(),
         os=operating_system(),
     )
@@ -72,27 +73,18 @@ def memory_limit_bytes() -> int | None:
 
 
 def free_memory_bytes() -> int | None:
-    """Main memory that a new process could take now without swapping; None where the system does not tell."""
-    if os_commands.is_mac():
-        return mac_free_memory_bytes(os_commands.output(["vm_stat"]))
-    facts = Path("/proc/meminfo")
-    available = re.search(
-        r"^MemAvailable:\s*(\d+) kB$", facts.read_text(encoding="utf-8") if facts.exists() else "", re.MULTILINE
-    )
-    limit = container_memory_bytes()
-    return min(1024 * int(available[1]), limit or 2**60) if available else None
+    """Main memory that a new process could take now without swapping; None where the system does not tell.
 
-
-def mac_free_memory_bytes(vm_stat: str) -> int | None:
-    """Bytes of vm_stat's pages that a process can take at once: free, inactive, speculative and purgeable ones.
-
-    Its "Pages free" leaves out the speculative ones (Apple's system_cmds, vm_stat.c). None where the text is another's.
+    On a Mac free, inactive, speculative and purgeable pages: vm_stat's "Pages free" leaves out the speculative ones.
     """
-    page = re.search(r"page size of (\d+) bytes", vm_stat)
-    pages = {name: int(count) for name, count in re.findall(r"^Pages (\w+):\s*(\d+)\.$", vm_stat, re.MULTILINE)}
-    if page is None or "free" not in pages:
-        return None
-    return int(page[1]) * sum(pages.get(name, 0) for name in ("free", "inactive", "speculative", "purgeable"))
+    if os_commands.is_mac():
+        text = os_commands.output(["vm_stat"])
+        page = re.search(r"page size of (\d+) bytes", text)
+        pages = {name: int(count) for name, count in re.findall(r"^Pages (\w+):\s*(\d+)\.$", text, re.MULTILINE)}
+        free = sum(pages.get(name, 0) for name in ("free", "inactive", "speculative", "purgeable"))
+        return int(page[1]) * free if page and "free" in pages else None
+    available = re.search(r"^MemAvailable:\s*(\d+) kB$", _text(Path("/proc/meminfo")), re.MULTILINE)
+    return min(1024 * int(available[1]), container_memory_bytes() or 2**60) if available else None
 
 
 def versions() -> dict[str, str]:
@@ -120,38 +112,19 @@ def mlx_device() -> tuple[Device, DeviceInfo]:
     return "metal" if mx.metal.is_available() else "cuda", facts
 
 
-@functools.cache
-def boot_id() -> str:
-    """What is another after each start of this machine's system; empty where it does not say."""
-    if os_commands.is_mac():
-        return os_commands.sysctl("kern.bootsessionuuid")
-    return _text(Path("/proc/sys/kernel/random/boot_id")).strip()
-
-
 def processor_name() -> str:
     """E.g. "AMD EPYC 9354"."""
     if os_commands.is_mac():
         return os_commands.sysctl("machdep.cpu.brand_string") or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    named = (
-        re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(encoding="utf-8"), re.MULTILINE)
-        if cpuinfo.exists()
-        else None
-    )
+    named = re.search(r"^model name\s*:\s*(.+)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)
     return named[1].strip() if named else platform.machine()
 
 
 def apple_gpu_cores() -> int | None:
     """From the I/O registry; neither Metal nor MLX tells it."""
-    cores = re.search(
-        r'"gpu-core-count"\s*=\s*(\d+)', os_commands.output(["ioreg", "-rc", "AGXAccelerator", "-d", "1"])
-    )
+    registry = os_commands.output(["ioreg", "-rc", "AGXAccelerator", "-d", "1"])
+    cores = re.search(r'"gpu-core-count"\s*=\s*(\d+)', registry)
     return int(cores[1]) if cores else None
-
-
-def usable_cpus() -> int | None:
-    """Those that this process may run on, where the system says so, else all."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def host_memory_bytes() -> int | None:
@@ -192,39 +165,31 @@ def sensors(system: Path = Path("/sys/class")) -> dict[str, float]:
         left out.
     """
     readings: dict[str, float] = {}
-    temperatures = [
-        *_sysfs(system, "hwmon*/temp*_input", "name", 1e-3).values(),
-        *_sysfs(system, "thermal_zone*/temp", "type", 1e-3).values(),
-    ]
-    inputs = _sysfs(system, "hwmon*/power*_input", "name", 1e-6)
-    averages = _sysfs(system, "hwmon*/power*_average", "name", 1e-6)
-    # Some drivers give both, the present value and the mean, of one meter.
-    by_meter = {path.with_name(path.name.rpartition("_")[0]): watts for path, watts in (inputs | averages).items()}
-    watts = list(by_meter.values())
+    temperatures = [*_sysfs(system, "hwmon*/temp*_input", 1e-3), *_sysfs(system, "thermal_zone*/temp", 1e-3)]
+    watts = _sysfs(system, "hwmon*/power*_input", 1e-6) or _sysfs(system, "hwmon*/power*_average", 1e-6)
     nvidia = re.findall(r"^\s*([\d.]+|\S+)\s*,\s*([\d.]+|\S+)\s*$", os_commands.output(NVIDIA_SENSORS), re.MULTILINE)
     if nvidia:
-        temperatures, watts = ([float(one) for one in each if one[0].isdigit()] for each in zip(*nvidia, strict=True))
+        temperatures, watts = (
+            [float(text) for text in each if text[0].isdigit()] for each in zip(*nvidia, strict=True)
+        )
     if sane := [value for value in temperatures if 0 < value < 150]:  # an absent sensor reads as zero, or as nonsense
         readings["temperature_celsius"] = max(sane)
     if sum(watts) > 0:
         readings["power_watts"] = sum(watts)
-    if os_commands.is_mac() and (
-        limit := re.search(r"CPU_Speed_Limit\s*=\s*(\d+)", os_commands.output(["pmset", "-g", "therm"]))
-    ):
+    warmth = os_commands.output(["pmset", "-g", "therm"]) if os_commands.is_mac() else ""
+    if limit := re.search(r"CPU_Speed_Limit\s*=\s*(\d+)", warmth):
         readings["speed_limit"] = int(limit[1]) / 100
     return readings
 
 
-NVIDIA_SENSORS = ["nvidia-smi", "--query-gpu=temperature.gpu,power.draw", "--format=csv,noheader,nounits"]
-
-
-def _sysfs(system: Path, values: str, name: str, unit: float) -> dict[Path, float]:
-    """The readings of the processors' sensors of one kind, times a unit, by their files."""
-    readings = {}
-    for path in (system / ("hwmon" if values.startswith("hwmon") else "thermal")).glob(values):
+def _sysfs(system: Path, values: str, unit: float) -> list[float]:
+    """The readings of the processors' sensors of one kind, times a unit."""
+    readings = []
+    kind, name = ("hwmon", "name") if values.startswith("hwmon") else ("thermal", "type")
+    for path in (system / kind).glob(values):
         with contextlib.suppress(OSError, ValueError):  # a sensor may be asleep
-            if PROCESSOR_SENSORS.search((path.parent / name).read_text(encoding="utf-8")):
-                readings[path] = unit * int(path.read_text(encoding="utf-8"))
+            if PROCESSOR_SENSORS.search(_text(path.parent / name)):
+                readings.append(unit * int(path.read_text(encoding="utf-8")))
     return readings
 
 
@@ -245,26 +210,19 @@ class Power(NamedTuple):
 
 def power(system: Path = Path("/sys/class/power_supply")) -> Power | None:
     """What feeds this machine, as its system tells; None where it does not."""
-    if os_commands.is_mac():
-        return mac_power(os_commands.output(["pmset", "-g", "batt"]), os_commands.output(["pmset", "-g"]))
-    kinds = {path: _text(path / "type") for path in sorted(system.glob("*"))} if system.exists() else {}
-    status = next((_text(path / "status") for path, kind in kinds.items() if kind == "Battery"), "")
-    profile = _text(Path("/sys/firmware/acpi/platform_profile"))
-    if not status and not profile:
-        return None
-    return Power(status == "Discharging", profile == "low-power", ", ".join(filter(None, (status.lower(), profile))))
-
-
-def mac_power(batteries: str, settings: str) -> Power | None:
-    """From `pmset -g batt` and `pmset -g` (Apple's pmset.m: show_power_sources, show_pm_settings_dict)."""
+    if not os_commands.is_mac():
+        supplies = [path.parent for path in sorted(system.glob("*/type")) if _text(path) == "Battery"]
+        status = next((_text(path / "status") for path in supplies), "")
+        profile = _text(Path("/sys/firmware/acpi/platform_profile"))
+        text = ", ".join(filter(None, (status.lower(), profile)))
+        return Power(status == "Discharging", profile == "low-power", text) if text else None
+    batteries, settings = os_commands.output(["pmset", "-g", "batt"]), os_commands.output(["pmset", "-g"])
     source = re.search(r"^Now drawing from '(.+)'$", batteries, re.MULTILINE)
     if source is None:
         return None
     level = re.search(r"\t(\d+%); ([^;\n]+)", batteries)
-    mode = re.search(
-        r"^\s*(?:lowpowermode|powermode)\s+(\d)", settings, re.MULTILINE
-    )  # 1 is low, of a powermode 2 high
-    saves = mode is not None and mode[1] == "1"
+    mode = re.search(r"^\s*(?:lowpowermode|powermode)\s+(\d)", settings, re.MULTILINE)
+    saves = mode is not None and mode[1] == "1"  # 1 is low, of a powermode 2 high
     parts = [source[1], *(level.groups() if level else ()), *(["Low Power Mode"] if saves else [])]
     return Power(source[1] == "Battery Power", saves, ", ".join(part.strip() for part in parts))
 

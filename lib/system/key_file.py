@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import stat
@@ -50,22 +49,15 @@ def make(path: Path) -> bool:
         UserError: it cannot be written.
     """
     path = path.expanduser()
-    if path.exists():
-        return False
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        whole = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        with os.fdopen(os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            file.write(secrets.token_hex(32) + "\n")
-        try:
-            os.link(whole, path)  # unlike a rename it replaces no file
-        except FileExistsError:
-            return False
-        finally:
-            with contextlib.suppress(OSError):
-                whole.unlink()
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return False
     except OSError as error:
         raise UserError(f"key file {path}: it cannot be made: {error.strerror}; give another by --key FILE") from None
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(secrets.token_hex(32) + "\n")
     return True
 
 

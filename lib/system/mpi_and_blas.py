@@ -324,27 +324,25 @@ def report_end(error: BaseException, launch: Launch | None, run: Path | None) ->
     Raises:
         Exception: `error`, where it is a fault of ours.
     """
-    from lib.system import terminal
+    from lib.system import mlx_failures, terminal
 
-    is_agreed = isinstance(error, AgreedError)  # printed once
+    rank = launch.rank if launch is not None and launch.size > 1 else None
     if isinstance(error, UserError):
-        if launch is None or launch.rank == 0 or not is_agreed:
+        is_agreed = isinstance(error, AgreedError)  # printed once
+        if not is_agreed or not rank:
             terminal.error(str(error))
         return leave(2, launch, alone=not is_agreed)
-    if isinstance(error, OSError):  # a full or read-only disk: what was saved before is whole
-        why = f"{error.filename or 'a file'}: {error.strerror or error}; fix that, then {terminal.way_on(run)}"
-        terminal.error(why)
-        return leave(2, launch, alone=True)
     if isinstance(error, Stopped | KeyboardInterrupt):
         terminal.error(f"{str(error) or 'interrupted'}; {terminal.way_on(run)}", "stopped")
         return 1
-    from lib.system import mlx_failures
-
-    rank = launch.rank if launch is not None and launch.size > 1 else None
-    if (advice := mlx_failures.advice(error, rank)) is None:
+    if isinstance(error, OSError):  # a full or read-only disk: what was saved before is whole
+        why = f"{error.filename or 'a file'}: {error.strerror or error}; fix that, then"
+    elif (advice := mlx_failures.advice(error, rank)) is not None:
+        why = f"{advice};"
+    else:
         raise error
-    terminal.error(f"{advice}; {terminal.way_on(run)}")
-    return leave(1, launch, alone=True)
+    terminal.error(f"{why} {terminal.way_on(run)}")
+    return leave(2 if isinstance(error, OSError) else 1, launch, alone=True)
 
 
 def status_of(main: Callable[[], int]) -> int:

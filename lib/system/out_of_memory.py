@@ -9,7 +9,6 @@ import contextlib
 import gc
 import queue
 import re
-import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -229,23 +228,16 @@ def in_pieces(rows: Sequence[T], work: Callable[[Sequence[T]], R], can_halve: bo
 # ---- What ends a process outright
 
 
-def control_groups(process: int | str = "self") -> str:
-    """The control groups of a process, as Linux lists them; empty where it is gone, or there are none."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{process}/cgroup").read_text(encoding="utf-8")
-    return ""
+def kernel_kills() -> dict[str, int]:
+    """How many processes the kernel's out-of-memory killer has ended so far: of this boot, and of each control group.
 
-
-def kernel_kills(groups: str | None = None) -> dict[str, int]:
-    """How many processes the kernel's out-of-memory killer has ended so far, by who counts: this boot, a control group.
-
-    groups: of `control_groups`; by default this process's. Empty on macOS, which does not count.
+    Empty on macOS, which does not count.
     """
     counts: dict[str, int] = {}
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         counts |= _count(VMSTAT, f"boot {boot}")
-        for line in (control_groups() if groups is None else groups).splitlines():
+        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
             number, controllers, path = line.split(":", 2)
             if number == "0":
                 counts |= _count(Path(f"{CGROUPS}{path}/memory.events"), f"group {boot} {path}")
@@ -255,27 +247,7 @@ def kernel_kills(groups: str | None = None) -> dict[str, int]:
 
 
 def _count(file: Path, name: str) -> dict[str, int]:
-    try:
-        match = re.search(r"^oom_kill (\d+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
-    except OSError:
-        return {}
-    return {name: int(match[1])} if match else {}
-
-
-def has_killed(before: dict[str, int], now: dict[str, int]) -> bool:
-    """Whether a counter that both know has risen; a control group's own decides, if there is one."""
-    both = sorted(before.keys() & now.keys(), key=lambda name: not name.startswith("group"))
-    return bool(both) and now[both[0]] > before[both[0]]
-
-
-def evidence(status: int, lines: Sequence[str], kernel_killed: bool) -> str | None:
-    """What shows that a process, which a signal ended, ran out of memory; None where nothing does.
-
-    status: negative, or 128 and the signal, as a shell tells it. lines: the last ones that it wrote.
-    """
-    number = -status if status < 0 else status - 128
-    if number == signal.SIGKILL and kernel_killed:
-        return "the kernel's out-of-memory killer ended it"
-    if number in (signal.SIGABRT, signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGTRAP):
-        return next((line.strip()[:300] for line in reversed(lines) if TEXTS.search(line)), None)
-    return None
+    with contextlib.suppress(OSError):
+        if match := re.search(r"^oom_kill (\d+)$", file.read_text(encoding="utf-8"), re.MULTILINE):
+            return {name: int(match[1])}
+    return {}
