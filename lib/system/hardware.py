@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypedDict, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from lib.system import mpi_and_blas, os_commands
+from lib.system import os_commands
 
 ROOT = Path(__file__).resolve().parents[2]
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -55,7 +55,7 @@ def identify(host: str) -> Machine:
         device_name=str(name or processor_name()),
         device=device,
         gpu_cores=apple_gpu_cores() if device == "metal" else None,
-        cpu_cores=mpi_and_blas.own_cores(),
+        cpu_cores=os_commands.own_cores(),
         memory_bytes=facts.get("total_memory") if device == "cuda" else host_memory_bytes(),
         os=operating_system(),
     )

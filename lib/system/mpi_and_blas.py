@@ -27,6 +27,7 @@ from typing import NoReturn, ParamSpec
 
 from lib.config import read_file
 from lib.errors import AgreedError, Stopped, UserError
+from lib.system.os_commands import own_cores
 
 P = ParamSpec("P")
 
@@ -109,12 +110,6 @@ def _hide_torch() -> None:
         is_torch_available()  # transformers remembers the answer
     finally:
         del sys.modules["torch"]
-
-
-def own_cores() -> int:
-    """The cores that this process may use: by its affinity, which mpirun, taskset or a container may have narrowed."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux has it, macOS does not
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def blas_threads(asked: int, cores: int, local_ranks: int) -> int:

@@ -28,6 +28,12 @@ def is_mac() -> bool:
     return platform.system() == "Darwin"
 
 
+def own_cores() -> int:
+    """The cores that this process may use: by its affinity, which mpirun, taskset or a container may have narrowed."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux has it, macOS does not
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
 def run(
     command: Sequence[str],
     limit_seconds: float,
