@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from lib.errors import UserError
 from lib.launch import command, hostfile, job, launcher
+from tests import tiny
 from tests.cluster import Host
 
 ROOT = Path(__file__).parents[1]
@@ -112,6 +114,45 @@ def test_rdma_that_fails_goes_on_over_ring_and_a_killed_rank_does_not(monkeypatc
     assert [each.backend for each in started] == ["jaccl", "jaccl", "ring", "ring"], notes
     assert started[2].command == ("train.py", "--resume", "runs/x")
     assert notes.count("jaccl failed: this run goes on over ring") == 1
+
+
+# Runs train.py; under jaccl it imitates it over MLX's ring, until a checkpoint is there, when the link dies.
+IMITATION = f"""
+import json, os, runpy, sys, threading, time
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+if os.environ.pop("MLX_IBV_DEVICES", None):
+    port = int(os.environ.pop("MLX_JACCL_COORDINATOR").rpartition(":")[2]) + 10
+    file = Path(sys.argv[0]).with_name(f"ring-{{os.environ['MLX_RANK']}}.json")
+    file.write_text(json.dumps([[f"127.0.0.1:{{port + rank}}"] for rank in range(2)]))
+    os.environ["MLX_HOSTFILE"] = str(file)
+    run = next(Path(word[8:]) for word in sys.argv if word.startswith("run.dir=")) / "rdma"
+    def die():
+        while not list(run.glob("checkpoints/step-*4")): time.sleep(0.01)
+        os._exit(1)
+    threading.Thread(target=die, daemon=True).start()
+sys.argv[0] = {str(ROOT / "train.py")!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.long
+def test_rdma_that_is_not_there_or_dies_ends_on_ring_with_the_same_weights(tmp_path: Path) -> None:
+    own = {"ssh": "localhost", "ips": ["127.0.0.1"], "rdma": [None, "rdma_en5"]}
+    other = {"ssh": socket.gethostname(), "ips": ["127.0.0.1"], "rdma": ["rdma_en5", None]}
+    (tmp_path / "hosts.json").write_text(json.dumps([own, other]))
+    (tmp_path / "train.py").write_text(IMITATION)
+    settings = [*tiny.settings(tmp_path), "train.steps=12", "checkpoint.every=4", "strategy=synchronous"]
+    settings += ["--config", str(tiny.config_file(tmp_path))]
+    words = ["--hostfile", str(tmp_path / "hosts.json"), "--no-preflight", "--backend"]
+    port, script = ["--starting-port", "32523"], str(tmp_path / "train.py")
+    assert launch(*words, "ring", *port, "--", "train.py", *settings, "run.name=whole").returncode == 0
+    for name, program in (("missing", "train.py"), ("rdma", script)):
+        done = launch(*words, "jaccl", *port, "--", program, *settings, f"run.name={name}")
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        assert done.stderr.count("launch: jaccl failed: this run goes on over ring") == 1, done.stderr
+        assert ("does not come up" in done.stderr) == (name == "missing") and "Traceback" not in done.stderr
+        assert tiny.difference(tmp_path / "runs/whole", tmp_path / "runs" / name) == 0.0
 
 
 def test_ranks_of_this_machine_find_each_other_and_end_well(tmp_path: Path) -> None:

@@ -415,7 +415,8 @@ def start(launch: Launch, timeout_seconds: float = 600.0) -> World:
     """Joins the world that the launcher described.
 
     Raises:
-        RuntimeError: the backend is not there, or the world has another size than the launcher said.
+        Stopped: the backend does not come up.
+        RuntimeError: the world has another size than the launcher said.
     """
     heartbeat.start(launch.rank)
     if launch.backend == "jaccl":  # ends as Ctrl-C does: what RDMA holds is given back, not left to the kernel
@@ -425,7 +426,10 @@ def start(launch: Launch, timeout_seconds: float = 600.0) -> World:
     stream = mx.gpu if launch.backend == "nccl" else mx.cpu
     world = World(launch.rank, launch.size, no_group, stream, timeout_seconds, launch.backend or "")
     with world.deadline(f"all {launch.size} ranks to join over {launch.backend}"):
-        group = mx.distributed.init(strict=True, backend=launch.backend or "any")
+        try:
+            group = mx.distributed.init(strict=True, backend=launch.backend or "any")
+        except RuntimeError as error:
+            raise Stopped(f"{launch.backend} does not come up on {host_name()}: {error}") from None
     if group.size() != launch.size or group.rank() != launch.rank:
         raise RuntimeError(
             f"the launcher started rank {launch.rank} of {launch.size}, but MLX's {launch.backend} backend sees "
