@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -15,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from lib import environment
 from tests.tiny import ROOT
 
 ECHO = '#!/bin/sh\nprintf "%s\\n" entered "$@"\n'
@@ -123,20 +121,6 @@ def test_who_only_imports_us_is_not_replaced(bare: Path, checkout: Path, venv: A
     one_line(run(bare, "-c", "import lib.config", cwd=checkout), "lacks mlx", f"use {python}")
     done = run(bare, "-c", "import lib.system.mpi_and_blas; print('stays')", cwd=checkout, TANDEM_ANY_PYTHON="1")
     assert done.stdout == "stays\n" and done.returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("version", "missing", "in_venv", "said"),
-    [
-        ((3, 9, 6), ["mlx"], False, "Python 3.11 or newer is needed, and .* is 3.9.6; make setup"),
-        ((3, 10, 99), [], True, "is 3.10.99"),
-        ((4, 0, 0), ["yaml"], False, "lacks yaml; make setup"),
-        ((3, 11, 0), ["mlx", "yaml"], True, "lacks mlx, yaml; make clean"),
-    ],
-)
-def test_what_will_not_do(version: tuple[int, ...], missing: list[str], in_venv: bool, said: str) -> None:
-    assert re.search(said, str(environment.fault_of(version, missing, in_venv)))
-    assert environment.fault_of((3, 11, 0), [], in_venv) is None
 
 
 def older_pythons() -> list[str]:

@@ -12,7 +12,6 @@ import pytest
 import train as script
 from lib.config import load
 from lib.config.settings import ModelSettings
-from lib.distributed import heartbeat
 from lib.distributed import world as worlds
 from lib.distributed.world import World
 from lib.errors import AgreedError, Stopped, UserError
@@ -296,13 +295,3 @@ def test_a_baseline_is_exact_over_unequal_ranks_and_ragged_micro_batches(world: 
     ]
     assert all(rewards[1] == own[0][1] for rewards in own)
     world.gather_text("checked")
-
-
-@two
-def test_the_launcher_learns_whose_error_all_ranks_end_with(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    beats: list[dict[str, Any]] = []
-    monkeypatch.setattr(heartbeat, "report", lambda **facts: beats.append(facts))
-    with pytest.raises(AgreedError, match="rank 1: no disk"), world.agreeing("opening"):
-        if world.rank == 1:
-            raise UserError("no disk")
-    assert [fact for fact in beats if "refused" in fact] == [{"refused": True}] * world.rank

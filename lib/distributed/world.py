@@ -404,8 +404,6 @@ class World:
         distinct = list(dict.fromkeys(error for error in errors if error))
         if not distinct:
             return
-        if mine:
-            heartbeat.report(refused=True)
         if self.size > 1 and (len(distinct) > 1 or not all(errors)):
             distinct = [f"rank {errors.index(error)}: {error}" for error in distinct]
         raise AgreedError("; ".join(distinct))
