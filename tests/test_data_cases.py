@@ -62,6 +62,23 @@ def test_a_folder_of_train_valid_and_test_is_trained_held_out_and_left(tmp_path:
     assert with_splits(named).valid is None
 
 
+@pytest.mark.parametrize(
+    "names, train, valid",
+    [
+        (("train/0.jsonl", "train/1.jsonl", "validation/0.jsonl", "validation/1.jsonl"), 2, "validation"),
+        (("rows.jsonl", "test.jsonl"), 1, None),
+        (("a.jsonl", "b.jsonl"), 0, None),
+    ],
+)
+def test_other_layouts_of_a_folder(tmp_path: Path, names: tuple[str, ...], train: int, valid: str | None) -> None:
+    for name in names:
+        write(tmp_path / "data" / name, pairs(name, 2))
+    found = with_splits(DataSettings(train=str(tmp_path / "data")))
+    files = [found.train] if isinstance(found.train, str) else list(found.train)
+    assert files == ([str(tmp_path / "data" / name) for name in names[:train]] or [str(tmp_path / "data")])
+    assert found.valid == (valid and str(tmp_path / "data" / valid))
+
+
 def test_held_out_rows_among_the_training_rows_are_named_and_the_same_rows_stop_the_run(tmp_path: Path) -> None:
     def dataset(name: str, records: list[dict[str, Any]]) -> Any:
         path = write(tmp_path / f"{name}.jsonl", records)
@@ -104,6 +121,13 @@ def test_a_prompt_that_is_rendered_already_is_taken_as_it_is(tmp_path: Path) -> 
     again, said = opened(tmp_path, [row])
     assert again.digest == ours.digest
     assert sum("not rendered again" in line for line in said) == 1
+    whole = [{"text": f"{text}<|im_start|>assistant\nIn aisle 0.<|im_end|>"}]
+    as_text, said = opened(tmp_path, whole, "sft")
+    assert as_text[0].completions[0].tolist() == [*ours[0].prompt_ids, *ours[0].completions[0]]
+    assert sum("not rendered again" in line for line in said) == 1
+    for half in (PAIR | {"chosen": "<|im_start|>assistant\nYes."}, PAIR | {"prompt": [{**USER, "content": text}]}):
+        with pytest.raises(UserError, match=r"rows\.jsonl:1: .* carries the chat template's marks already"):
+            opened(tmp_path, [half])
     asks, said = opened(tmp_path, [PAIR | {"prompt": "What does <|im_start|> mean?"}])
     assert asks[0].prompt_ids.tolist()[0] == ours[0].prompt_ids.tolist()[0] and not said
 
@@ -117,10 +141,12 @@ def test_a_column_that_nothing_reads_is_named_once(tmp_path: Path, name: str, va
     assert opened(tmp_path, [PAIR | {name: value}], ignore=(name,))[1] == []
 
 
-@pytest.mark.parametrize("name, value", [("images", ["a.png"]), ("videos", ["a.mp4"]), ("scene", {"path": "a.wav"})])
+@pytest.mark.parametrize("name, value", [("pictures", ["a.png"]), ("videos", ["a.mp4"]), ("scene", {"path": "a.wav"})])
 def test_media_stop_the_run(tmp_path: Path, name: str, value: object) -> None:
     with pytest.raises(UserError, match=rf"rows\.jsonl:1: column '{name}' .*data\.ignore=\[{name}\]"):
         opened(tmp_path, [PAIR | {name: value}])
+    with pytest.raises(UserError, match=rf"rows\.jsonl:100: column '{name}' "):
+        opened(tmp_path, [*pairs("a", 99), PAIR | {name: value}])
 
 
 def test_a_chat_without_a_template_is_refused_with_the_way_on(tmp_path: Path) -> None:
@@ -194,4 +220,9 @@ def test_tokens_are_written_as_training_takes_them(tmp_path: Path, capsys: pytes
     }
     settings = load_settings(None, [], {"model": {"path": model}, "data": {"train": str(out)}})
     again = load_dataset(str(out), settings.data, "preference", None, eos_token_id=None)
+    lines[0]["chosen_mask"][0] = 0  # masks are read as they are written
+    masked = load_dataset(write(out, lines), settings.data, "preference", None, eos_token_id=None)
+    assert masked[0].learnt is not None and masked[0].learnt[0].tolist() == [False] + [True] * (
+        len(again[0].completions[0]) - 1
+    )
     assert [row.prompt_ids.tolist() for row in again] == [line["prompt_ids"] for line in lines]

@@ -88,6 +88,11 @@ REPOSITORIES: dict[str, tuple[dict[str, bytes], dict[str, list[Any]]]] = {
         {"": PAIRS, "?split=train&rows=40": PAIRS},
     ),
 }
+IDS = [{"prompt_ids": [5, i], "chosen_ids": [7, i], "rejected_ids": [8, i]} for i in range(40)]
+REPOSITORIES["ids"] = (
+    {f"data/train-{i}.parquet": parquet(IDS[20 * i : 20 * i + 20]) for i in range(2)},
+    {"": IDS},
+)
 WRONG = [
     (
         "parquet?split=validation",
@@ -198,6 +203,44 @@ def test_the_real_library_reads_every_layout_from_a_hub(tmp_path: Path) -> None:
     for (name, words), answer in zip(WRONG, answers[len(asked) :], strict=True):
         assert isinstance(answer, str) and any(word in answer for word in words.split("|")), (name, answer)
         assert "\n" not in answer
+
+
+STREAM = """
+import json, sys
+from pathlib import Path
+from lib.config.settings import DataSettings
+from lib.data.order import epoch_order
+from lib.data.streaming import open_training
+settings = DataSettings(train=sys.argv[2], cache_dir=sys.argv[1], streaming=True)
+data = open_training(settings, "preference", None, tell=lambda text: None, eos_token_id=1)
+order = epoch_order(data.lengths, 0, 0, 4, segments=data.segments)
+first = [example.prompt_ids.tolist() for example in data.examples(order[:4].tolist())]
+fetched = len(list(Path(sys.argv[1]).glob("hub-*.parquet")))
+rows = [example.prompt_ids.tolist() for example in data.examples(order.tolist())]
+print(json.dumps([first, fetched, rows, order.tolist(), data.digest]))
+"""
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_a_stream_from_a_hub_fetches_what_its_steps_need(tmp_path: Path, is_local: bool) -> None:
+    """Ten row groups of four: the first batch needs one, beside the one whose rows are the sample."""
+    for path, content in REPOSITORIES["ids"][0].items():
+        (tmp_path / "ids" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "ids" / path).write_bytes(content)
+    with served() as address:
+        known = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
+        environment = {**os.environ, **known, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+        source = f"hf://{tmp_path}/ids" if is_local else "hf://ann/ids"
+        command = [sys.executable, "-c", STREAM, str(tmp_path / "cache"), source]
+        answers = []
+        for _ in range(2):  # the second one finds the groups in the cache
+            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+            assert done.returncode == 0, done.stderr
+            answers.append(json.loads(done.stdout.splitlines()[-1]))
+    first, fetched, rows, order, _ = answers[0]
+    assert fetched <= 2 and first == rows[:4] and sorted(order) == list(range(40))
+    assert rows == [IDS[row]["prompt_ids"] for row in order]
+    assert [answers[1][i] for i in (0, 2, 3, 4)] == [answers[0][i] for i in (0, 2, 3, 4)]
 
 
 @pytest.mark.parametrize("name", REPOSITORIES)

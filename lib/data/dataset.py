@@ -87,6 +87,8 @@ class Sized:
     """Whether each row has another prompt's completion beside its own (lib/data/dataset.py)."""
     labels: np.ndarray | None = None
     """bool [n], of unpaired feedback: whether a row's completion is desirable."""
+    segments: np.ndarray | None = None
+    """int64 [m + 1]: bounds of the rows that stand together in an epoch's order (`epoch_order`)."""
 
     @property
     def completions_per_example(self) -> int:

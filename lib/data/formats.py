@@ -342,8 +342,8 @@ class Reader(NamedTuple):
     """Columns that mean something and that nothing reads."""
     is_chat: bool
     """Whether a system prompt, tools or template arguments make a conversation of any text."""
-    columns: tuple[str, ...]
-    """Those that it reads."""
+    unread: tuple[str, ...]
+    """Other columns, which nothing reads and data.ignore does not name."""
 
 
 @functools.lru_cache(4096)
@@ -366,7 +366,9 @@ def reader_of(names: tuple[str, ...], columns: Columns, kind: RecordKind) -> Rea
     told = f"{form.name} ({', '.join((*used, *extras))})" if form.name else " + ".join((*used, *extras))
     if kind == "sft" and form.has == "pair":
         told += " (preference records: the other completion is not used)"
-    return Reader(told, form, tuple(sorted(lost)), bool(extras), (*form.needs, *used, *extras))
+    known = {*form.needs, *used, *extras, *columns.ignore, *MEANINGFUL, VOCABULARY}
+    known |= {columns.rejected} if kind == "sft" and form.has == "pair" else set()
+    return Reader(told, form, tuple(sorted(lost)), bool(extras), tuple(name for name in names if name not in known))
 
 
 # What other data sets call our columns: to suggest the setting in an error.
@@ -445,6 +447,9 @@ def parse(record: JSON, settings: DataSettings, kind: RecordKind) -> Record:
                 f"column {name!r} would be lost: {reader.name} does not read it; {meant}leave it out with "
                 f"data.ignore=[{name}]"
             )
+    for name in reader.unread:
+        if _is_media(name, record[name]):
+            raise Unusable(f"column {name!r} holds media, which is not trained on: data.ignore=[{name}] leaves it out")
     draft, label = reader.form.read(record), None
     if kind == "unpaired":
         name = columns.label if columns.label in record else LABEL
@@ -686,22 +691,11 @@ MEDIA_FILES = re.compile(r"\.(png|jpe?g|webp|gif|bmp|mp4|mov|avi|webm|wav|mp3|fl
 
 
 def unread_columns(record: JSON, settings: DataSettings, kind: RecordKind) -> list[str]:
-    """The columns of a record that hold text, lists or objects, and that neither its format nor data.ignore names.
-
-    Raises:
-        Unusable: such a column holds media: training on the rest would teach answers to what the model did not see.
-    """
-    columns = Columns.of(settings)
+    """The columns of a record that hold text, lists or objects, and that neither its format nor data.ignore names."""
     present = tuple(name for name, value in record.items() if value is not None)
-    reader = None if _token_columns(record, kind) is not None else reader_of(present, columns, kind)
-    if reader is None:
-        return []
-    told = {*reader.columns, *columns.ignore, *MEANINGFUL}
-    unread = [name for name in record if name not in told and isinstance(record[name], str | list | dict | bytes)]
-    for name in unread:
-        if _is_media(name, record[name]):
-            raise Unusable(f"column {name!r} holds media, which is not trained on: data.ignore=[{name}] leaves it out")
-    return [name for name in unread if _says_something(record[name])]
+    reader = None if _token_columns(record, kind) is not None else reader_of(present, Columns.of(settings), kind)
+    unread = reader.unread if reader else ()
+    return [name for name in unread if isinstance(record[name], str | list | dict) and _says_something(record[name])]
 
 
 def _is_media(name: str, value: object) -> bool:

@@ -7,14 +7,16 @@ configuration is a folder, and words in the names of files and folders say of wh
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, quote
 
 from lib.config.read_file import front_matter
 from lib.config.settings import DataSettings
@@ -44,20 +46,82 @@ def fetch(source: str, settings: DataSettings, tell: Callable[[str], None]) -> l
         UserError: no such data set, configuration or split; the message names what there is.
     """
     name, options = parse(source)
-    is_local = name.startswith(("/", ".", "~"))
-    try:
-        names, path_of = _open_folder(name) if is_local else _open_hub(name, options.get("revision"))
-        card = path_of(CARD).read_text(encoding="utf-8", errors="replace") if CARD in names else ""
-        chosen = files_of_split(names, card, options.get("config"), options.get("split", "train"))
-        if not is_local:
+    with _reaching(source):
+        chosen, path_of = _choose(name, options)
+        if not _is_local(name):
             tell(f"fetching {source}: {len(chosen):,} files")
         if "rows" in options:
             return [_first_rows(source, [path_of(file) for file in chosen], int(options["rows"]), settings)]
         return [path_of(file) for file in chosen]
+
+
+@contextlib.contextmanager
+def _reaching(source: str) -> Iterator[None]:
+    try:
+        yield
     except UserError as error:
         raise UserError(f"{source}: {error}") from None
     except Exception as error:  # not found, not allowed, offline: a dozen unrelated types
         raise UserError(f"{source}: cannot be opened: {in_one_line(error)}; what was fetched is kept") from None
+
+
+def _is_local(name: str) -> bool:
+    return name.startswith(("/", ".", "~"))
+
+
+def _choose(name: str, options: dict[str, str]) -> tuple[list[str], Callable[[str], Path]]:
+    """The files of a split, and the path of each on this disk."""
+    names, path_of = _open_folder(name) if _is_local(name) else _open_hub(name, options.get("revision"))[:2]
+    card = path_of(CARD).read_text(encoding="utf-8", errors="replace") if CARD in names else ""
+    return files_of_split(names, card, options.get("config"), options.get("split", "train")), path_of
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A parquet file of a data set, read by ranges."""
+
+    source: str
+    name: str
+    url: str  # of HfFileSystem, or a path
+
+    def row_counts(self) -> list[int]:
+        """Rows of each row group, from the file's footer."""
+        with self._opened() as table:
+            return [table.metadata.row_group(i).num_rows for i in range(table.metadata.num_row_groups)]
+
+    def keep(self, group: int, path: Path) -> None:
+        """Writes a row group as a parquet file of its own."""
+        import pyarrow.parquet
+
+        with self._opened() as table, files.replacing(path) as kept:
+            pyarrow.parquet.write_table(table.read_row_group(group), kept)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[Any]:
+        import pyarrow.parquet
+        from huggingface_hub import HfFileSystem
+
+        with _reaching(self.source):
+            remote = HfFileSystem() if self.url.startswith("datasets/") else Path(self.url)
+            with remote.open(self.url, "rb") if isinstance(remote, HfFileSystem) else remote.open("rb") as file:
+                yield pyarrow.parquet.ParquetFile(file)
+
+
+def parquet_files(source: str) -> list[RemoteFile]:
+    """The files of a data set's split without fetching them; none where they are no parquet, or rows=N takes a few.
+
+    Raises:
+        UserError: as `fetch`.
+    """
+    name, options = parse(source)
+    with _reaching(source):
+        chosen, path_of = _choose(name, options)
+        if "rows" in options or not all(file.endswith(".parquet") for file in chosen):
+            return []
+        if _is_local(name):
+            return [RemoteFile(source, file, str(path_of(file))) for file in chosen]
+        commit = _open_hub(name, options.get("revision"))[2]
+        return [RemoteFile(source, file, f"datasets/{name}@{quote(commit, safe='')}/{file}") for file in chosen]
 
 
 def parse(source: str) -> tuple[str, dict[str, str]]:
@@ -83,19 +147,19 @@ def _open_folder(name: str) -> tuple[list[str], Callable[[str], Path]]:
     return sorted(file.relative_to(root).as_posix() for file in root.rglob("*") if file.is_file()), root.joinpath
 
 
-def _open_hub(name: str, revision: str | None) -> tuple[list[str], Callable[[str], Path]]:
-    """The names of a data set's files on the hub, and the path of each, once it is fetched."""
+def _open_hub(name: str, revision: str | None) -> tuple[list[str], Callable[[str], Path], str]:
+    """The names of a data set's files on the hub, the path of each, once it is fetched, and the commit."""
     from huggingface_hub import HfApi, hf_hub_download
 
     hub = HfApi()
-    commit, names = revision, list[str]()
+    commit, names = "", list[str]()
     for branch in (revision, CONVERTED) if revision is None else (revision,):
         # By its commit: a download that goes on later has the same files.
-        commit = hub.repo_info(name, revision=branch, repo_type="dataset").sha
+        commit = hub.repo_info(name, revision=branch, repo_type="dataset").sha or ""
         names = sorted(hub.list_repo_files(name, revision=commit, repo_type="dataset"))
         if any(map(_is_data, names)):
             break
-    return names, lambda file: Path(hf_hub_download(name, file, revision=commit, repo_type="dataset"))
+    return names, lambda file: Path(hf_hub_download(name, file, revision=commit, repo_type="dataset")), commit
 
 
 def _first_rows(source: str, paths: list[Path], count: int, settings: DataSettings) -> Path:

@@ -28,7 +28,12 @@ class Position:
 
 
 def epoch_order(
-    lengths: np.ndarray, seed: int, epoch: int, global_batch_size: int, window: int = LENGTH_WINDOW
+    lengths: np.ndarray,
+    seed: int,
+    epoch: int,
+    global_batch_size: int,
+    window: int = LENGTH_WINDOW,
+    segments: np.ndarray | None = None,
 ) -> np.ndarray:
     """Every row of the data set once, in the order of this epoch: int64 [n].
 
@@ -36,7 +41,17 @@ def epoch_order(
     global batches is sorted by length, so that the rows of a batch need little padding; then the batches are
     shuffled. Inside a batch rows ascend in length. The ragged batch, if there is one, holds randomly chosen
     rows and comes last, so that every other batch starts at a multiple of global_batch_size.
+
+    segments: int64 [m + 1], bounds of rows that stand together, in an order of their own each, as row groups do that
+    are fetched one after the other; None for all rows in one.
     """
+    if segments is not None:
+        draws = np.random.Philox(np.random.SeedSequence([seed, epoch, 1])).random_raw(len(segments) - 1)
+        parts = []
+        for i in np.argsort(draws, kind="stable").tolist():
+            start, end = segments[i : i + 2]
+            parts.append(start + epoch_order(lengths[start:end], seed + i, epoch, global_batch_size, window))
+        return np.concatenate(parts)
     count = len(lengths)
     # numpy promises the raw stream of a bit generator for ever, on every platform, but not what Generator
     # makes of it: so random keys are sorted, and nothing is drawn through Generator.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Unpack
@@ -41,7 +42,6 @@ from lib.errors import UserError
 
 SAMPLE_ROWS = 256  # that are tokenised to know how many tokens a character makes
 LOOKED_AT = 64  # records of a file, for columns that nothing reads
-MANY_TIMES = 2
 UNPACKED = {".gz": 4, ".parquet": 4}  # what is unpacked takes about so many times the room
 
 
@@ -63,8 +63,14 @@ def open_training(
             sample of tokenised rows.
     """
     settings = with_splits(settings, tell)
-    tell_unread(settings, kind, tell)
     limits, held_out = limits_of(vocabulary), False if settings.holdout else None
+    if settings.streaming and isinstance(settings.train, str) and settings.train.startswith(hub.PREFIX):
+        is_simple = not (settings.holdout or settings.deduplicate or mismatched or kind == "unpaired")
+        if is_simple and (remote := hub.parquet_files(settings.train)):
+            encoder = None if tokenizer is None else Encoder(tokenizer, settings, vocabulary["eos_token_id"])
+            return RowGroups(settings.train, remote, settings, kind, encoder, limits, tell)
+        tell(f"{settings.train}: the whole set is fetched first; only pairs and answers in parquet stream from the hub")
+    tell_unread(settings, kind, tell)
     if not is_streamed(settings, tell):
         dataset = load_dataset(settings.train, settings, kind, tokenizer, held_out=held_out, tell=tell, **vocabulary)
         _warn_of_long_rows(dataset, vocabulary.get("context"), tell)
@@ -77,63 +83,56 @@ def open_training(
     records, rows = sources.open_sources(settings.train, settings, kind, held_out, tell)
     encoder = None if tokenizer is None else Encoder(tokenizer, settings, vocabulary["eos_token_id"])
     name = " + ".join(sources.weights_of(settings.train))
-    return StreamedDataset(name, records, rows, settings, kind, encoder, limits, mismatched)
+    streamed = StreamedDataset(name, records, rows, settings, kind, encoder, limits, mismatched)
+    _warn_of_long_rows(streamed, vocabulary.get("context"), tell)
+    return streamed
 
 
 def with_splits(settings: DataSettings, tell: Tell = lambda text: None) -> DataSettings:
-    """The settings with the files of data.train=DIR, where that has mlx-lm's layout: train, valid and test.
+    """The settings with the files of data.train=DIR, where names of files or folders say train, valid or test.
 
-    Train is trained, valid held out (unless data.valid or data.holdout says what is), and everything else left.
+    Train is trained, or what has no such name where none has; valid is held out (unless data.valid or data.holdout
+    says what is), and everything else left.
     """
     folder = Path(settings.train) if isinstance(settings.train, str) and "://" not in settings.train else None
     if folder is None or not folder.is_dir():
         return settings
-    names = [
-        file.name
-        for file in sorted(folder.iterdir())
-        if file.suffix in (".gz", *record_files.ENDINGS) and file.is_file()
-    ]
-    splits = {name: hub.split_of(name) for name in names}
-    train = [name for name in names if splits[name] == "train"]
-    valid = [name for name in names if splits[name] == "validation"]
-    if not train or len(train) == len(names):
+    splits = {
+        path: hub.split_of(path.relative_to(folder).as_posix()) for path in sources.files_of(str(folder), settings)
+    }
+    train = [path for path, split in splits.items() if split == "train"]
+    train = train or [path for path, split in splits.items() if split is None]
+    if not train or len(train) == len(splits):
         return settings
-    takes_valid = len(valid) == 1 and settings.valid is None and not settings.holdout
-    left = [name for name in names if name not in train and not (takes_valid and name in valid)]
-    parts = [f"{', '.join(train)} is trained"]
-    parts += [f"{valid[0]} is held out"] if takes_valid else []
-    parts += [f"{', '.join(left)} is left"] if left else []
+    valid = [path for path, split in splits.items() if split == "validation"]
+    together = valid[0] if len(valid) == 1 else valid[0].parent if valid else None
+    takes_valid = together not in (None, folder) and settings.valid is None and not settings.holdout
+    left = [path for path in splits if path not in train and not (takes_valid and path in valid)]
+    said = ((train, "trained"), (valid if takes_valid else [], "held out"), (left, "left"))
+    parts = [f"{', '.join(str(path.relative_to(folder)) for path in paths)} is {what}" for paths, what in said if paths]
     tell(f"{settings.train}: {', '.join(parts)}")
-    changes = {"train": {str(folder / name): 1.0 for name in train} if len(train) > 1 else str(folder / train[0])}
-    return settings.model_copy(update=changes | ({"valid": str(folder / valid[0])} if takes_valid else {}))
+    changes: dict[str, object] = {"train": str(train[0]) if len(train) == 1 else dict.fromkeys(map(str, train), 1.0)}
+    return settings.model_copy(update=changes | ({"valid": str(together)} if takes_valid else {}))
 
 
 def tell_unread(settings: DataSettings, kind: RecordKind, tell: Tell) -> None:
-    """Names the columns that nothing reads, by the first records of each file.
-
-    Raises:
-        UserError: a column holds media.
-    """
+    """Names the columns that nothing reads, by the first records of each file."""
     unread: dict[str, None] = {}
     for source in sources.weights_of(settings.train):
         for file in sources.files_of(source, settings, tell):
-            for line, record in itertools.islice(record_files.read(str(file), settings, "prompt"), LOOKED_AT):
-                try:
-                    unread |= (
-                        {} if isinstance(record, Unusable) else dict.fromkeys(unread_columns(record, settings, kind))
-                    )
-                except Unusable as why:
-                    raise UserError(f"{file}:{line}: {why}") from None
+            for _, record in itertools.islice(record_files.read(str(file), settings, "prompt"), LOOKED_AT):
+                names = [] if isinstance(record, Unusable) else unread_columns(record, settings, kind)
+                unread |= dict.fromkeys(names)
     if unread:
-        names = ", ".join(unread)
-        tell(f"columns that nothing reads: {names}; data.ignore=[{names}] says that this is meant")
+        names_told = ", ".join(unread)
+        tell(f"columns that nothing reads: {names_told}; data.ignore=[{names_told}] says that this is meant")
 
 
-def _warn_of_long_rows(dataset: Dataset, context: int | None, tell: Tell) -> None:
+def _warn_of_long_rows(dataset: Sized, context: int | None, tell: Tell) -> None:
     longest = int(dataset.lengths.max())
-    if context is not None and longest > MANY_TIMES * context:
+    if context is not None and longest > context:
         tell(
-            f"rows have up to {longest:,} tokens, {longest / context:.0f} times the model's max_position_embeddings of "
+            f"rows have up to {longest:,} tokens, {longest / context:.1f} times the model's max_position_embeddings of "
             f"{context:,}; it was not made for them: set data.max_length={context}"
         )
 
@@ -356,3 +355,95 @@ def _estimated(characters: np.ndarray, tokens: np.ndarray, of_characters: np.nda
     estimated[over, 1:] = np.minimum(estimated[over, 1:], max_length - estimated[over, :1])
     estimated[:, 1:] = np.maximum(estimated[:, 1:], 2)  # a text's first token is not scored
     return estimated.astype(np.int32)
+
+
+class RowGroups(StreamedDataset):
+    """Parquet files of a hub data set, fetched to data.cache_dir a row group at a time: training begins before all are.
+
+    The files' footers say how many rows there are. Rows of one group stand together in an epoch's order, so that groups
+    are needed one after the other; all rows count as long as those of a sample of the first group.
+
+    Raises:
+        UserError: text without a tokenizer; a file cannot be read, or no row of the sample can be used.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        opened: Sequence[hub.RemoteFile],
+        settings: DataSettings,
+        kind: RecordKind,
+        encoder: Encoder | None,
+        limits: ModelLimits,
+        tell: Tell,
+    ):
+        self.path, self.kind, self.settings = source, kind, settings
+        self.encoder, self.limits, self.tell = encoder, limits, tell
+        self.labels, self.has_mismatched, self.unwanted_count = None, False, 0
+        self.skipped, self.skipped_count, self._left_out = list[str](), 0, set[int]()
+        self._groups = [(file, group, count) for file in opened for group, count in enumerate(file.row_counts())]
+        self.segments = np.cumsum([0, *(count for _, _, count in self._groups)])
+        made_by = [source, [(file.name, group, count) for file, group, count in self._groups], kind]
+        made_by += [settings.max_length, Columns.of(settings), encoder and encoder.fingerprint()]
+        self.digest = hashlib.sha256(repr(made_by).encode()).hexdigest()
+        tell(f"{source}: {len(self):,} rows in {len(self._groups):,} row groups, fetched one after the other")
+        self._records: dict[int, Records] = {}
+        self._pieces = np.ones((1, 2), np.int32)
+        self.columns = self._opened(0).formats
+        examples = self.examples(range(min(SAMPLE_ROWS, int(self.segments[1]))))
+        if not examples:
+            raise UserError(
+                f"{source}: none of its first rows can be used{''.join(f': {s}' for s in self.skipped[:1])}"
+            )
+        tokens = np.array([[len(e.prompt_ids), *map(len, e.completions)] for e in examples])
+        self._pieces = np.broadcast_to(np.ceil(tokens.mean(axis=0)).astype(np.int32), (len(self), tokens.shape[1]))
+        whole = tokens[:, 0] + tokens[:, 1:].max(axis=1)
+        self.truncated_count = int((whole == settings.max_length).sum()) * len(self) // len(examples)
+
+    def __len__(self) -> int:
+        return int(self.segments[-1])
+
+    def examples(self, rows: Sequence[int]) -> list[Example]:
+        """The examples of some rows, without those that turn out to be unusable or are filtered: counted, and named."""
+        of_groups: dict[int, list[int]] = {}
+        for row in map(int, rows):
+            of_groups.setdefault(bisect_right(self.segments, row) - 1, []).append(row)
+        made: dict[int, Pieces] = {}
+        for group, own in of_groups.items():
+            records, start = self._opened(group), int(self.segments[group])
+            numbers = {line - 1 + start: number for number, line in enumerate(records.column("line").tolist())}
+            there = [row for row in own if row in numbers]
+            for row in set(own) - set(there):
+                self._name(row, records.indices[0].unusable[:1])
+            placed = placed_records(records, [numbers[row] for row in there], self.settings, self.kind)
+            results = tokenised(placed, self.settings, self.encoder, self.limits)
+            for row, (place, _, result) in zip(there, results, strict=True):
+                if isinstance(result, Unusable):
+                    self._name(row, [f"{place}: {result}"])
+                else:
+                    made[row] = result[0]
+        return [Example.of(row, made[row]) for row in map(int, rows) if row in made]
+
+    def _name(self, row: int, why: list[str]) -> None:
+        """Counts and names a row that is left out, once."""
+        if not self.settings.skip_invalid:
+            raise UserError(record_files.refusal(why or [f"{self.path}: row {row} cannot be used"], 1))
+        if row not in self._left_out:
+            self._left_out.add(row)
+            self.skipped_count += 1
+            self.skipped = [*self.skipped, *why][: sources.NAMED]
+
+    def _opened(self, group: int) -> Records:
+        """The records of a group, fetched where it is missing."""
+        if group not in self._records:
+            file, number, count = self._groups[group]
+            key = hashlib.sha256(f"{self.path} {file.name} {number} {count}".encode()).hexdigest()[:24]
+            kept = Path(self.settings.cache_dir) / f"hub-{key}.parquet"
+            with sources.locked(kept.with_suffix(".lock"), self.tell, f"fetches {file.name}"):
+                if not kept.exists():
+                    file.keep(number, kept)
+            own = self.settings.model_copy(
+                update={"skip_invalid": True}
+            )  # what is unusable is told when it is asked for
+            self._records[group] = Records([sources.index(kept, own, self.kind)])
+        return self._records[group]

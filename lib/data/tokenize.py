@@ -164,7 +164,7 @@ class Encoder:
         self.chats = ChatTokens(self.template, self.tokens, self._known_ends, end_id) if self.template.is_used else None
         self.notes: dict[str, None] = {}
         """What was noticed of texts and template, a line each."""
-        marks = [mark for mark in self.template.marks if mark.startswith("<|") and mark.endswith("|>")]
+        marks = [mark for mark in self.template.marks if mark.startswith("<")]
         unknown = [mark for mark, ids in zip(marks, self.tokens.ids(marks), strict=True) if len(ids) > 1]
         if unknown:
             self.notes[
@@ -245,12 +245,10 @@ class Encoder:
 
     def _choose_form(self, example: Plain | Chat) -> Plain | Chat | Unusable:
         """Chat where there is a template, and a prompt to put into it; plain otherwise."""
+        if self.template.is_used and (taken := self._taken_as_it_is(example)) is not None:
+            return taken
         if isinstance(example, Plain):
             if example.prompt is None or not self.template.is_used:
-                return example
-            if self.template.is_rendered(example.prompt):
-                note = "prompts carry the chat template's marks already: taken as they are, not rendered again"
-                self.notes[note] = None
                 return example
             answers = tuple([Message(role="assistant", content=text)] for text in example.completions)
             return Chat([{"role": "user", "content": example.prompt}], answers, example.columns)
@@ -266,6 +264,26 @@ class Encoder:
         if len(example.prompt) != 1 or any(len(answer) != 1 for answer in answers) or not has_text or example.tools:
             return Unusable("a chat of more than a question and an answer needs a chat template (data.chat_template)")
         return Plain(example.prompt[0]["content"], tuple(answer["content"] for (answer,) in answers), example.columns)
+
+    def _taken_as_it_is(self, example: Plain | Chat) -> Plain | Unusable | None:
+        """A text that carries the template's marks already, or why it cannot be used; None for any other example."""
+        if isinstance(example, Chat):
+            messages = (message for part in (example.prompt, *example.completions) for message in part)
+            texts = [message["content"] or "" for message in messages]
+        elif self.template.is_rendered(example.completions[0] if example.prompt is None else example.prompt):
+            note = "texts carry the chat template's marks already: taken as they are, not rendered again"
+            self.notes[note] = None
+            return example
+        else:
+            texts = list(example.completions) if example.prompt is not None else []
+        bad = next(filter(self.template.is_rendered, texts), None)
+        return (
+            None
+            if bad is None
+            else Unusable(
+                f"{bad[:40]!r} carries the chat template's marks already; give the whole prompt so, or no part of it"
+            )
+        )
 
     def _encode_plain(self, examples: Sequence[Plain]) -> list[Encoded]:
         """Text as it is: the prompt alone, as inference sends it, and each completion as its continuation."""

@@ -82,7 +82,7 @@ class Batches:
         for step in range(run.progress.step + 1, run.steps + 1):
             if position.epoch != epoch:
                 epoch = position.epoch
-                order = epoch_order(data.lengths, settings.train.seed, epoch, batch_size)
+                order = epoch_order(data.lengths, settings.train.seed, epoch, batch_size, segments=data.segments)
             rows = global_batch(order, position, batch_size)
             sizes = run.schedule.at(step).micro_batch_sizes
             parts, costs = assign_micro_batches(rows, self.lengths, sizes, self.cost)
