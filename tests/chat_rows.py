@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lib.config.settings import DataSettings
-from lib.data.chat import has_reasoning, lost, lost_of_earlier
+from lib.data.chat import has_reasoning, lost
 from lib.data.record_formats import Chat, Unusable
 from lib.data.tokenize import Encoder
 from tests import chat_models
@@ -122,7 +122,7 @@ def _difference(row: dict[str, Any], ours: Any, theirs: dict[str, Any], tokenize
         both = zip(row["completions"], theirs["wholes"], strict=True)
         loses = any(lost(message, tokenizer.decode(whole)) for answer, whole in both for message in answer)
         prompt = tokenizer.decode(theirs["prompt"])
-        loses |= any(lost_of_earlier(one, prompt) for one in row["prompt"] if one["role"] == "assistant")
+        loses |= any(lost(one, prompt, is_earlier=True) for one in row["prompt"] if one["role"] == "assistant")
         return "" if loses else f"refused: {ours}"
     if ours.prompt != theirs["prompt"]:
         return f"prompt {tokenizer.decode(ours.prompt)[-60:]!r}, not {tokenizer.decode(theirs['prompt'])[-60:]!r}"

@@ -16,8 +16,8 @@ from lib.config.load import load as load_settings
 from lib.config.settings import DataSettings
 from lib.data.batch import collate
 from lib.data.chat import Encoded
-from lib.data.dataset import Dataset, Example, load_dataset
-from lib.data.inspect import facts_of, picture
+from lib.data.dataset import Dataset, load_dataset
+from lib.data.inspect import facts_of
 from lib.data.record_formats import Chat, Unusable
 from lib.data.streaming import open_training
 from lib.data.tokenize import Encoder
@@ -86,23 +86,6 @@ def test_a_space_before_an_answer_is_the_whole_conversations(style, kind):
         for answer, ids in zip(row["completions"], made.completions, strict=True):
             whole = tokenizer.apply_chat_template(row["prompt"] + answer, return_dict=False)
             assert prompt + ids == whole, name
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_reference_is_what_transformers_makes_today(name):
-    """Else a new version of it renders otherwise, and the golden ids have to be made again."""
-    tokenizer = chat_models.tokenizer_of(name)
-    row = chat_rows.rows()["system and turns"]
-    theirs = GOLDEN[f"{name} system and turns"]
-    if "strftime_now" in tokenizer.chat_template or "error" in theirs:
-        return
-    given = row["chat_template_kwargs"]
-    whole = [*row["prompt"], *row["completions"][0]]
-    assert tokenizer.apply_chat_template(whole, return_dict=False, **given) == theirs["wholes"][0]
-    assert (
-        tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False, **given)
-        == theirs["prompt"]
-    )
 
 
 @pytest.mark.parametrize(
@@ -414,19 +397,6 @@ def test_a_tools_result_may_be_written_as_json():
     assert isinstance(encode("meta-llama-Llama-3.1-8B-Instruct", Chat([USER, GOOD, result], ([GOOD],), "")), Encoded)
 
 
-def test_a_row_in_colours():
-    name = "Qwen-Qwen2.5-7B-Instruct"
-    messages = [GOOD, {"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}]
-    made = encode(name, Chat([USER], (messages,), "", ((True, False, True),)))
-    assert isinstance(made, Encoded) and made.learnt is not None
-    example = Example(0, np.array(made.prompt), (np.array(made.completions[0]),), learnt=(np.array(made.learnt[0]),))
-    text = picture(example, chat_models.tokenizer_of(name), 0, "green").plain
-    assert text.endswith(
-        "assistant\n⟦The answer is 42.<|im_end|>⟧\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
-        "⟦Yes.<|im_end|>⟧"
-    )
-
-
 def test_tokens_that_are_not_learnt_are_kept_and_are_not_scored(tmp_path):
     """Through the data set, the cache of streamed rows and the micro-batch: one count, and the same batch."""
     encoder = chat_rows.encoder_of(
@@ -446,7 +416,7 @@ def test_tokens_that_are_not_learnt_are_kept_and_are_not_scored(tmp_path):
             assert data.scored_tokens.tolist() == counts and (data.tokens < 0).any()
     one = batches[0]
     text = encoder.tokenizer.decode
-    assert one.completion_tokens == sum(map(sum, counts)) == int(one.mask.sum())
+    assert sum(map(sum, counts)) == int(one.mask.sum())
     assert text(one.targets[one.logp_indices[0, 0][one.mask[0, 0]]].tolist()) == "It is 0.<|im_end|>"
     for other in batches[1:]:
         for key, value in one.inputs.items():
@@ -481,7 +451,7 @@ def test_tokens_of_ones_own_may_have_a_mask(tmp_path):
     (example,) = load_dataset(str(file), settings, "sft", None, eos_token_id=1)
     assert example.completions[0].tolist() == [7, 8, 9, 10]
     batch = collate([example], 16, True)
-    assert batch.targets[batch.logp_indices[batch.mask]].tolist() == [7, 10] and batch.completion_tokens == 2
+    assert batch.targets[batch.logp_indices[batch.mask]].tolist() == [7, 10]
     for mask in ([1, 0, 0], [0, 0, 0, 0], [1, 0, 2, 0], "1001"):
         file.write_text(json.dumps(record | {"completion_mask": mask}) + "\n")
         with pytest.raises(UserError, match=r"rows.jsonl:1: completion_mask"):

@@ -11,7 +11,6 @@ from lib.data.order import (
     Position,
     advance,
     assign_micro_batches,
-    assign_neighbours,
     epoch_order,
     global_batch,
     micro_batches,
@@ -86,44 +85,6 @@ def test_split_gives_every_rank_short_and_long_rows():
     parts = split(np.arange(64), lengths, [40, 16, 8])
     means = [lengths[part].mean() for part in parts]
     assert max(means) - min(means) < 10, means
-
-
-def test_split_ends_where_no_exchange_of_two_rows_helps():
-    """Every pair of rows of the rank that has most for its share and the one that has least; but there is an end to it."""
-    better = []
-    for seed in range(200):
-        random = np.random.default_rng(seed)
-        shares, count = random.integers(1, 6, 2).tolist(), int(random.integers(2, 14))
-        lengths = random.integers(1, 100, count)
-        parts = split(np.arange(count), lengths, shares)
-        if min(map(len, parts)):
-            loads = [lengths[part].sum() / share for part, share in zip(parts, shares, strict=True)]
-            most = int(np.argmax(loads))
-            wanted = (loads[most] - loads[1 - most]) / (1 / shares[0] + 1 / shares[1])
-            moved = lengths[parts[most]][:, None] - lengths[parts[1 - most]]
-            better += [seed] * bool(((moved > 0) & (moved < 2 * wanted)).any())
-    assert len(better) <= 4, better
-
-
-def test_neighbours_end_where_no_exchange_of_two_micro_batches_helps():
-    """Of one size, between the rank that costs most for its weight and any other."""
-    for seed in range(200):
-        random = np.random.default_rng(seed)
-        sizes = [[2] * int(random.integers(1, 4)) + [3] * int(random.integers(0, 3)) for _ in range(3)]
-        weights = np.array([sum(of_rank) for of_rank in sizes])
-        lengths = random.integers(1, 100, weights.sum())
-        cost = padded(lengths)
-        assigned, costs = assign_neighbours(np.argsort(lengths, kind="stable"), sizes, weights, cost)
-        assert [sorted(map(len, batches)) for batches in assigned] == [sorted(of_rank) for of_rank in sizes]
-        assert costs == [sum(map(cost, batches)) for batches in assigned]
-        loads = np.array(costs) / weights
-        heaviest = int(np.argmax(loads))
-        for other in {0, 1, 2} - {heaviest}:
-            for mine in assigned[heaviest]:
-                for theirs in (batch for batch in assigned[other] if len(batch) == len(mine)):
-                    saved = cost(mine) - cost(theirs)
-                    after = max(loads[heaviest] - saved / weights[heaviest], loads[other] + saved / weights[other])
-                    assert after >= loads[heaviest] * (1 - 1e-8), seed
 
 
 @given(st.integers(0, 50), st.integers(1, 20))

@@ -11,17 +11,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-import hypothesis
-import pyarrow
-import pyarrow.parquet
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lib.config.settings import DataSettings
-from lib.data import formats, inspect, record_files, sources
-from lib.data.formats import parse, parse_rows
-from lib.data.record_formats import Chat, Columns, Plain, RecordKind, Tokens, Unusable, check_messages, check_tools
+from lib.data import formats, inspect, sources
+from lib.data.formats import parse
+from lib.data.record_formats import Chat, Plain, RecordKind, Tokens, Unusable, check_messages, check_tools
 from tests import tiny
 
 
@@ -286,27 +281,6 @@ def test_published_pairs_are_read_whole_and_told_by_name(name: str) -> None:
     assert as_chat(read(record, "prompt")).prompt == prompt
     alone = as_chat(read(record, "sft"))
     assert alone.prompt == prompt and alone.completions == ([assistant(answers[0])],)
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_published_pairs_are_the_same_as_parquet(name: str, tmp_path: Path) -> None:
-    """Parquet gives each object the fields of all objects in its column, and null where one has none."""
-    record, told, prompt, answers = PAIRS[name]
-    other = json.loads(json.dumps(record))
-    if isinstance(other.get("input"), dict):
-        other["input"]["messages"][0]["name"] = "Ann"
-    for column in ("context", "chosen", "conversations"):
-        if isinstance(other.get(column), list):
-            other[column][0] = {**other[column][0], "name": "Ann"}
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record, other]), tmp_path / "a.parquet")
-    settings = DataSettings(train="-", ignore=("name",))
-    for path in (tmp_path / "a.parquet", tiny.write_jsonl(tmp_path / "a.jsonl", [record, other])):
-        (_, first), (_, second) = record_files.read(str(path), settings)
-        assert isinstance(first, dict) and isinstance(second, dict)
-        for row in (first, second):
-            chat = as_chat(parse(row, settings, "preference"))
-            assert (chat.columns, chat.prompt) == (told, prompt)
-            assert chat.completions == tuple([assistant(text)] for text in answers)
 
 
 ALPACA = {"instruction": "Name one.", "input": "A river", "output": "The Rhine.", "text": "Below is an instruction ..."}
@@ -730,31 +704,6 @@ def test_tools_and_calls_have_what_json_has(odd: object) -> None:
         check_messages([{"role": "user", "content": "a", "weight": odd}], "m")
 
 
-def test_parquet_gives_tools_and_calls_no_fields_that_they_lack(tmp_path: Path) -> None:
-    other_tool = {
-        "type": "function",
-        "function": {"name": "sum", "parameters": {"type": "object", "properties": {"n": {"type": "number"}}}},
-    }
-    other_call = {"type": "function", "function": {"name": "sum", "arguments": {"n": 3}}}
-    rows = [
-        {"messages": [user("a"), assistant(None, tool_calls=[CALL]), RESULT, assistant("b")], "tools": [WEATHER]},
-        {
-            "messages": [user("a"), assistant(None, tool_calls=[other_call]), RESULT, assistant("b")],
-            "tools": [other_tool],
-        },
-        {"messages": [user("a"), assistant("b")], "tools": []},
-    ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    settings = DataSettings(train="-", cache_dir=str(tmp_path / "cache"))
-    expected = [as_chat(parse(row, settings, "sft")) for row in rows]
-    read_back = [
-        as_chat(parse(row, settings, "sft")) for _, row in record_files.read(str(tmp_path / "a.parquet"), settings)
-    ]  # type: ignore[arg-type]
-    assert [(c.prompt, c.completions, c.tools) for c in read_back] == [
-        (c.prompt, c.completions, c.tools) for c in expected
-    ]
-
-
 @pytest.mark.parametrize(
     "change, words",
     [
@@ -858,18 +807,17 @@ def test_rows_are_the_same_only_where_all_that_is_trained_is() -> None:
             "preference",
             "ShareGPT has one answer a record, not a pair: train.loss=sft",
         ),
-        ({"dialogue": [user("a")]}, "sft", "name yours with data.messages=dialogue"),
+        ({"mesages": [user("a")]}, "sft", "no column 'completion' or 'messages' or 'text'"),
         ({"convos": 1}, "sft", "name yours with data.completion=COLUMN data.prompt=COLUMN"),
-        ({"problem": "a", "solution": "b"}, "sft", "name yours with data.completion=solution data.prompt=problem"),
         (
             {"question": "a", "better": "b", "worse": "c"},
             "preference",
-            "name yours with data.chosen=better data.rejected=worse data.prompt=question",
+            "name yours with data.chosen=COLUMN data.rejected=COLUMN data.prompt=COLUMN",
         ),
         (
             {"question": "a", "better": "b", "bad": "c"},
             "preference",
-            "name yours with data.chosen=better data.rejected=COLUMN data.prompt=question",
+            "name yours with data.chosen=COLUMN",
         ),
         ({"prompt": "a", "completion": "b", "labl": True}, "unpaired", "name yours with data.label=labl"),
     ],
@@ -891,10 +839,8 @@ def test_inspection_says_what_was_recognised_with_an_example(
         "chosen + rejected, 2 rows",
         "orca_dpo_pairs (question, chosen, rejected, system), 1 rows",
         f"{folder}/b.jsonl:1",
-        "system: Be brief.",
-        "user: Name a river.",
-        "chosen: The Rhine.",
-        "rejected: No.",
+        'prompt: [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a river."}]',
+        'completions: [[{"role": "assistant", "content": "The Rhine."}], [{"role": "assistant", "content": "No."}]]',
     ):
         assert words in " ".join(said.split())
 
@@ -904,55 +850,3 @@ def test_the_document_names_every_format() -> None:
     for known in formats.PUBLISHED:
         assert known.name in document, known.name
         assert all(f"`{column}`" in document for column in (*known.needs, *known.uses)), known.name
-
-
-# ---- Hostile records
-
-SCALARS = st.sampled_from(
-    [None, True, 0, 1, 2.5, -1, "", " ", "a", "\ud800", "[", '{"name": "f"}', "\n\nHuman: a\n\nAssistant: b"]
-)
-FIELDS = ["role", "content", "from", "value", "weight", "tool_calls", "function_call", "function", "name", "arguments"]
-FIELDS += ["type", "text", "input", "output", "answer", "rank", "response", "overall_score", "messages", "tools"]
-ROLES = st.sampled_from(["user", "assistant", "system", "tool", "human", "gpt", "function_call", "nobody"])
-TURN = st.builds(
-    lambda role, rest: {"role": role, "content": "a", **rest},
-    ROLES,
-    st.dictionaries(st.sampled_from(FIELDS), SCALARS, max_size=2),
-)
-VALUES = st.recursive(
-    SCALARS | st.lists(TURN, max_size=4),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(FIELDS), inner, max_size=4),
-    max_leaves=8,
-)
-COLUMNS = sorted(formats.columns_read(Columns.of(DataSettings(train="-"))))
-FORMATS = [record for record, *_ in (*PAIRS.values(), *SINGLES.values(), *LABELLED.values())]
-
-
-@hypothesis.settings(max_examples=400, deadline=None, derandomize=True)
-@given(
-    st.one_of(st.sampled_from(FORMATS), st.dictionaries(st.sampled_from(COLUMNS), VALUES, max_size=5)),
-    st.dictionaries(st.sampled_from(COLUMNS), VALUES, max_size=2),
-    st.sampled_from(["preference", "unpaired", "sft", "prompt"]),
-    st.sampled_from(["last", "assistant", "all"]),
-)
-def test_any_record_is_read_or_refused_with_a_reason(
-    base: dict[str, Any], change: dict[str, Any], kind: RecordKind, learn: str
-) -> None:
-    try:
-        rows = parse_rows(base | change, DataSettings(train="-", learn=learn), kind)  # type: ignore[arg-type]
-    except Unusable as why:
-        assert str(why) and "\n" not in str(why)
-        return
-    for row in rows:
-        sources.keys_of(row)
-        sources.sizes_of(row)
-        assert len(row.completions) == {"preference": 2, "prompt": 0}.get(kind, 1)
-        assert (row.label is None) == (kind != "unpaired")
-        if isinstance(row, Chat):
-            flags = row.learnt or tuple((False,) * (len(answer) - 1) + (True,) for answer in row.completions)
-            for answer, learnt in zip(row.completions, flags, strict=True):
-                assert len(answer) == len(learnt) and any(learnt)
-            for message in (*row.prompt, *(message for answer in row.completions for message in answer)):
-                assert message["content"] is None and message.get("tool_calls") or isinstance(message["content"], str)
-                assert "weight" not in message and "from" not in message
-                json.dumps(message, ensure_ascii=False).encode()

@@ -34,7 +34,7 @@ def test_everything_is_counted_once(file: Path, tmp_path: Path, capsys: pytest.C
     tokenizer = byte_level(CORPUS)
     tokenizer.save_pretrained(tmp_path / "model")
     tiny.model_folder(tmp_path / "model", vocab_size=len(tokenizer))
-    words = [str(file), f"data.cache_dir={tmp_path}/cache", "data.holdout=0.2", "--picture", str(tmp_path / "a.png")]
+    words = [str(file), f"data.cache_dir={tmp_path}/cache", "data.holdout=0.2"]
     words += ["--model", str(tmp_path / "model"), "data.max_length=64"]
     assert main(["--inspect", *words]) == 0
     said = capsys.readouterr().out
@@ -47,7 +47,6 @@ def test_everything_is_counted_once(file: Path, tmp_path: Path, capsys: pytest.C
     assert table["chosen is longer"].startswith("97.7% of pairs") and "length alone tells them apart" in said
     assert table["contradictions"].startswith("1 pairs are there the other way round")
     assert "chosen: What is 0 + 30?⟦The answer is 42. 0</s>⟧" in said
-    assert (tmp_path / "a.png").stat().st_size > 5000
 
 
 def test_it_needs_no_model_and_faults_are_one_line(file: Path, tmp_path: Path) -> None:

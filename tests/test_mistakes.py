@@ -189,8 +189,6 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("lib.export", "", "required: RUN$|required: RUN[^,]"),
     ("lib.data", "", "name FILES, e.g. --inspect data.jsonl"),
     ("lib.data", "--inspect {d}/none.jsonl", "none.jsonl does not exist"),
-    ("lib.data", "--inspect {d}/text.jsonl --picture {d}/p.jsonl", "ends in no format of a picture; take .png, .svg"),
-    ("lib.data", "--inspect {d}/text.jsonl --picture {d}/there.png", "there.png is there already; remove it, or give"),
     ("launch", "-- train.py", "give --hostfile FILE or --hosts A,B"),
     ("launch", "--hostfile {d}/none -- train.py", "No such file or directory; hostfile.example shows one"),
     ("launch", "--hostfile {d}/hosts.empty -- train.py", "names no host; one line for each: NAME slots=1"),

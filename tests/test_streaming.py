@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import gzip
 import itertools
 import json
@@ -19,9 +18,7 @@ import train as script
 from lib.config import load
 from lib.config.settings import DataSettings
 from lib.data import sources
-from lib.data.batch import MicroBatches
 from lib.data.dataset import load_dataset
-from lib.data.order import epoch_order
 from lib.data.streaming import StreamedDataset, open_held_out, open_training
 from lib.distributed.world import World
 from lib.errors import UserError
@@ -108,18 +105,6 @@ def test_streamed_rows_are_those_in_memory(tmp_path: Path, names: list[str], max
     assert data.lengths.max() < max_length and (data.pieces > 0).all()
 
 
-def test_nothing_of_the_size_of_the_data_is_in_pythons_memory(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [record(i) for i in range(20_000)])
-    open_streamed(tmp_path, path)
-    gc.collect()
-    before = len(gc.get_objects())
-    data = open_streamed(tmp_path, path)
-    order = epoch_order(data.lengths, 0, 0, 16, 32)
-    data.examples(order[:64].tolist())
-    gc.collect()
-    assert len(data) == 20_000 and len(gc.get_objects()) - before < 2000
-
-
 def test_the_digest_covers_all_that_makes_the_tokens(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", RECORDS)
     same = open_streamed(tmp_path, path).digest
@@ -134,17 +119,6 @@ def test_the_digest_covers_all_that_makes_the_tokens(tmp_path: Path) -> None:
     changed[37]["chosen"] = changed[37]["chosen"].replace("answer", "Answer")
     others.append(open_streamed(tmp_path, write(tmp_path / "d.jsonl", changed)).digest)
     assert len({same, *others}) == 6
-
-
-@pytest.mark.long
-def test_estimated_lengths_give_few_shapes_that_hold_nearly_all_batches(tmp_path: Path) -> None:
-    data = open_streamed(tmp_path, write(tmp_path / "a.jsonl", [record(i) for i in range(3000)]))
-    words = ["model.path=-", "data.train=-", "train.global_batch_size=32", "train.max_traces=6"]
-    make = MicroBatches(data, None, load.load(None, words), 16, shared_prompts=True, is_compiled=True)
-    order = epoch_order(data.lengths, 0, 0, 32, 32)
-    batches = [batch for start in range(0, 2976, 32) for batch, _ in make.of(np.split(order[start : start + 32], 4), 8)]
-    assert len({batch.shapes for batch in batches}) <= 7
-    assert sum(batch.computed_tokens for batch in batches) < 1.3 * sum(batch.real_tokens for batch in batches)
 
 
 # ---- Which rows
@@ -267,17 +241,6 @@ def write_unseen(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     assert path.stat().st_size == stamp.st_size
-
-
-def test_an_index_is_not_taken_for_another_file_of_the_same_size_and_time(tmp_path: Path) -> None:
-    path, told = write(tmp_path / "a.jsonl", RECORDS), list[str]()
-    before = open_streamed(tmp_path, path, told)
-    write_unseen(path, path.read_bytes().replace(b"is", b"IS"))
-    after = open_streamed(tmp_path, path, told)
-    assert told == [f"indexing {path}, which has changed since it was indexed (0 MB)"]
-    assert after.digest != before.digest and tokens_of(after, 3) == tokens_of(in_memory(tmp_path, path), 3)
-    os.link(path, tmp_path / "linked")  # its change time is another one: indexed again
-    assert open_streamed(tmp_path, path, told).digest == after.digest and len(told) == 2
 
 
 @pytest.mark.parametrize("what", ["entries.bin", "index.json", "lines.jsonl"])

@@ -244,8 +244,6 @@ class Batch:
     """int32 [b, K, C]: where in M a completion's scored tokens are; 0 where masked."""
     mask: np.ndarray
     """bool [b, K, C]: true where `logp_indices` means a token."""
-    completion_tokens: int
-    """Tokens scored."""
     computed_tokens: int
     """Positions that the model runs over, N."""
     real_tokens: int
@@ -344,14 +342,10 @@ def collate(
         targets=targets,
         logp_indices=_with_padding(logp_indices, shape, 0).astype(np.int32),
         mask=mask,
-        completion_tokens=int(sequences.scored.sum()),
         computed_tokens=len(tokens),
         real_tokens=int(need["tokens"]),
         labels=None if examples[0].label is None else np.array([e.label for e in examples], bool),
-        rewards=_of_groups([e.rewards for e in examples], mask, np.nan),
-        completion_lengths=_of_groups([e.completion_lengths for e in examples], mask, 0.0),
-        reward_deviations=_reward_deviations(examples, mask),
-        sampling_logps=_sampling_logps(examples, sequences, mask),
+        **_of_groups(examples, sequences, mask),
     )
 
 
@@ -453,30 +447,21 @@ def _scored(
     return scored, targets, logp_indices, mask
 
 
-def _of_groups(figures: Sequence[np.ndarray | None], mask: np.ndarray, filler: float) -> np.ndarray | None:
-    """Figures of groups' completions, float32 [b, K]; None where the examples have none."""
-    if figures[0] is None:
-        return None
-    whole = np.full(mask.shape[:2], filler, np.float32)
-    whole[: len(figures)] = np.stack([of_example for of_example in figures if of_example is not None])
-    return whole
-
-
-def _reward_deviations(examples: Sequence[Example], mask: np.ndarray) -> np.ndarray | None:
-    """Batch's `reward_deviations`."""
-    deviation = examples[0].reward_deviation
-    return None if deviation is None else np.full(len(mask), deviation, np.float32)
-
-
-def _sampling_logps(examples: Sequence[Example], sequences: _Sequences, mask: np.ndarray) -> np.ndarray | None:
-    """Batch's `sampling_logps`."""
-    if examples[0].sampling_logps is None:
-        return None
-    of_sequences = [logps for e in examples for logps in e.sampling_logps or ()]
-    scored = [logps[at] for logps, at in zip(of_sequences, sequences.scored_indices, strict=True)]
-    laid_out = np.zeros(mask.shape, np.float32)
-    laid_out[mask] = np.concatenate(scored)
-    return laid_out
+def _of_groups(examples: Sequence[Example], sequences: _Sequences, mask: np.ndarray) -> dict[str, np.ndarray]:
+    """Batch's `rewards` and what else groups have; nothing for other examples."""
+    if examples[0].rewards is None:
+        return {}
+    found = {"rewards": np.full(mask.shape[:2], np.nan, np.float32)}
+    found["completion_lengths"] = np.zeros(mask.shape[:2], np.float32)
+    for row, example in enumerate(examples):
+        found["rewards"][row], found["completion_lengths"][row] = example.rewards, example.completion_lengths
+    found["reward_deviations"] = np.full(len(mask), examples[0].reward_deviation, np.float32)
+    if examples[0].sampling_logps is not None:
+        of_sequences = [logps for e in examples for logps in e.sampling_logps or ()]
+        scored = [logps[at] for logps, at in zip(of_sequences, sequences.scored_indices, strict=True)]
+        found["sampling_logps"] = np.zeros(mask.shape, np.float32)
+        found["sampling_logps"][mask] = np.concatenate(scored)
+    return found
 
 
 def _with_padding(array: np.ndarray, shape: BatchShape, filler: int) -> np.ndarray:

@@ -103,11 +103,6 @@ def lost(message: Message, text: str, is_earlier: bool = False) -> str | None:
     return None
 
 
-def lost_of_earlier(message: Message, text: str) -> str | None:
-    """`lost` of an answer in the prompt."""
-    return lost(message, text, is_earlier=True)
-
-
 def _says_something(value: object) -> bool:
     return value not in ("", [], {}) and value is not False
 

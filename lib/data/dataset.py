@@ -201,17 +201,6 @@ class Dataset(Sized):
     def skipped_count(self) -> int:
         return len(self.skipped)
 
-    def __str__(self) -> str:
-        """One line that says what was read, cut and left out."""
-        parts = [f"{self.path}: {len(self):,} {self.unit} from {self.columns}"]
-        if self.truncated_count:
-            parts.append(f"{self.truncated_count:,} cut to data.max_length")
-        if self.skipped:
-            parts.append(f"{len(self.skipped):,} records left out")
-        if self.unwanted_count:
-            parts.append(f"{self.unwanted_count:,} filtered")
-        return ", ".join(parts)
-
 
 Pieces = list[np.ndarray]
 """int32: the ids of a prompt, and of its completions, in which -1 - id is a token that is not learnt."""

@@ -371,51 +371,30 @@ def reader_of(names: tuple[str, ...], columns: Columns, kind: RecordKind) -> Rea
     return Reader(told, form, tuple(sorted(lost)), bool(extras), tuple(name for name in names if name not in known))
 
 
-# What other data sets call our columns: to suggest the setting in an error.
-OTHER_NAMES = {
-    "prompt": ("question", "instruction", "input", "query", "problem", "context"),
-    "chosen": ("preferred", "response_chosen", "answer_chosen", "better", "accepted", "positive"),
-    "rejected": ("dispreferred", "response_rejected", "answer_rejected", "worse", "negative"),
-    "completion": ("answer", "response", "output", "solution", "target"),
-    "messages": ("dialogue", "dialog", "chat", "turns"),
-    "text": ("content", "document"),
-    "label": ("rating", "feedback", "is_good", "desirable", "thumbs_up"),
-}
-ROLES_OF_KIND: dict[str, tuple[str, ...]] = {
+WANTED: dict[str, tuple[str, ...]] = {
     "preference": ("chosen", "rejected", "prompt"),
     "unpaired": ("label", "completion", "prompt"),
-    "sft": ("completion", "messages", "text", "prompt"),
+    "sft": ("completion", "prompt"),
     "prompt": ("prompt",),
 }
 
 
 def _missing(record: JSON, columns: Columns, kind: RecordKind, wanted: tuple[str, ...] = ()) -> str:
     """Names the columns that are absent, those that are there, and what to type."""
-    names = {role: getattr(columns, role) for role in ROLES_OF_KIND[kind]}
+    names = {role: getattr(columns, role) for role in WANTED[kind]}
     if null := next((name for name in names.values() if name in record and record[name] is None), None):
         return f"column {null!r} is null"
     absent = {role: name for role, name in names.items() if name not in record or name in wanted}
-    if kind == "sft" and columns.completion not in record:  # one of three will do
-        shown = " or ".join(repr(names[role]) for role in ("completion", "messages", "text"))
-        meant = [role for role in ("messages", "text") if _guess(role, names[role], record)] or ["completion", "prompt"]
-        absent = {role: absent[role] for role in meant if role in absent}
-    else:
-        absent = {role: name for role, name in absent.items() if kind != "sft" or role == "prompt"}
-        shown = repr(next(iter(absent.values())))
-    told = f"no column {shown} (columns: {listed(record)})"
+    others = "".join(f" or {name!r}" for name in (columns.messages, columns.text) if "completion" in absent)
+    told = f"no column {next(iter(absent.values()))!r}{others * (kind == 'sft')} (columns: {listed(record)})"
     present = tuple(name for name, value in record.items() if value is not None)
     if kind == "preference" and {columns.label, LABEL} & set(present):
         return f"{told}; labelled answers are not pairs: train.loss=kto"
     if kind == "preference" and (other := reader_of(present, columns, "sft")) and other.form.has == "answer":
         return f"{told}; {other.form.name or 'this'} has one answer a record, not a pair: train.loss=sft"
-    words = " ".join(f"data.{role}={_guess(role, name, record) or 'COLUMN'}" for role, name in absent.items())
-    return f"{told}; name yours with {words}"
-
-
-def _guess(role: str, column: str, record: JSON) -> str | None:
-    """The column that is meant by its usual names, or by a slip of the pen."""
-    near = [alias for alias in OTHER_NAMES[role] if alias in record]
-    return next(iter([*near, *difflib.get_close_matches(column, map(str, record), 1, cutoff=0.8)]), None)
+    near = {role: difflib.get_close_matches(name, map(str, record), 1, cutoff=0.8) for role, name in absent.items()}
+    words = (f"data.{role}={(*near[role], 'COLUMN')[0]}" for role in absent)
+    return f"{told}; name yours with {' '.join(words)}"
 
 
 # ---- A record's form

@@ -1,6 +1,6 @@
 """What there is in a data set before anything is trained on it, and the tokens that training would take.
 
-    python -m lib.data --inspect FILES [--model M] [--picture lengths.png] [key=value ...]
+    python -m lib.data --inspect FILES [--model M] [key=value ...]
     python -m lib.data --tokens OUT.jsonl --model M FILES [key=value ...]
 
 FILES are what data.train takes. Without --model nothing is tokenised: lengths are characters then.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from lib.config.settings import Config, DataSettings
 from lib.data import sources
 from lib.data.chat import OPENED_THINKING, Conversation
 from lib.data.dataset import Example, load_dataset, parse_record, tokenised
-from lib.data.record_formats import JSON, Chat, Record, RecordKind, Unusable, Unwanted
+from lib.data.record_formats import JSON, RecordKind, Unusable, Unwanted
 from lib.data.sources import Records
 from lib.data.streaming import placed_records, tell_unread, with_splits
 from lib.data.tokenize import Encoder
@@ -91,7 +91,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--inspect", metavar="FILES", nargs="+", help="files, folders, globs, hf://...")
     parser.add_argument("--tokens", metavar="OUT.jsonl", help="write each row's token ids as training takes them")
     parser.add_argument("--model", metavar="PATH", help="model whose tokenizer and template are used")
-    parser.add_argument("--picture", metavar="PNG", help="where the histogram of the lengths goes")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as train.py --help lists them")
     options = parser.parse_intermixed_args(arguments)
     known = {key for key, *_ in help.settings()}
@@ -105,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.tokens is not None:
         write_tokens(files, settings, options.model is not None, Path(options.tokens))
     else:
-        inspect(files, settings, options.model is not None, options.picture and Path(options.picture))
+        inspect(files, settings, options.model is not None)
     return 0
 
 
@@ -150,7 +149,7 @@ def write_tokens(files: Sequence[str], settings: Config, with_model: bool, out: 
     print(f"{out}: {len(rows):,} {rows.unit} from {rows.columns}")
 
 
-def inspect(files: Sequence[str], settings: Config, with_model: bool, histogram: Path | None) -> None:
+def inspect(files: Sequence[str], settings: Config, with_model: bool) -> None:
     """Prints the report.
 
     Raises:
@@ -159,8 +158,6 @@ def inspect(files: Sequence[str], settings: Config, with_model: bool, histogram:
     say, kind = Terminal(), settings.record_kind
     if kind == "group":
         raise UserError("groups of train.loss=grpo are looked at by train.py --dry-run; here are records of others")
-    if histogram is not None:
-        _require_picture(histogram)
     data = settings.data.model_copy(update={"skip_invalid": True})
     paths = [path for source in files for path in sources.files_of(source, data, _tell)]
     records = sources.open_records(paths, data, kind, _tell)
@@ -192,9 +189,6 @@ def inspect(files: Sequence[str], settings: Config, with_model: bool, histogram:
     marks = {name: np.percentile(values, PERCENTILES).astype(int).tolist() for name, values in lengths.items()}
     rows = [[n, *(f"{mark:,}" for mark in marks[n]), f"{values.mean():,.1f}"] for n, values in lengths.items()]
     say.table(f"lengths in {unit}, by percentile", ["", *(f"{p} %" for p in PERCENTILES), "mean"], rows)
-    if histogram is not None:
-        _draw(histogram, lengths, unit, data.max_length if with_model else None)
-        say.line(f"histogram: {histogram}")
     _show_formats(say, records, data, kind)
     if encoder is not None and tokenizer is not None:
         say.line(facts_of(encoder) or "no chat template")
@@ -266,27 +260,10 @@ def _show_formats(say: Terminal, records: Records, data: DataSettings, kind: Rec
             first.setdefault(name, start + number)
     for name, count in counts.items():
         say.line(f"{name}, {count:,} rows, the first: {records.location(first[name])}", "bold")
-        for title, part in _parts(parse_record(records, first[name], data, kind)):
-            shown = " ".join(part.split())
-            say.line(f"  {title}: {shown[:SHOWN_CHARACTERS]}{' ...' * (len(shown) > SHOWN_CHARACTERS)}")
-
-
-def _parts(record: Record | Unusable) -> Iterator[tuple[str, str]]:
-    """Title and text of each part of a record."""
-    assert not isinstance(record, Unusable), record
-    names = ("chosen", "rejected") if len(record.completions) > 1 else ("completion",)
-    if not isinstance(record, Chat):
-        yield "prompt", str(record.prompt)
-        yield from ((name, str(text)) for name, text in zip(names, record.completions, strict=False))
-    else:
-        titled = [(None, record.prompt), *zip(names, record.completions, strict=False)]
-        for name, messages in titled:
-            for message in messages:
-                others = {key: field for key, field in message.items() if key not in ("role", "content")}
-                text = f"{message['content'] or ''} {json.dumps(others, ensure_ascii=False) if others else ''}"
-                yield name or message["role"], text
-    if record.label is not None:
-        yield "label", "desirable" if record.label else "undesirable"
+        for title, part in vars(parse_record(records, first[name], data, kind)).items():
+            shown = part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)
+            if part and title != "columns":
+                say.line(f"  {title}: {shown[:SHOWN_CHARACTERS]}{' ...' * (len(shown) > SHOWN_CHARACTERS)}")
 
 
 def _show_rows(
@@ -310,33 +287,3 @@ def _show_rows(
         for k, (name, colour) in enumerate(zip(names, ("green", "red"), strict=False)):
             say.line(Text(f"  {name}: ").append_text(picture(example, tokenizer, k, colour)))
     say.line("the loss is on what stands in ⟦⟧ alone")
-
-
-def _require_picture(picture: Path) -> None:
-    """Refuses, before the work, a picture that could not be drawn or would take another file's place."""
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    if picture.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
-        raise UserError(f"--picture {picture}: its name ends in no format of a picture; take .png, .svg or .pdf")
-    require_absent(picture)
-
-
-def _draw(picture: Path, lengths: dict[str, np.ndarray], unit: str, limit: int | None) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(6, 3.2), layout="constrained")
-    top = float(np.percentile(np.concatenate(list(lengths.values())), 99.5))
-    for name, values in lengths.items():
-        axis.hist(np.minimum(values, top), bins=60, histtype="step", linewidth=1.5, label=name)
-    if limit is not None and limit <= top:
-        axis.axvline(limit, color="grey", linestyle="--", linewidth=1, label=f"data.max_length={limit}")
-    axis.set_xlabel(unit)
-    axis.set_ylabel("rows")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(fontsize=8, frameon=False)
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=130)
-    pyplot.close(figure)

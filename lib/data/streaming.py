@@ -85,6 +85,8 @@ def open_training(
     name = " + ".join(sources.weights_of(settings.train))
     streamed = StreamedDataset(name, records, rows, settings, kind, encoder, limits, mismatched)
     _warn_of_long_rows(streamed, vocabulary.get("context"), tell)
+    for note in encoder.notes if encoder else ():
+        tell(note)
     return streamed
 
 
@@ -336,9 +338,6 @@ class StreamedDataset(Sized):
             return
         self.skipped_count += 1
         self.skipped = [*self.skipped[: sources.NAMED - 1], name]
-
-    def __str__(self) -> str:
-        return f"{self.path}: {len(self):,} {self.unit} from {self.columns}, read as they are needed"
 
 
 def _estimated(characters: np.ndarray, tokens: np.ndarray, of_characters: np.ndarray, max_length: int) -> np.ndarray:
