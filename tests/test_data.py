@@ -254,7 +254,7 @@ def test_every_form_of_sft_gives_the_same_tokens(load, record, settings, columns
     dataset = load([record], "sft", tokenizer, **settings)
     assert texts(dataset, tokenizer)[1:] == ["The answer is 42.<|im_end|>"]
     assert texts(dataset, tokenizer)[0].endswith("12 + 30?<|im_end|>\n<|im_start|>assistant\n")
-    assert dataset.columns.startswith(columns) and columns in str(dataset)
+    assert dataset.columns.startswith(columns)
 
 
 def test_messages_learn_the_last_answer_only(load):
@@ -407,7 +407,6 @@ def test_truncated_rows_are_counted(load):
     dataset = load(records, max_length=int(lengths[1]) - 3)
     assert dataset.truncated_count == 1 and dataset.lengths[1] == dataset.lengths.max() == lengths[1] - 4
     assert dataset[1].completions[0][-1] == 1
-    assert "1 cut to data.max_length" in str(dataset)
 
 
 # -------------------------------------------------------------------------------------------------- bad input
@@ -516,7 +515,7 @@ def test_an_unusable_record_is_named_with_its_line_and_left_out_on_request(load,
     dataset = load(records, kind, max_length=64, vocab_size=500, skip_invalid=True)
     assert len(dataset) == 3 and [example.row for example in dataset] == [0, 1, 2]
     assert [skipped.split(": ")[0].rsplit(":")[-1] for skipped in dataset.skipped] == ["4", "6"]
-    assert "2 records left out" in str(dataset)
+    assert dataset.skipped_count == 2
     with pytest.raises(UserError, match="none of its 1 records can be used"):
         load([bad], kind, max_length=64, vocab_size=500, skip_invalid=True)
 

@@ -451,11 +451,13 @@ def _of_groups(examples: Sequence[Example], sequences: _Sequences, mask: np.ndar
     """Batch's `rewards` and what else groups have; nothing for other examples."""
     if examples[0].rewards is None:
         return {}
-    found = {"rewards": np.full(mask.shape[:2], np.nan, np.float32)}
-    found["completion_lengths"] = np.zeros(mask.shape[:2], np.float32)
-    for row, example in enumerate(examples):
-        found["rewards"][row], found["completion_lengths"][row] = example.rewards, example.completion_lengths
-    found["reward_deviations"] = np.full(len(mask), examples[0].reward_deviation, np.float32)
+    found: dict[str, np.ndarray] = {}
+    for name, filler in (("rewards", np.nan), ("completion_lengths", 0.0)):
+        if getattr(examples[0], name) is not None:
+            found[name] = np.full(mask.shape[:2], filler, np.float32)
+            found[name][: len(examples)] = [getattr(example, name) for example in examples]
+    if examples[0].reward_deviation is not None:
+        found["reward_deviations"] = np.full(len(mask), examples[0].reward_deviation, np.float32)
     if examples[0].sampling_logps is not None:
         of_sequences = [logps for e in examples for logps in e.sampling_logps or ()]
         scored = [logps[at] for logps, at in zip(of_sequences, sequences.scored_indices, strict=True)]

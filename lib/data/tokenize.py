@@ -269,7 +269,7 @@ class Encoder:
         """A text that carries the template's marks already, or why it cannot be used; None for any other example."""
         if isinstance(example, Chat):
             messages = (message for part in (example.prompt, *example.completions) for message in part)
-            texts = [message["content"] or "" for message in messages]
+            texts = [message.get("content") or "" for message in messages]
         elif self.template.is_rendered(example.completions[0] if example.prompt is None else example.prompt):
             note = "texts carry the chat template's marks already: taken as they are, not rendered again"
             self.notes[note] = None
