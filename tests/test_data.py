@@ -436,7 +436,7 @@ BAD_RECORDS: list[tuple[Any, str, list[str]]] = [
     (
         {"prompt": "a", "chosne": "b", "rejected": "c"},
         "preference",
-        ["(columns: prompt, chosne", "data.chosen=chosne"],
+        ["(columns: prompt, chosne", "data.chosen=COLUMN"],
     ),
     ({"prompt": "a", "completion": "b"}, "preference", ["no column 'chosen'", "train.loss=sft"]),
     ({"question": "a", "answer": "b"}, "sft", ["data.completion=COLUMN data.prompt=COLUMN"]),

@@ -15,7 +15,7 @@ from lib.data.dataset import load_dataset, require_apart
 from lib.data.groups import load_groups
 from lib.data.record_formats import ROLES
 from lib.data.streaming import open_held_out, open_training, with_splits
-from lib.data.tokenize import Encoder, end_tokens, render_prompt
+from lib.data.tokenize import Encoder, render_prompt
 from lib.data.tokenizer import NO_LIMITS
 from lib.errors import UserError
 from tests import chat_models, chat_rows, tiny
@@ -201,7 +201,7 @@ def test_a_prompt_is_rendered_as_training_rows_are_and_answers_end_where_they_do
     assert "<|im_start|>system\nBe terse." in rendered.text and "get_weather" in rendered.text
     data, _ = opened(tmp_path, [PAIR | {"prompt": [USER]}])
     assert render_prompt(encoder, [USER]).ids == data[0].prompt_ids.tolist()  # type: ignore[list-item]
-    assert data[0].completions[0][-1] in end_tokens(tokenizer, DataSettings(train="-"))
+    assert data[0].completions[0][-1] in encoder.end_ids
     with pytest.raises(UserError, match="unknown role 'wizard'"):
         render_prompt(encoder, [{"role": "wizard", "content": "a"}])
 

@@ -819,7 +819,7 @@ def test_rows_are_the_same_only_where_all_that_is_trained_is() -> None:
             "preference",
             "name yours with data.chosen=COLUMN",
         ),
-        ({"prompt": "a", "completion": "b", "labl": True}, "unpaired", "name yours with data.label=labl"),
+        ({"prompt": "a", "completion": "b", "labl": True}, "unpaired", "name yours with data.label=COLUMN"),
     ],
 )
 def test_other_columns_are_told_with_the_words_to_type(record: dict[str, Any], kind: RecordKind, words: str) -> None:

@@ -266,7 +266,7 @@ def test_a_broken_line_of_a_hub_is_named(tmp_path: Path) -> None:
     settings = DataSettings(train="-", cache_dir=str(tmp_path / "cache"))
     with pytest.raises(UserError, match=r"train.jsonl:3: broken JSON"):
         hub.fetch(f"hf://{tmp_path}?rows=9", settings, print)
-    with pytest.raises(UserError, match="no option sliter"):
+    with pytest.raises(UserError, match="sliter: a data set is hf://OWNER/NAME"):
         hub.fetch("hf://x/y?sliter=7", settings, print)
     with pytest.raises(UserError, match="there is no folder /no/where"):
         hub.fetch("hf:///no/where", settings, print)

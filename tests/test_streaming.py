@@ -227,7 +227,6 @@ def test_an_index_older_than_its_file_is_told_and_made_anew(tmp_path: Path) -> N
         with pytest.raises(UserError, match="is no longer what was indexed; put the file back"):
             found[5]
     after = open_streamed(tmp_path, path, told)
-    assert told == [f"indexing {path}, which has changed since it was indexed (0 MB)"]
     assert tokens_of(after, 59) == tokens_of(in_memory(tmp_path, path), 59) and after.digest != before.digest
     records = sources.Records(after.records.indices)
     write_unseen(path, path.read_bytes().replace(b"What", b"Wha\xff"))

@@ -12,15 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
 from lib.config.settings import DataSettings
 from lib.data import formats, record_files, sources
 from lib.data.chat import Encoded
-from lib.data.record_formats import Record, RecordKind, Tokens, Unusable, Unwanted
-from lib.data.sources import Records
+from lib.data.record_formats import JSON, Record, RecordKind, Tokens, Unusable, Unwanted
 from lib.data.tokenize import Encoder, encode_records, truncate
 from lib.data.tokenizer import ModelLimits, Tokenizer, Vocabulary, limits_of, require_own
 from lib.errors import UserError
@@ -235,8 +234,7 @@ def load_dataset(
     for source in weights:
         for file in sources.files_of(source, settings, tell):
             for line, record in record_files.read(str(file), settings, kind):
-                rows = [record] if isinstance(record, Unusable) else parse_rows(record, settings, kind)
-                placed += [(f"{file}:{line}", row) for row in rows]
+                placed += [(f"{file}:{line}", row) for row in parse_rows(record, settings, kind)]
         ends.append(sum(not isinstance(record, Unusable) for _, record in placed))
     skipped = [f"{place}: {record}" for place, record in placed if isinstance(record, Unusable)]
     usable = [(place, record) for place, record in placed if not isinstance(record, Unusable)]
@@ -247,13 +245,18 @@ def load_dataset(
         raise UserError(f"{name} is empty: it has no records; name another file")
     keys = np.array([sources.keys_of(record) for _, record in usable], np.uint64)
     numbers = sources.chosen_rows(keys[:, 0], keys[:, 1], ends, weights, settings, held_out)
-    encoder = None if tokenizer is None else Encoder(tokenizer, settings, vocabulary["eos_token_id"])
+    encoder = encoder_of(tokenizer, settings, vocabulary)
     unusable = [one for one in placed if isinstance(one[1], Unusable)]
     numbers = np.append(numbers, len(usable) + np.arange(len(unusable)))
     dataset = tokenised_dataset(name, kind, [*usable, *unusable], numbers, settings, encoder, limits_of(vocabulary))
     for note in encoder.notes if encoder else ():
         tell(note)
     return dataset
+
+
+def encoder_of(tokenizer: Tokenizer | None, settings: DataSettings, vocabulary: Vocabulary) -> Encoder | None:
+    """None without a tokenizer."""
+    return None if tokenizer is None else Encoder(tokenizer, settings, vocabulary["eos_token_id"])
 
 
 def tokenised_dataset(
@@ -331,16 +334,16 @@ def pack(kind: RecordKind, pieces: Pieces, labels: np.ndarray | None) -> tuple[n
     return tokens, bounds, digest.hexdigest()
 
 
-def parse_rows(record: formats.JSON, settings: DataSettings, kind: RecordKind) -> Sequence[Record | Unusable]:
+def parse_rows(record: JSON | Unusable, settings: DataSettings, kind: RecordKind) -> Sequence[Record | Unusable]:
     """The form of each row that a record gives, or why it has none."""
     try:
-        return formats.parse_rows(record, settings, kind)
+        return [record] if isinstance(record, Unusable) else formats.parse_rows(record, settings, kind)
     except Unusable as why:
         return [why]
 
 
-def parse_record(records: Records, number: int, settings: DataSettings, kind: RecordKind) -> Record | Unusable:
-    """The form of an indexed record, or why it has none."""
+def parse_record(records: Any, number: int, settings: DataSettings, kind: RecordKind) -> Record | Unusable:
+    """The form of a record, or why it has none."""
     rows, label = parse_rows(records[number], settings, kind), records.label(number)
     return next(row for row in rows if len(rows) == 1 or (not isinstance(row, Unusable) and row.label == label))
 

@@ -6,7 +6,6 @@ record had them; the second half of this file checks drafts and makes records of
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import math
@@ -392,9 +391,7 @@ def _missing(record: JSON, columns: Columns, kind: RecordKind, wanted: tuple[str
         return f"{told}; labelled answers are not pairs: train.loss=kto"
     if kind == "preference" and (other := reader_of(present, columns, "sft")) and other.form.has == "answer":
         return f"{told}; {other.form.name or 'this'} has one answer a record, not a pair: train.loss=sft"
-    near = {role: difflib.get_close_matches(name, map(str, record), 1, cutoff=0.8) for role, name in absent.items()}
-    words = (f"data.{role}={(*near[role], 'COLUMN')[0]}" for role in absent)
-    return f"{told}; name yours with {' '.join(words)}"
+    return f"{told}; name yours with {' '.join(f'data.{role}=COLUMN' for role in absent)}"
 
 
 # ---- A record's form

@@ -134,8 +134,10 @@ def parse(source: str) -> tuple[str, dict[str, str]]:
     options = dict(parse_qsl(query, keep_blank_values=True))
     unknown = sorted(options.keys() - {"config", "split", "revision", "rows"})
     if not name or unknown or not re.fullmatch(r"[1-9][0-9]{0,17}", options.get("rows", "1")):
-        what = f"no option {', '.join(unknown)}" if unknown else "no name" if not name else "rows is no number"
-        raise UserError(f"{source}: {what}; a data set is hf://OWNER/NAME?config=C&split=S&revision=R&rows=N")
+        raise UserError(
+            f"{source}: {', '.join(unknown) or 'name or rows'}: a data set is "
+            "hf://OWNER/NAME?config=C&split=S&revision=R&rows=N"
+        )
     return name, options
 
 

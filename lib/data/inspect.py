@@ -22,7 +22,7 @@ from lib.config import command_line, help, load
 from lib.config.settings import Config, DataSettings
 from lib.data import sources
 from lib.data.chat import OPENED_THINKING, Conversation
-from lib.data.dataset import Example, load_dataset, parse_record, tokenised
+from lib.data.dataset import Example, encoder_of, load_dataset, parse_record, tokenised
 from lib.data.record_formats import JSON, RecordKind, Unusable, Unwanted
 from lib.data.sources import Records
 from lib.data.streaming import placed_records, tell_unread, with_splits
@@ -101,6 +101,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("name FILES, e.g. --inspect data.jsonl train.loss=sft")
     base = {"model": {"path": options.model or "-"}, "data": {"train": files[0]}}
     settings = load.load(None, words, base=base)
+    if settings.record_kind == "group":
+        raise UserError("groups of train.loss=grpo are tokenised already: train.py --dry-run looks at them")
     if options.tokens is not None:
         write_tokens(files, settings, options.model is not None, Path(options.tokens))
     else:
@@ -129,8 +131,6 @@ def write_tokens(files: Sequence[str], settings: Config, with_model: bool, out: 
     """
     require_absent(out)
     kind = settings.record_kind
-    if kind == "group":
-        raise UserError("groups of train.loss=grpo are tokenised already")
     tokenizer, known = _tokenizer_of(settings, with_model)
     train = files[0] if len(files) == 1 else dict.fromkeys(files, 1.0)
     data = with_splits(settings.data.model_copy(update={"train": train}), _tell)
@@ -156,13 +156,11 @@ def inspect(files: Sequence[str], settings: Config, with_model: bool) -> None:
         UserError: there is nothing to read; unusable records are counted and named, and no error here.
     """
     say, kind = Terminal(), settings.record_kind
-    if kind == "group":
-        raise UserError("groups of train.loss=grpo are looked at by train.py --dry-run; here are records of others")
     data = settings.data.model_copy(update={"skip_invalid": True})
     paths = [path for source in files for path in sources.files_of(source, data, _tell)]
     records = sources.open_records(paths, data, kind, _tell)
     tokenizer, known = _tokenizer_of(settings, with_model)
-    encoder = None if tokenizer is None else Encoder(tokenizer, data, known["eos_token_id"])
+    encoder = encoder_of(tokenizer, data, known)
     names = ["prompt", "chosen", "rejected"] if kind == "preference" else ["prompt", "completion"]
     pieces, kept = records.column("pieces")[:, : len(names)].astype(np.int64), np.arange(len(records))
     filtered, refused = 0, list[str]()

@@ -163,9 +163,10 @@ class Prompts(Sized):
     @property
     def digest(self) -> str:
         """sha256 of all prompts' tokens and records, in order."""
-        parts = [index.digest.encode() for index in self.records.indices]
-        arrays = [self.rows.astype("<i8"), self.bounds.astype("<i8"), self.tokens.astype("<i4")]
-        return hashlib.sha256(b" ".join([*parts, *(array.tobytes() for array in arrays)])).hexdigest()
+        digest = hashlib.sha256(" ".join(self.records.digests).encode())
+        for array in (self.rows.astype("<i8"), self.bounds.astype("<i8"), self.tokens.astype("<i4")):
+            digest.update(array.data)
+        return digest.hexdigest()
 
     def prompt_ids(self, row: int) -> list[int]:
         """The tokens of a prompt."""

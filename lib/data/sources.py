@@ -147,9 +147,8 @@ def index(file: Path, settings: DataSettings, kind: RecordKind, tell: Tell = lam
     with locked(folder.with_suffix(".lock"), tell if is_long else lambda text: None, f"indexes {file}"):
         meta = _read_meta(folder)
         if meta is None or meta["stamp"] != stamp:
-            if is_long or meta is not None:
-                again = "" if meta is None else ", which has changed since it was indexed"
-                tell(f"indexing {file}{again} ({stamp[0] / 1e6:,.0f} MB)")
+            if is_long:
+                tell(f"indexing {file} ({stamp[0] / 1e6:,.0f} MB)")
             meta = _build(file, stamp, folder, settings, kind)
     lines = folder / LINES if meta["unpacked"] else file
     entries = np.memmap(folder / ENTRIES, ENTRY, "r") if meta["count"] else np.zeros(0, ENTRY)
@@ -271,9 +270,13 @@ def weights_of(train: str | Mapping[str, float]) -> dict[str, float]:
 class Records:
     """The usable records of some files, numbered in the files' order, each read from the disk when it is asked for."""
 
+    segments: np.ndarray | None = None
+    """Bounds of records that have to be read together; None: each is by itself."""
+
     def __init__(self, indices: Sequence[Index]):
         self.indices = list(indices)
         self.starts = [0, *itertools.accumulate(len(index.entries) for index in self.indices)]
+        self.digests = [f"{index.digest} {len(index.entries)}" for index in self.indices]
 
     def __len__(self) -> int:
         return self.starts[-1]

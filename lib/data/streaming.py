@@ -8,6 +8,7 @@ that each row is trained exactly once an epoch does not, and neither does the lo
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import re
@@ -19,13 +20,14 @@ from typing import Unpack
 import numpy as np
 
 from lib.config.settings import DataSettings
-from lib.data import hub, record_files, sources
+from lib.data import formats, hub, record_files, sources
 from lib.data.dataset import (
     Dataset,
     Example,
     Pieces,
     Placed,
     Sized,
+    encoder_of,
     load_dataset,
     parse_record,
     partners,
@@ -33,8 +35,7 @@ from lib.data.dataset import (
     tokenised_dataset,
     with_mismatched,
 )
-from lib.data.formats import unread_columns
-from lib.data.record_formats import Columns, RecordKind, Unusable, Unwanted
+from lib.data.record_formats import JSON, Columns, RecordKind, Unusable, Unwanted
 from lib.data.sources import Records, Tell
 from lib.data.tokenize import Encoder
 from lib.data.tokenizer import ModelLimits, Tokenizer, Vocabulary, limits_of
@@ -67,8 +68,9 @@ def open_training(
     if settings.streaming and isinstance(settings.train, str) and settings.train.startswith(hub.PREFIX):
         is_simple = not (settings.holdout or settings.deduplicate or mismatched or kind == "unpaired")
         if is_simple and (remote := hub.parquet_files(settings.train)):
-            encoder = None if tokenizer is None else Encoder(tokenizer, settings, vocabulary["eos_token_id"])
-            return RowGroups(settings.train, remote, settings, kind, encoder, limits, tell)
+            encoder = encoder_of(tokenizer, settings, vocabulary)
+            groups = RowGroups(settings.train, remote, settings, kind, tell)
+            return StreamedDataset(settings.train, groups, np.arange(len(groups)), settings, kind, encoder, limits)
         tell(f"{settings.train}: the whole set is fetched first; only pairs and answers in parquet stream from the hub")
     tell_unread(settings, kind, tell)
     if not is_streamed(settings, tell):
@@ -81,7 +83,7 @@ def open_training(
             f"table, and streamed rows are read only when they are trained; set data.max_length={limits.positions}"
         )
     records, rows = sources.open_sources(settings.train, settings, kind, held_out, tell)
-    encoder = None if tokenizer is None else Encoder(tokenizer, settings, vocabulary["eos_token_id"])
+    encoder = encoder_of(tokenizer, settings, vocabulary)
     name = " + ".join(sources.weights_of(settings.train))
     streamed = StreamedDataset(name, records, rows, settings, kind, encoder, limits, mismatched)
     _warn_of_long_rows(streamed, vocabulary.get("context"), tell)
@@ -123,7 +125,7 @@ def tell_unread(settings: DataSettings, kind: RecordKind, tell: Tell) -> None:
     for source in sources.weights_of(settings.train):
         for file in sources.files_of(source, settings, tell):
             for _, record in itertools.islice(record_files.read(str(file), settings, "prompt"), LOOKED_AT):
-                names = [] if isinstance(record, Unusable) else unread_columns(record, settings, kind)
+                names = [] if isinstance(record, Unusable) else formats.unread_columns(record, settings, kind)
                 unread |= dict.fromkeys(names)
     if unread:
         names_told = ", ".join(unread)
@@ -168,7 +170,7 @@ def open_held_out(
         dataset = load_dataset(settings.train, settings, kind, tokenizer, held_out=True, tell=tell, **vocabulary)
     else:
         records, rows = sources.open_sources(settings.train, settings, kind, True, tell)
-        encoder = None if tokenizer is None else Encoder(tokenizer, settings, vocabulary["eos_token_id"])
+        encoder = encoder_of(tokenizer, settings, vocabulary)
         name, numbers = " + ".join(sources.weights_of(settings.train)), np.arange(len(rows))
         placed = placed_records(records, rows, settings, kind)
         dataset = tokenised_dataset(name, kind, list(placed), numbers, settings, encoder, limits)
@@ -183,9 +185,59 @@ def is_streamed(settings: DataSettings, tell: Tell = lambda text: None) -> bool:
     return sum(file.stat().st_size * UNPACKED.get(file.suffix, 1) for file in files) >= sources.STREAMED_BYTES
 
 
-def placed_records(records: Records, rows: Iterable[int], settings: DataSettings, kind: RecordKind) -> Iterable[Placed]:
+def placed_records(
+    records: Records | RowGroups, rows: Iterable[int], settings: DataSettings, kind: RecordKind
+) -> Iterable[Placed]:
     """Some records by number, with their places."""
     return ((records.location(row), parse_record(records, row, settings, kind)) for row in map(int, rows))
+
+
+class RowGroups:
+    """Parquet files of a hub data set as records, fetched to data.cache_dir a row group at a time.
+
+    The files' footers say how many rows there are. Rows of one group stand together in an epoch's order, so that groups
+    are needed one after the other; all rows count as long as those of a sample of the first group.
+    """
+
+    indices: tuple[sources.Index, ...] = ()
+
+    def __init__(
+        self, source: str, opened: Sequence[hub.RemoteFile], settings: DataSettings, kind: RecordKind, tell: Tell
+    ):
+        self.source, self.cache = source, Path(settings.cache_dir)
+        self._groups = [(file, group, count) for file in opened for group, count in enumerate(file.row_counts())]
+        self.segments = np.cumsum([0, *(count for _, _, count in self._groups)])
+        self.digests = [f"{source} {file.name} {group} {count}" for file, group, count in self._groups]
+        self._read = functools.lru_cache(maxsize=4)(self._read_group)
+        tell(f"{source}: {len(self):,} rows in {len(self._groups):,} row groups, fetched one after the other")
+        first = formats.parse(self[0], settings, kind) if not isinstance(self[0], Unusable) else None
+        self.formats = first.columns if first else "parquet"
+
+    def __len__(self) -> int:
+        return int(self.segments[-1])
+
+    def column(self, name: str) -> np.ndarray:
+        """Of `pieces`, [n, 3], one character each: nothing is known of rows that are not fetched."""
+        return np.broadcast_to(np.ones(3, np.uint32), (len(self), 3))
+
+    def label(self, number: int) -> None:
+        """None: rows with labels are not read so."""
+
+    def location(self, number: int) -> str:
+        """Which row of the data set, from 1."""
+        return f"{self.source}:{number + 1}"
+
+    def __getitem__(self, number: int) -> JSON | Unusable:
+        group = bisect_right(self.segments, number) - 1
+        return self._read(group)[number - int(self.segments[group])]
+
+    def _read_group(self, group: int) -> list[JSON | Unusable]:
+        file, number, _ = self._groups[group]
+        kept = self.cache / f"hub-{hashlib.sha256(self.digests[group].encode()).hexdigest()[:24]}.parquet"
+        with sources.locked(kept.with_suffix(".lock"), print, f"fetches {file.name}"):
+            if not kept.exists():
+                file.keep(number, kept)
+        return [record for _, record in record_files.read_parquet(kept)]
 
 
 class StreamedDataset(Sized):
@@ -205,7 +257,7 @@ class StreamedDataset(Sized):
     def __init__(
         self,
         path: str,
-        records: Records,
+        records: Records | RowGroups,
         rows: np.ndarray,
         settings: DataSettings,
         kind: RecordKind,
@@ -227,10 +279,11 @@ class StreamedDataset(Sized):
         made_by = hashlib.sha256(
             repr([what, Columns.of(settings), None if encoder is None else encoder.fingerprint()]).encode()
         )
-        for index in records.indices:
-            made_by.update(f"{index.digest} {len(index.entries)}".encode())
+        made_by.update(" ".join(records.digests).encode())
+        self.segments = records.segments
+        drawn_from = np.uint64(len(rows) if self.segments is None else self.segments[1])
         draws = np.random.Philox(np.random.SeedSequence([len(rows)])).random_raw(SAMPLE_ROWS)
-        sample = np.unique(draws % np.uint64(len(rows))).astype(np.int64)
+        sample = np.unique(draws % drawn_from).astype(np.int64)
         examples = self.examples(sample.tolist())
         if not examples:
             why = "".join(f": {text}" for text in self.skipped[-1:])
@@ -354,95 +407,3 @@ def _estimated(characters: np.ndarray, tokens: np.ndarray, of_characters: np.nda
     estimated[over, 1:] = np.minimum(estimated[over, 1:], max_length - estimated[over, :1])
     estimated[:, 1:] = np.maximum(estimated[:, 1:], 2)  # a text's first token is not scored
     return estimated.astype(np.int32)
-
-
-class RowGroups(StreamedDataset):
-    """Parquet files of a hub data set, fetched to data.cache_dir a row group at a time: training begins before all are.
-
-    The files' footers say how many rows there are. Rows of one group stand together in an epoch's order, so that groups
-    are needed one after the other; all rows count as long as those of a sample of the first group.
-
-    Raises:
-        UserError: text without a tokenizer; a file cannot be read, or no row of the sample can be used.
-    """
-
-    def __init__(
-        self,
-        source: str,
-        opened: Sequence[hub.RemoteFile],
-        settings: DataSettings,
-        kind: RecordKind,
-        encoder: Encoder | None,
-        limits: ModelLimits,
-        tell: Tell,
-    ):
-        self.path, self.kind, self.settings = source, kind, settings
-        self.encoder, self.limits, self.tell = encoder, limits, tell
-        self.labels, self.has_mismatched, self.unwanted_count = None, False, 0
-        self.skipped, self.skipped_count, self._left_out = list[str](), 0, set[int]()
-        self._groups = [(file, group, count) for file in opened for group, count in enumerate(file.row_counts())]
-        self.segments = np.cumsum([0, *(count for _, _, count in self._groups)])
-        made_by = [source, [(file.name, group, count) for file, group, count in self._groups], kind]
-        made_by += [settings.max_length, Columns.of(settings), encoder and encoder.fingerprint()]
-        self.digest = hashlib.sha256(repr(made_by).encode()).hexdigest()
-        tell(f"{source}: {len(self):,} rows in {len(self._groups):,} row groups, fetched one after the other")
-        self._records: dict[int, Records] = {}
-        self._pieces = np.ones((1, 2), np.int32)
-        self.columns = self._opened(0).formats
-        examples = self.examples(range(min(SAMPLE_ROWS, int(self.segments[1]))))
-        if not examples:
-            raise UserError(
-                f"{source}: none of its first rows can be used{''.join(f': {s}' for s in self.skipped[:1])}"
-            )
-        tokens = np.array([[len(e.prompt_ids), *map(len, e.completions)] for e in examples])
-        self._pieces = np.broadcast_to(np.ceil(tokens.mean(axis=0)).astype(np.int32), (len(self), tokens.shape[1]))
-        whole = tokens[:, 0] + tokens[:, 1:].max(axis=1)
-        self.truncated_count = int((whole == settings.max_length).sum()) * len(self) // len(examples)
-
-    def __len__(self) -> int:
-        return int(self.segments[-1])
-
-    def examples(self, rows: Sequence[int]) -> list[Example]:
-        """The examples of some rows, without those that turn out to be unusable or are filtered: counted, and named."""
-        of_groups: dict[int, list[int]] = {}
-        for row in map(int, rows):
-            of_groups.setdefault(bisect_right(self.segments, row) - 1, []).append(row)
-        made: dict[int, Pieces] = {}
-        for group, own in of_groups.items():
-            records, start = self._opened(group), int(self.segments[group])
-            numbers = {line - 1 + start: number for number, line in enumerate(records.column("line").tolist())}
-            there = [row for row in own if row in numbers]
-            for row in set(own) - set(there):
-                self._name(row, records.indices[0].unusable[:1])
-            placed = placed_records(records, [numbers[row] for row in there], self.settings, self.kind)
-            results = tokenised(placed, self.settings, self.encoder, self.limits)
-            for row, (place, _, result) in zip(there, results, strict=True):
-                if isinstance(result, Unusable):
-                    self._name(row, [f"{place}: {result}"])
-                else:
-                    made[row] = result[0]
-        return [Example.of(row, made[row]) for row in map(int, rows) if row in made]
-
-    def _name(self, row: int, why: list[str]) -> None:
-        """Counts and names a row that is left out, once."""
-        if not self.settings.skip_invalid:
-            raise UserError(record_files.refusal(why or [f"{self.path}: row {row} cannot be used"], 1))
-        if row not in self._left_out:
-            self._left_out.add(row)
-            self.skipped_count += 1
-            self.skipped = [*self.skipped, *why][: sources.NAMED]
-
-    def _opened(self, group: int) -> Records:
-        """The records of a group, fetched where it is missing."""
-        if group not in self._records:
-            file, number, count = self._groups[group]
-            key = hashlib.sha256(f"{self.path} {file.name} {number} {count}".encode()).hexdigest()[:24]
-            kept = Path(self.settings.cache_dir) / f"hub-{key}.parquet"
-            with sources.locked(kept.with_suffix(".lock"), self.tell, f"fetches {file.name}"):
-                if not kept.exists():
-                    file.keep(number, kept)
-            own = self.settings.model_copy(
-                update={"skip_invalid": True}
-            )  # what is unusable is told when it is asked for
-            self._records[group] = Records([sources.index(kept, own, self.kind)])
-        return self._records[group]

@@ -333,14 +333,3 @@ def render_prompt(
     except Unusable as why:
         raise UserError(str(why)) from None
     return RenderedPrompt(encoder.tokenizer.decode(encoded.prompt), encoded.prompt)
-
-
-def end_tokens(tokenizer: Tokenizer, settings: DataSettings, eos_token_id: int | None = None) -> list[int]:
-    """The ids that end an answer, ascending: the model's end tokens, and the end of turn that training puts.
-
-    eos_token_id: config.json's.
-
-    Raises:
-        UserError: as `Encoder`.
-    """
-    return sorted(Encoder(tokenizer, settings, eos_token_id).end_ids)
