@@ -30,6 +30,7 @@ from lib.model import adapter_files, partition, tensor_parallel, token_stream
 from lib.model import adapters as adapters_module
 from lib.model import load as load_module
 from lib.model import logps as logps_module
+from lib.training import checkpoint
 from lib.training import step as step_module
 from lib.training.divided_world import ShardedWorld, sharded
 from tests import rounding, tiny
@@ -540,10 +541,12 @@ def test_ranks_leave_together_when_one_cannot_write_or_nothing_is_finite(world: 
 def assert_ranks_leave_together(world: World, folder: Path, words: list[str]) -> None:
     """Where rank 0 cannot write, and where no update is finite."""
     common = [*words, "data.valid=null"]
-    if world.rank == 0:
-        (folder / "runs/full").mkdir(parents=True)
-        (folder / "runs/full/checkpoints").write_text("a file where a folder should be")
-    with pytest.raises(UserError, match="bytes are free there"):  # rank 0 alone writes
+
+    def full(*paths: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(UserError, match="bytes are free there"):
+        patched.setattr(checkpoint, "_put_in_place", full)  # which rank 0 alone does
         train(world, folder, [*common, "train.steps=1"], "full")
     diverging = ["model.method=full", "train.learning_rate=1e38", "train.max_skipped_steps=2", "train.steps=9"]
     with pytest.raises(Stopped, match="2 updates in a row were not finite"):
