@@ -506,8 +506,11 @@ class Merger:
     def _outer(self, begun: Arrays, change: Arrays) -> Arrays:
         """DiLoCo's step from the mean change of some parameters; their momentum moves on."""
         before = {name: self.momentum[name] for name in begun if name in self.momentum}
-        of_numpy = ({name: np.array(array) for name, array in arrays.items()} for arrays in (begun, change, before))
-        merged, momentum = outer(*of_numpy, self.settings.outer_learning_rate, self.settings.outer_momentum)
+        start, moved, velocity = (
+            {name: np.array(array) for name, array in arrays.items()} for arrays in (begun, change, before)
+        )
+        rate, factor = self.settings.outer_learning_rate, self.settings.outer_momentum
+        merged, momentum = outer(start, moved, velocity, rate, factor)
         self.momentum |= {name: mx.array(array) for name, array in momentum.items()}
         return {name: mx.array(array) for name, array in merged.items()}
 

@@ -63,8 +63,8 @@ class StepRecord:
 
     def measurements(self) -> dict[str, float]:
         """The fields of this rank's step record."""
-        same = ("padded_tokens", "grad_norm", "learning_rate", "skipped", "sync_seconds", "wait_seconds")
-        same = (*same, "peak_memory_bytes", "bytes_sent", "traces")
+        same = ["padded_tokens", "grad_norm", "learning_rate", "skipped", "sync_seconds", "wait_seconds"]
+        same += ["peak_memory_bytes", "bytes_sent", "traces"]
         return {
             "tokens": self.rank_tokens,
             "tokens_per_second": self.rank_tokens / self.seconds,
