@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -447,7 +448,7 @@ def _scored(
     return scored, targets, logp_indices, mask
 
 
-def _of_groups(examples: Sequence[Example], sequences: _Sequences, mask: np.ndarray) -> dict[str, np.ndarray]:
+def _of_groups(examples: Sequence[Example], sequences: _Sequences, mask: np.ndarray) -> dict[str, Any]:
     """Batch's `rewards` and what else groups have; nothing for other examples."""
     if examples[0].rewards is None:
         return {}
