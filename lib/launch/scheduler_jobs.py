@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 
 from lib.errors import UserError
@@ -58,7 +59,7 @@ def _mpijob(job: Job, slots: int, variables: dict[str, str]) -> str:
     environment = [{"name": name, "value": value} for name, value in variables.items()]
     launcher = {**container, "command": [*words, *jobs.full_command(job)], "env": environment}
 
-    def replicas(count: int, of: dict[str, object]) -> dict[str, object]:
+    def replicas(count: int, of: Mapping[str, object]) -> dict[str, object]:
         return {"replicas": count, "template": {"spec": {"containers": [of]}}}
 
     specs = {"Launcher": replicas(1, launcher), "Worker": replicas(len(job.hosts), {**container})}
