@@ -237,7 +237,8 @@ class Scorer:
             (self.records.location(row), parse_record(self.records, row, settings.data, settings.record_kind))
             for row in rows
         )
-        examples, lines = [], {}
+        examples: list[Example] = []
+        lines: dict[int, dict[str, Any]] = {}
         results = tokenised(read, settings.data, self.encoder, self.limits)
         for row, (place, record, result) in zip(rows, results, strict=True):
             lines[row] = {"row": row, "line": self.records.line(row)}

@@ -235,7 +235,8 @@ class Collector:
         for name, key in keys.items():
             self._drop_journal_of_another(folder / name, key)
             queues.append(open_queue(world, folder / name, key, chunks, repeats=waits and name == SAMPLES))
-        drawing = Drawing(*queues, ThreadPoolExecutor(1, "judging") if self.judges_beside else None)
+        samples, scores = queues
+        drawing = Drawing(samples, scores, ThreadPoolExecutor(1, "judging") if self.judges_beside else None)
         with self.say.counting(f"round {number}: prompts answered", len(rows)) as progress:
             if isinstance(drawing.samples, ServedQueue):
                 drawing.samples.report = lambda done, by_rank: progress(min(done * self.chunk_rows, len(rows)))

@@ -270,7 +270,9 @@ def compile_part(part: str, config: Config, examples: Sequence[Example]) -> None
 def _repeated(example: Example, times: int) -> Example:
     """A row that is so much longer than another that a micro-batch of both is ragged, as those of a run are."""
     arrays = {name: getattr(example, name) for name in ("completions", "learnt", "sampling_logps")}
-    longer = {name: tuple(np.tile(array, times) for array in of_row) for name, of_row in arrays.items() if of_row}
+    longer: dict[str, Any] = {
+        name: tuple(np.tile(array, times) for array in of_row) for name, of_row in arrays.items() if of_row
+    }
     return dataclasses.replace(example, **longer)
 
 
