@@ -45,6 +45,7 @@ from lib.rollouts.pairs import (
     losses_of,
     pairs_of,
     warnings_of,
+    why_nothing,
 )
 from lib.rollouts.rounds import Rounds
 from lib.system.records import read_records
@@ -144,6 +145,17 @@ def test_scores_that_follow_length_correlate_with_it(
         group(*own, tokens=[[2] * count for count in of_group]) for own, of_group in zip(scores, lengths, strict=True)
     ]
     assert figures_of(groups, []).length_correlation == (None if expected is None else pytest.approx(expected))
+
+
+def test_a_round_that_teaches_nothing_says_why() -> None:
+    settings, equal = RolloutSettings(max_tokens=8), group(1.0, 1.0)
+    cut = replace(equal, answers=[replace(answer, finish="length") for answer in equal.answers])
+    assert why_nothing([equal], settings) == "no prompt has answers of different scores to learn from"
+    count = "2 of 4 answers were cut by rollouts.max_tokens=8"
+    assert why_nothing([equal, cut], settings).endswith(f"different scores to learn from; {count}")
+    masked = settings.model_copy(update={"mask_truncated": True})
+    assert why_nothing([cut], masked).endswith("max_tokens=8, and rollouts.mask_truncated=true leaves those out")
+    assert why_nothing([group(None, None)], masked) == "the judge scored none of the 2 answers"
 
 
 # ---- The gate
@@ -610,7 +622,39 @@ def test_groups_train_in_rounds(whole: tuple[Path, list[str]], tmp_path: Path) -
     assert not (tmp_path / "grpo/rounds/0001/pairs.jsonl").exists()
 
 
+def test_answers_that_were_cut_are_counted(whole: tuple[Path, list[str]], tmp_path: Path) -> None:
+    """In a round's line and record, of held-out prompts, and in the reason why nothing was learnt."""
+    own = ["run.name=cut", f"run.dir={tmp_path}", "rollouts.max_tokens=1", "rollouts.rounds=1", "evaluate.max_tokens=1"]
+    told = " ".join(tiny.train(tmp_path, [*whole[1], *own]).stdout.split())
+    assert (
+        "24 cut by rollouts.max_tokens=1" in told and "greedy answers have no end within evaluate.max_tokens=1" in told
+    )
+    assert "different scores to learn from; 24 of 24 answers were cut by rollouts.max_tokens=1; nothing is" in told
+    records = list(read_records(tmp_path / "cut/logs/rank-000.jsonl"))
+    assert [one["answers"]["unended"] for one in records if one["kind"] == "round"] == [1.0]
+    assert all(one["answers_cut"] > 0 for one in records if "answers_cut" in one)
+    assert any("answers_cut" in one for one in records)
+
+
 # ---- Wrong input
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [(b"{", "Expecting property name"), (b'{"round": 1}', "validation errors for Verdict"), (b"\xff\xfe", "Expecting")],
+)
+def test_a_damaged_verdict_of_an_unfinished_run_is_one_line(
+    damage: bytes, why: str, whole: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole[0], run)
+    (run / "summary.json").unlink()
+    for lost in ("checkpoints/step-00000005", "checkpoints/step-00000006", "rounds/0003"):
+        shutil.rmtree(run / lost)
+    (run / "rounds/0001/round.json").write_bytes(damage)
+    result = tiny.train(tmp_path, ["--resume", str(run)], check=False)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1, result.stderr
+    assert "rounds/0001/round.json is not what a round writes" in result.stderr and why in result.stderr
 
 
 @pytest.fixture

@@ -199,6 +199,8 @@ def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None
         say.line(f"{out}: {figures['rows']:,} rows in {figures['seconds']:.1f} s ({speed})")
         if isinstance(do, score_file.PairMaker):
             say.line(do.summary(out, figures["rows"]))
+        elif isinstance(do, score_file.CompletionWriter) and (warning := do.warning()):
+            say.line(warning)
         say.record(dict(figures))
 
 

@@ -313,7 +313,7 @@ class CompletionWriter:
         world: World | None = None,
     ):
         self.tokenizer, self.records, self.settings, self.count = tokenizer, records, settings, draws or 1
-        self.world = world or World()
+        self.world, self.answers, self.cut = world or World(), 0, 0  # of this rank
         words, evaluate = vocabulary(settings.model), settings.evaluate
         self.limits = limits_of(words)
         self.encoder = Encoder(tokenizer, settings.data, words["eos_token_id"])
@@ -340,7 +340,15 @@ class CompletionWriter:
             prompts = [Prompt(row, self.prompt_ids(row)) for row in rows]
         with self.world.workers.together("answers", passes=len(prompts) * self.count):
             samples = self.sampler.sample(prompts, (self.settings.train.seed,))
+        self.answers += len(samples)
+        self.cut += sum(sample.finish == "length" for sample in samples)
         return [samples[start : start + self.count] for start in range(0, len(samples), self.count)]
+
+    def warning(self) -> str:
+        """How many of this rank's answers were cut; empty where all ended."""
+        limit = self.settings.evaluate.max_tokens
+        text = f"{self.cut:,} of the {self.answers:,} answers that rank {self.world.rank} drew have no end within "
+        return f"{text}evaluate.max_tokens={limit}" if self.cut else ""
 
     def prompt_ids(self, row: int) -> list[int]:
         """The tokens of a row's prompt.
@@ -371,7 +379,6 @@ class PairMaker:
     def __init__(self, writer: CompletionWriter):
         self.writer, self.settings = writer, writer.settings
         self.judge = judge_of(writer.settings, grades=True)
-        self.drawn = self.cut = 0  # completions of this rank, and those of them that have no end
 
     def __call__(self, rows: range) -> Lines:
         """One line for each of some rows: a pair, or nothing where all completions are equally good.
@@ -381,8 +388,6 @@ class PairMaker:
         """
         made = self.writer.drawn(rows)
         whole = [{sample.text: sample for sample in of_row[::-1] if sample.finish == "stop"} for of_row in made]
-        self.drawn += sum(map(len, made))
-        self.cut += sum(sample.finish == "length" for of_row in made for sample in of_row)
         with agreeing(self.writer.world, "judging"):
             distinct = [sorted(of_row.values(), key=lambda sample: sample.k) for of_row in whole]
             return self._pairs(rows, distinct) if self.writer.world.rank == 0 else []
@@ -391,12 +396,7 @@ class PairMaker:
         """How many prompts gave a pair, of all ranks, and what this rank had to leave out."""
         with out.open("rb") as file:
             made = f"{out}: {sum(1 for _ in file):,} of {rows:,} prompts gave a pair"
-        if not self.cut:
-            return made
-        return (
-            f"{made}; {self.cut:,} of the {self.drawn:,} answers that rank {self.writer.world.rank} drew have no end "
-            f"within evaluate.max_tokens={self.settings.evaluate.max_tokens} and are in none"
-        )
+        return f"{made}; {cut} and are in none" if (cut := self.writer.warning()) else made
 
     def _pairs(self, rows: range, drawn: Sequence[list[Sample]]) -> Lines:
         writer, data, tokenizer = self.writer, self.settings.data, self.writer.tokenizer

@@ -93,6 +93,8 @@ def compare(first: StoredModel, second: StoredModel, records: Records, out: Path
             do = score_file.CompletionWriter(loaded.model, tokenizer, records, model.settings, None)
             what = f"answers of {model.name}"
             score_file.pull(FileJob(what, keys[name], len(records), path, evaluate.batch_size), world, do)
+            if warning := do.warning():
+                Terminal(silent=world.rank != 0).line(f"{model.name}: {warning}")
     if comparison is None:
         return None
     texts = [[line["completions"][0] for line in read_lines(path)] for path in parts.values()]

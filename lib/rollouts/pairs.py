@@ -106,6 +106,18 @@ def _sampled(group: Group, mask_truncated: bool) -> SampledGroup:
     )
 
 
+def why_nothing(groups: Sequence[Group], settings: RolloutSettings) -> str:
+    """Why a round's answers teach nothing, and how many of them were cut."""
+    answers = [answer for group in groups for answer in group.answers]
+    cut = sum(answer.finish == "length" for answer in answers)
+    count = f"{cut:,} of {len(answers):,} answers were cut by rollouts.max_tokens={settings.max_tokens}"
+    if all(answer.score is None for answer in answers):
+        return f"the judge scored none of the {len(answers):,} answers" + (f"; {count}" if cut else "")
+    if settings.mask_truncated and cut == len(answers):
+        return f"{count}, and rollouts.mask_truncated=true leaves those out"
+    return "no prompt has answers of different scores to learn from" + (f"; {count}" if cut else "")
+
+
 @dataclass(frozen=True)
 class SampleFigures:
     """What is to be watched of a round's answers; None where nothing was scored, or made pairs.

@@ -38,7 +38,17 @@ from lib.evaluate.score_file import key_of
 from lib.model import adapter_files
 from lib.rollouts.collect import PAIRS, SAMPLES, Collected, Collector, Drawing, Policy, policy_of
 from lib.rollouts.divergence import kl_of
-from lib.rollouts.pairs import Group, Pair, RoundFigures, SampleFigures, figures_of, groups_of, losses_of, warnings_of
+from lib.rollouts.pairs import (
+    Group,
+    Pair,
+    RoundFigures,
+    SampleFigures,
+    figures_of,
+    groups_of,
+    losses_of,
+    warnings_of,
+    why_nothing,
+)
 from lib.system import files
 from lib.training.checkpoint import own_part_at, restore_learned
 from lib.training.local_sgd import LocalSGD
@@ -178,7 +188,7 @@ class Rounds:
         if data is not None:
             self.loop.train()  # a rank goes on to it while others draw: nothing is exchanged in between
         else:
-            run.say.warning(f"round {number}: {self._why_nothing(groups)}; nothing is trained", first_step)
+            run.say.warning(f"round {number}: {why_nothing(groups, self.settings)}; nothing is trained", first_step)
             run.progress.step = run.steps
             if run.reference is not None:  # its turn is the round's, whatever was learnt
                 run.reference.follow(run.progress.step)
@@ -187,18 +197,6 @@ class Rounds:
         seconds["training_seconds"] = time.perf_counter() - training
         seconds["round_seconds"] = time.perf_counter() - began
         self._judge(number, staleness, figures, seconds, self.collector.examples(pairs))
-
-    def _why_nothing(self, groups: list[Group]) -> str:
-        """Why a round's answers teach nothing."""
-        answers_of_all = [answer for group in groups for answer in group.answers]
-        if all(answer.score is None for answer in answers_of_all):
-            return f"the judge scored none of the {len(answers_of_all):,} answers"
-        if self.settings.mask_truncated and all(answer.finish == "length" for answer in answers_of_all):
-            return (
-                f"all {len(answers_of_all):,} answers were cut by rollouts.max_tokens={self.settings.max_tokens}, and "
-                "rollouts.mask_truncated=true leaves those out"
-            )
-        return "no prompt has answers of different scores to learn from"
 
     def _collected(self, number: int) -> Collected:
         """A round's answers; drawn here, unless they were drawn before.
