@@ -354,23 +354,6 @@ def test_a_killed_ranks_rows_are_done_by_the_others_and_the_output_is_one_ranks(
     assert set(figures["chunks_by_rank"]) == {"0", "1"} and sum(figures["chunks_by_rank"].values()) == 250
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([], "give either --run RUN or --model PATH"),
-        (["--run", "x", "--model", "y"], "give either --run RUN or --model PATH"),
-        (["--model", "y"], "--model needs --data FILE"),
-        (["--model", "y", "--data", "z", "--score"], "--score needs --out OUT"),
-        (["--run", "nowhere"], "--run nowhere: no finished run there"),
-        (["--run", "x", "--scroe"], "did you mean --score?"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_mistake_is_one_line(words: list[str], said: str) -> None:
-    status, told = bulk(words, check=False)
-    assert status == 2 and said in told and told.startswith("error: ") and told.count("\n") == 1, told
-
-
 def test_a_run_is_scored_against_what_it_started_from(tmp_path: Path) -> None:
     words = tiny.settings(tmp_path, rows=16)
     tiny.train(tmp_path, [*words, "train.steps=4", "run.name=run"])

@@ -89,16 +89,6 @@ def test_continuations_are_scored_as_by_plain_forward_passes(model: nn.Module, a
     assert scored[2] == scored[6]
 
 
-def test_what_greedy_decoding_writes_is_known_as_greedy(adapter: HarnessModel) -> None:
-    prompt = "What is 297 + 670?"
-    (text,) = adapter.generate_until(requests((prompt, {"until": [], "max_gen_toks": 8})))
-    written = adapter.encode(prompt + text)[len(adapter.encode(prompt)) :]
-    adapter.encode_pair = lambda context, continuation: (adapter.encode(context), written)  # type: ignore[method-assign]
-    assert adapter.loglikelihood(requests((prompt, text)))[0][1]
-    adapter.encode_pair = lambda context, continuation: (adapter.encode(context), [*written[:-1], 9])  # type: ignore[method-assign]
-    assert written[-1] != 9 and not adapter.loglikelihood(requests((prompt, text)))[0][1]
-
-
 def test_a_context_runs_once_for_all_its_continuations(model: nn.Module, tmp_path: Path) -> None:
     adapter, worker = adapter_of(model, tmp_path)
     asked: list[Any] = []
