@@ -208,7 +208,7 @@ def against(settings: Config, options: argparse.Namespace, world: World) -> None
     """--against: how often the answers of one model are better than those of another."""
     say = Terminal(silent=world.rank != 0)
     with world.agreeing("reading the prompts"):
-        _need_whole_models(settings, world, "--against")
+        _need_whole_models(settings.strategy, world, "--against")
         first, second = _model_of(settings, options), _other(settings, options)
         records = open_asked(options.data, settings, "prompt", say)
     result = win_rate.compare(first, second, records, Path(options.out), world)
@@ -219,7 +219,7 @@ def against(settings: Config, options: argparse.Namespace, world: World) -> None
 def on_tasks(settings: Config, options: argparse.Namespace, world: World) -> None:
     """--tasks: what lm-evaluation-harness finds of a model."""
     with world.agreeing("reading the tasks"):
-        _need_whole_models(settings, world, "--tasks")
+        _need_whole_models(settings.strategy, world, "--tasks")
     folder = None if options.tasks_folder is None else Path(options.tasks_folder)
     names = tuple(name.strip() for name in options.tasks.split(","))
     tasks = harness.Tasks(names, folder, options.shots, options.limit, options.chat)
@@ -230,9 +230,9 @@ def on_tasks(settings: Config, options: argparse.Namespace, world: World) -> Non
         harness.show(Terminal(silent=world.rank != 0), stored.name, results, out)
 
 
-def _need_whole_models(settings: Config, world: World, option: str) -> None:
-    if divides(settings, world):
-        raise UserError(f"{option}: every rank has the whole model; leave strategy={settings.strategy} out")
+def _need_whole_models(strategy: str, world: World, option: str) -> None:
+    if divides(strategy, world):
+        raise UserError(f"{option}: every rank has the whole model; leave strategy={strategy} out")
 
 
 # ---- The command line

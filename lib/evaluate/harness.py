@@ -420,12 +420,8 @@ def _run_harness(worker: HarnessWorker, tokenizer: Tokenizer, subject: StoredMod
     class Adapter(HarnessModel, LM):
         """The harness takes what is an LM of its own."""
 
-    # A look at the thousands of tasks that the package brings takes ten seconds: only where one of them is meant.
-    include = None if tasks.folder is None else str(tasks.folder)
-    manager = TaskManager(include_path=include, include_defaults=include is None)
-    if include is not None and _unknown(tasks, manager):
-        manager = TaskManager(include_path=include)
-    if unknown := _unknown(tasks, manager):
+    manager = TaskManager(include_path=None if tasks.folder is None else str(tasks.folder))
+    if unknown := [name for name in tasks.names if not manager.match_tasks([name])]:
         place = f"{tasks.folder} and {PACKAGE}" if tasks.folder else f"{PACKAGE}; --tasks-folder DIR adds your own"
         raise UserError(f"--tasks {','.join(unknown)}: no such task in {place}")
     try:
@@ -445,18 +441,10 @@ def _run_harness(worker: HarnessWorker, tokenizer: Tokenizer, subject: StoredMod
     return {**results, "seconds": worker.seconds}
 
 
-def _unknown(tasks: Tasks, manager: Any) -> list[str]:
-    return [name for name in tasks.names if not manager.match_tasks([name])]
-
-
 def figures(results: dict[str, Any]) -> dict[str, dict[str, float]]:
     """The metrics of each task or group, as the harness names them: {"arc": {"acc,none": 0.5, ...}}."""
     return {
-        task: {
-            name: value
-            for name, value in of_task.items()
-            if isinstance(value, int | float) and not isinstance(value, bool)
-        }
+        task: {name: value for name, value in of_task.items() if isinstance(value, int | float)}
         for task, of_task in results["results"].items()
     }
 

@@ -430,9 +430,9 @@ class PairMaker:
 Parts = Division | tuple[int, ...]  # of every block, or each rank's blocks
 
 
-def divides(settings: Config, world: World) -> bool:
+def divides(strategy: str, world: World) -> bool:
     """Whether the ranks are to hold parts of one model."""
-    return settings.strategy in ("sharded", "pipelined") and world.size > 1
+    return strategy in ("sharded", "pipelined") and world.size > 1
 
 
 def parts_of_model(settings: Config, world: World) -> tuple[Parts | None, World]:
@@ -441,7 +441,7 @@ def parts_of_model(settings: Config, world: World) -> tuple[Parts | None, World]
     Raises:
         AgreedError: the model cannot be divided so.
     """
-    if not divides(settings, world):
+    if not divides(settings.strategy, world):
         return None, world
     if settings.strategy == "pipelined":
         blocks = stage_blocks(settings, world, host_names(world))
