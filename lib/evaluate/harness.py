@@ -309,7 +309,7 @@ class HarnessModel:
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         """The template's text, which the harness keeps with its results."""
-        return self.template.text if chat_template else ""
+        return self.template.text
 
 
 def longest_input(settings: Config) -> int:

@@ -94,7 +94,7 @@ def compare(first: StoredModel, second: StoredModel, records: Records, out: Path
             what = f"answers of {model.name}"
             score_file.pull(FileJob(what, keys[name], len(records), path, evaluate.batch_size), world, do)
             if warning := do.warning():
-                Terminal(silent=world.rank != 0).line(f"{model.name}: {warning}")
+                Terminal(silent=world.rank != 0).line(warning)
     if comparison is None:
         return None
     texts = [[line["completions"][0] for line in read_lines(path)] for path in parts.values()]

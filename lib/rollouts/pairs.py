@@ -111,11 +111,12 @@ def why_nothing(groups: Sequence[Group], settings: RolloutSettings) -> str:
     answers = [answer for group in groups for answer in group.answers]
     cut = sum(answer.finish == "length" for answer in answers)
     count = f"{cut:,} of {len(answers):,} answers were cut by rollouts.max_tokens={settings.max_tokens}"
+    named = f"; {count}" if cut else ""
     if all(answer.score is None for answer in answers):
-        return f"the judge scored none of the {len(answers):,} answers" + (f"; {count}" if cut else "")
+        return f"the judge scored none of the {len(answers):,} answers{named}"
     if settings.mask_truncated and cut == len(answers):
         return f"{count}, and rollouts.mask_truncated=true leaves those out"
-    return "no prompt has answers of different scores to learn from" + (f"; {count}" if cut else "")
+    return f"no prompt has answers of different scores to learn from{named}"
 
 
 @dataclass(frozen=True)

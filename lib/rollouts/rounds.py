@@ -76,7 +76,7 @@ class HeldOut:
         with run.say.doing("answering held-out prompts"):
             made = answers.greedy(run.model, tokenizer, ids, settings.max_tokens, world, shares)
         if warning := made.warning(f"evaluate.max_tokens={settings.max_tokens}"):
-            run.say.line(f"held-out prompts: {warning}")
+            run.say.line(warning)
         score = None
         with world.agreeing("judging held-out answers"):
             if world.rank == 0:
