@@ -133,45 +133,34 @@ async def _drive(options: argparse.Namespace) -> list[dict[str, Any]]:
         base_url=f"{options.address}/v1", api_key=options.key, max_retries=0, timeout=300, http_client=http
     )
     numbers, found = iter(range(options.requests)), []
-    ends = time.monotonic() + options.seconds
 
-    async def one(number: int) -> dict[str, Any]:
-        since, first, pieces = time.monotonic(), None, 0
-        is_stream = number % options.whole_every != options.whole_every - 1
-        outcome: dict[str, Any] = {"stream": is_stream, "error": None}
+    async def answer(number: int) -> dict[str, Any]:
+        since, finish_reason = time.monotonic(), None
+        outcome: dict[str, Any] = {"error": None}
         try:
-            answer = await client.chat.completions.create(
+            events = await client.chat.completions.create(
                 model=options.model,
                 messages=QUESTION,  # type: ignore[arg-type]
                 max_tokens=options.max_tokens,
                 temperature=0,
                 logit_bias=NEVER_ENDS,
-                stream=is_stream,
+                stream=True,
                 extra_headers={"x-request-id": f"load-{number}"},
             )
-            finish_reason = None
-            if is_stream:
-                async for event in answer:
-                    first = first or time.monotonic() - since
-                    pieces += 1
-                    finish_reason = event.choices[0].finish_reason or finish_reason
-            else:
-                finish_reason = answer.choices[0].finish_reason
+            async for event in events:
+                finish_reason = event.choices[0].finish_reason or finish_reason
             if finish_reason != "length":
                 outcome["error"] = f"the answer broke off: {finish_reason}"
         except openai.APIStatusError as error:
             outcome |= {"error": error.message, "status": error.status_code}
             outcome["retry_after"] = error.response.headers.get("retry-after")
         except Exception as error:
-            cause = error.__cause__
-            outcome["error"] = f"{type(error).__name__}: {error}" + (f" ({cause!r})" if cause else "")
-        return outcome | {"seconds": time.monotonic() - since, "first_seconds": first, "pieces": pieces}
+            outcome["error"] = f"{type(error).__name__}: {error} ({error.__cause__!r})"
+        return outcome | {"seconds": time.monotonic() - since}
 
     async def stream() -> None:
         for number in numbers:
-            found.append(await one(number))
-            if time.monotonic() > ends or (options.until_refused and found[-1]["error"]):
-                return
+            found.append(await answer(number))
 
     await asyncio.gather(*(stream() for _ in range(options.streams)))
     return found
@@ -184,10 +173,7 @@ def main() -> None:
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--streams", type=int, default=16, help="at once")
     parser.add_argument("--requests", type=int, default=16, help="in all, at most")
-    parser.add_argument("--seconds", type=float, default=600, help="no new ones after that")
-    parser.add_argument("--until-refused", action="store_true", help="a stream ends with a request that fails")
     parser.add_argument("--max-tokens", type=int, default=40)
-    parser.add_argument("--whole-every", type=int, default=10**9, help="every n-th request asks for a whole answer")
     print(json.dumps(asyncio.run(_drive(parser.parse_args()))))
 
 

@@ -98,8 +98,8 @@ def _learning(runs: Sequence[RunHistory], name: str, unit: str | None) -> Plotly
         events = [e for e in run.of_kind("evaluation") if isinstance(e.get(name), int | float)]
         if events:
             colour = style(number if len(runs) > 1 else 3 if len(ranks) > 1 else 1)["color"]
-            steps, values = [e.get("step") for e in events], [dict(e)[name] for e in events]
-            points = line(steps, values, "held out", {"color": colour})
+            held_out = [dict(event)[name] for event in events]
+            points = line([event.get("step") for event in events], held_out, "held out", {"color": colour})
             marker = {"symbol": "circle-open", "size": 8, "color": colour, "line": {"width": 2}}
             traces.append({**points, "mode": "markers" if ranks else "lines+markers", "marker": marker})
     axis: Plotly = {"tickformat": ".1%"} if name in ("reward_accuracy", "exact_match") else {"exponentformat": "e"}

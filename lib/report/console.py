@@ -268,10 +268,10 @@ def show_run(say: RunConsole, config: Config, plan: ClusterPlan, inputs: Inputs,
     if inputs.first_row is not None:
         say.line(inputs.first_row, lead="row 1: ")
     if len(plan.ranks) > 1:
-        rows = plan.rows()
-        known = [name for name in rows[0] if any(row[name] not in ("not measured", "unknown") for row in rows)]
+        planned = plan.rows()
+        known = [name for name in planned[0] if any(row[name] not in ("not measured", "unknown") for row in planned)]
         say.line("")
-        say.table("", known, [[row[name] for name in known] for row in rows], text_columns=2)
+        say.table("", known, [[row[name] for name in known] for row in planned], text_columns=2)
     if plan.predictions:
         _show_predictions(say, config.cost, plan, steps)
     _warn_of_run(say, config, plan, inputs, steps)

@@ -353,7 +353,7 @@ def rounds_section(html: ModuleType, run: RunHistory) -> list[Any]:
     parts = [table(html, titles, [_round_cells(record) for record in reversed(newest)])]
     rows = []
     for rank, host in run.series:
-        records = [dict(record) for record in tables.rounds(run, rank).values()]
+        records: list[dict[str, Any]] = [{**record} for record in tables.rounds(run, rank).values()]
         sums = [sum(record.get(f"{part}_seconds") or 0.0 for record in records) for part in ROUND_PARTS]
         rows.append([str(rank), host, *(f"{seconds:.1f} s" for seconds in sums)])
     parts += [html.H2("Seconds in rounds"), table(html, ("rank", "host", *ROUND_PARTS), rows)]
