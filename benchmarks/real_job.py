@@ -26,7 +26,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)
-os.environ["TANDEM_ANY_PYTHON"] = "1"  # TRL's environment has no MLX, and this file runs there, too
+if sys.argv[1:2] == ["--worker"]:
+    os.environ["TANDEM_ANY_PYTHON"] = "1"  # TRL's environment has no MLX
 
 from benchmarks.peers import environment, on_cuda  # noqa: E402
 
