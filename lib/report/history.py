@@ -172,8 +172,8 @@ class RunHistory:
         keep = np.ones(len(table.rows), bool)
         for event in self.of_kind("start"):
             if (step := event.get("resumed_from_step")) is not None:  # or this rank's own last step that lived on
-                steps = (event.get("resumes") or [[step]])[-1]
-                last = steps[1 + who[0]] if 1 + who[0] < len(steps) else steps[0]
+                resumed = (event.get("resumes") or [[step]])[-1]
+                last = resumed[1 + who[0]] if 1 + who[0] < len(resumed) else resumed[0]
                 keep &= ~((table.of("time") < event["time"]) & (table.of("step") > last))
         steps, values = table.of("step")[keep], table.of(name)[keep]
         below = np.ones(len(values)) if over is None else table.of(over)[keep]
@@ -364,9 +364,9 @@ def _warnings(events: Sequence[Record]) -> list[Record]:
     for event in events:
         for text in (event.get("plan") or PlanRecord()).get("warnings") or []:
             distinct.setdefault((None, text), {"kind": "warning", "time": event["time"], "text": text})
-        text = event.get("text")
-        if event["kind"] == "warning" and text and (None, text) not in distinct:
-            distinct.setdefault((event.get("step"), text), event)
+        said = event.get("text")
+        if event["kind"] == "warning" and said and (None, said) not in distinct:
+            distinct.setdefault((event.get("step"), said), event)
     return list(distinct.values())
 
 
@@ -412,7 +412,10 @@ def _paused_seconds(events: Sequence[Record], series: dict[RankHost, NumberTable
 
 def _cost(hosts: Sequence[str], seconds: float, start: Record) -> RunCost | None:
     """What these hosts cost, by the prices that the run was started with."""
-    settings = CostSettings.model_validate((start.get("config") or SettingsRecord()).get("cost") or {})
+    try:
+        settings = CostSettings.model_validate((start.get("config") or SettingsRecord()).get("cost") or {})
+    except ValidationError:  # of another version
+        return None
     return hosts_cost(hosts, seconds, settings)
 
 

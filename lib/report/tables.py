@@ -127,7 +127,7 @@ def loss_unit(loss: object) -> str:
 
 def so_far(run: RunHistory, now: RunFigures) -> dict[str, Any]:
     """Figures of a run that is not over, under the names of summary.json; of ranks, means over their last steps."""
-    ranks = [
+    ranks: list[dict[str, Any]] = [
         {**rank.latest, "rank": rank.rank, "host": rank.host, "seconds": rank.latest["step_seconds"],
          "planned_pairs_per_second": rank.planned_pairs_per_second}
         for rank in now.ranks

@@ -86,7 +86,12 @@ def _tensorboard(folder: Path, config: object, resumed_step: int | None) -> Iter
     purge = None if resumed_step is None else resumed_step + 1
     suffix = f".{time.time_ns()}"  # two starts in one second have a file each
     with SummaryWriter(str(folder / "tensorboard"), purge_step=purge, flush_secs=5, filename_suffix=suffix) as writer:
-        yield lambda step, values: [writer.add_scalar(name, value, step) for name, value in values.items()] and None
+
+        def write(step: int, values: dict[str, float]) -> None:
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
+
+        yield write
 
 
 @contextmanager
