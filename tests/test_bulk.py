@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -206,7 +207,13 @@ def always_drawn(monkeypatch: pytest.MonkeyPatch, *texts: str, cut: tuple[str, .
     """Whatever is asked, these are the answers; those of `cut` have no end."""
     ends = ["length" if text in cut else "stop" for text in texts]
     made = [Sample(0, k, [2], [20 + k, 1], [-1.0, -1.0], ends[k], text) for k, text in enumerate(texts)]  # type: ignore[arg-type]
-    monkeypatch.setattr(score_file.CompletionWriter, "drawn", lambda self, rows: [made] * len(rows))
+    drawn = score_file.CompletionWriter.drawn
+
+    def always(self: Any, rows: range) -> list[list[Sample]]:
+        self.count, self.sampler = len(made), SimpleNamespace(sample=lambda prompts, _: made * len(prompts))
+        return drawn(self, rows)
+
+    monkeypatch.setattr(score_file.CompletionWriter, "drawn", always)
 
 
 def by_length(prompt: Any, completions: list[str], record: dict[str, Any]) -> list[int]:

@@ -36,7 +36,10 @@ def compute_type(settings: ModelSettings) -> ComputeType:
         return ComputeType(False, "")
     folders = {resolve(each.path, each.revision) for each in (settings, reference_settings(settings))}
     files = [path for folder in folders for path in folder.glob("model*.safetensors")]
-    arrays = [array for path in files for array in mx.load(str(path)).values()]  # whose values are not read
+    try:
+        arrays = [array for path in files for array in mx.load(str(path)).values()]  # whose values are not read
+    except (RuntimeError, ValueError):  # loading the model says what is wrong with the file
+        return ComputeType(False, "")
     stored = next((SIXTEEN_BITS[array.dtype] for array in arrays if array.dtype in SIXTEEN_BITS), None)
     if stored is None:
         return ComputeType(False, "")

@@ -82,7 +82,7 @@ class Server:
             routes.append(Route("/v1/feedback", self.label, methods=["POST"]))
         middleware = [Middleware(Gate, server=self)]
         if self.keys is None:  # a web page under another name reaches no server of this machine
-            hosts = ["localhost", "127.0.0.1", self.settings.host]
+            hosts = ["localhost", "127.0.0.1", "[::1]", self.settings.host]
             middleware.insert(0, Middleware(TrustedHostMiddleware, allowed_hosts=hosts))
         if self.settings.cors_origins:
             origins = [*self.settings.cors_origins]
