@@ -1,7 +1,6 @@
 """What ranks do together, on real ranks: `mpirun -n 2 python -m pytest` runs these on all of them at once."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -152,24 +151,6 @@ def test_the_same_run_twice_gives_the_same_bits(world: World, folder: Path) -> N
     runs = [train(world, folder, words, name) for name in ("a", "b")]
     world.gather_text("finished")
     assert difference(*runs) == 0.0
-    world.gather_text("checked")
-
-
-@pytest.mark.long(ranks=3)
-def test_reference_log_probabilities_are_computed_once(
-    world: World, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [*settings(world, folder), "train.steps=2"]
-    if world.rank == 0:
-        train(World(), folder, words, "a")
-        assert "reference log-probabilities" in capsys.readouterr().out
-    world.gather_text("computed")
-    kept = train(world, folder, [*words, "train.beta=0.3"], "b")
-    assert "reference log-probabilities" not in capsys.readouterr().out
-    train(world, folder, [*words, "train.seed=9"], "c")  # another random model
-    assert ("reference log-probabilities" in capsys.readouterr().out) == (world.rank == 0)
-    # Of log-probabilities of up to 13 tokens, about log 48 each, times 0.3.
-    assert abs(steps_of(kept)[0]["reward_margin"]) <= rounding.roundoff(48) * 13 * math.log(48)
     world.gather_text("checked")
 
 
