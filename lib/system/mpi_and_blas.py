@@ -103,6 +103,7 @@ def prepare(local_ranks: int | None = None) -> None:
 
 def _hide_torch() -> None:
     """Lets transformers start without torch: its import takes ten seconds, and MLX uses none of it."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # mlx-lm sets it, too: no line about torch
     sys.modules["torch"] = None  # type: ignore[assignment]
     try:
         from transformers.utils import is_torch_available
