@@ -394,6 +394,21 @@ def test_a_drain_finishes_what_is_under_way(run: Path) -> None:
         assert running.of("end")
 
 
+CLOSE = """
+import mlx_lm
+from lib.serve.generation import Generator
+generator = Generator(lambda: (*mlx_lm.load("configs/quickstart/model"), [2]), 4)
+generator.start()
+generator.is_ready.wait()
+generator.close()
+"""
+
+
+def test_a_process_that_ends_right_after_its_generator_is_not_aborted() -> None:
+    for _ in range(3):
+        assert subprocess.run([sys.executable, "-c", CLOSE], cwd=ROOT).returncode == 0
+
+
 def test_without_keys_it_answers_this_machine_alone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--run", str(run), "serve.host=0.0.0.0", "serve.port=0"]) == 2
     assert "there are no keys: python -m lib.server --make-key NAME" in capsys.readouterr().err

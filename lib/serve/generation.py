@@ -165,6 +165,7 @@ class Generator(threading.Thread):
         self.is_ready.set()
         if self.failure is not None:
             self.on_failure()
+        mx.clear_streams()  # else MLX ends them after this thread, and a process that exits meanwhile is aborted
 
     def _generate(self) -> None:
         batch = BatchGenerator(self.model, completion_batch_size=self._concurrency)
