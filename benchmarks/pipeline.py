@@ -150,11 +150,7 @@ def figures(hidden: int, size: int, logs: list[Path]) -> dict[str, Any]:
         micro_batches = PAIRS * MICRO_BATCHES // size
         blocks = [one["blocks"] for one in plan["stages"]]
         bound = best_bound(blocks, row["compute_seconds"], micro_batches)
-        row |= {
-            "bound_seconds": bound,
-            "of_bound": bound / seconds,
-            "blocks": blocks,
-        }
+        row |= {"bound_seconds": bound, "of_bound": bound / seconds, "blocks": blocks}
         row["in_flight"] = plan["stages"][0]["in_flight"]
         row["formula_bytes"] = median(0, "padded_tokens") * hidden * 4
     return row

@@ -268,12 +268,7 @@ def machine(request: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     try:
-        kinds = {
-            "step": step,
-            "rounds": rounds,
-            "passes": passes,
-            "machine": machine,
-        }
+        kinds = {"step": step, "rounds": rounds, "passes": passes, "machine": machine}
         answer = kinds[REQUEST["kind"]](REQUEST)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -79,12 +79,7 @@ def settings_of(options: argparse.Namespace) -> Config:
     return load.load(
         None,
         [
-            *(
-                "data.train=-",
-                "model.random_init=true",
-                f"model.rank={options.rank}",
-                f"model.method={options.method}",
-            ),
+            *("data.train=-", "model.random_init=true", f"model.rank={options.rank}", f"model.method={options.method}"),
             f"model.path={model_folder(options)}",
             f"model.dtype={options.dtype}",
             f"model.gradient_checkpointing={options.checkpoint}",

@@ -99,7 +99,7 @@ BUDGET = {
     "lines": 37_600,  # of lib/, train.py and launch: 20,000
     "nodes": 320_400,  # of their syntax trees: 160,000
     "tests": 21_560,  # lines: 18,000
-    "benchmarks": 4_150,  # lines: 4,000
+    "benchmarks": 4_000,  # lines: 4,000
     "benchmark files": 19,  # 20
     "words": 16_300,  # of docs/: 16,000
     "config": 60,  # functions outside of lib/config that take the whole configuration: 15
