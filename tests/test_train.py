@@ -353,7 +353,7 @@ def test_records_wait_for_room_on_the_disk_or_in_a_quota(tmp_path: Path, number:
     tracker = PerformanceTracker(tmp_path / "log.jsonl")
     tracker._file, file = Full(), tracker._file  # type: ignore[assignment]
     tracker.record("warning", step=1, text="kept")
-    assert tracker.has_unwritten
+    assert tracker._unwritten
     tracker._file = file
     tracker.record("warning", step=2, text="written")
     assert [record["step"] for record in read_records(tmp_path / "log.jsonl")] == [1, 2]

@@ -45,8 +45,6 @@ LEARNING = {
 # What ranks and hosts measure once in a while: title, factor, unit.
 MEASURED = {
     "bytes_per_second": ("Bandwidth during syncs", 1e-6, "MB/s"),
-    "round_trip_seconds": ("TCP round trip", 1e3, "ms"),
-    "retransmits": ("TCP retransmits", 1.0, "since the start"),
     "temperature_celsius": ("Temperature", 1.0, "°C"),
     "power_watts": ("Power", 1.0, "W"),
     "speed_limit": ("CPU speed left by heat", 100.0, "%"),

@@ -29,7 +29,7 @@ STEP_COLUMNS += ("grad_norm", "learning_rate", "step_seconds", "compute_seconds"
 ARITHMETIC = ("computed_tokens_per_second", "tflops", "computed_tflops", "matrix_rate_share")
 STEP_COLUMNS += ("peak_memory_bytes", *ARITHMETIC)
 SENSORS = ("temperature_celsius", "power_watts", "speed_limit")  # of a host; the other measures are of a rank
-MEASURES = ("step", "time", "bytes_per_second", "round_trip_seconds", "retransmits", *SENSORS)
+MEASURES = ("step", "time", "bytes_per_second", *SENSORS)
 POINTS = 2048  # of a curve at most: of longer ones each point is the mean of 2, 4, 8, ... records
 RECENT = 20  # records behind the figures of the moment
 SILENT_SECONDS = 300.0
@@ -93,18 +93,10 @@ class RankLog:
         if kind == "step":
             self.steps.setdefault(who, NumberTable(STEP_COLUMNS)).append(record)
         elif kind in ("network", "sensors"):
-            self.measured.setdefault(who, NumberTable(MEASURES)).append(_with_worst_link(record))
+            self.measured.setdefault(who, NumberTable(MEASURES)).append(record)
         else:
             _EVENT.validate_python(record, strict=True)  # ValidationError is a ValueError
             self.events.append(record)  # type: ignore[arg-type]
-
-
-def _with_worst_link(record: dict[str, Any]) -> dict[str, Any]:
-    """Adds the slowest round trip of a rank's connections, and the retransmits of all of them together."""
-    links = [link for link in record.get("connections") or [] if isinstance(link, dict)]
-    links = [link for link in links if not str(link.get("peer")).startswith(("127.", "::1"))]  # mpirun's own, for one
-    trips, again = ([_number(link.get(name)) for link in links] for name in ("round_trip_seconds", "retransmits"))
-    return {**record, "round_trip_seconds": max(trips, default=None), "retransmits": sum(again) if again else None}
 
 
 def _number(value: Any) -> float:

@@ -1,4 +1,4 @@
-"""This host on its network: its name, its addresses, and how its connections do.
+"""This host on its network: its name and its addresses.
 
 Only the standard library is imported: the agent, which has to be there in a tenth of a second, imports this.
 """
@@ -13,20 +13,13 @@ import json
 import os
 import re
 import socket
-import stat
-import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypedDict
 
 from lib.system import os_commands
 
 HOST = "TANDEM_HOST"  # the name that the launcher fixed for this host
 ID_DIGITS = 4  # of a machine's id, behind a name that two machines have
-
-
-# Places in Linux's struct tcp_info (linux/tcp.h): tcpi_rtt in microseconds, and tcpi_total_retrans.
-ROUND_TRIP, RETRANSMITS, INFO_BYTES = 68, 100, 104
 
 
 # ---- Names
@@ -117,36 +110,3 @@ def address_towards(other: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((other, 9))  # nothing is sent; the system says by which address it would be
         return str(probe.getsockname()[0])
-
-
-# ---- Connections
-
-
-class Connection(TypedDict):
-    """A TCP connection of this process."""
-
-    peer: str
-    round_trip_seconds: float  # smoothed
-    retransmits: int  # since it began
-
-
-def connections() -> list[Connection]:
-    """Every TCP connection that this process has open, on Linux; elsewhere, and over backends that bypass TCP, none."""
-    connected: list[Connection] = []
-    folder = Path("/proc/self/fd")
-    for path in folder.iterdir() if folder.exists() and hasattr(socket, "TCP_INFO") else ():
-        with contextlib.suppress(OSError, ValueError):  # closed meanwhile, or not connected
-            if not stat.S_ISSOCK(os.fstat(int(path.name)).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(path.name))) as copy:
-                if copy.family not in (socket.AF_INET, socket.AF_INET6) or copy.type != socket.SOCK_STREAM:
-                    continue
-                peer = copy.getpeername()[0]
-                trip, retransmits = _tcp_info(copy, ROUND_TRIP, RETRANSMITS)
-            connected.append({"peer": peer, "round_trip_seconds": trip / 1e6, "retransmits": retransmits})
-    return sorted(connected, key=lambda one: one["peer"])
-
-
-def _tcp_info(connection: socket.socket, *places: int) -> list[int]:
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_BYTES)
-    return [struct.unpack_from("=I", info, place)[0] for place in places]

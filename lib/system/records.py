@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -16,26 +15,23 @@ import re
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import IO, Annotated, Any, NamedTuple, Protocol, Required, cast
+from typing import Any, NamedTuple, Protocol, Required, cast
 
-from pydantic import Field, FiniteFloat, PositiveInt, TypeAdapter, ValidationError
+from pydantic import FiniteFloat, PositiveInt
 from typing_extensions import TypedDict  # pydantic needs it from there before Python 3.12
 
 from lib.system import files
 from lib.system.hardware import sensors
-from lib.system.network import connections
 
 NETWORK_SECONDS = 10.0  # between records of the network
 SENSORS_SECONDS = 15.0  # between records of temperature and power
 PIECE_BYTES = 2**20  # of a log, in one collective
-LONGEST_LINE = 2**24  # bytes; a longer one is no record
 
 
-# ---- What records hold -----------------------------------------------------------------------------------------------
+# ---- What records hold: docs/runs.md has a table of the kinds
 
 
 class RankRecord(TypedDict, total=False):
@@ -62,43 +58,7 @@ class PlanRecord(TypedDict, total=False):
     curves: list[object] | None  # of lib/plan/calibration.py, one a rank
 
 
-class SettingsRecord(TypedDict, total=False):
-    """The settings that a run was started with, section by section."""
-
-    model: dict[str, object] | None
-    train: dict[str, object] | None
-    data: dict[str, object] | None
-    cost: dict[str, object] | None
-
-
-class SampleRecord(TypedDict, total=False):
-    """A question with its answers before and after training."""
-
-    prompt: Required[str]
-    before: str | None
-    after: str | None
-
-
-class AnswersRecord(TypedDict, total=False):
-    """What is known of the answers of a round (lib/rollouts/pairs.py)."""
-
-    samples: int
-    failed: int
-    pairs: int
-    score: FiniteFloat | None
-    accepted: FiniteFloat
-    duplicates: FiniteFloat
-    tokens: FiniteFloat
-    entropy: FiniteFloat
-    kl: FiniteFloat | None
-
-
-class ExampleRecord(TypedDict):
-    """A pair of a round, as text."""
-
-    prompt: str
-    chosen: str
-    rejected: str
+SettingsRecord = dict[str, Any]  # the settings that a run was started with, section by section
 
 
 class Record(PlanRecord, total=False):
@@ -110,7 +70,6 @@ class Record(PlanRecord, total=False):
     host: str
     step: int | None
     steps: PositiveInt | list[int] | None  # of the run; in a merge, of each rank
-    # start
     rows: int | None  # of the training data
     resumed_from_step: int | None
     resumes: list[list[int]] | None
@@ -121,45 +80,36 @@ class Record(PlanRecord, total=False):
     platform: object
     versions: dict[str, object] | None
     memory_limit_bytes: FiniteFloat | None
-    quantised_products: list[object] | None  # how lib/model/quantised.py multiplies by each kind of weights
-    # plan
-    first_step: int | None
-    # merge
-    method: object
+    first_step: int | None  # of a plan
+    method: object  # of a merge
     pairs: list[int] | None
     bytes_sent: FiniteFloat | None
     error: FiniteFloat | None
     seconds: FiniteFloat
     waited_seconds: FiniteFloat
     global_step: int
-    # warning
-    text: str | None
-    # samples
-    samples: list[SampleRecord] | None
-    # evaluation; end: of the weights that the run's folder holds
-    loss: FiniteFloat | None
+    text: str | None  # of a warning
+    samples: list[dict[str, Any]] | None  # prompt, before, after
+    loss: FiniteFloat | None  # of an evaluation; at the end, of the weights that the run's folder holds
     kl: FiniteFloat | None
     reward_accuracy: FiniteFloat | None
     reward_margin: FiniteFloat | None
     exact_match: FiniteFloat | None
     held_out_score: FiniteFloat | None
     evaluation_seconds: FiniteFloat
-    # round: of the rank, its seconds; the rest is the same on all
     round: int
     staleness: int  # rounds that were learnt between the drawing of the answers and the training on them
     undone: bool
     why: list[str]
     held_out: dict[str, FiniteFloat | None]
-    answers: AnswersRecord
-    examples: list[ExampleRecord]
+    answers: dict[str, FiniteFloat | None]  # of a round (lib/rollouts/pairs.py)
+    examples: list[dict[str, str]]  # prompt, chosen, rejected
     sampling_seconds: FiniteFloat
     waiting_seconds: FiniteFloat  # for what other ranks draw
     judging_seconds: FiniteFloat
     training_seconds: FiniteFloat
     round_seconds: FiniteFloat
-    # end
     final_step: int | None  # whose weights the run's folder holds
-    reason: str | None
 
 
 Subscriber = Callable[[Record], str | None]  # takes each record as it is made; returns a warning
@@ -174,7 +124,7 @@ class Ranks(Protocol):
     def broadcast_text(self, text: str) -> str: ...
 
 
-# ---- Writing ---------------------------------------------------------------------------------------------------------
+# ---- Writing
 
 
 class Arithmetic(NamedTuple):
@@ -185,20 +135,17 @@ class Arithmetic(NamedTuple):
 
     def rates(self, tokens: float, computed_tokens: float, seconds: float) -> dict[str, float]:
         """Rates of real tokens, and of computed ones (with padding); of the measured rate the computed ones' share."""
-        known = {"computed_tokens_per_second": computed_tokens / seconds}
+        rates = {"computed_tokens_per_second": computed_tokens / seconds}
         if self.flops_per_token:
-            known["tflops"] = self.flops_per_token * tokens / seconds / 1e12
-            known["computed_tflops"] = self.flops_per_token * computed_tokens / seconds / 1e12
+            rates["tflops"] = self.flops_per_token * tokens / seconds / 1e12
+            rates["computed_tflops"] = self.flops_per_token * computed_tokens / seconds / 1e12
             if self.matrix_flops_per_second:
-                known["matrix_rate_share"] = 1e12 * known["computed_tflops"] / self.matrix_flops_per_second
-        return known
+                rates["matrix_rate_share"] = 1e12 * rates["computed_tflops"] / self.matrix_flops_per_second
+        return rates
 
 
 class PerformanceTracker:
-    """Writes one rank's records and sums up what it did.
-
-    Every record has `kind`, `time` (Unix seconds), `rank` and `host`; docs/runs.md has a table of the kinds.
-    """
+    """Writes one rank's records and sums up what it did. Every record has `kind`, `time`, `rank` and `host`."""
 
     def __init__(self, log_path: Path, rank: int = 0, host: str = "localhost", subscribers: Sequence[Subscriber] = ()):
         self.log_path, self.rank, self.host, self.subscribers = Path(log_path), rank, host, list(subscribers)
@@ -207,7 +154,7 @@ class PerformanceTracker:
         self.arithmetic = Arithmetic()
         self._file: FileIO | None = None
         self._unwritten = b""  # for want of room on the disk
-        self._measured = _Measures()
+        self._measures = _Measures()
         self._copies = LogCopies(self.log_path)
 
     def record(self, kind: str, **fields: Any) -> Record:
@@ -216,42 +163,25 @@ class PerformanceTracker:
         Raises:
             OSError: the disk is full at the first record, or not writable.
         """
-        known = {"kind": kind, "time": time.time(), "rank": self.rank, "host": self.host}
-        entry = cast(Record, known | fields)
+        entry = cast(Record, {"kind": kind, "time": time.time(), "rank": self.rank, "host": self.host} | fields)
         faults = [fault for take in self.subscribers if (fault := take(entry)) is not None]
-        if self._file is None:
+        line, had_room = dumps(entry).encode() + b"\n", not self._unwritten
+        if is_first := self._file is None:
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.log_path.open("ab", buffering=0)
-            line = dumps(entry)
-            self._copies.begin(self._file.tell(), line.encode())
-            self._write(line)
-        else:
-            self._append(entry)
-        for fault in faults:
-            self.record("warning", step=entry.get("step", 0) or 0, text=fault)
-        return entry
-
-    def _append(self, entry: Record) -> None:
-        had_room = not self._unwritten
+            self._copies.began = self._file.tell(), line
+        self._unwritten += line
         try:
-            self._write(dumps(entry))
+            self.flush()
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # of the disk, or of this user
+            if is_first or error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             if had_room:
                 text = f"warning: {self.log_path}: {error.strerror}; records are kept in memory until there is room"
                 print(text, file=sys.stderr, flush=True)
-
-    def _write(self, line: str = "") -> None:
-        assert self._file is not None
-        self._unwritten += f"{line}\n".encode() if line else b""
-        while self._unwritten:
-            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
-
-    @property
-    def has_unwritten(self) -> bool:
-        """Whether records wait in memory for room on the disk."""
-        return bool(self._unwritten)
+        for fault in faults:
+            self.record("warning", step=entry.get("step", 0) or 0, text=fault)
+        return entry
 
     def flush(self) -> None:
         """Writes what was kept in memory.
@@ -260,7 +190,8 @@ class PerformanceTracker:
             OSError: there is still no room for it.
         """
         try:
-            self._write()
+            while self._unwritten and self._file is not None:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.log_path)) from None
 
@@ -274,10 +205,10 @@ class PerformanceTracker:
         self.peak_memory_bytes = max(self.peak_memory_bytes, fields.get("peak_memory_bytes", 0))
         self._log_measures(batch_num, fields.get("bytes_sent", 0), fields.get("sync_seconds", 0.0))
         rate = batch_size / batch_time if batch_time > 0 else 0.0
-        known = {"step": batch_num, "pairs": batch_size, "step_seconds": batch_time, "pairs_per_second": rate}
+        step = {"step": batch_num, "pairs": batch_size, "step_seconds": batch_time, "pairs_per_second": rate}
         if "padded_tokens" in fields and batch_time > 0:
             fields |= self.arithmetic.rates(fields["tokens"], fields["padded_tokens"], batch_time)
-        return self.record("step", **known, loss=loss, kl=kl, **fields)
+        return self.record("step", **step, loss=loss, kl=kl, **fields)
 
     def log_merge(self, step: int, merged: Mapping[str, Any]) -> None:
         """Records a round's end: what this rank waited for the others counts as its time, and so does the merge."""
@@ -288,7 +219,7 @@ class PerformanceTracker:
         self.record("merge", step=step, **merged)
 
     def _log_measures(self, step: int, bytes_sent: int, sync_seconds: float) -> None:
-        for kind, fields in self._measured.due(bytes_sent, sync_seconds):
+        for kind, fields in self._measures.due(bytes_sent, sync_seconds):
             self.record(kind, step=step, **fields)
 
     def gather(self, world: Ranks, everything: bool = False) -> None:
@@ -304,9 +235,9 @@ class PerformanceTracker:
 
     def totals(self) -> dict[str, object]:
         """What this rank did in all logged steps."""
-        did = {"pairs": self.examples, "seconds": self.seconds, **self.parts}
+        totals = {"pairs": self.examples, "seconds": self.seconds, **self.parts, **self.arithmetic._asdict()}
         peak = {"peak_memory_bytes": self.peak_memory_bytes}
-        return {"rank": self.rank, "host": self.host, **did, **peak, **self.arithmetic._asdict()}
+        return {"rank": self.rank, "host": self.host, **totals, **peak}
 
     def close(self) -> None:
         """Writes what was kept in memory and closes the log."""
@@ -322,28 +253,28 @@ class _Measures:
     def __init__(self) -> None:
         self.bytes_sent, self.sync_seconds = 0, 0.0  # since the network's last record
         self.logged, self.sensed = -NETWORK_SECONDS, -SENSORS_SECONDS
-        self.found: dict[str, float] = {}  # by the sensors, not recorded yet
+        self.readings: dict[str, float] = {}  # of the sensors, not recorded yet
 
     def due(self, bytes_sent: int, sync_seconds: float) -> Iterator[tuple[str, dict[str, Any]]]:
         """Kinds and fields of the records that are due after a step, which sent so much."""
-        self.bytes_sent, self.sync_seconds, now = self.bytes_sent + bytes_sent, self.sync_seconds + sync_seconds, 0.0
+        self.bytes_sent, self.sync_seconds = self.bytes_sent + bytes_sent, self.sync_seconds + sync_seconds
         now = time.monotonic()
         if self.bytes_sent and now - self.logged >= NETWORK_SECONDS:
             rate = self.bytes_sent / self.sync_seconds if self.sync_seconds else None
             sent, self.bytes_sent, self.sync_seconds, self.logged = self.bytes_sent, 0, 0.0, now
-            yield "network", {"bytes_sent": sent, "bytes_per_second": rate, "connections": connections()}
-        if self.found:
-            found, self.found = self.found, {}
-            yield "sensors", found
+            yield "network", {"bytes_sent": sent, "bytes_per_second": rate}
+        if self.readings:
+            readings, self.readings = self.readings, {}
+            yield "sensors", readings
         if now - self.sensed >= SENSORS_SECONDS:
             self.sensed = now
             threading.Thread(target=self._look, name="sensors").start()  # on some systems that runs a command
 
     def _look(self) -> None:
-        self.found = sensors()
+        self.readings = sensors()
 
 
-# ---- Logs that grow, and copies of them on another machine -----------------------------------------------------------
+# ---- Logs that grow, and copies of them on another machine
 
 
 class Tail:
@@ -362,11 +293,8 @@ class Tail:
                     self._file, self.offset = (status.st_dev, status.st_ino), 0
                 file.seek(self.offset)
                 piece = file.read(limit_bytes)
-                while piece and b"\n" not in piece and (more := file.read(limit_bytes)):
-                    if len(piece) >= LONGEST_LINE:
-                        self.offset, piece = status.st_size, b""
-                        break
-                    piece += more
+                if b"\n" not in piece:
+                    piece += file.readline()
         except OSError:  # not there yet, or no longer, or its disk is away
             return False, b""
         lines = piece[: piece.rfind(b"\n") + 1]
@@ -380,18 +308,14 @@ class LogCopies:
 
     def __init__(self, log_path: Path):
         self.log_path = log_path
-        self._began = 0, b""  # where in the log this process began, and its first line
+        self.began = 0, b""  # where in the log this process began, and its first line: rank 0 looks for it
         self._missed: list[int] | None = None  # ranks whose logs rank 0's machine does not have
         self._tail = Tail(log_path)
-
-    def begin(self, offset: int, line: bytes) -> None:
-        """Notes where this process begins in its log, by which rank 0 looks for it."""
-        self._began = offset, line
 
     def gather(self, world: Ranks, host: str, everything: bool) -> None:
         """Copies the next piece of every log that rank 0's machine lacks; all ranks call it."""
         if self._missed is None:
-            offset, line = self._began
+            offset, line = self.began
             facts = json.dumps([offset, len(line), hashlib.sha256(line).hexdigest()])
             ranks = enumerate(map(json.loads, world.gather_long_text(facts, "the beginning of every rank's log")))
             missed = [rank for rank, began in ranks if not self._has(rank, *began)] if world.rank == 0 else []
@@ -409,13 +333,10 @@ class LogCopies:
                 return
 
     def _has(self, rank: int, offset: int, length: int, digest: str) -> bool:
-        """Whether this machine has the log that a rank's process wrote, its own or a copy."""
-        name = f"rank-{rank:03d}.jsonl"
-        for path in (self.log_path.parent / name, *self.log_path.parent.glob(f"*/{name}")):
-            with contextlib.suppress(OSError), path.open("rb") as file:
-                file.seek(offset)
-                if hashlib.sha256(file.read(length)).hexdigest() == digest:
-                    return True
+        """Whether this machine has the log that a rank's process wrote."""
+        with contextlib.suppress(OSError), (self.log_path.parent / f"rank-{rank:03d}.jsonl").open("rb") as file:
+            file.seek(offset)
+            return hashlib.sha256(file.read(length)).hexdigest() == digest
         return False
 
     def _write(self, rank: int, host: str, begins: bool, lines: str) -> None:
@@ -426,84 +347,65 @@ class LogCopies:
                 file.write(lines.encode("latin-1"))
 
 
-# ---- Reading, and going back -----------------------------------------------------------------------------------------
+# ---- Reading, and going back
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """The whole records of a log; a last line that a crash cut short is left out, and what is no record."""
+    """The whole records of a log; a last line that a crash cut short is left out."""
     with path.open("rb") as file:
-        yield from (record for line in lines_of(file) if (record := _record_of(line)) is not None)
-
-
-def lines_of(file: IO[bytes]) -> Iterator[bytes]:
-    """The lines of a log, up to one that is too long for a record."""
-    pieces = iter(lambda: file.readline(LONGEST_LINE), b"")
-    return itertools.takewhile(lambda line: len(line) < LONGEST_LINE, pieces)
+        yield from (record for line in file if (record := _record_of(line)) is not None)
 
 
 def _record_of(line: bytes) -> Record | None:
-    if not line.startswith(b"{"):
-        return None
-    try:
+    with contextlib.suppress(ValueError):
         record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    is_record = isinstance(record, dict) and isinstance(record.get("kind"), str)
-    return cast(Record, record) if is_record and isinstance(record.get("step"), int | None) else None
+        if isinstance(record, dict) and "kind" in record and isinstance(record.get("step"), int | None):
+            return cast(Record, record)
+    return None
 
 
 def rewind(path: Path, step: int) -> int:
     """Cuts a log back to a checkpoint's step, so that it holds the history of the weights that training goes on with.
 
-    What is cut (steps that a crash undid, and half a line, maybe) is added to `discarded/` beside it. Returns how many
-    lines were cut.
+    What is cut is added to `discarded/` beside it. Returns how many lines were cut.
     """
-    kept_bytes = 0
-    with path.open("rb") as file:
-        for line in lines_of(file):
-            entry = _record_of(line)
-            if entry is None or not line.endswith(b"\n") or (entry.get("step") or 0) > step or entry["kind"] == "end":
-                break
-            kept_bytes += len(line)
-        file.seek(0)
-        kept, cut = file.read(kept_bytes), file.read()
-    if not cut:
-        return 0
-    discarded = path.parent / "discarded" / path.name
-    discarded.parent.mkdir(exist_ok=True)
-    with discarded.open("ab") as log:
-        log.write(cut if cut.endswith(b"\n") else cut + b"\n")
-    files.write_atomically(path, kept)
-    return cut.count(b"\n") + (not cut.endswith(b"\n"))
-
-
-_HISTORY = TypeAdapter(tuple[list[Annotated[list[int], Field(min_length=1)]], list[str]])
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = 0
+    for line in lines:
+        entry = _record_of(line)
+        if entry is None or not line.endswith(b"\n") or (entry.get("step") or 0) > step or entry["kind"] == "end":
+            break
+        kept += 1
+    if kept < len(lines):
+        discarded = path.parent / "discarded" / path.name
+        discarded.parent.mkdir(exist_ok=True)
+        with discarded.open("ab") as log:
+            log.write(b"".join(lines[kept:]).removesuffix(b"\n") + b"\n")
+        files.write_atomically(path, b"".join(lines[:kept]))
+    return len(lines) - kept
 
 
 def first_missed(path: Path, resumes: Sequence[Sequence[int]], ids: Sequence[str], index: int = 0) -> int:
     """The last step of a log that belongs to the history which a resumed run goes on with.
 
     A host that was lost and is back still has the steps that the others undid without it. Two hosts that were lost in
-    turn each went on alone from the last step that they had in common: each has its own steps in its own log, and only
-    one of the two histories goes on.
+    turn each have steps of their own since the last step that they had in common; one history goes on.
 
     Args:
         resumes: one entry a resume: its step and, where ranks count their own steps, every rank's.
         ids: of each resume, drawn when it happened.
         index: of this log's steps in such an entry.
     """
-    starts = deque((entry for entry in read_records(path) if entry["kind"] == "start"), maxlen=1)
-    try:
-        recorded = (starts[0].get("resumes") or [], starts[0].get("resume_ids") or []) if starts else ([], [])
-        own, own_ids = _HISTORY.validate_python(recorded)
-    except ValidationError:
-        own, own_ids = [], []
-    common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(own_ids, ids, strict=False)))
+    start = Record()
+    for entry in read_records(path):
+        start = entry if entry["kind"] == "start" else start
+    own, own_ids = start.get("resumes") or [], start.get("resume_ids") or []
+    common = len(os.path.commonprefix([list(own_ids), list(ids)]))
     undone = [*resumes[common:], *own[common:]] or resumes[-1:]
     return min(resume[index] if index < len(resume) else resume[0] for resume in undone)
 
 
-# ---- JSON that every reader accepts: it has no NaN ----------------------------------------------------------
+# ---- JSON that every reader accepts: it has no NaN
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
