@@ -331,7 +331,7 @@ def check_display(request: Request) -> Finding | None:
     """On a Mac: whether a display is lit."""
     if not os_commands.is_mac():
         return None
-    names = metal.lit(os_commands.output(["system_profiler", "SPDisplaysDataType", "-json"], limit_seconds=20))
+    names = metal.lit_displays()
     message = f"{', '.join(names)} lit: macOS may end long GPU work for its sake (mlx#3267)"
     return Finding("note", message, "pmset displaysleepnow") if names else Finding("ok", "none is lit")
 

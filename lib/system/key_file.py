@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import stat
 from pathlib import Path
 
 from lib.errors import UserError
@@ -25,20 +24,17 @@ def read(path: Path) -> bytes:
     Raises:
         UserError: it is not there, or no key, or others may read it.
     """
+    remedy = f"copy it from the machine that has it (scp), or make one: openssl rand -hex 32 > {path}; chmod 600 {path}"
+    file = path.expanduser()
     try:
-        with path.expanduser().open("rb") as file:
-            found = os.fstat(file.fileno())
-            text = file.read(4096).strip() if stat.S_ISREG(found.st_mode) else b""
+        mode, text = file.stat().st_mode & 0o777, file.read_bytes().strip()
     except OSError as error:
-        raise UserError(f"key file {path}: {error.strerror}; {remedy(path)}") from None
-    if found.st_mode & 0o077:
-        mode = stat.S_IMODE(found.st_mode)
+        raise UserError(f"key file {path}: {error.strerror}; {remedy}") from None
+    if mode & 0o077:
         raise UserError(f"key file {path}: others may read or change it (mode {mode:04o}); chmod 600 {path}")
     if len(text) < LEAST_CHARACTERS or b"\n" in text:
-        raise UserError(
-            f"key file {path}: it holds {len(text)} characters, not one line of {LEAST_CHARACTERS} or more; "
-            f"{remedy(path)}"
-        )
+        wanted = f"it holds {len(text)} characters, not one line of {LEAST_CHARACTERS} or more"
+        raise UserError(f"key file {path}: {wanted}; {remedy}")
     return text
 
 
@@ -59,8 +55,3 @@ def make(path: Path) -> bool:
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(secrets.token_hex(32) + "\n")
     return True
-
-
-def remedy(path: Path) -> str:
-    """How every machine comes to the same key."""
-    return f"copy it from the machine that has it (scp), or make one: openssl rand -hex 32 > {path}; chmod 600 {path}"

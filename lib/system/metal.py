@@ -1,8 +1,8 @@
 """A Mac's GPU: the watchdog of a lit display, and wired memory.
 
 macOS ends GPU work that keeps a lit display waiting (mlx#3267: LoRA training dies with "Impacting Interactivity", or
-the Mac restarts). With the display asleep it does not. AGX_RELAX_CDM_CTXSTORE_TIMEOUT, which the GPU's driver reads,
-was enough on some Macs and not on others; `mpi_and_blas.prepare` sets it. Elsewhere everything here does nothing.
+the Mac restarts). With the display asleep it does not. AGX_RELAX_CDM_CTXSTORE_TIMEOUT, which `mpi_and_blas.prepare`
+sets, was enough on some Macs and not on others. Elsewhere everything here does nothing.
 """
 
 from __future__ import annotations
@@ -24,19 +24,13 @@ def uses_metal() -> bool:
 
 
 def lit_displays() -> list[str]:
-    """The displays of this Mac that are awake, by name; none where that is not known.
-
-    From system_profiler: IODisplayWrangler and its like do not exist on Apple silicon, and what CoreGraphics says
-    depends on the session and on the programs that run in it.
-    """
-    command = ["system_profiler", "SPDisplaysDataType", "-json"]
-    return lit(os_commands.output(command, COMMAND_SECONDS)) if os_commands.is_mac() else []
-
-
-def lit(profile: str) -> list[str]:
-    """Names of the displays that are on, from what system_profiler prints of displays as JSON."""
+    """The displays of this Mac that are awake, by name; none where that is not known."""
+    if not os_commands.is_mac():
+        return []
+    profile = os_commands.output(["system_profiler", "SPDisplaysDataType", "-json"], COMMAND_SECONDS)
     try:
-        displays = [one for gpu in json.loads(profile)["SPDisplaysDataType"] for one in gpu.get("spdisplays_ndrvs", [])]
+        gpus = json.loads(profile)["SPDisplaysDataType"]
+        displays = [display for gpu in gpus for display in gpu.get("spdisplays_ndrvs", [])]
     except (ValueError, KeyError, TypeError, AttributeError):
         return []
     return [
@@ -76,22 +70,17 @@ def advice(hosts: Sequence[str], displays: Sequence[Sequence[str]]) -> str | Non
     )
 
 
-def wires(setting: str, model_bytes: int, memory_bytes: int | None) -> bool:
-    """Whether to keep what MLX holds wired. Kernel panics were reported with it (mlx#3186), and none without.
+def keep_wired(setting: str, model_bytes: int) -> bool:
+    """Keeps what MLX holds in memory; whether it is kept. Kernel panics were reported with it (mlx#3186).
 
     setting: always, never, or auto: where the model takes half of the memory, and would be swapped.
     """
-    return setting == "always" or (
-        setting == "auto" and memory_bytes is not None and model_bytes >= WIRED_FROM * memory_bytes
-    )
-
-
-def keep_wired(setting: str, model_bytes: int) -> bool:
-    """Keeps what MLX holds in memory, if `wires` says so; whether it is kept."""
     if not uses_metal():
         return False
     import mlx.core as mx
 
-    is_wired = wires(setting, model_bytes, hardware.host_memory_bytes())
+    memory_bytes = hardware.host_memory_bytes()
+    needs = memory_bytes is not None and model_bytes >= WIRED_FROM * memory_bytes
+    is_wired = setting == "always" or (setting == "auto" and needs)
     mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]) if is_wired else 0)
     return is_wired

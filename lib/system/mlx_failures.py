@@ -17,18 +17,13 @@ FAILED, NOTICED = "MLX failed: ", "lost the connection to another rank"
 
 
 def advice(error: BaseException, rank: int | None) -> str | None:
-    """What happened, and what helps where something does; None for an error that is not MLX's.
-
-    rank: of several; None where there is one.
-    """
+    """What happened, and what helps where something does; None for an error that is not MLX's. rank: of several."""
     text = str(error).partition("\n")[0]
     if out_of_memory.is_out_of_memory(error):
         what = out_of_memory.advice(error)
-    elif not isinstance(error, RuntimeError):
-        return None
-    elif LOST.match(text):
+    elif isinstance(error, RuntimeError) and LOST.match(text):
         what = f"{NOTICED}, which ended or was cut off ({text})"
-    elif OWN.match(text):
+    elif isinstance(error, RuntimeError) and OWN.match(text):
         what = f"{FAILED}{text}"
     else:
         return None

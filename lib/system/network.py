@@ -22,9 +22,6 @@ HOST = "TANDEM_HOST"  # the name that the launcher fixed for this host
 ID_DIGITS = 4  # of a machine's id, behind a name that two machines have
 
 
-# ---- Names
-
-
 def host_name() -> str:
     """This host in plan, logs and calibration: the name that its launcher fixed for the run, else its own."""
     return os.environ.get(HOST) or own_name()
@@ -36,12 +33,8 @@ def own_name() -> str:
 
     On a Mac it is the one of System Settings ➜ Sharing: what gethostname says there is whatever the network calls it.
     """
-    name = ""
-    if os_commands.is_mac():
-        for kind in ("LocalHostName", "ComputerName"):
-            name = name or os_commands.output(["scutil", "--get", kind]).strip()
-        name = re.sub(r"[^A-Za-z0-9-]+", "-", name).strip("-")
-    return name or socket.gethostname().split(".")[0]
+    name = os_commands.output(["scutil", "--get", "LocalHostName"]) if os_commands.is_mac() else ""
+    return re.sub(r"[^A-Za-z0-9-]+", "-", name.strip()).strip("-") or socket.gethostname().split(".")[0]
 
 
 @functools.cache
@@ -51,9 +44,9 @@ def machine_id() -> str:
     if os_commands.is_mac():
         registry = os_commands.output(["ioreg", "-rd1", "-c", "IOPlatformExpertDevice"])
         identity = next(iter(re.findall(r'"IOPlatformUUID"\s*=\s*"([^"]+)"', registry)), "")
-    for path in (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id")):
+    else:
         with contextlib.suppress(OSError):
-            identity = identity or path.read_text(encoding="utf-8").strip()
+            identity = Path("/etc/machine-id").read_text(encoding="utf-8").strip()
     return hashlib.sha256(identity.encode()).hexdigest()[:8]  # the id itself stays private
 
 
@@ -65,24 +58,14 @@ def distinct_names(machines: Sequence[tuple[str, str]]) -> list[str]:
     return [name if len(ids[name]) == 1 else f"{name}-{identity[:ID_DIGITS]}" for name, identity in machines]
 
 
-# ---- Addresses
-
-
-def is_link_local(address: str) -> bool:
-    """Whether an address holds on one cable only (169.254.0.0/16, fe80::/10): a system gives it to itself."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(address.partition("%")[0]).is_link_local
-    return False
-
-
 def likeliest_first(addresses: Sequence[str]) -> list[str]:
     """Addresses in an order that is the same on every host; loopback and link-local ones, of no use to others, last."""
 
     def unlikely(address: str) -> int:
         with contextlib.suppress(ValueError):
-            if ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-                return 2
-        return int(is_link_local(address))
+            known = ipaddress.ip_address(address.partition("%")[0])
+            return 2 if known.is_loopback else int(known.is_link_local)
+        return 0
 
     return sorted(set(addresses), key=lambda address: (unlikely(address), address))
 
@@ -96,17 +79,7 @@ def own_addresses() -> list[str]:
     with contextlib.suppress(OSError, ValueError, KeyError, IndexError, TypeError):
         ring = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text(encoding="utf-8"))
         addresses += [address.rpartition(":")[0] for address in ring[int(os.environ.get("MLX_RANK", 0))]]
-    with contextlib.suppress(OSError):
-        addresses.append(address_towards("192.0.2.1"))
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # nothing is sent; the system says by which address it would be
+        addresses.append(str(probe.getsockname()[0]))
     return list(dict.fromkeys(addresses))
-
-
-def address_towards(other: str) -> str:
-    """This host's address on the way to another, of which nothing is asked.
-
-    Raises:
-        OSError: there is no way.
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((other, 9))  # nothing is sent; the system says by which address it would be
-        return str(probe.getsockname()[0])

@@ -42,18 +42,11 @@ def run(
     text: str | None = None,
 ) -> Completed:
     """Runs a command for at most so long, with `text` as its input; then it is killed with all that it started."""
+    pipe = subprocess.PIPE
+    options: dict[str, object] = {"stdin": subprocess.DEVNULL if text is None else pipe, "stdout": pipe, "stderr": pipe}
+    options |= {"cwd": directory, "env": environment, "text": True, "errors": "replace", "start_new_session": True}
     try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL if text is None else subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd=directory,
-            env=environment,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        process = subprocess.Popen(command, **options)  # type: ignore[call-overload]
     except OSError as error:
         return Completed(127, "", f"{command[0]}: {error.strerror}")
     with process:

@@ -26,8 +26,6 @@ TEXTS = re.compile(
     r"|CUDA_ERROR_OUT_OF_MEMORY|CUBLAS_STATUS_ALLOC_FAILED|Insufficient Memory"
     r"|kIOGPUCommandBufferCallbackErrorOutOfMemory|std::bad_alloc"
 )
-VMSTAT = Path("/proc/vmstat")
-CGROUPS = Path("/sys/fs/cgroup")
 THREAD = "attempts"
 
 
@@ -61,20 +59,16 @@ def advice(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Limit:
-    """What MLX may hold in this process.
+    """What MLX may hold in this process: plan.memory_limit_gb (is_configured), or what the machine has before it swaps.
 
-    is_configured: by plan.memory_limit_gb. Otherwise it is what the machine has before it swaps, and a single pair may
-    exceed it.
+    A single pair may exceed the machine's.
     """
 
     size_bytes: int | None = None
     is_configured: bool = False
 
     def watching(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The micro-batches, with a check of the limit after each.
-
-        MLX allocates when a graph is submitted, so its peak is known when the next micro-batch is taken. On a CPU no
-        allocation fails: the machine swaps, or the kernel ends the process. A Mac swaps long before one would fail.
+        """The micro-batches, with a check of the limit after each: MLX's peak is known when the next one is taken.
 
         Raises:
             OutOfMemory: a micro-batch took more than the limit.
@@ -105,9 +99,9 @@ class Limit:
 def attempt(work: Callable[[], T]) -> T:
     """What the work returns. Where memory runs out, all that the work held is freed, for another attempt.
 
-    CUDA's runtime keeps a failed allocation as its thread's last error. MLX asks for that error at every wait and never
-    clears it, so every later call in that thread would fail. So on CUDA the work is done in a thread that can be given
-    up: what goes in and comes out has to be evaluated.
+    CUDA's runtime keeps a failed allocation as its thread's last error, and MLX asks for that at every wait and never
+    clears it. So on CUDA the work is done in a thread that can be given up: what goes in and comes out has to be
+    evaluated.
 
     Raises:
         OutOfMemory: without a traceback, whose frames would keep the arrays.
@@ -127,51 +121,38 @@ def _is_cuda() -> bool:
     return mx.default_device() == mx.gpu and not mx.metal.is_available()
 
 
-class _Worker:
-    """A thread that does work, one piece after the other, and never ends by itself.
-
-    When a thread that used CUDA ends, MLX's own ends with it, and takes the process along ("terminate called without an
-    active exception", seen on an H200). So one that is given up stays where it is, idle, until the process ends.
-    """
-
-    def __init__(self) -> None:
-        self.work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, name=THREAD, daemon=True).start()
-
-    def _serve(self) -> None:
-        while True:
-            self.work.get()()
-
-    def do(self, work: Callable[[], T]) -> T:
-        """What the work returns, or its exception."""
-        future: Future[T] = Future()
-
-        def settle() -> None:
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
-
-        self.work.put(settle)
-        return future.result()
+_workers: list[queue.SimpleQueue[Callable[[], None]]] = []  # the one that is in use
 
 
-_workers: list[_Worker] = []  # the one that is in use
+def _serve(work: queue.SimpleQueue[Callable[[], None]]) -> None:
+    """Of a thread that never ends: MLX's own would end with it, and take the process along (seen on an H200)."""
+    while True:
+        work.get()()
 
 
 def _in_thread(work: Callable[[], T]) -> tuple[T | None, OutOfMemory | None]:
     """The work in a thread that goes on from attempt to attempt (it keeps what it compiled), until one fails."""
     import mlx.core as mx
 
+    future: Future[tuple[T | None, OutOfMemory | None]] = Future()
+
     def with_random_state() -> T:  # an array that is not evaluated belongs to the thread that made it
         result = work()
         mx.eval(mx.random.state)
         return result
 
+    def settle() -> None:
+        try:
+            future.set_result(_tried(with_random_state))
+        except BaseException as error:
+            future.set_exception(error)
+
     if not _workers:
-        _workers.append(_Worker())
+        _workers.append(queue.SimpleQueue())
+        threading.Thread(target=_serve, args=(_workers[0],), name=THREAD, daemon=True).start()
     mx.eval(mx.random.state)
-    result, failure = _workers[0].do(lambda: _tried(with_random_state))
+    _workers[0].put(settle)
+    result, failure = future.result()
     if failure is not None:
         _workers.pop()
     return result, failure
@@ -183,9 +164,8 @@ def _tried(work: Callable[[], T]) -> tuple[T | None, OutOfMemory | None]:
     except (OutOfMemory, RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        known = error if isinstance(error, OutOfMemory) else None
         failure = OutOfMemory(
-            str(error) or "std::bad_alloc", known.ranks if known else (), known.needed_bytes if known else ()
+            str(error) or "std::bad_alloc", getattr(error, "ranks", ()), getattr(error, "needed_bytes", ())
         )
     release()
     return None, failure
@@ -204,8 +184,7 @@ def release() -> None:
 def in_pieces(rows: Sequence[T], work: Callable[[Sequence[T]], R], can_halve: bool = True) -> list[tuple[int, R]]:
     """The work's results for consecutive pieces of the rows, each with its first row's index; one piece, if that fits.
 
-    Args:
-        can_halve: False where other ranks run the same forward pass, and would not know of a failure.
+    can_halve: False where other ranks run the same forward pass, and would not know of a failure.
 
     Raises:
         OutOfMemory: not even one row fits.
@@ -225,29 +204,16 @@ def in_pieces(rows: Sequence[T], work: Callable[[Sequence[T]], R], can_halve: bo
     return done
 
 
-# ---- What ends a process outright
-
-
 def kernel_kills() -> dict[str, int]:
-    """How many processes the kernel's out-of-memory killer has ended so far: of this boot, and of each control group.
+    """How many processes the kernel's out-of-memory killer has ended: since this boot, and of this control group.
 
     Empty on macOS, which does not count.
     """
     counts: dict[str, int] = {}
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-        counts |= _count(VMSTAT, f"boot {boot}")
-        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-            number, controllers, path = line.split(":", 2)
-            if number == "0":
-                counts |= _count(Path(f"{CGROUPS}{path}/memory.events"), f"group {boot} {path}")
-            elif "memory" in controllers.split(","):
-                counts |= _count(Path(f"{CGROUPS}/memory{path}/memory.oom_control"), f"group {boot} {path}")
+        group = Path("/proc/self/cgroup").read_text(encoding="utf-8").partition("0::")[2].strip()
+        for file in (Path("/proc/vmstat"), Path(f"/sys/fs/cgroup{group}/memory.events")):
+            if match := re.search(r"^oom_kill (\d+)$", file.read_text(encoding="utf-8"), re.MULTILINE):
+                counts[f"{file} {boot}"] = int(match[1])
     return counts
-
-
-def _count(file: Path, name: str) -> dict[str, int]:
-    with contextlib.suppress(OSError):
-        if match := re.search(r"^oom_kill (\d+)$", file.read_text(encoding="utf-8"), re.MULTILINE):
-            return {name: int(match[1])}
-    return {}

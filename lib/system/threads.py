@@ -28,15 +28,10 @@ def choose(stored: int | None, is_alone: bool, may_measure: bool) -> int | None:
     if is_alone and stored is not None:
         threads = min(stored, cores)
     elif is_alone and may_measure and cores > 1:
-        threads = faster(cores)
+        rates: dict[int, list[float]] = {1: [], cores: []}
+        for count in (1, cores) * LOOKS:
+            mpi_and_blas.set_blas_threads(count)
+            rates[count].append(hardware.quick_gflops(LOOK_SECONDS))
+        threads = cores if min(rates[cores]) > WORTH * max(rates[1]) else 1
     mpi_and_blas.set_blas_threads(threads)
     return threads
-
-
-def faster(cores: int) -> int:
-    """`cores`, where matrix products with so many threads are faster in each of some looks than with one; else 1."""
-    rates: dict[int, list[float]] = {1: [], cores: []}
-    for threads in (1, cores) * LOOKS:
-        mpi_and_blas.set_blas_threads(threads)
-        rates[threads].append(hardware.quick_gflops(LOOK_SECONDS))
-    return cores if min(rates[cores]) > WORTH * max(rates[1]) else 1
