@@ -19,9 +19,8 @@ import pytest
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 
-from lib.system import mpi_and_blas, network
+from lib.system import mpi_and_blas
 from tests.cluster import Host, Unavailable, cluster
-from tests.darwin import Mac, forget_names
 
 if TYPE_CHECKING:
     from lib.distributed.world import World
@@ -135,16 +134,6 @@ def fresh_hosts(three_hosts: list[Host]) -> list[Host]:
     for host in three_hosts:
         subprocess.run(["rm", "-rf", host.outside / "runs"], check=True)
     return three_hosts
-
-
-@pytest.fixture
-def mac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mac]:
-    """This process on a MacBook."""
-    monkeypatch.delenv(network.HOST, raising=False)
-    one = Mac(tmp_path)
-    one.enter(monkeypatch)
-    yield one
-    forget_names()
 
 
 @pytest.fixture(scope="module")
