@@ -103,11 +103,9 @@ def test_longer_rows_and_uniform_slowness_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("words", [("plan.replan=false",), ("plan.shares=[64,64]",)])
-def test_what_was_fixed_stands_and_is_remarked_upon_once(words: tuple[str, ...]) -> None:
-    schedule = schedule_of(["a", "b"], *words)
-    decided, _ = simulated(schedule, 60, constant(3.0, 1.0))
-    assert not decided and len(schedule.remarks) == 1
-    assert schedule.remarks[0].startswith(f"{words[0].partition('=[')[0]} keeps shares [64, 64], where [")
+def test_what_was_fixed_stands(words: tuple[str, ...]) -> None:
+    decided, _ = simulated(schedule_of(["a", "b"], *words), 60, constant(3.0, 1.0))
+    assert not decided
 
 
 def test_given_micro_batch_sizes_stay() -> None:

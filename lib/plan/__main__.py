@@ -14,7 +14,6 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,40 +44,22 @@ def shape_of(model: str) -> tuple[ModelShape, Training]:
     Raises:
         UserError: neither.
     """
-    if (Path(model) / "config.json").is_file():
-        return model_shape_of(
-            json.loads((Path(model) / "config.json").read_text(encoding="utf-8")), to_divide=False
-        ), Training()
+    config = Path(model) / "config.json"
+    if config.is_file():
+        return model_shape_of(json.loads(config.read_text(encoding="utf-8")), to_divide=False), Training()
     size = re.fullmatch(r"(\d+(?:\.\d+)?)B(?:-(4|8)bit)?(-full)?", model, re.IGNORECASE)
     if size is None:
-        raise UserError(
-            f"--model {model}: neither a folder with config.json nor a size such as 8B, 70B-4bit or 8B-full"
-        )
-    parameters = float(size[1]) * 1e9
-    hidden, blocks = WIDTHS[min(WIDTHS, key=lambda billions: abs(billions * 1e9 - parameters))]
-    head_dim, kv_heads = 128, 8
-    attention = 2 * hidden * hidden + 2 * hidden * kv_heads * head_dim
-    columns = max(hidden, (parameters - 2 * 128256 * hidden) / blocks - attention) / (3 * hidden)
+        raise UserError(f"--model {model}: neither a folder with config.json nor a size: 8B, 70B-4bit or 8B-full")
+    billions = float(size[1])
+    hidden, blocks = WIDTHS[min(WIDTHS, key=lambda known: abs(known - billions))]
+    attention = 2 * hidden * hidden + 2 * hidden * 8 * 128
+    columns = max(hidden, (billions * 1e9 - 2 * 128256 * hidden) / blocks - attention) / (3 * hidden)
     stored: dict[str, Any] = {"model_type": "llama", "hidden_size": hidden, "num_hidden_layers": blocks}
-    stored |= {"num_attention_heads": hidden // head_dim, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    stored |= {"num_attention_heads": hidden // 128, "num_key_value_heads": 8, "head_dim": 128}
     stored |= {"intermediate_size": round(columns / 64) * 64, "vocab_size": 128256, "torch_dtype": "bfloat16"}
-    stored |= {"tie_word_embeddings": False} | (
-        {"quantization": {"group_size": 64, "bits": int(size[2])}} if size[2] else {}
-    )
+    stored |= {"tie_word_embeddings": False}
+    stored |= {"quantization": {"group_size": 64, "bits": int(size[2])}} if size[2] else {}
     return model_shape_of(stored, to_divide=False), Training(method="full" if size[3] else "lora")
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Whether a host holds a model and one pair, and how fast it trains."""
-
-    host: str
-    chip: str
-    fits: bool
-    checkpointing: bool  # it fits with gradient checkpointing alone
-    needed_bytes: int
-    room_bytes: int  # that may be planned for
-    pairs_per_second: float | None
 
 
 def known_hosts(names: Sequence[str], folder: Path) -> list[HostCalibration]:
@@ -96,41 +77,48 @@ def known_hosts(names: Sequence[str], folder: Path) -> list[HostCalibration]:
     return [measured.get(name) or published[name] for name in names] or list(usual.values())
 
 
-def verdict(shape: ModelShape, training: Training, host: HostCalibration, published: list[HostCalibration]) -> Verdict:
-    """What the planner finds for one host."""
+def verdict(shape: ModelShape, training: Training, host: HostCalibration) -> dict[str, Any]:
+    """Whether a host holds a model and one pair, perhaps with checkpointing alone, and how fast it trains."""
     machine, size = host.machine, host.machine.memory_bytes or 0
     limit = metal_limit_bytes(size) if machine.device == "metal" else size
-    room, memory = (1 - MEMORY_HEADROOM) * limit, MemoryModel(shape, training, ROWS, ROWS)
+    room, memory = round((1 - MEMORY_HEADROOM) * limit), MemoryModel(shape, training, ROWS, ROWS)
     plain, checkpointed = (memory.bytes(1, machine.device, recomputes).total for recomputes in (False, True))
     config = load(None, ["model.path=model", "data.train=data", f"model.method={training.method}"])
     key = CurveKey(model="", method=training.method, dtype="", sequence_length=ROWS.seen)
     rank = RankHost(machine.host, None, machine.device_name, machine.device, host.gflops, limit)
+    published = list(read_published().values())
     facts = PlanFacts(PlanSections.of(config), [rank], key, ROWS.seen, "ring", 1, published=published, memory=memory)
-    curves = HostSpeeds.of(facts).whole_curves(plain > room)
-    speed = solo_pairs_per_second(curves[0]) if curves else None
-    needed = min(plain, checkpointed) if plain > room else plain
-    return Verdict(machine.host, machine.device_name, needed <= room, plain > room, needed, round(room), speed)
+    curves, needed = (
+        HostSpeeds.of(facts).whole_curves(plain > room),
+        min(plain, checkpointed) if plain > room else plain,
+    )
+    return {
+        "host": machine.host,
+        "chip": machine.device_name,
+        "fits": needed <= room,
+        "checkpointing": plain > room,
+        "needed_bytes": needed,
+        "room_bytes": room,  # that may be planned for
+        "pairs_per_second": solo_pairs_per_second(curves[0]) if curves else None,
+    }
 
 
 def answer(shape: ModelShape, training: Training, hosts: Sequence[HostCalibration]) -> dict[str, Any]:
     """One row a host, and the machine to take: the fastest that holds the model, else all hosts together."""
-    published = list(read_published().values())
-    rows = [verdict(shape, training, host, published) for host in hosts]
-    fitting = sorted((row for row in rows if row.fits), key=lambda row: -(row.pairs_per_second or 0.0))
-    weights = whole_weight_bytes(shape)
-    together = "distributed" if len(rows) > 1 and weights <= sum(row.room_bytes for row in rows) else None
-    machine = fitting[0].host if fitting else together
-    return {"weights_bytes": weights, "hosts": [asdict(row) for row in rows], "machine": machine}
+    rows, weights = [verdict(shape, training, host) for host in hosts], whole_weight_bytes(shape)
+    fitting = sorted((row for row in rows if row["fits"]), key=lambda row: -(row["pairs_per_second"] or 0.0))
+    together = "distributed" if len(rows) > 1 and weights <= sum(row["room_bytes"] for row in rows) else None
+    return {"weights_bytes": weights, "hosts": rows, "machine": fitting[0]["host"] if fitting else together}
 
 
 def show(found: dict[str, Any]) -> None:
     """The answer in a line a host, and as JSON."""
     print(f"weights {found['weights_bytes'] / 1e9:.3g} GB; one pair of {ROWS.tokens:,} tokens:")
-    for row in (Verdict(**row) for row in found["hosts"]):
-        how = " with gradient checkpointing" * row.checkpointing
-        sizes = f"needs {row.needed_bytes / 1e9:.3g} GB of {row.room_bytes / 1e9:.3g} GB that may be planned for"
-        speed = f"; about {row.pairs_per_second:.2g} pairs/s" if row.pairs_per_second and row.fits else ""
-        print(f"  {row.host} ({row.chip}): {'fits' if row.fits else 'does not fit'}{how}, {sizes}{speed}")
+    for row in found["hosts"]:
+        fits = ("fits" if row["fits"] else "does not fit") + " with gradient checkpointing" * row["checkpointing"]
+        sizes = f"needs {row['needed_bytes'] / 1e9:.3g} GB of {row['room_bytes'] / 1e9:.3g} GB that may be planned for"
+        speed = f"; about {row['pairs_per_second']:.2g} pairs/s" if row["pairs_per_second"] and row["fits"] else ""
+        print(f"  {row['host']} ({row['chip']}): {fits}, {sizes}{speed}")
     if found["machine"] == "distributed":
         print("take: all of them, each with a part of the model (strategy=auto cuts it into stages)")
     elif found["machine"] is None:
@@ -144,9 +132,8 @@ def show(found: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0 done, 2 wrong input."""
-    parser = argparse.ArgumentParser(
-        prog="python -m lib.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m lib.plan", description=__doc__, formatter_class=raw)
     parser.add_argument("--model", required=True, help="a folder with config.json, or a size: 8B, 70B-4bit, 8B-full")
     parser.add_argument("--hosts", default="", help="names in the calibration folder or published ones, with commas")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="of the hosts' calibrations")

@@ -1,7 +1,7 @@
-"""What is known of each machine's speed: batch curves, the files that keep them, and which of them a plan uses.
+"""What is known of each machine's speed: batch curves, the files that keep them, and the curve that a plan uses.
 
 `calibration/HOST.json` is one `HostCalibration`: the machine's identity and its curves, each for one model,
-method, dtype and sequence length. `calibration/published/*.json` has the same form for figures that others
+method, dtype and sequence length. `calibration/published/` has the same form for figures that others
 published: they name no model, so they compare machines and predict no times; any measurement overrules them.
 """
 
@@ -28,24 +28,23 @@ from lib.system.hardware import Machine
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = ROOT / "calibration"
 MEMORY_HEADROOM = 0.1  # of the limit, kept free: a longer row than the probe's, fragmentation, the system's own
-DATA_SHEETS = "the makers' data sheets"
-REACHED = 0.65  # of a data sheet's peak: one H200 did 567 to 675 of 989 TFLOP/s
-LARGEST_BATCH = 2**20  # pairs: every smaller size is looked at
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-FILE = ConfigDict(frozen=True, extra="ignore")  # tolerant of keys that another version wrote
+class Stored(BaseModel):
+    """A part of a calibration file; keys that another version wrote are left out."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class BatchPoint(BaseModel):
+class BatchPoint(Stored):
     """One measured micro-batch: forward and backward over `batch_size` pairs."""
 
-    model_config = FILE
-
-    batch_size: Annotated[int, Field(gt=0, le=LARGEST_BATCH)]
+    batch_size: Annotated[int, Field(gt=0, le=2**20)]  # every smaller size is looked at
     seconds_median: PositiveFloat
-    seconds_spread: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # between the quartiles
+    seconds_spread: NonNegative = 0.0  # between the quartiles
     peak_memory_bytes: PositiveInt | None = None
 
     @computed_field  # type: ignore[prop-decorator]
@@ -55,10 +54,8 @@ class BatchPoint(BaseModel):
         return self.batch_size / self.seconds_median
 
 
-class CurveKey(BaseModel):
+class CurveKey(Stored):
     """What a curve was measured with; two curves are comparable when their keys agree."""
-
-    model_config = FILE
 
     model: str  # as the configuration names it
     method: Literal["lora", "dora", "full"]
@@ -68,7 +65,7 @@ class CurveKey(BaseModel):
     records: Literal["preference", "unpaired", "sft", "group"] = "preference"  # a pair is two rows of the model's
 
     def __str__(self) -> str:
-        kind = {"preference": "", "unpaired": ", unpaired", "sft": ", SFT", "group": ", groups"}[self.records]
+        kind = "" if self.records == "preference" else f", {self.records}"
         recomputed = ", gradient checkpointing" if self.gradient_checkpointing else ""
         return f"{self.model}, {self.method}, {self.dtype}, {self.sequence_length} tokens{kind}{recomputed}"
 
@@ -77,15 +74,13 @@ class CurveKey(BaseModel):
         return self.model_copy(update={"sequence_length": sequence_length})
 
 
-class BatchCurve(BaseModel):
+class BatchCurve(Stored):
     """Time and memory against micro-batch size, on one machine."""
-
-    model_config = FILE
 
     points: tuple[BatchPoint, ...]
     memory_limit_bytes: PositiveInt | None = None  # what a process may use there
     key: CurveKey | None = None  # None: published without saying for which model
-    step_overhead_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # once a step: the update, ...
+    step_overhead_seconds: NonNegative = 0.0  # once a step: the update, ...
     gradient_bytes: PositiveInt | None = None  # what a step's collective carries
     reference_pairs_per_second: PositiveFloat | None = None
     generation_tokens_per_second: PositiveFloat | None = None
@@ -100,11 +95,11 @@ class BatchCurve(BaseModel):
     def _is_a_curve(self) -> BatchCurve:
         sizes = [point.batch_size for point in self.points]
         if len(sizes) < 2:
-            raise ValueError(f"a curve needs at least 2 batch sizes and has {len(sizes)}; calibrate again")
+            raise ValueError(f"a curve needs at least 2 batch sizes and has {len(sizes)}")
         if sizes != sorted(set(sizes)):
-            raise ValueError(f"batch sizes {sizes} do not rise; calibrate again")
+            raise ValueError(f"batch sizes {sizes} do not rise")
         if len({point.peak_memory_bytes is None for point in self.points}) > 1:
-            raise ValueError("peak_memory_bytes is given for some batch sizes only; calibrate again")
+            raise ValueError("peak_memory_bytes is given for some batch sizes only")
         return self
 
     @classmethod
@@ -149,9 +144,8 @@ class BatchCurve(BaseModel):
         peaks = [point.peak_memory_bytes for point in self.points]
         if self.memory_limit_bytes is None or peaks[0] is None:
             return largest
-        sizes = np.arange(1, largest + 1)
         rising_peaks = np.maximum.accumulate(np.array(peaks, dtype=np.float64))
-        peak = np.interp(sizes, [point.batch_size for point in self.points], rising_peaks)
+        peak = np.interp(np.arange(1, largest + 1), [point.batch_size for point in self.points], rising_peaks)
         return int(np.sum(peak <= (1 - MEMORY_HEADROOM) * self.memory_limit_bytes))
 
     def peak_bytes(self, batch_size: int) -> int | None:
@@ -160,9 +154,8 @@ class BatchCurve(BaseModel):
             return None
         sizes = [point.batch_size for point in self.points]
         peaks = [point.peak_memory_bytes or 0 for point in self.points]
-        beyond = max(0, batch_size - sizes[-1])
         slope = max(0.0, (peaks[-1] - peaks[0]) / (sizes[-1] - sizes[0]))
-        return int(np.interp(batch_size, sizes, peaks) + beyond * slope)
+        return int(np.interp(batch_size, sizes, peaks) + max(0, batch_size - sizes[-1]) * slope)
 
     def slowed(self, factor: float, ranks_sharing_memory: int = 1) -> BatchCurve:
         """The curve of a host that takes `factor` times as long."""
@@ -190,19 +183,15 @@ class BatchCurve(BaseModel):
         )
 
 
-class Transfer(BaseModel):
+class Transfer(Stored):
     """One message size on a link."""
-
-    model_config = FILE
 
     bytes: PositiveInt
     seconds_median: PositiveFloat
 
 
-class Link(BaseModel):
+class Link(Stored):
     """A message's cost over one backend, fitted: latency + bytes / bandwidth."""
-
-    model_config = FILE
 
     backend: Literal["ring", "mpi", "jaccl", "nccl"]
     operation: Literal["all_sum", "ping_pong"] = "all_sum"  # ping_pong: one way
@@ -220,10 +209,8 @@ class Link(BaseModel):
         return self.latency_seconds + size_bytes / self.bandwidth_bytes_per_second
 
 
-class HostCalibration(BaseModel):
+class HostCalibration(Stored):
     """The content of calibration/HOST.json."""
-
-    model_config = FILE
 
     machine: Machine
     curves: tuple[BatchCurve, ...]
@@ -251,12 +238,12 @@ def read_calibration(path: Path) -> HostCalibration:
         raise UserError(f"{path}:{error.lineno}: not valid JSON ({error.msg}); {remedy}") from None
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(map(str, first["loc"])) or "the file"
-        message, value = first["msg"].removeprefix("Value error, "), first["input"]
-        shown = f", not {repr(value)[:60]}" if isinstance(value, int | float | str) else ""
+        shown = f", not {repr(first['input'])[:60]}" if isinstance(first["input"], int | float | str) else ""
         versions = stored.get("versions") if isinstance(stored, dict) else None
         written = f" (written with {', '.join(f'{k} {v}' for k, v in versions.items())})" if versions else ""
-        raise UserError(f"{path}: {key}: {message[0].lower()}{message[1:]}{shown}{written}; {remedy}") from None
+        raise UserError(
+            f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}{shown}{written}; {remedy}"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({error}); {remedy}") from None
 
@@ -287,24 +274,13 @@ def read_published(folder: Path = FOLDER / "published") -> dict[str, HostCalibra
     paths = [path for path in sorted(folder.glob("[!.]*.json")) if path.name != "chips.json"]
     published = {path.stem: read_calibration(path) for path in paths}
     chips = json.loads((folder / "chips.json").read_text(encoding="utf-8"))["chips"] if paths else []
-    for chip in chips:
-        name = chip["device_name"].lower().removeprefix("apple ").removeprefix("nvidia ").replace(" ", "-")
-        machine = {key: chip[key] for key in ("device_name", "device", "gpu_cores")}
-        published.setdefault(
-            name if name not in published else f"{name}-sheet",
-            HostCalibration(
-                machine=Machine(host=name, memory_bytes=chip["memory_gb"] * 10**9, **machine),
-                curves=(),
-                gflops=REACHED * chip["gflops"]["bfloat16"],
-                memory_bytes_per_second=chip["memory_gb_per_second"] * 1e9,
-                source=DATA_SHEETS,
-                note=chip["source"],
-            ),
-        )
+    for chip in map(HostCalibration.model_validate, chips):
+        name = chip.machine.host
+        published[f"{name}-sheet" if name in published else name] = chip
     return published
 
 
-# ---- Which curves to plan with
+# ---- Which curves to plan with, and what to measure
 
 
 def nearest_curve(curves: Sequence[BatchCurve], key: CurveKey) -> BatchCurve | None:
@@ -315,22 +291,6 @@ def nearest_curve(curves: Sequence[BatchCurve], key: CurveKey) -> BatchCurve | N
         if curve.key and curve.key.at_length(key.sequence_length) == key
     ]
     return min(same, key=lambda entry: entry[:2])[2] if same else None
-
-
-def stale_versions(
-    hosts: Sequence[str], curves: Sequence[BatchCurve | None], versions: Mapping[str, str]
-) -> tuple[str, ...]:
-    """A warning for each host whose curve was measured with other versions of MLX."""
-    warnings = {}
-    for host, curve in zip(hosts, curves, strict=True):
-        before = curve.versions if curve else {}
-        changed = [f"{p} {old} (now {versions[p]})" for p, old in before.items() if versions.get(p, old) != old]
-        if changed:
-            warnings[host] = f"calibration of {host} was made with {', '.join(changed)}; run make calibrate there"
-    return tuple(warnings.values())
-
-
-# ---- What to measure
 
 
 def curve_key(
@@ -382,11 +342,7 @@ def is_fresh(
 
 
 class HardwareCalibrator:
-    """Measures this machine.
-
-    hardware = HardwareCalibrator().calibrate()
-    hardware["device_name"], hardware["optimal_batch_size"], hardware["gflops"]
-    """
+    """Measures this machine: HardwareCalibrator().calibrate()["gflops"]."""
 
     def __init__(self, config: Path | str | None = None, overrides: Sequence[str] = (), quick: bool = True) -> None:
         """config: whose model and data; by default the quickstart's."""

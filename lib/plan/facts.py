@@ -14,16 +14,8 @@ from lib.config.load import with_strategy
 from lib.config.settings import Config, IndependentSettings, ModelSettings, PlanSettings, SyncSettings, TrainSettings
 from lib.errors import UserError
 from lib.model.partition import ModelShape
-from lib.plan.calibration import (
-    MEMORY_HEADROOM,
-    BatchCurve,
-    CurveKey,
-    HostCalibration,
-    Link,
-    nearest_curve,
-    stale_versions,
-)
-from lib.plan.memory import MemoryModel, largest_micro_batch
+from lib.plan.calibration import MEMORY_HEADROOM, BatchCurve, CurveKey, HostCalibration, Link, nearest_curve
+from lib.plan.memory import MemoryModel
 from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, TooLarge
 from lib.system.hardware import Device
 
@@ -45,25 +37,23 @@ class PlanSections:
     sync: SyncSettings
     independent: IndependentSettings
     synchronous_because: str = ""  # why strategy=auto has to be synchronous
-    moving_reference: bool = False
     impossible: Mapping[str, str] = field(default_factory=dict)  # strategies that these settings exclude, and why
     named_hosts: Mapping[str, frozenset[str]] = field(default_factory=dict)  # by setting
 
     @classmethod
     def of(cls, config: Config) -> PlanSections:
-        because, moving = "", config.reference_sync_steps is not None
+        because = ""
         if config.plan.shares is not None:
             because = "since plan.shares divides every step (strategy=independent takes shares, too)"
-        elif moving:
+        elif config.reference_sync_steps is not None:
             name = "rollouts.reference_every" if config.rollouts.rounds else "train.reference_sync_steps"
             because = f"since with {name} all ranks follow one policy"
         unset = config.plan.model_copy(update={"shares": None, "micro_batch_sizes": None})
         impossible = {}
         for strategy in DIVIDED:
+            plan = config.plan if config.strategy == strategy else unset
             try:
-                with_strategy(
-                    config if config.strategy == strategy else config.model_copy(update={"plan": unset}), strategy
-                )
+                with_strategy(config.model_copy(update={"plan": plan}), strategy)
             except UserError as error:
                 impossible[strategy] = str(error)
         by_host = {
@@ -73,7 +63,7 @@ class PlanSections:
         }
         named = {name: frozenset(value) for name, value in by_host.items() if isinstance(value, dict)}
         sections = config.plan, config.model, config.train, config.sync, config.independent
-        return cls(config.strategy, *sections, because, moving, impossible, named)
+        return cls(config.strategy, *sections, because, impossible, named)
 
     @property
     def may_checkpoint(self) -> bool:
@@ -83,8 +73,7 @@ class PlanSections:
         """The settings for another strategy than the one that plan.shares was written for."""
         if self.strategy in ("auto", strategy):
             return self
-        unset = {"shares": None, "micro_batch_sizes": None, "require_calibration": False}
-        return replace(self, plan=self.plan.model_copy(update=unset))
+        return replace(self, plan=self.plan.model_copy(update={"shares": None, "micro_batch_sizes": None}))
 
 
 @dataclass(frozen=True)
@@ -117,7 +106,6 @@ class PlanFacts:
     longest: int  # tokens of the longest row, for memory
     backend: str  # that carries the gradients
     steps: int  # of the whole run
-    versions: Mapping[str, str] = field(default_factory=dict)  # of the packages now, e.g. {"mlx": "0.32.4"}
     published: Sequence[HostCalibration] = ()  # figures of chips
     shape: ModelShape | None = None  # of the model; None: its blocks cannot be divided
     memory: MemoryModel | None = None  # None: nothing is known of the model's dimensions, and it cannot be cut
@@ -176,10 +164,11 @@ class PlanFacts:
         links, pair = self._links(slice(rank, rank + 2)), {self.hosts[rank].name, self.hosts[rank + 1].name}
         candidates = [link for link in links if link.operation == "ping_pong" and set(link.peers) == pair]
         for link in links if not candidates else ():
-            passes, peers = 2 * (max(2, len(link.peers)) - 1), max(2, len(link.peers))
-            bandwidth = link.bandwidth_bytes_per_second * passes / peers
-            changed = {"latency_seconds": link.latency_seconds / passes, "bandwidth_bytes_per_second": bandwidth}
-            candidates += [link.model_copy(update={**changed, "transfers": ()})] * (link.operation == "all_sum")
+            peers = max(2, len(link.peers))
+            passes = 2 * (peers - 1)
+            changed = {"latency_seconds": link.latency_seconds / passes, "transfers": ()}
+            changed["bandwidth_bytes_per_second"] = link.bandwidth_bytes_per_second * passes / peers
+            candidates += [link.model_copy(update=changed)] * (link.operation == "all_sum")
         return max(candidates, key=lambda link: link.seconds(MESSAGE_BYTES), default=None)
 
     # ---- Speeds
@@ -217,7 +206,9 @@ class PlanFacts:
 
     def measured_curves(self, key: CurveKey) -> list[BatchCurve | None]:
         """Each host's curve of this very model, with the times of typical rows and the memory of the longest."""
-        return [_curve_of(host.calibration, key, self.longest) for host in self.hosts]
+        return [
+            _curve_of(host.calibration.curves if host.calibration else (), key, self.longest) for host in self.hosts
+        ]
 
     # ---- Memory
 
@@ -253,37 +244,16 @@ class PlanFacts:
         if self.memory is None or host.device is None:
             return DEFAULT_MICRO_BATCH_SIZE
         most = min(self.batch_size, self.memory.most_pairs(host.device))
-        room = None if host.memory_bytes is None else (1 - MEMORY_HEADROOM) * host.memory_bytes
-        if size := largest_micro_batch(lambda pairs: self.needed_bytes(rank, pairs, key) or 0, room, most):
-            return size
-        needed, limit = self.needed_bytes(rank, 1, key) or 0, host.memory_bytes or 0
-        checkpointing = "" if key.gradient_checkpointing else "model.gradient_checkpointing=true or "
-        raise TooLarge(
-            f"host {host.name}: one pair needs {needed / 1e9:.2f} GB by the formula, "
-            f"but it has {limit / 1e9:.2f} GB less {MEMORY_HEADROOM:.0%} headroom; try {checkpointing}"
-            "a smaller data.max_length, a quantised model with model.method=lora, or leave the host out",
-            needed,
-        )
+        if host.memory_bytes is None:
+            return most
+        room = (1 - MEMORY_HEADROOM) * host.memory_bytes
+        for pairs in range(most, 0, -1):
+            if (self.needed_bytes(rank, pairs, key) or 0) <= room:
+                return pairs
+        raise TooLarge(host.name, 1, self.needed_bytes(rank, 1, key) or 0, host.memory_bytes)
 
 
-def choose_curves(facts: PlanFacts, key: CurveKey) -> tuple[list[BatchCurve | None], tuple[str, ...]]:
-    """Each host's curve of this very model, or None; and warnings of those of other versions.
-
-    Raises:
-        UserError: plan.require_calibration, and a host has no curve for this model, or has one of other versions.
-    """
-    measured = facts.measured_curves(key)
-    stale = stale_versions(facts.names, measured, facts.versions)
-    missing = dict.fromkeys(name for name, curve in zip(facts.names, measured, strict=True) if curve is None)
-    if facts.settings.plan.require_calibration and (missing or stale):
-        lacking = f"no calibration of {', '.join(missing)} for {key}; run make calibrate there"
-        raise UserError(f"plan.require_calibration: {lacking if missing else stale[0]}")
-    return measured, stale
-
-
-def _curve_of(calibration: HostCalibration | None, key: CurveKey, longest: int) -> BatchCurve | None:
-    """A host's curve with the times of typical rows and the memory of the longest."""
-    curves = calibration.curves if calibration else ()
+def _curve_of(curves: Sequence[BatchCurve], key: CurveKey, longest: int) -> BatchCurve | None:
     typical, of_longest = nearest_curve(curves, key), nearest_curve(curves, key.at_length(longest))
     if typical is None or of_longest is None:
         return None
@@ -301,25 +271,25 @@ def prepared(facts: PlanFacts) -> tuple[PlanFacts, tuple[str, ...]]:
     hosts: list[RankHost] = []
     warnings: list[str] = []
     for host in facts.hosts:
-        calibration, limits = host.calibration, [host.memory_bytes]
-        if calibration is not None:
-            machine = calibration.machine
-            is_shared = machine.host == host.name and machine.device != "cuda"
-            sharing = facts.names.count(host.name) if is_shared else 1
-            curves = tuple(
-                curve.slowed(curve.slowdown_together or sharing if len(facts.hosts) > 1 else 1.0, sharing)
-                for curve in calibration.curves
+        calibration = host.calibration
+        if calibration is None:
+            hosts.append(host)
+            continue
+        is_shared = calibration.machine.host == host.name and calibration.machine.device != "cuda"
+        sharing = facts.names.count(host.name) if is_shared else 1
+        curves = [
+            curve.slowed(curve.slowdown_together or sharing if len(facts.hosts) > 1 else 1.0, sharing)
+            for curve in calibration.curves
+        ]
+        if sharing > 1 and any(curve.slowdown_together is None for curve in curves):
+            warnings.append(
+                f"{sharing} ranks share {host.name}, which was measured for one: each is planned with 1/{sharing} of "
+                f"its speed and memory; {host.name}-0.json, ... would say what each has"
             )
-            if sharing > 1 and any(curve.slowdown_together is None for curve in curves):
-                warnings.append(
-                    f"{sharing} ranks share {host.name}, which was measured for one: each is planned with "
-                    f"1/{sharing} of its speed and memory; {host.name}-0.json, ... would say what each has"
-                )
-            rate = calibration.gflops and calibration.gflops / sharing
-            calibration = calibration.model_copy(update={"curves": curves, "gflops": rate})
-            limits += [curve.memory_limit_bytes for curve in curves]
-        limit = min((size for size in limits if size), default=None)
-        hosts.append(replace(host, calibration=calibration, memory_bytes=limit))
+        rate = calibration.gflops and calibration.gflops / sharing
+        limits = [size for size in (host.memory_bytes, *(curve.memory_limit_bytes for curve in curves)) if size]
+        calibration = calibration.model_copy(update={"curves": tuple(curves), "gflops": rate})
+        hosts.append(replace(host, calibration=calibration, memory_bytes=min(limits, default=None)))
     for setting, named in facts.settings.named_hosts.items():
         if strangers := sorted(named - set(facts.names)):
             known = ", ".join(sorted(set(facts.names)))

@@ -11,9 +11,8 @@ formula lies between 0.8 and 1.35 (tests/test_memory.py); a peak measured with t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -32,8 +31,7 @@ UPDATED_BYTES = 2**23  # of trained numbers whose updates are under way at a tim
 MOST_TOKENS: dict[Device, int] = {"cpu": 1024, "metal": 4096, "cuda": 16384}
 
 
-@dataclass(frozen=True)
-class OptimizerMemory:
+class OptimizerMemory(NamedTuple):
     """Float32 numbers for each trained one; measured on a CPU."""
 
     moments: float = 2  # kept between steps
@@ -41,6 +39,7 @@ class OptimizerMemory:
     slice_update: float = 0  # the same, where no more than a slice is updated at a time (lib/training/optimizers.py)
 
 
+ADAM = OptimizerMemory()  # and all that have no line here
 OPTIMIZERS = {
     "adafactor": OptimizerMemory(0.02, 6.0),
     "adagrad": OptimizerMemory(1, 4.6),
@@ -51,7 +50,6 @@ OPTIMIZERS = {
     "rmsprop": OptimizerMemory(1, 4.3),
     "sgd": OptimizerMemory(1, 1.3),
 }
-ADAM = OptimizerMemory()  # and all others
 
 
 @dataclass(frozen=True)
@@ -68,8 +66,7 @@ class Training:
     shared_prompts: bool = True
 
 
-@dataclass(frozen=True)
-class StepBytes:
+class StepBytes(NamedTuple):
     """A step's largest moment, in parts; all in bytes."""
 
     weights: int
@@ -79,11 +76,10 @@ class StepBytes:
 
     @property
     def total(self) -> int:
-        return self.weights + self.trained + self.gradients + self.activations
+        return sum(self)
 
 
-@dataclass(frozen=True)
-class BlockBytes:
+class BlockBytes(NamedTuple):
     """What one block holds of a micro-batch."""
 
     kept: float  # for the backward pass
@@ -146,33 +142,31 @@ def step_bytes(
     optimizer = training.optimizer
     update = optimizer.update * largest + optimizer.slice_update * min(largest, SLICE_BYTES)
     update += min(gradients, UPDATED_BYTES)
-    passes = _blocks_bytes(shape, training, batch, device) + head_bytes(shape, training, batch, device)
-    if training.method == "full":  # gradients are made as activations are freed
-        passes = max(passes, gradients + 0.5 * passes) if training.blocks is None else passes + gradients
+    # Activations of the blocks that gradients pass through, at the largest moment.
+    kept, at_work = 0.0, 0.0
+    for is_sparse, count in zip((False, True), trained_blocks(shape, training), strict=True):
+        if count:
+            block = activation_bytes_of_block(shape, training, batch, device, is_sparse)
+            kept += count * (block.input if training.checkpointing else block.kept)
+            at_work = max(at_work, block.at_work + (block.kept if training.checkpointing else 0.0))
+    passes = kept + at_work + head_bytes(shape, training, batch, device)
+    if training.method == "full" and training.blocks is None:  # gradients are made as activations are freed
+        passes = max(passes, gradients + 0.5 * passes)
     else:
         passes += gradients
-    most = max(passes, gradients + update)
     return StepBytes(
         weights=weight_bytes,
         trained=round(adapters + (optimizer.moments + training.moving_reference) * gradients),
         gradients=round(gradients),
-        activations=round(MARGIN * most - gradients),
+        activations=round(MARGIN * max(passes, gradients + update) - gradients),
     )
 
 
-def _blocks_bytes(shape: ModelShape, training: Training, batch: BatchShape, device: Device) -> float:
-    """Activations of all blocks that gradients pass through, at the largest moment."""
+def trained_blocks(shape: ModelShape, training: Training) -> tuple[int, int]:
+    """How many dense blocks are trained, and how many with experts."""
     trained = min(training.blocks or shape.blocks, shape.blocks)
     sparse = min(shape.expert_blocks, trained)
-    kinds = [(False, trained - sparse), (True, sparse)]
-    kept, at_work = 0.0, 0.0
-    for is_sparse, count in kinds:
-        if not count:
-            continue
-        block = activation_bytes_of_block(shape, training, batch, device, is_sparse)
-        kept += count * (block.input if training.checkpointing else block.kept)
-        at_work = max(at_work, block.at_work + (block.kept if training.checkpointing else 0.0))
-    return kept + at_work
+    return trained - sparse, sparse
 
 
 def head_bytes(shape: ModelShape, training: Training, batch: BatchShape, device: Device) -> float:
@@ -203,22 +197,20 @@ def trained_bytes_per_parameter(shape: ModelShape, training: Training) -> float:
 
 def trained_parameters(shape: ModelShape, training: Training) -> tuple[float, float]:
     """How many parameters are trained, and how many of them the largest array has."""
-    hidden, rank = shape.hidden_size, training.rank
-    trained = min(training.blocks or shape.blocks, shape.blocks)
-    sparse = min(shape.expert_blocks, trained)
-    table = shape.vocabulary * hidden
+    hidden, rank, (dense, sparse) = shape.hidden_size, training.rank, trained_blocks(shape, training)
     if training.method == "full":
-        blocks = (trained - sparse) * block_weights(shape, False) + sparse * block_weights(shape, True)
+        table = shape.vocabulary * hidden
+        blocks = dense * block_weights(shape, False) + sparse * block_weights(shape, True)
         ends = 0 if training.blocks is not None else table * (1 if shape.is_tied else 2)
         wide = hidden * max(shape.mlp_columns, shape.experts * shape.expert_columns)
         return blocks + ends, max(wide, table if ends else 0)
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     attention = 3 * hidden + 3 * queries + 2 * keys
-    dense = attention + 3 * (hidden + shape.mlp_columns)
-    experts = attention + 3 * (hidden + max(1, shape.experts_per_token) * shape.expert_columns)
-    count = rank * ((trained - sparse) * dense + sparse * experts)
+    of_dense = attention + 3 * (hidden + shape.mlp_columns)
+    of_sparse = attention + 3 * (hidden + max(1, shape.experts_per_token) * shape.expert_columns)
+    count = rank * (dense * of_dense + sparse * of_sparse)
     if training.method == "dora":
-        count += trained * (queries + 2 * keys + 2 * hidden + 2 * shape.mlp_columns)
+        count += (dense + sparse) * (queries + 2 * keys + 2 * hidden + 2 * shape.mlp_columns)
     ends = 2 * rank * (shape.vocabulary + hidden) * training.adapts_embeddings
     return count + ends, rank * max(hidden, shape.mlp_columns, shape.vocabulary * training.adapts_embeddings)
 
@@ -286,13 +278,6 @@ class MemoryModel:
 def whole_weight_bytes(shape: ModelShape) -> int:
     """Bytes of all weights, as loaded."""
     return sum(rank_bytes(shape, divide(shape, [1.0]), 0))
-
-
-def largest_micro_batch(needed: Callable[[int], float], limit_bytes: float | None, most: int) -> int:
-    """The most pairs, up to `most`, that need no more than the limit: 0 where one does not fit."""
-    if limit_bytes is None:
-        return most
-    return max((pairs for pairs in range(1, most + 1) if needed(pairs) <= limit_bytes), default=0)
 
 
 def metal_limit_bytes(memory_bytes: int) -> int:

@@ -23,7 +23,7 @@ from lib.plan.memory import (
     trained_bytes_per_parameter,
     trained_parameters,
 )
-from lib.plan.plan import ClusterPlan, Prediction, RankPlan, StagePlan, sum_of
+from lib.plan.plan import ClusterPlan, Prediction, RankPlan, StagePlan, needed_bytes, sum_of
 from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, DRIFT, check_count, split_evenly_sized
 from lib.plan.speeds import BACKWARD, HostSpeeds
 from lib.system.hardware import Device
@@ -40,31 +40,29 @@ def cut_costs(facts: PlanFacts, speeds: HostSpeeds, pairs: int, more_in_flight: 
 
     more_in_flight: micro-batches of every stage but the last, beyond the usual 1F1B's.
     """
-    assert facts.memory is not None
-    hosts, settings, ranks = facts.hosts, facts.settings, len(facts.hosts)
+    hosts, settings, ranks, memory = facts.hosts, facts.settings, len(facts.hosts), speeds.memory
     micro_batches, in_flight = -(-facts.batch_size // pairs), depths(ranks, more_in_flight)
     mean = facts.batch_size / micro_batches
     of_block, of_head = np.array([speeds.parts(rank, pairs) for rank in range(ranks)]).T * mean / pairs
     is_last = np.arange(ranks) == ranks - 1
-    held, ends = held_bytes(facts.memory, ranks)
-    kept, inputs, work = np.array([_activations(facts.memory, host.device or "metal", pairs) for host in hosts]).T
-    batch = facts.memory.rows.batch(pairs, facts.memory.training.shared_prompts)
-    work[-1] += head_bytes(facts.memory.shape, facts.memory.training, batch, hosts[-1].device or "metal")
+    held, ends = held_bytes(memory, ranks)
+    kept, inputs, work = np.array([_activations(memory, host.device or "metal", pairs) for host in hosts]).T
+    batch = memory.rows.batch(pairs, memory.training.shared_prompts)
+    work[-1] += head_bytes(memory.shape, memory.training, batch, hosts[-1].device or "metal")
     must, flying = bool(settings.model.gradient_checkpointing), np.array(in_flight)
-    message = batch.tokens * facts.memory.shape.hidden_size * facts.item_bytes
+    message = batch.tokens * memory.shape.hidden_size * facts.item_bytes
     fixed = ends + work
     forbidden = [np.full(ranks, must), np.full(ranks, not settings.may_checkpoint), is_last | must]
+    sent = facts.tokens(pairs)[0] * mean / pairs * _token_bytes(facts)
     return CutCosts(  # in the order of Keeps
-        blocks=facts.memory.shape.blocks,
+        blocks=memory.shape.blocks,
         block_seconds=of_block,
         end_seconds=np.where(is_last, of_head, 0.0),
         backward=BACKWARD[settings.model.method],
         block_bytes=held + np.array([flying * kept, flying * inputs, kept]),
         fixed_bytes=np.where(forbidden, np.inf, [fixed, fixed + kept, fixed + flying * message]),
         room=np.array([(1 - MEMORY_HEADROOM) * (host.memory_bytes or UNKNOWN_BYTES) for host in hosts]),
-        hops=tuple(
-            _hop(facts, rank, facts.tokens(pairs)[0] * mean / pairs * _sent_bytes(facts)) for rank in range(ranks - 1)
-        ),
+        hops=tuple(_hop(facts, rank, sent) for rank in range(ranks - 1)),
         in_flight=in_flight,
         micro_batches=micro_batches,
     )
@@ -97,12 +95,13 @@ def _activations(memory: MemoryModel, device: Device, pairs: int) -> tuple[float
     return kept, next(iter(blocks.values())).input, max(block.at_work for block in blocks.values())
 
 
-def _sent_bytes(facts: PlanFacts) -> float:
+def _token_bytes(facts: PlanFacts) -> float:
     """Of a token between two stages."""
     assert facts.memory is not None
     item = facts.item_bytes
-    sent = {"bf16": 2, "int8": 1 + 4 / 256}.get(facts.settings.sync.compression, item)
-    return facts.memory.shape.hidden_size * min(sent, item)
+    return facts.memory.shape.hidden_size * min(
+        {"bf16": 2, "int8": 1 + 4 / 256}.get(facts.settings.sync.compression, item), item
+    )
 
 
 def _hop(facts: PlanFacts, rank: int, size_bytes: float) -> Hop:
@@ -146,18 +145,10 @@ def plan_pipelined(facts: PlanFacts) -> ClusterPlan:
     stages = _stages(facts, chosen, known)
     sizes = split_evenly_sized(batch, chosen.size)
     updates = [curve.step_overhead_seconds for curve in speeds.curves]
-    update = max(
-        (o * b / speeds.memory.shape.blocks for o, b in zip(updates, chosen.cut.blocks, strict=False)), default=0.0
-    )
-    prediction = Prediction(
-        f"pipelined, {sum_of(chosen.cut.blocks)} blocks",
-        tuple(names),
-        chosen.cut.step_seconds + update if known else None,
-        None,
-        True,
-        max(stage.needed_bytes for stage in stages),
-        sum(stage.sent_bytes for stage in stages) / len(stages),
-    )
+    parts = [o * b / speeds.memory.shape.blocks for o, b in zip(updates, chosen.cut.blocks, strict=False)]
+    seconds = chosen.cut.step_seconds + max(parts, default=0.0) if known else None
+    largest = max(map(needed_bytes, stages))
+    label = f"pipelined, {sum_of(chosen.cut.blocks)} blocks"
     return ClusterPlan(
         strategy="pipelined",
         global_batch_size=batch,
@@ -165,7 +156,7 @@ def plan_pipelined(facts: PlanFacts) -> ClusterPlan:
         sync_seconds=0.0,
         reason=reason,
         warnings=_warnings(facts, stages),
-        predictions=(prediction,),
+        predictions=(Prediction(label, tuple(names), seconds, None, True, largest),),
     )
 
 
@@ -190,42 +181,37 @@ def _choose(facts: PlanFacts, speeds: HostSpeeds, blocks: tuple[int, ...] | None
     Raises:
         UserError: no cut fits the hosts' memory.
     """
-    configured = facts.settings.plan.micro_batch_sizes
-    sizes = list(configured[:1]) if configured else _sizes(facts)
-    choices = []
-    for size in sizes:
-        costs = cut_costs(facts, speeds, size)
+
+    def candidate(size: int, more: int = 0) -> SizedCut | None:
+        costs = cut_costs(facts, speeds, size, more)
         cut = cut_at(costs, blocks) if blocks else best_cut(costs)
-        choices += [SizedCut(size, costs, cut)] if cut else []
+        return SizedCut(size, costs, cut) if cut else None
+
+    configured = facts.settings.plan.micro_batch_sizes
+    most = min(speeds.memory.most_pairs(host.device or "metal") for host in facts.hosts)
+    most = min(most, facts.batch_size, DEFAULT_MICRO_BATCH_SIZE)
+    sizes = list(configured[:1]) if configured else [size for size in SIZES if size <= most]
+    choices = [choice for choice in map(candidate, sizes) if choice]
     if not choices:
         raise UserError(_why_not(facts, speeds, min(sizes)))
-    best = min(choices, key=lambda one: (not one.cut.fits, one.cut.step_seconds, one.size))
+    best = min(choices, key=lambda choice: (not choice.cut.fits, choice.cut.step_seconds, choice.size))
     for more in DEEPER if any(map(sum, best.costs.hops)) else ():
-        costs = cut_costs(facts, speeds, best.size, more)
-        cut = cut_at(costs, blocks) if blocks else best_cut(costs)
+        deeper = candidate(best.size, more)
         # One more costs no time: it makes up for links that are slower, and passes that vary more, than was measured.
         enough = 1.0 if more == 1 else 1 - WORTH_IT
-        if cut is not None and cut.fits and cut.step_seconds <= enough * best.cut.step_seconds:
-            best = SizedCut(best.size, costs, cut)
+        if deeper and deeper.cut.fits and deeper.cut.step_seconds <= enough * best.cut.step_seconds:
+            best = deeper
     return best
-
-
-def _sizes(facts: PlanFacts) -> list[int]:
-    assert facts.memory is not None
-    most = min(facts.memory.most_pairs(host.device or "metal") for host in facts.hosts)
-    return [size for size in SIZES if size <= min(most, facts.batch_size, DEFAULT_MICRO_BATCH_SIZE)] or [1]
 
 
 def _as_measured_before(facts: PlanFacts, speeds: HostSpeeds) -> SizedCut | None:
     """The cut of the run that is resumed, or a better one for hosts as fast as they were; None: no cut to keep."""
-    before, settings = facts.stages_before, facts.settings.plan
-    if before is None or len(before.blocks) != len(facts.hosts) or sum(before.blocks) != speeds.memory.shape.blocks:
+    before, ranks = facts.stages_before, len(facts.hosts)
+    if before is None or len(before.blocks) != ranks or sum(before.blocks) != speeds.memory.shape.blocks:
         return None
     same = _choose(facts, speeds, before.blocks)
-    if not same.cut.fits:
-        return None
-    if len(before.step_seconds) != len(facts.hosts) or not settings.replan:
-        return same
+    if not same.cut.fits or len(before.step_seconds) != ranks or not facts.settings.plan.replan:
+        return same if same.cut.fits else None
     passes = np.array(same.cut.forward_seconds) + np.array(same.cut.backward_seconds)
     slower, costs = np.array(before.step_seconds) / (same.costs.micro_batches * passes), same.costs
     costs = replace(costs, block_seconds=costs.block_seconds * slower, end_seconds=costs.end_seconds * slower)
@@ -243,11 +229,10 @@ def _why_not(facts: PlanFacts, speeds: HostSpeeds, size: int) -> str:
     memory = [(host.memory_bytes or 0) / 1e9 for host in facts.hosts]
     held = ", ".join(f"{n} {b} of {m:.2f} GB" for n, b, m in zip(facts.names, most, memory, strict=True))
     smaller = "lower plan.micro_batch_sizes, " * (size > 1)
-    smaller += "try model.gradient_checkpointing=true, " * (facts.settings.model.gradient_checkpointing is False)
     return (
         f"strategy=pipelined: of {blocks} blocks the hosts hold {sum(most)} ({held}, each less {MEMORY_HEADROOM:.0%} "
-        f"headroom) with micro-batches of {size} pair{'s' * (size > 1)}; {smaller}add {missing:.2f} GB of memory with "
-        "another host, or take a quantised model with model.method=lora"
+        f"headroom) with micro-batches of {size} pairs; {smaller}add {missing:.2f} GB of memory with another host, or "
+        "take a quantised model with model.method=lora"
     )
 
 
@@ -255,45 +240,40 @@ def _stages(facts: PlanFacts, chosen: SizedCut, known: bool) -> tuple[StagePlan,
     assert facts.memory is not None
     costs, cut = chosen.costs, chosen.cut
     of_block, ends = held_bytes(facts.memory, len(facts.hosts))
-    sent = facts.tokens(facts.batch_size)[0] * _sent_bytes(facts)  # over one cut, in one direction
     stages = []
     for rank, (first, blocks) in enumerate(zip(accumulate(cut.blocks, initial=0), cut.blocks, strict=False)):
         held, keeps = of_block * blocks + ends[rank], cut.keeps[rank]
         needed = costs.block_bytes[keeps, rank] * blocks + costs.fixed_bytes[keeps, rank]
-        stage = StagePlan(
-            first_block=first,
-            blocks=blocks,
-            in_flight=costs.in_flight[rank],
-            recomputes=keeps == Keeps.INPUT,
-            gradient_checkpointing=keeps == Keeps.BLOCK_INPUTS,
-            held_bytes=round(held),
-            activation_bytes=round(needed - held),
-            memory_bytes=facts.hosts[rank].memory_bytes,
-            sent_bytes=sent * ((rank > 0) + (rank < len(cut.blocks) - 1)),
+        stages.append(
+            StagePlan(
+                first_block=first,
+                blocks=blocks,
+                in_flight=costs.in_flight[rank],
+                recomputes=keeps == Keeps.INPUT,
+                gradient_checkpointing=keeps == Keeps.BLOCK_INPUTS,
+                held_bytes=round(held),
+                activation_bytes=round(needed - held),
+                memory_bytes=facts.hosts[rank].memory_bytes,
+                forward_seconds=cut.forward_seconds[rank] if known else None,
+                backward_seconds=cut.backward_seconds[rank] if known else None,
+                idle_fraction=cut.idle_fraction(rank, costs.micro_batches) if known else None,
+            )
         )
-        if known:
-            idle = cut.idle_fraction(rank, costs.micro_batches)
-            forward, backward = cut.forward_seconds[rank], cut.backward_seconds[rank]
-            stage = replace(stage, forward_seconds=forward, backward_seconds=backward, idle_fraction=idle)
-        stages.append(stage)
     return tuple(stages)
 
 
 def _warnings(facts: PlanFacts, stages: Sequence[StagePlan]) -> tuple[str, ...]:
     warnings = []
-    unknown = [
-        f"{a} to {b}" for rank, (a, b) in enumerate(pairwise(facts.names)) if a != b and not facts.link_between(rank)
-    ]
+    pairs = enumerate(pairwise(facts.names))
+    unknown = [f"{a} to {b}" for rank, (a, b) in pairs if a != b and not facts.link_between(rank)]
     if unknown:
         warnings.append(
-            f"link {', '.join(dict.fromkeys(unknown))}: not calibrated, planned with "
-            f"{ASSUMED_LINK.bandwidth_bytes_per_second / 1e6:.0f} MB/s and {ASSUMED_LINK.latency_seconds * 1e3:g} ms "
-            "of latency (1 Gbit/s); make calibrate measures it"
+            f"link {', '.join(dict.fromkeys(unknown))}: not calibrated, planned with 110 MB/s and 0.5 ms of latency "
+            "(1 Gbit/s); make calibrate measures it"
         )
     for name, stage in zip(facts.names, stages, strict=True):
-        if stage.memory_bytes and stage.needed_bytes > (1 - MEMORY_HEADROOM) * stage.memory_bytes:
-            warnings.append(
-                f"host {name}: its {stage.blocks} blocks need {stage.needed_bytes / 1e9:.2f} GB, "
-                f"of {stage.memory_bytes / 1e9:.2f} GB" + "; leave plan.shares out" * bool(facts.settings.plan.shares)
-            )
+        needed = needed_bytes(stage)
+        if stage.memory_bytes and needed > (1 - MEMORY_HEADROOM) * stage.memory_bytes:
+            sizes = f"{needed / 1e9:.2f} GB, of {stage.memory_bytes / 1e9:.2f} GB"
+            warnings.append(f"host {name}: its {stage.blocks} blocks need {sizes}; leave plan.shares out")
     return tuple(warnings)

@@ -12,20 +12,9 @@ from dataclasses import asdict, dataclass, field, replace
 import numpy as np
 
 from lib.model.partition import Division
+from lib.plan import shares as work
 from lib.plan.calibration import BatchCurve, CurveKey
-from lib.plan.shares import (
-    DEFAULT_MICRO_BATCH_SIZE,
-    best_shares,
-    check_count,
-    check_memory,
-    curve_identity,
-    distribute_work,
-    equal_shares,
-    fastest_micro_batches,
-    listed,
-    solo_pairs_per_second,
-    split_evenly_sized,
-)
+from lib.plan.shares import listed, split_evenly_sized
 
 GOOD_EFFICIENCY = 0.95  # below it, a plan says which global batch would reach it
 DRAWN = {"points", "memory_limit_bytes", "key", "source", "measured_at"}  # of a curve, in plan.json
@@ -46,10 +35,10 @@ class PartOfModel:
     whole_bytes: int  # what every rank keeps
     training_bytes: int  # gradients and optimizer
     memory_bytes: int | None  # that the rank may use
-    activation_bytes: int | None = None  # what a micro-batch takes besides, by the formula
+    activation_bytes: int = 0  # what a micro-batch takes besides, by the formula
 
     @property
-    def needed_bytes(self) -> int:
+    def held_bytes(self) -> int:
         """All but activations."""
         return self.divided_bytes + self.whole_bytes + self.training_bytes
 
@@ -58,9 +47,6 @@ class PartOfModel:
             "part": f"{100 * self.share:.1f} %",
             "KV heads": str(self.kv_heads),
             "MLP columns": str(self.columns),
-            "weights and training GB": gigabytes(self.needed_bytes),
-            "activations GB": gigabytes(self.activation_bytes),
-            "memory GB": gigabytes(self.memory_bytes),
         }
 
 
@@ -76,29 +62,23 @@ class StagePlan:
     held_bytes: int  # weights, adapters, gradients, optimizer
     activation_bytes: int  # of all micro-batches in flight
     memory_bytes: int | None  # that the rank may use
-    sent_bytes: float = 0.0  # a step
     forward_seconds: float | None = None  # of one micro-batch; None: not known
     backward_seconds: float | None = None  # with the second forward pass, where it recomputes
     idle_fraction: float | None = None  # of a step: the bubble, and waiting for slower stages
-
-    @property
-    def needed_bytes(self) -> int:
-        """All that it holds at its largest moment."""
-        return self.held_bytes + self.activation_bytes
 
     def row(self) -> dict[str, str]:
         seconds = (self.forward_seconds or 0.0) + (self.backward_seconds or 0.0)
         return {
             "blocks": f"{self.first_block + 1}-{self.first_block + self.blocks} ({self.blocks})",
-            "in flight": str(self.in_flight),
             "keeps": "input" if self.recomputes else "block inputs" if self.gradient_checkpointing else "activations",
             "micro-batch s": "unknown" if self.forward_seconds is None else f"{seconds:.3g}",
             "idle": "unknown" if self.idle_fraction is None else f"{self.idle_fraction:.0%}",
-            "sent MB a step": f"{self.sent_bytes / 1e6:.3g}",
-            "weights and training GB": gigabytes(self.held_bytes),
-            "activations GB": gigabytes(self.activation_bytes),
-            "memory GB": gigabytes(self.memory_bytes),
         }
+
+
+def needed_bytes(part: PartOfModel | StagePlan) -> int:
+    """All that a rank holds of a divided model at its largest moment."""
+    return part.held_bytes + part.activation_bytes
 
 
 @dataclass(frozen=True)
@@ -129,7 +109,9 @@ class RankPlan:
     def row(self, batch_size: int) -> dict[str, str]:
         """For the plan's table."""
         if self.part is not None:
-            return self.part.row()
+            memory = self.part.held_bytes, self.part.activation_bytes, self.part.memory_bytes
+            names = "weights and training GB", "activations GB", "memory GB"
+            return self.part.row() | dict(zip(names, map(gigabytes, memory), strict=True))
         sizes = {size: self.micro_batch_sizes.count(size) for size in dict.fromkeys(self.micro_batch_sizes)}
         solo, seconds = self.solo_pairs_per_second, self.predicted_compute_seconds
         return {
@@ -152,7 +134,6 @@ class Prediction:
     efficiency: float | None  # over the sum of what all hosts of the run do alone; None for one host
     chosen: bool = False
     memory_bytes: int | None = None  # the largest host's peak, as measured, or as weights and optimizer need at least
-    bytes_per_step: float | None = None  # that each rank sends, on average
 
 
 @dataclass(frozen=True)
@@ -285,31 +266,23 @@ class ClusterPlan:
 
     def to_dict(self) -> dict[str, object]:
         """For plan.json and the records; of the curves what can be drawn."""
-        bare = replace(
-            self, rounds=None, basis=Basis(), ranks=tuple(replace(r, curve=None, part=None) for r in self.ranks)
-        )
-        ranks = [
-            {**rank, "predicted_compute_seconds": plan.predicted_compute_seconds}
-            for rank, plan in zip(asdict(bare)["ranks"], self.ranks, strict=True)
-        ]
+        bare = tuple(replace(rank, curve=None, part=None) for rank in self.ranks)
+        stored = asdict(replace(self, ranks=bare, rounds=None, basis=Basis()))
+        for rank, of_rank in zip(self.ranks, stored["ranks"], strict=True):
+            of_rank["predicted_compute_seconds"] = rank.predicted_compute_seconds
+        del stored["basis"]
+        derived = ("calibrated", "steps_per_round", "shares", "blocks", "predicted_step_seconds", "efficiency")
+        derived += ("predicted_pairs_per_second", "solo_sum_pairs_per_second")
         return {
-            **{name: value for name, value in asdict(bare).items() if name != "basis"},
-            "ranks": ranks,
+            **stored,
+            **{name: getattr(self, name) for name in derived},
             "parts": [asdict(part) for part in self.parts],
             "stages": [asdict(stage) for stage in self.stages],
-            "calibrated": self.calibrated,
-            "steps_per_round": self.steps_per_round,
             "merges": self.rounds and self.rounds.merges,
             "merging": self.rounds.reason if self.rounds else "",
             "key": self.basis.key and self.basis.key.model_dump(mode="json"),
             "matmul_gflops": dict(self.basis.matmul_gflops),
             "curves": [curve and curve.model_dump(mode="json", include=DRAWN) for curve in self.curves],
-            "shares": self.shares,
-            "blocks": self.blocks,
-            "predicted_step_seconds": self.predicted_step_seconds,
-            "predicted_pairs_per_second": self.predicted_pairs_per_second,
-            "solo_sum_pairs_per_second": self.solo_sum_pairs_per_second,
-            "efficiency": self.efficiency,
         }
 
     # ---- Other micro-batches for the same hosts
@@ -365,36 +338,33 @@ def plan_cluster(
     measured = [curve for curve in curves if curve is not None]
     for host, curve in zip(hosts, curves, strict=True):
         if curve is not None:
-            check_memory(host, curve)
+            work.check_memory(host, curve)
     for name, numbers in (("shares", shares), ("micro_batch_sizes", micro_batch_sizes)):
         if numbers is not None:
-            check_count(f"plan.{name}", numbers, len(hosts))
+            work.check_count(f"plan.{name}", numbers, len(hosts))
     reason = "shares as plan.shares has them"
     if shares is None and len(measured) == len(hosts) > 1:
-        shares, reason = best_shares(hosts, measured, global_batch_size, sync_seconds, micro_batch_sizes)
+        shares, reason = work.best_shares(hosts, measured, global_batch_size, sync_seconds, micro_batch_sizes)
     elif shares is None:
         unknown = [host for host, curve in zip(hosts, curves, strict=True) if curve is None]
         shares, reason = _unmeasured_shares(len(hosts), global_batch_size, unknown, speeds)
     fastest: dict[object, tuple[int, ...]] = {}  # of equal ranks
-    ranks = []
-    for rank, (host, curve) in enumerate(zip(hosts, curves, strict=True)):
-        share = int(shares[rank])
+    ranks, warnings = [], []
+    for rank, (host, curve, share) in enumerate(zip(hosts, curves, map(int, shares), strict=True)):
         if micro_batch_sizes is not None or curve is None:
-            size = micro_batch_sizes[rank] if micro_batch_sizes is not None else DEFAULT_MICRO_BATCH_SIZE
+            size = micro_batch_sizes[rank] if micro_batch_sizes is not None else work.DEFAULT_MICRO_BATCH_SIZE
             sizes = split_evenly_sized(share, size)
+            if curve is not None and max(sizes, default=0) > curve.max_batch_size:
+                known = f"but at most {curve.max_batch_size} are known to fit"
+                warnings.append(f"rank {rank} ({host}): micro-batches of {max(sizes)} pairs, {known}")
         else:
-            identity = curve_identity(curve), share
-            sizes = fastest.get(identity) or fastest.setdefault(identity, fastest_micro_batches(curve, share))
-        ranks.append(RankPlan(rank, host, share, sizes, curve, solo_pairs_per_second(curve) if curve else None))
-    is_alone = sum(share > 0 for share in shares) == 1
-    return ClusterPlan(
-        strategy="synchronous",
-        global_batch_size=global_batch_size,
-        ranks=tuple(ranks),
-        sync_seconds=0.0 if is_alone else sync_seconds,
-        reason=reason,
-        warnings=_warnings(ranks, global_batch_size),
-    )
+            identity = work.curve_identity(curve), share
+            sizes = fastest.get(identity) or fastest.setdefault(identity, work.fastest_micro_batches(curve, share))
+        ranks.append(RankPlan(rank, host, share, sizes, curve, work.solo_pairs_per_second(curve) if curve else None))
+    if idle := [f"{rank.rank} ({rank.host})" for rank in ranks if rank.share == 0]:
+        warnings.append(f"no work at a global batch of {global_batch_size} for rank {listed(idle)}")
+    sync_seconds = 0.0 if sum(share > 0 for share in shares) == 1 else sync_seconds
+    return ClusterPlan("synchronous", global_batch_size, tuple(ranks), sync_seconds, reason, warnings=tuple(warnings))
 
 
 def _unmeasured_shares(
@@ -405,26 +375,13 @@ def _unmeasured_shares(
         return [batch_size], "one rank does all"
     missing = listed(list(dict.fromkeys(unknown)))
     if speeds is None:
-        return equal_shares(batch_size, ranks), (
+        return work.equal_shares(batch_size, ranks), (
             f"equal shares: no calibration of {missing}; make calibrate measures the hosts, plan.shares overrules"
         )
-    return distribute_work(batch_size, speeds), (
+    return work.distribute_work(batch_size, speeds), (
         f"shares in proportion to the hosts' matrix-product rates, without a calibration of {missing}; "
         "the first steps correct them, make calibrate measures the hosts"
     )
-
-
-def _warnings(ranks: Sequence[RankPlan], batch_size: int) -> tuple[str, ...]:
-    """Micro-batches larger than any that is known to fit, and ranks without work."""
-    warnings = [
-        f"rank {rank.rank} ({rank.host}): micro-batches of {max(rank.micro_batch_sizes)} pairs, "
-        f"but at most {rank.curve.max_batch_size} are known to fit"
-        for rank in ranks
-        if rank.curve is not None and max(rank.micro_batch_sizes, default=0) > rank.curve.max_batch_size
-    ]
-    if idle := [f"{rank.rank} ({rank.host})" for rank in ranks if rank.share == 0]:
-        warnings.append(f"no work at a global batch of {batch_size} for rank {listed(idle)}")
-    return tuple(warnings)
 
 
 def sufficient_global_batch(

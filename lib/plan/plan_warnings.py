@@ -7,11 +7,12 @@ from dataclasses import replace
 import numpy as np
 
 from lib.config.settings import PlanSettings, TrainSettings
+from lib.errors import UserError
 from lib.plan.facts import DIVIDED, PlanSections
 from lib.plan.plan import ClusterPlan, plan_cluster
 from lib.plan.shares import solo_pairs_per_second
 
-NOTEWORTHY = 0.05  # of a step's time, or of a speed: less is not worth a word
+NOTEWORTHY = 0.05  # of a step's time: less is not worth a word
 HIGHEST_RATE = 1e-2  # of Adam, whose steps are about as long as its rate
 STRAYED_NATS = 100.0  # of KL to the reference, a completion
 ROOM_FOR_ACTIVATIONS = 0.5  # of a host's memory, left free beside weights, gradients and optimizer
@@ -19,18 +20,11 @@ ROOM_FOR_ACTIVATIONS = 0.5  # of a host's memory, left free beside weights, grad
 
 def advised(settings: PlanSections, plan: ClusterPlan) -> ClusterPlan:
     """The plan, with a warning for each practice that it goes against."""
-    warnings = [
-        slow_shares(settings.plan, plan),
-        *beyond_the_knee(plan),
-        needless_division(settings.strategy, plan),
-        not_calibrated(settings.plan, plan),
-        *learning_rate(settings.train),
-    ]
+    warnings = [slow_shares(settings.plan, plan), needless_division(settings.strategy, plan)]
+    warnings += [*beyond_the_knee(plan), not_calibrated(settings.plan, plan), *learning_rate(settings.train)]
     if settings.independent.merge == "outer" and plan.rounds is not None and plan.rounds.merges == 1:
-        warnings.append(  # it takes a part of each round's change, as if more rounds came
-            f"independent.merge=outer in one round takes {settings.independent.outer_learning_rate:g} of what was "
-            "learnt; leave independent.pairs_per_round out, or take another merge"
-        )
+        taken = f"takes {settings.independent.outer_learning_rate:g} of what was learnt"  # as if more rounds came
+        warnings.append(f"independent.merge=outer in one round {taken}; leave independent.pairs_per_round out")
     return replace(plan, warnings=(*plan.warnings, *filter(None, warnings)))
 
 
@@ -62,11 +56,9 @@ def beyond_the_knee(plan: ClusterPlan) -> list[str]:
             continue
         speed, best = largest / float(curve.seconds(np.array([largest]))[0]), solo_pairs_per_second(curve)
         if speed < (1 - NOTEWORTHY) * best:
-            warnings.append(
-                f"rank {rank.rank} ({rank.host}): micro-batches of {largest} pairs are beyond its knee, "
-                f"{speed:.3g} pairs/s where {curve.best_point.batch_size} give {best:.3g}; "
-                "leave plan.micro_batch_sizes out"
-            )
+            rates = f"{speed:.3g} pairs/s where {curve.best_point.batch_size} give {best:.3g}"
+            knee = f"rank {rank.rank} ({rank.host}): micro-batches of {largest} pairs are beyond its knee"
+            warnings.append(f"{knee}, {rates}; leave plan.micro_batch_sizes out")
     return warnings
 
 
@@ -76,20 +68,23 @@ def needless_division(strategy: str, plan: ClusterPlan) -> str:
     if strategy not in DIVIDED or len(plan.ranks) < 2 or len(memory) < len(plan.ranks):
         return ""
     needed = sum(stage.held_bytes for stage in plan.stages)
-    needed += sum(part.divided_bytes + part.training_bytes for part in plan.parts)
+    needed += sum(part.held_bytes - part.whole_bytes for part in plan.parts)
     needed += max((part.whole_bytes for part in plan.parts), default=0)
     if needed > (1 - ROOM_FOR_ACTIVATIONS) * min(memory):
         return ""
-    return (
-        f"strategy={strategy}: the whole model takes {needed / 1e9:.3g} GB and the smallest host has "
-        f"{min(memory) / 1e9:.3g} GB; parts wait for each other, replicas do not: strategy=auto"
-    )
+    sizes = f"the whole model takes {needed / 1e9:.3g} GB and the smallest host has {min(memory) / 1e9:.3g} GB"
+    return f"strategy={strategy}: {sizes}; parts wait for each other, replicas do not: strategy=auto"
 
 
 def not_calibrated(settings: PlanSettings, plan: ClusterPlan) -> str:
-    """Several hosts, of which one has no curve."""
+    """Several hosts, of which one has no curve; raises UserError where plan.require_calibration refuses that."""
     unknown = [rank.host for rank in plan.ranks if rank.curve is None]
-    if plan.divides_model or not unknown or len({rank.host for rank in plan.ranks}) == 1:
+    if plan.divides_model or not unknown:
+        return ""
+    if settings.require_calibration:
+        hosts = ", ".join(dict.fromkeys(unknown))
+        raise UserError(f"plan.require_calibration: no calibration of {hosts} for this model; run make calibrate there")
+    if len({rank.host for rank in plan.ranks}) == 1:
         return ""
     is_open = settings.replan and settings.shares is None
     until = "the first steps correct the shares" if is_open else "whether the shares suit the hosts is not known"
@@ -133,12 +128,9 @@ def uneven_labels(rows: int, desirable: int, train: TrainSettings) -> str | None
     ratio = train.desirable_weight * desirable / (train.undesirable_weight * undesirable)
     if 0.5 <= ratio <= 2:
         return None
-    more, name = ("desirable", "undesirable") if ratio > 1 else ("undesirable", "desirable")
-    times = max(ratio, 1 / ratio)
-    return (
-        f"{desirable:,} rows are desirable and {undesirable:,} are not: the {more} ones weigh {times:.3g} times as "
-        f"much; train.{name}_weight={getattr(train, f'{name}_weight') * times:.3g} evens them out"
-    )
+    name, times = "undesirable" if ratio > 1 else "desirable", max(ratio, 1 / ratio)
+    evened = f"train.{name}_weight={getattr(train, f'{name}_weight') * times:.3g} evens them out"
+    return f"{desirable:,} rows are desirable and {undesirable:,} are not, {times:.3g} times the weight; {evened}"
 
 
 def long_warm_up(steps: int, train: TrainSettings) -> str | None:

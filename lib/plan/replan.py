@@ -42,7 +42,7 @@ class Schedule:
 
     Args:
         first: the plan that the run starts with.
-        settings: threshold and patience; a user's shares stand, whatever is measured.
+        settings: a user's shares stand, whatever is measured.
         lead: a plan that is decided after step s begins at step s + lead, whose batches are not begun.
         steps: of the whole run.
     """
@@ -51,11 +51,9 @@ class Schedule:
         self.plans = [PlannedSteps(1, first)]
         self.settings, self.lead, self.steps = settings, lead, steps
         self.is_open = settings.replan and settings.shares is None and len(first.workers) > 1
-        self.remarks: list[str] = []  # where other shares would be faster than fixed ones; the caller takes them
-        self._is_watched = len(first.workers) > 1
         # Equal ranks of one machine without a curve stay equal, and their bits the same, unless they drift far.
-        self._corrects = self.is_open and (any(first.curves) or len({rank.host for rank in first.ranks}) > 1)
-        self._speeds = _Speeds(DRIFT_STEPS)
+        self._corrects = any(first.curves) or len({rank.host for rank in first.ranks}) > 1
+        self._speeds = _Speeds()
         self._corrections = 0
 
     def at(self, step: int) -> ClusterPlan:
@@ -74,7 +72,7 @@ class Schedule:
         """
         (first, plan), speeds = self.plans[-1], self._speeds
         # A plan's first step compiles and allocates.
-        if not self._is_watched or step <= first or not speeds.add(plan, tokens, compute_seconds):
+        if not self.is_open or step <= first or not speeds.add(plan, tokens, compute_seconds):
             return None
         new = None
         looks, rest = divmod(speeds.observed, FIRST_LOOK)
@@ -84,14 +82,8 @@ class Schedule:
         if new is None and len(speeds.excess) == DRIFT_STEPS and min(speeds.excess) > DRIFT:
             new = self._plan_again(plan, step, DRIFT_STEPS, DRIFT, DRIFT_ERRORS)
             speeds.excess.clear()
-        if new is not None and not self.is_open:
-            fixed = "plan.shares" if self.settings.shares is not None else "plan.replan=false"
-            self.remarks.append(f"{fixed} keeps shares {plan.shares}, where {new.shares} would do: {new.reason}")
-            self._is_watched = False  # once is enough
-            return None
         if new is not None:
-            speeds.forget_plan()
-            self.plans.append(PlannedSteps(step + self.lead, new))
+            self._begin(step, new)
         return new
 
     def halve(self, step: int, ranks: Sequence[int], gradient_checkpointing: bool = False) -> ClusterPlan:
@@ -107,9 +99,12 @@ class Schedule:
             why = f"micro-batches of at most {', '.join(str(new.ranks[rank].max_micro_batch_size) for rank in ranks)}"
         names = ", ".join(f"rank {rank} ({plan.ranks[rank].host})" for rank in hit)
         new = replace(new, reason=f"{names} ran out of memory in step {step}: {why}", warnings=(), predictions=())
-        self.plans.append(PlannedSteps(step + self.lead, new))
-        self._speeds.forget_plan()
+        self._begin(step, new)
         return new
+
+    def _begin(self, step: int, new: ClusterPlan) -> None:
+        self._speeds.forget_plan()
+        self.plans.append(PlannedSteps(step + self.lead, new))
 
     def most_at(self, worker: int) -> int | None:
         """The largest micro-batch that memory leaves to a worker, from now on, whatever the plan of a step says."""
@@ -138,24 +133,17 @@ class Schedule:
         # Short runs end before a change pays, and their steps are so short that mere noise looks like drift.
         if (now - then) * (self.steps - step - self.lead + 1) < LEAST_SECONDS:
             return None
-        shown = ", ".join(f"rank {r.rank} ({r.host}) {rates[r.rank]:.4g}" for r in plan.ranks[:8] if r.share)
         # Speeds alone are what the summary's efficiency compares with; they were not measured again.
-        ranks = tuple(
-            replace(
-                theirs,
-                solo_pairs_per_second=ours.solo_pairs_per_second,
-                curve=theirs.curve if has_curves else ours.curve,
-            )
-            for theirs, ours in zip(new.ranks, plan.ranks, strict=True)
-        )
-        changed = replace(plan, ranks=ranks, warnings=new.warnings, predictions=())
+        ranks = [
+            replace(a, solo_pairs_per_second=b.solo_pairs_per_second, curve=a.curve if has_curves else b.curve)
+            for a, b in zip(new.ranks, plan.ranks, strict=True)
+        ]
+        changed = replace(plan, ranks=tuple(ranks), warnings=new.warnings, predictions=())
         changed = changed.within([rank.max_micro_batch_size for rank in plan.ranks])
         after = changed.predicted_step_seconds if has_curves else then + plan.sync_seconds
-        reason = (
-            f"measured up to step {step}: {now + plan.sync_seconds:.4g} s a step in the old shares, {after:.4g} s in "
-            f"the new; pairs/s of {shown}"
-        )
-        return replace(changed, reason=reason)
+        shown = ", ".join(f"rank {r.rank} ({r.host}) {rates[r.rank]:.4g}" for r in plan.ranks[:8] if r.share)
+        times = f"{now + plan.sync_seconds:.4g} s a step in the old shares, {after:.4g} s in the new"
+        return replace(changed, reason=f"measured up to step {step}: {times}; pairs/s of {shown}")
 
     # ---- In a checkpoint
 
@@ -184,8 +172,8 @@ class Schedule:
             sizes = [tuple(of_rank) for of_rank in stored["micro_batch_sizes"]]
             same = sizes == [rank.micro_batch_sizes for rank in first.ranks]
             plan = first if same else first.with_micro_batches(sizes, "as the checkpoint has it")
-            plan = plan.within(stored.get("max_micro_batch_sizes") or [None] * len(plan.ranks))
-            checkpointing = first.gradient_checkpointing or stored.get("gradient_checkpointing", False)
+            plan = plan.within(stored["max_micro_batch_sizes"])
+            checkpointing = first.gradient_checkpointing or stored["gradient_checkpointing"]
             self.plans.append(PlannedSteps(stored["first_step"], replace(plan, gradient_checkpointing=checkpointing)))
         return True
 
@@ -208,10 +196,10 @@ def _slowdown(rank: RankPlan, pairs_per_second: float) -> float:
 class _Speeds:
     """Measured speeds of the plan in force, and how much they vary."""
 
-    def __init__(self, patience: int) -> None:
+    def __init__(self) -> None:
         self.observed = 0  # steps of the plan in force
         self.of_ranks: deque[np.ndarray] = deque(maxlen=REMEMBERED_STEPS)  # tokens/s
-        self.excess: deque[float] = deque(maxlen=patience)  # slowest over balanced, less one
+        self.excess: deque[float] = deque(maxlen=DRIFT_STEPS)  # slowest over balanced, less one
         self._tokens_a_pair: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         self._jumps: deque[np.ndarray] = deque(maxlen=REMEMBERED_STEPS)  # from step to step, of relative log speeds
         self._paces: dict[int, float] = {}  # pairs/s of ranks, when they last worked

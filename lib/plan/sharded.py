@@ -18,7 +18,7 @@ from lib.plan.calibration import MEMORY_HEADROOM
 from lib.plan.facts import PlanFacts
 from lib.plan.memory import StepBytes, rank_shape
 from lib.plan.pipeline import ASSUMED_LINK
-from lib.plan.plan import ClusterPlan, PartOfModel, Prediction, RankPlan, sum_of
+from lib.plan.plan import ClusterPlan, PartOfModel, Prediction, RankPlan, needed_bytes, sum_of
 from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, check_count, solo_pairs_per_second, split_evenly_sized
 from lib.plan.speeds import PASSES_OF_ALL, HostSpeeds
 
@@ -33,44 +33,33 @@ def plan_sharded(facts: PlanFacts) -> ClusterPlan:
     Raises:
         UserError: the settings do not fit the world, or the model does not fit the hosts' memory.
     """
-    settings, warnings = facts.settings, []
-    given = settings.plan.micro_batch_sizes
+    settings, given = facts.settings, facts.settings.plan.micro_batch_sizes
     weights, reason = _part_weights(facts)
-    may_move = settings.plan.shares is None and all(host.memory_bytes for host in facts.hosts)
-    is_on, turned_on = bool(settings.model.gradient_checkpointing), False
-    division, parts = _fitting(facts, weights, 1 if may_move and not given else 0, settings.may_checkpoint)
+    is_on, may_move = bool(settings.model.gradient_checkpointing), _may_move(facts)
+    division = _fitting(facts, weights, 1 if may_move and not given else 0)
     if division.weights != tuple(weights):
         reason += ", as far as memory allows"
+    warnings, turned_on = [], False
     size = given[0] if given else _largest_size(facts, division, is_on)
     if size == 0:
         turned_on = settings.model.may_turn_on_checkpointing
         size = max(1, _largest_size(facts, division, is_on or turned_on))
     parts = _parts(facts, division, size, is_on or turned_on)
-    warnings += [
-        f"host {host.name}: its part needs {part.needed_bytes / 1e9:.2f} GB, of {part.memory_bytes / 1e9:.2f} GB"
-        for host, part in zip(facts.hosts, parts, strict=True)
-        if part.memory_bytes and part.needed_bytes > (1 - MEMORY_HEADROOM) * part.memory_bytes
-    ]
+    for host, part in zip(facts.hosts, parts, strict=True):
+        if part.memory_bytes and part.held_bytes > (1 - MEMORY_HEADROOM) * part.memory_bytes:
+            sizes = f"{part.held_bytes / 1e9:.2f} GB, of {part.memory_bytes / 1e9:.2f} GB"
+            warnings.append(f"host {host.name}: its part needs {sizes}")
     if turned_on:
         warnings.append("gradient checkpointing is turned on: one pair does not fit beside the parts without")
-    if (
-        settings.train.compile or (settings.train.compile is None and facts.backend == "nccl")
-    ) and not division.is_even:
-        warnings.append("the step is not compiled, since ranks have unequal parts")
-    sizes = split_evenly_sized(facts.batch_size, size)
-    plan = ClusterPlan(
-        strategy="sharded",
-        global_batch_size=facts.batch_size,
-        ranks=tuple(
-            RankPlan(rank, host, facts.batch_size, sizes, part=parts[rank]) for rank, host in enumerate(facts.names)
-        ),
-        sync_seconds=0.0,
-        reason=reason,
-        warnings=tuple(warnings),
-        division=division,
-        gradient_checkpointing=turned_on,
-    )
+    batch, sizes = facts.batch_size, split_evenly_sized(facts.batch_size, size)
+    ranks = [RankPlan(rank, host, batch, sizes, part=parts[rank]) for rank, host in enumerate(facts.names)]
+    plan = ClusterPlan("sharded", batch, tuple(ranks), 0.0, reason, tuple(warnings), turned_on, division=division)
     return replace(plan, predictions=(_prediction(facts, plan, division),))
+
+
+def _may_move(facts: PlanFacts) -> bool:
+    """Whether parts may be smaller than their weights say, for hosts with little memory."""
+    return facts.settings.plan.shares is None and all(host.memory_bytes for host in facts.hosts)
 
 
 def _part_weights(facts: PlanFacts) -> tuple[list[float], str]:
@@ -99,25 +88,22 @@ def _part_weights(facts: PlanFacts) -> tuple[list[float], str]:
 # ---- Parts and the micro-batches beside them
 
 
-def _fitting(
-    facts: PlanFacts, weights: Sequence[float], pairs: int, checkpointing: bool
-) -> tuple[Division, list[PartOfModel]]:
+def _fitting(facts: PlanFacts, weights: Sequence[float], pairs: int) -> Division:
     """The division by these weights; where a part, and activations of so many pairs, do not fit a host, it gets less.
 
     Raises:
         UserError: all hosts together have too little.
     """
     assert facts.shape is not None
-    is_free = facts.settings.plan.shares is None and all(host.memory_bytes for host in facts.hosts)
     room = [(1 - MEMORY_HEADROOM) * (host.memory_bytes or math.inf) for host in facts.hosts]
-    caps, needed, parts, shares = [1.0] * len(room), [0.0], [], tuple(weights)
+    caps, needed, shares = [1.0] * len(room), [0.0], tuple(weights)
     for _ in range(MOST_DIVISIONS):
         division = divide(facts.shape, shares, facts.settings.model.shard_vocabulary)
-        parts = _parts(facts, division, pairs, checkpointing)
-        needed = [part.needed_bytes + (part.activation_bytes or 0) for part in parts]
+        parts = _parts(facts, division, pairs, facts.settings.may_checkpoint)
+        needed = [needed_bytes(part) for part in parts]
         over = [rank for rank, need in enumerate(needed) if need > room[rank]]
-        if not over or not is_free:
-            return division, parts
+        if not over or not _may_move(facts):
+            return division
         for rank in over:
             whole, now = parts[rank].whole_bytes, shares[rank] / sum(shares)
             caps[rank] = 0.999 * now * max(0.0, room[rank] - whole) / (needed[rank] - whole)
@@ -125,9 +111,8 @@ def _fitting(
         if limited is None:
             break
         shares = tuple(limited)
-    besides = ", gradients and optimizer" * (facts.settings.model.method == "full")
     raise UserError(
-        f"strategy=sharded: {len(parts)} ranks need {sum(needed) / 1e9:.2f} GB together for weights{besides}"
+        f"strategy=sharded: {len(room)} ranks need {sum(needed) / 1e9:.2f} GB together for weights"
         f"{' and the activations of one pair' * bool(pairs)}, but have {sum(room) / (1 - MEMORY_HEADROOM) / 1e9:.2f} "
         f"GB less {MEMORY_HEADROOM:.0%} headroom; add a host, lower data.max_length, or take a quantised model with "
         "model.method=lora"
@@ -160,18 +145,9 @@ def _parts(facts: PlanFacts, division: Division, pairs: int, checkpointing: bool
         if facts.memory is not None:
             shape = rank_shape(facts.memory.shape, division, rank)
             step = facts.memory.of_part(shape, divided + whole, max(1, pairs), host.device or "metal", checkpointing)
-        parts.append(
-            PartOfModel(
-                kv_heads=division.kv_heads[rank],
-                columns=columns[rank],
-                share=divided / total,
-                divided_bytes=divided,
-                whole_bytes=whole,
-                training_bytes=step.trained + step.gradients,
-                memory_bytes=host.memory_bytes,
-                activation_bytes=step.activations if pairs and facts.memory is not None else None,
-            )
-        )
+        training, activations = step.trained + step.gradients, step.activations if pairs else 0
+        kept = division.kv_heads[rank], columns[rank], divided / total, divided, whole
+        parts.append(PartOfModel(*kept, training, host.memory_bytes, activations))
     return parts
 
 
@@ -181,12 +157,8 @@ def _largest_size(facts: PlanFacts, division: Division, checkpointing: bool) -> 
     if facts.memory is not None:
         most = min(most, *(facts.memory.most_pairs(host.device or "metal") for host in facts.hosts))
     for pairs in range(most, 0, -1):
-        parts = _parts(facts, division, pairs, checkpointing)
-        if all(
-            not part.memory_bytes
-            or part.needed_bytes + (part.activation_bytes or 0) <= (1 - MEMORY_HEADROOM) * part.memory_bytes
-            for part in parts
-        ):
+        parts = [part for part in _parts(facts, division, pairs, checkpointing) if part.memory_bytes]
+        if all(needed_bytes(part) <= (1 - MEMORY_HEADROOM) * (part.memory_bytes or 0) for part in parts):
             return pairs
     return 0
 
@@ -201,16 +173,15 @@ def _prediction(facts: PlanFacts, plan: ClusterPlan, division: Division) -> Pred
     head, or all of one that is trained. What every rank does for all hidden units is bound by memory. A sum carries a
     number for every token and hidden unit, and their times add up. Of a mixture of experts, all are counted.
     """
-    shape, model, parts, ranks = facts.shape, facts.settings.model, plan.parts, len(plan.ranks)
+    shape, model, parts = facts.shape, facts.settings.model, plan.parts
     assert shape is not None
     adapted = model.adapt_embeddings or any("lm_head" in key for key in model.keys or ())
     divides_head = bool(division.vocabulary) or (model.method != "full" and not adapted)
     of_head = np.array(division.vocabulary or division.weights, dtype=np.float64)
-    of_head = of_head / of_head.sum() if divides_head else np.ones(ranks)
+    of_head = of_head / of_head.sum() if divides_head else np.ones(len(parts))
     sizes = plan.ranks[0].micro_batch_sizes
     messages = np.array([facts.tokens(size)[0] for size in sizes]) * shape.hidden_size * shape.other_bytes
-    sums_per_batch = 4 * shape.blocks + bool(division.vocabulary) + divides_head
-    seconds, solo = None, None
+    seconds, efficiency = None, None
     if facts.memory is not None and (speeds := HostSpeeds.of(facts)).are_known:
         curves = speeds.whole_curves(plan.gradient_checkpointing)
         computes = []
@@ -221,17 +192,11 @@ def _prediction(facts: PlanFacts, plan: ClusterPlan, division: Division) -> Pred
             alone = float(curve.seconds(np.array(sizes)).sum())
             fraction = (part.share * blocks + of_head[rank] * head) / (blocks + head)
             computes.append(fraction * max(0.0, alone - for_all) + min(for_all, alone) + curve.step_overhead_seconds)
+        sums_per_batch = 4 * shape.blocks + bool(division.vocabulary) + divides_head
         seconds = max(computes) + sums_per_batch * sum(_sum_seconds(facts, float(size)) for size in messages)
-        solo = sum(map(solo_pairs_per_second, curves))
-    return Prediction(
-        f"sharded, {sum_of([f'{part.share:.0%}' for part in parts])}",
-        tuple(facts.names),
-        seconds,
-        plan.global_batch_size / seconds / solo if seconds and solo else None,
-        True,
-        max(part.needed_bytes + (part.activation_bytes or 0) for part in parts),
-        float(sums_per_batch * messages.sum() * 2 * (ranks - 1) / ranks),
-    )
+        efficiency = plan.global_batch_size / seconds / sum(map(solo_pairs_per_second, curves))
+    label = f"sharded, {sum_of([f'{part.share:.0%}' for part in parts])}"
+    return Prediction(label, tuple(facts.names), seconds, efficiency, True, max(map(needed_bytes, parts)))
 
 
 def _sum_seconds(facts: PlanFacts, size_bytes: float) -> float:

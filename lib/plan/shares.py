@@ -1,4 +1,4 @@
-"""Who does how much of a step: from measured curves to shares and micro-batches. Pure functions.
+"""How much of a step each host does: from measured curves to shares and micro-batches.
 
 Host i takes tau_i(b) seconds for a micro-batch of b pairs, t_i(n) = min over b of t_i(n - b) + tau_i(b) for n pairs,
 and o_i for the update. Shares minimise max t_i(n_i) + o_i over sum n_i = B: the slowest rank ends the step.
@@ -21,8 +21,13 @@ TIDY_TOLERANCE = 0.01  # of the step's time, given up for micro-batches of one s
 class TooLarge(UserError):
     """A host's memory does not hold the model and one pair, which need so many bytes."""
 
-    def __init__(self, message: str, needed_bytes: int):
-        super().__init__(message)
+    def __init__(self, host: str, pairs: int, needed_bytes: int, limit_bytes: int):
+        needs = "one pair needs" if pairs == 1 else f"{pairs} pairs need"
+        super().__init__(
+            f"host {host}: {needs} {needed_bytes / 1e9:.2f} GB, but it has {limit_bytes / 1e9:.2f} GB less "
+            f"{MEMORY_HEADROOM:.0%} headroom; try model.gradient_checkpointing=true, a smaller data.max_length, or a "
+            "quantised model with model.method=lora, or leave the host out"
+        )
         self.needed_bytes = needed_bytes
 
 
@@ -30,13 +35,7 @@ def check_memory(host: str, curve: BatchCurve) -> None:
     """Raises TooLarge where the smallest measured micro-batch does not fit the host."""
     smallest = curve.points[0]
     if curve.max_batch_size == 0 and smallest.peak_memory_bytes and curve.memory_limit_bytes:
-        pairs = "one pair needs" if smallest.batch_size == 1 else f"{smallest.batch_size} pairs need"
-        raise TooLarge(
-            f"host {host}: {pairs} {smallest.peak_memory_bytes / 1e9:.2f} GB, but it has "
-            f"{curve.memory_limit_bytes / 1e9:.2f} GB less {MEMORY_HEADROOM:.0%} headroom; try "
-            "model.gradient_checkpointing=true or a smaller data.max_length, or leave the host out",
-            smallest.peak_memory_bytes,
-        )
+        raise TooLarge(host, smallest.batch_size, smallest.peak_memory_bytes, curve.memory_limit_bytes)
 
 
 def equal_shares(global_batch_size: int, world_size: int) -> list[int]:
@@ -69,8 +68,8 @@ def split_evenly_sized(share: int, micro_batch_size: int) -> tuple[int, ...]:
 
 
 def taus(curve: BatchCurve, most: int | None = None) -> np.ndarray:
-    """tau(1..most), by default of all sizes that fit: float64 [M]."""
-    return curve.seconds(np.arange(1, (most or curve.max_batch_size) + 1))
+    """tau(1..most), by default of all sizes that fit, or one where none does: float64 [M]."""
+    return curve.seconds(np.arange(1, (most or curve.max_batch_size or 1) + 1))
 
 
 def solo_pairs_per_second(curve: BatchCurve) -> float:
@@ -116,21 +115,21 @@ def best_shares(
     micro_batch_sizes: Sequence[int] | None = None,
 ) -> tuple[list[int], str]:
     """The shares of the shortest step, and why: all hosts together, or the best one alone, without a sync."""
-    kinds = _Kinds(curves, micro_batch_sizes)
-    shares, shortest = kinds.divide(global_batch_size)
+    kinds = _Kinds(curves, micro_batch_sizes, global_batch_size)
+    shares, shortest = kinds.divide()
     seconds = kinds.seconds(shares)
-    together = seconds + sync_seconds
-    best_host, alone = kinds.best_alone(global_batch_size)
+    together, alone = seconds + sync_seconds, float(kinds.times[:, -1].min())
+    best = int(np.flatnonzero(kinds.of_rank == kinds.times[:, -1].argmin())[0])
     if alone <= together:
-        others = listed([f"{host} (rank {rank})" for rank, host in enumerate(hosts) if rank != best_host])
-        return [global_batch_size * (rank == best_host) for rank in range(len(hosts))], (
-            f"leave out {others}: {hosts[best_host]} alone takes {alone:.4g} s a step, together they take "
+        others = listed([f"{host} (rank {rank})" for rank, host in enumerate(hosts) if rank != best])
+        return [global_batch_size * (rank == best) for rank in range(len(hosts))], (
+            f"leave out {others}: {hosts[best]} alone takes {alone:.4g} s a step, together they take "
             f"{together:.4g} s, {sync_seconds:.4g} s of it sync; a larger train.global_batch_size may help"
         )
     equal = kinds.seconds(equal_shares(global_batch_size, len(hosts))) + sync_seconds
     reason = (
         f"shares from the hosts' curves: {together:.4g} s a step; equal shares {equal:.4g} s, "
-        f"the best host alone ({hosts[best_host]}) {alone:.4g} s"
+        f"the best host alone ({hosts[best]}) {alone:.4g} s"
     )
     if seconds > shortest * (1 + 1e-9):
         reason += f"; in whole micro-batches of one size a host, {seconds / shortest - 1:.1%} above the least"
@@ -138,74 +137,53 @@ def best_shares(
 
 
 class _Kinds:
-    """Hosts grouped by equal curves: what is computed once for each kind of K."""
+    """Hosts grouped by equal curves, and how long each of K kinds takes for 0..pairs pairs."""
 
-    def __init__(self, curves: Sequence[BatchCurve], micro_batch_sizes: Sequence[int] | None) -> None:
+    def __init__(self, curves: Sequence[BatchCurve], micro_batch_sizes: Sequence[int] | None, pairs: int) -> None:
         sizes: Sequence[int | None] = micro_batch_sizes or [None] * len(curves)
         identities = [(curve_identity(curve), size) for curve, size in zip(curves, sizes, strict=True)]
         numbers = {identity: number for number, identity in enumerate(dict.fromkeys(identities))}
         self.of_rank = np.array([numbers[identity] for identity in identities])
         first = np.unique(self.of_rank, return_index=True)[1]
-        self.counts = np.bincount(self.of_rank)
+        self.pairs, self.counts = pairs, np.bincount(self.of_rank)
         self.curves, self.fixed = [curves[rank] for rank in first], [sizes[rank] for rank in first]
-        known = [taus(curve, size) for curve, size in zip(self.curves, self.fixed, strict=True)]
-        self.tau = np.full((len(known), max(map(len, known))), np.inf)
-        for kind, tau in enumerate(known):
-            self.tau[kind, : len(tau)] = tau
-        self.rates = (np.arange(1, self.tau.shape[1] + 1) / self.tau).max(axis=1)
-        self.overheads = np.array([curve.step_overhead_seconds for curve in self.curves])
-
-    def times(self, pairs: int, kinds: slice = slice(None)) -> np.ndarray:
-        """t(0..pairs) + o, float64 [K, pairs + 1]."""
-        times = step_times(self.tau[kinds], pairs)
-        for kind, size in enumerate(self.fixed[kinds]):
+        tau = [taus(curve, size) for curve, size in zip(self.curves, self.fixed, strict=True)]
+        self.tau = np.full((len(tau), max(map(len, tau))), np.inf)
+        for kind, seconds in enumerate(tau):
+            self.tau[kind, : len(seconds)] = seconds
+        self.times = step_times(self.tau, pairs)  # t(0..pairs) + o, float64 [K, pairs + 1]
+        for kind, size in enumerate(self.fixed):
             if size:  # whole micro-batches of that size, and the rest
-                tau = np.concatenate([[0.0], self.tau[kinds][kind]])
                 whole, rest = np.divmod(np.arange(pairs + 1), size)
-                times[kind] = whole * tau[size] + tau[rest]
-        return times + self.overheads[kinds, None]
+                self.times[kind] = whole * tau[kind][size - 1] + np.concatenate([[0.0], tau[kind]])[rest]
+        self.times += np.array([[curve.step_overhead_seconds] for curve in self.curves])
 
     def seconds(self, shares: Sequence[int]) -> float:
         """max t_i(n_i) + o_i."""
-        return float(self.times(max(shares))[self.of_rank, np.asarray(shares)].max())
+        return float(self.times[self.of_rank, np.asarray(shares)].max())
 
-    def best_alone(self, pairs: int) -> tuple[int, float]:
-        """The rank that does all pairs soonest, and its time. As t(n) >= n / rate, few have to be looked at."""
-        best, seconds = 0, np.inf
-        least = pairs / self.rates + self.overheads
-        for kind in np.argsort(least, kind="stable"):
-            if least[kind] < seconds and (alone := self.times(pairs, slice(kind, kind + 1))[0, -1]) < seconds:
-                best, seconds = int(kind), float(alone)
-        return int(np.flatnonzero(self.of_rank == best)[0]), seconds
-
-    def divide(self, pairs: int) -> tuple[list[int], float]:
+    def divide(self) -> tuple[list[int], float]:
         """argmin of max t_i(n_i) over sum n_i = pairs, up to TIDY_TOLERANCE; and the least time."""
-        length = min(pairs, int(2 * pairs * self.rates.max() / (self.rates @ self.counts)) + self.tau.shape[1])
-        while True:
-            times = self.times(length)
-            rising = np.minimum.accumulate(times[:, ::-1], axis=1)[:, ::-1]  # a noisy curve may fall
-            moments = np.unique(rising)
-            low, high = -1, len(moments) - 1
-            while high - low > 1:
-                middle = (low + high) // 2
-                enough = _capacity(rising, moments[middle]) @ self.counts >= pairs
-                low, high = (low, middle) if enough else (middle, high)
-            most = _capacity(rising, moments[high])
-            if most @ self.counts >= pairs and (most.max() < length or length == pairs):
-                break
-            length = min(pairs, 2 * length)
+        rising = np.minimum.accumulate(self.times[:, ::-1], axis=1)[:, ::-1]  # a noisy curve may fall
+        moments = np.unique(rising)
+        low, high = -1, len(moments) - 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            enough = _capacity(rising, moments[middle]) @ self.counts >= self.pairs
+            low, high = (low, middle) if enough else (middle, high)
         # Each host's capacity just before the last moment, then one more pair each in turn, by rank.
+        most = _capacity(rising, moments[high])
         base = _capacity(rising, moments[low]) if low >= 0 else np.zeros_like(most)
         shares, room = base[self.of_rank], (most - base)[self.of_rank]
-        while left := pairs - int(shares.sum()):
+        while left := self.pairs - int(shares.sum()):
             takers = np.flatnonzero(room)[:left]
             shares[takers] += 1
             room[takers] -= 1
-        seconds = float(times[self.of_rank, shares].max())
-        tidy = self._tidy_shares(seconds, pairs)
+        seconds = self.seconds(shares)
+        tidy = self._tidy_shares(seconds)
         return (shares if tidy is None else tidy).tolist(), seconds
 
-    def _tidy_shares(self, seconds: float, pairs: int) -> np.ndarray | None:
+    def _tidy_shares(self, seconds: float) -> np.ndarray | None:
         """Shares of whole micro-batches, one measured size a host, if some fit within the tolerance.
 
         They rest on measured times and not on interpolated ones, and each host compiles one shape.
@@ -213,22 +191,19 @@ class _Kinds:
         limit = seconds * (1 + TIDY_TOLERANCE)
         options = []  # of each kind: {share: time}
         for kind, (curve, fixed) in enumerate(zip(self.curves, self.fixed, strict=True)):
-            overhead = float(self.overheads[kind])
+            overhead = curve.step_overhead_seconds
             best = {0: overhead}
             sizes = [point.batch_size for point in curve.points if point.batch_size <= curve.max_batch_size]
             for size in [fixed] if fixed else sizes:
                 tau = self.tau[kind, size - 1]
-                most = min(int((limit - overhead) / tau), pairs // size)
+                most = min(int((limit - overhead) / tau), self.pairs // size)
                 for count in range(max(1, most - 2), most + 1):
                     best[count * size] = min(best.get(count * size, np.inf), count * tau + overhead)
             options.append(best)
-        moments = {time for best in options for time in best.values() if time >= seconds * (1 - 1e-9)}
-        for moment in sorted(moments):
-            shares = np.array(
-                [max((share for share, time in best.items() if time <= moment), default=0) for best in options]
-            )
-            if shares @ self.counts == pairs:
-                return shares[self.of_rank]
+        for moment in sorted({time for best in options for time in best.values() if time >= seconds * (1 - 1e-9)}):
+            most_of = [max((share for share, time in best.items() if time <= moment), default=0) for best in options]
+            if np.array(most_of) @ self.counts == self.pairs:
+                return np.array(most_of)[self.of_rank]
         return None
 
 

@@ -13,10 +13,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from lib.config.settings import IndependentSettings, ModelSettings, PlanSettings, SyncSettings
+from lib.config.settings import IndependentSettings, ModelSettings, PlanSettings
 from lib.errors import UserError
 from lib.plan.calibration import BatchCurve, CurveKey
-from lib.plan.facts import DIVIDED, PlanFacts, choose_curves, prepared
+from lib.plan.facts import DIVIDED, PlanFacts, prepared
 from lib.plan.pipeline import plan_pipelined
 from lib.plan.plan import (
     GOOD_EFFICIENCY,
@@ -46,28 +46,24 @@ def plan(facts: PlanFacts) -> ClusterPlan:
 
     Raises:
         TooLarge: the model fits no host, and cannot be divided.
-        UserError: settings that do not fit the world or the model; plan.require_calibration without one.
+        UserError: settings that do not fit the world or the model.
     """
     facts, warnings = prepared(facts)
     settings = facts.settings
-    is_asked = settings.strategy in DIVIDED and facts.can_divide(settings.strategy)
-    may_divide = is_asked or (settings.strategy == "auto" and settings.plan.shares is None)
-    replicas: ClusterPlan | None = None
-    too_large: TooLarge | None = None
-    try:
-        replicas = _plan_replicas(replace(facts, settings=settings.for_strategy("synchronous")) if is_asked else facts)
-    except TooLarge as error:
-        if not may_divide or not any(map(facts.can_divide, DIVIDED)):
-            raise
-        too_large = error
-    if replicas is None or is_asked:
-        chosen = _plan_divided(facts, replicas, too_large)
+    if settings.strategy in DIVIDED and facts.can_divide(settings.strategy):
+        chosen = _plan_divided(facts, settings.strategy, None)
     else:
-        chosen = replicas
-        if replicas.calibrated:
-            others = [candidate for candidate, _ in map(_divided_by, [facts] * 2, reversed(DIVIDED)) if candidate]
-            added = [replace(way, chosen=False) for other in others for way in other.predictions]
-            chosen = replace(replicas, predictions=(*replicas.predictions[:2], *added, *replicas.predictions[2:]))
+        try:
+            chosen = _plan_replicas(facts)
+        except TooLarge as too_large:
+            is_open = settings.strategy == "auto" and settings.plan.shares is None
+            if not is_open or not any(map(facts.can_divide, DIVIDED)):
+                raise
+            chosen = _plan_divided(facts, None, too_large)
+    if chosen.calibrated:
+        others = [candidate for candidate, _ in map(_divided_by, [facts] * 2, reversed(DIVIDED)) if candidate]
+        added = [replace(way, chosen=False) for other in others for way in other.predictions]
+        chosen = replace(chosen, predictions=(*chosen.predictions[:2], *added, *chosen.predictions[2:]))
     basis = Basis(facts.key, step_seconds=_step_seconds(facts, chosen))
     return replace(chosen, basis=basis, warnings=(*warnings, *chosen.warnings))
 
@@ -90,11 +86,20 @@ def _plan_replicas(facts: PlanFacts) -> ClusterPlan:
     """The plan of hosts that all keep the whole model, with the predictions of both strategies.
 
     Raises:
-        TooLarge: a host's memory does not hold one pair.
+        TooLarge: a host's memory does not hold one pair, nor with gradient checkpointing where that may be turned on.
     """
-    settings, ranks = facts.settings, len(facts.hosts)
-    key, together, warnings = _with_checkpointing_if_needed(facts)
-    apart = _divided_batch(facts, key, together.curves, 0.0)
+    settings, ranks, key = facts.settings, len(facts.hosts), facts.key
+    warnings: list[str] = []
+    try:
+        together = _divided_batch(facts, key, True)
+    except TooLarge as too_large:
+        key = key.model_copy(update={"gradient_checkpointing": True})
+        is_known = facts.memory is not None or None not in facts.measured_curves(key)
+        if not settings.model.may_turn_on_checkpointing or not is_known:
+            raise
+        together = _divided_batch(facts, key, True)
+        warnings.append(f"gradient checkpointing is turned on: {str(too_large).partition(';')[0]} without")
+    apart = _divided_batch(facts, key, False)
     strategy, why = _choose_replicas(facts)
     chosen = apart if strategy == "independent" else together
     sync_seconds = _sync_seconds(facts, chosen.curves)
@@ -113,53 +118,30 @@ def _plan_replicas(facts: PlanFacts) -> ClusterPlan:
     return replace(chosen, predictions=predictions, rounds=merging if strategy == "independent" and ranks > 1 else None)
 
 
-def _with_checkpointing_if_needed(facts: PlanFacts) -> tuple[CurveKey, ClusterPlan, tuple[str, ...]]:
-    """The plan of synchronous steps; with a warning where gradient checkpointing had to be turned on.
-
-    Raises:
-        TooLarge: one pair does not fit, nor with gradient checkpointing where that may be turned on.
-    """
-    key = facts.key
-    try:
-        curves, warnings = choose_curves(facts, key)
-        return key, _divided_batch(facts, key, curves, _sync_seconds(facts, curves)), warnings
-    except TooLarge as too_large:
-        key = key.model_copy(update={"gradient_checkpointing": True})
-        curves, warnings = choose_curves(facts, key)
-        if not facts.settings.model.may_turn_on_checkpointing or (None in curves and facts.memory is None):
-            raise
-        turned_on = f"gradient checkpointing is turned on: {str(too_large).partition(';')[0]} without"
-        return key, _divided_batch(facts, key, curves, _sync_seconds(facts, curves)), (turned_on, *warnings)
-
-
-def _divided_batch(
-    facts: PlanFacts, key: CurveKey, curves: Sequence[BatchCurve | None], sync_seconds: float
-) -> ClusterPlan:
+def _divided_batch(facts: PlanFacts, key: CurveKey, syncs: bool) -> ClusterPlan:
     """The global batch among replicas.
 
     Raises:
         TooLarge: a host's memory does not hold one pair.
     """
-    settings, ranks = facts.settings.plan, range(len(facts.hosts))
+    settings, curves = facts.settings.plan, facts.measured_curves(key)
     divided = plan_cluster(
         facts.names,
         facts.batch_size,
         curves=curves,
         shares=settings.shares,
         micro_batch_sizes=settings.micro_batch_sizes,
-        sync_seconds=sync_seconds,
+        sync_seconds=_sync_seconds(facts, curves) if syncs else 0.0,
         speeds=facts.relative_speeds(),
     )
-    may_divide = facts.settings.strategy == "auto" and len(ranks) > 1
-    if None not in curves or (settings.micro_batch_sizes is not None and not may_divide):
+    is_open = facts.settings.strategy == "auto" and len(curves) > 1
+    if None not in curves or (settings.micro_batch_sizes is not None and not is_open):
         return divided
     most = [None if curve else facts.default_size(rank, key) for rank, curve in enumerate(curves)]  # or TooLarge
     if settings.micro_batch_sizes is not None:
         return divided
-    sizes = [
-        split_evenly_sized(rank.share, size) if size else rank.micro_batch_sizes
-        for rank, size in zip(divided.ranks, most, strict=True)
-    ]
+    ranks = zip(divided.ranks, most, strict=True)
+    sizes = [split_evenly_sized(rank.share, size) if size else rank.micro_batch_sizes for rank, size in ranks]
     return replace(divided.with_micro_batches(sizes, divided.reason), warnings=divided.warnings)
 
 
@@ -180,13 +162,9 @@ def _with_memory(facts: PlanFacts, plan: ClusterPlan, key: CurveKey) -> ClusterP
 
 def _gradient_bytes(facts: PlanFacts, curves: Sequence[BatchCurve | None]) -> float:
     """Of one message with all that is trained, compressed (lib/distributed/compression.py)."""
-    sizes = [curve.gradient_bytes or 0 for curve in curves if curve]
-    return compression_factor(facts.settings.sync) * max(sizes, default=0)
-
-
-def compression_factor(sync: SyncSettings) -> float:
-    """Bytes that are sent of float32 values, over their own."""
-    return {"none": 1.0, "bf16": 0.5, "int8": 0.25 * (1 + 4 / 256), "topk": 2 * sync.topk_fraction}[sync.compression]
+    sync = facts.settings.sync
+    factor = {"none": 1.0, "bf16": 0.5, "int8": 0.25 * (1 + 4 / 256), "topk": 2 * sync.topk_fraction}[sync.compression]
+    return factor * max((curve.gradient_bytes or 0 for curve in curves if curve), default=0)
 
 
 def _sync_seconds(facts: PlanFacts, curves: Sequence[BatchCurve | None]) -> float:
@@ -225,16 +203,9 @@ def _reason(facts: PlanFacts, chosen: ClusterPlan, sync_seconds: float) -> str:
 
 def _independent_seconds(apart: ClusterPlan) -> float:
     """A global batch's time where each rank goes through its steps at its own pace, without merges."""
-    speed = 0.0
-    for rank in apart.ranks:
-        if rank.share and rank.predicted_compute_seconds is not None:
-            speed += rank.share / (rank.predicted_compute_seconds + rank.update_seconds)
-    return apart.global_batch_size / speed
-
-
-def _sums_merges(facts: PlanFacts) -> bool:
-    """Whether a merge is a sum on its way; else every rank gets every other's adapter whole."""
-    return facts.settings.model.method == "full" and facts.settings.sync.compression in ("none", "bf16")
+    ranks = [rank for rank in apart.ranks if rank.share]
+    speeds = [rank.share / ((rank.predicted_compute_seconds or 0.0) + rank.update_seconds) for rank in ranks]
+    return apart.global_batch_size / sum(speeds)
 
 
 def _merge_seconds(facts: PlanFacts, apart: ClusterPlan) -> float | None:
@@ -242,8 +213,9 @@ def _merge_seconds(facts: PlanFacts, apart: ClusterPlan) -> float | None:
     size, message = len(facts.hosts), _gradient_bytes(facts, apart.curves)
     if not message or size == 1:
         return None
-    # A sum passes 2 (n - 1) / n of its bytes, a gather n - 1.
-    merge = facts.sum_seconds(message if _sums_merges(facts) else message * size / 2)
+    is_sum = facts.settings.model.method == "full" and facts.settings.sync.compression in ("none", "bf16")
+    # A sum passes 2 (n - 1) / n of its bytes, a gather of all adapters n - 1.
+    merge = facts.sum_seconds(message if is_sum else message * size / 2)
     return merge + 2 * facts.sum_seconds(MEETING_BYTES)
 
 
@@ -262,19 +234,11 @@ def _predictions(
     if solo is None or chosen.predicted_step_seconds is None:
         return ()
     hosts, batch, size = facts.names, chosen.global_batch_size, len(chosen.ranks)
-    message, is_summed = _gradient_bytes(facts, chosen.curves), facts.settings.sync.compression in ("none", "bf16")
-    to_sum = message * (2 * (size - 1) / size if is_summed else size - 1)
 
-    def prediction(name: str, ranks: Sequence[RankPlan], seconds: float, bytes_sent: float = 0.0) -> Prediction:
-        planned = [chosen.ranks[rank.rank].planned_bytes or 0 for rank in ranks]
-        return Prediction(
-            name,
-            tuple(rank.host for rank in ranks),
-            seconds,
-            batch / seconds / solo if size > 1 else None,
-            memory_bytes=max(planned) or None,
-            bytes_per_step=bytes_sent if message or len(ranks) == 1 else None,
-        )
+    def prediction(name: str, ranks: Sequence[RankPlan], seconds: float) -> Prediction:
+        planned = max(chosen.ranks[rank.rank].planned_bytes or 0 for rank in ranks) or None
+        efficiency = batch / seconds / solo if size > 1 else None
+        return Prediction(name, tuple(rank.host for rank in ranks), seconds, efficiency, False, planned)
 
     alone = []
     for rank in sorted(chosen.ranks, key=lambda rank: -(rank.solo_pairs_per_second or 0.0))[:SHOWN_ALONE]:
@@ -286,17 +250,16 @@ def _predictions(
     equal = plan_cluster(
         hosts, batch, shares=equal_shares(batch, size), curves=chosen.curves, sync_seconds=sync_seconds
     )
+    of_equal = prediction("synchronous, equal shares", chosen.ranks, equal.predicted_step_seconds or 0.0)
     working = [rank for rank in chosen.ranks if rank.share]
     seconds = chosen.predicted_step_seconds - chosen.sync_seconds + sync_seconds * (len(working) > 1)
-    together = prediction(f"synchronous, {sum_of(chosen.shares)}", working, seconds, to_sum)
+    together = prediction(f"synchronous, {sum_of(chosen.shares)}", working, seconds)
     merging, merge_seconds = merges
     a_step = 1 / merging.steps_per_round if merging.merges else 0.0
     seconds = _independent_seconds(apart) + (merge_seconds or 0.0) * a_step
-    to_merge = (to_sum if _sums_merges(facts) else message * (size - 1)) * a_step
     working = [rank for rank in apart.ranks if rank.share]
-    in_rounds = prediction(f"independent, {sum_of(apart.shares)}", working, seconds, to_merge)
+    in_rounds = prediction(f"independent, {sum_of(apart.shares)}", working, seconds)
     first, second = (in_rounds, together) if chosen.strategy == "independent" else (together, in_rounds)
-    of_equal = prediction("synchronous, equal shares", chosen.ranks, equal.predicted_step_seconds or 0.0, to_sum)
     return replace(first, chosen=True), second, of_equal, *alone
 
 
@@ -342,18 +305,14 @@ def plan_merging(
         reason = f"a merge is predicted to take {merge_seconds:.2g} s, {part:.2%} of the time{least}"
     elif measures_merges(independent, settings):
         size = min(FIRST_STEPS, longest_round(steps))
-        often = f"as often as costs {MERGE_COST:.0%} of the time, at least {LEAST_MERGES} times"
-        return Merging(size, math.ceil(steps / size), f"{_every(size)} until the first merges are timed, then {often}")
+        reason = f"until the first merges are timed, then as often as costs {MERGE_COST:.0%} of the time"
     else:
         fixed = "plan.replan=false" if settings.shares is None else "plan.shares"
         size = longest_round(steps)
         reason = f"what a merge costs is not calibrated, and with {fixed} not measured"
     merges = math.ceil(steps / size)
-    return Merging(size, merges, f"{_every(size)} ({merges:,} merge{'s' * (merges != 1)}): {reason}")
-
-
-def _every(size: int) -> str:
-    return "after every step" if size == 1 else f"every {size:,} steps"
+    often = "after every step" if size == 1 else f"every {size:,} steps"
+    return Merging(size, merges, f"{often} ({merges:,} merge{'s' * (merges != 1)}): {reason}")
 
 
 def measures_merges(independent: IndependentSettings, settings: PlanSettings) -> bool:
@@ -387,13 +346,12 @@ def _divided_by(facts: PlanFacts, strategy: str) -> tuple[ClusterPlan | None, st
         return None, str(error)
 
 
-def _plan_divided(facts: PlanFacts, replicas: ClusterPlan | None, too_large: TooLarge | None) -> ClusterPlan:
+def _plan_divided(facts: PlanFacts, asked: str | None, too_large: TooLarge | None) -> ClusterPlan:
     """The plan of a run whose model is divided, as configured, or because the whole is too large for a host.
 
     Raises:
         UserError: the model cannot be divided among these hosts.
     """
-    asked = facts.settings.strategy if facts.settings.strategy in DIVIDED else None
     candidates = {strategy: _divided_by(facts, strategy) for strategy in DIVIDED}
     possible = [found for name, (found, _) in candidates.items() if found and asked in (None, name)]
     if not possible:
@@ -406,13 +364,12 @@ def _plan_divided(facts: PlanFacts, replicas: ClusterPlan | None, too_large: Too
     best = max(possible, key=speed)
     name = next(strategy for strategy in DIVIDED if strategy != best.strategy)
     other, why_not = candidates[name]
-    others = tuple(replace(way, chosen=False) for way in other.predictions) if other else ()
+    others = [replace(way, chosen=False) for way in other.predictions] if other else []
     if too_large is not None:
         label, needed = "independent, synchronous: too large", too_large.needed_bytes
-        others += (Prediction(label, tuple(facts.names), None, None, memory_bytes=needed),)
-    elif replicas is not None and replicas.calibrated:
-        others += tuple(replace(way, chosen=False) for way in replicas.predictions)
-    why = "as strategy has it" if asked else f"because {str(too_large).partition(';')[0]}"
+        others.append(Prediction(label, tuple(facts.names), None, None, memory_bytes=needed))
+    why = f"because {str(too_large).partition(';')[0]}" if too_large else "as strategy has it"
     cannot = f"; strategy={name} cannot: {why_not}" if why_not else ""
-    reason = f"{best.strategy}, {why}; {best.reason}{cannot}"
-    return replace(best, reason=reason, predictions=(*best.predictions, *others))
+    return replace(
+        best, reason=f"{best.strategy}, {why}; {best.reason}{cannot}", predictions=(*best.predictions, *others)
+    )

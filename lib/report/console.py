@@ -22,8 +22,7 @@ from lib.data.dataset import Dataset
 from lib.data.prompts import Prompts
 from lib.data.streaming import StreamedDataset
 from lib.distributed.world import World
-from lib.plan.cost import hosts_cost
-from lib.plan.outlook import Work, memory_text, outlook
+from lib.plan.cost import Work, hosts_cost, memory_text, outlook
 from lib.plan.plan import ClusterPlan
 from lib.plan.plan_warnings import long_warm_up, uneven_labels
 from lib.report import tables
@@ -338,7 +337,7 @@ def _work(evaluate: EvaluateSettings, method: str, asks_reference: bool, inputs:
 
 def _show_predictions(say: Terminal, prices: CostSettings, plan: ClusterPlan, steps: int) -> None:
     """What each strategy would give; its time and cost only where they were measured with this model."""
-    columns = ["", "η", "step", "pairs/s", "memory", "sent a step", "in all", "energy", "cost"]
+    columns = ["", "η", "step", "pairs/s", "memory", "in all", "energy", "cost"]
     rows = []
     for candidate in plan.predictions:
         seconds, share = candidate.step_seconds, candidate.efficiency
@@ -347,8 +346,8 @@ def _show_predictions(say: Terminal, prices: CostSettings, plan: ClusterPlan, st
             "-" if share is None else f"{100 * share:.0f} %",
         ]
         row += ["-", "-"] if seconds is None else [f"{seconds:.3g} s", three_digits(plan.global_batch_size / seconds)]
-        row += ["-" if size is None else size_text(size) for size in (candidate.memory_bytes, candidate.bytes_per_step)]
-        row += ["-" if seconds is None else duration(steps * seconds)]
+        row.append("-" if candidate.memory_bytes is None else size_text(candidate.memory_bytes))
+        row.append("-" if seconds is None else duration(steps * seconds))
         cost = None if seconds is None else hosts_cost(candidate.hosts, steps * seconds, prices)
         rows.append([*row, f"{cost['energy_kwh']:.3g} kWh", f"{cost['cost']:.2f}"] if cost else row)
     width = min(map(len, rows)) if plan.calibrated or plan.divides_model else 2

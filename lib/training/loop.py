@@ -190,8 +190,6 @@ class TrainingLoop:
                 if plan is not None:
                     fields = {"first_step": step + schedule.lead, "shares_before": before.shares, **plan.to_dict()}
                     run.tracker.record("plan", step=step, **fields)
-                while schedule.remarks:
-                    run.say.warning(schedule.remarks.pop(0), step)
                 is_last, checkpoint_due = step == run.steps, run.writer.is_due(step, result.elapsed_seconds)
                 self._evaluate_and_save(is_last or bool(every and step % every == 0), is_last or checkpoint_due)
                 if run.is_over:

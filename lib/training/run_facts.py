@@ -109,7 +109,6 @@ def gather_facts(
         longest=agreed["longest"],
         backend=world.backend,
         steps=config.steps_over(len(lengths)),
-        versions=hardware.versions(),
         published=list(calibration.read_published().values()),
         shape=shape,
         memory=memory,
