@@ -50,6 +50,7 @@ from lib.rollouts.pairs import (
 from lib.rollouts.rounds import Rounds
 from lib.system.records import read_records
 from lib.training.checkpoint import MOMENTUM, common_at, fault_of, load_part
+from lib.training.checkpoint import part_of as rank_file
 from lib.training.optimizers import learning_rate
 from lib.training.reference_model import AskedReference
 from lib.training.step_retries import Learner
@@ -503,7 +504,7 @@ def test_the_momentum_of_merges_goes_with_a_round_that_is_undone(
     run, stopped = tmp_path / "runs/whole", tmp_path / "runs/stopped"
     first, second, third = (
         {
-            **load_part(run / "checkpoints", step, 0),
+            **load_part(rank_file(run / "checkpoints", step, 0)),
             "momentum": common_at(run / f"checkpoints/step-{step:08d}", MOMENTUM, World()),
         }
         for step in (2, 4, 6)

@@ -1,7 +1,7 @@
-"""Checkpoints: written whole or not at all, found by name, and resumed from; and the run folder that holds them.
+"""Checkpoints: saved whole or not at all, found by name, resumed from; and the run folder that holds them.
 
 A checkpoint is written beside its place, flushed, hashed and renamed; reading it checks every hash. One rank of each
-disk writes one, so that a run survives the loss of a host. Independent ranks add a part of their own inside a round.
+disk writes one, so that a run survives the loss of a host. What one rank alone has is a file of its own in ranks/.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 from pydantic import TypeAdapter, ValidationError
-from typing_extensions import TypedDict  # which pydantic reads on Python 3.11
 
 from lib.config import read_file
 from lib.config.settings import ModelSettings
@@ -45,8 +44,8 @@ from lib.training.step import StepRecord
 
 OPTIMIZER = "optimizer.safetensors"
 REFERENCE = "reference.safetensors"  # of a reference that follows the policy
-REFERENCE_LOGPS = "reference_logps.safetensors"  # that were asked for so far
-MOMENTUM = "momentum.safetensors"  # of DiLoCo's outer step: the same on all ranks
+REFERENCE_LOGPS = "reference_logps.safetensors"
+MOMENTUM = "momentum.safetensors"  # of DiLoCo's outer step
 STATE = "state.json"
 MANIFEST = read_file.MANIFEST
 PAUSE_PART = 0.05  # of the time that writing checkpoints may hold up training
@@ -54,32 +53,11 @@ PIECE_BYTES = 2**22  # of a checkpoint that travels to rank 0's disk
 # What a run writes before its config.yaml, and what macOS and NFS leave in any folder.
 BEFORE_A_RUN = re.compile(r"\.lock|plan\.json|logs|.*\.unfinished|\.disk-.*|\.DS_Store|\._.*|\.nfs.*")
 UNFINISHED = (
-    ".disk-*",
-    "*.unfinished",
-    "logs/**/*.unfinished",
-    "rounds/*/*.unfinished",
+    *(".disk-*", "*.unfinished", "logs/**/*.unfinished", "rounds/*/*.unfinished"),
     "checkpoints/**/.unfinished-*",
 )
 
-RankArrays = dict[str, Arrays]  # what one rank alone has: arrays by name, by what they are
-
-
-class RoundsState(TypedDict, total=False):
-    """Where independent ranks are, as lib/training/local_sgd.py keeps it. Every list has one element a rank."""
-
-    shares: list[int]
-    speeds: list[float]  # pairs/s
-    are_one: bool  # whether the ranks have the same weights
-    max_micro_batch_sizes: list[int | None]
-    local_steps: list[int]  # of ranks that take part no more, too
-    round_ends: list[float]  # seconds, of the last rounds
-    saved_whole: int  # the step of the last checkpoint that was due at a round's end
-    first_step: int  # inside a round
-    last_step: int
-    trained: list[list[int]]  # pairs and steps
-    rewards: list[list[float]]  # train.loss=bco: as every rank's steps know them, and as all did when the round began
-    rewards_before: list[float]
-    skipped_in_row: list[int]
+RankArrays = dict[str, Arrays]  # of one rank: arrays by name, by kind
 
 
 @dataclass
@@ -103,11 +81,11 @@ class Progress:
     bytes_sent: int = 0  # by rank 0, in steps and merges
     schedule: dict[str, Any] = field(default_factory=dict)  # the plans in force and to come (lib/plan/replan.py)
     rate: list[float] = field(default_factory=list)  # of the learning rate's schedule, as `rate_position` takes it
-    rounds: RoundsState = field(default_factory=lambda: RoundsState())
-    resumes: list[list[int]] = field(default_factory=list)  # of every resume, in order: its step, and every rank's own
+    rounds: dict[str, Any] = field(default_factory=dict)  # of independent ranks (LocalSGD.state)
+    resumes: list[list[int]] = field(default_factory=list)  # of every resume: its step, and every rank's own
     resume_ids: list[str] = field(default_factory=list)  # of each: hosts that are alone may resume from one step
     rewards: list[float] = field(default_factory=lambda: [0.0, 0.0])  # train.loss=bco: sum and count of all so far
-    parts: list[str] = field(default_factory=list)  # the hash of every rank's own part, where ranks have one
+    parts: list[str] = field(default_factory=list)  # the hash of every rank's file in ranks/; "" for none
 
     def count(self, step: int, position: Position, pairs: int, result: StepRecord) -> None:
         """Adds one step."""
@@ -120,8 +98,8 @@ class Progress:
     def rate_position(self, index: int) -> tuple[float, int]:
         """Where in the learning rate's schedule a global step is, from 0, and how many steps the schedule has.
 
-        A run that is resumed with more or fewer steps goes on from the rate that it had: what is left of the schedule
-        is stretched over the steps that are left, and one that had ended keeps its last rate.
+        A run that is resumed with more or fewer steps goes on from the rate that it had: the rest of the schedule is
+        stretched over the steps that are left, and one that had ended keeps its last rate.
         """
         since, position, length, steps = self.rate
         left = (length - 1 - position) / max(1, steps - 1 - since)
@@ -146,10 +124,18 @@ class Progress:
 
         best_by: the metric that decides. Of two equal exact matches the one with the lower loss is better.
         """
-        if (now := _rank_of(metrics, best_by)) is None:
+
+        def order(of: Metrics) -> tuple[float, float] | None:
+            value, loss = of.get(best_by), of.get("loss")
+            if value is None:
+                return None
+            tie = -loss if loss is not None and math.isfinite(loss) else -math.inf
+            return (-value, 0.0) if best_by in ("loss", "kl") else (value, tie)
+
+        if (now := order(metrics)) is None:
             return False
         self.evaluations_since_best += 1
-        before = _rank_of(self.best_metrics, best_by)
+        before = order(self.best_metrics)
         if not may_be_saved or not math.isfinite(now[0]) or (before is not None and now <= before):
             return False
         self.best_step, self.best_loss, self.best_metrics = self.step, metrics.get("loss"), metrics
@@ -161,61 +147,47 @@ class Progress:
         return patience is not None and self.evaluations_since_best >= patience
 
 
-def _rank_of(metrics: Mapping[str, float | None], best_by: str) -> tuple[float, float] | None:
-    """By which evaluations are compared, the greater the better; None where it was not measured."""
-    value, loss = metrics.get(best_by), metrics.get("loss")
-    if value is None:
-        return None
-    tie = -loss if loss is not None and math.isfinite(loss) else -math.inf
-    return (-value, 0.0) if best_by in ("loss", "kl") else (value, tie)
-
-
 # ---- The run's folder: its owner, and what a killed process left there -----------------------------------------------
 
 
 def open_run(
     folder: Path, settings_text: str, plan: Mapping[str, object], resumed_steps: int | None, world: World
 ) -> IO[str] | None:
-    """Makes one process on every disk the run's only owner there, for as long as its file stays open; writes its plan.
+    """Makes one process on every disk the run's only owner there, as long as the file that it gets stays open.
 
-    Args:
-        settings_text: config.yaml's.
-        resumed_steps: how many a run makes in all that is resumed; None of a new one.
-
-    Returns:
-        The file, to that process: it keeps the run's files on its disk.
+    It keeps the run's files on its disk, and writes config.yaml and plan.json. resumed_steps: how many a resumed run
+    makes in all; None of a new one.
 
     Raises:
         AgreedError: another process owns the folder, it holds a run that is not resumed or has made more steps, or
             files of another kind.
     """
     is_keeper = keeps_disk(folder, world)
-    with world.agreeing(f"opening {folder}"):
+    with world.agreeing(f"opening {folder}"), contextlib.ExitStack() as on_failure:
         if not is_keeper:
             return None
-        with contextlib.ExitStack() as on_failure:
-            lock = on_failure.enter_context((folder / ".lock").open("a+", encoding="utf-8"))
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                lock.seek(0)
-                raise UserError(
-                    f"run folder {folder} is in use by process {lock.read().strip() or '?'}; "
-                    "wait for it, or give another run.name"
-                ) from None
-            lock.truncate(0)
-            lock.write(f"{os.getpid()}\n")
-            lock.flush()
-            if resumed_steps is None:
-                require_free(folder)
-            elif (made := _steps_made(folder)) > resumed_steps:
+        lock = on_failure.enter_context((folder / ".lock").open("a+", encoding="utf-8"))
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            owner = f"run folder {folder} is in use by process {lock.read().strip() or '?'}"
+            raise UserError(f"{owner}; wait for it, or give another run.name") from None
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        if resumed_steps is None:
+            require_free(folder)
+        else:
+            saved = (path for path in checkpoints_in(folder / "checkpoints") if (path / MANIFEST).is_file())
+            if (made := next(map(step_of, saved), 0)) > resumed_steps:
                 more = "give a larger train.steps (train.epochs, rollouts.rounds), or start a new run"
                 raise UserError(f"a run of {resumed_steps} steps is below the {made} steps made; {more}")
-            sweep(folder)
-            files.write_changed(folder / "plan.json", json.dumps(plan, indent=2) + "\n")
-            files.write_changed(folder / "config.yaml", settings_text)  # last: where it is, there is a run to resume
-            on_failure.pop_all()
-            return lock
+        sweep(folder)
+        files.write_changed(folder / "plan.json", json.dumps(plan, indent=2) + "\n")
+        files.write_changed(folder / "config.yaml", settings_text)  # last: where it is, there is a run to resume
+        on_failure.pop_all()
+        return lock
 
 
 def keeps_disk(folder: Path, world: World) -> bool:
@@ -234,9 +206,8 @@ def keeps_disk(folder: Path, world: World) -> bool:
 def require_free(folder: Path) -> None:
     """Makes sure that a new run writes over no run and no files of another kind; else UserError."""
     if (folder / "config.yaml").exists():
-        raise UserError(
-            f"run folder {folder} already holds a run; go on with it by --resume {folder}, or give another run.name"
-        )
+        remedy = f"go on with it by --resume {folder}, or give another run.name"
+        raise UserError(f"run folder {folder} already holds a run; {remedy}")
     strangers = sorted(path.name for path in folder.iterdir() if not BEFORE_A_RUN.fullmatch(path.name))
     if strangers:
         raise UserError(f"run folder {folder} exists and is not a run: it holds {strangers[0]}; give another run.name")
@@ -251,13 +222,7 @@ def sweep(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _steps_made(folder: Path) -> int:
-    return max(
-        (step_of(path) for path in checkpoints_in(folder / "checkpoints") if (path / MANIFEST).is_file()), default=0
-    )
-
-
-# ---- Writing ---------------------------------------------------------------------------------------------------------
+# ---- Saving ----------------------------------------------------------------------------------------------------------
 
 
 class CheckpointWriter:
@@ -287,15 +252,11 @@ class CheckpointWriter:
         self.seconds = max(self.seconds, seconds / PAUSE_PART)
 
     def write(self, step: int, path: Path, work: Callable[[], None], beside: bool) -> None:
-        """Does the work once the checkpoint before is done; beside: in a thread. step: as the log counts.
+        """Does the work once the checkpoint before is done. step: as the log counts.
 
-        An OSError of the work is raised; beside training it becomes a warning.
+        beside: in a thread beside training, where an OSError becomes a warning.
         """
         self.wait()
-        if not beside:
-            work()
-            self._outcomes.append((step, path, ""))
-            return
 
         def run() -> None:
             fault = ""
@@ -307,8 +268,12 @@ class CheckpointWriter:
                 print(f"warning: {fault}", file=sys.stderr, flush=True)
             self._outcomes.append((step, path, fault))
 
-        self._thread = threading.Thread(target=run, name="checkpoint")
-        self._thread.start()
+        if beside:
+            self._thread = threading.Thread(target=run, name="checkpoint")
+            self._thread.start()
+        else:
+            work()
+            self._outcomes.append((step, path, ""))
 
     def record(self, tracker: PerformanceTracker) -> None:
         """Records the checkpoints that became whole since the last call (rank 0: of all disks), and the failures."""
@@ -345,10 +310,9 @@ class Snapshot:
 
 
 def save(folder: Path, snapshot: Snapshot, world: World, writer: CheckpointWriter, keep: int, is_last: bool) -> str:
-    """One checkpoint of all ranks, on every disk, and each rank's own part beside it where ranks have one.
+    """One checkpoint of all ranks, on every disk; old ones go, but for the newest `keep` and the best.
 
-    All ranks call it. Old checkpoints go, but for the newest `keep` and the best. Training waits for the last one, for
-    parts of ranks and for large ones; others are written meanwhile.
+    Training waits for the last one, for ranks' own files and for large ones; others are written meanwhile.
 
     Returns:
         Why there is none now, the same on every rank: earlier ones are untouched, and no run ends for want of one.
@@ -366,7 +330,7 @@ def save(folder: Path, snapshot: Snapshot, world: World, writer: CheckpointWrite
     try:
         if own is not None:
             with world.agreeing(what):
-                part = save_part(folder, progress.step, world.rank, own)
+                part = save_part(part_of(folder, progress.step, world.rank), own)
             progress.parts = world.gather_text(part, "every rank's part")
         with world.agreeing(what) if wait else contextlib.nullcontext():  # beside training each reports by itself
             _save_here(folder, snapshot, world, writer, keep, beside=not wait)
@@ -374,8 +338,6 @@ def save(folder: Path, snapshot: Snapshot, world: World, writer: CheckpointWrite
         if is_last:
             raise
         return f"training goes on without {error}"
-    if own is not None:
-        prune_parts(folder, world)
     writer.paused(float(world.broadcast_text(repr(time.perf_counter() - began))))
     return ""
 
@@ -398,8 +360,7 @@ def _save_here(
             STATE: json.dumps(asdict(progress), indent=2) + "\n",
         }
         if beside:  # out of MLX, whose arrays are this thread's
-            for file, (described, each) in list(arrays.items()):
-                arrays[file] = described, adapter_files.raw(dict(each))
+            arrays = {file: (described, adapter_files.raw(dict(each))) for file, (described, each) in arrays.items()}
 
         def work() -> None:
             write_whole(final, arrays, texts)
@@ -449,33 +410,39 @@ def discard(path: Path) -> None:
 
 
 def prune(folder: Path, keep: int, best_step: int | None) -> None:
-    """Removes all but the newest `keep`, the best, and the newest at which the ranks had the same weights."""
-    every = checkpoints_in(folder)
-    newest_whole = next((path for path in every if not inside_a_round(path)), None)
-    if best_step is not None and best_step not in map(step_of, every):
-        return  # it found no room on the disk: the best before it is among these
-    for path in every[keep:]:
-        if step_of(path) != best_step and path != newest_whole:
-            discard(path)
+    """Removes all but the newest `keep`, the best, and the newest at which the ranks had the same weights.
+
+    The files in ranks/ go with their checkpoint.
+    """
+    saved = checkpoints_in(folder)
+    newest_whole = next((path for path in saved if not inside_a_round(path)), None)
+    if best_step is None or best_step in map(step_of, saved):  # else it found no room: the best before it is among them
+        for path in saved[keep:]:
+            if step_of(path) != best_step and path != newest_whole:
+                discard(path)
+    kept = set(map(step_of, checkpoints_in(folder)))
+    for path in (folder / "ranks").glob("step-*-rank-*.safetensors"):
+        named = re.fullmatch(r"step-([0-9]+)-rank-[0-9]+", path.stem)  # a copy's name has more behind it
+        if named and int(named[1]) not in kept:
+            path.unlink(missing_ok=True)
 
 
-def save_part(folder: Path, step: int, rank: int, trees: RankArrays) -> str:
+def save_part(path: Path, trees: RankArrays) -> str:
     """Writes one rank's arrays of a checkpoint, whole or not at all, on its own disk; returns their hash, "" for none.
 
-    Raises:
-        OSError: the disk is full or not writable.
+    Raises OSError: the disk is full or not writable.
     """
     arrays = {f"{kind}/{name}": array for kind, tree in trees.items() for name, array in tree.items()}
     if not arrays:
         return ""
     described = dict(sorted(adapter_files.described(arrays).items()))
-    adapter_files.write_arrays(part_of(folder, step, rank), described, adapter_files.raw(arrays), durable=True)
-    return file_sha256(part_of(folder, step, rank))
+    adapter_files.write_arrays(path, described, adapter_files.raw(arrays), durable=True)
+    return file_sha256(path)
 
 
-def load_part(folder: Path, step: int, rank: int) -> RankArrays:
+def load_part(path: Path) -> RankArrays:
     """What `save_part` wrote; UserError where it cannot be read."""
-    trees, path = RankArrays(), part_of(folder, step, rank)
+    trees = RankArrays()
     for name, array in read_arrays(path).items() if path.is_file() else ():
         kind, _, rest = name.partition("/")
         trees.setdefault(kind, {})[rest] = array
@@ -483,24 +450,9 @@ def load_part(folder: Path, step: int, rank: int) -> RankArrays:
     return trees
 
 
-def prune_parts(folder: Path, world: World) -> None:
-    """Removes this rank's parts of checkpoints that are gone; rank 0 those of ranks that are no more, too."""
-    kept = json.dumps([step_of(path) for path in checkpoints_in(folder)]) if world.rank == 0 else ""
-    steps, rank = json.loads(world.broadcast_text(kept)), world.rank
-    for path in (folder / "ranks").glob("step-*-rank-*.safetensors"):
-        named = re.fullmatch(r"step-([0-9]+)-rank-([0-9]+)", path.stem)  # a copy's name has more behind it
-        is_mine = named and (int(named[2]) == rank or (rank == 0 and int(named[2]) >= world.size))
-        if named and is_mine and int(named[1]) not in steps:
-            path.unlink(missing_ok=True)
-
-
 def part_of(folder: Path, step: int, rank: int) -> Path:
+    """The file of what one rank alone has in a checkpoint."""
     return folder / "ranks" / f"step-{step:08d}-rank-{rank:03d}.safetensors"
-
-
-def rank_folder(folder: Path, rank: int) -> Path:
-    """Where a run keeps one rank's own adapter, if ranks are never merged."""
-    return folder / "ranks" / f"rank-{rank:03d}"
 
 
 # ---- Replicas: finite, and the same on all ranks ---------------------------------------------------------------------
@@ -558,11 +510,6 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(named, key=step_of, reverse=True)
 
 
-def checkpoint_of(run: Path, step: int) -> Path:
-    """The folder of a run's checkpoint."""
-    return run / "checkpoints" / f"step-{step:08d}"
-
-
 def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
@@ -592,6 +539,7 @@ def find(run: Path, which: str) -> Path:
     """
     saved = {step_of(path): path for path in checkpoints_in(run / "checkpoints")}
     steps = f"{run} has checkpoints of steps {', '.join(map(str, sorted(saved))) or 'none'}"
+    step: int | None = int(which) if re.fullmatch("[0-9]{1,17}", which) else -1
     if which in ("best", "last"):
         newest = next((path for path in saved.values() if fault_of(path) is None), None)
         if newest is None:
@@ -600,8 +548,6 @@ def find(run: Path, which: str) -> Path:
         step = step_of(newest) if which == "last" else read_progress(newest).best_step
         if step is None:
             raise UserError(f"--checkpoint best: {run} has no evaluation; {steps}: give last, or one of these")
-    else:
-        step = int(which) if re.fullmatch("[0-9]{1,17}", which) else -1
     if step not in saved:
         raise UserError(f"--checkpoint {which}: give best, last, or a step's number; {steps}")
     if fault := fault_of(saved[step]):
@@ -615,8 +561,7 @@ def read_progress(path: Path) -> Progress:
         progress = _progress_type().validate_json(read_file.read_text(path / STATE, "checkpoint"))
     except ValidationError as error:
         fault = error.errors()[0]
-        where = ".".join(map(str, fault["loc"]))
-        raise UserError(f"{STATE}: {where + ': ' if where else ''}{fault['msg']}") from None
+        raise UserError(f"{STATE}: {'.'.join(map(str, fault['loc']))}: {fault['msg']}") from None
     if progress.step != step_of(path):
         raise UserError(f"{STATE} is of step {progress.step}")
     return progress
@@ -639,9 +584,8 @@ def fault_of(path: Path) -> str | None:
         read_progress(path)
     except (UserError, OSError) as error:
         return str(error)
-    if not {STATE, OPTIMIZER, adapter_files.ADAPTER_WEIGHTS} <= hashes.keys():
-        return "files are missing from its manifest"
-    return None
+    complete = {STATE, OPTIMIZER, adapter_files.ADAPTER_WEIGHTS} <= hashes.keys()
+    return None if complete else "files are missing from its manifest"
 
 
 def agreed_fault(path: Path, world: World) -> str:
@@ -661,49 +605,36 @@ def is_finished(folder: Path, steps: int, world: World) -> bool:
 # ---- Resuming --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What ranks go on from: a checkpoint, None where there is none; and whether with every rank's own part of it."""
+def choose(folder: Path, world: World, is_keeper: bool) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that these ranks can go on from, on rank 0's disk, None for none; and warnings.
 
-    path: Path | None
-    with_parts: bool
-    warnings: list[str]
-
-
-def choose(folder: Path, world: World, is_keeper: bool) -> Choice:
-    """The newest checkpoint that these ranks can go on from, on rank 0's disk.
-
-    Each rank looks for its own part. Without all parts only a checkpoint at which the ranks had the same weights will
-    do. Where another disk has a newer one, as of a host that went on while rank 0's was away, it is copied first.
+    Without every rank's file in ranks/ only a checkpoint at which the ranks had the same weights will do. Where another
+    disk has a newer one, as of a host that went on while rank 0's was away, it is copied first.
     """
     _fetch_newest(folder, world, is_keeper)
-    candidates = checkpoints_in(folder) if world.rank == 0 else []
-    warnings: list[str] = []
+    candidates, warnings = checkpoints_in(folder) if world.rank == 0 else [], list[str]()
     while True:
-        offer = None
+        offer: Any = None
         while candidates and offer is None:
             path = candidates.pop(0)
             if (fault := fault_of(path)) is None:
-                offer = [str(path), read_progress(path).parts, not inside_a_round(path)]
+                offer = [str(path), read_progress(path).parts, inside_a_round(path)]
             else:
                 warnings.append(f"checkpoint {path} is damaged ({fault}); the one before it is taken")
         offer = json.loads(world.broadcast_text(json.dumps(offer)))
         if offer is None:
-            return Choice(None, False, warnings)
-        path, parts, is_whole = Path(offer[0]), offer[1], offer[2]
-        if not any(parts) and is_whole:
-            return Choice(path, False, warnings)
-        missing = _ranks_without_part(path, parts, world)
-        if not missing:
-            return Choice(path, True, warnings)
+            return None, warnings
+        path, parts, is_inside = Path(offer[0]), offer[1], offer[2]
+        if not (any(parts) or is_inside) or not (missing := _ranks_without_part(path, parts, world)):
+            return path, warnings
         is_same_size = len(parts) == world.size
         why = f"rank {', '.join(missing)}" if is_same_size else f"{len(parts)} ranks instead of {world.size}"
-        if is_whole:
+        if not is_inside:
             warnings.append(
                 f"{path}: no part of {why}; all ranks go on from rank 0's optimizer state, and what compression had "
                 "left out so far is lost"
             )
-            return Choice(path, False, warnings)
+            return path, warnings
         warnings.append(f"{path} is inside a round, and has no part of {why}; one at a round's end is taken")
 
 
@@ -722,16 +653,14 @@ def _fetch_newest(folder: Path, world: World, is_keeper: bool) -> None:
 
     One that lacks a resume of rank 0's newest is of a history that the run has left.
     """
-    newest: list[Any] = []
-    for path in checkpoints_in(folder) if is_keeper and world.size > 1 else ():
-        if not inside_a_round(path) and fault_of(path) is None:
-            newest = [step_of(path), read_progress(path).resume_ids]
-            break
-    every = [json.loads(text) for text in world.gather_long_text(json.dumps(newest), "every disk's newest checkpoint")]
-    ids = every[0][1] if every[0] else []
-    same = [(rank, *found) for rank, found in enumerate(every) if found and found[1][: len(ids)] == ids]
-    _, step, source = max(((len(resumes), step, -rank) for rank, step, resumes in same), default=(0, 0, 0))
-    if source == 0:
+    saved = checkpoints_in(folder) if is_keeper and world.size > 1 else []
+    newest = next((path for path in saved if not inside_a_round(path) and fault_of(path) is None), None)
+    mine = [0, []] if newest is None else [step_of(newest), read_progress(newest).resume_ids]
+    texts = world.gather_long_text(json.dumps(mine), "every disk's newest checkpoint")
+    every = [(len(ids), step, -rank, ids) for rank, (step, ids) in enumerate(map(json.loads, texts))]
+    ids = every[0][3]
+    _, step, source, _ = max(entry for entry in every if entry[3][: len(ids)] == ids)
+    if not source or not step:
         return
     final, unfinished = folder / f"step-{step:08d}", folder / f".unfinished-{step:08d}"
     pieces = _pieces_of(final) if world.rank == -source else iter(())
@@ -820,28 +749,22 @@ def common_at(path: Path | None, name: str, world: World, wanted: Described | No
     return parts
 
 
-def own_part_of(path: Path, world: World) -> RankArrays:
-    """What this rank alone had at a checkpoint, and the merges' momentum, which all ranks share."""
-    own: RankArrays = {}
-    with world.agreeing("reading every rank's part of a checkpoint"):
-        own |= load_part(path.parent, step_of(path), world.rank)
-    return own | {"momentum": common_at(path, MOMENTUM, world)}
-
-
 def own_part_at(path: Path, world: World) -> RankArrays:
-    """`own_part_of` a checkpoint of rank 0's; the momentum alone where a rank has lost its part."""
+    """What this rank alone had at a checkpoint, unless a rank has lost its part; and the merges' momentum."""
+    own: RankArrays = {}
     with world.agreeing("going back to a checkpoint"):
         offered = read_progress(path).parts if world.rank == 0 else []
-    parts: list[str] = json.loads(world.broadcast_text(json.dumps(offered)))
-    is_lost = bool(_ranks_without_part(path, parts, world))
-    return {"momentum": common_at(path, MOMENTUM, world)} if is_lost else own_part_of(path, world)
+    if not _ranks_without_part(path, json.loads(world.broadcast_text(json.dumps(offered))), world):
+        with world.agreeing("reading every rank's part of a checkpoint"):
+            own = load_part(part_of(path.parent, step_of(path), world.rank))
+    return own | {"momentum": common_at(path, MOMENTUM, world)}
 
 
 def go_back(logs: Path, progress: Progress, world: World, is_keeper: bool) -> None:
     """Notes the resume, and cuts every log on this disk back to the history that lives on; later checkpoints go."""
     progress.resumes.append([progress.step, *progress.rounds.get("local_steps", [])])
     progress.resume_ids.append(world.broadcast_text(os.urandom(8).hex()))
-    history: tuple[Sequence[Sequence[int]], Sequence[str]] = progress.resumes, progress.resume_ids
+    history = progress.resumes, progress.resume_ids
     with world.agreeing("going back in the logs"):
         own_logs = sorted(path for path in logs.glob("rank-*.jsonl") if path.stem[5:].isdigit()) if is_keeper else []
         lived = max((first_missed(log, *history) for log in own_logs), default=progress.step)

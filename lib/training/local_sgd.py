@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -38,7 +38,7 @@ from lib.model.adapter_layers import rank_of
 from lib.plan.plan import ClusterPlan
 from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, distribute_work
 from lib.plan.strategy import FIRST_STEPS, default_merge, longest_round, measures_merges, steps_per_round
-from lib.training.checkpoint import CheckpointWriter, Progress, RankArrays, RoundsState, flat_state
+from lib.training.checkpoint import CheckpointWriter, Progress, RankArrays, flat_state
 from lib.training.step import StepRecord
 
 ROUND_ENDS = 6  # of late, by which the next round's length is chosen
@@ -809,10 +809,10 @@ class LocalSGD:
 
     # ---- In a checkpoint
 
-    def state(self) -> RoundsState:
+    def state(self) -> dict[str, Any]:
         """What all ranks know."""
         ranks, round, size = self.ranks, self.round, self.world.size
-        state: RoundsState = {
+        state: dict[str, Any] = {
             "shares": list(ranks.shares),
             "speeds": list(ranks.speeds),
             "are_one": round is None and self.method != "none",

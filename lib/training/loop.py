@@ -21,8 +21,7 @@ from lib.errors import Stopped, UserError
 from lib.model import adapter_files
 from lib.plan.plan_warnings import strayed
 from lib.system import files, records
-from lib.training.checkpoint import agreed_fault, checkpoint_of, rank_folder, restore_weights
-from lib.training.local_sgd import LocalSGD
+from lib.training.checkpoint import agreed_fault, restore_weights
 from lib.training.objective import Metrics
 from lib.training.run import PREFETCHED, TrainingRun
 from lib.training.step import MicroBatch, StepRecord, is_compiled, trace_cost
@@ -139,12 +138,9 @@ class TrainingLoop:
         run = self.run
         if run.is_over:
             self.latest = self.evaluate()
-        elif run.local_sgd is None:
-            self.latest = run.progress.before
-            self._train_synchronously()
         else:
             self.latest = run.progress.before
-            self._train_independently(run.local_sgd)
+            (self._train_synchronously if run.local_sgd is None else self._train_independently)()
         if why := self.early_end():
             run.say.line(f"training ends after step {run.progress.step} of {run.steps}: {why}")
         self.final_step = run.progress.step
@@ -166,7 +162,7 @@ class TrainingLoop:
         step, best = progress.best_step, progress.best_metrics.get(run.best_by)
         if run.is_never_merged or step is None or best is None or step == progress.step:
             return
-        path = checkpoint_of(run.folder, step)
+        path = run.folder / "checkpoints" / f"step-{step:08d}"
         if fault := agreed_fault(path, run.world):
             text = f"{path}, of the best {run.best_by}, is damaged ({fault}); the last weights are taken"
             run.say.warning(text, run.own_step)
@@ -195,8 +191,10 @@ class TrainingLoop:
                 if run.is_over:
                     break
 
-    def _train_independently(self, local_sgd: LocalSGD) -> None:
+    def _train_independently(self) -> None:
         run, progress, every = self.run, self.run.progress, self.run.config.evaluate.every or self.run.steps
+        local_sgd = run.local_sgd
+        assert local_sgd is not None
 
         def local_step(step: int, index: int, epoch: int, rows: np.ndarray, micro_batch_size: int) -> StepRecord:
             result = self.learner.learn(step, index, epoch, *self.batches.of(rows, micro_batch_size))
@@ -253,7 +251,8 @@ class TrainingLoop:
         run.writer.wait()
         with world.agreeing("finishing"), world.gathering(run.model.trainable_parameters()) as [weights]:
             if run.is_never_merged:
-                adapter_files.save_trained(run.model, run.config.model, rank_folder(run.folder, world.rank))
+                folder = run.folder / "ranks" / f"rank-{world.rank:03d}"
+                adapter_files.save_trained(run.model, run.config.model, folder)
             if world.rank == 0:
                 adapter_files.save_trained(run.model, run.config.model, run.folder, *weights)
                 run.count_wall_seconds()

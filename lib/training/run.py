@@ -1,4 +1,4 @@
-"""What the parts of a run's training share."""
+"""What the parts of a run's training share: its state, its checkpoints, and going on from one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lib.system.hardware import provenance, quick_gflops
 from lib.system.records import Arithmetic, PerformanceTracker
 from lib.system.terminal import Terminal
 from lib.training import checkpoint, divided_world, reference_model
-from lib.training.checkpoint import CheckpointWriter, Choice, Progress, RankArrays, Snapshot
+from lib.training.checkpoint import CheckpointWriter, Progress, RankArrays, Snapshot
 from lib.training.inputs import Inputs
 from lib.training.local_sgd import LocalSGD
 from lib.training.optimizers import learning_rate, make_optimizer
@@ -37,12 +37,7 @@ PREFETCHED = 2  # batches made ahead of the step
 
 @dataclass
 class TrainingRun:
-    """One run on this rank.
-
-    Args:
-        plan: that the run starts with.
-        layout: how the model takes batches.
-    """
+    """One run on this rank. plan: that it starts with; layout: how the model takes batches."""
 
     config: Config
     world: World
@@ -69,16 +64,13 @@ class TrainingRun:
         self.local_sgd: LocalSGD | None = None  # where ranks are independent; else they take every step together
         if plan.strategy == "independent":
             self.local_sgd = LocalSGD(config, world, plan, self.model, data.lengths, self.steps)
-        log = self.folder / "logs" / f"rank-{world.rank:03d}.jsonl"
         host = self.hosts[world.rank]
-        self.tracker = PerformanceTracker(log, world.rank, host)
+        self.tracker = PerformanceTracker(self.folder / "logs" / f"rank-{world.rank:03d}.jsonl", world.rank, host)
         rates = plan.basis.matmul_gflops.get(host, ())[self.hosts[: world.rank].count(host) :]
         flops = (6 if config.model.method == "full" else 4) * get_total_parameters(self.model)
         self.tracker.arithmetic = Arithmetic(flops, 1e9 * (rates[0] if rates else quick_gflops(0.1)))
-        kept = config.checkpoint
-        self.writer = CheckpointWriter(False, kept.every, kept.seconds)
-        has_questions = bool(self.inputs.questions)
-        self.best_by = kept.best_by or ("exact_match" if has_questions else "loss")
+        self.writer = CheckpointWriter(False, config.checkpoint.every, config.checkpoint.seconds)
+        self.best_by = config.checkpoint.best_by or ("exact_match" if self.inputs.questions else "loss")
 
     def claim(self, resume: bool) -> None:
         """Makes one process on every disk the only owner of the run's folder."""
@@ -101,10 +93,6 @@ class TrainingRun:
             resume_ids=self.progress.resume_ids,
             resumed_from_step=self.progress.step if resumed else None,
         )
-
-    def rate_of(self, index: int, steps: int) -> float:
-        """The learning rate of a global step, from 0."""
-        return learning_rate(self.config.train, *self.progress.rate_position(index))
 
     def count_wall_seconds(self) -> None:
         """Adds what has passed since they were last counted."""
@@ -145,10 +133,7 @@ class TrainingRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to train: all steps are taken, or evaluations improve no more.
-
-        Inside a round ranks are not merged yet: it is ended first, also where a resume takes fewer steps.
-        """
+        """Whether all steps are taken, or evaluations improve no more; never inside a round."""
         if self.local_sgd is not None and self.local_sgd.round is not None:
             return False
         return self.progress.step >= self.steps or self.progress.has_stalled(self.config.train.patience)
@@ -156,6 +141,8 @@ class TrainingRun:
     def is_finite(self) -> bool:
         """Whether every rank's weights and optimizer state are finite; all ranks ask together."""
         return checkpoint.are_finite(self.world, self.model, self.optimizer)
+
+    # ---- Checkpoints
 
     def save(self) -> bool:
         """Writes a checkpoint, or begins to; where none can be written, says why, and returns False.
@@ -199,37 +186,35 @@ class TrainingRun:
     def resume(self) -> None:
         """Takes the run to the last good checkpoint, on every rank; AgreedError where that does not fit the run."""
         world, folder, is_keeper = self.world, self.folder / "checkpoints", self.lock is not None
-        chosen = checkpoint.choose(folder, world, is_keeper)
-        for warning in chosen.warnings:
+        path, warnings = checkpoint.choose(folder, world, is_keeper)
+        for warning in warnings:
             self.say.warning(warning)
-        path, asked = chosen.path, self.asked_reference
-        self.progress = checkpoint.restore_all(path, self.model, self.optimizer, self.progress, world)
+        progress = self.progress = checkpoint.restore_all(path, self.model, self.optimizer, self.progress, world)
         if path is not None and self.reference is not None:
             wanted = world.whole(self.reference.arrays)
             self.reference.arrays = checkpoint.common_at(path, checkpoint.REFERENCE, world, wanted)
-        elif asked is not None:
-            asked.remember(checkpoint.common_at(path, checkpoint.REFERENCE_LOGPS, world))
-        if self.progress.cursor >= len(self.inputs.data) and not self.config.rollouts.rounds:
-            row = f"row {self.progress.cursor} of {len(self.inputs.data)} comes next"
+        elif self.asked_reference is not None:
+            self.asked_reference.remember(checkpoint.common_at(path, checkpoint.REFERENCE_LOGPS, world))
+        if progress.cursor >= len(self.inputs.data) and not self.config.rollouts.rounds:
+            row = f"row {progress.cursor} of {len(self.inputs.data)} comes next"
             raise AgreedError(f"{path or self.folder}: {row}")
-        self._restore_rank(chosen)
-        if self.progress.set_steps(self.steps):
+        self._restore_rank(path)
+        if progress.set_steps(self.steps):
             self._say_rate()
-        if self.progress.schedule and not self._restores_plans():
+        if progress.schedule and not self._restores_plans():
             self.say.line("hosts or settings are no longer those of the checkpoint: the work is divided anew")
-        if self.schedule.at(self.progress.step + 1).gradient_checkpointing and not self.plan.gradient_checkpointing:
+        if self.schedule.at(progress.step + 1).gradient_checkpointing and not self.plan.gradient_checkpointing:
             checkpointing.checkpoint_blocks(self.model)
-        checkpoint.go_back(self.folder / "logs", self.progress, world, is_keeper)
+        checkpoint.go_back(self.folder / "logs", progress, world, is_keeper)
         if is_keeper:
-            checkpoint.prune(folder, self.config.checkpoint.keep, self.progress.best_step)
-        checkpoint.prune_parts(folder, world)
+            checkpoint.prune(folder, self.config.checkpoint.keep, progress.best_step)
         source = f"checkpoints/{path.name}" if path is not None else "its beginning"
-        self.say.line(f"resuming {self.folder} after step {self.progress.step} of {self.steps}, from {source}")
+        self.say.line(f"resuming {self.folder} after step {progress.step} of {self.steps}, from {source}")
 
     def _say_rate(self) -> None:
         """Says what the learning rate does where a run is resumed with other steps."""
-        step, steps = self.progress.step, self.steps
-        now, last = self.rate_of(step, steps), self.rate_of(steps - 1, steps)
+        step, steps, progress = self.progress.step, self.steps, self.progress
+        now, last = (learning_rate(self.config.train, *progress.rate_position(i)) for i in (step, steps - 1))
         if now or last:
             rates = f"{now:.3g} at step {step + 1}, {last:.3g} at {steps}"
             self.say.line(f"the learning rate goes on without a jump: {rates}")
@@ -239,22 +224,19 @@ class TrainingRun:
             f"learn nothing; for another rate start a new run with model.adapter={self.folder}"
         )
 
-    def _restore_rank(self, chosen: Choice) -> None:
+    def _restore_rank(self, path: Path | None) -> None:
         """What this rank alone had at the checkpoint, and where independent ranks are."""
-        path, own = chosen.path, RankArrays()
-        if path is not None:
-            momentum = {"momentum": checkpoint.common_at(path, checkpoint.MOMENTUM, self.world)}
-            own = checkpoint.own_part_of(path, self.world) if chosen.with_parts else momentum
+        own = self.resumed = checkpoint.own_part_at(path, self.world) if path is not None else {}
         if "weights" in own:
             self.model.update(tree_unflatten(list(own["weights"].items())))
         if "optimizer" in own:
             self.optimizer.state = tree_unflatten(list(own["optimizer"].items()))
-        self.feedback, self.resumed = own.get("feedback", {}), own
+        self.feedback = own.get("feedback", {})
         if self.local_sgd is None:
             if self.progress.rounds:
                 raise AgreedError(f"{self.folder} is a run of independent ranks; go on with strategy=independent")
         elif not self.config.rollouts.rounds:
-            self.local_sgd.resume(self.progress, self.resumed)
+            self.local_sgd.resume(self.progress, own)
 
     def _restores_plans(self) -> bool:
         """Whether the plans of the checkpoint are in force again."""

@@ -1,9 +1,8 @@
-"""A step that is taken until it is done: once more where it is not finite, smaller where memory runs out."""
+"""A step taken until it is done: once more where it is not finite, with half the batch where memory runs out."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -35,8 +34,9 @@ class MicroBatchLimit:
             self.stored = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             self.stored = {}
+        self.fits: int = self.stored.get("fits", 0)
         tried = self.stored.get("tried", 0)
-        if tried > self.stored.get("fits", 0) and self.stored.get("kills") != out_of_memory.kernel_kills():
+        if tried > self.fits and self.stored.get("kills") != out_of_memory.kernel_kills():
             self.record(max(1, tried // 2), self.recomputes or tried == 1)
 
     @property
@@ -51,20 +51,22 @@ class MicroBatchLimit:
 
     def begin(self, size: int) -> None:
         """Notes that micro-batches of this size are tried, if they never were."""
-        if size > self.stored.get("fits", 0):
+        if size > self.fits:
             self._write(tried=size, kills=out_of_memory.kernel_kills())
 
     def end(self, size: int) -> None:
         """Notes that they fit."""
-        if size > self.stored.get("fits", 0):
-            self._write(fits=size)
+        if size > self.fits:
+            self.fits = size
+            self._write()
 
     def record(self, limit: int, recomputes: bool) -> None:
         """Notes that no more than these micro-batches fit."""
-        self._write(tried=0, fits=min(limit, self.stored.get("fits", 0)), limit=limit, recomputes=recomputes)
+        self.fits = min(limit, self.fits)
+        self._write(tried=0, limit=limit, recomputes=recomputes)
 
     def _write(self, **fields: object) -> None:
-        self.stored |= fields
+        self.stored |= {**fields, "fits": self.fits}
         if self.path.parent.is_dir():
             files.write_atomically(self.path, json.dumps(self.stored) + "\n")
 
@@ -85,12 +87,17 @@ class Learner:
             sizes += [int(text) for text in run.world.gather_text(str(self.memory.size or "")) if text]
         self.max_micro_batch_size = min((size for size in sizes if size is not None), default=None)
         if self.memory.recomputes and run.config.model.may_turn_on_checkpointing and not self.recomputes:
-            self.recomputes = True
-            checkpointing.checkpoint_blocks(run.model)
+            self._recompute()
+        else:
+            self.take_step = self._make_step()
+
+    def _recompute(self) -> None:
+        """Turns gradient checkpointing on."""
+        self.recomputes = True
+        checkpointing.checkpoint_blocks(self.run.model)
         self.take_step = self._make_step()
 
     def _make_step(self) -> Step:
-        """The step; anew where gradient checkpointing is turned on."""
         run, train, sync = self.run, self.run.config.train, self.run.config.sync
         limit = memory_limit(run.config.plan, run.hosts, run.world)
         world = run.world.workers if run.local_sgd is None else run.world.alone()
@@ -121,12 +128,10 @@ class Learner:
         run.tracker.log_batch(
             step, len(rows), result.seconds, **result.means, **result.measurements(), epoch=epoch, rows=rows
         )
-        if not result.skipped:
-            run.progress.skipped_in_row = 0
-            return result
-        run.progress.skipped_in_row = in_row = run.progress.skipped_in_row + 1
-        run.say.own_warning(f"step {step}: not finite again; update {in_row} in a row left out", step)
-        if in_row >= train.max_skipped_steps:
+        run.progress.skipped_in_row = in_row = run.progress.skipped_in_row + 1 if result.skipped else 0
+        if in_row:
+            run.say.own_warning(f"step {step}: not finite again; update {in_row} in a row left out", step)
+        if in_row and in_row >= train.max_skipped_steps:
             diverged = f"{in_row} updates in a row were not finite, the last at step {step}"
             heartbeat.report(diverged=diverged)
             raise Stopped(
@@ -136,6 +141,7 @@ class Learner:
         return result
 
     def _take(self, step: int, index: int, batches: list[MicroBatch]) -> StepRecord:
+        """The step, with smaller micro-batches each time that memory runs out."""
         run = self.run
         while True:
             fitting = self.make.within(batches, self.max_micro_batch_size)  # those made in advance may be larger
@@ -157,9 +163,9 @@ class Learner:
             else:
                 self.memory.end(size)
                 return result
-            self._go_smaller(step, failure)
+            self._halve(step, failure)
 
-    def _go_smaller(self, step: int, failure: OutOfMemory) -> None:
+    def _halve(self, step: int, failure: OutOfMemory) -> None:
         """Half the micro-batch for the ranks that ran out of memory; gradient checkpointing where that is one pair."""
         run, schedule, model = self.run, self.run.schedule, self.run.config.model
         hit = (self.worker,) if run.local_sgd is not None else failure.ranks
@@ -167,26 +173,20 @@ class Learner:
         at_one = [rank for rank in hit if max(before.workers[rank].micro_batch_sizes, default=1) == 1]
         held = f"held {', '.join(f'{size / 1e9:.4g} GB' for size in failure.needed_bytes)}"
         if at_one and (self.recomputes or not (model.may_turn_on_checkpointing and hasattr(run.model, "layers"))):
-            raise AgreedError(self._end(at_one, f"{held} ({failure})"))
+            hosts = ", ".join(f"rank {rank} ({before.ranks[rank].host})" for rank in at_one)
+            remedies = "a smaller data.max_length, a quantised or smaller model, strategy=sharded over several hosts"
+            if not self.recomputes:
+                dropout = "model.dropout=0 with " if model.dropout else ""
+                remedies = f"{dropout}model.gradient_checkpointing=true, {remedies}"
+            remedies = f"model.method=lora, {remedies}" if model.method == "full" else remedies
+            what = f"a single pair{' and gradient checkpointing' * self.recomputes}"
+            raise AgreedError(f"{hosts} ran out of memory with {what}: {held} ({failure}); try {remedies}")
         plan = schedule.halve(step, hit, gradient_checkpointing=bool(at_one))
         if at_one:
-            self.recomputes = True
-            checkpointing.checkpoint_blocks(run.model)
-            self.take_step = self._make_step()
+            self._recompute()
         self.max_micro_batch_size = schedule.most_at(self.worker)
         if self.worker in hit:
             self.memory.record(self.max_micro_batch_size or 1, self.recomputes)
         run.say.own_warning(f"{plan.reason}; the step is taken again", step, f" ({held}: {failure})")
         first = step + schedule.lead  # until then every rank cuts what is made already
         run.tracker.record("plan", step=step, first_step=first, shares_before=before.shares, **plan.to_dict())
-
-    def _end(self, ranks: Sequence[int], held: str) -> str:
-        hosts = ", ".join(f"rank {rank} ({self.run.schedule.plans[-1][1].ranks[rank].host})" for rank in ranks)
-        model, with_checkpointing = self.run.config.model, " and gradient checkpointing" * self.recomputes
-        remedies = "a smaller data.max_length, a quantised or smaller model, strategy=sharded over several hosts"
-        if not self.recomputes:
-            without_dropout = "model.dropout=0 with " if model.dropout else ""
-            remedies = f"{without_dropout}model.gradient_checkpointing=true, {remedies}"
-        if model.method == "full":
-            remedies = f"model.method=lora, {remedies}"
-        return f"{hosts} ran out of memory with a single pair{with_checkpointing}: {held}; try {remedies}"
