@@ -1,7 +1,6 @@
 """GRPO and its variants: pure functions of groups of completions, in float32.
 
-Everything here is a sum beside a count, as in lib/training/losses.py: micro-batches and ranks add them up and divide
-once. So every normalisation is over the whole step, whatever the batches were.
+Everything here is a sum beside a count, so every normalisation is over the whole step, whatever the batches were.
 
 Notation: r_i the reward of completion i of a prompt, A_i its advantage, |o_i| its tokens, rho its tokens' ratios
 pi / pi_sampling; K completions a group, log-probabilities in nats.
@@ -52,10 +51,9 @@ class Groups:
 
 
 def deviations(rewards: mx.array, counted: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """Rewards less the mean of their group, [b, K]; the group's deviation and its completions, [b, 1]; float32.
+    """Rewards less the mean of their group, [b, K]; the group's sample deviation (n - 1) and completions, [b, 1].
 
-    The deviation is that of a sample, with n - 1; of a group of one it is 0. Rewards are compared with the largest of
-    their group first, so that those of equal rewards are 0, whatever the rewards are.
+    Rewards are compared with the largest of their group first, so that those of equal rewards are exactly 0.
     """
     count = counted.sum(axis=1, keepdims=True)
     largest = mx.where(counted > 0, rewards, -mx.inf).max(axis=1, keepdims=True)
@@ -66,35 +64,25 @@ def deviations(rewards: mx.array, counted: mx.array) -> tuple[mx.array, mx.array
 
 
 def advantages(rewards: mx.array, counted: mx.array, kind: str, deviation: mx.array | None = None) -> mx.array:
-    """A_i, float32 [b, K]; 0 for what is left out, and in a group of equal rewards.
-
-    standardized: (r_i - mean) / (std + 1e-4), GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.2.
-    batch_standardized: the same, with `deviation`, float32 [b], for std: Hu et al. 2025, arXiv:2501.03262, section 3.
-    centered: r_i - mean, Dr. GRPO, Liu et al. 2025, arXiv:2503.20783, section 3.2.
-    leave_one_out: r_i less the mean of the others, RLOO, Ahmadian et al. 2024, arXiv:2402.14740, section 2.2.
-    """
+    """A_i, float32 [b, K]; 0 for what is left out, and in a group of equal rewards. deviation: float32 [b]."""
     centered, std, count = deviations(rewards, counted)
     match kind:
-        case "standardized":
+        case "standardized":  # GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.2
             return centered / (std + STD_FLOOR)
-        case "batch_standardized":
+        case "batch_standardized":  # Hu et al. 2025, arXiv:2501.03262, section 3
             assert deviation is not None
             return centered / (deviation[:, None] + STD_FLOOR)
-        case "centered":
+        case "centered":  # Dr. GRPO, Liu et al. 2025, arXiv:2503.20783, section 3.2
             return centered
-        case _:
+        case _:  # leave_one_out: less the mean of the others, RLOO, Ahmadian et al. 2024, arXiv:2402.14740, section 2.2
             return centered * count / mx.maximum(count - 1, 1)
 
 
 def log_ratios_of(log_ratios: mx.array, tokens: mx.array, of: str) -> mx.array:
-    """log rho, of pi / pi_sampling: float32 [b, K, C] for `token`, else one for all of a completion, [b, K, 1].
+    """log rho: float32 [b, K, C] for `token` (GRPO), else one for all of a completion, [b, K, 1].
 
-    token: GRPO. geometric_mean: that of a completion's tokens, GSPO, Zheng et al. 2025, arXiv:2507.18071, eq. 7.
-    completion: their product, the ratio of the completion itself, as RLOO has it.
-
-    Args:
-        log_ratios: float32 [b, K, C], of the tokens, 0 where masked.
-        tokens: float32 [b, K].
+    geometric_mean: that of a completion's tokens, GSPO, Zheng et al. 2025, arXiv:2507.18071, eq. 7; completion: their
+    product, as RLOO has it. log_ratios: float32 [b, K, C], of the tokens, 0 where masked. tokens: float32 [b, K].
     """
     if of == "token":
         return log_ratios
@@ -115,12 +103,8 @@ def group_loss(train: TrainSettings, groups: Groups) -> tuple[mx.array, dict[str
     """(losses, sums): float32 [b, K], each completion's, summed over its tokens; and sums by the names in `SUMS`.
 
     A token's loss is -min(rho A, clip(rho, 1 - epsilon, 1 + epsilon_high) A) + beta KL, GRPO, arXiv:2402.03300, eq. 3;
-    with two epsilons, DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 8. rho is limited, to exp(MOST_LOG_RATIO); that
-    changes what has a negative advantage alone, which has no gradient there. Divided is, by train.loss_type:
-
-    grpo: each completion's sum by its tokens, the total by the completions (arXiv:2402.03300, eq. 3).
-    dr_grpo: the total by completions times max_completion_length (arXiv:2503.20783, section 3.2).
-    bnpo, dapo: the total by the tokens of all (arXiv:2503.14476, eq. 8).
+    with two epsilons, DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 8. rho is at most exp(MOST_LOG_RATIO); that changes
+    what has a negative advantage alone, which has no gradient there.
     """
     mask, tokens, counted = groups.mask, groups.tokens, groups.counted
     upper = train.epsilon if train.epsilon_high is None else train.epsilon_high
@@ -136,26 +120,23 @@ def group_loss(train: TrainSettings, groups: Groups) -> tuple[mx.array, dict[str
     losses = mx.where(mask, per_token, 0.0).sum(axis=-1)
     completions = counted.sum()
     match train.loss_type:
-        case "dr_grpo":
+        case "dr_grpo":  # arXiv:2503.20783, section 3.2
             total, count = losses.sum(), completions * (train.max_completion_length or 1)
-        case "bnpo" | "dapo":
+        case "bnpo" | "dapo":  # arXiv:2503.14476, eq. 8
             total, count = losses.sum(), tokens.sum()
-        case _:
+        case _:  # grpo, arXiv:2402.03300, eq. 3
             total, count = (losses / mx.maximum(tokens, 1)).sum(), completions
     is_clipped = ((ratio < 1 - train.epsilon) & (scale < 0)) | ((ratio > 1 + upper) & (scale > 0))
     is_clipped = is_clipped | ((log_ratio > MOST_LOG_RATIO) & (scale < 0))
-    has_any = counted.max(axis=1)
-    _, std, _ = deviations(groups.rewards, counted)
     sums = {
-        "loss": total,
         "count": count,
-        "pairs": has_any.sum(),
+        "pairs": counted.max(axis=1).sum(),
         "completions": completions,
         "completion_tokens": tokens.sum(),
         "reward": mx.where(counted > 0, groups.rewards, 0.0).sum(),
-        "reward_std": std.sum(),
+        "reward_std": deviations(groups.rewards, counted)[1].sum(),
         "kl": kl.sum(),
         "entropy": groups.entropies.sum(),
         "clip_fraction": (is_clipped & mask).sum().astype(mx.float32),
     }
-    return losses, {name: mx.stop_gradient(x) if name != "loss" else x for name, x in sums.items()}
+    return losses, {"loss": total, **{name: mx.stop_gradient(x) for name, x in sums.items()}}

@@ -1,12 +1,10 @@
 """Local SGD: independent ranks train in rounds of local steps without waiting, and merge at a round's end.
 
 A round is a stream of global batches, in the order in which one machine would train them. Every rank trains chunks of
-it with its own optimizer, of its share of a global batch each, so that all take about as long for a step. The ranks
-synchronise seldom: at a deadline somewhat before the end they exchange how far they are, and what is left is assigned
-again by the speeds just measured. After that all ranks know the same numbers, so all decide the same. With plan.shares,
-or plan.replan=false, each rank trains exactly its share of every global batch, rounds are as long as planned from the
-calibration, and the same run gives the same bits. Otherwise a round is as long as the ends of the rounds before it ask
-for (lib/plan/strategy.py).
+it with its own optimizer, of its share of a global batch each, so that all take about as long for a step. At a deadline
+somewhat before the end the ranks exchange how far they are, and what is left is assigned again by the speeds just
+measured; then all know the same numbers, so all decide the same. With plan.shares, or plan.replan=false, each rank
+trains exactly its share of every global batch, and the same run gives the same bits.
 """
 
 from __future__ import annotations
@@ -16,10 +14,10 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from itertools import groupby, pairwise
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -31,7 +29,7 @@ from lib.config.settings import Config, IndependentSettings, ModelSettings, Sync
 from lib.data.order import Position, divide_rows, epoch_order, global_batch
 from lib.distributed import compression
 from lib.distributed.compression import Arrays, decode, encode
-from lib.distributed.world import World
+from lib.distributed.world import World, buckets
 from lib.errors import AgreedError, Stopped, UserError
 from lib.model import adapter_files
 from lib.model.adapter_layers import rank_of
@@ -46,6 +44,10 @@ LAST_BATCHES = 8  # global batches that are left to the end without synchronisin
 SYNCHRONISE_AT = 0.75  # of the time that a round is expected to take: what is left is assigned again
 PATIENCE = 0.25  # of sync.timeout_seconds: the longest that ranks go without synchronising
 GROUP_BYTES = 64 * 2**20  # of parameters that are merged at a time
+
+# Trains rows in one local step: this rank's own step, the global step that decides the learning rate, the epoch, the
+# rows, int64 [n], and the micro-batch size.
+LocalStep = Callable[[int, int, int, np.ndarray, int], StepRecord]
 
 
 # ---- Assignment: indices into a round's stream, each trained exactly once (pure) -------------------------------------
@@ -69,8 +71,8 @@ class Round:
 def open_round(steps: tuple[int, int], pairs: int, lengths: np.ndarray, seed: int, global_batch_size: int) -> Round:
     """The round that begins after steps[0] global batches: the fewest whole ones that hold `pairs`, until steps[1].
 
-    The batches are those of a synchronous run (lib/data/order.py); within a batch, where that order ascends in
-    length, rows stand in a random order, so that every part of it is a fair sample.
+    The batches are those of a synchronous run; their rows, which there ascend in length, stand in a random order, so
+    that every part of a batch is a fair sample.
     """
     in_epoch = -(-len(lengths) // global_batch_size)
     first_step, step = steps[0], steps[0]
@@ -96,18 +98,13 @@ def is_tail(round: Round, pending: np.ndarray) -> bool:
 
 
 def assign_planned(round: Round, pending: np.ndarray, shares: Sequence[int]) -> list[list[np.ndarray]]:
-    """Every rank's chunks of indices: of each global batch its share, whatever its speed.
-
-    pending: int64 [n], a tail of whole global batches.
-    """
+    """Every rank's chunks of indices: of each global batch its share. pending: int64 [n], a tail of whole batches."""
     queues: list[list[np.ndarray]] = [[] for _ in shares]
     for start, end in pairwise(round.edges.tolist()):
-        if not len(pending) or end <= pending[0]:
-            continue
-        parts = np.split(np.arange(start, end), np.cumsum(divide_rows(end - start, shares))[:-1])
-        for queue, part in zip(queues, parts, strict=True):
-            if len(part):
-                queue.append(part)
+        if len(pending) and end > pending[0]:
+            parts = np.split(np.arange(start, end), np.cumsum(divide_rows(end - start, shares))[:-1])
+            for queue, part in zip(queues, parts, strict=True):
+                queue += [part] if len(part) else []
     return queues
 
 
@@ -172,7 +169,7 @@ class RankSpeeds:
         self.max_micro_batch_sizes = [rank.max_micro_batch_size for rank in plan.ranks]  # None: whatever was planned
         predicted = [(rank.share, rank.predicted_compute_seconds) for rank in plan.ranks]
         self.speeds = [share / seconds if seconds else 0.0 for share, seconds in predicted]  # pairs/s; 0 is unknown
-        self.local_steps = [0] * len(plan.ranks)  # and behind them those of ranks that take part no more
+        self.local_steps = [0] * len(plan.ranks)  # and after them those of ranks that take part no more
         self.skipped_in_row = [0] * len(plan.ranks)
         self.rewards: list[list[float]] = []  # train.loss=bco: sum and count, when they last synchronised
         self.is_warm = False  # this rank has taken its first step, which compiles
@@ -185,6 +182,7 @@ class RankSpeeds:
         """New speeds, and shares in proportion to them; in tokens a second, so that longer rows are no slowdown."""
         tokens_a_pair = sum(report.tokens for report in reports) / max(1, sum(pairs))
         for rank, report in enumerate(reports):
+            self.limit(rank, report.max_micro_batch_size)
             if report.timed_seconds and tokens_a_pair:
                 self.speeds[rank] = report.timed_tokens / report.timed_seconds / tokens_a_pair
         if self.follows and self.are_known():
@@ -204,11 +202,10 @@ class RankSpeeds:
 
 # ---- One adapter from several: pure, in float64 ----------------------------------------------------------------------
 #
-# An adapter maps names to arrays, float [...], as lib/model/adapter_files.py names the trained parameters. A LoRA layer
-# has two of them, `X.lora_a` [in, r] and `X.lora_b` [r, out] (of a layer of E experts [E, r, in] and [E, out, r]), and
-# changes its weight by scale * A B: what the ranks did is the weighted mean of their products, which the mean of A
-# times the mean of B is not. All other parameters are changed as they stand, and their mean is exact. Weights are the
-# ranks' parts of what was trained, float [ranks], adding up to 1.
+# An adapter maps names to arrays, float [...]. A LoRA layer has two of them, `X.lora_a` [in, r] and `X.lora_b` [r, out]
+# (of E experts [E, r, in] and [E, out, r]), and changes its weight by scale * A B: the ranks' mean change is the
+# weighted mean of their products, which the mean of A times the mean of B is not. The mean of all other parameters is
+# exact. Weights are the ranks' parts of what was trained, float [ranks], adding up to 1.
 
 Adapter = Mapping[str, np.ndarray]
 Factors = tuple[np.ndarray, np.ndarray]  # A [..., in, r], B [..., r, out], float64
@@ -256,11 +253,9 @@ def svd(
 ) -> dict[str, np.ndarray]:
     """LoRA layers whose A B is the best approximation of the weighted mean of A B at a rank, by default the adapters'.
 
-    ranks: by layer.
-
     Best in the Frobenius norm (Eckart and Young, 1936). Of the many A and B with this product, those are taken that
     training goes on with: A has orthogonal columns, together as large as the mean A, and turned as near to it as they
-    can be (orthogonal Procrustes), so that an optimizer's moments keep their meaning.
+    can be (orthogonal Procrustes), so that an optimizer's moments keep their meaning. ranks: by layer.
     """
     merged = average(adapters, weights)
     for layer in low_rank_layers(adapters[0]):
@@ -292,45 +287,22 @@ def distance(merged: Adapter, start: Adapter, adapters: Sequence[Adapter], weigh
     """How far a merge is from the exact weighted mean of the ranks' changes to the weights: two squared norms.
 
     Of (merged change - exact mean change), and of the exact mean change, summed over parameters; LoRA's layers as
-    products, without the scale that both have in common. A stack, of another rank, is the exact mean.
+    products, without their scale. |L R|^2 = trace(L'L RR'), of the small factors side by side.
     """
-    missed = exact = 0.0
     layers = low_rank_layers(start)
-    for layer in layers:
-        begun, after = _factors(start, layer), _factors(merged, layer)
-        is_stack = after[0].shape != begun[0].shape
-        each = [_factors(adapter, layer) for adapter in adapters]
-        further, size = _product_distance(begun if is_stack else after, begun, each, weights)
-        missed, exact = missed + (0.0 if is_stack else further), exact + size
-    for name in sorted(start.keys() - {f"{layer}{side}" for layer in layers for side in (A, B)}):
-        mean = _weighted_sum([adapter[name] for adapter in adapters], weights)
-        exact += float(np.square(mean - start[name]).sum())
-        missed += float(np.square(mean - merged[name]).sum())
-    return missed, exact
 
+    def from_mean(adapter: Adapter) -> float:
+        total = 0.0
+        for layer in layers:
+            (left, right), (a, b) = _stacked(adapters, weights, layer), _factors(adapter, layer)
+            left, right = np.concatenate([left, a], axis=-1), np.concatenate([right, -b], axis=-2)
+            total += float(((left.swapaxes(-1, -2) @ left) * (right @ right.swapaxes(-1, -2))).sum())
+        for name in sorted(start.keys() - {f"{layer}{side}" for layer in layers for side in (A, B)}):
+            mean = _weighted_sum([each[name] for each in adapters], weights)
+            total += float(np.square(mean - adapter[name]).sum())
+        return max(0.0, total)
 
-def _product_distance(
-    after: Factors, begun: Factors, each: Sequence[Factors], weights: np.ndarray
-) -> tuple[float, float]:
-    """`distance` of one layer, from what has changed of A and B: with A_i = A + a_i and B_i = B + b_i
-
-    the mean change is sum of w_i (A b_i + a_i B + a_i b_i). Products of the small factors alone say how large that is:
-    |sum of c_jk L_j R_k|^2 = trace(C' L'L C RR').
-    """
-    moved = [*each, after]
-    left = np.concatenate([begun[0], *(a - begun[0] for a, _ in moved)], axis=-1)
-    right = np.concatenate([begun[1], *(b - begun[1] for _, b in moved)], axis=-2)
-    lefts, rights = left.swapaxes(-1, -2) @ left, right @ right.swapaxes(-1, -2)
-    mean, merged = (np.zeros((len(moved) + 1, len(moved) + 1)) for _ in range(2))
-    for i, weight in enumerate(weights, 1):
-        mean[0, i] = mean[i, 0] = mean[i, i] = weight
-    merged[0, -1] = merged[-1, 0] = merged[-1, -1] = 1.0
-
-    def squared_norm(coefficients: np.ndarray) -> float:
-        spread = np.kron(coefficients, np.eye(begun[0].shape[-1]))
-        return max(0.0, float(((spread.T @ lefts @ spread) * rights).sum()))
-
-    return squared_norm(mean - merged), squared_norm(mean)
+    return from_mean(merged), from_mean(start)
 
 
 def low_rank_layers(adapter: Adapter) -> list[str]:
@@ -356,12 +328,9 @@ def _weighted_sum(arrays: Sequence[np.ndarray], weights: np.ndarray) -> np.ndarr
 
 def _stacked(adapters: Sequence[Adapter], weights: np.ndarray, layer: str) -> Factors:
     """[..., in, R] and [..., R, out], whose product is the weighted mean of the products."""
-    factors = [_factors(adapter, layer) for adapter in adapters]
-    roots = np.sqrt(weights)
-    return (
-        np.concatenate([root * a for root, (a, _) in zip(roots, factors, strict=True)], axis=-1),
-        np.concatenate([root * b for root, (_, b) in zip(roots, factors, strict=True)], axis=-2),
-    )
+    pairs = [(np.sqrt(weight), _factors(adapter, layer)) for weight, adapter in zip(weights, adapters, strict=True)]
+    left = np.concatenate([root * a for root, (a, _) in pairs], axis=-1)
+    return left, np.concatenate([root * b for root, (_, b) in pairs], axis=-2)
 
 
 def _truncated(left: np.ndarray, right: np.ndarray, mean: np.ndarray) -> Factors:
@@ -381,43 +350,6 @@ def _truncated(left: np.ndarray, right: np.ndarray, mean: np.ndarray) -> Factors
 # ---- Merging: the ranks' changes travel, and every rank merges them --------------------------------------------------
 
 
-class RoundWork(NamedTuple):
-    """What every rank trained of a round."""
-
-    pairs: list[int]
-    steps: list[int]
-
-
-@dataclass
-class MergeResult:
-    """The fields of a merge's record.
-
-    error: how far the merged change is from the exact weighted mean of the ranks' changes as they arrived, relative to
-        it (Frobenius norms); None where a mean of products is not known (DoRA) or nothing was merged.
-    compression_error: how far what the others received of this rank's change is from it, relative to it.
-    """
-
-    method: str
-    pairs: list[int]  # of the round, by rank
-    steps: list[int]
-    error: float | None = None
-    compression_error: float | None = None
-    bytes_sent: int = 0
-    seconds: float = 0.0
-    waited_seconds: float = 0.0
-    global_step: int = 0  # of the run
-
-
-@dataclass
-class MergeErrors:
-    """Squared norms of what a merge and its compression got wrong, beside those of what is right."""
-
-    missed: float = 0.0
-    exact: float = 0.0
-    lost: float = 0.0
-    whole: float = 0.0
-
-
 @dataclass
 class Merger:
     """Gives the ranks one set of weights at a round's end.
@@ -435,82 +367,86 @@ class Merger:
     momentum: Arrays = field(default_factory=dict)
     feedback: Arrays = field(default_factory=dict)
 
-    def merge(self, method: str, start: Arrays, work: RoundWork) -> MergeResult:
-        """Merges in place, a group of parameters at a time. start: the weights with which the round began."""
-        result = MergeResult(method, *work)
+    def merge(self, method: str, start: Arrays, pairs: list[int], steps: list[int]) -> dict[str, Any]:
+        """Merges in place, a group of parameters at a time; returns the fields of the merge's record.
+
+        `error`: how far the merged change is from the exact weighted mean of the ranks' changes, relative to it
+        (Frobenius norms); None where a mean of products is not known (DoRA) or nothing was merged. `compression_error`:
+        the same of what the others received of this rank's change.
+
+        start: the weights with which the round began; pairs, steps: that each rank trained since.
+        """
+        record = {"method": method, "pairs": pairs, "steps": steps, "error": None, "compression_error": None}
         if method == "none":
-            return result
+            return record | {"bytes_sent": 0}
         before, now, kind = self.world.traffic.bytes_sent, adapter_files.trainable(self.model), self.sync.compression
         is_summed = self.model_method == "full" and kind in ("none", "bf16")
-        of_group = self._merge_sums if is_summed else self._merge_gathered
-        factors = normalised_weights(*work) if method == "outer" else example_weights(work.pairs)
-        merged, errors = Arrays(), MergeErrors()
+        factors = normalised_weights(pairs, steps) if method == "outer" else example_weights(pairs)
+        merged, errors = Arrays(), np.zeros(4)
         for names in _groups(now):
             begun = {name: start[name].astype(mx.float32) for name in names}
             own = {name: now[name].astype(mx.float32) for name in names}
-            new = of_group(method, begun, own, work, factors, errors)
+            of_group = self._merge_sums if is_summed else self._merge_gathered
+            new, of_these = of_group(method, begun, own, pairs, factors)
             merged |= {name: array.astype(now[name].dtype) for name, array in new.items()}
+            errors += of_these
         self.model.update(tree_unflatten(list(merged.items())))
         mx.eval(self.model.trainable_parameters(), self.momentum, self.feedback)
+        missed, exact, lost, whole = errors.tolist()
         if self.model_method != "dora":
-            result.error = math.sqrt(errors.missed / errors.exact) if errors.exact else 0.0
+            record["error"] = math.sqrt(missed / exact) if exact else 0.0
         if kind != "none":
-            result.compression_error = math.sqrt(errors.lost / errors.whole) if errors.whole else 0.0
-        result.bytes_sent = self.world.traffic.bytes_sent - before
-        return result
+            record["compression_error"] = math.sqrt(lost / whole) if whole else 0.0
+        return record | {"bytes_sent": self.world.traffic.bytes_sent - before}
 
     def _merge_sums(
-        self, method: str, begun: Arrays, own: Arrays, work: RoundWork, factors: np.ndarray, errors: MergeErrors
-    ) -> Arrays:
-        """Plain parameters: the ranks' weighted changes are added up on their way."""
+        self, method: str, begun: Arrays, own: Arrays, pairs: list[int], factors: np.ndarray
+    ) -> tuple[Arrays, list[float]]:
+        """Plain parameters: the ranks' weighted changes are added up on their way.
+
+        Returns them merged; and four squared norms: what the merge misses of the exact change, that, what compression
+        lost of this rank's change, and that.
+        """
         kind, factor = self.sync.compression, float(factors[self.world.rank])
         weighted = [factor * (own[name] - begun[name]) for name in own]
-        for array in weighted:
-            errors.lost += _square(array - decode(encode(array, kind), kind, array.shape))
-            errors.whole += _square(array)
+        lost = sum(_square(array - decode(encode(array, kind), kind, array.shape)) for array in weighted)
         dtype = mx.float32 if kind == "none" else mx.bfloat16
         summed = self.world.sum_arrays(weighted, "the merge of the ranks' changes", dtype)
         change = {name: array.astype(mx.float32) for name, array in zip(own, summed, strict=True)}
         merged = self._outer(begun, change) if method == "outer" else {n: begun[n] + change[n] for n in own}
-        errors.missed += sum(_square(merged[name] - begun[name] - change[name]) for name in own)
-        errors.exact += sum(map(_square, change.values()))
-        return merged
+        missed = sum(_square(merged[name] - begun[name] - change[name]) for name in own)
+        return merged, [missed, sum(map(_square, change.values())), lost, sum(map(_square, weighted))]
 
     def _merge_gathered(
-        self, method: str, begun: Arrays, own: Arrays, work: RoundWork, factors: np.ndarray, errors: MergeErrors
-    ) -> Arrays:
+        self, method: str, begun: Arrays, own: Arrays, pairs: list[int], factors: np.ndarray
+    ) -> tuple[Arrays, list[float]]:
         """Adapters, and what cannot be added up on its way: every rank merges what all sent."""
-        took_part = [rank for rank, count in enumerate(work.pairs) if count]
-        parts, is_compressed = example_weights(work.pairs)[took_part], self.sync.compression != "none"
+        took_part, is_compressed = [rank for rank, count in enumerate(pairs) if count], self.sync.compression != "none"
         if is_compressed:  # what has changed travels: it is smaller, and so is its error
             own = {name: own[name] - begun[name] for name in own}
         feedback = {name: self.feedback[name] for name in own if name in self.feedback}
         arrived, left_out = compression.gather(self.world, own, self.sync, feedback, "the merge")
         self.feedback |= left_out
-        errors.lost += sum(_square(own[name] - arrived[self.world.rank][name]) for name in own)
-        errors.whole += sum(map(_square, own.values()))
+        lost = sum(_square(own[name] - arrived[self.world.rank][name]) for name in own)
         if is_compressed:
             arrived = [{name: begun[name] + change[name] for name in own} for change in arrived]
         adapters = [{name: np.array(arrived[rank][name]) for name in own} for rank in took_part]
+        parts = example_weights(pairs)[took_part]
         if method == "outer":
             changes = {n: sum(factors[rank] * (arrived[rank][n] - begun[n]) for rank in took_part) for n in own}
-            merged = {name: np.array(array) for name, array in self._outer(begun, changes).items()}
+            merged = _numpy(self._outer(begun, changes))
         elif method == "average" or len(took_part) == 1:
             merged = average(adapters, parts)
         else:
             merged = (stack if method == "stack" else svd)(adapters, parts)
-        missed, exact = distance(merged, {name: np.array(array) for name, array in begun.items()}, adapters, parts)
-        errors.missed, errors.exact = errors.missed + missed, errors.exact + exact
-        return {name: mx.array(array) for name, array in merged.items()}
+        errors = [*distance(merged, _numpy(begun), adapters, parts), lost, sum(map(_square, own.values()))]
+        return {name: mx.array(array) for name, array in merged.items()}, errors
 
     def _outer(self, begun: Arrays, change: Arrays) -> Arrays:
         """DiLoCo's step from the mean change of some parameters; their momentum moves on."""
-        before = {name: self.momentum[name] for name in begun if name in self.momentum}
-        start, moved, velocity = (
-            {name: np.array(array) for name, array in arrays.items()} for arrays in (begun, change, before)
-        )
+        velocity = _numpy({name: self.momentum[name] for name in begun if name in self.momentum})
         rate, factor = self.settings.outer_learning_rate, self.settings.outer_momentum
-        merged, momentum = outer(start, moved, velocity, rate, factor)
+        merged, momentum = outer(_numpy(begun), _numpy(change), velocity, rate, factor)
         self.momentum |= {name: mx.array(array) for name, array in momentum.items()}
         return {name: mx.array(array) for name, array in merged.items()}
 
@@ -519,86 +455,47 @@ def _square(array: mx.array) -> float:
     return float(mx.square(array).sum().item())
 
 
-def to_ranks(model: nn.Module, settings: ModelSettings) -> bool:
-    """Brings stacked adapters back to the ranks that training goes on with, as well as can be; whether they were."""
+def _numpy(arrays: Arrays) -> dict[str, np.ndarray]:
+    return {name: np.array(array) for name, array in arrays.items()}
+
+
+def to_ranks(model: nn.Module, settings: ModelSettings) -> None:
+    """Brings stacked adapters back to the ranks that training goes on with, as well as can be."""
     own = adapter_files.trainable(model)
     layers = adapter_files.adapter_layers_of(settings, adapter_files.described(own))
     ranks = {layer: rank_of(settings, layer) for layer in layers}
-    if all(layers[layer].rank == rank for layer, rank in ranks.items()):
-        return False
-    smaller = svd([{name: np.array(array) for name, array in own.items()}], np.ones(1), ranks)
-    model.update(tree_unflatten([(name, mx.array(array)) for name, array in smaller.items()]))
-    mx.eval(model.trainable_parameters())
-    return True
+    if any(layers[layer].rank != rank for layer, rank in ranks.items()):
+        smaller = svd([_numpy(own)], np.ones(1), ranks)
+        model.update(tree_unflatten([(name, mx.array(array)) for name, array in smaller.items()]))
+        mx.eval(model.trainable_parameters())
 
 
 def _groups(arrays: Arrays) -> list[list[str]]:
     """Names in order, LoRA's two factors of a layer together, as many as GROUP_BYTES hold."""
-    groups: list[list[str]] = []
-    layer, room = None, 0
-    for name in sorted(arrays):
-        this = name.rpartition(".")[0] if ".lora_" in name else None
-        room -= arrays[name].nbytes
-        if not groups or (room < 0 and (this is None or this != layer)):
-            groups.append([])
-            room = GROUP_BYTES - arrays[name].nbytes
-        groups[-1].append(name)
-        layer = this
-    return groups
+    layers = [list(names) for _, names in groupby(sorted(arrays), lambda name: name.rpartition(".lora_")[0] or name)]
+    sizes = [sum(arrays[name].nbytes for name in names) for names in layers]
+    return [[name for i in bucket for name in layers[i]] for bucket in buckets(sizes, GROUP_BYTES)]
 
 
 # ---- The rounds of a run ---------------------------------------------------------------------------------------------
-
-
-class LocalStep(Protocol):
-    """Trains rows in one local step."""
-
-    def __call__(self, step: int, index: int, epoch: int, rows: np.ndarray, micro_batch_size: int) -> StepRecord:
-        """step: this rank's own; index: the global step that decides the learning rate; rows: int64 [n]."""
 
 
 @dataclass
 class OpenRound:
     """The round that goes on.
 
-    pending: int64, indices into the stream that are not trained. start: the weights with which it began. rewards: of
-    train.loss=bco, sum and count of all ranks when it began.
+    pending: int64, indices into the stream that are not trained. pairs, steps: that each rank trained. start: the
+    weights with which it began. rewards: of train.loss=bco, sum and count of all ranks when it began.
     """
 
     stream: Round
     pending: np.ndarray
-    trained: RoundWork
+    pairs: list[int]
+    steps: list[int]
     start: Arrays
     rewards: list[float]
     waited_seconds: float = 0.0
     last_wait_seconds: float = 0.0  # at its last synchronisation
-
-
-class RoundLength:
-    """How many global batches a round has: as planned, or as often as measured merges may come."""
-
-    def __init__(self, steps: int, planned: int | None, measures: bool):
-        self.steps, self.now, self.measures = steps, planned or longest_round(steps), measures
-        self.ends: list[float] = []  # seconds, mean of all ranks: the last wait for each other, and the merge
-        self.own_end: float | None = None  # of the round before, on this rank: the others do not know it yet
-        self.remark = ""  # what is new at the end of a round
-
-    def take_in(self, ends: Sequence[float | None]) -> None:
-        """The last round's end, by rank."""
-        if self.own_end is not None:
-            self.ends = [*self.ends, sum(end or 0.0 for end in ends) / len(ends)][-ROUND_ENDS:]
-            self.own_end = None
-
-    def choose(self, step_seconds: float | None) -> None:
-        """Of the next round. step_seconds: of a global batch; None where that is not known."""
-        if not (self.measures and self.ends and step_seconds):
-            return
-        seconds = float(np.median(self.ends[1:] or self.ends))  # the first is slow: everything is new
-        before, self.now = self.now, steps_per_round(self.steps, seconds, step_seconds)
-        if max(self.now, before) > 1.5 * min(self.now, before):
-            part = seconds / (seconds + self.now * step_seconds)
-            often = "after every step" if self.now == 1 else f"every {self.now:,} steps"
-            self.remark = f"merges from here on {often}: one takes {seconds:.2g} s, {part:.1%} of the time"
 
 
 class LocalSGD:
@@ -613,23 +510,32 @@ class LocalSGD:
         first_step: int = 0,
     ):  # fmt: skip
         settings, several = config.independent, world.size > 1
-        self.train_settings, self.model_settings = config.train, config.model
+        self.seed, self.batch_size, self.model_settings = (
+            config.train.seed,
+            config.train.global_batch_size,
+            config.model,
+        )
         self.world, self.model, self.lengths = world, model, lengths
         self.steps, self.first_step, self.pairs_per_round = steps, first_step, settings.pairs_per_round
-        self.length = RoundLength(steps, plan.steps_per_round, measures_merges(settings, config.plan) and several)
         self.method = settings.merge or default_merge(settings, config.model)
         self.ranks = RankSpeeds(plan, follows=config.plan.replan and config.plan.shares is None and several)
         self.merger = Merger(world, model, settings, config.sync, config.model.method)
         self.round: OpenRound | None = None  # None between rounds
         self.saved_whole = 0  # the step of the last checkpoint at a round's end
+        # Global batches in a round: as planned, or as often as measured merges may come.
+        self.steps_per_round = plan.steps_per_round or longest_round(steps)
+        self.measures = measures_merges(settings, config.plan) and several
+        self.round_ends: list[float] = []  # seconds, mean of all ranks: the last wait for each other, and the merge
+        self.own_end: float | None = None  # of the round before, on this rank: the others do not know it yet
+        self.remark = ""  # what is new at the end of a round
 
     def train(
         self, progress: Progress, local_step: LocalStep, writer: CheckpointWriter
-    ) -> Iterator[tuple[MergeResult | None, bool]]:
+    ) -> Iterator[tuple[dict[str, Any] | None, bool]]:
         """Trains until the run's last step, and counts in `progress`.
 
-        Yields whenever all ranks have synchronised: at a round's end the figures of the merge, and whether a checkpoint
-        is due; inside a round None, where one is due. Only one from a round's end serves a world of another size, so it
+        Yields whenever all ranks have synchronised: at a round's end the merge's record, and whether a checkpoint is
+        due; inside a round None, where one is due. Only one from a round's end serves a world of another size, so it
         comes at the next such end, unless that is far. Raises Stopped or AgreedError on all ranks, as on one of them.
         """
         saved, whole_seconds, every = progress.step, 0.0, writer.every
@@ -649,7 +555,7 @@ class LocalSGD:
                 if len(round.pending) and is_due:
                     saved = progress.step if every is None else max(progress.step, target)
                     yield None, True
-            result = self._end_round(round, progress)
+            record = self._end_round(round, progress)
             if every is None:
                 is_due = progress.step >= self.steps or whole_seconds > writer.seconds
             else:
@@ -657,42 +563,54 @@ class LocalSGD:
             if is_due:
                 saved, self.saved_whole, whole_seconds = progress.step, progress.step, 0.0
                 progress.rounds = self.state()
-            yield result, is_due
+            yield record, is_due
 
-    def _end_round(self, round: OpenRound, progress: Progress) -> MergeResult:
+    def _end_round(self, round: OpenRound, progress: Progress) -> dict[str, Any]:
         began = time.perf_counter()
         method = self.method if self.method != "stack" or progress.step >= self.steps else "svd"
-        result = self.merger.merge(method, round.start, round.trained)
-        result.seconds, result.waited_seconds = time.perf_counter() - began, round.waited_seconds
-        result.global_step = progress.step
-        self.length.own_end = round.last_wait_seconds + result.seconds
-        progress.seconds += result.seconds
-        progress.bytes_sent += result.bytes_sent
+        record = self.merger.merge(method, round.start, round.pairs, round.steps)
+        seconds = time.perf_counter() - began
+        self.own_end = round.last_wait_seconds + seconds
+        progress.seconds += seconds
+        progress.bytes_sent += record["bytes_sent"]
         if method != "none":  # every rank gets the rewards of all: those before the round, and what each rank added
             added = np.array(self.ranks.rewards) - round.rewards
             progress.rewards[:] = (np.array(round.rewards) + added.sum(axis=0)).tolist()
             self.ranks.rewards = [list(progress.rewards)] * self.world.size
         self.round = None
-        self.length.choose(self._step_seconds())
+        self._choose_length()
         progress.rounds = self.state()
-        return result
+        return record | {
+            "seconds": seconds,
+            "waited_seconds": round.waited_seconds,
+            "global_step": progress.step,
+        }
 
-    def _step_seconds(self) -> float | None:
+    def _choose_length(self) -> None:
+        """Of the next round, by how long the ends of the last ones took."""
         speed = sum(self.ranks.speeds)
-        return self.train_settings.global_batch_size / speed if self.ranks.are_known() and speed else None
+        if not (self.measures and self.round_ends and self.ranks.are_known() and speed):
+            return
+        step_seconds, before = self.batch_size / speed, self.steps_per_round
+        seconds = float(np.median(self.round_ends[1:] or self.round_ends))  # the first is slow: everything is new
+        now = self.steps_per_round = steps_per_round(self.steps, seconds, step_seconds)
+        if max(now, before) > 1.5 * min(now, before):
+            part = seconds / (seconds + now * step_seconds)
+            often = "after every step" if now == 1 else f"every {now:,} steps"
+            self.remark = f"merges from here on {often}: one takes {seconds:.2g} s, {part:.1%} of the time"
 
     def _open(self, step: int, rewards: Sequence[float]) -> OpenRound:
         if self.pairs_per_round is None:
-            stream = self._stream(step, min(self.steps, step + self.length.now))
+            stream = self._stream(step, min(self.steps, step + self.steps_per_round))
         else:
             stream = self._stream(step, self.steps, self.pairs_per_round)
-        work = RoundWork([0] * self.world.size, [0] * self.world.size)
-        return OpenRound(stream, np.arange(len(stream.rows)), work, adapter_files.trainable(self.model), list(rewards))
+        none, start = [0] * self.world.size, adapter_files.trainable(self.model)
+        return OpenRound(stream, np.arange(len(stream.rows)), none, list(none), start, list(rewards))
 
     def _stream(self, first_step: int, last_step: int, pairs: int = sys.maxsize) -> Round:
         """The round that ends with `last_step`, or before it, once it has so many pairs."""
-        steps, train = (first_step - self.first_step, last_step - self.first_step), self.train_settings
-        stream = open_round(steps, pairs, self.lengths, train.seed, train.global_batch_size)
+        steps = (first_step - self.first_step, last_step - self.first_step)
+        stream = open_round(steps, pairs, self.lengths, self.seed, self.batch_size)
         return replace(stream, first_step=first_step, last_step=stream.last_step + self.first_step)
 
     def _work_and_synchronise(
@@ -711,18 +629,20 @@ class LocalSGD:
         round.last_wait_seconds = time.perf_counter() - arrived
         round.waited_seconds += round.last_wait_seconds
         reports = [RankReport(**json.loads(text)) for text in texts]
-        self._raise_faults(Stopped, [report.stopped for report in reports])
-        self._raise_faults(AgreedError, [report.failed for report in reports])
+        for kind, faults in (Stopped, [r.stopped for r in reports]), (AgreedError, [r.failed for r in reports]):
+            met = [f"rank {rank}: " * (size > 1) + fault for rank, fault in enumerate(faults) if fault is not None]
+            if met:
+                raise kind("; ".join(met))
         ranks.rewards = [report.rewards for report in reports]
         ranks.skipped_in_row = [report.skipped_in_row for report in reports]
         steps = [report.steps for report in reports]
         pairs = [sum(map(len, queue[:count])) for queue, count in zip(queues, steps, strict=True)]
         round.pending = left_over(round.pending, queues, steps)
-        round.trained = RoundWork(_sums(round.trained.pairs, pairs), _sums(round.trained.steps, steps))
+        round.pairs, round.steps = _sums(round.pairs, pairs), _sums(round.steps, steps)
         ranks.local_steps[:size] = _sums(ranks.local_steps[:size], steps)
-        for rank, report in enumerate(reports):
-            ranks.limit(rank, report.max_micro_batch_size)
-        self.length.take_in([report.round_end_seconds for report in reports])
+        if self.own_end is not None:
+            end = sum(report.round_end_seconds or 0.0 for report in reports) / size
+            self.round_ends, self.own_end = [*self.round_ends, end][-ROUND_ENDS:], None
         ranks.measure(reports, pairs)
         progress.pairs += sum(pairs)
         progress.tokens += sum(report.tokens for report in reports)
@@ -732,16 +652,11 @@ class LocalSGD:
         progress.rounds = self.state()
         return reports[0].elapsed_seconds
 
-    def _raise_faults(self, kind: type[Stopped | AgreedError], faults: Sequence[str | None]) -> None:
-        met = [f"rank {rank}: {fault}" for rank, fault in enumerate(faults) if fault is not None]
-        if met:
-            raise kind("; ".join(met) if self.world.size > 1 else met[0].partition(": ")[2])
-
     def _assign(
         self, round: OpenRound, target: int, writer: CheckpointWriter
     ) -> tuple[list[list[np.ndarray]], float | None]:
         """Every rank's chunks, and the seconds after which to synchronise; without, after all of them."""
-        stream, ranks, batch_size = round.stream, self.ranks, self.train_settings.global_batch_size
+        stream, ranks = round.stream, self.ranks
         patience = PATIENCE * self.world.timeout_seconds
         if writer.every is None:
             patience = min(patience, max(1.0, writer.seconds - writer.unsaved_seconds))
@@ -758,8 +673,8 @@ class LocalSGD:
             return [queue[:FIRST_STEPS] for queue in queues], None
         queues = assign_by_speed(stream, round.pending, ranks.shares, ranks.speeds)
         left, speed = len(round.pending), sum(ranks.speeds)
-        moments = [patience, max(1, to_checkpoint) * batch_size / speed]
-        if left > LAST_BATCHES * batch_size:
+        moments = [patience, max(1, to_checkpoint) * self.batch_size / speed]
+        if left > LAST_BATCHES * self.batch_size:
             moments.append(SYNCHRONISE_AT * left / speed)
         return queues, None if min(moments) >= left / speed else min(moments)
 
@@ -769,20 +684,16 @@ class LocalSGD:
     ) -> RankReport:  # fmt: skip
         """This rank's local steps until `seconds` have passed. rewards: the steps add to them."""
         rank, began = self.world.rank, time.perf_counter()
-        report = RankReport(self.ranks.max_micro_batch_sizes[rank], self.length.own_end, rewards)
+        report = RankReport(self.ranks.max_micro_batch_sizes[rank], self.own_end, rewards)
         for chunk in queue:
             elapsed = time.perf_counter() - began
             if seconds is not None and report.steps and elapsed * (1 + 0.5 / report.steps) > seconds:
                 break
             step_began, size, most = time.perf_counter(), len(chunk), self.ranks.micro_batch_sizes[rank]
+            step, index = self.ranks.local_steps[rank] + report.steps + 1, stream.first_step + stream.batch_of(chunk[0])
+            micro_batch_size = -(-size // -(-size // most))  # of about one size: a last one of a pair or two is slow
             try:
-                result = local_step(
-                    self.ranks.local_steps[rank] + report.steps + 1,
-                    stream.first_step + stream.batch_of(chunk[0]),
-                    int(stream.epochs[chunk[0]]),
-                    stream.rows[chunk],
-                    -(-size // -(-size // most)),  # of about one size: a last one of a pair or two is slow
-                )
+                result = local_step(step, index, int(stream.epochs[chunk[0]]), stream.rows[chunk], micro_batch_size)
             except Stopped as stop:
                 return replace(report, stopped=str(stop))
             except (UserError, OSError) as error:
@@ -799,9 +710,8 @@ class LocalSGD:
     def _position(self, round: OpenRound) -> tuple[int, Position]:
         """Global batches trained, in whole ones, and the position there, as a synchronous run counts them."""
         step = round.stream.first_step + round.stream.batch_of(len(round.stream.rows) - len(round.pending))
-        batch_size = self.train_settings.global_batch_size
-        epoch, batches = divmod(step - self.first_step, -(-len(self.lengths) // batch_size))
-        return step, Position(epoch, batches * batch_size)
+        epoch, batches = divmod(step - self.first_step, -(-len(self.lengths) // self.batch_size))
+        return step, Position(epoch, batches * self.batch_size)
 
     def evaluating_ranks(self) -> tuple[World, list[int]]:
         """Who evaluates, and in which shares: all together, but each its own where nothing is merged."""
@@ -810,23 +720,23 @@ class LocalSGD:
     # ---- In a checkpoint
 
     def state(self) -> dict[str, Any]:
-        """What all ranks know."""
-        ranks, round, size = self.ranks, self.round, self.world.size
+        """What all ranks know; every list has one element a rank."""
+        ranks, round = self.ranks, self.round
         state: dict[str, Any] = {
             "shares": list(ranks.shares),
-            "speeds": list(ranks.speeds),
-            "are_one": round is None and self.method != "none",
+            "speeds": list(ranks.speeds),  # pairs/s
+            "are_one": round is None and self.method != "none",  # whether the ranks have the same weights
             "max_micro_batch_sizes": list(ranks.max_micro_batch_sizes),  # a rank's own may change before all meet
-            "local_steps": list(ranks.local_steps),
-            "round_ends": self.length.ends,
+            "local_steps": list(ranks.local_steps),  # of ranks that take part no more, too
+            "round_ends": self.round_ends,
             "skipped_in_row": ranks.skipped_in_row,
             "saved_whole": self.saved_whole,
-            "rewards": ranks.rewards or [[0.0, 0.0]] * size,
+            "rewards": ranks.rewards or [[0.0, 0.0]] * self.world.size,
             "rewards_before": [0.0, 0.0] if round is None else round.rewards,
         }
         if round is not None:
-            state["first_step"], state["last_step"] = round.stream.first_step, round.stream.last_step
-            state["trained"] = [[pairs, steps] for pairs, steps in zip(*round.trained, strict=True)]
+            state |= {"first_step": round.stream.first_step, "last_step": round.stream.last_step}
+            state["trained"] = [list(of_rank) for of_rank in zip(round.pairs, round.steps, strict=True)]
         return state
 
     def rank_arrays(self, optimizer: optim.Optimizer) -> RankArrays:
@@ -849,7 +759,7 @@ class LocalSGD:
         self.merger.momentum, self.merger.feedback = own.get("momentum", {}), own.get("feedback", {})
         try:
             self._restore_state(progress, own)
-        except (KeyError, TypeError, ValueError, IndexError, ArithmeticError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, ArithmeticError, AttributeError) as error:
             raise AgreedError(
                 f"the checkpoint of step {progress.step}: the state of its rounds is not what a run writes: {error!r}"
             ) from None
@@ -864,8 +774,8 @@ class LocalSGD:
             return
         ranks.speeds = list(state["speeds"])
         if ranks.follows:
-            ranks.shares, self.length.ends = list(state["shares"]), list(state["round_ends"])
-            self.length.choose(self._step_seconds())
+            ranks.shares, self.round_ends = list(state["shares"]), list(state["round_ends"])
+            self._choose_length()
         for rank, limit in enumerate(state["max_micro_batch_sizes"]):
             ranks.limit(rank, limit)
         ranks.skipped_in_row = state["skipped_in_row"]
@@ -876,8 +786,8 @@ class LocalSGD:
         if "last_step" in state:
             stream = self._stream(state["first_step"], min(self.steps, state["last_step"]))
             pending = np.array(own["pending"]["indices"])
-            trained = RoundWork(*(list(of_ranks) for of_ranks in zip(*state["trained"], strict=True)))
-            self.round = OpenRound(stream, pending[pending < len(stream.rows)], trained, own["start"], before)
+            pairs, steps = (list(of_ranks) for of_ranks in zip(*state["trained"], strict=True))
+            self.round = OpenRound(stream, pending[pending < len(stream.rows)], pairs, steps, own["start"], before)
 
 
 def _sums(first: Sequence[int], second: Sequence[int]) -> list[int]:

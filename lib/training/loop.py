@@ -207,10 +207,10 @@ class TrainingLoop:
             if merged is None:  # inside a round
                 self._evaluate_and_save(False, checkpoint_due)
                 continue
-            run.tracker.log_merge(run.own_step, vars(merged))
-            if remark := local_sgd.length.remark:
-                run.say.line(f"step {progress.step}: {remark}")
-                local_sgd.length.remark = ""
+            run.tracker.log_merge(run.own_step, merged)
+            if local_sgd.remark:
+                run.say.line(f"step {progress.step}: {local_sgd.remark}")
+                local_sgd.remark = ""
             evaluation_due = progress.step == run.steps or progress.step // every > evaluated // every
             self._evaluate_and_save(evaluation_due, checkpoint_due)
             evaluated = progress.step

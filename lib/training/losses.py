@@ -11,7 +11,7 @@ numbers of the formulas are settings, train.NAME.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -39,7 +39,7 @@ def needs_reference(train: TrainSettings) -> bool:
 
 
 def needs_mismatched(loss: Loss) -> bool:
-    """Whether a loss asks for the log-probability of another prompt's completion, too."""
+    """Whether a loss needs the log-probability of another prompt's completion, too."""
     return loss == "kto"
 
 
@@ -70,19 +70,15 @@ class LogProbs:
 def log_sigmoid(x: mx.array) -> mx.array:
     """log sigma(x) = -log(1 + exp(-x)), finite in value and gradient for every finite x.
 
-    Two branches and not one logaddexp: the gradient of MLX's is good to 1e-8 absolute, and so has no digits
-    left for the pairs that the policy already separates well.
+    Two branches: the gradient of MLX's logaddexp is good to 1e-8 absolute, which leaves no digits for pairs that are
+    well separated.
     """
     positive, negative = mx.where(x > 0, x, 0), mx.where(x > 0, 0, x)
     return mx.where(x > 0, -mx.log1p(mx.exp(-positive)), negative - mx.log1p(mx.exp(negative)))
 
 
 def log_odds(logp: mx.array) -> mx.array:
-    """log(p / (1 - p)) from log p <= 0.
-
-    1 - p = -expm1(log p) keeps its digits near p = 1. float32 log-probabilities carry no information closer
-    to 0 than one rounding step, so they are held there: p = 1 has odds of 2^23, and no gradient.
-    """
+    """log(p / (1 - p)) from log p <= 0, held one rounding step below 0: p = 1 has odds of 2^23, and no gradient."""
     logp = mx.minimum(logp, -mx.finfo(mx.float32).eps)
     return logp - mx.log(-mx.expm1(logp))
 
@@ -93,149 +89,66 @@ def log_ratios(policy: LogProbs, reference: LogProbs | None) -> tuple[mx.array, 
     return policy.chosen - reference.chosen, policy.rejected - reference.rejected
 
 
-# ---- Pairs: every loss gives losses [B], float32 ---------------------------------------------------------------------
+# ---- Pairs: losses [B], float32 --------------------------------------------------------------------------------------
 
 
-def sigmoid_loss(policy: LogProbs, reference: LogProbs | None, train: TrainSettings) -> mx.array:
-    """DPO, Rafailov et al. 2023, arXiv:2305.18290, eq. 7: -log sigma(beta h).
-
-    With label_smoothing epsilon, conservative DPO (Mitchell 2023, "A note on DPO with noisy preferences"):
-    -(1 - epsilon) log sigma(beta h) - epsilon log sigma(-beta h).
-    """
-    chosen, rejected = log_ratios(policy, reference)
-    logits, epsilon = train.beta * (chosen - rejected), train.label_smoothing
-    if not epsilon:
-        return -log_sigmoid(logits)
-    return -(1 - epsilon) * log_sigmoid(logits) - epsilon * log_sigmoid(-logits)
-
-
-def robust_loss(policy: LogProbs, reference: LogProbs | None, train: TrainSettings) -> mx.array:
-    """Robust DPO (rDPO), Chowdhury et al. 2024, arXiv:2403.00409, section 3.
-
-    Unbiased when a share epsilon = label_smoothing < 1/2 of the labels is flipped:
-    [-(1 - epsilon) log sigma(beta h) + epsilon log sigma(-beta h)] / (1 - 2 epsilon).
-    """
-    chosen, rejected = log_ratios(policy, reference)
-    logits, epsilon = train.beta * (chosen - rejected), train.label_smoothing
-    return (-(1 - epsilon) * log_sigmoid(logits) + epsilon * log_sigmoid(-logits)) / (1 - 2 * epsilon)
-
-
-def ipo_loss(policy: LogProbs, reference: LogProbs | None, train: TrainSettings) -> mx.array:
-    """IPO, Azar et al. 2023, arXiv:2310.12036, eq. 17 with tau = beta: (h - 1 / (2 beta))^2, on sums."""
-    chosen, rejected = log_ratios(policy, reference)
-    return mx.square(chosen - rejected - 1 / (2 * train.beta))
-
-
-def hinge_loss(policy: LogProbs, reference: LogProbs | None, train: TrainSettings) -> mx.array:
-    """SLiC's hinge (Zhao et al. 2023, arXiv:2305.10425) on DPO's margin, as RSO has it (arXiv:2309.06657).
-
-    max(0, 1 - beta h).
-    """
-    chosen, rejected = log_ratios(policy, reference)
-    return mx.maximum(1 - train.beta * (chosen - rejected), 0)
-
-
-def dpop_loss(policy: LogProbs, reference: LogProbs | None, train: TrainSettings) -> mx.array:
-    """DPO-Positive (Smaug), Pal et al. 2024, arXiv:2402.13228, eq. 3: DPO that keeps y_w likely.
-
-    -log sigma(beta (h - lambda max(0, -r_w))).
-    """
-    chosen, rejected = log_ratios(policy, reference)
-    return -log_sigmoid(train.beta * (chosen - rejected - train.dpop_lambda * mx.maximum(-chosen, 0)))
+def reference_loss(name: str, policy: LogProbs, reference: LogProbs | None, train: TrainSettings) -> mx.array:
+    """A loss that compares the policy with a reference; epsilon is label_smoothing."""
+    (r_w, r_l), beta, epsilon = log_ratios(policy, reference), train.beta, train.label_smoothing
+    logits = beta * (r_w - r_l)
+    match name:
+        # DPO, Rafailov et al. 2023, arXiv:2305.18290, eq. 7: -log sigma(beta h). With epsilon, conservative DPO
+        # (Mitchell 2023, "A note on DPO with noisy preferences").
+        case "sigmoid":
+            if not epsilon:
+                return -log_sigmoid(logits)
+            return -(1 - epsilon) * log_sigmoid(logits) - epsilon * log_sigmoid(-logits)
+        # Robust DPO (rDPO), Chowdhury et al. 2024, arXiv:2403.00409, section 3: unbiased where epsilon < 1/2 of the
+        # labels is flipped.
+        case "robust":
+            return (-(1 - epsilon) * log_sigmoid(logits) + epsilon * log_sigmoid(-logits)) / (1 - 2 * epsilon)
+        case "ipo":  # Azar et al. 2023, arXiv:2310.12036, eq. 17 with tau = beta, on sums
+            return mx.square(r_w - r_l - 1 / (2 * beta))
+        case "hinge":  # SLiC's (Zhao et al. 2023, arXiv:2305.10425) on DPO's margin, as RSO has it (arXiv:2309.06657)
+            return mx.maximum(1 - logits, 0)
+        case "dpop":  # DPO-Positive (Smaug), Pal et al. 2024, arXiv:2402.13228, eq. 3: DPO that keeps y_w likely
+            return -log_sigmoid(beta * (r_w - r_l - train.dpop_lambda * mx.maximum(-r_w, 0)))
+        case "sigmoid_norm":  # length-normalised DPO, Lambert et al. 2024 (Tulu 3), arXiv:2411.15124, section 4.3
+            return -log_sigmoid(beta * (r_w / policy.chosen_tokens - r_l / policy.rejected_tokens))
+        case "sppo":  # Wu et al. 2024, arXiv:2405.00675, eq. 4.7 with eta = 1 / beta, where y_w always wins, on sums
+            return mx.square(r_w - 1 / (2 * beta)) + mx.square(r_l + 1 / (2 * beta))
+        # APO-zero, D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 7: 1 - sigma(beta r_w) + sigma(beta r_l); for y_w
+        # that are better than the model's own answers.
+        case "apo_zero":
+            return mx.exp(log_sigmoid(-beta * r_w)) + mx.exp(log_sigmoid(beta * r_l))
+        # APO-down, eq. 8: sigma(beta r_w) + 1 - sigma(beta h); for y_w that are worse than the model's own.
+        case "apo_down":
+            return mx.exp(log_sigmoid(beta * r_w)) + mx.exp(log_sigmoid(-beta * (r_w - r_l)))
+        # BCO, Jung et al. 2024, arXiv:2404.04656, section 4, of both completions of a pair, with a baseline of 0: MPO's
+        # quality loss (arXiv:2411.10442, section 3.2).
+        case "bco_pair":
+            return -log_sigmoid(beta * r_w) - log_sigmoid(-beta * r_l)
+    raise AssertionError(name)
 
 
-def sigmoid_norm_loss(policy: LogProbs, reference: LogProbs | None, train: TrainSettings) -> mx.array:
-    """Length-normalised DPO, Lambert et al. 2024 (Tulu 3), arXiv:2411.15124, section 4.3.
-
-    -log sigma(beta r_w / |y_w| - beta r_l / |y_l|).
-    """
-    chosen, rejected = log_ratios(policy, reference)
-    return -log_sigmoid(train.beta * (chosen / policy.chosen_tokens - rejected / policy.rejected_tokens))
-
-
-def sppo_loss(policy: LogProbs, reference: LogProbs | None, train: TrainSettings) -> mx.array:
-    """SPPO, Wu et al. 2024, arXiv:2405.00675, eq. 4.7 with eta = 1 / beta, where y_w always wins.
-
-    (r_w - 1 / (2 beta))^2 + (r_l + 1 / (2 beta))^2, on sums.
-    """
-    chosen, rejected = log_ratios(policy, reference)
-    return mx.square(chosen - 1 / (2 * train.beta)) + mx.square(rejected + 1 / (2 * train.beta))
-
-
-def apo_zero_loss(policy: LogProbs, reference: LogProbs | None, train: TrainSettings) -> mx.array:
-    """APO-zero, D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 7: y_w likelier, y_l less likely.
-
-    1 - sigma(beta r_w) + sigma(beta r_l); for y_w that are better than the model's own answers.
-    """
-    chosen, rejected = log_ratios(policy, reference)
-    return mx.exp(log_sigmoid(-train.beta * chosen)) + mx.exp(log_sigmoid(train.beta * rejected))
-
-
-def apo_down_loss(policy: LogProbs, reference: LogProbs | None, train: TrainSettings) -> mx.array:
-    """APO-down, D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 8: both less likely, y_l more so.
-
-    sigma(beta r_w) + 1 - sigma(beta (r_w - r_l)); for y_w that are worse than the model's own.
-    """
-    chosen, rejected = log_ratios(policy, reference)
-    return mx.exp(log_sigmoid(train.beta * chosen)) + mx.exp(log_sigmoid(-train.beta * (chosen - rejected)))
-
-
-def bco_pair_loss(policy: LogProbs, reference: LogProbs | None, train: TrainSettings) -> mx.array:
-    """BCO, Jung et al. 2024, arXiv:2404.04656, section 4, of both completions of a pair, with a baseline of 0.
-
-    -log sigma(beta r_w) - log sigma(-beta r_l): MPO's quality loss (arXiv:2411.10442, section 3.2).
-    """
-    chosen, rejected = log_ratios(policy, reference)
-    return -log_sigmoid(train.beta * chosen) - log_sigmoid(-train.beta * rejected)
-
-
-def sft_term(policy: LogProbs, reference: LogProbs | None, train: TrainSettings) -> mx.array:
-    """The generation loss of a sum, Wang et al. 2024 (MPO), arXiv:2411.10442, section 3.2: -log pi(y_w)/|y_w|."""
-    return -policy.chosen_per_token
-
-
-def simpo_loss(policy: LogProbs, reference: LogProbs | None, train: TrainSettings) -> mx.array:
-    """SimPO, Meng et al. 2024, arXiv:2405.14734, eq. 6: length-normalised, with a target margin gamma.
-
-    -log sigma(beta log pi(y_w)/|y_w| - beta log pi(y_l)/|y_l| - gamma).
-    """
-    return -log_sigmoid(train.beta * (policy.chosen_per_token - policy.rejected_per_token) - train.simpo_gamma)
-
-
-def orpo_loss(policy: LogProbs, reference: LogProbs | None, train: TrainSettings) -> mx.array:
-    """ORPO, Hong et al. 2024, arXiv:2403.07691, eqs. 6 and 7: SFT plus beta (their lambda) times log odds.
-
-    -log p_w - beta log sigma(log odds(p_w) - log odds(p_l)), with log p = log pi(y)/|y| (their eq. 3).
-    """
-    ratio = log_odds(policy.chosen_per_token) - log_odds(policy.rejected_per_token)
-    return -policy.chosen_per_token - train.beta * log_sigmoid(ratio)
-
-
-def cpo_loss(policy: LogProbs, reference: LogProbs | None, train: TrainSettings) -> mx.array:
-    """CPO, Xu et al. 2024, arXiv:2401.08417, section 3: DPO with a uniform reference, plus the chosen's NLL.
-
-    -log sigma(beta (log pi(y_w) - log pi(y_l))) - alpha log pi(y_w)/|y_w|.
-    The paper writes the NLL without alpha and |y_w|; the authors' trainer has both.
-    """
-    return -log_sigmoid(train.beta * (policy.chosen - policy.rejected)) - train.cpo_alpha * policy.chosen_per_token
-
-
-LOSSES: dict[str, Callable[[LogProbs, LogProbs | None, TrainSettings], mx.array]] = {
-    "sigmoid": sigmoid_loss,
-    "robust": robust_loss,
-    "ipo": ipo_loss,
-    "hinge": hinge_loss,
-    "dpop": dpop_loss,
-    "sigmoid_norm": sigmoid_norm_loss,
-    "sppo": sppo_loss,
-    "apo_zero": apo_zero_loss,
-    "apo_down": apo_down_loss,
-    "bco_pair": bco_pair_loss,
-    "sft": sft_term,
-    "simpo": simpo_loss,
-    "orpo": orpo_loss,
-    "cpo": cpo_loss,
-}
+def pair_loss(name: str, policy: LogProbs, reference: LogProbs | None, train: TrainSettings) -> mx.array:
+    """A loss of pairs by its name."""
+    beta, per_token = train.beta, policy.chosen_per_token
+    match name:
+        case "sft":  # the generation loss of a sum, Wang et al. 2024 (MPO), arXiv:2411.10442, section 3.2
+            return -per_token
+        case "simpo":  # Meng et al. 2024, arXiv:2405.14734, eq. 6: length-normalised, with a target margin gamma
+            return -log_sigmoid(beta * (per_token - policy.rejected_per_token) - train.simpo_gamma)
+        # ORPO, Hong et al. 2024, arXiv:2403.07691, eqs. 6 and 7: SFT plus beta (their lambda) times log odds, of
+        # log p = log pi(y)/|y| (their eq. 3).
+        case "orpo":
+            ratio = log_odds(per_token) - log_odds(policy.rejected_per_token)
+            return -per_token - beta * log_sigmoid(ratio)
+        # CPO, Xu et al. 2024, arXiv:2401.08417, section 3: DPO with a uniform reference, plus the NLL of y_w. The paper
+        # writes that without alpha and |y_w|; the authors' trainer has both.
+        case "cpo":
+            return -log_sigmoid(beta * (policy.chosen - policy.rejected)) - train.cpo_alpha * per_token
+    return reference_loss(name, policy, reference, train)
 
 
 def preference_losses(
@@ -243,15 +156,13 @@ def preference_losses(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """(losses, chosen_rewards, rejected_rewards), each float32 [B]; the rewards carry no gradient.
 
-    terms: names of losses with their weights, to be added up; the rewards are as `implicit_rewards` says.
-
-    rpo_alpha adds the SFT term of Pang et al. 2024, arXiv:2404.19733, eq. 1, to any loss:
-    -alpha log pi(y_w)/|y_w| (the paper weighs the other term instead).
+    terms: names of losses with their weights, to be added up. rpo_alpha adds the SFT term of Pang et al. 2024,
+    arXiv:2404.19733, eq. 1, to any loss: -alpha log pi(y_w)/|y_w| (the paper weighs the other term instead).
     """
     assert policy.chosen.dtype == policy.rejected.dtype == mx.float32, (policy.chosen.dtype, policy.rejected.dtype)
     total: mx.array | None = None
     for name, weight in terms:
-        losses = LOSSES[name](policy, reference, train)
+        losses = pair_loss(name, policy, reference, train)
         losses = losses if weight == 1 else weight * losses
         total = losses if total is None else total + losses
     assert total is not None
@@ -293,10 +204,9 @@ def preference_metrics(
 ) -> dict[str, mx.array]:
     """Sums over pairs (float32 scalars). counted: float32 [B], 1 for a pair, 0 for padding.
 
-    reward_accuracy counts a pair whose chosen reward is higher as 1 and a tie as 1/2, so that a policy equal
-    to its reference scores chance and not 0. kl, present when there is a reference, is the mean over both
-    completions of log pi_ref(y) - log pi(y) in nats a sequence: an estimate of KL(pi_ref || pi) as far as the
-    completions are the reference's own samples, and a signed drift otherwise.
+    reward_accuracy counts a tie as 1/2, so that a policy equal to its reference scores chance. kl is the mean over both
+    completions of log pi_ref(y) - log pi(y) in nats a sequence: an estimate of KL(pi_ref || pi) where the completions
+    are the reference's own samples, and a signed drift otherwise.
     """
     margins = chosen_rewards - rejected_rewards
     sums = {
@@ -330,9 +240,8 @@ class Labelled:
 def kto_loss(rows: Labelled, kl: mx.array, beta: float) -> mx.array:
     """KTO, Ethayarajh et al. 2024, arXiv:2402.01306, eqs. 7 and 8, without lambda: losses, float32 [B].
 
-    1 - sigma(beta (r - z_0)) for a desirable completion, 1 - sigma(beta (z_0 - r)) for another. kl: z_0, as
-    `kl_baseline` gives it; it gets no gradient. 1 - sigma(x) is exp(log sigma(-x)), which keeps a small gradient's
-    digits.
+    1 - sigma(beta (r - z_0)) for a desirable completion, 1 - sigma(beta (z_0 - r)) for another. kl: z_0, without a
+    gradient. 1 - sigma(x) is exp(log sigma(-x)), which keeps a small gradient's digits.
     """
     return mx.exp(log_sigmoid(-rows.signs * beta * (rows.log_ratios - mx.stop_gradient(kl))))
 

@@ -63,18 +63,13 @@ def objective(
     baseline: mx.array | None = None,
     weights: mx.array | None = None,
 ) -> tuple[mx.array, dict[str, mx.array]]:
-    """The loss and the metrics of some examples.
+    """The losses of some examples, float32 [B] (SFT: summed over tokens), and sums by the names in `SUMS`.
 
     Args:
-        policy_logps: float32 [B, K], one column a completion: chosen and rejected, or one for SFT and for labels.
+        policy_logps, reference_logps: float32 [B, K], of chosen and rejected, or of one completion.
         tokens: [B, K], scored tokens; rows without any are padding, and count nowhere.
-        reference_logps: float32 [B, K], or None for a loss that has no reference.
-        labels: bool [B], whether a completion is desirable; None for losses of pairs, and for SFT.
-        baseline: what such completions are compared with.
+        labels: bool [B], whether a completion is desirable; baseline: what such completions are compared with.
         weights: float32 [B, K], of the completions of pairs; a pair's loss is multiplied by both (train.use_weighting).
-
-    Returns:
-        The losses, float32 [B] (SFT: summed over tokens), and sums by the names in `SUMS`.
     """
     counted = (tokens.sum(axis=1) > 0).astype(mx.float32)
     pairs = counted.sum()
@@ -111,11 +106,9 @@ def group_objective(
     entropies: mx.array,
     reference_logps: mx.array | None,
 ) -> tuple[mx.array, dict[str, mx.array]]:
-    """`objective` of groups of completions: losses, float32 [b, K], summed over tokens, and sums.
+    """`objective` of groups: losses, float32 [b, K], summed over tokens, and sums. Arrays: float32 [b, K, C].
 
-    Args:
-        inputs: with `rewards`; without `sampling_logps` the policy itself sampled.
-        logps, entropies, reference_logps: float32 [b, K, C], of the tokens.
+    inputs: with `rewards`; without `sampling_logps` the policy itself sampled.
     """
     sampling_logps = inputs.get("sampling_logps", mx.stop_gradient(logps))
     rewards, deviation = inputs["rewards"], inputs.get("reward_deviations")
@@ -127,12 +120,19 @@ def group_objective(
 
 def means_of(sums: dict[str, float], train: TrainSettings) -> Metrics:
     """The loss and the metrics from their sums; None for what the loss does not have, and for all of no rows."""
-    means: Metrics = {"loss": sums["loss"] / sums["count"] if sums["count"] else None}
-    if train.loss == "grpo":
-        return means | _means_of_groups(sums, losses.needs_reference(train))
-    for name in REWARDS:
-        has = train.loss != "sft" and (name != "kl" or losses.needs_reference(train))
-        means[name] = sums[name] / sums["pairs"] if has and sums["pairs"] else None
+
+    def mean(name: str, count: str) -> float | None:
+        return sums[name] / sums[count] if sums[count] else None
+
+    has_reference = losses.needs_reference(train)
+    means: Metrics = {"loss": mean("loss", "count"), **dict.fromkeys(REWARDS)}
+    if train.loss == "grpo":  # a step may have completions, and learn none of their tokens
+        means |= {name: mean(name, "completion_tokens") for name in OF_TOKENS}
+        means |= {"reward": mean("reward", "completions"), "reward_std": mean("reward_std", "pairs")}
+        means["completion_length"] = mean("completion_lengths", "completions")
+        return means | ({} if has_reference else {"kl": None})
+    if train.loss != "sft":
+        means |= {name: mean(name, "pairs") for name in REWARDS if name != "kl" or has_reference}
     if train.loss in losses.UNPAIRED_LOSSES:
         counts = {"reward_chosen": sums["desirable"], "reward_rejected": sums["pairs"] - sums["desirable"]}
         means |= {name: sums[name] / count if count else None for name, count in counts.items()}
@@ -142,25 +142,13 @@ def means_of(sums: dict[str, float], train: TrainSettings) -> Metrics:
     return means
 
 
-def _means_of_groups(sums: dict[str, float], has_reference: bool) -> Metrics:
-    means: Metrics = dict.fromkeys(REWARDS)  # which pairs have
-    # A step may have completions, and learn none of their tokens.
-    means |= {name: sums[name] / sums["completion_tokens"] if sums["completion_tokens"] else None for name in OF_TOKENS}
-    means["reward"] = sums["reward"] / sums["completions"] if sums["completions"] else None
-    means["reward_std"] = sums["reward_std"] / sums["pairs"] if sums["pairs"] else None
-    means["completion_length"] = sums["completion_lengths"] / sums["completions"] if sums["completions"] else None
-    return means | ({} if has_reference else {"kl": None})
-
-
 # ---- What kto and bco compare every completion with: one number a step, made before the backward pass
 
 
 def baseline_of_step(train: TrainSettings, sums: mx.array, rewards: list[float]) -> float:
     """kto's z_0 in nats, of mismatched completions; or bco's delta in rewards, of the rows' own.
 
-    Args:
-        sums: sum and count of a step's log ratios over all ranks, float32 [2].
-        rewards: sum and count of the steps before; not changed.
+    sums: sum and count of a step's log ratios over all ranks, float32 [2]; rewards: of the steps before, not changed.
     """
     total, count = sums.tolist()
     if losses.needs_mismatched(train.loss):
@@ -178,10 +166,9 @@ def count_rewards(train: TrainSettings, sums: mx.array, rewards: list[float]) ->
 
 
 def baseline_of_rows(train: TrainSettings, policy: np.ndarray, reference: np.ndarray) -> mx.array:
-    """The baseline of rows that are evaluated, all of them together: a float32 scalar.
+    """The baseline of rows that are evaluated together, a float32 scalar; bco's delta is that of their own rewards.
 
-    policy, reference: float32 [n, K], log-probabilities. bco's delta is the mean of these rows' own rewards: it depends
-    on the model and the data alone.
+    policy, reference: float32 [n, K], log-probabilities.
     """
     ratios = mx.array(policy) - mx.array(reference)
     column = int(losses.needs_mismatched(train.loss))
@@ -197,10 +184,9 @@ def noisy(
 ) -> Iterator[tuple[Batch, np.ndarray | None]]:
     """Micro-batches with NEFTune's noise on the embeddings: keys and scales of every token; sqrt(D) is the model's.
 
-    Jain et al. 2023, arXiv:2310.05914, algorithm 1: each number of each token's embedding gets alpha / sqrt(L D) times
-    a number drawn evenly from [-1, 1]. L is that of the row's longest sequence: completions share their prompt's
-    tokens. Noise follows from train.seed, the step, the row and the token's index in it, so not from how rows are
-    divided and laid out.
+    Jain et al. 2023, arXiv:2310.05914, algorithm 1: each number of a token's embedding gets alpha / sqrt(L D) times a
+    number drawn evenly from [-1, 1], L being the row's longest sequence. The seed, the step, the row and the token's
+    index decide it, so not how rows are laid out.
     """
     for batch, reference in batches:
         rows, numbers = batch.places.T
