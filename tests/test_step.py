@@ -21,9 +21,8 @@ from lib.distributed import world as world_module
 from lib.distributed.world import World
 from lib.model import adapter_files, adapters, token_stream
 from lib.model import load as load_module
-from lib.training.optimizers import learning_rate, make_optimizer
+from lib.training.optimizers import UpdateRule, learning_rate, make_optimizer
 from lib.training.step import Step
-from lib.training.update_rule import UpdateRule
 from tests import float64, rounding
 from tests.tiny import LLAMA, model_folder, pairs
 

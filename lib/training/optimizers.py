@@ -1,32 +1,43 @@
-"""The optimizer and its learning rate; what MLX lacks: states of 8 bits, and a rate of its own for LoRA's B."""
+"""From the gradients' sums to new parameters: the optimizer, its learning rate, and the update rule.
+
+What MLX lacks: states of 8 bits, a rate of its own for LoRA's B, and the update of hundreds of arrays as one.
+"""
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
-from mlx.utils import tree_flatten, tree_merge, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_merge, tree_unflatten
 
 from lib.config.settings import TrainSettings
 from lib.distributed.world import buckets
 from lib.errors import UserError
 
+Tree = Mapping[str, Any]  # MLX's tree of arrays: by name, nested
 BLOCK = 256  # numbers that share a largest one
 LEAST_QUANTISED = 4096  # numbers: smaller arrays keep states of 32 bits
 SLICE = 1024 * BLOCK  # numbers whose states are wide at a time
 UPDATED_BYTES = 2**22  # of trained numbers whose updates are evaluated at a time
 DECADES = 7  # between the smallest code and the largest
+ELEMENTWISE = (
+    *(optim.SGD, optim.RMSprop, optim.Adagrad, optim.AdaDelta),
+    *(optim.Adam, optim.AdamW, optim.Adamax, optim.Lion),
+)  # MLX's optimizers that treat each number by itself
+LARGEST_BYTES = 2**28  # of joined arrays: an update makes every number anew before it frees the old ones
+WIDTH = 1024  # of the joined array's rows: sums of its squares are of a row first
+JOINED = "joined"
 
 
 def learning_rate(train: TrainSettings, step: float, steps: int) -> float:
-    """The rate of the step-th of `steps` updates, the first being 0: a linear rise, then the schedule's fall.
-
-    The last update has train.final_learning_rate.
+    """The rate of the step-th of `steps` updates, from 0: a linear rise, then the schedule's fall to the last update.
 
     For another batch than the one that it was chosen for it grows linearly (arXiv:1706.02677, section 2.1) or with the
     square root (arXiv:1404.5997, section 5), if asked to.
@@ -39,6 +50,9 @@ def learning_rate(train: TrainSettings, step: float, steps: int) -> float:
     progress = min(1.0, (step - train.warmup_steps) / max(1, steps - 1 - train.warmup_steps))
     fall = {"constant": 0.0, "linear": progress, "cosine": (1 - math.cos(math.pi * progress)) / 2}[train.schedule]
     return peak + (final - peak) * fall
+
+
+# ---- The optimizer ---------------------------------------------------------------------------------------------------
 
 
 class LazyState:
@@ -64,25 +78,21 @@ def make_optimizer(train: TrainSettings) -> optim.Optimizer:
     kinds = {name.lower(): kind for name, kind in vars(optim).items() if inspect.isclass(kind)}
     plain = (kinds | {"adamw_8bit": AdamW8bit})[train.optimizer]
     kind: Callable[..., optim.Optimizer] = type(plain.__name__, (LazyState, plain), {})
-    known = list(inspect.signature(plain).parameters)
+    known = [name for name in inspect.signature(plain).parameters if name != "learning_rate"]  # train.learning_rate
     # MLX leaves Adam's bias correction out unless asked, and Adafactor would overrule the learning rate.
     defaults = {"bias_correction": True, "relative_step": False}
     options: dict[str, object] = {name: value for name, value in defaults.items() if name in known}
     if "weight_decay" in known or train.weight_decay:  # MLX's own default is not always 0
         options["weight_decay"] = train.weight_decay
     options |= train.optimizer_options
-    known = [name for name in known if name != "learning_rate"]  # train.learning_rate
-    unknown = sorted(options.keys() - set(known))
-    if unknown:
+    if unknown := sorted(options.keys() - set(known)):
         raise UserError(f"train.optimizer={train.optimizer} has no {', '.join(unknown)}; it has {', '.join(known)}")
     try:  # some options are looked at in the first update alone
         trial, weights = kind(learning_rate=train.learning_rate, **options), {"weight": mx.ones((2, 2))}
         mx.eval(trial.apply_gradients(weights, weights))
     except (TypeError, ValueError, IndexError, OverflowError, RuntimeError) as error:
-        fault = str(error).partition("\n")[0]
-        raise UserError(
-            f"train.optimizer_options={train.optimizer_options} is not for {train.optimizer}: {fault}"
-        ) from None
+        given, fault = f"train.optimizer_options={train.optimizer_options}", str(error).partition("\n")[0]
+        raise UserError(f"{given} is not for {train.optimizer}: {fault}") from None
     return kind(learning_rate=train.learning_rate, **options)
 
 
@@ -155,16 +165,13 @@ class AdamW8bit(optim.AdamW):
     def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
         if "m_largest" not in state:
             return super().apply_single(gradient, parameter, state)
-        blocks, most = len(state["m"]), SLICE // BLOCK
-        flat = gradient.reshape(-1), parameter.reshape(-1)
-        new: list[mx.array] = []
-        states: list[dict[str, mx.array]] = []
-        for start in range(0, blocks, most):
+        flat, most, new, states = (gradient.reshape(-1), parameter.reshape(-1)), SLICE // BLOCK, [], []
+        for start in range(0, len(state["m"]), most):
             of_blocks = {name: array[start : start + most] for name, array in state.items()}
             numbers = slice(start * BLOCK, (start + most) * BLOCK)
             new.append(self._apply_slice(flat[0][numbers], flat[1][numbers], of_blocks))
             states.append(of_blocks)
-        state.update({name: mx.concatenate([one[name] for one in states]) for name in state})
+        state.update({name: mx.concatenate([blocks[name] for blocks in states]) for name in state})
         return mx.concatenate(new).reshape(parameter.shape)
 
     def _apply_slice(self, gradient: mx.array, parameter: mx.array, state: dict[str, mx.array]) -> mx.array:
@@ -172,15 +179,16 @@ class AdamW8bit(optim.AdamW):
         if self.earlier:
             gradient, *arrays = mx.depends([gradient, *state.values()], self.earlier)
             state.update(zip(state, arrays, strict=True))
-        wide = {
-            name: codes.decode(state[name], state[f"{name}_largest"], parameter.shape)
-            for name, codes in self.moments.items()
-        }
+        shape = parameter.shape
+        wide = {k: codes.decode(state[k], state[f"{k}_largest"], shape) for k, codes in self.moments.items()}
         new = super().apply_single(gradient, parameter, wide)
         for name, codes in self.moments.items():
             state[name], state[f"{name}_largest"] = codes.encode(wide[name])
         self.earlier = [new, *state.values()]
         return new
+
+
+# ---- The update ------------------------------------------------------------------------------------------------------
 
 
 def evaluate_in_turn(parameters: Any, state: Any) -> None:
@@ -216,12 +224,153 @@ def apply_gradients(
         optimizer.state["step"], optimizer.learning_rate = step, rate if ratio == 1 else ratio * rate  # the same step
         if decay:
             optimizer.weight_decay = decay_of_group
-        new = (
-            tree_merge(new, optimizer.apply_gradients(tree_unflatten(group), parameters))
-            if new
-            else (optimizer.apply_gradients(tree_unflatten(group), parameters))
-        )
+        of_group = optimizer.apply_gradients(tree_unflatten(group), parameters)
+        new = tree_merge(new, of_group) if new else of_group
     optimizer.learning_rate = rate
     if decay:
         optimizer.weight_decay = decay
     return new
+
+
+def update_rule(model: nn.Module, optimizer: optim.Optimizer, train: TrainSettings, is_divided: bool) -> UpdateRule:
+    """The rule for what is trained of a model. is_divided: whether ranks hold parts of one model."""
+    arrays = [array for _, array in tree_flatten(model.trainable_parameters())]
+    has_decay = bool(getattr(optimizer, "weight_decay", 0.0))
+    is_joined = (
+        compiles(train)
+        and not is_divided
+        and isinstance(optimizer, LazyState)
+        and type(optimizer).__bases__[-1] in ELEMENTWISE
+        and train.loraplus_lr_ratio is None
+        and len(arrays) > 1
+        and all(array.dtype == mx.float32 and (array.ndim > 1 or not has_decay) for array in arrays)
+        and sum(array.nbytes for array in arrays) <= LARGEST_BYTES
+    )
+    return (JoinedUpdateRule if is_joined else UpdateRule)(model, optimizer, train)
+
+
+class UpdateRule:
+    """The update array by array; compiled on a GPU."""
+
+    def __init__(self, model: nn.Module, optimizer: optim.Optimizer, train: TrainSettings):
+        self.model, self.optimizer, self.train = model, optimizer, train
+        self.optimizer_state: list[Any] = [optimizer.state]  # which a compiled update reads and writes
+        self.mean, self._new = self._mean, self._new_parameters
+        if compiles(train):
+            self.mean = mx.compile(self._mean)
+            self._new = mx.compile(self._new_parameters, inputs=self.optimizer_state, outputs=self.optimizer_state)
+
+    def _mean(self, gradients: Tree, count: mx.array) -> tuple[Tree, dict[str, mx.array]]:
+        """Mean gradients, and their squared norms by name."""
+        mean = tree_map(lambda g: g / mx.maximum(count, 1), gradients)
+        # Rows first: float32 forgets what is added to a sum of millions.
+        return mean, {name: mx.square(mx.atleast_1d(g)).sum(axis=-1).sum() for name, g in tree_flatten(mean)}
+
+    def _new_parameters(self, parameters: Tree, gradients: Tree, norm: mx.array) -> Tree:
+        if self.train.max_grad_norm is not None:
+            factor = mx.minimum(self.train.max_grad_norm / (norm + 1e-6), 1.0)
+            gradients = tree_map(lambda g: g * factor, gradients)
+        return apply_gradients(self.optimizer, gradients, parameters, self.train.loraplus_lr_ratio)
+
+    def take(self, gradients: Tree, norm: mx.array, rate: float) -> None:
+        """The update by mean gradients of this global norm; its evaluation has begun."""
+        self.optimizer.learning_rate = rate
+        self.optimizer_state[0] = self.optimizer.state  # another object after a resume
+        self.model.update(self._new(self.model.trainable_parameters(), gradients, norm))
+        evaluate_in_turn(self.model.trainable_parameters(), self.optimizer.state)
+
+
+class JoinedUpdateRule(UpdateRule):
+    """The update of all arrays as one: 1B and 8B are 8 to 14 % slower on an H200 without it.
+
+    Between steps the model holds views under their usual names, and so does `optimizer.state` once it is read; others
+    that are put there (a resume, a merge) are joined anew.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: LazyState, train: TrainSettings):
+        private = copy.copy(optimizer)
+        super().__init__(model, private, train)
+        self.public, self.trained = optimizer, TrainedArrays(model)
+        self.parameters, self.views = mx.array(0.0), list[mx.array]()
+        self.public_state: Any = None  # what others saw last
+
+    def _mean(self, gradients: Tree, count: mx.array) -> tuple[Tree, dict[str, mx.array]]:
+        by_name = dict(tree_flatten(gradients))  # in the order of a sum over ranks
+        return super()._mean({JOINED: _joined([by_name[name] for name in self.trained.names])}, count)
+
+    def take(self, gradients: Tree, norm: mx.array, rate: float) -> None:
+        arrays = self.trained.read()
+        if [*map(id, arrays)] != [*map(id, self.views)]:
+            self.parameters = _joined(arrays)
+        if self.public.make_state is None and self.public.state is not self.public_state:
+            self.optimizer.state = self._joined_state(self.public.state)
+            self.optimizer.init({JOINED: self.parameters})
+        self.optimizer.learning_rate = rate
+        self.optimizer_state[0] = self.optimizer.state
+        self.parameters = self._new({JOINED: self.parameters}, gradients, norm)[JOINED]
+        mx.async_eval(self.parameters, self.optimizer.state)  # the device has its work before the views are made
+        self.views = self._split(self.parameters)
+        mx.async_eval(self.views)
+        self.trained.write(self.views)
+        self.public.make_state = self._state_by_name
+
+    def _state_by_name(self) -> Tree:
+        """The optimizer's state as others know it, evaluated: the one who reads it may be another thread."""
+        state = self.optimizer.state
+        moments = {key: self._split(array) for key, array in state[JOINED].items()}
+        by_name = [
+            (f"{name}.{key}", views[i]) for i, name in enumerate(self.trained.names) for key, views in moments.items()
+        ]
+        self.public_state = {name: value for name, value in state.items() if name != JOINED}
+        self.public_state |= tree_unflatten(by_name) if by_name else {}
+        mx.eval(self.public_state)
+        return self.public_state
+
+    def _split(self, joined: mx.array) -> list[mx.array]:
+        """Views of a joined array, in the order of the trained arrays."""
+        shapes = self.trained.shapes
+        ends = np.cumsum([math.prod(shape) for shape in shapes]).tolist()
+        return [p.reshape(shape) for p, shape in zip(mx.split(joined.reshape(-1), ends)[:-1], shapes, strict=True)]
+
+    def _joined_state(self, state: Tree) -> dict[str, Any]:
+        """An optimizer's state by name as that of the joined array; without what it has not begun yet."""
+        flat, names = dict(tree_flatten(state)), self.trained.names
+        joined: dict[str, Any] = {name: value for name, value in state.items() if isinstance(value, mx.array)}
+        keys = sorted({name.rpartition(".")[2] for name in flat if name.startswith(f"{names[0]}.")})
+        if keys:
+            joined[JOINED] = {key: _joined([flat[f"{name}.{key}"] for name in names]) for key in keys}
+        return joined
+
+
+def _joined(arrays: Sequence[mx.array]) -> mx.array:
+    """Arrays as one, float32 [rows, WIDTH], with zeros at its end."""
+    padding = mx.zeros(-sum(array.size for array in arrays) % WIDTH)
+    return mx.concatenate([*(array.reshape(-1).astype(mx.float32) for array in arrays), padding]).reshape(-1, WIDTH)
+
+
+class TrainedArrays:
+    """Each trained array's module (or list) and its key there, in tree_flatten's order: no walk through all modules."""
+
+    def __init__(self, model: nn.Module):
+        arrays = tree_flatten(model.trainable_parameters())
+        self.names, self.shapes = [name for name, _ in arrays], [array.shape for _, array in arrays]
+        self.places: list[tuple[Any, Any]] = []
+        for *path, key in (name.split(".") for name in self.names):
+            holder: Any = model
+            for part in path:
+                holder = holder[int(part)] if isinstance(holder, list) else holder[part]
+            self.places.append((holder, int(key) if isinstance(holder, list) else key))
+
+    def read(self) -> list[mx.array]:
+        """The arrays as they are now."""
+        return [holder[key] for holder, key in self.places]
+
+    def write(self, arrays: Sequence[mx.array]) -> None:
+        """Puts other arrays there, in the same order."""
+        for (holder, key), array in zip(self.places, arrays, strict=True):
+            holder[key] = array
+
+
+def compiles(train: TrainSettings) -> bool:
+    """Whether functions without collectives are compiled: on a GPU, unless the settings say otherwise."""
+    return train.compile if train.compile is not None else mx.default_device() == mx.gpu

@@ -33,8 +33,8 @@ from lib.system import out_of_memory
 from lib.training import divided_world, losses
 from lib.training.divided_world import Lockstep
 from lib.training.inputs import Inputs
+from lib.training.optimizers import TrainedArrays
 from lib.training.step import MicroBatch, is_compiled
-from lib.training.update_rule import TrainedArrays
 
 MIXUP = 0.6  # how far a reference that follows goes, by default (arXiv:2404.09656, table 1)
 LOGPS = "logps"  # the array of a checkpoint's file

@@ -32,8 +32,7 @@ from lib.system.out_of_memory import Limit, OutOfMemory
 from lib.training import losses, objective
 from lib.training.divided_world import InStages, Lockstep
 from lib.training.objective import SUMS, Figures, Metrics, figures_of, loss_and_sums, means_of
-from lib.training.optimizers import learning_rate
-from lib.training.update_rule import TrainedArrays, Tree, compiles, update_rule
+from lib.training.optimizers import TrainedArrays, Tree, compiles, learning_rate, update_rule
 
 MicroBatch = tuple[Batch, np.ndarray | None]  # with its reference's log-probabilities: [b, K]; of groups [b, K, C]
 
