@@ -62,13 +62,12 @@ class StepRecord:
 
     def measurements(self) -> dict[str, float]:
         """The fields of this rank's step record."""
-        same = ["padded_tokens", "grad_norm", "learning_rate", "skipped", "sync_seconds", "wait_seconds"]
-        same += ["peak_memory_bytes", "bytes_sent", "traces"]
+        same = "padded_tokens grad_norm learning_rate skipped sync_seconds wait_seconds peak_memory_bytes bytes_sent"
         return {
             "tokens": self.rank_tokens,
             "tokens_per_second": self.rank_tokens / self.seconds,
             "compute_seconds": self.compute_seconds[self.rank],
-            **{name: getattr(self, name) for name in same},
+            **{name: getattr(self, name) for name in (*same.split(), "traces")},
             **({} if self.sent_error is None else {"sent_error": self.sent_error}),
         }
 
@@ -79,8 +78,6 @@ class RankSums:
 
     gradients: Tree | None
     sums: mx.array
-    tokens: int = 0
-    padded_tokens: int = 0
     failure: str | None = None
     failed_bytes: int = 0
 
@@ -91,13 +88,8 @@ class Step:
     A step raises OutOfMemory on all ranks where memory ran out on one of them before the sum: weights, optimizer and
     feedback are as they were, and the same step can be taken again.
 
-    Args:
-        world: the ranks whose gradients are summed; an independent rank is alone in it.
-        rank: among all ranks, which draw different dropout masks; by default world.rank.
-        limit: what MLX may hold, looked at after each micro-batch.
-
-    Raises:
-        UserError: train.neftune_noise_alpha, and the model has no embedding.
+    world: the ranks whose gradients are summed; rank: among all ranks, which draw different dropout masks; limit: what
+    MLX may hold, looked at after each micro-batch. Raises UserError: no embedding for train.neftune_noise_alpha.
     """
 
     def __init__(
@@ -111,9 +103,7 @@ class Step:
         limit: Limit | None = None,
     ):
         if train.neftune_noise_alpha is not None and embedding_of(model) is None:
-            raise UserError(
-                "train.neftune_noise_alpha: the model has no embedding that noise could be added to; leave it out"
-            )
+            raise UserError("train.neftune_noise_alpha: the model has no embedding to add noise to; leave it out")
         self.model, self.train, self.world, self.sync = model, train, world, sync or SyncSettings()
         self.rank, self.limit = world.rank if rank is None else rank, limit or Limit()
         self.update = update_rule(model, optimizer, train, isinstance(world, Lockstep))
@@ -144,10 +134,12 @@ class Step:
         if self.train.loss in losses.UNPAIRED_LOSSES:
             batches, ratios, waited_seconds = self.log_ratios(what, batches)
             baseline = mx.array(objective.baseline_of_step(self.train, ratios, self.rewards))
-        part = self.rank_sums(what, batches, baseline)
+        counted: list[Batch] = []
+        part = self._attempt(what, lambda: self.forward_backward(what, batches, counted, baseline), mx.zeros(len(SUMS)))
+        tokens = sum(batch.real_tokens for batch in counted)
         compute_seconds = time.perf_counter() - started - waited_seconds
 
-        totals, mean, norm, left_out = self.sum(part, compute_seconds, elapsed)
+        totals, mean, norm, left_out = self.sum(part, compute_seconds, elapsed, tokens)
         sync_seconds = time.perf_counter() - started - compute_seconds
         sums, size = dict(zip(SUMS, totals, strict=False)), self.world.size
         ranks_seconds = totals[len(SUMS) : len(SUMS) + size]
@@ -169,8 +161,8 @@ class Step:
             learning_rate=rate,
             skipped=skipped,
             tokens=int(totals[-2]),
-            rank_tokens=part.tokens,
-            padded_tokens=part.padded_tokens,
+            rank_tokens=tokens,
+            padded_tokens=sum(batch.computed_tokens for batch in counted),
             rank=self.world.rank,
             compute_seconds=ranks_seconds,
             sync_seconds=sync_seconds - wait_seconds,
@@ -205,8 +197,7 @@ class Step:
     def gradients(self, batch: Batch, reference: np.ndarray | None, baseline: mx.array | None) -> tuple[Tree, mx.array]:
         """A micro-batch's gradients, and SUMS: float32, not evaluated.
 
-        The metrics are made outside of the compiled function: dozens of operations on a number a row cost nothing, and
-        compiled they would be kernels more, for each of which CUDA takes three seconds on a new machine.
+        The metrics are made outside of the compiled function: each kernel takes CUDA three seconds on a new machine.
         """
         traffic, inputs = self.world.traffic, arrays_of(batch.inputs)
         beside = (*arrays_beside(batch, reference), baseline)
@@ -225,9 +216,9 @@ class Step:
         return loss_and_sums(self.train, figures, inputs, *beside)[0], figures
 
     def log_ratios(self, what: str, batches: Iterable[MicroBatch]) -> tuple[list[MicroBatch], mx.array, float]:
-        """The micro-batches, the sum and count of log ratios that a baseline is made of, and the seconds waited for it.
+        """The micro-batches, the sum and count of a baseline's log ratios, without dropout, and the seconds waited.
 
-        Without dropout. Raises OutOfMemory on all ranks, where memory ran out on one of them.
+        Raises OutOfMemory on all ranks, where memory ran out on one of them.
         """
         taken: list[MicroBatch] = []
         column = int(losses.needs_mismatched(self.train.loss))
@@ -248,26 +239,16 @@ class Step:
             return None, sums
 
         part = self._attempt(what, work, mx.zeros(2))
-        failed_bytes = [0.0] * self.world.size
-        failed_bytes[self.world.rank] = float(part.failed_bytes)
-        arrived = time.perf_counter()
+        arrived, failed_bytes = time.perf_counter(), self._beside_others(part.failed_bytes)
         totals = self.world.all_sum(mx.concatenate([part.sums, mx.array(failed_bytes)]), "the baseline of a step")
         mx.eval(totals)
         raise_failures(part.failure, totals[2:].tolist())
         return taken, totals[:2], time.perf_counter() - arrived
 
-    def rank_sums(self, what: str, batches: Iterable[MicroBatch], baseline: mx.array | None) -> RankSums:
-        """This rank's part of the sum; only a failure, where memory ran out and others wait in the sum."""
-        counted: list[Batch] = []
-        part = self._attempt(what, lambda: self.forward_backward(what, batches, counted, baseline), mx.zeros(len(SUMS)))
-        part.tokens = sum(batch.real_tokens for batch in counted)
-        part.padded_tokens = sum(batch.computed_tokens for batch in counted)
-        return part
-
     def _attempt(self, what: str, work: Callable[[], tuple[Tree | None, mx.array]], zeros: mx.array) -> RankSums:
         """The work's gradients and sums; or zeros and a failure where memory ran out, and all is freed.
 
-        Raises OutOfMemory: no other rank waits in the sum; or ranks share one model and cannot synchronise there.
+        Raises OutOfMemory: no other rank waits in the sum, or ranks share one model and cannot synchronise there.
         """
         before = self.trained.read()
         try:
@@ -292,19 +273,15 @@ class Step:
     # ---- The sum over ranks
 
     def sum(
-        self, part: RankSums, compute_seconds: float, elapsed_seconds: float
+        self, part: RankSums, compute_seconds: float, elapsed_seconds: float, tokens: int
     ) -> tuple[list[float], Tree, mx.array, compression.Arrays]:
         """Numbers summed over the ranks; mean gradients and their norm; what compression left out of them.
 
-        The numbers are SUMS, every rank's compute seconds, every rank's bytes where its memory ran out, the tokens of
-        all ranks, and rank 0's elapsed seconds. Each rank has elements of its own among them: after the sum all ranks
-        know who waited for whom, and who ran out of memory.
+        The numbers: SUMS, every rank's compute seconds, its bytes where memory ran out, all tokens, rank 0's elapsed
+        seconds. So all ranks know who waited for whom, and who ran out of memory.
         """
-        size, rank = self.world.size, self.world.rank
-        seconds, failed_bytes = [0.0] * size, [0.0] * size
-        seconds[rank], failed_bytes[rank] = compute_seconds, float(part.failed_bytes)
-        numbers = mx.array([*seconds, *failed_bytes, float(part.tokens), elapsed_seconds])
-        vector = mx.concatenate([part.sums, numbers])
+        seconds, failed_bytes = self._beside_others(compute_seconds), self._beside_others(part.failed_bytes)
+        vector = mx.concatenate([part.sums, mx.array([*seconds, *failed_bytes, float(tokens), elapsed_seconds])])
         # Names are bound anew: a rank has no room for its gradients beside the sum, nor for the sum beside the mean.
         gradients, part.gradients = part.gradients, None
         if gradients is None:  # no row of this step is this rank's, or memory ran out
@@ -316,6 +293,10 @@ class Step:
         mx.eval(norm, totals)
         return totals.tolist(), gradients, norm, left_out
 
+    def _beside_others(self, number: float) -> list[float]:
+        """This rank's number in its place, zeros for the others."""
+        return [float(number) if rank == self.world.rank else 0.0 for rank in range(self.world.size)]
+
 
 def arrays_beside(batch: Batch, reference: np.ndarray | None) -> tuple[mx.array | None, mx.array | None]:
     """What a loss takes beside the log-probabilities, one row for each of the batch: the reference's, and labels."""
@@ -324,13 +305,12 @@ def arrays_beside(batch: Batch, reference: np.ndarray | None) -> tuple[mx.array 
 
 
 def raise_failures(failure: str | None, ranks_bytes: list[float]) -> None:
-    """Raises OutOfMemory on all ranks, where memory ran out on some. ranks_bytes: what each of those held; else 0."""
+    """Raises OutOfMemory where memory ran out on some ranks. ranks_bytes: what each of those held; else 0."""
     if failed := {rank: int(size) for rank, size in enumerate(ranks_bytes) if size}:
         raise OutOfMemory(failure or "another rank's", tuple(failed), tuple(failed.values()))
 
 
-# Orders of magnitude, by device: FLOP/s in matrix products, seconds in which a block's kernels are launched, both ways.
-# An H200 took 2.2 ms a block and step of a 135M model with up to 10,000 tokens, and 25 ms a block for a trace.
+# Orders of magnitude, by device: FLOP/s in matrix products, seconds to launch a block's kernels, both ways.
 FLOPS: dict[Device, float] = {"cpu": 1e11, "metal": 1e13, "cuda": 1.5e14}
 LAUNCH_SECONDS: dict[Device, float] = {"cpu": 0.0, "metal": 1e-3, "cuda": 2.2e-3}
 TRACE_SECONDS = 0.025
@@ -350,8 +330,8 @@ def trace_cost(model: nn.Module) -> TraceCost:
 def is_compiled(train: TrainSettings, world: World) -> bool:
     """Whether the step is traced once for every shape of its batches.
 
-    Where ranks have unequal parts of every block their graphs differ, and so might the order of their collectives:
-    there it never is. Nor is it by default where a sum leaves the device, as over a Mac's ring, where it was not tried.
+    Never where ranks have unequal parts of every block: their graphs differ, and so might the order of collectives;
+    nor, by default, where a sum leaves the device, as over a Mac's ring, where it was not tried.
     """
     if isinstance(world, Lockstep) and not isinstance(world, InStages):  # within a stage there are no sums
         division = world.ranks.division
