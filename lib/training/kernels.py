@@ -4,8 +4,6 @@ MLX compiles every fused kernel where it is first used, one after another, three
 an H200 more than two minutes. Their code does not depend on sizes. So while the model is loaded, each part of a step
 runs in a process of its own, on two blocks of such a model, and MLX keeps on the disk what it compiled
 (MLX_PTX_CACHE_DIR). What none of them needed is compiled in the first step.
-
-`START` is such a process: the name of its part is its argument, and its work comes on the standard input.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
 from lib.config.settings import Config, ModelSettings, TrainSettings
@@ -42,16 +39,17 @@ from lib.system import model_folder
 from lib.training import losses
 from lib.training.objective import figures_of, loss_and_sums
 from lib.training.optimizers import make_optimizer
-from lib.training.step import Step, is_compiled
+from lib.training.step import Step, arrays_beside, is_compiled
 
+# A part's process: its name is the argument, and its work comes on the standard input.
 START = "from lib.system import mpi_and_blas; mpi_and_blas.prepare(); from lib.training import kernels; kernels.main()"
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS, VOCABULARY = 2, 256  # of the small model
 BLOCK_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_transformer_layers")
-RAGGED = 4  # times as long
+RAGGED = 4  # times as long as another row: micro-batches are ragged, as those of a run are
 LARGEST_BYTES = 2**32  # of a part's weights: the model itself takes the device's memory meanwhile
 LIMIT_SECONDS = 300.0  # of all parts together
-# Settings of train.* that no kernel's code depends on: sizes, and numbers that are handed to kernels as arrays.
+# Settings that no kernel's code depends on: sizes, and numbers that are handed to kernels as arrays.
 NOT_IN_KERNELS = {
     *("seed", "steps", "epochs", "patience", "global_batch_size", "max_traces", "max_skipped_steps", "compile"),
     *("learning_rate", "final_learning_rate", "schedule", "warmup_steps"),
@@ -69,34 +67,30 @@ def compiled(
     the first rank of each compiles.
     """
     is_first = hosts.index(hosts[world.rank]) == world.rank
+    folder = Path(os.environ.get("MLX_PTX_CACHE_DIR", Path(tempfile.gettempdir(), "mlx", mx.__version__, "ptx")))
     if not (device() == "cuda" and is_first and is_compiled(config.train, world) and isinstance(data, Dataset)):
         yield
         return
-    folder = kernel_folder()
     done = folder / f"tandem-{_digest(config.model, config.train)}"
     with contextlib.ExitStack() as processes:
         parts: list[tuple[Path, subprocess.Popen[bytes]]] = []
-        with _disk_faults(tell):
+        try:
             if not done.exists():
                 tell("compiling CUDA kernels: about a minute, once for this machine, kind of model and loss")
-                work = pickle.dumps((_from_anywhere(config), data.examples(range(min(2, len(data))))))
+                path = str(model_folder.resolve(config.model.path, config.model.revision).resolve())
+                model = config.model.model_copy(update={"path": path, "revision": None})  # found from anywhere
+                rows = data.examples(range(min(2, len(data))))
+                work = pickle.dumps((config.model_copy(update={"model": model}), rows))
                 parts = [processes.enter_context(part_process(name, folder, work)) for name in PARTS]
+        except OSError as error:
+            tell(f"CUDA kernels are compiled in the first step: {error}; set MLX_PTX_CACHE_DIR to a folder of yours")
         yield
         until = time.monotonic() + LIMIT_SECONDS
-        with _disk_faults(tell):
+        with contextlib.suppress(OSError):
             for part in parts:
                 publish(*part, folder, until)
             if parts:
                 done.touch()
-
-
-@contextlib.contextmanager
-def _disk_faults(tell: Callable[[str], None]) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        remedy = "MLX_PTX_CACHE_DIR names a folder of yours for them"
-        tell(f"CUDA kernels are compiled in the first step: {error}; {remedy}")
 
 
 @contextlib.contextmanager
@@ -130,12 +124,6 @@ def publish(own: Path, process: subprocess.Popen[bytes], folder: Path, until: fl
                 path.replace(target)
 
 
-def kernel_folder() -> Path:
-    """Where MLX keeps CUDA kernels that it compiled."""
-    default = Path(tempfile.gettempdir(), "mlx", mx.__version__, "ptx")
-    return Path(os.environ.get("MLX_PTX_CACHE_DIR", default))
-
-
 def _digest(model: ModelSettings, train: TrainSettings) -> str:
     """Of what the kernels' code may depend on: rates, sizes and names are none of it."""
     stored = _stored(model)
@@ -150,12 +138,6 @@ def _stored(model: ModelSettings) -> dict[str, Any]:
     file = model_folder.resolve(model.path, model.revision) / "config.json"
     stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return stored
-
-
-def _from_anywhere(config: Config) -> Config:
-    """With the model's folder as a process that works elsewhere finds it."""
-    folder = model_folder.resolve(config.model.path, config.model.revision).resolve()
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder), "revision": None})})
 
 
 # ---- One process
@@ -176,8 +158,7 @@ def small_model(settings: ModelSettings, seed: int) -> nn.Module:
         if isinstance(form := stored.get("quantization"), dict):
             nn.quantize(model, form["group_size"], form["bits"], mode=form.get("mode", "affine"))
         adapters.make_trainable(model, settings, seed)
-    taken = sum(weights.nbytes for _, weights in tree_flatten(model.parameters()))
-    if taken > LARGEST_BYTES:
+    if (taken := sum(weights.nbytes for _, weights in tree_flatten(model.parameters()))) > LARGEST_BYTES:
         raise UserError(f"{settings.path}: {BLOCKS} blocks of it take {taken:,} bytes")
     mx.eval(model.parameters())
     return model
@@ -206,9 +187,8 @@ def head(step: Step, batch: Batch) -> None:
 
     def of_states(states: mx.array) -> mx.array:
         with Replaced(*place, lambda *_, **__: states.reshape(len(states), 1, -1)):
-            return sum(
-                (figures.square().sum() for figures in figures_of(step.train, step.model, inputs)), mx.array(0.0)
-            )
+            squares = [figures.square().sum() for figures in figures_of(step.train, step.model, inputs)]
+            return sum(squares, mx.array(0.0))
 
     states = mx.contiguous(hidden_states(step.model, inputs))
     mx.eval(mx.compile(mx.value_and_grad(of_states), inputs=[step.model.state])(states))
@@ -219,7 +199,7 @@ def loss(step: Step, batch: Batch) -> None:
     inputs = arrays_of(batch.inputs)
     figures = inputs["mask"].shape[: 3 if step.train.record_kind == "group" else 2]  # of tokens, or of completions
     reference = mx.full(figures, -10.0) if losses.needs_reference(step.train) else None
-    labels = mx.array(batch.padded(batch.labels)) if batch.labels is not None else None
+    _, labels = arrays_beside(batch, None)
     baseline = mx.array(0.0) if step.train.loss in losses.UNPAIRED_LOSSES else None
     logps, *others = (mx.full(array.shape, -5.0, array.dtype) for array in figures_of(step.train, step.model, inputs))
 
@@ -250,30 +230,19 @@ PARTS: dict[str, Callable[[Step, Batch], None]] = {
 
 
 def compile_part(part: str, config: Config, examples: Sequence[Example]) -> None:
-    """Runs one of PARTS on a small model and these rows."""
+    """Runs one of PARTS on a small model and these rows, of which the last becomes longer than another."""
     model = small_model(config.model, config.train.seed)
     step = Step(model, make_optimizer(config.train), config.train, World())
-    known = [
-        dataclasses.replace(
-            example,
-            prompt_ids=example.prompt_ids % VOCABULARY,
-            completions=tuple(ids % VOCABULARY for ids in example.completions),
-        )
-        for example in examples
-    ]
-    known[-1] = _repeated(known[-1], len(known) * RAGGED)
+    known: list[Example] = []
+    for i, row in enumerate(examples):
+        times = len(examples) * RAGGED if i == len(examples) - 1 else 1
+        arrays: dict[str, Any] = {name: getattr(row, name) for name in ("completions", "learnt", "sampling_logps")}
+        longer = {name: tuple(array.repeat(times) for array in of_row) for name, of_row in arrays.items() if of_row}
+        longer["completions"] = tuple(ids % VOCABULARY for ids in longer["completions"])
+        known.append(dataclasses.replace(row, prompt_ids=row.prompt_ids % VOCABULARY, **longer))
     multiple, mismatched = length_multiple(config.data), losses.needs_mismatched(config.train.loss)
     model.train()
     PARTS[part](step, collate_trained(known, multiple, config.data.shared_prompts, mismatched))
-
-
-def _repeated(example: Example, times: int) -> Example:
-    """A row that is so much longer than another that a micro-batch of both is ragged, as those of a run are."""
-    arrays = {name: getattr(example, name) for name in ("completions", "learnt", "sampling_logps")}
-    longer: dict[str, Any] = {
-        name: tuple(np.tile(array, times) for array in of_row) for name, of_row in arrays.items() if of_row
-    }
-    return dataclasses.replace(example, **longer)
 
 
 def main() -> None:
