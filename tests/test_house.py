@@ -163,7 +163,9 @@ def test_functions_and_classes_fit_the_mind(path: Path) -> None:
 def is_record(node: ast.ClassDef) -> bool:
     """Settings, and what is written to or read from a file as it is."""
     bases = {ast.unparse(base) for base in node.bases}
-    return bool(bases & {"Section", "BaseModel", "Stored", "TypedDict"}) or node.name.endswith(("Settings", "Record", "Config"))
+    return bool(bases & {"Section", "BaseModel", "Stored", "TypedDict"}) or node.name.endswith(
+        ("Settings", "Record", "Config")
+    )
 
 
 def test_few_functions_take_the_whole_configuration() -> None:
