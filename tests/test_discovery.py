@@ -46,11 +46,6 @@ Timestamp     A/R    Flags  if Domain               Service Type         Instanc
 22:04:52.457  Add        2   4 local.               _ssh._tcp.           box
 22:04:52.458  Rmv        0   4 local.               _ssh._tcp.           gone
 """
-LOOKUP = """Lookup Anna's Mac Studio._ssh._tcp.local
-DATE: ---Sat 21 Nov 2026---
-22:04:53.1  ...STARTING...
-22:04:53.2  Anna's\\032Mac\\032Studio._ssh._tcp.local. can be reached at Annas-Mac-Studio.local.:22 (interface 4)
-"""
 ARP = """? (192.168.1.1) at 0:11:22:33:44:55 on en0 ifscope [ethernet]
 ? (169.254.12.3) at 36:0:0:0:0:1 on bridge0 ifscope [bridge]
 ? (169.254.12.4) at (incomplete) on bridge0 ifscope [bridge]
@@ -60,7 +55,7 @@ ARP = """? (192.168.1.1) at 0:11:22:33:44:55 on en0 ifscope [ethernet]
 
 
 def machine(name: str, host: str = "", bridge: str | None = None, gpus: int = 0) -> Machine:
-    return Machine(name, host or name, (f"10.0.0.{len(host or name)}",), bridge, "chip, 8 GB", gpus, True)
+    return Machine(name, host or name, bridge, "chip, 8 GB", gpus, True)
 
 
 def test_names_of_an_ssh_configuration(tmp_path: Path) -> None:
@@ -115,17 +110,15 @@ def tool(folder: Path, name: str, script: str) -> None:
 def test_tools_are_asked_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     (tmp_path / "avahi").write_text(AVAHI)
-    for name, text in (("browse", BROWSE), ("lookup", LOOKUP), ("arp.txt", ARP)):
+    for name, text in (("browse", BROWSE), ("arp.txt", ARP)):
         (tmp_path / name).write_text(text)
     tool(tmp_path, "avahi-browse", f"cat {tmp_path}/avahi; sleep 50")
-    tool(
-        tmp_path, "dns-sd", f'[ "$1" = -B ] && cat {tmp_path}/browse; [ "$2" = box ] || cat {tmp_path}/lookup; sleep 50'
-    )
+    tool(tmp_path, "dns-sd", f"cat {tmp_path}/browse; sleep 50")
     tool(tmp_path, "arp", f"cat {tmp_path}/arp.txt")
     monkeypatch.setattr(discovery, "BROWSE_SECONDS", 0.7)
     started = time.monotonic()
     names = discovery.candidates(os_commands.run, tmp_path)
-    assert names == ["10.0.0.1", "Annas-Mac-Studio.local", "169.254.12.3", "10.9.0.2"]
+    assert names == ["mac-a.invalid", "10.0.0.1", "Annas-Mac-Studio.local", "box.local", "169.254.12.3", "10.9.0.2"]
     assert time.monotonic() - started < 40, "it waited for a tool's end"
 
 

@@ -461,7 +461,7 @@ NO_SHAPE = ("NousResearch-Hermes-3-Llama-3.1-8B-tool_use",)  # takes no conversa
 def test_the_shape_of_a_chat_template_renders_as_the_models_own(name: str) -> None:
     tokenizer = chat_models.tokenizer_of(name)
     form = ChatForm(tokenizer, tokenizer.chat_template, {"enable_thinking": False}, [])
-    shape = ollama.shape_of(form.render, "")
+    shape = ollama.shape_of(form.render)
     for roles in ("U", "UAU", "UAUAUAU", *(["SU", "SUAUAU"] if shape.system_goes else [])):
         messages = [{"role": ROLES[role], "content": f"{role}{{{{ {i} }}}}{{"} for i, role in enumerate(roles)]
         assert shape.text(messages) == form.render(messages), roles
@@ -473,7 +473,7 @@ def test_the_shape_of_a_chat_template_renders_as_the_models_own(name: str) -> No
         ("{% for m in messages %}{{ loop.index }}{{ m.content }}{% endfor %}", "change from turn to turn"),
         ("{{ messages[0].content }}", "leaves out messages"),
         ("{{ raise_exception('no') }}", "does not take a conversation"),
-        ("{% for m in messages %}<{{ m.role }}>{{ m.content }}\u200b{% endfor %}", "U+200B"),
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content }}\u200b{% endfor %}", "control character"),
         ('{% for m in messages %}<{{ m.role }}>{{ m.content }}"""{% endfor %}', "three quotation marks"),
     ],
 )

@@ -107,10 +107,10 @@ def test_rdma_that_fails_goes_on_over_ring_and_a_killed_rank_does_not(monkeypatc
 
     monkeypatch.setattr(launcher.Start, "run", run)
     monkeypatch.setattr(launcher, "answering_hosts", lambda job, hosts, *_: hosts)
-    monkeypatch.setattr(launcher.Quiet, "note", lambda self, text: notes.append(text))
+    monkeypatch.setattr(launcher.Console, "note", lambda self, text: notes.append(text))
     outcomes = [fault("died", 137), fault("wedged", 1), fault("died", 1), launcher.Outcome(0)]
     rdma = job.Job(hosts=hosts, backend="jaccl", command=("train.py",))
-    assert launcher.supervise(rdma, launcher.Quiet(), launcher.Restarts(2)) == 0
+    assert launcher.supervise(rdma, launcher.Console(), launcher.Restarts(2)) == 0
     assert [each.backend for each in started] == ["jaccl", "jaccl", "ring", "ring"], notes
     assert started[2].command == ("train.py", "--resume", "runs/x")
     assert notes.count("jaccl failed: this run goes on over ring") == 1

@@ -194,7 +194,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("launch", "--hostfile {d}/hosts.empty -- train.py", "names no host; one line for each: NAME slots=1"),
     ("launch", "--hostfile {d}/hosts.twice -- train.py", "names mac-a twice"),
     ("launch", "--hosts localhost --backend gloo -- train.py", "invalid choice: 'gloo'.*ring"),
-    ("launch", "--hosts localhost:0 -- train.py", "a host takes 1 to 1024 ranks"),
+    ("launch", "--hosts localhost:0 -- train.py", "slots .0.: Input should be greater"),
     (
         "launch",
         "--hosts localhost --batch-size 8 -- train.py",

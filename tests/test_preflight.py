@@ -17,6 +17,7 @@ from lib.launch.checks import Finding, Needs, Request
 from lib.launch.hostfile import Host
 from lib.launch.job import Job
 from lib.launch.preflight import Limits, Link
+from lib.system.os_commands import Completed
 from tests.tiny import ROOT
 
 AWAY = Request(host="mac-b", project=checks.project_digests(), packages=checks.packages())
@@ -90,20 +91,22 @@ def test_a_training_of_somebody_is_shown_and_nothing_ends_it(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "check", "remedy"),
+    ("error", "check", "remedy"),
     [
-        ("ada@mac-b: Permission denied (publickey).", 255, "ssh", "ssh-copy-id mac-b"),
-        ("Host key verification failed.", 255, "ssh", "ssh mac-b true"),
-        ("connect to host mac-b port 22: Connection refused", 255, "ssh", "nc -z mac-b 22"),
-        ("Could not resolve hostname mac-b", 255, "ssh", "mac-b"),
-        ("bash: line 1: cd: /x: No such file or directory", 1, "project", "rsync"),
-        ("ModuleNotFoundError: No module named 'mlx'", 1, "packages", "make setup"),
-        ("cd: /Users/a/Documents/t: Operation not permitted", 1, "project", "ls -ld"),
+        ("ada@mac-b: Permission denied (publickey).", "ssh", "ssh-copy-id mac-b"),
+        ("Host key verification failed.", "ssh", "ssh mac-b true"),
+        ("connect to host mac-b port 22: Connection refused", "ssh", "nc -z mac-b 22"),
+        ("Could not resolve hostname mac-b", "ssh", "mac-b"),
+        ("no answer within 25 s", "ssh", "ping -c 3 mac-b"),
+        ("bash: line 1: cd: /x: No such file or directory", "project", "rsync"),
+        ("ModuleNotFoundError: No module named 'mlx'", "packages", "make setup"),
+        ("cd: /Users/a/Documents/t: Operation not permitted", "project", "ls -ld"),
     ],
 )
-def test_why_a_host_gave_no_answer(error: str, status: int, check: str, remedy: str) -> None:
-    finding = preflight.why_no_answer(JOB, Host("mac-b"), error, status)
-    fails(finding, "", remedy)
+def test_why_a_host_gave_no_answer(error: str, check: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight.os_commands, "run", lambda *_, **__: Completed(255, "", f"Warning\n{error}\n"))
+    (finding,) = preflight.ask_host(JOB, Host("mac-b"), AWAY)
+    fails(finding, error, remedy)
     assert finding.check == check and finding.host == "mac-b"
 
 
@@ -114,20 +117,13 @@ def test_slow_links_fail_and_can_be_accepted() -> None:
     assert good == Finding("ok", "to mac-a, ring: 8,000 Mbit/s, 1.00 ms", "", "", "links", "mac-b")
 
 
-def test_ring_is_taken_where_rdma_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def trial(job: Job, _: Limits) -> list[Finding]:
-        status = "ok" if works[job.backend] else "failed"
-        return [Finding(status, job.backend, "remedy", "", "backend", "mac-a")]
-
-    monkeypatch.setattr(preflight, "try_backend", trial)
-    monkeypatch.setattr(preflight, "_ask", lambda job, host, _: [])
-    for works, backend, statuses in (
-        ({"jaccl": True}, "jaccl", ["ok"]),
-        ({"jaccl": False, "ring": True}, "ring", ["note", "ok"]),
-        ({"jaccl": False, "ring": False}, "jaccl", ["failed"]),
-    ):
-        findings, taken = preflight.examine(replace(JOB, backend="jaccl"), Needs(), LIMITS)
-        assert [one.status for one in findings if one.check == "backend"] == statuses and taken == backend
+def test_rdma_that_fails_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = [Finding("failed", "jaccl", "remedy", "", "backend", "mac-a")]
+    monkeypatch.setattr(preflight, "try_backend", lambda job, limits: trial)
+    monkeypatch.setattr(preflight, "ask_host", lambda job, host, _: [])
+    for backend, status in (("jaccl", "note"), ("ring", "failed")):
+        (finding,) = preflight.examine(replace(JOB, backend=backend), Needs(), LIMITS)
+        assert finding.status == status
 
 
 def test_a_check_that_fails_or_hangs_is_a_finding() -> None:
@@ -154,9 +150,3 @@ def test_the_doctor_tries_this_machine() -> None:
     assert done.returncode == 0 and page["can_train"], page
     assert {status["compute"], status["ring"], status["mpi"]} <= {"ok", "note"}, page
     assert {"packages", "compute", "memory", "disk"} == {one["check"] for one in page["checks"] if one["needed"]}
-
-
-def test_the_doctor_names_no_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("USER", "ada")
-    monkeypatch.setenv("LOGNAME", "ada")
-    assert preflight.without_user("ada@mac /Users/ada/x /home/ada/y") == "mac ~/x ~/y"

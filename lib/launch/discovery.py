@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import re
 import shlex
-import shutil
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,31 +23,27 @@ from lib.system import os_commands
 BROWSE_SECONDS = 3.0  # machines announce themselves at once; dns-sd never ends by itself
 ASK_SECONDS = 10.0
 AT_ONCE = 32
-MOST_FILES = 50  # that ~/.ssh/config may include
 # For any POSIX shell: a fact a line.
 QUESTION = r"""
-echo "host=$(hostname)"
+echo "host=$(hostname) $( (cat /etc/machine-id || ioreg -rd1 -c IOPlatformExpertDevice | grep UUID) 2>/dev/null)"
 if [ "$(uname -s)" = Darwin ]; then
   echo "chip=$(sysctl -n machdep.cpu.brand_string), $(($(sysctl -n hw.memsize) / 1000000000)) GB, $(uname -sm)"
-  ifconfig | sed -n 's/^.*inet \([0-9.]*\) .*/address=\1/p'
   ifconfig bridge0 2>/dev/null | sed -n 's/^.*inet \([0-9.]*\) .*/bridge=\1/p'
 else
   kilobytes=$(sed -n 's/^MemTotal: *\([0-9]*\) kB/\1/p' /proc/meminfo)
   echo "chip=$(sed -n 's/^model name.*: //p' /proc/cpuinfo | head -n 1), $((kilobytes / 976563)) GB, $(uname -sm)"
   PATH="$PATH:/usr/sbin:/sbin"
-  ip -4 -o address 2>/dev/null | sed -n 's/^.*inet \([0-9.]*\)\/.*/address=\1/p'
   ip -4 -o address 2>/dev/null | sed -n 's/^.*thunderbolt[0-9]* *inet \([0-9.]*\)\/.*/bridge=\1/p'
 fi
 echo "gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')"
 [ -x "$1/.venv/bin/python" ] && echo "project=yes"
 echo "end=yes"
 """
-# What the tools print, a machine each: avahi-browse -rpt, dns-sd -B (names for people), dns-sd -L, arp -an.
-OF_AVAHI = re.compile(r"^=;[^;]*;IPv4;[^;]*;[^;]*;[^;]*;([^;]*);([^;]*);", re.MULTILINE)
-OF_DNS_SD = re.compile(r"^\s*\S+\s+Add\s+\S+\s+\S+\s+\S+\s+_ssh\._tcp\.\s+(.+?)\s*$", re.MULTILINE)
-OF_DNS_SD_LOOKUP = re.compile(r"can be reached at (\S+?)\.?:\d+ ")
-OF_ARP = re.compile(
-    r"\((\d+\.\d+\.\d+\.\d+)\) at (?!ff:ff)[0-9a-fA-F]+:\S+(?: \[\w+\])? on (?:bridge0|thunderbolt\d+)\b"
+# What finds neighbours, and a machine's names and addresses in what it prints.
+TOOLS = (
+    (("avahi-browse", "-rpt", "_ssh._tcp"), r"^=;[^;]*;IPv4;[^;]*;[^;]*;[^;]*;([^;]*);([^;]*);"),
+    (("dns-sd", "-B", "_ssh._tcp", "local"), r"^\s*\S+\s+Add\s+\S+\s+\S+\s+\S+\s+_ssh\._tcp\.\s+(.+?)\s*$"),
+    (("arp", "-an"), r"\(([\d.]+)\) at (?!ff:ff)[0-9a-fA-F]+:\S+(?: \[\w+\])? on (?:bridge0|thunderbolt\d+)\b"),
 )
 
 Run = Callable[[Sequence[str], float], os_commands.Completed]  # a command and its limit in seconds
@@ -59,8 +54,7 @@ class Machine:
     """A machine that answered."""
 
     name: str  # what ssh calls it
-    host: str  # what it calls itself
-    addresses: tuple[str, ...]  # IPv4, those of the loopback left out
+    host: str  # what it calls itself, and its id
     bridge: str | None  # its address on the Thunderbolt bridge
     description: str
     gpus: int
@@ -86,18 +80,22 @@ def hostfile_text(named: Sequence[Host], directory: str, note: Callable[[str], N
             note(f"left out: {answer}")
     for machine in machines:
         if not machine.has_project:
-            copies = "./launch --sync . copies the project there, then make setup"
-            note(f"{machine.name} has no {directory}/.venv: {copies}")
-    if not named and len(machines) == 1:
-        note("no other machine answers; ./launch --emit hostfile --hosts A,B asks those that you name")
+            note(
+                f"{machine.name} has no {directory}/.venv: ./launch --sync . copies the project there, then make setup"
+            )
     return text_of(machines, {host.name: host.slots for host in named}) if machines else None
 
 
 def candidates(run: Run, home: Path) -> list[str]:
     """Names that ssh may know, each once: of its configuration, by mDNS, and of neighbours on a Thunderbolt bridge."""
+    names = configured(home / ".ssh" / "config")
     with ThreadPoolExecutor() as pool:
-        looks = [pool.submit(look, run) for look in (_avahi, _dns_sd, _neighbours)]
-        names = [*configured(home / ".ssh" / "config"), *(name for look in looks for name in look.result())]
+        outputs = pool.map(lambda tool: run(tool[0], BROWSE_SECONDS).output, TOOLS)
+        for (words, pattern), output in zip(TOOLS, outputs, strict=True):
+            found = [name for match in re.finditer(pattern, output, re.MULTILINE) for name in match.groups()]
+            if words[0] == "dns-sd":  # the machine that people call "Anna's Mac" is Annas-Mac.local
+                found = [name.replace("'", "").replace(" ", "-") + ".local" for name in found]
+            names += found
     return [name for name in dict.fromkeys(names) if NAME.fullmatch(name) and name != "localhost"]
 
 
@@ -105,43 +103,35 @@ def ask_machine(name: str, directory: str, run: Run, is_here: bool) -> Machine |
     """A machine's facts, or why there are none, with the remedy."""
     words = ["sh", "-c", QUESTION, "sh", directory]
     done = run(words if is_here else [*ssh.ssh_command(Host(name)), shlex.join(words)], ASK_SECONDS)
-    facts = [shown(line).partition("=")[::2] for line in done.output.splitlines() if "=" in line]
-    fact = dict(facts)
+    fact = dict(shown(line).partition("=")[::2] for line in done.output.splitlines() if "=" in line)
     if {"end", "host"} <= fact.keys():
-        addresses = tuple(value for key, value in facts if key == "address" and not value.startswith("127."))
         gpus = int(fact["gpus"]) if fact.get("gpus", "").isdecimal() else 0
-        return Machine(name, fact["host"], addresses, fact.get("bridge"), fact["chip"], gpus, "project" in fact)
+        return Machine(name, fact["host"], fact.get("bridge"), fact["chip"], gpus, "project" in fact)
     if done.status is None:
         return f"{name}: no answer within {ASK_SECONDS:.0f} s"
     error = shown((done.errors.strip().splitlines() or ["no shell that answers"])[-1].strip())
-    return f"{name}: {error}; {'; '.join(filter(None, ssh.remedy(name, error, os_commands.is_mac())))}"
+    return f"{name}: {error}; {'; '.join(filter(None, ssh.remedy(Host(name), error, directory)[1:]))}"
 
 
 def distinct(machines: Iterable[Machine]) -> list[Machine]:
     """Each machine once, under the first of its names."""
-    kept: dict[tuple[str, frozenset[str]], Machine] = {}
+    kept: dict[str, Machine] = {}
     for machine in machines:
-        kept.setdefault((machine.host, frozenset(machine.addresses)), machine)
+        kept.setdefault(machine.host, machine)
     return list(kept.values())
 
 
 def text_of(machines: Sequence[Machine], slots: dict[str, int]) -> str:
     """A host file, with the addresses on the Thunderbolt bridge where all machines are on one."""
-    counts = [slots.get(machine.name) or max(1, machine.gpus) for machine in machines]
-    rows = list(zip(machines, counts, strict=True))
-    lines = [to_text([Host(machine.name, count)]).rstrip() for machine, count in rows]
-    if len(machines) > 1 and all(machine.bridge for machine in machines):
-        lines = [f"{line} ips={machine.bridge}" for line, machine in zip(lines, machines, strict=True)]
-    width = max(map(len, lines))
-    return "".join(
-        f"{line:{width}}    # {machine.description}\n" for line, (machine, _) in zip(lines, rows, strict=True)
-    )
+    on_bridge = len(machines) > 1 and all(machine.bridge for machine in machines)
+    text = ""
+    for machine in machines:
+        line = to_text([Host(machine.name, slots.get(machine.name) or max(1, machine.gpus))]).rstrip()
+        text += f"{line}{f' ips={machine.bridge}' * on_bridge}    # {machine.description}\n"
+    return text
 
 
-# ---- Asking ssh's configuration and the system's own tools
-
-
-def configured(path: Path, most: int = MOST_FILES) -> list[str]:
+def configured(path: Path, depth: int = 4) -> list[str]:
     """The names that an ssh configuration has a Host entry for, patterns left out, with what it includes."""
     names: list[str] = []
     with contextlib.suppress(OSError):
@@ -150,34 +140,8 @@ def configured(path: Path, most: int = MOST_FILES) -> list[str]:
             words = [word.strip('"') for word in words]
             if key.lower() == "host":
                 names += [word for word in words if not re.search(r"[*?!]", word)]
-            for word in words if key.lower() == "include" and most > 0 else ():
+            for word in words if key.lower() == "include" and depth else ():
                 pattern = path.parent / Path(word).expanduser()
                 for included in sorted(pattern.parent.glob(pattern.name)):
-                    names += configured(included, most // 2)
+                    names += configured(included, depth - 1)
     return names
-
-
-def _avahi(run: Run) -> list[str]:
-    if shutil.which("avahi-browse") is None:
-        return []
-    machines = OF_AVAHI.findall(run(["avahi-browse", "-rpt", "_ssh._tcp"], BROWSE_SECONDS).output)
-    return [name if _resolves(name) else address for name, address in machines]
-
-
-def _dns_sd(run: Run) -> list[str]:
-    if shutil.which("dns-sd") is None:
-        return []
-    people = dict.fromkeys(OF_DNS_SD.findall(run(["dns-sd", "-B", "_ssh._tcp", "local"], BROWSE_SECONDS).output))
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        looks = pool.map(lambda name: run(["dns-sd", "-L", name, "_ssh._tcp", "local"], BROWSE_SECONDS).output, people)
-        return [found[1] for output in looks if (found := OF_DNS_SD_LOOKUP.search(output)) is not None]
-
-
-def _neighbours(run: Run) -> list[str]:
-    return OF_ARP.findall(run(["arp", "-an"], BROWSE_SECONDS).output) if shutil.which("arp") else []
-
-
-def _resolves(name: str) -> bool:
-    with contextlib.suppress(OSError, UnicodeError):
-        return bool(socket.getaddrinfo(name, None, socket.AF_INET))
-    return False

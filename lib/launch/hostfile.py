@@ -13,80 +13,75 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import ipaddress
-import json
 import re
-import shlex
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from lib.config import read_file
 from lib.errors import UserError
-from lib.system.network import likeliest_first
+from lib.system import network
 
-BACKENDS = ("ring", "mpi", "jaccl", "jaccl-ring", "nccl")
-MOST_SLOTS = 1024
+Backend = Literal["ring", "mpi", "jaccl", "jaccl-ring", "nccl"]
+BACKENDS = get_args(Backend)
 SSH_SECONDS = 5  # for ssh to read its own configuration
 NAME = re.compile(r"([A-Za-z_][A-Za-z0-9_.-]{0,31}@)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9])?")
 # What a file may set: numbers and devices. Others (PYTHONPATH, LD_PRELOAD, NCCL_NET_PLUGIN ...) can run code.
 VARIABLES_OF_A_FILE = re.compile(
-    r"MLX_(METAL_FAST_SYNCH|MAX_(OPS|MB)_PER_BUFFER|ENABLE_TF32|DISABLE_COMPILE|BFS_MAX_WIDTH|RING_VERBOSE)|"
+    r"(MLX_(METAL_FAST_SYNCH|MAX_(OPS|MB)_PER_BUFFER|ENABLE_TF32|DISABLE_COMPILE|BFS_MAX_WIDTH|RING_VERBOSE)|"
     r"CUDA_VISIBLE_DEVICES|NCCL_((SOCKET|IB|P2P|SHM|NVLS)_[A-Z_]+|DEBUG)|(OMP|OPENBLAS|VECLIB)_(NUM|MAXIMUM)_THREADS"
-    r"|OPENBLAS_CORETYPE|TOKENIZERS_PARALLELISM|(HF_HUB|TRANSFORMERS)_OFFLINE|OMPI_MCA_btl_tcp_if_include"
+    r"|OPENBLAS_CORETYPE|TOKENIZERS_PARALLELISM|(HF_HUB|TRANSFORMERS)_OFFLINE|OMPI_MCA_btl_tcp_if_include)=[^\0\n]*"
 )
 KEYS = {"ssh": "name", "ips": "addresses", "env": "environment", "envs": "environment"}  # in a file: here
-RULES = {  # what a value that is not allowed is, behind the value
-    "name": "cannot be a host's name: letters, digits, dots, dashes and underlines, perhaps after user@",
-    "slots": f"slots; a host takes 1 to {MOST_SLOTS} ranks (leave out a host that takes none)",
-    "addresses": 'are not IPv4 addresses, the only kind that MLX\'s ring speaks: ["10.0.0.1"]',
-    "rdma": "is not a list of devices towards each host: null, a name as rdma_en5, or a list of names",
-    "port": "is not a port of ssh, 1 to 65535",
-    "directory": "is not a folder's whole path",
-    "python": "is not the whole path of a Python",
-    "environment": "are not variables that a host file may set, NAME=VALUE each; give others by --env",
-    "map": "are not paths HERE:THERE",
-}
+LISTS = ("env", "map", "ips")  # keys of a line that may stand there several times
 
 
-def _matches(pattern: str | re.Pattern[str]) -> AfterValidator:
+def _matching(pattern: str | re.Pattern[str], rule: str) -> AfterValidator:
     def check(text: str) -> str:
-        assert re.fullmatch(pattern, text)
+        if not re.fullmatch(pattern, text):
+            raise ValueError(rule)
         return text
 
     return AfterValidator(check)
 
 
-Device = Annotated[str, _matches(r"[A-Za-z0-9_.-]+")]
+Name = Annotated[str, _matching(NAME, "no host's name: letters, digits, dots, dashes, underlines, and user@ before")]
+Device = Annotated[str, _matching(r"[A-Za-z0-9_.-]+", "no device's name, as rdma_en5")]
 Devices = Device | Annotated[list[Device], Field(min_length=1)] | None  # one RDMA device, several, or none
 Address = Annotated[str, AfterValidator(lambda text: str(ipaddress.IPv4Address(text)))]
-Folder = Annotated[str, _matches(r"/[^\0\n:]*")]
+Folder = Annotated[str, _matching(r"/[^\0\n:]*", "not a folder's whole path")]
+Python = Annotated[str, _matching(r"/[^\0\n]*python[\d.]*", "not the whole path of a Python")]
+Variable = Annotated[
+    str, _matching(VARIABLES_OF_A_FILE, "not a NAME=VALUE that a host file may set; give it by --env NAME=VALUE")
+]
+Mapped = Annotated[str, _matching(r"/[^\0\n:]*:/[^\0\n:]*", "not paths HERE:THERE")]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Host:
     """One machine: what `ssh` calls it, how many ranks it takes, where the others reach it, and where all is on it."""
 
-    name: Annotated[str, _matches(NAME)]
-    slots: Annotated[int, Field(ge=1, le=MOST_SLOTS)] = 1
+    name: Name
+    slots: Annotated[int, Field(ge=1, le=1024)] = 1
     addresses: tuple[Address, ...] = ()  # one for every link; empty where only the name is known
     rdma: tuple[Devices, ...] = ()  # jaccl: towards every host of the file
     index: int | None = dataclasses.field(default=None, compare=False)  # in the file; the others' `rdma` is by it
     port: Annotated[int, Field(ge=1, le=65535)] | None = None  # of its sshd
     directory: Folder | None = None  # of the project
-    python: Annotated[str, _matches(r"/[^\0\n]*python[\d.]*")] | None = None
-    environment: tuple[Annotated[str, _matches(rf"(?:{VARIABLES_OF_A_FILE.pattern})=[^\0\n]*")], ...] = ()
-    map: tuple[Annotated[str, _matches(r"/[^\0\n:]*:/[^\0\n:]*")], ...] = ()  # HERE:THERE, by which its paths differ
+    python: Python | None = None
+    environment: tuple[Variable, ...] = ()
+    map: tuple[Mapped, ...] = ()  # by which its paths differ
 
     def __hash__(self) -> int:
         return hash(self.name)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Hosts:
     """A host file's content, in its order: the first host has rank 0."""
 
@@ -94,10 +89,13 @@ class Hosts:
     backend: str | None = None
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    @property
-    def size(self) -> int:
-        """Ranks in all."""
-        return sum(host.slots for host in self.hosts)
+
+class JsonFile(BaseModel, extra="forbid"):
+    """MLX's object."""
+
+    hosts: list[dict[str, Any]]
+    backend: Backend | None = None
+    envs: list[Variable] = []
 
 
 def read(path: Path) -> Hosts:
@@ -107,12 +105,11 @@ def read(path: Path) -> Hosts:
         UserError: it cannot be read, or something in it is wrong: one line that says where, and the remedy.
     """
     try:
-        text = read_file.read_text(path, "host file")
+        return parse(read_file.read_text(path, "host file"), f"host file {path}")
     except OSError as error:
         raise UserError(
             f"host file {path}: {error.strerror}; hostfile.example shows one, and ./launch --hosts A,B needs none"
         ) from None
-    return parse(text, f"host file {path}")
 
 
 def parse(text: str, source: str) -> Hosts:
@@ -121,7 +118,8 @@ def parse(text: str, source: str) -> Hosts:
     Raises:
         UserError: as `read`.
     """
-    listed = _from_json(text, source) if text.lstrip()[:1] in ("[", "{") else Hosts(_from_lines(text, source))
+    is_json = re.match(r"\s*(\{|\[\s*[]\[{\"])", text)  # [::1] is none
+    listed = _from_json(text, source) if is_json else Hosts(_from_lines(text, source))
     if not listed.hosts:
         raise UserError(f"{source} names no host; one line for each: NAME slots=1")
     names = [host.name for host in listed.hosts]
@@ -137,9 +135,7 @@ def from_words(words: str) -> Hosts:
     Raises:
         UserError: as `read`.
     """
-    return (
-        Hosts(_from_lines(words, "--hosts")) if words[:1] in ("[", "{") else parse(words.replace(",", "\n"), "--hosts")
-    )
+    return parse(words.replace(",", "\n"), "--hosts")
 
 
 def to_text(hosts: Sequence[Host]) -> str:
@@ -160,24 +156,18 @@ def address(host: Host, peers: Sequence[Host] = ()) -> str:
         return host.addresses[0]
     name = _ssh_name(host.name)
     try:
-        resolved = likeliest_first([str(info[4][0]) for info in socket.getaddrinfo(name, None, socket.AF_INET)])
+        infos = socket.getaddrinfo(name, None, socket.AF_INET)
     except (OSError, UnicodeError):
         raise UserError(
             f"host {host.name}: {name} does not resolve to an IPv4 address; fix the name, add it to /etc/hosts, "
-            'or give the address in the host file: {"ssh": "' + host.name + '", "ips": ["10.0.0.1"]}'
+            f"or give the address in the host file: {host.name} ips=10.0.0.1"
         ) from None
-    outside = next((each for each in resolved if not each.startswith("127.")), None)
-    return outside or _address_towards(peers) or resolved[0]
-
-
-def _address_towards(peers: Sequence[Host]) -> str | None:
-    """The address of this machine on the way to the first peer that is another machine; None where there is none."""
-    for peer in peers:
-        with contextlib.suppress(OSError, UserError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address(peer), 9))  # nothing is sent
-            if not (mine := str(probe.getsockname()[0])).startswith("127."):
-                return mine
-    return None
+    resolved = network.likeliest_first([str(info[4][0]) for info in infos])
+    candidates = list(resolved)
+    for peer in peers if resolved[0].startswith("127.") else ():
+        with contextlib.suppress(OSError, UserError):
+            candidates.append(network.address_towards(address(peer)))
+    return next((each for each in candidates if not each.startswith("127.")), resolved[0])
 
 
 def _ssh_name(name: str) -> str:
@@ -199,86 +189,55 @@ def _from_lines(text: str, source: str) -> tuple[Host, ...]:
         if not words:
             continue
         if words[0].count(":") > 1 or words[0].startswith("["):
-            raise UserError(
-                f"{where}: {_short(words[0])} looks like IPv6, which MLX's ring does not speak; give IPv4 or a name"
-            )
+            raise UserError(f"{where}: {_short(words[0])}: MLX's ring speaks no IPv6; give an IPv4 address or a name")
         name, separator, slots = words[0].partition(":")
-        entry: dict[str, Any] = {"name": name, **({"slots": slots} if separator else {})}
+        entry: dict[str, Any] = {"ssh": name, **({"slots": slots} if separator else {})}
         for word in words[1:]:
             key, equals, value = word.partition("=")
-            is_list = key in ("env", "map", "ips")
-            if not equals or key not in _KEYS_OF_A_LINE or (key in entry and not is_list):
-                raise UserError(
-                    f"{where}: {_short(line)} is neither NAME:SLOTS nor NAME slots=SLOTS (one host a line; further "
-                    f"keys: {', '.join(_KEYS_OF_A_LINE)})"
-                )
-            entry[key] = [*entry.get(key, []), value] if is_list else value
+            if not equals or (key in entry and key not in LISTS):
+                raise UserError(f"{where}: {_short(line)} is neither NAME:SLOTS nor NAME slots=SLOTS (one host a line)")
+            entry[key] = [*entry.get(key, []), value] if key in LISTS else value
         hosts.append(_host(entry, where))
     return tuple(hosts)
 
 
 def _from_json(text: str, source: str) -> Hosts:
     try:
-        tree = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        form = 'MLX\'s form is [{"ssh": "NAME", "ips": ["10.0.0.1"]}]'
-        raise UserError(f"{source} is not JSON: {error}; {form}") from None
-    tree = {"hosts": tree} if isinstance(tree, list) else tree
-    if unknown := tree.keys() - {"backend", "envs", "hosts"}:
-        raise UserError(f"{source}: unknown {_short(min(unknown))}; the keys are backend, envs, hosts")
-    if not isinstance(tree.get("hosts"), list):
-        raise UserError(f'{source} has no list "hosts"')
-    if (backend := tree.get("backend") or None) not in (None, *BACKENDS):
-        raise UserError(f"{source}: backend {_short(backend)} is not one of {', '.join(BACKENDS)}")
-    hosts = []
-    for index, entry in enumerate(tree["hosts"]):
-        where = f"{source}, host {index}"
-        if not isinstance(entry, dict) or "ssh" not in entry:
-            raise UserError(f'{where}: {_short(entry)} is not of the form {{"ssh": "NAME", "ips": ["10.0.0.1"]}}')
-        hosts.append(_host(entry, where))
-    variables = environment(tree.get("envs") or [], source)
-    for name, value in variables.items():
-        if not VARIABLES_OF_A_FILE.fullmatch(name):
-            raise UserError(
-                f"{source}: envs sets {name}, which a host file may not, as some variables run code; take it out, and "
-                f"give --env {shlex.quote(f'{name}={value}')}"
-            )
-    return Hosts(tuple(hosts), backend, variables)
+        file = JsonFile.model_validate_json(text if text.lstrip()[0] == "{" else f'{{"hosts": {text}}}')
+    except ValidationError as error:
+        raise _fault(error, source) from None
+    hosts = [_host(entry, f"{source}, host {index}") for index, entry in enumerate(file.hosts)]
+    return Hosts(tuple(hosts), file.backend, environment(file.envs, source))
 
 
 def _host(entry: Mapping[str, Any], where: str) -> Host:
-    values = {KEYS.get(key, key): value for key, value in entry.items() if key != "user"}
+    values = {KEYS.get(key, key): value for key, value in entry.items() if key != "user" and value is not None}
     if "user" in entry:
-        values["name"] = f"{entry['user']}@{values['name']}"
-    values = {key: value for key, value in values.items() if value is not None}
+        values["name"] = f"{entry['user']}@{values.get('name')}"
     try:
         host = Host(**values)
-    except (ValidationError, TypeError) as error:
-        key = str(error.errors()[0]["loc"][0]) if isinstance(error, ValidationError) else ""
-        if key not in RULES:
-            raise UserError(f"{where}: unknown {_short(key)}; the keys are {', '.join(_KEYS_OF_AN_OBJECT)}") from None
-        raise UserError(
-            f"{where}: {key + ' ' if key in ('addresses', 'rdma') else ''}{_short(values[key])} {RULES[key]}"
-        ) from None
-    if host.addresses:
-        return host
+    except ValidationError as error:
+        raise _fault(error, where) from None
     with contextlib.suppress(ValueError):
-        return dataclasses.replace(host, addresses=(str(ipaddress.IPv4Address(host.name.rpartition("@")[2])),))
+        own = str(ipaddress.IPv4Address(host.name.rpartition("@")[2]))
+        return host if host.addresses else dataclasses.replace(host, addresses=(own,))
     return host
 
 
-_KEYS_OF_A_LINE = ("slots", "user", "port", "directory", "python", "env", "map", "ips")
-_KEYS_OF_AN_OBJECT = ("ssh", "ips", "rdma", *_KEYS_OF_A_LINE[:-1])
+def _fault(error: ValidationError, where: str) -> UserError:
+    """The first of the faults that pydantic found."""
+    fault = error.errors()[0]
+    place, why = ".".join(map(str, fault["loc"])), fault["msg"].removeprefix("Value error, ")
+    keys = "; the keys are ssh, ips, rdma, slots, user, port, directory, python, env, map"
+    return UserError(f"{where}: {place} {_short(fault['input'])}: {why}{keys * ('unexpected' in fault['type'])}")
 
 
-def environment(words: Any, source: str) -> dict[str, str]:
+def environment(words: Sequence[str], source: str) -> dict[str, str]:
     """Variables from a list of NAME=VALUE.
 
     Raises:
         UserError: a word is of another form.
     """
-    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise UserError(f"{source}: variables are a list of NAME=VALUE")
     for word in words:
         if not re.fullmatch(r"[A-Za-z_]\w*=[^\0\n]*", word, re.ASCII):
             raise UserError(f"{source}: {_short(word)} is not of the form NAME=VALUE")

@@ -123,8 +123,7 @@ def rank_commands(job: Job) -> list[RankCommand]:
             variables = {**common, "MLX_RANK": str(len(commands))} if job.size > 1 else {}
             if job.backend == "nccl":
                 variables["CUDA_VISIBLE_DEVICES"] = str(local_rank)
-            # The user's variables come last: CUDA_VISIBLE_DEVICES of --env wins.
-            variables |= hostfile.environment(list(host.environment), host.name) | given
+            variables |= hostfile.environment(host.environment, host.name) | given  # --env wins
             commands.append(RankCommand(host, len(commands), tuple(full_command(job, host)), variables, files))
     return commands
 
@@ -185,11 +184,11 @@ def rdma_fault(backend: str, hosts: Sequence[Host]) -> str | None:
     A mesh needs a device between every two hosts; a ring needs devices towards both neighbours.
     """
     count, matrix = len(hosts), rdma_matrix(hosts)
-    if crowded := [host for host in hosts if host.slots != 1]:
-        return f"one rank a host, but {crowded[0].name} has slots={crowded[0].slots}"
-    if circular := [host for index, host in enumerate(hosts) if matrix[index][index]]:
-        return f"no device from a host to itself, but {circular[0].name} has one"
-    pairs = itertools.permutations(range(count), 2)
-    wanted = [(i, j) for i, j in pairs if backend == "jaccl" or (i - j) % count in (1, count - 1)]
-    missing = [f"{hosts[i].name} to {hosts[j].name}" for i, j in wanted if not matrix[i][j]]
-    return f"a device for each link, and none is listed for {', '.join(missing[:3])}" if missing else None
+    if crowded := [host.name for host in hosts if host.slots != 1]:
+        return f"one rank a host, but {crowded[0]} has several slots"
+    if circular := [host.name for index, host in enumerate(hosts) if matrix[index][index]]:
+        return f"no device from a host to itself, but {circular[0]} has one"
+    for i, j in itertools.permutations(range(count), 2):
+        if not matrix[i][j] and (backend == "jaccl" or (i - j) % count in (1, count - 1)):
+            return f"a device for each link, and none is listed for {hosts[i].name} to {hosts[j].name}"
+    return None

@@ -32,7 +32,7 @@ from lib.launch import ssh
 from lib.launch.hostfile import Host
 from lib.launch.job import RDMA_BACKENDS, Job, RankCommand
 from lib.launch.rank_process import HELLO
-from lib.system import mlx_failures
+from lib.system import mlx_failures, os_commands
 from lib.system.terminal import Terminal
 
 LOOK_SECONDS = 0.1
@@ -44,8 +44,6 @@ AGREED_SECONDS = 2.0  # that the other ranks have to end by themselves where one
 SILENT_TIMES = 3.0  # a rank ends where its launcher was silent for so many times --silent-seconds
 PROBE_SECONDS = 8.0
 NO_ANSWER_SECONDS = 120.0  # while no host answers, which may be the network of this machine
-LONG_START_SECONDS = 60.0  # a start that lasted longer was no failure of the start itself
-MOST_PAUSE_SECONDS = 30.0
 MAC_RESTARTS = 3  # by default where a host is a Mac: a lit display may end a rank at any time (lib/system/metal.py)
 MPI_TAG = re.compile(r"\[[^\]]*?,(\d+)\]<(?:stdout|stderr)>: ?")
 MPI_FAILED = re.compile(r"process rank (\d+) with PID|Process name: \[[^\]]*,(\d+)\]")  # in mpirun's last words
@@ -55,51 +53,32 @@ Interrupts = queue.SimpleQueue[int]  # numbers of signals
 
 
 class Console:
-    """Writes whole lines, each after its rank and host, from a thread: a terminal that is stopped stops no rank."""
+    """Writes whole lines, each after its rank and host; or keeps them, for a check whose output matters if it fails."""
 
-    def __init__(self) -> None:
-        self._lines: queue.SimpleQueue[tuple[TextIO, str] | None] = queue.SimpleQueue()
+    def __init__(self, lines: list[str] | None = None) -> None:
+        """lines: takes the ranks' lines, and nothing is written."""
+        self.lines, self._lock = lines, threading.Lock()
         self._is_coloured = Terminal().is_live and not os.environ.get("NO_COLOR")
-        self._thread = threading.Thread(target=self._write, daemon=True)
-        self._thread.start()
 
     def output(self, rank: int | None, host: str, stream: TextIO, text: str) -> None:
         """Writes a line of a rank; None: of mpirun."""
+        if self.lines is not None:
+            self.lines.append(text)
+            return
         tag = f"[{'mpirun' if rank is None else rank} {host}]"
         if self._is_coloured:
             tag = f"\033[{COLOURS[(rank or 0) % len(COLOURS)]}m{tag}\033[0m"
-        self._lines.put((stream, f"{tag} {shown(text)}\n"))
+        try:
+            with self._lock:
+                print(tag, shown(text), file=stream, flush=True)
+        except (OSError, ValueError):  # `| head` has ended
+            os.kill(os.getpid(), signal.SIGINT)
 
     def note(self, text: str) -> None:
         """Writes a line of the launcher itself."""
-        self._lines.put((sys.stderr, f"launch: {shown(text)}\n"))
-
-    def close(self) -> None:
-        """Waits a moment until all is written."""
-        self._lines.put(None)
-        self._thread.join(2)
-
-    def _write(self) -> None:
-        while (line := self._lines.get()) is not None:
-            try:
-                line[0].write(line[1])
-                line[0].flush()
-            except (OSError, ValueError):  # `| head` has ended
-                os.kill(os.getpid(), signal.SIGINT)
-                return
-
-
-class Quiet(Console):
-    """Keeps the ranks' lines instead: for a check, whose output matters only if it fails."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def output(self, rank: int | None, host: str, stream: TextIO, text: str) -> None:
-        self.lines.append(text)
-
-    def note(self, text: str) -> None:
-        pass
+        if self.lines is None:
+            with self._lock, contextlib.suppress(OSError, ValueError):
+                print(f"launch: {shown(text)}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -127,35 +106,30 @@ class Outcome:
 class RankLink:
     """A rank's process, as this machine sees it."""
 
-    def __init__(self, command: RankCommand, console: Console, hosts: Sequence[str]):
-        """Nothing is started yet. hosts: of each rank."""
+    def __init__(self, command: RankCommand, words: Sequence[str], console: Console, hosts: Sequence[str]):
+        """Starts it by these words; hosts: of each rank.
+
+        Raises:
+            UserError: there is no such program on this machine.
+        """
         self.command, self.host, self._console, self._hosts = command, command.host.name, console, hosts
         self._failed_rank = command.rank  # with mpirun: of those that it started
         self.lost_another = False  # it ended because another rank was gone
         self.system: str | None = None  # Linux, Darwin; None until it has answered
         self._before_hello: collections.deque[str] = collections.deque(maxlen=5)
-
-    def start(self, words: Sequence[str], order: dict[str, object]) -> None:
-        """Starts it by these words, and sends it its order.
-
-        Raises:
-            UserError: there is no such program on this machine.
-        """
-        pipe, session = subprocess.PIPE, True  # Ctrl-C is the launcher's to hand on
-        try:
+        pipe = subprocess.PIPE
+        try:  # in a session of its own: Ctrl-C is the launcher's to hand on
             self.process = subprocess.Popen(
-                words, stdin=pipe, stdout=pipe, stderr=pipe, cwd=ROOT, start_new_session=session
+                words, stdin=pipe, stdout=pipe, stderr=pipe, cwd=ROOT, start_new_session=True
             )
         except OSError as error:
             raise UserError(
                 f"{words[0]} does not start on this machine: {error.strerror}; --python names another"
             ) from None
-        assert self.process.stdout is not None and self.process.stderr is not None
         pipes = ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr))
         self._threads = [threading.Thread(target=self._read, args=pair, daemon=True) for pair in pipes]
         for thread in self._threads:
             thread.start()
-        self.send(json.dumps(order))
 
     def send(self, line: str) -> None:
         """Sends a line, if the process is still there."""
@@ -170,9 +144,8 @@ class RankLink:
         who, host = ("mpirun", self.host) if rank is None else (f"rank {rank}", self._hosts[rank])
         if self.system is None:
             why = next((line for line in reversed(self._before_hello) if line.strip()), f"status {status}")
-            return Fault(
-                "refused", f"{who} on {self.host} does not start: {why}; {_way_out(self.host, why)}", (self.host,)
-            )
+            remedy = "; ".join(filter(None, ssh.remedy(self.command.host, why)[1:]))
+            return Fault("refused", f"{who} on {self.host} does not start: {why}; {remedy}", (self.host,))
         if status == 255:
             message = f"the connection to {self.host} ended ({who}): it is off, or its sshd was stopped"
             return Fault("lost", message, (self.host,))
@@ -189,37 +162,24 @@ class RankLink:
         self.process.wait()
         for thread in self._threads:
             thread.join(0.5)
-        with contextlib.suppress(OSError):
-            assert self.process.stdin is not None
-            self.process.stdin.close()
 
     def _read(self, pipe: IO[bytes], stream: TextIO) -> None:
         for line in pipe:
             text = line.decode(errors="replace").rstrip("\r\n")
             if self.system is None:
-                with contextlib.suppress(ValueError, LookupError, TypeError):
-                    hello = json.loads(text[text.find("{") :])
-                    self.system = str(hello["system"]) if HELLO in hello else None
-                    continue
-                self._before_hello.append(text)
+                if HELLO in text:
+                    self.system = text.partition(HELLO)[2].strip()
+                else:
+                    self._before_hello.append(text)
                 continue
             self.lost_another |= mlx_failures.NOTICED in text
+            rank, host = self.command.rank, self.host
             if tag := MPI_TAG.match(text):
-                rank = int(tag[1])
-                self._console.output(rank, self._hosts[rank], stream, text[tag.end() :])
-                continue
-            if self.command.rank is None and (failed := MPI_FAILED.search(text)) is not None:
+                rank, text = int(tag[1]), text[tag.end() :]
+                host = self._hosts[rank]
+            elif rank is None and (failed := MPI_FAILED.search(text)) is not None:
                 self._failed_rank = int(failed[1] or failed[2])
-            self._console.output(self.command.rank, self.host, stream, text)
-
-
-def _way_out(host: str, why: str) -> str:
-    """What helps where a host cannot start a rank, from its shell's last line."""
-    if "cd:" in why or "can't cd" in why:
-        return "--directory, or directory= in the host file, names the project's folder there; --sync . copies it"
-    if re.search("not found|No such file", why):
-        return "--python, or python= in the host file, names its Python; make setup there installs one in .venv"
-    return "; ".join(filter(None, ssh.remedy(host, why)))
+            self._console.output(rank, host, stream, text)
 
 
 class Start:
@@ -264,26 +224,26 @@ class Start:
             is_first = all(link.host != command.host.name for link in self.links)
             forward = ["-R", f"127.0.0.1:{port}:127.0.0.1:{port}"] if is_first else []
             words = ssh.remote_command(self.job, command.host, "lib.launch.rank_process", forward)
-        secret = {"TANDEM_KEY": self._key.decode(), WATCHER: f"127.0.0.1:{port}"}
-        link = RankLink(command, self.console, self.job.host_names)
+        secret = {connection.KEY_VARIABLE: self._key.decode(), WATCHER: f"127.0.0.1:{port}"}
+        link = RankLink(command, words, self.console, self.job.host_names)
+        self.links.append(link)
         order = {
             "command": command.command,
             "environment": {**command.environment, **secret},
             "files": command.files,
             "silent_seconds": max(SILENT_TIMES * self.job.silent_seconds, ssh.CONNECT_SECONDS),
         }
-        link.start(words, order)
-        self.links.append(link)
+        link.send(json.dumps(order))
 
     def _watch(self, watcher: Watcher, interrupts: Interrupts) -> tuple[Fault | None, int]:
         """Waits until all ranks have ended: with the first fault, or the number of the signal that ended the wait."""
         pinged = awake_since = looked = time.monotonic()
-        names = self.job.host_names
+        names, silent = self.job.host_names, self.job.silent_seconds
         while True:
             with contextlib.suppress(queue.Empty):
                 return None, interrupts.get(timeout=LOOK_SECONDS)
             now = time.monotonic()
-            if now - looked > self.job.silent_seconds / 2:  # this process was stopped, or its machine slept
+            if now - looked > silent / 2:  # this process was stopped, or its machine slept
                 awake_since = now
             looked = now
             if now - pinged > PING_SECONDS:
@@ -294,8 +254,7 @@ class Start:
                 return fault, 0
             if not any(link.process.poll() is None and link.command.command for link in self.links):
                 return None, 0
-            silent, wedged = self.job.silent_seconds, self.job.wedged_seconds
-            if now - awake_since > silent and (silence := watcher.silence(silent, wedged)) is not None:
+            if now - awake_since > silent and (silence := watcher.silence(silent, self.job.wedged_seconds)) is not None:
                 hosts = {names[rank] for rank in silence.ranks if rank < len(names)}
                 return Fault(silence.kind, silence.text, tuple(sorted(hosts))), 0
 
@@ -315,8 +274,8 @@ class Start:
     def _run_folder(self, watcher: Watcher) -> str | None:
         """The run's folder as its ranks reported it; below the project, which may differ by host, relative."""
         run = watcher.fact("run")
-        for directory in [self.job.directory_of(host) for host in self.job.hosts] if run else []:
-            if Path(run).is_relative_to(directory):
+        for directory in map(self.job.directory_of, self.job.hosts):
+            if run and Path(run).is_relative_to(directory):
                 return str(Path(run).relative_to(directory))
         return run
 
@@ -350,18 +309,15 @@ class Restarts:
 
 
 def supervise(
-    job: Job, console: Console, restarts: Restarts | None = None, here: Host | None = None, key: bytes | None = None
+    job: Job, console: Console, restarts: Restarts, here: Host | None = None, key: bytes | None = None
 ) -> int:
     """Runs a job, again after faults; returns its exit status. here, key: as Start has them.
 
     Raises:
         UserError: at the first start, the name of a host does not resolve.
     """
-    restarts, interrupts = restarts or Restarts(), take_signals()
-    everyone, run, starts, short_starts, diverged = job.hosts, None, 1, 0, None
-    most = restarts.most
+    interrupts, everyone, run, starts, diverged, most = take_signals(), job.hosts, None, 1, None, restarts.most
     while True:
-        began = time.monotonic()
         outcome = Start(job, console, here, key).run(interrupts)
         broken = time.monotonic()
         run = outcome.run or run
@@ -374,7 +330,7 @@ def supervise(
         is_wrong_input = outcome.status == 2 and starts == 1  # later it may be a disk that is full for a while
         if outcome.diverged and diverged:
             console.note("not started again: the updates are not finite, as before; lower train.learning_rate")
-            is_wrong_input = True
+            return outcome.status
         diverged = outcome.diverged
         if not is_wrong_input and here is None and rdma_failed(job, outcome):
             console.note(f"{job.backend} failed: this run goes on over ring")
@@ -383,10 +339,6 @@ def supervise(
             if run is not None and not is_wrong_input:
                 console.note(restarts.way_on(run))
             return outcome.status
-        short_starts = short_starts + 1 if broken - began < LONG_START_SECONDS else 0
-        pause_seconds = min(2.0 ** (short_starts - 2), MOST_PAUSE_SECONDS) if short_starts > 2 else 0.0
-        with contextlib.suppress(queue.Empty):
-            return 128 + interrupts.get(timeout=pause_seconds)
         hosts = answering_hosts(job, everyone, restarts.needs_all, console, interrupts)
         if not interrupts.empty():
             return 128 + interrupts.get()
@@ -394,9 +346,8 @@ def supervise(
             console.note(f"no host answers; {restarts.way_on(run) if run else 'nothing was saved'}")
             return outcome.status
         starts += 1
-        job = replace(job, hosts=hosts)
-        if run is not None:
-            job = replace(job, command=jobs.resume_command(job.command, run, hosts == everyone))
+        command = jobs.resume_command(job.command, run, hosts == everyone) if run is not None else job.command
+        job = replace(job, hosts=hosts, command=command)
         without = ", ".join(host.name for host in everyone if host not in hosts)
         where = f"on {len(hosts)} of {len(everyone)} hosts" + (f" (without {without})" if without else "")
         whence = f", going on with {run}" if run else ""
@@ -425,15 +376,18 @@ def answering_hosts(
 ) -> tuple[Host, ...]:
     """The hosts that answer over ssh, in their order; all of them where they are wanted, or RDMA needs them."""
     deadline = time.monotonic() + (job.wedged_seconds if needs_all else NO_ANSWER_SECONDS)
+
+    def answers(host: Host) -> bool:
+        return is_local(job, host) or os_commands.run([*ssh.ssh_command(host), "true"], PROBE_SECONDS).status == 0
+
     while True:
         with ThreadPoolExecutor(len(hosts)) as pool:
-            answers = list(pool.map(lambda host: is_local(job, host) or _answers(host), hosts))
-        there = tuple(host for host, answered in zip(hosts, answers, strict=True) if answered)
+            there = tuple(host for host, is_there in zip(hosts, pool.map(answers, hosts), strict=True) if is_there)
         is_whole = job.backend not in RDMA_BACKENDS or len(there) < 2 or jobs.rdma_fault(job.backend, there) is None
         if len(there) == len(hosts) or (there and not needs_all and is_whole):
             return there
         if time.monotonic() > deadline or not interrupts.empty():
-            return there if is_whole and not needs_all else ()
+            return ()
         missing = ", ".join(host.name for host in hosts if host not in there)
         console.note(f"waiting for {missing}, {max(0.0, deadline - time.monotonic()):.0f} s at most")
         time.sleep(2.0)
@@ -442,11 +396,3 @@ def answering_hosts(
 def is_local(job: Job, host: Host) -> bool:
     """Whether a host is this machine, and has the project in this very folder."""
     return ssh.is_this_machine(host) and job.directory_of(host) == str(ROOT)
-
-
-def _answers(host: Host) -> bool:
-    try:
-        done = subprocess.run([*ssh.ssh_command(host), "true"], capture_output=True, timeout=PROBE_SECONDS)
-    except (OSError, subprocess.SubprocessError):
-        return False
-    return done.returncode == 0

@@ -26,7 +26,7 @@ from typing import Any
 
 LOOK_SECONDS = 0.1
 END = f"end {int(signal.SIGTERM)} 2.0"
-HELLO = "tandem-rank"  # in the first line of output, after what a login shell may print
+HELLO = "tandem-rank:"  # begins the first line of output, after what a login shell may print
 
 
 def main() -> int:
@@ -34,7 +34,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # the input's end says that ssh is gone
         signal.signal(number, lambda *_: None)
     order = json.loads(sys.stdin.readline())
-    print(json.dumps({HELLO: os.getpid(), "system": platform.system()}), flush=True)
+    print(HELLO, platform.system(), flush=True)
     folder = tempfile.mkdtemp(prefix="tandem-")
     try:
         for name, text in order["files"].items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shlex
 import shutil
 import socket
@@ -16,10 +17,14 @@ from lib.errors import UserError
 from lib.launch import hostfile
 from lib.launch.hostfile import Host
 from lib.launch.job import Job
-from lib.system import network
+from lib.system import network, os_commands
 
 CONNECT_SECONDS = 10
 NOT_COPIED = (".git", ".venv", "runs", "__pycache__", ".*_cache")  # of the project
+FULL_DISK_ACCESS = (
+    "macOS keeps Desktop, Documents and Downloads from what ssh starts: move it to the home folder, or there: System "
+    "Settings, General, Sharing, Remote Login, Allow full disk access for remote users"
+)
 
 
 def remote_command(job: Job, host: Host, module: str, options: Sequence[str] = ()) -> list[str]:
@@ -39,15 +44,15 @@ def ssh_command(host: Host) -> list[str]:
     return ["ssh", "-T", *(word for option in options for word in ("-o", option)), "--", host.name]
 
 
-def typed(host: Host) -> str:
-    """ssh to a host, as a person types it."""
-    return f"ssh -p {host.port} {host.name}" if host.port else f"ssh {host.name}"
+def typed(host: Host, command: str) -> str:
+    """A command on a host, as a person types it here."""
+    return f"ssh {f'-p {host.port} ' if host.port else ''}{host.name} {shlex.quote(command)}"
 
 
-def rsync(host: Host, source: Path | str, target: str, is_folder: bool, shell: str = "") -> str:
+def rsync(host: Host, source: Path | str, target: str, shell: str = "") -> str:
     """The command that copies a file, or a folder's content, to a host. macOS's rsync has no --mkpath."""
     shell = shell or (f"ssh -p {host.port}" if host.port else "")
-    slash, above = ("/", target) if is_folder else ("", str(Path(target).parent))
+    slash, above = ("/", target) if Path(source).is_dir() else ("", str(Path(target).parent))
     words = ["rsync", "-a", "--checksum", f"--rsync-path=mkdir -p {shlex.quote(above)} && rsync"]
     words += ["-e", shell] if shell else []
     words += [f"--exclude={name}" for name in NOT_COPIED] if Path(source) == ROOT else []
@@ -67,9 +72,9 @@ def copy_to_hosts(job: Job, paths: Sequence[str]) -> None:
         target = job.path_on(host, source)
         if is_this_machine(host) and target == str(source):
             continue
-        command = rsync(host, source, target, source.is_dir(), shlex.join(ssh_command(host)[:-2]))
         setup = f"cd {shlex.quote(target)} && ([ -x .venv/bin/python ] || make setup)"
-        steps = [shlex.split(command), *([[*ssh_command(host), setup]] if source == ROOT else [])]
+        steps = [shlex.split(rsync(host, source, target, shlex.join(ssh_command(host)[:-2])))]
+        steps += [[*ssh_command(host), setup]] if source == ROOT else []
         for words in steps:
             done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
             if done.returncode:
@@ -92,20 +97,33 @@ def is_this_machine(host: Host) -> bool:
     return True
 
 
-def remedy(host: str, error: str, is_mac: bool = False) -> tuple[str, str]:
-    """The command that makes ssh reach a host, from its error message, and what to know of that command.
+def remedy(host: Host, error: str, directory: str = str(ROOT)) -> tuple[str, str, str]:
+    """What ssh, or the program that it started, failed at, the command that helps, and what to know of that command.
 
-    is_mac: the command is typed on a Mac.
+    Args:
+        error: its last line.
+        directory: the project's folder there.
     """
-    name = host.rpartition("@")[2]
-    if "Permission denied" in error:
-        return f"ssh-copy-id {host}", ""
-    if "host key" in error.lower():
-        return f"ssh {host} true", "compare the key with the host's own, then accept it"
-    if "refused" in error:
-        start = "start sshd there: sudo systemctl start ssh; on a Mac: System Settings, General, Sharing, Remote Login"
-        return f"nc -z {name} 22", start
-    if "resolve" in error:
-        look = f"dscacheutil -q host -a name {name}" if is_mac else f"getent hosts {name}"
-        return look, "correct the name in the host file, or add it to /etc/hosts or ~/.ssh/config"
-    return f"ping -c 3 {name}", "is it on, awake, and on this network"
+    name, mac = host.name.rpartition("@")[2], os_commands.is_mac()
+    start = "start sshd there: sudo systemctl start ssh; on a Mac: System Settings, General, Sharing, Remote Login"
+    table = [
+        ("operation not permitted", "project", typed(host, f"ls -ld {shlex.quote(directory)}"), FULL_DISK_ACCESS),
+        (r"\bcd:|can't cd", "project", rsync(host, ROOT, directory), "or name the folder there: --directory"),
+        ("permission denied", "ssh", f"ssh-copy-id {host.name}", ""),
+        ("host key", "ssh", typed(host, "true"), "compare the key with the host's own, then accept it"),
+        ("refused", "ssh", f"nc -z {name} {host.port or 22}", start),
+        (
+            "resolve",
+            "ssh",
+            f"dscacheutil -q host -a name {name}" if mac else f"getent hosts {name}",
+            "correct the name in the host file, or add it to /etc/hosts or ~/.ssh/config",
+        ),
+        (
+            "not found|no such file|no module|error",
+            "packages",
+            typed(host, f"cd {shlex.quote(directory)} && make setup"),
+            "or name the Python there: --python, or python= in the host file",
+        ),
+        ("", "ssh", f"ping -c 3 {name}", "is it on, awake, and on this network"),
+    ]
+    return next(row[1:] for row in table if re.search(row[0], error, re.IGNORECASE))
