@@ -165,8 +165,9 @@ def address(host: Host, peers: Sequence[Host] = ()) -> str:
     resolved = network.likeliest_first([str(info[4][0]) for info in infos])
     candidates = list(resolved)
     for peer in peers if resolved[0].startswith("127.") else ():
-        with contextlib.suppress(OSError, UserError):
-            candidates.append(network.address_towards(address(peer)))
+        with contextlib.suppress(OSError, UserError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address(peer), 9))  # nothing is sent
+            candidates.append(str(probe.getsockname()[0]))
     return next((each for each in candidates if not each.startswith("127.")), resolved[0])
 
 
