@@ -7,44 +7,42 @@ from typing import Any
 
 Rule = tuple[object, str]  # refused where the first is true
 OF_GROUPS = ("loss_type", "advantages", "ratio", "epsilon", "epsilon_high", "temperature", "max_completion_length")
+OF_ADAPTERS = ("alpha", "use_rslora", "rank_pattern", "alpha_pattern", "adapt_embeddings")
+MATRIX_OPTIMIZERS = ("adafactor", "muon", "adamw_8bit")  # they look at whole matrices
 
 
 def first_conflict(config: Any) -> str | None:
     """Why the settings of a lib.config.settings.Config do not go together; None where they do."""
-    for rules in (_of_adapters, _of_losses, _of_references, _of_groups, _of_data, _of_rounds, _of_ranks):
-        for is_conflict, message in rules(config):
-            if is_conflict:
-                return message
-    return None
+    sections = (_of_adapters, _of_losses, _of_references, _of_groups, _of_data, _of_rounds, _of_ranks)
+    return next((message for rules in sections for is_conflict, message in rules(config) if is_conflict), None)
+
+
+def _is_changed(section: Any, name: str) -> bool:
+    return bool(getattr(section, name) != type(section).model_fields[name].default)
 
 
 def _of_adapters(config: Any) -> Iterator[Rule]:
-    model, method = config.model, config.model.method
-    default_scale = type(model).model_fields["scale"].default
-    both = f"model.alpha={model.alpha} and model.scale={model.scale:g} give the adapters' factor; leave one of them out"
-    yield model.alpha is not None and model.scale != default_scale, both
+    model, method, merge = config.model, config.model.method, config.independent.merge
+    scale = (
+        f"model.alpha={model.alpha} and model.scale={model.scale:g} give the adapters' factor; leave one of them out"
+    )
+    yield model.alpha is not None and _is_changed(model, "scale"), scale
     for name in ("use_rslora", "alpha_pattern"):
         needs = f"model.{name} needs model.alpha, e.g. model.alpha={model.scale * model.rank:g}"
         yield getattr(model, name) and model.alpha is None, needs
-    for name in ("alpha", "use_rslora", "rank_pattern", "alpha_pattern", "adapt_embeddings"):
-        useless = f"model.{name} is for adapters, and model.method=full has none; leave it out"
-        yield method == "full" and getattr(model, name), useless
-    plus = "train.loraplus_lr_ratio is for adapters, and model.method=full has none; leave it out"
-    yield method == "full" and config.train.loraplus_lr_ratio is not None, plus
+    useless = "is for adapters, and model.method=full has none; leave it out"
+    for name in OF_ADAPTERS:
+        yield method == "full" and getattr(model, name), f"model.{name} {useless}"
+    yield method == "full" and config.train.loraplus_lr_ratio is not None, f"train.loraplus_lr_ratio {useless}"
     yield method == "dora" and model.adapt_embeddings, "model.adapt_embeddings is for model.method=lora, not dora"
     both = "model.adapt_embeddings adapts what model.shard_vocabulary divides; leave one of them out"
     yield model.adapt_embeddings and model.shard_vocabulary, both
-    merge = config.independent.merge
-    yield (
-        merge in ("stack", "svd") and method != "lora",
-        f"independent.merge={merge} is for model.method=lora, not {method}: DoRA's mean is of no low rank; "
-        "take average or outer",
-    )
-    yield (  # a block that is recomputed draws another mask
-        model.dropout and model.gradient_checkpointing,
+    means = f"independent.merge={merge} is for model.method=lora, not {method}; take average or outer"
+    yield merge in ("stack", "svd") and method != "lora", means
+    masks = (
         "model.dropout with model.gradient_checkpointing would give wrong gradients: a recomputed block draws another "
-        "mask; set one of them to 0 or false",
     )
+    yield model.dropout and model.gradient_checkpointing, masks + "mask; set one of them to 0 or false"
 
 
 def _of_losses(config: Any) -> Iterator[Rule]:
@@ -72,25 +70,23 @@ def _of_losses(config: Any) -> Iterator[Rule]:
 
 def _of_references(config: Any) -> Iterator[Rule]:
     train, model, alpha = config.train, config.model, config.train.reference_mixup_alpha
-    terms = {term for term, _ in train.loss_terms}
     needs = "train.reference_mixup_alpha needs train.reference_sync_steps, e.g. 512"
     yield alpha is not None and train.reference_sync_steps is None, needs
     if config.reference_sync_steps is None:
         return
-    moves = "rollouts.reference_every" if config.rollouts.rounds else "train.reference_sync_steps"
-    without = f"{moves} moves the reference, and the loss {train.loss_name} has none; leave it out"
-    yield train.reference_sync_steps and terms <= {"simpo", "orpo", "cpo", "sft"}, without
-    no_term = f"{moves} moves the reference, and train.beta=0 asks for none"
-    yield train.reference_sync_steps and train.record_kind == "group" and train.beta == 0, no_term
-    other = f"{moves} moves the reference along with the policy, but model.reference={model.reference} is another model"
-    yield model.reference != "initial", f"{other}; leave one of them out"
-    apart = f"{moves} is not for strategy=independent: each rank would follow itself; take synchronous"
-    yield config.strategy == "independent", apart
-    yield (
-        model.method != "full" and alpha is not None and alpha < 1,
-        f"train.reference_mixup_alpha={alpha} mixes weights, and a mean of adapters' factors is no mean of their "
-        "products; take 1, or model.method=full",
-    )
+    moves = (
+        "rollouts.reference_every" if config.rollouts.rounds else "train.reference_sync_steps"
+    ) + " moves the reference"
+    is_free = {term for term, _ in train.loss_terms} <= {"simpo", "orpo", "cpo", "sft"}
+    is_free = is_free or (train.record_kind == "group" and train.beta == 0)
+    none = f"{moves}, and the loss {train.loss_name} with train.beta={train.beta:g} has none; leave it out"
+    yield train.reference_sync_steps and is_free, none
+    other = f"{moves} along with the policy, but model.reference={model.reference} is another model; leave one out"
+    yield model.reference != "initial", other
+    yield config.strategy == "independent", f"{moves}: each independent rank would follow itself; take synchronous"
+    mixes = f"train.reference_mixup_alpha={alpha} mixes weights, and a mean of adapters' factors is no mean of their "
+    mixes += "products; take 1, or model.method=full"
+    yield model.method != "full" and alpha is not None and alpha < 1, mixes
 
 
 def _of_groups(config: Any) -> Iterator[Rule]:
@@ -98,36 +94,29 @@ def _of_groups(config: Any) -> Iterator[Rule]:
     is_group = train.record_kind == "group"
     yield not is_group and train.beta == 0, f"train.beta=0 is for grpo alone, not {train.loss_name}; take more than 0"
     for name in OF_GROUPS:
-        is_set = getattr(train, name) != type(train).model_fields[name].default
-        yield not is_group and is_set, f"train.{name} is for train.loss=grpo, not {train.loss_name}; leave it out"
+        of_groups = f"train.{name} is for train.loss=grpo, not {train.loss_name}; leave it out"
+        yield not is_group and _is_changed(train, name), of_groups
     both = "train.loss_type=dr_grpo and train.max_completion_length belong together; give both or neither"
     yield (train.loss_type == "dr_grpo") != (train.max_completion_length is not None), both
     from_file = is_group and not config.rollouts.rounds  # another policy's completions are no measure of this one
-    for name in ("valid", "holdout"):
-        measured = "which has no held-out loss; leave it out, and give questions to evaluate.answers"
-        yield from_file and getattr(data, name), f"data.{name} is not for train.loss=grpo, {measured}"
-    whole = "data.streaming is not for train.loss=grpo, whose groups are read whole; leave it out"
-    yield from_file and data.streaming, whole
+    for name in ("valid", "holdout", "streaming"):
+        why = "whose groups are read whole" if name == "streaming" else "which has no held-out loss"
+        not_for = f"data.{name} is not for train.loss=grpo, {why}; leave it out, and give questions to evaluate.answers"
+        yield from_file and getattr(data, name), not_for
 
 
 def _of_data(config: Any) -> Iterator[Rule]:
     data, train = config.data, config.train
-    yield (
-        data.holdout and data.valid is not None,
-        f"data.valid={data.valid} takes the place of what data.holdout={data.holdout:g} keeps from training; "
-        "leave one of them out (data.valid=null, data.holdout=0)",
-    )
-    yield (
-        train.patience and (config.evaluate.every is None or not (data.valid or data.holdout)),
-        "train.patience compares held-out losses as the run goes on: it needs evaluate.every, and data.valid or "
-        "data.holdout",
-    )
+    place = f"data.valid={data.valid} takes the place of what data.holdout={data.holdout:g} keeps from training; "
+    yield data.holdout and data.valid is not None, place + "leave one of them out (data.valid=null, data.holdout=0)"
+    needs = "train.patience compares held-out losses: it needs evaluate.every, and data.valid or data.holdout"
+    yield train.patience and (config.evaluate.every is None or not (data.valid or data.holdout)), needs
     apart = "train.patience with independent.merge=none: every rank has a held-out loss of its own; leave it out"
     yield train.patience and config.independent.merge == "none", apart
 
 
 def _of_rounds(config: Any) -> Iterator[Rule]:
-    rollouts, train = config.rollouts, config.train
+    rollouts, train, merge = config.rollouts, config.train, config.independent.merge
     margin = "rollouts.pairs=margin needs rollouts.margin, the least difference of scores, e.g. 0.5"
     yield rollouts.pairs == "margin" and not rollouts.margin, margin
     yield "" in rollouts.stop, "rollouts.stop has an empty text, at which every answer would end; leave it out"
@@ -146,22 +135,20 @@ def _of_rounds(config: Any) -> Iterator[Rule]:
     ):
         yield is_given, f"{name} is not for rounds: {why}; leave it out"
     heat, most = rollouts.temperature, rollouts.max_tokens
-    same = f"has to be rollouts.temperature={heat:g}, at which the answers are drawn; set train.temperature={heat:g}"
-    yield train.record_kind == "group" and train.temperature != heat, f"train.temperature={train.temperature:g} {same}"
+    same = f"train.temperature={train.temperature:g} has to be rollouts.temperature={heat:g}, at which the answers are "
+    yield train.record_kind == "group" and train.temperature != heat, f"{same}drawn; set train.temperature={heat:g}"
     equal = "rollouts.filter_groups is for train.loss=grpo: answers of equal scores make no pair; leave it out"
     yield rollouts.filter_groups and train.record_kind != "group", equal
     longest = f"train.max_completion_length={train.max_completion_length} has to be rollouts.max_tokens={most}"
     yield train.max_completion_length not in (None, most), longest
-    merge = f"independent.merge={config.independent.merge} is not for rounds, where all ranks sample from one adapter"
-    yield config.independent.merge in ("none", "stack"), f"{merge} of one rank; take average or svd"
+    sampled = f"independent.merge={merge} is not for rounds, where all ranks sample from one adapter of one rank; "
+    yield merge in ("none", "stack"), sampled + "take average or svd"
     parts = "strategy=sharded is not for rounds: ranks draw with whole models, or pipelined; take pipelined"
     yield config.strategy == "sharded", parts
     judge = rollouts.judge or config.evaluate.judge or ""
-    yield (
-        rollouts.overlap and judge.startswith("reward:"),
-        f"rollouts.overlap=true has answers judged while the ranks learn, and {judge} needs the same devices; "
-        "leave rollouts.overlap out, or serve that model and name its address",
-    )
+    busy = f"rollouts.overlap=true has answers judged while the ranks learn, and {judge} needs the same devices; "
+    busy += "leave rollouts.overlap out, or serve that model and name its address"
+    yield rollouts.overlap and judge.startswith("reward:"), busy
 
 
 def _of_ranks(config: Any) -> Iterator[Rule]:
@@ -181,8 +168,7 @@ def _of_ranks(config: Any) -> Iterator[Rule]:
     yield strategy != "sharded" and config.model.shard_vocabulary, vocabulary
     activations = "sync.compression=topk is not for activations: with strategy=pipelined take bf16 or int8"
     yield strategy == "pipelined" and compression == "topk", activations
-    exact = f"sync.compression={compression} is for gradients and merges, and strategy=sharded exchanges activations, "
-    yield strategy == "sharded" and compression != "none", exact + "which have to be exact; leave it at none"
+    exact = f"sync.compression={compression} is not for strategy=sharded, whose activations have to be exact; "
+    yield strategy == "sharded" and compression != "none", exact + "leave it at none"
     whole = f"train.optimizer={train.optimizer} looks at whole matrices, which no rank of strategy=sharded has; "
-    is_whole = train.optimizer in ("adafactor", "muon", "adamw_8bit")
-    yield strategy == "sharded" and is_whole, whole + "take adamw"
+    yield strategy == "sharded" and train.optimizer in MATRIX_OPTIMIZERS, whole + "take adamw"

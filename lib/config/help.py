@@ -35,15 +35,15 @@ def settings(section: type[BaseModel] = Config, prefix: str = "") -> list[Settin
 
 
 @functools.cache
-def known_settings() -> tuple[str, ...]:
-    """The dotted keys of all settings."""
-    return tuple(setting_types())
-
-
-@functools.cache
 def setting_types() -> dict[str, Any]:
     """The type of every setting, by its dotted key."""
     return {setting.key: setting.annotation for setting in settings()}
+
+
+@functools.cache
+def known_settings() -> tuple[str, ...]:
+    """The dotted keys of all settings."""
+    return tuple(setting_types())
 
 
 @functools.cache
@@ -67,6 +67,7 @@ def _strip(annotation: Any) -> Any:
 
 
 def type_parts(annotation: Any) -> list[Any]:
+    """The types of a union."""
     annotation = _strip(annotation)
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return [part for choice in typing.get_args(annotation) for part in type_parts(choice)]
@@ -74,7 +75,7 @@ def type_parts(annotation: Any) -> list[Any]:
 
 
 def accepts(annotation: Any, kind: type) -> bool:
-    return annotation is not None and kind in type_parts(annotation)
+    return kind in type_parts(annotation)
 
 
 def _type_name(annotation: Any) -> str:
@@ -82,12 +83,8 @@ def _type_name(annotation: Any) -> str:
     for part in type_parts(annotation):
         if typing.get_origin(part) is Literal:
             names.append("|".join(typing.get_args(part)))
-        elif typing.get_origin(part) in (tuple, list):
-            inner = _type_name(typing.get_args(part)[0])
-            is_known = bool(names) and set(inner.split("|")) <= set(names[0].split("|"))
-            names.append(f"list of {'these' if is_known else inner}")
-        elif part is type(None):
-            names.append("null")
+        elif typing.get_origin(part) is tuple:
+            names.append(f"list of {_type_name(typing.get_args(part)[0])}")
         else:
-            names.append(getattr(typing.get_origin(part) or part, "__name__", str(part)))
+            names.append("null" if part is type(None) else getattr(typing.get_origin(part) or part, "__name__", "any"))
     return " or ".join(names)

@@ -14,26 +14,19 @@ NOTHING: dict[str, str] = {}  # a foreign name ➜ why there is nothing to set
 VALUES: dict[tuple[str, str], str] = {}  # a setting and a foreign value ➜ the value here
 REMOVED: dict[str, str] = {}  # a setting of an earlier version ➜ what to do instead
 
-
-def _read_table() -> None:
-    for line in Path(__file__).with_name("foreign_names.txt").read_text(encoding="utf-8").splitlines():
-        if line.startswith("#"):
-            continue
-        word, _, rest = line.partition(" < ")
-        names, _, note = rest.partition(" | ")
-        key, _, text = word.partition(": ")
-        for name in names.split():
-            if key == "removed":
-                REMOVED[name] = text
-            elif text and "=" not in key:
-                VALUES[key, name] = text
-            elif word == "-":
-                NOTHING[name] = note
-            else:
-                WORDS[name] = word, note
-
-
-_read_table()
+for _line in Path(__file__).with_name("foreign_names.txt").read_text(encoding="utf-8").splitlines():
+    _word, _, _rest = _line.partition(" < ")
+    _names, _, _note = _rest.partition(" | ")
+    _key, _, _text = _word.partition(": ")
+    for _name in _names.split() if not _line.startswith("#") else ():
+        if _key == "removed":
+            REMOVED[_name] = _text
+        elif _text and "=" not in _key:
+            VALUES[_key, _name] = _text
+        elif _word == "-":
+            NOTHING[_name] = _note
+        else:
+            WORDS[_name] = _word, _note
 
 
 def normalised(name: str) -> str:
@@ -45,18 +38,14 @@ def of_setting(key: str, known: Sequence[str]) -> str:
     """What follows "unknown setting KEY": the setting that is meant, or those that there are."""
     if key in REMOVED:
         return f", which an earlier version had; {REMOVED[key]}"
-    name = normalised(key)
+    name, section = normalised(key), key.rpartition(".")[0]
     if name in WORDS:
         word, note = WORDS[name]
         setting = word.partition("=")[0] if "{" in word or "..." in word else word
         return f"; did you mean {setting}?" + (f" ({note})" if note else "")
     if name in NOTHING:
         return f"; leave it out: {NOTHING[name]}"
-    section = key.rpartition(".")[0]
-    sections = list(dict.fromkeys(k.partition(".")[0] for k in known))
-    if not section and (near := difflib.get_close_matches(key, sections, n=1, cutoff=0.75)):
-        return f"; did you mean {near[0]}?"
-    if close := _closest(key, known):
+    if close := closest(key, [*known, *{k.partition(".")[0] for k in known}]):
         return f"; did you mean {close}?"
     siblings = [k.rpartition(".")[2] for k in known if section and k.startswith(f"{section}.")]
     return f"; {section} has {', '.join(siblings)}" if siblings else "; --help lists the settings"
@@ -76,13 +65,12 @@ def of_option(option: str, value: str | None, known: Sequence[str], options: Seq
     if not known:
         return ""
     key, shown, name = option.lstrip("-").replace("-", "_"), "..." if value is None else value, normalised(option)
-    leaves = [k for k in known if k.rpartition(".")[2] == name]
     if key not in known and name in WORDS:
         word, note = WORDS[name]
         return f"here it is {word.replace('{}', shown)}" + (f" ({note})" if note else "")
     if name in NOTHING:
         return f"leave it out: {NOTHING[name]}"
-    setting = key if key in known else leaves[0] if leaves else _closest(key, known)
+    setting = key if key in known else closest(key, known)
     return f"settings are words without dashes: {setting or 'train.beta'}={shown if setting else 0.2}"
 
 
@@ -92,15 +80,14 @@ def of_value(key: str, value: object) -> str:
     return f"; here: {meant}" if meant else ""
 
 
-def _closest(key: str, known: Sequence[str]) -> str | None:
-    """The setting whose name is nearest: of the same section, by its initials, or under another section."""
+def closest(key: str, known: Sequence[str]) -> str | None:
+    """The setting whose name is nearest: under any section, else of the same one, else as a whole."""
     section, _, leaf = key.rpartition(".")
-    siblings = {k.rpartition(".")[2]: k for k in known if section and k.startswith(f"{section}.")}
     leaves = {k.rpartition(".")[2]: k for k in reversed(known)}
-    initials = {"".join(word[0] for word in name.split("_")): k for name, k in siblings.items()}
-    if leaf in initials or leaf in leaves:
-        return initials.get(leaf) or leaves[leaf]
-    for names, name, cutoff in ((siblings, leaf, 0.6), (dict.fromkeys(known), key, 0.6), (leaves, leaf, 0.7)):
-        if (close := difflib.get_close_matches(name, names, n=1, cutoff=cutoff)) and not (siblings and name == key):
-            return names[close[0]] or close[0]
+    if leaf in leaves and leaves[leaf] != key:
+        return leaves[leaf]
+    siblings = {k.rpartition(".")[2]: k for k in known if section and k.startswith(f"{section}.")}
+    for names, name in ((siblings, leaf), ({k: k for k in known}, key), (leaves, leaf)):
+        if not (siblings and name == key) and (close := difflib.get_close_matches(name, names, n=1, cutoff=0.65)):
+            return names[close[0]]
     return None

@@ -21,36 +21,12 @@ from lib.config.settings import Config, TrainSettings
 from lib.errors import UserError
 
 # What a resumed run may change: how it is spread, watched and ended, never what it has been learning.
-RESUMABLE: tuple[str, ...] = (
-    "plan.",
-    "cost.",
-    "sync.",
-    "checkpoint.",
-    "train.patience",
-    "evaluate.",
-    "serve.",
-    "metal.",
-    "run.log_every",
-    "run.pages",
-    "run.sinks",
-    "strategy",
-    "train.steps",
-    "train.epochs",
-    "train.compile",
-    "train.max_traces",
-    "train.max_skipped_steps",
-    "model.gradient_checkpointing",
-    "model.trust_remote_code",  # the model is the same; who allows its code may change
-    "model.shard_vocabulary",
-    "data.skip_invalid",  # rows keep their numbers
-    "data.cache_dir",
-    "run.dir",
-    "run.name",
-)
+RESUMABLE = ("plan.", "cost.", "sync.", "checkpoint.", "evaluate.", "serve.", "metal.", "run.", "strategy")
+RESUMABLE += ("train.patience", "train.steps", "train.epochs", "train.compile", "model.gradient_checkpointing")
+RESUMABLE += ("model.trust_remote_code", "model.shard_vocabulary", "data.skip_invalid", "data.cache_dir")
 STARTED_RUNS = Path("~/.config/tandem/started-runs").expanduser()
 MOST_FAULTS = 3  # that one line names
 DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # libyaml's, where PyYAML was built with it: five times as fast
-NULLS = ("null", "Null", "NULL", "~")  # as YAML writes none
 Tree = dict[str, Any]  # a section and its settings as YAML has them, not yet checked
 
 
@@ -65,17 +41,15 @@ def load(path: Path | str | None, overrides: Sequence[str] = (), base: Tree | No
     tree = {key: {} if value is None and key in sections else value for key, value in tree.items()}  # left empty: null
     chosen_for = _batch_of_learning_rate(tree, overrides) if path is not None else None
     for word in overrides:
-        key, separator, text = word.partition("=")
-        if not separator or not key or not text:
-            raise UserError(_not_key_value(word, key, bool(separator)))
+        key, sign, text = word.partition("=")
+        if not key or not text:
+            raise UserError(_not_key_value(word, key.strip().rstrip(":"), bool(sign)))
         if key not in known_settings():
             raise UserError(f"{word}: unknown setting {key}{hints.of_setting(key, known_settings())}")
-        section = tree
-        *parents, leaf = key.split(".")
-        for parent in parents:
-            section = section.setdefault(parent, {})
-            if not isinstance(section, dict):
-                raise UserError(f"{origins.get(parent, path or 'settings')}: {_no_section(parent, section)}")
+        parent, _, leaf = key.rpartition(".")
+        section = tree.setdefault(parent, {}) if parent else tree
+        if not isinstance(section, dict):
+            raise UserError(f"{origins.get(parent, path or 'settings')}: {_no_section(parent, section)}")
         section[leaf] = _parse_value(key, text)
         origins[key] = word
     if chosen_for is not None:
@@ -101,9 +75,9 @@ def _validated(tree: Tree, origins: dict[str, str], path: Path | str | None) -> 
         for fault in sorted(error.errors(), key=lambda fault: -len(fault["loc"])):
             furthest.setdefault(fault["loc"][:2], fault)
         faults = sorted(furthest.values(), key=lambda fault: fault["type"] == "missing")  # missing, as it is misspelt
-        messages = [_explain(fault, origins, path) for fault in faults]
-        more = [f"and {len(messages) - MOST_FAULTS} more"] if len(messages) > MOST_FAULTS else []
-        raise UserError("; ".join([*messages[:MOST_FAULTS], *more])) from None
+        more = [f"and {len(faults) - MOST_FAULTS} more"] if len(faults) > MOST_FAULTS else []
+        said = [_explain(fault, origins, path) for fault in faults[:MOST_FAULTS]]
+        raise UserError("; ".join([*said, *more])) from None
 
 
 def _batch_of_learning_rate(tree: Tree, overrides: Sequence[str]) -> int | None:
@@ -127,10 +101,8 @@ def resume(path: Path, overrides: list[str]) -> Config:
     before, after = of_run(path), of_run(path, overrides)
     for key in known_settings():
         if _at(before, key) != _at(after, key) and not key.startswith(RESUMABLE):
-            raise UserError(
-                f"{key}={_at(after, key)}: the run was started with {_at(before, key)} and cannot change it; "
-                "start a new run instead"
-            )
+            was = f"the run was started with {_at(before, key)} and cannot change it"
+            raise UserError(f"{key}={_at(after, key)}: {was}; start a new run instead")
     return after
 
 
@@ -159,12 +131,8 @@ def of_run(path: Path, overrides: Sequence[str] = ()) -> Config:
 def _code_settings(config: Config) -> dict[str, Any]:
     """The settings of a run that have code run: a model's own, a function's or a command's."""
     settings = {key: _at(config, key) for key in ("model.trust_remote_code", "evaluate.judge", "rollouts.judge")}
-    harmless = (None, False, "exact", "number", "regex", "json_schema")
-    return {
-        key: value
-        for key, value in settings.items()
-        if value not in harmless and not str(value).startswith(("http://", "https://", "reward:"))
-    }
+    harmless = re.compile(r"None|False|exact|number|regex|json_schema|(https?://|reward:).*", re.DOTALL)
+    return {key: value for key, value in settings.items() if not harmless.fullmatch(str(value))}
 
 
 def remember(config: Config) -> None:
@@ -193,7 +161,7 @@ def learning_digest(config: Config) -> str:
         "evaluate": {"answers"},
         "serve": ...,
     }
-    return hashlib.sha256(config.model_dump_json(exclude=paths).encode()).hexdigest()
+    return _digest(config.model_dump_json(exclude=paths))
 
 
 def dump(config: BaseModel) -> str:
@@ -242,7 +210,7 @@ def _parse_value(key: str, text: str) -> Any:
     is_mapping = text.startswith("{") and any(typing.get_origin(part) is dict for part in type_parts(annotation))
     wants_text = accepts(annotation, str) and not is_mapping
     if wants_text and text[0] not in "'\"":
-        return None if text.strip() in NULLS else text
+        return None if text.strip() in ("null", "~") else text
     try:
         node, value = (read(text, Loader=read_file.PlainLoader) for read in (yaml.compose, yaml.load))
     except yaml.YAMLError as error:
@@ -257,14 +225,13 @@ def _parse_value(key: str, text: str) -> Any:
     return value
 
 
-def _not_key_value(word: str, key: str, has_sign: bool) -> str:
-    name = key.strip().rstrip(":")
-    if has_sign and key in known_settings():
-        none = f", or {key}=null for none" if accepts(setting_types()[key], type(None)) else ""
+def _not_key_value(word: str, name: str, has_sign: bool) -> str:
+    if name not in known_settings():
+        return f"argument {word!r} is not of the form key=value, e.g. train.beta=0.2; --help lists the keys"
+    if has_sign:
+        none = f", or {name}=null for none" if accepts(setting_types()[name], type(None)) else ""
         return f"{word} has no value; write it right after the sign, without a blank{none}"
-    if not has_sign and name in known_settings():
-        return f"argument {word!r} is not of the form key=value; write {name}=VALUE in one word, without blanks"
-    return f"argument {word!r} is not of the form key=value, e.g. train.beta=0.2; --help lists the keys"
+    return f"argument {word!r} is not of the form key=value; write {name}=VALUE in one word, without blanks"
 
 
 def _first(section: str) -> str:
@@ -277,23 +244,22 @@ def _no_section(key: str, value: object) -> str:
 
 def _explain(error: ErrorDetails, origins: dict[str, str], path: Path | str | None) -> str:
     """One fault in one line: where the value came from, which setting, what is wrong with it."""
-    key = ".".join(str(part) for part in error["loc"] if not str(part).startswith(("function", "constrained")))
-    known = known_settings()
-    while key and key not in known and "." in key and any(key.startswith(f"{k}.") for k in known):
-        key = key.rpartition(".")[0]  # a place inside a list or union: the setting is what the user knows
+    key, known = ".".join(map(str, error["loc"])), known_settings()
+    # A place inside a list or union: the setting is what the user knows.
+    key = next((name for name in known if key.startswith(f"{name}.")), key)
     place = next((origins[k] for k in (key, key.rpartition(".")[0]) if k in origins), str(path or "settings"))
     if error["type"] == "extra_forbidden":
         section, _, name = str(error["loc"][-1]).rpartition(".")
         if section and f"{section}.{name}" in known:
             return f"{place}: in a file {section}.{name} is `{name}:`, indented below `{section}:`"
-        return f"{place}: unknown setting {key}{hints.of_setting(key, known_settings())}"
+        return f"{place}: unknown setting {key}{hints.of_setting(key, known)}"
     if error["type"] == "missing":
         key = key if key in known else _first(key)
         return f"{place}: {key} is required; give it in the file or as {key}=..."
     if error["type"] in ("model_type", "model_attributes_type"):
         return f"{place}: {_no_section(key, error['input'])}"
     message = error["msg"].removeprefix("Value error, ").partition(", unable to parse")[0]
-    if not key or key in {name.partition(".")[0] for name in known if "." in name}:  # settings that do not go together
+    if key not in known:  # settings that do not go together
         return message
     hint = hints.of_value(key, error["input"])
     return f"{place}: {key}: {message[0].lower()}{message[1:]}, not {error['input']!r}{hint}"

@@ -73,8 +73,8 @@ class RunSettings(Section):
     log_every: Positive = 10
     """Steps between two plain progress lines, where the output is not a terminal."""
     pages: bool = True
-    """Leave curves.png, report.html and a model card in the run's folder when it ends; `python -m lib.dashboard
-    --export RUN` makes them later."""
+    """Leave curves.png, report.html and a model card in the run's folder; `python -m lib.dashboard --export RUN` does
+    later."""
     sinks: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
     """Where rank 0's figures go besides the run's own logs, e.g. [tensorboard]; each needs its package."""
 
@@ -85,8 +85,7 @@ class ModelSettings(Section):
     path: str
     """Local folder or hub name of the model, as mlx-lm loads it; quantised models give QLoRA."""
     reference: str = "initial"
-    """Reference policy: `initial` (the policy as training starts; for a fresh adapter, the model with its adapters
-    off), or another model's path."""
+    """Reference policy: `initial` (the policy as training starts), or another model's path."""
     method: Literal["lora", "dora", "full"] = "lora"
     """Train low-rank adapters, weight-decomposed adapters, or every weight."""
     adapter: str | None = None
@@ -112,16 +111,15 @@ class ModelSettings(Section):
     blocks: Positive | tuple[int | str, ...] | None = None
     """Train only the last n blocks, or those of a list that counts from 0, e.g. [0-3, 28-31]; by default all."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type of the weights; by default as stored, on CPUs with enough memory float32. Adapters, or with method=full the
-    trained weights, are float32 in any case."""
+    """Type of the weights; by default as stored, on CPUs with enough memory float32. What is trained is float32."""
     gradient_checkpointing: bool | None = None
-    """Recompute each block in the backward pass: less memory, about a third more time. Default: where a calibration
-    shows that one pair does not fit without."""
+    """Recompute each block in the backward pass: less memory, a third more time. Default: where a pair does not fit
+    without."""
     shard_vocabulary: bool = False
     """With strategy=sharded: divide the embedding and the head as well; no rank then holds all logits."""
     attention_window: Positive | None = None
-    """Tokens that each token attends to, itself included, in training, reference, evaluation and answers; by default
-    all before it. mlx-lm's own commands, given the finished adapter, know nothing of it."""
+    """Tokens that each token attends to, itself included; by default all before it. mlx-lm's own commands know nothing
+    of it."""
     random_init: bool = False
     """Take only config.json from model.path and draw the weights from train.seed."""
     revision: str | None = None
@@ -136,11 +134,9 @@ class ModelSettings(Section):
             return value
         parts = (value,) if isinstance(value, str) else tuple(value)
         for part in parts:
-            if not re.fullmatch(r"\d{1,4}(-\d{1,4})?", str(part)):
-                raise ValueError(f"{part!r} is neither a block's number, from 0 on, nor a range like 4-7")
             first, _, last = str(part).partition("-")
-            if last and int(last) < int(first):
-                raise ValueError(f"{part} ends before it begins")
+            if not re.fullmatch(r"\d{1,4}(-\d{1,4})?", str(part)) or int(last or first) < int(first):
+                raise ValueError(f"{part!r} is neither a block's number, from 0 on, nor a range like 4-7")
         if not parts:
             raise ValueError("[] trains nothing; leave it out for all blocks")
         return parts
@@ -163,30 +159,27 @@ class DataSettings(Section):
     valid: str | None = None
     """Held-out records, in the same form."""
     holdout: Annotated[Fraction, Field(le=0.5)] = 0.0
-    """Part of data.train that is held out in the place of data.valid, by a hash of the prompt: rows that are added move
-    no other."""
+    """Part of data.train that is held out in the place of data.valid, by a hash of the prompt."""
     deduplicate: bool = False
     """Take records of the same prompt and completions once."""
     shortest: Natural = 0
     """Leave out rows whose longest sequence has fewer tokens, prompt included."""
     longest: Positive | None = None
-    """Leave out rows whose longest sequence has more tokens, prompt included; by default they are cut to
-    data.max_length."""
+    """Leave out rows whose longest sequence has more tokens; by default they are cut to data.max_length."""
     streaming: bool | None = None
-    """Read and tokenise rows when their turn comes, for data larger than memory; by default from 64 MB on. Lengths are
-    then estimated."""
+    """Read and tokenise rows when their turn comes, with estimated lengths; by default from 64 MB on."""
     cache_dir: str = "runs/.data"
-    """Folder for what is made of the data once: indices, unpacked files, tokens. It may become as large as the data."""
+    """Folder for indices, unpacked files and tokens of the data. It may become as large as the data."""
     max_length: Annotated[Natural, Field(ge=2, le=2**24)] = 1024
-    """Most tokens of prompt and completion together; longer chats lose middle messages, other rows the beginning
-    of their prompt."""
+    """Most tokens of prompt and completion together; longer chats lose middle messages, other rows their prompt's
+    beginning."""
     skip_invalid: bool = False
     """Leave out unusable rows, counted and named, instead of refusing the file."""
     chat_template: Annotated[bool | str, Field(union_mode="left_to_right")] = True
     """Use the tokenizer's chat template where it has one; or that of a file, e.g. template.jinja."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the chat template, e.g. {enable_thinking: true}, for training, evaluation and serving; a
-    row's own chat_template_kwargs come before them. Unless set, enable_thinking is true where an answer thinks."""
+    """Further arguments of the chat template, e.g. {enable_thinking: true}; a row's own come before them. Unless set,
+    enable_thinking is true where an answer thinks."""
     template_date: datetime.date = datetime.date(2024, 7, 26)
     """The day that chat templates which write one are given, so that a run makes the same tokens tomorrow."""
     prompt: str = "prompt"
@@ -209,64 +202,47 @@ class DataSettings(Section):
     """Column of the tools that the model may call: a list of definitions, or its JSON text."""
     learn: Literal["last", "assistant", "all"] = "last"
     """What SFT learns of a conversation: the assistant's last message, all of the assistant's, or every message.
-    Messages with a weight of 0 or 1, as OpenAI's files have them, say it themselves."""
+    Messages with a weight of 0 or 1 say it themselves."""
     ignore: tuple[str, ...] = ()
-    """Columns, and fields of messages, to leave out on purpose, e.g. [system, label]: one that means something and that
-    nothing reads stops the run otherwise."""
+    """Columns, and fields of messages, to leave out on purpose: one with content that nothing reads stops the run
+    otherwise."""
     length_multiple: Size | None = None
-    """Lengths the model sees are padded to a multiple of this; by default 64 on a GPU, where other lengths are slow,
-    and 16 on a CPU."""
+    """Lengths the model sees are padded to a multiple of this; by default 64 on a GPU and 16 on a CPU."""
     shared_prompts: bool = True
     """Run a prompt once for all its completions, and no padding, where the model's family allows it exactly."""
 
 
 # ---- Training and rounds ----
 
-PreferenceLoss = Literal[
-    "sigmoid",
-    "sigmoid_norm",
-    "robust",
-    "ipo",
-    "hinge",
-    "dpop",
-    "sppo",
-    "apo_zero",
-    "apo_down",
-    "bco_pair",
-    "simpo",
-    "orpo",
-    "cpo",
-]
+ReferenceLoss = Literal["sigmoid", "sigmoid_norm", "robust", "ipo", "hinge", "dpop", "sppo", "apo_zero", "apo_down"]
+ReferenceFreeLoss = Literal["simpo", "orpo", "cpo"]
+PreferenceLoss = Literal[ReferenceLoss, "bco_pair", ReferenceFreeLoss]
 UnpairedLoss = Literal["kto", "bco"]
-GroupLoss = Literal["grpo"]
-REFERENCE_FREE_LOSSES: frozenset[PreferenceLoss] = frozenset({"simpo", "orpo", "cpo"})
+REFERENCE_FREE_LOSSES: frozenset[str] = frozenset(get_args(ReferenceFreeLoss))
 LossTerm = Literal[PreferenceLoss, "sft"]  # of a sum of losses
-Loss = Literal["sft", PreferenceLoss, UnpairedLoss, GroupLoss] | tuple[LossTerm, ...]
+Loss = Literal["sft", PreferenceLoss, UnpairedLoss, "grpo"] | tuple[LossTerm, ...]
 
 
 class TrainSettings(Section):
     """The optimisation."""
 
     loss: Loss = "sigmoid"
-    """`sft`, a preference loss, `kto` or `bco` for completions with a label each, `grpo` for groups of a policy's own
-    completions with a reward each, or a sum of preference losses and sft, e.g. [sigmoid, bco_pair, sft];
-    docs/options.md has each one's paper."""
+    """`sft`, a preference loss, `kto` or `bco` for labelled completions, `grpo` for scored groups of a policy's own, or
+    a sum of preference losses and sft, e.g. [sigmoid, bco_pair, sft]; docs/options.md has each one's paper."""
     loss_weights: tuple[PositiveFloat, ...] | None = None
     """Weights of a sum of losses, e.g. [0.8, 0.2, 1.0]; by default 1 each."""
     use_weighting: bool = False
     """Weight each pair by how likely the policy itself is to write it (WPO); held-out losses are not weighted."""
     reference_sync_steps: Positive | None = None
-    """TR-DPO: every so many steps the reference follows the policy; by default it never moves. Held-out figures stay
-    relative to the reference as training starts."""
+    """TR-DPO: every so many steps the reference follows the policy; by default it never moves."""
     reference_mixup_alpha: Annotated[Fraction, Field(gt=0)] | None = None
-    """How far it goes: alpha times the policy plus (1 - alpha) times itself. By default 0.6 with model.method=full; of
-    adapters, whose mean is none of the weights, all the way: 1."""
+    """How far it goes: alpha times the policy plus (1 - alpha) times itself. By default 0.6 with model.method=full, 1
+    of adapters."""
     beta: NonNegative = 0.1
-    """Strength of the preference (DPO's beta; the weight of the odds ratio in orpo; of the divergence from the
-    reference in grpo, where 0 asks for no reference)."""
+    """Strength of the preference (DPO's beta; the odds ratio's weight in orpo; the divergence's in grpo, 0 for no
+    reference)."""
     desirable_weight: PositiveFloat = 1.0
-    """Weight of desirable completions in kto and bco. Rows times weight should be about equal for both labels, so that
-    the rarer one counts."""
+    """Weight of desirable completions in kto and bco. Rows times weight should be about equal for both labels."""
     undesirable_weight: PositiveFloat = 1.0
     """Weight of undesirable completions in kto and bco."""
     label_smoothing: Annotated[Fraction, Field(lt=0.5)] = 0.0
@@ -280,15 +256,14 @@ class TrainSettings(Section):
     cpo_alpha: NonNegative = 1.0
     """Weight of the likelihood term of cpo."""
     loss_type: Literal["grpo", "dr_grpo", "bnpo", "dapo"] | None = None
-    """What grpo divides the loss of all tokens by: each completion's length, then their number (grpo, the default); the
-    number times train.max_completion_length (dr_grpo); the number of tokens of the step (bnpo, dapo)."""
+    """What grpo divides the loss by: each completion's length (grpo, the default), train.max_completion_length
+    (dr_grpo), the number of tokens of the step (bnpo, dapo)."""
     advantages: Literal["standardized", "batch_standardized", "centered", "leave_one_out"] = "standardized"
-    """What grpo makes of a completion's reward: less the mean of its group, divided by their deviation (standardized),
-    by that of all groups of the round or file (batch_standardized), or not (centered, Dr. GRPO); less the mean of the
-    others (leave_one_out, RLOO)."""
+    """A completion's reward in grpo: less its group's mean, over their deviation (standardized), over that of all
+    groups (batch_standardized), or as it is (centered, Dr. GRPO); less the mean of the others (leave_one_out, RLOO)."""
     ratio: Literal["token", "geometric_mean", "completion"] = "token"
-    """What of grpo is compared with the sampling policy, and clipped: each token, the geometric mean of a completion's
-    tokens (GSPO), or the completion as a whole (RLOO)."""
+    """What grpo compares with the sampling policy and clips: each token, the geometric mean of a completion's tokens
+    (GSPO), or the completion as a whole (RLOO)."""
     epsilon: Annotated[Fraction, Field(gt=0, lt=1)] = 0.2
     """Of grpo: a ratio to the sampling policy below 1 - epsilon, or above 1 + train.epsilon_high, is clipped."""
     epsilon_high: PositiveFloat | None = None
@@ -302,8 +277,8 @@ class TrainSettings(Section):
     steps: Positive | None = None
     """Optimizer steps."""
     patience: Positive | None = None
-    """End the run after so many evaluations in a row without a lower held-out loss; by default it takes all its steps.
-    Needs evaluate.every and held-out data."""
+    """End the run after so many evaluations in a row without a lower held-out loss; by default it takes all its
+    steps."""
     global_batch_size: Size = 16
     """Pairs (rows, where records are no pairs) of one optimizer step, over all ranks."""
     learning_rate: PositiveFloat = 5e-5
@@ -317,11 +292,10 @@ class TrainSettings(Section):
     final_learning_rate: NonNegative = 0.0
     """Learning rate at the last step (linear, cosine)."""
     learning_rate_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """What the learning rates are multiplied by where train.global_batch_size is another than the one that they were
-    chosen for."""
+    """Scale the learning rates where train.global_batch_size is another than the one that they were chosen for."""
     learning_rate_batch_size: Positive | None = None
-    """The global batch that the learning rates were chosen for; a plan never changes the batch, so only you do. Where a
-    word on the command line does: the file's."""
+    """The global batch that the learning rates were chosen for. Where a word on the command line changes it: the
+    file's."""
     optimizer: Literal[
         "adamw", "adam", "sgd", "adafactor", "lion", "muon", "rmsprop", "adagrad", "adamax", "adadelta", "adamw_8bit"
     ] = "adamw"
@@ -341,17 +315,14 @@ class TrainSettings(Section):
     compile: bool | None = None
     """Compile the step. By default on a GPU; of a sharded model only where NCCL connects equal parts."""
     max_traces: Positive = 16
-    """Of a compiled step: most shapes of its micro-batches. Each is traced once, about a second for 16 blocks; fewer
-    cost more padding."""
+    """Of a compiled step: most shapes of its micro-batches, each traced once; fewer cost more padding."""
 
     @property
     def record_kind(self) -> Literal["preference", "unpaired", "sft", "group"]:
         """What a record of the data is."""
-        if self.loss == "sft":
-            return "sft"
-        if self.loss in get_args(GroupLoss):
-            return "group"
-        return "unpaired" if self.loss in get_args(UnpairedLoss) else "preference"
+        if self.loss in get_args(UnpairedLoss):
+            return "unpaired"
+        return "sft" if self.loss == "sft" else "group" if self.loss == "grpo" else "preference"
 
     @property
     def loss_terms(self) -> tuple[tuple[str, float], ...]:
@@ -391,30 +362,27 @@ class EvaluateSettings(Section):
     temperature: PositiveFloat = 1.0
     """Temperature that they are drawn at."""
     judge: str | None = None
-    """Who scores completions for --make-pairs and --against. By default an answer is right or wrong by
-    evaluate.answer_pattern; `exact` compares the whole text with the record's `answer`, `number` the last number in it;
-    `regex` and `json_schema` take the answer as what the text has to match, or as JSON to fit. reward:PATH is a local
-    reward model: a sequence classifier's score, or how much likelier a language model finds Yes than No when asked
-    whether the answer is good.
-    MODULE:FUNCTION is called with (prompt, completions, record) and returns a list of scores. An http(s) address is an
-    OpenAI-compatible server (http://HOST:8080/v1), whose model compares two answers, or grades each. Anything else is a
-    command that reads {"prompt", "completions", "record"} a line and writes a list of scores a line."""
+    """Who scores completions for --make-pairs and --against: `exact` or `number` compare with the record's `answer`,
+    `regex` and `json_schema` take it as a pattern or JSON to fit, reward:PATH is a local reward model, MODULE:FUNCTION
+    is called with (prompt, completions, record), an http(s) address is an OpenAI-compatible server, anything else a
+    command that reads {"prompt", "completions", "record"} a line and writes a list of scores a line. By default
+    evaluate.answer_pattern decides."""
     judge_seconds: Seconds = 10.0
     """Most seconds for one prompt's completions of `regex`, `json_schema` and, in rounds, of MODULE:FUNCTION."""
     judge_model: str | None = None
     """Model of that server; its key is OPENAI_API_KEY of the environment."""
     judge_prompt: str | None = None
-    """File with the instructions for that model, in which {prompt}, {first} and {second} are filled in; it has to
-    answer with [[A]], [[B]] or [[C]] (equal). In rounds and for --make-pairs, {prompt} and {answer}; it has to answer
-    with a number, as [[7]]. For reward:PATH, {prompt} and {answer}; it is asked for Yes or No."""
+    """File with that model's instructions: {prompt}, {first} and {second} are filled in, and it answers [[A]], [[B]] or
+    [[C]] (equal). In rounds, for --make-pairs and reward:PATH: {prompt} and {answer}; the answer is a number, as [[7]],
+    or Yes or No."""
 
 
 class RolloutSettings(Section):
     """Rounds, in which the model answers prompts, a judge scores the answers, and what was better is preferred."""
 
     rounds: Natural = 0
-    """Rounds of the run; 0 trains on the records of data.train as they are. With rounds data.train holds prompts, and
-    what the judge needs beside them, e.g. an answer."""
+    """Rounds of the run; 0 trains on data.train as it is. With rounds data.train holds prompts, and what the judge
+    needs."""
     prompts: Positive = 256
     """Prompts of one round: each round takes others, until all had their turn."""
     samples: Annotated[Size, Field(ge=2, le=1024)] = 8
@@ -430,7 +398,7 @@ class RolloutSettings(Section):
     stop: tuple[str, ...] = ()
     """Texts that end an answer, e.g. ["\\n\\n"], besides the model's end tokens."""
     batch_size: Size = 64
-    """Answers that a rank draws at a time. Ranks take the prompts of a round in chunks of about so many answers."""
+    """Answers that a rank draws at a time."""
     judge: str | None = None
     """Who scores the answers, as evaluate.judge says; by default evaluate.judge, which scores the held-out ones."""
     pairs: Literal["best_worst", "margin"] = "best_worst"
@@ -438,19 +406,16 @@ class RolloutSettings(Section):
     margin: NonNegative = 0.0
     """Least difference of two scores that makes a pair; answers of equal scores never do."""
     filter_groups: bool = False
-    """Of grpo: leave out prompts whose answers all have the same score. They have no advantage, only a pass each, and
-    with train.beta the divergence from the reference (DAPO)."""
+    """Of grpo: leave out prompts whose answers all have the same score, and so no advantage (DAPO)."""
     mask_truncated: bool = False
-    """Learn nothing from answers that rollouts.max_tokens cut: they are in no pair; of a group of grpo their scores
-    count, and their tokens do not."""
+    """Learn nothing from answers that rollouts.max_tokens cut; in a group of grpo their scores count."""
     reference_every: Positive | None = None
     """Rounds after which the reference becomes the policy; by default it stays what it was before training."""
     overlap: bool = False
-    """Draw the next round's answers before a round is learnt from: a judge in another process or on another machine
-    scores them meanwhile, and no rank waits for another's last answers. They are of the policy before that round."""
+    """Draw the next round's answers before a round is learnt from, so that a judge elsewhere scores them meanwhile."""
     tolerance: NonNegative | None = 0.05
-    """A round is undone after which the exact match of evaluate.answers, or the mean score of the held-out prompts
-    (data.valid, data.holdout), is lower than the best so far by more than this; null for never."""
+    """A round is undone after which the exact match of evaluate.answers, or the mean score of the held-out prompts, is
+    lower than the best so far by more than this; null for never."""
     after_undone: Literal["continue", "stop"] = "continue"
     """What follows a round that is undone: the next one, from the weights before it, or the end of the run."""
 
@@ -462,29 +427,28 @@ class PlanSettings(Section):
     """How a step's work is divided among the ranks."""
 
     shares: tuple[Natural, ...] | None = None
-    """Pairs per rank and step, e.g. [6, 2]; they add up to train.global_batch_size. Default: from the calibration, else
-    equal. With strategy=sharded: each rank's weight in the division of the model; with pipelined: each rank's blocks,
-    which add up to the model's."""
+    """Pairs per rank and step, e.g. [6, 2]. Default: from the calibration, else equal. With strategy=sharded: each
+    rank's weight in the division of the model; with pipelined: each rank's blocks."""
     micro_batch_sizes: tuple[Size, ...] | None = None
     """Pairs per forward pass, one number a rank. Default: from the calibration, else at most 8."""
     memory_limit_gb: Gigabytes | dict[str, Gigabytes] | None = None
-    """What MLX may hold in each rank's process, one number for all or by host, e.g. {m4-max: 96}: a step that takes
-    more is taken again in smaller micro-batches. Default: what the machine bears."""
+    """What MLX may hold in each rank's process, for all or by host, e.g. {m4-max: 96}. Default: what the machine
+    bears."""
     calibration_dir: str = "calibration"
-    """Folder of this host's HOST.json, as `make calibrate` writes it; HOST-0.json, HOST-1.json, ... where several ranks
-    share a host."""
+    """Folder of this host's HOST.json, as `make calibrate` writes it; HOST-0.json, ... where several ranks share a
+    host."""
     require_calibration: bool = False
-    """Refuse to start without a calibration of this model on every host, made with these versions."""
+    """Refuse to start without a calibration of this model on every host."""
     replan: bool = True
-    """Plan again from measured times while running (several ranks, no plan.shares). Timings then decide who trains
-    what, and how often independent ranks merge: for the same bits run by run, set plan.shares or turn this off."""
+    """Plan again from measured times while running (several ranks, no plan.shares), and merge independent ranks as
+    often as they allow. For the same bits run by run, set plan.shares or turn this off."""
 
 
 class CostSettings(Section):
     """What training costs, in any one currency."""
 
     watts: NonNegative | dict[str, NonNegative] = 0.0
-    """Power that a host draws while training: one number for all, or by host, e.g. {m4-max: 120, m3-ultra: 240}."""
+    """Power that a host draws while training, for all or by host, e.g. {m4-max: 120, m3-ultra: 240}."""
     price_per_kwh: NonNegative = 0.0
     """Electricity."""
     rent_per_hour: NonNegative | dict[str, NonNegative] = 0.0
@@ -497,9 +461,8 @@ class SyncSettings(Section):
     timeout_seconds: Seconds = 600.0
     """A rank that waits longer than this for the others ends with a message."""
     compression: Literal["none", "bf16", "int8", "topk"] = "none"
-    """How gradients (synchronous) and a round's changes (independent) travel; what int8 and topk leave out is sent
-    later (error feedback). With strategy=pipelined: how activations and their gradients travel; what is left out is
-    lost, and is the records' `sent_error`."""
+    """How gradients (synchronous), a round's changes (independent) or activations (pipelined) travel; of the first two,
+    what int8 and topk leave out is sent later (error feedback)."""
     topk_fraction: Annotated[Fraction, Field(gt=0)] = 0.01
     """Part of the values that topk sends, the largest ones; each costs 8 bytes."""
 
@@ -508,16 +471,14 @@ class IndependentSettings(Section):
     """Ranks that train independently, each at its own pace, and are merged at the end of every round."""
 
     pairs_per_round: Positive | None = None
-    """Pairs of a round over all ranks, as whole global batches. Default: merges as often as costs 1 % of the time, at
-    least eight times a run; the cost is that of a calibrated link, then as measured, unless plan.replan=false or
-    plan.shares keeps timings out."""
+    """Pairs of a round over all ranks. Default: merges as often as costs 1 % of the time, at least eight times a run;
+    the cost is calibrated, then measured, unless plan.replan=false or plan.shares keeps timings out."""
     merge: Literal["stack", "svd", "average", "outer", "none"] | None = None
     """How adapters become one: `stack` (exact, of all ranks' rank added up; svd before the last round), `svd` (the best
-    of the same rank), `average` (of parameters), `outer` (DiLoCo), `none` (each keeps its own). Default: average; svd
-    for LoRA in rounds of pairs_per_round."""
+    of the same rank), `average`, `outer` (DiLoCo), `none` (each keeps its own). Default: average; svd for LoRA in
+    rounds of pairs_per_round."""
     outer_learning_rate: PositiveFloat = 0.5
-    """Of `outer`: how much of the averaged change is taken. In many rounds all changes together count rate / (1 -
-    momentum) times: once, by default; seven times with DiLoCo's 0.7 and 0.9, which are for hundreds of rounds."""
+    """Of `outer`: how much of the averaged change is taken. All changes together count rate / (1 - momentum) times."""
     outer_momentum: Annotated[Fraction, Field(lt=1)] = 0.5
     """Of `outer`: Nesterov momentum over the rounds."""
 
@@ -528,27 +489,25 @@ class CheckpointSettings(Section):
     every: Positive | None = None
     """Steps between checkpoints; by default they come by time."""
     seconds: PositiveFloat = 30.0
-    """Without checkpoint.every: seconds of training between checkpoints, which is what a fault may undo. More where
-    writing them would take over a twentieth of the time."""
+    """Without checkpoint.every: seconds of training between checkpoints; more where they take over a twentieth of the
+    time."""
     keep: Positive = 3
     """The newest checkpoints that are kept; the best one is kept as well."""
     final: Literal["best", "last"] = "best"
-    """What the run's folder holds at the end: the weights of the best evaluation, or the last ones. Without held-out
-    data or evaluate.every, and of ranks that are never merged, the last."""
+    """What the run's folder holds at the end: the weights of the best evaluation, or the last ones."""
     best_by: Literal["exact_match", "loss"] | None = None
-    """Which figure says what is best: the exact match of evaluate.answers (the default where there are questions), or
-    the held-out loss."""
+    """Which figure says what is best: exact_match (the default where there are evaluate.answers), or the held-out
+    loss."""
 
 
 class MetalSettings(Section):
     """What is particular to Macs; elsewhere nothing here has an effect."""
 
     display: Literal["advise", "sleep", "ignore"] = "advise"
-    """A display that is on, for whose sake macOS may end GPU work (mlx#3267): say so at the start, put it to sleep then
-    (pmset displaysleepnow), or leave it."""
+    """A display that is on, for whose sake macOS may end GPU work (mlx#3267): say so, put it to sleep, or leave it."""
     wired: Literal["auto", "always", "never"] = "auto"
-    """Keep in memory what MLX holds, so that macOS compresses none of it; kernel panics were reported with it
-    (mlx#3186). `auto`: where the model takes half of the memory or more."""
+    """Keep in memory what MLX holds (kernel panics were reported: mlx#3186). `auto`: where the model takes half of
+    it."""
 
 
 class ServeSettings(Section):
@@ -585,8 +544,8 @@ class ServeSettings(Section):
     cors_origins: tuple[str, ...] = ()
     """Web pages that may call from a browser, e.g. [https://chat.example.org]; by default none."""
     feedback: str | None = None
-    """File that gets a line for every completion that a client labels (POST /v1/feedback): what was asked, what was
-    answered, true or false, as train.loss=kto takes it. By default there is no such address, and nothing is kept."""
+    """File that gets a line for every completion that a client labels (POST /v1/feedback), as train.loss=kto takes
+    it."""
     feedback_seconds: Seconds = 3600.0
     """How long after its end a completion may be labelled."""
 
@@ -603,10 +562,9 @@ class Config(Section):
     train: TrainSettings = TrainSettings()
     rollouts: RolloutSettings = RolloutSettings()
     strategy: Literal["auto", "independent", "synchronous", "sharded", "pipelined"] = "auto"
-    """How the machines work together: `synchronous` sums the gradients of every step, `independent` trains on each its
-    own pairs and merges now and then, `sharded` gives each a part of every block, `pipelined` gives each some of the
-    blocks; `auto`: the faster of these two where the model does not fit every host, else independent (synchronous with
-    plan.shares, or a reference that follows). A resumed run keeps its strategy."""
+    """How the machines work together: `synchronous` sums every step's gradients, `independent` merges what each has
+    trained, `sharded` gives each a part of every block, `pipelined` some of the blocks; `auto`: the faster of these two
+    where the model does not fit every host, else independent. A resumed run keeps its strategy."""
     plan: PlanSettings = PlanSettings()
     cost: CostSettings = CostSettings()
     sync: SyncSettings = SyncSettings()

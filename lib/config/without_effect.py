@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lib.config.settings import Config, Section
+from lib.config.settings import Config
 
 
 def without_effect(config: Config, strategy: str, ranks: int) -> list[str]:
     """A line for each reason that leaves settings without effect which are not at their defaults.
-
-    A word on the command line may turn to another method or loss, and the file's settings of the first one stay: that
-    is no mistake, as long as the run says so.
 
     Args:
         strategy: what strategy=auto came to.
@@ -19,22 +16,24 @@ def without_effect(config: Config, strategy: str, ranks: int) -> list[str]:
     """
     lines = []
     for section, names, reason in _idle(config, strategy, ranks):
-        settings = getattr(config, section)
-        if changed := [f"{section}.{name}={getattr(settings, name)}" for name in names if _is_changed(settings, name)]:
-            lines.append(f"without effect: {', '.join(changed)}; {reason}")
+        given = getattr(config, section)
+        fields = type(given).model_fields
+        changed = [name for name in names or fields if getattr(given, name) != fields[name].get_default()]
+        if changed:
+            shown = ", ".join(f"{section}.{name}={getattr(given, name)}" for name in changed)
+            lines.append(f"without effect: {shown}; {reason}")
     return lines
 
 
 def _idle(config: Config, strategy: str, ranks: int) -> Iterator[tuple[str, tuple[str, ...], str]]:
-    """A section, settings of it that nothing reads now, and why."""
+    """A section, settings of it (or all) that nothing reads now, and why."""
     train = config.train
-    terms = {name for name, _ in train.loss_terms}
     if config.model.method == "full":
         yield "model", ("rank", "scale", "dropout", "keys"), "model.method=full trains no adapters"
     if train.loss == "sft":
         yield "train", ("beta",), "train.loss=sft compares nothing with a reference"
     for loss, name in (("simpo", "simpo_gamma"), ("dpop", "dpop_lambda"), ("cpo", "cpo_alpha")):
-        if loss not in terms:
+        if loss not in dict(train.loss_terms):
             yield "train", (name,), f"it belongs to the loss {loss}, not {train.loss_name}"
     if train.schedule == "constant":
         yield "train", ("final_learning_rate",), "train.schedule=constant ends where it began"
@@ -43,14 +42,10 @@ def _idle(config: Config, strategy: str, ranks: int) -> Iterator[tuple[str, tupl
     if train.record_kind != "sft":
         yield "data", ("learn",), f"it belongs to train.loss=sft, not {train.loss_name}"
     if not config.rollouts.rounds:
-        yield "rollouts", tuple(type(config.rollouts).model_fields), "rollouts.rounds is 0"
+        yield "rollouts", (), "rollouts.rounds is 0"
     if config.sync.compression != "topk":
         yield "sync", ("topk_fraction",), f"it belongs to sync.compression=topk, not {config.sync.compression}"
     if strategy != "independent" and ranks > 1:
-        yield "independent", tuple(type(config.independent).model_fields), f"strategy={strategy} merges nothing"
+        yield "independent", (), f"strategy={strategy} merges nothing"
     elif config.independent.merge != "outer":
         yield "independent", ("outer_learning_rate", "outer_momentum"), "they belong to independent.merge=outer"
-
-
-def _is_changed(settings: Section, name: str) -> bool:
-    return bool(getattr(settings, name) != type(settings).model_fields[name].get_default(call_default_factory=True))
