@@ -79,11 +79,11 @@ def _of_references(config: Any) -> Iterator[Rule]:
     ) + " moves the reference"
     is_free = {term for term, _ in train.loss_terms} <= {"simpo", "orpo", "cpo", "sft"}
     is_free = is_free or (train.record_kind == "group" and train.beta == 0)
-    none = f"{moves}, and the loss {train.loss_name} with train.beta={train.beta:g} has none; leave it out"
+    none = f"{moves}, and the loss {train.loss_name} has none (train.beta={train.beta:g}); leave it out"
     yield train.reference_sync_steps and is_free, none
     other = f"{moves} along with the policy, but model.reference={model.reference} is another model; leave one out"
     yield model.reference != "initial", other
-    yield config.strategy == "independent", f"{moves}: each independent rank would follow itself; take synchronous"
+    yield config.strategy == "independent", f"{moves} and is not for strategy=independent; take synchronous"
     mixes = f"train.reference_mixup_alpha={alpha} mixes weights, and a mean of adapters' factors is no mean of their "
     mixes += "products; take 1, or model.method=full"
     yield model.method != "full" and alpha is not None and alpha < 1, mixes
