@@ -15,7 +15,7 @@ from lib.config.load import load
 from lib.config.settings import Config
 from lib.errors import UserError
 from lib.evaluate.judge_process import scores_in
-from lib.evaluate.judges import Judge, Question, judge_of, require_scores, scores_of
+from lib.evaluate.judges import Judge, Question, judge_of, scores_of
 from tests.tiny import ROOT
 
 
@@ -110,9 +110,9 @@ def test_a_judge_that_fails_on_an_answer_leaves_that_one_out(functions: None) ->
 def test_a_function_that_gives_no_scores_is_refused_before_answers_are_sampled_for_it(functions: None) -> None:
     for name, made in (("of_words", r"\['good'\]"), ("of_one", "1.0")):
         with pytest.raises(UserError, match=f"{name}: q.jsonl:1: returned {made}; it has to be a list of 1 scores"):
-            require_scores(judge_of(settings(f"round_judges:{name}"), "rollouts.judge"), asked(""))
+            judge_of_round(name).require_scores(asked(""))
     for name in ("broken", "of_some", "of_arrays"):  # the first two may be about that answer alone
-        require_scores(judge_of(settings(f"round_judges:{name}"), "rollouts.judge"), asked(""))
+        judge_of_round(name).require_scores(asked(""))
 
 
 @pytest.mark.parametrize("made", ["12", b"12", {1: 2, 2: 3}, [10**400, 1], 3, [1.0], {1, 2}])

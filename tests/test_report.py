@@ -115,11 +115,14 @@ def test_the_figures_follow_from_the_records(tmp_path: Path) -> None:
             tmp_path / f"logs/rank-{rank:03d}.jsonl", [{**start, "config": config, "rank": rank, "host": host}, *steps]
         )
     now = figures(read_all(tmp_path), 1041.0)
-    assert (now.state, now.step, now.steps) == ("running", 40, 100)
-    assert now.speed.pairs_per_second == pytest.approx(16.0) and now.speed.efficiency == pytest.approx(16 / 25)
-    assert now.speed.tokens_per_second == pytest.approx(2 * 160) and now.time.left_seconds == pytest.approx(61.5)
-    assert now.time.cost is not None and now.time.cost["energy_kwh"] == pytest.approx(2 * 0.1 * 41 / 3600)
-    assert now.ranks[0].planned_pairs_per_second == pytest.approx(15.0) and now.ranks[1].host == "b"
+    assert (now.state, now.summary["steps"], now.steps) == ("running", 40, 100)
+    assert now.summary["pairs_per_second"] == pytest.approx(16.0) and now.summary["efficiency"] == pytest.approx(
+        16 / 25
+    )
+    assert now.summary["tokens_per_second"] == pytest.approx(2 * 160) and now.left_seconds == pytest.approx(61.5)
+    assert now.summary["cost"]["energy_kwh"] == pytest.approx(2 * 0.1 * 41 / 3600)
+    first, second = now.summary["ranks"]
+    assert first["planned_pairs_per_second"] == pytest.approx(15.0) and second["host"] == "b"
     assert batch_curves(read_all(tmp_path)) == [], "a curve of another model is not drawn under this run"
     assert figures(read_all(tmp_path), 5000.0).state == "silent"
     (tmp_path / "logs/rank-001.jsonl").unlink()
@@ -134,8 +137,8 @@ def test_efficiency_counts_merges_and_waits_at_the_ends_of_rounds(tmp_path: Path
         steps = [step(n, rank, host, pairs=share) for n in range(1, 41)]
         write(tmp_path / f"logs/rank-{rank:03d}.jsonl", [{**start, "rank": rank, "host": host}, *steps, merge])
     now = figures(read_all(tmp_path), 1051.0)
-    assert now.speed.efficiency == pytest.approx(320 / 30 / 25), "0.43, where the last steps alone say 0.64"
-    assert now.step == 53, "12 rows are two steps, of 8 and of 4 rows: 26 epochs and 8 rows"
+    assert now.summary["efficiency"] == pytest.approx(320 / 30 / 25), "0.43, where the last steps alone say 0.64"
+    assert now.summary["steps"] == 53, "12 rows are two steps, of 8 and of 4 rows: 26 epochs and 8 rows"
 
 
 def test_one_machine_shows_no_efficiency(tmp_path: Path) -> None:
@@ -143,7 +146,7 @@ def test_one_machine_shows_no_efficiency(tmp_path: Path) -> None:
     write(tmp_path / "logs/rank-000.jsonl", [{"kind": "start", "time": 1000.0, "rank": 0, "host": "a", "plan": plan}])
     write(tmp_path / "logs/rank-000.jsonl", [step(n) for n in range(1, 9)])
     now = figures(read_all(tmp_path), 1009.0)
-    assert now.speed.efficiency is None and "Efficiency" not in str(page.card_texts(now, "pairs"))
+    assert now.summary["efficiency"] is None and "Efficiency" not in str(page.card_texts(now, "pairs"))
 
 
 def test_the_time_between_a_stop_and_a_resume_is_none_of_the_runs(tmp_path: Path) -> None:
@@ -152,7 +155,7 @@ def test_the_time_between_a_stop_and_a_resume_is_none_of_the_runs(tmp_path: Path
     records += [{**start, "time": 86_400.0}, *(step(n, time=86_396.0 + n) for n in range(5, 9))]
     write(tmp_path / "logs/rank-000.jsonl", records)
     now = figures(read_all(tmp_path), 86_405.0)
-    assert now.time.elapsed_seconds == pytest.approx(4.0 + 5.0) and now.restarts == 1
+    assert now.summary["wall_seconds"] == pytest.approx(4.0 + 5.0) and now.restarts == 1
     assert figures(RunHistory(tmp_path / "none"), 5.0).state == "waiting"
 
 

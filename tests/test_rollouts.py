@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +29,9 @@ from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate import command as evaluate
 from lib.evaluate.answers import part_of
-from lib.report import charts, page, run_report
+from lib.report import charts, run_report, sections
 from lib.report.history import RunHistory
-from lib.rollouts.collect import Drawing
+from lib.rollouts.collect import Judging
 from lib.rollouts.pairs import (
     Answer,
     Group,
@@ -260,7 +258,7 @@ def second_loses() -> Iterator[None]:
     """The second round is undone, whatever this machine's roundings make of it."""
     with pytest.MonkeyPatch.context() as patcher:
         why = "lib.rollouts.rounds.losses_of"
-        patcher.setattr(why, lambda rounds, latest, tolerance: ["it shall"] * (rounds[-1].number == 1))
+        patcher.setattr(why, lambda rounds, latest, tolerance: ["it shall"] * (rounds[-1].round == 1))
         yield
 
 
@@ -315,15 +313,13 @@ def test_a_round_that_loses_is_undone(whole: tuple[Path, list[str]]) -> None:
 
 
 def test_the_dashboard_shows_rounds(whole: tuple[Path, list[str]]) -> None:
-    from dash import html
-
     history = RunHistory(whole[0])
     while history.read():
         pass
-    shown = str(page.rounds_section(html, history))
+    shown = str(sections.of_rounds(history))
     assert "undone: it shall" in shown and "Seconds in rounds" in shown
     empty = RunHistory(whole[0] / "rounds")
-    assert page.rounds_section(html, empty) == [] == charts.of_rounds(empty)
+    assert sections.of_rounds(empty) == [] == charts.of_rounds(empty)
     verdicts = [json.loads((whole[0] / f"rounds/{number:04d}/round.json").read_text()) for number in (1, 2, 3)]
     panels = {panel.title: panel.figure for panel in charts.of_rounds(history)}
     for name in ("score", "tokens", "entropy", "kl"):
@@ -438,31 +434,16 @@ def test_answers_that_went_with_a_disk_are_drawn_again(overlapping: tuple[Path, 
 
 
 def test_a_judge_beside_the_ranks_reports_its_fault(tmp_path: Path) -> None:
+    def scores(chunk: int) -> list[str]:
+        if chunk == 2:
+            raise UserError("no answer is scored")
+        return [f"score {chunk}"]
+
     queue = ServedQueue(Journal(tmp_path / "scores.jsonl", "k", 4))
-    in_hand, judged = threading.Event(), threading.Event()
-
-    def takes_long() -> list[str]:
-        in_hand.set()
-        return ["zero"] * judged.wait(60)
-
-    def fails() -> list[str]:
-        raise UserError("no answer is scored")
-
-    drawing = Drawing(queue, queue, ThreadPoolExecutor(1))
-    drawing.judge(1, lambda: ["one"])
-    drawing.judge(0, takes_long)
-    assert in_hand.wait(60)
-    drawing.judge(2, lambda: ["not needed any more"])
-    drawing.end()
-    judged.set()
-    drawing.close(1)
+    judging = Judging(queue, scores)
+    with pytest.raises(UserError, match="no answer is scored"):
+        judging.join()
     assert queue.journal.missing == [2, 3]
-    drawing = Drawing(queue, queue, ThreadPoolExecutor(1))
-    drawing.judge(2, fails)
-    wait(drawing.judged)
-    for again in (lambda: drawing.judge(3, lambda: ["three"]), lambda: drawing.close(1)):
-        with pytest.raises(UserError, match="no answer is scored"):
-            again()
 
 
 def test_a_finished_run_answers_questions(whole: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
@@ -642,7 +623,7 @@ def test_answers_that_were_cut_are_counted(whole: tuple[Path, list[str]], tmp_pa
 
 @pytest.mark.parametrize(
     ("damage", "why"),
-    [(b"{", "Expecting property name"), (b'{"round": 1}', "validation errors for Verdict"), (b"\xff\xfe", "Expecting")],
+    [(b"{", "Invalid JSON"), (b'{"round": 1}', "validation error for RoundFigures"), (b"\xff\xfe", "Invalid JSON")],
 )
 def test_a_damaged_verdict_of_an_unfinished_run_is_one_line(
     damage: bytes, why: str, whole: tuple[Path, list[str]], tmp_path: Path
@@ -683,7 +664,7 @@ def words(tmp_path: Path) -> Iterator[list[str]]:
             "rollouts.judge=nonsense",
             "rollouts.judge=nonsense: cannot be started: no command 'nonsense' here; a judge is exact, number",
         ),
-        ("rollouts.judge=exat", "no command 'exat' here; did you mean exact"),
+        ("rollouts.judge=exat", "no command 'exat' here; a judge is exact, number"),
         ('rollouts.judge=a "b', "no command: no closing quotation"),
         ("rollouts.judge=reward:nowhere", "rollouts.judge=reward:nowhere: nowhere: no such folder"),
         ("rollouts.judge=http://[", r"rollouts.judge=http://\[ is no address"),

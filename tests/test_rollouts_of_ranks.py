@@ -104,7 +104,7 @@ def test_every_rank_goes_back_to_the_momentum_before_a_round_that_is_undone(
     alone: Alone, world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     why = "lib.rollouts.rounds.losses_of"
-    monkeypatch.setattr(why, lambda rounds, latest, tolerance: ["it shall"] * (rounds[-1].number == 1))
+    monkeypatch.setattr(why, lambda rounds, latest, tolerance: ["it shall"] * (rounds[-1].round == 1))
     own = ["strategy=independent", "plan.shares=[2,2]", "rollouts.rounds=2", "independent.merge=outer"]
     run = together(alone, world, folder, *own)
     for rank in range(world.size):

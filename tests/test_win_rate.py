@@ -76,9 +76,6 @@ def test_an_answer_wins_only_where_both_orders_say_so(
 
 
 def test_ties_that_the_order_made_are_counted_apart_from_others() -> None:
-    class Ordered:
-        looks_at_order = True
-
     def line(scores: Any, swapped: Any, verdict: str) -> Any:
         return {"scores": scores, "swapped_scores": swapped, "verdict": verdict}
 
@@ -89,7 +86,7 @@ def test_ties_that_the_order_made_are_counted_apart_from_others() -> None:
         line([2, 1], [5, 4], "win"),
     ]
     lines += [line([None, None], [1, 0], "unclear")]
-    result = win_rate.summarise(lines, Ordered())  # type: ignore[arg-type]
+    result = win_rate.summarise(lines, looks_at_order=True)
     assert (result["order_decided"], result["ties"], result["unclear"], result["wins"]) == (1, 3, 1, 1)
     assert result["win_rate"] == (1 + 4 / 2) / 5 and result["mean_score"] == (1 + 3 + 2) / 3
 

@@ -19,7 +19,6 @@ from lib.system.records import PerformanceTracker
 from lib.system.terminal import Terminal
 
 SAMPLE_WIDTH = 160  # columns of a sample's line, in a file
-MARKS = {True: "✓", False: "✗"}
 
 
 class GreedyAnswers(NamedTuple):
@@ -79,12 +78,10 @@ def show_samples(
 ) -> None:
     """Prints and records the greedy continuations of a few prompts, before or after training."""
     say.line(f"greedy answers {when} training", "bold")
-    room = (say.width or SAMPLE_WIDTH) - 10
     for prompt, text in zip(prompts, texts, strict=True):
-        say.line(f"  prompt  {_one_line(prompt, room)}")
-        say.line(f"  answer  {_one_line(text, room)}")
-    shown = [{"prompt": prompt, when: text} for prompt, text in zip(prompts, texts, strict=True)]
-    tracker.record("samples", samples=shown)
+        say.line(f"  prompt  {_one_line(prompt, say, 10)}")
+        say.line(f"  answer  {_one_line(text, say, 10)}")
+    tracker.record("samples", samples=[{"prompt": p, when: text} for p, text in zip(prompts, texts, strict=True)])
 
 
 def show_changes(
@@ -96,30 +93,23 @@ def show_changes(
     most: int,
 ) -> None:
     """Prints and records a few questions to which the answer turned right or wrong. texts: before, and after."""
-    each = [
-        (question, [(text, is_right(question, text, pattern)) for text in of_question])
-        for question, *of_question in zip(questions, *texts, strict=True)
-    ]
-    changed = [(question, before, after) for question, (before, after) in each if before[1] != after[1]]
+    each = zip(questions, *texts, strict=True)
+    changed = [(q, old, new) for q, old, new in each if is_right(q, old, pattern) != is_right(q, new, pattern)]
     if not changed:
         return
-    fixed, room = sum(after[1] for *_, after in changed), (say.width or SAMPLE_WIDTH) - 12
+    fixed = sum(is_right(question, after, pattern) for question, _, after in changed)
+    counts = f"{fixed} are right now that were wrong, {len(changed) - fixed} wrong that were right"
     say.line("")
-    say.line(
-        f"of {len(questions)} answers {fixed} are right now that were wrong, "
-        f"{len(changed) - fixed} wrong that were right",
-        "bold",
-    )
-    for question, before, after in changed[:most]:
+    say.line(f"of {len(questions)} answers {counts}", "bold")
+    for question, *both in changed[:most]:
         answer = f"  (right: {question.answer})"
-        say.line(f"  {_one_line(question.prompt, room - len(answer))}{answer}")
-        for when, (text, right) in (("before", before), ("after ", after)):
-            say.line(f"    {when} {MARKS[right]} {_one_line(text, room - 1)}")
-    shown = [{"prompt": q.prompt, "before": before[0], "after": after[0]} for q, before, after in changed[:most]]
-    tracker.record("samples", samples=shown)
+        say.line(f"  {_one_line(question.prompt, say, 12 + len(answer))}{answer}")
+        for when, text in zip(("before", "after "), both, strict=True):
+            say.line(f"    {when} {'✓' if is_right(question, text, pattern) else '✗'} {_one_line(text, say, 13)}")
+    tracker.record("samples", samples=[{"prompt": q.prompt, "before": b, "after": a} for q, b, a in changed[:most]])
 
 
-def _one_line(text: str, limit: int) -> str:
-    """Beginning and end of a long text."""
-    text = " ".join(text.split())
+def _one_line(text: str, say: Terminal, taken: int) -> str:
+    """Beginning and end of a text that is too long for a line. taken: columns of what else is in the line."""
+    text, limit = " ".join(text.split()), (say.width or SAMPLE_WIDTH) - taken
     return text if len(text) <= limit else f"{text[: limit // 2 - 3]} ... {text[len(text) + 2 - limit + limit // 2 :]}"

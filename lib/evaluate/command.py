@@ -17,20 +17,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from collections.abc import Callable
 from pathlib import Path
 
-import mlx.nn as nn
-
-from lib.config import (
-    command_line,
-    load,
-    train_arguments,
-)
+from lib.config import command_line, load, train_arguments
 from lib.config.settings import Config
 from lib.data import tokenizer as tokenizer_module
 from lib.data.dataset import Dataset, load_dataset, with_mismatched
-from lib.data.prompts import Question, load_questions
+from lib.data.prompts import load_questions
 from lib.data.tokenizer import Tokenizer, limits_of
 from lib.distributed.world import World, start
 from lib.errors import UserError
@@ -59,16 +52,10 @@ def main(arguments: list[str] | None = None) -> int:
     world = dataclasses.replace(world, timeout_seconds=settings.sync.timeout_seconds)
     model = with_compute_type(settings.model, world, Terminal(silent=world.rank != 0).line)
     settings = settings.model_copy(update={"model": model})
-    _work_of(options)(settings, options, world)
+    does = against if options.against is not None else on_tasks if options.tasks is not None else evaluate
+    does = in_bulk if options.score is not None or options.make_pairs is not None else does
+    does(settings, options, world)
     return 0
-
-
-def _work_of(options: argparse.Namespace) -> Callable[[Config, argparse.Namespace, World], None]:
-    if options.against is not None:
-        return against
-    if options.tasks is not None:
-        return on_tasks
-    return evaluate if options.score is None and options.make_pairs is None else in_bulk
 
 
 # ---- Held-out metrics
@@ -90,11 +77,12 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
         if dataset is None and (not questions or out is not None):
             way = "name some with --data" if out is not None else "name some with --data, or evaluate.answers=FILE"
             raise UserError(f"a run of rounds has no held-out pairs; {way}")
+        if out is not None and settings.train.loss == "sft":
+            raise UserError("--per-pair writes preference pairs; train.loss=sft has none")
     world.require_equal("data or questions", digest_of(dataset, questions))
     parts, world = parts_of_model(settings, world)
     shares, reference = [1] * world.workers.size, None
-    needs_reference = out is not None or losses.needs_reference(settings.train)
-    if dataset is not None and settings.train.loss != "sft" and needs_reference:
+    if dataset is not None and settings.train.loss != "sft" and (out or losses.needs_reference(settings.train)):
         model = divided_world.load_reference(settings, world)
         with say.counting("reference log-probabilities", len(dataset)) as progress:
             reference = dataset_logps(model, dataset, world, shares, settings, progress)
@@ -106,12 +94,14 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
         policy = dataset_logps(loaded.model, dataset, world, shares, settings)
         values |= metrics_of(dataset, policy, reference, settings.train)
         with world.agreeing("writing the pairs"):
-            if out is not None and world.rank == 0:
-                if reference is None:
-                    raise UserError("--per-pair writes preference pairs; train.loss=sft has none")
+            if out is not None and reference is not None and world.rank == 0:
                 write_per_pair(out, dataset, policy, reference, settings.train)
-    if questions:
-        values |= _answered(questions, loaded.model, tokenizer, settings, world)
+    if questions and tokenizer is not None:
+        prompts, limit = [question.prompt_ids for question in questions], settings.evaluate.max_tokens
+        made = greedy(loaded.model, tokenizer, prompts, limit, world)
+        if warning := made.warning(f"evaluate.max_tokens={limit}"):
+            say.line(warning)
+        values["exact_match"] = exact_match(questions, made.texts, settings.evaluate.answer_pattern)
     source, count = (settings.evaluate.answers, len(questions)) if dataset is None else (dataset.path, len(dataset))
     unit = "questions" if dataset is None else "rows"
     say.line(f"{options.run or settings.model.path} on {source}, {count:,} {unit}", "bold")
@@ -121,30 +111,13 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
 
 def _held_out_rows(settings: Config, tokenizer: Tokenizer | None) -> Dataset:
     _require_records_loss(settings)
-    words = vocabulary(settings.model)
-    dataset = load_dataset(
-        settings.data.valid or settings.data.train,
-        settings.data,
-        settings.record_kind,
-        tokenizer,
-        held_out=True if settings.data.holdout and not settings.data.valid else None,
-        **words,
-    )
+    words, data = vocabulary(settings.model), settings.data
+    held_out = True if data.holdout and not data.valid else None
+    source, kind = data.valid or data.train, settings.record_kind
+    dataset = load_dataset(source, data, kind, tokenizer, held_out=held_out, **words)
     if losses.needs_mismatched(settings.train.loss):
-        return with_mismatched(dataset, limits_of(words).row_tokens(settings.data.max_length))
+        return with_mismatched(dataset, limits_of(words).row_tokens(data.max_length))
     return dataset
-
-
-def _answered(
-    questions: list[Question], model: nn.Module, tokenizer: Tokenizer | None, settings: Config, world: World
-) -> Metrics:
-    """The exact match of greedy answers; says how many of them were cut."""
-    assert tokenizer is not None  # where there are questions
-    limit = settings.evaluate.max_tokens
-    made = greedy(model, tokenizer, [question.prompt_ids for question in questions], limit, world)
-    if warning := made.warning(f"evaluate.max_tokens={limit}"):
-        Terminal(silent=world.rank != 0).line(warning)
-    return {"exact_match": exact_match(questions, made.texts, settings.evaluate.answer_pattern)}
 
 
 def _require_records_loss(settings: Config) -> None:
@@ -201,7 +174,7 @@ def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None
             say.line(do.summary(out, figures["rows"]))
         elif isinstance(do, score_file.CompletionWriter) and (warning := do.warning()):
             say.line(warning)
-        say.record(dict(figures))
+        say.record(figures)
 
 
 def against(settings: Config, options: argparse.Namespace, world: World) -> None:
@@ -263,40 +236,26 @@ def _need_adapter(option: str, folder: Path) -> None:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = command_line.Parser(prog="python -m lib.evaluate", description=__doc__)
-    parser.add_argument("--run", metavar="RUN", help="folder of a finished run")
-    parser.add_argument("--model", metavar="PATH", help="policy to evaluate")
-    parser.add_argument(
-        "--reference", metavar="PATH", help="reference model (default: the policy itself, as it stands)"
-    )
-    parser.add_argument("--data", metavar="FILE", help="records to evaluate on (default: the run's held-out ones)")
-    parser.add_argument("--per-pair", metavar="OUT", help="write one JSON line a pair")
-    parser.add_argument(
-        "--score",
-        choices=score_file.KINDS,
-        nargs="?",
-        const="rewards",
-        help="a line for every row of --data: rewards and log-probabilities, log-probabilities alone, "
-        "the greedy answer, or drawn ones",
-    )
-    parser.add_argument("--out", metavar="OUT", help="where --score, --against and --tasks write")
-    parser.add_argument(
-        "--make-pairs", metavar="OUT", help="preference pairs of answers drawn to the prompts of --data"
-    )
-    parser.add_argument(
-        "--checkpoint", metavar="WHICH", help="of --run: best, last or a step (default: what the run's folder holds)"
-    )
-    parser.add_argument(
-        "--against",
-        metavar="OTHER",
-        help="compare answers to --data with those of another run, of a model, or of `base`: the run's model before it "
-        "was trained; evaluate.judge says who compares",
-    )
-    parser.add_argument("--tasks", metavar="NAMES", help="tasks of lm-evaluation-harness (package lm_eval)")
-    parser.add_argument("--tasks-folder", metavar="DIR", help="folder with YAML files of tasks of your own")
-    parser.add_argument("--shots", type=int, metavar="N", help="of --tasks: examples before each question")
-    parser.add_argument("--limit", type=int, metavar="N", help="of --tasks: most questions of each task")
-    parser.add_argument("--chat", action="store_true", help="of --tasks: ask by the model's chat template")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as train.py --help lists them")
+    add = parser.add_argument
+    add("--run", metavar="RUN", help="folder of a finished run")
+    add("--model", metavar="PATH", help="policy to evaluate")
+    add("--reference", metavar="PATH", help="reference model (default: the policy itself, as it stands)")
+    add("--data", metavar="FILE", help="records to evaluate on (default: the run's held-out ones)")
+    add("--per-pair", metavar="OUT", help="write one JSON line a pair")
+    what = "rewards and log-probabilities, log-probabilities alone, the greedy answer, or drawn ones"
+    score = f"a line for every row of --data: {what}"
+    add("--score", choices=score_file.KINDS, nargs="?", const="rewards", help=score)
+    add("--out", metavar="OUT", help="where --score, --against and --tasks write")
+    add("--make-pairs", metavar="OUT", help="preference pairs of answers drawn to the prompts of --data")
+    add("--checkpoint", metavar="WHICH", help="of --run: best, last or a step (default: what the run's folder holds)")
+    other = "another run, a model, or `base`: the run's model before it was trained; evaluate.judge says who compares"
+    add("--against", metavar="OTHER", help=f"compare answers to --data with those of {other}")
+    add("--tasks", metavar="NAMES", help="tasks of lm-evaluation-harness (package lm_eval)")
+    add("--tasks-folder", metavar="DIR", help="folder with YAML files of tasks of your own")
+    add("--shots", type=int, metavar="N", help="of --tasks: examples before each question")
+    add("--limit", type=int, metavar="N", help="of --tasks: most questions of each task")
+    add("--chat", action="store_true", help="of --tasks: ask by the model's chat template")
+    add("overrides", nargs="*", metavar="key=value", help="settings, as train.py --help lists them")
     options = parser.parse_intermixed_args(arguments)
     if (options.run is None) == (options.model is None):
         raise UserError("give either --run RUN or --model PATH")
@@ -308,25 +267,30 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def _require_one_work(options: argparse.Namespace) -> None:
     """Makes sure that the options belong together."""
-    works = [
-        name for name in ("score", "make_pairs", "per_pair", "against", "tasks") if getattr(options, name) is not None
-    ]
-    if len(works) > 1:
-        raise UserError(f"{' and '.join('--' + name.replace('_', '-') for name in works)} go one at a time")
-    if options.out is None and (options.score is not None or options.against is not None):
-        raise UserError(f"--{works[0]} needs --out OUT")
-    if options.out is not None and not {"score", "against", "tasks"} & {*works}:
-        raise UserError("--out is for --score, --against and --tasks; --per-pair and --make-pairs name their own file")
-    if options.tasks is not None and not all(name.strip() for name in options.tasks.split(",")):
-        raise UserError(f"--tasks {options.tasks!r}: give names with commas between them, e.g. arc_easy,gsm8k")
-    if (options.shots or 0) < 0 or (options.limit is not None and options.limit < 1):
-        raise UserError("--shots is 0 or more, --limit 1 or more")
-    if options.tasks is not None and options.run is None and options.out is None:
-        raise UserError("--tasks with --model needs --out OUT, e.g. tasks.json")
-    if options.tasks is None and (options.tasks_folder or options.shots is not None or options.limit or options.chat):
-        raise UserError("--tasks-folder, --shots, --limit and --chat are for --tasks NAMES")
-    if options.checkpoint is not None and options.run is None:
-        raise UserError("--checkpoint is of --run RUN")
+    names = ("score", "make_pairs", "per_pair", "against", "tasks")
+    works = [name for name in names if getattr(options, name) is not None]
+    of_tasks = options.tasks_folder or options.shots is not None or options.limit is not None or options.chat
+    for is_wrong, why in (
+        (len(works) > 1, f"{' and '.join('--' + name.replace('_', '-') for name in works)} go one at a time"),
+        (options.out is None and {"score", "against"} & {*works}, f"--{works[0] if works else ''} needs --out OUT"),
+        (
+            options.out is not None and not {"score", "against", "tasks"} & {*works},
+            "--out is for --score, --against and --tasks; --per-pair and --make-pairs name their own file",
+        ),
+        (
+            options.tasks is not None and not all(name.strip() for name in options.tasks.split(",")),
+            f"--tasks {options.tasks!r}: give names with commas between them, e.g. arc_easy,gsm8k",
+        ),
+        (
+            (options.shots or 0) < 0 or (options.limit is not None and options.limit < 1),
+            "--shots is 0 or more, --limit 1 or more",
+        ),
+        (options.tasks and not (options.run or options.out), "--tasks with --model needs --out OUT, e.g. tasks.json"),
+        (options.tasks is None and of_tasks, "--tasks-folder, --shots, --limit and --chat are for --tasks NAMES"),
+        (options.checkpoint is not None and options.run is None, "--checkpoint is of --run RUN"),
+    ):
+        if is_wrong:
+            raise UserError(why)
 
 
 def _read_config(options: argparse.Namespace) -> Config:

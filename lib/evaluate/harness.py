@@ -13,9 +13,8 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,7 +25,6 @@ from lib.data import tokenizer as tokenizer_module
 from lib.data.batch import collate
 from lib.data.chat import ChatTemplate, template_of
 from lib.data.dataset import Example
-from lib.data.order import micro_batches
 from lib.data.record_formats import Unusable
 from lib.data.tokenize import Encoder
 from lib.data.tokenizer import TextTokens, Tokenizer, limits_of, stored_config
@@ -34,12 +32,12 @@ from lib.distributed.work_queue import Lines
 from lib.distributed.world import World
 from lib.errors import AgreedError, UserError
 from lib.evaluate import score_file
-from lib.evaluate.sample import GreedySampling, Prompt, Sampler
+from lib.evaluate.sample import GreedySampling, Prompt, Sampler, in_batches
 from lib.evaluate.score_file import FileJob, StoredModel
 from lib.model import load
 from lib.model.logps import greedy_logps
 from lib.model.token_stream import arrays_of
-from lib.system import files, out_of_memory, records
+from lib.system import files, records
 from lib.system.model_folder import context_tokens
 from lib.system.terminal import Terminal
 from lib.training import reference_model
@@ -48,6 +46,7 @@ from lib.training.inputs import vocabulary
 PACKAGE = "lm_eval"
 GENERATED = 256  # most tokens of an answer, where a task does not say
 LONGEST = 2048  # tokens, where a model does not say how many it can see
+LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # what tasks call it
 
 
 class ScoreRequest(NamedTuple):
@@ -122,40 +121,34 @@ class HarnessWorker:
 
     def score(self, items: Sequence[Sequence[Any]]) -> Lines:
         """For each context a line: [log-probability, whether greedy decoding writes it] of every continuation."""
+        ids = [[np.array(piece, np.int32) for piece in (context, *others)] for context, others in items]
+        examples = [Example.of(row, pieces) for row, pieces in enumerate(ids)]
         results: dict[int, list[tuple[float, bool]]] = {}
-        counts = [len(continuations) for _, continuations in items]
-        for count in set(counts):  # a batch has as many continuations in each row
-            results |= self._scored([_example(i, *items[i]) for i in range(len(items)) if counts[i] == count])
-        return [json.dumps(results[i]) for i in range(len(items))]
-
-    def _scored(self, examples: Sequence[Example]) -> dict[int, list[tuple[float, bool]]]:
-        lengths = np.array([len(e.prompt_ids) + max(map(len, e.completions)) for e in examples])
-        scored: dict[int, list[tuple[float, bool]]] = {}
-
-        def of(indices: Sequence[int]) -> list[tuple[list[float], list[bool]]]:
-            batch = collate([examples[i] for i in indices], self.multiple, self.shares_prompts)
-            logps, are_greedy = greedy_logps(self.model, arrays_of(batch.inputs))
-            return list(zip(logps.tolist(), are_greedy.tolist(), strict=True))[: len(indices)]
-
         mx.eval(self.model.state)
-        for part in micro_batches(np.argsort(lengths, kind="stable"), self.settings.evaluate.batch_size):
-            rows = part.tolist()
-            for start, made in out_of_memory.in_pieces(rows, of):
-                for index, (logps, are_greedy) in zip(rows[start:], made, strict=False):
-                    scored[examples[index].row] = list(zip(logps, are_greedy, strict=True))
-        return scored
+        for count in {len(pieces) for pieces in ids}:  # a batch has as many continuations in each row
+            same = [example for example in examples if len(example.completions) == count - 1]
+            lengths = [len(e.prompt_ids) + max(map(len, e.completions)) for e in same]
+            scored = in_batches(
+                lengths, self.settings.evaluate.batch_size, lambda rows, same=same: self._scored(same, rows)
+            )
+            results |= zip([example.row for example in same], scored, strict=True)
+        return [json.dumps(results[row]) for row in range(len(items))]
+
+    def _scored(self, examples: Sequence[Example], rows: Sequence[int]) -> list[list[tuple[float, bool]]]:
+        batch = collate([examples[row] for row in rows], self.multiple, self.shares_prompts)
+        both = greedy_logps(self.model, arrays_of(batch.inputs))
+        each = zip(*(figures.tolist() for figures in both), strict=True)
+        return [list(zip(logps, are_greedy, strict=True)) for logps, are_greedy in each]
 
     def write(self, items: Sequence[Sequence[Any]]) -> Lines:
         """For each context its answer, up to the first of its stop texts."""
         asked = [AnswerRequest(*item) for item in items]
         seed = (self.settings.train.seed, int(score_file.key_of(items)[:8], 16))
         texts: dict[int, str] = {}
-        for options, of_options in itertools.groupby(range(len(asked)), lambda i: asked[i][1:]):
-            until, most, temperature = options
+        for (until, most, temperature), rows in itertools.groupby(range(len(asked)), lambda i: asked[i][1:]):
             stops = tuple(filter(None, until))
-            sampling = GreedySampling(most, 1, temperature, stop=stops)
-            prompts = [Prompt(i, asked[i].context) for i in of_options]
-            for sample in Sampler(self.model, self.tokenizer, sampling).sample(prompts, seed):
+            sampler = Sampler(self.model, self.tokenizer, GreedySampling(most, 1, temperature, stop=stops))
+            for sample in sampler.sample([Prompt(i, asked[i].context) for i in rows], seed):
                 ids = [token for token in sample.tokens if token not in self.tokenizer.eos_token_ids]
                 text = str(TextTokens(self.tokenizer).inner.decode(ids, skip_special_tokens=True))
                 texts[sample.prompt_id] = cut(text, stops)
@@ -165,17 +158,6 @@ class HarnessWorker:
 def cut(text: str, until: Sequence[str]) -> str:
     """A text before the first of some others in it."""
     return text[: min((text.find(stop) for stop in until if stop and stop in text), default=len(text))]
-
-
-def _example(row: int, context: Sequence[int], continuations: Sequence[Sequence[int]]) -> Example:
-    return Example(row, np.array(context, np.int32), tuple(np.array(ids, np.int32) for ids in continuations))
-
-
-class Instance(Protocol):
-    """What is needed of a request of the harness, lm_eval.api.instance.Instance."""
-
-    @property
-    def args(self) -> tuple[Any, ...]: ...
 
 
 class HarnessModel:
@@ -191,8 +173,7 @@ class HarnessModel:
         super().__init__()
         self.ask, self.settings, self.name = ask, settings, name
         self.template = ChatTemplate(tokenizer, settings.data)
-        self.inner = TextTokens(tokenizer).inner
-        self.tokenizer = tokenizer
+        self.inner, self.tokenizer = TextTokens(tokenizer).inner, tokenizer
         self.longest, self.limits = longest_input(settings), limits_of(vocabulary(settings.model))
         start = self.inner.bos_token_id if self.inner.bos_token_id is not None else self.inner.eos_token_id
         self.start_id: int = start
@@ -205,11 +186,11 @@ class HarnessModel:
 
     # ---- Log-probabilities
 
-    def loglikelihood(self, requests: Sequence[Instance], **_: object) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: Sequence[Any], **_: object) -> list[tuple[float, bool]]:
         """Log-probability of each (context, continuation), and whether greedy decoding would write it."""
         return self._scores([self.encode_pair(*request.args) for request in requests])
 
-    def loglikelihood_rolling(self, requests: Sequence[Instance], **_: object) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[Any], **_: object) -> list[float]:
         """Log-probability of each whole text, a long one in windows of all that the model can see."""
         windows = [rolling_windows(self.encode(request.args[0]), self.start_id, self.longest) for request in requests]
         scores = iter(self._scores([window for of_text in windows for window in of_text]))
@@ -217,17 +198,17 @@ class HarnessModel:
 
     def _scores(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         """Of (context, continuation) in token ids. Each context is asked once, the longest first."""
-        fitted = [fitting(context, continuation, self.longest) for context, continuation in pairs]
+        fitted = [tuple(map(tuple, fitting(*pair, self.longest))) for pair in pairs]
         contexts: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
         for context, continuation in fitted:
             if continuation:
-                of_context = contexts.setdefault(tuple(context), {})
-                of_context.setdefault(tuple(continuation), len(of_context))
+                of_context = contexts.setdefault(context, {})
+                of_context.setdefault(continuation, len(of_context))
         order = sorted(contexts, key=lambda context: -len(context) - max(map(len, contexts[context])))
         items = [ScoreRequest(list(context), [list(c) for c in contexts[context]]) for context in order]
         scores = dict(zip(order, self.ask("scores", items), strict=True))
         certain = (0.0, True)  # of no token at all
-        found = [scores[tuple(context)][contexts[tuple(context)][tuple(c)]] if c else certain for context, c in fitted]
+        found = [scores[context][contexts[context][c]] if c else certain for context, c in fitted]
         return [(float(logp), bool(is_greedy)) for logp, is_greedy in found]
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -239,9 +220,7 @@ class HarnessModel:
         if not context:
             ids = self.encode(continuation, opens=False)
             return ([self.start_id], ids) if ids[:1] != [self.start_id] else (ids[:1], ids[1:])
-        stripped = context.rstrip()
-        whole = self.encode(context + continuation)
-        length = len(self.encode(stripped))
+        whole, length = self.encode(context + continuation), len(self.encode(context.rstrip()))
         return (whole[:length], whole[length:]) if length else ([self.start_id], whole)
 
     def encode(self, text: str, opens: bool | None = None) -> list[int]:
@@ -262,29 +241,23 @@ class HarnessModel:
 
     # ---- Answers
 
-    def generate_until(self, requests: Sequence[Instance], **_: object) -> list[str]:
+    def generate_until(self, requests: Sequence[Any], **_: object) -> list[str]:
         """What the model writes after each context, up to the first stop text."""
         items = [self._generated(*request.args) for request in requests]
         order = sorted(range(len(items)), key=lambda i: -len(items[i].context))
-        texts: list[str] = [""] * len(items)
-        for index, text in zip(order, self.ask("answers", [items[index] for index in order]), strict=True):
-            texts[index] = text
-        return texts
+        texts = dict(zip(order, self.ask("answers", [items[index] for index in order]), strict=True))
+        return [texts[i] for i in range(len(items))]
 
     def _generated(self, context: str, options: dict[str, Any]) -> AnswerRequest:
-        names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-        max_tokens = int(next((options[name] for name in names if options.get(name) is not None), GENERATED))
-        until = options.get("until") or []
-        until = [until] if isinstance(until, str) else list(until)
-        temperature = float(options.get("temperature") or 0.0)
-        if options.get("do_sample") and not temperature:
-            temperature = 1.0  # as transformers has it
+        max_tokens = int(next((options[name] for name in LIMITS if options.get(name) is not None), GENERATED))
+        until, draws = options.get("until") or [], options.get("do_sample")
+        temperature = float(options.get("temperature") or bool(draws))  # 1 by default, as transformers has it
         room = self.longest - max_tokens
         if room <= 0:
             raise UserError(f"a task wants {max_tokens} tokens of a model that sees {self.longest}; set max_gen_toks")
-        ids = self.encode(context)[-room:]
-        greedy = options.get("do_sample") is False
-        return AnswerRequest(ids or [self.start_id], until, max_tokens, 0.0 if greedy else temperature)
+        ids = self.encode(context)[-room:] or [self.start_id]
+        stops = [until] if isinstance(until, str) else list(until)
+        return AnswerRequest(ids, stops, max_tokens, 0.0 if draws is False else temperature)
 
     # ---- Chats
 
@@ -334,22 +307,13 @@ def rolling_windows(ids: list[int], start_id: int, longest: int) -> list[tuple[l
     windows = []
     for begin in range(0, len(ids), longest):
         end = min(begin + longest, len(ids))
-        context = ids[end - longest - 1 : begin] if begin else [start_id]
-        windows.append((context, ids[begin:end]))
+        windows.append((ids[end - longest - 1 : begin] if begin else [start_id], ids[begin:end]))
     return windows
 
 
-@dataclass(frozen=True)
-class Tasks:
-    """What is asked of the harness.
-
-    Args:
-        names: of tasks or groups.
-        folder: with tasks' YAML files, besides those that the package brings.
-        shots: examples before each question; None for as many as a task says.
-        limit: most questions of each task.
-        chat: questions as chats, by the model's template.
-    """
+class Tasks(NamedTuple):
+    """What is asked of the harness: tasks or groups, a folder with YAML files of further ones, examples before each
+    question (None: as many as a task says), most questions of each task, and whether they are asked as chats."""
 
     names: tuple[str, ...]
     folder: Path | None
@@ -370,14 +334,18 @@ def evaluate_tasks(subject: StoredModel, tasks: Tasks, out: Path, world: World) 
     settings, kept = subject.settings, out.with_name(f"{out.name}.partial")
     with world.agreeing("reading the model"):
         if world.rank == 0:
-            _check(tasks, out)
+            if tasks.folder is not None and not tasks.folder.is_dir():
+                raise UserError(f"--tasks-folder {tasks.folder}: no such folder")
+            files.require_absent(out)
+            if importlib.util.find_spec(PACKAGE) is None:
+                install = f".venv/bin/python -m pip install -c constraints.txt {PACKAGE}"
+                raise UserError(f"--tasks needs the package {PACKAGE}; run {install}")
         tokenizer = tokenizer_module.load_tokenizer_of(settings.model)
         if tokenizer is None:
             raise UserError(f"{subject.name} has no tokenizer, which tasks need")
         model, digest = subject.load(world).model, subject.digest()
         if tasks.chat:
-            end = tokenizer_module.vocabulary(settings.model)["eos_token_id"]
-            encoder = Encoder(tokenizer, settings.data, end)
+            encoder = Encoder(tokenizer, settings.data, vocabulary(settings.model)["eos_token_id"])
             if not encoder.template.is_used:
                 raise UserError(f"--chat: {settings.model.path} has no chat template; give data.chat_template=FILE")
             encoder.stop_generation()
@@ -398,17 +366,6 @@ def evaluate_tasks(subject: StoredModel, tasks: Tasks, out: Path, world: World) 
         worker.end(error)
     shutil.rmtree(kept, ignore_errors=True)
     return results
-
-
-def _check(tasks: Tasks, out: Path) -> None:
-    """Looks for what would fail only after the model is loaded."""
-    if tasks.folder is not None and not tasks.folder.is_dir():
-        raise UserError(f"--tasks-folder {tasks.folder}: no such folder")
-    files.require_absent(out)
-    if importlib.util.find_spec(PACKAGE) is None:
-        raise UserError(
-            f"--tasks needs the package {PACKAGE}; run .venv/bin/python -m pip install -c constraints.txt {PACKAGE}"
-        )
 
 
 def _run_harness(worker: HarnessWorker, tokenizer: Tokenizer, subject: StoredModel, tasks: Tasks) -> dict[str, Any]:
@@ -441,26 +398,20 @@ def _run_harness(worker: HarnessWorker, tokenizer: Tokenizer, subject: StoredMod
     return {**results, "seconds": worker.seconds}
 
 
-def figures(results: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """The metrics of each task or group, as the harness names them: {"arc": {"acc,none": 0.5, ...}}."""
-    return {
+def show(say: Terminal, name: str, results: dict[str, Any], out: Path) -> None:
+    """A table for people, and a line of JSON: {"tasks": {"arc": {"acc,none": 0.5, ...}}}."""
+    rows: list[Sequence[str]] = []
+    metrics = {
         task: {name: value for name, value in of_task.items() if isinstance(value, int | float)}
         for task, of_task in results["results"].items()
     }
-
-
-def show(say: Terminal, name: str, results: dict[str, Any], out: Path) -> None:
-    """A table for people, and a line of JSON."""
-    rows: list[Sequence[str]] = []
-    metrics = figures(results)
     for task, values in metrics.items():
         for metric, value in values.items():
             measure, _, which = metric.partition(",")
-            if measure.endswith("_stderr") or not which:
-                continue
-            error = values.get(f"{measure}_stderr,{which}")
-            shown = measure if which == "none" else f"{measure} ({which})"
-            rows.append([task, shown, f"{value:.4f}", "-" if error is None else f"{error:.4f}"])
+            if which and not measure.endswith("_stderr"):
+                error = values.get(f"{measure}_stderr,{which}")
+                shown = measure if which == "none" else f"{measure} ({which})"
+                rows.append([task, shown, f"{value:.4f}", "-" if error is None else f"{error:.4f}"])
     say.table(f"{name} on tasks of lm-evaluation-harness", ["task", "metric", "value", "standard error"], rows, 2)
     say.line(f"{out}: all results")
     say.record({"run": name, "tasks": metrics, "seconds": results["seconds"]})

@@ -68,11 +68,7 @@ def scores_in(returned: Any, count: int) -> list[float] | None:
 
 
 def regex(prompt: object, completions: Sequence[str], record: dict[str, Any]) -> list[float]:
-    """1 where the regular expression in the record's answer matches somewhere in the completion.
-
-    Raises:
-        ValueError: the answer is no regular expression.
-    """
+    """1 where the regular expression in the record's answer matches somewhere in the completion."""
     try:
         pattern = re.compile(str(_answer_of(record)), re.MULTILINE)
     except re.error as error:
@@ -81,11 +77,7 @@ def regex(prompt: object, completions: Sequence[str], record: dict[str, Any]) ->
 
 
 def json_schema(prompt: object, completions: Sequence[str], record: dict[str, Any]) -> list[float]:
-    """1 where the completion is JSON, bare or fenced, that fits the schema in the record's answer.
-
-    Raises:
-        ValueError: the package jsonschema is missing, or the answer is no schema.
-    """
+    """1 where the completion is JSON, bare or fenced, that fits the schema in the record's answer."""
     try:
         from jsonschema import SchemaError, validators
     except ImportError:
@@ -97,15 +89,14 @@ def json_schema(prompt: object, completions: Sequence[str], record: dict[str, An
         validator.check_schema(schema)
     except (ValueError, SchemaError) as error:
         raise ValueError(f"{ANSWER!r} is no JSON schema: {str(error).partition(chr(10))[0]}") from None
-    return [float(_fits(text, validator(schema).is_valid)) for text in completions]
-
-
-def _fits(text: str, is_valid: Callable[[object], bool]) -> bool:
-    fenced = FENCED.fullmatch(text)
-    try:
-        return bool(is_valid(json.loads(fenced[1] if fenced else text)))
-    except (ValueError, RecursionError):
-        return False
+    scores = []
+    for text in completions:
+        fenced = FENCED.fullmatch(text)
+        try:
+            scores.append(float(validator(schema).is_valid(json.loads(fenced[1] if fenced else text))))
+        except (ValueError, RecursionError):
+            scores.append(0.0)
+    return scores
 
 
 def _answer_of(record: dict[str, Any]) -> Any:

@@ -6,7 +6,6 @@ A judge takes questions and returns a score for each completion of each, the hig
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib.machinery
 import json
 import math
@@ -18,6 +17,7 @@ import shutil
 import signal
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from decimal import Context, Decimal, localcontext
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx2
@@ -53,39 +53,42 @@ FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:function
 DIGITS = r"(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)"  # 1,200 and 1,00,000; "3,4" has 3 and 4
 DECIMAL = rf"(?:{DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
 NUMBER = rf"(?<![\d.])((?:(?<![\w)])[-+])?{DECIMAL})(?:/({DECIMAL}))?"  # "10-5" has 10 and 5; "3/4" is one
-MINUS = "\N{MINUS SIGN}"
 START_SECONDS, END_SECONDS = 60.0, 5.0  # of the process of a function: until it is imported, and until it has ended
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt with the completions to score.
-
-    Args:
-        place: file:line, for errors.
-        record: the whole record of the prompt, e.g. with its `answer`.
-    """
+    """A prompt with the completions to score. place: file:line; record: of the prompt, with its `answer`."""
 
     place: str
     prompt: Any
     completions: Sequence[str]
     record: Mapping[str, Any]
 
+    def line(self) -> str:
+        """JSON, as functions and commands read it."""
+        asked = {"prompt": self.prompt, "completions": list(self.completions), "record": self.record}
+        return json.dumps(asked, default=str)
 
-class Judge(Protocol):
-    """Scores completions.
 
-    Attributes:
-        looks_at_order: whether the order of completions may change the scores, so that both orders have to be asked.
-    """
+class Judge(ABC):
+    """Scores completions. looks_at_order: whether the order of completions may change the scores."""
 
-    looks_at_order: bool
+    looks_at_order: bool = False
 
+    @abstractmethod
     def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
         """A score for each completion of each question.
 
         Raises:
             UserError: a record lacks what the judge needs, or what the judge did wrong.
+        """
+
+    def require_scores(self, question: Question) -> None:  # noqa: B027  (most judges need no trial)
+        """Makes sure that the judge answers, before answers are sampled for it.
+
+        Raises:
+            UserError: it does not, or what it returns are no scores.
         """
 
 
@@ -107,7 +110,7 @@ def same_number(text: str, answer: str) -> bool:
 
 def number_of(text: str) -> Decimal | None:
     """The last number of a text, a fraction to 50 digits; None where there is none, or none that is finite."""
-    found = re.findall(NUMBER, text.replace(MINUS, "-"))
+    found = re.findall(NUMBER, text.replace("\N{MINUS SIGN}", "-"))
     if not found:
         return None
     with localcontext(Context(prec=50, traps=[])):
@@ -116,19 +119,14 @@ def number_of(text: str) -> Decimal | None:
     return number if number.is_finite() else None
 
 
-@dataclass(frozen=True)
-class Checker:
+class Checker(Judge):
     """1 for a right answer, 0 for a wrong one: completions are compared with the record's `answer`."""
 
-    is_right: Callable[[str, str], bool]
-    looks_at_order = False
+    def __init__(self, is_right: Callable[[str, str], bool]):
+        self.is_right = is_right
 
     def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
-        answers = map(_answer_of, questions)
-        return [
-            [float(self.is_right(text, answer)) for text in question.completions]
-            for question, answer in zip(questions, answers, strict=True)
-        ]
+        return [[float(self.is_right(text, _answer_of(q))) for text in q.completions] for q in questions]
 
 
 def _answer_of(question: Question) -> str:
@@ -145,10 +143,10 @@ def _answer_of(question: Question) -> str:
 
 
 class NoScores(UserError):
-    """What a function gave is no list with a score, or None, for each completion."""
+    """What a function returned is no list with a score, or None, for each completion."""
 
 
-class FunctionJudge:
+class FunctionJudge(Judge):
     """Calls MODULE:FUNCTION, as (prompt, completions, record) ➜ scores, in a spawned process with a time limit.
 
     A function that takes too long is killed; the next question starts it again. What it prints goes to standard error.
@@ -175,18 +173,20 @@ class FunctionJudge:
     def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
         return [self._scores(question) for question in questions]
 
-    def _scores(self, question: Question) -> list[float]:
-        """A score for each completion, NaN where the function returned None.
+    def require_scores(self, question: Question) -> None:
+        # What a function raises may be about this answer alone: that is left to the round.
+        try:
+            self([question])
+        except NoScores:
+            raise
+        except UserError:
+            return
 
-        Raises:
-            UserError: no answer in time, the process ended, or the function raised.
-            NoScores: it returned something else.
-        """
-        message = {"prompt": question.prompt, "completions": list(question.completions), "record": question.record}
+    def _scores(self, question: Question) -> list[float]:
         try:
             if self._process is None:
                 self._start()
-            self._pipe.send(json.dumps(message, default=str))
+            self._pipe.send(question.line())
             answer = self._received(self.limit_seconds)
         except UserError as error:
             raise UserError(f"{self.name}: {question.place}: {error}") from None
@@ -242,28 +242,26 @@ def _kill(process: BaseProcess) -> None:
     process.join()
 
 
-@dataclass(frozen=True)
-class CommandJudge:
+class CommandJudge(Judge):
     """A command that reads {"prompt", "completions", "record"} a line, and writes a list of scores a line."""
 
-    command: str
-    timeout_seconds: float
     looks_at_order = True
 
+    def __init__(self, command: str, timeout_seconds: float):
+        self.command, self.timeout_seconds = command, timeout_seconds
+
     def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
-        name = f"evaluate.judge={self.command}"
-        text = "".join(
-            json.dumps({"prompt": one.prompt, "completions": one.completions, "record": one.record}) + "\n"
-            for one in questions
-        )
+        name, text = f"evaluate.judge={self.command}", "".join(f"{question.line()}\n" for question in questions)
         done = os_commands.run(shlex.split(self.command), self.timeout_seconds, text=text)
         if done.status is None:
             raise UserError(f"{name}: no answer within {self.timeout_seconds:g} s (sync.timeout_seconds)")
         if done.status:
-            said = done.errors.strip().splitlines()
-            raise UserError(f"{name}: ended with status {done.status}: {said[-1] if said else 'it said nothing'}")
-        lines = done.output.splitlines()
-        scores = [_scores_in(*each) for each in zip(lines, questions, strict=False)]
+            said = done.errors.strip().splitlines() or ["it said nothing"]
+            raise UserError(f"{name}: ended with status {done.status}: {said[-1]}")
+        lines, scores = done.output.splitlines(), []
+        for line, question in zip(lines, questions, strict=False):
+            with contextlib.suppress(ValueError):
+                scores.append(judge_process.scores_in(json.loads(line), len(question.completions)))
         found = [of_texts for of_texts in scores if of_texts is not None]
         if not len(lines) == len(found) == len(questions):
             raise UserError(
@@ -273,14 +271,7 @@ class CommandJudge:
         return found
 
 
-def _scores_in(line: str, question: Question) -> list[float] | None:
-    try:
-        return judge_process.scores_in(json.loads(line), len(question.completions))
-    except ValueError:
-        return None
-
-
-# ---- A model behind an OpenAI-compatible server ----------------------------------------------------------------------
+# ---- A model behind an OpenAI-compatible server
 
 INSTRUCTIONS = """Compare two answers to the same question. Judge how correct, helpful and clear they are. Their order
 and their length must not matter.
@@ -312,7 +303,6 @@ GRADING = """Grade an answer to a question. Judge how correct, helpful and clear
 Explain in a few sentences. Then end with a line with the grade, from 1 (useless) to 10 (perfect), like this: [[5]]"""
 GRADE = r"\[\[(-?\d+(?:\.\d+)?)\]\]"
 VERDICTS: dict[str | None, list[float]] = {"A": [1.0, 0.0], "B": [0.0, 1.0], "C": [0.5, 0.5]}
-UNCLEAR = [math.nan, math.nan]  # no verdict in what the model answered
 BUSY = (408, 429, 500, 502, 503, 504)  # statuses of a server that is busy, or gone for a moment
 TRIES = 4
 CONNECT_SECONDS = 20.0  # of the first question, whether a server is there
@@ -346,7 +336,7 @@ def text_of(prompt: Any) -> str:
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
-class JudgeServer:
+class JudgeServer(Judge):
     """A model of an OpenAI-compatible server, asked for verdicts on two answers, or for a grade of each.
 
     The questions are those of MT-bench's judge (arXiv:2306.05685, section 3.1).
@@ -370,18 +360,12 @@ class JudgeServer:
             return [[float(next(grades) or math.nan) for _ in question.completions] for question in questions]
         if any(len(question.completions) != 2 for question in questions):
             raise UserError(f"{self.name} compares two answers, for --against")
-        pairs = [
-            {"{prompt}": text_of(one.prompt), "{first}": one.completions[0], "{second}": one.completions[1]}
-            for one in questions
-        ]
-        return [VERDICTS.get(extract(r"\[\[([ABC])\]\]", text), UNCLEAR) for text in self._answers(pairs)]
+        names = ("{prompt}", "{first}", "{second}")
+        pairs = [dict(zip(names, (text_of(q.prompt), *q.completions), strict=True)) for q in questions]
+        verdicts = [extract(r"\[\[([ABC])\]\]", text) for text in self._answers(pairs)]
+        return [VERDICTS.get(verdict, [math.nan, math.nan]) for verdict in verdicts]
 
-    def require_server(self) -> None:
-        """Makes sure that a server listens: a run asks only when the first answers are written.
-
-        Raises:
-            UserError: none does.
-        """
+    def require_scores(self, question: Question) -> None:
         try:
             with self._client(min(self.timeout_seconds, CONNECT_SECONDS)) as client:
                 client.get(f"{self.url}/models")
@@ -401,29 +385,27 @@ class JudgeServer:
         """One answer; a server that is busy, or cannot be reached, is asked again."""
         message = {"role": "user", "content": filled_in(self.instructions, parts)}
         body = {"model": self.model, "messages": [message], "temperature": 0}
+        why = ""
         for attempt in range(TRIES):
+            if attempt:
+                time.sleep(WAIT_SECONDS * 2 ** (attempt - 1))
             try:
                 response = client.post(f"{self.url}/chat/completions", json=body)
             except httpx2.HTTPError as error:
                 why = str(error) or type(error).__name__
-            else:
-                if response.status_code == 200:
-                    return self._content(response)
-                why = f"status {response.status_code}: {response.text[:200]!r}"
-                if response.status_code not in BUSY:
-                    raise UserError(f"{self.name}: {why}")
-            if attempt < TRIES - 1:
-                time.sleep(WAIT_SECONDS * 2**attempt)
+                continue
+            why = f"status {response.status_code}: {response.text[:200]!r}"
+            if response.status_code == 200:
+                try:
+                    return str(response.json()["choices"][0]["message"]["content"] or "")
+                except (ValueError, KeyError, IndexError, TypeError):
+                    raise UserError(f"{self.name}: no chat completion, but {response.text[:200]!r}") from None
+            if response.status_code not in BUSY:
+                raise UserError(f"{self.name}: {why}")
         raise UserError(f"{self.name}: {why} (tried {TRIES} times)")
 
-    def _content(self, response: httpx2.Response) -> str:
-        try:
-            return str(response.json()["choices"][0]["message"]["content"] or "")
-        except (ValueError, KeyError, IndexError, TypeError):
-            raise UserError(f"{self.name}: no chat completion, but {response.text[:200]!r}") from None
 
-
-# ---- A local model -----------------------------------------------------------------------------------------------
+# ---- A local model
 
 CLASSIFIER = "ForSequenceClassification"  # how the architectures of such models end
 ASKING = """Here are a question and an answer to it.
@@ -439,7 +421,7 @@ ASKING = """Here are a question and an answer to it.
 Is the answer correct and helpful? Say Yes or No, and nothing else."""
 
 
-class RewardModel:
+class RewardModel(Judge):
     """Scores each answer by itself, in batches of evaluate.batch_size.
 
     A classifier (its config.json names an architecture ...ForSequenceClassification, with one label) sees the chat of
@@ -452,8 +434,6 @@ class RewardModel:
     Raises:
         UserError: there is no such model, or no tokenizer, or it has several labels.
     """
-
-    looks_at_order = False
 
     def __init__(self, settings: EvaluateSettings, multiple: int):
         self.name, self.batch_size, self.multiple = f"evaluate.judge={settings.judge}", settings.batch_size, multiple
@@ -495,33 +475,30 @@ class RewardModel:
         """The tokens whose last one is scored.
 
         Raises:
-            UserError: more than the model has positions for, or ids that it does not know.
+            UserError: the template refuses them, the model has too few positions, or it does not know an id.
         """
         if self.is_classifier:
             prompt = question.prompt
             turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-            ids = self._chat([*turns, {"role": "assistant", "content": text}], add_generation_prompt=False)
+            turns.append({"role": "assistant", "content": text})
         else:
             content = filled_in(self.instructions, {"{prompt}": text_of(question.prompt), "{answer}": text})
-            ids = self._chat([{"role": "user", "content": content}], add_generation_prompt=True)
+            turns = [{"role": "user", "content": content}]
+        asks = not self.is_classifier
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            ids = self.tokenizer.encode("\n\n".join(str(turn["content"]) for turn in turns) + "\n" * asks)
+        else:
+            try:
+                chat = self.tokenizer.apply_chat_template(turns, add_generation_prompt=asks, tokenize=False)
+            except Exception as error:  # whatever the template's author chose
+                raise UserError(f"{self.name}: its chat template refuses a question: {error}") from None
+            ids = self.tokenizer.encode(str(chat), add_special_tokens=False)
         try:
-            self.limits.check_ids([ids])
+            self.limits.check_ids([list(ids)])
             self.limits.check_row(len(ids) + 1, "leave the prompt out, or take another model")
         except Unusable as why:
             raise UserError(f"{self.name}: {question.place}: {why}") from None
-        return ids
-
-    def _chat(self, turns: list[dict[str, Any]], add_generation_prompt: bool) -> list[int]:
-        if getattr(self.tokenizer, "chat_template", None) is None:
-            text = "\n\n".join(str(turn["content"]) for turn in turns) + "\n" * add_generation_prompt
-            return list(self.tokenizer.encode(text))
-        try:
-            text = self.tokenizer.apply_chat_template(
-                turns, add_generation_prompt=add_generation_prompt, tokenize=False
-            )
-        except Exception as error:  # whatever the template's author chose
-            raise UserError(f"{self.name}: its chat template refuses a question: {error}") from None
-        return list(self.tokenizer.encode(str(text), add_special_tokens=False))
+        return list(ids)
 
     def _answers_head(self) -> mx.array:
         """float32 [vocabulary]: what makes log p(Yes) - log p(No) of logits."""
@@ -544,14 +521,14 @@ def _score_head(folder: Path, name: str) -> mx.array:
     for file in sorted(path for path in folder.glob("*.safetensors") if not files.is_litter(path.name)):
         weights: Any = mx.load(str(file))
         for head in (weights[key] for key in ("score.weight", "classifier.weight") if key in weights):
-            if (labels := head.shape[0] if head.ndim == 2 else 0) != 1:
-                raise UserError(f"{name}: has {labels} labels; a reward model has one")
+            if head.ndim != 2 or head.shape[0] != 1:
+                raise UserError(f"{name}: has {head.shape[0]} labels; a reward model has one")
             mx.eval(head)
             return head[0].astype(mx.float32)
     raise UserError(f"{name}: no score.weight in its files, which a sequence classifier has")
 
 
-# ---- The judge that a setting names --------------------------------------------------------------------------------
+# ---- The judge that a setting names
 
 
 def kind_of(judge: str | None) -> JudgeKind:
@@ -571,9 +548,8 @@ def require_judges(settings: EvaluateSettings, of_rounds: str | None, data: obje
     Raises:
         UserError: they have none, or it has nothing to check by.
     """
-    setting = "evaluate.judge" if of_rounds is None else "rollouts.judge"
-    asked = [(setting, settings.judge if of_rounds is None else of_rounds, data)]
-    for name, judge, prompts in [*asked, ("evaluate.judge", settings.judge, held_out)]:
+    first = ("evaluate.judge", settings.judge) if of_rounds is None else ("rollouts.judge", of_rounds)
+    for (name, judge), prompts in ((first, data), (("evaluate.judge", settings.judge), held_out)):
         if not isinstance(prompts, Prompts):
             continue
         require_judge(settings, judge, name)
@@ -590,47 +566,40 @@ def require_judge(settings: EvaluateSettings, judge: str | None, setting: str) -
     Raises:
         UserError: there is none.
     """
-    name, kind = f"{setting}={judge}", kind_of(judge)
+    name, kind, why = f"{setting}={judge}", kind_of(judge), ""
     if judge is None:
         return
     if judge == "json_schema" and _is_missing("jsonschema"):
-        raise UserError(f"{name}: json_schema needs the package jsonschema: pip install jsonschema")
-    if kind == "reward":
+        why = ": json_schema needs the package jsonschema: pip install jsonschema"
+    elif kind == "reward":
         _reward_folder(judge, name)
-    if kind == "server":
+    elif kind == "server":
         try:
-            parts = urlsplit(judge)
-            has_host = parts.hostname is not None and parts.port != 0
+            has_host = bool(urlsplit(judge).hostname)
         except ValueError:
             has_host = False
         if not has_host:
-            raise UserError(f"{name} is no address; give one like http://HOST:8080/v1")
-        if settings.judge_model is None:
-            raise UserError(f"{name} needs evaluate.judge_model, the name of a model that it serves")
-    # Only the package is looked for: to find a module in it would run its code.
-    if kind == "function" and _is_missing(package := judge.partition(":")[0].partition(".")[0]):
-        why = f"No module named {package!r}; give module:function, importable from this folder"
-        raise UserError(f"{name}: ModuleNotFoundError: {why}")
-    if kind == "command":
-        _require_command(judge, name)
+            why = " is no address; give one like http://HOST:8080/v1"
+        elif settings.judge_model is None:
+            why = " needs evaluate.judge_model, the name of a model that it serves"
+    elif kind == "function" and _is_missing(package := re.split("[.:]", judge)[0]):
+        why = f": ModuleNotFoundError: No module named {package!r}; give module:function, importable from this folder"
+    elif kind == "command":
+        try:
+            command = shlex.split(judge)[0]
+        except (ValueError, IndexError) as error:
+            raise UserError(f"{name}: no command: {str(error).lower()}") from None
+        if shutil.which(command) is None:
+            why = f": cannot be started: no command {command!r} here; {JUDGES}"
+    if why:
+        raise UserError(f"{name}{why}")
 
 
 def _is_missing(package: str) -> bool:
-    """Whether there is no such package or module, here or in this folder."""
+    """Whether there is no such package here or in this folder. It is looked for alone: to import it runs its code."""
     if package in sys.builtin_module_names or package in sys.modules:
         return False
     return importlib.machinery.PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]) is None
-
-
-def _require_command(command: str, name: str) -> None:
-    try:
-        words = shlex.split(command)
-    except ValueError as error:
-        raise UserError(f"{name}: no command: {str(error).lower()}") from None
-    if not words or shutil.which(words[0]) is None:
-        near = difflib.get_close_matches(command, CHECKS, 1)
-        why = f"no command {words[0]!r} here" if words else "it names nothing"
-        raise UserError(f"{name}: cannot be started: {why}; {f'did you mean {near[0]}?' if near else JUDGES}")
 
 
 def judge_of(settings: Config, setting: str = "evaluate.judge", grades: bool = False) -> Judge:
@@ -647,10 +616,8 @@ def judge_of(settings: Config, setting: str = "evaluate.judge", grades: bool = F
     require_judge(evaluate, judge, setting)
     if judge is None:
         return Checker(lambda text, answer: extract(pattern, text) == answer)
-    if judge == "exact":
-        return Checker(lambda text, answer: text.strip() == answer)
-    if judge == "number":
-        return Checker(same_number)
+    if judge in ("exact", "number"):
+        return Checker(same_number if judge == "number" else lambda text, answer: text.strip() == answer)
     if kind == "reward":
         return RewardModel(evaluate, length_multiple(settings.data))
     if kind == "server":
@@ -661,35 +628,14 @@ def judge_of(settings: Config, setting: str = "evaluate.judge", grades: bool = F
     return FunctionJudge(function, f"{setting}={judge}", evaluate.judge_seconds)
 
 
-# ---- Scores of a round --------------------------------------------------------------------------------------------
+# ---- Scores of a round
 
 
-@dataclass(frozen=True)
-class Scored:
+class Scored(NamedTuple):
     """What a judge makes of one answer: a score, or why there is none."""
 
     score: float | None
     fault: str = ""
-
-
-def require_scores(judge: Judge, question: Question) -> None:
-    """Makes sure that a judge answers, before a round of answers is sampled for it: a server, a function.
-
-    What a function raises may be about this answer alone, and so may a score that is None: that is left to the round.
-
-    Raises:
-        NoScores: it gives something else.
-        UserError: no server is there.
-    """
-    if isinstance(judge, JudgeServer):
-        judge.require_server()
-    if isinstance(judge, FunctionJudge):
-        try:
-            judge([question])
-        except NoScores:
-            raise
-        except UserError:
-            return
 
 
 def scores_of(judge: Judge, questions: Sequence[Question]) -> list[list[Scored]]:
@@ -713,8 +659,7 @@ def scores_of(judge: Judge, questions: Sequence[Question]) -> list[list[Scored]]
 def _each(judge: Judge, question: Question) -> list[Scored]:
     """The scores of one question's answers, each by itself where they cannot be had together."""
     try:
-        (of_texts,) = judge([question])
-        return list(map(_scored, of_texts))
+        return list(map(_scored, judge([question])[0]))
     except UserError as error:
         if len(question.completions) == 1:
             return [Scored(None, str(error))]

@@ -6,9 +6,9 @@ together, in whatever order, make the same samples as one rank. Caches, padding 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,6 +17,8 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import apply_top_p
 
+from lib.config.settings import RolloutSettings
+from lib.data.order import micro_batches
 from lib.data.tokenizer import Tokenizer
 from lib.distributed.world import World
 from lib.errors import Stopped
@@ -26,18 +28,19 @@ from lib.system import out_of_memory
 BLOCK = 8  # tokens between two looks at what was drawn: until then nothing waits for the device
 PREFILL_TOKENS = 16384  # of prompts in one pass
 
+T = TypeVar("T")
 
-@dataclass(frozen=True)
-class Prompt:
+
+class Prompt(NamedTuple):
     """What is answered. id: its row in the file of prompts; tokens: at least one."""
 
     id: int
     tokens: list[int]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sample:
-    """One answer.
+    """One answer, while it grows and when it is finished.
 
     Args:
         k: its number among the answers to this prompt, from 0.
@@ -49,27 +52,10 @@ class Sample:
     prompt_id: int
     k: int
     prompt_tokens: list[int]
-    tokens: list[int]
-    logps: list[float]
-    finish: Literal["stop", "length"]
-    text: str
-
-
-class AnswerSettings(Protocol):
-    """How answers are drawn; rollouts.* has them by these names."""
-
-    @property
-    def samples(self) -> int: ...
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_p(self) -> float: ...
-    @property
-    def max_tokens(self) -> int: ...
-    @property
-    def stop(self) -> Sequence[str]: ...
-    @property
-    def batch_size(self) -> int: ...
+    tokens: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+    finish: Literal["stop", "length"] | None = None
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -82,6 +68,18 @@ class GreedySampling:
     top_p: float = 1.0
     stop: tuple[str, ...] = ()
     batch_size: int = 32
+
+
+def in_batches(
+    lengths: Sequence[int], batch_size: int, do: Callable[[Sequence[int]], Iterable[T]], can_halve: bool = True
+) -> list[T]:
+    """What `do` makes of rows, given by index in batches of about one length, which halve where memory is short."""
+    results: dict[int, T] = {}
+    for part in micro_batches(np.argsort(lengths, kind="stable"), batch_size):
+        rows = part.tolist()
+        for start, made in out_of_memory.in_pieces(rows, do, can_halve):
+            results |= zip(rows[start:], made, strict=False)
+    return [results[row] for row in range(len(lengths))]
 
 
 def uniforms(seed: Sequence[int], prompt_id: int, k: int, count: int) -> np.ndarray:
@@ -117,16 +115,6 @@ def draw(logits: mx.array, numbers: mx.array, temperature: float, top_p: float) 
     return chosen.astype(mx.int32), mx.take_along_axis(logps, chosen[:, None], axis=-1).squeeze(-1)
 
 
-class GrowingAnswer:
-    """An answer that is being written."""
-
-    def __init__(self, prompt: Prompt, k: int):
-        self.prompt, self.k = prompt, k
-        self.tokens: list[int] = []
-        self.logps: list[float] = []
-        self.finish: Literal["stop", "length"] | None = None
-
-
 class Sampler:
     """Samples answers.
 
@@ -141,7 +129,7 @@ class Sampler:
         self,
         model: nn.Module,
         tokenizer: Tokenizer,
-        settings: AnswerSettings,
+        settings: RolloutSettings | GreedySampling,
         world: World = World(),  # noqa: B008  (frozen)
     ):
         self.model, self.tokenizer, self.settings, self.world = model, tokenizer, settings, world
@@ -182,15 +170,11 @@ class Sampler:
         samples: dict[int, list[Sample]] = {}
         self.model.eval()
         mx.eval(self.model.state)
-
-        def answered(indices: Sequence[int]) -> list[list[Sample]]:
-            return self._batch([prompts[i] for i in indices], seed, is_wanted)
-
+        answered = lambda rows: self._batch([prompts[i] for i in rows], seed, is_wanted)  # noqa: E731
         try:
             for batch in self._batches(prompts, size):
-                pieces = out_of_memory.in_pieces(batch, answered, can_halve=not self.world.divides_model)
-                for start, of_piece in pieces:
-                    samples |= dict(zip(batch[start:], of_piece, strict=False))
+                for start, made in out_of_memory.in_pieces(batch, answered, can_halve=not self.world.divides_model):
+                    samples |= zip(batch[start:], made, strict=False)
         finally:
             self.model.train(was_training)
         return [sample for i in range(len(prompts)) for sample in samples.get(i, [])]
@@ -210,9 +194,9 @@ class Sampler:
         self, prompts: Sequence[Prompt], seed: Sequence[int], is_wanted: Callable[[], bool]
     ) -> list[list[Sample]]:
         """The answers to prompts that are answered together; none once they are not wanted."""
-        most, samples = self.settings.max_tokens, self.settings.samples
-        answers = [GrowingAnswer(prompt, k) for prompt in prompts for k in range(samples)]
-        numbers = mx.array(np.stack([uniforms(seed, answer.prompt.id, answer.k, most) for answer in answers]))
+        most, count = self.settings.max_tokens, self.settings.samples
+        answers = [Sample(prompt.id, k, prompt.tokens) for prompt in prompts for k in range(count)]
+        numbers = mx.array(np.stack([uniforms(seed, answer.prompt_id, answer.k, most) for answer in answers]))
         logits, cache = self._prefill([prompt.tokens for prompt in prompts])
         live, position = answers, 1
         tokens, logps = self._draw(logits, numbers[:, 0])
@@ -230,8 +214,10 @@ class Sampler:
                 drawn.append((tokens, logps))
             position += len(drawn)
             self._take(live, *(mx.stack(each) for each in zip(*drawn, strict=True)))
-        made = [self._finished(answer) for answer in answers]
-        return [made[start : start + samples] for start in range(0, len(made), samples)]
+        for answer in answers:
+            text = self.tokenizer.decode(self._without_end(answer.tokens))
+            answer.text = text[: self._stop_in(text)]
+        return [answers[start : start + count] for start in range(0, len(answers), count)]
 
     def _prefill(self, prompts: Sequence[list[int]]) -> tuple[mx.array, list[Any]]:
         """The logits behind each prompt, a row for each of its samples, [B, V], and the caches of these rows."""
@@ -274,7 +260,7 @@ class Sampler:
             tokens, logps = self.world.workers.decide(tokens), self.world.workers.decide(logps)
         return tokens, logps
 
-    def _take(self, answers: Sequence[GrowingAnswer], tokens: mx.array, logps: mx.array) -> None:
+    def _take(self, answers: Sequence[Sample], tokens: mx.array, logps: mx.array) -> None:
         """Adds what was drawn to the answers that are not over, up to where they end. tokens, logps: [n, rows]."""
         drawn, logps_drawn = np.array(tokens), np.array(logps)
         is_end = np.isin(drawn, self.end_tokens)
@@ -282,22 +268,21 @@ class Sampler:
         for row, answer in enumerate(answers):
             before, count = len(answer.tokens), int(until_end[row])
             if not np.isfinite(logps_drawn[:count, row]).all():
-                raise Stopped(f"the model's probabilities behind prompt {answer.prompt.id} are not finite")
+                raise Stopped(f"the model's probabilities behind prompt {answer.prompt_id} are not finite")
             answer.tokens += drawn[:count, row].tolist()
             answer.logps += logps_drawn[:count, row].tolist()
-            if (cut := self._stopped_at(answer, before)) is not None:
+            if (cut := self._stopped_at(answer.tokens, before)) is not None:
                 del answer.tokens[cut:], answer.logps[cut:]
-                answer.finish = "stop"
-            elif is_end[:, row].any():
+            if cut is not None or is_end[:, row].any():
                 answer.finish = "stop"
             elif len(answer.tokens) == self.settings.max_tokens:
                 answer.finish = "length"
 
-    def _stopped_at(self, answer: GrowingAnswer, before: int) -> int | None:
-        """How many of its tokens complete a stop string, which the first `before` do not; None where none do."""
+    def _stopped_at(self, drawn: list[int], before: int) -> int | None:
+        """How many of an answer's tokens complete a stop string, which the first `before` do not; None: none do."""
         if not self.settings.stop:
             return None
-        tokens = self._without_end(answer.tokens)
+        tokens = self._without_end(drawn)
         reach = max(len(stop.encode()) for stop in self.settings.stop)  # the most tokens that a stop string comes in
         if self._stop_in(self.tokenizer.decode(tokens[max(0, before - reach - 1) :])) is None:
             return None
@@ -310,9 +295,3 @@ class Sampler:
 
     def _without_end(self, tokens: list[int]) -> list[int]:
         return tokens[:-1] if tokens and tokens[-1] in self.end_tokens else tokens
-
-    def _finished(self, answer: GrowingAnswer) -> Sample:
-        text, prompt = self.tokenizer.decode(self._without_end(answer.tokens)), answer.prompt
-        text = text[: self._stop_in(text)]
-        finish = answer.finish or "length"
-        return Sample(prompt.id, answer.k, prompt.tokens, answer.tokens, answer.logps, finish, text)

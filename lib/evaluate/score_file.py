@@ -11,9 +11,8 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,7 +24,6 @@ from lib.config.settings import Config, DataSettings
 from lib.data import sources
 from lib.data.batch import collate
 from lib.data.dataset import Example, parse_record, tokenised
-from lib.data.order import micro_batches
 from lib.data.prompts import asked_of, columns_of, ids_of
 from lib.data.record_formats import RecordKind, Unusable
 from lib.data.sources import Records
@@ -36,17 +34,15 @@ from lib.distributed.world import World, host_names
 from lib.errors import UserError
 from lib.evaluate.held_out_metrics import columns_by_row
 from lib.evaluate.judges import Question, judge_of
-from lib.evaluate.sample import GreedySampling, Prompt, Sample, Sampler
+from lib.evaluate.sample import GreedySampling, Prompt, Sample, Sampler, in_batches
 from lib.model import adapter_files, adapters
 from lib.model import load as load_module
 from lib.model.logps import completion_logps
 from lib.model.partition import Division, Part
 from lib.model.token_stream import arrays_of
-from lib.system import out_of_memory
 from lib.system.terminal import Terminal
 from lib.training import divided_world, reference_model
 from lib.training.checkpoint import file_sha256
-from lib.training.divided_world import pipelined, sharded
 from lib.training.inputs import vocabulary
 from lib.training.run_facts import sharded_plan, stage_blocks
 
@@ -56,16 +52,9 @@ KINDS = ("logps", "rewards", "greedy", "samples")
 # ---- Lines of a file, each once
 
 
-@dataclass(frozen=True)
-class FileJob:
-    """An output that all ranks write.
-
-    Args:
-        what: for people.
-        key: digest of all that the lines depend on.
-        rows: of the input.
-        chunk_rows: that a rank takes at a time.
-    """
+class FileJob(NamedTuple):
+    """An output that all ranks write: what it is, a digest of all that its lines depend on, the rows of the input, and
+    how many of them a rank takes at a time."""
 
     what: str
     key: str
@@ -73,21 +62,24 @@ class FileJob:
     out: Path
     chunk_rows: int
 
+    def open(self, world: World, repeats: bool = True) -> WorkQueue:
+        """The queue of what the output lacks. All ranks call it."""
+        return open_queue(world, self.out, self.key, -(-self.rows // self.chunk_rows), repeats)
 
-class FileFigures(TypedDict):
-    """What became of a file. scored: by this command, without what was there already."""
-
-    rows: int
-    scored: int
-    seconds: float
-    rows_per_second: float
-    chunks_by_rank: dict[str, int]
+    def rows_of(self, chunk: int) -> range:
+        return range(chunk * self.chunk_rows, min((chunk + 1) * self.chunk_rows, self.rows))
 
 
-def pull(job: FileJob, world: World, do: Callable[[range], Lines], needs_model: bool = True) -> FileFigures | None:
+def pull(
+    job: FileJob,
+    world: World,
+    do: Callable[[range], Lines | None],
+    needs_model: bool = True,
+    queue: WorkQueue | None = None,
+) -> dict[str, Any] | None:
     """Lines for all rows, in order, into the job's file: by all ranks, each once; what is finished already is taken.
 
-    needs_model: whether ranks that hold parts of a model do each chunk together.
+    needs_model: whether ranks that hold parts of a model do each chunk together. queue: the job's, where it is open.
 
     Returns:
         On rank 0, the figures for people and machines; elsewhere nothing.
@@ -96,17 +88,16 @@ def pull(job: FileJob, world: World, do: Callable[[range], Lines], needs_model: 
         AgreedError, UserError: on one rank, so on all.
     """
     size, say, began = job.chunk_rows, Terminal(silent=world.rank != 0), time.perf_counter()
-    chunks = -(-job.rows // size)
-    queue = open_queue(world, job.out, job.key, chunks)
+    queue = queue or job.open(world)
     served = queue if isinstance(queue, ServedQueue) else None
-    before = chunks - len(served.fresh) if served else 0
+    before = -(-job.rows // size) - len(served.fresh) if served else 0
     if before:
-        say.line(f"{before:,} of {chunks:,} chunks are there already")
+        say.line(f"{before:,} of {-(-job.rows // size):,} chunks are there already")
     with say.counting(job.what, job.rows) as progress:
         if served is not None:
             served.report = lambda done, by_rank: progress(min(done * size, job.rows))
         together = world if needs_model else world.alone()
-        work_on(queue, together, lambda chunk: do(range(chunk * size, min((chunk + 1) * size, job.rows))))
+        work_on(queue, together, lambda chunk: do(job.rows_of(chunk)))
     if served is None:
         queue.close(0)
         return None
@@ -116,13 +107,9 @@ def pull(job: FileJob, world: World, do: Callable[[range], Lines], needs_model: 
         raise UserError(f"{job.out}: {error.strerror}; free some space and start again, nothing is lost") from None
     seconds, scored = time.perf_counter() - began, job.rows - min(before * size, job.rows)
     served.close(world.timeout_seconds)
-    return FileFigures(
-        rows=job.rows,
-        scored=scored,
-        seconds=seconds,
-        rows_per_second=scored / seconds,
-        chunks_by_rank={str(rank): count for rank, count in sorted(served.finished_by.items())},
-    )
+    by_rank = {str(rank): count for rank, count in sorted(served.finished_by.items())}
+    speed = {"seconds": seconds, "rows_per_second": scored / seconds}
+    return {"rows": job.rows, "scored": scored, **speed, "chunks_by_rank": by_rank}
 
 
 def work_on(queue: WorkQueue, world: World, do: Callable[[int], Lines | None]) -> None:
@@ -131,8 +118,7 @@ def work_on(queue: WorkQueue, world: World, do: Callable[[int], Lines | None]) -
         work(queue, do)
         return
     served = queue if isinstance(queue, ServedQueue) else None
-    left: list[int] = json.loads(world.broadcast_text(json.dumps(list(served.fresh) if served else [])))
-    for chunk in left:
+    for chunk in json.loads(world.broadcast_text(json.dumps(list(served.fresh) if served else []))):
         with world.agreeing("a chunk of rows"):
             lines = do(chunk)
             if served is not None and lines is not None:
@@ -146,7 +132,7 @@ def key_of(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def agreeing(world: World, what: str) -> contextlib.AbstractContextManager[None]:
+def _agreeing(world: World, what: str) -> contextlib.AbstractContextManager[None]:
     """Where ranks go on together afterwards, an error of one is all ranks'."""
     return world.agreeing(what) if world.size > 1 else contextlib.nullcontext()
 
@@ -192,7 +178,7 @@ def open_asked(named: str | None, settings: Config, kind: RecordKind, say: Termi
 
 
 class Scorer:
-    """Log-probabilities of records' completions, and with a reference DPO's rewards.
+    """Log-probabilities of records' completions, and with a reference DPO's rewards: a line for each of some rows.
 
     Args:
         reference: a model; or the policy's trained parameters as they were before training; None for log-probabilities
@@ -210,50 +196,46 @@ class Scorer:
         world: World,
     ):
         self.model, self.reference, self.records, self.settings = model, reference, records, settings
-        self.world = world
-        words, data = vocabulary(settings.model), settings.data
+        self.world, words, data = world, vocabulary(settings.model), settings.data
         self.limits = limits_of(words)
         self.encoder = None if tokenizer is None else Encoder(tokenizer, data, words["eos_token_id"])
         self.multiple, self.shares_prompts, _ = reference_model.layout(model, data, world)
 
     def __call__(self, rows: range) -> Lines:
-        """A line for each of some rows; of one that is unusable, why (data.skip_invalid).
-
-        Raises:
-            UserError: a row is unusable.
-        """
-        with agreeing(self.world, "reading rows"):
-            examples, lines = self._read(rows)
+        """Raises UserError: a row is unusable; with data.skip_invalid its line says why."""
+        lines: dict[int, dict[str, Any]] = {row: {"row": row, "line": self.records.line(row)} for row in rows}
+        with _agreeing(self.world, "reading rows"):
+            examples = self._read(rows, lines)
         if examples:
-            policy, reference = self._logps(self.model, examples), self._reference_logps(examples)
-            for row, values in zip([e.row for e in examples], self._values(examples, policy, reference), strict=True):
-                lines[row] |= values
-        return [json.dumps(lines[row]) for row in rows]
+            columns = self._columns(examples)
+            for i, example in enumerate(examples):
+                lines[example.row] |= {name: float(column[i]) for name, column in columns.items()}
+        return [json.dumps(line) for line in lines.values()]
 
-    def _read(self, rows: range) -> tuple[list[Example], dict[int, dict[str, Any]]]:
-        """The usable rows, and the beginning of every row's line; what is wrong with it, where it is not usable."""
-        settings = self.settings
-        read = (
-            (self.records.location(row), parse_record(self.records, row, settings.data, settings.record_kind))
-            for row in rows
-        )
+    def _read(self, rows: range, lines: dict[int, dict[str, Any]]) -> list[Example]:
+        """The usable rows; in the lines of the others, what is wrong with them."""
+        data, kind = self.settings.data, self.settings.record_kind
+        placed = ((self.records.location(row), parse_record(self.records, row, data, kind)) for row in rows)
         examples: list[Example] = []
-        lines: dict[int, dict[str, Any]] = {}
-        results = tokenised(read, settings.data, self.encoder, self.limits)
-        for row, (place, record, result) in zip(rows, results, strict=True):
-            lines[row] = {"row": row, "line": self.records.line(row)}
+        for row, (place, record, result) in zip(rows, tokenised(placed, data, self.encoder, self.limits), strict=True):
             if not isinstance(result, Unusable) and not isinstance(record, Unusable):
                 examples.append(Example.of(row, result[0], record.label))
                 lines[row] |= {} if record.label is None else {"label": record.label}
-            elif settings.data.skip_invalid:
+            elif data.skip_invalid:
                 lines[row]["error"] = f"{place}: {result}"
             else:
                 raise UserError(f"{place}: {result}; data.skip_invalid=true goes on and names it in the output")
-        return examples, lines
+        return examples
 
-    def _values(
-        self, examples: Sequence[Example], policy: np.ndarray, reference: np.ndarray | None
-    ) -> list[dict[str, float]]:
+    def _columns(self, examples: Sequence[Example]) -> dict[str, np.ndarray]:
+        policy, reference = self._logps(self.model, examples), None
+        if isinstance(self.reference, nn.Module):
+            reference = self._logps(self.reference, examples)
+        elif self.reference is not None:
+            trained = adapter_files.trainable(self.model)
+            self.model.update(tree_unflatten(list(self.reference.items())))
+            reference = self._logps(self.model, examples)
+            self.model.update(tree_unflatten(list(trained.items())))
         tokens = np.array([[*map(len, e.scored_indices)] for e in examples])
         names = ("chosen", "rejected") if policy.shape[1] == 2 else ("completion",)
         columns = {f"policy_{name}_logp": policy[:, k] for k, name in enumerate(names)}
@@ -262,24 +244,11 @@ class Scorer:
             columns |= {f"reference_{name}_logp": reference[:, k] for k, name in enumerate(names)}
             rewards = columns_by_row(policy, reference, tokens, self.settings.train)
             columns |= {name: column for name, column in rewards.items() if not name.endswith("_logp")}
-        return [{name: float(column[i]) for name, column in columns.items()} for i in range(len(examples))]
+        return columns
 
-    def _reference_logps(self, examples: list[Example]) -> np.ndarray | None:
-        if self.reference is None or self.settings.record_kind == "sft":
-            return None
-        if isinstance(self.reference, nn.Module):
-            return self._logps(self.reference, examples)
-        trained = adapter_files.trainable(self.model)
-        self.model.update(tree_unflatten(list(self.reference.items())))
-        logps = self._logps(self.model, examples)
-        self.model.update(tree_unflatten(list(trained.items())))
-        return logps
-
-    def _logps(self, model: nn.Module, examples: list[Example]) -> np.ndarray:
+    def _logps(self, model: nn.Module, examples: Sequence[Example]) -> np.ndarray:
         """float32 [n, K], in nats, the same on every rank."""
-        lengths = np.array([len(e.prompt_ids) + max(map(len, e.completions)) for e in examples])
-        logps = np.zeros((len(examples), len(examples[0].completions)), np.float32)
-        workers = self.world.workers
+        lengths, workers = [len(e.prompt_ids) + max(map(len, e.completions)) for e in examples], self.world.workers
 
         def of(indices: Sequence[int]) -> np.ndarray:
             batch = collate([examples[i] for i in indices], self.multiple, self.shares_prompts)
@@ -287,17 +256,15 @@ class Scorer:
                 return np.array(completion_logps(model, arrays_of(batch.inputs)))
 
         mx.eval(model.state)
-        for part in micro_batches(np.argsort(lengths, kind="stable"), self.settings.evaluate.batch_size):
-            pieces = out_of_memory.in_pieces(part.tolist(), of, can_halve=not self.world.divides_model)
-            logps[part] = np.concatenate([piece for _, piece in pieces])
-        return np.array(workers.all_sum(mx.array(logps), "log-probabilities of some rows"))
+        logps = in_batches(lengths, self.settings.evaluate.batch_size, of, not self.world.divides_model)
+        return np.array(workers.all_sum(mx.array(np.stack(logps)), "log-probabilities of some rows"))
 
 
 # ---- Answers, and pairs made of them
 
 
 class CompletionWriter:
-    """Completions of records' prompts: the greedy one, or so many drawn ones.
+    """Completions of records' prompts, the greedy one or so many drawn ones: a line for each of some rows.
 
     Args:
         world: of the ranks that hold parts of the model; else of this rank alone.
@@ -323,20 +290,16 @@ class CompletionWriter:
         self.sampler = Sampler(model, tokenizer, sampling, self.world)
 
     def __call__(self, rows: range) -> Lines:
-        """A line for each of some rows."""
-        written = zip(rows, self.completions(rows), strict=True)
-        return [
-            json.dumps({"row": row, "line": self.records.line(row), "completions": texts}, ensure_ascii=False)
-            for row, texts in written
+        texts = [[sample.text for sample in of_row] for of_row in self.drawn(rows)]
+        lines = [
+            {"row": row, "line": self.records.line(row), "completions": of_row}
+            for row, of_row in zip(rows, texts, strict=True)
         ]
-
-    def completions(self, rows: range) -> list[list[str]]:
-        """Some completions of each row's prompt."""
-        return [[sample.text for sample in of_row] for of_row in self.drawn(rows)]
+        return [json.dumps(line, ensure_ascii=False) for line in lines]
 
     def drawn(self, rows: range) -> list[list[Sample]]:
-        """The same, with their tokens and how they ended."""
-        with agreeing(self.world, "reading rows"):
+        """The samples of each row's prompt."""
+        with _agreeing(self.world, "reading rows"):
             prompts = [Prompt(row, self.prompt_ids(row)) for row in rows]
         with self.world.workers.together("answers", passes=len(prompts) * self.count):
             samples = self.sampler.sample(prompts, (self.settings.train.seed,))
@@ -346,9 +309,8 @@ class CompletionWriter:
 
     def warning(self) -> str:
         """How many of this rank's answers were cut; empty where all ended."""
-        limit = self.settings.evaluate.max_tokens
         text = f"{self.cut:,} of the {self.answers:,} answers that rank {self.world.rank} drew have no end within "
-        return f"{text}evaluate.max_tokens={limit}" if self.cut else ""
+        return f"{text}evaluate.max_tokens={self.settings.evaluate.max_tokens}" if self.cut else ""
 
     def prompt_ids(self, row: int) -> list[int]:
         """The tokens of a row's prompt.
@@ -377,20 +339,27 @@ class PairMaker:
     """
 
     def __init__(self, writer: CompletionWriter):
-        self.writer, self.settings = writer, writer.settings
-        self.judge = judge_of(writer.settings, grades=True)
+        self.writer, self.judge = writer, judge_of(writer.settings, grades=True)
 
     def __call__(self, rows: range) -> Lines:
-        """One line for each of some rows: a pair, or nothing where all completions are equally good.
-
-        Raises:
-            UserError: a record without an answer, where there is no judge; or what the judge did wrong.
-        """
-        made = self.writer.drawn(rows)
-        whole = [{sample.text: sample for sample in of_row[::-1] if sample.finish == "stop"} for of_row in made]
-        with agreeing(self.writer.world, "judging"):
-            distinct = [sorted(of_row.values(), key=lambda sample: sample.k) for of_row in whole]
-            return self._pairs(rows, distinct) if self.writer.world.rank == 0 else []
+        """One line for each of some rows: a pair, or nothing where all completions are equally good."""
+        writer, settings, lines = self.writer, self.writer.settings, []
+        drawn = writer.drawn(rows)
+        with _agreeing(writer.world, "judging"):
+            questions, answers = [], []
+            for row, of_row in zip(rows, drawn, strict=True) if writer.world.rank == 0 else ():
+                distinct = {sample.text: sample for sample in of_row[::-1] if sample.finish == "stop"}
+                whole = sorted(distinct.values(), key=lambda sample: sample.k)
+                record, texts = writer.records[row], [sample.text for sample in whole]
+                if whole:
+                    prompt = asked_of(record, settings.data, writer.tokenizer)
+                    questions.append(Question(writer.records.location(row), prompt, texts, record))
+                    answers.append(whole)
+            for question, whole, grades in zip(
+                questions, answers, self.judge(questions) if questions else [], strict=True
+            ):
+                lines += self._pair(question, whole, np.array(grades))
+        return lines
 
     def summary(self, out: Path, rows: int) -> str:
         """How many prompts gave a pair, of all ranks, and what this rank had to leave out."""
@@ -398,31 +367,19 @@ class PairMaker:
             made = f"{out}: {sum(1 for _ in file):,} of {rows:,} prompts gave a pair"
         return f"{made}; {cut} and are in none" if (cut := self.writer.warning()) else made
 
-    def _pairs(self, rows: range, drawn: Sequence[list[Sample]]) -> Lines:
-        writer, data, tokenizer = self.writer, self.settings.data, self.writer.tokenizer
-        kept = [(row, writer.records[row], of_row) for row, of_row in zip(rows, drawn, strict=True) if of_row]
-        questions = [
-            Question(
-                writer.records.location(row),
-                asked_of(record, data, tokenizer),
-                [sample.text for sample in of_row],
-                record,
-            )
-            for row, record, of_row in kept
-        ]
-        lines = []
-        for (_, record, of_row), of_texts in zip(kept, self.judge(questions) if questions else [], strict=True):
-            grades = np.array(of_texts)  # NaN where the judge gave none
-            if np.isnan(grades).all() or np.nanmax(grades) == np.nanmin(grades):
-                continue
-            best, worst = (of_row[int(find(grades))] for find in (np.nanargmax, np.nanargmin))
-            if best.text.strip() and worst.text.strip():
-                pair = columns_of(record, data, tokenizer) | {"chosen": best.text, "rejected": worst.text}
-                if "prompt_ids" in pair:  # an end token is added to text alone
-                    sides = {"chosen_ids": best, "rejected_ids": worst}
-                    pair |= {name: [*side.tokens[:-1], writer.end_id] for name, side in sides.items()}
-                lines.append(json.dumps(pair, ensure_ascii=False))
-        return lines
+    def _pair(self, question: Question, answers: Sequence[Sample], grades: np.ndarray) -> Lines:
+        """grades: NaN where the judge gave none."""
+        if np.isnan(grades).all() or np.nanmax(grades) == np.nanmin(grades):
+            return []
+        best, worst = answers[int(np.nanargmax(grades))], answers[int(np.nanargmin(grades))]
+        if not (best.text.strip() and worst.text.strip()):
+            return []
+        pair = columns_of({**question.record}, self.writer.settings.data, self.writer.tokenizer)
+        pair |= {"chosen": best.text, "rejected": worst.text}
+        if "prompt_ids" in pair:  # an end token is added to text alone
+            sides = {"chosen_ids": best, "rejected_ids": worst}
+            pair |= {name: [*side.tokens[:-1], self.writer.end_id] for name, side in sides.items()}
+        return [json.dumps(pair, ensure_ascii=False)]
 
 
 # ---- The model that is asked
@@ -445,33 +402,23 @@ def parts_of_model(settings: Config, world: World) -> tuple[Parts | None, World]
         return None, world
     if settings.strategy == "pipelined":
         blocks = stage_blocks(settings, world, host_names(world))
-        return blocks, pipelined(world, blocks)
+        return blocks, divided_world.pipelined(world, blocks)
     division = sharded_plan(settings, world, host_names(world)).division
     assert division is not None
-    return division, sharded(world, division)
+    return division, divided_world.sharded(world, division)
 
 
-@dataclass(frozen=True)
-class LoadedModel:
-    """A rank's model, or its part of one.
-
-    Args:
-        start: the trained parameters as they were before training.
-        world: whose ranks hold parts of it; else the one that it was loaded in.
-    """
+class LoadedModel(NamedTuple):
+    """A rank's model, or its part of one; the trained parameters as they were before training; the world whose ranks
+    hold parts of it, else the one that it was loaded in."""
 
     model: nn.Module
     start: dict[str, mx.array]
     world: World
 
 
-@dataclass(frozen=True)
-class StoredModel:
-    """A model to evaluate.
-
-    Args:
-        adapter: a run's folder or one of its checkpoints; None for the model as it stands.
-    """
+class StoredModel(NamedTuple):
+    """A model to evaluate. adapter: a run's folder or one of its checkpoints; None for the model as it stands."""
 
     settings: Config
     adapter: Path | None

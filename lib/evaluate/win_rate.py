@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict
 
 from lib.data import tokenizer as tokenizer_module
 from lib.data.prompts import asked_of
+from lib.data.record_formats import JSON
 from lib.data.sources import Records
 from lib.data.tokenizer import Tokenizer
 from lib.distributed.work_queue import Lines
@@ -28,44 +28,10 @@ from lib.system import files
 from lib.system.records import read_lines
 from lib.system.terminal import Terminal
 
-Verdict = Literal["win", "loss", "tie", "unclear"]
 Z95 = 1.959963984540054  # the normal distribution has 95 % within so many standard deviations
 
 
-class Comparison(TypedDict):
-    """One line of the output: a prompt, both answers, and who gave the better one."""
-
-    row: int
-    line: int
-    prompt: Any
-    answer: str
-    against: str
-    scores: list[float | None] | None  # of both answers; null where the judge gave none, or was not asked
-    swapped_scores: list[float | None] | None  # of the same two, from the judge that saw `against` first
-    verdict: Verdict
-
-
-class WinRate(TypedDict):
-    """The result, from the first model's side."""
-
-    prompts: int
-    wins: int
-    losses: int
-    ties: int
-    unclear: int
-    """Prompts without a verdict; they count as ties."""
-    order_decided: int | None
-    """Prompts at which the order of the answers decided for one of them; they count as ties. None for a judge that
-    looks at no order."""
-    win_rate: float
-    """Wins and half of the ties, of all prompts."""
-    interval: tuple[float, float]
-    """95 %, of the win rate."""
-    mean_score: float | None
-    against_mean_score: float | None
-
-
-def compare(first: StoredModel, second: StoredModel, records: Records, out: Path, world: World) -> WinRate | None:
+def compare(first: StoredModel, second: StoredModel, records: Records, out: Path, world: World) -> JSON | None:
     """Both models answer the prompts of all records, greedily, and evaluate.judge compares; a line a prompt in `out`.
 
     Until all is done, both models' answers and the verdicts lie beside `out`, each under a name of its own models, data
@@ -82,11 +48,11 @@ def compare(first: StoredModel, second: StoredModel, records: Records, out: Path
         keys = {name: _key(model, data) for name, model in {"answers": first, "against": second}.items()}
     world.require_equal("model, data or settings", json.dumps(keys))
     parts = {name: out.with_name(f"{out.name}.{name}-{key[:16]}") for name, key in keys.items()}
-    comparison: Comparer | None = None
+    comparer: Comparer | None = None
     with world.agreeing("the comparison"):
         if world.rank == 0:
             files.require_absent(out)
-            comparison = Comparer(judge_of(settings), records, first)
+            comparer = Comparer(judge_of(settings), records, first)
     for model, (name, path) in zip((first, second), parts.items(), strict=True):
         if not json.loads(world.broadcast_text(json.dumps(path.exists()))):
             tokenizer, loaded = _tokenizer_of(model), model.load(world)
@@ -95,24 +61,23 @@ def compare(first: StoredModel, second: StoredModel, records: Records, out: Path
             score_file.pull(FileJob(what, keys[name], len(records), path, evaluate.batch_size), world, do)
             if warning := do.warning():
                 Terminal(silent=world.rank != 0).line(warning)
-    if comparison is None:
+    if comparer is None:
         return None
     texts = [[line["completions"][0] for line in read_lines(path)] for path in parts.values()]
-    instructions = instructions_of(evaluate, "", ()) or None
-    key = score_file.key_of("verdicts", keys, evaluate.model_dump(), instructions)
+    key = score_file.key_of("verdicts", keys, evaluate.model_dump(), instructions_of(evaluate, "", ()) or None)
     judged = out.with_name(f"{out.name}.verdicts-{key[:16]}")
     job = FileJob("verdicts", key, len(records), judged, evaluate.batch_size)
-    score_file.pull(job, world.alone(), lambda rows: comparison.lines(rows, texts))
+    score_file.pull(job, world.alone(), lambda rows: comparer.lines(rows, texts))
     judged.replace(out)
     for path in parts.values():
         path.unlink()
-    return summarise(read_lines(out), comparison.judge)
+    return summarise(read_lines(out), comparer.judge.looks_at_order)
 
 
 def _key(model: StoredModel, data: str) -> str:
     """Of a model's answers. A change of the judge changes none."""
     evaluate = model.settings.evaluate.model_copy(update={"judge": None, "judge_model": None, "judge_prompt": None})
-    unjudged = replace(model, settings=model.settings.model_copy(update={"evaluate": evaluate}))
+    unjudged = model._replace(settings=model.settings.model_copy(update={"evaluate": evaluate}))
     return score_file.key_of("greedy", unjudged.digest(), data)
 
 
@@ -146,20 +111,14 @@ class Comparer:
         if self.judge.looks_at_order:
             reversed_ = self.judge([replace(q, completions=q.completions[::-1]) for q in asked])
             swapped = {q.place: pair[::-1] for q, pair in zip(asked, reversed_, strict=True)}
-        lines = [
-            Comparison(
-                row=row,
-                line=self.records.line(row),
-                prompt=q.prompt,
-                answer=q.completions[0],
-                against=q.completions[1],
-                scores=_for_json(scores.get(q.place)),
-                swapped_scores=_for_json(swapped.get(q.place)),
-                verdict=verdict(scores[q.place], swapped.get(q.place)) if q.place in scores else "tie",
-            )
-            for row, q in zip(rows, questions, strict=True)
-        ]
-        return [json.dumps(line, ensure_ascii=False) for line in lines]
+        lines = []
+        for row, q in zip(rows, questions, strict=True):
+            own, other = scores.get(q.place), swapped.get(q.place)
+            line = {"row": row, "line": self.records.line(row), "prompt": q.prompt, "answer": q.completions[0]}
+            line |= {"against": q.completions[1], "scores": _known(own), "swapped_scores": _known(other)}
+            line["verdict"] = "tie" if own is None else verdict(own, other)
+            lines.append(json.dumps(line, ensure_ascii=False))
+        return lines
 
     def _question(self, row: int, completions: tuple[str, str]) -> Question:
         record = self.records[row]
@@ -167,7 +126,11 @@ class Comparer:
         return Question(self.records.location(row), prompt, completions, record)
 
 
-def verdict(scores: Sequence[float], swapped: Sequence[float] | None = None) -> Verdict:
+def _known(scores: Sequence[float] | None) -> list[float | None] | None:
+    return scores and [None if math.isnan(score) else score for score in scores]  # JSON has no NaN
+
+
+def verdict(scores: Sequence[float], swapped: Sequence[float] | None = None) -> str:
     """Who is better: the first answer wins, or loses, only where both orders say so (arXiv:2306.05685, section 3.4).
 
     Args:
@@ -175,41 +138,39 @@ def verdict(scores: Sequence[float], swapped: Sequence[float] | None = None) -> 
         swapped: of the same answers, where the judge saw the second one first.
     """
     orders = [scores, *([swapped] if swapped is not None else [])]
-    if any(math.isnan(score) for order in orders for score in order):
+    if any(score is None or math.isnan(score) for order in orders for score in order):
         return "unclear"
     if all(first > second for first, second in orders):
         return "win"
     return "loss" if all(first < second for first, second in orders) else "tie"
 
 
-def summarise(lines: Sequence[Comparison], judge: Judge) -> WinRate:
-    """Counts of verdicts, the win rate and its interval."""
+def summarise(lines: Sequence[JSON], looks_at_order: bool) -> JSON:
+    """The result, from the first model's side.
+
+    Prompts without a verdict (`unclear`), and those at which the order of the answers decided, count as ties.
+    """
     counts, prompts = Counter(line["verdict"] for line in lines), len(lines)
     rate = (counts["win"] + (counts["tie"] + counts["unclear"]) / 2) / prompts
-    decided = sum(line["verdict"] == "tie" and _is_decided_by_order(line) for line in lines)
-    scored = [line["scores"] for line in lines if line["scores"] and None not in line["scores"]]
-    means = [sum(float(pair[k] or 0) for pair in scored) / len(scored) if scored else None for k in range(2)]
-    return WinRate(
-        prompts=prompts,
-        wins=counts["win"],
-        losses=counts["loss"],
-        ties=counts["tie"],
-        unclear=counts["unclear"],
-        order_decided=decided if judge.looks_at_order else None,
-        win_rate=rate,
-        interval=wilson(rate, prompts),
-        mean_score=means[0],
-        against_mean_score=means[1],
-    )
-
-
-def _is_decided_by_order(line: Comparison) -> bool:
     orders = [
-        [score if score is not None else math.nan for score in scores]
-        for scores in (line["scores"], line["swapped_scores"])
-        if scores is not None
+        {verdict(scores) for scores in (line["scores"], line["swapped_scores"]) if scores}
+        for line in lines
+        if line["verdict"] == "tie"
     ]
-    return len({verdict(scores) for scores in orders}) > 1
+    scored = [line["scores"] for line in lines if line["scores"] and None not in line["scores"]]
+    means = [sum(pair[k] for pair in scored) / len(scored) if scored else None for k in range(2)]
+    return {
+        "prompts": prompts,
+        "wins": counts["win"],
+        "losses": counts["loss"],
+        "ties": counts["tie"],
+        "unclear": counts["unclear"],
+        "order_decided": sum(len(verdicts) > 1 for verdicts in orders) if looks_at_order else None,
+        "win_rate": rate,
+        "interval": wilson(rate, prompts),
+        "mean_score": means[0],
+        "against_mean_score": means[1],
+    }
 
 
 def wilson(rate: float, count: int, z: float = Z95) -> tuple[float, float]:
@@ -223,18 +184,12 @@ def wilson(rate: float, count: int, z: float = Z95) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def _for_json(scores: Sequence[float] | None) -> list[float | None] | None:
-    """NaN as null."""
-    return None if scores is None else [None if math.isnan(score) else score for score in scores]
-
-
-def show(say: Terminal, first: str, second: str, result: WinRate) -> None:
+def show(say: Terminal, first: str, second: str, result: JSON) -> None:
     """A line for people, and one of JSON."""
-    low, high = result["interval"]
-    parts = [f"{result[name]:,} {name}" for name in ("wins", "losses", "ties")]  # type: ignore[literal-required]
+    parts = [f"{result[name]:,} {name}" for name in ("wins", "losses", "ties")]
     parts += [f"{result['unclear']:,} without a verdict"] if result["unclear"] else []
     parts += [f"{result['order_decided']:,} decided by the order"] if result["order_decided"] else []
+    rate, low, high = (f"{100 * value:.1f} %" for value in (result["win_rate"], *result["interval"]))
     say.line(f"{first} against {second}, {result['prompts']:,} prompts", "bold")
-    rate, low_text, high_text = (f"{100 * value:.1f} %" for value in (result["win_rate"], low, high))
-    say.line(f"win rate {rate} (95 %: {low_text} to {high_text}): {', '.join(parts)}")
+    say.line(f"win rate {rate} (95 %: {low} to {high}): {', '.join(parts)}")
     say.record({"run": first, "against": second, **result})

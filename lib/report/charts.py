@@ -17,7 +17,7 @@ import numpy as np
 
 from lib.plan.calibration import BatchCurve
 from lib.report import tables
-from lib.report.history import SENSORS, STEP_COLUMNS, RankHost, RunFigures, RunHistory, batch_curves
+from lib.report.history import STEP_COLUMNS, RankHost, RunFigures, RunHistory, batch_curves
 
 Plotly = dict[str, Any]  # a figure, or a part of one, as Plotly takes it
 
@@ -42,7 +42,7 @@ LEARNING = {
     "learning_rate": ("Learning rate", "{:.3g}", None),
     "grad_norm": ("Gradient norm", "{:.3g}", None),
 }
-# What ranks and hosts measure once in a while: title, factor, unit.
+# What ranks measure once in a while: title, factor, unit.
 MEASURED = {
     "bytes_per_second": ("Bandwidth during syncs", 1e-6, "MB/s"),
     "temperature_celsius": ("Temperature", 1.0, "°C"),
@@ -114,24 +114,25 @@ def learners(run: RunHistory) -> list[RankHost]:
 def speed(run: RunHistory, now: RunFigures) -> Panel:
     """Pairs a second of every rank over the steps; the plan's as dotted lines."""
     traces = []
-    planned = {(rank.rank, rank.host): rank.planned_pairs_per_second for rank in now.ranks}
+    planned = {(rank["rank"], rank["host"]): rank["planned_pairs_per_second"] for rank in now.summary["ranks"]}
     for index, who in enumerate(run.series):
         (steps, values), look = run.curve(who, "pairs", over="step_seconds"), style(index)
         traces.append(line(steps, values, label_of(who), look))
         if (goal := planned.get(who)) is not None and len(steps):
             dotted = {**look, "dash": "dot", "width": 1}
             traces.append(line([steps[0], steps[-1]], [goal, goal], f"{label_of(who)}, plan", dotted))
-    value = f"{now.speed.pairs_per_second:.3g} pairs/s together"
+    value = f"{now.summary['pairs_per_second']:.3g} pairs/s together"
     return Panel("Speed by rank", figure(traces, "step", "pairs/s", rangemode="tozero"), value)
 
 
 def seconds(now: RunFigures) -> Panel:
     """Where each rank's step goes, means of its last steps, as stacked bars: one colour and one pattern a part."""
-    names = [html.escape(label_of((rank.rank, rank.host)), quote=False) for rank in now.ranks]
+    ranks = now.summary["ranks"]
+    names = [html.escape(label_of((rank["rank"], rank["host"])), quote=False) for rank in ranks]
     traces, totals = [], []
     for part, colour, shape in zip(PARTS, COLOURS, ("", "/", "."), strict=False):
         marker = {"color": colour, "pattern": {"shape": shape, "solidity": 0.35}}
-        values = [rank.latest[f"{part}_seconds"] for rank in now.ranks]
+        values = [rank[f"{part}_seconds"] for rank in ranks]
         totals.append(sum(values))
         traces.append({"type": "bar", "orientation": "h", "name": part, "x": values, "y": names, "marker": marker})
     drawn = figure(traces, "seconds a step", autorange="reversed", type="category")
@@ -142,29 +143,24 @@ def seconds(now: RunFigures) -> Panel:
 
 def syncs(run: RunHistory) -> Panel:
     """Milliseconds of every step's sync by rank."""
-    traces = []
-    for index, who in enumerate(run.series):
-        steps, values = run.curve(who, "sync_seconds")
-        traces.append(line(steps, 1e3 * values, label_of(who), style(index)))
+    curves = [(who, *run.curve(who, "sync_seconds")) for who in run.series]
+    traces = [line(steps, 1e3 * y, label_of(who), style(i)) for i, (who, steps, y) in enumerate(curves)]
     return Panel("Sync of every step", figure(traces, "step", "ms", rangemode="tozero"), "")
 
 
 def measured(run: RunHistory) -> list[Panel]:
-    """What was measured of MEASURED over time, a line for each rank, or for each host (SENSORS)."""
-    panels, ranks = [], list(run.series)
+    """What was measured of MEASURED over time, a line for each rank."""
+    panels = []
     for name, (title, factor, unit) in MEASURED.items():
-        traces: dict[str, Plotly] = {}
-        for who in run.measured:
-            times, values = run.measure(who, name)
-            label = who[1] if name in SENSORS else label_of(who)
-            if len(values) and label not in traces:
-                look = style(ranks.index(who) if who in ranks else len(ranks))
-                traces[label] = line([_clock(time) for time in times], factor * values, label, look)
+        traces = []
+        for index, (who, records) in enumerate(run.measured.items()):
+            known = np.isfinite(records.of(name))
+            if known.any():
+                times = [_clock(time) for time in records.of("time")[known]]
+                traces.append(line(times, factor * records.of(name)[known], label_of(who), style(index)))
         if traces:
-            axis = {} if name == "temperature_celsius" else {"rangemode": "tozero"}
-            drawn = figure(list(traces.values()), None, unit, **axis)
-            worst = min if name in ("bytes_per_second", "speed_limit") else max
-            panels.append(Panel(title, drawn, f"{worst(trace['y'][-1] for trace in traces.values()):.3g} {unit}"))
+            newest = ", ".join(f"{trace['y'][-1]:.3g}" for trace in traces)
+            panels.append(Panel(title, figure(traces, None, unit), f"{newest} {unit}"))
     return panels
 
 
@@ -205,32 +201,29 @@ def memory_figure(curves: Sequence[tuple[str, BatchCurve, Sequence[int]]]) -> Pl
 def of_rounds(run: RunHistory) -> list[Panel]:
     """What is measured of rounds, a point a round, with a cross on rounds that were undone."""
     records, panels = tables.rounds(run), []
-    for name, (title, unit) in OF_ROUNDS.items():
+    for name, (title, unit) in OF_ROUNDS.items() if records else ():
+        lines = {title: [(number, one["answers"].get(name)) for number, one in records.items()]}
+        if name == "held_out":  # round 0 is the policy before the first
+            before = [event for event in run.of_kind("evaluation") if event.get("step") == 0]
+            lines = {
+                label: [
+                    *((0, event.get(column)) for event in before[:1]),
+                    *((number, one["held_out"].get(column)) for number, one in records.items()),
+                ]
+                for column, label in (("exact_match", "exact match"), ("held_out_score", "judge's score"))
+            }
         traces = []
-        for index, (label, points) in enumerate(_points_of_rounds(run, name).items()):
-            numbers, values = [number for number, _ in points], [value for _, value in points]
-            undone = [number in records and bool(records[number].get("undone")) for number in numbers]
-            marker = {"symbol": ["x" if cross else "circle" for cross in undone], "size": 8}
-            traces.append(line(numbers, values, label, style(index), mode="lines+markers", marker=marker))
+        for index, (label, points) in enumerate(lines.items()):
+            known = [(number, value) for number, value in points if value is not None]
+            symbols = ["x" if records.get(number, {}).get("undone") else "circle" for number, _ in known]
+            look: Plotly = {"mode": "lines+markers", "marker": {"symbol": symbols, "size": 8}}
+            if known:
+                traces.append(line(*zip(*known, strict=True), label, style(index), **look))
         if traces:
             drawn = figure(traces, "round", unit, rangemode="tozero")
             drawn["layout"]["xaxis"] |= {"tickformat": "d", "nticks": 8}
             panels.append(Panel(title, drawn, ", ".join(f"{trace['y'][-1]:.3g}" for trace in traces)))
     return panels
-
-
-def _points_of_rounds(run: RunHistory, name: str) -> dict[str, list[tuple[int, float]]]:
-    """Numbers and values of rounds, by the name of their line. Round 0 is the policy before the first."""
-    lines: dict[str, list[tuple[int, Any]]] = {}
-    records = tables.rounds(run)
-    if name == "held_out":
-        for column, label in (("exact_match", "exact match"), ("held_out_score", "judge's score")):
-            before = [(0, event.get(column)) for event in run.of_kind("evaluation") if event.get("step") == 0][:1]
-            lines[label] = [*before, *((number, one["held_out"].get(column)) for number, one in records.items())]
-    else:
-        lines[OF_ROUNDS[name][0]] = [(number, one["answers"].get(name)) for number, one in records.items()]
-    known = {label: [point for point in points if point[1] is not None] for label, points in lines.items() if records}
-    return {label: points for label, points in known.items() if points}
 
 
 def timeline(run: RunHistory) -> Panel:

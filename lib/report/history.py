@@ -1,10 +1,4 @@
-"""A run from its records, as its logs grow: curves, events, and the figures that a person asks for first.
-
-run = RunHistory(Path("runs/NAME"))
-while run.read():                            # False: everything written so far has been read
-    ...
-run.curve((0, "host"), "loss"), run.events, figures(run, time.time())
-"""
+"""A run from its records, as its logs grow: curves, events, and the figures that a person asks for first."""
 
 from __future__ import annotations
 
@@ -28,8 +22,7 @@ STEP_COLUMNS: tuple[str, ...] = ("step", "time", "pairs", "tokens", "loss", "kl"
 STEP_COLUMNS += ("grad_norm", "learning_rate", "step_seconds", "compute_seconds", "sync_seconds", "wait_seconds")
 ARITHMETIC = ("computed_tokens_per_second", "tflops", "computed_tflops", "matrix_rate_share")
 STEP_COLUMNS += ("peak_memory_bytes", *ARITHMETIC)
-SENSORS = ("temperature_celsius", "power_watts", "speed_limit")  # of a host; the other measures are of a rank
-MEASURES = ("step", "time", "bytes_per_second", *SENSORS)
+MEASURES = ("time", "bytes_per_second", "temperature_celsius", "power_watts", "speed_limit")
 POINTS = 2048  # of a curve at most: of longer ones each point is the mean of 2, 4, 8, ... records
 RECENT = 20  # records behind the figures of the moment
 SILENT_SECONDS = 300.0
@@ -82,7 +75,9 @@ class RankLog:
         if begins:
             self.steps, self.measured, self.events = {}, {}, []
         for line in lines.splitlines():
-            with contextlib.suppress(ValueError, RecursionError):  # half a line of a crash, or no record
+            with contextlib.suppress(
+                ValueError, RecursionError, AttributeError
+            ):  # half a line of a crash, or no record
                 self._take(json.loads(line))
         return bool(lines)
 
@@ -177,12 +172,6 @@ class RunHistory:
         means = np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0)
         return np.maximum.reduceat(steps, bounds), means
 
-    def measure(self, who: RankHost, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Unix seconds and values of one of MEASURES as a rank recorded it, without gaps."""
-        times, values = self.measured[who].of("time"), self.measured[who].of(name)
-        known = np.isfinite(values)
-        return times[known], values[known]
-
 
 def _longest(copies: Sequence[dict[RankHost, NumberTable]]) -> dict[RankHost, NumberTable]:
     every = [(who, table) for each in copies for who, table in each.items()]
@@ -202,108 +191,95 @@ def runs_in(folder: Path) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class RankFigures:
-    """One rank, now: means over its last records."""
-
-    rank: int
-    host: str
-    share: int | None  # pairs a step
-    step: int
-    silent_seconds: float  # since its last record
-    pairs_per_second: float
-    planned_pairs_per_second: float | None
-    latest: dict[str, float]  # means of STEP_COLUMNS
-    memory_limit_bytes: float | None
-    measures: dict[str, float]  # the newest of MEASURES
-
-
-@dataclass(frozen=True)
-class RunSpeed:
-    """How fast a run is. efficiency: η since its processes started, as summary.json has it; None on one machine."""
-
-    pairs_per_second: float
-    tokens_per_second: float
-    planned_pairs_per_second: float | None
-    efficiency: float | None
-    arithmetic: dict[str, float]  # ARITHMETIC of all ranks together, as summary.json has it
-
-
-@dataclass(frozen=True)
-class RunTime:
-    """How long a run has taken, will take, and what it has cost so far."""
-
-    elapsed_seconds: float
-    left_seconds: float | None
-    cost: RunCost | None
-
-
-@dataclass(frozen=True)
 class RunFigures:
-    """A run, now."""
+    """A run, now.
 
-    state: str  # waiting, running, silent, finished
+    Args:
+        state: waiting, running, silent or finished.
+        steps: of the whole run.
+        summary: what is known so far, under the names of summary.json; of `ranks` means over their last records.
+        latest: of the newest step.
+        held_out: metrics of the newest evaluation; of a finished run, of the weights in its folder.
+        warnings: each once, whatever the number of ranks that record it.
+        missing: ranks of the plan whose records are not here.
+    """
+
+    state: str
     plan: PlanRecord | Record
-    step: int
     steps: int | None
-    latest: dict[str, float | None]  # of the newest step
-    held_out: Record  # metrics of the newest evaluation; of a finished run, of the weights in its folder
-    speed: RunSpeed
-    time: RunTime
+    summary: dict[str, Any]
+    latest: dict[str, float | None]
+    held_out: Record
+    left_seconds: float | None
+    planned_pairs_per_second: float | None
     restarts: int
-    warnings: list[Record]  # each once, whatever the number of ranks that record it
-    ranks: list[RankFigures]
-    missing: list[RankHost]  # ranks of the plan whose records are not here
+    warnings: list[Record]
+    missing: list[RankHost]
 
 
 def figures(run: RunHistory, now: float) -> RunFigures:
     """Everything that a person asks first. now: Unix seconds."""
-    events, series, start = run.events, run.series, run.start
-    plan = newest_plan(run)
+    events, series, start, plan = run.events, run.series, run.start, newest_plan(run)
     hosts = [rank["host"] for rank in plan.get("ranks") or []]
     present = {who: table for who, table in series.items() if not hosts or who in list(enumerate(hosts))} or series
-    ranks = [_rank_figures(who, table, plan, run, now) for who, table in present.items()]
+    ranks = [_rank_figures(who, table, plan) for who, table in present.items()]
     times = [event["time"] for event in (*events[:1], *events[-1:])]
-    times += [time for table in series.values() for time in (table.of("time")[0], table.of("time")[-1])]
+    times += [time for table in series.values() for time in table.of("time")[[0, -1]]]
     first, last = (min(times), max(times)) if times else (0.0, 0.0)
     ended = any(event["kind"] == "end" and event["time"] > start.get("time", 0.0) for event in events)
-    pace = max((rank.latest["step_seconds"] for rank in ranks), default=0.0)
-    silent = now - last > max(SILENT_SECONDS, 20 * pace)
+    silent = now - last > max(SILENT_SECONDS, 20 * max((rank["step_seconds"] for rank in ranks), default=0.0))
     steps = total if isinstance(total := start.get("steps"), int) else None
     done = _steps_done(plan, start, present)
     elapsed = (last if ended or silent else max(now, last)) - first - _paused_seconds(events, series) if last else 0.0
     newest = max(present.values(), key=lambda table: table.of("time")[-1], default=None)
     latest = newest.rows[-1].tolist() if newest else [math.nan] * len(STEP_COLUMNS)
-    tokens = sum(rank.latest["tokens"] / rank.latest["step_seconds"] for rank in ranks if rank.latest["step_seconds"])
+    summary = {
+        "steps": min(math.ceil(done), steps or math.ceil(done)),
+        "seconds": max((float(np.nansum(table.of("step_seconds"))) for table in series.values()), default=0.0),
+        "wall_seconds": elapsed,
+        "pairs_per_second": sum(rank["pairs_per_second"] for rank in ranks),
+        "tokens_per_second": sum(rank["tokens"] / rank["step_seconds"] for rank in ranks if rank["step_seconds"]),
+        **_arithmetic(ranks),
+        "efficiency": _efficiency(plan, events, present, start.get("time", 0.0)),
+        "peak_memory_bytes": max((rank["peak_memory_bytes"] for rank in ranks), default=0.0),
+        "cost": _cost(hosts or [host for _, host in series], elapsed, start),
+        "ranks": ranks,
+    }
     return RunFigures(
         state="finished" if ended else "waiting" if not last else "silent" if silent else "running",
         plan=plan,
-        step=min(math.ceil(done), steps or math.ceil(done)),
         steps=steps,
+        summary=summary,
         latest={name: v if math.isfinite(v) else None for name, v in zip(STEP_COLUMNS, latest, strict=True)},
         held_out=held_out_now(run),
-        speed=RunSpeed(
-            sum(rank.pairs_per_second for rank in ranks),
-            tokens,
-            plan.get("predicted_pairs_per_second") if plan.get("calibrated") else None,
-            _efficiency(plan, events, present, start.get("time", 0.0)),
-            _arithmetic(ranks),
-        ),
-        time=RunTime(
-            elapsed,
-            elapsed / done * max(0.0, steps - done) if steps and done and not (ended or silent) else None,
-            _cost(hosts or [host for _, host in series], elapsed, start),
-        ),
+        left_seconds=elapsed / done * max(0.0, steps - done) if steps and done and not (ended or silent) else None,
+        planned_pairs_per_second=plan.get("predicted_pairs_per_second") if plan.get("calibrated") else None,
         restarts=max(0, len(run.of_kind("start")) - 1),
         warnings=_warnings(events),
-        ranks=ranks,
         missing=[who for who in enumerate(hosts) if elapsed > LATE_SECONDS and series and who not in series],
     )
 
 
-def _arithmetic(ranks: Sequence[RankFigures]) -> dict[str, float]:
-    sums = {name: sum(rank.latest[name] for rank in ranks) for name in ARITHMETIC[:-1]}
-    shares = [(rank.latest["computed_tflops"], rank.latest["matrix_rate_share"]) for rank in ranks]
-    rate = sum(tflops / share for tflops, share in shares if share)
+def _rank_figures(who: RankHost, table: NumberTable, plan: PlanRecord | Record) -> dict[str, Any]:
+    rows, rank = table.rows[-RECENT:], who[0]
+    known = [column[np.isfinite(column)] for column in rows.T]
+    latest = {name: float(v.mean()) if len(v) else 0.0 for name, v in zip(STEP_COLUMNS, known, strict=True)}
+    shares, step_seconds, seconds = plan.get("shares") or [], plan.get("predicted_step_seconds"), latest["step_seconds"]
+    share = shares[rank] if rank < len(shares) else None
+    return {
+        **latest,
+        "rank": rank,
+        "host": who[1],
+        "seconds": seconds,
+        "peak_memory_bytes": float(np.nanmax(rows[:, table.columns["peak_memory_bytes"]], initial=0.0)),
+        "pairs_per_second": latest["pairs"] / seconds if seconds else 0.0,
+        "planned_pairs_per_second": share / step_seconds if plan.get("calibrated") and share and step_seconds else None,
+    }
+
+
+def _arithmetic(ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
+    sums = {name: sum(rank[name] for rank in ranks) for name in ARITHMETIC[:-1]}
+    rate = sum(rank["computed_tflops"] / rank["matrix_rate_share"] for rank in ranks if rank["matrix_rate_share"])
     return sums | {"matrix_rate_share": sums["computed_tflops"] / rate if rate else 0.0}
 
 
@@ -360,36 +336,6 @@ def _warnings(events: Sequence[Record]) -> list[Record]:
         if event["kind"] == "warning" and said and (None, said) not in distinct:
             distinct.setdefault((event.get("step"), said), event)
     return list(distinct.values())
-
-
-def _rank_figures(
-    who: RankHost, table: NumberTable, plan: PlanRecord | Record, run: RunHistory, now: float
-) -> RankFigures:
-    rank, host = who
-    rows = table.rows[-RECENT:]
-    known = [column[np.isfinite(column)] for column in rows.T]
-    latest = {name: float(v.mean()) if len(v) else 0.0 for name, v in zip(STEP_COLUMNS, known, strict=True)}
-    latest["peak_memory_bytes"] = float(np.nanmax(rows[:, table.columns["peak_memory_bytes"]], initial=0.0))
-    shares, step_seconds = plan.get("shares") or [], plan.get("predicted_step_seconds")
-    share = shares[rank] if rank < len(shares) else None
-    limits = [e.get("memory_limit_bytes") for e in run.events if (e.get("rank"), e.get("host")) == who]
-    measures: dict[str, float] = {}
-    for other in run.measured:
-        for name in MEASURES[2:] if other == who else SENSORS if other[1] == host else ():
-            if len(values := run.measure(other, name)[1]):
-                measures[name] = float(values[-1])
-    return RankFigures(
-        rank=rank,
-        host=host,
-        share=share,
-        step=int(table.of("step")[-1]),
-        silent_seconds=now - float(table.of("time")[-1]),
-        pairs_per_second=latest["pairs"] / latest["step_seconds"] if latest["step_seconds"] else 0.0,
-        planned_pairs_per_second=share / step_seconds if plan.get("calibrated") and share and step_seconds else None,
-        latest=latest,
-        memory_limit_bytes=next((limit for limit in reversed(limits) if limit), None),
-        measures=measures,
-    )
 
 
 def _paused_seconds(events: Sequence[Record], series: dict[RankHost, NumberTable]) -> float:

@@ -28,16 +28,15 @@ from typing import Any
 
 from lib.config import command_line
 from lib.errors import UserError, shown
-from lib.report import charts, tables
+from lib.report import charts, sections, tables
 from lib.report.history import RunFigures, RunHistory, figures, runs_in
+from lib.report.tables import written
 from lib.system import mpi_and_blas
-from lib.system.records import Record
-from lib.system.terminal import duration, size_text
+from lib.system.terminal import duration
 
 READ_SECONDS = 0.5
 REFRESH_SECONDS = 1.0  # between looks of a page at this process
 LISTED_RUNS = 40
-SHOWN_EVENTS = 30
 STYLE = Path(__file__).with_suffix(".css")
 # The browser itself refuses what would come from, or go to, another place.
 POLICY = "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
@@ -51,7 +50,6 @@ Tandem reads the records of runs; nothing leaves this machine.</footer></body></
 COOKIE = "tandem-dashboard"  # and the port: browsers send a host's cookies to all of its ports
 UNKNOWN = "This dashboard wants its token: open the whole address that `python -m lib.dashboard` printed.\n"
 GRAPH_OPTIONS = {"displayModeBar": False, "displaylogo": False, "showLink": False, "responsive": True}
-ROUND_PARTS = ("sampling", "waiting", "judging", "training")  # of a rank's time
 
 
 @mpi_and_blas.reported
@@ -66,9 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     watcher, token = Watcher(Path(options.runs), [Path(run) for run in options.run]), secrets.token_urlsafe(24)
     app = make_app(watcher, token)
-    is_empty = not options.run and not runs_in(Path(options.runs))
+    if not watcher.listed():
+        print(f"dashboard: no run in {options.runs}/ yet; one that starts is shown", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
-        _serve(app, options.host, options.port, token, f"no run in {options.runs}/ yet" if is_empty else None)
+        _serve(app, options.host, options.port, token)
     return 0
 
 
@@ -89,7 +88,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _serve(app: Any, host: str, port: int, token: str, note: str | None = None) -> None:
+def _serve(app: Any, host: str, port: int, token: str) -> None:
     """Serves until it is interrupted.
 
     Raises:
@@ -106,8 +105,6 @@ def _serve(app: Any, host: str, port: int, token: str, note: str | None = None) 
     port = listener.getsockname()[1]
     server = make_server(host, port, app.server, threaded=True, fd=listener.fileno())
     print(f"dashboard: http://{host}:{port}/?token={token}    (Ctrl-C ends it)", flush=True)
-    if note:
-        print(f"dashboard: {note}; one that starts is shown", flush=True)
     if host not in ("127.0.0.1", "localhost", "::1"):
         print("dashboard: figures and token travel unencrypted; ssh -L does better", file=sys.stderr)
     server.serve_forever()
@@ -148,6 +145,16 @@ def make_app(watcher: Watcher, token: str) -> Any:
         import dash
     except ImportError as error:
         raise UserError("the dashboard needs Dash; run pip install -c constraints.txt dash") from error
+    html, dcc = dash.html, dash.dcc
+
+    def layout() -> Any:
+        first = [str(path) for path in (watcher.given or watcher.listed()[:1])]
+        choice = html.Div(dcc.Checklist(id="runs", value=first, options=[]))
+        runs = html.Details([html.Summary("Runs", id="chosen"), choice], className="runs")
+        header = html.Header([html.H1("Tandem"), runs, html.Span("", id="state", role="status")])
+        main = html.Main([html.Div(id="now"), html.Div(id="charts")])
+        return html.Div([dcc.Interval(id="tick", interval=1000 * REFRESH_SECONDS), dcc.Store(id="seen"), header, main])
+
     app = dash.Dash(
         "tandem",
         title="Tandem",
@@ -156,16 +163,11 @@ def make_app(watcher: Watcher, token: str) -> Any:
         assets_folder=str(STYLE.with_suffix("")),  # there are none
         index_string=PAGE.replace("STYLE", STYLE.read_text(encoding="utf-8")),
     )
-    app.layout = lambda: page_layout(dash, [str(path) for path in (watcher.given or watcher.listed()[:1])])
+    app.layout = layout
+    parts = {"options": "runs", "chosen": "chosen", "state": "state", "now": "now", "charts": "charts", "seen": "seen"}
+    properties = {"options": "options", "seen": "data"}
     app.callback(
-        {
-            "options": dash.Output("runs", "options"),
-            "chosen": dash.Output("chosen", "children"),
-            "state": dash.Output("state", "children"),
-            "now": dash.Output("now", "children"),
-            "charts": dash.Output("charts", "children"),
-            "seen": dash.Output("seen", "data"),
-        },
+        {name: dash.Output(part, properties.get(name, "children")) for name, part in parts.items()},
         {
             "tick": dash.Input("tick", "n_intervals"),
             "chosen": dash.Input("runs", "value"),
@@ -198,16 +200,6 @@ def _guard(server: Any, token: str) -> None:
     server.after_request(add_policy)
 
 
-def page_layout(dash: ModuleType, chosen: Sequence[str]) -> Any:
-    """The page without figures yet. chosen: folders of the runs that it shows first."""
-    html, dcc = dash.html, dash.dcc
-    choice = html.Div(dcc.Checklist(id="runs", value=list(chosen), options=[]))
-    runs = html.Details([html.Summary("Runs", id="chosen"), choice], className="runs")
-    header = html.Header([html.H1("Tandem"), runs, html.Span("", id="state", role="status")])
-    main = html.Main([html.Div(id="now"), html.Div(id="charts")])
-    return html.Div([dcc.Interval(id="tick", interval=1000 * REFRESH_SECONDS), dcc.Store(id="seen"), header, main])
-
-
 def update(dash: ModuleType, watcher: Watcher, chosen: list[str], seen: Any) -> dict[str, object]:
     """The new content of each part of the page; charts stay where nothing new was read since `seen`."""
     html = dash.html
@@ -220,12 +212,15 @@ def update(dash: ModuleType, watcher: Watcher, chosen: list[str], seen: Any) -> 
             text = f"No run in {watcher.folder.resolve()} has logs yet; this page shows the first one as it begins."
             now = html.Section(html.P(text, className="note"), className="panel")
             return {"options": options, "chosen": "Runs", "state": "", "now": now, "charts": "", "seen": None}
+        is_new = versions != seen
         return {
             "options": options,
             "chosen": ", ".join(run.name for run in runs),
             "state": html.Span(each[0].state, className=f"badge {each[0].state}"),
             "now": headline(html, runs, each),
-            "charts": dash.no_update if versions == seen else sections(dash, runs, each[0]),
+            "charts": [_shown(dash, section) for section in sections.of_runs(runs, each[0])]
+            if is_new
+            else dash.no_update,
             "seen": versions,
         }
 
@@ -234,163 +229,83 @@ def update(dash: ModuleType, watcher: Watcher, chosen: list[str], seen: Any) -> 
 
 
 def headline(html: ModuleType, runs: Sequence[RunHistory], each: Sequence[RunFigures]) -> list[Any]:
-    """The figures of the moment as cards, the plan, the ranks; of several runs a row a run."""
-    now = each[0]
+    """The figures of the moment as cards, and the plan; of several runs a row a run."""
+    plan = each[0].plan
     cards = [
         html.Section([html.H3(title), html.Strong(value), html.Small(note)], className="panel card")
-        for title, value, note in card_texts(now, tables.unit_of(runs[0]))
+        for title, value, note in card_texts(each[0], tables.unit_of(runs[0]))
     ]
-    shares = " + ".join(str(rank.share) for rank in now.ranks if rank.share is not None)
-    title = html.H2(f"Plan: {now.plan['strategy']}, shares {shares}" if now.plan.get("strategy") else "Plan")
-    parts = [html.Div(cards, className="cards")]
-    parts.append(
-        html.Section([title, html.P(now.plan.get("reason") or "none yet", className="note")], className="panel")
-    )
+    shares = " + ".join(map(str, plan.get("shares") or []))
+    title = html.H2(f"Plan: {plan['strategy']}, shares {shares}" if plan.get("strategy") else "Plan")
+    reason = html.P(plan.get("reason") or "none yet", className="note")
+    parts = [html.Div(cards, className="cards"), html.Section([title, reason], className="panel")]
     if len(runs) > 1:
-        parts.append(_section(html, "Runs compared", comparison(html, runs, each)))
-    parts.append(_section(html, "Ranks and hosts", machines(html, runs[0], now)))
+        note = html.P("Curves of learning are of all of them; all else is of the first.", className="note")
+        parts.append(html.Section([html.H2("Runs compared"), comparison(html, runs, each), note], className="panel"))
     return parts
 
 
 def card_texts(now: RunFigures, unit: str) -> list[tuple[str, str, str]]:
     """Title, value and a note of each card."""
-    held, over, time_ = now.held_out, now.state == "finished", now.time
-    loss = written("held out {:.4f}", held.get("loss"), "")
+    held, known = now.held_out, now.summary
     exact = written("exact match {:.1%}", held.get("exact_match"), "")
     exact = exact or written("held out {:.1%}", held.get("reward_accuracy"), "")
-    figures_now = {"tokens_per_second": now.speed.tokens_per_second, **now.speed.arithmetic}
-    plan = written("plan: {:.3g}", now.speed.planned_pairs_per_second, "")
-    pace = ", ".join(filter(None, (tables.tokens_text(figures_now), tables.flops_text(figures_now), plan)))
+    plan = written("plan: {:.3g}", now.planned_pairs_per_second, "")
+    pace = ", ".join(filter(None, (tables.tokens_text(known), tables.flops_text(known), plan)))
+    elapsed = duration(known["wall_seconds"])
+    left = "–" if now.left_seconds is None else duration(now.left_seconds)
     cards = [
-        ("Step", f"{now.step:,}" + (f" / {now.steps:,}" if now.steps else ""), ""),
-        ("Loss", written("{:.4f}", now.latest["loss"]), loss),
+        ("Step", f"{known['steps']:,}" + (f" / {now.steps:,}" if now.steps else ""), ""),
+        ("Loss", written("{:.4f}", now.latest["loss"]), written("held out {:.4f}", held.get("loss"), "")),
         ("Accuracy", written("{:.1%}", now.latest["reward_accuracy"]), exact),
-        (f"{unit.capitalize()}/s", f"{now.speed.pairs_per_second:.3g}", pace),
+        (f"{unit.capitalize()}/s", f"{known['pairs_per_second']:.3g}", pace),
+        ("Time", elapsed, "") if now.state == "finished" else ("Time left", left, f"{elapsed} so far"),
     ]
-    if over:
-        cards.append(("Time", duration(time_.elapsed_seconds), ""))
-    else:
-        left = "–" if time_.left_seconds is None else duration(time_.left_seconds)
-        cards.append(("Time left", left, f"{duration(time_.elapsed_seconds)} so far"))
-    if now.speed.efficiency is not None:
+    if known["efficiency"] is not None:
         note = f"of what the hosts do alone, added up: {now.plan.get('solo_sum_pairs_per_second'):.3g} pairs/s"
-        cards.insert(0, ("Efficiency, η", f"{now.speed.efficiency:.0%}", note))
+        cards.insert(0, ("Efficiency, η", f"{known['efficiency']:.0%}", note))
     elif len(now.plan.get("ranks") or []) > 1:
         cards.insert(0, ("Efficiency, η", "not known", "of what the hosts do alone; known after make calibrate"))
-    if time_.cost is not None:
-        cards.append(("Cost", f"{time_.cost['cost']:.3g}", f"{time_.cost['energy_kwh']:.3g} kWh"))
+    if known["cost"] is not None:
+        cards.append(("Cost", f"{known['cost']['cost']:.3g}", f"{known['cost']['energy_kwh']:.3g} kWh"))
     troubles = f"{len(now.warnings)} warning{'s' * (len(now.warnings) != 1)}"
     troubles += f", {now.restarts} restart{'s' * (now.restarts != 1)}"
-    hosts = {rank.host for rank in now.ranks} | {host for _, host in now.missing}
+    hosts = {rank["host"] for rank in known["ranks"]} | {host for _, host in now.missing}
     return [*cards, ("Hosts", str(len(hosts)), troubles)]
 
 
-def machines(html: ModuleType, run: RunHistory, now: RunFigures) -> list[Any]:
-    """The table of ranks, and whose records are elsewhere."""
-    sensors = {"temperature_celsius": "°C", "power_watts": "W"}
-    sensors = {name: unit for name, unit in sensors.items() if any(name in rank.measures for rank in now.ranks)}
-    titles, rows = tables.ranks(tables.so_far(run, now)["ranks"])
-    titles += ["of limit", "last record", *sensors.values()]
-    for row, rank in zip(rows, now.ranks, strict=True):
-        row += [size_text(rank.memory_limit_bytes) if rank.memory_limit_bytes else "–"]
-        row += [f"{duration(max(0.0, round(rank.silent_seconds)))} ago"]
-        row += [written("{:.0f}", rank.measures.get(name)) for name in sensors]
-    parts = [table(html, titles, rows)]
-    if now.missing:
-        names = ", ".join(f"rank {rank} ({host})" for rank, host in now.missing)
-        text = f"Not shown: {names}. The records are on those hosts and come with the next checkpoint."
-        parts.append(html.P(text, className="note missing"))
-    return parts
-
-
-def comparison(html: ModuleType, runs: Sequence[RunHistory], each: Sequence[RunFigures]) -> list[Any]:
+def comparison(html: ModuleType, runs: Sequence[RunHistory], each: Sequence[RunFigures]) -> Any:
     """A row a run; its key is how its lines look."""
     titles = ("run", "state", "strategy", "step", "loss", "accuracy", "held-out loss", "pairs/s", "η", "time", "cost")
     rows: list[list[Any]] = []
     for number, (run, now) in enumerate(zip(runs, each, strict=True)):
-        look = charts.style(number)
+        look, known = charts.style(number), now.summary
         border = {"solid": "solid", "dash": "dashed"}.get(look["dash"], "dotted")
         key = html.I(className="key", style={"borderTop": f"3px {border} {look['color']}"})
-        rows.append([[key, run.name], now.state, now.plan.get("strategy") or "–", f"{now.step:,}"])
+        rows.append([[key, run.name], now.state, now.plan.get("strategy") or "–", f"{known['steps']:,}"])
         rows[-1] += [written("{:.4f}", now.latest["loss"]), written("{:.1%}", now.latest["reward_accuracy"])]
-        rows[-1] += [written("{:.4f}", now.held_out.get("loss")), f"{now.speed.pairs_per_second:.3g}"]
-        rows[-1] += [written("{:.0%}", now.speed.efficiency), duration(now.time.elapsed_seconds)]
-        rows[-1] += [written("{:.3g}", now.time.cost and now.time.cost["cost"])]
-    note = "Curves of learning are of all of them; all else is of the first."
-    return [table(html, titles, rows), html.P(note, className="note")]
+        rows[-1] += [written("{:.4f}", now.held_out.get("loss")), f"{known['pairs_per_second']:.3g}"]
+        rows[-1] += [written("{:.0%}", known["efficiency"]), duration(known["wall_seconds"])]
+        rows[-1] += [written("{:.3g}", known["cost"] and known["cost"]["cost"])]
+    return _table(html, titles, rows)
 
 
-def sections(dash: ModuleType, runs: list[RunHistory], now: RunFigures) -> list[Any]:
-    """The charts, rounds, warnings and events."""
-    html, run = dash.html, runs[0]
-    machine = [charts.seconds(now), charts.speed(run, now), charts.syncs(run), charts.of_batches(run)]
-    parts = [_grid(dash, charts.learning(runs)), _grid(dash, charts.of_rounds(run)), *rounds_section(html, run)]
-    parts.append(_grid(dash, [panel for panel in (*machine, *charts.measured(run)) if panel]))
-    if now.warnings:
-        parts.append(_section(html, f"Warnings ({len(now.warnings)})", [_events(html, now.warnings)]))
-    parts.append(_grid(dash, [charts.timeline(run)]))
-    parts.append(_section(html, "Latest events", [_events(html, tables.distinct_events(run))]))
-    return parts
-
-
-def _grid(dash: ModuleType, panels: Sequence[charts.Panel]) -> Any:
-    """Charts under their titles, with their newest values in words beside them."""
-    html, shown_panels = dash.html, []
-    for panel in panels:
+def _shown(dash: ModuleType, section: sections.Section) -> Any:
+    """A section: its table, its charts with their newest values in words beside them, its paragraphs."""
+    html, parts, panels = dash.html, [], []
+    if section.rows:
+        parts.append(_table(html, section.head, section.rows))
+    parts += [html.P(text, className="note text") for text in section.texts]
+    for panel in section.panels:
         graph = dash.dcc.Graph(figure=panel.figure, config=GRAPH_OPTIONS, responsive=True, style={"height": "100%"})
         chart = html.Div(graph, className="chart", role="img", **{"aria-label": f"chart: {panel.title}"})
         head = html.Div([html.H2(panel.title), html.Span(panel.value)], className="head")
-        shown_panels.append(html.Section([head, chart], className="panel", key=panel.title))
-    return html.Div(shown_panels, className="grid")
+        panels.append(html.Section([head, chart], className="panel", key=panel.title))
+    whole = [html.Section([html.H2(section.title), *parts], className="panel")] if parts else []
+    return html.Div([*whole, html.Div(panels, className="grid")])
 
 
-def rounds_section(html: ModuleType, run: RunHistory) -> list[Any]:
-    """The rounds of a run: figures and verdicts, each host's time, and examples; nothing where it has none."""
-    newest = list(tables.rounds(run).values())[-SHOWN_EVENTS:]
-    if not newest:
-        return []
-    titles = ("round", "mean score", "held out", "prompts with pairs", "tokens", "duplicates", "entropy", "verdict")
-    parts = [table(html, titles, [_round_cells(record) for record in reversed(newest)])]
-    rows = []
-    for rank, host in run.series:
-        records: list[dict[str, Any]] = [{**record} for record in tables.rounds(run, rank).values()]
-        sums = [sum(record.get(f"{part}_seconds") or 0.0 for record in records) for part in ROUND_PARTS]
-        rows.append([str(rank), host, *(f"{seconds:.1f} s" for seconds in sums)])
-    parts += [html.H2("Seconds in rounds"), table(html, ("rank", "host", *ROUND_PARTS), rows)]
-    for pair in newest[-1].get("examples") or []:
-        texts = (pair["prompt"], f"+ {pair['chosen']}", f"− {pair['rejected']}")
-        parts.append(html.Details([html.Summary(pair["prompt"][:80]), *map(html.P, texts)]))
-    return [_section(html, "Rounds", parts)]
-
-
-def _round_cells(record: Record) -> list[str]:
-    answers, undone = record["answers"], record.get("undone")
-    held_out = [f"{name.replace('_', ' ')} {value:.3g}" for name, value in record["held_out"].items() if value]
-    verdict = [f"undone: {'; '.join(record.get('why') or [])}"] if undone else []
-    cells = [str(record["round"]), written("{:.3g}", answers.get("score")), ", ".join(held_out) or "–"]
-    forms = {"accepted": "{:.0%}", "tokens": "{:.3g}", "duplicates": "{:.0%}", "entropy": "{:.3g}"}
-    cells += [written(form, answers.get(name)) for name, form in forms.items()]  # type: ignore[arg-type]
-    return [*cells, "; ".join([*verdict, *(record.get("warnings") or [])]) or "kept"]
-
-
-def _events(html: ModuleType, events: Sequence[Record]) -> Any:
-    """The newest events, the newest first."""
-    items = []
-    for event in events[-SHOWN_EVENTS:][::-1]:
-        clock = time.strftime("%H:%M:%S", time.localtime(event["time"]))
-        items.append(html.Li([html.Time(clock), html.Span(tables.describe(event), className=event["kind"])]))
-    return html.Ol(items, className="events", tabIndex="0")
-
-
-def _section(html: ModuleType, title: str, parts: Sequence[Any]) -> Any:
-    return html.Section([html.H2(title), *parts], className="panel")
-
-
-def table(html: ModuleType, titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
-    head = html.Thead(html.Tr([html.Th(title, scope="col") for title in titles]))
+def _table(html: ModuleType, titles: Sequence[str] | None, rows: Sequence[Sequence[Any]]) -> Any:
+    head = [html.Thead(html.Tr([html.Th(title, scope="col") for title in titles]))] if titles else []
     body = html.Tbody([html.Tr([html.Td(cell) for cell in row]) for row in rows])
-    return html.Div(html.Table([head, body]), className="scroll")
-
-
-def written(text: str, value: float | None, missing: str = "–") -> str:
-    return missing if value is None else text.format(value)
+    return html.Div(html.Table([*head, body]), className="scroll")

@@ -18,10 +18,9 @@ from typing import Any
 
 import matplotlib
 
-from lib.config import read_file
 from lib.errors import UserError, shown
-from lib.report import charts, tables
-from lib.report.charts import Panel, Plotly
+from lib.report import charts, sections, tables
+from lib.report.charts import Plotly
 from lib.report.history import RunHistory, figures
 from lib.system import files
 from lib.system.model_folder import ADAPTER_WEIGHTS
@@ -30,7 +29,6 @@ matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402  (after the backend is chosen)
 
 CARD, CURVES, REPORT = "README.md", "curves.png", "report.html"
-SHOWN_EVENTS = 200
 STYLE = Path(__file__).with_suffix(".css")
 MARKERS = {"circle-open": "o", "x": "x", "diamond": "D"}
 DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
@@ -79,14 +77,6 @@ def write(folder: Path) -> list[Path]:
     for name, content in written.items():
         files.write_atomically(folder / name, content)
     return [folder / name for name in written]
-
-
-def summary_of(folder: Path) -> dict[str, Any]:
-    """summary.json; empty where there is none."""
-    try:
-        return read_file.read_object(folder / "summary.json", "the run's")
-    except (OSError, UserError):
-        return {}
 
 
 # ---- Pictures: the dashboard's figures, by Matplotlib ----------------------------------------------------------------
@@ -160,46 +150,24 @@ def svg(title: str, figure: Plotly) -> str:
 
 def report_html(run: RunHistory) -> str:
     """The whole report as one file of HTML."""
-    now = figures(run, time.time())
-    summary = tables.so_far(run, now) | summary_of(run.folder)
-    config = run.start.get("config") or {}
-    base = summary.get("model") or (config.get("model") or {}).get("path")
-    parts = [f"<h1>{html.escape(run.name)}</h1>", f'<p class="soft">{html.escape(f"{base}, {now.state}")}</p>']
-    if held := tables.held_out(*_evaluations(run)):
-        parts += [_table(["held out", "before", "after"], held)]
-    parts += [_table(None, tables.facts(summary, tables.unit_of(run))), _panels(charts.learning([run]))]
-    if records := charts.of_rounds(run):
-        parts += ["<h2>Rounds</h2>", _panels(records)]
-    parts += ["<h2>Ranks and hosts</h2>", _table(*tables.ranks(summary["ranks"]))]
-    parts += [f"<p>Plan: {html.escape(now.plan.get('reason') or 'none')}</p>"]
-    machine = [charts.speed(run, now), charts.syncs(run), charts.of_batches(run), *charts.measured(run)]
-    parts += [_panels([panel for panel in machine if panel])]
-    if now.warnings:
-        parts += ["<h2>Warnings</h2>", _table(None, [(tables.describe(w),) for w in now.warnings[-SHOWN_EVENTS:]])]
-    if texts := tables.samples(run):
-        parts += ["<h2>Samples before and after</h2>", *(f"<pre>{html.escape(text)}</pre>" for text in texts)]
-    events = [event for event in tables.distinct_events(run) if event["kind"] not in ("checkpoint", "warning")]
-    described = [(_clock(event["time"]), tables.describe(event)) for event in events[-SHOWN_EVENTS:]]
-    parts += ["<h2>What happened when</h2>", _table(None, described)]
-    parts += ["<h2>How it was made</h2>", _table(None, tables.made_with(run))]
+    now, config = figures(run, time.time()), run.start.get("config") or {}
+    base = f"{(config.get('model') or {}).get('path')}, {now.state}. Plan: {now.plan.get('reason') or 'none'}"
+    parts = [f"<h1>{html.escape(run.name)}</h1>", f'<p class="soft">{html.escape(base)}</p>']
+    for section in sections.of_runs([run], now):
+        parts.append(f"<h2>{html.escape(section.title)}</h2>")
+        parts += [_table(section.head, section.rows)] if section.rows else []
+        parts += [f"<pre>{html.escape(text)}</pre>" for text in section.texts]
+        # Bars and the time line have no lines; the report has their figures as tables.
+        drawn = [svg(panel.title, panel.figure) for panel in section.panels if _has_lines(panel.figure)]
+        parts += [f'<div class="panels">{"".join(drawn)}</div>']
     parts += [f"<details><summary>Settings</summary><pre>{html.escape(json.dumps(config, indent=1))}</pre></details>"]
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     head += f"<title>{html.escape(run.name)}</title><style>{STYLE.read_text(encoding='utf-8')}</style>"
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
 
 
-def _evaluations(run: RunHistory) -> tuple[Any, Any]:
-    """Rank 0's first evaluation, and that of the weights that the run's folder holds."""
-    return (run.of_kind("evaluation") or [{}])[0], figures(run, time.time()).held_out
-
-
-def _panels(panels: Sequence[Panel]) -> str:
-    drawn = [svg(panel.title, panel.figure) for panel in panels if panel.figure["data"]]
-    return f'<div class="panels">{"".join(drawn)}</div>'
-
-
-def _clock(at: float) -> str:
-    return time.strftime("%b %d %H:%M:%S", time.localtime(at))
+def _has_lines(figure: Plotly) -> bool:
+    return any(trace.get("line") for trace in figure["data"])
 
 
 def _table(head: Sequence[str] | None, rows: Sequence[Sequence[str]]) -> str:
@@ -216,9 +184,8 @@ def model_card(run: RunHistory) -> str:
     """The adapter's README.md, with the metadata that the Hugging Face hub reads."""
     from huggingface_hub import ModelCardData
 
-    now = figures(run, time.time())
-    summary = tables.so_far(run, now) | summary_of(run.folder)
-    config = run.start.get("config") or {}
+    now, config = figures(run, time.time()), run.start.get("config") or {}
+    summary = now.summary | sections.summary_of(run.folder)
     model, train = config.get("model") or {}, config.get("train") or {}
     base = str(summary.get("model") or model.get("path"))
     is_hub_name = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", base)) and not Path(base).exists()
@@ -243,8 +210,10 @@ def model_card(run: RunHistory) -> str:
         base=" ".join(shlex.quote(base).split()),
         base_shown=f"[{base}](https://huggingface.co/{base})" if is_hub_name else f"`{_as_text(base)}`",
         trained=loss if preference else "fine-tuned (SFT)",
-        hosts=_as_text(", ".join(dict.fromkeys(rank.host for rank in now.ranks))),
-        held_out="\n".join(f"| {' | '.join(row)} |" for row in tables.held_out(*_evaluations(run))),
+        hosts=_as_text(", ".join(dict.fromkeys(rank["host"] for rank in now.summary["ranks"]))),
+        held_out="\n".join(
+            f"| {' | '.join(row)} |" for row in tables.held_out(sections.first_evaluation(run), now.held_out)
+        ),
         facts="\n".join(f"- {name}: {_as_text(text)}" for name, text in listed),
         samples="\n## Samples, before and after\n\n" + "\n\n".join(texts) + "\n" if texts else "",
     )

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from lib.plan.cost import RunCost
-from lib.report.history import RunFigures, RunHistory
+from lib.report.history import RunHistory
 from lib.system.records import PlanRecord, Record, SettingsRecord
 from lib.system.terminal import duration, metrics_text, size_text, three_digits
 
@@ -84,7 +82,7 @@ def held_out(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[
 
 
 def facts(summary: Mapping[str, Any], unit: str) -> list[tuple[str, str]]:
-    """How a run went, name and value. summary: of summary.json, or of `so_far`."""
+    """How a run went, name and value. summary: of summary.json, or of `RunFigures`."""
     held, efficiency = summary.get("checkpoint"), summary.get("efficiency")
     speed = f"{three_digits(summary['pairs_per_second'])} {unit}/s"
     rows = [
@@ -123,28 +121,6 @@ def unit_of(run: RunHistory) -> str:
 
 def loss_unit(loss: object) -> str:
     return {"grpo": "groups", "sft": "rows", "kto": "rows", "bco": "rows"}.get(str(loss), "pairs")
-
-
-def so_far(run: RunHistory, now: RunFigures) -> dict[str, Any]:
-    """Figures of a run that is not over, under the names of summary.json; of ranks, means over their last steps."""
-    ranks: list[dict[str, Any]] = [
-        {**rank.latest, "rank": rank.rank, "host": rank.host, "seconds": rank.latest["step_seconds"],
-         "planned_pairs_per_second": rank.planned_pairs_per_second}
-        for rank in now.ranks
-    ]  # fmt: skip
-    seconds = [float(np.nansum(table.of("step_seconds"))) for table in run.series.values()]
-    return {
-        "steps": now.step,
-        "seconds": max(seconds, default=0.0),
-        "wall_seconds": now.time.elapsed_seconds,
-        "pairs_per_second": now.speed.pairs_per_second,
-        "tokens_per_second": now.speed.tokens_per_second,
-        **now.speed.arithmetic,
-        "efficiency": now.speed.efficiency,
-        "peak_memory_bytes": max((rank["peak_memory_bytes"] for rank in ranks), default=0.0),
-        "cost": now.time.cost,
-        "ranks": ranks,
-    }
 
 
 def costs(cost: RunCost | None) -> list[str]:
@@ -191,3 +167,7 @@ def samples(run: RunHistory) -> list[str]:
             answers = [f"{when}: {sample.get(when)}" for when in ("before", "after") if when in sample]
             texts.setdefault(sample["prompt"], []).extend(answers)
     return ["\n".join([prompt, *dict.fromkeys(answers)]) for prompt, answers in texts.items()]
+
+
+def written(form: str, value: float | None, missing: str = "–") -> str:
+    return missing if value is None else form.format(value)

@@ -5,20 +5,19 @@
     rounds/0003/pairs.jsonl      the pairs that are trained, as data.train of any run could name them
 
 Each file is whole or absent; before, the work queue's journal (samples.jsonl.partial) has what is finished. So nothing
-is sampled twice where a run goes on after a fault. Rank 0 makes the files, and every disk gets them. `draw` begins a
-round's journals, `collect` finishes them, makes the files and the pairs.
+is sampled twice where a run goes on after a fault. Rank 0 makes the files, and every disk gets them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -27,21 +26,21 @@ from typing_extensions import TypedDict
 
 from lib.config.settings import Config
 from lib.data.prompts import Prompts, asked_of, columns_of
-from lib.data.tokenizer import stamp_of
-from lib.distributed.work_queue import Lines, ServedQueue, WorkQueue, open_queue
+from lib.data.tokenizer import Tokenizer, stamp_of
+from lib.distributed.work_queue import Lines, WorkQueue, work
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate.judges import Judge, Question, scores_of, text_of
 from lib.evaluate.sample import Prompt, Sampler
-from lib.evaluate.score_file import FileJob, key_of, pull, work_on
+from lib.evaluate.score_file import FileJob, key_of, pull
 from lib.rollouts.pairs import Answer, Group, Pair, pairs_of
 from lib.system import files
 from lib.system.terminal import Terminal
 
 ASK_SECONDS = 0.25  # between two questions whether a chunk is still wanted: a message to rank 0 each
 SAMPLES, SCORES, PAIRS = "samples.jsonl", "scores.jsonl", "pairs.jsonl"
+WHAT = {SAMPLES: "answered", SCORES: "judged"}
 SHOWN_CHARACTERS = 400  # of each text of an example
-PIECE_BYTES = 2**24  # of a file, in one collective
 REMEDY = "remove the folder, and what was drawn is drawn again"
 
 
@@ -87,95 +86,43 @@ def lines_of(path: Path, kind: type[Line]) -> Iterator[Line]:
                 raise UserError(f"{path}:{number}: not what a round writes; {REMEDY}") from None
 
 
-@dataclass(frozen=True)
-class Policy:
-    """Which weights draw a round's answers: their digest, and the last round that they have learnt (`SampleLine`)."""
-
-    digest: str
-    version: int
-
-
-@dataclass(frozen=True)
-class Collected:
-    """The answers of a round, the same on every rank, and this rank's seconds of sampling and judging.
-
-    Args:
-        version: of the policy that drew them.
-    """
+class Collected(NamedTuple):
+    """The answers of a round, the same on every rank. version: of the policy that drew them (`SampleLine`)."""
 
     version: int
     groups: list[Group]
     pairs: list[Pair]
-    seconds: dict[str, float]
 
 
-@dataclass
-class Drawing:
-    """The drawing of a round, which this rank takes part in; a thread judges what was drawn, chunk after chunk.
+class Judging:
+    """A thread that judges chunks of a round's answers while the ranks train."""
 
-    Args:
-        samples, scores: the queues of what the two journals lack.
-        thread: None where the judge computes on the device of the model.
-        sampling_seconds: of this rank; waiting_seconds: in which others still drew, and it had nothing to do.
-    """
+    def __init__(self, queue: WorkQueue, scores: Callable[[int], Lines]):
+        self.queue, self.scores, self.ended = queue, scores, False
+        self.fault: BaseException | None = None
+        self.thread = threading.Thread(target=self._work, name="judging", daemon=True)
+        self.thread.start()
 
-    samples: WorkQueue
-    scores: WorkQueue
-    thread: ThreadPoolExecutor | None
-    sampling_seconds: float = 0.0
-    waiting_seconds: float = 0.0
-    judging_seconds: float = 0.0
-    judged: list[Future[None]] = field(default_factory=list)
+    def _work(self) -> None:
+        try:
+            work(self.queue, self._scores)
+        except BaseException as error:  # raised again by `join`
+            self.fault = error
 
-    def judge(self, chunk: int, scores: Callable[[], Lines]) -> None:
-        """Judges a chunk, when those before it are done.
+    def _scores(self, chunk: int) -> Lines:
+        if self.ended:
+            raise UserError("the run has ended")
+        return self.scores(chunk)
 
-        Raises:
-            UserError: the judge failed on a chunk before it.
-        """
-        for future in self.judged:
-            if future.done():
-                future.result()
-
-        def work() -> None:
-            began = time.perf_counter()
-            lines = scores()
-            self.judging_seconds += time.perf_counter() - began
-            self.scores.finish(chunk, lines)
-
-        if self.thread is not None:
-            self.judged.append(self.thread.submit(work))
-
-    def is_wanted(self, chunk: int) -> Callable[[], bool]:
-        """A function, cheap to call, that says whether a chunk in hand is still to be drawn."""
-        asked, wanted = time.monotonic(), True
-
-        def is_wanted() -> bool:
-            nonlocal asked, wanted
-            if wanted and time.monotonic() - asked > ASK_SECONDS:
-                wanted, asked = self.samples.is_wanted(chunk), time.monotonic()
-            return wanted
-
-        return is_wanted
-
-    def end(self) -> None:
-        """Judges nothing after the chunk in hand, and does not wait for that."""
-        if self.thread is not None:
-            self.thread.shutdown(wait=False, cancel_futures=True)
-
-    def close(self, timeout_seconds: float) -> None:
-        """Ends, with what is finished in the journals. timeout_seconds: the longest wait for the other ranks.
+    def join(self) -> None:
+        """Waits until no chunk is left to begin.
 
         Raises:
-            UserError: the judge failed on a chunk.
+            UserError: the judge failed.
         """
-        self.end()
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.scores.close, timeout_seconds)
-            stack.callback(self.samples.close, timeout_seconds)
-            for future in self.judged:
-                if not future.cancelled():
-                    future.result()
+        self.thread.join()
+        if self.fault is not None:
+            raise self.fault
 
 
 @dataclass(frozen=True)
@@ -196,119 +143,115 @@ class Collector:
     judge: Judge
     judges_beside: bool
     say: Terminal
+    seconds: Counter[str] = field(default_factory=Counter)  # of this rank, of a round, by what it did
 
     def folder_of(self, number: int) -> Path:
         return self.folder / "rounds" / f"{number:04d}"
 
-    @property
-    def chunk_rows(self) -> int:
-        """Prompts that a rank takes at a time."""
-        return max(1, self.config.rollouts.batch_size // self.config.rollouts.samples)
-
     def _rows(self, number: int) -> list[int]:
         return self.prompts.of_round(number, self.config.rollouts.prompts, self.config.train.seed)
 
-    def _keys(self, number: int, policy: str) -> dict[str, str]:
-        """Digests of all that samples.jsonl and scores.jsonl of a round depend on."""
-        rollouts, seed = self.config.rollouts, self.config.train.seed
-        of_samples = key_of(policy, number, self.prompts.digest, rollouts.model_dump(), seed)
-        of_judge = self.config.evaluate.model_dump(include={"judge", "judge_model", "judge_prompt", "answer_pattern"})
-        return {SAMPLES: of_samples, SCORES: key_of(of_samples, rollouts.judge, of_judge)}
-
-    def draw(self, number: int, policy: Policy, waits: bool) -> Drawing | None:
-        """A round's answers, drawn by all ranks with the weights that they have; None where they are there already.
-
-        A thread judges what this rank has drawn, unless the judge computes on the device of the model. It goes on until
-        the drawing is closed, which `collect` does.
-
-        waits: for what other ranks draw, of which this one then takes a part; else it returns when nothing is left to
-        begin.
-
-        Raises:
-            UserError, AgreedError: the judge scores nothing, a disk is full, or rank 0 is gone.
-        """
-        world, folder, rows = self.world, self.folder_of(number), self._rows(number)
-        if _is_on_rank_0(folder / SAMPLES, world):
+    def _job(self, number: int, name: str, policy: str) -> FileJob | None:
+        """The making of a round's file by all ranks; None where it is there."""
+        rollouts, evaluate, out = self.config.rollouts, self.config.evaluate, self.folder_of(number) / name
+        journal, rows = out.with_name(f"{name}.partial"), self._rows(number)
+        if is_on_rank_0(out, self.world):
+            if self.world.rank == 0:  # a process may have been killed before its journal went
+                journal.unlink(missing_ok=True)
             return None
-        keys, chunks = self._keys(number, policy.digest), -(-len(rows) // self.chunk_rows)
-        queues = []
-        for name, key in keys.items():
-            self._drop_journal_of_another(folder / name, key)
-            queues.append(open_queue(world, folder / name, key, chunks, repeats=waits and name == SAMPLES))
-        samples, scores = queues
-        drawing = Drawing(samples, scores, ThreadPoolExecutor(1, "judging") if self.judges_beside else None)
-        with self.say.counting(f"round {number}: prompts answered", len(rows)) as progress:
-            if isinstance(drawing.samples, ServedQueue):
-                drawing.samples.report = lambda done, by_rank: progress(min(done * self.chunk_rows, len(rows)))
+        key = key_of(policy, number, self.prompts.digest, rollouts.model_dump(), self.config.train.seed)
+        if name == SCORES:
+            judge = evaluate.model_dump(include={"judge", "judge_model", "judge_prompt", "answer_pattern"})
+            key = key_of(key, rollouts.judge, judge)
+        if self.world.rank == 0 and _first_of(journal).get("key", key) != key:  # the run went back behind the round
+            self.say.warning(f"{journal} is of other weights or settings, and is made again")
+            journal.unlink()
+        size = max(1, rollouts.batch_size // rollouts.samples)  # prompts that a rank takes at a time
+        return FileJob(f"round {number}: prompts {WHAT[name]}", key, len(rows), out, size)
 
-            def lines(chunk: int) -> Lines | None:
-                taken, part = time.perf_counter(), rows[chunk * self.chunk_rows : (chunk + 1) * self.chunk_rows]
-                is_wanted = (lambda: True) if world.divides_model else drawing.is_wanted(chunk)
-                answers = self._samples(number, policy, part, is_wanted)
-                drawing.sampling_seconds += time.perf_counter() - taken
-                if answers is None:
-                    return None
-                if not world.divides_model or chunk % world.size == world.rank:
-                    drawing.judge(chunk, lambda: self._scores(part, answers))
-                return [json.dumps(line, ensure_ascii=False) for line in answers]
-
-            began = time.perf_counter()
-            work_on(drawing.samples, world, lines)
-            drawing.waiting_seconds = time.perf_counter() - began - drawing.sampling_seconds
-        return drawing
-
-    def collect(self, number: int, policy: str, drawing: Drawing | None) -> Collected:
-        """A round's answers with their scores, and their pairs.
-
-        policy: digest of the weights that drew them. drawing: the round's, if this process began it.
+    def draw(self, number: int, policy: str, version: int) -> None:
+        """samples.jsonl of a round, drawn by all ranks with the weights that they have. policy: their digest.
 
         Raises:
-            UserError, AgreedError: the judge scores nothing, a disk is full, or rank 0 is gone.
+            UserError, AgreedError: a disk is full, or rank 0 is gone.
         """
-        folder, rows, keys = self.folder_of(number), self._rows(number), self._keys(number, policy)
-        seconds = {"sampling_seconds": 0.0, "waiting_seconds": 0.0, "judging_seconds": 0.0}
-        if drawing is not None:
-            with self.world.agreeing("judging"):
-                drawing.close(self.world.timeout_seconds)
-            seconds = {name: getattr(drawing, name) for name in seconds}
-        self._make(number, SAMPLES, keys, _missing)
+        if (job := self._job(number, SAMPLES, policy)) is None:
+            return
+        rows, queue, began, before = (
+            self._rows(number),
+            job.open(self.world),
+            time.perf_counter(),
+            self.seconds["sampling"],
+        )
+
+        def lines(part: range) -> Lines | None:
+            taken = time.perf_counter()
+            is_wanted = (lambda: True) if self.world.divides_model else _watch(queue, part.start // job.chunk_rows)
+            answers = self._samples(number, policy, version, [rows[i] for i in part], is_wanted)
+            self.seconds["sampling"] += time.perf_counter() - taken
+            return None if answers is None else [json.dumps(line, ensure_ascii=False) for line in answers]
+
+        pull(job, self.world, lines, queue=queue)
+        self.seconds["waiting"] += time.perf_counter() - began - (self.seconds["sampling"] - before)
+
+    def judge_beside(self, number: int, policy: str) -> Judging | None:
+        """Begins to judge a round's answers beside training; None where the judge computes on the model's device."""
+        job = self._job(number, SCORES, policy) if self.judges_beside else None
+        if job is None:
+            return None
+        spread(self.folder_of(number) / SAMPLES, self.world, self.keeps_disk)
+        lines = self._judged(number)
+        return Judging(job.open(self.world, repeats=False), lambda chunk: lines(job.rows_of(chunk)))
+
+    def _judged(self, number: int) -> Callable[[range], Lines]:
+        """A function that gives lines of scores.jsonl for some of a round's prompts."""
+        rows, folder = self._rows(number), self.folder_of(number)
         with self.world.agreeing("reading the answers of a round"):
             answers = _by_prompt(folder / SAMPLES, rows, self.config.rollouts.samples)
 
-        def scores(part: range) -> Lines:
+        def lines(part: range) -> Lines:
             began, taken = time.perf_counter(), [rows[i] for i in part]
-            lines = self._scores(taken, [answer for row in taken for answer in answers[row]])
-            seconds["judging_seconds"] += time.perf_counter() - began
-            return lines
+            texts = {row: [one["text"] for one in answers[row]] for row in taken}
+            questions = [
+                question_of(self.prompts, row, texts[row], self.config, self.sampler.tokenizer) for row in taken
+            ]
+            scored = [
+                ScoreLine(prompt_id=row, k=k, score=one.score, fault=one.fault)
+                for row, of_row in zip(taken, scores_of(self.judge, questions), strict=True)
+                for k, one in enumerate(of_row)
+            ]
+            self.seconds["judging"] += time.perf_counter() - began
+            return [json.dumps(line, ensure_ascii=False) for line in scored]
 
-        self._make(number, SCORES, keys, scores)
+        return lines
+
+    def collect(self, number: int, policy: str, judging: Judging | None) -> Collected:
+        """A round's answers with their scores, and their pairs.
+
+        policy: digest of the weights that drew them. judging: the round's, if this process began it.
+
+        Raises:
+            UserError, AgreedError: the judge scores nothing, a disk is full, or rank 0 is gone.
+        """
+        folder, rows, rollouts = self.folder_of(number), self._rows(number), self.config.rollouts
+        spread(folder / SAMPLES, self.world, self.keeps_disk)
+        if judging is not None:
+            with self.world.agreeing("judging"):
+                judging.join()
+        if (job := self._job(number, SCORES, policy)) is not None:
+            queue = judging.queue if judging is not None else None
+            pull(job, self.world, self._judged(number), needs_model=False, queue=queue)
+        spread(folder / SCORES, self.world, self.keeps_disk)
         with self.world.agreeing("reading the scores of a round"):
+            answers = _by_prompt(folder / SAMPLES, rows, rollouts.samples)
             groups = self._groups(folder / SCORES, answers)
-        pairs = [pair for group in groups for pair in pairs_of(group, self.config.rollouts)]
+        pairs = [pair for group in groups for pair in pairs_of(group, rollouts)]
         if self.keeps_disk and self.config.record_kind == "preference" and not (folder / PAIRS).exists():
             files.write_atomically(folder / PAIRS, "".join(self._pair_line(pair) + "\n" for pair in pairs))
-        return Collected(answers[rows[0]][0]["version"], groups, pairs, seconds)
-
-    def _make(self, number: int, name: str, keys: dict[str, str], do: Callable[[range], Lines]) -> None:
-        """A file of lines for all of a round's prompts, on every disk; what is there is taken."""
-        out, rows = self.folder_of(number) / name, self._rows(number)
-        if not _is_on_rank_0(out, self.world):
-            self._drop_journal_of_another(out, keys[name])
-            what = f"round {number}: prompts {'answered' if name == SAMPLES else 'judged'}"
-            pull(FileJob(what, keys[name], len(rows), out, self.chunk_rows), self.world, do, needs_model=False)
-        elif self.world.rank == 0:  # a process was killed before its journal went
-            out.with_name(f"{out.name}.partial").unlink(missing_ok=True)
-        spread(out, self.world, self.keeps_disk)
-
-    def _drop_journal_of_another(self, out: Path, key: str) -> None:
-        """Removes a journal that belongs to other weights or settings: the run went back behind the round."""
-        journal = out.with_name(f"{out.name}.partial")
-        if self.world.rank == 0 and _first_of(journal).get("key", key) != key:
-            self.say.warning(f"{journal} is of other weights or settings, and is made again")
-            journal.unlink()
+        return Collected(answers[rows[0]][0]["version"], groups, pairs)
 
     def _samples(
-        self, number: int, policy: Policy, rows: Sequence[int], is_wanted: Callable[[], bool]
+        self, number: int, policy: str, version: int, rows: Sequence[int], is_wanted: Callable[[], bool]
     ) -> list[SampleLine] | None:
         """A line for each answer to some prompts; None once they are not wanted."""
         prompts = [Prompt(row, self.prompts.prompt_ids(row)) for row in rows]
@@ -318,50 +261,31 @@ class Collector:
         if len(samples) < passes:
             return None
         return [
-            {
-                "round": number,
-                "prompt_id": drawn.prompt_id,
-                "k": drawn.k,
-                "policy": policy.digest,
-                "version": policy.version,
-                "place": self.prompts.location(drawn.prompt_id),
-                "text": drawn.text,
-                "finish": drawn.finish,
-                "tokens": drawn.tokens,
-                "logps": drawn.logps,
-            }
+            SampleLine(
+                round=number,
+                prompt_id=drawn.prompt_id,
+                k=drawn.k,
+                policy=policy,
+                version=version,
+                place=self.prompts.location(drawn.prompt_id),
+                text=drawn.text,
+                finish=str(drawn.finish),
+                tokens=drawn.tokens,
+                logps=drawn.logps,
+            )
             for drawn in samples
         ]
-
-    def _scores(self, rows: Sequence[int], answers: Sequence[SampleLine]) -> Lines:
-        """A line for each answer to some prompts, by prompt."""
-        questions = []
-        for row in rows:
-            record, texts = self.prompts.record(row), [one["text"] for one in answers if one["prompt_id"] == row]
-            prompt = asked_of(record, self.config.data, self.sampler.tokenizer)
-            questions.append(Question(self.prompts.location(row), prompt, texts, record))
-        scored = [score for of_question in scores_of(self.judge, questions) for score in of_question]
-        lines: list[ScoreLine] = [
-            {"prompt_id": answer["prompt_id"], "k": answer["k"], "score": of_answer.score, "fault": of_answer.fault}
-            for answer, of_answer in zip(answers, scored, strict=True)
-        ]
-        return [json.dumps(line, ensure_ascii=False) for line in lines]
 
     def _groups(self, path: Path, answers: dict[int, list[SampleLine]]) -> list[Group]:
         scores = {(one["prompt_id"], one["k"]): one["score"] for one in lines_of(path, ScoreLine)}
         if missing := [row for row in answers if any((row, one["k"]) not in scores for one in answers[row])]:
             raise UserError(f"{path}: prompt {missing[0]} of the round is missing; {REMEDY}")
-        return [
-            Group(
-                row,
-                self.prompts.prompt_ids(row),
-                [
-                    Answer(one["k"], one["text"], one["tokens"], one["logps"], one["finish"], scores[row, one["k"]])
-                    for one in of_row
-                ],
-            )
-            for row, of_row in answers.items()
-        ]
+        groups = []
+        for row, of_row in answers.items():
+            each = [(one["k"], one["text"], one["tokens"], one["logps"], one["finish"]) for one in of_row]
+            scored = [Answer(*known, scores[row, known[0]]) for known in each]
+            groups.append(Group(row, self.prompts.prompt_ids(row), scored))
+        return groups
 
     def examples(self, pairs: Sequence[Pair]) -> list[dict[str, str]]:
         """A few pairs as text, for people."""
@@ -388,17 +312,28 @@ class Collector:
         return json.dumps(record, ensure_ascii=False)
 
 
+def question_of(prompts: Prompts, row: int, texts: Sequence[str], config: Config, tokenizer: Tokenizer) -> Question:
+    """What a judge is asked about some answers to a prompt."""
+    record = prompts.record(row)
+    return Question(prompts.location(row), asked_of(record, config.data, tokenizer), texts, record)
+
+
 def policy_of(folder: Path) -> str:
-    """Digest of the policy that drew a round's answers; nothing where they are not complete."""
-    whole, journal = folder / SAMPLES, folder / f"{SAMPLES}.partial"
-    try:
-        if whole.exists():
-            return str(_first_of(whole).get("policy", ""))
-        with journal.open(encoding="utf-8") as file:
-            header, *chunks = [json.loads(line) for line in file if line.endswith("\n")]
-        return str(json.loads(chunks[0]["lines"][0])["policy"]) if len(chunks) == header["count"] else ""
-    except (OSError, ValueError, KeyError, IndexError, TypeError):
-        return ""
+    """Digest of the policy that drew a round's answers; nothing where they are not there."""
+    return str(_first_of(folder / SAMPLES).get("policy", ""))
+
+
+def _watch(queue: WorkQueue, chunk: int) -> Callable[[], bool]:
+    """A function, cheap to call, that says whether no other rank has finished a chunk that is in hand."""
+    asked, wanted = time.monotonic(), True
+
+    def is_wanted() -> bool:
+        nonlocal asked, wanted
+        if wanted and time.monotonic() - asked > ASK_SECONDS:
+            wanted, asked = queue.is_wanted(chunk), time.monotonic()
+        return wanted
+
+    return is_wanted
 
 
 def _first_of(path: Path) -> dict[str, object]:
@@ -411,12 +346,8 @@ def _first_of(path: Path) -> dict[str, object]:
     return first if isinstance(first, dict) else {}
 
 
-def _missing(part: range) -> Lines:
-    raise UserError("answers of a round that is trained already are missing; put them back, or start a new run")
-
-
-def _is_on_rank_0(path: Path, world: World) -> bool:
-    return bool(int(world.broadcast_text(str(int(world.rank == 0 and path.exists())))))
+def is_on_rank_0(path: Path, world: World) -> bool:
+    return bool(json.loads(world.broadcast_text(json.dumps(path.exists()))))
 
 
 def _by_prompt(path: Path, rows: Sequence[int], samples: int) -> dict[int, list[SampleLine]]:
@@ -443,15 +374,10 @@ def spread(path: Path, world: World, keeps_disk: bool) -> None:
     """
     if not any(world.gather_text("" if path.exists() else "missing", f"who has {path.name}")):
         return
-    content = np.frombuffer(path.read_bytes(), np.uint8) if world.rank == 0 else np.zeros(0, np.uint8)
-    size = int(world.broadcast({"size": mx.array(len(content))})["size"].item())
+    own = path.read_bytes() if world.rank == 0 else b""
+    size = int(world.broadcast_text(str(len(own))))
+    content = mx.array(np.frombuffer(own or bytes(size), np.uint8))
+    content = np.array(world.broadcast({"content": content})["content"])
     with world.agreeing(f"keeping {path.name}"):
-        pieces = []
-        for start in range(0, size, PIECE_BYTES):
-            count = min(PIECE_BYTES, size - start)
-            part = content[start : start + count] if world.rank == 0 else np.zeros(count, np.uint8)
-            pieces.append(np.array(world.broadcast({"piece": mx.array(part)})["piece"]).tobytes())
         if world.rank and keeps_disk and not path.exists():
-            files.write_atomically(path, b"".join(pieces))
-    if not path.exists():
-        raise UserError(f"{path} is not there, though another rank of this disk keeps it")
+            files.write_atomically(path, content.tobytes())

@@ -11,10 +11,10 @@ from lib.data.batch import collate
 from lib.data.groups import Group as SampledGroup
 from lib.data.groups import groups_in_memory
 from lib.evaluate.answers import part_of
+from lib.evaluate.sample import in_batches
 from lib.model.logps import completion_token_logps
 from lib.model.token_stream import arrays_of
 from lib.rollouts.pairs import Group
-from lib.system import out_of_memory
 from lib.training.group_losses import divergence
 from lib.training.run import TrainingRun
 
@@ -32,20 +32,17 @@ def kl_of(run: TrainingRun, groups: Sequence[Group]) -> float | None:
     data = groups_in_memory("", [SampledGroup(ids, [one.tokens], [0.0], [one.logps]) for ids, one in first], [])
     world, layout, size = run.world.workers, run.layout, run.config.evaluate.batch_size
     own = part_of(len(data), run.shares if world.size > 1 else [1], world.rank)
-    order = np.argsort(data.lengths, kind="stable")[own].tolist()
     sums = np.zeros(len(data), np.float32)
 
-    def sums_of(rows: Sequence[int]) -> np.ndarray:
-        inputs = arrays_of(collate([data[row] for row in rows], layout.length_multiple, layout.shares_prompts).inputs)
+    def sums_of(indices: Sequence[int]) -> np.ndarray:
+        examples = [data[own[i]] for i in indices]
+        inputs = arrays_of(collate(examples, layout.length_multiple, layout.shares_prompts).inputs)
         with world.together("log-probabilities of the reference"):
             logps, _ = completion_token_logps(model, inputs, run.config.rollouts.temperature)
             kl = mx.where(inputs["mask"], divergence(inputs["sampling_logps"], logps), 0.0)
             return np.array(kl.sum(axis=(1, 2)))
 
     with reference.in_place() as model:
-        for start in range(0, len(order), size):
-            rows = order[start : start + size]
-            parts = out_of_memory.in_pieces(rows, sums_of, can_halve=not run.world.divides_model)
-            sums[rows] = np.concatenate([part for _, part in parts])
+        sums[own] = in_batches(data.lengths[own], size, sums_of, can_halve=not run.world.divides_model)
     of_all = np.array(world.all_sum(mx.array(sums), "divergences of answers"))
     return float(of_all.sum(dtype=np.float64)) / sum(len(one.tokens) for _, one in first)

@@ -84,26 +84,18 @@ def groups_of(groups: Sequence[Group], settings: RolloutSettings) -> list[Sample
     A prompt does whose scores differ, and of which some answer is learnt. `filter_groups` leaves out the prompts whose
     scores agree, `mask_truncated` the tokens of answers that were cut.
     """
-    kept, teaches = [], False
+    kept, teaches, masks = [], False, settings.mask_truncated
     for group in groups:
-        scored = [answer for answer in group.answers if answer.score is not None]
+        answers = group.answers
+        scored = [answer for answer in answers if answer.score is not None]
         differ = len({answer.score for answer in scored}) > 1
-        learnt = not settings.mask_truncated or any(answer.finish != "length" for answer in scored)
-        teaches = teaches or (differ and learnt)
+        teaches |= differ and (not masks or any(answer.finish != "length" for answer in scored))
         if scored and (differ or not settings.filter_groups):
-            kept.append(_sampled(group, settings.mask_truncated))
+            mask = [[answer.finish != "length"] * len(answer.tokens) for answer in answers] if masks else None
+            rewards, logps = [answer.score for answer in answers], [answer.logps for answer in answers]
+            tokens = [answer.tokens for answer in answers]
+            kept.append(SampledGroup(group.prompt_tokens, tokens, rewards, logps=logps, mask=mask))
     return kept if teaches else []
-
-
-def _sampled(group: Group, mask_truncated: bool) -> SampledGroup:
-    answers = group.answers
-    return SampledGroup(
-        prompt=group.prompt_tokens,
-        completions=[answer.tokens for answer in answers],
-        rewards=[answer.score for answer in answers],
-        logps=[answer.logps for answer in answers],
-        mask=[[answer.finish != "length"] * len(answer.tokens) for answer in answers] if mask_truncated else None,
-    )
 
 
 def why_nothing(groups: Sequence[Group], settings: RolloutSettings) -> str:
@@ -154,6 +146,12 @@ def figures_of(groups: Sequence[Group], pairs: Sequence[Pair], kl: float | None 
     scores = [answer.score for answer in answers if answer.score is not None]
     tokens = sum(len(answer.tokens) for answer in answers)
     distinct = sum(len({tuple(answer.tokens) for answer in group.answers}) for group in groups)
+    products = np.zeros(3)  # scores times tokens, and the squares of either, each less its mean of the prompt
+    for group in groups:
+        if known := [(answer.score, len(answer.tokens)) for answer in group.answers if answer.score is not None]:
+            x, y = (np.array(own, np.float64) - np.mean(own) for own in zip(*known, strict=True))
+            products += [x @ y, x @ x, y @ y]
+    both, of_scores, of_tokens = products.tolist()
     return SampleFigures(
         prompts=len(groups),
         samples=len(answers),
@@ -166,20 +164,8 @@ def figures_of(groups: Sequence[Group], pairs: Sequence[Pair], kl: float | None 
         unended=sum(answer.finish == "length" for answer in answers) / len(answers),
         entropy=-sum(sum(answer.logps) for answer in answers) / max(tokens, 1),
         kl=kl,
-        length_correlation=length_correlation(groups),
+        length_correlation=both / math.sqrt(of_scores * of_tokens) if of_scores * of_tokens > 0 else None,
     )
-
-
-def length_correlation(groups: Sequence[Group]) -> float | None:
-    """Pearson's correlation of scores and tokens, each less its mean of the prompt; None of nothing."""
-    products = np.zeros(3)  # scores times tokens, and the squares of either
-    for group in groups:
-        known = [(answer.score, len(answer.tokens)) for answer in group.answers if answer.score is not None]
-        if known:
-            scores, tokens = (np.array(own, np.float64) - np.mean(own) for own in zip(*known, strict=True))
-            products += [scores @ tokens, scores @ scores, tokens @ tokens]
-    both, of_scores, of_tokens = products.tolist()
-    return both / math.sqrt(of_scores * of_tokens) if of_scores * of_tokens > 0 else None
 
 
 HELD_OUT = {"exact_match": "held-out exact match", "held_out_score": "held-out score"}  # by what a round is judged
@@ -198,78 +184,54 @@ class RoundFigures:
         held_out: after it, by the names of HELD_OUT; before the first round there is one with number 0.
     """
 
-    number: int
-    held_out: Mapping[str, float]
+    round: int
+    held_out: Mapping[str, float | None]
     samples: SampleFigures | None = None
     undone: bool = False
 
 
-def losses_of(rounds: Sequence[RoundFigures], latest: Mapping[str, float], tolerance: float | None) -> list[str]:
+def losses_of(rounds: Sequence[RoundFigures], latest: Mapping[str, float | None], tolerance: float | None) -> list[str]:
     """Why a round is to be undone: each held-out figure that is below the best kept one by more than the tolerance.
 
     rounds: those before it.
     """
-    if tolerance is None:
-        return []
     losses = []
-    for name, shown in HELD_OUT.items():
-        kept = [(one.held_out[name], -one.number) for one in rounds if not one.undone and name in one.held_out]
-        if not kept or name not in latest:
-            continue
-        best, number = max(kept)
-        if latest[name] < best - tolerance:
-            losses.append(f"{shown} {best:.4g} (after round {-number}) ➜ {latest[name]:.4g}")
+    for name, shown in HELD_OUT.items() if tolerance is not None else ():
+        known = [(one.held_out.get(name), -one.round) for one in rounds if not one.undone]
+        kept, after = [(value, number) for value, number in known if value is not None], latest.get(name)
+        if kept and after is not None and after < max(kept)[0] - tolerance:
+            best, number = max(kept)
+            losses.append(f"{shown} {best:.4g} (after round {-number}) ➜ {after:.4g}")
     return losses
 
 
 def warnings_of(rounds: Sequence[RoundFigures], tolerance: float | None) -> list[str]:
-    """What in the last of these rounds looks as if the judge were gamed, or the policy collapsed.
-
-    rounds: all so far.
-    """
-    sampled = [one for one in rounds if one.samples is not None]
+    """What in the last of all rounds so far looks as if the judge were gamed, or the policy collapsed."""
+    sampled = [(one.round, one.samples) for one in rounds if one.samples is not None]
     if not sampled:
         return []
-    first, last = sampled[0].samples, sampled[-1].samples
-    assert first is not None and last is not None
+    (since, first), (_, last) = sampled[0], sampled[-1]
     warnings = []
     if last.tokens >= GROWTH * first.tokens:
-        warnings.append(
-            f"answers grow: {first.tokens:.4g} ➜ {last.tokens:.4g} tokens since round {sampled[0].number}; "
-            "the judge may prefer length"
-        )
+        grown = f"{first.tokens:.4g} ➜ {last.tokens:.4g} tokens since round {since}"
+        warnings.append(f"answers grow: {grown}; the judge may prefer length")
     if last.pairs >= LEAST_PAIRS and (last.length_correlation or 0) >= FOLLOWS:
-        warnings.append(
-            f"the judge's scores follow length: their correlation is {last.length_correlation:.2f} among the answers "
-            "to a prompt"
-        )
+        correlation = f"their correlation is {last.length_correlation:.2f} among the answers to a prompt"
+        warnings.append(f"the judge's scores follow length: {correlation}")
     if last.entropy < LEAST_ENTROPY * first.entropy:
-        warnings.append(
-            f"the policy collapses: its entropy went from {first.entropy:.3g} to {last.entropy:.3g} nats a token since "
-            f"round {sampled[0].number}, and {last.duplicates:.0%} of the answers are duplicates"
-        )
-    return warnings + _rising_while_falling(rounds, tolerance)
-
-
-def _rising_while_falling(rounds: Sequence[RoundFigures], tolerance: float | None) -> list[str]:
-    """The judge's scores rise while a held-out figure falls."""
-    last, warnings = rounds[-1], []
+        entropy = f"its entropy went from {first.entropy:.3g} to {last.entropy:.3g} nats a token since round {since}"
+        warnings.append(f"the policy collapses: {entropy}, and {last.duplicates:.0%} of the answers are duplicates")
     least_fall = LEAST_FALL if tolerance is None else tolerance
-    assert last.samples is not None
     for name, shown in HELD_OUT.items():
-        known = [one for one in rounds[:-1] if name in one.held_out]
-        if not known or name not in last.held_out:
+        *before, after = ((one.held_out.get(name), one.round) for one in rounds)
+        known = [(value, -number) for value, number in before if value is not None]
+        if not known or after[0] is None:
             continue
-        best = max(known, key=lambda one: one.held_out[name])
+        best, number = max(known)
         # What was drawn in the round after it is what that policy wrote.
-        drawn = next((one.samples for one in rounds if one.number == best.number + 1), None)
-        fell = best.held_out[name] - last.held_out[name]
-        if drawn is None or drawn.score is None or last.samples.score is None or fell <= least_fall:
-            continue
-        if last.samples.score > drawn.score:
-            warnings.append(
-                f"rewards rise while held-out falls: the judge's mean score {drawn.score:.4g} ➜ "
-                f"{last.samples.score:.4g} since round {best.number + 1}, {shown} {best.held_out[name]:.4g} ➜ "
-                f"{last.held_out[name]:.4g}"
-            )
+        drawn = next((figures.score for at, figures in sampled if at == 1 - number), None)
+        if best - after[0] > least_fall and drawn is not None and last.score is not None and last.score > drawn:
+            rise = f"{drawn:.4g} ➜ {last.score:.4g} since round {1 - number}"
+            fall = f"{shown} {best:.4g} ➜ {after[0]:.4g}"
+            warnings.append(f"rewards rise while held-out falls: the judge's mean score {rise}, {fall}")
     return warnings
