@@ -290,7 +290,7 @@ def comparison(html: ModuleType, runs: Sequence[RunHistory], each: Sequence[RunF
     return _table(html, titles, rows)
 
 
-def _shown(dash: ModuleType, section: sections.Section) -> Any:
+def _shown(dash: ModuleType, section: sections.PageSection) -> Any:
     """A section: its table, its charts with their newest values in words beside them, its paragraphs."""
     html, parts, panels = dash.html, [], []
     if section.rows:

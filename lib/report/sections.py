@@ -17,7 +17,7 @@ SHOWN_EVENTS, SHOWN_ROUNDS = 200, 30  # the newest
 ROUND_PARTS = ("sampling", "waiting", "judging", "training")  # of a rank's time
 
 
-class Section(NamedTuple):
+class PageSection(NamedTuple):
     """A table under its title, with charts and paragraphs below it."""
 
     title: str
@@ -27,7 +27,7 @@ class Section(NamedTuple):
     texts: Sequence[str] = ()
 
 
-def of_runs(runs: Sequence[RunHistory], now: RunFigures) -> list[Section]:
+def of_runs(runs: Sequence[RunHistory], now: RunFigures) -> list[PageSection]:
     """Curves of learning of all these runs; all else is of the first, whose figures `now` are."""
     run, summary = runs[0], now.summary | summary_of(runs[0].folder)
     machine = (charts.seconds(now), charts.speed(run, now), charts.syncs(run), charts.of_batches(run))
@@ -38,16 +38,16 @@ def of_runs(runs: Sequence[RunHistory], now: RunFigures) -> list[Section]:
     happened = list(zip(clocks, map(tables.describe, events), strict=True))[: -SHOWN_EVENTS - 1 : -1]
     warnings = [(tables.describe(warning),) for warning in now.warnings[-SHOWN_EVENTS:]]
     each = [
-        Section("Held out", ("", "before", "after"), tables.held_out(first_evaluation(run), now.held_out)),
-        Section("Figures", None, tables.facts(summary, tables.unit_of(run))),
-        Section("Learning", panels=charts.learning(runs)),
+        PageSection("Held out", ("", "before", "after"), tables.held_out(first_evaluation(run), now.held_out)),
+        PageSection("Figures", None, tables.facts(summary, tables.unit_of(run))),
+        PageSection("Learning", panels=charts.learning(runs)),
         *of_rounds(run),
-        Section("Ranks and hosts", *tables.ranks(summary["ranks"]), texts=elsewhere if missing else ()),
-        Section("Machines", panels=[panel for panel in (*machine, *charts.measured(run)) if panel]),
-        Section(f"Warnings ({len(now.warnings)})", None, warnings),
-        Section("Samples before and after", texts=tables.samples(run)),
-        Section("What happened when", None, happened, [charts.timeline(run)] if events else ()),
-        Section("How it was made", None, tables.made_with(run)),
+        PageSection("Ranks and hosts", *tables.ranks(summary["ranks"]), texts=elsewhere if missing else ()),
+        PageSection("Machines", panels=[panel for panel in (*machine, *charts.measured(run)) if panel]),
+        PageSection(f"Warnings ({len(now.warnings)})", None, warnings),
+        PageSection("Samples before and after", texts=tables.samples(run)),
+        PageSection("What happened when", None, happened, [charts.timeline(run)] if events else ()),
+        PageSection("How it was made", None, tables.made_with(run)),
     ]
     return [section for section in each if section.rows or section.panels or section.texts]
 
@@ -64,7 +64,7 @@ def summary_of(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def of_rounds(run: RunHistory) -> list[Section]:
+def of_rounds(run: RunHistory) -> list[PageSection]:
     """The rounds of a run: figures and verdicts, each host's time, and examples; nothing where it has none."""
     newest = list(tables.rounds(run).values())[-SHOWN_ROUNDS:]
     if not newest:
@@ -79,8 +79,8 @@ def of_rounds(run: RunHistory) -> list[Section]:
     texts = ["\n".join((pair["prompt"], f"+ {pair['chosen']}", f"− {pair['rejected']}")) for pair in pairs]
     figures = [_of_round({**record}) for record in reversed(newest)]
     return [
-        Section("Rounds", head, figures, charts.of_rounds(run)),
-        Section("Seconds in rounds", ("rank", "host", *ROUND_PARTS), rows, texts=texts),
+        PageSection("Rounds", head, figures, charts.of_rounds(run)),
+        PageSection("Seconds in rounds", ("rank", "host", *ROUND_PARTS), rows, texts=texts),
     ]
 
 
