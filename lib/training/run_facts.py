@@ -1,4 +1,4 @@
-"""What every rank knows, exchanged: the facts that a plan rests on (lib/plan), and the plan that a run starts with."""
+"""The facts that a plan rests on (lib/plan), exchanged between the ranks; and the plan that a run starts with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -33,8 +33,8 @@ from lib.plan.sharded import plan_sharded
 from lib.plan.strategy import plan
 from lib.system import hardware, model_folder, threads
 from lib.system.out_of_memory import Limit
+from lib.system.records import read_records
 
-Rates = Mapping[str, Sequence[float]]  # GFLOP/s of every rank's matrix products, by host
 MEASURED_STEPS = 16  # the last ones of a pipelined run, whose times correct the cut of a run that goes on
 
 
@@ -46,23 +46,44 @@ def plan_run(
     rows: tuple[Rows, Rows],
     resumed: Path | None = None,
 ) -> ClusterPlan:
-    """The plan that a run starts with, the same on all ranks, and what is likely to be a mistake in it.
+    """The plan that a run starts with, the same on all ranks, with what is likely to be a mistake in it.
 
     lengths: int [n], of the training data's rows. rows: the largest of them, for memory; and rows of mean sizes, for
     the times of divided models. resumed: the folder of a run that goes on.
     """
-    warning = ""
+    warnings = []
     if config.strategy in ("sharded", "pipelined") and world.size == 1:
-        config, warning = _on_one_rank(config, resumed is not None)
-    blas_threads = _blas_threads(config.plan, world, hosts, resumed)
-    facts, rates = gather_facts(config, world, hosts, lengths, rows, resumed)
-    crowded = world.gather_text(_crowded_host(hosts, world.rank), "ranks and cores of every host")
+        sizes, shares = config.plan.micro_batch_sizes, config.plan.shares or ()
+        if len(shares) > 1:
+            warnings = [f"plan.shares {list(shares)} has {len(shares)} numbers, but there is 1 rank, which holds all"]
+            if resumed is None:
+                ranks = f"start {len(shares)} ranks (mpirun -n {len(shares)})"
+                raise UserError(f"{warnings[0]}; leave it out, or {ranks}")
+        alone = config.plan.model_copy(update={"shares": None, "micro_batch_sizes": sizes and sizes[:1]})
+        config = config.model_copy(update={"plan": alone})
+    stored = _stored_plan(world, resumed)
+    # Every rank's threads: as when the run started that goes on, else as is faster now.
+    before = next((rank.get("blas_threads") for rank in stored["ranks"] if rank["host"] == hosts[world.rank]), None)
+    here = threads.choose(before, hosts.count(hosts[world.rank]) == 1, config.plan.replan)
+    chosen = world.gather_text(json.dumps(here), "the threads of every rank's products")
+    facts, rates = gather_facts(config, world, hosts, lengths, rows, stored, resumed)
+    warnings += filter(None, world.gather_text(_crowded_host(hosts, world.rank), "ranks and cores of every host"))
     with world.agreeing("planning"):
         first = advised(facts.settings, plan(facts))
-        ranks = tuple(replace(rank, blas_threads=n) for rank, n in zip(first.ranks, blas_threads, strict=True))
-        first = replace(first, basis=replace(first.basis, matmul_gflops=rates), ranks=ranks)
+        with_threads = [replace(r, blas_threads=json.loads(n)) for r, n in zip(first.ranks, chosen, strict=True)]
+        first = replace(first, basis=replace(first.basis, matmul_gflops=rates), ranks=tuple(with_threads))
     world.require_equal("plan", json.dumps(first.decisions()))  # unlike plans would lose rows, or train them twice
-    return replace(first, warnings=(*filter(None, (warning, *crowded)), *first.warnings))
+    return replace(first, warnings=(*warnings, *first.warnings))
+
+
+def _stored_plan(world: World, resumed: Path | None) -> dict[str, Any]:
+    """Of the run's plan.json on rank 0's disk: `ranks`, `matmul_gflops` and `blocks`, where a run goes on."""
+    stored: dict[str, Any] = {"ranks": [], "matmul_gflops": {}, "blocks": []}
+    if resumed is not None and world.rank == 0:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            read = json.loads((resumed / "plan.json").read_text(encoding="utf-8"))
+            stored = {name: read.get(name) or empty for name, empty in stored.items()}
+    return cast(dict[str, Any], json.loads(world.broadcast_text(json.dumps(stored))))
 
 
 def gather_facts(
@@ -71,15 +92,16 @@ def gather_facts(
     hosts: Sequence[str],
     lengths: np.ndarray,
     rows: tuple[Rows, Rows],
-    resumed: Path | None = None,
-) -> tuple[PlanFacts, Rates]:
-    """What a plan depends on, the same on all ranks; and the matrix-product rates that were measured for it."""
+    stored: Mapping[str, Any],
+    resumed: Path | None,
+) -> tuple[PlanFacts, Mapping[str, Sequence[float]]]:
+    """What a plan depends on, the same on all ranks; and the matrix-product rates by host that were measured for it."""
     with world.agreeing("reading the calibration"):
         rank_calibration = calibration.read_of_rank(Path(config.plan.calibration_dir), hosts, world.rank)
-        stored = tokenizer.stored_config(config.model)
-        dtype = model_dtype(config.model)
-        block_shape = _shape(stored, dtype, False, config.strategy == "pipelined" and world.size > 1)
-        shape = _shape(stored, dtype, True, config.strategy == "sharded" and world.size > 1)
+        of_model = tokenizer.stored_config(config.model)
+        dtype, divided = model_dtype(config.model), config.strategy if world.size > 1 else ""
+        block_shape = _shape(of_model, dtype, False, divided == "pipelined")
+        shape = _shape(of_model, dtype, True, divided == "sharded")
         padded = padded_lengths(lengths, length_multiple(config.data))
         folder = model_folder.resolve(config.model.path, config.model.revision)
         key = calibration.curve_key(config.model, config.record_kind, folder, round(float(padded.mean())))
@@ -89,18 +111,27 @@ def gather_facts(
     key, (largest, typical) = CurveKey(**agreed["key"]), (Rows(**some) for some in agreed["rows"])
     limit = memory_limit(config.plan, hosts, world)
     if limit.is_configured and rank_calibration is not None:
-        changed = [_limited(curve, limit.size_bytes) for curve in rank_calibration.curves]
+        changed = []
+        for curve in rank_calibration.curves:
+            limits = [size for size in (curve.memory_limit_bytes, limit.size_bytes) if size]
+            changed.append(curve.model_copy(update={"memory_limit_bytes": min(limits, default=None)}))
         rank_calibration = rank_calibration.model_copy(update={"curves": tuple(changed)})
     ranks = _gather_hosts(world, hosts, rank_calibration, limit)
-    curves = [host.calibration and nearest_curve(host.calibration.curves, key) for host in ranks]
-    rates: Rates = {}
-    if len(set(hosts)) > 1 and None in curves:
-        rates = _matmul_rates(world, hosts, resumed)
+    lacks_curve = None in [host.calibration and nearest_curve(host.calibration.curves, key) for host in ranks]
+    rates: dict[str, list[float]] = {}
+    usual = None
+    if lacks_curve and len(set(hosts)) > 1:  # a run that goes on divides the work as before, by the same rates
+        rates = stored["matmul_gflops"]
+        if any(len(rates.get(host, ())) != hosts.count(host) for host in hosts):
+            measured = _gather_gflops(world)
+            rates = {host: [rate for name, rate in zip(hosts, measured, strict=True) if name == host] for host in hosts}
         left = {host: list(of_host) for host, of_host in rates.items()}
         ranks = [replace(rank, gflops=left[rank.name].pop(0)) for rank in ranks]
+    elif lacks_curve:
+        usual = statistics.fmean(_gather_gflops(world))
     memory = None
     if block_shape is not None:
-        shares = config.data.shared_prompts and stored.get("model_type") in FAMILIES
+        shares = config.data.shared_prompts and of_model.get("model_type") in FAMILIES
         memory = MemoryModel(block_shape, training_of(config, block_shape.blocks, shares), largest, typical)
     facts = PlanFacts(
         settings=PlanSections.of(config),
@@ -112,16 +143,14 @@ def gather_facts(
         published=list(calibration.read_published().values()),
         shape=shape,
         memory=memory,
-        stages_before=_stages_before(config, world, hosts, resumed),
-        usual_gflops=_usual_gflops(world) if None in curves and not rates else None,
+        stages_before=_stages_before(config, world, hosts, stored, resumed),
+        usual_gflops=usual,
     )
     return facts, rates
 
 
-def _usual_gflops(world: World) -> float:
-    """The mean of all ranks' matrix-product rates."""
-    rates = world.gather_text(repr(_gflops_here()), "every rank's matrix-product rate")
-    return statistics.fmean(map(float, rates))
+def _gather_gflops(world: World) -> list[float]:
+    return [float(text) for text in world.gather_text(repr(_gflops_here()), "every rank's matrix-product rate")]
 
 
 @functools.cache
@@ -189,48 +218,23 @@ def stage_blocks(config: Config, world: World, hosts: Sequence[str]) -> tuple[in
         return given or apportion(blocks, memory if all(memory) else [1.0] * world.size)
 
 
-def _on_one_rank(config: Config, is_resumed: bool) -> tuple[Config, str]:
-    """The settings of a divided run where one rank holds all, and a warning of what that leaves out.
-
-    Raises UserError: plan.shares is of several ranks, and this is no run of them that goes on.
-    """
-    sizes, shares, warning = config.plan.micro_batch_sizes, config.plan.shares, ""
-    if shares is not None and len(shares) > 1:
-        warning = f"plan.shares {list(shares)} has {len(shares)} numbers, but there is 1 rank, which holds all"
-        if not is_resumed:
-            raise UserError(f"{warning}; leave it out, or start {len(shares)} ranks (mpirun -n {len(shares)})")
-    alone = {"shares": None, "micro_batch_sizes": sizes and sizes[:1]}
-    return config.model_copy(update={"plan": config.plan.model_copy(update=alone)}), warning
-
-
 def _crowded_host(hosts: Sequence[str], rank: int) -> str:
     """A warning where more ranks compute on this rank's host than it has cores; from the first of them alone."""
     host, cores = hosts[rank], os.cpu_count() or 1
     count = hosts.count(host)
     if count <= cores or hosts.index(host) != rank or hardware.mlx_device()[0] != "cpu":
         return ""
-    return (
-        f"{host}: {count} ranks compute on {cores} cores and wait for each other's; start at most {cores} there "
-        f"(mpirun -n {cores}, or fewer slots in the host file)"
-    )
+    return f"{host}: {count} ranks compute on {cores} cores and wait for each other's; start at most {cores} there"
 
 
 def _shape(stored: Mapping[str, object], dtype: str | None, to_divide: bool, is_needed: bool) -> ModelShape | None:
-    """A model's dimensions; None where its config.json has other names for them, and no setting needs them.
-
-    Raises UserError: a setting does.
-    """
+    """A model's dimensions; None where its config.json has other names for them, and no setting needs them."""
     try:
         return model_shape_of(stored, dtype, to_divide=to_divide)
     except (UserError, ValueError, TypeError):
         if is_needed:
             raise
         return None
-
-
-def _limited(curve: calibration.BatchCurve, limit_bytes: int | None) -> calibration.BatchCurve:
-    limits = [size for size in (curve.memory_limit_bytes, limit_bytes) if size]
-    return curve.model_copy(update={"memory_limit_bytes": min(limits, default=None)})
 
 
 def _gather_hosts(
@@ -241,61 +245,26 @@ def _gather_hosts(
     texts = world.gather_long_text(stored, "every host's calibration")
     identity = hardware.identify(hosts[world.rank])
     facts = json.dumps([identity.device_name, identity.device, limit.size_bytes])
-    machines = [json.loads(text) for text in world.gather_text(facts, "every host's chip and memory")]
-    return [
-        RankHost(
-            name=host,
-            calibration=HostCalibration.model_validate_json(text) if text else None,
-            device_name=chip,
-            device=cast(hardware.Device, device),
-            memory_bytes=memory_bytes,
-        )
-        for host, text, (chip, device, memory_bytes) in zip(hosts, texts, machines, strict=True)
-    ]
+    ranks = []
+    for host, text, machine in zip(hosts, texts, world.gather_text(facts, "every host's chip and memory"), strict=True):
+        chip, device, memory_bytes = json.loads(machine)
+        read = HostCalibration.model_validate_json(text) if text else None
+        ranks.append(RankHost(host, read, chip, cast(hardware.Device, device), memory_bytes=memory_bytes))
+    return ranks
 
 
-def _blas_threads(settings: PlanSettings, world: World, hosts: Sequence[str], resumed: Path | None) -> list[int | None]:
-    """Sets every rank's threads: as when the run started that goes on, else as is faster now; one a rank."""
-    stored, host = None, hosts[world.rank]
-    if resumed is not None:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, StopIteration):
-            ranks = json.loads((resumed / "plan.json").read_text(encoding="utf-8"))["ranks"]
-            stored = next(rank["blas_threads"] for rank in ranks if rank["host"] == host)
-    threads_here = threads.choose(stored, hosts.count(host) == 1, settings.replan)
-    chosen = world.gather_text(json.dumps(threads_here), "the threads of every rank's products")
-    return [json.loads(text) for text in chosen]
-
-
-def _matmul_rates(world: World, hosts: Sequence[str], resumed: Path | None) -> Rates:
-    """Every host's: as rank 0 has them of the start of a run that goes on, so that it divides the work as before."""
-    rates: Rates = {}
-    if resumed is not None and world.rank == 0:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            stored = json.loads((resumed / "plan.json").read_text(encoding="utf-8"))["matmul_gflops"]
-            rates = {host: [float(rate) for rate in of_host] for host, of_host in stored.items()}
-    rates = json.loads(world.broadcast_text(json.dumps(rates)))
-    if all(len(rates.get(host, ())) == hosts.count(host) for host in hosts):
-        return rates
-    measured = [float(text) for text in world.gather_text(repr(hardware.quick_gflops()), "every rank's product rate")]
-    return {host: [rate for name, rate in zip(hosts, measured, strict=True) if name == host] for host in hosts}
-
-
-def _stages_before(config: Config, world: World, hosts: Sequence[str], resumed: Path | None) -> StagesBefore | None:
+def _stages_before(
+    config: Config, world: World, hosts: Sequence[str], stored: Mapping[str, Any], resumed: Path | None
+) -> StagesBefore | None:
     """The cut of a pipelined run that goes on, and how long its ranks computed a step, from their logs."""
-    if resumed is None or config.strategy != "pipelined" or config.plan.shares is not None:
+    is_cut = resumed is not None and config.strategy == "pipelined" and config.plan.shares is None
+    if not is_cut or resumed is None or [rank["host"] for rank in stored["ranks"]] != list(hosts):
         return None
-    blocks: list[int] = []
-    if world.rank == 0:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            stored = json.loads((resumed / "plan.json").read_text(encoding="utf-8"))
-            if [rank["host"] for rank in stored["ranks"]] == list(hosts):
-                blocks = [int(count) for count in stored["blocks"]]
-    blocks = json.loads(world.broadcast_text(json.dumps(blocks)))
     seconds: list[float] = []
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        lines = (resumed / "logs" / f"rank-{world.rank:03d}.jsonl").read_text(encoding="utf-8").splitlines()
-        steps = [line for line in lines if '"kind": "step"' in line or '"kind":"step"' in line]
-        seconds = [float(json.loads(line)["compute_seconds"]) for line in steps[-MEASURED_STEPS:]]
+    with contextlib.suppress(OSError):
+        records = read_records(resumed / "logs" / f"rank-{world.rank:03d}.jsonl")
+        seconds = [float(r["compute_seconds"]) for r in records if r["kind"] == "step"][-MEASURED_STEPS:]
     median = statistics.median(seconds) if len(seconds) > 1 else 0.0
     of_ranks = [float(text) for text in world.gather_text(repr(median), "every stage's seconds")]
-    return StagesBefore(tuple(blocks), tuple(of_ranks) if all(of_ranks) else ()) if blocks else None
+    blocks = tuple(int(count) for count in stored["blocks"])
+    return StagesBefore(blocks, tuple(of_ranks) if all(of_ranks) else ()) if blocks else None
