@@ -69,8 +69,9 @@ def train(config: Config, world: World, resume: bool, dry_run: bool, measure: bo
         run.counted_until = launched
 
         # Reference: the policy before training, or another model; its log-probabilities are computed once.
-        references = reference_model.of_run(config, run.model, run.inputs, run.world, run.plan.shares, say.counting)
-        run.asked_reference = reference_model.asked(config, run.model, run.inputs.data, run.world, run.layout)
+        facts = config, run.model, run.inputs, run.world, run.plan.shares, run.layout
+        references = reference_model.of_run(*facts, say.counting)
+        run.asked_reference = references.asked
 
         # Resume: weights, optimizer, position and counters of the last good checkpoint.
         if resume:

@@ -175,13 +175,13 @@ def test_a_slow_rank_takes_less_and_every_pair_is_trained_once_after_a_full_disk
     words += ["train.epochs=2", "checkpoint.every=10"]
     original = local_sgd.LocalSGD._work
 
-    def stopping(self: Any, stream: Any, queue: Any, seconds: Any, local_step: Any, *others: Any) -> Any:
+    def stopping(self: Any, stream: Any, queue: Any, local_step: Any, *others: Any) -> Any:
         def step_or_stop(step: int, *rest: Any) -> Any:
             if step == 45 and world.rank == 0:  # when the ranks' own counts of steps are far apart
                 raise Stopped("for the test")
             return local_step(step, *rest)
 
-        return original(self, stream, queue, seconds, step_or_stop, *others)
+        return original(self, stream, queue, step_or_stop, *others)
 
     write, writes = checkpoint.save, itertools.count(1)
 
@@ -374,15 +374,13 @@ def test_what_one_rank_meets_ends_all(
     original = local_sgd.LocalSGD._work
     for number, fault in enumerate([Stopped("not finite"), OSError(28, "No space left on device", "log")]):
 
-        def work(
-            self: Any, stream: Any, queue: Any, seconds: Any, local_step: Any, rewards: Any, fault: Exception = fault
-        ) -> Any:
+        def work(self: Any, stream: Any, queue: Any, local_step: Any, rewards: Any, fault: Exception = fault) -> Any:
             def broken(step: int, *rest: Any) -> Any:
                 if step == 5 and world.rank == world.size - 1:
                     raise fault
                 return local_step(step, *rest)
 
-            return original(self, stream, queue, seconds, broken, rewards)
+            return original(self, stream, queue, broken, rewards)
 
         monkeypatch.setattr(local_sgd.LocalSGD, "_work", work)
         with pytest.raises((Stopped, AgreedError), match=f"rank {world.size - 1}: .*(not finite|No space left)"):

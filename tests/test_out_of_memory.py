@@ -19,9 +19,9 @@ from lib.plan.plan import ClusterPlan, plan_cluster
 from lib.plan.replan import Schedule
 from lib.system import out_of_memory
 from lib.system.out_of_memory import OutOfMemory
+from lib.training.loop import MicroBatchLimit
 from lib.training.optimizers import make_optimizer
 from lib.training.step import Step
-from lib.training.step_retries import MicroBatchLimit
 from tests import tiny
 from tests.test_step import build
 from tests.test_world import settings, train

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.nn as nn
 from mlx.utils import tree_flatten
@@ -44,7 +44,6 @@ from lib.system.terminal import (
 )
 from lib.training.inputs import Inputs
 from lib.training.losses import needs_reference
-from lib.training.summary import RunSummary
 
 LINE_WIDTH = 80  # of a step's line, in a file
 
@@ -380,7 +379,7 @@ def show_end(say: Terminal, folder: Path, loss: object, ends: Sequence[str] = ()
 
     folder: of a run that has ended with this loss. ends: tokens that end answers and that the base does not name.
     """
-    summary = cast(RunSummary, read_file.read_object(folder / "summary.json", "summary"))
+    summary = read_file.read_object(folder / "summary.json", "summary")
     before = {name.removesuffix("_before"): value for name, value in summary.items() if name.endswith("_before")}
     if rows := tables.held_out(before, {**summary, "exact_match": summary["exact_match_after"]}):
         say.line("")

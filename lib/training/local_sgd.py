@@ -1,15 +1,14 @@
 """Local SGD: independent ranks train in rounds of local steps without waiting, and merge at a round's end.
 
-A round is a stream of global batches, in the order in which one machine would train them. Every rank trains chunks of
-it with its own optimizer, of its share of a global batch each, so that all take about as long for a step. At a deadline
-somewhat before the end the ranks exchange how far they are, and what is left is assigned again by the speeds just
-measured; then all know the same numbers, so all decide the same. With plan.shares, or plan.replan=false, each rank
-trains exactly its share of every global batch, and the same run gives the same bits.
+A round is a stream of global batches, in the order in which one machine would train them. Every rank trains its part
+of each with its own optimizer, so that all take about as long for a step. Now and then, and somewhat before the end,
+the ranks exchange how long their steps took, and the parts of the batches that are left follow these speeds. With
+plan.shares, or plan.replan=false, each rank trains exactly its share of every global batch, and the same run gives the
+same bits.
 """
 
 from __future__ import annotations
 
-import heapq
 import json
 import math
 import sys
@@ -41,7 +40,7 @@ from lib.training.step import StepRecord
 
 ROUND_ENDS = 6  # of late, by which the next round's length is chosen
 LAST_BATCHES = 8  # global batches that are left to the end without synchronising once more
-SYNCHRONISE_AT = 0.75  # of the time that a round is expected to take: what is left is assigned again
+SYNCHRONISE_AT = 0.75  # of the batches that are left: the rest is assigned by the speeds measured meanwhile
 PATIENCE = 0.25  # of sync.timeout_seconds: the longest that ranks go without synchronising
 GROUP_BYTES = 64 * 2**20  # of parameters that are merged at a time
 
@@ -91,50 +90,27 @@ def open_round(steps: tuple[int, int], pairs: int, lengths: np.ndarray, seed: in
     return Round(first_step, step, np.concatenate(batches), np.concatenate(epochs), edges)
 
 
-def is_tail(round: Round, pending: np.ndarray) -> bool:
-    """Whether what is pending is all that comes after some whole global batch."""
-    start = len(round.rows) - len(pending)
-    return start in round.edges and bool((pending == np.arange(start, len(round.rows))).all())
-
-
-def assign_planned(round: Round, pending: np.ndarray, shares: Sequence[int]) -> list[list[np.ndarray]]:
-    """Every rank's chunks of indices: of each global batch its share. pending: int64 [n], a tail of whole batches."""
-    queues: list[list[np.ndarray]] = [[] for _ in shares]
-    for start, end in pairwise(round.edges.tolist()):
-        if len(pending) and end > pending[0]:
-            parts = np.split(np.arange(start, end), np.cumsum(divide_rows(end - start, shares))[:-1])
-            for queue, part in zip(queues, parts, strict=True):
-                queue += [part] if len(part) else []
-    return queues
-
-
-def assign_by_speed(
-    round: Round, pending: np.ndarray, shares: Sequence[int], speeds: Sequence[float]
+def assign(
+    stream: Round, batches: tuple[int, int], weights: Sequence[float], owed: np.ndarray | None = None
 ) -> list[list[np.ndarray]]:
-    """Every rank's chunks of indices, at most its share each: the next one goes to the rank that ends it first.
+    """Every rank's chunks of indices into the stream: of each global batch, from batches[0] to before batches[1], one.
 
-    No chunk spans two global batches, so each has the learning rate of its batch. pending: int64 [n], ascending indices
-    into the stream that are not trained yet. speeds: pairs a second, by rank; a rank without one gets nothing.
+    Args:
+        weights: the ranks' parts: whole numbers, by which each batch is divided by itself.
+        owed: float64 [ranks], rows that roundings kept from each rank so far, changed here: with it the weights may be
+            any numbers, and a part of 3.4 rows is 3 or 4.
     """
-    queues: list[list[np.ndarray]] = [[] for _ in shares]
-    workers = [(share, speed, rank) for rank, (share, speed) in enumerate(zip(shares, speeds, strict=True))]
-    busy = [(share / speed, rank, 0.0) for share, speed, rank in workers if share and speed]  # (end, rank, begin)
-    heapq.heapify(busy)
-    ends = np.searchsorted(pending, round.edges[1:]).tolist()  # of the global batches, in `pending`
-    for start, end in pairwise([0, *ends]):
-        while start < end:
-            _, rank, begin = busy[0]
-            indices = pending[start : min(start + shares[rank], end)]
-            queues[rank].append(indices)
-            start, begin = start + len(indices), begin + len(indices) / speeds[rank]
-            heapq.heapreplace(busy, (begin + shares[rank] / speeds[rank], rank, begin))
+    queues: list[list[np.ndarray]] = [[] for _ in weights]
+    for start, end in pairwise(stream.edges[batches[0] : batches[1] + 1].tolist()):
+        if owed is None:
+            counts = divide_rows(end - start, [int(weight) for weight in weights])
+        else:
+            owed += (end - start) * np.array(weights) / sum(weights)
+            counts = divide_rows(end - start, [max(0, round(1e6 * rows)) for rows in owed])
+            owed -= counts
+        for queue, part in zip(queues, np.split(np.arange(start, end), np.cumsum(counts)[:-1]), strict=True):
+            queue += [part] if len(part) else []
     return queues
-
-
-def left_over(pending: np.ndarray, queues: Sequence[Sequence[np.ndarray]], done: Sequence[int]) -> np.ndarray:
-    """What is pending after each rank has trained the first `done` chunks of its queue: int64, ascending."""
-    trained = [chunk for queue, count in zip(queues, done, strict=True) for chunk in queue[:count]]
-    return np.setdiff1d(pending, np.concatenate(trained)) if trained else pending
 
 
 # ---- Speeds ----------------------------------------------------------------------------------------------------------
@@ -147,7 +123,6 @@ class RankReport:
     max_micro_batch_size: int | None  # that memory leaves
     round_end_seconds: float | None  # of the round before
     rewards: list[float]  # train.loss=bco: sum and count of all rewards so far, as this rank's steps know them
-    steps: int = 0
     tokens: int = 0
     timed_tokens: int = 0  # without the first step, which compiles
     timed_seconds: float = 0.0
@@ -173,6 +148,7 @@ class RankSpeeds:
         self.skipped_in_row = [0] * len(plan.ranks)
         self.rewards: list[list[float]] = []  # train.loss=bco: sum and count, when they last synchronised
         self.is_warm = False  # this rank has taken its first step, which compiles
+        self.owed = np.zeros(len(plan.ranks))  # rows, as `assign` has them
 
     def are_known(self) -> bool:
         """Of all ranks that have work."""
@@ -186,12 +162,13 @@ class RankSpeeds:
             if report.timed_seconds and tokens_a_pair:
                 self.speeds[rank] = report.timed_tokens / report.timed_seconds / tokens_a_pair
         if self.follows and self.are_known():
-            shares = distribute_work(sum(self.shares), self.speeds)
-            for rank, before in enumerate(self.shares):
-                if before and not shares[rank]:  # a rank that never works is never measured again
-                    shares[rank] += 1
-                    shares[shares.index(max(shares))] -= 1
-            self.shares = shares
+            self.shares = distribute_work(sum(self.shares), self.speeds)
+
+    def assign(self, stream: Round, batches: tuple[int, int]) -> list[list[np.ndarray]]:
+        """Every rank's chunks of some global batches, by its speed where shares follow it."""
+        if self.follows and self.are_known():
+            return assign(stream, batches, self.speeds, self.owed)
+        return assign(stream, batches, self.shares)
 
     def limit(self, rank: int, size: int | None) -> None:
         """Keeps a rank's micro-batches to what its memory was seen to leave."""
@@ -484,18 +461,23 @@ def _groups(arrays: Arrays) -> list[list[str]]:
 class OpenRound:
     """The round that goes on.
 
-    pending: int64, indices into the stream that are not trained. pairs, steps: that each rank trained. start: the
-    weights with which it began. rewards: of train.loss=bco, sum and count of all ranks when it began.
+    trained: global batches of it that are trained. pairs, steps: that each rank trained. start: the weights with which
+    it began. rewards: of train.loss=bco, sum and count of all ranks when it began.
     """
 
     stream: Round
-    pending: np.ndarray
+    trained: int
     pairs: list[int]
     steps: list[int]
     start: Arrays
     rewards: list[float]
     waited_seconds: float = 0.0
     last_wait_seconds: float = 0.0  # at its last synchronisation
+
+    @property
+    def left(self) -> int:
+        """Global batches that are not trained yet."""
+        return len(self.stream.edges) - 1 - self.trained
 
 
 class LocalSGD:
@@ -541,7 +523,7 @@ class LocalSGD:
         saved, whole_seconds, every = progress.step, 0.0, writer.every
         while progress.step < self.steps or self.round is not None:  # a resume may end a run inside a round
             round = self.round = self.round or self._open(progress.step, progress.rewards)
-            while len(round.pending):
+            while round.left:
                 target = sys.maxsize if every is None else (saved // every + 1) * every
                 if every is not None and round.stream.last_step - target < every:
                     target = round.stream.last_step
@@ -551,8 +533,8 @@ class LocalSGD:
                 if every is None:
                     is_due = writer.unsaved_seconds > writer.seconds
                 else:
-                    is_due = progress.step > saved and progress.step >= target - self.ranks.follows
-                if len(round.pending) and is_due:
+                    is_due = progress.step > saved and progress.step >= target
+                if round.left and is_due:
                     saved = progress.step if every is None else max(progress.step, target)
                     yield None, True
             record = self._end_round(round, progress)
@@ -605,7 +587,7 @@ class LocalSGD:
         else:
             stream = self._stream(step, self.steps, self.pairs_per_round)
         none, start = [0] * self.world.size, adapter_files.trainable(self.model)
-        return OpenRound(stream, np.arange(len(stream.rows)), none, list(none), start, list(rewards))
+        return OpenRound(stream, 0, none, list(none), start, list(rewards))
 
     def _stream(self, first_step: int, last_step: int, pairs: int = sys.maxsize) -> Round:
         """The round that ends with `last_step`, or before it, once it has so many pairs."""
@@ -621,8 +603,9 @@ class LocalSGD:
         target: the step of the next checkpoint.
         """
         began, ranks, size = time.perf_counter(), self.ranks, self.world.size
-        queues, seconds = self._assign(round, target, writer)
-        own = self._work(round.stream, queues[self.world.rank], seconds, local_step, progress.rewards)
+        last = round.trained + min(self._batches_at_once(round, writer), max(1, target - progress.step))
+        queues = ranks.assign(round.stream, (round.trained, last))
+        own = self._work(round.stream, queues[self.world.rank], local_step, progress.rewards)
         own.skipped_in_row, arrived = progress.skipped_in_row, time.perf_counter()
         own.elapsed_seconds = arrived - began
         texts = self.world.gather_long_text(json.dumps(asdict(own)), "the other ranks to train their part of the round")
@@ -635,9 +618,8 @@ class LocalSGD:
                 raise kind("; ".join(met))
         ranks.rewards = [report.rewards for report in reports]
         ranks.skipped_in_row = [report.skipped_in_row for report in reports]
-        steps = [report.steps for report in reports]
-        pairs = [sum(map(len, queue[:count])) for queue, count in zip(queues, steps, strict=True)]
-        round.pending = left_over(round.pending, queues, steps)
+        steps, pairs = [len(queue) for queue in queues], [sum(map(len, queue)) for queue in queues]
+        round.trained = last
         round.pairs, round.steps = _sums(round.pairs, pairs), _sums(round.steps, steps)
         ranks.local_steps[:size] = _sums(ranks.local_steps[:size], steps)
         if self.own_end is not None:
@@ -647,50 +629,35 @@ class LocalSGD:
         progress.pairs += sum(pairs)
         progress.tokens += sum(report.tokens for report in reports)
         progress.seconds += time.perf_counter() - began
-        progress.step, position = self._position(round)
-        progress.epoch, progress.cursor = position.epoch, position.cursor
+        progress.step = round.stream.first_step + last
+        in_epoch = -(-len(self.lengths) // self.batch_size)
+        progress.epoch, batches = divmod(progress.step - self.first_step, in_epoch)
+        progress.cursor = batches * self.batch_size
         progress.rounds = self.state()
         return reports[0].elapsed_seconds
 
-    def _assign(
-        self, round: OpenRound, target: int, writer: CheckpointWriter
-    ) -> tuple[list[list[np.ndarray]], float | None]:
-        """Every rank's chunks, and the seconds after which to synchronise; without, after all of them."""
-        stream, ranks = round.stream, self.ranks
-        patience = PATIENCE * self.world.timeout_seconds
+    def _batches_at_once(self, round: OpenRound, writer: CheckpointWriter) -> int:
+        """Global batches until the ranks synchronise."""
+        ranks, patience = self.ranks, PATIENCE * self.world.timeout_seconds
         if writer.every is None:
             patience = min(patience, max(1.0, writer.seconds - writer.unsaved_seconds))
-        to_checkpoint = target - self._position(round)[0]
-        if not ranks.follows and is_tail(stream, round.pending):
-            queues = assign_planned(stream, round.pending, ranks.shares)
-            slowest = max((n / v for n, v in zip(ranks.shares, ranks.speeds, strict=True) if v), default=None)
-            batches = FIRST_STEPS if slowest is None else max(1, int(patience / slowest))
-            first = int(np.searchsorted(stream.edges, round.pending[0]))
-            end = stream.edges[min(first + max(1, min(batches, to_checkpoint)), len(stream.edges) - 1)]
-            return [[chunk for chunk in queue if chunk[-1] < end] for queue in queues], None
         if not ranks.are_known():
-            queues = assign_by_speed(stream, round.pending, ranks.shares, ranks.shares)
-            return [queue[:FIRST_STEPS] for queue in queues], None
-        queues = assign_by_speed(stream, round.pending, ranks.shares, ranks.speeds)
-        left, speed = len(round.pending), sum(ranks.speeds)
-        moments = [patience, max(1, to_checkpoint) * self.batch_size / speed]
-        if left > LAST_BATCHES * self.batch_size:
-            moments.append(SYNCHRONISE_AT * left / speed)
-        return queues, None if min(moments) >= left / speed else min(moments)
+            return min(round.left, FIRST_STEPS)
+        slowest = max(share / speed for share, speed in zip(ranks.shares, ranks.speeds, strict=True) if share)
+        batches = min(round.left, max(1, int(patience / slowest)))
+        if ranks.follows and round.left > LAST_BATCHES:
+            batches = min(batches, math.ceil(SYNCHRONISE_AT * round.left))
+        return batches
 
     def _work(
-        self, stream: Round, queue: Sequence[np.ndarray], seconds: float | None, local_step: LocalStep,
-        rewards: list[float],
-    ) -> RankReport:  # fmt: skip
-        """This rank's local steps until `seconds` have passed. rewards: the steps add to them."""
-        rank, began = self.world.rank, time.perf_counter()
+        self, stream: Round, queue: Sequence[np.ndarray], local_step: LocalStep, rewards: list[float]
+    ) -> RankReport:
+        """This rank's local steps. rewards: the steps add to them."""
+        rank = self.world.rank
         report = RankReport(self.ranks.max_micro_batch_sizes[rank], self.own_end, rewards)
-        for chunk in queue:
-            elapsed = time.perf_counter() - began
-            if seconds is not None and report.steps and elapsed * (1 + 0.5 / report.steps) > seconds:
-                break
+        for i, chunk in enumerate(queue):
             step_began, size, most = time.perf_counter(), len(chunk), self.ranks.micro_batch_sizes[rank]
-            step, index = self.ranks.local_steps[rank] + report.steps + 1, stream.first_step + stream.batch_of(chunk[0])
+            step, index = self.ranks.local_steps[rank] + i + 1, stream.first_step + stream.batch_of(chunk[0])
             micro_batch_size = -(-size // -(-size // most))  # of about one size: a last one of a pair or two is slow
             try:
                 result = local_step(step, index, int(stream.epochs[chunk[0]]), stream.rows[chunk], micro_batch_size)
@@ -698,7 +665,6 @@ class LocalSGD:
                 return replace(report, stopped=str(stop))
             except (UserError, OSError) as error:
                 return replace(report, failed=str(error))
-            report.steps += 1
             report.max_micro_batch_size = self.ranks.max_micro_batch_sizes[rank]  # memory may have run out
             report.tokens += result.tokens
             if self.ranks.is_warm:
@@ -706,12 +672,6 @@ class LocalSGD:
                 report.timed_seconds += time.perf_counter() - step_began
             self.ranks.is_warm = True
         return report
-
-    def _position(self, round: OpenRound) -> tuple[int, Position]:
-        """Global batches trained, in whole ones, and the position there, as a synchronous run counts them."""
-        step = round.stream.first_step + round.stream.batch_of(len(round.stream.rows) - len(round.pending))
-        epoch, batches = divmod(step - self.first_step, -(-len(self.lengths) // self.batch_size))
-        return step, Position(epoch, batches * self.batch_size)
 
     def evaluating_ranks(self) -> tuple[World, list[int]]:
         """Who evaluates, and in which shares: all together, but each its own where nothing is merged."""
@@ -736,14 +696,14 @@ class LocalSGD:
         }
         if round is not None:
             state |= {"first_step": round.stream.first_step, "last_step": round.stream.last_step}
-            state["trained"] = [list(of_rank) for of_rank in zip(round.pairs, round.steps, strict=True)]
+            state |= {"batches": round.trained, "pairs": round.pairs, "steps": round.steps}
         return state
 
     def rank_arrays(self, optimizer: optim.Optimizer) -> RankArrays:
         """What this rank alone has; rank 0's weights and optimizer are in the checkpoint itself."""
         own = {"feedback": self.merger.feedback}
         if self.round is not None:
-            own |= {"start": self.round.start, "pending": {"indices": mx.array(self.round.pending)}}
+            own |= {"start": self.round.start}
         if self.world.rank:
             own |= {"weights": adapter_files.trainable(self.model), "optimizer": flat_state(optimizer)}
         return own
@@ -785,9 +745,8 @@ class LocalSGD:
             progress.rewards = list(ranks.rewards[self.world.rank])
         if "last_step" in state:
             stream = self._stream(state["first_step"], min(self.steps, state["last_step"]))
-            pending = np.array(own["pending"]["indices"])
-            pairs, steps = (list(of_ranks) for of_ranks in zip(*state["trained"], strict=True))
-            self.round = OpenRound(stream, pending[pending < len(stream.rows)], pairs, steps, own["start"], before)
+            trained = min(state["batches"], len(stream.edges) - 1)
+            self.round = OpenRound(stream, trained, state["pairs"], state["steps"], own["start"], before)
 
 
 def _sums(first: Sequence[int], second: Sequence[int]) -> list[int]:

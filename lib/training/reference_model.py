@@ -1,7 +1,7 @@
 """Log-probabilities of every completion in a dataset, by all ranks together, and the reference's of every step's rows.
 
-A reference that stays is asked in the step that trains a row first: training starts at once, and rows that no step
-takes cost nothing. What it said is remembered row by row, and is in the checkpoints.
+A reference that stays is asked in the step that trains a row first, and its answers are kept row by row, in the
+checkpoints too: training starts at once, and rows that no step takes cost nothing.
 """
 
 from __future__ import annotations
@@ -50,17 +50,10 @@ def dataset_logps(
     progress: Callable[[int], None] = lambda done: None,
     rows_wanted: np.ndarray | None = None,
 ) -> np.ndarray:
-    """log pi(completion | prompt) of every completion, summed over its tokens.
+    """log pi(completion | prompt) of every completion, summed over its tokens: float32 [N, K], the same on every rank.
 
-    Args:
-        shares: relative amounts of work of the world's workers.
-        settings: how lengths are padded, whether prompts may run once for all their completions, and how many examples
-            a forward pass has at most.
-        progress: called with the number of examples done.
-        rows_wanted: int64, distinct; None for all.
-
-    Returns:
-        float32 [N, K] in the dataset's order, the same on every rank; 0 for rows of batches without a wanted one.
+    shares: relative amounts of work of the world's workers. progress: called with the number of examples done.
+    rows_wanted: int64, distinct; None for all. Rows of batches without a wanted one are 0.
     """
     model.eval()
     world, batch_size = world.workers, settings.evaluate.batch_size
@@ -100,10 +93,7 @@ class Layout(NamedTuple):
 
 
 def layout(model: nn.Module, settings: DataSettings, world: World) -> Layout:
-    """How batches for a model are laid out.
-
-    Raises UserError: the model cannot attend to model.attention_window tokens alone.
-    """
+    """How batches for a model are laid out; UserError where it cannot attend to model.attention_window tokens alone."""
     why_not, window, is_divided = None, layout_of(model).attention_window, world.divides_model
     if settings.shared_prompts or window is not None:
         with world.workers.together("a look at how the model takes prompts"):
@@ -127,35 +117,54 @@ class Counting(Protocol):
 class References(NamedTuple):
     """What a run compares the policy with."""
 
-    data: np.ndarray | None  # float32 [n, K], of the training rows; None where the loss has none, or it comes later
-    valid: np.ndarray | None  # of the held-out rows
+    data: np.ndarray | None = None  # float32 [n, K], of the training rows, where they are computed before training
+    valid: np.ndarray | None = None  # of the held-out rows
+    asked: AskedReference | None = None  # for the training rows of each step
 
 
 def of_run(
-    settings: Config, policy: nn.Module, inputs: Inputs, world: World, shares: Sequence[int], counting: Counting
+    settings: Config,
+    policy: nn.Module,
+    inputs: Inputs,
+    world: World,
+    shares: Sequence[int],
+    batches: Layout,
+    counting: Counting,
 ) -> References:
     """The reference's log-probabilities of a run's rows, as far as they are computed before training.
 
-    policy: before training, which is the reference where no other is named.
+    policy: before training, which is the reference where no other is named. batches: how a step's are laid out.
 
-    Returns:
-        Of the training rows None where `asked` computes them in each step.
+    Raises UserError: another reference cannot take batches that are laid out so.
     """
-    if not losses.needs_reference(settings.train):
-        return References(None, None)
-    data, valid = inputs.data, inputs.valid
+    train, data, valid = settings.train, inputs.data, inputs.valid
+    if not losses.needs_reference(train):
+        return References()
+    named, asks = settings.model.reference != "initial", is_asked(settings, data, world)
     passes: dict[str, tuple[Dataset, np.ndarray | None]] = {} if valid is None else {"valid": (valid, None)}
-    if isinstance(data, Dataset) and not is_asked(settings, data, world):
+    if isinstance(data, Dataset) and not asks:
         passes["data"] = data, rows_of_steps(settings, data.lengths)
-    if not passes:
-        return References(None, None)
-    named = settings.model.reference != "initial"
+    if not passes and not asks:
+        return References()
     model = divided_world.load_reference(settings, world) if named else policy
+    if named and asks and batches.shares_prompts and (why_not := layout(model, settings.data, world).why_not):
+        raise UserError(f"model.reference={settings.model.reference}: {why_not}; set data.shared_prompts=false")
     logps = {}
     for name, (dataset, rows) in passes.items():
         with counting(f"reference log-probabilities of {Path(dataset.path).name}", len(dataset)) as progress:
             logps[name] = dataset_logps(model, dataset, world, shares, settings, progress, rows)
-    return References(logps.get("data"), logps.get("valid"))
+    asked = None
+    if asks:
+        model.eval()
+        mx.eval(model.state)
+        start = {} if named else adapter_files.trainable(policy)
+        alpha = train.reference_mixup_alpha or (MIXUP if settings.model.method == "full" else 1.0)
+        every, known = settings.reference_sync_steps, None
+        if every is None and isinstance(data, Dataset) and train.loss != "grpo":
+            known = np.zeros((len(data), data.completions_per_example), np.float32)
+        compiled = known is not None and is_compiled(train, world.workers)
+        asked = AskedReference(policy, model, world, start, every, alpha, train.temperature, known, compiled)
+    return References(logps.get("data"), logps.get("valid"), asked)
 
 
 def rows_of_steps(settings: Config, lengths: np.ndarray) -> np.ndarray | None:
@@ -170,8 +179,8 @@ def rows_of_steps(settings: Config, lengths: np.ndarray) -> np.ndarray | None:
 def is_asked(settings: Config, data: Dataset | StreamedDataset | Prompts, world: World) -> bool:
     """Whether the reference is asked in each step.
 
-    It is not where that would need a second copy of all weights (full training, another model), or hold up every rank
-    (a divided model), unless rows are not known before, or the reference moves.
+    Not where that would need a second copy of all weights (full training, another model), or hold up every rank (a
+    divided model), unless rows are not known before, or the reference moves.
     """
     if settings.reference_sync_steps is not None or data.is_estimated or settings.train.loss == "grpo":
         return True
@@ -181,16 +190,14 @@ def is_asked(settings: Config, data: Dataset | StreamedDataset | Prompts, world:
 
 @dataclass
 class AskedReference:
-    """Gives micro-batches their reference, one when it is taken: it moves, or a whole pass would be too long.
+    """Gives micro-batches their reference, one when it is taken.
 
     Args:
         model: the reference; the policy where that is it, before training.
         arrays: what the policy trains, as the reference has it; {} where the reference is another model.
-        every: steps after which the reference follows the policy; None for never.
-        alpha: how far it goes then.
-        temperature: of the groups' completions.
+        every, alpha: steps after which the reference follows the policy, None for never; how far it goes then.
         logps: float32 [n, K], what a reference that stays said of each row; 0 where it was not asked yet. None: not
-            remembered.
+            kept.
         is_compiled: whether its pass is traced, once for every shape.
     """
 
@@ -235,10 +242,7 @@ class AskedReference:
 
     @contextmanager
     def in_place(self, walks: bool = True) -> Iterator[nn.Module]:
-        """The reference as a model, in the place of the policy where one model is both.
-
-        walks: through all modules, to end and begin training; a graph that is traced needs none of it.
-        """
+        """The reference as a model. walks: through all modules, to begin and end; a traced graph needs none of it."""
         now = self._trained.read()
         if self.arrays:
             self._trained.write([self.arrays[name] for name in self._trained.names])
@@ -284,30 +288,3 @@ class AskedReference:
             now = {name: self.alpha * array + (1 - self.alpha) * self.arrays[name] for name, array in now.items()}
         self.arrays = now
         mx.eval(self.arrays)
-
-
-def asked(
-    settings: Config, policy: nn.Module, data: Dataset | StreamedDataset | Prompts, world: World, batches: Layout
-) -> AskedReference | None:
-    """The reference that is asked in each step; None where it is known before, or the loss has none.
-
-    policy: before training. batches: how those of its steps are laid out.
-
-    Raises:
-        UserError: another reference cannot take batches that are laid out so.
-    """
-    named, train = settings.model.reference != "initial", settings.train
-    if not losses.needs_reference(train) or not is_asked(settings, data, world):
-        return None
-    reference = divided_world.load_reference(settings, world) if named else policy
-    if named and batches.shares_prompts and (why_not := layout(reference, settings.data, world).why_not):
-        raise UserError(f"model.reference={settings.model.reference}: {why_not}; set data.shared_prompts=false")
-    reference.eval()
-    mx.eval(reference.state)
-    start = {} if named else adapter_files.trainable(policy)
-    alpha = train.reference_mixup_alpha or (MIXUP if settings.model.method == "full" else 1.0)
-    every, known = settings.reference_sync_steps, None
-    if every is None and isinstance(data, Dataset) and train.loss != "grpo":
-        known = np.zeros((len(data), data.completions_per_example), np.float32)
-    compiled = known is not None and is_compiled(train, world.workers)
-    return AskedReference(policy, reference, world, start, every, alpha, train.temperature, known, compiled)
