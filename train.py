@@ -68,7 +68,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool, measure: bo
     with contextlib.closing(run):  # frees its folder, whatever ends it
         run.counted_until = launched
 
-        # Reference: the policy before training, or another model; its log-probabilities are computed once.
+        # Reference: the policy before training, or another model.
         facts = config, run.model, run.inputs, run.world, run.plan.shares, run.layout
         references = reference_model.of_run(*facts, say.counting)
         run.asked_reference = references.asked
@@ -105,7 +105,6 @@ def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run
     from lib.distributed.world import host_names
     from lib.evaluate import judges
     from lib.evaluate.held_out_metrics import digest_of
-    from lib.model import checkpointing
     from lib.report import console, trackers
     from lib.training import checkpoint, inputs, kernels, run, run_facts
 
@@ -126,17 +125,16 @@ def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run
         return None
 
     # Plan: the share of every rank.
-    hosts, sizes = host_names(world), inputs.row_sizes(read.data, config.data)
-    plan = run_facts.plan_run(config, world, hosts, read.data.lengths, sizes, folder if resume else None)
+    hosts, rows = host_names(world), inputs.row_sizes(read.data, config.data)
+    plan = run_facts.plan_run(config, world, hosts, read.data.lengths, rows, folder if resume else None)
     console.show_run(say, config, plan, read, steps)
     console.attend_displays(say, config.metal, world, hosts, dry_run)
 
     # Model: the base, and what is trained of it; in parts, where the plan divides it.
     compiled = kernels.compiled(config, None if dry_run else read.data, world, hosts, say.line)
     with world.agreeing("loading the model"), say.doing("loading the model"), compiled:
-        model = inputs.load_policy(config.model, config.train.seed, lazy=dry_run or plan.divides_model)
-        if plan.checkpoints_blocks(world.rank):
-            checkpointing.checkpoint_blocks(model)
+        lazy, recomputes = dry_run or plan.divides_model, plan.checkpoints_blocks(world.rank)
+        model = inputs.load_policy(config.model, config.train.seed, lazy, recomputes)
     console.show_model(say, model)
     if dry_run:
         say.line("dry run: nothing is trained or written")

@@ -22,7 +22,7 @@ from lib.data.tokenize import Encoder
 from lib.data.tokenizer import NO_LIMITS, ModelLimits, Tokenizer, Vocabulary, limits_of
 from lib.distributed.world import World
 from lib.errors import UserError
-from lib.model import adapters, load
+from lib.model import adapters, checkpointing, load
 from lib.model.compute_type import compute_type
 from lib.model.token_stream import length_multiple
 from lib.plan.memory import Rows
@@ -46,10 +46,7 @@ class Inputs:
 
 
 def vocabulary(settings: ModelSettings) -> Vocabulary:
-    """The ids and positions that policy and reference both have embeddings for, and the policy's end token.
-
-    Raises UserError: as `load.load`.
-    """
+    """The ids and positions that policy and reference both have embeddings for, and the policy's end token."""
     known = tokenizer.vocabulary(settings)
     models = [settings] if settings.reference == "initial" else [settings, load.reference_settings(settings)]
     sizes = [load.table_sizes(model) for model in models]
@@ -84,13 +81,12 @@ def unnamed_ends(of_model: Any, model: ModelSettings, data: DataSettings) -> lis
     return [str(of_model.decode([index])) for index in sorted(Encoder(of_model, data, None).end_ids - named)]
 
 
-def load_policy(settings: ModelSettings, seed: int, lazy: bool) -> nn.Module:
-    """The model as training starts, its trained part chosen.
-
-    Raises UserError: as `load.load` and `adapters.make_trainable`.
-    """
+def load_policy(settings: ModelSettings, seed: int, lazy: bool, recomputes: bool) -> nn.Module:
+    """The model as training starts, its trained part chosen. recomputes: by gradient checkpointing."""
     model = load.load(settings, seed, lazy)
     adapters.make_trainable(model, settings, seed)
+    if recomputes:
+        checkpointing.checkpoint_blocks(model)
     return model
 
 
@@ -101,10 +97,7 @@ def row_sizes(data: Dataset | StreamedDataset | Prompts, settings: DataSettings)
 
 
 def read_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
-    """Reads and tokenises the rows, the held-out rows and the questions.
-
-    Raises UserError: as the functions that read them.
-    """
+    """Reads and tokenises the rows, the held-out rows and the questions."""
     words, limits = vocabulary(config.model), None
     of_model = tokenizer.load_tokenizer_of(config.model)
     if of_model is not None and (facts := facts_of(Encoder(of_model, config.data, words["eos_token_id"]))):
@@ -123,17 +116,13 @@ def read_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
             require_apart(data, valid, say)
     limits = limits_of(words)
     questions = load_questions(config, of_model, limits)
-    inputs = Inputs(of_model, data, valid, questions, _first_row(data, of_model), held_out, limits)
+    first_row = None
+    if of_model is not None and (examples := data.examples([0])):  # in one line, cut at its beginning where it is long
+        text = Text("↵").join(picture(examples[0], of_model, 0, "green").split("\n", allow_blank=True))
+        first_row = Text("... ").append_text(text[-SHOWN_CHARACTERS:]) if len(text) > SHOWN_CHARACTERS else text
+    inputs = Inputs(of_model, data, valid, questions, first_row, held_out, limits)
     _require_room(config.evaluate, inputs)
     return inputs
-
-
-def _first_row(data: Dataset | StreamedDataset | Prompts, of_model: Tokenizer | None) -> Text | None:
-    """A row's text in one line, cut at its beginning where it is long: its answer comes last."""
-    if of_model is None or not (examples := data.examples([0])):
-        return None
-    text = Text("↵").join(picture(examples[0], of_model, 0, "green").split("\n", allow_blank=True))
-    return Text("... ").append_text(text[-SHOWN_CHARACTERS:]) if len(text) > SHOWN_CHARACTERS else text
 
 
 def _require_room(settings: EvaluateSettings, inputs: Inputs) -> None:
@@ -158,10 +147,7 @@ def _require_room(settings: EvaluateSettings, inputs: Inputs) -> None:
 def _prompts(
     config: Config, of_model: Tokenizer | None, words: Vocabulary, say: Callable[[str], None]
 ) -> tuple[Prompts, Prompts | None]:
-    """The prompts of a run of rounds, and those held out: of data.valid, or what data.holdout keeps; None without.
-
-    Raises UserError: there is no tokenizer, a round wants more prompts than there are, or as `open_prompts`.
-    """
+    """The prompts of a run of rounds, and those held out: of data.valid, or what data.holdout keeps; None without."""
     data, rollouts = config.data, config.rollouts
     if of_model is None:
         raise UserError(f"rollouts.rounds={rollouts.rounds} needs a tokenizer, but {config.model.path} has none")
@@ -174,10 +160,8 @@ def _prompts(
 
     prompts = opened(data.train, False if data.holdout else None)
     if rollouts.prompts > len(prompts):
-        raise UserError(
-            f"rollouts.prompts={rollouts.prompts}, but {prompts.path} has {len(prompts)}; "
-            f"set rollouts.prompts={len(prompts)}"
-        )
+        remedy = f"set rollouts.prompts={len(prompts)}"
+        raise UserError(f"rollouts.prompts={rollouts.prompts}, but {prompts.path} has {len(prompts)}; {remedy}")
     if data.valid is not None:
         return prompts, opened(data.valid, None)
     return prompts, opened(data.train, True) if data.holdout else None

@@ -111,10 +111,11 @@ def gather_facts(
     key, (largest, typical) = CurveKey(**agreed["key"]), (Rows(**some) for some in agreed["rows"])
     limit = memory_limit(config.plan, hosts, world)
     if limit.is_configured and rank_calibration is not None:
-        changed = []
-        for curve in rank_calibration.curves:
-            limits = [size for size in (curve.memory_limit_bytes, limit.size_bytes) if size]
-            changed.append(curve.model_copy(update={"memory_limit_bytes": min(limits, default=None)}))
+        limits = [[size for size in (c.memory_limit_bytes, limit.size_bytes) if size] for c in rank_calibration.curves]
+        changed = [
+            curve.model_copy(update={"memory_limit_bytes": min(sizes, default=None)})
+            for curve, sizes in zip(rank_calibration.curves, limits, strict=True)
+        ]
         rank_calibration = rank_calibration.model_copy(update={"curves": tuple(changed)})
     ranks = _gather_hosts(world, hosts, rank_calibration, limit)
     lacks_curve = None in [host.calibration and nearest_curve(host.calibration.curves, key) for host in ranks]
@@ -129,10 +130,7 @@ def gather_facts(
         ranks = [replace(rank, gflops=left[rank.name].pop(0)) for rank in ranks]
     elif lacks_curve:
         usual = statistics.fmean(_gather_gflops(world))
-    memory = None
-    if block_shape is not None:
-        shares = config.data.shared_prompts and of_model.get("model_type") in FAMILIES
-        memory = MemoryModel(block_shape, training_of(config, block_shape.blocks, shares), largest, typical)
+    shares = config.data.shared_prompts and of_model.get("model_type") in FAMILIES
     facts = PlanFacts(
         settings=PlanSections.of(config),
         hosts=ranks,
@@ -142,7 +140,8 @@ def gather_facts(
         steps=config.steps_over(len(lengths)),
         published=list(calibration.read_published().values()),
         shape=shape,
-        memory=memory,
+        memory=block_shape
+        and MemoryModel(block_shape, _training(config, block_shape, shares), largest, typical),
         stages_before=_stages_before(config, world, hosts, stored, resumed),
         usual_gflops=usual,
     )
@@ -158,13 +157,13 @@ def _gflops_here() -> float:
     return hardware.quick_gflops()
 
 
-def training_of(config: Config, block_count: int, shared_prompts: bool) -> Training:
+def _training(config: Config, shape: ModelShape, shared_prompts: bool) -> Training:
     """What of the settings decides how much memory a step needs."""
     model = config.model
     return Training(
         method=model.method,
         rank=adapter_layers.most_rank(model),
-        blocks=None if model.blocks is None else adapter_layers.depth(model, block_count),
+        blocks=None if model.blocks is None else adapter_layers.depth(model, shape.blocks),
         adapts_embeddings=model.adapt_embeddings,
         checkpointing=bool(model.gradient_checkpointing),
         optimizer=OPTIMIZERS.get(config.train.optimizer, ADAM),
