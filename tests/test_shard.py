@@ -243,8 +243,6 @@ def test_gathered_parts_are_scattered_to_any_division_bit_for_bit(
         ShardedWorld, "all_sum", lambda self, array, what: (sums.append(what), all_sum(self, array, what))[1]
     )
     found = gathered(first, model.trainable_parameters())
-    assert sums.count("the parts of the model") == 1, "a sum for each array takes seconds"
-    sums.clear()
     wanted = adapter_files.trainable(whole)
     assert found.keys() == wanted.keys()
     other, _ = build(path, seed=1, method="full")
@@ -253,7 +251,6 @@ def test_gathered_parts_are_scattered_to_any_division_bit_for_bit(
     assert {name: a.shape for name, a in adapter_files.trainable(other).items()} != {
         name: a.shape for name, a in adapter_files.trainable(model).items()
     }
-    monkeypatch.setattr(world_module, "GATHERED_BYTES", 1000)
     for arrays in (found, gathered(second, other.trainable_parameters())):
         for name, array in wanted.items():
             bits = [np.array(mx.view(a, mx.uint32)).tobytes() for a in (arrays[name], array)]

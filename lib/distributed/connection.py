@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from types import TracebackType
 from typing import Any
 
 from lib.errors import UserError
@@ -43,7 +42,6 @@ class Channel:
     """A connection whose ends know the same key. One thread may send while another one receives."""
 
     def __init__(self, connection: socket.socket):
-        """Takes a connected socket over."""
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -109,7 +107,7 @@ class Channel:
             limit.join()
 
 
-class Listener:
+class Listener(contextlib.AbstractContextManager["Listener"]):
     """Calls `on_connection` for each process that proves the key, in a thread of this connection; then closes it."""
 
     def __init__(self, host: str, port: int, key: bytes, on_connection: Callable[[Channel], None]):
@@ -130,10 +128,7 @@ class Listener:
         self._thread = threading.Thread(target=self._accept, name="listener", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> Listener:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -177,15 +172,15 @@ def connect(host: str, port: int, key: bytes, timeout_seconds: float) -> Channel
     while True:
         try:
             channel = Channel(socket.create_connection((host, port), max(deadline - time.monotonic(), 0.1)))
-            with contextlib.ExitStack() as failed:
-                failed.callback(channel.close)
+            try:
                 channel.prove(key, challenges_first=False)
-                failed.pop_all()
+            except BaseException:
+                channel.close()
+                raise
             return channel
         except AuthenticationError:
-            raise UserError(
-                f"{host}:{port} does not have the key of this run ({KEY_VARIABLE}); is it of another run?"
-            ) from None
+            why = f"does not have the key of this run ({KEY_VARIABLE}); is it of another run?"
+            raise UserError(f"{host}:{port} {why}") from None
         except (OSError, EOFError) as error:
             if time.monotonic() + RETRY_SECONDS >= deadline:
                 why = str(error) or "it hung up"

@@ -47,17 +47,16 @@ class Journal:
         self.path = out.with_name(f"{out.name}.partial")
         self.offsets = [-1] * count  # of each item's line, in bytes; -1 while it is missing
         header = json.dumps({"key": key, "count": count}).encode() + b"\n"
-        if out.exists() and not self.path.exists():
-            raise UserError(f"{out} is there already; remove it, or give another name")
+        if not self.path.exists():
+            files.require_absent(out)
         out.parent.mkdir(parents=True, exist_ok=True)
         self.path.touch()
         self._file = self.path.open("r+b", buffering=0)  # nothing of a write that failed is left in a buffer
+        end = len(header)
         with self.path.open("rb") as file:
-            first, end = file.readline(len(header)), len(header)
-            if first and not header.startswith(first):
-                raise UserError(
-                    f"{self.path} is of another model, data or settings; remove it, or give another name for the output"
-                )
+            first = file.readline(end)
+            if not header.startswith(first):
+                raise UserError(f"{self.path} is of another model, data or settings; remove it, or take another output")
             if first != header:
                 self._write_at(0, header)
             while first == header and (line := file.readline()).endswith(b"\n"):
@@ -81,11 +80,10 @@ class Journal:
         Raises:
             OSError: the disk is full.
         """
-        if self.offsets[item] >= 0:
-            return
-        end = self._file.seek(0, os.SEEK_END)
-        self._write_at(end, json.dumps({"item": item, "lines": lines}).encode() + b"\n")
-        self.offsets[item] = end
+        if self.offsets[item] < 0:
+            end = self._file.seek(0, os.SEEK_END)
+            self._write_at(end, json.dumps({"item": item, "lines": lines}).encode() + b"\n")
+            self.offsets[item] = end
 
     def lines(self) -> Iterator[str]:
         """The lines of all items, in the items' order."""
@@ -102,7 +100,6 @@ class Journal:
         self.path.unlink()
 
     def close(self) -> None:
-        """Closes the file, which stays on the disk."""
         self._file.close()
 
     def _write_at(self, end: int, text: bytes) -> None:
@@ -209,19 +206,19 @@ class ServedQueue(WorkQueue):
         with self._changed:
             if request["kind"] == "take":
                 return self._take(rank, time.monotonic() + WAIT_SECONDS)
-            if request["kind"] == "finish" and self.journal.offsets[request["item"]] < 0:
+            is_wanted = request["kind"] != "fail" and self.journal.offsets[request["item"]] < 0
+            if request["kind"] == "finish" and is_wanted:
                 self._finish(rank, request["item"], request["lines"])
             elif request["kind"] == "fail":
                 self.fault = self.fault or request["reason"]
-            elif request["kind"] == "wanted":
-                return {"is_wanted": self.journal.offsets[request["item"]] < 0}
             self._changed.notify_all()
-            return {}
+            return {"is_wanted": is_wanted}
 
     def _take(self, rank: int, deadline: float) -> dict[str, Any]:
         """An item for a rank, None where none is left, or that it has to ask again."""
         while not self.fault:
-            item = self.fresh.popleft() if self.fresh else self._repeated(rank)
+            again = (item for item, ranks in self.begun.items() if len(ranks) < 2 and rank not in ranks)
+            item = self.fresh.popleft() if self.fresh else next(again, None) if self.repeats else None
             if item is not None:
                 self.begun.setdefault(item, []).append(rank)
                 return {"item": item}
@@ -230,10 +227,6 @@ class ServedQueue(WorkQueue):
             if not self._changed.wait(deadline - time.monotonic()):
                 return {"is_waiting": True}
         return {"fault": self.fault}
-
-    def _repeated(self, rank: int) -> int | None:
-        begun = self.begun.items() if self.repeats else ()
-        return next((item for item, ranks in begun if len(ranks) < 2 and rank not in ranks), None)
 
     def _finish(self, rank: int, item: int, lines: Lines) -> None:
         try:

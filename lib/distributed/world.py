@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -24,7 +23,6 @@ from lib.system.network import distinct_names, host_name, machine_id
 
 Described = dict[str, tuple[tuple[int, ...], mx.Dtype]]  # name ➜ (shape, dtype)
 
-GATHERED_BYTES = 2**22  # of whole arrays in one sum, where rank 0 writes what ranks have parts of
 BUCKET_BYTES = 256 * 2**20  # a collective's largest buffer: full-model gradients are not copied whole
 ALIGNED_BYTES = 8  # a GPU reads a number only at a multiple of its size
 
@@ -34,18 +32,6 @@ class Traffic:
     """What this rank has sent so far, as ring algorithms do it; others may send more or less."""
 
     bytes_sent: int = 0
-
-
-class ArrayPart(Protocol):
-    """What ranks hold of a whole array (lib/model/partition.py)."""
-
-    def size(self, rank: int) -> int: ...  # 0: it holds nothing
-
-    def of(self, whole: Any, rank: int) -> Any: ...  # a rank's part
-
-    def shape(
-        self, of_any: Sequence[int], rank: int | None = None
-    ) -> tuple[int, ...]: ...  # of a rank's part, or whole
 
 
 def no_group() -> Any:
@@ -77,9 +63,8 @@ class World:
         if self.size == 1:
             return array
         mx.eval(array)
-        self.traffic.bytes_sent += 2 * array.nbytes * (self.size - 1) // self.size
         with self.deadline(what):
-            total = mx.distributed.all_sum(array, group=self.group(), stream=self.stream)
+            total = self._sum_lazily(array)
             mx.eval(total)
         return total
 
@@ -120,8 +105,7 @@ class World:
         leaves = sorted(tree_flatten(tree), key=lambda leaf: leaf[0])
         for bucket in buckets([array.nbytes for _, array in leaves]):
             mine = [leaves[i][1] for i in bucket]
-            # Bits, because a sum would lose NaN and -0.0; as int32, because not every backend sums uint8. The sum of
-            # one number and zeros is that number in any order.
+            # Bits, because a sum would lose NaN and -0.0; as int32, because not every backend sums uint8.
             bits = mx.view(packed(mine), mx.int32)
             bits = self.all_sum(bits if self.rank == 0 else mx.zeros_like(bits), "rank 0's arrays")
             for i, array in zip(bucket, unpacked(mx.view(bits, mx.uint8), mine), strict=True):
@@ -129,15 +113,12 @@ class World:
         return tree_unflatten(leaves)
 
     def sum_gradients(self, gradients: Any, sums: mx.array) -> tuple[Any, mx.array]:
-        """Sums a tree of float32 gradients and a float32 vector over all ranks.
-
-        Both travel in the same buffers, so that one collective serves a LoRA step.
-        """
+        """Sums a tree of float32 gradients and a float32 vector over all ranks, in the same buffers."""
         if self.size == 1:
             return gradients, sums
-        leaves = sorted(tree_flatten(gradients), key=lambda leaf: leaf[0])
-        sums, *summed = self.sum_arrays([sums, *(array for _, array in leaves)], "the sum of the gradients")
-        return tree_unflatten([(name, array) for (name, _), array in zip(leaves, summed, strict=True)]), sums
+        leaves = dict(sorted(tree_flatten(gradients)))
+        sums, *summed = self.sum_arrays([sums, *leaves.values()], "the sum of the gradients")
+        return tree_unflatten(list(zip(leaves, summed, strict=True))), sums
 
     def send(self, array: mx.array, rank: int, stream: Any) -> mx.array:
         """An evaluated array, once another rank has it; nothing is sent before this is evaluated."""
@@ -189,7 +170,7 @@ class World:
         return x if self.size == 1 else self._sum_lazily(x)
 
     def sum_backward(self, x: mx.array) -> mx.array:
-        """x itself, whose gradient is summed over the ranks: Megatron-LM's f."""
+        """x, whose gradient is summed over the ranks: Megatron-LM's f."""
         if self.size == 1:
             return x
 
@@ -249,28 +230,41 @@ class World:
         return self.gather_text(text if self.rank == 0 else "", "rank 0's text")[0]
 
     def require_equal(self, what: str, value: str) -> None:
-        """Makes sure that all ranks have been given the same, a digest for instance.
-
-        Raises:
-            AgreedError: names the ranks that differ from rank 0.
-        """
+        """Raises AgreedError where a rank was given another value than rank 0, a digest for instance."""
         values = self.gather_text(value, f"every rank's {what}")
         if others := [str(rank) for rank, theirs in enumerate(values) if theirs != values[0]]:
             remedy = "copy the same files and settings to every host"
             raise AgreedError(f"rank {', '.join(others)} has another {what} than rank 0; {remedy}")
 
     def require_identical(self, what: str, digest: str) -> None:
-        """Makes sure that all ranks have computed the same, by digests.
-
-        Raises:
-            Stopped: names the first rank that holds something else, and its host.
-        """
+        """Raises Stopped where a rank has computed something else than rank 0, by digests."""
         held = [text.partition(" ") for text in self.gather_text(f"{digest} {host_name()}", f"every rank's {what}")]
-        if other := next(((rank, host) for rank, (theirs, _, host) in enumerate(held) if theirs != held[0][0]), None):
-            raise Stopped(
-                f"rank {other[0]} on {other[1]} holds other {what} than rank 0; its memory or its link may be broken: "
-                "go on from the last checkpoint without this host"
-            )
+        for rank, (theirs, _, host) in enumerate(held):
+            if theirs != held[0][0]:
+                raise Stopped(
+                    f"rank {rank} on {host} holds other {what} than rank 0; its memory or its link may be broken: "
+                    "go on from the last checkpoint without this host"
+                )
+
+    @contextlib.contextmanager
+    def agreeing(self, what: str) -> Iterator[None]:
+        """Ends the block in the same way on all ranks: if one met a user's error, or cannot write, all raise it."""
+        mine = ""
+        try:
+            yield
+        except UserError as error:
+            mine = str(error) or type(error).__name__  # empty would be no error
+        except OSError as error:
+            mine = shown(f"{what}: {error.filename or 'a file'}: {error.strerror or error}; fix that and start again")
+        errors = self.gather_text(mine, f"the outcome of {what}")
+        distinct = list(dict.fromkeys(error for error in errors if error))
+        if not distinct:
+            return
+        if self.size > 1 and (len(distinct) > 1 or not all(errors)):
+            distinct = [f"rank {errors.index(error)}: {error}" for error in distinct]
+        raise AgreedError("; ".join(distinct))
+
+    # ---- What lib/training/divided_world.py does otherwise
 
     @property
     def workers(self) -> World:
@@ -299,11 +293,16 @@ class World:
         """What a rank decides for itself: a token, a layout."""
         return x
 
-    # ---- Whole arrays, for a file
-
-    def part(self, name: str) -> ArrayPart | None:
-        """How an array is divided: a parameter, or what an optimizer keeps for it (PARAMETER.SLOT). Here none is."""
+    def part(self, name: str) -> Any:
+        """How an array is divided (lib/model/partition.py's Part or Holders): a parameter, or an optimizer's slot of it
+        (PARAMETER.SLOT). Here none is."""
         return None
+
+    def whole(self, arrays: Mapping[str, mx.array]) -> Described:
+        """`described` of all that the ranks hold together: here this rank's own."""
+        return self.described(arrays)
+
+    # ---- Whole arrays, for a file
 
     def replicated(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """Those that every rank holds whole."""
@@ -331,31 +330,34 @@ class World:
                 for _ in arrays:
                     pass
 
+    def _gathered(self, own: Mapping[str, mx.array], described: Described) -> Iterator[tuple[str, mx.array]]:
+        for name, (shape, dtype) in described.items():
+            if self.part(name) is None:
+                yield name, own[name]
+                continue
+            # Bit for bit: sums of integers, to which all but one rank add nothing. What is trained is float32.
+            bits = mx.view(self._within(name, own, shape, dtype).reshape(-1), mx.int32)
+            yield name, mx.view(self.all_sum(bits, "the parts of the model"), dtype).reshape(shape)
+
+    def _within(self, name: str, own: Mapping[str, mx.array], shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+        """A whole array of which this rank has its part alone, zeros elsewhere."""
+        part = self.part(name)
+        array = own.get(name, mx.zeros(part.shape(shape, self.rank), dtype))  # other ranks may keep all of it
+        around = [(0, 0)] * array.ndim
+        around[part.axis] = (part.bounds[self.rank], part.bounds[-1] - part.bounds[self.rank + 1])
+        return mx.pad(array, around)
+
     def scattered(self, whole: dict[str, mx.array]) -> Iterator[tuple[str, mx.array]]:
-        """This rank's part of every array that rank 0 has whole, by name, some at a time; `whole` is emptied."""
-        described = self._described_by_rank_0(whole)
-        names = list(described)
-        sizes = [math.prod(shape) * dtype.size for shape, dtype in described.values()]
-        for bucket in buckets(sizes):
-            mine = [whole.pop(names[i]) if self.rank == 0 else mx.zeros(*described[names[i]]) for i in bucket]
-            for i, array in zip(bucket, self.broadcast(mine), strict=True):
-                name, part = names[i], self.part(names[i])
-                if part is None:
-                    yield name, array
-                elif part.size(self.rank):
-                    array = mx.contiguous(part.of(array, self.rank))  # the whole can be let go
-                    mx.eval(array)
-                    yield name, array
-
-    def align(self, tree: Any) -> Any:
-        """The tree with rank 0's arrays where ranks hold the same, which on unlike machines drifts by roundings."""
-        flat = dict(tree_flatten(tree))
-        whole = tree_unflatten(list(self.replicated(flat).items()))
-        return tree_unflatten(list((flat | dict(tree_flatten(self.broadcast(whole)))).items()))
-
-    def whole(self, arrays: Mapping[str, mx.array]) -> Described:
-        """`described` of all that the ranks hold together: here this rank's own."""
-        return self.described(arrays)
+        """This rank's part of every array that rank 0 has whole, by name, one at a time; `whole` is emptied."""
+        for name, (shape, dtype) in self._described_by_rank_0(whole).items():
+            array = self.broadcast([whole.pop(name) if self.rank == 0 else mx.zeros(shape, dtype)])[0]
+            part = self.part(name)
+            if part is None:
+                yield name, array
+            elif part.size(self.rank):
+                array = mx.contiguous(part.of(array, self.rank))  # the whole can be let go
+                mx.eval(array)
+                yield name, array
 
     def _described_by_rank_0(self, arrays: Mapping[str, mx.array]) -> Described:
         """`described` as rank 0 knows it: it has some part of everything."""
@@ -363,50 +365,11 @@ class World:
         described = json.loads(self.broadcast_text(json.dumps(mine)))
         return {name: (tuple(shape), getattr(mx, dtype)) for name, shape, dtype in described}
 
-    def _gathered(self, own: Mapping[str, mx.array], described: Described) -> Iterator[tuple[str, mx.array]]:
-        names = list(described)
-        for bucket in buckets([math.prod(shape) * dtype.size for shape, dtype in described.values()], GATHERED_BYTES):
-            divided = {names[i]: described[names[i]] for i in bucket if self.part(names[i]) is not None}
-            joined = self._joined(own, divided) if divided else {}
-            for i in bucket:
-                yield names[i], joined.pop(names[i]) if names[i] in divided else own[names[i]]
-
-    def _joined(self, own: Mapping[str, mx.array], divided: Described) -> dict[str, mx.array]:
-        """Whole arrays from the parts of all ranks, by one sum."""
-        # Bit for bit: sums of integers, to which all but one rank add nothing. What is trained is float32.
-        bits = [mx.view(self._within(name, own, *divided[name]).reshape(-1), mx.int32) for name in divided]
-        summed = self.all_sum(mx.concatenate(bits), "the parts of the model")
-        pieces = mx.split(summed, np.cumsum([words.size for words in bits])[:-1].tolist())
-        return {
-            name: mx.view(piece, dtype).reshape(shape)
-            for piece, (name, (shape, dtype)) in zip(pieces, divided.items(), strict=True)
-        }
-
-    def _within(self, name: str, own: Mapping[str, mx.array], shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-        """A whole array of which this rank has its part alone, zeros elsewhere."""
-        part: Any = self.part(name)
-        array = own.get(name, mx.zeros(part.shape(shape, self.rank), dtype))  # other ranks may keep all of it
-        around = [(0, 0)] * array.ndim
-        around[part.axis] = (part.bounds[self.rank], part.bounds[-1] - part.bounds[self.rank + 1])
-        return mx.pad(array, around)
-
-    @contextlib.contextmanager
-    def agreeing(self, what: str) -> Iterator[None]:
-        """Ends the block in the same way on all ranks: if one met a user's error, or cannot write, all raise it."""
-        mine = ""
-        try:
-            yield
-        except UserError as error:
-            mine = str(error) or type(error).__name__  # empty would be no error
-        except OSError as error:
-            mine = shown(f"{what}: {error.filename or 'a file'}: {error.strerror or error}; fix that and start again")
-        errors = self.gather_text(mine, f"the outcome of {what}")
-        distinct = list(dict.fromkeys(error for error in errors if error))
-        if not distinct:
-            return
-        if self.size > 1 and (len(distinct) > 1 or not all(errors)):
-            distinct = [f"rank {errors.index(error)}: {error}" for error in distinct]
-        raise AgreedError("; ".join(distinct))
+    def align(self, tree: Any) -> Any:
+        """The tree with rank 0's arrays where ranks hold the same, which on unlike machines drifts by roundings."""
+        flat = dict(tree_flatten(tree))
+        whole = tree_unflatten(list(self.replicated(flat).items()))
+        return tree_unflatten(list((flat | dict(tree_flatten(self.broadcast(whole)))).items()))
 
 
 def start(launch: Launch, timeout_seconds: float = 600.0) -> World:
@@ -430,9 +393,8 @@ def start(launch: Launch, timeout_seconds: float = 600.0) -> World:
             raise Stopped(f"{launch.backend} does not come up on {host_name()}: {error}") from None
     if group.size() != launch.size or group.rank() != launch.rank:
         raise RuntimeError(
-            f"the launcher started rank {launch.rank} of {launch.size}, but MLX's {launch.backend} backend sees "
-            f"rank {group.rank()} of {group.size()}; is the MPI that launched this the one in MLX_MPI_LIBNAME "
-            f"({os.environ.get('MLX_MPI_LIBNAME', 'unset')})?"
+            f"the launcher started rank {launch.rank} of {launch.size}, but MLX's {launch.backend} backend sees rank "
+            f"{group.rank()} of {group.size()}; is {os.environ.get('MLX_MPI_LIBNAME')} of the MPI that launched this?"
         )
     return replace(world, group=lambda: group)
 
@@ -440,11 +402,10 @@ def start(launch: Launch, timeout_seconds: float = 600.0) -> World:
 def neighbour_pairs(world: World) -> dict[int, World]:
     """Groups of two: of this rank and the one after it, and the one before it, in a circle; by the other's rank."""
     size, rank, pairs = world.size, world.rank, {}
-    last = size - 1
     # Each round splits the world into pairs of ranks next to each other, and single ones. Of an odd number the first
     # and the last rank have a round for themselves, and two ranks only one.
     for of_round in range(1 if size == 2 else 2 + size % 2):
-        starts = [last] if size % 2 and of_round == 2 else range(of_round, size - size % 2, 2)
+        starts = [size - 1] if size % 2 and of_round == 2 else range(of_round, size - size % 2, 2)
         pair = next((start for start in starts if rank in (start, (start + 1) % size)), None)
         group = world.split(size + rank if pair is None else pair)
         if pair is not None:

@@ -16,23 +16,13 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from lib.config import read_file
 from lib.config.settings import ModelSettings
-from lib.errors import UserError
+from lib.errors import UserError, in_one_line
 from lib.model.adapter_layers import AdapterLayer, scale_of
 from lib.system import files
 from lib.system.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 Described = Mapping[str, tuple[tuple[int, ...], mx.Dtype]]  # shape and dtype by name
 Arrays = Iterable[tuple[str, mx.array | np.ndarray]]  # or the raw bytes
-SAFETENSORS = {
-    mx.float32: "F32",
-    mx.float16: "F16",
-    mx.bfloat16: "BF16",
-    mx.uint8: "U8",
-    mx.uint32: "U32",
-    mx.uint64: "U64",
-    mx.int32: "I32",
-    mx.int64: "I64",
-}
 
 
 def trainable(model: nn.Module) -> dict[str, mx.array]:
@@ -80,8 +70,9 @@ def save_trained(
         shapes, arrays = described(held), held.items()
     config = adapter_config(settings, shapes, len(model.layers), is_padded=True)
     if "layers" in config:
-        wide = {name: (_padded_shape(name, shape, config), dtype) for name, (shape, dtype) in shapes.items()}
-        shapes, arrays = wide, _padded(arrays, config)
+        rank = config["lora_parameters"]["rank"]
+        shapes = {name: (_with_rank(name, shape, rank), dtype) for name, (shape, dtype) in shapes.items()}
+        arrays = _padded(arrays, config)
     write_arrays(folder / ADAPTER_WEIGHTS, shapes, arrays)
     files.write_atomically(folder / ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n")
 
@@ -96,22 +87,25 @@ def write_arrays(
 ) -> None:
     """A safetensors file, whole or absent, written array by array: the whole is never in memory.
 
-    Args:
-        kind: `mlx`, or `pt` where others expect PyTorch's.
-        metadata: further entries of the header.
-        durable: it is on the disk then, and outlasts a power cut.
+    kind: `mlx`, or `pt` where others expect PyTorch's. metadata: further entries of the header. durable: it is on the
+    disk then, and outlasts a power cut.
     """
     header: dict[str, object] = {"__metadata__": {"format": kind, **(metadata or {})}}
     end = 0
     for name, (shape, dtype) in described.items():
         begin, end = end, end + math.prod(shape) * dtype.size
-        header[name] = {"dtype": SAFETENSORS[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": _safetensors_name(dtype), "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with files.replacing(path, durable) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, array in arrays:
             file.write((array if isinstance(array, np.ndarray) else raw({name: array})[0][1]).data)
+
+
+def _safetensors_name(dtype: mx.Dtype) -> str:
+    """E.g. BF16 of mlx.core.bfloat16, U32 of mlx.core.uint32."""
+    return str(dtype).rpartition(".")[2].replace("float", "f").replace("int", "i").replace("ui", "u").upper()
 
 
 def adapter_config(
@@ -155,11 +149,7 @@ def adapter_layers_of(settings: ModelSettings, shapes: Described) -> dict[str, A
 
 
 def load_trained(model: nn.Module, folder: Path, where: str) -> None:
-    """Reads trained parameters into a model that `make_trainable` prepared in the same way.
-
-    Raises:
-        UserError: names or shapes differ; adapters may have another rank: a stack of several.
-    """
+    """Reads trained parameters into a model that `make_trainable` prepared in the same way; the rank may be another."""
     arrays = read_trained(described(trainable(model)), folder, where)
     model.update(tree_unflatten(list(arrays.items())))
 
@@ -175,12 +165,10 @@ def read_trained(wanted: Described, folder: Path, where: str) -> dict[str, mx.ar
     config = read_file.read_object(path, where) if path.exists() else {}
     try:
         arrays = dict(mx.load(str(folder / ADAPTER_WEIGHTS)))
-        if config.get("padded"):
-            arrays = dict(_unpadded(arrays, config))
     except (RuntimeError, OSError, ValueError) as error:
-        raise UserError(f"{where} {folder}: {ADAPTER_WEIGHTS} cannot be read: {str(error).splitlines()[0]}") from None
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{where} {path} does not say how its layers were padded ({error!r})") from None
+        raise UserError(f"{where} {folder}: {ADAPTER_WEIGHTS} cannot be read: {in_one_line(error)}") from None
+    if config.get("padded"):
+        arrays = dict(_padded(arrays.items(), config, is_undone=True))
     return fitted(wanted, arrays, f"{where} {folder}")
 
 
@@ -224,28 +212,22 @@ def _with_rank(name: str, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
     return (*shape[:axis], rank, *shape[axis + 1 :])
 
 
-def _padded_shape(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> tuple[int, ...]:
-    return _with_rank(name, shape, config["lora_parameters"]["rank"])
+def _padded(
+    arrays: Iterable[tuple[str, mx.array]], config: Mapping[str, Any], is_undone: bool = False
+) -> Iterator[tuple[str, mx.array]]:
+    """The same adapters with one rank and one scale, which is all that mlx-lm knows: zeros behind A and B, B scaled.
 
-
-def _padded(arrays: Iterable[tuple[str, mx.array]], config: Mapping[str, Any]) -> Iterator[tuple[str, mx.array]]:
-    """The same adapters with one rank and one scale, which is all that mlx-lm knows: zeros behind A and B, B scaled."""
-    scale, layers = config["lora_parameters"]["scale"], config["layers"]
+    is_undone: the way back.
+    """
+    common, layers = config["lora_parameters"], config["layers"]
     for name, array in arrays:
         layer = layers.get(name.rpartition(".")[0])
-        if layer is not None and name.endswith(".lora_b") and layer["scale"] != scale:
-            array = array * (layer["scale"] / scale)
-        wide = _padded_shape(name, array.shape, config)
-        yield name, mx.pad(array, [(0, new - old) for new, old in zip(wide, array.shape, strict=True)])
-
-
-def _unpadded(arrays: Mapping[str, mx.array], config: Mapping[str, Any]) -> Iterator[tuple[str, mx.array]]:
-    """The arrays that `_padded` was given."""
-    scale, layers = config["lora_parameters"]["scale"], config["layers"]
-    for name, array in arrays.items():
-        layer = layers.get(name.rpartition(".")[0])
         if layer is not None and ".lora_" in name:
-            array = mx.split(array, [layer["rank"]], axis=_rank_axis(name, array.shape))[0]
-            if name.endswith(".lora_b") and layer["scale"] != scale:
-                array = array * (scale / layer["scale"])
+            new, old = (layer, common) if is_undone else (common, layer)
+            wide = _with_rank(name, array.shape, new["rank"])
+            if is_undone:
+                array = mx.split(array, [new["rank"]], axis=_rank_axis(name, array.shape))[0]
+            if name.endswith(".lora_b") and new["scale"] != old["scale"]:
+                array = array * (old["scale"] / new["scale"])
+            array = mx.pad(array, [(0, after - before) for after, before in zip(wide, array.shape, strict=True)])
         yield name, array

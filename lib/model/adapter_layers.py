@@ -25,17 +25,10 @@ class AdapterLayer(NamedTuple):
 
 
 def trained_blocks(settings: ModelSettings, count: int) -> list[int]:
-    """The indices of the blocks that are trained, of a model with `count`.
-
-    Raises:
-        UserError: it has no such blocks.
-    """
+    """The indices of the blocks that are trained, of a model with `count`. Raises UserError where it has no such."""
     chosen = _block_indices(settings, count)
     if chosen[0] < 0 or chosen[-1] >= count:
-        shown = (
-            settings.blocks if isinstance(settings.blocks, int) else f"[{','.join(map(str, settings.blocks or ()))}]"
-        )
-        raise UserError(f"model.blocks={shown}, but {settings.path} has {count} blocks, 0 to {count - 1}")
+        raise UserError(f"model.blocks names no block of {settings.path}: it has {count} blocks, 0 to {count - 1}")
     return chosen
 
 
@@ -45,7 +38,6 @@ def depth(settings: ModelSettings, count: int) -> int:
 
 
 def _block_indices(settings: ModelSettings, count: int) -> list[int]:
-    """The blocks that the settings name, ascending; the model may have no such blocks."""
     if not isinstance(settings.blocks, tuple):
         return list(range(count - (settings.blocks or count), count))
     ranges = (str(part).partition("-") for part in settings.blocks)
@@ -59,15 +51,11 @@ def rank_of(settings: ModelSettings, layer: str) -> int:
 
 def most_rank(settings: ModelSettings) -> int:
     """The largest rank that any layer has."""
-    return max(settings.rank, *settings.rank_pattern.values()) if settings.rank_pattern else settings.rank
+    return max(settings.rank, *settings.rank_pattern.values(), 0)
 
 
 def scale_of(settings: ModelSettings, layer: str) -> float:
-    """The factor on a layer's adapter.
-
-    model.scale; or alpha / rank (LoRA, arXiv:2106.09685, section 4.1), or alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732,
-    section 3), of the layer's own rank and alpha.
-    """
+    """The factor on a layer's adapter: model.scale, or that of its own rank and alpha."""
     if settings.alpha is None:
         return settings.scale
     alpha = first_match(settings.alpha_pattern, layer, settings.alpha)
@@ -75,7 +63,7 @@ def scale_of(settings: ModelSettings, layer: str) -> float:
 
 
 def scale(alpha: float, rank: int, use_rslora: bool) -> float:
-    """alpha / rank, or alpha / sqrt(rank)."""
+    """alpha / rank (LoRA, arXiv:2106.09685, 4.1), or alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732, section 3)."""
     return float(alpha / (math.sqrt(rank) if use_rslora else rank))
 
 

@@ -89,9 +89,12 @@ def chosen_layers(model: nn.Module, settings: ModelSettings) -> list[str]:
             is_adaptable = hasattr(module, "to_lora") or isinstance(module, ADAPTABLE)
             if is_adaptable if keys is None else name in keys:
                 chosen.append(f"{names[id(block)]}.{name}")
-    chosen += [name for name in modules if name in (keys or ()) and name not in chosen]  # a full name
-    if settings.adapt_embeddings:
-        chosen += [name for name in _tables_outside_blocks(model, settings.path) if name not in chosen]
+    inside = {id(module) for block in model.layers for module in block.modules()}
+    tables = [n for n, m in modules.items() if id(m) not in inside and isinstance(m, (*EMBEDDINGS, *LINEARS))]
+    if settings.adapt_embeddings and not any(isinstance(modules[name], EMBEDDINGS) for name in tables):
+        raise UserError(f"model.adapt_embeddings: {settings.path} has no embedding outside of its blocks")
+    more = [name for name in modules if name in (keys or ())] + (sorted(tables) if settings.adapt_embeddings else [])
+    chosen += [name for name in dict.fromkeys(more) if name not in chosen]
     if not chosen:
         layers = (each for layer in model.layers for each in layer.named_modules())
         linears = ", ".join(sorted({name for name, module in layers if isinstance(module, LINEARS)}))
@@ -103,19 +106,6 @@ def chosen_layers(model: nn.Module, settings: ModelSettings) -> list[str]:
             if not any(matches(pattern, layer) for layer in chosen):
                 raise UserError(f"model.{setting}: {pattern!r} ends the name of no adapted layer; one is {chosen[0]}")
     return chosen
-
-
-def _tables_outside_blocks(model: nn.Module, path: str) -> list[str]:
-    """The embedding, and the head where it is not the embedding's."""
-    inside = {id(module) for block in model.layers for module in block.modules()}
-    outside = {
-        name: module
-        for name, module in model.named_modules()
-        if id(module) not in inside and isinstance(module, (*EMBEDDINGS, *LINEARS))
-    }
-    if not any(isinstance(module, EMBEDDINGS) for module in outside.values()):
-        raise UserError(f"model.adapt_embeddings: {path} has no embedding outside of its blocks")
-    return sorted(outside)
 
 
 def load_adapter(model: nn.Module, settings: ModelSettings) -> None:
@@ -131,23 +121,16 @@ def load_adapter(model: nn.Module, settings: ModelSettings) -> None:
     try:
         stored = read_file.read_object(folder / ADAPTER_CONFIG, "model.adapter")
     except (OSError, UserError) as error:
-        raise UserError(
-            f"model.adapter {folder}: {ADAPTER_CONFIG} cannot be read ({error}); "
-            "give a folder that mlx-lm or a run saved"
-        ) from None
+        wanted = "give a folder that mlx-lm or a run saved"
+        raise UserError(f"model.adapter {folder}: {ADAPTER_CONFIG} cannot be read ({error}); {wanted}") from None
     wrong = f"model.adapter {folder} was made with other settings"
     if (method := stored.get("fine_tune_type", "lora")) != settings.method:
         raise UserError(f"{wrong}; add model.method={method}")
-    common = stored.get("lora_parameters", {})
     for name, layer in adapter_layers_of(settings, described(trainable(model))).items():
-        theirs = stored["layers"].get(name, {}) if "layers" in stored else common
+        theirs = (stored["layers"].get(name, {}) if "layers" in stored else stored.get("lora_parameters")) or {}
         rank, scale = theirs.get("rank"), theirs.get("scale")
         if (rank, scale) != layer:
-            words = [f"model.rank={rank}"] * (rank != layer.rank) + [f"model.scale={scale}"] * (scale != layer.scale)
-            if "layers" not in stored and not settings.rank_pattern and settings.alpha is None:
-                raise UserError(f"{wrong}; add {' '.join(words)}")
-            raise UserError(
-                f"{wrong}: {name} has rank {rank} and scale {scale}, and {layer.rank} and {layer.scale:g} here; give "
-                "model.rank, scale, alpha and their patterns as it was made with"
-            )
+            words = f"model.rank={rank} model.scale={scale}"
+            of_layer = f" (by model.rank_pattern, alpha and alpha_pattern for {name})" if "layers" in stored else ""
+            raise UserError(f"{wrong}; add {words}{of_layer}")
     load_trained(model, folder, "model.adapter")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -18,38 +18,30 @@ PART_OF_MEMORY = 0.6  # of the free memory, for the weights
 SLOWER = "6 to 10 times"  # 16 bits than float32 (docs/performance.md)
 
 
-@dataclass(frozen=True)
-class ComputeType:
+class ComputeType(NamedTuple):
     """Whether weights stored in 16 bits are computed in float32 here, and what to say of it; "" where none are."""
 
-    is_float32: bool
-    note: str
+    is_float32: bool = False
+    note: str = ""
 
 
 def compute_type(settings: ModelSettings) -> ComputeType:
-    """For a model whose model.dtype is not set, and its reference.
-
-    Raises:
-        UserError: there is no such model.
-    """
+    """For a model whose model.dtype is not set, and its reference. Raises UserError: there is no such model."""
     if device() != "cpu" or settings.dtype is not None or settings.random_init:
-        return ComputeType(False, "")
+        return ComputeType()
     folders = {resolve(each.path, each.revision) for each in (settings, reference_settings(settings))}
     files = [path for folder in folders for path in folder.glob("model*.safetensors")]
     try:
         arrays = [array for path in files for array in mx.load(str(path)).values()]  # whose values are not read
     except (RuntimeError, ValueError):  # loading the model says what is wrong with the file
-        return ComputeType(False, "")
+        return ComputeType()
     stored = next((SIXTEEN_BITS[array.dtype] for array in arrays if array.dtype in SIXTEEN_BITS), None)
     if stored is None:
-        return ComputeType(False, "")
+        return ComputeType()
     needed = sum(array.nbytes * (2 if array.dtype in SIXTEEN_BITS else 1) for array in arrays)
     free = hardware.free_memory_bytes()
     if free is None or needed <= PART_OF_MEMORY * free:
         note = f"weights stored in {stored} are computed in float32 (model.dtype={stored}: as stored, {SLOWER} slower)"
         return ComputeType(True, note)
-    return ComputeType(
-        False,
-        f"weights are computed in {stored}, {SLOWER} slower than float32 on a CPU: float32 takes {size_text(needed)}, "
-        f"{size_text(free)} are free (model.dtype=float32 takes it all the same)",
-    )
+    note = f"weights are computed in {stored}, {SLOWER} slower than float32 on a CPU: float32 takes {size_text(needed)}"
+    return ComputeType(False, f"{note}, {size_text(free)} are free (model.dtype=float32 takes it all the same)")

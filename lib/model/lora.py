@@ -113,10 +113,7 @@ class DoRA(DoRALinear):
         return y + linear.bias if "bias" in linear else y
 
     def squares(self, after: mx.array) -> mx.array:
-        """|W + scale (A B)^T|^2 of each row: [out], float32. Made once `after`, the layer's input, is there.
-
-        MLX would else make the adapted weights of many blocks early.
-        """
+        """|W + scale (A B)^T|^2 of each row: [out], float32. Made once `after` is there: MLX would make many early."""
         linear = self.linear
         is_quantised = isinstance(linear, FastLinear)
         weight = dequantised(linear, after) if is_quantised else mx.depends([linear.weight], [after])[0]
@@ -132,7 +129,10 @@ def use_low_rank_linear(model: nn.Module) -> None:
 
     def ours(module: nn.Module) -> nn.Module | None:
         if type(module) is DoRALinear:
-            width, rank = _input_size(module.linear), module.lora_a.shape[1]
+            linear, rank = module.linear, module.lora_a.shape[1]
+            width: int = linear.weight.shape[-1]
+            if isinstance(linear, nn.QuantizedLinear):  # numbers of any bits, packed in words of 32
+                width = width * 32 // linear.bits
             if module.lora_a.shape[0] != width:  # mlx-lm's arithmetic is that of 2, 4 and 8 bits
                 module.lora_a = mx.random.uniform(-(width**-0.5), width**-0.5, (width, rank))
             return derived(module, DoRA)
@@ -145,13 +145,6 @@ def use_low_rank_linear(model: nn.Module) -> None:
     replace_modules(model, ours)
     for parent in model.modules():
         for names in SIBLINGS:
-            layers = [parent[name] for name in names if isinstance(parent.get(name), LowRankLinear)]
-            siblings = Siblings(layers)
-            for index, layer in enumerate(layers):
+            siblings = Siblings([parent[name] for name in names if isinstance(parent.get(name), LowRankLinear)])
+            for index, layer in enumerate(siblings.layers):
                 layer.siblings, layer.index = siblings, index
-
-
-def _input_size(linear: nn.Module) -> int:
-    """The inputs of a linear layer, which may be quantised: packed numbers of any width, 32 bits a word."""
-    words: int = linear.weight.shape[-1]
-    return words * 32 // linear.bits if isinstance(linear, nn.QuantizedLinear) else words

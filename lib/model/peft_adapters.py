@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +25,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from lib.config import read_file
 from lib.config.settings import ModelSettings
-from lib.errors import UserError
+from lib.errors import UserError, in_one_line
 from lib.model.adapter_files import adapter_layers_of, described, fitted, trainable
 from lib.model.adapter_layers import AdapterLayer, first_match
 from lib.model.adapter_layers import scale as scale_by
@@ -43,6 +44,9 @@ PARTS = {
     "lora_embedding_B": "lora_b",
     "lora_magnitude_vector.weight": "m",
     "lora_magnitude_vector": "m",
+    "base_layer.weight": "weight",
+    "modules_to_save.weight": "weight",
+    "weight": "weight",
 }
 # Values of adapter_config.json under which PEFT computes as we do; others are refused.
 PLAIN: Mapping[str, tuple[object, ...]] = {
@@ -96,11 +100,8 @@ def is_peft(folder: Path) -> bool:
 def peft_arrays(
     arrays: Mapping[str, mx.array], embeddings: frozenset[str] = frozenset(), is_tied: bool = False
 ) -> dict[str, mx.array]:
-    """Our arrays by PEFT's names.
-
-    Args:
-        embeddings: the names of layers that are looked up.
-        is_tied: whether these are also the head: PEFT has an adapter for each use, and mlx-lm one for both.
+    """Our arrays by PEFT's names. embeddings: layers that are looked up; is_tied: they are also the head, for which
+    PEFT has an adapter of its own.
 
     Raises:
         UserError: stacked experts whose names in a checkpoint are not known.
@@ -145,12 +146,10 @@ def read(folder: Path, where: str) -> tuple[PeftAdapter, dict[str, mx.array]]:
         config = read_file.read_object(folder / ADAPTER_CONFIG, where)
         stored = dict(mx.load(str(weights)))
         numbers = LoraNumbers.model_validate({k: v for k, v in config.items() if v is not None}, strict=True)
-    except ValidationError as error:
-        fault = error.errors()[0]
-        key = ".".join(map(str, fault["loc"]))
-        raise UserError(f"{where}: {key} of its {ADAPTER_CONFIG}: {fault['msg'].lower()}") from None
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"{where}: it cannot be read: {str(error).splitlines()[0]}") from None
+    except (OSError, ValueError, RuntimeError) as error:  # pydantic's is a ValueError, and names key and value
+        fault = error.errors()[0] if isinstance(error, ValidationError) else None
+        why = f"{fault['loc'][0]} of its {ADAPTER_CONFIG}: {fault['msg'].lower()}" if fault else in_one_line(error)
+        raise UserError(f"{where}: it cannot be read: {why}") from None
     for key, plain in PLAIN.items():
         if config.get(key, plain[0]) not in plain:
             raise UserError(f"{where}: {key}={config[key]} of its {ADAPTER_CONFIG} has no counterpart here")
@@ -165,25 +164,19 @@ def read(folder: Path, where: str) -> tuple[PeftAdapter, dict[str, mx.array]]:
             experts[layer][part] = array
         else:
             factors[name] = array
-    arrays = our_arrays(factors, where)
     of_experts, parameters = unfused(experts, numbers.rank, where)
-    arrays |= of_experts
-    layers = {}
+    arrays, layers = our_arrays(factors, where) | of_experts, {}
     for name in (name.removesuffix(".lora_a") for name in arrays if name.endswith(".lora_a")):
         theirs = parameters.get(name, (expert_pattern(name) or name).format(0))
-        rank, found = numbers.rank(theirs), arrays[f"{name}.lora_a"].shape[1]
-        if found != rank:
-            raise UserError(f"{where}: {theirs} has rank {found}, but {ADAPTER_CONFIG} says {rank}")
+        rank, stored_rank = numbers.rank(theirs), arrays[f"{name}.lora_a"].shape[1]
+        if stored_rank != rank:
+            raise UserError(f"{where}: {theirs} has rank {stored_rank}, but {ADAPTER_CONFIG} says {rank}")
         layers[name] = AdapterLayer(rank, numbers.scale(theirs))
     return PeftAdapter(numbers, arrays, layers), whole
 
 
 def our_arrays(arrays: Mapping[str, mx.array], where: str) -> dict[str, mx.array]:
-    """PEFT's factors, by its names, as ours.
-
-    Raises:
-        UserError: experts that are missing.
-    """
+    """PEFT's factors, by its names, as ours. Raises UserError where experts are missing."""
     ours: dict[str, mx.array] = {}
     experts: dict[str, dict[int, mx.array]] = defaultdict(dict)
     for name, array in arrays.items():
@@ -207,17 +200,21 @@ def unfused(
     Gate and up projections have one A in PEFT, and a copy each here. layers: by PEFT's names.
 
     Raises:
-        UserError: one of the two parameters alone is adapted, or their shapes do not fit each other.
+        UserError: one of the two parameters alone is adapted.
     """
     arrays: dict[str, mx.array] = {}
     parameters: dict[str, str] = {}
     for block in sorted({layer.removesuffix(".base_layer").removesuffix(".experts") for layer in layers}):
         pair = [layers[each] for each in (f"{block}.experts.base_layer", f"{block}.experts") if each in layers]
-        if len(pair) < 2:
+        # gate_up_proj is [2 I, D] and down_proj [D, I], of one expert's weights.
+        fit = (
+            [(a, b) for a, b in (pair, pair[::-1]) if a["lora_b"].shape[0] == 2 * b["lora_a"].shape[1]]
+            if pair[1:]
+            else []
+        )
+        if not fit:
             raise UserError(f"{where}: {block}.experts adapts one of gate_up_proj and down_proj; both or neither fit")
-        gate_up, down = pair if _are_gate_up_and_down(*pair) else reversed(pair)
-        if not _are_gate_up_and_down(gate_up, down):
-            raise UserError(f"{where}: {block}.experts: its arrays are not those of gate_up_proj and down_proj")
+        gate_up, down = fit[0]
         for part, factors, names in (
             ("gate_up_proj", gate_up, ("gate_proj", "up_proj")),
             ("down_proj", down, ("down_proj",)),
@@ -232,22 +229,14 @@ def unfused(
     return arrays, parameters
 
 
-def _are_gate_up_and_down(first: Factors, second: Factors) -> bool:
-    """[2 I, D] and [D, I], of one expert's weights."""
-    inputs, outputs = first["lora_a"].shape[1], first["lora_b"].shape[0]
-    return bool(inputs == second["lora_b"].shape[0] and outputs == 2 * second["lora_a"].shape[1])
-
-
 def _layer_and_part(name: str, where: str) -> tuple[str, str]:
-    """Of an array's name in PEFT's file: the layer, and what we call its part; `weight` of a whole one."""
+    """Of an array's name in PEFT's file: the layer, and what we call its part."""
     plain = name.replace(".default", "")  # the adapter's name, which saving by hand leaves in
     while plain.startswith(PREFIX):
         plain = plain.removeprefix(PREFIX)
     for theirs, ours in PARTS.items():
         if plain.endswith(f".{theirs}"):
             return plain.removesuffix(f".{theirs}"), ours
-    if plain.endswith(".weight"):
-        return plain.removesuffix(".weight").removesuffix(".base_layer").removesuffix(".modules_to_save"), "weight"
     raise UserError(f"{where}: {name} is no part of a low-rank layer; save the adapter without modules_to_save")
 
 
@@ -270,21 +259,17 @@ def load(model: nn.Module, folder: Path, settings: ModelSettings) -> None:
     layers = adapter_layers_of(settings, shapes)
     words = [] if method == settings.method else [f"model.method={method}"]
     if layers.keys() != adapter.layers.keys():
-        words += _words_for_layers(adapter.layers, model)
+        words += _words_for_layers(list(adapter.layers), len(model.layers))
     pairs = [(layer, layers.get(name, layer)) for name, layer in adapter.layers.items()]
     if any(a.rank != b.rank or not math.isclose(a.scale, b.scale, rel_tol=SAME_SCALE) for a, b in pairs):
-        words += _words_for_scales(adapter, settings)
+        words += _words_for_scales(adapter.numbers)
     if words:
         raise UserError(f"{where} was made with other settings; add {' '.join(words)}")
     model.update(tree_unflatten(list(fitted(shapes, adapter.arrays, where).items())))
 
 
 def with_names_of(model: nn.Module, adapter: PeftAdapter) -> PeftAdapter:
-    """The adapter by the model's names: a text model's, where it was trained as a part of one that also sees pictures.
-
-    transformers calls it model.language_model.layers or language_model.model.layers, and mlx-lm may not, or the other
-    way round.
-    """
+    """The adapter by the model's names: transformers puts `language_model` in that mlx-lm may not have, or lacks it."""
     names = {name for name, _ in model.named_modules()}
     by_plain_name = {name.replace("language_model.", ""): name for name in names}
 
@@ -293,21 +278,17 @@ def with_names_of(model: nn.Module, adapter: PeftAdapter) -> PeftAdapter:
 
     split = ((name.rpartition("."), array) for name, array in adapter.arrays.items())
     arrays = {f"{ours(layer)}.{part}": array for (layer, _, part), array in split}
-    return PeftAdapter(adapter.numbers, arrays, {ours(name): layer for name, layer in adapter.layers.items()})
+    return replace(adapter, arrays=arrays, layers={ours(name): layer for name, layer in adapter.layers.items()})
 
 
 def _require_same_weights(model: nn.Module, whole: Mapping[str, mx.array], where: str) -> None:
     """Raises UserError where a weight that PEFT stored whole (it does so with a head) is not the model's own."""
-    weights = {
-        name.replace(".linear.", ".").replace(".embedding.", "."): a for name, a in tree_flatten(model.parameters())
-    }
+    stored = tree_flatten(model.parameters())
+    weights = {name.replace(".linear.", ".").replace(".embedding.", "."): array for name, array in stored}
     tied = next((array for name, array in weights.items() if name.endswith("embed_tokens.weight")), None)
     for layer, array in whole.items():
-        ours = weights.get(f"{layer}.weight", tied if layer == HEAD else None)
-        is_same = False
-        if ours is not None and ours.shape == array.shape:
-            is_same = mx.allclose(ours.astype(mx.float32), array.astype(mx.float32), 1e-2, 1e-3).item()
-        if not is_same:
+        ours, wide = weights.get(f"{layer}.weight", tied if layer == HEAD else None), array.astype(mx.float32)
+        if ours is None or ours.shape != array.shape or not mx.allclose(ours.astype(mx.float32), wide, 1e-2, 1e-3):
             raise UserError(
                 f"{where} stores {layer}.weight, which is another one than the model's; merge it with peft's "
                 "merge_and_unload(), save that, and give the folder as model.path without model.adapter"
@@ -320,51 +301,40 @@ def _with_tied_head(adapter: PeftAdapter, where: str) -> PeftAdapter:
     Raises:
         UserError: PEFT trained two.
     """
-    embedding = next((name for name in adapter.layers if name.endswith("embed_tokens")), None)
-    parts = (("lora_a", "lora_b"), ("lora_b", "lora_a"))
-    arrays = adapter.arrays
-    is_shared = (
-        embedding is not None and adapter.layers[embedding] == adapter.layers[HEAD] and f"{HEAD}.m" not in arrays
-    )
-    if not is_shared or not all(mx.array_equal(arrays[f"{HEAD}.{a}"], arrays[f"{embedding}.{b}"].T) for a, b in parts):
+    arrays, layers = dict(adapter.arrays), dict(adapter.layers)
+    embedding = next((name for name in layers if name.endswith("embed_tokens")), "")
+    is_shared = layers.get(embedding) == layers.pop(HEAD) and f"{HEAD}.m" not in arrays
+    for ours, theirs in (("lora_a", "lora_b"), ("lora_b", "lora_a")):
+        array = arrays.pop(f"{HEAD}.{ours}")
+        is_shared = is_shared and mx.array_equal(array, arrays[f"{embedding}.{theirs}"].T).item()
+    if not is_shared:
         raise UserError(
             f"{where}: the model's head is its embedding, which has one adapter here for both uses; "
             "train with ensure_weight_tying=True, or without lm_head"
         )
-    kept = {name: array for name, array in arrays.items() if name.rpartition(".")[0] != HEAD}
-    return PeftAdapter(adapter.numbers, kept, {name: a for name, a in adapter.layers.items() if name != HEAD})
+    return replace(adapter, arrays=arrays, layers=layers)
 
 
-def _words_for_layers(layers: Iterable[str], model: nn.Module) -> list[str]:
+def _words_for_layers(layers: list[str], block_count: int) -> list[str]:
     """The settings that adapt these layers: the same ones of some blocks, or by their full names."""
-    names = {id(module): name for name, module in model.named_modules()}
-    keys: dict[int, set[str]] = defaultdict(set)
-    outside = set(layers)
-    for index, block in enumerate(model.layers):
-        prefix = f"{names[id(block)]}."
-        if inside := {layer for layer in outside if layer.startswith(prefix)}:
-            keys[index] = {layer.removeprefix(prefix) for layer in inside}
-            outside -= inside
-    if len(set(map(frozenset, keys.values()))) != 1:
+    found = [(re.fullmatch(r"(?:\w+\.)*?\w+\.(\d+)\.(.+)", layer), layer) for layer in layers]
+    blocks = sorted({int(match[1]) for match, _ in found if match})
+    keys = {match[2] for match, _ in found if match}
+    if len(keys) * len(blocks) != sum(match is not None for match, _ in found):
         return [f"model.keys={_list(sorted(layers))}", "model.blocks=null"]
-    blocks = "null" if len(keys) == len(model.layers) else _list(sorted(keys))
-    return [f"model.keys={_list(sorted(next(iter(keys.values())) | outside))}", f"model.blocks={blocks}"]
+    keys |= {layer for match, layer in found if match is None}
+    return [
+        f"model.keys={_list(sorted(keys))}",
+        f"model.blocks={'null' if len(blocks) == block_count else _list(blocks)}",
+    ]
 
 
-def _words_for_scales(adapter: PeftAdapter, settings: ModelSettings) -> list[str]:
-    """The settings that give every layer its rank and scale: one for all, or each layer's name as a pattern."""
-    kinds, numbers = set(adapter.layers.values()), adapter.numbers
-    if len(kinds) == 1 and settings.alpha is None:
-        (layer,) = kinds
-        return [f"model.rank={layer.rank}", f"model.scale={layer.scale}"]
+def _words_for_scales(numbers: LoraNumbers) -> list[str]:
+    """The settings that give every layer its rank and scale: model's patterns are PEFT's."""
     words = [f"model.rank={numbers.r}", f"model.alpha={numbers.lora_alpha:g}"]
     words += ["model.use_rslora=true"] * numbers.use_rslora
-    ranks: dict[str, float] = {name: layer.rank for name, layer in adapter.layers.items()}
-    alphas = {n: layer.scale / scale_by(1, layer.rank, numbers.use_rslora) for n, layer in adapter.layers.items()}
-    for setting, values, default in (("rank_pattern", ranks, numbers.r), ("alpha_pattern", alphas, numbers.lora_alpha)):
-        if pattern := {n.replace(".", r"\."): v for n, v in values.items() if not math.isclose(v, default)}:
-            words.append(f"'model.{setting}={json.dumps(pattern)}'")
-    return words
+    patterns = {"rank_pattern": numbers.rank_pattern, "alpha_pattern": numbers.alpha_pattern}
+    return words + [f"'model.{name}={json.dumps(pattern)}'" for name, pattern in patterns.items() if pattern]
 
 
 def _list(names: Iterable[object]) -> str:

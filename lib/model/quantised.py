@@ -2,10 +2,8 @@
 
 MLX multiplies by packed weights directly (`mx.quantized_matmul`). That reads little, which is best for a token or two.
 With many tokens it is several times faster to dequantise a layer's weights, multiply by them and let them go
-(docs/performance.md has figures).
-
-Both ways compute x W^T with the same W, and their gradients dy W. The backward pass dequantises again, so that no more
-than one layer's weights are ever held.
+(docs/performance.md). Both ways compute x W^T with the same W, and their gradients dy W. The backward pass dequantises
+again, so that no more than one layer's weights are ever held.
 """
 
 from __future__ import annotations
@@ -24,9 +22,8 @@ from lib.model.patches import derived, replace_modules
 from lib.system.hardware import Device
 
 # Tokens from which on weights are dequantised; of experts, tokens for each. On a CPU MLX multiplies by packed weights
-# at 1 to 3 GFLOP/s, and to dequantise one costs no more than some ten such products. On CUDA the packed kernels for 8
-# tokens and more are compiled when they are first used, for minutes in all. On Metal nothing was measured: packed
-# products are near plain ones, so that it takes many tokens to pay for the bytes moved.
+# at 1 to 3 GFLOP/s. On CUDA the packed kernels for 8 tokens and more are compiled when they are first used, for minutes
+# in all. On Metal nothing was measured.
 DEQUANTISE_FROM: dict[Device, int] = {"cpu": 16, "cuda": 8, "metal": 512}
 
 
@@ -40,10 +37,17 @@ def device() -> Device:
 # ---- Layers, with the same parameters as MLX's and mlx-lm's
 
 
+@dataclass(frozen=True)
+class Held:
+    """A dequantised weight; an array as a module's attribute would be one of its parameters."""
+
+    weight: mx.array
+
+
 class FastLinear(nn.QuantizedLinear):
     """A quantised linear layer."""
 
-    held: _Held | None = None
+    held: Held | None = None
 
     def __call__(self, x: mx.array) -> mx.array:
         y = multiply(self, x)
@@ -53,7 +57,7 @@ class FastLinear(nn.QuantizedLinear):
 class FastEmbedding(nn.QuantizedEmbedding):
     """A quantised embedding; as a head it multiplies as linear layers do."""
 
-    held: _Held | None = None
+    held: Held | None = None
 
     def as_linear(self, x: mx.array) -> mx.array:
         return multiply(self, x)
@@ -89,9 +93,12 @@ def fast_layer(layer: nn.Module) -> nn.Module | None:
 
 def packed(layer: nn.Module, x: mx.array, transpose: bool = True) -> mx.array:
     """x W^T (x W without `transpose`) by MLX's product with packed weights."""
-    weight, scales, biases = layer["weight"], layer["scales"], layer.get("biases")
-    options = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
-    return mx.quantized_matmul(x, weight, scales=scales, biases=biases, transpose=transpose, **options)
+    return mx.quantized_matmul(x, layer["weight"], **_stored(layer), transpose=transpose)
+
+
+def _stored(layer: nn.Module) -> dict[str, Any]:
+    scales = {"scales": layer["scales"], "biases": layer.get("biases")}
+    return {**scales, "group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
 
 
 def dequantised(layer: nn.Module, after: mx.array) -> mx.array:
@@ -134,25 +141,14 @@ def multiply(layer: nn.Module, x: mx.array) -> mx.array:
 
 def _multiply_experts(layer: FastExperts, x: mx.array, indices: mx.array, is_sorted: bool) -> mx.array:
     """x of each token by the W^T of each of its experts; shapes as mx.gather_qmm has them."""
+    options: dict[str, Any] = {"rhs_indices": indices, "sorted_indices": is_sorted}
     # nvfp4 may have a scale for each expert besides; MLX dequantises with one for all.
     if not dequantises(layer, indices.size) or layer.global_scale is not None:
-        return mx.gather_qmm(
-            x,
-            layer["weight"],
-            layer["scales"],
-            layer.get("biases"),
-            rhs_indices=indices,
-            transpose=True,
-            group_size=layer.group_size,
-            bits=layer.bits,
-            mode=layer.mode,
-            global_scale=layer.global_scale,
-            sorted_indices=is_sorted,
-        )
+        options |= {**_stored(layer), "transpose": True, "global_scale": layer.global_scale}
+        return mx.gather_qmm(x, layer["weight"], **options)
 
     def by_dequantised(x: mx.array, after: mx.array) -> mx.array:
-        weight = dequantised(layer, after).swapaxes(-1, -2)
-        return mx.gather_mm(x, weight, rhs_indices=indices, sorted_indices=is_sorted)
+        return mx.gather_mm(x, dequantised(layer, after).swapaxes(-1, -2), **options)
 
     @mx.custom_function
     def product(x: mx.array) -> mx.array:
@@ -165,29 +161,17 @@ def _multiply_experts(layer: FastExperts, x: mx.array, indices: mx.array, is_sor
     return product(x)
 
 
-@dataclass(frozen=True)
-class _Held:
-    """A dequantised weight; an array as a module's attribute would be one of its parameters."""
-
-    weight: mx.array
-
-
 @contextlib.contextmanager
 def dequantised_once(model: nn.Module, tokens: int, after: mx.array) -> Iterator[None]:
     """Within it, layers outside of the model's blocks dequantise their weights once, and not for each product.
 
     For a head that makes the logits of so many tokens in pieces. Where it would not dequantise, nothing changes.
     """
-    layers = [
-        module
-        for module in modules_outside_blocks(model)
-        if isinstance(module, FastLinear | FastEmbedding)
-        and "weight" in module  # else another stage of a pipeline has it
-        and dequantises(module, tokens)
-    ]
+    outside = (part for part in modules_outside_blocks(model) if isinstance(part, FastLinear | FastEmbedding))
+    layers = [part for part in outside if "weight" in part and dequantises(part, tokens)]  # or another stage has it
     try:
         for layer in layers:
-            layer.held = _Held(mx.stop_gradient(dequantised(layer, mx.stop_gradient(after))))
+            layer.held = Held(mx.stop_gradient(dequantised(layer, mx.stop_gradient(after))))
         yield
     finally:
         for layer in layers:
