@@ -5,10 +5,9 @@ Blocks are found by what they are, not by name, so that it works for any family.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -36,14 +35,17 @@ class VocabularyPart:
         self.ranks, self.first, self.last, self.size = ranks, rows[ranks.rank], rows[ranks.rank + 1], rows[-1]
         self.keeps_logits = False
 
-    @contextlib.contextmanager
-    def rank_logits(self) -> Iterator[None]:
-        """Within it the head gives this rank's logits, outside of it those of all."""
-        self.keeps_logits = True
-        try:
-            yield
-        finally:
-            self.keeps_logits = False
+    def rank_head(self, head: Callable[[mx.array], mx.array]) -> Callable[[mx.array], mx.array]:
+        """A head that gives this rank's logits, instead of those of all."""
+
+        def rank_logits(hidden: mx.array) -> mx.array:
+            self.keeps_logits = True
+            try:
+                return head(hidden)
+            finally:
+                self.keeps_logits = False
+
+        return rank_logits
 
     def embed(self, rows_of: Callable[[mx.array], mx.array], tokens: mx.array) -> mx.array:
         mine = (tokens >= self.first) & (tokens < self.last)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,9 +21,6 @@ LOGITS_BYTES = 2**29  # of float32 logits at a time
 
 def completion_logps(model: nn.Module, inputs: StreamInputs) -> mx.array:
     """Log-probability of each completion, summed over its tokens: float32 [b, K], in nats.
-
-    Args:
-        inputs: `arrays_of` lib/data/batch.py's Batch.inputs. In evaluation mode the result has no gradients.
 
     Of a model that ranks hold in stages all call this, and the last one gets the result; the others get zeros.
     """
@@ -61,8 +57,7 @@ def completion_token_logps(
 ) -> tuple[mx.array, mx.array]:
     """Log-probability of each completion token, and the entropy where it was chosen: float32 [b, K, C] each, in nats.
 
-    Both are of softmax(logits / temperature), and 0 where masked. The entropy carries no gradient. Of a model that
-    ranks hold in stages the last one gets the result, as with `completion_logps`.
+    Both are of softmax(logits / temperature), and 0 where masked. The entropy carries no gradient.
     """
     hidden = _head_inputs(model, inputs)
     if hidden is None:
@@ -75,10 +70,7 @@ def completion_token_logps(
 
 
 def greedy_logps(model: nn.Module, inputs: StreamInputs) -> tuple[mx.array, mx.array]:
-    """`completion_logps`, and whether greedy decoding would write each completion: bool [b, K].
-
-    Of a whole model in evaluation mode.
-    """
+    """`completion_logps`, and whether greedy decoding would write each completion: bool [b, K]. In evaluation mode."""
     hidden, head = scored_states(model, inputs, layout_of(model).attention_window), head_of(model)
     logps: list[mx.array] = []
     are_likeliest: list[mx.array] = []
@@ -103,11 +95,6 @@ def _of_completions(figures: mx.array, inputs: StreamInputs) -> mx.array:
     return mx.where(inputs["mask"], mx.take(figures, inputs["logp_indices"]), 0.0).sum(axis=-1)
 
 
-def _is_frozen(model: nn.Module) -> bool:
-    """Whether nothing outside of the blocks is trained."""
-    return not parameters_outside_blocks(model)
-
-
 # ---- The head
 
 
@@ -127,13 +114,8 @@ def head_of(model: nn.Module) -> Head:
 def token_logps(model: nn.Module, hidden: mx.array, targets: mx.array) -> mx.array:
     """log softmax(head(hidden))[target] in float32, without ever holding all logits: float32 [M].
 
-    Args:
-        hidden: [M, D].
-        targets: int32 [M].
-
-    A frozen head's gradient is made in the forward pass, where the logits are, as in Liger Kernel
-    (arXiv:2410.10989, section 3.2): d logp / d hidden does not depend on what comes after. A head that is
-    trained makes its logits a second time.
+    hidden: [M, D]; targets: int32 [M]. A frozen head's gradient is made in the forward pass, where the logits are, as
+    in Liger Kernel (arXiv:2410.10989, section 3.2). A head that is trained makes its logits a second time.
     """
     with dequantised_once(model, len(hidden), hidden):
         head = head_of(model)
@@ -152,10 +134,10 @@ def _token_logps(model: nn.Module, head: Head, hidden: mx.array, targets: mx.arr
         size = head(hidden[:1]).shape[-1]
     else:
         size, hidden, figures_of = part.size, part.ranks.sum_backward(hidden), functools.partial(_part_figures, part)
-        head = functools.partial(_part_logits, part, head)
+        head = part.rank_head(head)
     chunks = _chunks(hidden, targets, size)
     figures: list[mx.array] = []
-    if model.training and _is_frozen(model):
+    if model.training and not parameters_outside_blocks(model):
         for h, t in chunks:
             figures.append(_logps_and_logits(head, part, h, t, figures[-1:])[0])
         return mx.concatenate(figures)
@@ -175,22 +157,21 @@ def _token_logps_and_entropies(
 
     Beside a frozen head the entropies are made of the logits that are there; else their logits are made a second time.
     """
-    plain = head_of(model)
+    plain, is_frozen = head_of(model), model.training and not parameters_outside_blocks(model)
 
     def head(hidden: mx.array) -> mx.array:
         return plain(hidden) if temperature == 1 else plain(hidden).astype(mx.float32) / temperature
 
     def of_both(hidden: mx.array, targets: mx.array) -> list[mx.array]:
-        if layout_of(model).vocabulary is not None or not (model.training and _is_frozen(model)):
+        if layout_of(model).vocabulary is not None or not is_frozen:
             entropies = _entropies(model, head, mx.stop_gradient(hidden))
             return [_token_logps(model, head, hidden, targets), mx.stop_gradient(entropies)]
-        logps: list[mx.array] = []
-        of_chunks: list[mx.array] = []
+        both: list[tuple[mx.array, mx.array]] = []
         for h, t in _chunks(hidden, targets, head(hidden[:1]).shape[-1]):
-            of_chunk, logits = _logps_and_logits(head, None, h, t, [*logps[-1:], *of_chunks[-1:]])
-            logps.append(of_chunk)
-            of_chunks.append(-_mean_logp(logits)[0])
-        return [mx.concatenate(logps), mx.stop_gradient(mx.concatenate(of_chunks))]
+            logps, logits = _logps_and_logits(head, None, h, t, both[-1] if both else ())
+            both.append((logps, -_mean_logp(logits)[0]))
+        of_logps, of_entropies = map(mx.concatenate, map(list, zip(*both, strict=True)))
+        return [of_logps, mx.stop_gradient(of_entropies)]
 
     logps, entropies = _of_rank_positions(model, of_both, hidden, targets)
     return logps, entropies
@@ -205,7 +186,7 @@ def _of_rank_positions(
     """
     part = layout_of(model).positions
     bounds = None if part is None else part.bounds(len(targets))
-    if part is None or bounds is None or (model.training and not _is_frozen(model)):
+    if part is None or bounds is None or (model.training and parameters_outside_blocks(model)):
         return figures_of(hidden, targets)
     begin, end = bounds
     ranks, around = part.ranks, [(0, 0), (begin, len(targets) - end)]
@@ -345,11 +326,6 @@ def _checkpointed(
 # ---- A vocabulary that ranks divide
 
 
-def _part_logits(part: VocabularyPart, head: Head, hidden: mx.array) -> mx.array:
-    with part.rank_logits():
-        return head(hidden)
-
-
 def _part_figures(part: VocabularyPart, logits: mx.array, targets: mx.array) -> mx.array:
     """The logarithm of this rank's part of the partition function, and the target's logit or 0: float32 [2, M]."""
     wide, local = logits.astype(mx.float32), targets - part.first
@@ -386,17 +362,13 @@ def _over_vocabulary(
 ) -> mx.array:
     """combine(figures_of(logits) of every part of the vocabulary), float32 [M], without ever holding all logits.
 
-    Args:
-        hidden: [M, D].
-        figures_of: [M, V] ➜ [F, M], of the logits of one part.
-        combine: F arrays of [parts, M] ➜ [M].
+    hidden: [M, D]; figures_of: [M, V] ➜ [F, M], of one part's logits; combine: F arrays of [parts, M] ➜ [M].
     """
     part = layout_of(model).vocabulary
     size = head(hidden[:1]).shape[-1] if part is None else part.size
-    outputs: list[mx.array] = []
+    rank_head, outputs = head if part is None else part.rank_head(head), list[mx.array]()
     for h, _ in _chunks(hidden, hidden, size):
-        with part.rank_logits() if part is not None else contextlib.nullcontext():
-            figures = figures_of(head(after(h, outputs[-1:])))[:, None]
+        figures = figures_of(rank_head(after(h, outputs[-1:])))[:, None]
         if part is not None:  # each rank's in rows of its own: [F, ranks, M]
             rank_row = (mx.arange(part.ranks.size) == part.ranks.rank)[None, :, None]
             figures = part.ranks.sum_forward(mx.where(rank_row, figures, 0.0))

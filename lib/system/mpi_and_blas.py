@@ -289,16 +289,10 @@ def reported(main: Callable[P, int]) -> Callable[P, int]:
 
         try:
             return main(*arguments, **options)
-        except UserError as error:
+        except (UserError, Stopped, OSError) as error:
             if not isinstance(error, AgreedError) or launch_environment().rank == 0:  # of all ranks one reports it
-                terminal.error(str(error))
-            return 2
-        except OSError as error:
-            terminal.error(f"{error.filename or 'a file'}: {error.strerror or error}")
-            return 2
-        except Stopped as error:
-            terminal.error(str(error))
-            return 1
+                terminal.error(_why(error))
+            return 1 if isinstance(error, Stopped) else 2
         except KeyboardInterrupt:
             terminal.error("interrupted", "stopped")
             return 128 + signal.SIGINT
@@ -306,14 +300,13 @@ def reported(main: Callable[P, int]) -> Callable[P, int]:
     return command
 
 
+def _why(error: BaseException) -> str:
+    return f"{error.filename or 'a file'}: {error.strerror or error}" if isinstance(error, OSError) else str(error)
+
+
 def report_end(error: BaseException, launch: Launch | None, run: Path | None) -> int:
-    """Prints why a training ended and how to go on; returns the exit status: 2 wrong input, 1 anything else.
-
-    run: its folder, where that is known.
-
-    Raises:
-        Exception: `error`, where it is a fault of ours.
-    """
+    """Prints why a training ended and how to go on with its folder `run`; returns the exit status: 2 wrong input, 1
+    anything else. Raises `error`, where it is a fault of ours."""
     from lib.system import mlx_failures, terminal
 
     rank = launch.rank if launch is not None and launch.size > 1 else None
@@ -325,14 +318,12 @@ def report_end(error: BaseException, launch: Launch | None, run: Path | None) ->
     if isinstance(error, Stopped | KeyboardInterrupt):
         terminal.error(f"{str(error) or 'interrupted'}; {terminal.way_on(run)}", "stopped")
         return 1
-    if isinstance(error, OSError):  # a full or read-only disk: what was saved before is whole
-        why = f"{error.filename or 'a file'}: {error.strerror or error}; fix that, then"
-    elif (advice := mlx_failures.advice(error, rank)) is not None:
-        why = f"{advice};"
-    else:
+    is_file = isinstance(error, OSError)  # a full or read-only disk: what was saved before is whole
+    why = f"{_why(error)}; fix that, then" if is_file else mlx_failures.advice(error, rank)
+    if why is None:
         raise error
-    terminal.error(f"{why} {terminal.way_on(run)}")
-    return leave(2 if isinstance(error, OSError) else 1, launch, alone=True)
+    terminal.error(f"{why}{'' if is_file else ';'} {terminal.way_on(run)}")
+    return leave(2 if is_file else 1, launch, alone=True)
 
 
 def status_of(main: Callable[[], int]) -> int:

@@ -18,10 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Required, cast
-
-from pydantic import FiniteFloat, PositiveInt
-from typing_extensions import TypedDict  # pydantic needs it from there before Python 3.12
+from typing import Any, NamedTuple, Protocol
 
 from lib.system import files
 from lib.system.hardware import sensors
@@ -31,87 +28,9 @@ SENSORS_SECONDS = 15.0  # between records of temperature and power
 PIECE_BYTES = 2**20  # of a log, in one collective
 
 
-# ---- What records hold: docs/runs.md has a table of the kinds
-
-
-class RankRecord(TypedDict, total=False):
-    """One rank in a plan."""
-
-    host: Required[str]
-    micro_batch_sizes: list[object] | None
-
-
-class PlanRecord(TypedDict, total=False):
-    """A plan, as the records `start` and `plan` have it."""
-
-    strategy: str | None
-    reason: str | None
-    shares: list[int] | None
-    blocks: list[int] | None  # of each rank of a pipeline
-    ranks: list[RankRecord] | None
-    global_batch_size: PositiveInt | None
-    predicted_step_seconds: FiniteFloat | None
-    predicted_pairs_per_second: FiniteFloat | None
-    solo_sum_pairs_per_second: FiniteFloat | None
-    calibrated: object
-    warnings: list[str] | None
-    curves: list[object] | None  # of lib/plan/calibration.py, one a rank
-
-
-SettingsRecord = dict[str, Any]  # the settings that a run was started with, section by section
-
-
-class Record(PlanRecord, total=False):
-    """One line of a rank's log that is not a step or a measurement. Its kind says which of the fields it has."""
-
-    kind: str
-    time: float  # Unix seconds
-    rank: int
-    host: str
-    step: int | None
-    steps: PositiveInt | list[int] | None  # of the run; in a merge, of each rank
-    rows: int | None  # of the training data
-    resumed_from_step: int | None
-    resumes: list[list[int]] | None
-    resume_ids: list[str] | None
-    plan: PlanRecord | None
-    config: SettingsRecord | None
-    commit: object
-    platform: object
-    versions: dict[str, object] | None
-    memory_limit_bytes: FiniteFloat | None
-    first_step: int | None  # of a plan
-    method: object  # of a merge
-    pairs: list[int] | None
-    bytes_sent: FiniteFloat | None
-    error: FiniteFloat | None
-    seconds: FiniteFloat
-    waited_seconds: FiniteFloat
-    global_step: int
-    text: str | None  # of a warning
-    samples: list[dict[str, Any]] | None  # prompt, before, after
-    loss: FiniteFloat | None  # of an evaluation; at the end, of the weights that the run's folder holds
-    kl: FiniteFloat | None
-    reward_accuracy: FiniteFloat | None
-    reward_margin: FiniteFloat | None
-    exact_match: FiniteFloat | None
-    held_out_score: FiniteFloat | None
-    evaluation_seconds: FiniteFloat
-    round: int
-    staleness: int  # rounds that were learnt between the drawing of the answers and the training on them
-    undone: bool
-    why: list[str]
-    held_out: dict[str, FiniteFloat | None]
-    answers: dict[str, FiniteFloat | None]  # of a round (lib/rollouts/pairs.py)
-    examples: list[dict[str, str]]  # prompt, chosen, rejected
-    sampling_seconds: FiniteFloat
-    waiting_seconds: FiniteFloat  # for what other ranks draw
-    judging_seconds: FiniteFloat
-    training_seconds: FiniteFloat
-    round_seconds: FiniteFloat
-    final_step: int | None  # whose weights the run's folder holds
-
-
+Record = dict[str, Any]  # one line of a log; docs/runs.md has a table of the kinds and their fields
+PlanRecord = Record  # a plan, as the records `start` and `plan` have it
+SettingsRecord = Record  # the settings that a run was started with, section by section
 Subscriber = Callable[[Record], str | None]  # takes each record as it is made; returns a warning
 
 
@@ -163,7 +82,7 @@ class PerformanceTracker:
         Raises:
             OSError: the disk is full at the first record, or not writable.
         """
-        entry = cast(Record, {"kind": kind, "time": time.time(), "rank": self.rank, "host": self.host} | fields)
+        entry: Record = {"kind": kind, "time": time.time(), "rank": self.rank, "host": self.host} | fields
         faults = [fault for take in self.subscribers if (fault := take(entry)) is not None]
         line, had_room = dumps(entry).encode() + b"\n", not self._unwritten
         if is_first := self._file is None:
@@ -360,7 +279,7 @@ def _record_of(line: bytes) -> Record | None:
     with contextlib.suppress(ValueError):
         record = json.loads(line)
         if isinstance(record, dict) and "kind" in record and isinstance(record.get("step"), int | None):
-            return cast(Record, record)
+            return record
     return None
 
 
