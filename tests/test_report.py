@@ -64,7 +64,7 @@ def test_a_tail_gives_each_line_once_and_only_whole_ones(tmp_path: Path) -> None
 
 def test_broken_lines_harm_no_page(tmp_path: Path) -> None:
     log = tmp_path / "logs/rank-000.jsonl"
-    write(log, [step(1), {"kind": "evaluation", "time": 1.0, "loss": "no number"}, {"kind": 7}, step(2)])
+    write(log, [step(1), {"kind": "evaluation"}, {"kind": 7, "time": 1.0}, step(2)])
     with log.open("a") as file:
         file.write('[1]\n{"kind": "step"\nnull\n' + json.dumps(step(3))[:50])
     run = read_all(tmp_path)
