@@ -22,7 +22,6 @@ from lib.config import load
 from lib.config.settings import Config, ModelSettings, TrainSettings
 from lib.data.batch import Batch, collate
 from lib.data.dataset import Example
-from lib.distributed import world as world_module
 from lib.distributed.world import World
 from lib.errors import Stopped, UserError
 from lib.evaluate import command

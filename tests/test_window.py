@@ -142,11 +142,11 @@ def test_models_that_cannot_are_refused_in_a_line(tmp_path: Path) -> None:
     gemma2 = load(tmp_path, "gemma2", attention_window=4)
     with pytest.raises(UserError, match=r"model.attention_window=4 is not for this model: .* would change its outputs"):
         reference_model.layout(gemma2, DataSettings(train="-", shared_prompts=False), World())
-    with pytest.raises(UserError, match=r"a window of 5 tokens of their own; give no less"):
+    with pytest.raises(UserError, match="of 5 tokens; leave it out, or widen it"):
         load(tmp_path, "gemma3_text", attention_window=4)
     recurrent = {"state_size": 4, "conv_kernel": 2, "use_bias": False, "use_conv_bias": True, "time_step_rank": 2}
     path = model_folder(tmp_path / "mamba", model_type="mamba", **recurrent)
-    with pytest.raises(UserError, match=r"keep a \w+, not keys and values; leave it out"):
+    with pytest.raises(UserError, match="leave it out"):
         load_module.load(ModelSettings(path=str(path), random_init=True, attention_window=4), 0)
 
 

@@ -27,11 +27,7 @@ WITH_FEEDBACK: tuple[Kind, ...] = ("int8", "topk")
 
 
 def encode(array: mx.array, kind: Kind, fraction: float = 1.0) -> list[mx.array]:
-    """What travels of a float array; its shapes and types follow from the array's shape alone.
-
-    Args:
-        fraction: of the values that topk sends, at least one; each costs 8 bytes.
-    """
+    """What travels of a float array; its shapes and types follow from the array's shape alone. fraction: of topk."""
     flat = array.reshape(-1).astype(mx.float32)
     if kind == "none":
         return [flat]
@@ -43,7 +39,7 @@ def encode(array: mx.array, kind: Kind, fraction: float = 1.0) -> list[mx.array]
         # A block of zeros has no scale; a value that is not finite makes its whole block so, and is noticed.
         values = mx.round(blocks / mx.where(scales == 0, 1.0, scales))
         return [values.astype(mx.int8).reshape(-1)[: flat.size], scales.reshape(-1)]
-    count = kept(flat.size, fraction)
+    count = min(flat.size, max(1, math.ceil(fraction * flat.size)))
     indices = mx.argpartition(-mx.abs(flat), count - 1)[:count].astype(mx.uint32)
     # A value that is not finite need not be among the largest, but has to be noticed.
     return [indices, flat[indices] + (0 * flat).sum()]
@@ -71,11 +67,6 @@ def decode(parts: list[mx.array], kind: Kind, shape: tuple[int, ...]) -> mx.arra
     return parts[0].astype(mx.float32).reshape(shape)
 
 
-def kept(size: int, fraction: float) -> int:
-    """How many of `size` values topk sends."""
-    return min(size, max(1, math.ceil(fraction * size)))
-
-
 # ---- Trees of all ranks
 
 
@@ -86,22 +77,16 @@ def gather(
 
     arrays: by name, with the same names and shapes on all ranks. feedback: what the last time left out of these.
     """
-    names, kind = sorted(arrays), settings.compression
-    wanted = {name: _with(arrays[name], feedback.get(name)) for name in names}
-    sent = [encode(wanted[name], kind, settings.topk_fraction) for name in names]
-    received = world.gather_arrays([part for parts in sent for part in parts], what)
+    kind, wanted = settings.compression, {name: arrays[name].astype(mx.float32) for name in sorted(arrays)}
+    wanted = {name: array + feedback[name] if name in feedback else array for name, array in wanted.items()}
+    sent = {name: encode(array, kind, settings.topk_fraction) for name, array in wanted.items()}
     decoded: list[Arrays] = []
-    for theirs in received:
+    for theirs in world.gather_arrays([part for parts in sent.values() for part in parts], what):
         rest = iter(theirs)
-        decoded.append(
-            {
-                name: decode([next(rest) for _ in parts], kind, arrays[name].shape)
-                for name, parts in zip(names, sent, strict=True)
-            }
-        )
+        decoded.append({n: decode([next(rest) for _ in parts], kind, arrays[n].shape) for n, parts in sent.items()})
     left_out = {}
     if kind in WITH_FEEDBACK:
-        left_out = {name: wanted[name] - decoded[world.rank][name] for name in names}
+        left_out = {name: array - decoded[world.rank][name] for name, array in wanted.items()}
     mx.eval(decoded, left_out)
     return decoded, left_out
 
@@ -125,8 +110,3 @@ def sum_gradients(
         theirs, left_out = gather(world, leaves, settings, feedback, what)
         total = {name: sum((one[name] for one in theirs[1:]), theirs[0][name]) for name in leaves}
     return tree_unflatten(list(total.items())), sums, left_out
-
-
-def _with(array: mx.array, left_out: mx.array | None) -> mx.array:
-    array = array.astype(mx.float32)
-    return array if left_out is None else array + left_out

@@ -37,16 +37,13 @@ class Links:
     """What ranks send to each other, in order; each direction has a stream of its own, so that none waits for another.
 
     Shapes and types are known to the receiver. `finish` comes before any collective: it would use the same connection.
-
-    Args:
-        under_way: most arrays on their way to one rank; a rank that is ahead waits until the first of them is there.
-            In a step no fewer than the first rank has micro-batches in flight, or ranks would wait for each other.
-        hosts: of every rank, to name who is waited for.
     """
 
     ranks: World
+    # Most arrays on their way to one rank; a rank that is ahead waits until the first of them is there. In a step no
+    # fewer than the first rank has micro-batches in flight, or ranks would wait for each other.
     under_way: int = 2
-    hosts: Sequence[str] = ()
+    hosts: Sequence[str] = ()  # of every rank, to name who is waited for
     waited_seconds: float = 0.0  # in all, for others to send or to receive
     streams: dict[tuple[str, int], mx.ThreadLocalStream] = field(default_factory=dict)
     sent: dict[int, deque[mx.array]] = field(default_factory=dict)  # by receiver: what may not have arrived
@@ -55,8 +52,7 @@ class Links:
     def receives_ahead(self) -> bool:
         """Whether a rank begins to receive, before it sends, all that the other end sends before it receives.
 
-        Where one direction works at a time it has to. Elsewhere that overlaps more of a message with computation; but
-        MLX's threads keep a core busy while they wait, so not where the CPU computes.
+        Where one direction works at a time it has to. MLX's threads keep a core busy while they wait: not on a CPU.
         """
         return self._has_order or mx.default_device() == mx.gpu
 
@@ -86,10 +82,7 @@ class Links:
             mx.async_eval(array)
 
     def wait(self, *arrays: mx.array, rank: int, what: str) -> None:
-        """Returns when what is expected of a rank can be computed with. `what` names the wait if it never ends.
-
-        What is expected of a rank is waited for once each, in the order in which it was expected.
-        """
+        """Returns when what is expected of a rank, in this order, can be computed with. `what` names the wait."""
         for array in arrays:
             self._wait(array, f"{what} from {self._name(rank)}")
 
@@ -139,14 +132,10 @@ class PairLinks(Links):
     """Links of ranks on GPUs, where two ranks gather each other's arrays; the receiver gives zeros.
 
     Messages are operations of the same stream as the computation, in the order of the program: the host runs ahead of
-    all of them. A message begins when both ranks have come to it, as in Megatron-LM's schedule; what a rank waits is
-    measured by the GPU's clock.
-
-    Args:
-        pairs: by the other rank.
+    all of them. A message begins when both ranks have come to it; what a rank waits is measured by the GPU's clock.
     """
 
-    pairs: Mapping[int, World] = field(default_factory=dict)
+    pairs: Mapping[int, World] = field(default_factory=dict)  # by the other rank
     expected: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict)  # by identity: array, and gathered
     times: list[tuple[mx.array, mx.array]] = field(default_factory=list)  # nanoseconds before and after messages
 

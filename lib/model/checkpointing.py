@@ -17,10 +17,7 @@ from lib.model.patches import replace_modules, with_methods
 
 
 def order_backward(model: nn.Module) -> None:
-    """Lets every block pass its input's gradient on when its own parameters' gradients are computed.
-
-    The blocks are replaced by ones of a derived class. Outputs and gradients stay what they are.
-    """
+    """Lets every block pass its input's gradient on when its own parameters' gradients are computed."""
     blocks = {id(block) for block in model.layers if not hasattr(block, "is_recomputed")}
 
     def ordered(part: nn.Module) -> nn.Module | None:

@@ -9,23 +9,13 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-
-class Ranks(Protocol):
-    """The part of a World that a divided model uses."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    def sum_forward(self, x: mx.array) -> mx.array: ...
-    def sum_backward(self, x: mx.array) -> mx.array: ...
-    def agree_forward(self, x: mx.array) -> mx.array: ...
+Ranks = Any  # the World whose ranks divide a model
 
 
 class VocabularyPart:
@@ -68,17 +58,12 @@ class PositionsPart:
 
     def bounds(self, positions: int) -> tuple[int, int] | None:
         """This rank's first position, and the next rank's; None where some rank would have none."""
-        total = sum(self.weights)
-        ends = [round(positions * end / total) for end in itertools.accumulate(self.weights, initial=0.0)]
+        ends = [round(positions * end / sum(self.weights)) for end in itertools.accumulate(self.weights, initial=0.0)]
         is_thin = any(begin == end for begin, end in itertools.pairwise(ends))
         return None if is_thin else (ends[self.ranks.rank], ends[self.ranks.rank + 1])
 
 
-class Neighbours(Protocol):
-    """Sends a stage's activations where no step carries them: in evaluation and generation."""
-
-    def send(self, array: mx.array, rank: int, what: str) -> None: ...
-    def receive(self, shape: Sequence[int], dtype: mx.Dtype, rank: int, what: str) -> mx.array: ...
+Neighbours = Any  # the Links that send a stage's activations where no step carries them: in evaluation
 
 
 @dataclass
@@ -156,23 +141,14 @@ class Stage:
 
 @dataclass
 class ModelLayout:
-    """How a model is held and run.
+    """How a model is held and run."""
 
-    Args:
-        attention_window: tokens that each attends to, itself included; None for all.
-        stage: this rank's blocks, where ranks hold the model in stages.
-        vocabulary: this rank's rows of embedding and head, where these are divided.
-        positions: this rank's part of the head's positions, where ranks hold the blocks in parts.
-        stream_fault: why a stream of tokens is not the same as whole rows; "" if it is; None while not known.
-        ends_early: whether the last block may compute the scored tokens alone after its attention.
-    """
-
-    attention_window: int | None = None
-    stage: Stage | None = None
-    vocabulary: VocabularyPart | None = None
-    positions: PositionsPart | None = None
-    stream_fault: str | None = None
-    ends_early: bool = False
+    attention_window: int | None = None  # tokens that each attends to, itself included; None for all
+    stage: Stage | None = None  # this rank's blocks, where ranks hold the model in stages
+    vocabulary: VocabularyPart | None = None  # this rank's rows of embedding and head, where these are divided
+    positions: PositionsPart | None = None  # of the head, where ranks hold the blocks in parts
+    stream_fault: str | None = None  # why a stream is not the same as whole rows; "" if it is; None while not known
+    ends_early: bool = False  # whether the last block may compute the scored tokens alone after its attention
 
 
 _layouts: dict[int, tuple[weakref.ref[nn.Module], ModelLayout]] = {}

@@ -39,8 +39,6 @@ def load(settings: ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
         f"its weights are quantised by {method}, whose packing is PyTorch's; take the base that it was made from, "
         "or one in MLX's format, which `mlx_lm.convert -q` makes"
     )
-    if method == "bitsandbytes":
-        raise UserError(f"{where}: {foreign}")
     mx.random.seed(seed)
     options: dict[str, Any] = {"lazy": True, "trust_remote_code": settings.trust_remote_code}
     try:
@@ -48,6 +46,8 @@ def load(settings: ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
             with tempfile.TemporaryDirectory() as only_config:  # mlx-lm would read weights beside it
                 shutil.copy(folder / "config.json", only_config)
                 model, _ = load_model(Path(only_config), strict=False, **options)
+        elif method == "bitsandbytes":  # mlx-lm would take the packed numbers for weights
+            raise ValueError(foreign)
         else:
             model, _ = load_model(folder, **options)
     except FileNotFoundError:
@@ -77,24 +77,16 @@ def _narrow(model: nn.Module, window: int, path: str) -> None:
     """
     caches = make_prompt_cache(model)
     for cache in caches:
-        problem = None
-        if type(cache) not in (KVCache, RotatingKVCache):
-            problem = f"that keep a {type(cache).__name__}, not keys and values; leave it out"
-        elif isinstance(cache, RotatingKVCache) and cache.max_size > window:
-            problem = f"with a window of {cache.max_size} tokens of their own; give no less than that"
-        if problem is not None:
-            raise UserError(f"model.attention_window={window}: {path} has layers {problem}")
+        if type(cache) not in (KVCache, RotatingKVCache) or getattr(cache, "max_size", 0) > window:
+            own = f"a {type(cache).__name__} of {getattr(cache, 'max_size', 'all')} tokens"
+            raise UserError(f"model.attention_window={window}: {path} has layers with {own}; leave it out, or widen it")
     sizes = [min(window, cache.max_size) if isinstance(cache, RotatingKVCache) else window for cache in caches]
     layout_of(model).attention_window = window
     model.make_cache = lambda: [RotatingKVCache(max_size=size) for size in sizes]
 
 
 def table_sizes(settings: ModelSettings) -> TableSizes:
-    """The sizes of a model's tables; its weights are not read.
-
-    Raises:
-        UserError: as `load`.
-    """
+    """The sizes of a model's tables; its weights are not read. Raises UserError as `load`."""
     folder = resolve(settings.path, settings.revision)
     files = (path.stat() for path in sorted(folder.iterdir()) if path.is_file())
     return _table_sizes(settings, tuple((facts.st_mtime_ns, facts.st_size) for facts in files))
@@ -109,11 +101,7 @@ def _table_sizes(settings: ModelSettings, files: tuple[tuple[int, int], ...]) ->
 
 
 def load_reference(settings: ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
-    """The frozen model that the policy is compared with: another one, or the policy as training starts.
-
-    Raises:
-        UserError: it cannot be loaded.
-    """
+    """The frozen model that the policy is compared with: another one, or the policy as training starts."""
     model = load(reference_settings(settings), seed, lazy)
     # Full training keeps the weights in another type.
     if settings.reference == "initial" and (settings.adapter is not None or settings.method == "full"):

@@ -42,34 +42,29 @@ class ModelShape:
     other_bytes: int  # of one number that is not quantised
     experts_per_token: int = 0
 
+    # Weights, in all blocks: of a KV head with its query heads, of an MLP column (gate, up and down), of a column of
+    # every expert; of a token in the embedding and the head; of all that is divided in any case.
+
     @property
     def head_parameters(self) -> int:
-        """Weights of one KV head and its query heads, in all blocks."""
         return self.blocks * self.hidden_size * self.head_dim * (2 * (self.heads // self.kv_heads) + 2)
 
     @property
     def mlp_column_parameters(self) -> int:
-        """Weights of one MLP column (gate, up and down), in all blocks."""
         return 3 * self.hidden_size * (self.blocks - self.expert_blocks)
 
     @property
     def expert_column_parameters(self) -> int:
-        """Weights of one column of every expert, in all blocks."""
         return 3 * self.hidden_size * self.experts * self.expert_blocks
 
     @property
     def vocabulary_row_parameters(self) -> int:
-        """Weights of one token in the embedding and the head."""
         return self.hidden_size * (1 if self.is_tied else 2)
 
     @property
     def divided_parameters(self) -> int:
-        """Weights that are divided in any case."""
-        return (
-            self.kv_heads * self.head_parameters
-            + self.mlp_columns * self.mlp_column_parameters
-            + self.expert_columns * self.expert_column_parameters
-        )
+        columns = self.mlp_columns * self.mlp_column_parameters + self.expert_columns * self.expert_column_parameters
+        return self.kv_heads * self.head_parameters + columns
 
 
 @dataclass(frozen=True)
@@ -128,14 +123,10 @@ class Holders:
 
 
 def model_shape_of(stored: Mapping[str, Any], dtype: str | None = None, to_divide: bool = True) -> ModelShape:
-    """The dimensions in a config.json.
-
-    Args:
-        dtype: of the weights, where it is not the stored one.
-        to_divide: whether the family has to be one that lib/model/tensor_parallel.py can divide.
+    """The dimensions in a config.json. dtype: of the weights, where it is not the stored one.
 
     Raises:
-        UserError: a family that cannot be divided, or a dimension that is missing.
+        UserError: a dimension is missing, or (to_divide) lib/model/tensor_parallel.py cannot divide the family.
     """
     stored = {**stored, **stored.get("text_config", {})}  # models that also see pictures keep these one level down
     family = stored.get("model_type")
@@ -187,11 +178,7 @@ def divide(shape: ModelShape, weights: Sequence[float], vocabulary: bool = False
     """Divides a model in proportion to the ranks' weights, as nearly as whole heads and columns allow.
 
     Heads are few: what rounding them costs a rank, its MLP columns make up for. Cuts through o_proj and down_proj fall
-    between quantisation groups.
-
-    Args:
-        weights: positive, one a rank; only their ratios count.
-        vocabulary: divide the embedding and the head as well.
+    between quantisation groups. weights: positive, one a rank. vocabulary: divide the embedding and the head as well.
 
     Raises:
         UserError: more ranks than heads, or than groups of columns.
@@ -226,10 +213,8 @@ def apportion(total: int, weights: Sequence[float] | np.ndarray, unit: int = 1, 
     """
     units, ranks = total // unit, len(weights)
     if units < ranks or total % unit:
-        groups = f" in groups of {unit}" if unit > 1 else ""
-        raise UserError(
-            f"strategy=sharded: {ranks} ranks, but the model has only {total} {what}{groups}; use fewer ranks"
-        )
+        only = f"{total} {what}" + (f" in groups of {unit}" if unit > 1 else "")
+        raise UserError(f"strategy=sharded: {ranks} ranks, but the model has only {only}; use fewer ranks")
     ratio = np.asarray(weights, dtype=np.float64)
     ratio = ratio / ratio.sum() if ratio.sum() > 0 else np.full(ranks, 1 / ranks)
     exact = np.round(ratio * units, 9)
@@ -248,11 +233,9 @@ def bounds(counts: Sequence[int], each: int = 1) -> tuple[int, ...]:
 
 def rank_bytes(shape: ModelShape, division: Division, rank: int) -> tuple[int, int]:
     """Bytes of the weights that a rank holds: those divided, and those that every rank keeps whole."""
-    weights = (
-        division.kv_heads[rank] * shape.head_parameters
-        + (division.mlp_columns[rank] * shape.mlp_column_parameters if division.mlp_columns else 0)
-        + (division.expert_columns[rank] * shape.expert_column_parameters if division.expert_columns else 0)
-    )
+    weights = division.kv_heads[rank] * shape.head_parameters
+    weights += division.mlp_columns[rank] * shape.mlp_column_parameters if division.mlp_columns else 0
+    weights += division.expert_columns[rank] * shape.expert_column_parameters if division.expert_columns else 0
     table = shape.vocabulary_row_parameters * shape.weight_bytes
     norms = shape.hidden_size * (2 * shape.blocks + 1) * shape.other_bytes
     routers = shape.hidden_size * shape.experts * shape.expert_blocks * shape.weight_bytes

@@ -5,13 +5,10 @@ pass on their input. The one before this rank's first block hands on the output 
 last block sends it to the next rank. So masks, windows and positions are those of the family's own code, and every
 parameter keeps its name. The modules before the blocks (the embedding) are on the first rank, those after them (norm
 and head) on the last, a tied embedding on both.
-
-The model files know nothing of it: the classes of their modules are derived from.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -40,10 +37,10 @@ def cut(model: nn.Module, blocks: Sequence[int], rank: int, neighbours: Neighbou
     if ends[-1] != len(model.layers):
         raise UserError(f"strategy=pipelined: {list(blocks)} are not the model's {len(model.layers)} blocks")
     holders = _holders(model, outline, ends)
-    trained = [holders[name][0] for name, _ in tree_flatten(model.trainable_parameters())]
+    first_trained = min((holders[name][0] for name, _ in tree_flatten(model.trainable_parameters())), default=size)
     first, last = ends[rank], ends[rank + 1]
     dtypes = outline.dtypes[first], outline.dtypes[min(last, ends[-1] - 1)]
-    hidden_size, first_trained = outline.output.shape[-1], min(trained, default=size)
+    hidden_size = outline.output.shape[-1]
     stage = Stage(rank, size, first, last, hidden_size, dtypes, holders, first_trained, neighbours)
     absent: dict[int, nn.Module] = {}
     for i, block in enumerate(model.layers):
@@ -61,41 +58,17 @@ def cut(model: nn.Module, blocks: Sequence[int], rank: int, neighbours: Neighbou
     return stage
 
 
-@contextlib.contextmanager
-def first_blocks(model: nn.Module, count: int) -> Iterator[None]:
-    """Within it the model has its first blocks alone: those in the others' place pass on their input.
-
-    Raises:
-        UserError: a model that cannot be cut between its blocks.
-    """
-    outline_of(model)
-    blocks = block_list_of(model)
-    assert blocks is not None
-    held = list(blocks)
-    blocks[count:] = [_absent_block(block, None) for block in held[count:]]
-    try:
-        yield
-    finally:
-        blocks[:] = held
-
-
 # ---- The order in which a model's modules run
 
 
 @dataclass
 class Outline:
-    """How a model runs: its blocks one after the other, with other modules before and after.
+    """How a model runs: its blocks one after the other, with other modules before and after."""
 
-    Args:
-        dtypes: of each block's input.
-        before, after: the names of the other modules with parameters, by when they are used.
-        output: of the last block.
-    """
-
-    dtypes: list[mx.Dtype] = field(default_factory=list)
-    before: set[str] = field(default_factory=set)
+    dtypes: list[mx.Dtype] = field(default_factory=list)  # of each block's input
+    before: set[str] = field(default_factory=set)  # the names of the other modules with parameters, by their use
     after: set[str] = field(default_factory=set)
-    output: Any = None
+    output: Any = None  # of the last block
 
 
 class _Probe:
@@ -107,11 +80,10 @@ class _Probe:
     def __call__(self, x: Any = None, *args: Any, **options: Any) -> mx.array:
         """The block's output, if it is one array made of the block before's alone."""
         outline = self.outline
-        if not isinstance(x, mx.array) or (outline.output is not None and x is not outline.output):
-            raise TypeError("the input of a block is not the output of the one before")
-        others = (each for _, each in tree_flatten((args, options)) if isinstance(each, mx.array))
-        if any(mx.issubdtype(other.dtype, mx.floating) for other in others):
-            raise TypeError("blocks take more than the output of the one before")
+        others = [each for _, each in tree_flatten((args, options)) if isinstance(each, mx.array)]
+        is_chained = isinstance(x, mx.array) and (outline.output is None or x is outline.output)
+        if not is_chained or any(mx.issubdtype(other.dtype, mx.floating) for other in others):
+            raise TypeError("blocks take something else than the output of the one before")
         output = self.block(x, *args, **options)
         if not isinstance(output, mx.array) or output.shape != x.shape:
             raise TypeError("a block makes more than one array")
@@ -158,7 +130,7 @@ def outline_of(model: nn.Module) -> Outline:
         replace_modules(model, lambda part: back.get(id(part)))
     if unknown := sorted(units.keys() - outline.before - outline.after):
         raise UserError(f"{cannot}: {', '.join(unknown)} is used neither before nor after the blocks")
-    if len(outline.dtypes) != len(blocks) or outline.output is None:
+    if len(outline.dtypes) != len(blocks):
         raise UserError(f"{cannot}: it skips blocks")
     return outline
 
@@ -179,11 +151,7 @@ def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _holders(model: nn.Module, outline: Outline, ends: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """The ranks that hold every parameter.
-
-    Raises:
-        UserError: one is trained that belongs to no module of its own.
-    """
+    """The ranks that hold every parameter. Raises UserError where one is trained that belongs to no module."""
     size = len(ends) - 1
     names = {id(module): name for name, module in model.named_modules()}
     ranks: dict[str, tuple[int, ...]] = {
@@ -192,13 +160,13 @@ def _holders(model: nn.Module, outline: Outline, ends: Sequence[int]) -> dict[st
     }
     for name, _ in _units(model):
         ranks[f"{name}."] = tuple(sorted({*[0] * (name in outline.before), *[size - 1] * (name in outline.after)}))
-    everywhere = tuple(range(size))
     trained = dict(tree_flatten(model.trainable_parameters()))
     holders: dict[str, tuple[int, ...]] = {}
     for name, _ in tree_flatten(model.parameters()):
-        holders[name] = next((held for prefix, held in ranks.items() if name.startswith(prefix)), everywhere)
-        if holders[name] == everywhere and size > 2 and name in trained:
+        held = next((held for prefix, held in ranks.items() if name.startswith(prefix)), None)
+        if held is None and size > 2 and name in trained:
             raise UserError(f"strategy=pipelined cannot train {name}, which belongs to no block; leave it out")
+        holders[name] = held or tuple(range(size))
     return holders
 
 

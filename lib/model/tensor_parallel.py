@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten
 from lib.errors import UserError
 from lib.model.layout import PositionsPart, Ranks, VocabularyPart, layout_of
 from lib.model.lora import DoRA
-from lib.model.partition import FAMILIES, Division, Part, bounds
+from lib.model.partition import Division, Part, bounds
 from lib.model.patches import with_methods
 
 STORED = ("weight", "scales", "biases")
@@ -37,11 +37,8 @@ def shard(model: nn.Module, division: Division, ranks: Ranks) -> tuple[dict[str,
         whole, but of whose gradient every rank makes a part.
 
     Raises:
-        UserError: a family that is not known, or a cut through a quantisation group.
+        UserError: a cut through a quantisation group.
     """
-    family = type(model).__module__.rpartition(".")[2]
-    if family not in FAMILIES:
-        raise UserError(f"strategy=sharded cannot divide a model of family {family}; it knows {', '.join(FAMILIES)}")
     names = {id(module): name for name, module in model.named_modules()}
     parts: dict[str, Part] = {}
     partial: set[str] = set()
@@ -75,23 +72,20 @@ def _attention_parts(attention: nn.Module, division: Division) -> dict[str, Part
     head_dim = _output_size(attention.k_proj) // kv_heads
     queries = bounds(division.kv_heads, heads // kv_heads * head_dim)
     keys = bounds(division.kv_heads, head_dim)
-    return {
-        **_by_outputs(attention.q_proj, "q_proj", queries),
-        **_by_outputs(attention.k_proj, "k_proj", keys),
-        **_by_outputs(attention.v_proj, "v_proj", keys),
-        **_by_inputs(attention.o_proj, "o_proj", queries),
-    }
+    parts = _by_inputs(attention.o_proj, "o_proj", queries)
+    for name, ends in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+        parts |= _by_outputs(attention[name], name, ends)
+    return parts
 
 
 def _mlp_parts(mlp: nn.Module, division: Division) -> dict[str, Part]:
     prefix, inner, columns = "", mlp, bounds(division.mlp_columns)
     if "switch_mlp" in mlp:
         prefix, inner, columns = "switch_mlp.", mlp.switch_mlp, bounds(division.expert_columns)
-    return {
-        **_by_outputs(inner.gate_proj, f"{prefix}gate_proj", columns),
-        **_by_outputs(inner.up_proj, f"{prefix}up_proj", columns),
-        **_by_inputs(inner.down_proj, f"{prefix}down_proj", columns),
-    }
+    parts = _by_inputs(inner.down_proj, f"{prefix}down_proj", columns)
+    for name in ("gate_proj", "up_proj"):
+        parts |= _by_outputs(inner[name], f"{prefix}{name}", columns)
+    return parts
 
 
 def _output_size(linear: nn.Module) -> int:

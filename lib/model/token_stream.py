@@ -10,9 +10,8 @@ file knows of it.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Required, TypedDict, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -30,37 +29,19 @@ def length_multiple(settings: DataSettings) -> int:
     return settings.length_multiple or (64 if mx.default_device() == mx.gpu else 16)
 
 
-class StreamInputs(TypedDict, total=False):
-    """The inputs of lib/data/batch.py's Batch, which says what each is, as MLX arrays."""
-
-    prefix_length: Required[int]
-    tokens: Required[mx.array]
-    offsets: mx.array
-    suffix_indices: mx.array
-    suffix_uses: mx.array
-    scored: mx.array
-    targets: mx.array
-    logp_indices: mx.array
-    mask: Required[mx.array]
-    noise_keys: mx.array
-    noise_scales: mx.array
-    rewards: mx.array
-    completion_lengths: mx.array
-    reward_deviations: mx.array
-    sampling_logps: mx.array
+StreamInputs = dict[str, Any]  # the inputs of lib/data/batch.py's Batch, which says what each is, as MLX arrays
 
 
 def arrays_of(inputs: Mapping[str, int | np.ndarray]) -> StreamInputs:
     """A batch's `inputs` on the device."""
-    arrays = {name: mx.array(value) if isinstance(value, np.ndarray) else value for name, value in inputs.items()}
-    return cast(StreamInputs, arrays)
+    return {name: mx.array(value) if isinstance(value, np.ndarray) else value for name, value in inputs.items()}
 
 
 # ---- The blocks
 
 
 def hidden_states(model: nn.Module, inputs: StreamInputs, window: int | None = None) -> mx.array:
-    """What the head would see of every token of the stream: [N, D] (logits, of a model without a backbone).
+    """What the head sees of every token of a batch: [N, D] (or logits, of a model without a backbone).
 
     window: tokens that each attends to, itself included; for models that take a stream.
     """
@@ -79,18 +60,16 @@ def _states(
 ) -> tuple[mx.array, bool]:
     """What the head would see: of every token, or of the scored ones alone, where the last block ends with those."""
     tokens, (rows, completions, _) = inputs["tokens"], inputs["mask"].shape
-    if model.training and "noise_keys" in inputs:
-        place = embedding_of(model)
-        assert place is not None, "a step without an embedding was made"
-        silent: StreamInputs = {**inputs}
-        keys, scales = silent.pop("noise_keys"), silent.pop("noise_scales")
-        with Replaced(*place, _noisy(place[0][place[1]], keys, scales)):
-            return _states(model, silent, window, scored)
-    if inputs["prefix_length"] == 0 and "suffix_indices" not in inputs and window is None:
-        hidden = run_backbone(model, tokens.reshape(rows * completions, -1))
-        return hidden.reshape(len(tokens), -1), False
-    stream = Stream(inputs, window)
     with contextlib.ExitStack() as stack:
+        if model.training and "noise_keys" in inputs:
+            place = embedding_of(model)
+            assert place is not None, "a step without an embedding was made"
+            noisy = _noisy(place[0][place[1]], inputs["noise_keys"], inputs["noise_scales"])
+            stack.enter_context(Replaced(*place, noisy))
+        if inputs["prefix_length"] == 0 and "suffix_indices" not in inputs and window is None:
+            hidden = run_backbone(model, tokens.reshape(rows * completions, -1))
+            return hidden.reshape(len(tokens), -1), False
+        stream = Stream(inputs, window)
         is_ended = scored is not None and _end_early(model, stream, scored, stack)
         hidden = run_backbone(model, tokens[:, None], cache=[stream] * len(model.layers))
     return hidden.reshape(-1, hidden.shape[-1]), is_ended
@@ -111,12 +90,8 @@ def _noisy(embedding: nn.Module, keys: mx.array, scales: mx.array) -> Callable[[
 class Stream:
     """Passed to blocks as their cache: lays the stream out for attention.
 
-    Attributes:
-        offset: int32 [N], the name by which blocks ask for the positions.
-        prefix: P.
-        suffix_indices, suffix_uses: of a ragged stream (see lib/data/batch.py's Batch).
-        window: tokens that each attends to, itself included.
-        attended: attention's output for all tokens in the block that ran last.
+    offset: int32 [N], the name by which blocks ask for the positions. attended: attention's output for all tokens in
+    the block that ran last.
     """
 
     attended: mx.array
@@ -124,9 +99,10 @@ class Stream:
     def __init__(self, inputs: StreamInputs, window: int | None = None):
         self.rows, self.completions, _ = inputs["mask"].shape
         self.offset, self.prefix, self.window = inputs["offsets"], inputs["prefix_length"], window
-        self.suffix_indices, self.suffix_uses = inputs.get("suffix_indices"), inputs.get("suffix_uses")
+        self.suffix_indices: Any = inputs.get("suffix_indices")  # of a ragged stream
+        self.suffix_uses: Any = inputs.get("suffix_uses")
         self.length = (self.offset.size - self.rows * self.prefix) // (self.rows * self.completions)
-        if self.suffix_indices is not None and self.suffix_uses is not None:
+        if self.suffix_indices is not None:
             self.length = self.suffix_indices.shape[-1]
             # A token that several sequences share takes its output from the first of them.
             flat = self.suffix_indices = self.suffix_indices.reshape(-1)
@@ -140,13 +116,7 @@ class Stream:
         return keys, values
 
     def attend(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        scale: float,
-        mask: Window | None,
-        **options: Any,
+        self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Window | None, **options: Any
     ) -> mx.array:
         """[N, heads, 1, head_dim] each: every token attends to its own sequence up to itself."""
         if not (mask is None or isinstance(mask, Window)):
@@ -178,9 +148,7 @@ class Stream:
 
     def _spread(self, x: mx.array) -> mx.array:
         """[N - b * P, ...] ➜ [b * K * T, ...]; the values at a sequence's padding are not used."""
-        if self.suffix_indices is None or self.suffix_uses is None:
-            return x
-        return _move(x, self.suffix_indices, self.suffix_uses)
+        return x if self.suffix_uses is None else _move(x, self.suffix_indices, self.suffix_uses)
 
     def _gather(self, x: mx.array) -> mx.array:
         """The way back."""
@@ -282,9 +250,8 @@ class KnownAttention:
 def cannot_share_prompts(model: nn.Module) -> str | None:
     """None for a model to which a stream is the same as whole rows; else why not, in words.
 
-    It is tried, on random tokens: recurrent layers, or an attention of the family's own, show there. A rank that holds
-    a stage of the model tries its own blocks. The model's layout has the answer afterwards, and whether its last block
-    may end with the scored tokens alone.
+    It is tried, on random tokens: recurrent layers, or an attention of the family's own, show there. The model's layout
+    has the answer afterwards, and whether its last block may end with the scored tokens alone.
     """
     attend_by_cache(model)
     was_training, layout = model.training, layout_of(model)
@@ -317,12 +284,11 @@ def _stream_fault(model: nn.Module) -> str | None:
     stage = layout.stage
 
     def states(inputs: StreamInputs, scored: mx.array | None = None) -> mx.array:
-        work = functools.partial(_states, model, inputs, None, scored)
+        work = lambda: _states(model, inputs, None, scored)[0]  # noqa: E731
         if stage is None:
-            return work()[0].astype(mx.float32)
+            return work().astype(mx.float32)
         table = mx.random.normal((16, stage.hidden_size), key=mx.random.key(0)).astype(stage.dtypes[0])
-        given = None if stage.is_first else table[inputs["tokens"]]
-        return stage.run(lambda: work()[0], given).astype(mx.float32)
+        return stage.run(work, None if stage.is_first else table[inputs["tokens"]]).astype(mx.float32)
 
     def error(found: mx.array, wanted: mx.array) -> float:
         return float((mx.linalg.norm(found - wanted) / mx.linalg.norm(wanted)).item())

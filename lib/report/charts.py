@@ -42,13 +42,6 @@ LEARNING = {
     "learning_rate": ("Learning rate", "{:.3g}", None),
     "grad_norm": ("Gradient norm", "{:.3g}", None),
 }
-# What ranks measure once in a while: title, factor, unit.
-MEASURED = {
-    "bytes_per_second": ("Bandwidth during syncs", 1e-6, "MB/s"),
-    "temperature_celsius": ("Temperature", 1.0, "°C"),
-    "power_watts": ("Power", 1.0, "W"),
-    "speed_limit": ("CPU speed left by heat", 100.0, "%"),
-}
 OF_ROUNDS = {
     "held_out": ("Held out after each round", None),
     "score": ("Mean score of the answers", None),
@@ -146,22 +139,6 @@ def syncs(run: RunHistory) -> Panel:
     curves = [(who, *run.curve(who, "sync_seconds")) for who in run.series]
     traces = [line(steps, 1e3 * y, label_of(who), style(i)) for i, (who, steps, y) in enumerate(curves)]
     return Panel("Sync of every step", figure(traces, "step", "ms", rangemode="tozero"), "")
-
-
-def measured(run: RunHistory) -> list[Panel]:
-    """What was measured of MEASURED over time, a line for each rank."""
-    panels = []
-    for name, (title, factor, unit) in MEASURED.items():
-        traces = []
-        for index, (who, records) in enumerate(run.measured.items()):
-            known = np.isfinite(records.of(name))
-            if known.any():
-                times = [_clock(time) for time in records.of("time")[known]]
-                traces.append(line(times, factor * records.of(name)[known], label_of(who), style(index)))
-        if traces:
-            newest = ", ".join(f"{trace['y'][-1]:.3g}" for trace in traces)
-            panels.append(Panel(title, figure(traces, None, unit), f"{newest} {unit}"))
-    return panels
 
 
 def of_batches(run: RunHistory) -> Panel | None:

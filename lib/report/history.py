@@ -22,7 +22,6 @@ STEP_COLUMNS: tuple[str, ...] = ("step", "time", "pairs", "tokens", "loss", "kl"
 STEP_COLUMNS += ("grad_norm", "learning_rate", "step_seconds", "compute_seconds", "sync_seconds", "wait_seconds")
 ARITHMETIC = ("computed_tokens_per_second", "tflops", "computed_tflops", "matrix_rate_share")
 STEP_COLUMNS += ("peak_memory_bytes", *ARITHMETIC)
-MEASURES = ("time", "bytes_per_second", "temperature_celsius", "power_watts", "speed_limit")
 POINTS = 2048  # of a curve at most: of longer ones each point is the mean of 2, 4, 8, ... records
 RECENT = 20  # records behind the figures of the moment
 SILENT_SECONDS = 300.0
@@ -65,14 +64,13 @@ class RankLog:
     def __init__(self, path: Path):
         self.tail = Tail(path)
         self.steps: dict[RankHost, NumberTable] = {}
-        self.measured: dict[RankHost, NumberTable] = {}  # the network, sensors
         self.events: list[Record] = []  # all others
 
     def read(self) -> bool:
         """Reads the next piece; False where there is nothing new."""
         begins, lines = self.tail.read()
         if begins:
-            self.steps, self.measured, self.events = {}, {}, []
+            self.steps, self.events = {}, []
         for line in lines.splitlines():
             with contextlib.suppress(
                 ValueError, RecursionError, AttributeError
@@ -86,8 +84,6 @@ class RankLog:
         kind, who = record.get("kind"), (record.get("rank", 0), record.get("host", ""))
         if kind == "step":
             self.steps.setdefault(who, NumberTable(STEP_COLUMNS)).append(record)
-        elif kind in ("network", "sensors"):
-            self.measured.setdefault(who, NumberTable(MEASURES)).append(record)
         elif isinstance(kind, str):
             self.events.append(record)
 
@@ -142,11 +138,6 @@ class RunHistory:
     def series(self) -> dict[RankHost, NumberTable]:
         """Step records by rank and host, in the order of ranks; of two copies of one file the longer."""
         return _longest([log.steps for log in self.logs.values()])
-
-    @property
-    def measured(self) -> dict[RankHost, NumberTable]:
-        """Records of the network and of sensors, as `series`."""
-        return _longest([log.measured for log in self.logs.values()])
 
     def curve(self, who: RankHost, name: str, over: str | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Steps, and a column's means over buckets of them; with `over`, divided by that column's means.

@@ -43,7 +43,7 @@ def of_runs(runs: Sequence[RunHistory], now: RunFigures) -> list[PageSection]:
         PageSection("Learning", panels=charts.learning(runs)),
         *of_rounds(run),
         PageSection("Ranks and hosts", *tables.ranks(summary["ranks"]), texts=elsewhere if missing else ()),
-        PageSection("Machines", panels=[panel for panel in (*machine, *charts.measured(run)) if panel]),
+        PageSection("Machines", panels=[panel for panel in machine if panel]),
         PageSection(f"Warnings ({len(now.warnings)})", None, warnings),
         PageSection("Samples before and after", texts=tables.samples(run)),
         PageSection("What happened when", None, happened, [charts.timeline(run)] if events else ()),

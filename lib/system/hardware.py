@@ -21,9 +21,6 @@ PositiveInt = Annotated[int, Field(gt=0)]
 Device = Literal["metal", "cuda", "cpu"]
 
 
-# Names that Linux's drivers give to sensors of processors; others sit on disks and network cards.
-PROCESSOR_SENSORS = re.compile(r"coretemp|k10temp|zenpower|amdgpu|cpu|gpu|soc", re.IGNORECASE)
-NVIDIA_SENSORS = ["nvidia-smi", "--query-gpu=temperature.gpu,power.draw", "--format=csv,noheader,nounits"]
 # Of quick_gflops: the matrices' widths; products in one evaluation, so that starting it weighs little; evaluations of
 # the largest width, at least.
 WIDTHS = (256, 512, 1024, 2048, 4096, 8192)
@@ -177,55 +174,21 @@ def wired_limit_bytes() -> int | None:
     return int(megabytes) * 2**20 or None if megabytes.isdecimal() else None
 
 
-# ---- Temperature and power
-
-
-def sensors(system: Path = Path("/sys/class/hwmon")) -> dict[str, float]:
-    """This host's temperature and power, as far as its system gives them without a password. May take some seconds.
-
-    Returns:
-        `temperature_celsius` of its hottest processor; `power_watts` of its NVIDIA GPUs together, or of what else has a
-        meter on Linux; `speed_limit`, the part of its full speed that a warm Mac leaves its CPU.
-    """
-    readings: dict[str, float] = {}
-    temperatures, watts = _sysfs(system, "temp*_input", 1e-3), _sysfs(system, "power*_average", 1e-6)
-    gpus = [line.split(",") for line in os_commands.output(NVIDIA_SENSORS).splitlines()]
-    if gpus:
-        temperatures, watts = (_numbers(texts) for texts in zip(*gpus, strict=True))
-    if temperatures := [value for value in temperatures if 0 < value < 150]:  # an absent sensor reads as nonsense
-        readings["temperature_celsius"] = max(temperatures)
-    if sum(watts) > 0:
-        readings["power_watts"] = sum(watts)
-    warmth = os_commands.output(["pmset", "-g", "therm"]) if os_commands.is_mac() else ""
-    if limit := re.search(r"CPU_Speed_Limit\s*=\s*(\d+)", warmth):
-        readings["speed_limit"] = int(limit[1]) / 100
-    return readings
-
-
-def _sysfs(system: Path, values: str, unit: float) -> list[float]:
-    paths = (path for path in system.glob(f"*/{values}") if PROCESSOR_SENSORS.search(_text(path.parent / "name")))
-    return [unit * value for value in _numbers(map(_text, paths))]
-
-
-def _numbers(texts: Any) -> list[float]:
-    return [float(text) for text in texts if re.fullmatch(r"\s*\d+(\.\d+)?\s*", text)]
+# ---- Power
 
 
 class Power(NamedTuple):
     """What feeds this machine."""
 
     on_battery: bool
-    saves_power: bool  # Low Power Mode, a power-save profile: slower for all that it computes
+    saves_power: bool  # Low Power Mode
     text: str  # in the system's words
 
 
-def power(system: Path = Path("/sys/class/power_supply")) -> Power | None:
-    """What feeds this machine, as its system tells; None where it does not."""
+def power() -> Power | None:
+    """What feeds this Mac, as pmset tells."""
     if not os_commands.is_mac():
-        status = next((_text(path.parent / "status") for path in system.glob("BAT*/type")), "")
-        profile = _text(Path("/sys/firmware/acpi/platform_profile"))
-        text = ", ".join(filter(None, (status.lower(), profile)))
-        return Power(status == "Discharging", profile == "low-power", text) if text else None
+        return None
     batteries, settings = os_commands.output(["pmset", "-g", "batt"]), os_commands.output(["pmset", "-g"])
     source = re.search(r"^Now drawing from '(.+)'$", batteries, re.MULTILINE)
     if source is None:

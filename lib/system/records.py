@@ -13,18 +13,14 @@ import math
 import os
 import re
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from lib.system import files
-from lib.system.hardware import sensors
 
-NETWORK_SECONDS = 10.0  # between records of the network
-SENSORS_SECONDS = 15.0  # between records of temperature and power
 PIECE_BYTES = 2**20  # of a log, in one collective
 
 
@@ -32,15 +28,7 @@ Record = dict[str, Any]  # one line of a log; docs/runs.md has a table of the ki
 PlanRecord = Record  # a plan, as the records `start` and `plan` have it
 SettingsRecord = Record  # the settings that a run was started with, section by section
 Subscriber = Callable[[Record], str | None]  # takes each record as it is made; returns a warning
-
-
-class Ranks(Protocol):
-    """What is needed of a World."""
-
-    @property
-    def rank(self) -> int: ...
-    def gather_long_text(self, text: str, what: str) -> list[str]: ...
-    def broadcast_text(self, text: str) -> str: ...
+Ranks = Any  # a World, as far as it gathers and broadcasts texts
 
 
 # ---- Writing
@@ -73,7 +61,6 @@ class PerformanceTracker:
         self.arithmetic = Arithmetic()
         self._file: FileIO | None = None
         self._unwritten = b""  # for want of room on the disk
-        self._measures = _Measures()
         self._copies = LogCopies(self.log_path)
 
     def record(self, kind: str, **fields: Any) -> Record:
@@ -122,7 +109,6 @@ class PerformanceTracker:
         self.seconds += batch_time
         self.parts = {name: seconds + fields.get(name, 0.0) for name, seconds in self.parts.items()}
         self.peak_memory_bytes = max(self.peak_memory_bytes, fields.get("peak_memory_bytes", 0))
-        self._log_measures(batch_num, fields.get("bytes_sent", 0), fields.get("sync_seconds", 0.0))
         rate = batch_size / batch_time if batch_time > 0 else 0.0
         step = {"step": batch_num, "pairs": batch_size, "step_seconds": batch_time, "pairs_per_second": rate}
         if "padded_tokens" in fields and batch_time > 0:
@@ -134,12 +120,7 @@ class PerformanceTracker:
         self.seconds += merged["waited_seconds"] + merged["seconds"]
         self.parts["wait_seconds"] += merged["waited_seconds"]
         self.parts["sync_seconds"] += merged["seconds"]
-        self._log_measures(step, merged["bytes_sent"], merged["seconds"])
         self.record("merge", step=step, **merged)
-
-    def _log_measures(self, step: int, bytes_sent: int, sync_seconds: float) -> None:
-        for kind, fields in self._measures.due(bytes_sent, sync_seconds):
-            self.record(kind, step=step, **fields)
 
     def gather(self, world: Ranks, everything: bool = False) -> None:
         """Brings the other ranks' logs to rank 0's machine, as `logs/HOST/rank-001.jsonl`; all ranks call it.
@@ -164,33 +145,6 @@ class PerformanceTracker:
             self.flush()
             self._file.close()
             self._file = None
-
-
-class _Measures:
-    """The network and the sensors of this machine, looked at once in a while."""
-
-    def __init__(self) -> None:
-        self.bytes_sent, self.sync_seconds = 0, 0.0  # since the network's last record
-        self.logged, self.sensed = -NETWORK_SECONDS, -SENSORS_SECONDS
-        self.readings: dict[str, float] = {}  # of the sensors, not recorded yet
-
-    def due(self, bytes_sent: int, sync_seconds: float) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Kinds and fields of the records that are due after a step, which sent so much."""
-        self.bytes_sent, self.sync_seconds = self.bytes_sent + bytes_sent, self.sync_seconds + sync_seconds
-        now = time.monotonic()
-        if self.bytes_sent and now - self.logged >= NETWORK_SECONDS:
-            rate = self.bytes_sent / self.sync_seconds if self.sync_seconds else None
-            sent, self.bytes_sent, self.sync_seconds, self.logged = self.bytes_sent, 0, 0.0, now
-            yield "network", {"bytes_sent": sent, "bytes_per_second": rate}
-        if self.readings:
-            readings, self.readings = self.readings, {}
-            yield "sensors", readings
-        if now - self.sensed >= SENSORS_SECONDS:
-            self.sensed = now
-            threading.Thread(target=self._look, name="sensors").start()  # on some systems that runs a command
-
-    def _look(self) -> None:
-        self.readings = sensors()
 
 
 # ---- Logs that grow, and copies of them on another machine
