@@ -21,41 +21,39 @@ USES = {
 }
 FIGURES = ("loss", "reward_accuracy", "reward_margin", "exact_match_before", "exact_match_after", "steps", "pairs")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-PLAIN = re.compile(r"(?!.*www\.)[^\W_][\w./-]*", re.IGNORECASE)  # Markdown has no other use for it
 
 
-def write(run: TrainedRun, folder: Path, to: str, proven: str | None) -> None:
+def write(run: TrainedRun, folder: Path, to: str, proven: str) -> None:
     """Writes the card into an export's folder; no path of this machine and no row of data is in it."""
     from huggingface_hub import ModelCardData
 
     library, relation, use = USES[to]
     settings = run.settings
-    loss, beta = settings.train.loss, settings.train.beta
+    loss, beta, train = settings.train.loss, settings.train.beta, settings.data.train
     names = [loss] if isinstance(loss, str) else list(loss)
     base, is_on_hub = base_of(settings.model.path)
-    data = ModelCardData(
-        base_model=base if is_on_hub else None,  # the hub refuses a path
-        library_name=library,
-        pipeline_tag="text-generation",
-        tags=["tandem", *names, settings.model.method],
-    )
-    if is_on_hub:
-        data["base_model_relation"] = relation
-    sources = [settings.data.train] if isinstance(settings.data.train, str) else list(settings.data.train)
+    tags = ["tandem", *names, settings.model.method]
+    data = ModelCardData(library_name=library, pipeline_tag="text-generation", tags=tags)
+    if is_on_hub:  # the hub refuses a path
+        data["base_model"], data["base_model_relation"] = base, relation
+    sources = [train] if isinstance(train, str) else list(train)
     objective = "SFT" if names == ["sft"] else f"{' + '.join(names)} loss, beta {beta}"
     ends = "".join(f" --extra-eos-token {shlex.quote(end)}" for end in run.unnamed_ends())
+    summary = run.folder / "summary.json"
+    stored = read_file.read_object(summary, "the run's") if summary.exists() else {}
+    figures = {name: stored[name] for name in FIGURES if isinstance(stored.get(name), int | float)}
     lines = [
-        f"---\n{data.to_yaml()}\n---\n\n# {_as_text(run.folder.resolve().name)}\n",
-        f"{_as_text(base)}, trained by Tandem ({settings.model.method}, {objective}); {run.checkpoint}.\n",
+        f"---\n{data.to_yaml()}\n---\n\n# {_code(run.folder.resolve().name)}\n",
+        f"{_code(base)}, trained by Tandem ({settings.model.method}, {objective}); {run.checkpoint}.\n",
         f"    {use.format(base=shown(base), ends=ends)}\n",
         "## How it was made\n",
-        f"- data: {', '.join(_as_text(each if each.startswith('hf://') else Path(each).name) for each in sources)}",
+        f"- data: {', '.join(_code(each if each.startswith('hf://') else Path(each).name) for each in sources)}",
         f"- learning rate {settings.train.learning_rate}, seed {settings.train.seed}",
-        *(f"- {name.replace('_', ' ')}: {value:.4g}" for name, value in _figures(run.folder).items()),
-        "- the chat template is that of training: chat_template.jinja" * (folder / "chat_template.jinja").exists(),
-        f"- {proven}" if proven else "",
+        *(f"- {name.replace('_', ' ')}: {value:.4g}" for name, value in figures.items()),
+        *["- the chat template is that of training: chat_template.jinja"] * (folder / "chat_template.jinja").exists(),
+        f"- {proven}\n",
     ]
-    (folder / CARD).write_text("\n".join(line for line in lines if line) + "\n", encoding="utf-8")
+    (folder / CARD).write_text("\n".join(lines), encoding="utf-8")
 
 
 def base_of(path: str) -> tuple[str, bool]:
@@ -64,14 +62,6 @@ def base_of(path: str) -> tuple[str, bool]:
     return (path if is_on_hub else Path(path).name), is_on_hub
 
 
-def _figures(folder: Path) -> dict[str, float]:
-    """Figures of summary.json; none where the run has not ended."""
-    path = folder / "summary.json"
-    stored = read_file.read_object(path, "the run's") if path.exists() else {}
-    return {name: stored[name] for name in FIGURES if isinstance(stored.get(name), int | float)}
-
-
-def _as_text(name: str) -> str:
-    """A name as text of the card: what Markdown could take for something else is code."""
-    text = " ".join(shown(name).split())
-    return text if PLAIN.fullmatch(text) else "`" + text.replace("`", "'") + "`"
+def _code(name: str) -> str:
+    """A name that Markdown takes for nothing else."""
+    return "`" + " ".join(shown(name).split()).replace("`", "'") + "`"

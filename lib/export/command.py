@@ -15,11 +15,10 @@ name; tandem_export.json in it holds the figures.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import shutil
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -46,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError(f"{options.run} is an export; --push OWNER/NAME sends it as it is, --to takes a run")
     folder = Path(options.run) if is_export else _export(options, terminal)
     if options.push is not None and options.dry_run:
-        for path in push.files_to_send(folder):
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             terminal.line(f"{path.relative_to(folder)}  {path.stat().st_size:,} bytes")
         terminal.line(f"nothing was sent to {options.push}: --dry-run")
     elif options.push is not None:
@@ -55,10 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _export(options: argparse.Namespace, terminal: Terminal) -> Path:
-    """Writes the export and returns its folder."""
+    """Writes the export and returns its folder, which is whole or absent."""
     to = options.to or "mlx"
     form, wanted = FORMS[to], ExportOptions(options.type, options.dequantize)
-    rows = options.rows if options.prove else 0
+    rows = options.rows * options.prove
     run = open_run(Path(options.run), options.checkpoint, options.overrides, rows, terminal.line)
     name = to if run.checkpoint == "final" else f"{to}-{run.checkpoint.replace(' ', '-')}"
     target = Path(options.out) if options.out else run.folder / "export" / name
@@ -67,44 +66,30 @@ def _export(options: argparse.Namespace, terminal: Terminal) -> Path:
     form.check(run, wanted)
     if run.settings.model.attention_window is not None:
         terminal.labelled("warning", "model.attention_window is no part of an export: its reader attends to all tokens")
-    proven = None
-    with _whole_or_absent(target) as folder:
-        with terminal.doing("writing"):
-            form.write(run, folder, wanted)
-        if options.prove:
-            with terminal.doing("reading it back"):
-                proven = proof.prove(run, form.read(run, folder, wanted))
-        card.write(run, folder, to, None if proven is None else str(proven))
-        facts = {
-            "form": to,
-            "run": run.folder.resolve().name,
-            "checkpoint": run.checkpoint,
-            "base_model": card.base_of(run.settings.model.path)[0],
-            "type": wanted.type,
-            "dequantized": wanted.dequantize,
-            "proof": None if proven is None else proven.to_dict(),
-        }
-        (folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    terminal.line(f"{target}: {to} of {run.folder}, {run.checkpoint}", "bold")
-    terminal.line(str(proven) if proven else "not proven (--no-proof)")
-    terminal.record({"folder": str(target), **facts})
-    return target
-
-
-@contextlib.contextmanager
-def _whole_or_absent(target: Path) -> Iterator[Path]:
-    """An empty folder beside `target`, which takes that name once everything in it is on the disk."""
-    unfinished = target.with_name(f".{target.name}.unfinished")
+    unfinished, figures, proven = target.with_name(f".{target.name}.unfinished"), None, "not proven (--no-proof)"
     shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
     try:
         unfinished.mkdir(parents=True)
-        yield unfinished
-        for path in sorted(unfinished.rglob("*")):
+        with terminal.doing("writing"):
+            form.write(run, unfinished, wanted)
+        if options.prove:
+            with terminal.doing("reading it back"):
+                figures = proof.prove(run, form.read(run, unfinished, wanted))
+                proven = proof.sentence(figures)
+        card.write(run, unfinished, to, proven)
+        base = card.base_of(run.settings.model.path)[0]
+        facts = {"form": to, "run": run.folder.resolve().name, "checkpoint": run.checkpoint, "base_model": base}
+        facts |= {"type": wanted.type, "dequantized": wanted.dequantize, "proof": figures}
+        (unfinished / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        for path in [*sorted(unfinished.rglob("*")), target.parent]:
             files.flush_path(path)
         unfinished.rename(target)
-        files.flush_path(target.parent)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+    terminal.line(f"{target}: {to} of {run.folder}, {run.checkpoint}", "bold")
+    terminal.line(proven)
+    terminal.record({"folder": str(target), **facts})
+    return target
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -125,10 +110,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_intermixed_args(arguments)
     if options.rows < 1:
         raise UserError(f"--rows {options.rows}: a proof needs at least one; --no-proof goes without")
-    if options.push is None and (options.private or options.dry_run):
-        raise UserError(f"--{'private' if options.private else 'dry-run'} goes with --push OWNER/NAME")
-    if options.push is None and options.to is None:
-        raise UserError(f"--to: give the form, one of {', '.join(sorted(FORMS))}")
-    if options.push is not None:
-        push.require_name(options.push)
+    if options.push is None and (options.private or options.dry_run or options.to is None):
+        raise UserError(f"--to: give the form, one of {', '.join(sorted(FORMS))}, or --push OWNER/NAME")
+    if options.push is not None and not card.HUB_NAME.fullmatch(options.push):
+        raise UserError(f"--push {options.push}: give OWNER/NAME, as in --push ann/model")
     return options

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,7 +25,7 @@ from gguf.quants import dequantize, quantize
 from mlx.utils import tree_flatten, tree_unflatten
 
 from lib.errors import Stopped, UserError
-from lib.export import gguf_families
+from lib.export import gguf_families as families
 from lib.export.fuse import fused_model
 from lib.export.gguf_families import Family
 from lib.export.gguf_tokenizer import GgufTokenizer, tokenizer_of
@@ -35,60 +34,57 @@ from lib.export.trained_run import TrainedRun
 
 TYPES: dict[mx.Dtype, WeightType] = {mx.float32: "f32", mx.bfloat16: "bf16", mx.float16: "f16"}
 FILE = "model.gguf"
+F32 = GGMLQuantizationType.F32
 
 
 def check(run: TrainedRun, options: ExportOptions) -> None:
     """Raises UserError for what GGUF or llama.cpp does not have: a family, a rope, a tokenizer."""
     if options.dequantize:
         raise UserError("--dequantize is for --to fused; GGUF has its own types: --type q8_0")
-    family = gguf_families.family_of(run.stored_base(), run.settings.model.path)
+    family, tokenizer = families.family_of(run.stored_base(), run.settings.model.path), gguf_tokenizer(run)
     model = fused_model(run)  # not evaluated: only names and shapes of its weights are read
     list(tensors(model, family, "f32"))
-    tokenizer = gguf_tokenizer(run)
-    if tokenizer is not None and len(tokenizer.tokens) > gguf_families.text_model(model).args.vocab_size:
+    if tokenizer is not None and len(tokenizer.tokens) > families.text_model(model).args.vocab_size:
         raise UserError(f"--to gguf: the tokenizer of {run.base} has more tokens than the model has embeddings")
 
 
 def write(run: TrainedRun, folder: Path, options: ExportOptions) -> None:
     """Writes model.gguf: adapters fused in float32, then rounded once to the stored type; one weight is in memory."""
-    model, type = fused_model(run), weight_type(run, options)
-    family, args = gguf_families.family_of(model, run.settings.model.path), gguf_families.text_model(model).args
-    tokenizer, name = gguf_tokenizer(run), f"{run.base.name} {run.folder.resolve().name}"
+    model, tokenizer = fused_model(run), gguf_tokenizer(run)
+    plain = families.text_model(run.stored_base()).model.norm.weight.dtype
+    type: WeightType = options.type or TYPES.get(plain, "bf16")
+    family, args = families.family_of(model, run.settings.model.path), families.text_model(model).args
     writer = GGUFWriter(folder / FILE, MODEL_ARCH_NAMES[MODEL_ARCH[family.architecture]])
-    try:
-        # "phi-3" in its name tells llama.cpp that special tokens swallow the space behind them.
-        strips = tokenizer is not None and tokenizer.strips_right and "phi-3" not in name.lower()
-        writer.add_name(f"Phi-3 {name}" if strips else name)
-        gguf_families.write_parameters(writer, model, family, run.base_config)
-        writer.add_file_type(LlamaFileType["ALL_F32" if type == "f32" else f"MOSTLY_{type.upper()}"])
-        writer.add_quantization_version(2)  # of the layout of quantised blocks: GGML_QNT_VERSION
-        if tokenizer is None:
-            writer.add_tokenizer_model("none")
-        else:
-            tokenizer.write(writer, args.vocab_size)
-        parameters: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
-        factors = gguf_families.frequency_factors(model)
-        listed = list(tensors(model, family, type))
-        model.clear()
-        for tensor_name, _, shape, stored in [*((name, None, f.shape, F32) for name, f in factors.items()), *listed]:
-            block, size = GGML_QUANT_SIZES[stored]
-            writer.add_tensor_info(
-                tensor_name, shape, np.dtype(np.float32), int(np.prod(shape)) // block * size, raw_dtype=stored
-            )
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for values in factors.values():
-            writer.write_tensor_data(values)
-        for _, source, shape, stored in listed:
-            values = np.array(parameters.pop(source).astype(mx.float32))
-            values = gguf_families.laid_out(source, values, family, args).reshape(shape)
-            writer.write_tensor_data(quantize(np.ascontiguousarray(values), stored))
-    finally:
-        writer.close()
-
-
-F32 = GGMLQuantizationType.F32
+    # "phi-3" in its name tells llama.cpp that special tokens swallow the space behind them.
+    strips = tokenizer is not None and tokenizer.strips_right
+    writer.add_name(f"{'Phi-3 ' * strips}{run.base.name} {run.folder.resolve().name}")
+    families.write_parameters(writer, model, family, run.base_config)
+    writer.add_file_type(LlamaFileType["ALL_F32" if type == "f32" else f"MOSTLY_{type.upper()}"])
+    writer.add_quantization_version(2)  # of the layout of quantised blocks: GGML_QNT_VERSION
+    if tokenizer is None:
+        writer.add_tokenizer_model("none")
+    else:
+        tokenizer.write(writer, args.vocab_size)
+    parameters: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
+    factors = families.frequency_factors(model)
+    listed = list(tensors(model, family, type))
+    model.clear()
+    for name, shape, stored in [
+        *((name, each.shape, F32) for name, each in factors.items()),
+        *((name, shape, stored) for name, _, shape, stored in listed),
+    ]:
+        block, size = GGML_QUANT_SIZES[stored]
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), int(np.prod(shape)) // block * size, raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for values in factors.values():
+        writer.write_tensor_data(values)
+    for _, source, shape, stored in listed:
+        values = np.array(parameters.pop(source).astype(mx.float32))
+        values = families.laid_out(source, values, family, args).reshape(shape)
+        writer.write_tensor_data(quantize(np.ascontiguousarray(values), stored))
+    writer.close()
 
 
 def read(run: TrainedRun, folder: Path, options: ExportOptions) -> Reading:
@@ -98,33 +94,23 @@ def read(run: TrainedRun, folder: Path, options: ExportOptions) -> Reading:
         Stopped: the file has another chat template or end of turn.
     """
     reader, model = GGUFReader(folder / FILE), fused_model(run)
-    family, args = gguf_families.family_of(model, run.settings.model.path), gguf_families.text_model(model).args
+    family, args = families.family_of(model, run.settings.model.path), families.text_model(model).args
     shapes = {name: array.shape for name, array in tree_flatten(model.parameters())}
-    stored = {tensor.name: tensor for tensor in reader.tensors}
-    found = []
+    stored, restored = {tensor.name: tensor for tensor in reader.tensors}, []
     for name, source, shape, _ in tensors(model, family, "f32"):
         values = dequantize(stored[name].data, stored[name].tensor_type).astype(np.float32).reshape(shape)
-        restored = gguf_families.restored(source, values, family, args)
-        found.append((source, mx.array(restored.reshape(shapes[source]))))
-    model.update(tree_unflatten(found))
+        values = families.restored(source, values, family, args)
+        restored.append((source, mx.array(values.reshape(shapes[source]))))
+    model.update(tree_unflatten(restored))
     if (chat := run.chat_form()) is not None:
-        if _field(reader, "tokenizer.chat_template") != chat.template:
-            raise Stopped("--to gguf: the file's chat template is not the one that was trained. Nothing was written")
-        if not {_field(reader, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")} & set(chat.end_ids):
-            raise Stopped(f"--to gguf: the file ends answers at none of {chat.end_ids}. Nothing was written")
-    is_rounded = any(tensor.tensor_type != F32 for tensor in reader.tensors)
-    return Reading("gguf's reader", model_logps(model, run.rows), is_rounded)
-
-
-def _field(reader: GGUFReader, name: str) -> Any:
-    field = reader.get_field(name)
-    return None if field is None else field.contents()
-
-
-def weight_type(run: TrainedRun, options: ExportOptions) -> WeightType:
-    """What --type says, else the type of the base model's plain weights."""
-    plain = gguf_families.text_model(run.stored_base()).model.norm.weight.dtype
-    return options.type or TYPES.get(plain, "bf16")
+        names = ("tokenizer.chat_template", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+        fields = [reader.get_field(name) for name in names]
+        template, *ends = [None if field is None else field.contents() for field in fields]
+        if template != chat.template or not {*ends} & {*chat.end_ids}:
+            raise Stopped(f"--to gguf: the file has another chat template than training, or ends at {ends} alone")
+    return Reading(
+        "gguf's reader", model_logps(model, run.rows), {each.tensor_type for each in reader.tensors} != {F32}
+    )
 
 
 def gguf_tokenizer(run: TrainedRun) -> GgufTokenizer | None:
@@ -145,9 +131,9 @@ def tensors(
     Raises:
         UserError: the model has a parameter that gguf's name map does not know.
     """
-    names = get_tensor_name_map(MODEL_ARCH[family.architecture], gguf_families.text_model(model).args.num_hidden_layers)
+    names = get_tensor_name_map(MODEL_ARCH[family.architecture], families.text_model(model).args.num_hidden_layers)
     for source, array in tree_flatten(model.parameters()):
-        name = names.get_name(gguf_families.tensor_name(source, family), try_suffixes=(".weight", ".bias"))
+        name = names.get_name(families.tensor_name(source), try_suffixes=(".weight", ".bias"))
         if name is None:
             raise UserError(f"--to gguf: GGUF's {family.architecture.lower()} has no {source}; take --to fused")
         shape = (array.size,) if "ffn_gate_inp_shexp" in name else array.shape  # one row, which is a vector there

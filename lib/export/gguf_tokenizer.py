@@ -107,15 +107,14 @@ def tokenizer_of(chat: ChatForm, where: str) -> GgufTokenizer:
 
 def _tokens(model: Mapping[str, Any], added: Mapping[int, Mapping[str, Any]]) -> list[tuple[str, int]]:
     """Every token's text and type, by id; ids that have none are unused."""
-    texts = {index: text for text, index in model["vocab"].items()} | {
-        i: token["content"] for i, token in added.items()
-    }
+    texts = {index: text for text, index in model["vocab"].items()}
+    texts |= {index: token["content"] for index, token in added.items()}
     has_bytes = bool(model.get("byte_fallback"))
     tokens = []
     for index in range(max(texts) + 1):
-        text, kind = texts.get(index), TokenType.NORMAL
-        if text is None:
-            text, kind = f"[PAD{index}]", TokenType.UNUSED
+        text, kind = texts.get(index, f"[PAD{index}]"), TokenType.NORMAL
+        if index not in texts:
+            kind = TokenType.UNUSED
         elif index in added and has_bytes and text == model.get("unk_token"):
             kind = TokenType.UNKNOWN
         elif index in added:
@@ -153,10 +152,7 @@ def _pre(stored: Mapping[str, Any], where: str) -> str:
     Raises:
         UserError: it has none that splits so.
     """
-    if changes := {step["type"] for step in _steps(stored.get("normalizer"), "normalizers")} - {"NFC"}:
-        raise UserError(
-            f"--to gguf: {where}: its tokenizer changes texts ({', '.join(sorted(changes))}), llama.cpp's do not"
-        )
+    changes = {step["type"] for step in _steps(stored.get("normalizer"), "normalizers")} - {"NFC"}
     patterns: list[str] = []
     for step in _steps(stored.get("pre_tokenizer"), "pretokenizers"):
         if step["type"] == "ByteLevel" and not step["add_prefix_space"]:
@@ -167,13 +163,11 @@ def _pre(stored: Mapping[str, Any], where: str) -> str:
             patterns.append(step["pattern"]["Regex"])
         else:
             patterns.append(step["type"])
-    splitter = (tuple(patterns), bool(stored["model"]["ignore_merges"]))
-    if (name := SPLITTERS.get(splitter)) is None:
-        whole = " and takes a whole word that is a token" if splitter[1] else ""
-        raise UserError(
-            f"--to gguf: {where}: its tokenizer splits texts by {' then '.join(patterns)}{whole}, a way that llama.cpp "
-            f"does not know; there are {', '.join(dict.fromkeys(SPLITTERS.values()))}"
-        )
+    takes_words = bool(stored["model"]["ignore_merges"])
+    name = SPLITTERS.get((tuple(patterns), takes_words))
+    if name is None or changes:
+        how = [*sorted(changes), *patterns, *["whole words that are tokens"] * takes_words]
+        raise UserError(f"--to gguf: {where}: llama.cpp knows no tokenizer that splits texts by {', then '.join(how)}")
     return name
 
 

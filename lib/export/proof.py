@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,32 +39,11 @@ class Reading:
     is_rounded: bool = False
 
 
-@dataclass(frozen=True)
-class Proof:
-    """Largest differences of a token's log-probability, in nats: export and trained model, trained and base model."""
+def prove(run: TrainedRun, reading: Reading) -> dict[str, Any]:
+    """Compares what was read back with the trained model; returns the figures of tandem_export.json.
 
-    reader: str
-    rows: int
-    rows_from: str
-    tokens: int
-    difference: float
-    limit: float | None
-    trained_difference: float
-
-    def __str__(self) -> str:
-        allowed = "by rounding of the weights" if self.limit is None else f"at most, {self.limit:.1e} allowed"
-        return (
-            f"proven: {self.reader} gives the log-probabilities of the run on {self.rows:,} {self.rows_from} "
-            f"({self.tokens:,} tokens): {self.difference:.1e} apart {allowed}; training moved them by "
-            f"{self.trained_difference:.1e}"
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def prove(run: TrainedRun, reading: Reading) -> Proof:
-    """Compares what was read back with the trained model.
+    `difference`, `trained_difference`: the largest ones of a token's log-probability, in nats, between export and
+    trained model, and between trained and base model.
 
     Raises:
         Stopped: it is another model, or rounding leaves nothing of what was trained.
@@ -80,8 +59,26 @@ def prove(run: TrainedRun, reading: Reading) -> Proof:
             f"({run.checkpoint}), at most {limit:.1e} is allowed. Nothing was written: please report it with the "
             "model's config.json"
         )
-    tokens = sum(len(ids) - 1 for ids in run.rows)
-    return Proof(reading.reader, len(run.rows), run.rows_from, tokens, difference, limit, moved)
+    return {
+        "reader": reading.reader,
+        "rows": len(run.rows),
+        "rows_from": run.rows_from,
+        "tokens": sum(len(ids) - 1 for ids in run.rows),
+        "difference": difference,
+        "limit": limit,
+        "trained_difference": moved,
+    }
+
+
+def sentence(proof: dict[str, Any]) -> str:
+    """The figures of a proof, for people."""
+    limit = proof["limit"]
+    allowed = "by rounding of the weights" if limit is None else f"at most, {limit:.1e} allowed"
+    return (
+        f"proven: {proof['reader']} gives the log-probabilities of the run on {proof['rows']:,} {proof['rows_from']} "
+        f"({proof['tokens']:,} tokens): {proof['difference']:.1e} apart {allowed}; training moved them by "
+        f"{proof['trained_difference']:.1e}"
+    )
 
 
 def require_kept(stored: Logps, trained: Logps, base: Logps) -> None:
@@ -89,8 +86,12 @@ def require_kept(stored: Logps, trained: Logps, base: Logps) -> None:
 
     Medians are compared: a router that takes another expert moves a few tokens far, however little was trained.
     """
-    rounding, training = median_difference(stored, trained), median_difference(trained, base)
-    if rounding > max(LIMIT, min(training, median_difference(stored, base))):
+
+    def median(left: Logps, right: Logps) -> float:
+        return float(np.nan_to_num(np.median(np.abs(np.concatenate(left) - np.concatenate(right))), nan=np.inf))
+
+    rounding, training = median(stored, trained), median(trained, base)
+    if rounding > max(LIMIT, min(training, median(stored, base))):
         raise Stopped(
             f"rounding the weights moves half of the log-probabilities by {rounding:.1e} or more, training moved them "
             f"by {training:.1e}, so what was learned would be lost; take --dequantize or a --type with more bits. "
@@ -110,20 +111,14 @@ def mlx_logps(folder: Path, run: TrainedRun, adapter: Path | None = None) -> Log
 def model_logps(model: nn.Module, rows: Sequence[np.ndarray]) -> Logps:
     """Log-probabilities of every token but the first, one row at a time; float32 [tokens - 1] each."""
     model.eval()
-    return [_row_logps(model, ids) for ids in rows]
-
-
-def _row_logps(model: nn.Module, ids: np.ndarray) -> np.ndarray:
-    logits = model(mx.array(ids[None, :-1]))[0].astype(mx.float32)
-    logps = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    return np.array(mx.take_along_axis(logps, mx.array(ids[1:, None]), axis=-1).squeeze(-1))
+    logps = []
+    for ids in rows:
+        logits = model(mx.array(ids[None, :-1]))[0].astype(mx.float32)
+        scored = mx.take_along_axis(logits, mx.array(ids[1:, None]), axis=-1).squeeze(-1)
+        logps.append(np.array(scored - mx.logsumexp(logits, axis=-1)))
+    return logps
 
 
 def largest_difference(left: Logps, right: Logps) -> float:
     """Of any token's log-probability; infinite where one is NaN."""
     return float(np.nan_to_num(np.abs(np.concatenate(left) - np.concatenate(right)), nan=np.inf).max())
-
-
-def median_difference(left: Logps, right: Logps) -> float:
-    """Of the tokens' log-probabilities; infinite where one is NaN."""
-    return float(np.nan_to_num(np.median(np.abs(np.concatenate(left) - np.concatenate(right))), nan=np.inf))

@@ -24,7 +24,6 @@ from lib.model import load as models
 from lib.rollouts.collect import SampleLine, lines_of
 from lib.system.model_folder import ADAPTER_WEIGHTS, resolve
 from lib.training import checkpoint as checkpoints
-from lib.training.checkpoint import step_of
 from lib.training.inputs import unnamed_ends, vocabulary
 
 
@@ -137,33 +136,32 @@ def open_run(
     weights, name = folder, "final"
     if checkpoint != "final":
         weights = checkpoints.find(folder, checkpoint)
-        name = f"step {step_of(weights)}"
+        name = f"step {checkpoints.step_of(weights)}"
     elif not (folder / ADAPTER_WEIGHTS).is_file():
         raise UserError(f"{folder}: the run has not ended ({ADAPTER_WEIGHTS} is missing); take --checkpoint last")
     rows, rows_from = _rows(settings, folder, row_count, say) if row_count else ([], "")
     base = resolve(settings.model.path, settings.model.revision)
-    return TrainedRun(folder, settings, base, weights, name, rows, rows_from)
+    return TrainedRun(folder, settings, base, weights, name, [ids for ids in rows if len(ids) > 1], rows_from)
 
 
 def _rows(settings: Config, folder: Path, count: int, say: Callable[[str], None]) -> tuple[list[np.ndarray], str]:
     """Sequences evenly over the held-out rows (training rows without those); of rounds, answers of the last one."""
-    words = vocabulary(settings.model)
     if answers := sorted(folder.glob("rounds/*/samples.jsonl")):
-        drawn = [np.array(line["tokens"], np.int32) for line in islice(lines_of(answers[-1], SampleLine), count)]
-        return [ids for ids in drawn if len(ids) > 1], f"answers of round {answers[-1].parent.name.lstrip('0')}"
-    kind, tokenizer, source = settings.record_kind, load_tokenizer_of(settings.model), "held-out rows"
-    is_group = kind == "group"
-    data: Any = None if is_group else open_held_out(settings.data, kind, tokenizer, tell=say, **words)
-    if data is None:
-        source = "training rows (none are held out)"
-        if is_group:
-            data = load_groups(settings.data, limits_of(words))
-        else:
-            data = open_training(settings.data, kind, tokenizer, tell=say, **words)
+        lines = islice(lines_of(answers[-1], SampleLine), count)
+        return [np.array(line["tokens"], np.int32) for line in lines], f"answers of {answers[-1].parent.name}"
+    words, kind, tokenizer = vocabulary(settings.model), settings.record_kind, load_tokenizer_of(settings.model)
+    data: Any = None
+    if kind != "group":
+        data = open_held_out(settings.data, kind, tokenizer, tell=say, **words)
+    source = "training rows (none are held out)" if data is None else "held-out rows"
+    if kind == "group":
+        data = load_groups(settings.data, limits_of(words))
+    elif data is None:
+        data = open_training(settings.data, kind, tokenizer, tell=say, **words)
     indices = np.unique(np.linspace(0, len(data) - 1, min(count, len(data))).astype(int))
     sequences = [
         np.concatenate([example.prompt_ids, completion]).astype(np.int32)
         for example in (data[int(index)] for index in indices)
         for completion in example.completions
     ]
-    return [ids for ids in sequences if len(ids) > 1][:count], source
+    return sequences[:count], source
