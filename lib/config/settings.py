@@ -525,18 +525,14 @@ class ServeSettings(Section):
     """Serve the model with the adapter fused into it, in memory: faster. For plain weights."""
     concurrency: Positive = 32
     """Requests that are decoded at once; more wait."""
-    max_queue: Natural = 256
-    """Requests in flight and waiting, of all keys; more are refused (429)."""
     max_requests_per_key: Positive = 64
-    """Of these, requests of one key."""
+    """Requests of one key in flight and waiting; more are refused (429)."""
     max_body_bytes: Positive = 1_000_000
     """Largest body of a request."""
     max_prompt_tokens: Positive = 8192
     """Longest prompt, in tokens as the model sees them: through its chat template, with its tools."""
     max_tokens: Positive = 2048
     """Longest completion, and what a request gets that names no limit."""
-    read_seconds: Seconds = 10.0
-    """Longest time for a request's body to come."""
     request_seconds: Seconds = 600.0
     """Longest time from a request to the end of its answer."""
     drain_seconds: NonNegative = 30.0
@@ -546,8 +542,6 @@ class ServeSettings(Section):
     feedback: str | None = None
     """File that gets a line for every completion that a client labels (POST /v1/feedback), as train.loss=kto takes
     it."""
-    feedback_seconds: Seconds = 3600.0
-    """How long after its end a completion may be labelled."""
 
 
 # ---- The whole ----

@@ -34,9 +34,10 @@ from lib.serve.feedback import Feedback, Label
 from lib.serve.generation import Generation, Generator, Piece
 from lib.serve.keys import KeyFile
 from lib.serve.model import ServedModel
-from lib.serve.requests import JSON, ChatRequest, RequestError, TextRequest, parse
+from lib.serve.requests import ChatRequest, RequestError, TextRequest, parse
 
 CLIENT_LEFT = 499  # nginx's status of a client that closed the connection
+READ_SECONDS = 10.0  # for a request's body to come
 BUCKETS_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 OPEN_PATHS = ("/healthz", "/readyz")
 COMPLETION_PATHS = ("/v1/chat/completions", "/v1/completions")
@@ -73,8 +74,8 @@ class Server:
         routes = [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.text, methods=["POST"]),
-            Route("/v1/models", self.list_models),
-            Route("/v1/models/{name:path}", self.show_model),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.models),
             Route("/metrics", self.show_metrics),
             *(Route(path, self.health) for path in OPEN_PATHS),
         ]
@@ -84,8 +85,7 @@ class Server:
         if self.keys is None:  # a web page under another name reaches no server of this machine
             hosts = ["localhost", "127.0.0.1", "[::1]", self.settings.host]
             middleware.insert(0, Middleware(TrustedHostMiddleware, allowed_hosts=hosts))
-        if self.settings.cors_origins:
-            origins = [*self.settings.cors_origins]
+        if origins := [*self.settings.cors_origins]:
             cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
             middleware.insert(0, cors)
 
@@ -100,15 +100,13 @@ class Server:
     async def health(self, request: Request) -> Response:
         return PlainTextResponse("ok\n")
 
-    async def list_models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._description()]})
-
-    async def show_model(self, request: Request) -> Response:
+    async def models(self, request: Request) -> Response:
+        """The one model, in a list or by its name."""
+        model = {"id": self.name, "object": "model", "created": self.metrics.started, "owned_by": "tandem"}
+        if "name" not in request.path_params:
+            return JSONResponse({"object": "list", "data": [model]})
         self._require_model(request.path_params["name"])
-        return JSONResponse(self._description())
-
-    def _description(self) -> JSON:
-        return {"id": self.name, "object": "model", "created": self.metrics.started, "owned_by": "tandem"}
+        return JSONResponse(model)
 
     def _require_model(self, name: str | None) -> None:
         if name not in (None, self.name):
@@ -137,13 +135,13 @@ class Server:
         """A request's body, within its limits of bytes and time."""
         most, body = self.settings.max_body_bytes, bytearray()
         try:
-            async with asyncio.timeout(self.settings.read_seconds):
+            async with asyncio.timeout(READ_SECONDS):
                 async for chunk in request.stream():
                     body += chunk
                     if len(body) > most:
-                        raise RequestError(413, f"the body has more than serve.max_body_bytes={most}", "too_large")
+                        raise RequestError(413, f"the body has more than serve.max_body_bytes={most}")
         except TimeoutError:
-            raise RequestError(408, f"the body did not come within {self.settings.read_seconds:g} s") from None
+            raise RequestError(408, f"the body did not come within {READ_SECONDS:g} s") from None
         except ClientDisconnect:
             raise RequestError(CLIENT_LEFT, "the client left") from None
         return bytes(body)
@@ -190,8 +188,7 @@ class Server:
         except UserError as error:
             raise RequestError(400, str(error), "invalid_prompt", "messages") from None
         if not prompt or max(prompt) >= model.vocab_size:
-            message = f"the prompt has {len(prompt)} tokens, the largest id {max(prompt, default=0)}; the model cannot"
-            raise RequestError(400, f"{message} read it", "invalid_prompt", "messages")
+            raise RequestError(400, "the prompt has no tokens, or some that the model lacks", "invalid_prompt")
         if len(prompt) > most or len(prompt) + wanted > model.context_tokens:
             message = f"the prompt has {len(prompt)} tokens; at most {most}, with the answer {model.context_tokens}"
             raise RequestError(400, message, "context_length_exceeded", "messages")
@@ -205,11 +202,11 @@ class Server:
         Raises:
             RequestError: the time is over, the client left, or generation failed.
         """
-        started, outcome = time.monotonic(), "cancelled"
+        started, outcome, metrics = time.monotonic(), "cancelled", self.metrics
         leaving = asyncio.create_task(_report_leaving(request, pieces))
         try:
             async with asyncio.timeout(self.settings.request_seconds), self.slots:
-                self.metrics.queue_seconds.observe(time.monotonic() - started)
+                metrics.queue_seconds.observe(time.monotonic() - started)
                 self.generator.submit(generation)
                 while answer.pieces.finish_reason is None:
                     piece = await pieces.get()
@@ -221,7 +218,7 @@ class Server:
                         outcome = "error"
                         raise RequestError(500, "generation failed; the server's log has the reason", "failed")
                     if not answer.pieces.count:
-                        self.metrics.first_token.observe(time.monotonic() - started)
+                        metrics.first_token.observe(time.monotonic() - started)
                     answer.pieces.add(piece)
                     if piece.finish_reason is not None:
                         outcome = piece.finish_reason
@@ -232,13 +229,14 @@ class Server:
         finally:
             leaving.cancel()
             generation.is_cancelled = True
-            seconds, prompt_tokens = time.monotonic() - started, len(generation.prompt)
-            self.metrics.seconds.observe(seconds)
-            self.metrics.tokens.labels("prompt").inc(prompt_tokens)
-            self.metrics.tokens.labels("completion").inc(answer.pieces.count)
+            counts = {"prompt": len(generation.prompt), "completion": answer.pieces.count}
+            for kind, count in counts.items():
+                metrics.tokens.labels(kind).inc(count)
+            seconds = time.monotonic() - started
+            metrics.seconds.observe(seconds)
             record = {"id": request.state.id, "answer": answer.id, "owner": generation.owner, "outcome": outcome}
-            record |= {"stream": bool(answer.request.stream), "seconds": round(seconds, 3)}
-            self.log("request", prompt_tokens=prompt_tokens, tokens=answer.pieces.count, **record)
+            record |= {"prompt_tokens": counts["prompt"], "tokens": counts["completion"], "seconds": round(seconds, 3)}
+            self.log("request", stream=bool(answer.request.stream), **record)
 
     def _remember(self, owner: str, answer: Completion) -> None:
         """Keeps an answer for a label, where training renders such a request as it was served."""
@@ -273,11 +271,9 @@ class Gate:
 
         try:
             owner = "" if path in OPEN_PATHS else self.owner(request)
-            counts = path in COMPLETION_PATHS
-            limit, most = server.settings.max_requests_per_key, server.settings.max_queue
-            if counts and (server.in_flight[owner] >= limit or server.in_flight.total() >= most):
-                message = f"{limit} requests of this key, or {most} of all, are in flight; try again"
-                raise RequestError(429, message, "queue_full", retry=2)
+            counts, limit = path in COMPLETION_PATHS, server.settings.max_requests_per_key
+            if counts and server.in_flight[owner] >= limit:
+                raise RequestError(429, f"{limit} requests of this key are in flight; try again", "queue_full")
             scope.setdefault("state", {}).update(owner=owner, id=id)
             server.in_flight[owner] += counts  # until the last byte of the answer
             try:
@@ -304,8 +300,7 @@ class Gate:
 
 def response_of(error: RequestError) -> Response:
     """OpenAI's JSON of an error."""
-    headers = {} if error.retry_seconds is None else {"retry-after": str(error.retry_seconds)}
-    return JSONResponse(error.body, error.status, headers)
+    return JSONResponse(error.body, error.status, {"retry-after": "2"} if error.status in (429, 503) else {})
 
 
 class Metrics:

@@ -60,7 +60,10 @@ def serve(settings: Config, run: Path | None) -> None:
     from lib.serve.model import ServedModel
 
     options = settings.serve
-    _check(settings, run)
+    if settings.model.random_init:
+        raise UserError("model.random_init=true: the base's weights are in no file; export it by --to fused first")
+    if settings.model.attention_window is not None:
+        print("warning: the server ignores model.attention_window; it attends to everything", file=sys.stderr)
     sys.setswitchinterval(SWITCH_SECONDS)
     keys = None if options.keys is None else key_file.KeyFile(Path(options.keys))
     with bind(options.host, options.port) as listening:
@@ -77,7 +80,7 @@ def serve(settings: Config, run: Path | None) -> None:
         model = ServedModel(settings.model, settings.data, folder, run, options.fuse)
         if model.computes.note:
             print(model.computes.note, file=sys.stderr)
-        feedback = None if options.feedback is None else Feedback(Path(options.feedback), options.feedback_seconds)
+        feedback = None if options.feedback is None else Feedback(Path(options.feedback))
         generator = Generator(model.load, options.concurrency)
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         log("start", address=address, model=name, run=None if run is None else str(run))
@@ -185,22 +188,13 @@ server {{
 """
 
 
-def _check(settings: Config, run: Path | None) -> None:
-    if run is not None and not (run / model_folder.ADAPTER_WEIGHTS).is_file():
-        raise UserError(f"--run {run}: no finished run there ({model_folder.ADAPTER_WEIGHTS} is missing)")
-    if settings.model.random_init:
-        raise UserError("model.random_init=true: the base's weights are in no file; export it by --to fused first")
-    if settings.model.attention_window is not None:
-        print("warning: the server ignores model.attention_window; it attends to everything", file=sys.stderr)
-
-
 def _read_config(options: argparse.Namespace) -> Config:
     if options.run is None:
         return load.load(None, options.overrides, base={"model": {"path": options.model}, "data": {"train": "none"}})
-    path = Path(options.run) / "config.yaml"
-    if not path.is_file():
-        raise UserError(f"--run {options.run}: no run there (it has no config.yaml); runs are folders in run.dir")
-    return load.of_run(path, options.overrides)
+    for name in ("config.yaml", model_folder.ADAPTER_WEIGHTS):
+        if not (Path(options.run) / name).is_file():
+            raise UserError(f"--run {options.run}: no run there that has ended: {name} is missing")
+    return load.of_run(Path(options.run) / "config.yaml", options.overrides)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -56,16 +56,6 @@ def make_sampler(temperature: float, top_p: float, top_k: int, min_p: float, see
 shared_sampler = functools.lru_cache(64)(make_sampler)
 
 
-def processors_of(sampling: SamplingParameters) -> list[Any]:
-    """mlx-lm's logits processors."""
-    return make_logits_processors(
-        {int(token): value for token, value in (sampling.logit_bias or {}).items()} or None,
-        sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty or None,
-        frequency_penalty=sampling.frequency_penalty or None,
-    )
-
-
 @dataclass(frozen=True)
 class Token:
     """A token of an answer, with its log-probability in nats and the likeliest tokens at its position."""
@@ -171,9 +161,12 @@ class Generator(threading.Thread):
         batch = BatchGenerator(self.model, completion_batch_size=self._concurrency)
         cache = LRUPromptCache(PROMPT_CACHE_ENTRIES)
         while not self._ends:
-            self._take_in(batch, cache)
-            gone = [uid for uid, answer in self._answers.items() if answer.request.is_cancelled]
-            if gone:
+            with contextlib.suppress(queue.Empty):
+                while True:  # all that came; it waits where there is no answer under way
+                    request = self._queue.get(timeout=None if self._answers else IDLE_SECONDS, block=not self._answers)
+                    if not request.is_cancelled:
+                        self._insert(request, batch, cache)
+            if gone := [uid for uid, answer in self._answers.items() if answer.request.is_cancelled]:
                 batch.remove(gone)
                 for uid in gone:
                     del self._answers[uid]
@@ -201,29 +194,27 @@ class Generator(threading.Thread):
                     cache.insert_cache(answer.request.owner, list(response.all_tokens), response.prompt_cache)
         self.deliver(_put, pieces)
 
-    def _take_in(self, batch: BatchGenerator, cache: LRUPromptCache) -> None:
-        """Inserts the requests that came; waits for one if there is no answer under way."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                request = self._queue.get(timeout=None if self._answers else IDLE_SECONDS, block=not self._answers)
-                if not request.is_cancelled:
-                    self._insert(request, batch, cache)
-
     def _insert(self, request: Generation, batch: BatchGenerator, cache: LRUPromptCache) -> None:
-        known, rest = cache.fetch_nearest_cache(request.owner, request.prompt)
+        sampling, (known, rest) = request.sampling, cache.fetch_nearest_cache(request.owner, request.prompt)
         if known is not None and not rest:  # the last token has to be read again, to know what follows it
             if can_trim_prompt_cache(known):
                 trim_prompt_cache(known, 1)
                 rest = request.prompt[-1:]
             else:
                 known, rest = None, request.prompt
+        processors = make_logits_processors(
+            {int(token): value for token, value in (sampling.logit_bias or {}).items()} or None,
+            sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty or None,
+            frequency_penalty=sampling.frequency_penalty or None,
+        )
         (uid,) = batch.insert(
             [list(rest)],
             max_tokens=[request.max_tokens],
             caches=None if known is None else [known],
             all_tokens=[request.prompt[: len(request.prompt) - len(rest)]],
-            samplers=[sampler_of(request.sampling)],
-            logits_processors=[processors_of(request.sampling)],
+            samplers=[sampler_of(sampling)],
+            logits_processors=[processors],
             stop_sequences=[StopSequences([(token,) for token in self.end_ids])],
         )
         self._answers[uid] = AnswerText(request, self.tokenizer)
@@ -273,9 +264,8 @@ class AnswerText:
     def _token(self, token: int, logprobs: mx.array, count: int) -> Token:
         top = mx.argpartition(-logprobs, kth=count)[:count].tolist() if count else []
         likeliest = [(self.tokenizer.decode([other]), logprobs[other].item()) for other in top]
-        return Token(
-            self.tokenizer.decode([token]), logprobs[token].item(), sorted(likeliest, key=lambda pair: -pair[1])
-        )
+        likeliest.sort(key=lambda pair: -pair[1])
+        return Token(self.tokenizer.decode([token]), logprobs[token].item(), likeliest)
 
     def _route(self, piece: Piece, segments: list[tuple[str, str]]) -> None:
         for kind, text in segments:

@@ -24,15 +24,14 @@ class KeyFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self._stamp = path, _stamp_of(path)
-        self._owners = read(path)
+        self.path, self._stamp, self._owners = path, _stamp_of(path), read(path)
 
     def owner(self, key: str) -> str | None:
         """The name that a key belongs to, or None."""
         if (stamp := _stamp_of(self.path)) != self._stamp:
             self._stamp = stamp
             try:
-                self._owners = {} if stamp is None else read(self.path)
+                self._owners = read(self.path) if stamp else {}
             except UserError as error:  # valid keys stay so until the line is corrected
                 print(f"warning: {error}", flush=True)
         return self._owners.get(_digest(key))
@@ -54,10 +53,9 @@ def read(path: Path) -> dict[str, str]:
         if not line.strip() or line.startswith("#"):
             continue
         match = LINE.fullmatch(line.strip())
-        if match is None:
-            raise UserError(f"{path}:{number}: not of the form `NAME sha256:HEX`; keys themselves do not belong here")
-        if match["name"] in owners.values():
-            raise UserError(f"{path}:{number}: {match['name']} is there twice; remove one")
+        if match is None or match["name"] in owners.values():
+            wanted = "`NAME sha256:HEX`, each name once; keys themselves do not belong here"
+            raise UserError(f"{path}:{number}: not of the form {wanted}")
         owners[match["digest"]] = match["name"]
     return owners
 
@@ -83,8 +81,7 @@ def make(name: str, path: Path) -> str:
 
 
 def _stamp_of(path: Path) -> tuple[int, int] | None:
-    facts = path.stat() if path.exists() else None
-    return None if facts is None else (facts.st_mtime_ns, facts.st_size)
+    return (path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None
 
 
 def _digest(key: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lib.config.settings import Fraction
 
@@ -17,11 +17,9 @@ TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 class RequestError(Exception):
     """A request without an answer: the HTTP status, and OpenAI's words for what is wrong."""
 
-    def __init__(
-        self, status: int, message: str, code: str | None = None, param: str | None = None, retry: int | None = None
-    ) -> None:
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.retry_seconds = status, retry
+        self.status = status
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status)
         kind = kind or ("invalid_request_error" if status < 500 else "server_error")
         self.body = {"error": {"message": message[:500], "type": kind, "param": param and param[:100], "code": code}}
@@ -120,12 +118,12 @@ class CompletionRequest(SamplingParameters):
     @property
     def answer_tokens(self) -> int | None:
         """The longest answer that the client wants."""
-        return self.max_tokens
+        return getattr(self, "max_completion_tokens", None) or self.max_tokens
 
     @property
     def logprobs_count(self) -> int | None:
         """Likeliest tokens to report; None: no log-probabilities."""
-        return None
+        return (getattr(self, "top_logprobs", None) or 0) if getattr(self, "logprobs", None) else None
 
     @property
     def tool_definitions(self) -> list[JSON] | None:
@@ -146,15 +144,11 @@ class ChatRequest(CompletionRequest):
     store: Literal[False] | None = None
     modalities: tuple[Literal["text"]] | None = None
 
-    @property
-    def answer_tokens(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
-
-    @property
-    def logprobs_count(self) -> int | None:
+    @model_validator(mode="after")
+    def _require_logprobs(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
-            raise RequestError(400, "top_logprobs needs logprobs to be true", "invalid_value", "top_logprobs")
-        return (self.top_logprobs or 0) if self.logprobs else None
+            raise ValueError("top_logprobs needs logprobs to be true")
+        return self
 
     @property
     def tool_definitions(self) -> list[JSON] | None:
@@ -191,10 +185,10 @@ def parse(model: type[SomePart], raw: bytes) -> SomePart:
     # Without pydantic's names of the branches of a union.
     parts = (str(part) for part in fault["loc"] if isinstance(part, int) or part.isidentifier() and part != "str")
     place, why = ".".join(parts), fault["msg"].removeprefix("Value error, ")
-    if fault["type"] == "json_invalid":
-        raise RequestError(400, f"the body is not JSON: {why}", "invalid_json")
-    if fault["type"] == "extra_forbidden":
-        raise RequestError(400, f"{place} is not a parameter of this server", "unknown_parameter", place)
-    if fault["type"] == "missing":
-        raise RequestError(400, f"{place} is missing", "missing_parameter", place)
-    raise RequestError(400, f"{place or 'the body'}: {why[0].lower()}{why[1:]}", "invalid_value", place or None)
+    texts = {
+        "json_invalid": f"the body is not JSON: {why}",
+        "extra_forbidden": f"{place} is not a parameter of this server",
+        "missing": f"{place} is missing",
+    }
+    message = texts.get(fault["type"], f"{place or 'the body'}: {why[0].lower()}{why[1:]}")
+    raise RequestError(400, message, fault["type"], place or None)
