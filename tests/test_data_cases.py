@@ -141,7 +141,16 @@ def test_a_column_that_nothing_reads_is_named_once(tmp_path: Path, name: str, va
     assert opened(tmp_path, [PAIR | {name: value}], ignore=(name,))[1] == []
 
 
-@pytest.mark.parametrize("name, value", [("pictures", ["a.png"]), ("videos", ["a.mp4"]), ("scene", {"path": "a.wav"})])
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("pictures", ["a.png"]),
+        ("videos", ["a.mp4"]),
+        ("scene", {"path": "a.wav"}),
+        ("attachments", [{"type": "image_url", "url": "https://a/b"}]),
+        ("clip", "s3://a/b.mkv"),
+    ],
+)
 def test_media_stop_the_run(tmp_path: Path, name: str, value: object) -> None:
     with pytest.raises(UserError, match=rf"rows\.jsonl:1: column '{name}' .*data\.ignore=\[{name}\]"):
         opened(tmp_path, [PAIR | {name: value}])

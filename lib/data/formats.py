@@ -663,7 +663,7 @@ def _says_something(value: object) -> bool:
 # ---- Columns that nothing reads
 
 MEDIA_NAMES = re.compile(r"^(image|img|picture|photo|video|audio|speech|sound)s?($|_)", re.IGNORECASE)
-MEDIA_FILES = re.compile(r"\.(png|jpe?g|webp|gif|bmp|mp4|mov|avi|webm|wav|mp3|flac|ogg)$", re.IGNORECASE)
+MEDIA_FILES = re.compile(r"\.(png|jpe?g|webp|gif|bmp|tiff?|heic|mp4|mov|avi|mkv|webm|wav|mp3|m4a|flac|opus|ogg)$", re.IGNORECASE)
 
 
 def unread_columns(record: JSON, settings: DataSettings, kind: RecordKind) -> list[str]:
@@ -677,7 +677,8 @@ def unread_columns(record: JSON, settings: DataSettings, kind: RecordKind) -> li
 def _is_media(name: str, value: object) -> bool:
     if isinstance(value, list):
         return bool(value) and _is_media(name, value[0])
-    if isinstance(value, dict):
-        return isinstance(value.get("bytes"), bytes) or _is_media(name, value.get("path"))
+    if isinstance(value, dict):  # a file's {path, bytes}, or a content part {type, url}
+        kind = value.get("type")
+        return any(_is_media("", item) for item in value.values()) or (isinstance(kind, str) and _is_media(kind, 1))
     is_file = isinstance(value, str) and MEDIA_FILES.search(value) is not None
     return isinstance(value, bytes) or is_file or (MEDIA_NAMES.match(name) is not None and bool(value))

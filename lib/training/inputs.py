@@ -100,8 +100,11 @@ def read_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     """Reads and tokenises the rows, the held-out rows and the questions."""
     words, limits = vocabulary(config.model), None
     of_model = tokenizer.load_tokenizer_of(config.model)
-    if of_model is not None and (facts := facts_of(Encoder(of_model, config.data, words["eos_token_id"]))):
-        say(str(facts))
+    if of_model is not None:
+        encoder = Encoder(of_model, config.data, words["eos_token_id"])
+        encoder.stop_generation()
+        if facts := facts_of(encoder):
+            say(str(facts))
     data: Dataset | StreamedDataset | Prompts
     valid = held_out = None
     if config.rollouts.rounds:
@@ -152,7 +155,6 @@ def _prompts(
     if of_model is None:
         raise UserError(f"rollouts.rounds={rollouts.rounds} needs a tokenizer, but {config.model.path} has none")
     encoder = Encoder(of_model, data, words["eos_token_id"])
-    encoder.stop_generation()
     completions = rollouts.samples if config.record_kind == "group" else 2
 
     def opened(source: str | dict[str, float], held_out: bool | None) -> Prompts:
