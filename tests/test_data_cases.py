@@ -18,6 +18,7 @@ from lib.data.streaming import open_held_out, open_training, with_splits
 from lib.data.tokenize import Encoder, render_prompt
 from lib.data.tokenizer import NO_LIMITS
 from lib.errors import UserError
+from lib.training.inputs import read_inputs
 from tests import chat_models, chat_rows, tiny
 
 QWEN = "Qwen-Qwen2.5-7B-Instruct"
@@ -235,3 +236,116 @@ def test_tokens_are_written_as_training_takes_them(tmp_path: Path, capsys: pytes
         len(again[0].completions[0]) - 1
     )
     assert [row.prompt_ids.tolist() for row in again] == [line["prompt_ids"] for line in lines]
+
+
+# ---- Ten more reports about other trainers
+
+
+def learnt_text(data: Any, row: int = 0, k: int = 0) -> str:
+    example = data[row]
+    mask = [True] * len(example.completions[k]) if example.learnt is None else example.learnt[k]
+    return str(wrapped().decode([int(i) for i, on in zip(example.completions[k], mask, strict=True) if on]))
+
+
+def test_the_end_of_turn_is_learnt_where_padding_is_the_same_token(tmp_path: Path) -> None:
+    """trl#6357, Megatron-Bridge#4265: a mask by the id of padding took the end of turn out."""
+    tokenizer = wrapped()
+    tokenizer._tokenizer.pad_token = tokenizer.eos_token
+    path = write(tmp_path / "rows.jsonl", [{"messages": [USER, ANSWER]}])
+    data = load_dataset(path, DataSettings(train=path), "sft", tokenizer, eos_token_id=None)
+    assert learnt_text(data) == "In aisle 0.<|im_end|>"
+
+
+def test_answers_alone_are_learnt_where_the_template_has_no_generation_marks(tmp_path: Path) -> None:
+    """Megatron-Bridge#3359: without {% generation %} the whole conversation was learnt."""
+    row = {"messages": [USER, ANSWER, {"role": "user", "content": "And 1?"}, {"role": "assistant", "content": "In 1."}]}
+    data, _ = opened(tmp_path, [row], "sft", learn="assistant")
+    assert learnt_text(data) == "In aisle 0.<|im_end|>In 1.<|im_end|>"
+
+
+def test_what_follows_an_end_token_is_learnt_where_all_is(tmp_path: Path) -> None:
+    """Megatron-Bridge#5213: the first token behind a turn's end was lost, as if that end were padding."""
+    data, _ = opened(
+        tmp_path, [{"messages": [{"role": "system", "content": "Short."}, USER, ANSWER]}], "sft", learn="all"
+    )
+    text = learnt_text(data)
+    assert "<|im_end|>\n<|im_start|>user\nWhere is shelf 0?<|im_end|>\n<|im_start|>assistant\nIn aisle" in text
+
+
+@pytest.mark.parametrize("limit", [56, 64])
+def test_a_short_answer_stays_whole_beside_one_that_is_cut(tmp_path: Path, limit: int) -> None:
+    """trl#6548: both were cut by the longer one's length, the shorter one to nothing (NaN in SimPO)."""
+    data, _ = opened(tmp_path, [PAIR | {"chosen": "Aisle 3, on the left. " * 50}], max_length=limit)
+    (row,) = data
+    assert [len(row.prompt_ids) + len(ids) for ids in row.completions][0] == limit
+    assert learnt_text(data, k=1) == "No.<|im_end|>"
+
+
+def test_bos_stands_once_where_tokenizer_and_template_both_write_it(tmp_path: Path) -> None:
+    """Soup#781: a rendered prompt was tokenised with special tokens once more."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = wrapped("meta-llama-Llama-3.1-8B-Instruct")
+    bos = tokenizer.bos_token_id
+    tokenizer._tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{tokenizer.bos_token} $A", special_tokens=[(tokenizer.bos_token, bos)]
+    )
+    path = write(tmp_path / "rows.jsonl", [PAIR])
+    data = load_dataset(path, DataSettings(train=path), "preference", tokenizer, eos_token_id=None)
+    prompt = render_prompt(Encoder(tokenizer, DataSettings(train="-"), None), [{"role": "user", "content": "Shelf?"}])
+    assert data[0].prompt_ids.tolist() == prompt.ids and prompt.ids.count(bos) == 1
+
+
+def test_arguments_as_text_are_those_of_an_object(tmp_path: Path) -> None:
+    """oumi#2599, flama#258: JSON text was written as a JSON string, with its quotes escaped."""
+    ids = []
+    for arguments in ({"city": "Oslo"}, '{"city": "Oslo"}'):
+        call = {"type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+        answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+        data, _ = opened(tmp_path, [{"messages": [USER, answer], "tools": chat_rows.TOOLS}], "sft")
+        assert '"arguments": {"city": "Oslo"}' in learnt_text(data)
+        ids.append(data[0].completions[0].tolist())
+    assert ids[0] == ids[1]
+
+
+@pytest.mark.parametrize("name", ["weight", "train", "loss_weight"])
+def test_a_message_says_whether_it_is_learnt(tmp_path: Path, name: str) -> None:
+    """axolotl#1703, #1756: a wrong answer that was marked so was learnt."""
+    turns = [USER, ANSWER | {"content": "Wrong.", name: False}, USER, ANSWER | {name: True}]
+    data, _ = opened(tmp_path, [{"messages": turns}], "sft")
+    assert learnt_text(data) == "In aisle 0.<|im_end|>"
+
+
+def test_two_turns_of_one_speaker_are_both_read(tmp_path: Path) -> None:
+    """LlamaFactory#2962: only strict alternation was taken."""
+    turns = [("human", "Hi."), ("human", "Shelf?"), ("gpt", "Aisle 3.")]
+    data, _ = opened(tmp_path, [{"conversations": [{"from": who, "value": text} for who, text in turns]}], "sft")
+    assert "user\nHi.<|im_end|>\n<|im_start|>user\nShelf?<|im_end|>" in wrapped().decode(data[0].prompt_ids.tolist())
+
+
+def test_a_bare_list_of_messages_is_named(tmp_path: Path) -> None:
+    """LlamaFactory#8323: a file of lists ended in StopIteration, far from its cause."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps([USER, ANSWER]) + "\n")
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: "):
+        load_dataset(str(path), DataSettings(train=str(path)), "sft", wrapped(), eos_token_id=None)
+
+
+def test_a_system_prompt_of_messages_and_an_answer_by_the_user_are_named(tmp_path: Path) -> None:
+    """trl#2385: both were dropped or trained as they stood."""
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: .*'system'"):
+        opened(tmp_path, [PAIR | {"system": [{"role": "user", "content": "A clerk."}]}])
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: .*'rejected'"):
+        opened(tmp_path, [{"prompt": [USER], "chosen": [ANSWER], "rejected": [{"role": "user", "content": "No."}]}])
+
+
+def test_an_answer_to_a_run_ends_at_the_templates_end_of_turn(tmp_path: Path) -> None:
+    """LlamaFactory#7454, in a run without questions: its tokenizer stops where training put the end."""
+    tokenizer = chat_models.tokenizer_of(QWEN)
+    folder = tiny.model_folder(tmp_path / "model", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.save_pretrained(folder)
+    words = [f"model.path={folder}", "model.random_init=true", f"data.train={write(tmp_path / 'rows.jsonl', [PAIR])}"]
+    inputs = read_inputs(load_settings(None, words), print)
+    assert inputs.tokenizer is not None
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in inputs.tokenizer.eos_token_ids

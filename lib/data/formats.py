@@ -663,7 +663,9 @@ def _says_something(value: object) -> bool:
 # ---- Columns that nothing reads
 
 MEDIA_NAMES = re.compile(r"^(image|img|picture|photo|video|audio|speech|sound)s?($|_)", re.IGNORECASE)
-MEDIA_FILES = re.compile(r"\.(png|jpe?g|webp|gif|bmp|tiff?|heic|mp4|mov|avi|mkv|webm|wav|mp3|m4a|flac|opus|ogg)$", re.IGNORECASE)
+MEDIA_FILES = re.compile(
+    r"\.(png|jpe?g|webp|gif|bmp|tiff?|heic|mp4|mov|avi|mkv|webm|wav|mp3|m4a|flac|opus|ogg)$", re.IGNORECASE
+)
 
 
 def unread_columns(record: JSON, settings: DataSettings, kind: RecordKind) -> list[str]:

@@ -140,8 +140,7 @@ def gather_facts(
         steps=config.steps_over(len(lengths)),
         published=list(calibration.read_published().values()),
         shape=shape,
-        memory=block_shape
-        and MemoryModel(block_shape, _training(config, block_shape, shares), largest, typical),
+        memory=block_shape and MemoryModel(block_shape, _training(config, block_shape, shares), largest, typical),
         stages_before=_stages_before(config, world, hosts, stored, resumed),
         usual_gflops=usual,
     )
