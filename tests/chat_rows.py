@@ -120,8 +120,9 @@ def _difference(row: dict[str, Any], ours: Any, theirs: dict[str, Any], tokenize
         return ""  # nothing to compare with
     if isinstance(ours, Unusable):
         both = zip(row["completions"], theirs["wholes"], strict=True)
-        loses = any(lost(message, tokenizer.decode(whole)) for answer, whole in both for message in answer)
         prompt = tokenizer.decode(theirs["prompt"])
+        behind = [(answer, tokenizer.decode(whole).removeprefix(prompt)) for answer, whole in both]
+        loses = any(lost(message, text) for answer, text in behind for message in answer)
         loses |= any(lost(one, prompt, is_earlier=True) for one in row["prompt"] if one["role"] == "assistant")
         return "" if loses else f"refused: {ours}"
     if ours.prompt != theirs["prompt"]:

@@ -545,12 +545,12 @@ def test_unreadable_files_each_give_one_line(tmp_path):
     write(tmp_path / "train.jsonl", [PAIR])
     assert "did you mean" in read_error(tmp_path / "trian.jsonl") and "does not exist" in read_error(tmp_path / "xyz")
     (tmp_path / "bare").mkdir()
-    assert "is a folder without records" in read_error(tmp_path / "bare")
-    assert "no file matches" in read_error(tmp_path / "bare" / "*.jsonl")
+    assert "no file (*.jsonl" in read_error(tmp_path / "bare")
+    assert "no file (*.jsonl" in read_error(tmp_path / "bare" / "*.jsonl")
     (tmp_path / "rows.csv").write_text("prompt,chosen,rejected\na,b,c\n")
     (tmp_path / "rows.json").write_text('[{"prompt": "a", "chosen": "b", "rejected": "c"}]')
     for name in ("rows.csv", "rows.json"):
-        (row,) = record_files.read(str(tmp_path / name), DataSettings(train="-"))
+        (row,) = record_files.read(str(tmp_path / name))
         assert row[1] == {"prompt": "a", "chosen": "b", "rejected": "c"}
     for blank in (b"", b"\n \n"):
         (tmp_path / "empty.jsonl").write_bytes(blank)

@@ -177,7 +177,7 @@ from lib.errors import UserError
 settings = DataSettings(train="-", cache_dir=sys.argv[1])
 for source in sys.argv[2:]:
     try:
-        rows = [record for file in sources.files_of(source, settings) for _, record in record_files.read(str(file), settings)]
+        rows = [record for file in sources.files_of(source, settings) for _, record in record_files.read(str(file))]
     except UserError as error:
         rows = str(error)
     print(json.dumps(rows))
@@ -253,7 +253,7 @@ def test_a_local_folder_of_the_same_layout_gives_the_same_rows(name: str, tmp_pa
     settings = DataSettings(train="-", cache_dir=str(tmp_path / "cache"))
     for options, rows in asked.items():
         found = sources.files_of(f"hf://{tmp_path}/{name}{options}", settings)
-        assert [record for file in found for _, record in record_files.read(str(file), settings)] == rows
+        assert [record for file in found for _, record in record_files.read(str(file))] == rows
     for wrong, words in WRONG:
         if wrong.startswith(name):
             with pytest.raises(UserError) as error:

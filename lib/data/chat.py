@@ -1,8 +1,7 @@
 """Chats ➜ token ids and what of them is learnt, through the tokenizer's chat template.
 
 The prompt is rendered as inference sends it, the whole conversation once more, and a completion is what the whole has
-behind the prompt. Three parts: what of a chat is not in its text (a template that drops it would train on something
-else in silence), the template with its adaptions, and where in a text a completion begins, ends and is learnt.
+behind the prompt. A template that leaves out part of a message is refused: it would train on something else in silence.
 """
 
 from __future__ import annotations
@@ -66,9 +65,15 @@ def inline_reasoning(message: Message) -> str | None:
     return match[1] if match else None
 
 
+def reasoning_of(message: Message) -> str | None:
+    """An answer's thinking, of its own field or within its content; None or blank where it does not think."""
+    fields = (value for name in REASONING if (value := message.get(name)))
+    return next((str(value) for value in fields), inline_reasoning(message))
+
+
 def has_reasoning(message: Message) -> bool:
     """Whether a message brings thinking of its own, in a field or within its content."""
-    return any(message.get(name) for name in REASONING) or inline_reasoning(message) is not None
+    return reasoning_of(message) is not None
 
 
 def lost(message: Message, text: str, is_earlier: bool = False) -> str | None:
@@ -76,31 +81,34 @@ def lost(message: Message, text: str, is_earlier: bool = False) -> str | None:
 
     is_earlier: of an answer in the prompt, whose thinking need not be shown again.
     """
-    content, of_role = message.get("content"), f"of a message from {message['role']!r}"
-    if message["role"] != "assistant":
+    content, role = message.get("content"), message["role"]
+    if role != "assistant":
         if isinstance(content, str) and not _is_said(content.strip(), text):
-            return f"the content {of_role}"
+            return f"the content of a message from {role!r}"
         for name, value in message.items():
             if name not in FIELDS and _says_something(value) and not _is_said(str(value), text):
-                return f"{name!r} {of_role} (or leave it out with data.ignore=[{name}])"
+                return _field(name, role)
         return None
-    inline = inline_reasoning(message)
+    parts: list[tuple[str, str]] = []
     if not is_earlier:
-        for name in REASONING:
-            if isinstance(thinking := message.get(name), str) and thinking.strip() not in text:
-                return repr(name)
-        if inline is not None and inline.strip() not in text:
-            return "the thinking in its content"
+        names = [repr(name) for name in REASONING if isinstance(message.get(name), str)]
+        parts.append(((*names, "the thinking in its content")[0], (reasoning_of(message) or "").strip()))
     if isinstance(content, str):
-        said = content if inline is None else INLINE_THINKING.sub("", content, count=1)
-        if said.strip() not in text:
-            return "the answer's content"
+        parts.append(("the answer's content", INLINE_THINKING.sub("", content, count=1).strip()))
     calls: Any = message.get("tool_calls") or ()
     for call in calls:
-        called = (call.get("function") or call).get("name")
-        if isinstance(called, str) and called not in text:
-            return f"the call of {called!r}"
+        called = str((call.get("function") or call).get("name"))
+        parts.append((f"the call of {called!r}", called))
+    # Each found part is taken out, the longest first: what is said twice has to stand there twice.
+    for name, part in sorted(parts, key=lambda part: -len(part[1])):
+        if part not in text:
+            return name
+        text = text.replace(part, "", 1) if part and not is_earlier else text
     return None
+
+
+def _field(name: str, role: str) -> str:
+    return f"{name!r} of a message from {role!r} (or leave it out with data.ignore=[{name}])"
 
 
 def _says_something(value: object) -> bool:
@@ -112,37 +120,6 @@ def _is_said(said: str, text: str) -> bool:
     if said in text or json.dumps(said, ensure_ascii=False)[1:-1] in text:
         return True
     return "".join(said.split()) in "".join(text.split())
-
-
-def _changes(message: Message) -> Iterator[tuple[str, Message]]:
-    """An answer with one thing changed, which its text has to show, and the thing's name.
-
-    A thinking of "2+2=4" may be dropped, and stand in the answer all the same: so `lost` does not see it.
-    """
-    if (thought := _with_other_thinking(message)) is not None:
-        fields = [repr(name) for name in REASONING if message.get(name)]
-        yield (*fields, "the thinking in its content")[0], thought
-    content = message.get("content")
-    if message.get("tool_calls") and isinstance(content, str):
-        match = INLINE_THINKING.match(content)
-        begin = match.end() if match else 0
-        if content[begin:].strip():
-            yield "the answer's content", _with(message, content=content[:begin] + SENTINEL)
-    for name, value in message.items():
-        if name not in FIELDS and _says_something(value):
-            without = cast(Message, {key: item for key, item in message.items() if key != name})
-            yield f"{name!r} of a message from 'assistant' (or leave it out with data.ignore=[{name}])", without
-
-
-def _with_other_thinking(message: Message) -> Message | None:
-    """An answer that thinks something that stands nowhere else; None for one that does not think."""
-    fields = [name for name in REASONING if isinstance(text := message.get(name), str) and text.strip()]
-    if fields:
-        return _with(message, **dict.fromkeys(fields, SENTINEL))
-    inline = inline_reasoning(message)
-    if inline is None or not inline.strip():
-        return None
-    return _with(message, content=message["content"].replace(inline.strip(), SENTINEL, 1))
 
 
 def _with(message: Message, **fields: Any) -> Message:
@@ -165,15 +142,13 @@ class Rendering(NamedTuple):
 
     prompt: str
     wholes: list[str]
-    chat: Chat
-    """As it was rendered: with what the template does not take put where it does."""
+    chat: Chat  # As it was rendered: with what the template does not take put where it does
 
 
 def template_of(settings: DataSettings) -> str | None:
     """The text of data.chat_template=FILE; None where the model's own template is used.
 
-    Raises:
-        UserError: the file cannot be read.
+    Raises UserError: the file cannot be read.
     """
     if isinstance(settings.chat_template, bool):
         return None
@@ -191,9 +166,8 @@ def _with_date(template: str, date: datetime.date) -> str:
 class ChatTemplate:
     """A tokenizer's chat template, or that of data.chat_template=FILE.
 
-    Raises:
-        UserError: the file of data.chat_template cannot be read, or is not a template; data.chat_template_kwargs has
-            what is not a template's to know.
+    Raises UserError: the file of data.chat_template cannot be read, or is not a template; data.chat_template_kwargs has
+    what is not a template's to know.
     """
 
     def __init__(self, tokenizer: Tokenizer, settings: DataSettings) -> None:
@@ -261,9 +235,10 @@ class ChatTemplate:
         """A chat's prompt with some messages behind it."""
         return Conversation([*chat.prompt, *answer], chat.tools, self.arguments(chat))
 
-    def _apply_or_none(self, conversation: Conversation) -> str | None:
+    def apply_or_none(self, conversation: Conversation, is_prompt: bool = False) -> str | None:
+        """`apply`, or None where the template refuses the conversation."""
         try:
-            return self.apply(conversation)
+            return self.apply(conversation, is_prompt)
         except Unusable:
             return None
 
@@ -276,44 +251,43 @@ class ChatTemplate:
             raise Unusable(f"chat_template_kwargs: {min(reserved)!r} is no argument of a template")
         if self.refuses_system:
             chat = replace(chat, prompt=_fold_system(chat.prompt))
-        best: Rendering | None = None
-        refused: Unusable | None = None
-        for form in itertools.chain([chat], _adaptions(chat)):
+        failures: list[Unusable] = []
+        for form in (chat, *_adaptions(chat)):
             try:
-                made = self._render(form)
+                prompt = self.apply(self.conversation(form, []), is_prompt=True)
+                wholes = [self.apply(self.conversation(form, answer)) for answer in form.completions]
             except Unusable as why:
-                refused = refused or why
+                failures.append(why)
                 continue
-            if self._lost(made) is None:
+            made = Rendering(prompt, wholes, form)
+            missing = self._lost(made)
+            if missing is not None and OPENED_THINKING.search(prompt):
+                made = self._with_thinking(made)
+                missing = self._lost(made)
+            if missing is None:
                 return made
-            if form is chat and (opened := self._with_thinking(made)) is not made and _lost_of(opened) is None:
-                return opened
-            best = best or made
-        if best is None:
-            assert refused is not None
-            raise refused
-        raise Unusable(
-            f"the chat template leaves out {self._lost(best)}; take it out of the data, or give a template that keeps "
-            "it with data.chat_template=FILE"
-        )
-
-    def _render(self, chat: Chat) -> Rendering:
-        prompt = self.apply(self.conversation(chat, []), is_prompt=True)
-        return Rendering(prompt, [self.apply(self.conversation(chat, answer)) for answer in chat.completions], chat)
+            failures.insert(
+                0,
+                Unusable(
+                    f"the chat template leaves out {missing}; take it out of the data, or give a template that keeps "
+                    "it with data.chat_template=FILE"
+                ),
+            )
+        raise next((why for why in failures[::-1] if "leaves out" in str(why)), failures[0])
 
     def _lost(self, made: Rendering) -> str | None:
-        """What of a chat does not reach its text, in words; None for nothing. Some are rendered once more."""
-        if (name := _lost_of(made)) is not None:
-            return name
+        """What of a chat's messages is not in its texts, in words. Tools are not looked for."""
+        found = [lost(message, made.prompt, is_earlier=True) for message in made.chat.prompt]
         for answer, whole in zip(made.chat.completions, made.wholes, strict=True):
+            found += [lost(message, whole.removeprefix(made.prompt)) for message in answer]
             for index, message in enumerate(answer):
-                if message["role"] != "assistant" or (len(message) == 2 and inline_reasoning(message) is None):
-                    continue
-                for name, changed in _changes(message):
-                    messages = [*answer[:index], changed, *answer[index + 1 :]]
-                    if self._apply_or_none(self.conversation(made.chat, messages)) == whole:
-                        return name
-        return None
+                for name, value in message.items():
+                    if message["role"] == "assistant" and name not in FIELDS and _says_something(value):
+                        without = cast(Message, {key: item for key, item in message.items() if key != name})
+                        messages = [*answer[:index], without, *answer[index + 1 :]]
+                        is_lost = self.apply_or_none(self.conversation(made.chat, messages)) == whole
+                        found.append(_field(name, "assistant") if is_lost else None)
+        return next((name for name in found if name is not None), None)
 
     def _with_thinking(self, made: Rendering) -> Rendering:
         """With the answers' thinking, where the prompt opens a block for it and the template drops it from all answers.
@@ -322,25 +296,17 @@ class ChatTemplate:
         its thinking, the closing mark, and its answer.
         """
         opened = OPENED_THINKING.search(made.prompt)
-        if opened is None:
-            return made
-        chat, wholes = made.chat, list(made.wholes)
-        for k, answer in enumerate(chat.completions):
-            last = [*chat.prompt, *answer][-1]
-            inline, other = inline_reasoning(last), _with_other_thinking(last)
-            thinking = next((last.get(name) for name in REASONING if last.get(name)), inline)
-            if len(answer) > 1 or not isinstance(thinking, str) or other is None or "tool_calls" in last:
+        wholes = list(made.wholes)
+        for k, answer in enumerate(made.chat.completions):
+            thinking = (reasoning_of(answer[-1]) or "").strip()
+            whole = self.apply_or_none(self.conversation(made.chat, [_said(SENTINEL)])) or ""
+            if opened is None or len(answer) > 1 or not thinking or "tool_calls" in answer[0] or SENTINEL not in whole:
                 continue
-            bare: Message = {"role": "assistant", "content": SENTINEL}
-            changed, whole = (self._apply_or_none(self.conversation(chat, [message])) for message in (other, bare))
-            if changed != wholes[k] or whole is None or SENTINEL not in whole:
-                continue
-            content = INLINE_THINKING.sub("", str(last.get("content") or ""), count=1)
-            line = opened[2]
-            gap = "" if inline is not None else 2 * line
+            content = INLINE_THINKING.sub("", str(answer[0].get("content") or ""), count=1)
+            gap = "" if inline_reasoning(answer[0]) is not None else 2 * opened[2]
             suffix = whole.partition(SENTINEL)[2]
-            wholes[k] = f"{made.prompt}{thinking.strip()}{line}</{opened[1]}>{gap}{content}{suffix}"
-        return made if wholes == made.wholes else made._replace(wholes=wholes)
+            wholes[k] = f"{made.prompt}{thinking}{opened[2]}</{opened[1]}>{gap}{content}{suffix}"
+        return made._replace(wholes=wholes)
 
     @cached_property
     def refuses_system(self) -> bool:
@@ -350,7 +316,7 @@ class ChatTemplate:
         question: Message = {"role": "user", "content": "a"}
         system: Message = {"role": "system", "content": SENTINEL}
         alone, both = (
-            self._apply_or_none(Conversation(messages, None, self.arguments_without_answer))
+            self.apply_or_none(Conversation(messages, None, self.arguments_without_answer))
             for messages in ([question], [system, question])
         )
         return alone is not None and SENTINEL not in (both or "")
@@ -359,7 +325,7 @@ class ChatTemplate:
     def marks(self) -> frozenset[str]:
         """What the template writes around a question and an answer: <|im_start|>, [INST] and the like."""
         turns: list[Message] = [{"role": "user", "content": SENTINEL}, {"role": "assistant", "content": SENTINEL}]
-        text = self._apply_or_none(Conversation(turns, None, self.arguments_without_answer)) if self.is_used else None
+        text = self.apply_or_none(Conversation(turns, None, self.arguments_without_answer)) if self.is_used else None
         return frozenset(TURN_MARKS.findall(text or ""))
 
     def is_rendered(self, prompt: str) -> bool:
@@ -380,7 +346,7 @@ class ChatTemplate:
         if not isinstance(content, str) or not content.strip():
             return None
         messages[index] = _with(messages[index], content=SENTINEL)
-        other = self._apply_or_none(conversation._replace(messages=messages)) or ""
+        other = self.apply_or_none(conversation._replace(messages=messages)) or ""
         if other.count(SENTINEL) != 1:
             return None
         before, after = other.split(SENTINEL)
@@ -401,14 +367,6 @@ class ChatTemplate:
         except Exception:  # a template raises whatever its author chose
             return []
         return [(begin, end) for begin, end in rendered[1][0]]
-
-
-def _lost_of(made: Rendering) -> str | None:
-    """What of a chat's messages is not in its texts, in words. Tools are not looked for: lib/data/inspect.py tells."""
-    found = [lost(message, made.prompt, is_earlier=True) for message in made.chat.prompt]
-    for answer, whole in zip(made.chat.completions, made.wholes, strict=True):
-        found += [lost(message, whole) for message in answer]
-    return next((name for name in found if name is not None), None)
 
 
 # ---- Adaptions: the same content in a form that a template takes
@@ -477,8 +435,7 @@ class Encoded:
 
     prompt: list[int]
     completions: list[list[int]]
-    learnt: list[list[bool]] | None = None
-    """Of each completion's tokens, which are trained on; None for all."""
+    learnt: list[list[bool]] | None = None  # Of each completion's tokens, which are trained on; None for all
 
 
 class ChatTokens:
@@ -548,10 +505,7 @@ class ChatTokens:
             stop = high + self._end_of_turn(whole[high:]) if len(answer) == 1 else len(whole)
             return whole[:stop], self._behind_header(made.prompt, whole, low)
         # A call without a text, or an answer that the template takes apart: what a plain answer has before it.
-        try:
-            other = self.template.apply(self.template.conversation(chat, [_said(SENTINEL)]))
-        except Unusable:
-            other = ""
+        other = self.template.apply_or_none(self.template.conversation(chat, [_said(SENTINEL)])) or ""
         before = other.partition(SENTINEL)[0]
         if before and whole.startswith(before):
             return whole, self._behind_header(made.prompt, whole, len(before))
@@ -691,13 +645,10 @@ class ChatTokens:
         for index in itertools.compress(range(len(chat.prompt), len(messages)), self._learnt(chat, k)):
             place = self.template.place_of(conversation, index, whole)
             low = high = -1
-            try:
-                before = conversation._replace(messages=messages[:index])
-                header = self.template.apply(before, is_prompt=_is_model(messages[index]))
-                if whole.startswith(header):
-                    low = self._written_by_template(whole, len(header), messages[index])
-            except Unusable:
-                pass
+            before = conversation._replace(messages=messages[:index])
+            header = self.template.apply_or_none(before, is_prompt=_is_model(messages[index]))
+            if header is not None and whole.startswith(header):
+                low = self._written_by_template(whole, len(header), messages[index])
             if place is not None:
                 low = place[0] if low < 0 else low
                 high = place[1]
@@ -735,12 +686,8 @@ class ChatTokens:
         """What stands behind a plain answer."""
         arguments = {**self.template.arguments_without_answer, "enable_thinking": thinks}
         messages: list[Message] = [{"role": "user", "content": "a"}, _said(SENTINEL)]
-        try:
-            text = self.template.apply(
-                Conversation(messages, None, arguments | self.template.settings.chat_template_kwargs)
-            )
-        except Unusable:
-            return []
+        arguments |= self.template.settings.chat_template_kwargs
+        text = self.template.apply_or_none(Conversation(messages, None, arguments)) or ""
         return self.tokens.ids([text.partition(SENTINEL)[2]])[0]
 
 

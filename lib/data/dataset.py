@@ -1,8 +1,7 @@
 """A data set in memory: records ➜ examples, which are the token ids of a prompt and of its completions.
 
 The prompt is what inference sends, token for token, and a completion is what the model appends to it
-(lib/data/chat.py). Most completions are learnt whole. Of a conversation of several turns, or behind a block that
-the template writes by itself, some tokens are not: they are kept as -1 - id, wherever pieces are stored.
+(lib/data/chat.py). Tokens that are not learnt are kept as -1 - id, wherever pieces are stored.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import numpy as np
 from lib.config.settings import DataSettings
 from lib.data import formats, record_files, sources
 from lib.data.chat import Encoded
-from lib.data.record_formats import JSON, Record, RecordKind, Tokens, Unusable, Unwanted
+from lib.data.record_formats import Record, RecordKind, Tokens, Unusable, Unwanted
 from lib.data.tokenize import Encoder, encode_records, truncate
 from lib.data.tokenizer import ModelLimits, Tokenizer, Vocabulary, limits_of, require_own
 from lib.errors import UserError
@@ -31,23 +30,19 @@ CHUNK_RECORDS = 2048  # tokenised at a time: enough for a fast tokenizer's threa
 class Example:
     """One training example, tokenised."""
 
-    row: int
-    """Its index in the data set, the same in every run over the same file and settings."""
+    row: int  # Its index in the data set, the same in every run over the same file and settings
     prompt_ids: np.ndarray
     """int32 [P]; empty for plain text, except for the tokens that the tokenizer opens a text with."""
     completions: tuple[np.ndarray, ...]
     """int32 [C_k] each, the end token included: one for SFT and labels, (chosen, rejected) for preferences. With
     `has_mismatched` of the data set another prompt's completion comes last."""
-    label: bool | None = None
-    """Of unpaired feedback: whether the completion is desirable."""
-    learnt: tuple[np.ndarray, ...] | None = None
-    """bool [C_k] each: the tokens that are trained on; None for all."""
+    label: bool | None = None  # Of unpaired feedback: whether the completion is desirable
+    learnt: tuple[np.ndarray, ...] | None = None  # bool [C_k] each: the tokens that are trained on; None for all
     rewards: np.ndarray | None = None
     """float32 [K], of a group (lib/data/groups.py); NaN for a completion that is left out."""
     completion_lengths: np.ndarray | None = None
     """float32 [K], of a group: its completions' tokens, masked ones too; 0 for a completion that is left out."""
-    reward_deviation: float | None = None
-    """Of a group: the deviation of all rewards of the data set."""
+    reward_deviation: float | None = None  # Of a group: the deviation of all rewards of the data set
     sampling_logps: tuple[np.ndarray, ...] | None = None
     """float32 [C_k] each, of a group: the log-probability of each token under the policy that sampled it."""
 
@@ -84,8 +79,7 @@ class Sized:
     kind: RecordKind
     has_mismatched: bool = False
     """Whether each row has another prompt's completion beside its own (lib/data/dataset.py)."""
-    labels: np.ndarray | None = None
-    """bool [n], of unpaired feedback: whether a row's completion is desirable."""
+    labels: np.ndarray | None = None  # bool [n], of unpaired feedback: whether a row's completion is desirable
     segments: np.ndarray | None = None
     """int64 [m + 1]: bounds of the rows that stand together in an epoch's order (`epoch_order`)."""
 
@@ -144,20 +138,14 @@ class Dataset(Sized):
 
     path: str
     kind: RecordKind
-    columns: str
-    """What was read, for people: `prompt + chosen + rejected`."""
-    truncated_count: int
-    """Rows that lost tokens to data.max_length."""
-    skipped: list[str]
-    """`file:line: why` for every record left out (data.skip_invalid)."""
-    digest: str
-    """sha256 over kind, token ids and lengths, in order: covers tokenizer, template, data and truncation."""
+    columns: str  # What was read, for people: `prompt + chosen + rejected`
+    truncated_count: int  # Rows that lost tokens to data.max_length
+    skipped: list[str]  # `file:line: why` for every record left out (data.skip_invalid)
+    digest: str  # sha256 over kind, token ids and lengths, in order: covers tokenizer, template, data and truncation
     tokens: np.ndarray
     """int32 [T]: prompt, completions of row 0, prompt, completions of row 1, ...; -1 - id where it is not learnt."""
-    bounds: np.ndarray
-    """int64 [n * (1 + K) + 1]: where each of these pieces begins in `tokens`, and the end."""
-    unwanted_count: int = 0
-    """Records that the filters left out: lengths, duplicates."""
+    bounds: np.ndarray  # int64 [n * (1 + K) + 1]: where each of these pieces begins in `tokens`, and the end
+    unwanted_count: int = 0  # Records that the filters left out: lengths, duplicates
     labels: np.ndarray | None = None
     has_mismatched: bool = False
 
@@ -185,9 +173,8 @@ class Dataset(Sized):
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
         width = 1 + self.completions_per_example
-        bounds = self.bounds[row * width : (row + 1) * width + 1]
-        label = None if self.labels is None else bool(self.labels[row])
-        return Example.of(int(row), [self.tokens[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)], label)
+        pieces = np.split(self.tokens, self.bounds[row * width : (row + 1) * width + 1])[1:-1]
+        return Example.of(int(row), pieces, None if self.labels is None else bool(self.labels[row]))
 
     def __iter__(self) -> Iterator[Example]:
         return map(self.__getitem__, range(len(self)))
@@ -203,8 +190,7 @@ class Dataset(Sized):
 
 Pieces = list[np.ndarray]
 """int32: the ids of a prompt, and of its completions, in which -1 - id is a token that is not learnt."""
-Placed = tuple[str, Record | Unusable]
-"""`file:line` and form of a record."""
+Placed = tuple[str, Record | Unusable]  # `file:line` and form of a record
 
 
 def load_dataset(
@@ -219,39 +205,40 @@ def load_dataset(
 ) -> Dataset:
     """Read, tokenise, truncate and check the records of `path`, or of several sources with their weights.
 
-    kind: `preference` wants pairs; `sft` wants completions, and takes the chosen one of preference records
-    (then `columns` says so). tokenizer: a transformers tokenizer or mlx-lm's wrapper; None will do for
-    records that come tokenised. held_out: which side of data.holdout; None for all rows. vocabulary: its eos_token_id
-    ends each completion that its template has not ended; ids and rows beyond its sizes are refused.
+    kind: `preference` wants pairs; `sft` wants completions, and takes the chosen one of pairs. tokenizer: None will do
+    for records that come tokenised. held_out: which side of data.holdout; None for all rows. vocabulary: its
+    eos_token_id ends each completion that its template has not ended; ids and rows beyond its sizes are refused.
 
-    Raises:
-        UserError: a file cannot be read or has no records, there is text without a tokenizer, or, unless
-            settings.skip_invalid, a record is unusable: it names the first and counts the others.
+    Raises UserError: a file cannot be read or has no records, there is text without a tokenizer, or, unless
+    settings.skip_invalid, a record is unusable: it names the first and counts the others.
     """
-    weights = sources.weights_of(path)
-    placed: list[Placed] = []
-    ends = []
+    weights, placed, skipped, ends = sources.weights_of(path), list[Placed](), list[str](), list[int]()
     for source in weights:
         for file in sources.files_of(source, settings, tell):
-            for line, record in record_files.read(str(file), settings, kind):
-                placed += [(f"{file}:{line}", row) for row in parse_rows(record, settings, kind)]
-        ends.append(sum(not isinstance(record, Unusable) for _, record in placed))
-    skipped = [f"{place}: {record}" for place, record in placed if isinstance(record, Unusable)]
-    usable = [(place, record) for place, record in placed if not isinstance(record, Unusable)]
+            for line, record in record_files.read(str(file)):
+                for row in formats.rows_of(record, settings, kind):
+                    if isinstance(row, Unusable):
+                        skipped.append(f"{file}:{line}: {row}")
+                    else:
+                        placed.append((f"{file}:{line}", row))
+        ends.append(len(placed))
     name = " + ".join(weights)
-    if skipped and (not settings.skip_invalid or not usable):
-        raise UserError(record_files.refusal(skipped, len(skipped), len(usable)))
-    if not usable:
-        raise UserError(f"{name} is empty: it has no records; name another file")
-    keys = np.array([sources.keys_of(record) for _, record in usable], np.uint64)
+    require_usable(name, skipped, len(placed), settings)
+    keys = np.array([sources.keys_of(record) for _, record in placed if not isinstance(record, Unusable)], np.uint64)
     numbers = sources.chosen_rows(keys[:, 0], keys[:, 1], ends, weights, settings, held_out)
     encoder = encoder_of(tokenizer, settings, vocabulary)
-    unusable = [one for one in placed if isinstance(one[1], Unusable)]
-    numbers = np.append(numbers, len(usable) + np.arange(len(unusable)))
-    dataset = tokenised_dataset(name, kind, [*usable, *unusable], numbers, settings, encoder, limits_of(vocabulary))
+    dataset = tokenised_dataset(name, kind, placed, numbers, settings, encoder, limits_of(vocabulary), skipped)
     for note in encoder.notes if encoder else ():
         tell(note)
     return dataset
+
+
+def require_usable(name: str, skipped: list[str], usable: int, settings: DataSettings) -> None:
+    """Raises UserError where records are unusable, unless data.skip_invalid leaves them out; or where none is left."""
+    if skipped and (not settings.skip_invalid or not usable):
+        raise UserError(record_files.refusal(skipped, len(skipped), usable))
+    if not usable:
+        raise UserError(f"{name} is empty: it has no records; name another file")
 
 
 def encoder_of(tokenizer: Tokenizer | None, settings: DataSettings, vocabulary: Vocabulary) -> Encoder | None:
@@ -267,42 +254,29 @@ def tokenised_dataset(
     settings: DataSettings,
     encoder: Encoder | None,
     limits: ModelLimits,
+    skipped: Sequence[str] = (),
 ) -> Dataset:
-    """The records of these numbers, int64 [n], in memory; one may be there several times.
-
-    Raises:
-        UserError: as `load_dataset`.
-    """
+    """The records of these numbers, int64 [n], in memory; one may be there several times. Raises as `load_dataset`."""
     wanted = list(dict.fromkeys(numbers.tolist()))
-    made: dict[int, Pieces] = {}
-    skipped: list[str] = []
-    cut = unwanted = 0
-    for number, (place, _, result) in zip(
-        wanted, tokenised((records[n] for n in wanted), settings, encoder, limits), strict=True
-    ):
+    pieces, skipped, cut, unwanted = dict[int, Pieces](), [*skipped], 0, 0
+    results = tokenised((records[n] for n in wanted), settings, encoder, limits)
+    for number, (place, _, result) in zip(wanted, results, strict=True):
         if isinstance(result, Unwanted):
             unwanted += 1
         elif isinstance(result, Unusable):
             skipped.append(f"{place}: {result}")
         else:
-            made[number], is_cut = result
+            pieces[number], is_cut = result
             cut += is_cut
-    if skipped and (not settings.skip_invalid or not (made or unwanted)):
-        raise UserError(record_files.refusal(skipped, len(skipped), len(made)))
-    if not made:
+    require_usable(name, skipped, len(pieces) + unwanted, settings)
+    if not pieces:
         raise UserError(f"{name}: no row is left, {unwanted:,} are filtered by data.shortest and data.longest")
-    rows = [number for number in numbers.tolist() if number in made]
+    rows = [number for number in numbers.tolist() if number in pieces]
     forms = [record for number in rows if not isinstance(record := records[number][1], Unusable)]
-    return in_memory(
-        name,
-        kind,
-        "; ".join(dict.fromkeys(record.columns for record in forms)),
-        [piece for number in rows for piece in made[number]],
-        cut,
-        skipped,
-        unwanted,
-        [record.label for record in forms if record.label is not None],
-    )
+    columns = "; ".join(dict.fromkeys(record.columns for record in forms))
+    labels = [record.label for record in forms if record.label is not None]
+    flat = [piece for number in rows for piece in pieces[number]]
+    return in_memory(name, kind, columns, flat, cut, skipped, unwanted, labels)
 
 
 def in_memory(
@@ -334,17 +308,9 @@ def pack(kind: RecordKind, pieces: Pieces, labels: np.ndarray | None) -> tuple[n
     return tokens, bounds, digest.hexdigest()
 
 
-def parse_rows(record: JSON | Unusable, settings: DataSettings, kind: RecordKind) -> Sequence[Record | Unusable]:
-    """The form of each row that a record gives, or why it has none."""
-    try:
-        return [record] if isinstance(record, Unusable) else formats.parse_rows(record, settings, kind)
-    except Unusable as why:
-        return [why]
-
-
 def parse_record(records: Any, number: int, settings: DataSettings, kind: RecordKind) -> Record | Unusable:
     """The form of a record, or why it has none."""
-    rows, label = parse_rows(records[number], settings, kind), records.label(number)
+    rows, label = formats.rows_of(records[number], settings, kind), records.label(number)
     return next(row for row in rows if len(rows) == 1 or (not isinstance(row, Unusable) and row.label == label))
 
 
@@ -353,8 +319,7 @@ def tokenised(
 ) -> Iterator[tuple[str, Record | Unusable, tuple[Pieces, bool] | Unusable]]:
     """Place, record, and its ids with whether they were cut; or why there are none. Some thousand records at a time.
 
-    Raises:
-        UserError: there is text without a tokenizer, or ids of another one.
+    Raises UserError: there is text without a tokenizer, or ids of another one.
     """
     iterator = iter(placed)
     while chunk := list(islice(iterator, CHUNK_RECORDS)):
@@ -415,8 +380,7 @@ def partners(prompt_keys: np.ndarray, name: str) -> np.ndarray:
 
     prompt_keys: [n], equal for rows of the same prompt, and for no others. name: of the data set, for errors.
 
-    Raises:
-        UserError: all rows have the same prompt.
+    Raises UserError: all rows have the same prompt.
     """
     count = len(prompt_keys)
     draws = np.random.Philox(np.random.SeedSequence([count])).random_raw(count)
@@ -437,8 +401,7 @@ def partners(prompt_keys: np.ndarray, name: str) -> np.ndarray:
 def with_mismatched(dataset: Dataset, max_length: int) -> Dataset:
     """The data set with another prompt's completion as the last one of each row, cut at its end to max_length.
 
-    Raises:
-        UserError: all rows have the same prompt.
+    Raises UserError: all rows have the same prompt.
     """
     numbers: dict[bytes, int] = {}
     rows = list(dataset)
@@ -453,8 +416,7 @@ def with_mismatched(dataset: Dataset, max_length: int) -> Dataset:
 def require_apart(train: Dataset, valid: Dataset, tell: Callable[[str], None]) -> None:
     """Counts and names held-out rows that stand among the training rows.
 
-    Raises:
-        UserError: every held-out row is a training row: its figures would say nothing.
+    Raises UserError: every held-out row is a training row: its figures would say nothing.
     """
 
     def whole(row: Example) -> bytes:

@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -31,7 +31,6 @@ from lib.data.record_formats import (
     check_tools,
     check_unicode,
     learnt_part,
-    listed,
     name_of_type,
     parse_json_text,
 )
@@ -42,13 +41,10 @@ class Draft(NamedTuple):
 
     prompt: object = None
     """A string or messages; None: the whole conversation is in `completions`, or all of it is text."""
-    completions: tuple[Any, ...] = ()
-    """One answer, or the better and the worse one."""
-    names: tuple[str, ...] = ()
-    """The column of each completion, for errors."""
+    completions: tuple[Any, ...] = ()  # One answer, or the better and the worse one
+    names: tuple[str, ...] = ()  # The column of each completion, for errors
     tools: object = None
-    is_text: bool = False
-    """All of it is learnt: there is no prompt, and no conversation."""
+    is_text: bool = False  # All of it is learnt: there is no prompt, and no conversation
 
 
 Has = Literal["pair", "answer", "label", "prompt"]
@@ -57,14 +53,11 @@ Has = Literal["pair", "answer", "label", "prompt"]
 class Format(NamedTuple):
     """How records with these columns are read."""
 
-    name: str
-    """Of a published format; empty for columns that data.prompt, data.chosen, ... name."""
+    name: str  # Of a published format; empty for columns that data.prompt, data.chosen, ... name.
     has: Has
     needs: tuple[str, ...]
-    read: Callable[[JSON], Draft]
-    """Raises Unusable."""
-    uses: tuple[str, ...] = ()
-    """Columns that it reads besides, where they are there."""
+    read: Callable[[JSON], Draft]  # Raises Unusable
+    uses: tuple[str, ...] = ()  # Columns that it reads besides, where they are there
 
 
 # ---- Published formats
@@ -74,17 +67,13 @@ def _best_and_worst(prompt: str, column: str, text: str, score: str, sign: int) 
     """A list of answers with a number each, higher (sign 1) or lower (-1) for better ones."""
 
     def read(record: JSON) -> Draft:
-        items = record[column]
-        if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-            raise Unusable(f"column {column!r} is not a list of answers")
-        scored = [item for item in items if _is_finite(item.get(score)) and item.get(text) is not None]
-        if len(scored) < 2:
-            raise Unusable(f"{column!r} has {len(scored)} answers with a {score}; a pair takes two")
-        best = max(scored, key=lambda item: sign * item[score])
-        worst = min(scored, key=lambda item: sign * item[score])
-        if best[score] == worst[score]:
-            raise Unusable(f"every answer in {column!r} has {score} {best[score]}: nothing to prefer")
-        return Draft(transcript(record[prompt]), (best[text], worst[text]), (f"{column}.{text}",) * 2)
+        items = record[column] if isinstance(record[column], list) else []
+        items = [item for item in items if isinstance(item, dict) and item.get(text) is not None]
+        ranked = sorted((item for item in items if _is_finite(item.get(score))), key=lambda item: -sign * item[score])
+        if not ranked or ranked[0][score] == ranked[-1][score]:
+            raise Unusable(f"{column!r} has no two answers with another {score}: nothing to prefer")
+        worst = next(item for item in ranked if item[score] == ranked[-1][score])
+        return Draft(transcript(record[prompt]), (ranked[0][text], worst[text]), (f"{column}.{text}",) * 2)
 
     return read
 
@@ -94,11 +83,8 @@ def _by_number(prompt: str, names: tuple[str, str], column: str, of_first: tuple
 
     def read(record: JSON) -> Draft:
         number = record[column]
-        if not _is_finite(number) or (of_first and number not in of_first):
-            wanted = "not 0 or 1" if of_first else "not a number that prefers one"
-            raise Unusable(f"column {column!r} is {number!r}, {wanted}")
-        if not of_first and number == 0:
-            raise Unusable(f"{column!r} is 0, a tie: nothing to prefer")
+        if not _is_finite(number) or (number not in of_first if of_first else number == 0):
+            raise Unusable(f"column {column!r} is {number!r}, which prefers neither: nothing to prefer")
         order = names if (number == of_first[0] if of_first else number < 0) else names[::-1]
         return Draft(_nvidia_turns(record[prompt]), (record[order[0]], record[order[1]]), order)
 
@@ -118,7 +104,7 @@ def _conversation_in(name: str) -> Callable[[JSON], Draft]:
 
 
 def _openai_preference(record: JSON) -> Draft:
-    given, names = record["input"], ("preferred_output", "non_preferred_output")
+    given, names = record["input"], OUTPUTS[1:]
     if not isinstance(given, dict) or given.get("messages") is None:
         raise Unusable("column 'input' is not an object with messages")
     tools = given.get("tools") or record.get("tools")
@@ -157,14 +143,22 @@ def _capybara(record: JSON) -> Draft:
     return Draft(None, (turns,), ("conversation",))
 
 
+def _dolly(record: JSON) -> Draft:
+    return Draft(_both(record, "instruction", "context", "\n\n"), (record["response"],), ("response",))
+
+
 def _both(record: JSON, first: str, second: str, between: str) -> Any:
     """The text of a column, with that of a second one behind it where it says anything."""
     if not record.get(second):
         return record[first]
-    for name in (first, second):
-        if not isinstance(record[name], str):
-            raise Unusable(f"column {name!r} is {name_of_type(record[name])}, not a string")
-    return f"{record[first]}{between}{record[second]}" if record[second].strip() else record[first]
+    texts = [_text_in(record, name) for name in (first, second)]
+    return between.join(texts) if texts[1].strip() else texts[0]
+
+
+def _text_in(record: JSON, name: str) -> str:
+    if not isinstance(record[name], str):
+        raise Unusable(f"column {name!r} is {name_of_type(record[name])}, not a string")
+    return check_unicode(record[name], name)
 
 
 def _messages_of(turns: list[Any]) -> list[JSON]:
@@ -195,36 +189,29 @@ def _turns(pieces: list[str]) -> list[JSON]:
     return turns[:-1] if turns[-1] == {"role": "assistant", "content": ""} else turns
 
 
-PAIR, LABEL = ("chosen", "rejected"), "kto_tag"
-HELPSTEER2, HELPSTEER3, SHP = ("response_1", "response_2"), ("response1", "response2"), ("human_ref_A", "human_ref_B")
-SAFE, STRENGTH, PREFERENCE = ("response_0", "response_1"), "preference_strength", "overall_preference"
-OUTPUTS, ALPACA = ("input", "preferred_output", "non_preferred_output"), ("input", "history")
+PAIR, LABEL, ALPACA = ("chosen", "rejected"), "kto_tag", ("input", "history")
+OUTPUTS = ("input", "preferred_output", "non_preferred_output")
+
+
+def _preferred(name: str, prompt: str, one: str, other: str, number: str, *of_first: int) -> Format:
+    """A published format of two answers and a number that prefers one."""
+    read = _by_number(prompt, (one, other), number, of_first)
+    return Format(name, "pair", (prompt, one, other, number), read)
+
+
+def _ranked(name: str, prompt: str, column: str, text: str, score: str, sign: int) -> Format:
+    return Format(name, "pair", (prompt, column), _best_and_worst(prompt, column, text, score, sign))
+
+
 # The first one whose columns are all there is taken.
 PUBLISHED = (
     Format("OpenAI preference", "pair", OUTPUTS, _openai_preference),
-    Format(
-        "UltraFeedback",
-        "pair",
-        ("instruction", "completions"),
-        _best_and_worst("instruction", "completions", "response", "overall_score", 1),
-    ),
-    Format("Nectar", "pair", ("prompt", "answers"), _best_and_worst("prompt", "answers", "answer", "rank", -1)),
-    Format(
-        "HelpSteer2 preference",
-        "pair",
-        ("prompt", *HELPSTEER2, STRENGTH),
-        _by_number("prompt", HELPSTEER2, STRENGTH, ()),
-    ),
-    Format(
-        "HelpSteer3", "pair", ("context", *HELPSTEER3, PREFERENCE), _by_number("context", HELPSTEER3, PREFERENCE, ())
-    ),
-    Format("SHP", "pair", ("history", *SHP, "labels"), _by_number("history", SHP, "labels", (1, 0))),
-    Format(
-        "PKU-SafeRLHF",
-        "pair",
-        ("prompt", *SAFE, "better_response_id"),
-        _by_number("prompt", SAFE, "better_response_id", (0, 1)),
-    ),
+    _ranked("UltraFeedback", "instruction", "completions", "response", "overall_score", 1),
+    _ranked("Nectar", "prompt", "answers", "answer", "rank", -1),
+    _preferred("HelpSteer2 preference", "prompt", "response_1", "response_2", "preference_strength"),
+    _preferred("HelpSteer3", "context", "response1", "response2", "overall_preference"),
+    _preferred("SHP", "history", "human_ref_A", "human_ref_B", "labels", 1, 0),
+    _preferred("PKU-SafeRLHF", "prompt", "response_0", "response_1", "better_response_id", 0, 1),
     Format("ShareGPT pairs", "pair", ("conversations", *PAIR), _sharegpt_pair),
     Format("orca_dpo_pairs", "pair", ("question", *PAIR), _answers_behind("question", *PAIR)),
     Format("Alpaca pairs", "pair", ("instruction", *PAIR), _alpaca(*PAIR), ALPACA),
@@ -235,13 +222,7 @@ PUBLISHED = (
     Format("ShareGPT", "answer", ("conversations",), _conversation_in("conversations")),
     Format("Capybara, LMSYS-Chat", "answer", ("conversation",), _capybara),
     Format("Alpaca", "answer", ("instruction", "output"), _alpaca("output"), ALPACA),
-    Format(
-        "Dolly",
-        "answer",
-        ("instruction", "response"),
-        lambda record: Draft(_both(record, "instruction", "context", "\n\n"), (record["response"],), ("response",)),
-        ("context",),
-    ),
+    Format("Dolly", "answer", ("instruction", "response"), _dolly, ("context",)),
     Format("HelpSteer", "answer", ("prompt", "response", "helpfulness"), _answers_behind("prompt", "response")),
 )
 
@@ -259,15 +240,6 @@ MEANINGFUL = {
     **dict.fromkeys(("input", "weight", "history", "context", "images", "image")),
 }
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"  # column of further arguments of the chat template
-TOKEN_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
-MASKS = ("chosen_mask", "rejected_mask", "completion_mask")
-
-
-def columns_read(columns: Columns) -> frozenset[str]:
-    """Every column that any format may look at."""
-    known = {name for form in PUBLISHED for name in (*form.needs, *form.uses)}
-    others = (*MEANINGFUL, *columns[:9], TEMPLATE_ARGUMENTS, *TOKEN_COLUMNS, *MASKS, VOCABULARY, "rewards", "logps")
-    return frozenset({*known, *others})
 
 
 @functools.cache
@@ -275,37 +247,33 @@ def _named(columns: Columns) -> dict[str, Format]:
     """The formats of the columns that the settings name."""
     prompt, chosen, rejected, completion, messages, text = columns[:6]
 
-    def asked(record: JSON) -> object:
-        return record[prompt] if columns.are_named else transcript(record[prompt])
+    def form(has: Has, asked: str | None, *names: str) -> Format:
+        """Answers behind a prompt's column, or each a whole conversation: messages, or a transcript."""
 
-    def whole(record: JSON, name: str) -> object:
-        """A conversation: messages, or a transcript."""
-        value = transcript(record[name])
-        if isinstance(value, str):
-            raise Unusable(_missing(record, columns, "preference", (prompt,)))
-        return value
+        def read(record: JSON) -> Draft:
+            if asked is not None:
+                given = record[asked] if columns.are_named else transcript(record[asked])
+                return Draft(given, tuple(record[name] for name in names), names)
+            answers = tuple(transcript(record[name]) for name in names)
+            if any(isinstance(answer, str) for answer in answers):
+                raise Unusable(_missing(record, columns, "preference", (prompt,)))
+            return Draft(None, answers, names)
+
+        return Format("", has, names if asked is None else (asked, *names), read)
 
     def plain(record: JSON) -> Draft:
-        if not isinstance(record[text], str):
-            raise Unusable(f"column {text!r} is {name_of_type(record[text])}, not a string")
-        return Draft(None, (record[text],), ("text",), is_text=True)
+        return Draft(None, (_text_in(record, text),), ("text",), is_text=True)
 
-    def form(has: Has, needs: tuple[str, ...], read: Callable[[JSON], Draft]) -> Format:
-        return Format("", has, needs, read)
-
-    pair, said = (chosen, rejected), (completion,)
     return {
-        "pair": form("pair", (prompt, *pair), lambda r: Draft(asked(r), tuple(r[name] for name in pair), pair)),
-        "whole pair": form("pair", pair, lambda r: Draft(None, tuple(whole(r, name) for name in pair), pair)),
-        "answer": form("answer", (prompt, *said), lambda r: Draft(asked(r), (r[completion],), said)),
-        "answer behind messages": form(
-            "answer", (messages, *said), lambda r: Draft(r[messages], (r[completion],), said)
-        ),
-        "conversation": form("answer", (messages,), _conversation_in(messages)),
-        "text": form("answer", (text,), plain),
-        "chosen": form("pair", (prompt, chosen), lambda r: Draft(asked(r), (r[chosen],), (chosen,))),
-        "whole chosen": form("pair", (chosen,), lambda r: Draft(None, (whole(r, chosen),), (chosen,))),
-        "prompt": form("prompt", (prompt,), lambda r: Draft(asked(r))),
+        "pair": form("pair", prompt, chosen, rejected),
+        "whole pair": form("pair", None, chosen, rejected),
+        "answer": form("answer", prompt, completion),
+        "answer behind messages": form("answer", messages, completion),
+        "conversation": Format("", "answer", (messages,), _conversation_in(messages)),
+        "text": Format("", "answer", (text,), plain),
+        "chosen": form("pair", prompt, chosen),
+        "whole chosen": form("pair", None, chosen),
+        "prompt": form("prompt", prompt),
     }
 
 
@@ -334,15 +302,11 @@ def _candidates(there: frozenset[str], columns: Columns, kind: RecordKind) -> It
 class Reader(NamedTuple):
     """How records that have the same columns are read."""
 
-    name: str
-    """For people: `prompt + chosen + rejected`, or `Alpaca (instruction, input, output)`."""
+    name: str  # For people: `prompt + chosen + rejected`, or `Alpaca (instruction, input, output)`
     form: Format
-    lost: tuple[str, ...]
-    """Columns that mean something and that nothing reads."""
-    is_chat: bool
-    """Whether a system prompt, tools or template arguments make a conversation of any text."""
-    unread: tuple[str, ...]
-    """Other columns, which nothing reads and data.ignore does not name."""
+    lost: tuple[str, ...]  # Columns that mean something and that nothing reads
+    is_chat: bool  # Whether a system prompt, tools or template arguments make a conversation of any text
+    unread: tuple[str, ...]  # Other columns, which nothing reads and data.ignore does not name
 
 
 @functools.lru_cache(4096)
@@ -353,7 +317,8 @@ def reader_of(names: tuple[str, ...], columns: Columns, kind: RecordKind) -> Rea
     if form is None:
         return None
     used = (*form.needs, *(name for name in form.uses if name in there))
-    if form.has == "pair" and kind == "sft" and not form.name:
+    is_half = kind == "sft" and form.has == "pair"
+    if is_half and not form.name:
         used = form.needs[-1:]
     if kind == "unpaired" and form.has == "answer":
         used = (*used, columns.label)
@@ -362,12 +327,10 @@ def reader_of(names: tuple[str, ...], columns: Columns, kind: RecordKind) -> Rea
     lost = there & MEANINGFUL.keys() - {*used, *extras, *columns.ignore}
     if kind == "prompt":
         lost -= {columns.label, LABEL, "weight"}
-    told = f"{form.name} ({', '.join((*used, *extras))})" if form.name else " + ".join((*used, *extras))
-    if kind == "sft" and form.has == "pair":
-        told += " (preference records: the other completion is not used)"
-    known = {*form.needs, *used, *extras, *columns.ignore, *MEANINGFUL, VOCABULARY}
-    known |= {columns.rejected} if kind == "sft" and form.has == "pair" else set()
-    return Reader(told, form, tuple(sorted(lost)), bool(extras), tuple(name for name in names if name not in known))
+    title = f"{form.name} ({', '.join((*used, *extras))})" if form.name else " + ".join((*used, *extras))
+    title += " (preference records: the other completion is not used)" * is_half
+    known = {*form.needs, *used, *extras, *columns.ignore, *MEANINGFUL, VOCABULARY, *[columns.rejected] * is_half}
+    return Reader(title, form, tuple(sorted(lost)), bool(extras), tuple(name for name in names if name not in known))
 
 
 WANTED: dict[str, tuple[str, ...]] = {
@@ -385,13 +348,14 @@ def _missing(record: JSON, columns: Columns, kind: RecordKind, wanted: tuple[str
         return f"column {null!r} is null"
     absent = {role: name for role, name in names.items() if name not in record or name in wanted}
     others = "".join(f" or {name!r}" for name in (columns.messages, columns.text) if "completion" in absent)
-    told = f"no column {next(iter(absent.values()))!r}{others * (kind == 'sft')} (columns: {listed(record)})"
+    where = f"(columns: {', '.join(map(str, record)) or 'none'})"
+    why = f"no column {next(iter(absent.values()))!r}{others * (kind == 'sft')} {where}"
     present = tuple(name for name, value in record.items() if value is not None)
     if kind == "preference" and {columns.label, LABEL} & set(present):
-        return f"{told}; labelled answers are not pairs: train.loss=kto"
+        return f"{why}; labelled answers are not pairs: train.loss=kto"
     if kind == "preference" and (other := reader_of(present, columns, "sft")) and other.form.has == "answer":
-        return f"{told}; {other.form.name or 'this'} has one answer a record, not a pair: train.loss=sft"
-    return f"{told}; name yours with {' '.join(f'data.{role}=COLUMN' for role in absent)}"
+        return f"{why}; {other.form.name or 'this'} has one answer a record, not a pair: train.loss=sft"
+    return f"{why}; name yours with {' '.join(f'data.{role}=COLUMN' for role in absent)}"
 
 
 # ---- A record's form
@@ -406,13 +370,7 @@ def parse(record: JSON, settings: DataSettings, kind: RecordKind) -> Record:
     columns = Columns.of(settings)
     if (names := _token_columns(record, kind)) is not None:
         tokens = _parse_tokens(record, names)
-        if kind != "unpaired":
-            return tokens
-        if record.get(columns.label) is None:
-            raise Unusable(
-                f"no column {columns.label!r} (columns: {listed(record)}); name yours with data.label=COLUMN"
-            )
-        return replace(tokens, label=_label(record[columns.label], columns.label))
+        return tokens if kind != "unpaired" else replace(tokens, label=_label(record, columns.label))
     reader = reader_of(tuple([name for name, value in record.items() if value is not None]), columns, kind)
     if reader is None:
         raise Unusable(_missing(record, columns, kind))
@@ -428,16 +386,17 @@ def parse(record: JSON, settings: DataSettings, kind: RecordKind) -> Record:
             raise Unusable(f"column {name!r} holds media, which is not trained on: data.ignore=[{name}] leaves it out")
     draft, label = reader.form.read(record), None
     if kind == "unpaired":
-        name = columns.label if columns.label in record else LABEL
-        label = _label(record[name], name)
+        label = _label(record, columns.label if columns.label in record else LABEL)
     if len(draft.completions) == 2 and draft.completions[0] == draft.completions[1]:
         raise Unusable(f"{draft.names[0]!r} is equal to {draft.names[1]!r}: nothing to prefer")
     if kind == "prompt" and draft.prompt is not None:
         draft = draft._replace(completions=(), names=())
     if kind == "sft":  # of a pair the better one
         draft = draft._replace(completions=draft.completions[:1], names=draft.names[:1])
-    if not reader.is_chat and (plain := _plain(draft, reader.name, label)):
-        return plain
+    is_plain = draft.is_text or isinstance(draft.prompt, str)
+    if is_plain and not reader.is_chat and all(isinstance(text, str) for text in draft.completions):
+        prompt = check_unicode(draft.prompt, "prompt") if isinstance(draft.prompt, str) else None
+        return Plain(prompt, tuple(map(check_completion, draft.completions, draft.names)), reader.name, label)
     return _chat(draft, record, reader.name, columns, kind, label)
 
 
@@ -454,24 +413,22 @@ def parse_rows(record: JSON, settings: DataSettings, kind: RecordKind) -> list[R
     if kind != "unpaired" or settings.label in record or not is_pair:
         return [parse(record, settings, kind)]
     pair = parse(record, settings, "preference")
-    told = f"{pair.columns} (each pair gives two rows: chosen is desirable, rejected is not)"
+    title = f"{pair.columns} (each pair gives two rows: chosen is desirable, rejected is not)"
     rows: list[Record] = []
     for k, label in enumerate((True, False)):
-        parts: JSON = {"completions": pair.completions[k : k + 1], "columns": told, "label": label}
+        parts: JSON = {"completions": pair.completions[k : k + 1], "columns": title, "label": label}
         if not isinstance(pair, Plain) and pair.learnt is not None:
             parts["learnt"] = pair.learnt[k : k + 1]
         rows.append(replace(pair, **parts))
     return rows
 
 
-def _plain(draft: Draft, name: str, label: bool | None) -> Plain | None:
-    """A draft that is strings alone."""
-    if not all(isinstance(text, str) for text in draft.completions):
-        return None
-    if not isinstance(draft.prompt, str) and not draft.is_text:
-        return None
-    prompt = check_unicode(draft.prompt, "prompt") if isinstance(draft.prompt, str) else None
-    return Plain(prompt, tuple(map(check_completion, draft.completions, draft.names)), name, label)
+def rows_of(record: JSON | Unusable, settings: DataSettings, kind: RecordKind) -> Sequence[Record | Unusable]:
+    """The form of each row that a record gives, or why it has none."""
+    try:
+        return [record] if isinstance(record, Unusable) else parse_rows(record, settings, kind)
+    except Unusable as why:
+        return [why]
 
 
 def _token_columns(record: JSON, kind: RecordKind) -> tuple[str, ...] | None:
@@ -489,35 +446,37 @@ def _parse_tokens(record: JSON, names: tuple[str, ...]) -> Tokens:
     for name in ("prompt_ids", *names):
         ids = record.get(name)
         if not isinstance(ids, list):
-            if name not in record:
-                raise Unusable(f"no column {name!r} (columns: {listed(record)})")
             raise Unusable(f"column {name!r} is {name_of_type(ids)}, not a list of token ids")
         for index, token in enumerate(ids):
             if type(token) is not int or token < 0:
                 raise Unusable(f"{name}[{index}] is {json.dumps(token, default=str)}, not a token id")
         if not ids and name != "prompt_ids":
             raise Unusable(f"empty completion: {name!r} has no tokens")
-    columns, learnt = " + ".join(("prompt_ids", *names)), []
+    title, learnt = " + ".join(("prompt_ids", *names)), []
     for name in names:
         of_mask = name.replace("_ids", "_mask")
         mask = record.get(of_mask)
         if mask is None:
-            learnt.append([True] * len(record[name]))
-            continue
-        if not isinstance(mask, list) or any(bit not in (0, 1) for bit in mask) or len(mask) != len(record[name]):
-            raise Unusable(f"{of_mask} is not a list of 0 and 1, one for each of {name}")
-        if not any(mask):
-            raise Unusable(f"{of_mask} has no 1: no token is learnt")
-        columns += f" + {of_mask}"
+            mask = [True] * len(record[name])
+        elif (
+            not isinstance(mask, list) or len(mask) != len(record[name]) or not {0, 1}.issuperset(mask) or 1 not in mask
+        ):
+            raise Unusable(f"{of_mask} is not a list of 0 and 1, one for each of {name}, with a 1 for what is learnt")
+        else:
+            title += f" + {of_mask}"
         learnt.append([*map(bool, mask)])
-    stamp = record.get(VOCABULARY)
-    return Tokens(
-        record["prompt_ids"],
-        tuple(record[name] for name in names),
-        columns,
-        learnt=None if all(map(all, learnt)) else tuple(learnt),
-        vocabulary=stamp if isinstance(stamp, str) else "",
-    )
+    completions, stamp = tuple(record[name] for name in names), record.get(VOCABULARY)
+    masks = None if all(map(all, learnt)) else tuple(learnt)
+    vocabulary = stamp if isinstance(stamp, str) else ""
+    return Tokens(record["prompt_ids"], completions, title, learnt=masks, vocabulary=vocabulary)
+
+
+def _label(record: JSON, column: str) -> bool:
+    """Whether a completion is desirable. Raises Unusable."""
+    if record.get(column) not in (True, False):  # 1 and 0, too
+        shown = json.dumps(record[column], default=str) if column in record else "absent (data.label=COLUMN)"
+        raise Unusable(f"column {column!r} is {shown}, not true or false")
+    return bool(record[column])
 
 
 # ---- Conversations
@@ -528,39 +487,39 @@ def _chat(draft: Draft, record: JSON, name: str, columns: Columns, kind: RecordK
     learnt: tuple[list[bool], ...] = ()
     completions: tuple[list[Message], ...] = ()
     if not draft.completions:
-        prompt = _as_messages(draft.prompt, "user", "prompt", columns)
+        prompt = _opened(record, _as_messages(draft.prompt, "user", "prompt", columns), columns)
     elif len(draft.completions) == 1 and draft.prompt is None:
-        conversation = check_messages(draft.completions[0], draft.names[0], columns.ignore)
+        messages = _opened(record, check_messages(draft.completions[0], draft.names[0], columns.ignore), columns)
         if kind == "prompt":
-            is_answered = conversation[-1]["role"] == "assistant" and len(conversation) > 1
-            prompt = conversation[:-1] if is_answered else conversation
+            is_answered = messages[-1]["role"] == "assistant" and len(messages) > 1
+            prompt = messages[:-1] if is_answered else messages
+        elif len(messages) < 2:
+            raise Unusable(f"column {draft.names[0]!r} has one message; it needs a prompt and an answer")
         else:
-            conversation = _opened(record, conversation, columns)
-            if len(conversation) < 2:
-                raise Unusable(f"column {draft.names[0]!r} has one message; it needs a prompt and an answer")
-            prompt, completion, flags = learnt_part(
-                conversation, columns.learn if kind == "sft" else "last", draft.names[0]
-            )
+            learn = columns.learn if kind == "sft" else "last"
+            prompt, completion, flags = learnt_part(messages, learn, draft.names[0])
             completions, learnt = (completion,), (flags,)
     else:
-        prompt, completions, common = _answers(draft, columns)
-        for message in (*prompt, *(message for answer in completions for message in answer)):
-            if "weight" in message:
-                raise Unusable(
-                    "'weight' of a message is for SFT on conversations; leave it out with data.ignore=[weight]"
-                )
-        learnt = tuple(
-            [message["role"] == "assistant" and i >= common for i, message in enumerate(answer)]
-            for answer in completions
-        )
-        completions = completions if kind != "prompt" else ()
-    if kind == "prompt" or draft.prompt is not None or len(draft.completions) > 1:
+        prompt, answers, common = _answers(draft, columns)
+        if any("weight" in message for part in (prompt, *answers) for message in part):
+            raise Unusable("'weight' of a message is for SFT on conversations; leave it out with data.ignore=[weight]")
         prompt = _opened(record, prompt, columns)
+        if kind != "prompt":
+            completions = answers
+            learnt = tuple(
+                [message["role"] == "assistant" and i >= common for i, message in enumerate(answer)]
+                for answer in answers
+            )
     for answer, of_answer in zip(completions, draft.names, strict=False):
         if prompt and prompt[-1]["role"] == answer[0]["role"] == "assistant":
             raise Unusable("the prompt ends with an assistant message; it has to end before the answer")
-        if columns.learn != "all" or kind != "sft":
-            _check_answer(answer[-1], of_answer)
+        last = answer[-1]
+        if columns.learn == "all" and kind == "sft":
+            continue
+        if last["role"] != "assistant":
+            raise Unusable(f"the last message of {of_answer!r} is from {last['role']!r}, not from 'assistant'")
+        if not (last["content"] or "").strip() and not last.get("tool_calls"):
+            raise Unusable(f"empty completion: {of_answer!r} is blank")
     tools = draft.tools if draft.tools is not None else record.get(columns.tools)
     return Chat(
         prompt,
@@ -573,28 +532,20 @@ def _chat(draft: Draft, record: JSON, name: str, columns: Columns, kind: RecordK
     )
 
 
-def _check_answer(message: Message, name: str) -> None:
-    if message["role"] != "assistant":
-        raise Unusable(f"the last message of {name!r} is from {message['role']!r}, not from 'assistant'")
-    if not (message["content"] or "").strip() and not message.get("tool_calls"):
-        raise Unusable(f"empty completion: {name!r} is blank")
-
-
 def _opened(record: JSON, messages: list[Message], columns: Columns) -> list[Message]:
     """Messages behind the system prompt of its own column; one that both have stands there once."""
     system = record.get(columns.system)
     if columns.system in columns.ignore or not _says_something(system):
         return messages
-    if not isinstance(system, str):
-        raise Unusable(f"column {columns.system!r} is {name_of_type(system)}, not a string")
+    opening = _text_in(record, columns.system)
     if messages and messages[0]["role"] in ("system", "developer"):
-        if messages[0]["content"] == system:
+        if messages[0]["content"] == opening:
             return messages
         raise Unusable(
             f"column {columns.system!r} says something else than the conversation's own system message; leave it "
             f"out with data.ignore=[{columns.system}]"
         )
-    return [{"role": "system", "content": check_unicode(system, columns.system)}, *messages]
+    return [{"role": "system", "content": opening}, *messages]
 
 
 def _as_messages(value: object, role: str, name: str, columns: Columns) -> list[Message]:
@@ -610,10 +561,8 @@ def _answers(draft: Draft, columns: Columns) -> tuple[list[Message], tuple[list[
     A completion may be a whole conversation. Of two of them the common leading messages are the prompt, and a prompt's
     column has to be among these: else it would be dropped without a word.
     """
-    answers = [
-        _as_messages(said, "assistant", name, columns)
-        for said, name in zip(draft.completions, draft.names, strict=True)
-    ]
+    both = zip(draft.completions, draft.names, strict=True)
+    answers = [_as_messages(said, "assistant", name, columns) for said, name in both]
     are_whole = all(answer[0]["role"] != "assistant" for answer in answers)
     if draft.prompt is None or isinstance(draft.prompt, str) and are_whole:
         shortest = min(map(len, answers)) - 1  # one message at least is left of each
@@ -623,10 +572,9 @@ def _answers(draft: Draft, columns: Columns) -> tuple[list[Message], tuple[list[
         while length and any(answer[length]["role"] != "assistant" for answer in answers):
             length -= 1
         prompt = answers[0][:length]
-        if isinstance(draft.prompt, str):
-            asked = draft.prompt.strip()
-            if not any(asked in str(message["content"]) for message in prompt):
-                raise Unusable(f"column {columns.prompt!r} is not in the conversation of {draft.names[0]!r}")
+        asked = draft.prompt.strip() if isinstance(draft.prompt, str) else ""
+        if asked and not any(asked in str(message["content"]) for message in prompt):
+            raise Unusable(f"column {columns.prompt!r} is not in the conversation of {draft.names[0]!r}")
         if not prompt:
             raise Unusable(f"{' and '.join(map(repr, draft.names))} have no first message in common: no prompt")
         return prompt, tuple(answer[length:] for answer in answers), common - length
@@ -637,13 +585,6 @@ def _answers(draft: Draft, columns: Columns) -> tuple[list[Message], tuple[list[
             raise Unusable(f"{name!r} has {len(answer)} messages that do not begin with the prompt")
         rests.append(answer[len(prompt) * is_whole :])
     return prompt, tuple(rests), 0
-
-
-def _label(value: object, column: str) -> bool:
-    """Whether a completion is desirable. Raises Unusable."""
-    if value not in (True, False):  # 1 and 0, too
-        raise Unusable(f"column {column!r} is {json.dumps(value, default=str)}, not true or false")
-    return bool(value)
 
 
 def _template_arguments(record: JSON, columns: Columns) -> JSON:

@@ -13,6 +13,7 @@ so does its reward.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ import numpy as np
 
 from lib.config.settings import DataSettings
 from lib.data import record_files, sources
-from lib.data.dataset import Dataset, Example, Pieces, pack
+from lib.data.dataset import Dataset, Example, Pieces, pack, require_usable
 from lib.data.record_formats import JSON, Unusable, name_of_type
 from lib.data.tokenizer import LARGEST_ID, ModelLimits
 from lib.errors import UserError
@@ -45,14 +46,11 @@ class Group(NamedTuple):
 class GroupedDataset(Dataset):
     """Groups in memory, all of K completions: smaller ones are filled up with some that are left out."""
 
-    samples: int = 1
-    """K."""
-    rewards: np.ndarray | None = None
-    """float32 [n, K]; NaN where there is none."""
+    samples: int = 1  # K
+    rewards: np.ndarray | None = None  # float32 [n, K]; NaN where there is none
     completion_lengths: np.ndarray | None = None
     """float32 [n, K], tokens of the completions, masked ones too; 0 where there is no reward."""
-    deviation: float = 0.0
-    """Of all rewards, that of a sample, with n - 1; 0 of a single one."""
+    deviation: float = 0.0  # Of all rewards, that of a sample, with n - 1; 0 of a single one
     logps: np.ndarray | None = None
     """float32, one for each of `tokens` (prompts have some number); None where the records have none."""
 
@@ -78,29 +76,18 @@ class GroupedDataset(Dataset):
 
 
 def load_groups(settings: DataSettings, limits: ModelLimits) -> GroupedDataset:
-    """The groups of data.train.
-
-    Raises:
-        UserError: as `load_dataset`.
-    """
-    groups: list[Group] = []
-    skipped: list[str] = []
-    weights = sources.weights_of(settings.train)
+    """The groups of data.train. Raises UserError: as `load_dataset`."""
+    groups, skipped, weights = list[Group](), list[str](), sources.weights_of(settings.train)
     name = " + ".join(weights)
     if any(weight != 1 for weight in weights.values()):
         raise UserError(f"data.train={weights}: groups of train.loss=grpo have no weights; name them without")
     for file in (file for source in weights for file in sources.files_of(source, settings)):
-        for line, record in record_files.read(str(file), settings, "group"):
+        for line, record in record_files.read(str(file)):
             try:
-                if isinstance(record, Unusable):
-                    raise record
                 groups.append(_parse(record, settings.max_length, limits))
             except Unusable as why:
                 skipped.append(f"{file}:{line}: {why}")
-    if skipped and (not settings.skip_invalid or not groups):
-        raise UserError(record_files.refusal(skipped, len(skipped), len(groups)))
-    if not groups:
-        raise UserError(f"{name} is empty: it has no records; name another file")
+    require_usable(name, skipped, len(groups), settings)
     if len({group.logps is None for group in groups}) > 1:
         raise UserError(f"{name}: some groups have logps and some have none; give them to all, or to none")
     if not any(len({r for r in group.rewards if r is not None}) > 1 for group in groups):
@@ -111,7 +98,9 @@ def load_groups(settings: DataSettings, limits: ModelLimits) -> GroupedDataset:
     return groups_in_memory(name, groups, skipped)
 
 
-def _parse(record: JSON, max_length: int, limits: ModelLimits) -> Group:
+def _parse(record: JSON | Unusable, max_length: int, limits: ModelLimits) -> Group:
+    if isinstance(record, Unusable):
+        raise record
     for name in COLUMNS:
         if not isinstance(record.get(name), list):
             shown = "there is none" if name not in record else f"it is {name_of_type(record[name])}"
@@ -119,8 +108,13 @@ def _parse(record: JSON, max_length: int, limits: ModelLimits) -> Group:
     prompt, completions, rewards = (record[name] for name in COLUMNS)
     if not completions or len(rewards) != len(completions):
         raise Unusable(f"{len(completions)} completion_ids and {len(rewards)} rewards; give one each")
+    limit = limits.vocab_size or LARGEST_ID
     for ids, where in [(prompt, "prompt_ids"), *((ids, f"completion_ids[{k}]") for k, ids in enumerate(completions))]:
-        _check_ids(ids, where, limits.vocab_size or LARGEST_ID)
+        if not isinstance(ids, list) or not ids:
+            raise Unusable(f"{where} is {name_of_type(ids) if ids != [] else 'empty'}, not a list of token ids")
+        wrong = next((token for token in ids if type(token) is not int or not 0 <= token < limit), None)
+        if wrong is not None:
+            raise Unusable(f"{where} has {repr(wrong)[:40]}, which is no token id below {limit}")
         end = len(ids) + (len(prompt) if ids is not prompt else 0)
         if end > max_length:
             raise Unusable(f"{where} ends behind data.max_length={max_length}; raise it: what was sampled is not cut")
@@ -128,31 +122,24 @@ def _parse(record: JSON, max_length: int, limits: ModelLimits) -> Group:
     for k, reward in enumerate(rewards):
         if reward is not None and not _is_finite(reward):
             raise Unusable(f"rewards[{k}] is {repr(reward)[:40]}, neither a number nor null")
-    logps, mask = (_of_tokens(record.get(name), name, completions) for name in ("logps", "completion_mask"))
-    for k, of_completion in enumerate(logps or ()):
-        if not all(_is_finite(logp) and logp <= ROUNDED for logp in of_completion):
-            raise Unusable(f"logps[{k}] has what is no log-probability: a number up to 0")
-    for k, of_completion in enumerate(mask or ()):
-        if any(bit not in (0, 1) for bit in of_completion):
-            raise Unusable(f"completion_mask[{k}] has what is neither 0 nor 1")
+    logps = _of_tokens(record, "logps", completions, lambda logp: _is_finite(logp) and logp <= ROUNDED)
+    mask = _of_tokens(record, "completion_mask", completions, lambda bit: bit in (0, 1))
     return Group(prompt, completions, rewards, logps, mask and [[*map(bool, bits)] for bits in mask])
 
 
-def _check_ids(ids: object, where: str, limit: int) -> None:
-    if not isinstance(ids, list) or not ids:
-        raise Unusable(f"{where} is {name_of_type(ids) if ids != [] else 'empty'}, not a list of token ids")
-    for token in ids:
-        if type(token) is not int or not 0 <= token < limit:
-            raise Unusable(f"{where} has {repr(token)[:40]}, which is no token id below {limit}")
-
-
-def _of_tokens(value: object, name: str, completions: list[list[int]]) -> list[list[Any]] | None:
+def _of_tokens(
+    record: JSON, name: str, completions: list[list[int]], is_valid: Callable[[Any], bool]
+) -> list[list[Any]] | None:
     """A list for each completion, with something for each of its tokens."""
+    value, sizes = record.get(name), [len(ids) for ids in completions]
     if value is None:
         return None
-    sizes = [len(ids) for ids in completions]
     if not isinstance(value, list) or [len(v) if isinstance(v, list) else -1 for v in value] != sizes:
         raise Unusable(f"{name} has to be lists of {', '.join(map(str, sizes))} numbers, one a token of completion_ids")
+    for k, of_completion in enumerate(value):
+        if not all(map(is_valid, of_completion)):
+            wanted = "log-probabilities: numbers up to 0" if name == "logps" else "0 and 1"
+            raise Unusable(f"{name}[{k}] has something else than {wanted}")
     return value
 
 

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, quote
 
 from lib.config.read_file import front_matter
@@ -37,22 +37,26 @@ CARD = "README.md"
 NO_RECORDS = {"dataset_infos.json", "dataset_info.json", "state.json", "config.json"}
 
 
+class Split(NamedTuple):
+    """The files of a data set's split."""
+
+    files: list[str]  # Their names within the repository
+    path_of: Callable[[str], Path]  # A file on this disk, fetched where it is missing
+    url_of: Callable[[str], str]  # A file's name for HfFileSystem; its path, where it is on this disk
+
+
 def fetch(source: str, settings: DataSettings, tell: Callable[[str], None]) -> list[Path]:
     """The files of a data set's split on this disk, fetched where they are missing.
 
     With ?rows=N the first N records, written as JSON lines to data.cache_dir.
 
-    Raises:
-        UserError: no such data set, configuration or split; the message names what there is.
+    Raises UserError: no such data set, configuration or split; the message names what there is.
     """
-    name, options = parse(source)
     with _reaching(source):
-        chosen, path_of = _choose(name, options)
-        if not _is_local(name):
-            tell(f"fetching {source}: {len(chosen):,} files")
-        if "rows" in options:
-            return [_first_rows(source, [path_of(file) for file in chosen], int(options["rows"]), settings)]
-        return [path_of(file) for file in chosen]
+        split, options = _open_split(source)
+        tell(f"fetching {source}: {len(split.files):,} files")
+        paths = [*map(split.path_of, split.files)]
+        return [_first_rows(source, paths, int(options["rows"]), settings)] if "rows" in options else paths
 
 
 @contextlib.contextmanager
@@ -65,15 +69,61 @@ def _reaching(source: str) -> Iterator[None]:
         raise UserError(f"{source}: cannot be opened: {in_one_line(error)}; what was fetched is kept") from None
 
 
-def _is_local(name: str) -> bool:
-    return name.startswith(("/", ".", "~"))
+def _open_split(source: str) -> tuple[Split, dict[str, str]]:
+    """The split that a source names, and its options. Raises UserError: an option that is none, or as `fetch`."""
+    name, _, query = source.removeprefix(PREFIX).partition("?")
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    unknown = sorted(options.keys() - {"config", "split", "revision", "rows"})
+    if not name or unknown or not re.fullmatch(r"[1-9][0-9]{0,17}", options.get("rows", "1")):
+        known = "hf://OWNER/NAME?config=C&split=S&revision=R&rows=N"
+        raise UserError(f"{', '.join(unknown) or 'name or rows'}: a data set is {known}")
+    if name.startswith(("/", ".", "~")):
+        root = Path(name).expanduser().absolute()
+        if not root.is_dir():
+            raise UserError(f"there is no folder {name}")
+        names = sorted(file.relative_to(root).as_posix() for file in root.rglob("*") if file.is_file())
+        split = Split(names, root.joinpath, lambda file: str(root / file))
+    else:
+        split = _open_hub(name, options.get("revision"))
+    card = split.path_of(CARD).read_text(encoding="utf-8", errors="replace") if CARD in split.files else ""
+    chosen = files_of_split(split.files, card, options.get("config"), options.get("split", "train"))
+    return split._replace(files=chosen), options
 
 
-def _choose(name: str, options: dict[str, str]) -> tuple[list[str], Callable[[str], Path]]:
-    """The files of a split, and the path of each on this disk."""
-    names, path_of = _open_folder(name) if _is_local(name) else _open_hub(name, options.get("revision"))[:2]
-    card = path_of(CARD).read_text(encoding="utf-8", errors="replace") if CARD in names else ""
-    return files_of_split(names, card, options.get("config"), options.get("split", "train")), path_of
+def _open_hub(name: str, revision: str | None) -> Split:
+    """All files of a data set on the hub."""
+    from huggingface_hub import HfApi, hf_hub_download
+
+    hub = HfApi()
+    for branch in (revision, CONVERTED) if revision is None else (revision,):
+        # By its commit: a download that goes on later has the same files.
+        commit = hub.repo_info(name, revision=branch, repo_type="dataset").sha or ""
+        names = sorted(hub.list_repo_files(name, revision=commit, repo_type="dataset"))
+        if any(map(is_data, names)):
+            break
+    return Split(
+        names,
+        lambda file: Path(hf_hub_download(name, file, revision=commit, repo_type="dataset")),
+        lambda file: f"datasets/{name}@{quote(commit, safe='')}/{file}",
+    )
+
+
+def _first_rows(source: str, paths: list[Path], count: int, settings: DataSettings) -> Path:
+    key = f"{source} {[(str(path), path.stat().st_mtime_ns) for path in paths]}"
+    kept = Path(settings.cache_dir) / f"hub-{hashlib.sha256(key.encode()).hexdigest()[:24]}.jsonl"
+    if kept.exists():
+        return kept
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    lines = ((path, line) for path in paths for line in record_files.read(str(path)))
+    with files.replacing(kept) as file:
+        for path, (number, record) in itertools.islice(lines, count):
+            if isinstance(record, Unusable):
+                raise UserError(f"{path}:{number}: {record}")
+            file.write(json.dumps(record, ensure_ascii=False, default=str).encode() + b"\n")
+    return kept
+
+
+# ---- Parquet that is read a row group at a time
 
 
 @dataclass(frozen=True)
@@ -101,82 +151,21 @@ class RemoteFile:
         import pyarrow.parquet
         from huggingface_hub import HfFileSystem
 
-        with _reaching(self.source):
-            remote = HfFileSystem() if self.url.startswith("datasets/") else Path(self.url)
-            with remote.open(self.url, "rb") if isinstance(remote, HfFileSystem) else remote.open("rb") as file:
-                yield pyarrow.parquet.ParquetFile(file)
+        open_file: Any = HfFileSystem().open if self.url.startswith("datasets/") else open
+        with _reaching(self.source), open_file(self.url, "rb") as file:
+            yield pyarrow.parquet.ParquetFile(file)
 
 
 def parquet_files(source: str) -> list[RemoteFile]:
     """The files of a data set's split without fetching them; none where they are no parquet, or rows=N takes a few.
 
-    Raises:
-        UserError: as `fetch`.
+    Raises UserError: as `fetch`.
     """
-    name, options = parse(source)
     with _reaching(source):
-        chosen, path_of = _choose(name, options)
-        if "rows" in options or not all(file.endswith(".parquet") for file in chosen):
-            return []
-        if _is_local(name):
-            return [RemoteFile(source, file, str(path_of(file))) for file in chosen]
-        commit = _open_hub(name, options.get("revision"))[2]
-        return [RemoteFile(source, file, f"datasets/{name}@{quote(commit, safe='')}/{file}") for file in chosen]
-
-
-def parse(source: str) -> tuple[str, dict[str, str]]:
-    """The data set's name or folder, and the options after the question mark.
-
-    Raises:
-        UserError: an option that is none.
-    """
-    name, _, query = source.removeprefix(PREFIX).partition("?")
-    options = dict(parse_qsl(query, keep_blank_values=True))
-    unknown = sorted(options.keys() - {"config", "split", "revision", "rows"})
-    if not name or unknown or not re.fullmatch(r"[1-9][0-9]{0,17}", options.get("rows", "1")):
-        raise UserError(
-            f"{source}: {', '.join(unknown) or 'name or rows'}: a data set is "
-            "hf://OWNER/NAME?config=C&split=S&revision=R&rows=N"
-        )
-    return name, options
-
-
-def _open_folder(name: str) -> tuple[list[str], Callable[[str], Path]]:
-    """The names of a local folder's files, and the path of each."""
-    root = Path(name).expanduser().absolute()
-    if not root.is_dir():
-        raise UserError(f"there is no folder {name}")
-    return sorted(file.relative_to(root).as_posix() for file in root.rglob("*") if file.is_file()), root.joinpath
-
-
-def _open_hub(name: str, revision: str | None) -> tuple[list[str], Callable[[str], Path], str]:
-    """The names of a data set's files on the hub, the path of each, once it is fetched, and the commit."""
-    from huggingface_hub import HfApi, hf_hub_download
-
-    hub = HfApi()
-    commit, names = "", list[str]()
-    for branch in (revision, CONVERTED) if revision is None else (revision,):
-        # By its commit: a download that goes on later has the same files.
-        commit = hub.repo_info(name, revision=branch, repo_type="dataset").sha or ""
-        names = sorted(hub.list_repo_files(name, revision=commit, repo_type="dataset"))
-        if any(map(_is_data, names)):
-            break
-    return names, lambda file: Path(hf_hub_download(name, file, revision=commit, repo_type="dataset")), commit
-
-
-def _first_rows(source: str, paths: list[Path], count: int, settings: DataSettings) -> Path:
-    key = f"{source} {[(str(path), path.stat().st_mtime_ns) for path in paths]}"
-    kept = Path(settings.cache_dir) / f"hub-{hashlib.sha256(key.encode()).hexdigest()[:24]}.jsonl"
-    if kept.exists():
-        return kept
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    lines = ((path, line) for path in paths for line in record_files.read(str(path), settings, "prompt"))
-    with files.replacing(kept) as file:
-        for path, (number, record) in itertools.islice(lines, count):
-            if isinstance(record, Unusable):
-                raise UserError(f"{path}:{number}: {record}")
-            file.write(json.dumps(record, ensure_ascii=False, default=str).encode() + b"\n")
-    return kept
+        split, options = _open_split(source)
+    if "rows" in options or not all(file.endswith(".parquet") for file in split.files):
+        return []
+    return [RemoteFile(source, file, split.url_of(file)) for file in split.files]
 
 
 # ---- Which files
@@ -185,15 +174,14 @@ def _first_rows(source: str, paths: list[Path], count: int, settings: DataSettin
 def files_of_split(names: Sequence[str], card: str, config: str | None, split: str) -> list[str]:
     """The files of a configuration's split, by the repository's file names and its README.md.
 
-    Raises:
-        UserError: it names the configurations, splits or files that there are.
+    Raises UserError: it names the configurations, splits or files that there are.
     """
     known = front_matter(card)
     entries = known.get("configs") if isinstance(known, dict) else None
     named = {str(e.get("config_name")): e for e in entries or () if isinstance(e, dict) and e.get("data_files")}
     if named and (config is None or config in named):
         return _of_card(names, named, config, split)
-    data = [name for name in names if _is_data(name)]
+    data = [name for name in names if is_data(name)]
     if config is not None:
         folders = sorted({name.partition("/")[0] for name in data if "/" in name})
         data = [name for name in data if name.startswith(f"{config}/")]
@@ -202,17 +190,18 @@ def files_of_split(names: Sequence[str], card: str, config: str | None, split: s
     splits = {name: split_of(name) for name in data}
     if not any(splits.values()):  # no name says anything: all of it is for training
         splits = dict.fromkeys(data, "train")
+    if not splits:
+        raise UserError(f"no file of it ends with {', '.join(ENDINGS)}")
     found = [name for name in data if splits[name] == split]
     if not found:
-        there = ", ".join(dict.fromkeys(filter(None, splits.values())))
-        raise UserError(
-            f"no split {split!r}; there are {there}" if there else f"no file of it ends with {', '.join(ENDINGS)}"
-        )
+        raise UserError(f"no split {split!r}; there are {', '.join(dict.fromkeys(filter(None, splits.values())))}")
     return found
 
 
 def _of_card(names: Sequence[str], named: dict[str, dict[str, Any]], config: str | None, split: str) -> list[str]:
     """The files that a configuration of the README.md gives a split."""
+    from fsspec.utils import glob_translate
+
     default = [name for name, entry in named.items() if entry.get("default") or name == "default"]
     if config is None and not default and len(named) > 1:
         raise UserError(f"name one of its configurations with ?config=: {', '.join(named)}")
@@ -225,21 +214,15 @@ def _of_card(names: Sequence[str], named: dict[str, dict[str, Any]], config: str
         raise UserError(f"no split {split!r}; there are {', '.join(paths)}")
     folder = str(entry.get("data_dir") or "").strip("/")
     patterns = paths[split] if isinstance(paths[split], list) else [paths[split]]
-    patterns = [f"{folder}/{pattern}" if folder else str(pattern) for pattern in patterns]
-    found = [name for name in names if any(_matches(name, pattern) for pattern in patterns)]
-    if not found or not all(map(_is_data, found)):
+    patterns = [f"{folder}/{pattern}".lstrip("/") for pattern in patterns]
+    found = [name for name in names if any(re.fullmatch(glob_translate(pattern), name) for pattern in patterns)]
+    if not found or not all(map(is_data, found)):
         raise UserError(f"split {split!r} is {', '.join(found or patterns)}; only {', '.join(ENDINGS)} are read")
     return found
 
 
-def _matches(name: str, pattern: str) -> bool:
-    """Whether a file fits a glob whose `**` crosses folders and whose `*` does not."""
-    words = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    parts = re.split(r"(\*\*/?|\*|\?|\[[^]]+\])", pattern)
-    return re.fullmatch("".join(words.get(p) or (p if p[:1] == "[" else re.escape(p)) for p in parts), name) is not None
-
-
-def _is_data(name: str) -> bool:
+def is_data(name: str) -> bool:
+    """Whether a file's name within its folder is that of records."""
     *_, last = parts = name.split("/")
     return name.endswith(ENDINGS) and not any(part.startswith(".") for part in parts) and last not in NO_RECORDS
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from rich.text import Text
 from lib.config import command_line, help, load
 from lib.config.settings import Config, DataSettings
 from lib.data import sources
-from lib.data.chat import OPENED_THINKING, Conversation
+from lib.data.chat import OPENED_THINKING, SENTINEL, Conversation
 from lib.data.dataset import Example, encoder_of, load_dataset, parse_record, tokenised
 from lib.data.record_formats import JSON, RecordKind, Unusable, Unwanted
 from lib.data.sources import Records
@@ -35,7 +34,6 @@ from lib.system.terminal import Terminal
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
 NAMED, SHOWN, SHOWN_CHARACTERS = 5, 3, 400  # unusable records; rows; characters of a part
-WORD = "qZ7wordZ7q"
 
 
 def facts_of(encoder: Encoder) -> str | None:
@@ -51,17 +49,17 @@ def facts_of(encoder: Encoder) -> str | None:
             return ""
 
     question = {"role": "user", "content": "a"}
-    thought = {"role": "assistant", "content": "b", "reasoning_content": WORD}
+    thought = {"role": "assistant", "content": "b", "reasoning_content": SENTINEL}
     off, on = (text([question], True, enable_thinking=thinks) for thinks in (False, True))
     thinking = "unknown to it"
     if OPENED_THINKING.search(off):
         thinking = "always opened by the prompt"
     elif off != on:
         thinking = "off, unless an answer thinks or data.chat_template_kwargs.enable_thinking=true"
-    elif WORD in text([question, thought], False, enable_thinking=True):
+    elif SENTINEL in text([question, thought], False, enable_thinking=True):
         thinking = "kept where an answer has it"
-    tool = {"type": "function", "function": {"name": WORD, "description": "d", "parameters": {"type": "object"}}}
-    tools = "known" if WORD in text([question], True, [tool]) else "unknown to it"
+    tool = {"type": "function", "function": {"name": SENTINEL, "description": "d", "parameters": {"type": "object"}}}
+    tools = "known" if SENTINEL in text([question], True, [tool]) else "unknown to it"
     system = "open the first question" if template.refuses_system else "have a turn of their own"
     end = " or ".join(encoder.tokenizer.decode([token]) for token in sorted(encoder.end_ids))
     return f"chat template: system prompts {system}; thinking {thinking}; tools {tools}; turns end with {end}"
@@ -103,10 +101,14 @@ def main(arguments: list[str] | None = None) -> int:
     settings = load.load(None, words, base=base)
     if settings.record_kind == "group":
         raise UserError("groups of train.loss=grpo are tokenised already: train.py --dry-run looks at them")
+    tokenizer, about = None, Vocabulary(eos_token_id=None)
+    if options.model is not None:
+        mpi_and_blas.prepare()
+        tokenizer, about = load_tokenizer_of(settings.model), vocabulary(settings.model)
     if options.tokens is not None:
-        write_tokens(files, settings, options.model is not None, Path(options.tokens))
+        write_tokens(files, settings, tokenizer, about, Path(options.tokens))
     else:
-        inspect(files, settings, options.model is not None)
+        inspect(files, settings, tokenizer, about)
     return 0
 
 
@@ -114,29 +116,20 @@ def _tell(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _tokenizer_of(settings: Config, with_model: bool) -> tuple[Tokenizer | None, Vocabulary]:
-    if not with_model:
-        return None, Vocabulary(eos_token_id=None)
-    mpi_and_blas.prepare()
-    return load_tokenizer_of(settings.model), vocabulary(settings.model)
+def write_tokens(
+    files: Sequence[str], settings: Config, tokenizer: Tokenizer | None, about: Vocabulary, out: Path
+) -> None:
+    """Writes a line a row, as training reads it: ids of prompt and completions, masks with 1 for each learnt token.
 
-
-def write_tokens(files: Sequence[str], settings: Config, with_model: bool, out: Path) -> None:
-    """Writes a line a row: the ids of its prompt and completions, and masks with 1 for each token that is learnt.
-
-    The lines are records that training reads: prompt_ids with chosen_ids and rejected_ids, or with completion_ids.
-
-    Raises:
-        UserError: `out` exists, or as `load_dataset`.
+    Raises UserError: `out` exists, or as `load_dataset`.
     """
     require_absent(out)
     kind = settings.record_kind
-    tokenizer, known = _tokenizer_of(settings, with_model)
     train = files[0] if len(files) == 1 else dict.fromkeys(files, 1.0)
     data = with_splits(settings.data.model_copy(update={"train": train}), _tell)
     tell_unread(data, kind, _tell)
     held_out = False if data.holdout else None
-    rows = load_dataset(data.train, data, kind, tokenizer, held_out=held_out, tell=_tell, **known)
+    rows = load_dataset(data.train, data, kind, tokenizer, held_out=held_out, tell=_tell, **about)
     names = ("chosen", "rejected") if kind == "preference" else ("completion",)
     with out.open("w", encoding="utf-8") as file:
         for row in rows:
@@ -149,84 +142,74 @@ def write_tokens(files: Sequence[str], settings: Config, with_model: bool, out: 
     print(f"{out}: {len(rows):,} {rows.unit} from {rows.columns}")
 
 
-def inspect(files: Sequence[str], settings: Config, with_model: bool) -> None:
-    """Prints the report.
-
-    Raises:
-        UserError: there is nothing to read; unusable records are counted and named, and no error here.
-    """
+def inspect(files: Sequence[str], settings: Config, tokenizer: Tokenizer | None, about: Vocabulary) -> None:
+    """Prints the report. Raises UserError: there is nothing to read; unusable records are counted and named."""
     say, kind = Terminal(), settings.record_kind
     data = settings.data.model_copy(update={"skip_invalid": True})
     paths = [path for source in files for path in sources.files_of(source, data, _tell)]
     records = sources.open_records(paths, data, kind, _tell)
-    tokenizer, known = _tokenizer_of(settings, with_model)
-    encoder = encoder_of(tokenizer, data, known)
+    encoder = encoder_of(tokenizer, data, about)
     names = ["prompt", "chosen", "rejected"] if kind == "preference" else ["prompt", "completion"]
     pieces, kept = records.column("pieces")[:, : len(names)].astype(np.int64), np.arange(len(records))
-    filtered, refused = 0, list[str]()
-    if with_model:
-        pieces, kept, filtered, refused = _tokens(records, data, kind, encoder, limits_of(known))
-    unusable = [*(name for index in records.indices for name in index.unusable), *refused]
-    unusable_count = len(refused) + sum(index.unusable_count for index in records.indices)
+    refused: list[str] = []
+    if encoder is not None:
+        pieces, kept, refused = _tokens(records, data, kind, encoder, limits_of(about))
+    unusable = [*records.unusable, *refused]
     if not len(kept):
         raise UserError(f"{' + '.join(files)}: no record can be used{''.join(f': {text}' for text in unusable[:1])}")
     lengths = {name: pieces[:, k] for k, name in enumerate(names)}
     lengths["whole"] = pieces[:, 0] + pieces[:, 1:].max(axis=1)
-    facts = _facts(records, kept, data, kind)
-    facts["unusable"] = f"{unusable_count:,}"
-    if with_model:
-        cut = int((lengths["whole"] > data.max_length).sum())
-        facts["cut"] = f"{cut:,} have more than data.max_length={data.max_length} tokens"
-        facts["filtered"] = f"{filtered:,} (data.shortest={data.shortest}, data.longest={data.longest})"
-    if kind == "preference":
-        facts |= _suspicions(records, kept, pieces, data)
-    say.facts(" + ".join(files), [*facts.items()])
-    for name in unusable[:NAMED]:
-        say.line(f"  {name}", "magenta")
-    unit = "tokens" if with_model else "token ids or characters"
-    marks = {name: np.percentile(values, PERCENTILES).astype(int).tolist() for name, values in lengths.items()}
-    rows = [[n, *(f"{mark:,}" for mark in marks[n]), f"{values.mean():,.1f}"] for n, values in lengths.items()]
-    say.table(f"lengths in {unit}, by percentile", ["", *(f"{p} %" for p in PERCENTILES), "mean"], rows)
-    _show_formats(say, records, data, kind)
-    if encoder is not None and tokenizer is not None:
-        say.line(facts_of(encoder) or "no chat template")
-        _show_rows(say, records, kept[:SHOWN], data, kind, encoder, tokenizer)
-
-
-def _tokens(
-    records: Records, data: DataSettings, kind: RecordKind, encoder: Encoder | None, limits: ModelLimits
-) -> tuple[np.ndarray, np.ndarray, int, list[str]]:
-    """Tokens of the pieces as they are, int64 [n, 1 + K], and their records, int64 [n]; how many are filtered, and
-    what is said of each unusable one."""
-    whole = data.model_copy(update={"max_length": 2**24})
-    sizes, filtered, refused = dict[int, list[int]](), 0, list[str]()
-    placed = placed_records(records, range(len(records)), data, kind)
-    has_chats = encoder is not None and encoder.template.is_used  # a long chat loses its middle messages
-    for number, (place, _, result) in enumerate(tokenised(placed, whole, encoder, limits)):
-        if not isinstance(result, Unusable) and len(result[0][0]) > data.max_length and not has_chats:
-            result = Unusable(f"the prompt alone has more than data.max_length={data.max_length} tokens")
-        if isinstance(result, Unwanted):
-            filtered += 1
-        elif isinstance(result, Unusable):
-            refused.append(f"{place}: {result}")
-        else:
-            sizes[number] = [*map(len, result[0])]
-    rows = np.array([*sizes.values()], np.int64).reshape(len(sizes), -1)
-    return rows, np.array([*sizes], np.int64), filtered, refused
-
-
-def _facts(records: Records, kept: np.ndarray, data: DataSettings, kind: RecordKind) -> dict[str, str]:
     prompts, contents = records.column("prompt_key")[kept], records.column("content_key")[kept]
     facts = {
         "files": f"{len(records.indices):,}",
         "usable": f"{len(kept):,} {'pairs' if kind == 'preference' else 'examples'} from {records.formats}",
+        "unusable": f"{records.unusable_count + len(refused):,}",
         "duplicates": f"{len(kept) - len(np.unique(contents)):,} (data.deduplicate)",
         "distinct prompts": f"{len(np.unique(prompts)):,}",
     }
     if data.holdout:
         held_out = int(sources.is_held_out(prompts, data.holdout).sum())
         facts["held out"] = f"{held_out:,} (data.holdout={data.holdout:g})"
-    return facts
+    if encoder is not None:
+        cut = int((lengths["whole"] > data.max_length).sum())
+        facts["cut"] = f"{cut:,} have more than data.max_length={data.max_length} tokens"
+    if kind == "preference":
+        facts |= _suspicions(records, kept, pieces, data)
+    say.facts(" + ".join(files), [*facts.items()])
+    for name in unusable[:NAMED]:
+        say.line(f"  {name}", "magenta")
+    unit = "tokens" if encoder is not None else "token ids or characters"
+    marks = {name: np.percentile(values, PERCENTILES).astype(int).tolist() for name, values in lengths.items()}
+    rows = [[n, *(f"{mark:,}" for mark in marks[n]), f"{values.mean():,.1f}"] for n, values in lengths.items()]
+    say.table(f"lengths in {unit}, by percentile", ["", *(f"{p} %" for p in PERCENTILES), "mean"], rows)
+    for start, index in zip(records.starts, records.indices, strict=False):
+        for name, (count, number) in index.formats.items():
+            say.line(f"{name}, {count:,} rows, the first: {records.location(start + number)}", "bold")
+            for title, part in vars(parse_record(records, start + number, data, kind)).items():
+                shown = part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)
+                if part and title != "columns":
+                    say.line(f"  {title}: {shown[:SHOWN_CHARACTERS]}{' ...' * (len(shown) > SHOWN_CHARACTERS)}")
+    if encoder is not None:
+        say.line(facts_of(encoder) or "no chat template")
+        _show_rows(say, records, kept[:SHOWN], data, kind, encoder)
+
+
+def _tokens(
+    records: Records, data: DataSettings, kind: RecordKind, encoder: Encoder, limits: ModelLimits
+) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Tokens of the pieces as they are, int64 [n, 1 + K]; their records, int64 [n]; why others are unusable."""
+    whole = data.model_copy(update={"max_length": 2**24})
+    sizes, refused = dict[int, list[int]](), list[str]()
+    placed = placed_records(records, range(len(records)), data, kind)
+    for number, (place, _, result) in enumerate(tokenised(placed, whole, encoder, limits)):
+        is_chat = encoder.template.is_used  # a long chat loses its middle messages
+        if not isinstance(result, Unusable) and len(result[0][0]) > data.max_length and not is_chat:
+            result = Unusable(f"the prompt alone has more than data.max_length={data.max_length} tokens")
+        if not isinstance(result, Unusable):
+            sizes[number] = [*map(len, result[0])]
+        elif not isinstance(result, Unwanted):
+            refused.append(f"{place}: {result}")
+    return np.array([*sizes.values()], np.int64).reshape(len(sizes), -1), np.array([*sizes], np.int64), refused
 
 
 def _suspicions(records: Records, kept: np.ndarray, pieces: np.ndarray, data: DataSettings) -> dict[str, str]:
@@ -234,44 +217,21 @@ def _suspicions(records: Records, kept: np.ndarray, pieces: np.ndarray, data: Da
     longer = float((pieces[:, 1] > pieces[:, 2]).mean())
     note = "; length alone tells them apart, and will be learnt" if abs(longer - 0.5) > 0.25 else ""
     means = f"mean {pieces[:, 1].mean():.1f} against {pieces[:, 2].mean():.1f}"
-    keys = records.column("prompt_key")[kept]
-    order = np.argsort(keys, kind="stable")
-    groups = np.split(kept[order], np.flatnonzero(np.diff(keys[order])) + 1)
-    contrary = looked = 0
-    for group in (group for group in groups if len(group) > 1):
-        read = [records[number] for number in group.tolist()[:64]]
-        pairs = {(str(record.get(data.chosen)), str(record.get(data.rejected))) for record in read}
-        looked += len(read)
-        contrary += sum((rejected, chosen) in pairs for chosen, rejected in pairs) // 2
+    _, of_prompt, counts = np.unique(records.column("prompt_key")[kept], return_inverse=True, return_counts=True)
+    pairs = set()
+    for prompt, number in zip(of_prompt.tolist(), kept.tolist(), strict=True):
+        if counts[prompt] > 1:
+            record = records[number]
+            pairs.add((prompt, str(record.get(data.chosen)), str(record.get(data.rejected))))
+    contrary = sum((prompt, rejected, chosen) in pairs for prompt, chosen, rejected in pairs) // 2
     return {
         "chosen is longer": f"{longer:.1%} of pairs, {means}{note}",
-        "contradictions": f"{contrary:,} pairs are there the other way round, too (of {looked:,} that share a prompt)",
+        "contradictions": f"{contrary:,} pairs are there the other way round, too",
     }
 
 
-def _show_formats(say: Terminal, records: Records, data: DataSettings, kind: RecordKind) -> None:
-    """What the records were recognised as, how many of each, and the first of them as it is read."""
-    counts, first = Counter[str](), dict[str, int]()
-    for start, index in zip(records.starts, records.indices, strict=False):
-        for name, (count, number) in index.formats.items():
-            counts[name] += count
-            first.setdefault(name, start + number)
-    for name, count in counts.items():
-        say.line(f"{name}, {count:,} rows, the first: {records.location(first[name])}", "bold")
-        for title, part in vars(parse_record(records, first[name], data, kind)).items():
-            shown = part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)
-            if part and title != "columns":
-                say.line(f"  {title}: {shown[:SHOWN_CHARACTERS]}{' ...' * (len(shown) > SHOWN_CHARACTERS)}")
-
-
 def _show_rows(
-    say: Terminal,
-    records: Records,
-    numbers: np.ndarray,
-    data: DataSettings,
-    kind: RecordKind,
-    encoder: Encoder,
-    tokenizer: Tokenizer,
+    say: Terminal, records: Records, numbers: np.ndarray, data: DataSettings, kind: RecordKind, encoder: Encoder
 ) -> None:
     """Rows as the model sees them: what it is given is dim, what it is scored on is coloured, cut ends are left out."""
     placed = placed_records(records, numbers, data, kind)
@@ -283,5 +243,5 @@ def _show_rows(
         example = Example.of(number, result[0])
         names = ("chosen", "rejected") if len(example.completions) > 1 else ("completion",)
         for k, (name, colour) in enumerate(zip(names, ("green", "red"), strict=False)):
-            say.line(Text(f"  {name}: ").append_text(picture(example, tokenizer, k, colour)))
+            say.line(Text(f"  {name}: ").append_text(picture(example, encoder.tokenizer, k, colour)))
     say.line("the loss is on what stands in ⟦⟧ alone")

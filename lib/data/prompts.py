@@ -83,9 +83,8 @@ class Question:
 def load_questions(settings: Config, tokenizer: Tokenizer | None, limits: ModelLimits = NO_LIMITS) -> list[Question]:
     """The records of evaluate.answers, at most evaluate.answers_limit. limits: of the model that answers.
 
-    Raises:
-        UserError: a record without a prompt or an answer, or a prompt that the model cannot answer; a model without a
-            tokenizer.
+    Raises UserError: a record without a prompt or an answer, or a prompt that the model cannot answer; a model without
+    a tokenizer.
     """
     path, data = settings.evaluate.answers, settings.data
     if path is None:
@@ -95,7 +94,7 @@ def load_questions(settings: Config, tokenizer: Tokenizer | None, limits: ModelL
     encoder = Encoder(tokenizer, data, tokenizer_module.vocabulary(settings.model)["eos_token_id"])
     encoder.stop_generation()
     questions: list[Question] = []
-    for line, record in record_files.read(path, data):
+    for line, record in record_files.read(path):
         if len(questions) == settings.evaluate.answers_limit:
             break
         try:
@@ -126,16 +125,11 @@ class Prompts(Sized):
     path: str
     columns: str
     records: Records
-    rows: np.ndarray
-    """int64 [n]: the record of each prompt."""
-    tokens: np.ndarray
-    """int32 [T]: the prompts' ids one after the other."""
-    bounds: np.ndarray
-    """int64 [n + 1]: where each begins."""
-    max_tokens: int
-    """Of an answer."""
-    completions: int
-    """Of a row that is trained."""
+    rows: np.ndarray  # int64 [n]: the record of each prompt
+    tokens: np.ndarray  # int32 [T]: the prompts' ids one after the other
+    bounds: np.ndarray  # int64 [n + 1]: where each begins
+    max_tokens: int  # Of an answer
+    completions: int  # Of a row that is trained
     skipped: list[str] = field(default_factory=list)
     kind: RecordKind = "prompt"
 
@@ -214,8 +208,7 @@ def open_prompts(
     completions: of a row that is trained. held_out: which side of data.holdout; None for all. limits: of the model that
     answers.
 
-    Raises:
-        UserError: a file cannot be read, or, unless settings.skip_invalid, a prompt cannot be used.
+    Raises UserError: a file cannot be read, or, unless settings.skip_invalid, a prompt cannot be used.
     """
     weights = sources.weights_of(source)
     name = " + ".join(weights)

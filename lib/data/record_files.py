@@ -11,43 +11,31 @@ import gzip
 import json
 import os.path
 import zlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
 from lib.config import read_file
-from lib.config.settings import DataSettings
-from lib.data.formats import columns_read
-from lib.data.record_formats import ANSWER, JSON, LINE_BYTES, Columns, RecordKind, Unusable, name_of_type
+from lib.data.record_formats import JSON, Unusable, name_of_type
 from lib.errors import UserError
 
 ENDINGS = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".csv", ".tsv", ".parquet")
-BATCH_ROWS = 1024
-# What a file begins with that is no text, and what to do with it.
-OTHER_CONTENTS = {
-    b"\x1f\x8b": "compressed by gzip, and its name does not say so: mv FILE FILE.gz",
-    b"BZh": "compressed by bzip2, and of compressed files .gz is read: bunzip2 FILE",
-    b"\x28\xb5\x2f\xfd": "compressed by zstd, and of compressed files .gz is read: unzstd FILE",
-    b"\xfd7zXZ": "compressed by xz, and of compressed files .gz is read: unxz FILE",
-    b"PK\x03\x04": "a zip archive, and of compressed files .gz is read: unzip FILE",
-    **dict.fromkeys(read_file.UTF_16, "UTF-16, where UTF-8 is read: iconv -f UTF-16 -t UTF-8 FILE > NEW"),
-}
+LINE_BYTES = 8 * 2**20  # a longer record is an error in the file
 
 Line = tuple[int, int, bytes, JSON | Unusable]
-"""Number from 1, offset in bytes, raw line (nothing where the file has no lines of JSON), record."""
+"""Number from 1, offset in bytes, raw line (empty where the file has no lines of JSON), record."""
 
 
-def read(path: str, settings: DataSettings, kind: RecordKind = "preference") -> Iterator[tuple[int, JSON | Unusable]]:
+def read(path: str) -> Iterator[tuple[int, JSON | Unusable]]:
     """Yield (line, record) in a file's order; a broken line yields the reason in the record's place.
 
     Lines count from 1: the text line of JSON lines and CSV (blank lines are no records), the row of parquet, the item
     of a list. A file that is damaged in the middle yields the reason there, and ends.
 
-    Raises:
-        UserError: the file cannot be opened.
+    Raises UserError: the file cannot be opened.
     """
     require(Path(path))
-    for line, _, _, record in scan(Path(path), settings, kind):
+    for line, _, _, record in scan(Path(path)):
         yield line, record
 
 
@@ -63,40 +51,34 @@ def require(file: Path) -> None:
     read_file.require_regular(file, "data file")
 
 
-def scan(file: Path, settings: DataSettings, kind: RecordKind) -> Iterator[Line]:
-    """Every line of a file in its order, without a second one in memory.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+def scan(file: Path) -> Iterator[Line]:
+    """Every line of a file in its order, without a second one in memory. Raises UserError: it cannot be read."""
+    line = 0
     try:
-        if file.suffix == ".parquet":
-            yield from ((line, 0, b"", record) for line, record in read_parquet(file, _columns_wanted(settings, kind)))
-        elif file.suffix in (".csv", ".tsv"):
-            with file.open(encoding="utf-8-sig", newline="") as text:
-                yield from _scan_csv(text, "\t" if file.suffix == ".tsv" else ",")
-        else:
-            with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
-                is_list = ".json" in file.suffixes and _begins_with_bracket(cast(IO[bytes], stream))
-                yield from (_scan_list if is_list else _scan_lines)(cast(IO[bytes], stream))
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        yield 1, 0, b"", Unusable(f"the gzip stream is damaged, or it is none ({error}); copy the file again")
+        for line, *content in _lines_of(file):
+            yield line, *content  # type: ignore[misc]
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        why = f"the gzip stream is cut short or damaged, or it is none ({error}); copy the file again"
+        yield line + 1, 0, b"", Unusable(why)
+    except csv.Error as error:
+        yield line + 1, 0, b"", Unusable(f"broken CSV: {error}")
+    except UnicodeDecodeError as error:
+        yield line + 1, 0, b"", Unusable(f"not valid UTF-8: {error}")
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror or error}") from error
 
 
-def _columns_wanted(settings: DataSettings, kind: RecordKind) -> Collection[str] | None:
-    """The columns of parquet that are read; None for all: a judge gets the whole record, whatever it looks at."""
-    return None if kind in ("prompt", "group") else columns_read(Columns.of(settings)) | {ANSWER}
-
-
-def _begins_with_bracket(stream: IO[bytes]) -> bool:
-    try:
-        while (start := stream.read(1)).isspace() or start in (b"\xef", b"\xbb", b"\xbf"):
-            continue
-    finally:
-        stream.seek(0)
-    return start == b"["
+def _lines_of(file: Path) -> Iterator[Line]:
+    if file.suffix == ".parquet":
+        yield from ((line, 0, b"", record) for line, record in read_parquet(file))
+    elif file.suffix in (".csv", ".tsv"):
+        with file.open(encoding="utf-8-sig", newline="") as text:
+            yield from _scan_csv(csv.DictReader(text, delimiter="\t" if file.suffix == ".tsv" else ",", restkey=""))
+    else:
+        with cast(IO[bytes], gzip.open(file) if file.suffix == ".gz" else file.open("rb")) as stream:
+            start = stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip() if ".json" in file.suffixes else b""
+            stream.seek(0)
+            yield from _scan_list(stream) if start.startswith(b"[") else _scan_lines(stream)
 
 
 def _scan_list(stream: IO[bytes]) -> Iterator[Line]:
@@ -104,51 +86,38 @@ def _scan_list(stream: IO[bytes]) -> Iterator[Line]:
     try:
         items = json.load(stream)
     except ValueError as error:
-        yield 1, 0, b"", Unusable(f"broken JSON: {error}")
-        return
+        items = [Unusable(f"broken JSON: {error}")]
     for number, item in enumerate(items, 1):
-        is_object = isinstance(item, dict)
-        yield number, 0, b"", item if is_object else Unusable(f"{name_of_type(item)} instead of a JSON object")
+        is_known = isinstance(item, dict | Unusable)
+        yield number, 0, b"", item if is_known else Unusable(f"{name_of_type(item)} instead of a JSON object")
 
 
-def _scan_csv(text: IO[str], delimiter: str) -> Iterator[Line]:
+def _scan_csv(reader: csv.DictReader[str]) -> Iterator[Line]:
     """The rows of CSV, whose first line names the columns; an empty field is none."""
-    reader = csv.DictReader(text, delimiter=delimiter, restkey="", strict=True)
-    try:
-        for row in reader:
-            record = {name: value for name, value in row.items() if value}
-            yield reader.line_num, 0, b"", Unusable("more fields than columns are named") if "" in record else record
-    except (csv.Error, UnicodeDecodeError) as error:
-        yield reader.line_num + 1, 0, b"", Unusable(f"broken CSV: {error}")
+    for row in reader:
+        record = {name: value for name, value in row.items() if value}
+        yield reader.line_num, 0, b"", Unusable("more fields than columns are named") if "" in record else record
 
 
 def _scan_lines(stream: IO[bytes]) -> Iterator[Line]:
     line = offset = 0
-    try:
-        while raw := stream.readline(LINE_BYTES + 1):
-            line += 1
-            size = len(raw)
-            if size > LINE_BYTES and not raw.endswith(b"\n"):  # never in memory as a whole
-                while not raw.endswith(b"\n") and (raw := stream.readline(LINE_BYTES)):
-                    size += len(raw)
-                why = f"a line of {size:,} bytes, more than {LINE_BYTES:,}: is a line break missing?"
-                yield line, offset, b"", Unusable(why)
-            elif line == 1 and (why := next((w for begin, w in OTHER_CONTENTS.items() if raw.startswith(begin)), "")):
-                yield line, offset, b"", Unusable(why)
-                return
-            elif (text := raw.removeprefix(b"\xef\xbb\xbf") if line == 1 else raw).strip():
-                yield line, offset + size - len(text), text, parse_json(text)
-            offset += size
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        yield line + 1, offset, b"", Unusable(f"the gzip stream is cut short or damaged ({error}); copy the file again")
+    while raw := stream.readline(LINE_BYTES):
+        line, size, is_first = line + 1, len(raw), line == 0
+        if size == LINE_BYTES and not raw.endswith(b"\n"):  # never in memory as a whole
+            while not raw.endswith(b"\n") and (raw := stream.readline(LINE_BYTES)):
+                size += len(raw)
+            yield line, offset, b"", Unusable(f"a line of {size:,} bytes: is a line break missing?")
+        elif (text := raw.removeprefix(b"\xef\xbb\xbf") if is_first else raw).strip():
+            yield line, offset + size - len(text), text, parse_json(text)
+        offset += size
 
 
 def _unique(pairs: list[tuple[str, object]]) -> JSON:
     """An object's fields, of which JSON's reader would silently keep the last of each name."""
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        twice = next(name for number, (name, _) in enumerate(pairs) if name in dict(pairs[:number]))
-        raise Unusable(f"key {twice!r} is there twice in one object; keep one")
+        names = [name for name, _ in pairs]
+        raise Unusable(f"key {max(names, key=names.count)!r} is there twice in one object; keep one")
     return fields
 
 
@@ -162,7 +131,8 @@ def parse_json(raw: bytes) -> JSON | Unusable:
     except Unusable as why:
         return why
     except UnicodeDecodeError as error:
-        return Unusable(f"not valid UTF-8: byte 0x{raw[error.start]:02x} at column {error.start + 1}")
+        hint = "; of UTF-16: iconv -f UTF-16 -t UTF-8 FILE > NEW" if raw.startswith(read_file.UTF_16) else ""
+        return Unusable(f"not valid UTF-8: byte 0x{raw[error.start]:02x} at column {error.start + 1}{hint}")
     except json.JSONDecodeError as error:
         return Unusable(f"broken JSON at column {error.colno}: {error.msg}")
     except (ValueError, RecursionError) as error:
@@ -172,35 +142,23 @@ def parse_json(raw: bytes) -> JSON | Unusable:
     return record
 
 
-def read_parquet(file: Path | IO[bytes], known: Collection[str] | None = None) -> Iterator[tuple[int, JSON | Unusable]]:
-    """Yield (row, record), rows counted from 1; columns that are not `known` are null, and not read."""
+def read_parquet(file: Path) -> Iterator[tuple[int, JSON | Unusable]]:
+    """Yield (row, record), rows counted from 1."""
     import pyarrow
     import pyarrow.parquet
 
     line = 0
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
-            names = table.schema_arrow.names
-            wanted = [name for name in names if known is None or name in known]
             for group in range(table.metadata.num_row_groups):  # Arrow joins no nested columns of two groups
-                for batch in table.iter_batches(BATCH_ROWS, row_groups=[group], columns=wanted):
-                    for row in range(batch.num_rows):
+                for batch in table.iter_batches(1024, row_groups=[group]):
+                    for record in batch.to_pylist():
                         line += 1
-                        yield line, _row(batch, row, names, wanted)
-    except (pyarrow.ArrowException, OSError, RecursionError, UnicodeDecodeError) as error:
+                        yield line, {name: _without_nulls(value) for name, value in record.items()}
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, RecursionError) as error:
         if isinstance(error, OSError) and error.errno:  # of the disk, not of the file's content
             raise
         yield line + 1, Unusable(f"not a readable parquet file: {(str(error).splitlines() or ['damaged'])[0]}")
-
-
-def _row(batch: Any, row: int, names: list[str], wanted: list[str]) -> JSON | Unusable:
-    try:
-        values = {name: _without_nulls(batch.column(i)[row].as_py()) for i, name in enumerate(wanted)}
-    except UnicodeDecodeError as error:
-        return Unusable(f"not valid UTF-8 at byte {error.start + 1} of a string")
-    except (ValueError, OverflowError, ArithmeticError) as error:  # a date of the year 200,000
-        return Unusable(f"a value that Python has no type for: {error}")
-    return dict.fromkeys(names) | values
 
 
 def _without_nulls(value: Any) -> Any:
@@ -210,10 +168,9 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def refusal(skipped: Iterable[str], count: int, usable: int = 1) -> str:
+def refusal(skipped: list[str], count: int, usable: int = 1) -> str:
     """What is said of records that cannot be used; skipped: `file:line: why`. usable: how many can be."""
-    first = next(iter(skipped))
     if not usable:
-        return f"{first}; none of its {count:,} records can be used: fix the file"
+        return f"{skipped[0]}; none of its {count:,} records can be used: fix the file"
     total = f"; {count:,} records in all cannot be used" if count > 1 else ""
-    return f"{first}{total}; fix the file, or leave them out with data.skip_invalid=true"
+    return f"{skipped[0]}{total}; fix the file, or leave them out with data.skip_invalid=true"

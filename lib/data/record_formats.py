@@ -13,8 +13,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, cast
 from lib.config.settings import DataSettings
 
 RecordKind = Literal["preference", "unpaired", "sft", "prompt", "group"]
-JSON = dict[str, Any]
-"""A record as its file has it: any columns."""
+JSON = dict[str, Any]  # A record as its file has it: any columns
 
 
 class Message(TypedDict):
@@ -38,14 +37,10 @@ class Tokens:
 
     prompt: list[int]
     completions: tuple[list[int], ...]
-    columns: str
-    """What it was read from, for people."""
-    label: bool | None = None
-    """Of unpaired feedback: whether the completion is desirable."""
-    learnt: tuple[list[bool], ...] | None = None
-    """Of each completion's tokens, which are trained on; None for all."""
-    vocabulary: str = ""
-    """The digest of the vocabulary that its ids are of, where it is known."""
+    columns: str  # What it was read from, for people
+    label: bool | None = None  # Of unpaired feedback: whether the completion is desirable
+    learnt: tuple[list[bool], ...] | None = None  # Of each completion's tokens, which are trained on; None for all
+    vocabulary: str = ""  # The digest of the vocabulary that its ids are of, where it is known
 
 
 @dataclass(frozen=True)
@@ -65,22 +60,18 @@ class Chat:
     A message's content is a string, or None beside tool_calls. The arguments of a call are an object, never JSON text.
     """
 
-    prompt: list[Message]
-    """Empty where the first message is learnt (data.learn=all)."""
-    completions: tuple[list[Message], ...]
-    """Each ends with an assistant's message; mostly that is all of it."""
+    prompt: list[Message]  # Empty where the first message is learnt (data.learn=all)
+    completions: tuple[list[Message], ...]  # Each ends with an assistant's message; mostly that is all of it
     columns: str
     learnt: tuple[tuple[bool, ...], ...] | None = None
     """Of each completion's messages, which are trained on; None for the last one alone."""
     tools: list[JSON] | None = None
     """Definitions of the functions that the model may call, as the chat template takes them."""
-    template_arguments: JSON = field(default_factory=dict)
-    """Further arguments of the chat template, the record's own."""
+    template_arguments: JSON = field(default_factory=dict)  # Further arguments of the chat template, the record's own
     label: bool | None = None
 
 
 Record = Tokens | Plain | Chat
-LINE_BYTES = 8 * 2**20  # a longer record is an error in the file
 ANSWER = "answer"  # column of what a program can check an answer by
 VOCABULARY = "ids_of_vocabulary"  # column of Tokens.vocabulary
 
@@ -116,10 +107,6 @@ NAMES_OF_TYPES = {str: "a string", list: "a list", dict: "an object", bool: "a b
 def name_of_type(value: object) -> str:
     """A JSON type in words."""
     return "null" if value is None else NAMES_OF_TYPES.get(type(value), f"a {type(value).__name__}")
-
-
-def listed(names: Collection[object]) -> str:
-    return ", ".join(map(str, names)) or "none"
 
 
 # Who speaks, by the names that other formats have; capitals do not count.
@@ -164,7 +151,7 @@ def _message(message: object, where: str, ignore: Collection[str]) -> Message:
     if "role" not in fields and "from" in fields:
         fields = _from_sharegpt(fields, where)
     if not isinstance(role := fields.pop("role", None), str):
-        raise Unusable(f"{where} has no 'role' and 'content' (it has: {listed(message)})")
+        raise Unusable(f"{where} has no 'role' and 'content' (it has: {', '.join(map(str, message))})")
     if "function_call" in fields:  # OpenAI's, before tools
         fields["tool_calls"] = [{"type": "function", "function": fields.pop("function_call")}]
     calls = _check_calls(fields.pop("tool_calls", None), f"{where}.tool_calls")
@@ -172,7 +159,7 @@ def _message(message: object, where: str, ignore: Collection[str]) -> Message:
     if isinstance(content, list):
         content = "".join(_text_of_part(part, f"{where}.content[{i}]") for i, part in enumerate(content))
     if content is None and not calls:
-        raise Unusable(f"{where} has no content and no tool_calls (it has: {listed(message)})")
+        raise Unusable(f"{where} has no content and no tool_calls (it has: {', '.join(map(str, message))})")
     if content is not None and not isinstance(content, str):
         raise Unusable(f"{where}.content is {name_of_type(content)}, not a string")
     for name in {"train", "training", "loss_weight"} & fields.keys():  # axolotl's and LLaMA-Factory's names

@@ -13,7 +13,6 @@ import glob
 import hashlib
 import itertools
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ import numpy as np
 
 from lib.config.settings import DataSettings
 from lib.data import formats, hub, record_files
-from lib.data.record_formats import JSON, Chat, Columns, Message, Plain, Record, RecordKind, Tokens, Unusable
+from lib.data.record_formats import JSON, Chat, Columns, Plain, Record, RecordKind, Tokens, Unusable
 from lib.errors import UserError
 from lib.system import files
 
@@ -86,52 +85,40 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def sizes_of(record: Record) -> tuple[int, int, int]:
-    """Characters (or token ids) of the prompt and of each completion; 0 for a completion that is not there."""
-    if isinstance(record, Chat):
-        tools = len(json.dumps(record.tools)) if record.tools else 0
-        pieces = [_characters(record.prompt) + tools, *map(_characters, record.completions)]
-    else:
-        pieces = [len(record.prompt or ""), *map(len, record.completions)]
-    prompt, first, second = [*pieces, 0, 0][:3]
-    return prompt, first, second
-
-
-def _characters(messages: list[Message]) -> int:
-    fields = (field for message in messages for name, field in message.items() if field and name != "role")
-    return sum(len(field if isinstance(field, str) else json.dumps(field)) for field in fields)
+def sizes_of(record: Record) -> list[int]:
+    """Characters (or token ids) of the prompt and of both completions; 0 for a completion that is not there."""
+    if not isinstance(record, Chat):
+        return [*map(len, (record.prompt or "", *record.completions)), 0, 0][:3]
+    sizes = [len(json.dumps(record.tools)) if record.tools else 0, 0, 0]
+    for k, messages in enumerate((record.prompt, *record.completions)):
+        fields = (field for message in messages for name, field in message.items() if field and name != "role")
+        sizes[k] += sum(len(field if isinstance(field, str) else json.dumps(field)) for field in fields)
+    return sizes
 
 
 # ---- One file's index
 
 META, ENTRIES, LINES = "index.json", "entries.bin", "lines.jsonl"
-VERSION = 8  # of what an index holds
+VERSION = 9  # of what an index holds
 
 
 @dataclass(frozen=True)
 class Index:
     """One file, where its records are, and what its checks gave."""
 
-    file: Path
-    """As the user knows it."""
-    lines: Path
-    """Where the lines are: the file itself, or what it was unpacked to."""
-    entries: np.ndarray
-    """ENTRY [n], memory-mapped."""
-    stamp: list[int]
-    """Size, and times of the last modification and change (ns), of `lines`."""
-    digest: str
-    """sha256 of the usable records' lines."""
-    formats: dict[str, list[int]]
-    """What its records were recognised as: how many, and the first one's number."""
-    unusable: list[str]
-    """`file:line: why`, the first few."""
+    file: Path  # As the user knows it
+    lines: Path  # Where the lines are: the file itself, or what it was unpacked to
+    entries: np.ndarray  # ENTRY [n], memory-mapped
+    stamp: list[int]  # Size and time of the last change (ns) of `lines`
+    digest: str  # sha256 of the usable records' lines
+    formats: dict[str, list[int]]  # What its records were recognised as: how many, and the first one's number
+    unusable: list[str]  # `file:line: why`, the first few
     unusable_count: int
 
 
 def _stamp(file: Path) -> list[int]:
     about = file.stat()
-    return [about.st_size, about.st_mtime_ns, about.st_ctime_ns]
+    return [about.st_size, about.st_mtime_ns]
 
 
 def index(file: Path, settings: DataSettings, kind: RecordKind, tell: Tell = lambda text: None) -> Index:
@@ -141,83 +128,61 @@ def index(file: Path, settings: DataSettings, kind: RecordKind, tell: Tell = lam
         UserError: the file cannot be read.
         OSError: data.cache_dir is full or not writable.
     """
-    key = hashlib.sha256(repr((str(file.resolve()), kind, Columns.of(settings), VERSION)).encode()).hexdigest()[:24]
-    folder, stamp = Path(settings.cache_dir) / f"index-{key}", _stamp(file)
-    is_long = stamp[0] > STREAMED_BYTES
-    with locked(folder.with_suffix(".lock"), tell if is_long else lambda text: None, f"indexes {file}"):
-        meta = _read_meta(folder)
-        if meta is None or meta["stamp"] != stamp:
-            if is_long:
-                tell(f"indexing {file} ({stamp[0] / 1e6:,.0f} MB)")
+    stamp = [*_stamp(file), file.stat().st_ctime_ns]
+    about = (str(file.resolve()), kind, Columns.of(settings), VERSION)
+    folder = Path(settings.cache_dir) / f"index-{hashlib.sha256(repr(about).encode()).hexdigest()[:24]}"
+    tell = tell if stamp[0] > STREAMED_BYTES else lambda text: None
+    with locked(folder.with_suffix(".lock"), tell, f"indexes {file}"):
+        try:
+            meta = json.loads((folder / META).read_text(encoding="utf-8"))
+            sizes = {name: (folder / name).stat().st_size for name in (ENTRIES, LINES)}
+            is_whole = meta["stamp"] == stamp and meta["sizes"] == sizes
+        except (OSError, ValueError, KeyError, TypeError):
+            is_whole = False
+        if not is_whole:
+            tell(f"indexing {file} ({stamp[0] / 1e6:,.0f} MB)")
             meta = _build(file, stamp, folder, settings, kind)
-    lines = folder / LINES if meta["unpacked"] else file
-    entries = np.memmap(folder / ENTRIES, ENTRY, "r") if meta["count"] else np.zeros(0, ENTRY)
-    found = (meta[name] for name in ("digest", "formats", "unusable", "unusable_count"))
-    return Index(file, lines, entries, _stamp(lines) if meta["unpacked"] else stamp, *found)
-
-
-def _read_meta(folder: Path) -> JSON | None:
-    """What an index says of itself; None where there is none, or part of it is lost."""
-    try:
-        meta: JSON = json.loads((folder / META).read_text(encoding="utf-8"))
-        sizes = {ENTRIES: meta["count"] * ENTRY.itemsize} | ({LINES: meta["bytes"]} if meta["unpacked"] else {})
-        return meta if all((folder / name).stat().st_size == size for name, size in sizes.items()) else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    lines = folder / LINES if meta["sizes"][LINES] else file
+    entries = np.memmap(folder / ENTRIES, ENTRY, "r") if meta["sizes"][ENTRIES] else np.zeros(0, ENTRY)
+    return Index(file, lines, entries, _stamp(lines), *meta["facts"])
 
 
 def _build(file: Path, stamp: list[int], folder: Path, settings: DataSettings, kind: RecordKind) -> JSON:
     """Indexes a file in one pass: checks every record, and enters the usable ones."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     digest, seen, named = hashlib.sha256(), dict[str, list[int]](), list[str]()
-    count = unusable_count = written = 0
-    is_packed = file.suffix == ".gz"
+    count = unusable_count = 0
     with (folder / ENTRIES).open("wb") as entries, (folder / LINES).open("wb") as lines:
-        for line, offset, raw, record in record_files.scan(file, settings, kind):
-            try:
-                if isinstance(record, Unusable):
-                    raise record
-                rows = formats.parse_rows(record, settings, kind)
-            except Unusable as why:
+        for line, offset, raw, record in record_files.scan(file):
+            rows = formats.rows_of(record, settings, kind)
+            if isinstance(why := rows[0], Unusable) or isinstance(record, Unusable):
                 unusable_count += 1
                 named += [f"{file}:{line}: {why}"] if len(named) < NAMED else []
                 continue
-            if is_packed or not raw:
+            if file.suffix == ".gz" or not raw:
                 values = {name: value for name, value in record.items() if value is not None}
-                raw = raw.rstrip(b"\n") or json.dumps(values, default=str).encode()
-                raw, offset = raw + b"\n", written
-                written += lines.write(raw)
+                raw = (raw.rstrip(b"\n") or json.dumps(values, default=str).encode()) + b"\n"
+                offset = lines.tell()
+                lines.write(raw)
             for row in rows:
+                assert not isinstance(row, Unusable)
                 label = -1 if row.label is None else int(row.label)
                 entry = (offset, len(raw), line, *keys_of(row), sizes_of(row), label)
                 entries.write(np.array(entry, ENTRY).tobytes())
                 seen.setdefault(row.columns, [0, count])[0] += 1
                 count += 1
             digest.update(raw)
-    if _stamp(file) != stamp:
+        sizes = {ENTRIES: entries.tell(), LINES: lines.tell()}
+    if [*_stamp(file), file.stat().st_ctime_ns] != stamp:
         raise UserError(f"{file} changed while it was indexed; start again when it is complete")
-    meta = {
-        "stamp": stamp,
-        "unpacked": written > 0,
-        "bytes": written,
-        "count": count,
-        "digest": digest.hexdigest(),
-        "formats": seen,
-        "unusable": named,
-        "unusable_count": unusable_count,
-    }
+    meta = {"stamp": stamp, "sizes": sizes, "facts": [digest.hexdigest(), seen, named, unusable_count]}
     files.write_atomically(folder / META, json.dumps(meta) + "\n")  # last: where it is, the index is whole
     return meta
 
 
 @contextlib.contextmanager
 def locked(path: Path, tell: Tell, doing: str) -> Iterator[None]:
-    """One process of a host at a time; the lock of one that dies is free again.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """One process of a host at a time; the lock of one that dies is free again. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as lock:
         try:
@@ -232,31 +197,23 @@ def locked(path: Path, tell: Tell, doing: str) -> Iterator[None]:
 
 
 def files_of(source: str, settings: DataSettings, tell: Tell = lambda text: None) -> list[Path]:
-    """The files of a source, in the same order on every host.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The files of a source, in the same order on every host. Raises UserError: there is none."""
     if source.startswith(hub.PREFIX):
         lock = Path(settings.cache_dir) / f"hub-{hashlib.sha256(source.encode()).hexdigest()[:24]}.lock"
         with locked(lock, tell, f"fetches {source}"):
             return hub.fetch(source, settings, tell)
     path = Path(source)
-    if not path.is_dir() and not (glob.has_magic(source) and not path.exists()):
+    if path.is_dir():
+        matched = [file for file in path.rglob("*") if hub.is_data(file.relative_to(path).as_posix())]
+    elif path.exists() or not glob.has_magic(source):
         record_files.require(path)
         return [path]
-    matched = path.rglob("*") if path.is_dir() else map(Path, glob.glob(source, recursive=True))  # noqa: PTH207
-    found = sorted(file for file in matched if file.is_file() and (not path.is_dir() or _is_data(file, path)))
+    else:
+        matched = [*map(Path, glob.glob(source, recursive=True))]  # noqa: PTH207
+    found = sorted(file for file in matched if file.is_file())
     if not found:
-        endings = ", *".join(record_files.ENDINGS)
-        why = f" is a folder without records (*{endings})" if path.is_dir() else ": no file matches"
-        raise UserError(f"{source}{why} (looked from {Path.cwd()})")
+        raise UserError(f"{source}: no file (*{', *'.join(record_files.ENDINGS)}) is there (looked from {Path.cwd()})")
     return found
-
-
-def _is_data(file: Path, folder: Path) -> bool:
-    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-    return file.name.endswith(record_files.ENDINGS) and not hidden
 
 
 def weights_of(train: str | Mapping[str, float]) -> dict[str, float]:
@@ -270,8 +227,7 @@ def weights_of(train: str | Mapping[str, float]) -> dict[str, float]:
 class Records:
     """The usable records of some files, numbered in the files' order, each read from the disk when it is asked for."""
 
-    segments: np.ndarray | None = None
-    """Bounds of records that have to be read together; None: each is by itself."""
+    segments: np.ndarray | None = None  # Bounds of records that have to be read together; None: each is by itself
 
     def __init__(self, indices: Sequence[Index]):
         self.indices = list(indices)
@@ -307,11 +263,19 @@ class Records:
         """What the records were recognised as."""
         return "; ".join(dict.fromkeys(name for index in self.indices for name in index.formats))
 
+    @property
+    def unusable(self) -> list[str]:
+        """`file:line: why` of the first unusable records."""
+        return [text for index in self.indices for text in index.unusable]
+
+    @property
+    def unusable_count(self) -> int:
+        return sum(index.unusable_count for index in self.indices)
+
     def only(self, rows: np.ndarray) -> Records:
         """Some records alone, ascending by number, and numbered anew."""
-        return Records(
-            [replace(i, entries=i.entries[own]) for i, own in zip(self.indices, self.by_file(rows), strict=True)]
-        )
+        both = zip(self.indices, self.by_file(rows), strict=True)
+        return Records([replace(index, entries=index.entries[numbers]) for index, numbers in both])
 
     def by_file(self, rows: np.ndarray) -> list[np.ndarray]:
         """Of some records, ascending by number, the numbers inside of each file."""
@@ -319,20 +283,13 @@ class Records:
         return [part - start for part, start in zip(parts, self.starts, strict=False)]
 
     def __getitem__(self, number: int) -> JSON:
-        """One record.
-
-        Raises:
-            UserError: the file is no longer what was indexed.
-        """
+        """One record. Raises UserError: the file is no longer what was indexed."""
         index, entry = self._place(number)
-        try:
-            with index.lines.open("rb") as file:
-                file.seek(int(entry["offset"]))
-                record = record_files.parse_json(file.read(int(entry["size"])))
-            if _stamp(index.lines)[:2] == index.stamp[:2] and isinstance(record, dict):
+        with contextlib.suppress(FileNotFoundError), index.lines.open("rb") as file:
+            file.seek(int(entry["offset"]))
+            record = record_files.parse_json(file.read(int(entry["size"])))
+            if _stamp(index.lines) == index.stamp and isinstance(record, dict):
                 return record
-        except FileNotFoundError:
-            pass
         raise UserError(
             f"{self.location(number)} is no longer what was indexed; put the file back as it was, or start a new run "
             "on what it is now"
@@ -344,14 +301,12 @@ def open_records(
 ) -> Records:
     """The records of these files, each indexed.
 
-    Raises:
-        UserError: see `index`; unless settings.skip_invalid, a record is unusable: names the first, and their number.
+    Raises UserError: see `index`; unless settings.skip_invalid, a record is unusable: names the first, and their
+    number.
     """
     records = Records([index(file, settings, kind, tell) for file in paths])
-    unusable = [text for index in records.indices for text in index.unusable]
-    count = sum(index.unusable_count for index in records.indices)
-    if unusable and (not settings.skip_invalid or not len(records)):
-        raise UserError(record_files.refusal(unusable, count, len(records)))
+    if records.unusable and (not settings.skip_invalid or not len(records)):
+        raise UserError(record_files.refusal(records.unusable, records.unusable_count, len(records)))
     if not len(records):
         raise UserError(f"{', '.join(map(str, paths[:3]))}: there are no records; name another file")
     return records
@@ -365,8 +320,7 @@ def open_sources(
 ) -> tuple[Records, np.ndarray]:
     """The records of some sources, and those of them that are rows of a data set, int64 [n] (`chosen_rows`).
 
-    Raises:
-        UserError: as `open_records`, or no row is left.
+    Raises UserError: as `open_records`, or no row is left.
     """
     weights = weights_of(train)
     paths = [files_of(source, settings, tell) for source in weights]
@@ -392,8 +346,7 @@ def chosen_rows(
     prompt_keys, content_keys: uint64 [records]. ends: int [sources], the number of records up to the end of each.
     held_out: the side of data.holdout, True for the held-out rows, which are not repeated; None for all rows.
 
-    Raises:
-        UserError: no row is left.
+    Raises UserError: no row is left.
     """
     rows = np.arange(len(prompt_keys))
     if settings.deduplicate:
@@ -410,7 +363,12 @@ def chosen_rows(
         return rows
     chosen = []
     for part, weight in zip(np.split(rows, np.searchsorted(rows, ends[:-1])), weights.values(), strict=True):
-        chosen += [part] * int(weight) + [part[_taken_once_more(content_keys[part], weight % 1)]]
+        # The hashes are mixed anew (the end of SplitMix64): the holdout took its part by the same ones.
+        keys = content_keys[part]
+        keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        once_more = is_held_out(keys ^ (keys >> np.uint64(31)), weight % 1)
+        chosen += [part] * int(weight) + [part[once_more]]
     return np.concatenate(chosen)
 
 
@@ -418,13 +376,3 @@ def is_held_out(prompt_keys: np.ndarray, holdout: float) -> np.ndarray:
     """Whether each prompt, uint64 [n], is held out: by its hash alone, so that other rows change nothing."""
     below: np.ndarray = prompt_keys < np.uint64(int(holdout * 2**64))
     return below
-
-
-def _taken_once_more(keys: np.ndarray, fraction: float) -> np.ndarray:
-    """Which records this fraction of a weight takes, by their hashes: uint64 [n] ➜ bool [n].
-
-    The hashes are mixed anew (the end of SplitMix64): the holdout took its part by the same ones.
-    """
-    mixed = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return is_held_out(mixed ^ (mixed >> np.uint64(31)), fraction)

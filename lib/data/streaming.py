@@ -1,9 +1,8 @@
 """Training data larger than memory: rows are read and tokenised when their turn comes.
 
-The seeded order and the division among ranks need every row's length before any is tokenised. So lengths are estimated:
-from the characters of each piece, which the index has, and the tokens a character of a seeded sample, in whole numbers,
-so that all hosts get the same. Only which rows share a micro-batch, and how evenly ranks are loaded, depends on them;
-that each row is trained exactly once an epoch does not, and neither does the loss.
+The seeded order and the division among ranks need every row's length before any is tokenised. So lengths are estimated
+from characters and a seeded sample, in whole numbers, so that all hosts get the same. Only padding and the balance of
+ranks depend on them: each row is trained exactly once an epoch.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ from lib.data.tokenizer import ModelLimits, Tokenizer, Vocabulary, limits_of
 from lib.errors import UserError
 
 SAMPLE_ROWS = 256  # that are tokenised to know how many tokens a character makes
-LOOKED_AT = 64  # records of a file, for columns that nothing reads
 UNPACKED = {".gz": 4, ".parquet": 4}  # what is unpacked takes about so many times the room
 
 
@@ -59,9 +57,8 @@ def open_training(
 
     mismatched: whether each row gets another prompt's completion, too (lib/data/dataset.py).
 
-    Raises:
-        UserError: as `load_dataset`; of a streamed data set, for faults that show without tokens, and for those of a
-            sample of tokenised rows.
+    Raises UserError: as `load_dataset`; of a streamed data set, for faults that show without tokens, and for those of a
+    sample of tokenised rows.
     """
     settings = with_splits(settings, tell)
     limits, held_out = limits_of(vocabulary), False if settings.holdout else None
@@ -73,23 +70,30 @@ def open_training(
             return StreamedDataset(settings.train, groups, np.arange(len(groups)), settings, kind, encoder, limits)
         tell(f"{settings.train}: the whole set is fetched first; only pairs and answers in parquet stream from the hub")
     tell_unread(settings, kind, tell)
-    if not is_streamed(settings, tell):
-        dataset = load_dataset(settings.train, settings, kind, tokenizer, held_out=held_out, tell=tell, **vocabulary)
-        _warn_of_long_rows(dataset, vocabulary.get("context"), tell)
-        return with_mismatched(dataset, limits.row_tokens(settings.max_length)) if mismatched else dataset
-    if limits.row_tokens(settings.max_length) < settings.max_length:
-        raise UserError(
-            f"data.max_length={settings.max_length} is more than the {limits.positions} positions of the model's "
-            f"table, and streamed rows are read only when they are trained; set data.max_length={limits.positions}"
+    data: Dataset | StreamedDataset
+    if is_streamed(settings, tell):
+        if limits.row_tokens(settings.max_length) < settings.max_length:
+            raise UserError(
+                f"data.max_length={settings.max_length} is more than the {limits.positions} positions of the model's "
+                f"table, and streamed rows are read only when they are trained; set data.max_length={limits.positions}"
+            )
+        records, rows = sources.open_sources(settings.train, settings, kind, held_out, tell)
+        encoder = encoder_of(tokenizer, settings, vocabulary)
+        name = " + ".join(sources.weights_of(settings.train))
+        data = StreamedDataset(name, records, rows, settings, kind, encoder, limits, mismatched)
+        for note in encoder.notes if encoder else ():
+            tell(note)
+    else:
+        data = load_dataset(settings.train, settings, kind, tokenizer, held_out=held_out, tell=tell, **vocabulary)
+    longest, context = int(data.lengths.max()), vocabulary.get("context")
+    if context is not None and longest > context:
+        tell(
+            f"rows have up to {longest:,} tokens, {longest / context:.1f} times the model's max_position_embeddings of "
+            f"{context:,}; it was not made for them: set data.max_length={context}"
         )
-    records, rows = sources.open_sources(settings.train, settings, kind, held_out, tell)
-    encoder = encoder_of(tokenizer, settings, vocabulary)
-    name = " + ".join(sources.weights_of(settings.train))
-    streamed = StreamedDataset(name, records, rows, settings, kind, encoder, limits, mismatched)
-    _warn_of_long_rows(streamed, vocabulary.get("context"), tell)
-    for note in encoder.notes if encoder else ():
-        tell(note)
-    return streamed
+    if isinstance(data, Dataset) and mismatched:
+        return with_mismatched(data, limits.row_tokens(settings.max_length))
+    return data
 
 
 def with_splits(settings: DataSettings, tell: Tell = lambda text: None) -> DataSettings:
@@ -101,44 +105,34 @@ def with_splits(settings: DataSettings, tell: Tell = lambda text: None) -> DataS
     folder = Path(settings.train) if isinstance(settings.train, str) and "://" not in settings.train else None
     if folder is None or not folder.is_dir():
         return settings
-    splits = {
-        path: hub.split_of(path.relative_to(folder).as_posix()) for path in sources.files_of(str(folder), settings)
-    }
-    train = [path for path, split in splits.items() if split == "train"]
-    train = train or [path for path, split in splits.items() if split is None]
-    if not train or len(train) == len(splits):
+    files = sources.files_of(str(folder), settings)
+    splits = {path: hub.split_of(path.relative_to(folder).as_posix()) for path in files}
+    train = [path for path in files if splits[path] == "train"] or [path for path in files if splits[path] is None]
+    if not train or len(train) == len(files):
         return settings
-    valid = [path for path, split in splits.items() if split == "validation"]
+    valid = [path for path in files if splits[path] == "validation"]
     together = valid[0] if len(valid) == 1 else valid[0].parent if valid else None
-    takes_valid = together not in (None, folder) and settings.valid is None and not settings.holdout
-    left = [path for path in splits if path not in train and not (takes_valid and path in valid)]
-    said = ((train, "trained"), (valid if takes_valid else [], "held out"), (left, "left"))
-    parts = [f"{', '.join(str(path.relative_to(folder)) for path in paths)} is {what}" for paths, what in said if paths]
+    if together in (None, folder) or settings.valid is not None or settings.holdout:
+        valid = []
+    left = [path for path in files if path not in (*train, *valid)]
+    uses = ((train, "trained"), (valid, "held out"), (left, "left"))
+    parts = [f"{', '.join(str(path.relative_to(folder)) for path in paths)} is {use}" for paths, use in uses if paths]
     tell(f"{settings.train}: {', '.join(parts)}")
     changes: dict[str, object] = {"train": str(train[0]) if len(train) == 1 else dict.fromkeys(map(str, train), 1.0)}
-    return settings.model_copy(update=changes | ({"valid": str(together)} if takes_valid else {}))
+    return settings.model_copy(update=changes | ({"valid": str(together)} if valid else {}))
 
 
 def tell_unread(settings: DataSettings, kind: RecordKind, tell: Tell) -> None:
-    """Names the columns that nothing reads, by the first records of each file."""
+    """Names the columns that nothing reads, by the first 64 records of each file."""
     unread: dict[str, None] = {}
     for source in sources.weights_of(settings.train):
         for file in sources.files_of(source, settings, tell):
-            for _, record in itertools.islice(record_files.read(str(file), settings, "prompt"), LOOKED_AT):
+            for _, record in itertools.islice(record_files.read(str(file)), 64):
                 names = [] if isinstance(record, Unusable) else formats.unread_columns(record, settings, kind)
                 unread |= dict.fromkeys(names)
     if unread:
-        names_told = ", ".join(unread)
-        tell(f"columns that nothing reads: {names_told}; data.ignore=[{names_told}] says that this is meant")
-
-
-def _warn_of_long_rows(dataset: Sized, context: int | None, tell: Tell) -> None:
-    longest = int(dataset.lengths.max())
-    if context is not None and longest > context:
-        tell(
-            f"rows have up to {longest:,} tokens, {longest / context:.1f} times the model's max_position_embeddings of "
-            f"{context:,}; it was not made for them: set data.max_length={context}"
-        )
+        names = ", ".join(unread)
+        tell(f"columns that nothing reads: {names}; data.ignore=[{names}] says that this is meant")
 
 
 def open_held_out(
@@ -152,8 +146,7 @@ def open_held_out(
 ) -> Dataset | None:
     """data.valid, or what data.holdout keeps of data.train, in memory; None where there is neither.
 
-    Raises:
-        UserError: as `load_dataset`.
+    Raises UserError: as `load_dataset`.
     """
     settings = with_splits(settings)
     limits = limits_of(vocabulary)
@@ -171,9 +164,8 @@ def open_held_out(
     else:
         records, rows = sources.open_sources(settings.train, settings, kind, True, tell)
         encoder = encoder_of(tokenizer, settings, vocabulary)
-        name, numbers = " + ".join(sources.weights_of(settings.train)), np.arange(len(rows))
-        placed = placed_records(records, rows, settings, kind)
-        dataset = tokenised_dataset(name, kind, list(placed), numbers, settings, encoder, limits)
+        name, placed = " + ".join(sources.weights_of(settings.train)), placed_records(records, rows, settings, kind)
+        dataset = tokenised_dataset(name, kind, list(placed), np.arange(len(rows)), settings, encoder, limits)
     return with_mismatched(dataset, limits.row_tokens(settings.max_length)) if mismatched else dataset
 
 
@@ -199,7 +191,8 @@ class RowGroups:
     are needed one after the other; all rows count as long as those of a sample of the first group.
     """
 
-    indices: tuple[sources.Index, ...] = ()
+    unusable: tuple[str, ...] = ()
+    unusable_count = 0
 
     def __init__(
         self, source: str, opened: Sequence[hub.RemoteFile], settings: DataSettings, kind: RecordKind, tell: Tell
@@ -210,8 +203,8 @@ class RowGroups:
         self.digests = [f"{source} {file.name} {group} {count}" for file, group, count in self._groups]
         self._read = functools.lru_cache(maxsize=4)(self._read_group)
         tell(f"{source}: {len(self):,} rows in {len(self._groups):,} row groups, fetched one after the other")
-        first = formats.parse(self[0], settings, kind) if not isinstance(self[0], Unusable) else None
-        self.formats = first.columns if first else "parquet"
+        first = formats.rows_of(self[0], settings, kind)[0]
+        self.formats = "parquet" if isinstance(first, Unusable) else first.columns
 
     def __len__(self) -> int:
         return int(self.segments[-1])
@@ -233,11 +226,11 @@ class RowGroups:
 
     def _read_group(self, group: int) -> list[JSON | Unusable]:
         file, number, _ = self._groups[group]
-        kept = self.cache / f"hub-{hashlib.sha256(self.digests[group].encode()).hexdigest()[:24]}.parquet"
-        with sources.locked(kept.with_suffix(".lock"), print, f"fetches {file.name}"):
-            if not kept.exists():
-                file.keep(number, kept)
-        return [record for _, record in record_files.read_parquet(kept)]
+        path = self.cache / f"hub-{hashlib.sha256(self.digests[group].encode()).hexdigest()[:24]}.parquet"
+        with sources.locked(path.with_suffix(".lock"), print, f"fetches {file.name}"):
+            if not path.exists():
+                file.keep(number, path)
+        return [record for _, record in record_files.read_parquet(path)]
 
 
 class StreamedDataset(Sized):
@@ -248,8 +241,7 @@ class StreamedDataset(Sized):
     Args:
         rows: int64 [n], the record of each row.
 
-    Raises:
-        UserError: text without a tokenizer; a row of the sample cannot be used, unless settings.skip_invalid.
+    Raises UserError: text without a tokenizer; a row of the sample cannot be used, unless settings.skip_invalid.
     """
 
     is_estimated = True
@@ -271,15 +263,8 @@ class StreamedDataset(Sized):
         self.has_mismatched = False  # not until rows are known by themselves
         self._left_out: set[int] = set()
         self.encoder, self.limits = encoder, limits
-        self.skipped = [text for index in records.indices for text in index.unusable][: sources.NAMED]
-        self.skipped_count = sum(index.unusable_count for index in records.indices)
-        self.unwanted_count = 0
-        """Rows that a filter by length has left out so far."""
-        what = [kind, settings.max_length, settings.shortest, settings.longest, limits.vocab_size]
-        made_by = hashlib.sha256(
-            repr([what, Columns.of(settings), None if encoder is None else encoder.fingerprint()]).encode()
-        )
-        made_by.update(" ".join(records.digests).encode())
+        self.skipped, self.skipped_count = [*records.unusable][: sources.NAMED], records.unusable_count
+        self.unwanted_count = 0  # Rows that a filter by length has left out so far
         self.segments = records.segments
         drawn_from = np.uint64(len(rows) if self.segments is None else self.segments[1])
         draws = np.random.Philox(np.random.SeedSequence([len(rows)])).random_raw(SAMPLE_ROWS)
@@ -291,24 +276,21 @@ class StreamedDataset(Sized):
         tokens = np.array([[len(e.prompt_ids), *map(len, e.completions)] for e in examples], np.int64)
         sampled = self._characters(rows[[e.row for e in examples]])
         self._pieces = _estimated(self._characters(rows), tokens.sum(axis=0), sampled.sum(axis=0), settings.max_length)
-        if mismatched:
-            self._add_mismatched()
+        if mismatched:  # every row gets another prompt's completion
+            self._prompt_keys = records.column("prompt_key")[rows]
+            self._partners = partners(self._prompt_keys, path)
+            theirs = np.minimum(self._pieces[self._partners, 1], settings.max_length - self._pieces[:, 0])
+            self._pieces = np.column_stack([self._pieces, theirs]).astype(np.int32)
+            self.has_mismatched = True
         whole = tokens[:, 0] + tokens[:, 1:].max(axis=1)
         self.truncated_count = int((whole == settings.max_length).sum()) * len(rows) // len(examples)
-        made_by.update(rows.astype("<i8", copy=False).data)
-        made_by.update(tokens.astype("<i8").data)
+        what = [kind, settings.max_length, settings.shortest, settings.longest, limits.vocab_size]
+        made_by = [what, Columns.of(settings), None if encoder is None else encoder.fingerprint()]
+        digest = hashlib.sha256(repr(made_by).encode() + " ".join(records.digests).encode())
+        digest.update(rows.astype("<i8", copy=False).tobytes() + tokens.astype("<i8").tobytes())
         if self.labels is not None:
-            made_by.update(self.labels.tobytes() + b"mismatched" * mismatched)
-        self.digest = made_by.hexdigest()
-
-    def _add_mismatched(self) -> None:
-        """Gives every row another prompt's completion, and estimates its tokens."""
-        self._prompt_keys = self.records.column("prompt_key")[self.rows]
-        self._partners = partners(self._prompt_keys, self.path)
-        room = self.settings.max_length - self._pieces[:, 0]
-        theirs = np.minimum(self._pieces[self._partners, 1], room)
-        self._pieces = np.column_stack([self._pieces, theirs]).astype(np.int32)
-        self.has_mismatched = True
+            digest.update(self.labels.tobytes() + b"mismatched" * mismatched)
+        self.digest = digest.hexdigest()
 
     def _characters(self, numbers: np.ndarray) -> np.ndarray:
         """int64 [n, 1 + K]: characters of the pieces of some records."""
@@ -329,56 +311,46 @@ class StreamedDataset(Sized):
     def examples(self, rows: Sequence[int]) -> list[Example]:
         """The examples of some rows, without those that turn out to be unusable or are filtered: counted, and named.
 
-        Raises:
-            UserError: a row cannot be used, unless settings.skip_invalid; a file is no longer what was indexed.
+        Raises UserError: a row cannot be used, unless settings.skip_invalid; a file is no longer what was indexed.
         """
-        numbers = self.rows[list(rows)].tolist()
-        kept = self._pieces_of(numbers)
-        examples = []
-        for row, number in zip(rows, numbers, strict=True):
-            if (pieces := kept[number]) is not None:
-                label = None if self.labels is None else bool(self.labels[row])
-                examples.append(Example.of(row, pieces, label))
+        pieces = self._pieces_of(rows)
+        labels = {row: None if self.labels is None else bool(self.labels[row]) for row in pieces}
+        examples = [Example.of(row, pieces[row], labels[row]) for row in rows if row in pieces]
         return self._with_mismatched(examples) if self.has_mismatched else examples
 
-    def _pieces_of(self, numbers: Sequence[int]) -> dict[int, Pieces | None]:
-        """Some records' prompts and own completions; None for one that is left out."""
-        missing = list(dict.fromkeys(numbers))
-        kept: dict[int, Pieces | None] = dict.fromkeys(missing)
-        placed = placed_records(self.records, missing, self.settings, self.kind)
+    def _pieces_of(self, rows: Sequence[int]) -> dict[int, Pieces]:
+        """Some rows' prompts and own completions, without those that are left out."""
+        wanted, found = list(dict.fromkeys(rows)), dict[int, Pieces]()
+        placed = placed_records(self.records, self.rows[wanted], self.settings, self.kind)
         results = tokenised(placed, self.settings, self.encoder, self.limits)
-        for number, (_, _, result) in zip(missing, results, strict=True):
+        for row, (place, _, result) in zip(wanted, results, strict=True):
             if isinstance(result, Unusable):
-                self._leave_out(number, result)
-                continue
-            kept[number] = result[0]
-        return kept
+                self._leave_out(int(self.rows[row]), place, result)
+            else:
+                found[row] = result[0]
+        return found
 
     def _with_mismatched(self, examples: list[Example]) -> list[Example]:
         """With another prompt's completion each; where its row is left out, that of the row after it."""
         others = {example.row: int(self._partners[example.row]) for example in examples}
-        known: dict[int, Pieces | None] = {}
+        found: dict[int, Pieces] = {}
         for _ in range(len(self)):
-            known |= self._pieces_of([n for n in self.rows[list(others.values())].tolist() if n not in known])
-            lost = [
-                row
-                for row, other in others.items()
-                if known[int(self.rows[other])] is None or self._prompt_keys[row] == self._prompt_keys[other]
-            ]
+            found |= self._pieces_of([other for other in others.values() if other not in found])
+            keys = self._prompt_keys
+            lost = [row for row, other in others.items() if other not in found or keys[row] == keys[other]]
             if not lost:
                 break
             others |= {row: int(self._partners[others[row]]) for row in lost}
         result = []
         for example in examples:
-            pieces = known[int(self.rows[others[example.row]])]
-            assert pieces is not None
-            mismatched = pieces[1][: self.settings.max_length - len(example.prompt_ids)]
-            result.append(Example.of(example.row, [*example.stored, mismatched], example.label))
+            room = self.settings.max_length - len(example.prompt_ids)
+            pieces = [*example.stored, found[others[example.row]][1][:room]]
+            result.append(Example.of(example.row, pieces, example.label))
         return result
 
-    def _leave_out(self, number: int, why: Unusable) -> None:
+    def _leave_out(self, number: int, place: str, why: Unusable) -> None:
         """Counts and names a row that is left out, once."""
-        name = f"{self.records.location(number)}: {why}"
+        name = f"{place}: {why}"
         if not isinstance(why, Unwanted) and not self.settings.skip_invalid:
             raise UserError(
                 f"{record_files.refusal([name], 1)} (python -m lib.data --inspect finds all such rows beforehand)"

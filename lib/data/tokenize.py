@@ -44,76 +44,46 @@ def truncate(
     return prompt, [completion[: max_length - kept] for completion in completions], True
 
 
-Size = Callable[[Chat], int]
-"""Tokens of a chat's prompt."""
-
-
 def _most_of_prompt(longest: int, max_length: int) -> int:
     """Tokens that a chat's prompt may have at most, so that its answer is not cut to nothing."""
     return max_length - min(longest, max(1, max_length // LEAST_REST))
 
 
-def _shortened(chat: Chat, size: Size, longest: int, max_length: int) -> Chat:
+def _shortened(chat: Chat, size: Callable[[Chat], int], longest: int, max_length: int) -> Chat:
     """The chat without the middle messages of its prompt, as far as needed; its answers' ends are cut by the rest.
 
-    longest: tokens of the longest completion.
+    First the oldest exchanges go, then the beginning of the last question. size: tokens of a chat's prompt. longest:
+    tokens of the longest completion.
     """
+    asked = [index for index, message in enumerate(chat.prompt) if message["role"] == "user"]
+    opening = [m for m in chat.prompt[: asked[0] if asked else 0] if m["role"] in ("system", "developer")]
+    without = [replace(chat, prompt=[*opening, *chat.prompt[start:]]) for start in asked[1:]]
+    last, exchanges, cut, starts = ([*without] or [chat])[-1], [chat, *without], lambda index: chat, list[int]()
+    index = max((i for i, message in enumerate(last.prompt) if message["role"] == "user"), default=0)
+    content = last.prompt[index]["content"] if asked else None
+    if isinstance(content, str):
+        words = [at for at in range(1, len(content)) if content[at - 1].isspace() and not content[at].isspace()]
+        starts = words or list(range(1, len(content)))  # some languages write without spaces
+
+        def cut(number: int) -> Chat:
+            question: Message = {**last.prompt[index], "content": content[starts[number] :]}
+            return replace(last, prompt=[*last.prompt[:index], question, *last.prompt[index + 1 :]])
+
     most = _most_of_prompt(longest, max_length)
+    forms: list[tuple[int, Callable[[int], Chat], int]]
     if any(len(answer) > 1 for answer in chat.completions):
-        whole = _without_oldest(chat, size, max_length - longest)
-        return whole or (chat if size(chat) <= most else _shorten(chat, size, most))
-    room = _prompt_room(size(chat), longest, max_length)
-    if size(chat) <= room:
-        return chat
-    shorter = _shorten(chat, size, room)
-    if size(shorter) <= room:
-        return shorter
-    last = _last_exchange(chat)
-    return last if size(last) <= most else _shorten(last, size, most)
-
-
-def _shorten(chat: Chat, size: Size, room: int) -> Chat:
-    """The chat with as much of its prompt as has room; without any of it where not even its question's end has."""
-    if (without := _without_oldest(chat, size, room)) is not None:
-        return without
-    last = _last_exchange(chat)
-    index = max((i for i, message in enumerate(last.prompt) if message["role"] == "user"), default=None)
-    content = last.prompt[index]["content"] if index is not None else None
-    if index is None or not isinstance(content, str):
-        return chat
-    words = [at for at in range(1, len(content)) if content[at - 1].isspace() and not content[at].isspace()]
-    starts = words or list(range(1, len(content)))  # some languages write without spaces
-
-    def cut(number: int) -> Chat:
-        question: Message = {**last.prompt[index], "content": content[starts[number] :]}
-        return replace(last, prompt=[*last.prompt[:index], question, *last.prompt[index + 1 :]])
-
-    count = bisect_left(range(len(starts)), True, key=lambda number: size(cut(number)) <= room)
-    return cut(count) if count < len(starts) else chat
-
-
-def _without_oldest(chat: Chat, size: Size, room: int) -> Chat | None:
-    """The chat without as many of its oldest exchanges as have to go; None where that does not do."""
-    without = [_without(chat, start) for start in _exchanges(chat)]
-    count = bisect_left(range(len(without)), True, key=lambda index: size(without[index]) <= room)
-    return without[count] if count < len(without) else None
-
-
-def _last_exchange(chat: Chat) -> Chat:
-    exchanges = _exchanges(chat)
-    return _without(chat, exchanges[-1]) if exchanges else chat
-
-
-def _exchanges(chat: Chat) -> list[int]:
-    """Where the user speaks, after the first time: what lies before, but for system prompts, may be left out."""
-    return [index for index, message in enumerate(chat.prompt) if message["role"] == "user"][1:]
-
-
-def _without(chat: Chat, start: int) -> Chat:
-    """The chat without what comes before message `start`, but for the system prompts that open it."""
-    first = next(i for i, message in enumerate(chat.prompt) if message["role"] == "user")
-    kept = [message for message in chat.prompt[:first] if message["role"] in ("system", "developer")]
-    return replace(chat, prompt=[*kept, *chat.prompt[start:]])
+        forms = [
+            (len(without), without.__getitem__, max_length - longest),
+            (len(exchanges), exchanges.__getitem__, most),
+        ]
+    else:
+        room = _prompt_room(size(chat), longest, max_length)
+        forms = [(len(exchanges), exchanges.__getitem__, room), (len(starts), cut, room), (1, lambda _: last, most)]
+    for count, form, room in (*forms, (len(starts), cut, most)):
+        first = bisect_left(range(count), True, key=lambda number: size(form(number)) <= room)
+        if first < count:
+            return form(first)
+    return chat
 
 
 # ---- Text ➜ ids
@@ -145,8 +115,7 @@ class Encoder:
         settings: data.chat_template and what it is given.
         eos_token_id: ends a completion that its template has not ended; by default the tokenizer's.
 
-    Raises:
-        UserError: there is no end token, or data.chat_template cannot be read.
+    Raises UserError: there is no end token, or data.chat_template cannot be read.
     """
 
     def __init__(self, tokenizer: Tokenizer, settings: DataSettings, eos_token_id: int | None) -> None:
@@ -162,8 +131,7 @@ class Encoder:
         known = {end_id, *(end_ids if isinstance(end_ids, set) else ())}
         self._known_ends = known if of_tokenizer is None else known | {of_tokenizer}
         self.chats = ChatTokens(self.template, self.tokens, self._known_ends, end_id) if self.template.is_used else None
-        self.notes: dict[str, None] = {}
-        """What was noticed of texts and template, a line each."""
+        self.notes: dict[str, None] = {}  # What was noticed of texts and template, a line each
         marks = [mark for mark in self.template.marks if mark.startswith("<")]
         unknown = [mark for mark, ids in zip(marks, self.tokens.ids(marks), strict=True) if len(ids) > 1]
         if unknown:
@@ -193,8 +161,7 @@ class Encoder:
     def prompt_ids(self, prompt: str | list[Message]) -> list[int]:
         """Token ids of a prompt alone, exactly as the training data's prompts are encoded.
 
-        Raises:
-            UserError: the chat template refuses it.
+        Raises UserError: the chat template refuses it.
         """
         (encoded,) = self.encode([Plain(prompt, (), "") if isinstance(prompt, str) else Chat(prompt, (), "")])
         if isinstance(encoded, Unusable):
@@ -322,8 +289,7 @@ def render_prompt(
         tools: definitions of functions, as OpenAI has them.
         arguments: further arguments of the chat template, e.g. {"enable_thinking": True}.
 
-    Raises:
-        UserError: the template refuses the conversation or leaves part of it out; it names which.
+    Raises UserError: the template refuses the conversation or leaves part of it out; it names which.
     """
     try:
         checked, known = check_messages(messages, "messages"), check_tools(tools, "tools")

@@ -69,12 +69,10 @@ class Vocabulary(TypedDict):
     """What a model knows of ids and positions."""
 
     eos_token_id: int | None
-    vocab_size: NotRequired[int | None]
-    """None: any id is taken."""
+    vocab_size: NotRequired[int | None]  # None: any id is taken
     positions: NotRequired[int | None]
     """Of a table of learned positions; None: there is none, and a row may have any length."""
-    context: NotRequired[int | None]
-    """max_position_embeddings: what the model was made for."""
+    context: NotRequired[int | None]  # max_position_embeddings: what the model was made for
 
 
 def limits_of(vocabulary: Vocabulary) -> ModelLimits:
@@ -192,8 +190,7 @@ SPECIMEN = "The quick brown fox jumps over 13 lazy dogs. Ünïcödé, 漢字, к
 def load_tokenizer_of(settings: ModelSettings) -> Tokenizer | None:
     """mlx-lm's tokenizer of the model's folder, or None where there is none.
 
-    Raises:
-        UserError: there are tokenizer files, but they cannot be loaded.
+    Raises UserError: there are tokenizer files, but they cannot be loaded.
     """
     folder = resolve(settings.path, settings.revision)
     if not any(
@@ -261,8 +258,7 @@ def stamp_of(tokenizer: Tokenizer) -> dict[str, str]:
 def require_own(record: object, tokenizer: Tokenizer | None, place: str) -> None:
     """Makes sure that a record's ids mean to this tokenizer what they meant to the one that wrote them.
 
-    Raises:
-        UserError: they are of another vocabulary.
+    Raises UserError: they are of another vocabulary.
     """
     if not isinstance(record, Tokens) or not record.vocabulary or tokenizer is None:
         return
