@@ -492,7 +492,10 @@ def test_the_direction_of_a_preference_decides_which_is_chosen(record: dict[str,
         ),
         (SHP | {"labels": 2}, "'labels' is 2, which prefers neither"),
         (SAFE_RLHF | {"better_response_id": -1}, "'better_response_id' is -1"),
-        (ULTRAFEEDBACK | {"completions": ULTRAFEEDBACK["completions"][:1]}, "'completions' has no two answers with another overall_score"),
+        (
+            ULTRAFEEDBACK | {"completions": ULTRAFEEDBACK["completions"][:1]},
+            "'completions' has no two answers with another overall_score",
+        ),
         (
             {"prompt": "a", "answers": [{"answer": "b", "rank": math.nan}, {"answer": "c", "rank": 1}]},
             "'answers' has no two answers with another rank",

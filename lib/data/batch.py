@@ -206,6 +206,22 @@ def pad_length(length: int, multiple: int, steps: int = 16) -> int:
     return -(-max(length, 1) // step) * step
 
 
+INPUTS = (
+    *(
+        "prefix_length",
+        "tokens",
+        "offsets",
+        "suffix_indices",
+        "suffix_uses",
+        "scored",
+        "targets",
+        "logp_indices",
+        "mask",
+    ),
+    *("noise_keys", "noise_scales", "rewards", "completion_lengths", "reward_deviations", "sampling_logps"),
+)
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """Examples of K completions as one stream of N tokens, each computed once: b rows, the last of them padding, maybe.
@@ -254,24 +270,7 @@ class Batch:
     @property
     def inputs(self) -> dict[str, int | np.ndarray]:
         """What the model needs of it; absent entries left out."""
-        names = (
-            "prefix_length",
-            "tokens",
-            "offsets",
-            "suffix_indices",
-            "suffix_uses",
-            "scored",
-            "targets",
-            "logp_indices",
-            "mask",
-            "noise_keys",
-            "noise_scales",
-            "rewards",
-            "completion_lengths",
-            "reward_deviations",
-            "sampling_logps",
-        )
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        return {name: value for name in INPUTS if (value := getattr(self, name)) is not None}
 
     def padded(self, figures: np.ndarray) -> np.ndarray:
         """Figures of the examples, [examples, ...], with zeros for rows of padding: [b, ...]."""
@@ -303,6 +302,10 @@ def collate(
     counts = np.array([[*map(len, e.scored_indices)] for e in examples])
     need = need_of(np.array([len(e.prompt_ids) for e in examples]), seen, counts)
     shape = first_that_holds(shapes, need) or batch_shape_of(need[None], seen.shape[1], length_multiple, shared_prompts)
+    return _batch(examples, shape, seen, int(need["tokens"]))
+
+
+def _batch(examples: Sequence[Example], shape: BatchShape, seen: np.ndarray, real_tokens: int) -> Batch:
     b, prefix, length, completions = shape.rows, shape.prefix, shape.length, shape.completions
     tokens, offsets = np.zeros((2, shape.tokens), np.int32)
     places = np.full((shape.tokens, 2), -1, np.int32)
@@ -355,7 +358,7 @@ def collate(
         logp_indices=logp_indices,
         mask=mask,
         computed_tokens=len(tokens),
-        real_tokens=int(need["tokens"]),
+        real_tokens=real_tokens,
         labels=None if examples[0].label is None else np.array([e.label for e in examples], bool),
         **_of_groups(examples, mask),
     )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from lib.data import formats, record_files, sources
 from lib.data.chat import Encoded
 from lib.data.record_formats import Record, RecordKind, Tokens, Unusable, Unwanted
 from lib.data.tokenize import Encoder, encode_records, truncate
-from lib.data.tokenizer import ModelLimits, Tokenizer, Vocabulary, limits_of, require_own
+from lib.data.tokenizer import ModelLimits, Tokenizer, Vocabulary, limits_of
 from lib.errors import UserError
 
 CHUNK_RECORDS = 2048  # tokenised at a time: enough for a fast tokenizer's threads, little enough to keep in memory
@@ -226,10 +226,9 @@ def load_dataset(
     require_usable(name, skipped, len(placed), settings)
     keys = np.array([sources.keys_of(record) for _, record in placed if not isinstance(record, Unusable)], np.uint64)
     numbers = sources.chosen_rows(keys[:, 0], keys[:, 1], ends, weights, settings, held_out)
-    encoder = encoder_of(tokenizer, settings, vocabulary)
-    dataset = tokenised_dataset(name, kind, placed, numbers, settings, encoder, limits_of(vocabulary), skipped)
-    for note in encoder.notes if encoder else ():
-        tell(note)
+    tokenisation = Tokenisation.of(settings, kind, tokenizer, vocabulary)
+    dataset = tokenisation.dataset(name, placed, numbers, skipped)
+    tokenisation.tell_notes(tell)
     return dataset
 
 
@@ -241,42 +240,113 @@ def require_usable(name: str, skipped: list[str], usable: int, settings: DataSet
         raise UserError(f"{name} is empty: it has no records; name another file")
 
 
-def encoder_of(tokenizer: Tokenizer | None, settings: DataSettings, vocabulary: Vocabulary) -> Encoder | None:
-    """None without a tokenizer."""
-    return None if tokenizer is None else Encoder(tokenizer, settings, vocabulary["eos_token_id"])
+class Tokenisation(NamedTuple):
+    """How records become rows of token ids: read, encoded, checked and cut to data.max_length."""
 
+    settings: DataSettings
+    kind: RecordKind
+    encoder: Encoder | None  # None without a tokenizer
+    limits: ModelLimits
 
-def tokenised_dataset(
-    name: str,
-    kind: RecordKind,
-    records: Sequence[Placed],
-    numbers: np.ndarray,
-    settings: DataSettings,
-    encoder: Encoder | None,
-    limits: ModelLimits,
-    skipped: Sequence[str] = (),
-) -> Dataset:
-    """The records of these numbers, int64 [n], in memory; one may be there several times. Raises as `load_dataset`."""
-    wanted = list(dict.fromkeys(numbers.tolist()))
-    pieces, skipped, cut, unwanted = dict[int, Pieces](), [*skipped], 0, 0
-    results = tokenised((records[n] for n in wanted), settings, encoder, limits)
-    for number, (place, _, result) in zip(wanted, results, strict=True):
-        if isinstance(result, Unwanted):
-            unwanted += 1
-        elif isinstance(result, Unusable):
-            skipped.append(f"{place}: {result}")
-        else:
-            pieces[number], is_cut = result
-            cut += is_cut
-    require_usable(name, skipped, len(pieces) + unwanted, settings)
-    if not pieces:
-        raise UserError(f"{name}: no row is left, {unwanted:,} are filtered by data.shortest and data.longest")
-    rows = [number for number in numbers.tolist() if number in pieces]
-    forms = [record for number in rows if not isinstance(record := records[number][1], Unusable)]
-    columns = "; ".join(dict.fromkeys(record.columns for record in forms))
-    labels = [record.label for record in forms if record.label is not None]
-    flat = [piece for number in rows for piece in pieces[number]]
-    return in_memory(name, kind, columns, flat, cut, skipped, unwanted, labels)
+    @classmethod
+    def of(
+        cls, settings: DataSettings, kind: RecordKind, tokenizer: Tokenizer | None, vocabulary: Vocabulary
+    ) -> Tokenisation:
+        """Raises UserError: see Encoder."""
+        encoder = None if tokenizer is None else Encoder(tokenizer, settings, vocabulary["eos_token_id"])
+        return cls(settings, kind, encoder, limits_of(vocabulary))
+
+    def tell_notes(self, tell: Callable[[str], None]) -> None:
+        """Says what was noticed of texts and template."""
+        for note in self.encoder.notes if self.encoder else ():
+            tell(note)
+
+    def placed(self, records: Any, numbers: Iterable[int]) -> Iterator[Placed]:
+        """Some records by number, with their places."""
+        for number in map(int, numbers):
+            rows, label = formats.rows_of(records[number], self.settings, self.kind), records.label(number)
+            is_single = len(rows) == 1
+            yield (
+                records.location(number),
+                next(row for row in rows if is_single or (not isinstance(row, Unusable) and row.label == label)),
+            )
+
+    def rows(self, placed: Iterable[Placed]) -> Iterator[tuple[str, Record | Unusable, tuple[Pieces, bool] | Unusable]]:
+        """Place, record, and its ids with whether they were cut; or why there are none. Some thousand at a time.
+
+        Raises UserError: there is text without a tokenizer.
+        """
+        iterator = iter(placed)
+        while chunk := list(islice(iterator, CHUNK_RECORDS)):
+            encoded = encode_records([record for _, record in chunk], self.encoder, chunk[0][0].rpartition(":")[0])
+            for (place, record), ids in zip(chunk, encoded, strict=True):
+                try:
+                    yield place, record, self._finish(record, ids)
+                except Unusable as why:
+                    yield place, record, why
+
+    def dataset(
+        self, name: str, records: Sequence[Placed], numbers: np.ndarray, skipped: Sequence[str] = ()
+    ) -> Dataset:
+        """The records of these numbers, int64 [n], in memory; one may be there several times. Raises as `load_dataset`.
+
+        skipped: of records that are left out already.
+        """
+        wanted = list(dict.fromkeys(numbers.tolist()))
+        pieces, refused, cut, unwanted = dict[int, Pieces](), [*skipped], 0, 0
+        for number, (place, _, result) in zip(wanted, self.rows(records[n] for n in wanted), strict=True):
+            if isinstance(result, Unwanted):
+                unwanted += 1
+            elif isinstance(result, Unusable):
+                refused.append(f"{place}: {result}")
+            else:
+                pieces[number], is_cut = result
+                cut += is_cut
+        require_usable(name, refused, len(pieces) + unwanted, self.settings)
+        if not pieces:
+            raise UserError(f"{name}: no row is left, {unwanted:,} are filtered by data.shortest and data.longest")
+        rows = [number for number in numbers.tolist() if number in pieces]
+        forms = [record for number in rows if not isinstance(record := records[number][1], Unusable)]
+        columns = "; ".join(dict.fromkeys(record.columns for record in forms))
+        labels = [record.label for record in forms if record.label is not None]
+        flat = [piece for number in rows for piece in pieces[number]]
+        return in_memory(name, self.kind, columns, flat, cut, refused, unwanted, labels)
+
+    def _finish(self, record: Record | Unusable, encoded: Encoded | Unusable) -> tuple[Pieces, bool]:
+        """Check and truncate one example: ([prompt, completion, ...] int32, was it cut). Raises Unusable."""
+        if isinstance(encoded, Unusable):
+            raise encoded
+        settings, encoder, limits, max_length = self.settings, self.encoder, self.limits, self.settings.max_length
+        prompt, completions = encoded.prompt, encoded.completions
+        whole = len(prompt) + max(map(len, completions))
+        if whole < settings.shortest or whole > (settings.longest or whole):
+            raise Unwanted(f"{whole} tokens: data.shortest={settings.shortest}, data.longest={settings.longest}")
+        limits.check_ids([prompt, *completions])
+        if not all(completions):
+            raise Unusable("empty completion: the tokenizer makes no tokens of it")
+        if len(completions) > 1 and completions[0] == completions[1]:
+            raise Unusable("chosen and rejected are the same tokens: nothing to prefer")
+        short = encoded
+        if whole > max_length and encoder is not None and not isinstance(record, Tokens | Unusable):
+            short = encoder.shorten(record, encoded, max_length)
+        if len(short.prompt) > max_length:
+            raise Unusable(
+                f"the prompt alone has {len(prompt)} tokens, more than data.max_length={max_length}; raise it"
+            )
+        bos_token_id = encoder.bos_token_id if encoder else None
+        prompt, cut, is_cut = truncate(short.prompt, short.completions, max_length, bos_token_id)
+        limits.check_row(len(prompt) + max(map(len, cut)))
+        if len(cut) > 1 and cut[0] == cut[1]:
+            raise Unusable(f"chosen and rejected are equal once cut to data.max_length={max_length}; raise it")
+        pieces = [np.asarray(piece, np.int32) for piece in (prompt, *cut)]
+        if short.learnt is not None:
+            masks = [np.asarray(mask[: len(ids)], bool) for mask, ids in zip(short.learnt, cut, strict=True)]
+            if not all(mask.any() for mask in masks):
+                raise Unusable(f"no token is learnt of the {max_length} of data.max_length={max_length}; raise it")
+            pieces[1:] = [np.where(mask, ids, ~ids) for mask, ids in zip(masks, pieces[1:], strict=True)]
+        if not all(map(len, Example.of(0, pieces).scored_indices)):  # a mean over none would make the whole step NaN
+            raise Unusable("one token and no prompt: nothing comes before it to predict it from")
+        return pieces, is_cut or short is not encoded
 
 
 def in_memory(
@@ -306,70 +376,6 @@ def pack(kind: RecordKind, pieces: Pieces, labels: np.ndarray | None) -> tuple[n
         digest.update(array.astype(dtype, copy=False).data)
     digest.update(b"" if labels is None else labels.tobytes())
     return tokens, bounds, digest.hexdigest()
-
-
-def parse_record(records: Any, number: int, settings: DataSettings, kind: RecordKind) -> Record | Unusable:
-    """The form of a record, or why it has none."""
-    rows, label = formats.rows_of(records[number], settings, kind), records.label(number)
-    return next(row for row in rows if len(rows) == 1 or (not isinstance(row, Unusable) and row.label == label))
-
-
-def tokenised(
-    placed: Iterable[Placed], settings: DataSettings, encoder: Encoder | None, limits: ModelLimits
-) -> Iterator[tuple[str, Record | Unusable, tuple[Pieces, bool] | Unusable]]:
-    """Place, record, and its ids with whether they were cut; or why there are none. Some thousand records at a time.
-
-    Raises UserError: there is text without a tokenizer, or ids of another one.
-    """
-    iterator = iter(placed)
-    while chunk := list(islice(iterator, CHUNK_RECORDS)):
-        encoded = encode_records([record for _, record in chunk], encoder, chunk[0][0].rpartition(":")[0])
-        for (place, record), ids in zip(chunk, encoded, strict=True):
-            require_own(record, encoder.tokenizer if encoder else None, place)
-            try:
-                yield place, record, _finish(record, ids, settings, encoder, limits)
-            except Unusable as why:
-                yield place, record, why
-
-
-def _finish(
-    record: Record | Unusable,
-    encoded: Encoded | Unusable,
-    settings: DataSettings,
-    encoder: Encoder | None,
-    limits: ModelLimits,
-) -> tuple[Pieces, bool]:
-    """Check and truncate one example: ([prompt, completion, ...] int32, was it cut). Raises Unusable."""
-    if isinstance(encoded, Unusable):
-        raise encoded
-    prompt, completions = encoded.prompt, encoded.completions
-    max_length, whole = settings.max_length, len(prompt) + max(map(len, completions))
-    if whole < settings.shortest or whole > (settings.longest or whole):
-        raise Unwanted(f"{whole} tokens: data.shortest={settings.shortest}, data.longest={settings.longest}")
-    limits.check_ids([prompt, *completions])
-    if not all(completions):
-        raise Unusable("empty completion: the tokenizer makes no tokens of it")
-    if len(completions) > 1 and completions[0] == completions[1]:
-        raise Unusable("chosen and rejected are the same tokens: nothing to prefer")
-    short = encoded
-    if whole > max_length and encoder is not None and not isinstance(record, Tokens | Unusable):
-        short = encoder.shorten(record, encoded, max_length)
-    if len(short.prompt) > max_length:
-        raise Unusable(f"the prompt alone has {len(prompt)} tokens, more than data.max_length={max_length}; raise it")
-    bos_token_id = encoder.bos_token_id if encoder else None
-    prompt, cut, is_cut = truncate(short.prompt, short.completions, max_length, bos_token_id)
-    limits.check_row(len(prompt) + max(map(len, cut)))
-    if len(cut) > 1 and cut[0] == cut[1]:
-        raise Unusable(f"chosen and rejected are equal once cut to data.max_length={max_length}; raise it")
-    pieces = [np.asarray(piece, np.int32) for piece in (prompt, *cut)]
-    if short.learnt is not None:
-        masks = [np.asarray(mask[: len(ids)], bool) for mask, ids in zip(short.learnt, cut, strict=True)]
-        if not all(mask.any() for mask in masks):
-            raise Unusable(f"no token is learnt of the {max_length} that data.max_length={max_length} leaves; raise it")
-        pieces[1:] = [np.where(mask, ids, ~ids) for mask, ids in zip(masks, pieces[1:], strict=True)]
-    if not all(map(len, Example.of(0, pieces).scored_indices)):  # a mean over none would make the whole step NaN
-        raise Unusable("one token and no prompt: nothing comes before it to predict it from")
-    return pieces, is_cut or short is not encoded
 
 
 def partners(prompt_keys: np.ndarray, name: str) -> np.ndarray:

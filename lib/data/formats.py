@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 from lib.config.settings import DataSettings
 from lib.data.record_formats import (
     JSON,
-    VOCABULARY,
     Chat,
     Columns,
     Message,
@@ -329,7 +328,7 @@ def reader_of(names: tuple[str, ...], columns: Columns, kind: RecordKind) -> Rea
         lost -= {columns.label, LABEL, "weight"}
     title = f"{form.name} ({', '.join((*used, *extras))})" if form.name else " + ".join((*used, *extras))
     title += " (preference records: the other completion is not used)" * is_half
-    known = {*form.needs, *used, *extras, *columns.ignore, *MEANINGFUL, VOCABULARY, *[columns.rejected] * is_half}
+    known = {*form.needs, *used, *extras, *columns.ignore, *MEANINGFUL, *[columns.rejected] * is_half}
     return Reader(title, form, tuple(sorted(lost)), bool(extras), tuple(name for name in names if name not in known))
 
 
@@ -446,7 +445,8 @@ def _parse_tokens(record: JSON, names: tuple[str, ...]) -> Tokens:
     for name in ("prompt_ids", *names):
         ids = record.get(name)
         if not isinstance(ids, list):
-            raise Unusable(f"column {name!r} is {name_of_type(ids)}, not a list of token ids")
+            why = f"column {name!r} is {name_of_type(ids)}, not a list of token ids"
+            raise Unusable(why if name in record else f"no column {name!r}")
         for index, token in enumerate(ids):
             if type(token) is not int or token < 0:
                 raise Unusable(f"{name}[{index}] is {json.dumps(token, default=str)}, not a token id")
@@ -465,17 +465,16 @@ def _parse_tokens(record: JSON, names: tuple[str, ...]) -> Tokens:
         else:
             title += f" + {of_mask}"
         learnt.append([*map(bool, mask)])
-    completions, stamp = tuple(record[name] for name in names), record.get(VOCABULARY)
     masks = None if all(map(all, learnt)) else tuple(learnt)
-    vocabulary = stamp if isinstance(stamp, str) else ""
-    return Tokens(record["prompt_ids"], completions, title, learnt=masks, vocabulary=vocabulary)
+    return Tokens(record["prompt_ids"], tuple(record[name] for name in names), title, learnt=masks)
 
 
 def _label(record: JSON, column: str) -> bool:
     """Whether a completion is desirable. Raises Unusable."""
     if record.get(column) not in (True, False):  # 1 and 0, too
-        shown = json.dumps(record[column], default=str) if column in record else "absent (data.label=COLUMN)"
-        raise Unusable(f"column {column!r} is {shown}, not true or false")
+        if column not in record:
+            raise Unusable(f"no column {column!r}; name yours with data.label=COLUMN")
+        raise Unusable(f"column {column!r} is {json.dumps(record[column], default=str)}, not true or false")
     return bool(record[column])
 
 

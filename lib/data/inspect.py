@@ -21,12 +21,12 @@ from lib.config import command_line, help, load
 from lib.config.settings import Config, DataSettings
 from lib.data import sources
 from lib.data.chat import OPENED_THINKING, SENTINEL, Conversation
-from lib.data.dataset import Example, encoder_of, load_dataset, parse_record, tokenised
-from lib.data.record_formats import JSON, RecordKind, Unusable, Unwanted
+from lib.data.dataset import Example, Tokenisation, load_dataset
+from lib.data.record_formats import JSON, Unusable
 from lib.data.sources import Records
-from lib.data.streaming import placed_records, tell_unread, with_splits
+from lib.data.streaming import tell_unread, with_splits
 from lib.data.tokenize import Encoder
-from lib.data.tokenizer import NO_LIMITS, ModelLimits, Tokenizer, Vocabulary, limits_of, load_tokenizer_of, vocabulary
+from lib.data.tokenizer import Tokenizer, Vocabulary, load_tokenizer_of, vocabulary
 from lib.errors import UserError
 from lib.system import mpi_and_blas
 from lib.system.files import require_absent
@@ -148,78 +148,62 @@ def inspect(files: Sequence[str], settings: Config, tokenizer: Tokenizer | None,
     data = settings.data.model_copy(update={"skip_invalid": True})
     paths = [path for source in files for path in sources.files_of(source, data, _tell)]
     records = sources.open_records(paths, data, kind, _tell)
-    encoder = encoder_of(tokenizer, data, about)
+    tokenisation = Tokenisation.of(data, kind, tokenizer, about)
     names = ["prompt", "chosen", "rejected"] if kind == "preference" else ["prompt", "completion"]
-    pieces, kept = records.column("pieces")[:, : len(names)].astype(np.int64), np.arange(len(records))
-    refused: list[str] = []
-    if encoder is not None:
-        pieces, kept, refused = _tokens(records, data, kind, encoder, limits_of(about))
-    unusable = [*records.unusable, *refused]
-    if not len(kept):
-        raise UserError(f"{' + '.join(files)}: no record can be used{''.join(f': {text}' for text in unusable[:1])}")
-    lengths = {name: pieces[:, k] for k, name in enumerate(names)}
-    lengths["whole"] = pieces[:, 0] + pieces[:, 1:].max(axis=1)
-    prompts, contents = records.column("prompt_key")[kept], records.column("content_key")[kept]
+    pieces = records.column("pieces")[:, : len(names)].astype(np.int64)
+    unusable, unusable_count, rows = records.unusable, records.unusable_count, None
+    prompts, contents = records.column("prompt_key"), records.column("content_key")
     facts = {
         "files": f"{len(records.indices):,}",
-        "usable": f"{len(kept):,} {'pairs' if kind == 'preference' else 'examples'} from {records.formats}",
-        "unusable": f"{records.unusable_count + len(refused):,}",
-        "duplicates": f"{len(kept) - len(np.unique(contents)):,} (data.deduplicate)",
+        "usable": f"{len(records):,} {'pairs' if kind == 'preference' else 'examples'} from {records.formats}",
+        "duplicates": f"{len(records) - len(np.unique(contents)):,} (data.deduplicate)",
         "distinct prompts": f"{len(np.unique(prompts)):,}",
     }
     if data.holdout:
         held_out = int(sources.is_held_out(prompts, data.holdout).sum())
         facts["held out"] = f"{held_out:,} (data.holdout={data.holdout:g})"
-    if encoder is not None:
-        cut = int((lengths["whole"] > data.max_length).sum())
-        facts["cut"] = f"{cut:,} have more than data.max_length={data.max_length} tokens"
     if kind == "preference":
-        facts |= _suspicions(records, kept, pieces, data)
-    say.facts(" + ".join(files), [*facts.items()])
+        facts |= _suspicions(records, pieces, data)
+    if tokenizer is not None:
+        placed = list(tokenisation.placed(records, range(len(records))))
+        rows = tokenisation.dataset(" + ".join(files), placed, np.arange(len(records)))
+        pieces, unusable = rows.pieces, [*unusable, *rows.skipped]
+        unusable_count += rows.skipped_count
+        facts["trained"] = f"{len(rows):,}, {rows.truncated_count:,} cut to data.max_length={data.max_length} tokens"
+        facts["filtered"] = f"{rows.unwanted_count:,} (data.shortest={data.shortest}, data.longest={data.longest})"
+    say.facts(" + ".join(files), [*facts.items(), ("unusable", f"{unusable_count:,}")])
     for name in unusable[:NAMED]:
         say.line(f"  {name}", "magenta")
-    unit = "tokens" if encoder is not None else "token ids or characters"
+    lengths = {name: pieces[:, k] for k, name in enumerate(names)}
+    lengths["whole"] = pieces[:, 0] + pieces[:, 1:].max(axis=1)
+    unit = "tokens" if rows is not None else "token ids or characters"
     marks = {name: np.percentile(values, PERCENTILES).astype(int).tolist() for name, values in lengths.items()}
-    rows = [[n, *(f"{mark:,}" for mark in marks[n]), f"{values.mean():,.1f}"] for n, values in lengths.items()]
-    say.table(f"lengths in {unit}, by percentile", ["", *(f"{p} %" for p in PERCENTILES), "mean"], rows)
+    lines = [[n, *(f"{mark:,}" for mark in marks[n]), f"{values.mean():,.1f}"] for n, values in lengths.items()]
+    say.table(f"lengths in {unit}, by percentile", ["", *(f"{p} %" for p in PERCENTILES), "mean"], lines)
     for start, index in zip(records.starts, records.indices, strict=False):
         for name, (count, number) in index.formats.items():
             say.line(f"{name}, {count:,} rows, the first: {records.location(start + number)}", "bold")
-            for title, part in vars(parse_record(records, start + number, data, kind)).items():
+            ((_, record),) = tokenisation.placed(records, [start + number])
+            for title, part in vars(record).items():
                 shown = part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)
                 if part and title != "columns":
                     say.line(f"  {title}: {shown[:SHOWN_CHARACTERS]}{' ...' * (len(shown) > SHOWN_CHARACTERS)}")
-    if encoder is not None:
-        say.line(facts_of(encoder) or "no chat template")
-        _show_rows(say, records, kept[:SHOWN], data, kind, encoder)
+    if rows is not None and tokenisation.encoder is not None and tokenizer is not None:
+        say.line(facts_of(tokenisation.encoder) or "no chat template")
+        for example in rows.examples(range(min(SHOWN, len(rows)))):
+            for k, (name, colour) in enumerate(zip(names[1:], ("green", "red"), strict=False)):
+                say.line(Text(f"  {name}: ").append_text(picture(example, tokenizer, k, colour)))
+        say.line("the loss is on what stands in ⟦⟧ alone")
 
 
-def _tokens(
-    records: Records, data: DataSettings, kind: RecordKind, encoder: Encoder, limits: ModelLimits
-) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Tokens of the pieces as they are, int64 [n, 1 + K]; their records, int64 [n]; why others are unusable."""
-    whole = data.model_copy(update={"max_length": 2**24})
-    sizes, refused = dict[int, list[int]](), list[str]()
-    placed = placed_records(records, range(len(records)), data, kind)
-    for number, (place, _, result) in enumerate(tokenised(placed, whole, encoder, limits)):
-        is_chat = encoder.template.is_used  # a long chat loses its middle messages
-        if not isinstance(result, Unusable) and len(result[0][0]) > data.max_length and not is_chat:
-            result = Unusable(f"the prompt alone has more than data.max_length={data.max_length} tokens")
-        if not isinstance(result, Unusable):
-            sizes[number] = [*map(len, result[0])]
-        elif not isinstance(result, Unwanted):
-            refused.append(f"{place}: {result}")
-    return np.array([*sizes.values()], np.int64).reshape(len(sizes), -1), np.array([*sizes], np.int64), refused
-
-
-def _suspicions(records: Records, kept: np.ndarray, pieces: np.ndarray, data: DataSettings) -> dict[str, str]:
+def _suspicions(records: Records, pieces: np.ndarray, data: DataSettings) -> dict[str, str]:
     """What makes pairs suspicious: a preference for length, and pairs that contradict each other."""
     longer = float((pieces[:, 1] > pieces[:, 2]).mean())
     note = "; length alone tells them apart, and will be learnt" if abs(longer - 0.5) > 0.25 else ""
-    means = f"mean {pieces[:, 1].mean():.1f} against {pieces[:, 2].mean():.1f}"
-    _, of_prompt, counts = np.unique(records.column("prompt_key")[kept], return_inverse=True, return_counts=True)
+    means = f"mean {pieces[:, 1].mean():.1f} against {pieces[:, 2].mean():.1f} characters"
+    _, of_prompt, counts = np.unique(records.column("prompt_key"), return_inverse=True, return_counts=True)
     pairs = set()
-    for prompt, number in zip(of_prompt.tolist(), kept.tolist(), strict=True):
+    for number, prompt in enumerate(of_prompt.tolist()):
         if counts[prompt] > 1:
             record = records[number]
             pairs.add((prompt, str(record.get(data.chosen)), str(record.get(data.rejected))))
@@ -228,20 +212,3 @@ def _suspicions(records: Records, kept: np.ndarray, pieces: np.ndarray, data: Da
         "chosen is longer": f"{longer:.1%} of pairs, {means}{note}",
         "contradictions": f"{contrary:,} pairs are there the other way round, too",
     }
-
-
-def _show_rows(
-    say: Terminal, records: Records, numbers: np.ndarray, data: DataSettings, kind: RecordKind, encoder: Encoder
-) -> None:
-    """Rows as the model sees them: what it is given is dim, what it is scored on is coloured, cut ends are left out."""
-    placed = placed_records(records, numbers, data, kind)
-    for number, (place, _, result) in enumerate(tokenised(placed, data, encoder, NO_LIMITS)):
-        say.line(place, "bold")
-        if isinstance(result, Unusable):
-            say.line(f"  {result}", "magenta")
-            continue
-        example = Example.of(number, result[0])
-        names = ("chosen", "rejected") if len(example.completions) > 1 else ("completion",)
-        for k, (name, colour) in enumerate(zip(names, ("green", "red"), strict=False)):
-            say.line(Text(f"  {name}: ").append_text(picture(example, encoder.tokenizer, k, colour)))
-    say.line("the loss is on what stands in ⟦⟧ alone")

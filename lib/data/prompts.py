@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -11,59 +12,46 @@ import numpy as np
 from lib.config.settings import Config, DataSettings, RolloutSettings
 from lib.data import record_files, sources
 from lib.data import tokenizer as tokenizer_module
-from lib.data.chat import Encoded
-from lib.data.dataset import Example, Sized
+from lib.data.dataset import Example, Sized, Tokenisation, require_usable
 from lib.data.formats import TEMPLATE_ARGUMENTS, parse
-from lib.data.record_formats import ANSWER, JSON, Chat, Message, Plain, Record, RecordKind, Tokens, Unusable
+from lib.data.record_formats import ANSWER, JSON, Message, Plain, Record, RecordKind, Tokens, Unusable, name_of_type
 from lib.data.sources import Records, Tell
-from lib.data.streaming import placed_records
 from lib.data.tokenize import Encoder, encode_records
-from lib.data.tokenizer import NO_LIMITS, ModelLimits, Tokenizer, require_own, stamp_of
+from lib.data.tokenizer import NO_LIMITS, ModelLimits, Tokenizer
 from lib.errors import UserError
-
-
-def asked_of(record: JSON, data: DataSettings, tokenizer: Tokenizer) -> str | list[Message]:
-    """A record's prompt, whatever its format: text, or messages up to the one that is to be answered.
-
-    A text that its template alone makes a message of stays a text. Raises Unusable.
-    """
-    return _shown(parse(record, data, "prompt"), record.get(data.prompt), tokenizer)
-
-
-def _shown(parsed: Record, stored: object, tokenizer: Tokenizer) -> str | list[Message]:
-    """The prompt of a parsed record. stored: what its column has."""
-    if isinstance(parsed, Tokens):
-        return str(tokenizer.decode(parsed.prompt))
-    if isinstance(parsed, Plain):
-        return parsed.prompt or ""
-    is_text = isinstance(stored, str) and parsed.prompt == [{"role": "user", "content": stored}]
-    return str(stored) if is_text else parsed.prompt
 
 
 def columns_of(record: JSON, data: DataSettings, tokenizer: Tokenizer) -> JSON:
     """The columns of a prompt, under the names that every reader knows: training renders what was answered.
 
+    A text that its template alone makes a message of stays a text. Raises Unusable.
+    """
+    parsed, stored = parse(record, data, "prompt"), record.get(data.prompt)
+    if isinstance(parsed, Tokens):
+        return {"prompt": str(tokenizer.decode(parsed.prompt)), "prompt_ids": parsed.prompt}
+    if isinstance(parsed, Plain):
+        return {"prompt": parsed.prompt or ""}
+    is_text = isinstance(stored, str) and parsed.prompt == [{"role": "user", "content": stored}]
+    columns: JSON = {"prompt": stored if is_text else parsed.prompt}
+    columns |= {"tools": parsed.tools} if parsed.tools else {}
+    return columns | ({TEMPLATE_ARGUMENTS: parsed.template_arguments} if parsed.template_arguments else {})
+
+
+def asked_of(record: JSON, data: DataSettings, tokenizer: Tokenizer) -> str | list[Message]:
+    """A record's prompt, whatever its format: text, or messages up to the one that is to be answered.
+
     Raises Unusable.
     """
-    parsed = parse(record, data, "prompt")
-    columns: JSON = {"prompt": _shown(parsed, record.get(data.prompt), tokenizer)}
-    if isinstance(parsed, Tokens):
-        columns |= {"prompt_ids": parsed.prompt, **stamp_of(tokenizer)}
-    if isinstance(parsed, Chat):
-        columns |= {"tools": parsed.tools} if parsed.tools else {}
-        columns |= {TEMPLATE_ARGUMENTS: parsed.template_arguments} if parsed.template_arguments else {}
-    return columns
+    prompt: str | list[Message] = columns_of(record, data, tokenizer)["prompt"]
+    return prompt
 
 
-def ids_of(parsed: Record, encoder: Encoder) -> list[int]:
+def ids_of(parsed: Record | Unusable, encoder: Encoder | None, place: str = "") -> list[int]:
     """The tokens that a model is sent for a parsed prompt, with its tools and the record's own template arguments.
 
     Raises Unusable.
     """
-    return _ids(encode_records([parsed], encoder, "")[0])
-
-
-def _ids(encoded: Encoded | Unusable) -> list[int]:
+    (encoded,) = encode_records([parsed], encoder, place)
     if isinstance(encoded, Unusable):
         raise encoded
     if not encoded.prompt:
@@ -94,24 +82,23 @@ def load_questions(settings: Config, tokenizer: Tokenizer | None, limits: ModelL
     encoder = Encoder(tokenizer, data, tokenizer_module.vocabulary(settings.model)["eos_token_id"])
     encoder.stop_generation()
     questions: list[Question] = []
-    for line, record in record_files.read(path):
-        if len(questions) == settings.evaluate.answers_limit:
-            break
+    for line, record in itertools.islice(record_files.read(path), settings.evaluate.answers_limit):
         try:
             if isinstance(record, Unusable):
                 raise record
             answer = record.get(ANSWER)
             if not isinstance(answer, str | int | float):
-                what = "is null" if ANSWER in record and answer is None else "is missing, or neither text nor a number"
-                raise Unusable(f"a question's {ANSWER!r} {what}: give it an answer, or leave the line out")
-            parsed = parse(record, data, "prompt")
-            ids = ids_of(parsed, encoder)
+                raise Unusable(
+                    f"a question's {ANSWER!r} is {name_of_type(answer)}, neither text nor a number: give it an answer, "
+                    "or leave the line out"
+                )
+            ids = ids_of(parse(record, data, "prompt"), encoder)
             limits.check_ids([ids])
             limits.check_answer(len(ids), settings.evaluate.max_tokens, "evaluate.max_tokens")
+            asked = asked_of(record, data, tokenizer)
         except Unusable as why:
             raise UserError(f"{path}:{line}: {why}") from None
-        said = _shown(parsed, record.get(data.prompt), tokenizer)
-        last = said if isinstance(said, str) else str(said[-1]["content"])
+        last = asked if isinstance(asked, str) else str(asked[-1]["content"])
         questions.append(Question(last, ids, str(answer).strip()))
     if not questions:
         raise UserError(f"evaluate.answers={path} has no records")
@@ -215,32 +202,26 @@ def open_prompts(
     if any(weight != 1 for weight in weights.values()):
         raise UserError(f"data.train={weights}: weights are for records that are trained; name prompts without")
     records, rows = sources.open_sources(source, settings, "prompt", held_out, tell)
-    kept, ids, skipped = [], [], [text for index in records.indices for text in index.unusable]
-    placed = list(placed_records(records, rows, settings, "prompt"))
-    encoded = encode_records([record for _, record in placed], encoder, name)
-    for row, (place, record), made in zip(rows.tolist(), placed, encoded, strict=True):
-        require_own(record, encoder.tokenizer if encoder else None, place)
+    tokenisation = Tokenisation(settings, "prompt", encoder, limits)
+    kept, ids, skipped = list[int](), list[list[int]](), [*records.unusable]
+    for row, (place, record) in zip(rows.tolist(), tokenisation.placed(records, rows), strict=True):
         try:
-            ids.append(_answerable(_ids(made), rollouts.max_tokens, settings.max_length, limits))
-            kept.append(row)
+            prompt = ids_of(record, encoder, name)
+            if len(prompt) + rollouts.max_tokens > settings.max_length:
+                raise Unusable(
+                    f"a prompt of {len(prompt)} tokens and rollouts.max_tokens={rollouts.max_tokens} are more than "
+                    f"data.max_length={settings.max_length}; raise it"
+                )
+            limits.check_ids([prompt])
+            limits.check_answer(len(prompt), rollouts.max_tokens, "rollouts.max_tokens")
         except Unusable as why:
             skipped.append(f"{place}: {why}")
-    if skipped and (not settings.skip_invalid or not kept):
-        raise UserError(record_files.refusal(skipped, len(skipped), len(kept)))
+        else:
+            ids.append(prompt)
+            kept.append(row)
+    require_usable(name, skipped, len(kept), settings)
     tokens = np.concatenate([np.array(prompt, np.int32) for prompt in ids])
     bounds = np.cumsum([0, *map(len, ids)], dtype=np.int64)
     return Prompts(
         name, records.formats, records, np.array(kept), tokens, bounds, rollouts.max_tokens, completions, skipped
     )
-
-
-def _answerable(prompt: list[int], max_tokens: int, max_length: int, limits: ModelLimits) -> list[int]:
-    """The ids of a prompt. Raises Unusable where it cannot be answered with max_tokens."""
-    if len(prompt) + max_tokens > max_length:
-        raise Unusable(
-            f"a prompt of {len(prompt)} tokens and rollouts.max_tokens={max_tokens} are more than "
-            f"data.max_length={max_length}; raise it"
-        )
-    limits.check_ids([prompt])
-    limits.check_answer(len(prompt), max_tokens, "rollouts.max_tokens")
-    return prompt

@@ -40,7 +40,6 @@ class Tokens:
     columns: str  # What it was read from, for people
     label: bool | None = None  # Of unpaired feedback: whether the completion is desirable
     learnt: tuple[list[bool], ...] | None = None  # Of each completion's tokens, which are trained on; None for all
-    vocabulary: str = ""  # The digest of the vocabulary that its ids are of, where it is known
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,6 @@ class Chat:
 
 Record = Tokens | Plain | Chat
 ANSWER = "answer"  # column of what a program can check an answer by
-VOCABULARY = "ids_of_vocabulary"  # column of Tokens.vocabulary
 
 
 class Columns(NamedTuple):

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Unpack
 
@@ -24,20 +24,15 @@ from lib.data.dataset import (
     Dataset,
     Example,
     Pieces,
-    Placed,
     Sized,
-    encoder_of,
+    Tokenisation,
     load_dataset,
-    parse_record,
     partners,
-    tokenised,
-    tokenised_dataset,
     with_mismatched,
 )
 from lib.data.record_formats import JSON, Columns, RecordKind, Unusable, Unwanted
 from lib.data.sources import Records, Tell
-from lib.data.tokenize import Encoder
-from lib.data.tokenizer import ModelLimits, Tokenizer, Vocabulary, limits_of
+from lib.data.tokenizer import Tokenizer, Vocabulary
 from lib.errors import UserError
 
 SAMPLE_ROWS = 256  # that are tokenised to know how many tokens a character makes
@@ -61,28 +56,26 @@ def open_training(
     sample of tokenised rows.
     """
     settings = with_splits(settings, tell)
-    limits, held_out = limits_of(vocabulary), False if settings.holdout else None
+    tokenisation, held_out = Tokenisation.of(settings, kind, tokenizer, vocabulary), False if settings.holdout else None
+    limits, longest_row = tokenisation.limits, tokenisation.limits.row_tokens(settings.max_length)
     if settings.streaming and isinstance(settings.train, str) and settings.train.startswith(hub.PREFIX):
         is_simple = not (settings.holdout or settings.deduplicate or mismatched or kind == "unpaired")
         if is_simple and (remote := hub.parquet_files(settings.train)):
-            encoder = encoder_of(tokenizer, settings, vocabulary)
             groups = RowGroups(settings.train, remote, settings, kind, tell)
-            return StreamedDataset(settings.train, groups, np.arange(len(groups)), settings, kind, encoder, limits)
+            return StreamedDataset(settings.train, groups, np.arange(len(groups)), tokenisation)
         tell(f"{settings.train}: the whole set is fetched first; only pairs and answers in parquet stream from the hub")
     tell_unread(settings, kind, tell)
     data: Dataset | StreamedDataset
     if is_streamed(settings, tell):
-        if limits.row_tokens(settings.max_length) < settings.max_length:
+        if longest_row < settings.max_length:
             raise UserError(
                 f"data.max_length={settings.max_length} is more than the {limits.positions} positions of the model's "
                 f"table, and streamed rows are read only when they are trained; set data.max_length={limits.positions}"
             )
         records, rows = sources.open_sources(settings.train, settings, kind, held_out, tell)
-        encoder = encoder_of(tokenizer, settings, vocabulary)
         name = " + ".join(sources.weights_of(settings.train))
-        data = StreamedDataset(name, records, rows, settings, kind, encoder, limits, mismatched)
-        for note in encoder.notes if encoder else ():
-            tell(note)
+        data = StreamedDataset(name, records, rows, tokenisation, mismatched)
+        tokenisation.tell_notes(tell)
     else:
         data = load_dataset(settings.train, settings, kind, tokenizer, held_out=held_out, tell=tell, **vocabulary)
     longest, context = int(data.lengths.max()), vocabulary.get("context")
@@ -91,9 +84,7 @@ def open_training(
             f"rows have up to {longest:,} tokens, {longest / context:.1f} times the model's max_position_embeddings of "
             f"{context:,}; it was not made for them: set data.max_length={context}"
         )
-    if isinstance(data, Dataset) and mismatched:
-        return with_mismatched(data, limits.row_tokens(settings.max_length))
-    return data
+    return with_mismatched(data, longest_row) if isinstance(data, Dataset) and mismatched else data
 
 
 def with_splits(settings: DataSettings, tell: Tell = lambda text: None) -> DataSettings:
@@ -149,7 +140,7 @@ def open_held_out(
     Raises UserError: as `load_dataset`.
     """
     settings = with_splits(settings)
-    limits = limits_of(vocabulary)
+    tokenisation = Tokenisation.of(settings, kind, tokenizer, vocabulary)
     if settings.valid is not None:
         if not re.search(r"[*?\[]|://", settings.valid) and not Path(settings.valid).exists():
             raise UserError(
@@ -163,10 +154,9 @@ def open_held_out(
         dataset = load_dataset(settings.train, settings, kind, tokenizer, held_out=True, tell=tell, **vocabulary)
     else:
         records, rows = sources.open_sources(settings.train, settings, kind, True, tell)
-        encoder = encoder_of(tokenizer, settings, vocabulary)
-        name, placed = " + ".join(sources.weights_of(settings.train)), placed_records(records, rows, settings, kind)
-        dataset = tokenised_dataset(name, kind, list(placed), np.arange(len(rows)), settings, encoder, limits)
-    return with_mismatched(dataset, limits.row_tokens(settings.max_length)) if mismatched else dataset
+        name, placed = " + ".join(sources.weights_of(settings.train)), tokenisation.placed(records, rows)
+        dataset = tokenisation.dataset(name, list(placed), np.arange(len(rows)))
+    return with_mismatched(dataset, tokenisation.limits.row_tokens(settings.max_length)) if mismatched else dataset
 
 
 def is_streamed(settings: DataSettings, tell: Tell = lambda text: None) -> bool:
@@ -175,13 +165,6 @@ def is_streamed(settings: DataSettings, tell: Tell = lambda text: None) -> bool:
         return settings.streaming
     files = [file for source in sources.weights_of(settings.train) for file in sources.files_of(source, settings, tell)]
     return sum(file.stat().st_size * UNPACKED.get(file.suffix, 1) for file in files) >= sources.STREAMED_BYTES
-
-
-def placed_records(
-    records: Records | RowGroups, rows: Iterable[int], settings: DataSettings, kind: RecordKind
-) -> Iterable[Placed]:
-    """Some records by number, with their places."""
-    return ((records.location(row), parse_record(records, row, settings, kind)) for row in map(int, rows))
 
 
 class RowGroups:
@@ -251,18 +234,15 @@ class StreamedDataset(Sized):
         path: str,
         records: Records | RowGroups,
         rows: np.ndarray,
-        settings: DataSettings,
-        kind: RecordKind,
-        encoder: Encoder | None,
-        limits: ModelLimits,
+        tokenisation: Tokenisation,
         mismatched: bool = False,
     ):
+        settings, kind, encoder, limits = tokenisation
         self.path, self.kind, self.columns = path, kind, records.formats
-        self.records, self.rows, self.settings = records, rows, settings
+        self.records, self.rows, self.tokenisation, self.max_length = records, rows, tokenisation, settings.max_length
         self.labels = records.column("label")[rows] > 0 if kind == "unpaired" else None
         self.has_mismatched = False  # not until rows are known by themselves
         self._left_out: set[int] = set()
-        self.encoder, self.limits = encoder, limits
         self.skipped, self.skipped_count = [*records.unusable][: sources.NAMED], records.unusable_count
         self.unwanted_count = 0  # Rows that a filter by length has left out so far
         self.segments = records.segments
@@ -321,8 +301,7 @@ class StreamedDataset(Sized):
     def _pieces_of(self, rows: Sequence[int]) -> dict[int, Pieces]:
         """Some rows' prompts and own completions, without those that are left out."""
         wanted, found = list(dict.fromkeys(rows)), dict[int, Pieces]()
-        placed = placed_records(self.records, self.rows[wanted], self.settings, self.kind)
-        results = tokenised(placed, self.settings, self.encoder, self.limits)
+        results = self.tokenisation.rows(self.tokenisation.placed(self.records, self.rows[wanted]))
         for row, (place, _, result) in zip(wanted, results, strict=True):
             if isinstance(result, Unusable):
                 self._leave_out(int(self.rows[row]), place, result)
@@ -343,7 +322,7 @@ class StreamedDataset(Sized):
             others |= {row: int(self._partners[others[row]]) for row in lost}
         result = []
         for example in examples:
-            room = self.settings.max_length - len(example.prompt_ids)
+            room = self.max_length - len(example.prompt_ids)
             pieces = [*example.stored, found[others[example.row]][1][:room]]
             result.append(Example.of(example.row, pieces, example.label))
         return result
@@ -351,7 +330,7 @@ class StreamedDataset(Sized):
     def _leave_out(self, number: int, place: str, why: Unusable) -> None:
         """Counts and names a row that is left out, once."""
         name = f"{place}: {why}"
-        if not isinstance(why, Unwanted) and not self.settings.skip_invalid:
+        if not isinstance(why, Unwanted) and not self.tokenisation.settings.skip_invalid:
             raise UserError(
                 f"{record_files.refusal([name], 1)} (python -m lib.data --inspect finds all such rows beforehand)"
             )

@@ -56,34 +56,33 @@ def _shortened(chat: Chat, size: Callable[[Chat], int], longest: int, max_length
     tokens of the longest completion.
     """
     asked = [index for index, message in enumerate(chat.prompt) if message["role"] == "user"]
-    opening = [m for m in chat.prompt[: asked[0] if asked else 0] if m["role"] in ("system", "developer")]
+    opening = [m for m in chat.prompt[: (asked or [0])[0]] if m["role"] in ("system", "developer")]
     without = [replace(chat, prompt=[*opening, *chat.prompt[start:]]) for start in asked[1:]]
-    last, exchanges, cut, starts = ([*without] or [chat])[-1], [chat, *without], lambda index: chat, list[int]()
-    index = max((i for i, message in enumerate(last.prompt) if message["role"] == "user"), default=0)
-    content = last.prompt[index]["content"] if asked else None
-    if isinstance(content, str):
-        words = [at for at in range(1, len(content)) if content[at - 1].isspace() and not content[at].isspace()]
-        starts = words or list(range(1, len(content)))  # some languages write without spaces
+    last = [chat, *without][-1]
+    at = max((i for i, message in enumerate(last.prompt) if message["role"] == "user"), default=-1)
+    text = last.prompt[at]["content"] if asked else None
+    question = text if isinstance(text, str) else ""
+    words = [i for i in range(1, len(question)) if question[i - 1].isspace() and not question[i].isspace()]
+    starts = words or list(range(1, len(question)))  # some languages write without spaces
 
-        def cut(number: int) -> Chat:
-            question: Message = {**last.prompt[index], "content": content[starts[number] :]}
-            return replace(last, prompt=[*last.prompt[:index], question, *last.prompt[index + 1 :]])
+    def cut(number: int) -> Chat:
+        shorter: Message = {**last.prompt[at], "content": question[starts[number] :]}
+        return replace(last, prompt=[*last.prompt[:at], shorter, *last.prompt[at + 1 :]])
 
-    most = _most_of_prompt(longest, max_length)
-    forms: list[tuple[int, Callable[[int], Chat], int]]
+    def first_that_fits(count: int, form: Callable[[int], Chat], room: int) -> Chat | None:
+        number = bisect_left(range(count), True, key=lambda number: size(form(number)) <= room)
+        return form(number) if number < count else None
+
+    most, exchanges = _most_of_prompt(longest, max_length), [chat, *without]
     if any(len(answer) > 1 for answer in chat.completions):
-        forms = [
-            (len(without), without.__getitem__, max_length - longest),
-            (len(exchanges), exchanges.__getitem__, most),
-        ]
+        shorter = first_that_fits(len(without), without.__getitem__, max_length - longest)
+        shorter = shorter or first_that_fits(len(exchanges), exchanges.__getitem__, most)
     else:
         room = _prompt_room(size(chat), longest, max_length)
-        forms = [(len(exchanges), exchanges.__getitem__, room), (len(starts), cut, room), (1, lambda _: last, most)]
-    for count, form, room in (*forms, (len(starts), cut, most)):
-        first = bisect_left(range(count), True, key=lambda number: size(form(number)) <= room)
-        if first < count:
-            return form(first)
-    return chat
+        shorter = first_that_fits(len(exchanges), exchanges.__getitem__, room)
+        shorter = shorter or first_that_fits(len(starts), cut, room)
+        shorter = shorter or first_that_fits(1, lambda _: last, most)
+    return shorter or first_that_fits(len(starts), cut, most) or last
 
 
 # ---- Text ➜ ids
@@ -128,16 +127,16 @@ class Encoder:
             raise UserError("the tokenizer has no end token; set eos_token in its tokenizer_config.json")
         self._eos_token_id: int = end_id
         end_ids = getattr(tokenizer, "eos_token_ids", None)
-        known = {end_id, *(end_ids if isinstance(end_ids, set) else ())}
-        self._known_ends = known if of_tokenizer is None else known | {of_tokenizer}
+        ends = {end_id, of_tokenizer, *(end_ids if isinstance(end_ids, set) else ())}
+        self._known_ends: set[int] = {token for token in ends if token is not None}
         self.chats = ChatTokens(self.template, self.tokens, self._known_ends, end_id) if self.template.is_used else None
-        self.notes: dict[str, None] = {}  # What was noticed of texts and template, a line each
+        self.notes: dict[str, None] = {}  # what was noticed of texts and template, a line each
         marks = [mark for mark in self.template.marks if mark.startswith("<")]
         unknown = [mark for mark, ids in zip(marks, self.tokens.ids(marks), strict=True) if len(ids) > 1]
         if unknown:
+            names = ", ".join(sorted(unknown))
             self.notes[
-                f"marks of the chat template are no tokens of the tokenizer: {', '.join(sorted(unknown))}; it writes "
-                "each as several tokens, which the model has to learn"
+                f"marks of the chat template are no tokens of the tokenizer: {names}; it writes each as several tokens"
             ] = None
 
     @property
@@ -159,10 +158,7 @@ class Encoder:
             self.tokenizer.eos_token_ids |= self.end_ids  # type: ignore[misc, operator]
 
     def prompt_ids(self, prompt: str | list[Message]) -> list[int]:
-        """Token ids of a prompt alone, exactly as the training data's prompts are encoded.
-
-        Raises UserError: the chat template refuses it.
-        """
+        """Token ids of a prompt alone, as training encodes it. Raises UserError: the chat template refuses it."""
         (encoded,) = self.encode([Plain(prompt, (), "") if isinstance(prompt, str) else Chat(prompt, (), "")])
         if isinstance(encoded, Unusable):
             raise UserError(f"prompt {str(prompt)[:60]!r}: {encoded}")
@@ -189,10 +185,10 @@ class Encoder:
         longest = max(map(len, encoded.completions))
 
         def size(other: Chat) -> int:
-            if other is chat:
-                return len(encoded.prompt)
             try:
-                return len(self.tokens.ids([self.template.render(other).prompt])[0])
+                return len(
+                    encoded.prompt if other is chat else self.tokens.ids([self.template.render(other).prompt])[0]
+                )
             except Unusable:
                 return len(encoded.prompt)
 
@@ -212,45 +208,35 @@ class Encoder:
 
     def _choose_form(self, example: Plain | Chat) -> Plain | Chat | Unusable:
         """Chat where there is a template, and a prompt to put into it; plain otherwise."""
-        if self.template.is_used and (taken := self._taken_as_it_is(example)) is not None:
-            return taken
-        if isinstance(example, Plain):
-            if example.prompt is None or not self.template.is_used:
+        prompt, answers, template = example.prompt, example.completions, self.template
+        if not template.is_used:
+            if isinstance(example, Plain):
                 return example
-            answers = tuple([Message(role="assistant", content=text)] for text in example.completions)
-            return Chat([{"role": "user", "content": example.prompt}], answers, example.columns)
-        if self.template.is_used:
-            return example
-        if self.template.settings.chat_template is not False:
-            return Unusable(
-                "a chat needs a chat template, and the model has none; give one with data.chat_template=FILE"
-            )
-        answers = example.completions
-        messages = [*example.prompt, *(message for answer in answers for message in answer)]
-        has_text = all(isinstance(message.get("content"), str) for message in messages)
-        if len(example.prompt) != 1 or any(len(answer) != 1 for answer in answers) or not has_text or example.tools:
-            return Unusable("a chat of more than a question and an answer needs a chat template (data.chat_template)")
-        return Plain(example.prompt[0]["content"], tuple(answer["content"] for (answer,) in answers), example.columns)
-
-    def _taken_as_it_is(self, example: Plain | Chat) -> Plain | Unusable | None:
-        """A text that carries the template's marks already, or why it cannot be used; None for any other example."""
+            parts = [example.prompt, *example.completions]
+            is_text = all(len(part) == 1 and isinstance(part[0].get("content"), str) for part in parts)
+            if template.settings.chat_template is not False or not is_text or example.tools:
+                return Unusable(
+                    "a chat needs a chat template; give one with data.chat_template=FILE (data.chat_template=false "
+                    "takes a question and an answer as plain text)"
+                )
+            asked, *said = (part[0]["content"] for part in parts)
+            return Plain(asked, tuple(said), example.columns)
         if isinstance(example, Chat):
             messages = (message for part in (example.prompt, *example.completions) for message in part)
             texts = [message.get("content") or "" for message in messages]
-        elif self.template.is_rendered(example.completions[0] if example.prompt is None else example.prompt):
-            note = "texts carry the chat template's marks already: taken as they are, not rendered again"
-            self.notes[note] = None
+        elif template.is_rendered(str(answers[0] if prompt is None else prompt)):
+            self.notes["texts carry the chat template's marks already: taken as they are, not rendered again"] = None
             return example
         else:
-            texts = list(example.completions) if example.prompt is not None else []
-        bad = next(filter(self.template.is_rendered, texts), None)
-        return (
-            None
-            if bad is None
-            else Unusable(
+            texts = [] if prompt is None else [*map(str, answers)]
+        if (bad := next(filter(template.is_rendered, texts), None)) is not None:
+            return Unusable(
                 f"{bad[:40]!r} carries the chat template's marks already; give the whole prompt so, or no part of it"
             )
-        )
+        if isinstance(example, Chat) or example.prompt is None:
+            return example
+        said = tuple([Message(role="assistant", content=text)] for text in example.completions)
+        return Chat([{"role": "user", "content": example.prompt}], said, example.columns)
 
     def _encode_plain(self, examples: Sequence[Plain]) -> list[Encoded]:
         """Text as it is: the prompt alone, as inference sends it, and each completion as its continuation."""

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import json
-import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NotRequired, Protocol, TypedDict
 
 from lib.config.settings import ModelSettings
-from lib.data.record_formats import JSON, VOCABULARY, Tokens, Unusable
-from lib.errors import UserError, shown
+from lib.data.record_formats import JSON, Unusable
+from lib.errors import UserError
 from lib.system.model_folder import end_ids, resolve, why_unreadable
 
 LARGEST_ID = 2**31  # ids are int32
@@ -198,10 +195,6 @@ def load_tokenizer_of(settings: ModelSettings) -> Tokenizer | None:
         for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tiktoken.model")
     ):
         return None
-    from transformers.utils import logging as of_transformers  # here: a rank whose data is kept needs no tokenizer
-
-    for handler in of_transformers.get_logger("transformers").handlers:
-        handler.addFilter(_as_text)  # a second time it changes nothing
     from mlx_lm.utils import load_tokenizer  # not before mpi_and_blas.prepare
 
     try:
@@ -212,12 +205,6 @@ def load_tokenizer_of(settings: ModelSettings) -> Tokenizer | None:
         raise UserError(
             f"model.path {settings.path}: its tokenizer cannot be loaded: {why_unreadable(folder, error)}"
         ) from None
-
-
-def _as_text(record: logging.LogRecord) -> bool:
-    """Has a line of a log shown by a terminal, not obeyed."""
-    record.msg, record.args = shown(record.getMessage()), None
-    return True
 
 
 def vocabulary(settings: ModelSettings) -> Vocabulary:
@@ -236,34 +223,3 @@ def stored_config(settings: ModelSettings) -> JSON:
     """The model's config.json."""
     stored: JSON = json.loads((resolve(settings.path, settings.revision) / "config.json").read_text(encoding="utf-8"))
     return stored
-
-
-# ---- Whose token ids a record has
-
-
-@functools.lru_cache(maxsize=4)
-def _digest_of(tokenizer: Any) -> str:
-    """A digest of all tokens and their ids; empty where a tokenizer does not tell them."""
-    tell = getattr(tokenizer, "get_vocab", None)
-    return "" if tell is None else hashlib.sha256(json.dumps(sorted(tell().items())).encode()).hexdigest()[:16]
-
-
-def stamp_of(tokenizer: Tokenizer) -> dict[str, str]:
-    """The column that says whose ids a record has."""
-    known: Any = tokenizer  # hashed as any object is, though its protocol does not say so
-    digest = _digest_of(known)
-    return {VOCABULARY: digest} if digest else {}
-
-
-def require_own(record: object, tokenizer: Tokenizer | None, place: str) -> None:
-    """Makes sure that a record's ids mean to this tokenizer what they meant to the one that wrote them.
-
-    Raises UserError: they are of another vocabulary.
-    """
-    if not isinstance(record, Tokens) or not record.vocabulary or tokenizer is None:
-        return
-    if stamp_of(tokenizer).get(VOCABULARY, record.vocabulary) != record.vocabulary:
-        raise UserError(
-            f"{place}: its token ids are of another tokenizer than the model's; leave the columns ending in _ids out "
-            "of the file, and its texts are read"
-        )

@@ -23,12 +23,12 @@ from lib.config.load import learning_digest
 from lib.config.settings import Config, DataSettings
 from lib.data import sources
 from lib.data.batch import collate
-from lib.data.dataset import Example, parse_record, tokenised
+from lib.data.dataset import Example, Tokenisation
 from lib.data.prompts import asked_of, columns_of, ids_of
 from lib.data.record_formats import RecordKind, Unusable
 from lib.data.sources import Records
 from lib.data.tokenize import Encoder
-from lib.data.tokenizer import Tokenizer, limits_of, require_own
+from lib.data.tokenizer import Tokenizer, limits_of
 from lib.distributed.work_queue import Lines, ServedQueue, WorkQueue, open_queue, work
 from lib.distributed.world import World, host_names
 from lib.errors import UserError
@@ -197,8 +197,7 @@ class Scorer:
     ):
         self.model, self.reference, self.records, self.settings = model, reference, records, settings
         self.world, words, data = world, vocabulary(settings.model), settings.data
-        self.limits = limits_of(words)
-        self.encoder = None if tokenizer is None else Encoder(tokenizer, data, words["eos_token_id"])
+        self.tokenisation = Tokenisation.of(data, settings.record_kind, tokenizer, words)
         self.multiple, self.shares_prompts, _ = reference_model.layout(model, data, world)
 
     def __call__(self, rows: range) -> Lines:
@@ -214,14 +213,13 @@ class Scorer:
 
     def _read(self, rows: range, lines: dict[int, dict[str, Any]]) -> list[Example]:
         """The usable rows; in the lines of the others, what is wrong with them."""
-        data, kind = self.settings.data, self.settings.record_kind
-        placed = ((self.records.location(row), parse_record(self.records, row, data, kind)) for row in rows)
         examples: list[Example] = []
-        for row, (place, record, result) in zip(rows, tokenised(placed, data, self.encoder, self.limits), strict=True):
+        results = self.tokenisation.rows(self.tokenisation.placed(self.records, rows))
+        for row, (place, record, result) in zip(rows, results, strict=True):
             if not isinstance(result, Unusable) and not isinstance(record, Unusable):
                 examples.append(Example.of(row, result[0], record.label))
                 lines[row] |= {} if record.label is None else {"label": record.label}
-            elif data.skip_invalid:
+            elif self.settings.data.skip_invalid:
                 lines[row]["error"] = f"{place}: {result}"
             else:
                 raise UserError(f"{place}: {result}; data.skip_invalid=true goes on and names it in the output")
@@ -318,16 +316,14 @@ class CompletionWriter:
         Raises:
             UserError: it has none, or the model cannot answer it.
         """
-        record = parse_record(self.records, row, self.settings.data, "prompt")
+        tokenisation = Tokenisation(self.settings.data, "prompt", self.encoder, self.limits)
+        ((place, record),) = tokenisation.placed(self.records, [row])
         try:
-            if isinstance(record, Unusable):
-                raise record
-            require_own(record, self.tokenizer, self.records.location(row))
             ids = ids_of(record, self.encoder)
             self.limits.check_ids([ids])
             self.limits.check_answer(len(ids), self.settings.evaluate.max_tokens, "evaluate.max_tokens")
         except Unusable as why:
-            raise UserError(f"{self.records.location(row)}: {why}") from None
+            raise UserError(f"{place}: {why}") from None
         return ids
 
 
