@@ -7,7 +7,6 @@ behind the prompt. A template that leaves out part of a message is refused: it w
 from __future__ import annotations
 
 import bisect
-import datetime
 import itertools
 import json
 import os.path
@@ -158,11 +157,6 @@ def template_of(settings: DataSettings) -> str | None:
         raise UserError(f"data.chat_template={settings.chat_template}: cannot be read: {error}") from None
 
 
-def _with_date(template: str, date: datetime.date) -> str:
-    """A template whose strftime_now("...") says this date: else tomorrow's tokens would be others."""
-    return STRFTIME.sub(lambda match: json.dumps(date.strftime(match[2])), template)
-
-
 class ChatTemplate:
     """A tokenizer's chat template, or that of data.chat_template=FILE.
 
@@ -180,17 +174,14 @@ class ChatTemplate:
         self.is_used = given is not None or (bool(settings.chat_template) and has_template)
         # Some models have several, by name: that of tools is taken where there are any.
         named = stored if given is None and isinstance(stored, dict) else {"default": given or stored}
-        self._named = {name: _with_date(str(text), settings.template_date) for name, text in named.items()}
-        self._texts = [str(text) for text in named.values()]
+        # A template's strftime_now("...") says the day of the settings: else tomorrow's tokens would be others.
+        day, self._texts = settings.template_date, [str(text) for text in named.values()]
+        dated = [STRFTIME.sub(lambda match: json.dumps(day.strftime(match[2])), text) for text in self._texts]
+        self._named = dict(zip(named, dated, strict=True))
         self.text = self._named.get("default", next(iter(self._named.values())))
-        date = {"date_string": settings.template_date.strftime("%d %b %Y")}
-        asks_for_date = any("date_string" in text for text in self._texts)
-        self.arguments_without_answer: JSON = {
-            "enable_thinking": False,
-            **(date if asks_for_date else {}),
-            **settings.chat_template_kwargs,
-        }
-        """What a prompt alone is rendered with: no thinking, unless data.chat_template_kwargs wants it."""
+        date = {"date_string": day.strftime("%d %b %Y")} if any("date_string" in text for text in self._texts) else {}
+        # What a prompt alone is rendered with: no thinking, unless data.chat_template_kwargs wants it.
+        self.arguments_without_answer: JSON = {"enable_thinking": False, **date, **settings.chat_template_kwargs}
         if given is not None:
             try:
                 jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).lex(self.text)
@@ -199,11 +190,6 @@ class ChatTemplate:
                 raise UserError(f"data.chat_template: not a template: {error}") from None
             except Unusable:  # it may refuse this conversation
                 pass
-
-    @property
-    def has_marks(self) -> bool:
-        """Whether it says by `{% generation %}` what the model writes."""
-        return GENERATION.search(self.text) is not None
 
     def fingerprint(self) -> str:
         """What decides the text of a conversation."""
@@ -251,13 +237,13 @@ class ChatTemplate:
             raise Unusable(f"chat_template_kwargs: {min(reserved)!r} is no argument of a template")
         if self.refuses_system:
             chat = replace(chat, prompt=_fold_system(chat.prompt))
-        failures: list[Unusable] = []
+        losses, refusals = list[Unusable](), list[Unusable]()
         for form in (chat, *_adaptions(chat)):
             try:
                 prompt = self.apply(self.conversation(form, []), is_prompt=True)
                 wholes = [self.apply(self.conversation(form, answer)) for answer in form.completions]
             except Unusable as why:
-                failures.append(why)
+                refusals.append(why)
                 continue
             made = Rendering(prompt, wholes, form)
             missing = self._lost(made)
@@ -266,14 +252,9 @@ class ChatTemplate:
                 missing = self._lost(made)
             if missing is None:
                 return made
-            failures.insert(
-                0,
-                Unusable(
-                    f"the chat template leaves out {missing}; take it out of the data, or give a template that keeps "
-                    "it with data.chat_template=FILE"
-                ),
-            )
-        raise next((why for why in failures[::-1] if "leaves out" in str(why)), failures[0])
+            remedy = "take it out of the data, or give a template that keeps it with data.chat_template=FILE"
+            losses.append(Unusable(f"the chat template leaves out {missing}; {remedy}"))
+        raise (losses + refusals)[0]
 
     def _lost(self, made: Rendering) -> str | None:
         """What of a chat's messages is not in its texts, in words. Tools are not looked for."""
@@ -372,11 +353,6 @@ class ChatTemplate:
 # ---- Adaptions: the same content in a form that a template takes
 
 
-def _developer_as_system(messages: list[Message]) -> list[Message]:
-    """For templates that do not know the role of a developer."""
-    return [_with(message, role="system") if message["role"] == "developer" else message for message in messages]
-
-
 def _fold_system(messages: list[Message]) -> list[Message]:
     """A leading system prompt as the beginning of the first question: where Gemma and Mistral v0.3 were taught it."""
     if [message["role"] for message in messages[:2]] != ["system", "user"]:
@@ -385,45 +361,33 @@ def _fold_system(messages: list[Message]) -> list[Message]:
     return [_with(messages[1], content="\n\n".join(texts)), *messages[2:]]
 
 
-def _without_empty_content(messages: list[Message]) -> list[Message]:
-    """For templates that take calls with an empty content for an answer without calls."""
-    return [_with(m, content=None) if m.get("tool_calls") and m.get("content") == "" else m for m in messages]
+def _with_text_arguments(message: Message) -> Message:
+    calls = cast(list[JSON], message.get("tool_calls") or [])
+    functions = [call["function"] for call in calls]
+    texts = [{**function, "arguments": json.dumps(function.get("arguments"))} for function in functions]
+    changed = [{**call, "function": function} for call, function in zip(calls, texts, strict=True)]
+    return _with(message, tool_calls=changed) if calls else message
 
 
-def _with_content(messages: list[Message]) -> list[Message]:
-    """For templates that add the content of calls to their text."""
-    return [_with(m, content="") if m.get("content") is None else m for m in messages]
-
-
-def _arguments_as_text(messages: list[Message]) -> list[Message]:
-    """For templates that add a call's arguments to their text."""
-
-    def as_text(call: JSON) -> JSON:
-        function = call["function"]
-        return {**call, "function": {**function, "arguments": json.dumps(function.get("arguments"))}}
-
-    calls = [cast(list[JSON], message.get("tool_calls")) for message in messages]
-    return [_with(m, tool_calls=[*map(as_text, own)]) if own else m for m, own in zip(messages, calls, strict=True)]
-
-
-# In this order, each on top of the ones before; whether it is for prompts alone.
-ADAPTIONS: tuple[tuple[Callable[[list[Message]], list[Message]], bool], ...] = (
-    (_developer_as_system, True),
-    (_fold_system, True),
-    (_without_empty_content, False),
-    (_with_content, False),
-    (_arguments_as_text, False),
+# In this order, each on top of the ones before. For templates that do not know the role of a developer; that take calls
+# with an empty content for an answer without calls; that add the content of calls, or their arguments, to their text.
+ADAPTIONS: tuple[Callable[[Message], Message], ...] = (
+    lambda message: _with(message, role="system") if message["role"] == "developer" else message,
+    lambda message: _with(message, content=message.get("content") or None) if message.get("tool_calls") else message,
+    lambda message: _with(message, content="") if message.get("content") is None else message,
+    _with_text_arguments,
 )
 
 
 def _adaptions(chat: Chat) -> Iterator[Chat]:
     """The chat in other forms, one after the other, each with what the ones before changed."""
-    for change, of_prompt in ADAPTIONS:
-        completions = chat.completions if of_prompt else tuple(map(change, chat.completions))
-        changed = replace(chat, prompt=change(chat.prompt), completions=completions)
-        if changed != chat:
-            chat = changed
-            yield chat
+    for number, change in enumerate(ADAPTIONS):
+        completions = chat.completions if number == 0 else tuple([*map(change, one)] for one in chat.completions)
+        changed = replace(chat, prompt=[*map(change, chat.prompt)], completions=completions)
+        for form in (changed, replace(changed, prompt=_fold_system(changed.prompt))) if number == 0 else (changed,):
+            if form != chat:
+                chat = form
+                yield chat
 
 
 # ---- Where completions begin and end, and what of them is learnt
@@ -505,11 +469,11 @@ class ChatTokens:
             stop = high + self._end_of_turn(whole[high:]) if len(answer) == 1 else len(whole)
             return whole[:stop], self._behind_header(made.prompt, whole, low)
         # A call without a text, or an answer that the template takes apart: what a plain answer has before it.
-        other = self.template.apply_or_none(self.template.conversation(chat, [_said(SENTINEL)])) or ""
+        other = self.template.apply_or_none(self.template.conversation(chat, [_said(SENTINEL)])) or SENTINEL
         before = other.partition(SENTINEL)[0]
-        if before and whole.startswith(before):
-            return whole, self._behind_header(made.prompt, whole, len(before))
-        return whole, self._common(made.prompt, whole)
+        is_before = before and whole.startswith(before)
+        start = self._behind_header(made.prompt, whole, len(before)) if is_before else self._common(made.prompt, whole)
+        return whole, start
 
     def _end_of_turn(self, behind: str) -> int:
         """Where in the text behind an answer the first token that ends the turn ends; all of it, where none does."""
@@ -614,7 +578,7 @@ class ChatTokens:
         None where the template marks nothing, or not message by message, or where others' messages are learnt, too.
         """
         chat = made.chat
-        if not self.template.has_marks or chat.learnt is None or len(made.wholes) != 1:
+        if not GENERATION.search(self.template.text) or chat.learnt is None or len(made.wholes) != 1:
             return None
         conversation = self.template.conversation(chat, chat.completions[0])
         wanted = [*[False] * len(chat.prompt), *self._learnt(chat, 0)]

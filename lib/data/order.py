@@ -1,9 +1,7 @@
 """The seeded order of the rows, and which rank takes which: pure functions over row numbers.
 
-The whole state is a Position, (epoch, cursor). The order of an epoch follows from the seed, the lengths, the
-global batch size and the window, so it is never saved; a run that is resumed, on however many ranks, goes on
-with the same global batches, and every row is taken exactly once an epoch. Resume with the same global batch
-size.
+The whole state is a Position. An epoch's order follows from the seed, the lengths and the global batch size, so a run
+that is resumed, on however many ranks, goes on with the same global batches: every row is taken once an epoch.
 """
 
 from __future__ import annotations
@@ -37,13 +35,11 @@ def epoch_order(
 ) -> np.ndarray:
     """Every row of the data set once, in the order of this epoch: int64 [n].
 
-    lengths: int [n], what the model sees of each row. Rows are permuted; each `window` of
-    global batches is sorted by length, so that the rows of a batch need little padding; then the batches are
-    shuffled. Inside a batch rows ascend in length. The ragged batch, if there is one, holds randomly chosen
-    rows and comes last, so that every other batch starts at a multiple of global_batch_size.
+    Rows are permuted; each `window` of global batches is sorted by length, so that a batch needs little padding; then
+    the batches are shuffled. The ragged batch holds randomly chosen rows and comes last.
 
-    segments: int64 [m + 1], bounds of rows that stand together, in an order of their own each, as row groups do that
-    are fetched one after the other; None for all rows in one.
+    lengths: int [n], what the model sees of each row. segments: int64 [m + 1], bounds of rows that stand together, as
+    row groups do that are fetched one after the other; None for all rows in one.
     """
     if segments is not None:
         draws = np.random.Philox(np.random.SeedSequence([seed, epoch, 1])).random_raw(len(segments) - 1)
@@ -93,10 +89,8 @@ def divide_rows(count: int, shares: Sequence[int]) -> np.ndarray:
 def split(rows: np.ndarray, lengths: np.ndarray, shares: Sequence[int]) -> list[np.ndarray]:
     """This step's rows of every rank: disjoint, together all of `rows`, each ascending in length.
 
-    rows: int64 [n]. lengths: int [dataset], indexed by row. shares: rows per rank of a full batch. A ragged
-    batch is divided in proportion by largest remainder, so a rank may get none. Ranks are interleaved along
-    the sorted lengths, and then exchange rows until their lengths add up to their shares, too: the planned
-    shares stay right for the batch at hand.
+    rows: int64 [n]. lengths: int [dataset], indexed by row. shares: rows per rank of a full batch. Ranks are
+    interleaved along the sorted lengths, and then exchange rows until their lengths add up to their shares, too.
     """
     counts = divide_rows(len(rows), shares)
     # The j-th of a rank's n rows belongs at the quantile (j + 1/2) / n of the lengths.
@@ -137,13 +131,9 @@ def assign_micro_batches(
 ) -> tuple[list[list[np.ndarray]], list[float]]:
     """This step's micro-batches of every rank, disjoint and together all of `rows`; and their cost by rank.
 
-    rows: int64 [n]. lengths: int [dataset], indexed by row. micro_batch_sizes: of a full batch, one sequence
-    a rank; a ragged batch is divided as `split` does it, and the last micro-batches end early. cost: of a
-    micro-batch, given its rows, in proportion to its time.
-
-    Where rows are padded to the longest of their micro-batch, neighbours in length belong together; where
-    they are not, each rank needs both short and long rows. Both ways are tried; the one that ends the step sooner is
-    taken.
+    rows: int64 [n]. lengths: int [dataset], indexed by row. micro_batch_sizes: of a full batch, one sequence a rank.
+    cost: of a micro-batch, given its rows, in proportion to its time. Where rows are padded, neighbours in length
+    belong together; else each rank needs short and long rows. The way that ends the step sooner is taken.
     """
     assert len(rows), "a step has rows"
     shares = [sum(sizes) for sizes in micro_batch_sizes]
@@ -170,10 +160,7 @@ def _cut(count: int, sizes: Sequence[int]) -> list[int]:
 
 
 def assign_neighbours(
-    ascending: np.ndarray,
-    sizes: Sequence[Sequence[int]],
-    weights: np.ndarray,
-    cost: Callable[[np.ndarray], float],
+    ascending: np.ndarray, sizes: Sequence[Sequence[int]], weights: np.ndarray, cost: Callable[[np.ndarray], float]
 ) -> tuple[list[list[np.ndarray]], list[float]]:
     """Micro-batches of neighbours, interleaved along the lengths in proportion to the ranks' counts.
 
@@ -209,11 +196,7 @@ T = TypeVar("T")
 
 
 def prefetch(iterable: Iterable[T], depth: int) -> Generator[T, None, None]:
-    """The items of `iterable`, up to `depth` of them made in advance by one thread.
-
-    Its exceptions are raised here, in place. The thread ends with the last item, when this generator is
-    closed, and with the program; it is never waited for longer than one item takes.
-    """
+    """The items of `iterable`, up to `depth` of them made in advance by one thread; its exceptions are raised here."""
     iterator, end = iter(iterable), object()
     pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
     try:

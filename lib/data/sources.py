@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import fcntl
+import functools
 import glob
 import hashlib
 import itertools
@@ -57,32 +58,25 @@ def keys_of(record: Record) -> tuple[int, int]:
         prompt, rest = _text_of_chat(record)
     if record.label is not None:  # the same answer, called good here and bad there, is two records
         rest += f"\0{record.label}"
-    if not prompt:  # plain text: all of it is what it is about
-        key = _hash(rest)
-        return key, key
-    return _hash(prompt), _hash(f"{prompt}\0{rest}")
+    # Plain text has no prompt: all of it is what it is about.
+    texts = (prompt, f"{prompt}\0{rest}") if prompt else (rest, rest)
+    of_prompt, of_all = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts)
+    return int.from_bytes(of_prompt, "little"), int.from_bytes(of_all, "little")
 
 
 def _text_of_chat(chat: Chat) -> tuple[str, str]:
     """All that is trained of a conversation, as text: what is asked, and what is learnt."""
+    dumped = functools.partial(json.dumps, sort_keys=True, default=str)
     extras = [extra for extra in (chat.tools, chat.template_arguments) if extra]
     if not chat.prompt:  # its first message is learnt (data.learn=all)
-        return "", _dumped([*extras, chat.completions, chat.learnt])
+        return "", dumped([*extras, chat.completions, chat.learnt])
     only = chat.prompt[0]
     # A prompt is the same one whether it came as a string or as the user's only message.
     is_plain = len(chat.prompt) == 1 and only["role"] == "user" and only.keys() == {"role", "content"} and not extras
-    prompt = only["content"] if is_plain else _dumped((*chat.prompt, *extras))
+    prompt = only["content"] if is_plain else dumped((*chat.prompt, *extras))
     if all(len(answer) == 1 and answer[0].keys() == {"role", "content"} for answer in chat.completions):
         return prompt, "\0".join(answer[0]["content"] for answer in chat.completions)
-    return prompt, _dumped([chat.completions, chat.learnt])
-
-
-def _dumped(value: object) -> str:
-    return json.dumps(value, sort_keys=True, default=str)
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    return prompt, dumped([chat.completions, chat.learnt])
 
 
 def sizes_of(record: Record) -> list[int]:

@@ -20,16 +20,7 @@ import numpy as np
 
 from lib.config.settings import DataSettings
 from lib.data import formats, hub, record_files, sources
-from lib.data.dataset import (
-    Dataset,
-    Example,
-    Pieces,
-    Sized,
-    Tokenisation,
-    load_dataset,
-    partners,
-    with_mismatched,
-)
+from lib.data.dataset import Dataset, Example, Pieces, Sized, Tokenisation, load_dataset, partners, with_mismatched
 from lib.data.record_formats import JSON, Columns, RecordKind, Unusable, Unwanted
 from lib.data.sources import Records, Tell
 from lib.data.tokenizer import Tokenizer, Vocabulary
@@ -122,8 +113,8 @@ def tell_unread(settings: DataSettings, kind: RecordKind, tell: Tell) -> None:
                 names = [] if isinstance(record, Unusable) else formats.unread_columns(record, settings, kind)
                 unread |= dict.fromkeys(names)
     if unread:
-        names = ", ".join(unread)
-        tell(f"columns that nothing reads: {names}; data.ignore=[{names}] says that this is meant")
+        listed = ", ".join(unread)
+        tell(f"columns that nothing reads: {listed}; data.ignore=[{listed}] says that this is meant")
 
 
 def open_held_out(

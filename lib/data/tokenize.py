@@ -219,8 +219,8 @@ class Encoder:
                     "a chat needs a chat template; give one with data.chat_template=FILE (data.chat_template=false "
                     "takes a question and an answer as plain text)"
                 )
-            asked, *said = (part[0]["content"] for part in parts)
-            return Plain(asked, tuple(said), example.columns)
+            asked, *texts = (part[0]["content"] for part in parts)
+            return Plain(asked, tuple(texts), example.columns)
         if isinstance(example, Chat):
             messages = (message for part in (example.prompt, *example.completions) for message in part)
             texts = [message.get("content") or "" for message in messages]

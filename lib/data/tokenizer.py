@@ -18,15 +18,10 @@ LARGEST_ID = 2**31  # ids are int32
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """The limits of one model, or of all that see the same rows.
+    """The limits of one model, or of all that see the same rows."""
 
-    Args:
-        vocab_size: ids from there on are refused; None takes any.
-        positions: rows of a table of learned positions; None for a model without one, which takes any length.
-    """
-
-    vocab_size: int | None = None
-    positions: int | None = None
+    vocab_size: int | None = None  # ids from there on are refused; None takes any
+    positions: int | None = None  # rows of a table of learned positions; None for a model without one
 
     def check_ids(self, pieces: Iterable[Sequence[int]]) -> None:
         """Raises Unusable where a token, 0 or more, has no row in the model's embedding."""
@@ -38,9 +33,9 @@ class ModelLimits:
     def check_row(self, tokens: int, remedy: str | None = None) -> None:
         """Raises Unusable for a row with too many tokens. The last one is predicted: it needs no position."""
         if self.positions is not None and tokens - 1 > self.positions:
-            remedy = remedy or f"set data.max_length={self.positions}"
             raise Unusable(
-                f"a row of {tokens} tokens is longer than the {self.positions} positions of the model's table; {remedy}"
+                f"a row of {tokens} tokens is longer than the {self.positions} positions of the model's table; "
+                f"{remedy or f'set data.max_length={self.positions}'}"
             )
 
     def check_answer(self, prompt_tokens: int, max_tokens: int, setting: str) -> None:
@@ -48,10 +43,9 @@ class ModelLimits:
         if self.positions is None or prompt_tokens + max_tokens - 1 <= self.positions:
             return
         room = self.positions + 1 - prompt_tokens
-        remedy = f"set {setting}={room} or less" if room > 0 else "leave it out"
         raise Unusable(
             f"a prompt of {prompt_tokens} tokens and {setting}={max_tokens} are more than the {self.positions} "
-            f"positions of the model's table; {remedy}"
+            f"positions of the model's table; {f'set {setting}={room} or less' if room > 0 else 'leave it out'}"
         )
 
     def row_tokens(self, max_length: int) -> int:
@@ -67,8 +61,7 @@ class Vocabulary(TypedDict):
 
     eos_token_id: int | None
     vocab_size: NotRequired[int | None]  # None: any id is taken
-    positions: NotRequired[int | None]
-    """Of a table of learned positions; None: there is none, and a row may have any length."""
+    positions: NotRequired[int | None]  # of a table of learned positions; None: a row may have any length
     context: NotRequired[int | None]  # max_position_embeddings: what the model was made for
 
 
@@ -169,11 +162,9 @@ class TextTokens:
 
     @cached_property
     def _anchor(self) -> tuple[list[int], str]:
-        """A text to put before a continuation, and its ids, for tokenizers that open every text with a space.
+        """A text to put before a continuation, and its ids, where SentencePiece opens every text with a space.
 
-        SentencePiece in Llama 2's style turns both "a" and the "a" in " a" into "▁a": tokenised apart, a
-        completion would begin with a space that it does not have. After a line break, which nothing merges
-        with there, it does not.
+        After a line break, which nothing merges with there, it does not.
         """
         anchor, letter, both = self.ids(["\n", "a", "\na"])
         is_needed = anchor + letter != both and both[: len(anchor)] == anchor and len(anchor) > 0
