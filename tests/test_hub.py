@@ -27,6 +27,7 @@ from lib.errors import UserError
 from tests.tiny import ROOT
 
 SHA = "5" * 40
+CONVERTED_SHA = "c" * 40
 
 
 def pair(i: int) -> dict[str, str]:
@@ -93,6 +94,9 @@ REPOSITORIES["ids"] = (
     {f"data/train-{i}.parquet": parquet(IDS[20 * i : 20 * i + 20]) for i in range(2)},
     {"": IDS},
 )
+# JSON lines of which the hub has made parquet on a branch of its own.
+REPOSITORIES["lines"] = ({"train.jsonl": json_lines(IDS)}, {"": IDS})
+CONVERTED = {f"default/train/{i:04}.parquet": parquet(IDS[20 * i : 20 * i + 20]) for i in range(2)}
 WRONG = [
     (
         "parquet?split=validation",
@@ -124,13 +128,16 @@ class Hub(http.server.BaseHTTPRequestHandler):
         path = urllib.parse.unquote(urllib.parse.urlparse(self.path).path)
         name = next((name for name in REPOSITORIES if f"/ann/{name}" in path), "")
         files = REPOSITORIES[name][0] if name else {}
+        sha = SHA
+        if "refs/convert/parquet" in path or CONVERTED_SHA in path:
+            files, sha, name = CONVERTED, CONVERTED_SHA, name if name == "lines" else ""
         if not name:
             self.send(404, b'{"error": "Repository not found"}', {"X-Error-Code": "RepoNotFound"}, with_body)
         elif "/resolve/" in path:
-            content = files[path.partition(f"/resolve/{SHA}/")[2]]
+            content = files[path.partition(f"/resolve/{sha}/")[2]]
             headers = {
                 "ETag": f'"{hashlib.sha256(content).hexdigest()}"',
-                "X-Repo-Commit": SHA,
+                "X-Repo-Commit": sha,
                 "Accept-Ranges": "bytes",
             }
             if asked := self.headers.get("Range"):
@@ -144,7 +151,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
             tree = [{"type": "file", "oid": "0", "size": len(content), "path": file} for file, content in files.items()]
             self.send(200, json.dumps(tree).encode(), {}, with_body)
         else:
-            self.send(200, json.dumps({"id": f"ann/{name}", "sha": SHA, "siblings": []}).encode(), {}, with_body)
+            self.send(200, json.dumps({"id": f"ann/{name}", "sha": sha, "siblings": []}).encode(), {}, with_body)
 
     def send(self, status: int, content: bytes, headers: dict[str, str], with_body: bool) -> None:
         self.send_response(status)
@@ -221,8 +228,8 @@ print(json.dumps([first, fetched, rows, order.tolist(), data.digest]))
 """
 
 
-@pytest.mark.parametrize("is_local", [False, True])
-def test_a_stream_from_a_hub_fetches_what_its_steps_need(tmp_path: Path, is_local: bool) -> None:
+@pytest.mark.parametrize("name, is_local", [("ids", False), ("ids", True), ("lines", False)])
+def test_a_stream_from_a_hub_fetches_what_its_steps_need(tmp_path: Path, name: str, is_local: bool) -> None:
     """Ten row groups of four: the first batch needs one, beside the one whose rows are the sample."""
     for path, content in REPOSITORIES["ids"][0].items():
         (tmp_path / "ids" / path).parent.mkdir(parents=True, exist_ok=True)
@@ -230,7 +237,7 @@ def test_a_stream_from_a_hub_fetches_what_its_steps_need(tmp_path: Path, is_loca
     with served() as address:
         known = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
         environment = {**os.environ, **known, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-        source = f"hf://{tmp_path}/ids" if is_local else "hf://ann/ids"
+        source = f"hf://{tmp_path}/ids" if is_local else f"hf://ann/{name}"
         command = [sys.executable, "-c", STREAM, str(tmp_path / "cache"), source]
         answers = []
         for _ in range(2):  # the second one finds the groups in the cache

@@ -157,15 +157,34 @@ class RemoteFile:
 
 
 def parquet_files(source: str) -> list[RemoteFile]:
-    """The files of a data set's split without fetching them; none where they are no parquet, or rows=N takes a few.
+    """The files of a data set's split without fetching them, or the parquet files that the hub has made of them.
 
-    Raises UserError: as `fetch`.
+    None where there are none, or rows=N takes a few. Raises UserError: as `fetch`.
     """
     with _reaching(source):
         split, options = _open_split(source)
-    if "rows" in options or not all(file.endswith(".parquet") for file in split.files):
-        return []
+        is_parquet = all(file.endswith(".parquet") for file in split.files)
+        if (
+            "rows" in options
+            or not is_parquet
+            and ("revision" in options or not split.url_of("").startswith("datasets/"))
+        ):
+            return []
+        if not is_parquet:
+            split = _converted(source.removeprefix(PREFIX).partition("?")[0], options)
     return [RemoteFile(source, file, split.url_of(file)) for file in split.files]
+
+
+def _converted(name: str, options: dict[str, str]) -> Split:
+    """A whole split in the hub's own parquet branch, CONFIG/SPLIT/0000.parquet; without files where there is none."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    folder = f"{options.get('config', 'default')}/{options.get('split', 'train')}/"
+    try:
+        made = _open_hub(name, CONVERTED)
+    except HfHubHTTPError:
+        return Split([], Path, str)
+    return made._replace(files=[file for file in made.files if file.startswith(folder)])
 
 
 # ---- Which files

@@ -364,5 +364,7 @@ class HardwareCalibrator:
         if done.returncode:
             lines = done.stderr.strip().splitlines() or [f"benchmarks/calibrate.py ended with status {done.returncode}"]
             raise UserError(lines[-1].removeprefix("error: "))
+        said = [line for line in done.stderr.splitlines() if line.startswith("warning:")]
+        print(*said, sep="\n", end="\n" * bool(said), file=sys.stderr)  # a rate that is None is named there
         hardware: dict[str, object] = json.loads(done.stdout.strip().splitlines()[-1])
         return hardware
