@@ -448,7 +448,7 @@ def draw(hosts: Sequence[HostCalibration], key: CurveKey, folder: Path) -> Path:
         for one in calibration.read_published().values()
         if one.curves
     ]
-    panels = [(str(key), charts.curves_figure([*curves, *published])), ("peak memory", charts.memory_figure(curves))]
+    panels = [(str(key), charts.curves_figure([*curves, *published]))]
     (folder / "curves.png").write_bytes(run_report.png(panels, width=5.5))
     return folder / "curves.png"
 

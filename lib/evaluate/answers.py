@@ -73,43 +73,24 @@ def is_right(question: Question, text: str, pattern: str) -> bool:
     return extract(pattern, text) == question.answer
 
 
-def show_samples(
-    say: Terminal, tracker: PerformanceTracker, prompts: Sequence[str], texts: Sequence[str], when: str
-) -> None:
-    """Prints and records the greedy continuations of a few prompts, before or after training."""
-    say.line(f"greedy answers {when} training", "bold")
-    for prompt, text in zip(prompts, texts, strict=True):
-        say.line(f"  prompt  {_one_line(prompt, say, 10)}")
-        say.line(f"  answer  {_one_line(text, say, 10)}")
-    tracker.record("samples", samples=[{"prompt": p, when: text} for p, text in zip(prompts, texts, strict=True)])
-
-
-def show_changes(
-    say: Terminal,
-    tracker: PerformanceTracker,
-    questions: list[Question],
-    texts: tuple[list[str], list[str]],
-    pattern: str,
-    most: int,
-) -> None:
-    """Prints and records a few questions to which the answer turned right or wrong. texts: before, and after."""
+def changes(questions: list[Question], texts: tuple[list[str], list[str]], pattern: str) -> list[dict[str, str]]:
+    """Questions to which the answer turned right or wrong, with both answers. texts: before, and after."""
     each = zip(questions, *texts, strict=True)
-    changed = [(q, old, new) for q, old, new in each if is_right(q, old, pattern) != is_right(q, new, pattern)]
-    if not changed:
-        return
-    fixed = sum(is_right(question, after, pattern) for question, _, after in changed)
-    counts = f"{fixed} are right now that were wrong, {len(changed) - fixed} wrong that were right"
-    say.line("")
-    say.line(f"of {len(questions)} answers {counts}", "bold")
-    for question, *both in changed[:most]:
-        answer = f"  (right: {question.answer})"
-        say.line(f"  {_one_line(question.prompt, say, 12 + len(answer))}{answer}")
-        for when, text in zip(("before", "after "), both, strict=True):
-            say.line(f"    {when} {'✓' if is_right(question, text, pattern) else '✗'} {_one_line(text, say, 13)}")
-    tracker.record("samples", samples=[{"prompt": q.prompt, "before": b, "after": a} for q, b, a in changed[:most]])
+    return [
+        {"prompt": q.prompt, "before": old, "after": new, "right": q.answer}
+        for q, old, new in each
+        if is_right(q, old, pattern) != is_right(q, new, pattern)
+    ]
 
 
-def _one_line(text: str, say: Terminal, taken: int) -> str:
-    """Beginning and end of a text that is too long for a line. taken: columns of what else is in the line."""
-    text, limit = " ".join(text.split()), (say.width or SAMPLE_WIDTH) - taken
-    return text if len(text) <= limit else f"{text[: limit // 2 - 3]} ... {text[len(text) + 2 - limit + limit // 2 :]}"
+def show_samples(say: Terminal, tracker: PerformanceTracker, title: str, samples: list[dict[str, str]]) -> None:
+    """Prints and records prompts with their answers, one line each: a long text's beginning and end."""
+    say.line(title, "bold")
+    limit = (say.width or SAMPLE_WIDTH) - 10
+    for sample in samples:
+        for name, text in sample.items():
+            line = " ".join(text.split())
+            if len(line) > limit:
+                line = f"{line[: limit // 2 - 3]} ... {line[len(line) + 2 - limit + limit // 2 :]}"
+            say.line(f"  {name:8}{line}")
+    tracker.record("samples", samples=samples)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from lib.config import command_line, load, train_arguments
@@ -25,6 +26,7 @@ from lib.data import tokenizer as tokenizer_module
 from lib.data.dataset import Dataset, load_dataset, with_mismatched
 from lib.data.prompts import load_questions
 from lib.data.tokenizer import Tokenizer, limits_of
+from lib.distributed.work_queue import Lines
 from lib.distributed.world import World, start
 from lib.errors import UserError
 from lib.evaluate import harness, score_file, win_rate
@@ -144,24 +146,20 @@ def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None
         if writes and tokenizer is None:
             raise UserError(f"model.path {settings.model.path} has no tokenizer, which writing answers needs")
         records = open_asked(options.data, settings, "prompt" if writes else settings.record_kind, say)
-    ranks = world
-    parts, world = parts_of_model(settings, world)
+    ranks, (parts, world) = world, parts_of_model(settings, world)
     loaded = stored.load(world, parts)
     world = loaded.world if parts is not None else world.alone()
-    reference, digests = None, [stored.digest()]
-    if kind == "rewards":
-        reference = loaded.start
-        if settings.model.reference != "initial":
-            reference = divided_world.load_reference(settings, world).eval()
-            digests.append(load_module.reference_fingerprint(settings.model, settings.train.seed))
+    reference, digests = loaded.start if kind == "rewards" else None, [stored.digest()]
+    if kind == "rewards" and settings.model.reference != "initial":
+        reference = divided_world.load_reference(settings, world).eval()
+        digests.append(load_module.reference_fingerprint(settings.model, settings.train.seed))
     key = score_file.key_of(kind, *digests, score_file.digest_of(records))
     ranks.require_equal("model, data or settings", key)
-    do: score_file.CompletionWriter | score_file.PairMaker | score_file.Scorer
-    if writes:
-        assert tokenizer is not None
+    do: Callable[[range], Lines]
+    if tokenizer is not None and writes:
         draws = None if kind == "greedy" else settings.evaluate.completions
-        do = score_file.CompletionWriter(loaded.model, tokenizer, records, settings, draws, world)
-        do = score_file.PairMaker(do) if kind == "pairs" else do
+        writer = score_file.CompletionWriter(loaded.model, tokenizer, records, settings, draws, world)
+        do = score_file.PairMaker(writer) if kind == "pairs" else writer
     else:
         do = score_file.Scorer(loaded.model, reference, records, settings, tokenizer, world)
     out = Path(options.out or options.make_pairs)
@@ -193,9 +191,8 @@ def on_tasks(settings: Config, options: argparse.Namespace, world: World) -> Non
     """--tasks: what lm-evaluation-harness finds of a model."""
     with world.agreeing("reading the tasks"):
         _need_whole_models(settings.strategy, world, "--tasks")
-    folder = None if options.tasks_folder is None else Path(options.tasks_folder)
-    names = tuple(name.strip() for name in options.tasks.split(","))
-    tasks = harness.Tasks(names, folder, options.shots, options.limit, options.chat)
+    folder, names = options.tasks_folder and Path(options.tasks_folder), re.findall(r"[^,\s]+", options.tasks)
+    tasks = harness.Tasks(tuple(names), folder, options.shots, options.limit, options.chat)
     stored, plain_names = _model_of(settings, options), re.sub(r"[^\w.-]+", "-", options.tasks)
     out = Path(options.out or options.home / f"tasks-{plain_names}.json")
     results = harness.evaluate_tasks(stored, tasks, out, world)
@@ -257,40 +254,23 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--chat", action="store_true", help="of --tasks: ask by the model's chat template")
     add("overrides", nargs="*", metavar="key=value", help="settings, as train.py --help lists them")
     options = parser.parse_intermixed_args(arguments)
-    if (options.run is None) == (options.model is None):
-        raise UserError("give either --run RUN or --model PATH")
-    if options.model is not None and options.data is None and options.tasks is None:
-        raise UserError("--model needs --data FILE")
-    _require_one_work(options)
-    return options
-
-
-def _require_one_work(options: argparse.Namespace) -> None:
-    """Makes sure that the options belong together."""
     names = ("score", "make_pairs", "per_pair", "against", "tasks")
     works = [name for name in names if getattr(options, name) is not None]
     of_tasks = options.tasks_folder or options.shots is not None or options.limit is not None or options.chat
+    goes_out = {"score", "against", "tasks"} & {*works}
     for is_wrong, why in (
+        ((options.run is None) == (options.model is None), "give either --run RUN or --model PATH"),
+        (options.model and not options.data and not options.tasks, "--model needs --data FILE"),
         (len(works) > 1, f"{' and '.join('--' + name.replace('_', '-') for name in works)} go one at a time"),
-        (options.out is None and {"score", "against"} & {*works}, f"--{works[0] if works else ''} needs --out OUT"),
-        (
-            options.out is not None and not {"score", "against", "tasks"} & {*works},
-            "--out is for --score, --against and --tasks; --per-pair and --make-pairs name their own file",
-        ),
-        (
-            options.tasks is not None and not all(name.strip() for name in options.tasks.split(",")),
-            f"--tasks {options.tasks!r}: give names with commas between them, e.g. arc_easy,gsm8k",
-        ),
-        (
-            (options.shots or 0) < 0 or (options.limit is not None and options.limit < 1),
-            "--shots is 0 or more, --limit 1 or more",
-        ),
+        (not options.out and goes_out - {"tasks"}, f"--{works[0] if works else ''} needs --out OUT"),
+        (options.out and not goes_out, "--out is for --score, --against and --tasks; the others name their own file"),
         (options.tasks and not (options.run or options.out), "--tasks with --model needs --out OUT, e.g. tasks.json"),
         (options.tasks is None and of_tasks, "--tasks-folder, --shots, --limit and --chat are for --tasks NAMES"),
-        (options.checkpoint is not None and options.run is None, "--checkpoint is of --run RUN"),
+        (options.checkpoint and not options.run, "--checkpoint is of --run RUN"),
     ):
         if is_wrong:
             raise UserError(why)
+    return options
 
 
 def _read_config(options: argparse.Namespace) -> Config:

@@ -11,6 +11,7 @@ import numpy as np
 from lib.distributed.world import World
 from lib.evaluate import answers
 from lib.evaluate.held_out_metrics import metrics_of
+from lib.evaluate.judges import extract
 from lib.training.objective import Metrics
 from lib.training.reference_model import dataset_logps
 from lib.training.run import TrainingRun
@@ -63,18 +64,19 @@ class Evaluator:
 
         step: whose weights the model has.
         """
-        run, questions = self.run, self.run.inputs.questions
-        if questions and not self.texts:
-            return  # a resumed run that had nothing left to do
-        if questions:
+        run, questions, settings = self.run, self.run.inputs.questions, self.run.config.evaluate
+        if not questions:
+            self._show_samples("after")
+        elif self.texts:  # else a resumed run had nothing left to do
             before = next(iter(self.texts.values()))
             # Of a run that was resumed, this process may not have evaluated that step.
             after = self.texts[step] if step in self.texts else self._answers(run.world, None).texts
-            settings = run.config.evaluate
-            changes = (before, after), settings.answer_pattern, settings.samples
-            answers.show_changes(run.say, run.tracker, questions, *changes)
-        else:
-            self._show_samples("after")
+            changed = answers.changes(questions, (before, after), settings.answer_pattern)
+            fixed = sum(extract(settings.answer_pattern, one["after"]) == one["right"] for one in changed)
+            counts = f"{fixed} are right now that were wrong, {len(changed) - fixed} wrong that were right"
+            if changed:
+                title = f"of {len(questions)} answers {counts}"
+                answers.show_samples(run.say, run.tracker, title, changed[: settings.samples])
 
     def _answers(self, world: World, shares: Sequence[int] | None) -> answers.GreedyAnswers:
         """Greedy answers to all questions, by the ranks of a world."""
@@ -89,14 +91,11 @@ class Evaluator:
 
     def _show_samples(self, when: str) -> None:
         """Greedy continuations of the first few prompts, which are the same before and after."""
-        settings = self.run.config.evaluate
-        dataset = self.run.inputs.valid or self.run.inputs.data
-        examples = dataset.examples(range(min(settings.samples, len(dataset))))
-        if not examples or any(len(example.prompt_ids) == 0 for example in examples):
+        run, settings, tokenizer = self.run, self.run.config.evaluate, self.run.inputs.tokenizer
+        dataset = run.inputs.valid or run.inputs.data
+        prompts = [one.prompt_ids.tolist() for one in dataset.examples(range(min(settings.samples, len(dataset))))]
+        if tokenizer is None or not prompts or not all(prompts):
             return
-        if (tokenizer := self.run.inputs.tokenizer) is None:
-            return
-        prompts = [example.prompt_ids.tolist() for example in examples]
-        limit = min(settings.max_tokens, SAMPLE_TOKENS)
-        texts = answers.greedy(self.run.model, tokenizer, prompts, limit, self.run.world).texts
-        answers.show_samples(self.run.say, self.run.tracker, list(map(tokenizer.decode, prompts)), texts, when)
+        texts = answers.greedy(run.model, tokenizer, prompts, min(settings.max_tokens, SAMPLE_TOKENS), run.world).texts
+        samples = [{"prompt": tokenizer.decode(p), when: text} for p, text in zip(prompts, texts, strict=True)]
+        answers.show_samples(run.say, run.tracker, f"greedy answers {when} training", samples)

@@ -49,13 +49,6 @@ LONGEST = 2048  # tokens, where a model does not say how many it can see
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # what tasks call it
 
 
-class ScoreRequest(NamedTuple):
-    """A context with continuations, whose log-probabilities are asked."""
-
-    context: list[int]
-    continuations: list[list[int]]
-
-
 class AnswerRequest(NamedTuple):
     """A context to go on from, until one of some texts comes; temperature 0 is greedy."""
 
@@ -98,11 +91,7 @@ class HarnessWorker:
             self.world.broadcast_text(json.dumps({"error": error}))
 
     def follow(self) -> None:
-        """On all other ranks: works until nothing more is asked.
-
-        Raises:
-            AgreedError: rank 0 ended with an error.
-        """
+        """On all other ranks: works until nothing more is asked. Raises AgreedError: rank 0 ended with an error."""
         while "kind" in (asked := json.loads(self.world.broadcast_text(""))):
             self._work(asked["kind"], asked["items"])
         if asked["error"] is not None:
@@ -146,18 +135,12 @@ class HarnessWorker:
         seed = (self.settings.train.seed, int(score_file.key_of(items)[:8], 16))
         texts: dict[int, str] = {}
         for (until, most, temperature), rows in itertools.groupby(range(len(asked)), lambda i: asked[i][1:]):
-            stops = tuple(filter(None, until))
-            sampler = Sampler(self.model, self.tokenizer, GreedySampling(most, 1, temperature, stop=stops))
-            for sample in sampler.sample([Prompt(i, asked[i].context) for i in rows], seed):
-                ids = [token for token in sample.tokens if token not in self.tokenizer.eos_token_ids]
-                text = str(TextTokens(self.tokenizer).inner.decode(ids, skip_special_tokens=True))
-                texts[sample.prompt_id] = cut(text, stops)
+            sampling = GreedySampling(most, 1, temperature, stop=tuple(filter(None, until)))
+            samples = Sampler(self.model, self.tokenizer, sampling).sample(
+                [Prompt(i, asked[i].context) for i in rows], seed
+            )
+            texts |= {sample.prompt_id: sample.text for sample in samples}
         return [json.dumps(texts[i], ensure_ascii=False) for i in range(len(asked))]
-
-
-def cut(text: str, until: Sequence[str]) -> str:
-    """A text before the first of some others in it."""
-    return text[: min((text.find(stop) for stop in until if stop and stop in text), default=len(text))]
 
 
 class HarnessModel:
@@ -205,7 +188,7 @@ class HarnessModel:
                 of_context = contexts.setdefault(context, {})
                 of_context.setdefault(continuation, len(of_context))
         order = sorted(contexts, key=lambda context: -len(context) - max(map(len, contexts[context])))
-        items = [ScoreRequest(list(context), [list(c) for c in contexts[context]]) for context in order]
+        items = [(list(context), [list(c) for c in contexts[context]]) for context in order]
         scores = dict(zip(order, self.ask("scores", items), strict=True))
         certain = (0.0, True)  # of no token at all
         found = [scores[context][contexts[context][c]] if c else certain for context, c in fitted]
@@ -226,8 +209,7 @@ class HarnessModel:
     def encode(self, text: str, opens: bool | None = None) -> list[int]:
         """Token ids. opens: with the tokenizer's opening tokens; by default unless the text has them already.
 
-        Raises:
-            UserError: the tokenizer makes ids that the model does not know.
+        Raises UserError: the tokenizer makes ids that the model does not know.
         """
         if opens is None and self.start_text and text.startswith(self.start_text):
             opens = False
@@ -264,8 +246,7 @@ class HarnessModel:
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as text, as training rendered it (data.chat_template).
 
-        Raises:
-            UserError: the template refuses it.
+        Raises UserError: the template refuses it.
         """
         own = template_of(self.settings.data)
         options = {
@@ -294,8 +275,7 @@ def longest_input(settings: Config) -> int:
 def fitting(context: list[int], continuation: list[int], longest: int) -> tuple[list[int], list[int]]:
     """The pair, without the beginning of a context that is too long: the last token is predicted and not seen.
 
-    Raises:
-        UserError: the continuation alone is too long.
+    Raises UserError: the continuation alone is too long.
     """
     if len(continuation) > longest:
         raise UserError(f"a continuation of {len(continuation):,} tokens does not fit a model that sees {longest:,}")
@@ -328,8 +308,7 @@ def evaluate_tasks(subject: StoredModel, tasks: Tasks, out: Path, world: World) 
     Returns:
         On rank 0 the results, as lm_eval.simple_evaluate returns them; elsewhere nothing.
 
-    Raises:
-        UserError, AgreedError: the package or a task is missing, or a task and the model do not fit.
+    Raises UserError, AgreedError: the package or a task is missing, or a task and the model do not fit.
     """
     settings, kept = subject.settings, out.with_name(f"{out.name}.partial")
     with world.agreeing("reading the model"):

@@ -80,15 +80,13 @@ class Judge(ABC):
     def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
         """A score for each completion of each question.
 
-        Raises:
-            UserError: a record lacks what the judge needs, or what the judge did wrong.
+        Raises UserError: a record lacks what the judge needs, or what the judge did wrong.
         """
 
     def require_scores(self, question: Question) -> None:  # noqa: B027  (most judges need no trial)
         """Makes sure that the judge answers, before answers are sampled for it.
 
-        Raises:
-            UserError: it does not, or what it returns are no scores.
+        Raises UserError: it does not, or what it returns are no scores.
         """
 
 
@@ -156,8 +154,7 @@ class FunctionJudge(Judge):
         shown: how the user named the judge, for errors.
         limit_seconds: for the completions of one question.
 
-    Raises:
-        UserError: it cannot be imported.
+    Raises UserError: it cannot be imported.
     """
 
     looks_at_order = True
@@ -212,8 +209,7 @@ class FunctionJudge(Judge):
     def _received(self, limit_seconds: float) -> dict[str, Any]:
         """The process's next message.
 
-        Raises:
-            UserError: none came in time, or the process ended, or it says what the function did wrong.
+        Raises UserError: none came in time, or the process ended, or it says what the function did wrong.
         """
         fault = f"no answer within {limit_seconds:g} s (evaluate.judge_seconds)"
         try:
@@ -251,56 +247,43 @@ class CommandJudge(Judge):
         self.command, self.timeout_seconds = command, timeout_seconds
 
     def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
-        name, text = f"evaluate.judge={self.command}", "".join(f"{question.line()}\n" for question in questions)
+        text = "".join(f"{question.line()}\n" for question in questions)
         done = os_commands.run(shlex.split(self.command), self.timeout_seconds, text=text)
+        why, scores, lines = "", [], done.output.splitlines()
         if done.status is None:
-            raise UserError(f"{name}: no answer within {self.timeout_seconds:g} s (sync.timeout_seconds)")
-        if done.status:
-            said = done.errors.strip().splitlines() or ["it said nothing"]
-            raise UserError(f"{name}: ended with status {done.status}: {said[-1]}")
-        lines, scores = done.output.splitlines(), []
-        for line, question in zip(lines, questions, strict=False):
-            with contextlib.suppress(ValueError):
-                scores.append(judge_process.scores_in(json.loads(line), len(question.completions)))
-        found = [of_texts for of_texts in scores if of_texts is not None]
-        if not len(lines) == len(found) == len(questions):
-            raise UserError(
-                f"{name}: wrote {len(lines)} lines for {len(questions)} questions; "
-                "each has to be a list of a score for each completion"
-            )
-        return found
+            why = f"no answer within {self.timeout_seconds:g} s (sync.timeout_seconds)"
+        elif done.status:
+            why = f"ended with status {done.status}: {(done.errors.strip().splitlines() or ['it said nothing'])[-1]}"
+        elif len(lines) != len(questions):
+            why = f"wrote {len(lines)} lines for {len(questions)} questions"
+        for line, question in zip(lines, questions, strict=False) if not why else ():
+            try:
+                scores.append(judge_process.scores_in(json.loads(line), len(question.completions)) or [])
+            except ValueError:
+                scores.append([])
+            why = why if scores[-1] else f"wrote {line[:80]!r}, which is no list of {len(question.completions)} scores"
+        if why:
+            raise UserError(f"evaluate.judge={self.command}: {why}")
+        return scores
 
 
 # ---- A model behind an OpenAI-compatible server
 
-INSTRUCTIONS = """Compare two answers to the same question. Judge how correct, helpful and clear they are. Their order
+ONE = "<question>\n{prompt}\n</question>\n\n<answer>\n{answer}\n</answer>\n\n"
+TWO = ONE.replace("answer>", "answer_A>").replace("{answer}", "{first}")
+TWO += "<answer_B>\n{second}\n</answer_B>\n\n"
+INSTRUCTIONS = f"""Compare two answers to the same question. Judge how correct, helpful and clear they are. Their order
 and their length must not matter.
 
-<question>
-{prompt}
-</question>
+{TWO}Explain in a few sentences. Then end with one of these lines: [[A]] if answer A is better, [[B]] if answer B is
+better, [[C]] if they are equally good."""
+GRADING = f"""Grade an answer to a question. Judge how correct, helpful and clear it is. Its length must not matter.
 
-<answer_A>
-{first}
-</answer_A>
+{ONE}Explain in a few sentences. Then end with a line with the grade, from 1 (useless) to 10 (perfect), like this:
+[[5]]"""
+ASKING = f"""Here are a question and an answer to it.
 
-<answer_B>
-{second}
-</answer_B>
-
-Explain in a few sentences. Then end with one of these lines: [[A]] if answer A is better, [[B]] if answer B is better,
-[[C]] if they are equally good."""
-GRADING = """Grade an answer to a question. Judge how correct, helpful and clear it is. Its length must not matter.
-
-<question>
-{prompt}
-</question>
-
-<answer>
-{answer}
-</answer>
-
-Explain in a few sentences. Then end with a line with the grade, from 1 (useless) to 10 (perfect), like this: [[5]]"""
+{ONE}Is the answer correct and helpful? Say Yes or No, and nothing else."""
 GRADE = r"\[\[(-?\d+(?:\.\d+)?)\]\]"
 VERDICTS: dict[str | None, list[float]] = {"A": [1.0, 0.0], "B": [0.0, 1.0], "C": [0.5, 0.5]}
 BUSY = (408, 429, 500, 502, 503, 504)  # statuses of a server that is busy, or gone for a moment
@@ -312,8 +295,7 @@ WAIT_SECONDS = 1.0  # before the second try; doubled for each further one
 def instructions_of(settings: EvaluateSettings, default: str, places: Sequence[str]) -> str:
     """What a judge model is asked: evaluate.judge_prompt, or the default.
 
-    Raises:
-        UserError: the file cannot be read, or lacks a place.
+    Raises UserError: the file cannot be read, or lacks a place.
     """
     path = settings.judge_prompt
     if path is None:
@@ -341,8 +323,7 @@ class JudgeServer(Judge):
 
     The questions are those of MT-bench's judge (arXiv:2306.05685, section 3.1).
 
-    Raises:
-        UserError: evaluate.judge_prompt has no place for the answers.
+    Raises UserError: evaluate.judge_prompt has no place for the answers.
     """
 
     def __init__(self, settings: EvaluateSettings, timeout_seconds: float, grades: bool):
@@ -408,17 +389,6 @@ class JudgeServer(Judge):
 # ---- A local model
 
 CLASSIFIER = "ForSequenceClassification"  # how the architectures of such models end
-ASKING = """Here are a question and an answer to it.
-
-<question>
-{prompt}
-</question>
-
-<answer>
-{answer}
-</answer>
-
-Is the answer correct and helpful? Say Yes or No, and nothing else."""
 
 
 class RewardModel(Judge):
@@ -431,8 +401,7 @@ class RewardModel(Judge):
     Args:
         multiple: what rows are padded to.
 
-    Raises:
-        UserError: there is no such model, or no tokenizer, or it has several labels.
+    Raises UserError: there is no such model, or no tokenizer, or it has several labels.
     """
 
     def __init__(self, settings: EvaluateSettings, multiple: int):
@@ -474,8 +443,7 @@ class RewardModel(Judge):
     def _row(self, question: Question, text: str) -> list[int]:
         """The tokens whose last one is scored.
 
-        Raises:
-            UserError: the template refuses them, the model has too few positions, or it does not know an id.
+        Raises UserError: the template refuses them, the model has too few positions, or it does not know an id.
         """
         if self.is_classifier:
             prompt = question.prompt
@@ -545,8 +513,7 @@ def kind_of(judge: str | None) -> JudgeKind:
 def require_judges(settings: EvaluateSettings, of_rounds: str | None, data: object, held_out: Prompts | None) -> None:
     """Makes sure that a round's answers, and those to held-out prompts, have a judge. of_rounds: rollouts.judge.
 
-    Raises:
-        UserError: they have none, or it has nothing to check by.
+    Raises UserError: they have none, or it has nothing to check by.
     """
     first = ("evaluate.judge", settings.judge) if of_rounds is None else ("rollouts.judge", of_rounds)
     for (name, judge), prompts in ((first, data), (("evaluate.judge", settings.judge), held_out)):
@@ -563,8 +530,7 @@ def require_judges(settings: EvaluateSettings, of_rounds: str | None, data: obje
 def require_judge(settings: EvaluateSettings, judge: str | None, setting: str) -> None:
     """Makes sure that there is a judge of that name, without starting it. setting: that gave it, for errors.
 
-    Raises:
-        UserError: there is none.
+    Raises UserError: there is none.
     """
     name, kind, why = f"{setting}={judge}", kind_of(judge), ""
     if judge is None:
@@ -608,8 +574,7 @@ def judge_of(settings: Config, setting: str = "evaluate.judge", grades: bool = F
     grades: of any number of answers, each by itself: else a served model compares two. setting: that gave the name, for
     errors.
 
-    Raises:
-        UserError: there is none of that name.
+    Raises UserError: there is none of that name.
     """
     evaluate = settings.evaluate
     judge, kind, pattern = evaluate.judge, kind_of(evaluate.judge), evaluate.answer_pattern
@@ -643,8 +608,7 @@ def scores_of(judge: Judge, questions: Sequence[Question]) -> list[list[Scored]]
 
     Where a judge fails on several questions it is asked for each, and where it fails on one for each of its answers.
 
-    Raises:
-        UserError: it fails on every answer to several questions, so nothing is wrong with the answers.
+    Raises UserError: it fails on every answer to several questions, so nothing is wrong with the answers.
     """
     try:
         return [list(map(_scored, of_texts)) for of_texts in judge(questions)]

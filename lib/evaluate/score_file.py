@@ -84,8 +84,7 @@ def pull(
     Returns:
         On rank 0, the figures for people and machines; elsewhere nothing.
 
-    Raises:
-        AgreedError, UserError: on one rank, so on all.
+    Raises AgreedError, UserError: on one rank, so on all.
     """
     size, say, began = job.chunk_rows, Terminal(silent=world.rank != 0), time.perf_counter()
     queue = queue or job.open(world)
@@ -152,8 +151,7 @@ def digest_of(records: Records) -> str:
 def open_asked(named: str | None, settings: Config, kind: RecordKind, say: Terminal) -> Records:
     """The records of --data, by default those that the run holds out. kind: what the command reads of a record.
 
-    Raises:
-        UserError: nothing is named, and the run has nothing held out that could be read so; or as `open_rows`.
+    Raises UserError: nothing is named, and the run has nothing held out that could be read so; or as `open_rows`.
     """
     source, data = named or settings.data.valid, settings.data
     if source is not None:
@@ -311,11 +309,7 @@ class CompletionWriter:
         return f"{text}evaluate.max_tokens={self.settings.evaluate.max_tokens}" if self.cut else ""
 
     def prompt_ids(self, row: int) -> list[int]:
-        """The tokens of a row's prompt.
-
-        Raises:
-            UserError: it has none, or the model cannot answer it.
-        """
+        """The tokens of a row's prompt. Raises UserError: it has none, or the model cannot answer it."""
         tokenisation = Tokenisation(self.settings.data, "prompt", self.encoder, self.limits)
         ((place, record),) = tokenisation.placed(self.records, [row])
         try:
@@ -391,8 +385,7 @@ def divides(strategy: str, world: World) -> bool:
 def parts_of_model(settings: Config, world: World) -> tuple[Parts | None, World]:
     """What each rank holds of a model as strategy has it, and the world of these ranks; None: all of it.
 
-    Raises:
-        AgreedError: the model cannot be divided so.
+    Raises AgreedError: the model cannot be divided so.
     """
     if not divides(settings.strategy, world):
         return None, world
@@ -426,8 +419,7 @@ class StoredModel(NamedTuple):
     def load(self, world: World, parts: Parts | None = None) -> LoadedModel:
         """The model on every rank. parts, world: of `parts_of_model`.
 
-        Raises:
-            AgreedError: the model or the adapter cannot be read, or the model not be divided.
+        Raises AgreedError: the model or the adapter cannot be read, or the model not be divided.
         """
         settings, start = self.settings, dict[str, mx.array]()
         with world.agreeing("loading the model"):

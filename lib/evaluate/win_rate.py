@@ -40,8 +40,7 @@ def compare(first: StoredModel, second: StoredModel, records: Records, out: Path
     Returns:
         On rank 0, the result; elsewhere nothing.
 
-    Raises:
-        AgreedError, UserError: on one rank, so on all; the judge's, on rank 0.
+    Raises AgreedError, UserError: on one rank, so on all; the judge's, on rank 0.
     """
     settings, evaluate, data = first.settings, first.settings.evaluate, score_file.digest_of(records)
     with world.agreeing("reading the models"):
@@ -89,11 +88,7 @@ def _tokenizer_of(model: StoredModel) -> Tokenizer:
 
 
 class Comparer:
-    """Asks a judge about two answers to each prompt.
-
-    Raises:
-        UserError: the first record lacks what a check needs.
-    """
+    """Asks a judge about two answers to each prompt. Raises UserError: the first record lacks what a check needs."""
 
     def __init__(self, judge: Judge, records: Records, model: StoredModel):
         self.judge, self.records = judge, records

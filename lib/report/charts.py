@@ -63,45 +63,44 @@ def learning(runs: Sequence[RunHistory]) -> list[Panel]:
 
     Independent ranks have a line each. Of several runs the smooth lines alone; the table of runs is their key.
     """
-    return [
-        Panel(title, chart, form.format(values[-1]) if (values := _last_line(chart)) else "")
-        for name, (title, form, unit) in LEARNING.items()
-        if (chart := _learning(runs, name, unit))["data"]
-    ]
+    panels = []
+    for name, (title, form, unit) in LEARNING.items():
+        traces = [trace for number, run in enumerate(runs) for trace in _learning(run, name, number, len(runs) > 1)]
+        axis: Plotly = {"tickformat": ".1%"} if "%" in form else {"exponentformat": "e"}
+        lines = [trace for trace in traces if trace["name"] != "held out"] or traces[:1]
+        if lines:
+            newest = [value for value in lines[-1]["y"] if value is not None]
+            value = form.format(newest[-1]) if newest else ""
+            panels.append(Panel(title, figure(traces, "step", unit, **axis), value))
+    return panels
 
 
-def _learning(runs: Sequence[RunHistory], name: str, unit: str | None) -> Plotly:
-    traces: list[Plotly] = []
-    for number, run in enumerate(runs):
-        ranks = learners(run) if name in STEP_COLUMNS else []  # exact match is known of evaluations alone
-        for index, who in enumerate(ranks):
-            look = style(number if len(runs) > 1 else index)
-            steps, values = run.curve(who, name)
-            label = run.name if len(runs) > 1 else label_of(who) if len(ranks) > 1 else "training"
-            if np.isnan(values).all():
-                continue
-            if len(steps) >= 20 and name != "learning_rate":
-                if len(runs) == 1:
-                    raw = {**look, "width": 1}
-                    traces.append(line(steps, values, "raw", raw, opacity=0.35, showlegend=False, hoverinfo="skip"))
-                values = running_mean(values)
-            traces.append(line(steps, values, label, look))
-        events = [e for e in run.of_kind("evaluation") if isinstance(e.get(name), int | float)]
-        if events:
-            colour = style(number if len(runs) > 1 else 3 if len(ranks) > 1 else 1)["color"]
-            held_out = [dict(event)[name] for event in events]
-            points = line([event.get("step") for event in events], held_out, "held out", {"color": colour})
-            marker = {"symbol": "circle-open", "size": 8, "color": colour, "line": {"width": 2}}
-            traces.append({**points, "mode": "markers" if ranks else "lines+markers", "marker": marker})
-    axis: Plotly = {"tickformat": ".1%"} if name in ("reward_accuracy", "exact_match") else {"exponentformat": "e"}
-    return figure(traces, "step", unit, **axis)
-
-
-def learners(run: RunHistory) -> list[RankHost]:
-    """The ranks whose curves show how a run learns: rank 0, wherever it was, or all ranks if they are independent."""
-    ranks = list(run.series)
-    independent = (run.start.get("plan") or {}).get("strategy") == "independent"
-    return ranks if independent else [who for who in ranks if who[0] == ranks[0][0]]
+def _learning(run: RunHistory, name: str, number: int, is_compared: bool) -> list[Plotly]:
+    """The lines of a run: of rank 0, wherever it was, or of all ranks if they are independent."""
+    ranks, traces = list(run.series), []
+    if (run.start.get("plan") or {}).get("strategy") != "independent":
+        ranks = [who for who in ranks if who[0] == ranks[0][0]]
+    ranks = ranks if name in STEP_COLUMNS else []  # exact match is known of evaluations alone
+    for index, who in enumerate(ranks):
+        look = style(number if is_compared else index)
+        steps, values = run.curve(who, name)
+        if np.isnan(values).all():
+            continue
+        if len(steps) >= 20 and name != "learning_rate":
+            if not is_compared:
+                raw = {**look, "width": 1}
+                traces.append(line(steps, values, "raw", raw, opacity=0.35, showlegend=False, hoverinfo="skip"))
+            values = running_mean(values)
+        label = run.name if is_compared else label_of(who) if len(ranks) > 1 else "training"
+        traces.append(line(steps, values, label, look))
+    events: list[Any] = [event for event in run.of_kind("evaluation") if isinstance(event.get(name), int | float)]
+    if events:
+        colour = style(number if is_compared else 3 if len(ranks) > 1 else 1)["color"]
+        marker = {"symbol": "circle-open", "size": 8, "color": colour, "line": {"width": 2}}
+        steps_of, held_out = [event.get("step") for event in events], [event[name] for event in events]
+        look = {"mode": "markers" if ranks else "lines+markers", "marker": marker}
+        traces.append(line(steps_of, held_out, "held out", {"color": colour}, **look))
+    return traces
 
 
 def speed(run: RunHistory, now: RunFigures) -> Panel:
@@ -166,15 +165,6 @@ def curves_figure(curves: Sequence[tuple[str, BatchCurve, Sequence[int]]]) -> Pl
     return drawn
 
 
-def memory_figure(curves: Sequence[tuple[str, BatchCurve, Sequence[int]]]) -> Plotly:
-    """Peak memory by the size of a micro-batch, where it was measured."""
-    traces = []
-    for index, (label, curve, _) in enumerate(curves):
-        points = [(p.batch_size, p.peak_memory_bytes / 1e9) for p in curve.points if p.peak_memory_bytes]
-        traces.append(line([size for size, _ in points], [peak for _, peak in points], label, style(index)))
-    return figure(traces, "pairs a micro-batch", "GB")
-
-
 def of_rounds(run: RunHistory) -> list[Panel]:
     """What is measured of rounds, a point a round, with a cross on rounds that were undone."""
     records, panels = tables.rounds(run), []
@@ -212,7 +202,7 @@ def timeline(run: RunHistory) -> Panel:
         # What a run says is text in the box beside the pointer, too.
         texts = ["<br>".join(textwrap.wrap(html.escape(tables.describe(event)[:600]), 70)) for event in events]
         look: Plotly = {"mode": "markers", "marker": {"symbol": symbol, "size": 9, "color": colour}, "text": texts}
-        look |= {"hovertemplate": "%{x|%H:%M:%S} %{text}<extra></extra>"}
+        look["hovertemplate"] = "%{x|%H:%M:%S} %{text}<extra></extra>"
         if events:
             traces.append(line([_clock(event["time"]) for event in events], [kind] * len(events), kind, {}, **look))
     lanes = [trace["name"] for trace in traces][::-1]
@@ -252,12 +242,6 @@ def line(x: Any, y: Any, name: str, look: Plotly, **more: Any) -> Plotly:
     y = [None if isinstance(value, float) and not math.isfinite(value) else value for value in y]
     return {"type": "scatter", "mode": "lines", "x": x, "y": y, "name": html.escape(name[:40], quote=False),
             "line": look, **more}  # fmt: skip
-
-
-def _last_line(chart: Plotly) -> list[float]:
-    """The values of training's line, else of the held-out points."""
-    lines = [trace["y"] for trace in chart["data"] if trace["name"] != "held out"] or [chart["data"][0]["y"]]
-    return [value for value in lines[-1] if value is not None] if chart["data"] else []
 
 
 def _clock(time: float) -> str:

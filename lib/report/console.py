@@ -17,10 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from lib.config import read_file
-from lib.config.settings import Config, CostSettings, EvaluateSettings, MetalSettings
-from lib.data.dataset import Dataset
-from lib.data.prompts import Prompts
-from lib.data.streaming import StreamedDataset
+from lib.config.settings import Config, CostSettings, MetalSettings
 from lib.distributed.world import World
 from lib.plan.cost import Work, hosts_cost, memory_text, outlook
 from lib.plan.plan import ClusterPlan
@@ -46,14 +43,16 @@ from lib.training.inputs import Inputs
 from lib.training.losses import needs_reference
 
 LINE_WIDTH = 80  # of a step's line, in a file
+# Of a step's line: label, key, form, importance, the smaller the greater.
+SHOWN = (("loss", "loss", ".4f", 1), ("acc", "reward_accuracy", ".1%", 3), ("reward", "reward", ".3f", 3))
+SHOWN += (("margin", "reward_margin", ".3f", 4), ("kl", "kl", ".2f", 6))
 
 
 class RunConsole(Terminal):
     """Prints the records of rank 0; of other ranks what they alone warn of.
 
-    A terminal has one line that changes, a file one now and then.
-
-    Warnings become records, those before the log began as well.
+    A terminal has one line that changes, a file one now and then. Warnings become records, those before the log began
+    as well.
     """
 
     def __init__(self, rank: int, log_every: int = 10, tried_step_seconds: float | None = None):
@@ -61,7 +60,7 @@ class RunConsole(Terminal):
         self.rank, self.log_every, self.tried_step_seconds = rank, log_every, tried_step_seconds
         self.tracker: PerformanceTracker | None = None  # where this rank's warnings are recorded
         self.early: list[str] = []  # warnings before the log began
-        self.line_of_run: ProgressLine | None = None
+        self.progress: ProgressLine | None = None
         self.live: Live | None = None
         self.merge_shown = 0  # the step of the last merge that was shown
 
@@ -92,25 +91,25 @@ class RunConsole(Terminal):
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
         """Shows on a terminal what takes its time, as long as it does."""
-        if self.live is None or self.line_of_run is None:
+        if self.live is None or self.progress is None:
             with super().doing(what):
                 yield
             return
-        self.line_of_run.busy_with = what
+        self.progress.busy_with = what
         try:
             yield
         finally:
-            self.line_of_run.busy_with = ""
+            self.progress.busy_with = ""
 
     def take(self, record: Record) -> str | None:
         """Prints a record, as a subscriber of the run's."""
-        kind, line = record["kind"], self.line_of_run
+        kind, line = record["kind"], self.progress
         if self.rank != 0:
             return None
         if kind == "warning" and record["text"] not in self.early:  # those are printed
             self.labelled("warning", str(record["text"]))
         elif kind == "start":
-            self.line_of_run = ProgressLine(record, self.log_every)
+            self.progress = ProgressLine(record, self.log_every)
         elif line is None:
             return None
         elif kind == "step":
@@ -188,24 +187,27 @@ class ProgressLine:
 
     def fields(self) -> list[tuple[int, str]]:
         """Importance, the smaller the greater, and text."""
-        if not self.results:
-            return []
+        if not self.results or self.busy_with:
+            return [(1, f"{self.busy_with} ...")] if self.busy_with else []
         seconds = sum(record["step_seconds"] for record in self.results) or math.inf
-        pairs, tokens = (
-            self.factor * sum(record.get(name, 0) for record in self.results) / seconds for name in ("pairs", "tokens")
-        )
-        tflops = self.factor * sum(record.get("tflops", 0.0) for record in self.results) / len(self.results)
-        shown = (("loss", "loss", ".4f", 1), ("acc", "reward_accuracy", ".1%", 3), ("reward", "reward", ".3f", 3),
-                 ("margin", "reward_margin", ".3f", 4), ("kl", "kl", ".2f", 6))  # fmt: skip
-        fields = [(weight, labelled(label, self._mean(name), form)) for label, name, form, weight in shown]
-        fields += [(7, f"lr {self.results[-1]['learning_rate']:.1e}"), (2, f"{three_digits(pairs)} {self.unit}/s")]
-        fields += [(9, f"{tokens:,.0f} tokens/s"), (10, f"{tflops:.3g} TFLOP/s" if tflops else "")]
-        return [*fields, (8, size_text(max(record["peak_memory_bytes"] for record in self.results)))]
+        rates = {
+            name: self.factor * sum(record.get(name, 0.0) for record in self.results)
+            for name in ("pairs", "tokens", "tflops")
+        }
+        tflops = rates["tflops"] / len(self.results)
+        return [
+            *((weight, labelled(label, self._mean(name), form)) for label, name, form, weight in SHOWN),
+            (7, f"lr {self.results[-1]['learning_rate']:.1e}"),
+            (2, f"{three_digits(rates['pairs'] / seconds)} {self.unit}/s"),
+            (9, f"{rates['tokens'] / seconds:,.0f} tokens/s"),
+            (10, f"{tflops:.3g} TFLOP/s" if tflops else ""),
+            (8, size_text(max(record["peak_memory_bytes"] for record in self.results))),
+        ]
 
     def _mean(self, name: str) -> float | None:
         """Each pair counted once; steps that were left out count nowhere."""
-        known = [(value, record["pairs"]) for record in self.results if (value := record.get(name)) is not None]
-        known = [(value, pairs) for value, pairs in known if math.isfinite(value)]
+        known = [(record.get(name), record["pairs"]) for record in self.results]
+        known = [(value, pairs) for value, pairs in known if value is not None and math.isfinite(value)]
         pairs = sum(count for _, count in known)
         return sum(value * count for value, count in known) / pairs if pairs else None
 
@@ -215,13 +217,11 @@ class ProgressLine:
         bar: its two signs, done and to do, or none. lead: how the step is written.
         """
         step, elapsed = self.step, self.added - self.began
-        fields = [(0, lead or f"step {step:,}/{self.total:,}"), *([] if self.busy_with else self.fields())]
+        fields = [(0, lead or f"step {step:,}/{self.total:,}"), *self.fields()]
         if step > self.done:
             waited = time.perf_counter() - self.added
             left = max(0.0, elapsed / (step - self.done) * (self.total - step) - waited)
             fields.append((2, f"{clock(left)} left" if step < self.total else f"in {clock(elapsed)}"))
-        if self.busy_with:
-            fields.append((1, f"{self.busy_with} ..."))
         fitting: list[tuple[int, str]] = []
         for field in sorted(field for field in (*fields, (5, " " * SHORTEST_BAR * bool(bar))) if field[1]):
             if sum(len(text) + GAP for _, text in fitting) + len(field[1]) <= width:
@@ -229,40 +229,34 @@ class ProgressLine:
         return with_bar([field[1] for field in fields if field in fitting], step / max(self.total, 1), width, bar)
 
 
-# ---- Before training: what the data and the settings come to ---------------------------------------------------------
+# ---- Before training: what the data and the settings come to
 
 
 def show_run(say: RunConsole, config: Config, plan: ClusterPlan, inputs: Inputs, steps: int) -> None:
     """Derived, printed, then run: the facts of a run, its plan, and every strategy's prediction."""
-    data, valid, batch = inputs.data, inputs.valid, config.train.global_batch_size
-    model, train, about = config.model, config.train, "about " * data.is_estimated
-    ranks = sorted({model.rank, *model.rank_pattern.values()})
-    method = model.method if model.method == "full" else f"{model.method} of rank {' and '.join(map(str, ranks))}"
+    data, valid, model, train = inputs.data, inputs.valid, config.model, config.train
+    about, epochs = "about " * data.is_estimated, steps / -(-len(data) // train.global_batch_size)
+    ranks = " and ".join(map(str, sorted({model.rank, *model.rank_pattern.values()})))
+    shares = " + ".join(map(str, plan.shares)) + " = " if len(plan.workers) > 1 else ""
     tokens = f"{about}{int(data.lengths.sum()):,} tokens, longest {about}{int(data.lengths.max())}"
+    held_out = "" if valid is None else f"{valid.path}: {len(valid):,} rows"
+    held_out += f" from {valid.columns}" if valid is not None and valid.columns != data.columns else ""
+    is_predicted = (plan.calibrated or plan.stages) and plan.predicted_step_seconds
     rows = [
-        ("model", f"{model.path}, {method}"),
+        ("model", f"{model.path}, {model.method}" + (f" of rank {ranks}" if model.method != "full" else "")),
         ("loss", train.loss_name if train.loss == "sft" else f"{train.loss_name}, beta {train.beta:g}"),
         ("data", f"{data.path}: {len(data):,} rows, {tokens}" + ", read as they are needed" * data.is_estimated),
         ("format", data.columns),
+        ("labels", "" if data.labels is None else data.unit.removeprefix("rows ").strip("()")),
+        ("held out", held_out),
+        ("steps", f"{steps:,} of {shares}{train.global_batch_size:,} rows, {epochs:.3g} epoch{'s' * (epochs != 1)}"),
+        ("plan", plan.reason),
+        ("merging", plan.rounds.reason if plan.rounds else ""),
+        ("predicted", _predicted(plan, steps) if is_predicted else ""),
+        ("expected", _expected(config, inputs, plan, steps, say.tried_step_seconds)),
+        ("folder", str(Path(config.run.dir) / str(config.run.name))),
     ]
-    if data.labels is not None:
-        rows.append(("labels", data.unit.removeprefix("rows ").strip("()")))
-    if valid is not None:
-        other = f" from {valid.columns}" if valid.columns != data.columns else ""
-        rows.append(("held out", f"{valid.path}: {len(valid):,} rows{other}"))
-    shares = " + ".join(map(str, plan.shares)) + " = " if len(plan.workers) > 1 else ""
-    epochs = steps / -(-len(data) // batch)
-    rows.append(("steps", f"{steps:,} of {shares}{batch:,} rows, {epochs:.3g} epoch{'s' * (epochs != 1)}"))
-    rows.append(("plan", plan.reason))
-    if plan.rounds:
-        rows.append(("merging", plan.rounds.reason))
-    if (plan.calibrated or plan.stages) and plan.predicted_step_seconds:
-        rows.append(("predicted", _predicted(plan, steps)))
-    known_steps = 0 if config.rollouts.rounds else steps
-    work = _work(config.evaluate, model.method, needs_reference(train), inputs, known_steps)
-    if expected := _expected(work, plan, say.tried_step_seconds):
-        rows.append(("expected", expected))
-    say.facts(f"run {config.run.name}", [*rows, ("folder", str(Path(config.run.dir) / str(config.run.name)))])
+    say.facts(f"run {config.run.name}", [row for row in rows if row[1]])
     if inputs.first_row is not None:
         say.line(inputs.first_row, lead="row 1: ")
     if len(plan.ranks) > 1:
@@ -284,19 +278,16 @@ def _warn_of_run(say: Terminal, config: Config, plan: ClusterPlan, inputs: Input
     warnings.append(long_warm_up(steps, config.train) or "")
     if data.labels is not None:
         warnings.append(uneven_labels(len(data), int(data.labels.sum()), config.train) or "")
-    for dataset in (data, inputs.valid):
-        warnings += [] if dataset is None else _of_rows(dataset, config.data.max_length)
+    for rows in filter(None, (data, inputs.valid)):
+        if rows.truncated_count:
+            count = f"{'about ' * rows.is_estimated}{rows.truncated_count} of {len(rows)}"
+            warnings.append(f"{rows.path}: {count} rows cut to data.max_length={config.data.max_length} tokens")
+        if rows.skipped:
+            first = "; ".join(rows.skipped[:5]) + " ..." * (rows.skipped_count > 5)
+            skipped = f"{rows.skipped_count} unusable rows left out (data.skip_invalid): {first}"
+            warnings.append(f"{rows.path}: {skipped}")
     for text in filter(None, warnings):
         say.warning(text)
-
-
-def _of_rows(dataset: Dataset | StreamedDataset | Prompts, max_length: int) -> Iterator[str]:
-    if dataset.truncated_count:
-        count = f"{'about ' * dataset.is_estimated}{dataset.truncated_count} of {len(dataset)}"
-        yield f"{dataset.path}: {count} rows cut to data.max_length={max_length} tokens"
-    if dataset.skipped:
-        first = "; ".join(dataset.skipped[:5]) + " ..." * (dataset.skipped_count > 5)
-        yield f"{dataset.path}: {dataset.skipped_count} unusable rows left out (data.skip_invalid): {first}"
 
 
 def _predicted(plan: ClusterPlan, steps: int) -> str:
@@ -309,29 +300,28 @@ def _predicted(plan: ClusterPlan, steps: int) -> str:
     return f"{each}; {duration(steps * seconds)} of training"
 
 
-def _expected(work: Work, plan: ClusterPlan, measured: float | None) -> str:
+def _expected(config: Config, inputs: Inputs, plan: ClusterPlan, steps: int, measured: float | None) -> str:
     """The run's whole wall time by its parts, and the fullest rank's memory; of a run of rounds the memory alone."""
+    evaluate, data = config.evaluate, inputs.data
+    steps = 0 if config.rollouts.rounds else steps  # its rounds take an unknown time
+    batches = -(-min(len(inputs.questions), evaluate.answers_limit) // evaluate.batch_size)
+    work = Work(
+        steps=steps,
+        rows=len(data),
+        held_out=len(inputs.valid) if inputs.valid is not None else 0,
+        evaluations=1 + -(-steps // (evaluate.every or steps or 1)),
+        answer_tokens=round(batches * min(evaluate.max_tokens, float(data.lengths.mean()))),
+        method=config.model.method,
+        asks_reference=needs_reference(config.train),
+    )
     known, memory = outlook(plan, work, mlx_device()[0], measured), memory_text(plan)
-    if known is None or not work.steps:
-        return memory and f"{memory} of memory"
+    memory = memory and f"{memory} of memory"
+    if known is None or not steps:
+        return memory
     parts = {"start": known.start, "reference": known.reference, "evaluation": known.evaluation}
     shown = ", ".join(f"{name} {duration(round(seconds, 1))}" for name, seconds in parts.items() if seconds)
     text = f"about {duration(known.total)} in all (training {duration(known.training)}, {shown}), by {known.basis}"
-    return f"{text}; {memory} of memory" if memory else text
-
-
-def _work(evaluate: EvaluateSettings, method: str, asks_reference: bool, inputs: Inputs, steps: int) -> Work:
-    """What a run does; steps: 0 where its rounds take an unknown time."""
-    batches = -(-min(len(inputs.questions), evaluate.answers_limit) // evaluate.batch_size)
-    return Work(
-        steps=steps,
-        rows=len(inputs.data),
-        held_out=len(inputs.valid) if inputs.valid is not None else 0,
-        evaluations=1 + -(-steps // (evaluate.every or steps or 1)),
-        answer_tokens=round(batches * min(evaluate.max_tokens, float(inputs.data.lengths.mean()))),
-        method=method,
-        asks_reference=asks_reference,
-    )
+    return "; ".join(filter(None, (text, memory)))
 
 
 def _show_predictions(say: Terminal, prices: CostSettings, plan: ClusterPlan, steps: int) -> None:
@@ -339,16 +329,14 @@ def _show_predictions(say: Terminal, prices: CostSettings, plan: ClusterPlan, st
     columns = ["", "η", "step", "pairs/s", "memory", "in all", "energy", "cost"]
     rows = []
     for candidate in plan.predictions:
-        seconds, share = candidate.step_seconds, candidate.efficiency
-        row = [
-            f"{'➜' if candidate.chosen else ' '} {candidate.strategy}",
-            "-" if share is None else f"{100 * share:.0f} %",
-        ]
-        row += ["-", "-"] if seconds is None else [f"{seconds:.3g} s", three_digits(plan.global_batch_size / seconds)]
-        row.append("-" if candidate.memory_bytes is None else size_text(candidate.memory_bytes))
-        row.append("-" if seconds is None else duration(steps * seconds))
+        seconds, share, size = candidate.step_seconds, candidate.efficiency, candidate.memory_bytes
         cost = None if seconds is None else hosts_cost(candidate.hosts, steps * seconds, prices)
-        rows.append([*row, f"{cost['energy_kwh']:.3g} kWh", f"{cost['cost']:.2f}"] if cost else row)
+        rows.append([f"{'➜' if candidate.chosen else ' '} {candidate.strategy}"])
+        rows[-1] += ["-" if share is None else f"{100 * share:.0f} %"]
+        rows[-1] += [tables.written("{:.3g} s", seconds, "-")]
+        rows[-1] += ["-" if seconds is None else three_digits(plan.global_batch_size / seconds)]
+        rows[-1] += ["-" if size is None else size_text(size), "-" if seconds is None else duration(steps * seconds)]
+        rows[-1] += [f"{cost['energy_kwh']:.3g} kWh", f"{cost['cost']:.2f}"] if cost else []
     width = min(map(len, rows)) if plan.calibrated or plan.divides_model else 2
     say.line("")
     title = "strategies, as predicted; η: of what the hosts do alone, added up"
@@ -359,7 +347,7 @@ def attend_displays(say: Terminal, settings: MetalSettings, world: World, hosts:
     """Looks after the displays of Macs, as metal.display says, and warns of those that stay lit. All ranks call it."""
     is_first_here = list(hosts).index(hosts[world.rank]) == world.rank
     mine = metal.attend_displays(settings.display, is_first_here, only_look=dry_run)
-    displays = world.gather_long_text(json.dumps(mine), "the hosts' displays")
+    displays = world.gather_text(json.dumps(mine), "the hosts' displays")
     if (advice := metal.advice(hosts, [json.loads(text) for text in displays])) is not None:
         say.warning(advice)
 
@@ -371,7 +359,7 @@ def show_model(say: Terminal, model: nn.Module) -> None:
     say.line(f"training {trained:,} of {total:,} parameters ({100 * trained / total:.2f} %) on {device_name()}")
 
 
-# ---- After training --------------------------------------------------------------------------------------------------
+# ---- After training
 
 
 def show_end(say: Terminal, folder: Path, loss: object, ends: Sequence[str] = ()) -> None:
@@ -387,15 +375,15 @@ def show_end(say: Terminal, folder: Path, loss: object, ends: Sequence[str] = ()
     if len(summary["ranks"]) > 1:
         say.line("")
         say.table("", *tables.ranks(summary["ranks"]), text_columns=2)
-    say.line("")
     pages = [name for name in ("report.html", "curves.png", "summary.json") if (folder / name).exists()]
     results = ("results", f"{folder}/: {', '.join(['adapter', *pages])}")
-    unit = tables.loss_unit(loss)
+    unit, words = tables.loss_unit(loss), [python(), "-m"]
+    say.line("")
     say.facts(f"{summary['steps']:,} steps, {summary['pairs']:,} {unit}", [*tables.facts(summary, unit), results])
     say.line("")
-    words, model = [python(), "-m"], summary["model"]
-    generate = [*words, "mlx_lm", "generate", "--model", model, "--adapter-path", str(folder), "--prompt", "..."]
-    say.command([*generate, *(word for end in ends for word in ("--extra-eos-token", end))], lead="try it    ")
+    generate = ["mlx_lm", "generate", "--model", summary["model"], "--adapter-path", str(folder), "--prompt", "..."]
+    generate += [word for end in ends for word in ("--extra-eos-token", end)]
+    say.command([*words, *generate], lead="try it    ")
     say.command([*words, "lib.server", "--run", str(folder)], lead="serve it  ")
     say.command([*words, "lib.dashboard", str(folder)], lead="see it    ")
     say.record(dict(summary))

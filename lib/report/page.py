@@ -89,11 +89,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _serve(app: Any, host: str, port: int, token: str) -> None:
-    """Serves until it is interrupted.
-
-    Raises:
-        UserError: the port is taken.
-    """
+    """Serves until it is interrupted. Raises UserError: the port is taken."""
     from werkzeug.serving import make_server
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -138,8 +134,7 @@ class Watcher:
 def make_app(watcher: Watcher, token: str) -> Any:
     """The Dash application, for those who have the token: in the address (?token=), then in a cookie.
 
-    Raises:
-        UserError: Dash is not installed.
+    Raises UserError: Dash is not installed.
     """
     try:
         import dash
@@ -275,19 +270,18 @@ def card_texts(now: RunFigures, unit: str) -> list[tuple[str, str, str]]:
 
 
 def comparison(html: ModuleType, runs: Sequence[RunHistory], each: Sequence[RunFigures]) -> Any:
-    """A row a run; its key is how its lines look."""
-    titles = ("run", "state", "strategy", "step", "loss", "accuracy", "held-out loss", "pairs/s", "η", "time", "cost")
+    """A row a run with the values of its cards; its key is how its lines look."""
+    cards = [dict(card[:2] for card in card_texts(now, "pairs")) for now in each]
+    titles = list(dict.fromkeys(title for of_run in cards for title in of_run))
     rows: list[list[Any]] = []
-    for number, (run, now) in enumerate(zip(runs, each, strict=True)):
-        look, known = charts.style(number), now.summary
+    for number, (run, now, values) in enumerate(zip(runs, each, cards, strict=True)):
+        look = charts.style(number)
         border = {"solid": "solid", "dash": "dashed"}.get(look["dash"], "dotted")
         key = html.I(className="key", style={"borderTop": f"3px {border} {look['color']}"})
-        rows.append([[key, run.name], now.state, now.plan.get("strategy") or "–", f"{known['steps']:,}"])
-        rows[-1] += [written("{:.4f}", now.latest["loss"]), written("{:.1%}", now.latest["reward_accuracy"])]
-        rows[-1] += [written("{:.4f}", now.held_out.get("loss")), f"{known['pairs_per_second']:.3g}"]
-        rows[-1] += [written("{:.0%}", known["efficiency"]), duration(known["wall_seconds"])]
-        rows[-1] += [written("{:.3g}", known["cost"] and known["cost"]["cost"])]
-    return _table(html, titles, rows)
+        held_out = written("{:.4f}", now.held_out.get("loss"))
+        rows.append([[key, run.name], now.state, now.plan.get("strategy") or "–", held_out])
+        rows[-1] += [values.get(title, "–") for title in titles]
+    return _table(html, ("run", "state", "strategy", "held-out loss", *titles), rows)
 
 
 def _shown(dash: ModuleType, section: sections.PageSection) -> Any:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
 
 from lib.errors import UserError
 from lib.system.records import Record
@@ -23,8 +22,7 @@ PREFIXES = {"step": "train", "evaluation": "held_out"}  # of the figures' names,
 class Trackers:
     """Sends rank 0's records to the sinks. One that fails is reported once and left out; the run goes on.
 
-    Raises:
-        UserError: a sink's package cannot be imported.
+    Raises UserError: a sink's package cannot be imported.
     """
 
     def __init__(self, names: Sequence[str], folder: Path):
@@ -43,29 +41,24 @@ class Trackers:
         Returns:
             Why a sink gets no more.
         """
-        faults: list[str | None] = []
+        faults = []
+        for name in self.names if entry["kind"] == "start" else [*self._open]:
+            try:
+                self._send(name, entry)
+            except Exception as error:  # of a foreign package
+                self._open.pop(name, None)
+                why = " ".join(f"{type(error).__name__}: {error}".split())
+                faults.append(f"run.sinks: {name} gets no more of this run, whose own logs are whole ({why})")
+        return "; ".join(faults) or None
+
+    def _send(self, name: str, entry: Record) -> None:
         if entry["kind"] == "start":
-            faults = [self._attempt(name, self._start, name, entry) for name in self.names]
-        elif (prefix := PREFIXES.get(entry["kind"])) is not None:
-            values = figures(prefix, entry)
-            faults = [self._attempt(name, write, entry["step"], values) for name, (_, write) in [*self._open.items()]]
+            sink = SINKS[name](self.folder, entry["config"], entry["resumed_from_step"])
+            self._open[name] = sink, sink.__enter__()
         elif entry["kind"] == "end":
-            faults = [self._attempt(name, sink.__exit__, *[None] * 3) for name, (sink, _) in [*self._open.items()]]
-            self._open.clear()
-        return "; ".join(fault for fault in faults if fault) or None
-
-    def _start(self, name: str, entry: Record) -> None:
-        sink = SINKS[name](self.folder, entry["config"], entry["resumed_from_step"])
-        self._open[name] = sink, sink.__enter__()
-
-    def _attempt(self, name: str, do: Callable[..., Any], *arguments: Any) -> str | None:
-        try:
-            do(*arguments)
-        except Exception as error:  # of a foreign package
-            self._open.pop(name, None)
-            why = " ".join(f"{type(error).__name__}: {error}".split())
-            return f"run.sinks: {name} gets no more of this run, whose own logs are whole ({why})"
-        return None
+            self._open.pop(name)[0].__exit__(None, None, None)
+        elif entry["kind"] in PREFIXES:
+            self._open[name][1](entry["step"], figures(PREFIXES[entry["kind"]], entry))
 
 
 def figures(prefix: str, entry: Mapping[str, object]) -> dict[str, float]:
@@ -86,20 +79,12 @@ def _tensorboard(folder: Path, config: object, resumed_step: int | None) -> Iter
     purge = None if resumed_step is None else resumed_step + 1
     suffix = f".{time.time_ns()}"  # two starts in one second have a file each
     with SummaryWriter(str(folder / "tensorboard"), purge_step=purge, flush_secs=5, filename_suffix=suffix) as writer:
-
-        def write(step: int, values: dict[str, float]) -> None:
-            for name, value in values.items():
-                writer.add_scalar(name, value, step)
-
-        yield write
+        yield lambda step, values: [writer.add_scalar(name, value, step) for name, value in values.items()]
 
 
 @contextmanager
 def _trackio(folder: Path, config: object, resumed_step: int | None) -> Iterator[Write]:
-    """A run of the project `tandem`, on this machine unless trackio's own variables name another.
-
-    Steps that a crash undid stay in it.
-    """
+    """A run of the project `tandem`, by default on this machine. Steps that a crash undid stay in it."""
     import trackio
 
     run = trackio.init("tandem", folder.name, config=config, resume="never" if resumed_step is None else "allow")
@@ -112,14 +97,10 @@ def _wandb(folder: Path, config: object, resumed_step: int | None) -> Iterator[W
     """A run of the project `tandem`, by wandb's own login; WANDB_MODE=offline keeps it in the run's `wandb/`."""
     import wandb
 
+    key = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]  # the same when resumed
+    resume, settings = None if resumed_step is None else "allow", wandb.Settings(login_timeout=60)
     run = wandb.init(
-        project="tandem",
-        name=folder.name,
-        id=hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16],  # the same when resumed
-        dir=folder,
-        config=config,
-        resume=None if resumed_step is None else "allow",
-        settings=wandb.Settings(login_timeout=60),
+        project="tandem", name=folder.name, id=key, dir=folder, config=config, resume=resume, settings=settings
     )
     yield lambda step, values: run.log(values, step=step)
     run.finish()

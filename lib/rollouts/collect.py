@@ -72,11 +72,7 @@ Line = TypeVar("Line", SampleLine, ScoreLine)
 
 
 def lines_of(path: Path, kind: type[Line]) -> Iterator[Line]:
-    """The lines of a file of a round.
-
-    Raises:
-        UserError: one is not what a round writes.
-    """
+    """The lines of a file of a round. Raises UserError: one is not what a round writes."""
     adapter = TypeAdapter(kind)
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -115,11 +111,7 @@ class Judging:
         return self.scores(chunk)
 
     def join(self) -> None:
-        """Waits until no chunk is left to begin.
-
-        Raises:
-            UserError: the judge failed.
-        """
+        """Waits until no chunk is left to begin. Raises UserError: the judge failed."""
         self.thread.join()
         if self.fault is not None:
             raise self.fault
@@ -172,8 +164,7 @@ class Collector:
     def draw(self, number: int, policy: str, version: int) -> None:
         """samples.jsonl of a round, drawn by all ranks with the weights that they have. policy: their digest.
 
-        Raises:
-            UserError, AgreedError: a disk is full, or rank 0 is gone.
+        Raises UserError, AgreedError: a disk is full, or rank 0 is gone.
         """
         if (job := self._job(number, SAMPLES, policy)) is None:
             return
@@ -205,19 +196,17 @@ class Collector:
 
     def _judged(self, number: int) -> Callable[[range], Lines]:
         """A function that gives lines of scores.jsonl for some of a round's prompts."""
-        rows, folder = self._rows(number), self.folder_of(number)
+        rows, count = self._rows(number), self.config.rollouts.samples
         with self.world.agreeing("reading the answers of a round"):
-            answers = _by_prompt(folder / SAMPLES, rows, self.config.rollouts.samples)
+            texts = [one["text"] for one in self._lines(number, SAMPLES, SampleLine)]
 
         def lines(part: range) -> Lines:
-            began, taken = time.perf_counter(), [rows[i] for i in part]
-            texts = {row: [one["text"] for one in answers[row]] for row in taken}
-            questions = [
-                question_of(self.prompts, row, texts[row], self.config, self.sampler.tokenizer) for row in taken
-            ]
+            began = time.perf_counter()
+            each = [(rows[i], texts[i * count : (i + 1) * count]) for i in part]
+            questions = [question_of(self.prompts, *one, self.config, self.sampler.tokenizer) for one in each]
             scored = [
                 ScoreLine(prompt_id=row, k=k, score=one.score, fault=one.fault)
-                for row, of_row in zip(taken, scores_of(self.judge, questions), strict=True)
+                for (row, _), of_row in zip(each, scores_of(self.judge, questions), strict=True)
                 for k, one in enumerate(of_row)
             ]
             self.seconds["judging"] += time.perf_counter() - began
@@ -225,13 +214,23 @@ class Collector:
 
         return lines
 
+    def _lines(self, number: int, name: str, kind: type[Line]) -> list[Line]:
+        """The lines of a round's file: of each prompt, in the order of k.
+
+        Raises UserError: a line is not what a round writes, or they are not those of the round's prompts.
+        """
+        path, samples = self.folder_of(number) / name, range(self.config.rollouts.samples)
+        lines = list(lines_of(path, kind))
+        if [(one["prompt_id"], one["k"]) for one in lines] != [(row, k) for row in self._rows(number) for k in samples]:
+            raise UserError(f"{path} has not {len(samples)} answers to each prompt, in their order; {REMEDY}")
+        return lines
+
     def collect(self, number: int, policy: str, judging: Judging | None) -> Collected:
         """A round's answers with their scores, and their pairs.
 
         policy: digest of the weights that drew them. judging: the round's, if this process began it.
 
-        Raises:
-            UserError, AgreedError: the judge scores nothing, a disk is full, or rank 0 is gone.
+        Raises UserError, AgreedError: the judge scores nothing, a disk is full, or rank 0 is gone.
         """
         folder, rows, rollouts = self.folder_of(number), self._rows(number), self.config.rollouts
         spread(folder / SAMPLES, self.world, self.keeps_disk)
@@ -243,12 +242,18 @@ class Collector:
             pull(job, self.world, self._judged(number), needs_model=False, queue=queue)
         spread(folder / SCORES, self.world, self.keeps_disk)
         with self.world.agreeing("reading the scores of a round"):
-            answers = _by_prompt(folder / SAMPLES, rows, rollouts.samples)
-            groups = self._groups(folder / SCORES, answers)
+            samples, scores = self._lines(number, SAMPLES, SampleLine), self._lines(number, SCORES, ScoreLine)
+        each = [
+            Answer(one["k"], one["text"], one["tokens"], one["logps"], one["finish"], scored["score"])
+            for one, scored in zip(samples, scores, strict=True)
+        ]
+        count = rollouts.samples
+        of_prompts = [(row, each[i * count : (i + 1) * count]) for i, row in enumerate(rows)]
+        groups = [Group(row, self.prompts.prompt_ids(row), of_row) for row, of_row in of_prompts]
         pairs = [pair for group in groups for pair in pairs_of(group, rollouts)]
         if self.keeps_disk and self.config.record_kind == "preference" and not (folder / PAIRS).exists():
             files.write_atomically(folder / PAIRS, "".join(self._pair_line(pair) + "\n" for pair in pairs))
-        return Collected(answers[rows[0]][0]["version"], groups, pairs)
+        return Collected(samples[0]["version"], groups, pairs)
 
     def _samples(
         self, number: int, policy: str, version: int, rows: Sequence[int], is_wanted: Callable[[], bool]
@@ -275,17 +280,6 @@ class Collector:
             )
             for drawn in samples
         ]
-
-    def _groups(self, path: Path, answers: dict[int, list[SampleLine]]) -> list[Group]:
-        scores = {(one["prompt_id"], one["k"]): one["score"] for one in lines_of(path, ScoreLine)}
-        if missing := [row for row in answers if any((row, one["k"]) not in scores for one in answers[row])]:
-            raise UserError(f"{path}: prompt {missing[0]} of the round is missing; {REMEDY}")
-        groups = []
-        for row, of_row in answers.items():
-            each = [(one["k"], one["text"], one["tokens"], one["logps"], one["finish"]) for one in of_row]
-            scored = [Answer(*known, scores[row, known[0]]) for known in each]
-            groups.append(Group(row, self.prompts.prompt_ids(row), scored))
-        return groups
 
     def examples(self, pairs: Sequence[Pair]) -> list[dict[str, str]]:
         """A few pairs as text, for people."""
@@ -349,28 +343,8 @@ def is_on_rank_0(path: Path, world: World) -> bool:
     return bool(json.loads(world.broadcast_text(json.dumps(path.exists()))))
 
 
-def _by_prompt(path: Path, rows: Sequence[int], samples: int) -> dict[int, list[SampleLine]]:
-    """The lines of samples.jsonl by prompt, in the order of k.
-
-    Raises:
-        UserError: a line is not what a round writes, or they are not those of these prompts.
-    """
-    answers: dict[int, list[SampleLine]] = {row: [] for row in rows}
-    for line in lines_of(path, SampleLine):
-        answers.setdefault(line["prompt_id"], []).append(line)
-    for row, of_row in answers.items():
-        is_whole = all(len(one["logps"]) == len(one["tokens"]) for one in of_row)
-        if row not in rows or not is_whole or [one["k"] for one in of_row] != list(range(samples)):
-            raise UserError(f"{path}: prompt {row} has not {samples} answers in their order; {REMEDY}")
-    return answers
-
-
 def spread(path: Path, world: World, keeps_disk: bool) -> None:
-    """Gives rank 0's file to every disk that lacks it.
-
-    Raises:
-        AgreedError: a disk is full or not writable.
-    """
+    """Gives rank 0's file to every disk that lacks it. Raises AgreedError: a disk is full or not writable."""
     if not any(world.gather_text("" if path.exists() else "missing", f"who has {path.name}")):
         return
     own = path.read_bytes() if world.rank == 0 else b""

@@ -115,8 +115,7 @@ class Rounds:
     def _recall(self) -> int:
         """Takes up what is known of the rounds so far, and returns the last that is finished.
 
-        Raises:
-            AgreedError: a round.json is missing, or not what a round writes; all ranks have the same text.
+        Raises AgreedError: a round.json is missing, or not what a round writes; all ranks have the same text.
         """
         run, step, reader = self.run, self.run.progress.step, TypeAdapter(RoundFigures)
         if not run.progress.before:
@@ -188,8 +187,7 @@ class Rounds:
     def _collected(self, number: int) -> Collected:
         """A round's answers; drawn here, unless they were drawn before.
 
-        Raises:
-            AgreedError: training has begun, and the answers are gone.
+        Raises AgreedError: training has begun, and the answers are gone.
         """
         run, first_step, folder = self.run, (number - 1) * self.steps, self.collector.folder_of(number)
         if run.progress.step == first_step:
@@ -323,8 +321,7 @@ def _judge_of(config: Config, section: str, prompts: Prompts, tokenizer: Tokeniz
 def train(run: TrainingRun, evaluator: Evaluator) -> TrainingLoop:
     """All rounds of a run, resumed or new; its last weights are in the model then.
 
-    Raises:
-        UserError, AgreedError, Stopped: as sampling, judging and training.
+    Raises UserError, AgreedError, Stopped: as sampling, judging and training.
     """
     config, inputs, world = run.config, run.inputs, run.world
     prompts, tokenizer, rollouts = inputs.data, inputs.tokenizer, config.rollouts
