@@ -8,10 +8,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from lib.config.settings import CostSettings
 from lib.plan.calibration import BatchCurve
@@ -22,6 +22,7 @@ STEP_COLUMNS: tuple[str, ...] = ("step", "time", "pairs", "tokens", "loss", "kl"
 STEP_COLUMNS += ("grad_norm", "learning_rate", "step_seconds", "compute_seconds", "sync_seconds", "wait_seconds")
 ARITHMETIC = ("computed_tokens_per_second", "tflops", "computed_tflops", "matrix_rate_share")
 STEP_COLUMNS += ("peak_memory_bytes", *ARITHMETIC)
+MEASURES = ("time", "bytes_per_second", "temperature_celsius", "power_watts", "speed_limit")
 POINTS = 2048  # of a curve at most: of longer ones each point is the mean of 2, 4, 8, ... records
 RECENT = 20  # records behind the figures of the moment
 SILENT_SECONDS = 300.0
@@ -29,6 +30,8 @@ LATE_SECONDS = 20.0  # into a run every rank has written a record, here or elsew
 LARGEST = 1e30  # a larger figure is a gap: no axis can show it
 
 RankHost = tuple[int, str]
+Kind = Literal["steps", "measures"]
+_EVENT = TypeAdapter(Record)
 
 
 # ---- Reading ---------------------------------------------------------------------------------------------------------
@@ -58,36 +61,6 @@ class NumberTable:
         return column
 
 
-class RankLog:
-    """One file of records."""
-
-    def __init__(self, path: Path):
-        self.tail = Tail(path)
-        self.steps: dict[RankHost, NumberTable] = {}
-        self.events: list[Record] = []  # all others
-
-    def read(self) -> bool:
-        """Reads the next piece; False where there is nothing new."""
-        begins, lines = self.tail.read()
-        if begins:
-            self.steps, self.events = {}, []
-        for line in lines.splitlines():
-            with contextlib.suppress(
-                ValueError, RecursionError, AttributeError
-            ):  # half a line of a crash, or no record
-                self._take(json.loads(line))
-        return bool(lines)
-
-    def _take(self, record: Any) -> None:
-        if not isinstance(record, dict) or not math.isfinite(_number(record.get("time"))):
-            return
-        kind, who = record.get("kind"), (record.get("rank", 0), record.get("host", ""))
-        if kind == "step":
-            self.steps.setdefault(who, NumberTable(STEP_COLUMNS)).append(record)
-        elif isinstance(kind, str):
-            self.events.append(record)
-
-
 def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) and abs(value) < LARGEST else math.nan
 
@@ -97,7 +70,9 @@ class RunHistory:
 
     def __init__(self, folder: Path):
         self.folder = Path(folder)
-        self.logs: dict[Path, RankLog] = {}
+        self.tails: dict[Path, Tail] = {}
+        self.tables: dict[tuple[Path, Kind, RankHost], NumberTable] = {}
+        self.others: dict[Path, list[Record]] = {}  # records that are no numbers of a rank
         self.version = 0  # changes when a record was read
         self._events: tuple[int, list[Record]] = -1, []  # of which version
 
@@ -107,20 +82,39 @@ class RunHistory:
 
     def read(self) -> bool:
         """Reads a piece of every log; False where there was nothing new in any."""
-        logs = self.folder / "logs"
+        logs, before = self.folder / "logs", self.version
         with contextlib.suppress(OSError):  # the folder is removed at this moment
             for path in (*logs.glob("rank-*.jsonl"), *logs.glob("*/rank-*.jsonl")):
-                if path not in self.logs and path.parent.name != "discarded" and path.is_file():
-                    self.logs[path] = RankLog(path)
-        new = sum(log.read() for log in self.logs.values())
-        self.version += new
-        return new > 0
+                if path.parent.name != "discarded" and path.is_file():
+                    self.tails.setdefault(path, Tail(path))
+        for path, tail in self.tails.items():
+            begins, lines = tail.read()
+            if begins:
+                self.others[path] = []
+                self.tables = {key: table for key, table in self.tables.items() if key[0] != path}
+            for line in lines.splitlines():
+                with contextlib.suppress(ValueError, RecursionError):  # half a line of a crash, or no record
+                    self._take(path, json.loads(line))
+            self.version += bool(lines)
+        return self.version > before
+
+    def _take(self, path: Path, record: Any) -> None:
+        if not isinstance(record, dict) or not math.isfinite(_number(record.get("time"))):
+            return
+        kind, who = record.get("kind"), (record.get("rank", 0), record.get("host", ""))
+        if kind in ("step", "network", "sensors"):
+            key: tuple[Path, Kind, RankHost] = (path, "steps" if kind == "step" else "measures", who)
+            columns = STEP_COLUMNS if kind == "step" else MEASURES
+            self.tables.setdefault(key, NumberTable(columns)).append(record)
+        else:
+            _EVENT.validate_python(record, strict=True)  # ValidationError is a ValueError
+            self.others[path].append(record)  # type: ignore[arg-type]
 
     @property
     def events(self) -> list[Record]:
         """All records that are no measurements, by time; of two copies of one file each record once."""
         if self._events[0] != self.version:
-            every = [event for _, log in sorted(self.logs.items()) for event in log.events]
+            every = [event for _, records in sorted(self.others.items()) for event in records]
             distinct = {(e["time"], e["kind"], e.get("rank"), e.get("host"), e.get("text")): e for e in every}
             self._events = self.version, sorted(distinct.values(), key=lambda event: event["time"])
         return self._events[1]
@@ -134,10 +128,20 @@ class RunHistory:
         """The newest start."""
         return next((event for event in reversed(self.events) if event["kind"] == "start"), Record())
 
+    def _of(self, kind: Kind) -> dict[RankHost, NumberTable]:
+        """Tables by rank and host, in the order of ranks; of two copies of one file the longer."""
+        every = [(who, table) for (_, of_kind, who), table in self.tables.items() if of_kind == kind]
+        return dict(sorted(sorted(every, key=lambda pair: len(pair[1].rows)), key=lambda pair: pair[0]))
+
     @property
     def series(self) -> dict[RankHost, NumberTable]:
-        """Step records by rank and host, in the order of ranks; of two copies of one file the longer."""
-        return _longest([log.steps for log in self.logs.values()])
+        """Step records."""
+        return self._of("steps")
+
+    @property
+    def measured(self) -> dict[RankHost, NumberTable]:
+        """Records of the network and of sensors."""
+        return self._of("measures")
 
     def curve(self, who: RankHost, name: str, over: str | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Steps, and a column's means over buckets of them; with `over`, divided by that column's means.
@@ -160,11 +164,6 @@ class RunHistory:
         sums, counts = (np.add.reduceat(np.where(known, array, 0.0), bounds) for array in (values, below))
         means = np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0)
         return np.maximum.reduceat(steps, bounds), means
-
-
-def _longest(copies: Sequence[dict[RankHost, NumberTable]]) -> dict[RankHost, NumberTable]:
-    every = [(who, table) for each in copies for who, table in each.items()]
-    return dict(sorted(sorted(every, key=lambda pair: len(pair[1].rows)), key=lambda pair: pair[0]))
 
 
 def runs_in(folder: Path) -> list[Path]:
