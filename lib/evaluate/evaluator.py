@@ -23,8 +23,7 @@ SAMPLE_TOKENS = 32  # of an answer that is only shown: a line of it is
 class Evaluator:
     """Evaluates a run, records the result and prints it.
 
-    Args:
-        reference: float32 [n, K], of the held-out rows; None for a loss without one.
+    reference: float32 [n, K], of the held-out rows; None for a loss without one.
     """
 
     run: TrainingRun

@@ -146,8 +146,7 @@ class HarnessWorker:
 class HarnessModel:
     """The methods of lm_eval.api.model.LM, which it is mixed into where that package is installed.
 
-    Args:
-        ask: `HarnessWorker.ask`.
+    ask: `HarnessWorker.ask`.
     """
 
     def __init__(
@@ -207,10 +206,7 @@ class HarnessModel:
         return (whole[:length], whole[length:]) if length else ([self.start_id], whole)
 
     def encode(self, text: str, opens: bool | None = None) -> list[int]:
-        """Token ids. opens: with the tokenizer's opening tokens; by default unless the text has them already.
-
-        Raises UserError: the tokenizer makes ids that the model does not know.
-        """
+        """Token ids. opens: with the tokenizer's opening tokens; by default unless the text has them already."""
         if opens is None and self.start_text and text.startswith(self.start_text):
             opens = False
         options = {} if opens is None else {"add_special_tokens": opens}
@@ -244,10 +240,7 @@ class HarnessModel:
     # ---- Chats
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as text, as training rendered it (data.chat_template).
-
-        Raises UserError: the template refuses it.
-        """
+        """A conversation as text, as training rendered it (data.chat_template)."""
         own = template_of(self.settings.data)
         options = {
             "tokenize": False,
@@ -273,10 +266,7 @@ def longest_input(settings: Config) -> int:
 
 
 def fitting(context: list[int], continuation: list[int], longest: int) -> tuple[list[int], list[int]]:
-    """The pair, without the beginning of a context that is too long: the last token is predicted and not seen.
-
-    Raises UserError: the continuation alone is too long.
-    """
+    """The pair, without the beginning of a context that is too long: the last token is predicted and not seen."""
     if len(continuation) > longest:
         raise UserError(f"a continuation of {len(continuation):,} tokens does not fit a model that sees {longest:,}")
     return context[-(longest + 1 - len(continuation)) :], continuation
@@ -307,8 +297,6 @@ def evaluate_tasks(subject: StoredModel, tasks: Tasks, out: Path, world: World) 
 
     Returns:
         On rank 0 the results, as lm_eval.simple_evaluate returns them; elsewhere nothing.
-
-    Raises UserError, AgreedError: the package or a task is missing, or a task and the model do not fit.
     """
     settings, kept = subject.settings, out.with_name(f"{out.name}.partial")
     with world.agreeing("reading the model"):

@@ -78,16 +78,10 @@ class Judge(ABC):
 
     @abstractmethod
     def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
-        """A score for each completion of each question.
-
-        Raises UserError: a record lacks what the judge needs, or what the judge did wrong.
-        """
+        """A score for each completion of each question."""
 
     def require_scores(self, question: Question) -> None:  # noqa: B027  (most judges need no trial)
-        """Makes sure that the judge answers, before answers are sampled for it.
-
-        Raises UserError: it does not, or what it returns are no scores.
-        """
+        """Makes sure that the judge answers, before answers are sampled for it."""
 
 
 # ---- Checks of the record's answer
@@ -153,8 +147,6 @@ class FunctionJudge(Judge):
         name: MODULE:FUNCTION, importable from this folder.
         shown: how the user named the judge, for errors.
         limit_seconds: for the completions of one question.
-
-    Raises UserError: it cannot be imported.
     """
 
     looks_at_order = True
@@ -207,10 +199,7 @@ class FunctionJudge(Judge):
             raise
 
     def _received(self, limit_seconds: float) -> dict[str, Any]:
-        """The process's next message.
-
-        Raises UserError: none came in time, or the process ended, or it says what the function did wrong.
-        """
+        """The process's next message."""
         fault = f"no answer within {limit_seconds:g} s (evaluate.judge_seconds)"
         try:
             if self._pipe.poll(limit_seconds):
@@ -293,10 +282,7 @@ WAIT_SECONDS = 1.0  # before the second try; doubled for each further one
 
 
 def instructions_of(settings: EvaluateSettings, default: str, places: Sequence[str]) -> str:
-    """What a judge model is asked: evaluate.judge_prompt, or the default.
-
-    Raises UserError: the file cannot be read, or lacks a place.
-    """
+    """What a judge model is asked: evaluate.judge_prompt, or the default."""
     path = settings.judge_prompt
     if path is None:
         return default
@@ -322,8 +308,6 @@ class JudgeServer(Judge):
     """A model of an OpenAI-compatible server, asked for verdicts on two answers, or for a grade of each.
 
     The questions are those of MT-bench's judge (arXiv:2306.05685, section 3.1).
-
-    Raises UserError: evaluate.judge_prompt has no place for the answers.
     """
 
     def __init__(self, settings: EvaluateSettings, timeout_seconds: float, grades: bool):
@@ -400,8 +384,6 @@ class RewardModel(Judge):
 
     Args:
         multiple: what rows are padded to.
-
-    Raises UserError: there is no such model, or no tokenizer, or it has several labels.
     """
 
     def __init__(self, settings: EvaluateSettings, multiple: int):
@@ -441,10 +423,7 @@ class RewardModel(Judge):
         return np.array(at_end @ self.head)
 
     def _row(self, question: Question, text: str) -> list[int]:
-        """The tokens whose last one is scored.
-
-        Raises UserError: the template refuses them, the model has too few positions, or it does not know an id.
-        """
+        """The tokens whose last one is scored."""
         if self.is_classifier:
             prompt = question.prompt
             turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -511,10 +490,7 @@ def kind_of(judge: str | None) -> JudgeKind:
 
 
 def require_judges(settings: EvaluateSettings, of_rounds: str | None, data: object, held_out: Prompts | None) -> None:
-    """Makes sure that a round's answers, and those to held-out prompts, have a judge. of_rounds: rollouts.judge.
-
-    Raises UserError: they have none, or it has nothing to check by.
-    """
+    """Makes sure that a round's answers, and those to held-out prompts, have a judge. of_rounds: rollouts.judge."""
     first = ("evaluate.judge", settings.judge) if of_rounds is None else ("rollouts.judge", of_rounds)
     for (name, judge), prompts in ((first, data), (("evaluate.judge", settings.judge), held_out)):
         if not isinstance(prompts, Prompts):
@@ -528,10 +504,7 @@ def require_judges(settings: EvaluateSettings, of_rounds: str | None, data: obje
 
 
 def require_judge(settings: EvaluateSettings, judge: str | None, setting: str) -> None:
-    """Makes sure that there is a judge of that name, without starting it. setting: that gave it, for errors.
-
-    Raises UserError: there is none.
-    """
+    """Makes sure that there is a judge of that name, without starting it. setting: that gave it, for errors."""
     name, kind, why = f"{setting}={judge}", kind_of(judge), ""
     if judge is None:
         return
@@ -573,8 +546,6 @@ def judge_of(settings: Config, setting: str = "evaluate.judge", grades: bool = F
 
     grades: of any number of answers, each by itself: else a served model compares two. setting: that gave the name, for
     errors.
-
-    Raises UserError: there is none of that name.
     """
     evaluate = settings.evaluate
     judge, kind, pattern = evaluate.judge, kind_of(evaluate.judge), evaluate.answer_pattern
@@ -607,8 +578,6 @@ def scores_of(judge: Judge, questions: Sequence[Question]) -> list[list[Scored]]
     """A score for each completion of each question.
 
     Where a judge fails on several questions it is asked for each, and where it fails on one for each of its answers.
-
-    Raises UserError: it fails on every answer to several questions, so nothing is wrong with the answers.
     """
     try:
         return [list(map(_scored, of_texts)) for of_texts in judge(questions)]

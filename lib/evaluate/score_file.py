@@ -83,8 +83,6 @@ def pull(
 
     Returns:
         On rank 0, the figures for people and machines; elsewhere nothing.
-
-    Raises AgreedError, UserError: on one rank, so on all.
     """
     size, say, began = job.chunk_rows, Terminal(silent=world.rank != 0), time.perf_counter()
     queue = queue or job.open(world)
@@ -149,10 +147,7 @@ def digest_of(records: Records) -> str:
 
 
 def open_asked(named: str | None, settings: Config, kind: RecordKind, say: Terminal) -> Records:
-    """The records of --data, by default those that the run holds out. kind: what the command reads of a record.
-
-    Raises UserError: nothing is named, and the run has nothing held out that could be read so; or as `open_rows`.
-    """
+    """The records of --data, by default those that the run holds out. kind: what the command reads of a record."""
     source, data = named or settings.data.valid, settings.data
     if source is not None:
         return open_rows(str(source), data, kind, say)
@@ -262,8 +257,7 @@ class Scorer:
 class CompletionWriter:
     """Completions of records' prompts, the greedy one or so many drawn ones: a line for each of some rows.
 
-    Args:
-        world: of the ranks that hold parts of the model; else of this rank alone.
+    world: of the ranks that hold parts of the model; else of this rank alone.
     """
 
     def __init__(
@@ -383,10 +377,7 @@ def divides(strategy: str, world: World) -> bool:
 
 
 def parts_of_model(settings: Config, world: World) -> tuple[Parts | None, World]:
-    """What each rank holds of a model as strategy has it, and the world of these ranks; None: all of it.
-
-    Raises AgreedError: the model cannot be divided so.
-    """
+    """What each rank holds of a model as strategy has it, and the world of these ranks; None: all of it."""
     if not divides(settings.strategy, world):
         return None, world
     if settings.strategy == "pipelined":
@@ -417,10 +408,7 @@ class StoredModel(NamedTuple):
         return str(self.adapter or self.settings.model.path)
 
     def load(self, world: World, parts: Parts | None = None) -> LoadedModel:
-        """The model on every rank. parts, world: of `parts_of_model`.
-
-        Raises AgreedError: the model or the adapter cannot be read, or the model not be divided.
-        """
+        """The model on every rank. parts, world: of `parts_of_model`."""
         settings, start = self.settings, dict[str, mx.array]()
         with world.agreeing("loading the model"):
             model = load_module.load(settings.model, settings.train.seed, lazy=parts is not None)

@@ -39,8 +39,6 @@ def compare(first: StoredModel, second: StoredModel, records: Records, out: Path
 
     Returns:
         On rank 0, the result; elsewhere nothing.
-
-    Raises AgreedError, UserError: on one rank, so on all; the judge's, on rank 0.
     """
     settings, evaluate, data = first.settings, first.settings.evaluate, score_file.digest_of(records)
     with world.agreeing("reading the models"):

@@ -132,10 +132,7 @@ class Watcher:
 
 
 def make_app(watcher: Watcher, token: str) -> Any:
-    """The Dash application, for those who have the token: in the address (?token=), then in a cookie.
-
-    Raises UserError: Dash is not installed.
-    """
+    """The Dash application, for those who have the token: in the address (?token=), then in a cookie."""
     try:
         import dash
     except ImportError as error:

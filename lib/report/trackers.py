@@ -20,10 +20,7 @@ PREFIXES = {"step": "train", "evaluation": "held_out"}  # of the figures' names,
 
 
 class Trackers:
-    """Sends rank 0's records to the sinks. One that fails is reported once and left out; the run goes on.
-
-    Raises UserError: a sink's package cannot be imported.
-    """
+    """Sends rank 0's records to the sinks. One that fails is reported once and left out; the run goes on."""
 
     def __init__(self, names: Sequence[str], folder: Path):
         self.names, self.folder = tuple(dict.fromkeys(names)), folder

@@ -162,10 +162,7 @@ class Collector:
         return FileJob(f"round {number}: prompts {WHAT[name]}", key, len(rows), out, size)
 
     def draw(self, number: int, policy: str, version: int) -> None:
-        """samples.jsonl of a round, drawn by all ranks with the weights that they have. policy: their digest.
-
-        Raises UserError, AgreedError: a disk is full, or rank 0 is gone.
-        """
+        """samples.jsonl of a round, drawn by all ranks with the weights that they have. policy: their digest."""
         if (job := self._job(number, SAMPLES, policy)) is None:
             return
         rows, queue, began, before = (
@@ -215,10 +212,7 @@ class Collector:
         return lines
 
     def _lines(self, number: int, name: str, kind: type[Line]) -> list[Line]:
-        """The lines of a round's file: of each prompt, in the order of k.
-
-        Raises UserError: a line is not what a round writes, or they are not those of the round's prompts.
-        """
+        """The lines of a round's file: of each prompt, in the order of k."""
         path, samples = self.folder_of(number) / name, range(self.config.rollouts.samples)
         lines = list(lines_of(path, kind))
         if [(one["prompt_id"], one["k"]) for one in lines] != [(row, k) for row in self._rows(number) for k in samples]:
@@ -229,8 +223,6 @@ class Collector:
         """A round's answers with their scores, and their pairs.
 
         policy: digest of the weights that drew them. judging: the round's, if this process began it.
-
-        Raises UserError, AgreedError: the judge scores nothing, a disk is full, or rank 0 is gone.
         """
         folder, rows, rollouts = self.folder_of(number), self._rows(number), self.config.rollouts
         spread(folder / SAMPLES, self.world, self.keeps_disk)

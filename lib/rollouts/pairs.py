@@ -180,8 +180,7 @@ LEAST_ENTROPY = 0.1  # of the first round's: nearly every answer is the same the
 class RoundFigures:
     """What is known of a finished round.
 
-    Args:
-        held_out: after it, by the names of HELD_OUT; before the first round there is one with number 0.
+    held_out: after it, by the names of HELD_OUT; before the first round there is one with number 0.
     """
 
     round: int

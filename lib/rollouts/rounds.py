@@ -113,10 +113,7 @@ class Rounds:
         self.loop.final_step = run.progress.best_step = self._kept().round * self.steps
 
     def _recall(self) -> int:
-        """Takes up what is known of the rounds so far, and returns the last that is finished.
-
-        Raises AgreedError: a round.json is missing, or not what a round writes; all ranks have the same text.
-        """
+        """Takes up what is known of the rounds so far, and returns the last that is finished."""
         run, step, reader = self.run, self.run.progress.step, TypeAdapter(RoundFigures)
         if not run.progress.before:
             self.loop.evaluate_before()
@@ -185,10 +182,7 @@ class Rounds:
         self._judge(RoundFigures(number, self.loop.latest, figures), staleness, self.collector.examples(pairs))
 
     def _collected(self, number: int) -> Collected:
-        """A round's answers; drawn here, unless they were drawn before.
-
-        Raises AgreedError: training has begun, and the answers are gone.
-        """
+        """A round's answers; drawn here, unless they were drawn before."""
         run, first_step, folder = self.run, (number - 1) * self.steps, self.collector.folder_of(number)
         if run.progress.step == first_step:
             was_drawn = self.settings.overlap and number > 1
@@ -319,10 +313,7 @@ def _judge_of(config: Config, section: str, prompts: Prompts, tokenizer: Tokeniz
 
 
 def train(run: TrainingRun, evaluator: Evaluator) -> TrainingLoop:
-    """All rounds of a run, resumed or new; its last weights are in the model then.
-
-    Raises UserError, AgreedError, Stopped: as sampling, judging and training.
-    """
+    """All rounds of a run, resumed or new; its last weights are in the model then."""
     config, inputs, world = run.config, run.inputs, run.world
     prompts, tokenizer, rollouts = inputs.data, inputs.tokenizer, config.rollouts
     assert isinstance(prompts, Prompts) and tokenizer is not None
