@@ -236,7 +236,7 @@ def test_a_run_leaves_one_page_that_needs_no_other_and_a_model_card(tmp_path: Pa
     run = tmp_path / "runs" / "page"
     text = (run / "report.html").read_text()
     assert not re.search(r"""(src|href)\s*=\s*["'](?!#)|url\((?!#)|@import""", text), "nothing is fetched"
-    assert text.count("<svg") == 8 and (run / "curves.png").stat().st_size > 10_000
+    assert text.count("<svg") == 7 and (run / "curves.png").stat().st_size > 10_000
     evaluations = [r for r in read_records(run / "logs" / "rank-000.jsonl") if r["kind"] == "evaluation"]
     best = min(evaluations[1:], key=lambda record: record["loss"])  # whose weights the folder holds
     for evaluation in (evaluations[0], best):

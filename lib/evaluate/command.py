@@ -60,9 +60,6 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-# ---- Held-out metrics
-
-
 def evaluate(settings: Config, options: argparse.Namespace, world: World) -> None:
     """Evaluates a saved run, or a model against a reference; prints a line for people and one of JSON.
 
@@ -128,9 +125,6 @@ def _require_records_loss(settings: Config) -> None:
             "train.loss=grpo has no loss of held-out records; name one that has, e.g. train.loss=sigmoid for pairs or "
             "train.loss=sft for completions, or let the model answer: --score greedy, --against, --tasks"
         )
-
-
-# ---- Whole files
 
 
 def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None:
@@ -203,9 +197,6 @@ def on_tasks(settings: Config, options: argparse.Namespace, world: World) -> Non
 def _need_whole_models(strategy: str, world: World, option: str) -> None:
     if divides(strategy, world):
         raise UserError(f"{option}: every rank has the whole model; leave strategy={strategy} out")
-
-
-# ---- The command line
 
 
 def _model_of(settings: Config, options: argparse.Namespace) -> StoredModel:

@@ -166,8 +166,6 @@ class HarnessModel:
         """What requests are kept by."""
         return self.name
 
-    # ---- Log-probabilities
-
     def loglikelihood(self, requests: Sequence[Any], **_: object) -> list[tuple[float, bool]]:
         """Log-probability of each (context, continuation), and whether greedy decoding would write it."""
         return self._scores([self.encode_pair(*request.args) for request in requests])
@@ -217,8 +215,6 @@ class HarnessModel:
             raise UserError(f"{self.name}: a task's text {text[:60]!r}: {why}") from None
         return ids
 
-    # ---- Answers
-
     def generate_until(self, requests: Sequence[Any], **_: object) -> list[str]:
         """What the model writes after each context, up to the first stop text."""
         items = [self._generated(*request.args) for request in requests]
@@ -236,8 +232,6 @@ class HarnessModel:
         ids = self.encode(context)[-room:] or [self.start_id]
         stops = [until] if isinstance(until, str) else list(until)
         return AnswerRequest(ids, stops, max_tokens, 0.0 if draws is False else temperature)
-
-    # ---- Chats
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as text, as training rendered it (data.chat_template)."""

@@ -6,7 +6,6 @@ A judge takes questions and returns a score for each completion of each, the hig
 from __future__ import annotations
 
 import contextlib
-import importlib.machinery
 import json
 import math
 import multiprocessing
@@ -22,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from decimal import Context, Decimal, localcontext
+from importlib.machinery import PathFinder
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -41,6 +41,7 @@ from lib.data.record_formats import ANSWER, Unusable
 from lib.data.tokenizer import ModelLimits
 from lib.errors import UserError
 from lib.evaluate import judge_process
+from lib.evaluate.sample import in_batches
 from lib.model.lookup_tables import bounded
 from lib.model.token_stream import length_multiple
 from lib.system import files, os_commands
@@ -405,13 +406,9 @@ class RewardModel(Judge):
 
     def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
         rows = [self._row(question, text) for question in questions for text in question.completions]
-        scores = np.zeros(len(rows))
-        order = np.argsort([len(ids) for ids in rows], kind="stable").tolist()
-        for start in range(0, len(order), self.batch_size):
-            part = order[start : start + self.batch_size]
-            scores[part] = self._batch([rows[i] for i in part])
-        ends = np.cumsum([len(question.completions) for question in questions])
-        return [part.tolist() for part in np.split(scores, ends)[:-1]]
+        score = lambda part: self._batch([rows[i] for i in part])  # noqa: E731
+        scores = iter(in_batches([len(ids) for ids in rows], self.batch_size, score))
+        return [[float(next(scores)) for _ in question.completions] for question in questions]
 
     def _batch(self, rows: list[list[int]]) -> np.ndarray:
         """float32 [n]: the score at each row's last token. Padding comes after it, so the row does not see it."""
@@ -505,7 +502,7 @@ def require_judges(settings: EvaluateSettings, of_rounds: str | None, data: obje
 
 def require_judge(settings: EvaluateSettings, judge: str | None, setting: str) -> None:
     """Makes sure that there is a judge of that name, without starting it. setting: that gave it, for errors."""
-    name, kind, why = f"{setting}={judge}", kind_of(judge), ""
+    name, kind, why, host = f"{setting}={judge}", kind_of(judge), "", None
     if judge is None:
         return
     if judge == "json_schema" and _is_missing("jsonschema"):
@@ -513,14 +510,10 @@ def require_judge(settings: EvaluateSettings, judge: str | None, setting: str) -
     elif kind == "reward":
         _reward_folder(judge, name)
     elif kind == "server":
-        try:
-            has_host = bool(urlsplit(judge).hostname)
-        except ValueError:
-            has_host = False
-        if not has_host:
-            why = " is no address; give one like http://HOST:8080/v1"
-        elif settings.judge_model is None:
-            why = " needs evaluate.judge_model, the name of a model that it serves"
+        why = "" if settings.judge_model else " needs evaluate.judge_model, the name of a model that it serves"
+        with contextlib.suppress(ValueError):
+            host = urlsplit(judge).hostname
+        why = why if host else " is no address; give one like http://HOST:8080/v1"
     elif kind == "function" and _is_missing(package := re.split("[.:]", judge)[0]):
         why = f": ModuleNotFoundError: No module named {package!r}; give module:function, importable from this folder"
     elif kind == "command":
@@ -536,9 +529,8 @@ def require_judge(settings: EvaluateSettings, judge: str | None, setting: str) -
 
 def _is_missing(package: str) -> bool:
     """Whether there is no such package here or in this folder. It is looked for alone: to import it runs its code."""
-    if package in sys.builtin_module_names or package in sys.modules:
-        return False
-    return importlib.machinery.PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]) is None
+    is_builtin = package in sys.builtin_module_names or package in sys.modules
+    return not is_builtin and PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]) is None
 
 
 def judge_of(settings: Config, setting: str = "evaluate.judge", grades: bool = False) -> Judge:

@@ -55,9 +55,6 @@ LANES |= {"checkpoint": "square", "warning": "x", "end": "triangle-left"}
 LANE_POINTS = 500  # of more events of a kind the newest
 
 
-# ---- What is drawn ---------------------------------------------------------------------------------------------------
-
-
 def learning(runs: Sequence[RunHistory]) -> list[Panel]:
     """Quantities of training over the steps, a panel each; held-out values as points.
 
@@ -133,13 +130,6 @@ def seconds(now: RunFigures) -> Panel:
     return Panel("Where a step's time goes", drawn, value)
 
 
-def syncs(run: RunHistory) -> Panel:
-    """Milliseconds of every step's sync by rank."""
-    curves = [(who, *run.curve(who, "sync_seconds")) for who in run.series]
-    traces = [line(steps, 1e3 * y, label_of(who), style(i)) for i, (who, steps, y) in enumerate(curves)]
-    return Panel("Sync of every step", figure(traces, "step", "ms", rangemode="tozero"), "")
-
-
 def of_batches(run: RunHistory) -> Panel | None:
     """Pairs a second by the size of a micro-batch, as every host was measured, and where on it the plan is."""
     curves = [(label_of(who), curve, sizes) for who, sizes, curve in batch_curves(run)]
@@ -209,9 +199,6 @@ def timeline(run: RunHistory) -> Panel:
     drawn = figure(traces, None, type="category", categoryarray=lanes, categoryorder="array")
     drawn["layout"] |= {"showlegend": False, "hovermode": "closest"}
     return Panel("What happened when", drawn, "")
-
-
-# ---- How it is drawn -------------------------------------------------------------------------------------------------
 
 
 def label_of(who: RankHost) -> str:

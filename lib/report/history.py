@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
@@ -22,7 +22,6 @@ STEP_COLUMNS: tuple[str, ...] = ("step", "time", "pairs", "tokens", "loss", "kl"
 STEP_COLUMNS += ("grad_norm", "learning_rate", "step_seconds", "compute_seconds", "sync_seconds", "wait_seconds")
 ARITHMETIC = ("computed_tokens_per_second", "tflops", "computed_tflops", "matrix_rate_share")
 STEP_COLUMNS += ("peak_memory_bytes", *ARITHMETIC)
-MEASURES = ("time", "bytes_per_second", "temperature_celsius", "power_watts", "speed_limit")
 POINTS = 2048  # of a curve at most: of longer ones each point is the mean of 2, 4, 8, ... records
 RECENT = 20  # records behind the figures of the moment
 SILENT_SECONDS = 300.0
@@ -30,23 +29,18 @@ LATE_SECONDS = 20.0  # into a run every rank has written a record, here or elsew
 LARGEST = 1e30  # a larger figure is a gap: no axis can show it
 
 RankHost = tuple[int, str]
-Kind = Literal["steps", "measures"]
 _EVENT = TypeAdapter(Record)
 
 
-# ---- Reading ---------------------------------------------------------------------------------------------------------
-
-
 class NumberTable:
-    """Records of one rank as rows of numbers, NaN for what a record does not have."""
+    """Steps of one rank as rows of numbers, NaN for what a record does not have."""
 
-    def __init__(self, columns: Sequence[str]):
-        self.columns = {name: index for index, name in enumerate(columns)}
-        self._rows = np.empty((0, len(columns)))
+    def __init__(self) -> None:
+        self._rows = np.empty((0, len(STEP_COLUMNS)))
         self._new: list[list[float]] = []
 
     def append(self, record: dict[str, Any]) -> None:
-        self._new.append([_number(record.get(name)) for name in self.columns])
+        self._new.append([_number(record.get(name)) for name in STEP_COLUMNS])
 
     @property
     def rows(self) -> np.ndarray:
@@ -57,7 +51,7 @@ class NumberTable:
 
     def of(self, name: str) -> np.ndarray:
         """One column: float64 [records]."""
-        column: np.ndarray = self.rows[:, self.columns[name]]
+        column: np.ndarray = self.rows[:, STEP_COLUMNS.index(name)]
         return column
 
 
@@ -71,7 +65,7 @@ class RunHistory:
     def __init__(self, folder: Path):
         self.folder = Path(folder)
         self.tails: dict[Path, Tail] = {}
-        self.tables: dict[tuple[Path, Kind, RankHost], NumberTable] = {}
+        self.tables: dict[tuple[Path, RankHost], NumberTable] = {}
         self.others: dict[Path, list[Record]] = {}  # records that are no numbers of a rank
         self.version = 0  # changes when a record was read
         self._events: tuple[int, list[Record]] = -1, []  # of which version
@@ -101,12 +95,10 @@ class RunHistory:
     def _take(self, path: Path, record: Any) -> None:
         if not isinstance(record, dict) or not math.isfinite(_number(record.get("time"))):
             return
-        kind, who = record.get("kind"), (record.get("rank", 0), record.get("host", ""))
-        if kind in ("step", "network", "sensors"):
-            key: tuple[Path, Kind, RankHost] = (path, "steps" if kind == "step" else "measures", who)
-            columns = STEP_COLUMNS if kind == "step" else MEASURES
-            self.tables.setdefault(key, NumberTable(columns)).append(record)
-        else:
+        if record.get("kind") == "step":
+            who = record.get("rank", 0), record.get("host", "")
+            self.tables.setdefault((path, who), NumberTable()).append(record)
+        elif record.get("kind") not in ("network", "sensors"):  # whose figures nothing shows
             _EVENT.validate_python(record, strict=True)  # ValidationError is a ValueError
             self.others[path].append(record)  # type: ignore[arg-type]
 
@@ -128,20 +120,11 @@ class RunHistory:
         """The newest start."""
         return next((event for event in reversed(self.events) if event["kind"] == "start"), Record())
 
-    def _of(self, kind: Kind) -> dict[RankHost, NumberTable]:
-        """Tables by rank and host, in the order of ranks; of two copies of one file the longer."""
-        every = [(who, table) for (_, of_kind, who), table in self.tables.items() if of_kind == kind]
-        return dict(sorted(sorted(every, key=lambda pair: len(pair[1].rows)), key=lambda pair: pair[0]))
-
     @property
     def series(self) -> dict[RankHost, NumberTable]:
-        """Step records."""
-        return self._of("steps")
-
-    @property
-    def measured(self) -> dict[RankHost, NumberTable]:
-        """Records of the network and of sensors."""
-        return self._of("measures")
+        """Step records by rank and host, in the order of ranks; of two copies of one file the longer."""
+        every = [(who, table) for (_, who), table in self.tables.items()]
+        return dict(sorted(sorted(every, key=lambda pair: len(pair[1].rows)), key=lambda pair: pair[0]))
 
     def curve(self, who: RankHost, name: str, over: str | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Steps, and a column's means over buckets of them; with `over`, divided by that column's means.
@@ -175,9 +158,6 @@ def runs_in(folder: Path) -> list[Path]:
     return [path for _, path in sorted(by_time, reverse=True)]
 
 
-# ---- Figures ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class RunFigures:
     """A run, now.
@@ -199,7 +179,6 @@ class RunFigures:
     latest: dict[str, float | None]
     held_out: Record
     left_seconds: float | None
-    planned_pairs_per_second: float | None
     restarts: int
     warnings: list[Record]
     missing: list[RankHost]
@@ -241,7 +220,6 @@ def figures(run: RunHistory, now: float) -> RunFigures:
         latest={name: v if math.isfinite(v) else None for name, v in zip(STEP_COLUMNS, latest, strict=True)},
         held_out=held_out_now(run),
         left_seconds=elapsed / done * max(0.0, steps - done) if steps and done and not (ended or silent) else None,
-        planned_pairs_per_second=plan.get("predicted_pairs_per_second") if plan.get("calibrated") else None,
         restarts=max(0, len(run.of_kind("start")) - 1),
         warnings=_warnings(events),
         missing=[who for who in enumerate(hosts) if elapsed > LATE_SECONDS and series and who not in series],
@@ -259,7 +237,7 @@ def _rank_figures(who: RankHost, table: NumberTable, plan: PlanRecord | Record) 
         "rank": rank,
         "host": who[1],
         "seconds": seconds,
-        "peak_memory_bytes": float(np.nanmax(rows[:, table.columns["peak_memory_bytes"]], initial=0.0)),
+        "peak_memory_bytes": float(np.nanmax(rows[:, STEP_COLUMNS.index("peak_memory_bytes")], initial=0.0)),
         "pairs_per_second": latest["pairs"] / seconds if seconds else 0.0,
         "planned_pairs_per_second": share / step_seconds if plan.get("calibrated") and share and step_seconds else None,
     }

@@ -128,9 +128,6 @@ class Watcher:
         return runs
 
 
-# ---- The application -------------------------------------------------------------------------------------------------
-
-
 def make_app(watcher: Watcher, token: str) -> Any:
     """The Dash application, for those who have the token: in the address (?token=), then in a cookie."""
     try:
@@ -217,9 +214,6 @@ def update(dash: ModuleType, watcher: Watcher, chosen: list[str], seen: Any) -> 
         }
 
 
-# ---- What it shows ---------------------------------------------------------------------------------------------------
-
-
 def headline(html: ModuleType, runs: Sequence[RunHistory], each: Sequence[RunFigures]) -> list[Any]:
     """The figures of the moment as cards, and the plan; of several runs a row a run."""
     plan = each[0].plan
@@ -242,7 +236,8 @@ def card_texts(now: RunFigures, unit: str) -> list[tuple[str, str, str]]:
     held, known = now.held_out, now.summary
     exact = written("exact match {:.1%}", held.get("exact_match"), "")
     exact = exact or written("held out {:.1%}", held.get("reward_accuracy"), "")
-    plan = written("plan: {:.3g}", now.planned_pairs_per_second, "")
+    predicted = now.plan.get("predicted_pairs_per_second") if now.plan.get("calibrated") else None
+    plan = written("plan: {:.3g}", predicted, "")
     pace = ", ".join(filter(None, (tables.tokens_text(known), tables.flops_text(known), plan)))
     elapsed = duration(known["wall_seconds"])
     left = "–" if now.left_seconds is None else duration(now.left_seconds)

@@ -19,7 +19,7 @@ from typing import Any
 import matplotlib
 
 from lib.errors import UserError, shown
-from lib.report import charts, sections, tables
+from lib.report import charts, sections
 from lib.report.charts import Plotly
 from lib.report.history import RunHistory, figures
 from lib.system import files
@@ -33,28 +33,7 @@ STYLE = Path(__file__).with_suffix(".css")
 MARKERS = {"circle-open": "o", "x": "x", "diamond": "D"}
 DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 PICTURED = 4  # panels of learning
-TEMPLATE = """---
-{card_data}
----
-
-# {name}
-
-{method} of {base_shown}, {trained} by Tandem on {hosts}.
-
-| held out | before | after |
-|---|---|---|
-{held_out}
-
-![metrics over the steps](curves.png)
-
-    python -m mlx_lm generate --model {base} --adapter-path . --prompt ...
-
-## How it was made
-
-{facts}
-{samples}
-`report.html` has all curves, ranks and settings; `logs/` has every step.
-"""
+ON_CARD = ("Held out", "Figures", "Samples before and after", "How it was made")  # sections of the model card
 
 
 def write(folder: Path) -> list[Path]:
@@ -77,9 +56,6 @@ def write(folder: Path) -> list[Path]:
     for name, content in written.items():
         files.write_atomically(folder / name, content)
     return [folder / name for name in written]
-
-
-# ---- Pictures: the dashboard's figures, by Matplotlib ----------------------------------------------------------------
 
 
 def draw(axis: Any, title: str, figure: Plotly) -> None:
@@ -145,9 +121,6 @@ def svg(title: str, figure: Plotly) -> str:
     return text.replace("#000000", "currentColor").replace("<text ", '<text fill="currentColor" ')
 
 
-# ---- The page --------------------------------------------------------------------------------------------------------
-
-
 def report_html(run: RunHistory) -> str:
     """The whole report as one file of HTML."""
     now, config = figures(run, time.time()), run.start.get("config") or {}
@@ -177,46 +150,41 @@ def _table(head: Sequence[str] | None, rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="scroll"><table{" class=numbers" if head else ""}>{first}{body}</table></div>'
 
 
-# ---- The model card --------------------------------------------------------------------------------------------------
-
-
 def model_card(run: RunHistory) -> str:
     """The adapter's README.md, with the metadata that the Hugging Face hub reads."""
     from huggingface_hub import ModelCardData
 
     now, config = figures(run, time.time()), run.start.get("config") or {}
-    summary = now.summary | sections.summary_of(run.folder)
     model, train = config.get("model") or {}, config.get("train") or {}
-    base = str(summary.get("model") or model.get("path"))
+    base, loss = str(sections.summary_of(run.folder).get("model") or model.get("path")), train.get("loss")
     is_hub_name = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", base)) and not Path(base).exists()
-    preference = train.get("loss") != "sft"
+    tags = ["mlx", "tandem", *["dpo"] * (loss == "sigmoid"), *["preference"] * (loss != "sft")]
     data = ModelCardData(
         base_model=base if is_hub_name else None,  # the hub refuses a path
         library_name="mlx",
         pipeline_tag="text-generation",
-        tags=["mlx", "tandem", *(["dpo"] if train.get("loss") == "sigmoid" else []), *(["preference"] * preference)],
+        tags=tags,
     )
-    loss = f"preference-trained with the {train.get('loss')} loss (beta {train.get('beta')})"
-    listed = [
-        *tables.facts(summary, tables.unit_of(run)),
-        ("plan", now.plan.get("reason") or ""),
-        *tables.made_with(run),
-    ]
-    texts = ["\n".join(f"    {shown(line)}" for line in text.splitlines()) for text in tables.samples(run)]
-    return TEMPLATE.format(
-        card_data=data.to_yaml(),
-        name=_as_text(run.name),
-        method={"lora": "A LoRA adapter", "dora": "A DoRA adapter"}.get(str(model.get("method")), "All weights"),
-        base=" ".join(shlex.quote(base).split()),
-        base_shown=f"[{base}](https://huggingface.co/{base})" if is_hub_name else f"`{_as_text(base)}`",
-        trained=loss if preference else "fine-tuned (SFT)",
-        hosts=_as_text(", ".join(dict.fromkeys(rank["host"] for rank in now.summary["ranks"]))),
-        held_out="\n".join(
-            f"| {' | '.join(row)} |" for row in tables.held_out(sections.first_evaluation(run), now.held_out)
-        ),
-        facts="\n".join(f"- {name}: {_as_text(text)}" for name, text in listed),
-        samples="\n## Samples, before and after\n\n" + "\n\n".join(texts) + "\n" if texts else "",
+    method = {"lora": "A LoRA adapter", "dora": "A DoRA adapter"}.get(str(model.get("method")), "All weights")
+    shown_base = f"[{base}](https://huggingface.co/{base})" if is_hub_name else f"`{_as_text(base)}`"
+    trained = (
+        f"preference-trained with the {loss} loss (beta {train.get('beta')})" if loss != "sft" else "fine-tuned (SFT)"
     )
+    hosts = _as_text(", ".join(dict.fromkeys(rank["host"] for rank in now.summary["ranks"])))
+    generate = (
+        f"    python -m mlx_lm generate --model {' '.join(shlex.quote(base).split())} --adapter-path . --prompt ..."
+    )
+    parts = [f"---\n{data.to_yaml()}\n---", f"# {_as_text(run.name)}"]
+    parts += [f"{method} of {shown_base}, {trained} by Tandem on {hosts}.", f"![metrics]({CURVES})", generate]
+    for section in sections.of_runs([run], now):
+        if section.title in ON_CARD:
+            rows = [[_as_text(cell) for cell in row] for row in section.rows]
+            head = section.head or [""] * len(rows[0]) if rows else []
+            lines = [head, ["---"] * len(head), *rows] if rows else []
+            parts += [f"## {section.title}", "\n".join(f"| {' | '.join(line)} |" for line in lines)]
+            parts += ["\n".join(f"    {shown(line)}" for line in text.splitlines()) for text in section.texts]
+    parts.append(f"Plan: {_as_text(now.plan.get('reason') or 'none')}. `{REPORT}` has all curves, ranks and settings.")
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def _as_text(text: str) -> str:

@@ -30,7 +30,7 @@ class PageSection(NamedTuple):
 def of_runs(runs: Sequence[RunHistory], now: RunFigures) -> list[PageSection]:
     """Curves of learning of all these runs; all else is of the first, whose figures `now` are."""
     run, summary = runs[0], now.summary | summary_of(runs[0].folder)
-    machine = (charts.seconds(now), charts.speed(run, now), charts.syncs(run), charts.of_batches(run))
+    machine = (charts.seconds(now), charts.speed(run, now), charts.of_batches(run))
     missing = ", ".join(f"rank {rank} ({host})" for rank, host in now.missing)
     elsewhere = [f"Not shown: {missing}. The records are on those hosts and come with the next checkpoint."]
     events = [event for event in tables.distinct_events(run) if event["kind"] not in ("checkpoint", "warning")]
