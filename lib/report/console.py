@@ -114,7 +114,7 @@ class RunConsole(Terminal):
             return None
         elif kind == "step":
             self._show_step(line, record)
-        elif kind == "evaluation" and (text := metrics_text(record)):  # type: ignore[arg-type]
+        elif kind == "evaluation" and (text := metrics_text(record)):
             self.line(f"held out {line.position}  {text}", "bold")
         elif kind == "plan":
             line.plan = record

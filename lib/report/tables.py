@@ -36,10 +36,10 @@ def describe(event: Record) -> str:
     if kind == "merge":
         shown = [f"{' + '.join(map(str, event.get('pairs') or []))} pairs"]
         shown.append(f"{size_text(event.get('bytes_sent') or 0)} sent")
-        shown += [f"error {event['error']:.1e}"] if event.get("error") is not None else []  # type: ignore[misc]
+        shown += [f"error {event['error']:.1e}"] if event.get("error") is not None else []
         return f"{at}merged by {event.get('method')}: {', '.join(shown)}"
     if kind == "evaluation":
-        return f"{at}held out  {metrics_text(event)}"  # type: ignore[arg-type]
+        return f"{at}held out  {metrics_text(event)}"
     if kind == "round":
         verdict = f"undone: {'; '.join(event.get('why') or [])}" if event.get("undone") else "kept"
         return f"{at}round {event.get('round')} {verdict}"
