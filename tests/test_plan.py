@@ -20,7 +20,7 @@ from lib.plan.calibration import MEMORY_HEADROOM, BatchCurve, read_published
 from lib.plan.cost import Work, memory_text, outlook
 from lib.plan.cuts import Cut, Hop, Keeps, best_cut, cut_at, depths, operations, step_seconds
 from lib.plan.facts import RankHost, StagesBefore
-from lib.plan.plan import ClusterPlan, needed_bytes, plan_cluster, sufficient_global_batch
+from lib.plan.plan import ClusterPlan, plan_cluster, sufficient_global_batch
 from lib.plan.sharded import within
 from lib.plan.shares import distribute_work, equal_shares
 from lib.plan.strategy import LEAST_MERGES, MERGE_COST, longest_round, steps_per_round
@@ -413,7 +413,7 @@ def test_a_pipelined_plan() -> None:
     held = sum(stage.held_bytes for stage in equal.stages)
     assert held == pytest.approx(16.06e9, rel=0.05)
     small = pipelined([128, 8], [1e3, 3e3])
-    assert needed_bytes(small.stages[1]) <= 0.9 * 8 * GB and small.blocks[1] < 12
+    assert (small.ranks[1].planned_bytes or 0) <= 0.9 * 8 * GB and small.blocks[1] < 12
     given = pipelined([128, 128], [1e3, 1e3], "plan.shares=[20,12]")
     assert given.blocks == (20, 12) and "as plan.shares has them" in given.reason
     for words, text in ((["plan.shares=[20,13]"], "sum to 33"), (["plan.shares=[32]"], "has 1 numbers")):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from lib.config.settings import CostSettings
-from lib.plan.plan import ClusterPlan, needed_bytes
+from lib.plan.plan import ClusterPlan
 from lib.plan.speeds import BACKWARD
 from lib.system.hardware import Device
 
@@ -109,11 +109,9 @@ def outlook(plan: ClusterPlan, work: Work, device: Device, measured: float | Non
 
 def memory_text(plan: ClusterPlan) -> str:
     """What the fullest rank holds and may hold, e.g. "3.1 of 16 GB"; empty where nothing is known."""
-    held = []
-    for rank in plan.ranks:
-        needed, limit = rank.planned_bytes, rank.memory_bytes
-        if rank.part is not None:
-            needed, limit = needed_bytes(rank.part), rank.part.memory_bytes
-        if needed and limit:
-            held.append((needed / limit, f"{needed / 1e9:.3g} of {limit / 1e9:.3g} GB"))
+    held = [
+        (rank.planned_bytes / rank.memory_bytes, f"{rank.planned_bytes / 1e9:.3g} of {rank.memory_bytes / 1e9:.3g} GB")
+        for rank in plan.ranks
+        if rank.planned_bytes and rank.memory_bytes
+    ]
     return max(held)[1] if held else ""

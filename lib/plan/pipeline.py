@@ -23,7 +23,7 @@ from lib.plan.memory import (
     trained_bytes_per_parameter,
     trained_parameters,
 )
-from lib.plan.plan import ClusterPlan, Prediction, RankPlan, StagePlan, needed_bytes, sum_of
+from lib.plan.plan import ClusterPlan, PartOfModel, Prediction, RankPlan, StagePlan, sum_of
 from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, DRIFT, check_count, split_evenly_sized
 from lib.plan.speeds import BACKWARD, HostSpeeds
 from lib.system.hardware import Device
@@ -133,7 +133,7 @@ def plan_pipelined(facts: PlanFacts) -> ClusterPlan:
     Raises:
         UserError: settings that do not fit the world or the model, or too little memory for any cut.
     """
-    speeds, names, batch = HostSpeeds.of(facts), facts.names, facts.batch_size
+    speeds, names = HostSpeeds.of(facts), facts.names
     blocks = configured_blocks(facts.settings.plan.shares, len(names), speeds.memory.shape.blocks)
     before = facts.stages_before
     chosen, known = _choose(facts, speeds, blocks), speeds.are_known
@@ -142,22 +142,34 @@ def plan_pipelined(facts: PlanFacts) -> ClusterPlan:
         chosen, known = resumed, known or bool(before.step_seconds)
         is_kept = chosen.cut.blocks == before.blocks
         reason = "blocks as before" if is_kept else f"blocks moved from {list(before.blocks)} by measured steps"
-    stages = _stages(facts, chosen, known)
-    sizes = split_evenly_sized(batch, chosen.size)
+    plan = plan_of_parts(facts, "pipelined", _stages(facts, chosen, known), chosen.size, reason)
     updates = [curve.step_overhead_seconds for curve in speeds.curves]
     parts = [o * b / speeds.memory.shape.blocks for o, b in zip(updates, chosen.cut.blocks, strict=False)]
     seconds = chosen.cut.step_seconds + max(parts, default=0.0) if known else None
-    largest = max(map(needed_bytes, stages))
-    label = f"pipelined, {sum_of(chosen.cut.blocks)} blocks"
-    return ClusterPlan(
-        strategy="pipelined",
-        global_batch_size=batch,
-        ranks=tuple(RankPlan(rank, name, batch, sizes, part=stages[rank]) for rank, name in enumerate(names)),
-        sync_seconds=0.0,
-        reason=reason,
-        warnings=_warnings(facts, stages),
-        predictions=(Prediction(label, tuple(names), seconds, None, True, largest),),
-    )
+    links = enumerate(pairwise(names))
+    warnings = list(plan.warnings)
+    if unknown := [f"{a} to {b}" for rank, (a, b) in links if a != b and not facts.link_between(rank)]:
+        warnings.append(
+            f"link {', '.join(dict.fromkeys(unknown))}: not calibrated, planned with 110 MB/s and 0.5 ms of latency "
+            "(1 Gbit/s); make calibrate measures it"
+        )
+    largest = max(rank.planned_bytes or 0 for rank in plan.ranks)
+    way = Prediction(f"pipelined, {sum_of(plan.blocks)} blocks", tuple(names), seconds, None, True, largest)
+    return replace(plan, predictions=(way,), warnings=tuple(warnings))
+
+
+def plan_of_parts(
+    facts: PlanFacts, strategy: str, parts: Sequence[StagePlan | PartOfModel], size: int, reason: str
+) -> ClusterPlan:
+    """The plan of a divided model in micro-batches of `size` pairs; warns where a part does not fit its host."""
+    batch, ranks, warnings = facts.batch_size, [], []
+    for rank, (host, part) in enumerate(zip(facts.hosts, parts, strict=True)):
+        needed, limit = part.held_bytes + part.activation_bytes, host.memory_bytes
+        work = RankPlan(rank, host.name, batch, split_evenly_sized(batch, size), part=part)
+        ranks.append(replace(work, planned_bytes=needed, memory_bytes=limit))
+        if limit and needed > (1 - MEMORY_HEADROOM) * limit:
+            warnings.append(f"host {host.name}: its part needs {needed / 1e9:.2f} GB, of {limit / 1e9:.2f} GB")
+    return ClusterPlan(strategy, batch, tuple(ranks), 0.0, reason, tuple(warnings))
 
 
 def configured_blocks(shares: Sequence[int] | None, ranks: int, blocks: int) -> tuple[int, ...] | None:
@@ -253,27 +265,9 @@ def _stages(facts: PlanFacts, chosen: SizedCut, known: bool) -> tuple[StagePlan,
                 gradient_checkpointing=keeps == Keeps.BLOCK_INPUTS,
                 held_bytes=round(held),
                 activation_bytes=round(needed - held),
-                memory_bytes=facts.hosts[rank].memory_bytes,
                 forward_seconds=cut.forward_seconds[rank] if known else None,
                 backward_seconds=cut.backward_seconds[rank] if known else None,
                 idle_fraction=cut.idle_fraction(rank, costs.micro_batches) if known else None,
             )
         )
     return tuple(stages)
-
-
-def _warnings(facts: PlanFacts, stages: Sequence[StagePlan]) -> tuple[str, ...]:
-    warnings = []
-    pairs = enumerate(pairwise(facts.names))
-    unknown = [f"{a} to {b}" for rank, (a, b) in pairs if a != b and not facts.link_between(rank)]
-    if unknown:
-        warnings.append(
-            f"link {', '.join(dict.fromkeys(unknown))}: not calibrated, planned with 110 MB/s and 0.5 ms of latency "
-            "(1 Gbit/s); make calibrate measures it"
-        )
-    for name, stage in zip(facts.names, stages, strict=True):
-        needed = needed_bytes(stage)
-        if stage.memory_bytes and needed > (1 - MEMORY_HEADROOM) * stage.memory_bytes:
-            sizes = f"{needed / 1e9:.2f} GB, of {stage.memory_bytes / 1e9:.2f} GB"
-            warnings.append(f"host {name}: its {stage.blocks} blocks need {sizes}; leave plan.shares out")
-    return tuple(warnings)

@@ -20,10 +20,6 @@ GOOD_EFFICIENCY = 0.95  # below it, a plan says which global batch would reach i
 DRAWN = {"points", "memory_limit_bytes", "key", "source", "measured_at"}  # of a curve, in plan.json
 
 
-def gigabytes(size_bytes: float | None) -> str:
-    return "unknown" if size_bytes is None else f"{size_bytes / 1e9:.3g}"
-
-
 @dataclass(frozen=True)
 class PartOfModel:
     """What one rank keeps of a sharded model."""
@@ -34,20 +30,12 @@ class PartOfModel:
     divided_bytes: int
     whole_bytes: int  # what every rank keeps
     training_bytes: int  # gradients and optimizer
-    memory_bytes: int | None  # that the rank may use
     activation_bytes: int = 0  # what a micro-batch takes besides, by the formula
 
     @property
     def held_bytes(self) -> int:
         """All but activations."""
         return self.divided_bytes + self.whole_bytes + self.training_bytes
-
-    def row(self) -> dict[str, str]:
-        return {
-            "part": f"{100 * self.share:.1f} %",
-            "KV heads": str(self.kv_heads),
-            "MLP columns": str(self.columns),
-        }
 
 
 @dataclass(frozen=True)
@@ -61,24 +49,9 @@ class StagePlan:
     gradient_checkpointing: bool  # it keeps each block's input; with neither it keeps activations
     held_bytes: int  # weights, adapters, gradients, optimizer
     activation_bytes: int  # of all micro-batches in flight
-    memory_bytes: int | None  # that the rank may use
     forward_seconds: float | None = None  # of one micro-batch; None: not known
     backward_seconds: float | None = None  # with the second forward pass, where it recomputes
     idle_fraction: float | None = None  # of a step: the bubble, and waiting for slower stages
-
-    def row(self) -> dict[str, str]:
-        seconds = (self.forward_seconds or 0.0) + (self.backward_seconds or 0.0)
-        return {
-            "blocks": f"{self.first_block + 1}-{self.first_block + self.blocks} ({self.blocks})",
-            "keeps": "input" if self.recomputes else "block inputs" if self.gradient_checkpointing else "activations",
-            "micro-batch s": "unknown" if self.forward_seconds is None else f"{seconds:.3g}",
-            "idle": "unknown" if self.idle_fraction is None else f"{self.idle_fraction:.0%}",
-        }
-
-
-def needed_bytes(part: PartOfModel | StagePlan) -> int:
-    """All that a rank holds of a divided model at its largest moment."""
-    return part.held_bytes + part.activation_bytes
 
 
 @dataclass(frozen=True)
@@ -92,7 +65,7 @@ class RankPlan:
     curve: BatchCurve | None = field(default=None, repr=False)  # what predictions rest on
     solo_pairs_per_second: float | None = None  # R: at its best micro-batch, alone
     max_micro_batch_size: int | None = None  # larger ones ran out of memory there
-    planned_bytes: int | None = None  # of its largest micro-batch, as measured, else by the formula
+    planned_bytes: int | None = None  # that it holds at its largest moment, as measured, else by the formula
     memory_bytes: int | None = None  # that the rank may use
     part: PartOfModel | StagePlan | None = None  # of a divided model
     blas_threads: int | None = None  # of its products, on a CPU
@@ -107,20 +80,26 @@ class RankPlan:
         return self.curve.step_overhead_seconds if self.curve else 0.0
 
     def row(self, batch_size: int) -> dict[str, str]:
-        """For the plan's table."""
-        if self.part is not None:
-            memory = self.part.held_bytes, self.part.activation_bytes, self.part.memory_bytes
-            names = "weights and training GB", "activations GB", "memory GB"
-            return self.part.row() | dict(zip(names, map(gigabytes, memory), strict=True))
+        """For the plan's table; "-" where something is not known."""
         sizes = {size: self.micro_batch_sizes.count(size) for size in dict.fromkeys(self.micro_batch_sizes)}
-        solo, seconds = self.solo_pairs_per_second, self.predicted_compute_seconds
+        seconds, part = self.predicted_compute_seconds, self.part
+        share = f"{self.share} ({100 * self.share / batch_size:.0f} %)"
+        if isinstance(part, PartOfModel):
+            share = f"{100 * part.share:.1f} %: {part.kv_heads} KV heads, {part.columns} columns"
+        elif part is not None:
+            share = f"blocks {part.first_block + 1}-{part.first_block + part.blocks} ({part.blocks})"
+            if part.forward_seconds is not None and part.backward_seconds is not None:
+                seconds = len(self.micro_batch_sizes) * (part.forward_seconds + part.backward_seconds)
+                share += f", idle {part.idle_fraction:.0%}"
         return {
-            "share": f"{self.share} ({100 * self.share / batch_size:.0f} %)",
+            "rank": str(self.rank),
+            "host": self.host,
+            "share": share,
             "micro-batches": ", ".join(f"{n} x {s}" if n > 1 else str(s) for s, n in sizes.items()) or "none",
-            "alone pairs/s": "not measured" if solo is None else f"{solo:.4g}",
-            "compute s": "not measured" if seconds is None else f"{seconds:.4g}",
-            "planned GB": gigabytes(self.planned_bytes),
-            "of GB": gigabytes(self.memory_bytes),
+            "alone pairs/s": "-" if self.solo_pairs_per_second is None else f"{self.solo_pairs_per_second:.4g}",
+            "compute s": "-" if seconds is None else f"{seconds:.4g}",
+            "planned GB": "-" if self.planned_bytes is None else f"{self.planned_bytes / 1e9:.3g}",
+            "of GB": "-" if self.memory_bytes is None else f"{self.memory_bytes / 1e9:.3g}",
         }
 
 
@@ -255,7 +234,7 @@ class ClusterPlan:
 
     def rows(self) -> list[dict[str, str]]:
         """One row a rank, for a table; the columns are the keys."""
-        return [{"rank": str(plan.rank), "host": plan.host, **plan.row(self.global_batch_size)} for plan in self.ranks]
+        return [rank.row(self.global_batch_size) for rank in self.ranks]
 
     def decisions(self) -> list[object]:
         """What all ranks have to decide in the same way, as JSON takes it, without any prediction."""

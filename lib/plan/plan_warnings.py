@@ -64,7 +64,7 @@ def beyond_the_knee(plan: ClusterPlan) -> list[str]:
 
 def needless_division(strategy: str, plan: ClusterPlan) -> str:
     """A model that is divided although the smallest host could hold and train all of it; "auto" has its reasons."""
-    memory = [rank.part.memory_bytes for rank in plan.ranks if rank.part and rank.part.memory_bytes]
+    memory = [rank.memory_bytes for rank in plan.ranks if rank.part and rank.memory_bytes]
     if strategy not in DIVIDED or len(plan.ranks) < 2 or len(memory) < len(plan.ranks):
         return ""
     needed = sum(stage.held_bytes for stage in plan.stages)

@@ -17,9 +17,9 @@ from lib.model.partition import Division, divide, rank_bytes
 from lib.plan.calibration import MEMORY_HEADROOM
 from lib.plan.facts import PlanFacts
 from lib.plan.memory import StepBytes, rank_shape
-from lib.plan.pipeline import ASSUMED_LINK
-from lib.plan.plan import ClusterPlan, PartOfModel, Prediction, RankPlan, needed_bytes, sum_of
-from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, check_count, solo_pairs_per_second, split_evenly_sized
+from lib.plan.pipeline import ASSUMED_LINK, plan_of_parts
+from lib.plan.plan import ClusterPlan, PartOfModel, Prediction, sum_of
+from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, check_count, solo_pairs_per_second
 from lib.plan.speeds import PASSES_OF_ALL, HostSpeeds
 
 EQUAL = 0.05  # of a matrix-product rate, by which hosts may differ and still get equal parts, which can be compiled
@@ -35,25 +35,20 @@ def plan_sharded(facts: PlanFacts) -> ClusterPlan:
     """
     settings, given = facts.settings, facts.settings.plan.micro_batch_sizes
     weights, reason = _part_weights(facts)
-    is_on, may_move = bool(settings.model.gradient_checkpointing), _may_move(facts)
-    division = _fitting(facts, weights, 1 if may_move and not given else 0)
+    division = _fitting(facts, weights, 1 if _may_move(facts) and not given else 0)
     if division.weights != tuple(weights):
         reason += ", as far as memory allows"
-    warnings, turned_on = [], False
+    is_on, turned_on = bool(settings.model.gradient_checkpointing), False
     size = given[0] if given else _largest_size(facts, division, is_on)
     if size == 0:
         turned_on = settings.model.may_turn_on_checkpointing
         size = max(1, _largest_size(facts, division, is_on or turned_on))
     parts = _parts(facts, division, size, is_on or turned_on)
-    for host, part in zip(facts.hosts, parts, strict=True):
-        if part.memory_bytes and part.held_bytes > (1 - MEMORY_HEADROOM) * part.memory_bytes:
-            sizes = f"{part.held_bytes / 1e9:.2f} GB, of {part.memory_bytes / 1e9:.2f} GB"
-            warnings.append(f"host {host.name}: its part needs {sizes}")
+    plan = plan_of_parts(facts, "sharded", parts, size, reason)
+    plan = replace(plan, division=division, gradient_checkpointing=turned_on)
     if turned_on:
-        warnings.append("gradient checkpointing is turned on: one pair does not fit beside the parts without")
-    batch, sizes = facts.batch_size, split_evenly_sized(facts.batch_size, size)
-    ranks = [RankPlan(rank, host, batch, sizes, part=parts[rank]) for rank, host in enumerate(facts.names)]
-    plan = ClusterPlan("sharded", batch, tuple(ranks), 0.0, reason, tuple(warnings), turned_on, division=division)
+        why = "gradient checkpointing is turned on: one pair does not fit beside the parts without"
+        plan = replace(plan, warnings=(*plan.warnings, why))
     return replace(plan, predictions=(_prediction(facts, plan, division),))
 
 
@@ -100,7 +95,7 @@ def _fitting(facts: PlanFacts, weights: Sequence[float], pairs: int) -> Division
     for _ in range(MOST_DIVISIONS):
         division = divide(facts.shape, shares, facts.settings.model.shard_vocabulary)
         parts = _parts(facts, division, pairs, facts.settings.may_checkpoint)
-        needed = [needed_bytes(part) for part in parts]
+        needed = [part.held_bytes + part.activation_bytes for part in parts]
         over = [rank for rank, need in enumerate(needed) if need > room[rank]]
         if not over or not _may_move(facts):
             return division
@@ -147,7 +142,7 @@ def _parts(facts: PlanFacts, division: Division, pairs: int, checkpointing: bool
             step = facts.memory.of_part(shape, divided + whole, max(1, pairs), host.device or "metal", checkpointing)
         training, activations = step.trained + step.gradients, step.activations if pairs else 0
         kept = division.kv_heads[rank], columns[rank], divided / total, divided, whole
-        parts.append(PartOfModel(*kept, training, host.memory_bytes, activations))
+        parts.append(PartOfModel(*kept, training, activations))
     return parts
 
 
@@ -157,8 +152,9 @@ def _largest_size(facts: PlanFacts, division: Division, checkpointing: bool) -> 
     if facts.memory is not None:
         most = min(most, *(facts.memory.most_pairs(host.device or "metal") for host in facts.hosts))
     for pairs in range(most, 0, -1):
-        parts = [part for part in _parts(facts, division, pairs, checkpointing) if part.memory_bytes]
-        if all(needed_bytes(part) <= (1 - MEMORY_HEADROOM) * (part.memory_bytes or 0) for part in parts):
+        parts = zip(facts.hosts, _parts(facts, division, pairs, checkpointing), strict=True)
+        needed = [(host.memory_bytes, part.held_bytes + part.activation_bytes) for host, part in parts]
+        if all(not limit or size <= (1 - MEMORY_HEADROOM) * limit for limit, size in needed):
             return pairs
     return 0
 
@@ -195,8 +191,9 @@ def _prediction(facts: PlanFacts, plan: ClusterPlan, division: Division) -> Pred
         sums_per_batch = 4 * shape.blocks + bool(division.vocabulary) + divides_head
         seconds = max(computes) + sums_per_batch * sum(_sum_seconds(facts, float(size)) for size in messages)
         efficiency = plan.global_batch_size / seconds / sum(map(solo_pairs_per_second, curves))
+    largest = max(rank.planned_bytes or 0 for rank in plan.ranks)
     label = f"sharded, {sum_of([f'{part.share:.0%}' for part in parts])}"
-    return Prediction(label, tuple(facts.names), seconds, efficiency, True, max(map(needed_bytes, parts)))
+    return Prediction(label, tuple(facts.names), seconds, efficiency, True, largest)
 
 
 def _sum_seconds(facts: PlanFacts, size_bytes: float) -> float:

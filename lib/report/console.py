@@ -261,7 +261,7 @@ def show_run(say: RunConsole, config: Config, plan: ClusterPlan, inputs: Inputs,
         say.line(inputs.first_row, lead="row 1: ")
     if len(plan.ranks) > 1:
         planned = plan.rows()
-        known = [name for name in planned[0] if any(row[name] not in ("not measured", "unknown") for row in planned)]
+        known = [name for name in planned[0] if any(row[name] != "-" for row in planned)]
         say.line("")
         say.table("", known, [[row[name] for name in known] for row in planned], text_columns=2)
     if plan.predictions:
