@@ -38,9 +38,9 @@ class Parser(argparse.ArgumentParser):
 
     def _hint(self, word: str) -> str:
         option, _, value = word.partition("=")
-        arguments = list(self.arguments or ())
-        following = arguments[arguments.index(word) + 1 :][:1] if word in arguments else []
-        shown = value or next((one for one in following if not one.startswith("-") and "=" not in one), None)
+        following = list(self.arguments or ())
+        following = following[following.index(word) + 1 :][:1] if word in following else []
+        shown = value or next((text for text in following if not text.startswith("-") and "=" not in text), None)
         takes_settings = self.settings_place or any(action.dest == "overrides" for action in self._actions)
         options = [name for name in self._option_string_actions if name.startswith("--")]
         hint = hints.of_option(option, shown, known_settings() if takes_settings else [], options)

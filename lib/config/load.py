@@ -39,7 +39,8 @@ def load(path: Path | str | None, overrides: Sequence[str] = (), base: Tree | No
     tree, origins = (copy.deepcopy(base or {}), {}) if path is None else _read_yaml(Path(path))
     sections = {key.partition(".")[0] for key in known_settings() if "." in key}
     tree = {key: {} if value is None and key in sections else value for key, value in tree.items()}  # left empty: null
-    chosen_for = _batch_of_learning_rate(tree, overrides) if path is not None else None
+    if path is not None:
+        _keep_batch_of_learning_rate(tree, overrides)
     for word in overrides:
         key, sign, text = word.partition("=")
         if not key or not text:
@@ -52,17 +53,11 @@ def load(path: Path | str | None, overrides: Sequence[str] = (), base: Tree | No
             raise UserError(f"{origins.get(parent, path or 'settings')}: {_no_section(parent, section)}")
         section[leaf] = _parse_value(key, text)
         origins[key] = word
-    if chosen_for is not None:
-        tree["train"]["learning_rate_batch_size"] = chosen_for
     return _validated(tree, origins, path)
 
 
 def with_strategy(config: Config, strategy: str) -> Config:
-    """The same with another strategy.
-
-    Raises:
-        UserError: a setting that this does not allow.
-    """
+    """The same with another strategy; raises UserError: a setting that this does not allow."""
     return _validated({**config.model_dump(), "strategy": strategy}, {}, None)
 
 
@@ -80,16 +75,14 @@ def _validated(tree: Tree, origins: dict[str, str], path: Path | str | None) -> 
         raise UserError("; ".join([*said, *more])) from None
 
 
-def _batch_of_learning_rate(tree: Tree, overrides: Sequence[str]) -> int | None:
-    """The file's global batch, where words change it and leave the learning rate that was chosen for it."""
-    changed = {word.partition("=")[0] for word in overrides}
-    train = tree.get("train") or {}
-    if "train.global_batch_size" not in changed or changed & {"train.learning_rate", "train.learning_rate_batch_size"}:
-        return None
-    if not isinstance(train, dict) or train.get("learning_rate_batch_size") is not None:
-        return None
-    batch = train.get("global_batch_size", TrainSettings().global_batch_size)
-    return batch if isinstance(batch, int) and batch > 0 else None
+def _keep_batch_of_learning_rate(tree: Tree, overrides: Sequence[str]) -> None:
+    """Where words change the file's global batch and leave its learning rate, that was chosen for the file's batch."""
+    changed, train = {word.partition("=")[0] for word in overrides}, tree.setdefault("train", {})
+    kept = {"train.learning_rate", "train.learning_rate_batch_size"}
+    if "train.global_batch_size" in changed and not changed & kept and isinstance(train, dict):
+        batch = train.get("global_batch_size", TrainSettings().global_batch_size)
+        if train.get("learning_rate_batch_size") is None and isinstance(batch, int):
+            train["learning_rate_batch_size"] = batch
 
 
 def resume(path: Path, overrides: list[str]) -> Config:

@@ -27,22 +27,13 @@ class PlainLoader(yaml.SafeLoader):
 
 
 def require_regular(path: Path, what: str) -> None:
-    """Refuses a pipe or a device: reading one may never end. The reader reports a file that is absent.
-
-    Raises:
-        UserError: it is a pipe, a device or a socket.
-    """
+    """Raises UserError for a pipe, a device or a socket: reading one may never end. An absent file passes."""
     if path.exists() and not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
         raise UserError(f"{what} {path} is a pipe or a device, not a file; copy it into one")
 
 
 def read_text(path: Path, what: str) -> str:
-    """The UTF-8 text of a file.
-
-    Raises:
-        UserError: it is no regular file, or not UTF-8.
-        OSError: it cannot be read.
-    """
+    """The UTF-8 text of a file; raises UserError where it is none, or no regular file, and OSError."""
     require_regular(path, what)
     data = path.read_bytes()
     try:
@@ -53,17 +44,11 @@ def read_text(path: Path, what: str) -> str:
 
 
 def read_object(path: Path, what: str) -> dict[str, Any]:
-    """The JSON object of a file.
-
-    Raises:
-        UserError: as `read_text`, or it is no JSON object.
-        OSError: it cannot be read.
-    """
+    """The JSON object of a file; raises as `read_text`, and UserError where it is none."""
+    text = read_text(path, what)
     try:
-        stored = json.loads(read_text(path, what))
+        stored = json.loads(text)
     except (ValueError, RecursionError) as error:
-        if isinstance(error, UserError):
-            raise
         raise UserError(f"{what} {path} is not JSON ({error}); copy it again") from None
     if not isinstance(stored, dict):
         raise UserError(f"{what} {path} holds no JSON object; copy it again")

@@ -235,11 +235,7 @@ class PlanFacts:
         return 1.0
 
     def default_size(self, rank: int, key: CurveKey) -> int:
-        """Pairs of a rank's micro-batches where nothing was measured.
-
-        Raises:
-            TooLarge: one pair does not fit.
-        """
+        """Pairs of a rank's micro-batches where nothing was measured; raises TooLarge: one pair does not fit."""
         host = self.hosts[rank]
         if self.memory is None or host.device is None:
             return DEFAULT_MICRO_BATCH_SIZE

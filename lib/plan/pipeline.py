@@ -188,11 +188,7 @@ def configured_blocks(shares: Sequence[int] | None, ranks: int, blocks: int) -> 
 
 
 def _choose(facts: PlanFacts, speeds: HostSpeeds, blocks: tuple[int, ...] | None) -> SizedCut:
-    """The micro-batch and the cut of the shortest step. blocks: of a given cut.
-
-    Raises:
-        UserError: no cut fits the hosts' memory.
-    """
+    """The micro-batch and the cut of the shortest step. blocks: of a given cut."""
 
     def candidate(size: int, more: int = 0) -> SizedCut | None:
         costs = cut_costs(facts, speeds, size, more)
@@ -236,15 +232,13 @@ def _as_measured_before(facts: PlanFacts, speeds: HostSpeeds) -> SizedCut | None
 def _why_not(facts: PlanFacts, speeds: HostSpeeds, size: int) -> str:
     """Which host holds how much, what is missing, and the remedy."""
     blocks, most = speeds.memory.shape.blocks, cut_costs(facts, speeds, size).most.max(axis=0).astype(int).tolist()
-    lacking = max(blocks - sum(most), most.count(0))
-    missing = lacking * held_bytes(speeds.memory, 1)[0] / (1 - MEMORY_HEADROOM) / 1e9
-    memory = [(host.memory_bytes or 0) / 1e9 for host in facts.hosts]
-    held = ", ".join(f"{n} {b} of {m:.2f} GB" for n, b, m in zip(facts.names, most, memory, strict=True))
-    smaller = "lower plan.micro_batch_sizes, " * (size > 1)
+    missing = max(blocks - sum(most), most.count(0)) * held_bytes(speeds.memory, 1)[0] / (1 - MEMORY_HEADROOM) / 1e9
+    hosts = zip(facts.hosts, most, strict=True)
+    held = ", ".join(f"{host.name} {count} in {(host.memory_bytes or 0) / 1e9:.2f} GB" for host, count in hosts)
     return (
         f"strategy=pipelined: of {blocks} blocks the hosts hold {sum(most)} ({held}, each less {MEMORY_HEADROOM:.0%} "
-        f"headroom) with micro-batches of {size} pairs; {smaller}add {missing:.2f} GB of memory with another host, or "
-        "take a quantised model with model.method=lora"
+        f"headroom) in micro-batches of {size}; lower plan.micro_batch_sizes, add {missing:.2f} GB of memory with "
+        "another host, or take a quantised model with model.method=lora"
     )
 
 

@@ -58,11 +58,7 @@ def _may_move(facts: PlanFacts) -> bool:
 
 
 def _part_weights(facts: PlanFacts) -> tuple[list[float], str]:
-    """How the model is divided as long as memory allows, and why so.
-
-    Raises:
-        UserError: plan.shares has not one number for each rank.
-    """
+    """How the model is divided as long as memory allows, and why so."""
     shares, hosts = facts.settings.plan.shares, facts.hosts
     if shares is not None:
         check_count("plan.shares", shares, len(hosts))
@@ -84,11 +80,7 @@ def _part_weights(facts: PlanFacts) -> tuple[list[float], str]:
 
 
 def _fitting(facts: PlanFacts, weights: Sequence[float], pairs: int) -> Division:
-    """The division by these weights; where a part, and activations of so many pairs, do not fit a host, it gets less.
-
-    Raises:
-        UserError: all hosts together have too little.
-    """
+    """The division by these weights; a host that does not hold its part, and so many pairs' activations, gets less."""
     assert facts.shape is not None
     room = [(1 - MEMORY_HEADROOM) * (host.memory_bytes or math.inf) for host in facts.hosts]
     caps, needed, shares = [1.0] * len(room), [0.0], tuple(weights)
@@ -102,10 +94,9 @@ def _fitting(facts: PlanFacts, weights: Sequence[float], pairs: int) -> Division
         for rank in over:
             whole, now = parts[rank].whole_bytes, shares[rank] / sum(shares)
             caps[rank] = 0.999 * now * max(0.0, room[rank] - whole) / (needed[rank] - whole)
-        limited = within(weights, caps)
-        if limited is None:
+        if sum(caps) < 1:
             break
-        shares = tuple(limited)
+        shares = tuple(within(weights, caps))
     raise UserError(
         f"strategy=sharded: {len(room)} ranks need {sum(needed) / 1e9:.2f} GB together for weights"
         f"{' and the activations of one pair' * bool(pairs)}, but have {sum(room) / (1 - MEMORY_HEADROOM) / 1e9:.2f} "
@@ -114,10 +105,8 @@ def _fitting(facts: PlanFacts, weights: Sequence[float], pairs: int) -> Division
     )
 
 
-def within(weights: Sequence[float], caps: Sequence[float]) -> list[float] | None:
-    """Shares of 1 in proportion to weights, none above its cap; None where all caps together are below 1."""
-    if sum(caps) < 1:
-        return None
+def within(weights: Sequence[float], caps: Sequence[float]) -> list[float]:
+    """Shares of 1 in proportion to weights, none above its cap; all caps together are at least 1."""
     full: set[int] = set()
     while True:
         left = 1 - sum(caps[rank] for rank in full)

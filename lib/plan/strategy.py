@@ -83,11 +83,7 @@ def _step_seconds(facts: PlanFacts, plan: ClusterPlan) -> float | None:
 
 
 def _plan_replicas(facts: PlanFacts) -> ClusterPlan:
-    """The plan of hosts that all keep the whole model, with the predictions of both strategies.
-
-    Raises:
-        TooLarge: a host's memory does not hold one pair, nor with gradient checkpointing where that may be turned on.
-    """
+    """The plan of hosts that all keep the whole model, with the predictions of both strategies."""
     settings, ranks, key = facts.settings, len(facts.hosts), facts.key
     warnings: list[str] = []
     try:
@@ -119,11 +115,7 @@ def _plan_replicas(facts: PlanFacts) -> ClusterPlan:
 
 
 def _divided_batch(facts: PlanFacts, key: CurveKey, syncs: bool) -> ClusterPlan:
-    """The global batch among replicas.
-
-    Raises:
-        TooLarge: a host's memory does not hold one pair.
-    """
+    """The global batch among replicas."""
     settings, curves = facts.settings.plan, facts.measured_curves(key)
     divided = plan_cluster(
         facts.names,
@@ -347,11 +339,7 @@ def _divided_by(facts: PlanFacts, strategy: str) -> tuple[ClusterPlan | None, st
 
 
 def _plan_divided(facts: PlanFacts, asked: str | None, too_large: TooLarge | None) -> ClusterPlan:
-    """The plan of a run whose model is divided, as configured, or because the whole is too large for a host.
-
-    Raises:
-        UserError: the model cannot be divided among these hosts.
-    """
+    """The plan of a run whose model is divided, as configured, or because the whole is too large for a host."""
     candidates = {strategy: _divided_by(facts, strategy) for strategy in DIVIDED}
     possible = [found for name, (found, _) in candidates.items() if found and asked in (None, name)]
     if not possible:
