@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from lib.config.load import load
+from lib.config.settings import Config
 from lib.model.partition import model_shape_of
 from lib.plan.calibration import BatchCurve, CurveKey, HostCalibration, Link, read_published
 from lib.plan.cuts import CutCosts, Hop, depths
-from lib.plan.facts import PlanFacts, PlanSections, RankHost
+from lib.plan.facts import PlanFacts, RankHost
 from lib.plan.memory import MemoryModel, Rows, Training
 from lib.plan.plan import ClusterPlan
 from lib.plan.strategy import plan
@@ -36,8 +37,8 @@ LINK = Link(backend="mpi", latency_seconds=1e-3, bandwidth_bytes_per_second=1e8)
 M4_MAX, M3_ULTRA = (read_published()[name].curves[0] for name in ("m4-max", "m3-ultra"))
 
 
-def sections(*words: str) -> PlanSections:
-    return PlanSections.of(load(None, ["model.path=m", "data.train=d", "train.global_batch_size=32", *words]))
+def sections(*words: str) -> Config:
+    return load(None, ["model.path=m", "data.train=d", "train.global_batch_size=32", *words])
 
 
 def calibrated(

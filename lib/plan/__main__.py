@@ -21,7 +21,7 @@ from lib.config.load import load
 from lib.errors import UserError
 from lib.model.partition import ModelShape, model_shape_of
 from lib.plan.calibration import FOLDER, MEMORY_HEADROOM, CurveKey, HostCalibration, read_calibration, read_published
-from lib.plan.facts import PlanFacts, PlanSections, RankHost
+from lib.plan.facts import PlanFacts, RankHost
 from lib.plan.memory import MemoryModel, Rows, Training, metal_limit_bytes, whole_weight_bytes
 from lib.plan.shares import solo_pairs_per_second
 from lib.plan.speeds import HostSpeeds
@@ -87,7 +87,7 @@ def verdict(shape: ModelShape, training: Training, host: HostCalibration) -> dic
     key = CurveKey(model="", method=training.method, dtype="", sequence_length=ROWS.seen)
     rank = RankHost(machine.host, None, machine.device_name, machine.device, host.gflops, limit)
     published = list(read_published().values())
-    facts = PlanFacts(PlanSections.of(config), [rank], key, ROWS.seen, "ring", 1, published=published, memory=memory)
+    facts = PlanFacts(config, [rank], key, ROWS.seen, "ring", 1, published=published, memory=memory)
     curves, needed = (
         HostSpeeds.of(facts).whole_curves(plain > room),
         min(plain, checkpointed) if plain > room else plain,

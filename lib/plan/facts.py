@@ -6,13 +6,11 @@ matrix-product rates, and the first steps of the run correct the shares.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from statistics import geometric_mean
 
-from lib.config.load import with_strategy
-from lib.config.settings import Config, IndependentSettings, ModelSettings, PlanSettings, SyncSettings, TrainSettings
-from lib.errors import UserError
+from lib.config.settings import Config
 from lib.model.partition import ModelShape
 from lib.plan.calibration import MEMORY_HEADROOM, BatchCurve, CurveKey, HostCalibration, Link, nearest_curve
 from lib.plan.memory import MemoryModel
@@ -24,56 +22,6 @@ MESSAGE_BYTES = 2**23  # by which links are compared: the activations of 1,000 t
 SAME_SPEED = 1.15  # ratio of two matrix-product rates below which they are equal
 USUAL_MEMORY_SPEED: dict[Device, float] = {"cpu": 3e9, "metal": 2e11, "cuda": 1e12}  # bytes a second, as MLX reaches
 CORRECTION = (0.8, 1.5)  # measured over planned peak memory: beyond it something else was measured
-
-
-@dataclass(frozen=True)
-class PlanSections:
-    """The sections of the settings that a plan depends on."""
-
-    strategy: str
-    plan: PlanSettings
-    model: ModelSettings
-    train: TrainSettings
-    sync: SyncSettings
-    independent: IndependentSettings
-    synchronous_because: str = ""  # why strategy=auto has to be synchronous
-    impossible: Mapping[str, str] = field(default_factory=dict)  # strategies that these settings exclude, and why
-    named_hosts: Mapping[str, frozenset[str]] = field(default_factory=dict)  # by setting
-
-    @classmethod
-    def of(cls, config: Config) -> PlanSections:
-        because = ""
-        if config.plan.shares is not None:
-            because = "since plan.shares divides every step (strategy=independent takes shares, too)"
-        elif config.reference_sync_steps is not None:
-            name = "rollouts.reference_every" if config.rollouts.rounds else "train.reference_sync_steps"
-            because = f"since with {name} all ranks follow one policy"
-        unset = config.plan.model_copy(update={"shares": None, "micro_batch_sizes": None})
-        impossible = {}
-        for strategy in DIVIDED:
-            plan = config.plan if config.strategy == strategy else unset
-            try:
-                with_strategy(config.model_copy(update={"plan": plan}), strategy)
-            except UserError as error:
-                impossible[strategy] = str(error)
-        by_host = {
-            "cost.watts": config.cost.watts,
-            "cost.rent_per_hour": config.cost.rent_per_hour,
-            "plan.memory_limit_gb": config.plan.memory_limit_gb,
-        }
-        named = {name: frozenset(value) for name, value in by_host.items() if isinstance(value, dict)}
-        sections = config.plan, config.model, config.train, config.sync, config.independent
-        return cls(config.strategy, *sections, because, impossible, named)
-
-    @property
-    def may_checkpoint(self) -> bool:
-        return bool(self.model.gradient_checkpointing) or self.model.may_turn_on_checkpointing
-
-    def for_strategy(self, strategy: str) -> PlanSections:
-        """The settings for another strategy than the one that plan.shares was written for."""
-        if self.strategy in ("auto", strategy):
-            return self
-        return replace(self, plan=self.plan.model_copy(update={"shares": None, "micro_batch_sizes": None}))
 
 
 @dataclass(frozen=True)
@@ -100,7 +48,7 @@ class StagesBefore:
 class PlanFacts:
     """All that a plan depends on."""
 
-    settings: PlanSections
+    settings: Config
     hosts: Sequence[RankHost]
     key: CurveKey  # with the length of a typical row, for times
     longest: int  # tokens of the longest row, for memory
@@ -286,8 +234,10 @@ def prepared(facts: PlanFacts) -> tuple[PlanFacts, tuple[str, ...]]:
         limits = [size for size in (host.memory_bytes, *(curve.memory_limit_bytes for curve in curves)) if size]
         calibration = calibration.model_copy(update={"curves": tuple(curves), "gflops": rate})
         hosts.append(replace(host, calibration=calibration, memory_bytes=min(limits, default=None)))
-    for setting, named in facts.settings.named_hosts.items():
-        if strangers := sorted(named - set(facts.names)):
-            known = ", ".join(sorted(set(facts.names)))
+    cost, names = facts.settings.cost, set(facts.names)
+    by_host = {"plan.memory_limit_gb": facts.settings.plan.memory_limit_gb, "cost.watts": cost.watts}
+    for setting, named in {**by_host, "cost.rent_per_hour": cost.rent_per_hour}.items():
+        if isinstance(named, dict) and (strangers := sorted(named.keys() - names)):
+            known = ", ".join(sorted(names))
             warnings.append(f"{setting}: no host of this run is called {', '.join(strangers)}; its hosts: {known}")
     return replace(facts, hosts=hosts), tuple(dict.fromkeys(warnings))

@@ -40,7 +40,7 @@ def cut_costs(facts: PlanFacts, speeds: HostSpeeds, pairs: int, more_in_flight: 
 
     more_in_flight: micro-batches of every stage but the last, beyond the usual 1F1B's.
     """
-    hosts, settings, ranks, memory = facts.hosts, facts.settings, len(facts.hosts), speeds.memory
+    hosts, model, ranks, memory = facts.hosts, facts.settings.model, len(facts.hosts), speeds.memory
     micro_batches, in_flight = -(-facts.batch_size // pairs), depths(ranks, more_in_flight)
     mean = facts.batch_size / micro_batches
     of_block, of_head = np.array([speeds.parts(rank, pairs) for rank in range(ranks)]).T * mean / pairs
@@ -49,16 +49,16 @@ def cut_costs(facts: PlanFacts, speeds: HostSpeeds, pairs: int, more_in_flight: 
     kept, inputs, work = np.array([_activations(memory, host.device or "metal", pairs) for host in hosts]).T
     batch = memory.rows.batch(pairs, memory.training.shared_prompts)
     work[-1] += head_bytes(memory.shape, memory.training, batch, hosts[-1].device or "metal")
-    must, flying = bool(settings.model.gradient_checkpointing), np.array(in_flight)
+    must, flying = bool(model.gradient_checkpointing), np.array(in_flight)
     message = batch.tokens * memory.shape.hidden_size * facts.item_bytes
     fixed = ends + work
-    forbidden = [np.full(ranks, must), np.full(ranks, not settings.may_checkpoint), is_last | must]
+    forbidden = [np.full(ranks, must), np.full(ranks, not (must or model.may_turn_on_checkpointing)), is_last | must]
     sent = facts.tokens(pairs)[0] * mean / pairs * _token_bytes(facts)
     return CutCosts(  # in the order of Keeps
         blocks=memory.shape.blocks,
         block_seconds=of_block,
         end_seconds=np.where(is_last, of_head, 0.0),
-        backward=BACKWARD[settings.model.method],
+        backward=BACKWARD[model.method],
         block_bytes=held + np.array([flying * kept, flying * inputs, kept]),
         fixed_bytes=np.where(forbidden, np.inf, [fixed, fixed + kept, fixed + flying * message]),
         room=np.array([(1 - MEMORY_HEADROOM) * (host.memory_bytes or UNKNOWN_BYTES) for host in hosts]),

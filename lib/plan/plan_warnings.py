@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from lib.config.settings import PlanSettings, TrainSettings
+from lib.config.settings import Config, PlanSettings, TrainSettings
 from lib.errors import UserError
-from lib.plan.facts import DIVIDED, PlanSections
+from lib.plan.facts import DIVIDED
 from lib.plan.plan import ClusterPlan, plan_cluster
 from lib.plan.shares import solo_pairs_per_second
 
@@ -18,7 +18,7 @@ STRAYED_NATS = 100.0  # of KL to the reference, a completion
 ROOM_FOR_ACTIVATIONS = 0.5  # of a host's memory, left free beside weights, gradients and optimizer
 
 
-def advised(settings: PlanSections, plan: ClusterPlan) -> ClusterPlan:
+def advised(settings: Config, plan: ClusterPlan) -> ClusterPlan:
     """The plan, with a warning for each practice that it goes against."""
     warnings = [slow_shares(settings.plan, plan), needless_division(settings.strategy, plan)]
     warnings += [*beyond_the_knee(plan), not_calibrated(settings.plan, plan), *learning_rate(settings.train)]

@@ -82,11 +82,13 @@ def _part_weights(facts: PlanFacts) -> tuple[list[float], str]:
 def _fitting(facts: PlanFacts, weights: Sequence[float], pairs: int) -> Division:
     """The division by these weights; a host that does not hold its part, and so many pairs' activations, gets less."""
     assert facts.shape is not None
+    model = facts.settings.model
+    checkpointing = bool(model.gradient_checkpointing) or model.may_turn_on_checkpointing
     room = [(1 - MEMORY_HEADROOM) * (host.memory_bytes or math.inf) for host in facts.hosts]
     caps, needed, shares = [1.0] * len(room), [0.0], tuple(weights)
     for _ in range(MOST_DIVISIONS):
-        division = divide(facts.shape, shares, facts.settings.model.shard_vocabulary)
-        parts = _parts(facts, division, pairs, facts.settings.may_checkpoint)
+        division = divide(facts.shape, shares, model.shard_vocabulary)
+        parts = _parts(facts, division, pairs, checkpointing)
         needed = [part.held_bytes + part.activation_bytes for part in parts]
         over = [rank for rank, need in enumerate(needed) if need > room[rank]]
         if not over or not _may_move(facts):

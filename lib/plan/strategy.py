@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from lib.config.load import with_strategy
 from lib.config.settings import IndependentSettings, ModelSettings, PlanSettings
 from lib.errors import UserError
 from lib.plan.calibration import BatchCurve, CurveKey
@@ -170,8 +171,11 @@ def _choose_replicas(facts: PlanFacts) -> tuple[str, str]:
         return facts.settings.strategy, "as strategy has it"
     if len(facts.hosts) == 1:
         return "synchronous", "one rank"
-    if facts.settings.synchronous_because:
-        return "synchronous", facts.settings.synchronous_because
+    if facts.settings.plan.shares is not None:
+        return "synchronous", "since plan.shares divides every step (strategy=independent takes shares, too)"
+    if facts.settings.reference_sync_steps is not None:
+        name = "rollouts.reference_every" if facts.settings.rollouts.rounds else "train.reference_sync_steps"
+        return "synchronous", f"since with {name} all ranks follow one policy"
     return "independent", "as every host can hold the model (strategy=synchronous: one machine's result, to rounding)"
 
 
@@ -327,12 +331,16 @@ def default_merge(independent: IndependentSettings, model: ModelSettings) -> str
 
 def _divided_by(facts: PlanFacts, strategy: str) -> tuple[ClusterPlan | None, str]:
     """The plan of one way to divide the model; or None, and why not."""
-    settings = facts.settings.for_strategy(strategy)
-    why_not = settings.impossible.get(strategy, "")
-    if not facts.can_divide(strategy) or why_not:
-        return None, why_not
-    facts = replace(facts, settings=settings)
+    settings, unset = (
+        facts.settings,
+        {"shares": None, "micro_batch_sizes": None},
+    )  # they were given for another strategy
+    without = settings.model_copy(update={"plan": settings.plan.model_copy(update=unset)})
     try:
+        with_strategy(settings if settings.strategy == strategy else without, strategy)
+        if not facts.can_divide(strategy):
+            return None, ""
+        facts = facts if settings.strategy in ("auto", strategy) else replace(facts, settings=without)
         return plan_pipelined(facts) if strategy == "pipelined" else plan_sharded(facts), ""
     except UserError as error:
         return None, str(error)

@@ -24,7 +24,7 @@ from lib.model.partition import FAMILIES, ModelShape, apportion, model_shape_of
 from lib.model.token_stream import length_multiple
 from lib.plan import calibration
 from lib.plan.calibration import CurveKey, HostCalibration, nearest_curve
-from lib.plan.facts import PlanFacts, PlanSections, RankHost, StagesBefore
+from lib.plan.facts import PlanFacts, RankHost, StagesBefore
 from lib.plan.memory import ADAM, OPTIMIZERS, MemoryModel, Rows, Training
 from lib.plan.pipeline import configured_blocks
 from lib.plan.plan import ClusterPlan
@@ -132,7 +132,7 @@ def gather_facts(
         usual = statistics.fmean(_gather_gflops(world))
     shares = config.data.shared_prompts and of_model.get("model_type") in FAMILIES
     facts = PlanFacts(
-        settings=PlanSections.of(config),
+        settings=config,
         hosts=ranks,
         key=key,
         longest=agreed["longest"],
@@ -200,7 +200,7 @@ def sharded_plan(config: Config, world: World, hosts: Sequence[str]) -> ClusterP
     ranks = _gather_hosts(world, hosts, rank_calibration, memory_limit(config.plan, hosts, world))
     key = CurveKey(model=config.model.path, method=config.model.method, dtype="", sequence_length=1)
     with world.agreeing("planning"):
-        return plan_sharded(PlanFacts(PlanSections.of(config), ranks, key, 1, world.backend, 1, shape=shape))
+        return plan_sharded(PlanFacts(config, ranks, key, 1, world.backend, 1, shape=shape))
 
 
 def stage_blocks(config: Config, world: World, hosts: Sequence[str]) -> tuple[int, ...]:
