@@ -121,6 +121,7 @@ class CutCosts:
     hops: tuple[Hop, ...]  # p - 1
     in_flight: tuple[int, ...]  # p
     micro_batches: int
+    pairs: int = 0  # of a micro-batch
 
     @property
     def most(self) -> np.ndarray:
@@ -132,6 +133,7 @@ class CutCosts:
 class Cut:
     """Stages of one cut, one number a rank, and a step's time."""
 
+    costs: CutCosts
     blocks: tuple[int, ...]
     keeps: tuple[Keeps, ...]  # for the backward pass: activations, where they fit
     forward_seconds: tuple[float, ...]  # of one micro-batch
@@ -139,9 +141,9 @@ class Cut:
     fits: bool  # every host's memory
     step_seconds: float
 
-    def idle_fraction(self, rank: int, micro_batches: int) -> float:
+    def idle_fraction(self, rank: int) -> float:
         """Part of a step in which a stage has nothing to do: the bubble, and its waiting for slower ones."""
-        busy = micro_batches * (self.forward_seconds[rank] + self.backward_seconds[rank])
+        busy = self.costs.micro_batches * (self.forward_seconds[rank] + self.backward_seconds[rank])
         return 1 - busy / self.step_seconds if self.step_seconds else 0.0
 
 
@@ -164,7 +166,7 @@ def best_cut(costs: CutCosts) -> Cut | None:
             blocks.append(int(min(count, left - (ranks - 1 - rank))))
             left -= blocks[-1]
         starts.add(tuple(blocks))
-    cuts = [_improved(costs, cut_at(costs, start)) for start in sorted(starts)]
+    cuts = [_improved(cut_at(costs, start)) for start in sorted(starts)]
     return min((cut for cut in cuts if cut.fits), key=lambda cut: cut.step_seconds, default=None)
 
 
@@ -173,7 +175,7 @@ def cut_at(costs: CutCosts, blocks: Sequence[int]) -> Cut:
     forward, backward, keeps, fits = (array[0] for array in _stages(costs, np.array([blocks])))
     times = tuple(forward.tolist()), tuple(backward.tolist())
     seconds = step_seconds(*times, costs.hops, costs.in_flight, costs.micro_batches)
-    return Cut(tuple(map(int, blocks)), tuple(map(Keeps, keeps.tolist())), *times, bool(fits.all()), seconds)
+    return Cut(costs, tuple(map(int, blocks)), tuple(map(Keeps, keeps.tolist())), *times, bool(fits.all()), seconds)
 
 
 def _blocks_within(seconds: float, each: np.ndarray, ends: np.ndarray, most: np.ndarray) -> np.ndarray:
@@ -206,17 +208,19 @@ def _bounds(costs: CutCosts, blocks: np.ndarray) -> np.ndarray:
     return np.where(fits.all(axis=1), seconds, np.inf)
 
 
-def _improved(costs: CutCosts, best: Cut) -> Cut:
+def _improved(best: Cut) -> Cut:
     """The cut from which no move of 1, 2, 4, ... blocks to another stage shortens the replayed schedule."""
     unit = np.eye(len(best.blocks), dtype=int)
     moves = (unit[:, None] - unit[None, :]).reshape(-1, len(unit))
-    moves = np.concatenate([2**power * moves[moves.any(axis=1)] for power in range(costs.blocks.bit_length())])
+    moves = np.concatenate([2**power * moves[moves.any(axis=1)] for power in range(best.costs.blocks.bit_length())])
     while True:
         cuts = np.array(best.blocks) + moves
         cuts = cuts[(cuts > 0).all(axis=1)]
-        bounds = _bounds(costs, cuts)
+        bounds = _bounds(best.costs, cuts)
         near = [index for index in np.argsort(bounds, kind="stable")[:REPLAYED] if np.isfinite(bounds[index])]
-        better = min((best, *(cut_at(costs, cuts[index].tolist()) for index in near)), key=lambda cut: cut.step_seconds)
+        better = min(
+            (best, *(cut_at(best.costs, cuts[index].tolist()) for index in near)), key=lambda cut: cut.step_seconds
+        )
         if better.step_seconds >= best.step_seconds * (1 - 1e-12):
             return best
         best = better

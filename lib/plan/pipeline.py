@@ -6,7 +6,7 @@ Times are those of lib/plan/speeds.py, memory is the formula's (lib/plan/memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -65,6 +65,7 @@ def cut_costs(facts: PlanFacts, speeds: HostSpeeds, pairs: int, more_in_flight: 
         hops=tuple(_hop(facts, rank, sent) for rank in range(ranks - 1)),
         in_flight=in_flight,
         micro_batches=micro_batches,
+        pairs=pairs,
     )
 
 
@@ -115,15 +116,6 @@ def _hop(facts: PlanFacts, rank: int, size_bytes: float) -> Hop:
 # ---- The plan
 
 
-@dataclass(frozen=True)
-class SizedCut:
-    """Micro-batches, and the cut for them."""
-
-    size: int  # pairs of a micro-batch
-    costs: CutCosts
-    cut: Cut
-
-
 def plan_pipelined(facts: PlanFacts) -> ClusterPlan:
     """Cuts a model between blocks for the shortest step, with its prediction; plan.shares sets the cut.
 
@@ -136,16 +128,16 @@ def plan_pipelined(facts: PlanFacts) -> ClusterPlan:
     speeds, names = HostSpeeds.of(facts), facts.names
     blocks = configured_blocks(facts.settings.plan.shares, len(names), speeds.memory.shape.blocks)
     before = facts.stages_before
-    chosen, known = _choose(facts, speeds, blocks), speeds.are_known
+    cut, known = _choose(facts, speeds, blocks), speeds.are_known
     reason = "blocks as plan.shares has them" if blocks else f"blocks for the shortest step, {speeds.source}"
     if blocks is None and before is not None and (resumed := _as_measured_before(facts, speeds)) is not None:
-        chosen, known = resumed, known or bool(before.step_seconds)
-        is_kept = chosen.cut.blocks == before.blocks
+        cut, known = resumed, known or bool(before.step_seconds)
+        is_kept = cut.blocks == before.blocks
         reason = "blocks as before" if is_kept else f"blocks moved from {list(before.blocks)} by measured steps"
-    plan = plan_of_parts(facts, "pipelined", _stages(facts, chosen, known), chosen.size, reason)
+    plan = plan_of_parts(facts, "pipelined", _stages(facts, cut, known), cut.costs.pairs, reason)
     updates = [curve.step_overhead_seconds for curve in speeds.curves]
-    parts = [o * b / speeds.memory.shape.blocks for o, b in zip(updates, chosen.cut.blocks, strict=False)]
-    seconds = chosen.cut.step_seconds + max(parts, default=0.0) if known else None
+    parts = [o * b / speeds.memory.shape.blocks for o, b in zip(updates, cut.blocks, strict=False)]
+    seconds = cut.step_seconds + max(parts, default=0.0) if known else None
     links = enumerate(pairwise(names))
     warnings = list(plan.warnings)
     if unknown := [f"{a} to {b}" for rank, (a, b) in links if a != b and not facts.link_between(rank)]:
@@ -187,13 +179,12 @@ def configured_blocks(shares: Sequence[int] | None, ranks: int, blocks: int) -> 
     return tuple(shares)
 
 
-def _choose(facts: PlanFacts, speeds: HostSpeeds, blocks: tuple[int, ...] | None) -> SizedCut:
+def _choose(facts: PlanFacts, speeds: HostSpeeds, blocks: tuple[int, ...] | None) -> Cut:
     """The micro-batch and the cut of the shortest step. blocks: of a given cut."""
 
-    def candidate(size: int, more: int = 0) -> SizedCut | None:
+    def candidate(size: int, more: int = 0) -> Cut | None:
         costs = cut_costs(facts, speeds, size, more)
-        cut = cut_at(costs, blocks) if blocks else best_cut(costs)
-        return SizedCut(size, costs, cut) if cut else None
+        return cut_at(costs, blocks) if blocks else best_cut(costs)
 
     configured = facts.settings.plan.micro_batch_sizes
     most = min(speeds.memory.most_pairs(host.device or "metal") for host in facts.hosts)
@@ -202,31 +193,29 @@ def _choose(facts: PlanFacts, speeds: HostSpeeds, blocks: tuple[int, ...] | None
     choices = [choice for choice in map(candidate, sizes) if choice]
     if not choices:
         raise UserError(_why_not(facts, speeds, min(sizes)))
-    best = min(choices, key=lambda choice: (not choice.cut.fits, choice.cut.step_seconds, choice.size))
+    best = min(choices, key=lambda choice: (not choice.fits, choice.step_seconds, choice.costs.pairs))
     for more in DEEPER if any(map(sum, best.costs.hops)) else ():
-        deeper = candidate(best.size, more)
+        deeper = candidate(best.costs.pairs, more)
         # One more costs no time: it makes up for links that are slower, and passes that vary more, than was measured.
         enough = 1.0 if more == 1 else 1 - WORTH_IT
-        if deeper and deeper.cut.fits and deeper.cut.step_seconds <= enough * best.cut.step_seconds:
+        if deeper and deeper.fits and deeper.step_seconds <= enough * best.step_seconds:
             best = deeper
     return best
 
 
-def _as_measured_before(facts: PlanFacts, speeds: HostSpeeds) -> SizedCut | None:
+def _as_measured_before(facts: PlanFacts, speeds: HostSpeeds) -> Cut | None:
     """The cut of the run that is resumed, or a better one for hosts as fast as they were; None: no cut to keep."""
     before, ranks = facts.stages_before, len(facts.hosts)
     if before is None or len(before.blocks) != ranks or sum(before.blocks) != speeds.memory.shape.blocks:
         return None
     same = _choose(facts, speeds, before.blocks)
-    if not same.cut.fits or len(before.step_seconds) != ranks or not facts.settings.plan.replan:
-        return same if same.cut.fits else None
-    passes = np.array(same.cut.forward_seconds) + np.array(same.cut.backward_seconds)
+    if not same.fits or len(before.step_seconds) != ranks or not facts.settings.plan.replan:
+        return same if same.fits else None
+    passes = np.array(same.forward_seconds) + np.array(same.backward_seconds)
     slower, costs = np.array(before.step_seconds) / (same.costs.micro_batches * passes), same.costs
     costs = replace(costs, block_seconds=costs.block_seconds * slower, end_seconds=costs.end_seconds * slower)
     now, best = cut_at(costs, before.blocks), best_cut(costs)
-    if best is None or now.step_seconds <= best.step_seconds * (1 + DRIFT):
-        best = now
-    return SizedCut(same.size, costs, best)
+    return now if best is None or now.step_seconds <= best.step_seconds * (1 + DRIFT) else best
 
 
 def _why_not(facts: PlanFacts, speeds: HostSpeeds, size: int) -> str:
@@ -242,26 +231,25 @@ def _why_not(facts: PlanFacts, speeds: HostSpeeds, size: int) -> str:
     )
 
 
-def _stages(facts: PlanFacts, chosen: SizedCut, known: bool) -> tuple[StagePlan, ...]:
+def _stages(facts: PlanFacts, cut: Cut, known: bool) -> tuple[StagePlan, ...]:
     assert facts.memory is not None
-    costs, cut = chosen.costs, chosen.cut
     of_block, ends = held_bytes(facts.memory, len(facts.hosts))
     stages = []
     for rank, (first, blocks) in enumerate(zip(accumulate(cut.blocks, initial=0), cut.blocks, strict=False)):
         held, keeps = of_block * blocks + ends[rank], cut.keeps[rank]
-        needed = costs.block_bytes[keeps, rank] * blocks + costs.fixed_bytes[keeps, rank]
+        needed = cut.costs.block_bytes[keeps, rank] * blocks + cut.costs.fixed_bytes[keeps, rank]
         stages.append(
             StagePlan(
                 first_block=first,
                 blocks=blocks,
-                in_flight=costs.in_flight[rank],
+                in_flight=cut.costs.in_flight[rank],
                 recomputes=keeps == Keeps.INPUT,
                 gradient_checkpointing=keeps == Keeps.BLOCK_INPUTS,
                 held_bytes=round(held),
                 activation_bytes=round(needed - held),
                 forward_seconds=cut.forward_seconds[rank] if known else None,
                 backward_seconds=cut.backward_seconds[rank] if known else None,
-                idle_fraction=cut.idle_fraction(rank, costs.micro_batches) if known else None,
+                idle_fraction=cut.idle_fraction(rank) if known else None,
             )
         )
     return tuple(stages)

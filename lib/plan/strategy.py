@@ -110,7 +110,7 @@ def _plan_replicas(facts: PlanFacts) -> ClusterPlan:
     chosen = replace(chosen, warnings=(*warnings, *chosen.warnings))
     merge_seconds = _merge_seconds(facts, apart) if chosen.calibrated and facts.link_is_known else None
     step_seconds = _independent_seconds(apart) if merge_seconds is not None else None
-    merging = plan_merging(settings.independent, settings.plan, facts, merge_seconds, step_seconds)
+    merging = plan_merging(facts, merge_seconds, step_seconds)
     predictions = _predictions(facts, chosen, apart, sync_seconds, (merging, merge_seconds))
     return replace(chosen, predictions=predictions, rounds=merging if strategy == "independent" and ranks > 1 else None)
 
@@ -278,18 +278,13 @@ def steps_per_round(steps: int, merge_seconds: float, step_seconds: float) -> in
     return min(max(1, enough), longest_round(steps))
 
 
-def plan_merging(
-    independent: IndependentSettings,
-    settings: PlanSettings,
-    facts: PlanFacts,
-    merge_seconds: float | None,
-    step_seconds: float | None,
-) -> Merging:
+def plan_merging(facts: PlanFacts, merge_seconds: float | None, step_seconds: float | None) -> Merging:
     """How often independent ranks merge: as the settings say, else as predicted, else as will be measured.
 
     merge_seconds, step_seconds: as calibrated for this model and link; None where that is not known.
     """
-    given, steps = independent.pairs_per_round, facts.steps
+    independent, settings, steps = facts.settings.independent, facts.settings.plan, facts.steps
+    given = independent.pairs_per_round
     if independent.merge == "none":
         return Merging(steps, 0, "never, as independent.merge=none has it")
     if given is not None:
