@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-STARTS = (1.0, 1.1, 1.3, 2.0, np.inf)  # times the least longest stage: how long a stage may be, at the start
 REPLAYED = 16  # neighbours of a cut whose schedule is replayed, those with the lowest bounds
 
 
@@ -153,20 +152,12 @@ def best_cut(costs: CutCosts) -> Cut | None:
     if ranks > costs.blocks or (most := costs.most.max(axis=0)).min() < 1 or most.sum() < costs.blocks:
         return None
     each, ends = (seconds * (1 + costs.backward) for seconds in (costs.block_seconds, costs.end_seconds))
-    most = np.minimum(most, costs.blocks)
-    too_short, enough = 0.0, float((ends + each * most).max())
-    for _ in range(40):
-        middle = (too_short + enough) / 2
-        is_enough = _blocks_within(middle, each, ends, most).sum() >= costs.blocks
-        too_short, enough = (too_short, middle) if is_enough else (middle, enough)
-    starts = set()
-    for times in STARTS:
-        left, blocks = costs.blocks, []
-        for rank, count in enumerate(_blocks_within(times * enough, each, ends, most).tolist()):
-            blocks.append(int(min(count, left - (ranks - 1 - rank))))
-            left -= blocks[-1]
-        starts.add(tuple(blocks))
-    cuts = [_improved(cut_at(costs, start)) for start in sorted(starts)]
+    cuts = []
+    for seconds in (each, np.ones(ranks)):
+        blocks = np.ones(ranks, dtype=int)
+        while blocks.sum() < costs.blocks:  # the next one to the stage that ends first with it
+            blocks[np.argmin(np.where(blocks < most, ends + seconds * (blocks + 1), np.inf))] += 1
+        cuts.append(_improved(cut_at(costs, blocks.tolist())))
     return min((cut for cut in cuts if cut.fits), key=lambda cut: cut.step_seconds, default=None)
 
 
@@ -176,11 +167,6 @@ def cut_at(costs: CutCosts, blocks: Sequence[int]) -> Cut:
     times = tuple(forward.tolist()), tuple(backward.tolist())
     seconds = step_seconds(*times, costs.hops, costs.in_flight, costs.micro_batches)
     return Cut(costs, tuple(map(int, blocks)), tuple(map(Keeps, keeps.tolist())), *times, bool(fits.all()), seconds)
-
-
-def _blocks_within(seconds: float, each: np.ndarray, ends: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """As many blocks as a host does forward and backward in so many seconds, and one at least: float64 [p]."""
-    return np.clip(np.floor((seconds - ends) / each) if np.isfinite(seconds) else most, 1, most)
 
 
 def _stages(costs: CutCosts, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
