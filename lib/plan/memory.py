@@ -189,12 +189,6 @@ def block_weights(shape: ModelShape, is_sparse: bool, active: bool = False) -> f
     return attention + shape.hidden_size * (3 * shape.expert_columns * experts + shape.experts)
 
 
-def trained_bytes_per_parameter(shape: ModelShape, training: Training) -> float:
-    """Of a trained parameter: its float32 copy or adapter, the gradient, the optimizer's numbers."""
-    copy = 4 - shape.weight_bytes if training.method == "full" else 4
-    return max(0.0, copy) + 4 * (1 + training.optimizer.moments + training.moving_reference)
-
-
 def trained_parameters(shape: ModelShape, training: Training) -> tuple[float, float]:
     """How many parameters are trained, and how many of them the largest array has."""
     hidden, rank, (dense, sparse) = shape.hidden_size, training.rank, trained_blocks(shape, training)
@@ -269,6 +263,31 @@ class MemoryModel:
         """The same for a rank's part of the model."""
         training = self.training if checkpointing is None else replace(self.training, checkpointing=checkpointing)
         return step_bytes(part, training, self.rows.batch(pairs, training.shared_prompts), device, weight_bytes)
+
+    def held_bytes(self, ranks: int) -> tuple[float, np.ndarray]:
+        """Weights, adapters, gradients, optimizer: of a block, and [p] of what a rank of a pipeline has beside blocks."""
+        shape, training = self.shape, self.training
+        sparse = shape.expert_blocks / shape.blocks
+        weights = (1 - sparse) * block_weights(shape, False) + sparse * block_weights(shape, True)
+        # Of a trained parameter: its float32 copy or adapter, the gradient, the optimizer's numbers.
+        per_trained = max(0.0, 4 - shape.weight_bytes if training.method == "full" else 4)
+        per_trained += 4 * (1 + training.optimizer.moments + training.moving_reference)
+        adapted = trained_parameters(shape, replace(training, blocks=shape.blocks, adapts_embeddings=False))[0]
+        held = weights * shape.weight_bytes + 2 * shape.hidden_size * shape.other_bytes
+        trains_tables = training.method == "full" and training.blocks is None
+        ends = np.zeros(ranks)
+        for rank in (0, -1):  # the embedding, and the head
+            ends[rank] += shape.vocabulary * shape.hidden_size * (shape.weight_bytes + per_trained * trains_tables)
+        return float(held + per_trained * adapted / shape.blocks), ends
+
+    def block_bytes(self, device: Device, pairs: int) -> BlockBytes:
+        """Of the mean block and a micro-batch."""
+        shape, batch = self.shape, self.rows.batch(pairs, self.training.shared_prompts)
+        counts = {False: shape.blocks - shape.expert_blocks, True: shape.expert_blocks}
+        kinds = [kind for kind, count in counts.items() if count]
+        blocks = [activation_bytes_of_block(shape, self.training, batch, device, kind) for kind in kinds]
+        kept = sum(block.kept * counts[kind] for kind, block in zip(kinds, blocks, strict=True)) / shape.blocks
+        return BlockBytes(kept, blocks[0].input, max(block.at_work for block in blocks))
 
     def most_pairs(self, device: Device) -> int:
         """Pairs of a micro-batch beyond which nothing is gained."""

@@ -15,18 +15,10 @@ from lib.errors import UserError
 from lib.plan.calibration import MEMORY_HEADROOM, Link
 from lib.plan.cuts import Cut, CutCosts, Hop, Keeps, best_cut, cut_at, depths
 from lib.plan.facts import PlanFacts
-from lib.plan.memory import (
-    MemoryModel,
-    activation_bytes_of_block,
-    block_weights,
-    head_bytes,
-    trained_bytes_per_parameter,
-    trained_parameters,
-)
+from lib.plan.memory import head_bytes
 from lib.plan.plan import ClusterPlan, PartOfModel, Prediction, RankPlan, StagePlan, sum_of
 from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, DRIFT, check_count, split_evenly_sized
 from lib.plan.speeds import BACKWARD, HostSpeeds
-from lib.system.hardware import Device
 
 SIZES = (1, 2, 3, 4, 6, 8)  # of micro-batches, in pairs, that are compared
 DEEPER = (1, 2, 4)  # more micro-batches in flight, over links that a stage would wait for
@@ -45,8 +37,8 @@ def cut_costs(facts: PlanFacts, speeds: HostSpeeds, pairs: int, more_in_flight: 
     mean = facts.batch_size / micro_batches
     of_block, of_head = np.array([speeds.parts(rank, pairs) for rank in range(ranks)]).T * mean / pairs
     is_last = np.arange(ranks) == ranks - 1
-    held, ends = held_bytes(memory, ranks)
-    kept, inputs, work = np.array([_activations(memory, host.device or "metal", pairs) for host in hosts]).T
+    held, ends = memory.held_bytes(ranks)
+    kept, inputs, work = np.array([memory.block_bytes(host.device or "metal", pairs) for host in hosts]).T
     batch = memory.rows.batch(pairs, memory.training.shared_prompts)
     work[-1] += head_bytes(memory.shape, memory.training, batch, hosts[-1].device or "metal")
     must, flying = bool(model.gradient_checkpointing), np.array(in_flight)
@@ -67,33 +59,6 @@ def cut_costs(facts: PlanFacts, speeds: HostSpeeds, pairs: int, more_in_flight: 
         micro_batches=micro_batches,
         pairs=pairs,
     )
-
-
-def held_bytes(memory: MemoryModel, ranks: int) -> tuple[float, np.ndarray]:
-    """Weights, adapters, gradients and optimizer: of a block, and [p] of what a rank has beside blocks."""
-    shape, training = memory.shape, memory.training
-    sparse = shape.expert_blocks / shape.blocks
-    weights = (1 - sparse) * block_weights(shape, False) + sparse * block_weights(shape, True)
-    per_trained = trained_bytes_per_parameter(shape, training)
-    adapted = trained_parameters(shape, replace(training, blocks=shape.blocks, adapts_embeddings=False))[0]
-    held = weights * shape.weight_bytes + 2 * shape.hidden_size * shape.other_bytes
-    held += per_trained * adapted / shape.blocks
-    trains_tables = training.method == "full" and training.blocks is None
-    ends = np.zeros(ranks)
-    for rank in (0, -1):  # the embedding, and the head
-        ends[rank] += shape.vocabulary * shape.hidden_size * (shape.weight_bytes + per_trained * trains_tables)
-    return float(held), ends
-
-
-def _activations(memory: MemoryModel, device: Device, pairs: int) -> tuple[float, float, float]:
-    """Of a block and a micro-batch: kept for the backward pass, its input alone, and at work besides."""
-    shape, batch = memory.shape, memory.rows.batch(pairs, memory.training.shared_prompts)
-    kinds = {False: shape.blocks - shape.expert_blocks, True: shape.expert_blocks}
-    blocks = {
-        kind: activation_bytes_of_block(shape, memory.training, batch, device, kind) for kind, n in kinds.items() if n
-    }
-    kept = sum(block.kept * kinds[kind] for kind, block in blocks.items()) / shape.blocks
-    return kept, next(iter(blocks.values())).input, max(block.at_work for block in blocks.values())
 
 
 def _token_bytes(facts: PlanFacts) -> float:
@@ -221,7 +186,7 @@ def _as_measured_before(facts: PlanFacts, speeds: HostSpeeds) -> Cut | None:
 def _why_not(facts: PlanFacts, speeds: HostSpeeds, size: int) -> str:
     """Which host holds how much, what is missing, and the remedy."""
     blocks, most = speeds.memory.shape.blocks, cut_costs(facts, speeds, size).most.max(axis=0).astype(int).tolist()
-    missing = max(blocks - sum(most), most.count(0)) * held_bytes(speeds.memory, 1)[0] / (1 - MEMORY_HEADROOM) / 1e9
+    missing = max(blocks - sum(most), most.count(0)) * speeds.memory.held_bytes(1)[0] / (1 - MEMORY_HEADROOM) / 1e9
     hosts = zip(facts.hosts, most, strict=True)
     held = ", ".join(f"{host.name} {count} in {(host.memory_bytes or 0) / 1e9:.2f} GB" for host, count in hosts)
     return (
@@ -233,7 +198,7 @@ def _why_not(facts: PlanFacts, speeds: HostSpeeds, size: int) -> str:
 
 def _stages(facts: PlanFacts, cut: Cut, known: bool) -> tuple[StagePlan, ...]:
     assert facts.memory is not None
-    of_block, ends = held_bytes(facts.memory, len(facts.hosts))
+    of_block, ends = facts.memory.held_bytes(len(facts.hosts))
     stages = []
     for rank, (first, blocks) in enumerate(zip(accumulate(cut.blocks, initial=0), cut.blocks, strict=False)):
         held, keeps = of_block * blocks + ends[rank], cut.keeps[rank]

@@ -16,20 +16,11 @@ import numpy as np
 from lib.config.load import with_strategy
 from lib.config.settings import IndependentSettings, ModelSettings, PlanSettings
 from lib.errors import UserError
+from lib.plan import plan as plans
 from lib.plan.calibration import BatchCurve, CurveKey
 from lib.plan.facts import DIVIDED, PlanFacts, prepared
 from lib.plan.pipeline import plan_pipelined
-from lib.plan.plan import (
-    GOOD_EFFICIENCY,
-    Basis,
-    ClusterPlan,
-    Merging,
-    Prediction,
-    RankPlan,
-    plan_cluster,
-    sufficient_global_batch,
-    sum_of,
-)
+from lib.plan.plan import ClusterPlan, Merging, Prediction, RankPlan, plan_cluster, sum_of
 from lib.plan.sharded import plan_sharded
 from lib.plan.shares import TooLarge, equal_shares, split_evenly_sized
 from lib.plan.speeds import HostSpeeds
@@ -65,7 +56,7 @@ def plan(facts: PlanFacts) -> ClusterPlan:
         others = [candidate for candidate, _ in map(_divided_by, [facts] * 2, reversed(DIVIDED)) if candidate]
         added = [replace(way, chosen=False) for other in others for way in other.predictions]
         chosen = replace(chosen, predictions=(*chosen.predictions[:2], *added, *chosen.predictions[2:]))
-    basis = Basis(facts.key, step_seconds=_step_seconds(facts, chosen))
+    basis = plans.Basis(facts.key, step_seconds=_step_seconds(facts, chosen))
     return replace(chosen, basis=basis, warnings=(*warnings, *chosen.warnings))
 
 
@@ -187,11 +178,11 @@ def _reason(facts: PlanFacts, chosen: ClusterPlan, sync_seconds: float) -> str:
     if len(curves) < len(facts.hosts) or facts.settings.plan.shares is not None:
         return chosen.reason
     reason = f"{chosen.reason} (curves measured for {facts.key})"
-    if chosen.efficiency is not None and chosen.efficiency < GOOD_EFFICIENCY and len(facts.hosts) <= 64:
-        enough = sufficient_global_batch(facts.names, curves, chosen.global_batch_size, sync_seconds)
-        if enough and enough > chosen.global_batch_size:
-            reason += f"; a global batch of {enough} would reach {GOOD_EFFICIENCY:.0%} of their speed"
-    return reason
+    enough = 0
+    if len(facts.hosts) in range(2, 65):
+        enough = plans.sufficient_global_batch(facts.names, curves, chosen.global_batch_size, sync_seconds) or 0
+    larger = f"; a global batch of {enough} would reach {plans.GOOD_EFFICIENCY:.0%} of their speed"
+    return reason + larger * (enough > chosen.global_batch_size)
 
 
 # ---- Predictions
