@@ -89,9 +89,9 @@ WORKS: dict[str, bytes] = {
 MISTAKES: list[tuple[str, str, str]] = [
     # Words
     ("train.py", "train.lr=1e-4", r"unknown setting train.lr; did you mean train.learning_rate\?"),
-    ("train.py", "--batch-size 8", "here it is train.global_batch_size=8"),
+    ("train.py", "--batch-size 8", "did you mean train.global_batch_size"),
     ("train.py", "--dryrun", r"did you mean --dry-run\?"),
-    ("train.py", "train.beta = 0.2", "write train.beta=VALUE in one word"),
+    ("train.py", "train.beta = 0.2", "write key=value in one word"),
     ("train.py", "train.steps=many", "should be a valid integer, not 'many'"),
     ("train.py", "train.loss=dpo", "not 'dpo'; here: DPO is sigmoid"),
     ("train.py", "plan.shares=[6,1]", "sum to 7, but train.global_batch_size is 8; make them equal"),
@@ -198,7 +198,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     (
         "launch",
         "--hosts localhost --batch-size 8 -- train.py",
-        "train.global_batch_size=8 .*, after --, behind train.py",
+        "after --, behind train.py; did you mean train.global_batch_size",
     ),
     ("launch", "--hosts localhost --python /nope -- train.py", "/nope does not start .*No such file"),
     ("launch", "--hosts localhost -- trian.py", r"trian.py does not exist; did you mean train.py\?"),

@@ -36,6 +36,8 @@ def normalised(name: str) -> str:
 
 def of_setting(key: str, known: Sequence[str]) -> str:
     """What follows "unknown setting KEY": the setting that is meant, or those that there are."""
+    if key in known:
+        return f"; write {key}=VALUE, in a file {key.rpartition('.')[2]}: below {key.rpartition('.')[0]}:"
     if key in REMOVED:
         return f", which an earlier version had; {REMOVED[key]}"
     name, section = normalised(key), key.rpartition(".")[0]
@@ -49,29 +51,6 @@ def of_setting(key: str, known: Sequence[str]) -> str:
         return f"; did you mean {close}?"
     siblings = [k.rpartition(".")[2] for k in known if section and k.startswith(f"{section}.")]
     return f"; {section} has {', '.join(siblings)}" if siblings else "; --help lists the settings"
-
-
-def of_option(option: str, value: str | None, known: Sequence[str], options: Sequence[str]) -> str:
-    """What follows an option that does not exist: the word, or the option, that is meant.
-
-    Args:
-        option: as typed, e.g. "--batch-size".
-        value: what was typed behind it, where that can be a value.
-        known: names of the settings that this program takes as key=value; empty where it takes none.
-        options: of this program.
-    """
-    if close := difflib.get_close_matches(option, options, n=1, cutoff=0.75):
-        return f"did you mean {close[0]}?"
-    if not known:
-        return ""
-    key, shown, name = option.lstrip("-").replace("-", "_"), "..." if value is None else value, normalised(option)
-    if key not in known and name in WORDS:
-        word, note = WORDS[name]
-        return f"here it is {word.replace('{}', shown)}" + (f" ({note})" if note else "")
-    if name in NOTHING:
-        return f"leave it out: {NOTHING[name]}"
-    setting = key if key in known else closest(key, known)
-    return f"settings are words without dashes: {setting or 'train.beta'}={shown if setting else 0.2}"
 
 
 def of_value(key: str, value: object) -> str:

@@ -43,15 +43,15 @@ def load(path: Path | str | None, overrides: Sequence[str] = (), base: Tree | No
         _keep_batch_of_learning_rate(tree, overrides)
     for word in overrides:
         key, sign, text = word.partition("=")
-        if not key or not text:
-            raise UserError(_not_key_value(word, key.strip().rstrip(":"), bool(sign)))
+        if not sign or not key or not text:
+            blanks = "write key=value in one word without blanks, e.g. train.beta=0.2, and key=null for none"
+            raise UserError(f"argument {word!r} is not of the form key=value; {blanks}")
         if key not in known_settings():
             raise UserError(f"{word}: unknown setting {key}{hints.of_setting(key, known_settings())}")
         parent, _, leaf = key.rpartition(".")
         section = tree.setdefault(parent, {}) if parent else tree
-        if not isinstance(section, dict):
-            raise UserError(f"{origins.get(parent, path or 'settings')}: {_no_section(parent, section)}")
-        section[leaf] = _parse_value(key, text)
+        if isinstance(section, dict):  # else the file has a value for it, which is refused below
+            section[leaf] = _parse_value(key, text)
         origins[key] = word
     return _validated(tree, origins, path)
 
@@ -218,23 +218,6 @@ def _parse_value(key: str, text: str) -> Any:
     return value
 
 
-def _not_key_value(word: str, name: str, has_sign: bool) -> str:
-    if name not in known_settings():
-        return f"argument {word!r} is not of the form key=value, e.g. train.beta=0.2; --help lists the keys"
-    if has_sign:
-        none = f", or {name}=null for none" if accepts(setting_types()[name], type(None)) else ""
-        return f"{word} has no value; write it right after the sign, without a blank{none}"
-    return f"argument {word!r} is not of the form key=value; write {name}=VALUE in one word, without blanks"
-
-
-def _first(section: str) -> str:
-    return next(key for key in known_settings() if key.startswith(f"{section}."))
-
-
-def _no_section(key: str, value: object) -> str:
-    return f"{key} is a section, not {value!r}; write its settings below it, or as {_first(key)}=..."
-
-
 def _explain(error: ErrorDetails, origins: dict[str, str], path: Path | str | None) -> str:
     """One fault in one line: where the value came from, which setting, what is wrong with it."""
     key, known = ".".join(map(str, error["loc"])), known_settings()
@@ -242,15 +225,11 @@ def _explain(error: ErrorDetails, origins: dict[str, str], path: Path | str | No
     key = next((name for name in known if key.startswith(f"{name}.")), key)
     place = next((origins[k] for k in (key, key.rpartition(".")[0]) if k in origins), str(path or "settings"))
     if error["type"] == "extra_forbidden":
-        section, _, name = str(error["loc"][-1]).rpartition(".")
-        if section and f"{section}.{name}" in known:
-            return f"{place}: in a file {section}.{name} is `{name}:`, indented below `{section}:`"
         return f"{place}: unknown setting {key}{hints.of_setting(key, known)}"
     if error["type"] == "missing":
-        key = key if key in known else _first(key)
         return f"{place}: {key} is required; give it in the file or as {key}=..."
     if error["type"] in ("model_type", "model_attributes_type"):
-        return f"{place}: {_no_section(key, error['input'])}"
+        return f"{place}: {key} is a section, not {error['input']!r}; write its settings below it"
     message = error["msg"].removeprefix("Value error, ").partition(", unable to parse")[0]
     if key not in known:  # settings that do not go together
         return message

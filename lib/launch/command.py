@@ -135,7 +135,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _parser() -> command_line.Parser:
     parser = command_line.Parser(prog="launch", description=__doc__)
-    parser.settings_place = "after --, behind train.py"
+    parser.settings_place = " after --, behind train.py"
     add = parser.add_argument
     add("--hostfile", metavar="FILE", type=Path, help="the hosts: NAME:SLOTS or NAME slots=N a line, or MLX's JSON")
     add("--hosts", metavar="A:1,B:1", help="the hosts, here instead of in a file")

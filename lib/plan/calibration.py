@@ -94,10 +94,8 @@ class BatchCurve(Stored):
     @model_validator(mode="after")
     def _is_a_curve(self) -> BatchCurve:
         sizes = [point.batch_size for point in self.points]
-        if len(sizes) < 2:
-            raise ValueError(f"a curve needs at least 2 batch sizes and has {len(sizes)}")
-        if sizes != sorted(set(sizes)):
-            raise ValueError(f"batch sizes {sizes} do not rise")
+        if len(sizes) < 2 or sizes != sorted(set(sizes)):
+            raise ValueError(f"a curve needs at least 2 rising batch sizes and has {sizes}")
         if len({point.peak_memory_bytes is None for point in self.points}) > 1:
             raise ValueError("peak_memory_bytes is given for some batch sizes only")
         return self

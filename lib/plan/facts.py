@@ -37,14 +37,6 @@ class RankHost:
 
 
 @dataclass(frozen=True)
-class StagesBefore:
-    """The stages of a pipelined run that is resumed."""
-
-    blocks: tuple[int, ...]
-    step_seconds: tuple[float, ...]  # that each rank computed a step; empty: not measured
-
-
-@dataclass(frozen=True)
 class PlanFacts:
     """All that a plan depends on."""
 
@@ -57,7 +49,6 @@ class PlanFacts:
     published: Sequence[HostCalibration] = ()  # figures of chips
     shape: ModelShape | None = None  # of the model; None: its blocks cannot be divided
     memory: MemoryModel | None = None  # None: nothing is known of the model's dimensions, and it cannot be cut
-    stages_before: StagesBefore | None = None
     usual_gflops: float | None = None  # of every rank, where none differs: for the run's expected time alone
 
     @property

@@ -265,7 +265,7 @@ class MemoryModel:
         return step_bytes(part, training, self.rows.batch(pairs, training.shared_prompts), device, weight_bytes)
 
     def held_bytes(self, ranks: int) -> tuple[float, np.ndarray]:
-        """Weights, adapters, gradients, optimizer: of a block, and [p] of what a rank of a pipeline has beside blocks."""
+        """Weights, adapters, gradients, optimizer: of a block, and [p] of what a stage's rank has beside blocks."""
         shape, training = self.shape, self.training
         sparse = shape.expert_blocks / shape.blocks
         weights = (1 - sparse) * block_weights(shape, False) + sparse * block_weights(shape, True)

@@ -17,7 +17,7 @@ from lib.plan.cuts import Cut, CutCosts, Hop, Keeps, best_cut, cut_at, depths
 from lib.plan.facts import PlanFacts
 from lib.plan.memory import head_bytes
 from lib.plan.plan import ClusterPlan, PartOfModel, Prediction, RankPlan, StagePlan, sum_of
-from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, DRIFT, check_count, split_evenly_sized
+from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, check_count, split_evenly_sized
 from lib.plan.speeds import BACKWARD, HostSpeeds
 
 SIZES = (1, 2, 3, 4, 6, 8)  # of micro-batches, in pairs, that are compared
@@ -84,21 +84,13 @@ def _hop(facts: PlanFacts, rank: int, size_bytes: float) -> Hop:
 def plan_pipelined(facts: PlanFacts) -> ClusterPlan:
     """Cuts a model between blocks for the shortest step, with its prediction; plan.shares sets the cut.
 
-    A run that is resumed keeps its cut; where its ranks took other times than planned, and another cut is shorter by
-    DRIFT with these, it takes that one.
-
     Raises:
         UserError: settings that do not fit the world or the model, or too little memory for any cut.
     """
     speeds, names = HostSpeeds.of(facts), facts.names
     blocks = configured_blocks(facts.settings.plan.shares, len(names), speeds.memory.shape.blocks)
-    before = facts.stages_before
     cut, known = _choose(facts, speeds, blocks), speeds.are_known
     reason = "blocks as plan.shares has them" if blocks else f"blocks for the shortest step, {speeds.source}"
-    if blocks is None and before is not None and (resumed := _as_measured_before(facts, speeds)) is not None:
-        cut, known = resumed, known or bool(before.step_seconds)
-        is_kept = cut.blocks == before.blocks
-        reason = "blocks as before" if is_kept else f"blocks moved from {list(before.blocks)} by measured steps"
     plan = plan_of_parts(facts, "pipelined", _stages(facts, cut, known), cut.costs.pairs, reason)
     updates = [curve.step_overhead_seconds for curve in speeds.curves]
     parts = [o * b / speeds.memory.shape.blocks for o, b in zip(updates, cut.blocks, strict=False)]
@@ -166,21 +158,6 @@ def _choose(facts: PlanFacts, speeds: HostSpeeds, blocks: tuple[int, ...] | None
         if deeper and deeper.fits and deeper.step_seconds <= enough * best.step_seconds:
             best = deeper
     return best
-
-
-def _as_measured_before(facts: PlanFacts, speeds: HostSpeeds) -> Cut | None:
-    """The cut of the run that is resumed, or a better one for hosts as fast as they were; None: no cut to keep."""
-    before, ranks = facts.stages_before, len(facts.hosts)
-    if before is None or len(before.blocks) != ranks or sum(before.blocks) != speeds.memory.shape.blocks:
-        return None
-    same = _choose(facts, speeds, before.blocks)
-    if not same.fits or len(before.step_seconds) != ranks or not facts.settings.plan.replan:
-        return same if same.fits else None
-    passes = np.array(same.forward_seconds) + np.array(same.backward_seconds)
-    slower, costs = np.array(before.step_seconds) / (same.costs.micro_batches * passes), same.costs
-    costs = replace(costs, block_seconds=costs.block_seconds * slower, end_seconds=costs.end_seconds * slower)
-    now, best = cut_at(costs, before.blocks), best_cut(costs)
-    return now if best is None or now.step_seconds <= best.step_seconds * (1 + DRIFT) else best
 
 
 def _why_not(facts: PlanFacts, speeds: HostSpeeds, size: int) -> str:

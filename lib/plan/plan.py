@@ -14,7 +14,7 @@ import numpy as np
 from lib.model.partition import Division
 from lib.plan import shares as work
 from lib.plan.calibration import BatchCurve, CurveKey
-from lib.plan.shares import listed, split_evenly_sized
+from lib.plan.shares import split_evenly_sized
 
 GOOD_EFFICIENCY = 0.95  # below it, a plan says which global batch would reach it
 DRAWN = {"points", "memory_limit_bytes", "key", "source", "measured_at"}  # of a curve, in plan.json
@@ -324,43 +324,25 @@ def plan_cluster(
     reason = "shares as plan.shares has them"
     if shares is None and len(measured) == len(hosts) > 1:
         shares, reason = work.best_shares(hosts, measured, global_batch_size, sync_seconds, micro_batch_sizes)
+    elif shares is None and len(hosts) == 1:
+        shares, reason = [global_batch_size], "one rank does all"
+    elif shares is None and speeds is not None:
+        shares = work.distribute_work(global_batch_size, speeds)
+        reason = "shares in proportion to the hosts' matrix-product rates, which the first steps correct"
     elif shares is None:
-        unknown = [host for host, curve in zip(hosts, curves, strict=True) if curve is None]
-        shares, reason = _unmeasured_shares(len(hosts), global_batch_size, unknown, speeds)
+        shares, reason = work.equal_shares(global_batch_size, len(hosts)), "equal shares, as nothing is measured"
     fastest: dict[object, tuple[int, ...]] = {}  # of equal ranks
-    ranks, warnings = [], []
+    ranks = []
     for rank, (host, curve, share) in enumerate(zip(hosts, curves, map(int, shares), strict=True)):
         if micro_batch_sizes is not None or curve is None:
             size = micro_batch_sizes[rank] if micro_batch_sizes is not None else work.DEFAULT_MICRO_BATCH_SIZE
             sizes = split_evenly_sized(share, size)
-            if curve is not None and max(sizes, default=0) > curve.max_batch_size:
-                known = f"but at most {curve.max_batch_size} are known to fit"
-                warnings.append(f"rank {rank} ({host}): micro-batches of {max(sizes)} pairs, {known}")
         else:
             identity = work.curve_identity(curve), share
             sizes = fastest.get(identity) or fastest.setdefault(identity, work.fastest_micro_batches(curve, share))
         ranks.append(RankPlan(rank, host, share, sizes, curve, work.solo_pairs_per_second(curve) if curve else None))
-    if idle := [f"{rank.rank} ({rank.host})" for rank in ranks if rank.share == 0]:
-        warnings.append(f"no work at a global batch of {global_batch_size} for rank {listed(idle)}")
     sync_seconds = 0.0 if sum(share > 0 for share in shares) == 1 else sync_seconds
-    return ClusterPlan("synchronous", global_batch_size, tuple(ranks), sync_seconds, reason, warnings=tuple(warnings))
-
-
-def _unmeasured_shares(
-    ranks: int, batch_size: int, unknown: Sequence[str], speeds: Sequence[float] | None
-) -> tuple[list[int], str]:
-    """Shares in proportion to the hosts' speeds, else equal ones; and why. unknown: hosts without a curve."""
-    if ranks == 1:
-        return [batch_size], "one rank does all"
-    missing = listed(list(dict.fromkeys(unknown)))
-    if speeds is None:
-        return work.equal_shares(batch_size, ranks), (
-            f"equal shares: no calibration of {missing}; make calibrate measures the hosts, plan.shares overrules"
-        )
-    return work.distribute_work(batch_size, speeds), (
-        f"shares in proportion to the hosts' matrix-product rates, without a calibration of {missing}; "
-        "the first steps correct them, make calibrate measures the hosts"
-    )
+    return ClusterPlan("synchronous", global_batch_size, tuple(ranks), sync_seconds, reason)
 
 
 def sufficient_global_batch(

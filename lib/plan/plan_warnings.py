@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from lib.config.settings import Config, PlanSettings, TrainSettings
 from lib.errors import UserError
 from lib.plan.facts import DIVIDED
 from lib.plan.plan import ClusterPlan, plan_cluster
-from lib.plan.shares import solo_pairs_per_second
 
 NOTEWORTHY = 0.05  # of a step's time: less is not worth a word
 HIGHEST_RATE = 1e-2  # of Adam, whose steps are about as long as its rate
@@ -21,10 +18,7 @@ ROOM_FOR_ACTIVATIONS = 0.5  # of a host's memory, left free beside weights, grad
 def advised(settings: Config, plan: ClusterPlan) -> ClusterPlan:
     """The plan, with a warning for each practice that it goes against."""
     warnings = [slow_shares(settings.plan, plan), needless_division(settings.strategy, plan)]
-    warnings += [*beyond_the_knee(plan), not_calibrated(settings.plan, plan), *learning_rate(settings.train)]
-    if settings.independent.merge == "outer" and plan.rounds is not None and plan.rounds.merges == 1:
-        taken = f"takes {settings.independent.outer_learning_rate:g} of what was learnt"  # as if more rounds came
-        warnings.append(f"independent.merge=outer in one round {taken}; leave independent.pairs_per_round out")
+    warnings += [not_calibrated(settings.plan, plan), *learning_rate(settings.train)]
     return replace(plan, warnings=(*plan.warnings, *filter(None, warnings)))
 
 
@@ -45,21 +39,6 @@ def slow_shares(settings: PlanSettings, plan: ClusterPlan) -> str:
         f"plan.shares {plan.shares}: {equal}{now:.3g} s a step by the hosts' curves, where {best.shares} would take "
         f"{then:.3g} s; leave plan.shares out"
     )
-
-
-def beyond_the_knee(plan: ClusterPlan) -> list[str]:
-    """Micro-batches so large that the host is slower with them than with smaller ones."""
-    warnings = []
-    for rank in plan.ranks:
-        curve, largest = rank.curve, max(rank.micro_batch_sizes, default=0)
-        if curve is None or largest <= curve.best_point.batch_size:
-            continue
-        speed, best = largest / float(curve.seconds(np.array([largest]))[0]), solo_pairs_per_second(curve)
-        if speed < (1 - NOTEWORTHY) * best:
-            rates = f"{speed:.3g} pairs/s where {curve.best_point.batch_size} give {best:.3g}"
-            knee = f"rank {rank.rank} ({rank.host}): micro-batches of {largest} pairs are beyond its knee"
-            warnings.append(f"{knee}, {rates}; leave plan.micro_batch_sizes out")
-    return warnings
 
 
 def needless_division(strategy: str, plan: ClusterPlan) -> str:

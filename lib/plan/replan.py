@@ -138,7 +138,7 @@ class Schedule:
             replace(a, solo_pairs_per_second=b.solo_pairs_per_second, curve=a.curve if has_curves else b.curve)
             for a, b in zip(new.ranks, plan.ranks, strict=True)
         ]
-        changed = replace(plan, ranks=tuple(ranks), warnings=new.warnings, predictions=())
+        changed = replace(plan, ranks=tuple(ranks), warnings=(), predictions=())
         changed = changed.within([rank.max_micro_batch_size for rank in plan.ranks])
         after = changed.predicted_step_seconds if has_curves else then + plan.sync_seconds
         shown = ", ".join(f"rank {r.rank} ({r.host}) {rates[r.rank]:.4g}" for r in plan.ranks[:8] if r.share)

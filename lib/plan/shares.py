@@ -122,18 +122,11 @@ def best_shares(
     best = int(np.flatnonzero(kinds.of_rank == kinds.times[:, -1].argmin())[0])
     if alone <= together:
         others = listed([f"{host} (rank {rank})" for rank, host in enumerate(hosts) if rank != best])
-        return [global_batch_size * (rank == best) for rank in range(len(hosts))], (
-            f"leave out {others}: {hosts[best]} alone takes {alone:.4g} s a step, together they take "
-            f"{together:.4g} s, {sync_seconds:.4g} s of it sync; a larger train.global_batch_size may help"
-        )
-    equal = kinds.seconds(equal_shares(global_batch_size, len(hosts))) + sync_seconds
-    reason = (
-        f"shares from the hosts' curves: {together:.4g} s a step; equal shares {equal:.4g} s, "
-        f"the best host alone ({hosts[best]}) {alone:.4g} s"
-    )
-    if seconds > shortest * (1 + 1e-9):
-        reason += f"; in whole micro-batches of one size a host, {seconds / shortest - 1:.1%} above the least"
-    return shares, reason
+        times = f"{hosts[best]} alone takes {alone:.4g} s a step, together they take {together:.4g} s"
+        reason = f"leave out {others}: {times}; a larger train.global_batch_size may help"
+        return [global_batch_size * (rank == best) for rank in range(len(hosts))], reason
+    above = f"; in whole micro-batches of one size a host, {seconds / shortest - 1:.1%} above the least"
+    return shares, "shares from the hosts' curves" + above * (seconds > shortest * (1 + 1e-9))
 
 
 class _Kinds:

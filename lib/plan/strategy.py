@@ -126,7 +126,7 @@ def _divided_batch(facts: PlanFacts, key: CurveKey, syncs: bool) -> ClusterPlan:
         return divided
     ranks = zip(divided.ranks, most, strict=True)
     sizes = [split_evenly_sized(rank.share, size) if size else rank.micro_batch_sizes for rank, size in ranks]
-    return replace(divided.with_micro_batches(sizes, divided.reason), warnings=divided.warnings)
+    return divided.with_micro_batches(sizes, divided.reason)
 
 
 def _with_memory(facts: PlanFacts, plan: ClusterPlan, key: CurveKey) -> ClusterPlan:

@@ -24,7 +24,7 @@ from lib.model.partition import FAMILIES, ModelShape, apportion, model_shape_of
 from lib.model.token_stream import length_multiple
 from lib.plan import calibration
 from lib.plan.calibration import CurveKey, HostCalibration, nearest_curve
-from lib.plan.facts import PlanFacts, RankHost, StagesBefore
+from lib.plan.facts import PlanFacts, RankHost
 from lib.plan.memory import ADAM, OPTIMIZERS, MemoryModel, Rows, Training
 from lib.plan.pipeline import configured_blocks
 from lib.plan.plan import ClusterPlan
@@ -33,9 +33,6 @@ from lib.plan.sharded import plan_sharded
 from lib.plan.strategy import plan
 from lib.system import hardware, model_folder, threads
 from lib.system.out_of_memory import Limit
-from lib.system.records import read_records
-
-MEASURED_STEPS = 16  # the last ones of a pipelined run, whose times correct the cut of a run that goes on
 
 
 def plan_run(
@@ -66,7 +63,7 @@ def plan_run(
     before = next((rank.get("blas_threads") for rank in stored["ranks"] if rank["host"] == hosts[world.rank]), None)
     here = threads.choose(before, hosts.count(hosts[world.rank]) == 1, config.plan.replan)
     chosen = world.gather_text(json.dumps(here), "the threads of every rank's products")
-    facts, rates = gather_facts(config, world, hosts, lengths, rows, stored, resumed)
+    facts, rates = gather_facts(config, world, hosts, lengths, rows, stored)
     warnings += filter(None, world.gather_text(_crowded_host(hosts, world.rank), "ranks and cores of every host"))
     with world.agreeing("planning"):
         first = advised(facts.settings, plan(facts))
@@ -78,7 +75,7 @@ def plan_run(
 
 def _stored_plan(world: World, resumed: Path | None) -> dict[str, Any]:
     """Of the run's plan.json on rank 0's disk: `ranks`, `matmul_gflops` and `blocks`, where a run goes on."""
-    stored: dict[str, Any] = {"ranks": [], "matmul_gflops": {}, "blocks": []}
+    stored: dict[str, Any] = {"ranks": [], "matmul_gflops": {}}
     if resumed is not None and world.rank == 0:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             read = json.loads((resumed / "plan.json").read_text(encoding="utf-8"))
@@ -93,7 +90,6 @@ def gather_facts(
     lengths: np.ndarray,
     rows: tuple[Rows, Rows],
     stored: Mapping[str, Any],
-    resumed: Path | None,
 ) -> tuple[PlanFacts, Mapping[str, Sequence[float]]]:
     """What a plan depends on, the same on all ranks; and the matrix-product rates by host that were measured for it."""
     with world.agreeing("reading the calibration"):
@@ -141,7 +137,6 @@ def gather_facts(
         published=list(calibration.read_published().values()),
         shape=shape,
         memory=block_shape and MemoryModel(block_shape, _training(config, block_shape, shares), largest, typical),
-        stages_before=_stages_before(config, world, hosts, stored, resumed),
         usual_gflops=usual,
     )
     return facts, rates
@@ -249,20 +244,3 @@ def _gather_hosts(
         read = HostCalibration.model_validate_json(text) if text else None
         ranks.append(RankHost(host, read, chip, cast(hardware.Device, device), memory_bytes=memory_bytes))
     return ranks
-
-
-def _stages_before(
-    config: Config, world: World, hosts: Sequence[str], stored: Mapping[str, Any], resumed: Path | None
-) -> StagesBefore | None:
-    """The cut of a pipelined run that goes on, and how long its ranks computed a step, from their logs."""
-    is_cut = resumed is not None and config.strategy == "pipelined" and config.plan.shares is None
-    if not is_cut or resumed is None or [rank["host"] for rank in stored["ranks"]] != list(hosts):
-        return None
-    seconds: list[float] = []
-    with contextlib.suppress(OSError):
-        records = read_records(resumed / "logs" / f"rank-{world.rank:03d}.jsonl")
-        seconds = [float(r["compute_seconds"]) for r in records if r["kind"] == "step"][-MEASURED_STEPS:]
-    median = statistics.median(seconds) if len(seconds) > 1 else 0.0
-    of_ranks = [float(text) for text in world.gather_text(repr(median), "every stage's seconds")]
-    blocks = tuple(int(count) for count in stored["blocks"])
-    return StagesBefore(blocks, tuple(of_ranks) if all(of_ranks) else ()) if blocks else None
