@@ -146,14 +146,8 @@ def _digest(text: str) -> str:
 
 def learning_digest(config: Config) -> str:
     """A digest of what all ranks must agree on: all settings but the paths of files, which may differ among hosts."""
-    paths: Any = {
-        "run": ...,
-        "model": {"path", "reference", "adapter"},
-        "data": {"train", "valid", "cache_dir"},
-        "plan": {"calibration_dir"},
-        "evaluate": {"answers"},
-        "serve": ...,
-    }
+    paths: Any = {"run": ..., "serve": ..., "plan": {"calibration_dir"}, "evaluate": {"answers"}}
+    paths |= {"model": {"path", "reference", "adapter"}, "data": {"train", "valid", "cache_dir"}}
     return _digest(config.model_dump_json(exclude=paths))
 
 

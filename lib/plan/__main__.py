@@ -27,15 +27,8 @@ from lib.plan.shares import solo_pairs_per_second
 from lib.plan.speeds import HostSpeeds
 
 ROWS = Rows(prompt=512, seen=1024, tokens=1536, scored=1024)  # a pair of 512 + 2 x 512 tokens
-WIDTHS = {
-    1: (2048, 16),
-    3: (3072, 28),
-    8: (4096, 32),
-    14: (5120, 48),
-    32: (5120, 64),
-    70: (8192, 80),
-    405: (16384, 126),
-}
+SIZES = (1, 3, 8, 14, 32, 70, 405)  # of known models, in billions; and their hidden sizes and blocks
+WIDTHS = ((2048, 16), (3072, 28), (4096, 32), (5120, 48), (5120, 64), (8192, 80), (16384, 126))
 
 
 def shape_of(model: str) -> tuple[ModelShape, Training]:
@@ -51,7 +44,7 @@ def shape_of(model: str) -> tuple[ModelShape, Training]:
     if size is None:
         raise UserError(f"--model {model}: neither a folder with config.json nor a size: 8B, 70B-4bit or 8B-full")
     billions = float(size[1])
-    hidden, blocks = WIDTHS[min(WIDTHS, key=lambda known: abs(known - billions))]
+    hidden, blocks = min(zip(SIZES, WIDTHS, strict=True), key=lambda known: abs(known[0] - billions))[1]
     attention = 2 * hidden * hidden + 2 * hidden * 8 * 128
     columns = max(hidden, (billions * 1e9 - 2 * 128256 * hidden) / blocks - attention) / (3 * hidden)
     stored: dict[str, Any] = {"model_type": "llama", "hidden_size": hidden, "num_hidden_layers": blocks}

@@ -173,25 +173,18 @@ def _why_not(facts: PlanFacts, speeds: HostSpeeds, size: int) -> str:
     )
 
 
-def _stages(facts: PlanFacts, cut: Cut, known: bool) -> tuple[StagePlan, ...]:
+def _stages(facts: PlanFacts, cut: Cut, known: bool) -> list[StagePlan]:
     assert facts.memory is not None
     of_block, ends = facts.memory.held_bytes(len(facts.hosts))
     stages = []
     for rank, (first, blocks) in enumerate(zip(accumulate(cut.blocks, initial=0), cut.blocks, strict=False)):
         held, keeps = of_block * blocks + ends[rank], cut.keeps[rank]
         needed = cut.costs.block_bytes[keeps, rank] * blocks + cut.costs.fixed_bytes[keeps, rank]
-        stages.append(
-            StagePlan(
-                first_block=first,
-                blocks=blocks,
-                in_flight=cut.costs.in_flight[rank],
-                recomputes=keeps == Keeps.INPUT,
-                gradient_checkpointing=keeps == Keeps.BLOCK_INPUTS,
-                held_bytes=round(held),
-                activation_bytes=round(needed - held),
-                forward_seconds=cut.forward_seconds[rank] if known else None,
-                backward_seconds=cut.backward_seconds[rank] if known else None,
-                idle_fraction=cut.idle_fraction(rank) if known else None,
-            )
-        )
-    return tuple(stages)
+        kept = keeps == Keeps.INPUT, keeps == Keeps.BLOCK_INPUTS
+        stage = StagePlan(first, blocks, cut.costs.in_flight[rank], *kept, round(held), round(needed - held))
+        if known:
+            forward, backward = cut.forward_seconds[rank], cut.backward_seconds[rank]
+            idle = cut.idle_fraction(rank)
+            stage = replace(stage, forward_seconds=forward, backward_seconds=backward, idle_fraction=idle)
+        stages.append(stage)
+    return stages

@@ -150,16 +150,13 @@ class Schedule:
     def state(self, step: int) -> dict[str, object]:
         """What a run that is resumed after `step` needs: the plan in force, and any to come."""
         current = max((first for first, _ in self.plans if first <= step + 1), default=self.plans[0].first_step)
-        plans = [
-            {
-                "first_step": first,
-                "micro_batch_sizes": [list(rank.micro_batch_sizes) for rank in plan.ranks],
-                "max_micro_batch_sizes": [rank.max_micro_batch_size for rank in plan.ranks],
-                "gradient_checkpointing": plan.gradient_checkpointing,
-            }
-            for first, plan in self.plans
-            if first >= current
-        ]
+        plans = []
+        for first, plan in self.plans:
+            if first >= current:
+                sizes = [list(rank.micro_batch_sizes) for rank in plan.ranks]
+                most = [rank.max_micro_batch_size for rank in plan.ranks]
+                stored = {"first_step": first, "micro_batch_sizes": sizes, "max_micro_batch_sizes": most}
+                plans.append({**stored, "gradient_checkpointing": plan.gradient_checkpointing})
         return {**self._identity(), "plans": plans}
 
     def restore(self, state: Mapping[str, Any]) -> bool:
@@ -179,13 +176,12 @@ class Schedule:
 
     def _identity(self) -> dict[str, object]:
         """What a checkpoint's plans depend on."""
-        plan = self.plans[0].plan
-        return {
-            "strategy": plan.strategy,
-            "hosts": [rank.host for rank in plan.ranks],
-            "global_batch_size": plan.global_batch_size,
-            "settings": self.settings.model_dump(mode="json", exclude={"calibration_dir", "require_calibration"}),
-        }
+        plan, settings = (
+            self.plans[0].plan,
+            self.settings.model_dump(mode="json", exclude={"calibration_dir", "require_calibration"}),
+        )
+        identity = {"strategy": plan.strategy, "hosts": [rank.host for rank in plan.ranks], "settings": settings}
+        return {**identity, "global_batch_size": plan.global_batch_size}
 
 
 def _slowdown(rank: RankPlan, pairs_per_second: float) -> float:

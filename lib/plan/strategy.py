@@ -130,18 +130,13 @@ def _divided_batch(facts: PlanFacts, key: CurveKey, syncs: bool) -> ClusterPlan:
 
 
 def _with_memory(facts: PlanFacts, plan: ClusterPlan, key: CurveKey) -> ClusterPlan:
-    """The plan with the memory that every rank's largest micro-batch needs and may use; warns where it needs more."""
-    ranks, warnings = [], list(plan.warnings)
+    """The plan with the memory that every rank's largest micro-batch needs and may use."""
+    ranks = []
     for rank, curve, host in zip(plan.ranks, plan.curves, facts.hosts, strict=True):
-        pairs, limit = max(rank.micro_batch_sizes, default=0), host.memory_bytes
+        pairs = max(rank.micro_batch_sizes, default=0)
         planned = (curve and curve.peak_bytes(pairs)) or facts.needed_bytes(rank.rank, pairs, key) if pairs else None
-        ranks.append(replace(rank, planned_bytes=planned, memory_bytes=limit))
-        if planned and limit and planned > limit:
-            warnings.append(
-                f"rank {rank.rank} ({rank.host}): micro-batches of {pairs} pairs need {planned / 1e9:.2f} GB of "
-                f"{limit / 1e9:.2f} GB; lower plan.micro_batch_sizes"
-            )
-    return replace(plan, ranks=tuple(ranks), warnings=tuple(warnings))
+        ranks.append(replace(rank, planned_bytes=planned, memory_bytes=host.memory_bytes))
+    return replace(plan, ranks=tuple(ranks))
 
 
 def _gradient_bytes(facts: PlanFacts, curves: Sequence[BatchCurve | None]) -> float:
