@@ -29,12 +29,8 @@ class RunCost(TypedDict):
 def calculate_training_cost(total_examples: int, throughput: float, cost_per_hour: float = 0.0) -> dict[str, float]:
     """Time and cost of training on `total_examples` at `throughput` examples a second, by the hour."""
     hours = total_examples / throughput / 3600
-    return {
-        "total_examples": total_examples,
-        "throughput_ex_per_sec": throughput,
-        "estimated_time_hours": hours,
-        "estimated_cost_usd": hours * cost_per_hour,
-    }
+    found = {"total_examples": total_examples, "throughput_ex_per_sec": throughput, "estimated_time_hours": hours}
+    return {**found, "estimated_cost_usd": hours * cost_per_hour}
 
 
 def hosts_cost(hosts: Sequence[str], seconds: float, cost: CostSettings) -> RunCost | None:
@@ -97,14 +93,10 @@ def outlook(plan: ClusterPlan, work: Work, device: Device, measured: float | Non
     passes = 1 + BACKWARD[work.method] + (measured is not None and work.asks_reference)
     a_row = step / plan.global_batch_size / passes
     asked = work.held_out + (0 if measured else min(work.rows, work.steps * plan.global_batch_size))
-    planned = "curves" if plan.calibrated else "matrix products, no calibration"
-    return Outlook(
-        start=START_SECONDS[device],
-        training=work.steps * step,
-        reference=work.asks_reference * asked * a_row,
-        evaluation=work.evaluations * (work.held_out * a_row + work.answer_tokens * TOKEN_SECONDS[device]),
-        basis="a step that was tried" if measured else planned,
-    )
+    basis = "a step that was tried" if measured else "curves" if plan.calibrated else "matrix products, no calibration"
+    evaluation = work.evaluations * (work.held_out * a_row + work.answer_tokens * TOKEN_SECONDS[device])
+    reference = work.asks_reference * asked * a_row
+    return Outlook(START_SECONDS[device], work.steps * step, reference, evaluation, basis)
 
 
 def memory_text(plan: ClusterPlan) -> str:

@@ -24,21 +24,16 @@ def advised(settings: Config, plan: ClusterPlan) -> ClusterPlan:
 
 def slow_shares(settings: PlanSettings, plan: ClusterPlan) -> str:
     """Configured shares, often equal ones, that make a step longer than the hosts' curves allow."""
-    curves = [curve for curve in plan.curves if curve is not None]
-    if settings.shares is None or plan.divides_model or len(curves) < len(plan.ranks):
+    if settings.shares is None or plan.divides_model or None in plan.curves:
         return ""
-    hosts, sizes = [rank.host for rank in plan.ranks], settings.micro_batch_sizes
-    best = plan_cluster(
-        hosts, plan.global_batch_size, micro_batch_sizes=sizes, curves=curves, sync_seconds=plan.sync_seconds
-    )
+    hosts, sizes, sync = [rank.host for rank in plan.ranks], settings.micro_batch_sizes, plan.sync_seconds
+    best = plan_cluster(hosts, plan.global_batch_size, micro_batch_sizes=sizes, curves=plan.curves, sync_seconds=sync)
     now, then = plan.predicted_step_seconds or 0.0, best.predicted_step_seconds or 0.0
     if now <= then * (1 + NOTEWORTHY):
         return ""
     equal = "equal shares of unequal hosts, " if max(plan.shares) - min(plan.shares) <= 1 else ""
-    return (
-        f"plan.shares {plan.shares}: {equal}{now:.3g} s a step by the hosts' curves, where {best.shares} would take "
-        f"{then:.3g} s; leave plan.shares out"
-    )
+    times = f"{now:.3g} s a step by the hosts' curves, where {best.shares} would take {then:.3g} s"
+    return f"plan.shares {plan.shares}: {equal}{times}; leave plan.shares out"
 
 
 def needless_division(strategy: str, plan: ClusterPlan) -> str:
@@ -72,20 +67,15 @@ def not_calibrated(settings: PlanSettings, plan: ClusterPlan) -> str:
 
 def learning_rate(train: TrainSettings) -> list[str]:
     """A rate that was chosen for another global batch and is not scaled, or one that no model survives under Adam."""
-    warnings = []
+    warnings, rate = [], f"train.learning_rate={train.learning_rate:g}"
     chosen_for, batch = train.learning_rate_batch_size, train.global_batch_size
     if train.learning_rate_scaling == "none" and chosen_for not in (None, batch):
         rule = "linear" if train.optimizer == "sgd" else "sqrt"  # arXiv:1706.02677 and arXiv:2205.10287
-        warnings.append(
-            f"train.global_batch_size is {batch}, but train.learning_rate={train.learning_rate:g} "
-            f"was chosen for {chosen_for}; train.learning_rate_scaling={rule} scales it, "
-            "train.learning_rate=... chooses another"
-        )
+        was = f"train.global_batch_size is {batch}, but {rate} was chosen for {chosen_for}"
+        warnings.append(f"{was}; train.learning_rate_scaling={rule} scales it, train.learning_rate=... sets another")
     if train.optimizer != "sgd" and train.learning_rate > HIGHEST_RATE:
-        warnings.append(
-            f"train.learning_rate={train.learning_rate:g} is beyond what {train.optimizer} can train with: "
-            "LoRA takes 1e-5 to 1e-3, full training 1e-7 to 1e-4, DPO the lower end of it"
-        )
+        usual = "LoRA takes 1e-5 to 1e-3, full training 1e-7 to 1e-4, DPO the lower end of it"
+        warnings.append(f"{rate} is beyond what {train.optimizer} can train with: {usual}")
     return warnings
 
 
@@ -93,10 +83,8 @@ def strayed(kl: float | None) -> str | None:
     """A policy that ends very far from its reference."""
     if kl is None or abs(kl) < STRAYED_NATS:
         return None
-    return (
-        f"KL to the reference is {kl:.3g} nats a completion: the model has left what it was, whatever its margins say; "
-        "a lower train.learning_rate, a larger train.beta, or fewer steps"
-    )
+    remedy = "a lower train.learning_rate, a larger train.beta, or fewer steps"
+    return f"KL to the reference is {kl:.3g} nats a completion: the model has left what it was; {remedy}"
 
 
 def uneven_labels(rows: int, desirable: int, train: TrainSettings) -> str | None:
@@ -116,7 +104,5 @@ def long_warm_up(steps: int, train: TrainSettings) -> str | None:
     """Says so where a run ends before its learning rate has risen."""
     if train.warmup_steps < steps:
         return None
-    return (
-        f"train.warmup_steps={train.warmup_steps} and {steps} steps in all: "
-        f"the learning rate never reaches {train.learning_rate:g}"
-    )
+    never = f"the learning rate never reaches {train.learning_rate:g}"
+    return f"train.warmup_steps={train.warmup_steps} and {steps} steps in all: {never}"

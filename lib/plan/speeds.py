@@ -76,13 +76,12 @@ class HostSpeeds:
             once = [self.parts(rank, 1) for rank in ranks]
             ratios = [self._whole(*parts, turned_on) / self._whole(*parts, False) for parts in once]
             return [curve.slowed(ratio) for curve, ratio in zip(self.curves, ratios, strict=True)]
-        sizes = range(1, DEFAULT_MICRO_BATCH_SIZE + 1)
-        return [
-            BatchCurve.from_rates(
-                {size: size / self._whole(*self._by_formula(rank, size), checkpointing) for size in sizes}
-            )
-            for rank in ranks
-        ]
+        curves = []
+        for rank in ranks:
+            sizes = range(1, DEFAULT_MICRO_BATCH_SIZE + 1)
+            rates = {size: size / self._whole(*self._by_formula(rank, size), checkpointing) for size in sizes}
+            curves.append(BatchCurve.from_rates(rates))
+        return curves
 
     def _whole(self, block: float, head: float, checkpointing: bool) -> float:
         """Seconds forward and backward, from those of one block's and the head's forward pass."""

@@ -91,14 +91,9 @@ def _plan_replicas(facts: PlanFacts) -> ClusterPlan:
     strategy, why = _choose_replicas(facts)
     chosen = apart if strategy == "independent" else together
     sync_seconds = _sync_seconds(facts, chosen.curves)
-    reason = _reason(facts, chosen, sync_seconds)
-    chosen = replace(
-        _with_memory(facts, chosen, key),
-        strategy=strategy,
-        reason=f"{strategy}, {why}; {reason}" if ranks > 1 else reason,
-        gradient_checkpointing=key != facts.key,
-    )
-    chosen = replace(chosen, warnings=(*warnings, *chosen.warnings))
+    reason = f"{strategy}, {why}; " * (ranks > 1) + _reason(facts, chosen, sync_seconds)
+    chosen = replace(_with_memory(facts, chosen, key), strategy=strategy, reason=reason, warnings=tuple(warnings))
+    chosen = replace(chosen, gradient_checkpointing=key != facts.key)
     merge_seconds = _merge_seconds(facts, apart) if chosen.calibrated and facts.link_is_known else None
     step_seconds = _independent_seconds(apart) if merge_seconds is not None else None
     merging = plan_merging(facts, merge_seconds, step_seconds)
