@@ -22,14 +22,10 @@ RAGGED_COST = 0.03
 POSITION_COST = 1 / 32
 # Micro-batches that are looked at together when shapes are chosen.
 RUNS = 96
-NEED = np.dtype(
-    [
-        (name, np.int64)
-        for name in ("rows", "shortest_prompt", "longest_prompt", "longest", "tokens", "scored", "widest")
-    ]
-)
-"""What a micro-batch needs: rows, tokens of its prompts, the positions of its longest sequence, tokens in all (prompts
-once), scored tokens in all and of the completion that has most."""
+# What a micro-batch needs: rows, tokens of its prompts, positions of its longest sequence, tokens in all (prompts
+# once), scored tokens in all and of the completion that has most.
+FIGURES = ["rows", "shortest_prompt", "longest_prompt", "longest", "tokens", "scored", "widest"]
+NEED = np.dtype([(name, np.int64) for name in FIGURES])
 
 
 @dataclass(frozen=True)
@@ -59,19 +55,13 @@ class BatchShape:
 
     def holds(self, need: np.ndarray) -> bool:
         """Whether a micro-batch of this need can be padded to this shape."""
+        suffix_tokens = need["tokens"] - need["rows"] * self.prefix
+        is_shared = self.uses > 1 or self.completions == 1 or need["longest_prompt"] <= self.prefix
+        sizes = (self.rows, self.prefix + self.length, self.scored, self.width)
         return bool(
-            need["rows"] <= self.rows
+            all(need[name] <= size for name, size in zip(("rows", "longest", "scored", "widest"), sizes, strict=True))
             and need["shortest_prompt"] >= self.prefix
-            and need["longest"] - self.prefix <= self.length
-            and need["scored"] <= self.scored
-            and need["widest"] <= self.width
-            and (
-                self.is_dense
-                or (
-                    need["tokens"] - need["rows"] * self.prefix <= self.suffix_tokens
-                    and (self.uses > 1 or self.completions == 1 or need["longest_prompt"] <= self.prefix)
-                )
-            )
+            and (self.is_dense or (suffix_tokens <= self.suffix_tokens and is_shared))
         )
 
 
@@ -141,13 +131,10 @@ def few_shapes(
     first epoch: none is new after it.
     """
 
-    def fitting(needs: np.ndarray) -> BatchShape:
-        return batch_shape_of(needs, completions, length_multiple, shared_prompts)
-
     def bounds(needs: np.ndarray) -> np.ndarray:
         """Two needs with a shape of their own that holds all of these."""
         both = np.empty(2, NEED)
-        for name in NEED.names or ():
+        for name in FIGURES:
             both[name] = needs[name].max()
         both["shortest_prompt"], both["rows"][1] = needs["shortest_prompt"].min(), needs["rows"].min()
         return both
@@ -159,7 +146,8 @@ def few_shapes(
     ends = np.concatenate([*map(bounds, runs), largest[None]])  # two a run; the last run has to hold the largest, too
 
     def of_runs(start: int, end: int) -> BatchShape:
-        return fitting(ends[2 * start : 2 * end if end < len(runs) else None])
+        needs = ends[2 * start : 2 * end if end < len(runs) else None]
+        return batch_shape_of(needs, completions, length_multiple, shared_prompts)
 
     # cheapest[g, j]: the first j runs in g groups; costs[i, j]: runs i to j - 1 in one.
     costs = np.full((len(runs) + 1, len(runs) + 1), np.inf)
@@ -206,66 +194,44 @@ def pad_length(length: int, multiple: int, steps: int = 16) -> int:
     return -(-max(length, 1) // step) * step
 
 
-INPUTS = (
-    *(
-        "prefix_length",
-        "tokens",
-        "offsets",
-        "suffix_indices",
-        "suffix_uses",
-        "scored",
-        "targets",
-        "logp_indices",
-        "mask",
-    ),
-    *("noise_keys", "noise_scales", "rewards", "completion_lengths", "reward_deviations", "sampling_logps"),
-)
+# Of a Batch, what the model needs.
+INPUTS = ["prefix_length", "tokens", "offsets", "suffix_indices", "suffix_uses", "scored", "targets"]
+INPUTS += ["logp_indices", "mask", "noise_keys", "noise_scales"]
+INPUTS += ["rewards", "completion_lengths", "reward_deviations", "sampling_logps"]
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Examples of K completions as one stream of N tokens, each computed once: b rows, the last of them padding, maybe.
+    """Examples of K completions as one stream of N tokens: b rows, the last of them padding, maybe.
 
-    The stream begins with the first P tokens of every prompt, b * P of them, row by row. What follows, the suffix, is
-    either dense, the other T tokens of each of the b * K sequences (a prompt's end once for each completion),
-    or ragged: what is left of a prompt, then its completions, without padding between them; then `suffix_indices` says
-    where each sequence's tokens are. Without shared prompts P is 0 and the stream is dense: whole rows of T
-    tokens, one after the other. Sequences come without their last token, which nothing is predicted from.
+    The stream begins with the first P tokens of every prompt, row by row. What follows, the suffix, is dense, the other
+    T tokens of each of the b * K sequences, or ragged: what is left of a prompt, then its completions, without padding.
+    Without shared prompts P is 0 and the stream is dense. Sequences come without their last token.
     """
 
     rows: np.ndarray  # int64: the examples' rows in the data set, one for each row that is not padding
     prefix_length: int  # P
     tokens: np.ndarray  # int32 [N]
     offsets: np.ndarray  # int32 [N]: each token's position in its sequence; 0 for padding
-    places: np.ndarray
-    """int32 [N, 2]: each token's row, of `rows`, and its number among the row's tokens, which no layout changes: those
-    of the prompt, then of each completion; -1 for padding."""
+    places: np.ndarray  # int32 [N, 2]: each token's row, and its number in prompt and completions; -1 for padding
     longest: np.ndarray  # int32 [examples]: positions that the model sees of each row's longest sequence
-    suffix_indices: np.ndarray | None
-    """int32 [b, K, T]: where in the suffix a sequence's tokens from P on are; -1 past its end."""
-    suffix_uses: np.ndarray | None
-    """int32 [N - b * P, 1 or K]: the inverse: where in b * K * T a suffix token is used; -1 for nowhere."""
+    suffix_indices: np.ndarray | None  # int32 [b, K, T], ragged: where a sequence's tokens from P on are, else -1
+    suffix_uses: np.ndarray | None  # int32 [N - b * P, 1 or K]: where in b * K * T a suffix token is used, else -1
     scored: np.ndarray  # int32 [M]: where in the stream the scored tokens are predicted; 0 for padding
     targets: np.ndarray  # int32 [M]: the tokens that are scored; 0 for padding
     logp_indices: np.ndarray  # int32 [b, K, C]: where in M a completion's scored tokens are; 0 where masked
     mask: np.ndarray  # bool [b, K, C]: true where `logp_indices` means a token
     computed_tokens: int  # Positions that the model runs over, N
     real_tokens: int  # The fewest that would do: every prompt once, every completion without its last token
-    labels: np.ndarray | None = None
-    """bool [examples]: whether each completion is desirable; None for records without labels."""
-    mismatched: Batch | None = None
-    """The same rows' prompts with another prompt's completion each: they have no gradient."""
-    noise_keys: np.ndarray | None = None
-    """uint32 [N, 2]: of the noise on each token's embedding; None for none (lib/training/neftune.py)."""
+    labels: np.ndarray | None = None  # bool [examples], of unpaired feedback: whether each completion is desirable
+    mismatched: Batch | None = None  # the same prompts with another prompt's completion each, without gradient
+    noise_keys: np.ndarray | None = None  # uint32 [N, 2]: of the noise on each token's embedding
     noise_scales: np.ndarray | None = None  # float32 [N]: of the noise
-    rewards: np.ndarray | None = None
-    """float32 [b, K], of groups (lib/data/groups.py); NaN for completions that are left out."""
-    completion_lengths: np.ndarray | None = None
-    """float32 [b, K], of groups: the completions' tokens, masked ones too; 0 for those that are left out."""
-    reward_deviations: np.ndarray | None = None
-    """float32 [b], of groups: the deviation of all rewards of the data set, in every row."""
-    sampling_logps: np.ndarray | None = None
-    """float32 [b, K, C], of groups: of the scored tokens, under the policy that sampled them; 0 where masked."""
+    # Of groups (lib/data/groups.py):
+    rewards: np.ndarray | None = None  # float32 [b, K]; NaN for completions that are left out
+    completion_lengths: np.ndarray | None = None  # float32 [b, K]: tokens, masked ones too; 0 for those left out
+    reward_deviations: np.ndarray | None = None  # float32 [b]: that of all rewards of the data set, in every row
+    sampling_logps: np.ndarray | None = None  # float32 [b, K, C]: under the policy that sampled; 0 where masked
 
     @property
     def inputs(self) -> dict[str, int | np.ndarray]:
@@ -281,11 +247,8 @@ class Batch:
     @property
     def shapes(self) -> tuple[object, ...]:
         """Equal for batches that a compiled step needs no new trace for."""
-        return (
-            self.prefix_length,
-            *(value.shape for value in self.inputs.values() if isinstance(value, np.ndarray)),
-            len(self.inputs),
-        )
+        sizes = (value.shape for value in self.inputs.values() if isinstance(value, np.ndarray))
+        return (self.prefix_length, *sizes, len(self.inputs))
 
 
 def collate(
@@ -440,29 +403,22 @@ class MicroBatches:
         micro_batch_size: the most rows in one.
         """
         shapes = self._shapes(micro_batch_size) if self.is_compiled else []
-        read = ((self.data.examples(part.tolist()), part) for part in parts)
-        return [
-            (
-                collate_trained(examples, self.length_multiple, self.shared_prompts, self.data.has_mismatched, shapes),
-                None if self.reference is None else self.reference[part],
-            )
-            for examples, part in read
-            if examples
-        ]
+        layout, made = (self.length_multiple, self.shared_prompts, self.data.has_mismatched, shapes), []
+        for part in parts:
+            if examples := self.data.examples(part.tolist()):
+                reference = None if self.reference is None else self.reference[part]
+                made.append((collate_trained(examples, *layout), reference))
+        return made
 
     def within(
         self, made: list[tuple[Batch, np.ndarray | None]], most: int | None
     ) -> list[tuple[Batch, np.ndarray | None]]:
         """The same rows in micro-batches of at most so many; those that are small enough stay as they are."""
-        if most is None:
-            return made
         smaller = []
         for batch, reference in made:
-            sizes = pieces(len(batch.rows), most)
-            if len(sizes) == 1:
-                smaller.append((batch, reference))
-            else:
-                smaller += self.of(np.split(batch.rows, np.cumsum(sizes)[:-1]), most)
+            ends = np.cumsum(pieces(len(batch.rows), most))
+            is_small = most is None or len(ends) == 1
+            smaller += [(batch, reference)] if is_small else self.of(np.split(batch.rows, ends[:-1]), most)
         return smaller
 
     def _few_shapes(self, micro_batch_size: int) -> list[BatchShape]:
@@ -491,18 +447,11 @@ class MicroBatches:
             total = int(np.sort(figures)[-micro_batch_size:].sum())
             return min(int(MARGIN * total), micro_batch_size * bound) if data.is_estimated else total
 
-        largest = np.array(
-            (
-                micro_batch_size,
-                0 if data.is_estimated else prompts.min(),
-                most if data.is_estimated else prompts.max(),
-                most - 1 if data.is_estimated else seen.max(),
-                of_largest(tokens, count * most),
-                of_largest(scored.sum(axis=1), count * most),
-                most - 1 if data.is_estimated else scored.max(),
-            ),
-            NEED,
-        )
+        shortest, longest_prompt, longest, widest = prompts.min(), prompts.max(), seen.max(), scored.max()
+        if data.is_estimated:
+            shortest, longest_prompt, longest, widest = 0, most, most - 1, most - 1
+        in_all = of_largest(tokens, count * most), of_largest(scored.sum(axis=1), count * most)
+        largest = np.array((micro_batch_size, shortest, longest_prompt, longest, *in_all, widest), NEED)
         # Of one epoch, however many the run has: more steps, later, change no shape, and so no bit.
         epochs = steps / -(-len(data) // train.global_batch_size)
         trace = TraceCost(self.trace.tokens * epochs, self.trace.least_tokens)

@@ -96,7 +96,7 @@ class Columns(NamedTuple):
     @property
     def are_named(self) -> bool:
         """Whether the user named the column of a text: then no published format is guessed."""
-        return self[:6] != ("prompt", "chosen", "rejected", "completion", "messages", "text")
+        return self[:6] != self._fields[:6]
 
 
 NAMES_OF_TYPES = {str: "a string", list: "a list", dict: "an object", bool: "a boolean", int: "a number"}
@@ -146,8 +146,13 @@ def _message(message: object, where: str, ignore: Collection[str]) -> Message:
         raise Unusable(f"{where} is {name_of_type(message)}, not a message {{role, content}}")
     # A file that was parquet once has null for each field that a message lacks; templates ask whether one is there.
     fields = {key: item for key, item in message.items() if item is not None and key not in ignore}
-    if "role" not in fields and "from" in fields:
-        fields = _from_sharegpt(fields, where)
+    if "role" not in fields and "from" in fields:  # ShareGPT's {from, value}
+        speaker, value = fields.pop("from"), fields.pop("value", None)
+        if not isinstance(value, str):
+            raise Unusable(f"{where}.value is {name_of_type(value)}, not a string")
+        calls = parse_json_text(value, f"{where}.value") if speaker in CALLERS else None
+        said = {"content": value} if calls is None else {"tool_calls": calls if isinstance(calls, list) else [calls]}
+        fields = {"role": speaker} | said | fields
     if not isinstance(role := fields.pop("role", None), str):
         raise Unusable(f"{where} has no 'role' and 'content' (it has: {', '.join(map(str, message))})")
     if "function_call" in fields:  # OpenAI's, before tools
@@ -160,45 +165,35 @@ def _message(message: object, where: str, ignore: Collection[str]) -> Message:
         raise Unusable(f"{where} has no content and no tool_calls (it has: {', '.join(map(str, message))})")
     if content is not None and not isinstance(content, str):
         raise Unusable(f"{where}.content is {name_of_type(content)}, not a string")
-    for name in {"train", "training", "loss_weight"} & fields.keys():  # axolotl's and LLaMA-Factory's names
-        fields["weight"] = fields.pop(name)
     if fields.get("weight", 1) not in (0, 1):
         raise Unusable(f"{where}.weight is {json.dumps(fields['weight'], default=str)}, not 0 or 1")
-    check_unicode(content or "", where)
-    if fields:
-        check_unicode(json.dumps(fields, ensure_ascii=False, default=str), where)
+    check_unicode((content or "") + json.dumps(fields, ensure_ascii=False, default=str), where)
     head: JSON = {"role": role_of(role, where), "content": content}
     return cast(Message, head | ({"tool_calls": calls} if calls else {}) | fields)
 
 
-def _from_sharegpt(fields: JSON, where: str) -> JSON:
-    """A message {from, value} as {role, content}."""
-    speaker, value = fields.pop("from"), fields.pop("value", None)
-    if not isinstance(value, str):
-        raise Unusable(f"{where}.value is {name_of_type(value)}, not a string")
-    if speaker not in CALLERS:
-        return {"role": speaker, "content": value} | fields
-    calls = parse_json_text(value, f"{where}.value")
-    return {"role": speaker, "tool_calls": calls if isinstance(calls, list) else [calls]} | fields
-
-
 def _check_calls(value: object, where: str) -> list[JSON]:
     """Tool calls with a name and an object of arguments each."""
-    value = parse_json_text(value, where) if isinstance(value, str) and value else value
-    if value and not isinstance(value, list):
-        raise Unusable(f"{where} is {name_of_type(value)}, not a list of calls")
     calls = []
-    for index, call in enumerate(cast(list[Any], value) or ()):
+    for index, call in enumerate(_as_list(value, where, "calls")):
         function = _function_of(call, f"{where}[{index}]")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            arguments = parse_json_text(arguments, f"{where}[{index}].arguments") if arguments.strip() else {}
+            arguments = parse_json_text(arguments.strip() or "{}", f"{where}[{index}].arguments")
         arguments = {} if arguments is None else arguments
         if not isinstance(arguments, dict):
             raise Unusable(f"{where}[{index}].arguments is {name_of_type(arguments)}, not an object")
         others = {} if function is call else {key: item for key, item in call.items() if item is not None}
         calls.append(others | {"type": "function", "function": {**function, "arguments": arguments}})
     return cast(list[JSON], _as_json(calls, where))
+
+
+def _as_list(value: object, where: str, what: str) -> list[Any]:
+    """A list, or the one that a JSON text spells; nothing for nothing."""
+    value = parse_json_text(value, where) if isinstance(value, str) and value.strip() else value
+    if value and not isinstance(value, list | str):
+        raise Unusable(f"{where} is {name_of_type(value)}, not a list of {what}")
+    return value if isinstance(value, list) else []
 
 
 def _function_of(value: Any, where: str) -> JSON:
@@ -222,18 +217,12 @@ def check_tools(value: object, name: str) -> list[JSON] | None:
 
     A bare function {name, description, parameters} becomes {type: function, function: ...}, as OpenAI has it.
     """
-    if isinstance(value, str):
-        value = parse_json_text(value, name) if value.strip() else None
-    if not value:
-        return None
-    if not isinstance(value, list):
-        raise Unusable(f"{name!r} is {name_of_type(value)}, not a list of tools")
     tools = []
-    for index, tool in enumerate(value):
+    for index, tool in enumerate(_as_list(value, name, "tools")):
         tool = parse_json_text(tool, f"{name}[{index}]") if isinstance(tool, str) else tool
         function = _function_of(tool, f"{name}[{index}]")
         tools.append(_without_nulls({"type": "function", "function": tool} if function is tool else tool))
-    return cast(list[JSON], _as_json(tools, name))
+    return cast(list[JSON], _as_json(tools, name)) or None
 
 
 def _without_nulls(schema: Any) -> Any:
@@ -268,10 +257,9 @@ def learnt_part(messages: list[Message], learn: str, name: str) -> tuple[list[Me
     weights = [cast(JSON, message).get("weight") for message in messages]
     by_role = learn == "assistant" or any(weight is not None for weight in weights)
     learnt = [
-        learn == "all" or (message["role"] == "assistant" if by_role else message is messages[-1])
-        for message in messages
+        weight != 0 and (learn == "all" or (message["role"] == "assistant" if by_role else message is messages[-1]))
+        for message, weight in zip(messages, weights, strict=True)
     ]
-    learnt = [is_learnt and weight != 0 for is_learnt, weight in zip(learnt, weights, strict=True)]
     if not any(learnt):
         raise Unusable(f"nothing of {name!r} is learnt: every message that could be has weight 0")
     messages = [cast(Message, {key: item for key, item in m.items() if key != "weight"}) for m in messages]
