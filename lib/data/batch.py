@@ -74,10 +74,7 @@ class TraceCost:
 
 
 def need_of(prompts: np.ndarray, seen: np.ndarray, scored: np.ndarray) -> np.ndarray:
-    """What rows need: NEED [].
-
-    prompts: int [b], tokens. seen, scored: int [b, K], positions of each whole sequence, and its scored tokens.
-    """
+    """What rows need: NEED []. prompts: int [b], tokens. seen, scored: int [b, K], positions and scored tokens."""
     tokens = real_tokens(prompts, seen).sum()
     figures = len(prompts), prompts.min(), prompts.max(), seen.max(), tokens, scored.sum(), scored.max()
     return np.array(figures, NEED)
@@ -90,10 +87,9 @@ def real_tokens(prompts: np.ndarray, seen: np.ndarray) -> np.ndarray:
 
 
 def batch_shape_of(needs: np.ndarray, completions: int, length_multiple: int, shared_prompts: bool) -> BatchShape:
-    """The cheapest shape for all of some micro-batches (whole rows, unless shared_prompts). needs: NEED [m].
+    """The cheapest shape for all of some micro-batches, NEED [m]; whole rows, unless shared_prompts.
 
-    P is a multiple of length_multiple that no prompt is shorter than. T, N, M and C are padded to rungs of a
-    ladder (see pad_length), so that attention has aligned lengths.
+    P is a multiple of length_multiple; T, N, M and C are padded to rungs of a ladder (pad_length).
     """
     rows, longest = int(needs["rows"].max()), int(needs["longest"].max())
     scored = pad_length(int(needs["scored"].max()), length_multiple, 64)
@@ -125,10 +121,9 @@ def few_shapes(
 ) -> list[BatchShape]:
     """At most `most` shapes, the cheapest first, that every micro-batch can be padded to at little cost.
 
-    needs: NEED, the micro-batches of some epochs. largest: what no micro-batch needs more than. trace: what a shape
-    has to save in these epochs. The micro-batches are put in order and cut into groups, each with the cheapest shape
-    for all of it, so that the cost of all and of the traces is least (dynamic programming). Each shape serves the
-    first epoch: none is new after it.
+    needs: NEED, the micro-batches of some epochs. largest: what no micro-batch needs more than. They are put in order
+    and cut into groups so that the cost of all and of the traces is least (dynamic programming). Each shape serves the
+    first epoch.
     """
 
     def bounds(needs: np.ndarray) -> np.ndarray:
@@ -204,9 +199,8 @@ INPUTS += ["rewards", "completion_lengths", "reward_deviations", "sampling_logps
 class Batch:
     """Examples of K completions as one stream of N tokens: b rows, the last of them padding, maybe.
 
-    The stream begins with the first P tokens of every prompt, row by row. What follows, the suffix, is dense, the other
-    T tokens of each of the b * K sequences, or ragged: what is left of a prompt, then its completions, without padding.
-    Without shared prompts P is 0 and the stream is dense. Sequences come without their last token.
+    First come P tokens of every prompt, row by row; then the suffix: dense, the other T tokens of each of the b * K
+    sequences, or ragged: what is left of a prompt, then its completions. Sequences come without their last token.
     """
 
     rows: np.ndarray  # int64: the examples' rows in the data set, one for each row that is not padding
@@ -256,9 +250,8 @@ def collate(
 ) -> Batch:
     """One micro-batch, padded to the first of `shapes` that holds it; to one of its own, where none does.
 
-    Padding is on the right, where a causal model's real positions do not see it. Rows of padding come last and have no
-    scored token. Scored are the tokens that are learnt, but not the first one after an empty prompt: no position comes
-    before it.
+    Padding is on the right; rows of padding come last. Scored are the learnt tokens, but not the first one after an
+    empty prompt: no position comes before it.
     """
     assert examples, "a rank without rows has no batch"
     seen = np.array([[len(e.prompt_ids) + len(completion) - 1 for completion in e.completions] for e in examples])
@@ -374,12 +367,8 @@ FORWARD_COST = 1 / 3
 class MicroBatches:
     """Makes the micro-batches of a rank's rows, each with its reference.
 
-    Args:
-        reference: float32 [n, K], log-probabilities by row of the data set, or None.
-        length_multiple, shared_prompts: as `collate` takes them.
-        is_compiled: whether every shape costs a trace: then there are at most train.max_traces of them, none of which
-            is met for the first time after the first epoch.
-        trace: what a shape costs.
+    reference: float32 [n, K] by row, or None. is_compiled: every shape costs a trace: there are at most
+    train.max_traces, all met in the first epoch.
     """
 
     def __init__(
@@ -398,10 +387,7 @@ class MicroBatches:
         self._shapes = functools.cache(self._few_shapes)
 
     def of(self, parts: Sequence[np.ndarray], micro_batch_size: int) -> list[tuple[Batch, np.ndarray | None]]:
-        """Micro-batches of these rows, without those that turn out to be unusable.
-
-        micro_batch_size: the most rows in one.
-        """
+        """Micro-batches of these rows, of at most micro_batch_size each, without those that turn out to be unusable."""
         shapes = self._shapes(micro_batch_size) if self.is_compiled else []
         layout, made = (self.length_multiple, self.shared_prompts, self.data.has_mismatched, shapes), []
         for part in parts:

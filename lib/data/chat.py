@@ -145,10 +145,7 @@ class Rendering(NamedTuple):
 
 
 def template_of(settings: DataSettings) -> str | None:
-    """The text of data.chat_template=FILE; None where the model's own template is used.
-
-    Raises UserError: the file cannot be read.
-    """
+    """The text of data.chat_template=FILE; None without. Raises UserError: the file cannot be read."""
     if isinstance(settings.chat_template, bool):
         return None
     try:
@@ -158,11 +155,7 @@ def template_of(settings: DataSettings) -> str | None:
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, or that of data.chat_template=FILE.
-
-    Raises UserError: the file of data.chat_template cannot be read, or is not a template; data.chat_template_kwargs has
-    what is not a template's to know.
-    """
+    """A tokenizer's chat template, or that of data.chat_template=FILE. Raises UserError: it cannot be used."""
 
     def __init__(self, tokenizer: Tokenizer, settings: DataSettings) -> None:
         self.tokenizer, self.settings = tokenizer, settings
@@ -229,10 +222,7 @@ class ChatTemplate:
             return None
 
     def render(self, chat: Chat) -> Rendering:
-        """The texts of a chat, adapted to the template where it does not take it as it is.
-
-        Raises Unusable where the template refuses it, or leaves out part of it, in every form.
-        """
+        """The texts of a chat, adapted to the template where it does not take it as it is. Raises Unusable."""
         if reserved := RESERVED & chat.template_arguments.keys():
             raise Unusable(f"chat_template_kwargs: {min(reserved)!r} is no argument of a template")
         if self.refuses_system:
@@ -273,8 +263,7 @@ class ChatTemplate:
     def _with_thinking(self, made: Rendering) -> Rendering:
         """With the answers' thinking, where the prompt opens a block for it and the template drops it from all answers.
 
-        DeepSeek-R1's and QwQ's do: they are made for prompts alone. What the model writes goes on from the prompt:
-        its thinking, the closing mark, and its answer.
+        DeepSeek-R1's and QwQ's do: they are made for prompts alone.
         """
         opened = OPENED_THINKING.search(made.prompt)
         wholes = list(made.wholes)
@@ -318,10 +307,7 @@ class ChatTemplate:
     # ---- Where things are in a rendering
 
     def place_of(self, conversation: Conversation, index: int, whole: str) -> tuple[int, int] | None:
-        """Where message `index`'s content begins and ends in the text of the conversation, by rendering it once more.
-
-        None where the content is not text, or the template writes another text around it.
-        """
+        """Begin and end of message `index`'s content in the whole text, by rendering it again; None where unclear."""
         messages = list(conversation.messages)
         content = messages[index].get("content")
         if not isinstance(content, str) or not content.strip():
@@ -403,12 +389,7 @@ class Encoded:
 
 
 class ChatTokens:
-    """Chats ➜ token ids, through the chat template.
-
-    Args:
-        end_ids: tokens at which generation stops.
-        eos_token_id: ends a turn that the template leaves open.
-    """
+    """Chats ➜ token ids. end_ids: generation stops there. eos_token_id: ends a turn that the template leaves open."""
 
     def __init__(self, template: ChatTemplate, tokens: TextTokens, end_ids: set[int], eos_token_id: int) -> None:
         self.template, self.tokens, self.eos_token_id = template, tokens, eos_token_id
@@ -489,8 +470,8 @@ class ChatTokens:
     def _behind_header(self, prompt: str, whole: str, start: int) -> int:
         """Where the model's own begins, of a whole that leaves the prompt's text before the answer's `start`.
 
-        That is behind the prompt's end, where the whole has it, too, further on; else with a header that the prompt
-        does not have (the mark of a response, say), unless that says no more than that there is no thinking.
+        That is behind the prompt's end, where the whole has it further on; else with a header that the prompt does not
+        have, unless that says no more than that there is no thinking.
         """
         common = self._common(prompt, whole[:start])
         for at in range(start, common, -1):
@@ -554,10 +535,7 @@ class ChatTokens:
         return ids[:length], learnt[:length]
 
     def _learn_end(self, ids: list[int], learnt: list[bool], first: int) -> None:
-        """Learns the token that ends a turn, too, where nothing but special tokens stands between it and the text.
-
-        Only tokens at which generation stops: gpt-oss ends earlier turns with another, which answers must not end with.
-        """
+        """Learns the token at which generation stops, too, where only special tokens stand between it and the text."""
         for index in range(first, len(ids)):
             if ids[index] in self.end_ids:
                 learnt[first : index + 1] = [True] * (index + 1 - first)
@@ -573,10 +551,7 @@ class ChatTokens:
         return chat.learnt[k] if chat.learnt is not None else [False] * (len(chat.completions[k]) - 1) + [True]
 
     def _as_marked(self, made: Rendering) -> Encoded | None:
-        """A conversation of which is learnt what the template marks as the model's; what comes before is the prompt.
-
-        None where the template marks nothing, or not message by message, or where others' messages are learnt, too.
-        """
+        """A conversation of which is learnt what the template marks as the model's; None where it marks nothing."""
         chat = made.chat
         if not GENERATION.search(self.template.text) or chat.learnt is None or len(made.wholes) != 1:
             return None

@@ -90,10 +90,7 @@ class Sized:
 
     @property
     def trained(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """`prompts`, and of the completions that get gradients `seen` and `scored_tokens`: a mismatched one gets none.
-
-        int64 [n], [n, K'], [n, K'].
-        """
+        """int64 [n], [n, K'], [n, K']: `prompts`, and `seen` and `scored_tokens` of completions with gradients."""
         count = self.completions_per_example - self.has_mismatched
         return self.prompts, self.seen[:, :count], self.scored_tokens[:, :count]
 
@@ -205,12 +202,10 @@ def load_dataset(
 ) -> Dataset:
     """Read, tokenise, truncate and check the records of `path`, or of several sources with their weights.
 
-    kind: `preference` wants pairs; `sft` wants completions, and takes the chosen one of pairs. tokenizer: None will do
-    for records that come tokenised. held_out: which side of data.holdout; None for all rows. vocabulary: its
+    kind: `sft` takes the chosen one of pairs. held_out: which side of data.holdout; None for all rows. vocabulary: its
     eos_token_id ends each completion that its template has not ended; ids and rows beyond its sizes are refused.
-
-    Raises UserError: a file cannot be read or has no records, there is text without a tokenizer, or, unless
-    settings.skip_invalid, a record is unusable: it names the first and counts the others.
+    Raises UserError: a file cannot be read, is empty, has text without a tokenizer or, without data.skip_invalid, a bad
+    record.
     """
     weights, placed, skipped, ends = sources.weights_of(path), list[Placed](), list[str](), list[int]()
     for source in weights:
@@ -272,10 +267,7 @@ class Tokenisation(NamedTuple):
             )
 
     def rows(self, placed: Iterable[Placed]) -> Iterator[tuple[str, Record | Unusable, tuple[Pieces, bool] | Unusable]]:
-        """Place, record, and its ids with whether they were cut; or why there are none. Some thousand at a time.
-
-        Raises UserError: there is text without a tokenizer.
-        """
+        """Place, record, and its ids with whether they were cut; or why there are none. Some thousand at a time."""
         iterator = iter(placed)
         while chunk := list(islice(iterator, CHUNK_RECORDS)):
             encoded = encode_records([record for _, record in chunk], self.encoder, chunk[0][0].rpartition(":")[0])
@@ -288,10 +280,7 @@ class Tokenisation(NamedTuple):
     def dataset(
         self, name: str, records: Sequence[Placed], numbers: np.ndarray, skipped: Sequence[str] = ()
     ) -> Dataset:
-        """The records of these numbers, int64 [n], in memory; one may be there several times. Raises as `load_dataset`.
-
-        skipped: of records that are left out already.
-        """
+        """The records of these numbers, int64 [n], in memory; one may be there twice. Raises as `load_dataset`."""
         wanted = list(dict.fromkeys(numbers.tolist()))
         pieces, refused, cut, unwanted = dict[int, Pieces](), [*skipped], 0, 0
         for number, (place, _, result) in zip(wanted, self.rows(records[n] for n in wanted), strict=True):
@@ -359,10 +348,7 @@ def in_memory(
     unwanted_count: int,
     labels: Sequence[bool] = (),
 ) -> Dataset:
-    """A data set of these pieces: prompt, completions of row 0, prompt, completions of row 1, ...
-
-    labels: of every row, for unpaired feedback.
-    """
+    """A data set of these pieces: prompt, completions of row 0, ... labels: of every row, for unpaired feedback."""
     of_rows = np.array(labels, bool) if kind == "unpaired" else None
     tokens, bounds, digest = pack(kind, pieces, of_rows)
     return Dataset(name, kind, columns, truncated_count, skipped, digest, tokens, bounds, unwanted_count, of_rows)
@@ -381,12 +367,8 @@ def pack(kind: RecordKind, pieces: Pieces, labels: np.ndarray | None) -> tuple[n
 def partners(prompt_keys: np.ndarray, name: str) -> np.ndarray:
     """For each row the one whose completion it gets: int64 [n], always of another prompt.
 
-    All rows are put into an order drawn from their number; each gets the next row in it, cyclically, that has another
-    prompt. So, where prompts do not repeat, every completion is taken once.
-
-    prompt_keys: [n], equal for rows of the same prompt, and for no others. name: of the data set, for errors.
-
-    Raises UserError: all rows have the same prompt.
+    Rows are put into an order drawn from their number; each gets the next one, cyclically, that has another prompt.
+    prompt_keys: [n], equal for rows of the same prompt. Raises UserError: all rows have the same prompt.
     """
     count = len(prompt_keys)
     draws = np.random.Philox(np.random.SeedSequence([count])).random_raw(count)
@@ -405,10 +387,7 @@ def partners(prompt_keys: np.ndarray, name: str) -> np.ndarray:
 
 
 def with_mismatched(dataset: Dataset, max_length: int) -> Dataset:
-    """The data set with another prompt's completion as the last one of each row, cut at its end to max_length.
-
-    Raises UserError: all rows have the same prompt.
-    """
+    """The data set with another prompt's completion as the last one of each row, cut to max_length."""
     numbers: dict[bytes, int] = {}
     rows = list(dataset)
     keys = np.array([numbers.setdefault(row.prompt_ids.tobytes(), len(numbers)) for row in rows])
@@ -420,10 +399,7 @@ def with_mismatched(dataset: Dataset, max_length: int) -> Dataset:
 
 
 def require_apart(train: Dataset, valid: Dataset, tell: Callable[[str], None]) -> None:
-    """Counts and names held-out rows that stand among the training rows.
-
-    Raises UserError: every held-out row is a training row: its figures would say nothing.
-    """
+    """Counts and names held-out rows that are training rows. Raises UserError: all of them are."""
 
     def whole(row: Example) -> bytes:
         pieces = row.stored[: len(row.stored) - valid.has_mismatched]

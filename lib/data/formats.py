@@ -361,10 +361,9 @@ def _missing(record: JSON, columns: Columns, kind: RecordKind, wanted: tuple[str
 
 
 def parse(record: JSON, settings: DataSettings, kind: RecordKind) -> Record:
-    """The record's prompt and completions: two for preferences (chosen, rejected), one for SFT, none for a prompt.
+    """The record's prompt and completions: (chosen, rejected), one for SFT or a label, none for a prompt.
 
-    Unpaired feedback is one completion with its label. Raises Unusable. Of several forms in one record the first
-    wins: token ids; prompt and completion; messages; a published format; text; and for SFT the better answer of a pair.
+    The first form wins: token ids; prompt and completion; messages; a published format; text; for SFT a pair's better.
     """
     columns = Columns.of(settings)
     if (names := _token_columns(record, kind)) is not None:
@@ -400,10 +399,7 @@ def parse(record: JSON, settings: DataSettings, kind: RecordKind) -> Record:
 
 
 def parse_rows(record: JSON, settings: DataSettings, kind: RecordKind) -> list[Record]:
-    """The rows that a record gives: one; of a pair two, where labels are wanted: chosen is desirable, rejected is not.
-
-    Raises Unusable, as `parse`.
-    """
+    """The rows of a record: one; of a pair two, where labels are wanted: chosen is desirable, rejected is not."""
     columns = Columns.of(settings)
     there = tuple(name for name, value in record.items() if value is not None)
     is_pair = {"chosen_ids", "rejected_ids"} <= set(there) or (
@@ -557,8 +553,7 @@ def _as_messages(value: object, role: str, name: str, columns: Columns) -> list[
 def _answers(draft: Draft, columns: Columns) -> tuple[list[Message], tuple[list[Message], ...], int]:
     """The messages of the prompt, those of each completion, and how many of these the completions have in common.
 
-    A completion may be a whole conversation. Of two of them the common leading messages are the prompt, and a prompt's
-    column has to be among these: else it would be dropped without a word.
+    Of two whole conversations the common leading messages are the prompt, and a prompt's column has to be among them.
     """
     both = zip(draft.completions, draft.names, strict=True)
     answers = [_as_messages(said, "assistant", name, columns) for said, name in both]

@@ -40,15 +40,13 @@ NO_RECORDS = {"dataset_infos.json", "dataset_info.json", "state.json", "config.j
 class Split(NamedTuple):
     """The files of a data set's split."""
 
-    files: list[str]  # Their names within the repository
-    path_of: Callable[[str], Path]  # A file on this disk, fetched where it is missing
-    url_of: Callable[[str], str]  # A file's name for HfFileSystem; its path, where it is on this disk
+    files: list[str]  # their names within the repository
+    path_of: Callable[[str], Path]  # a file on this disk, fetched where it is missing
+    url_of: Callable[[str], str]  # its name for HfFileSystem; its path, where it is on this disk
 
 
 def fetch(source: str, settings: DataSettings, tell: Callable[[str], None]) -> list[Path]:
-    """The files of a data set's split on this disk, fetched where they are missing.
-
-    With ?rows=N the first N records, written as JSON lines to data.cache_dir.
+    """The files of a data set's split on this disk, fetched where they are missing; of ?rows=N the first N records.
 
     Raises UserError: no such data set, configuration or split; the message names what there is.
     """
@@ -157,44 +155,19 @@ class RemoteFile:
 
 
 def parquet_files(source: str) -> list[RemoteFile]:
-    """The files of a data set's split without fetching them, or the parquet files that the hub has made of them.
-
-    None where there are none, or rows=N takes a few. Raises UserError: as `fetch`.
-    """
+    """The files of a split without fetching them; none where they are no parquet, or rows=N. Raises as `fetch`."""
     with _reaching(source):
         split, options = _open_split(source)
-        is_parquet = all(file.endswith(".parquet") for file in split.files)
-        if (
-            "rows" in options
-            or not is_parquet
-            and ("revision" in options or not split.url_of("").startswith("datasets/"))
-        ):
-            return []
-        if not is_parquet:
-            split = _converted(source.removeprefix(PREFIX).partition("?")[0], options)
+    if "rows" in options or not all(file.endswith(".parquet") for file in split.files):
+        return []
     return [RemoteFile(source, file, split.url_of(file)) for file in split.files]
-
-
-def _converted(name: str, options: dict[str, str]) -> Split:
-    """A whole split in the hub's own parquet branch, CONFIG/SPLIT/0000.parquet; without files where there is none."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    folder = f"{options.get('config', 'default')}/{options.get('split', 'train')}/"
-    try:
-        made = _open_hub(name, CONVERTED)
-    except HfHubHTTPError:
-        return Split([], Path, str)
-    return made._replace(files=[file for file in made.files if file.startswith(folder)])
 
 
 # ---- Which files
 
 
 def files_of_split(names: Sequence[str], card: str, config: str | None, split: str) -> list[str]:
-    """The files of a configuration's split, by the repository's file names and its README.md.
-
-    Raises UserError: it names the configurations, splits or files that there are.
-    """
+    """The files of a configuration's split, by names and README.md. Raises UserError: it names what there is."""
     known = front_matter(card)
     entries = known.get("configs") if isinstance(known, dict) else None
     named = {str(e.get("config_name")): e for e in entries or () if isinstance(e, dict) and e.get("data_files")}

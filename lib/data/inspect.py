@@ -119,10 +119,7 @@ def _tell(text: str) -> None:
 def write_tokens(
     files: Sequence[str], settings: Config, tokenizer: Tokenizer | None, about: Vocabulary, out: Path
 ) -> None:
-    """Writes a line a row, as training reads it: ids of prompt and completions, masks with 1 for each learnt token.
-
-    Raises UserError: `out` exists, or as `load_dataset`.
-    """
+    """Writes a line a row, as training reads it: ids, and masks with 1 for each learnt token. Raises UserError."""
     require_absent(out)
     kind = settings.record_kind
     train = files[0] if len(files) == 1 else dict.fromkeys(files, 1.0)

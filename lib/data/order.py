@@ -35,11 +35,9 @@ def epoch_order(
 ) -> np.ndarray:
     """Every row of the data set once, in the order of this epoch: int64 [n].
 
-    Rows are permuted; each `window` of global batches is sorted by length, so that a batch needs little padding; then
-    the batches are shuffled. The ragged batch holds randomly chosen rows and comes last.
-
-    lengths: int [n], what the model sees of each row. segments: int64 [m + 1], bounds of rows that stand together, as
-    row groups do that are fetched one after the other; None for all rows in one.
+    Rows are permuted; each `window` of global batches is sorted by length; then the batches are shuffled. The ragged
+    batch comes last. lengths: int [n], what the model sees of each row. segments: int64 [m + 1], bounds of rows that
+    stand together (row groups); None for all rows in one.
     """
     if segments is not None:
         draws = np.random.Philox(np.random.SeedSequence([seed, epoch, 1])).random_raw(len(segments) - 1)
@@ -89,8 +87,8 @@ def divide_rows(count: int, shares: Sequence[int]) -> np.ndarray:
 def split(rows: np.ndarray, lengths: np.ndarray, shares: Sequence[int]) -> list[np.ndarray]:
     """This step's rows of every rank: disjoint, together all of `rows`, each ascending in length.
 
-    rows: int64 [n]. lengths: int [dataset], indexed by row. shares: rows per rank of a full batch. Ranks are
-    interleaved along the sorted lengths, and then exchange rows until their lengths add up to their shares, too.
+    rows: int64 [n]. lengths: int [dataset]. shares: rows per rank of a full batch. Ranks are interleaved along the
+    sorted lengths, and then exchange rows until their lengths add up to their shares.
     """
     counts = divide_rows(len(rows), shares)
     # The j-th of a rank's n rows belongs at the quantile (j + 1/2) / n of the lengths.
@@ -131,9 +129,9 @@ def assign_micro_batches(
 ) -> tuple[list[list[np.ndarray]], list[float]]:
     """This step's micro-batches of every rank, disjoint and together all of `rows`; and their cost by rank.
 
-    rows: int64 [n]. lengths: int [dataset], indexed by row. micro_batch_sizes: of a full batch, one sequence a rank.
-    cost: of a micro-batch, given its rows, in proportion to its time. Where rows are padded, neighbours in length
-    belong together; else each rank needs short and long rows. The way that ends the step sooner is taken.
+    rows: int64 [n]. lengths: int [dataset]. micro_batch_sizes: of a full batch, a sequence a rank. cost: of a micro-
+    batch's rows, in proportion to its time. Neighbours in length share a micro-batch, or are mixed: what ends the step
+    sooner.
     """
     assert len(rows), "a step has rows"
     shares = [sum(sizes) for sizes in micro_batch_sizes]

@@ -22,10 +22,7 @@ from lib.errors import UserError
 
 
 def columns_of(record: JSON, data: DataSettings, tokenizer: Tokenizer) -> JSON:
-    """The columns of a prompt, under the names that every reader knows: training renders what was answered.
-
-    A text that its template alone makes a message of stays a text. Raises Unusable.
-    """
+    """The columns of a prompt, under the names that every reader knows; a text stays a text. Raises Unusable."""
     parsed, stored = parse(record, data, "prompt"), record.get(data.prompt)
     if isinstance(parsed, Tokens):
         return {"prompt": str(tokenizer.decode(parsed.prompt)), "prompt_ids": parsed.prompt}
@@ -38,19 +35,13 @@ def columns_of(record: JSON, data: DataSettings, tokenizer: Tokenizer) -> JSON:
 
 
 def asked_of(record: JSON, data: DataSettings, tokenizer: Tokenizer) -> str | list[Message]:
-    """A record's prompt, whatever its format: text, or messages up to the one that is to be answered.
-
-    Raises Unusable.
-    """
+    """A record's prompt: text, or messages up to the one that is to be answered. Raises Unusable."""
     prompt: str | list[Message] = columns_of(record, data, tokenizer)["prompt"]
     return prompt
 
 
 def ids_of(parsed: Record | Unusable, encoder: Encoder | None, place: str = "") -> list[int]:
-    """The tokens that a model is sent for a parsed prompt, with its tools and the record's own template arguments.
-
-    Raises Unusable.
-    """
+    """The tokens that a model is sent for a parsed prompt, tools and template arguments included. Raises Unusable."""
     (encoded,) = encode_records([parsed], encoder, place)
     if isinstance(encoded, Unusable):
         raise encoded
@@ -71,8 +62,7 @@ class Question:
 def load_questions(settings: Config, tokenizer: Tokenizer | None, limits: ModelLimits = NO_LIMITS) -> list[Question]:
     """The records of evaluate.answers, at most evaluate.answers_limit. limits: of the model that answers.
 
-    Raises UserError: a record without a prompt or an answer, or a prompt that the model cannot answer; a model without
-    a tokenizer.
+    Raises UserError: a record without a prompt or an answer, or a prompt that the model cannot answer; no tokenizer.
     """
     path, data = settings.evaluate.answers, settings.data
     if path is None:
@@ -167,10 +157,9 @@ class Prompts(Sized):
         return []
 
     def of_round(self, number: int, count: int, seed: int) -> list[int]:
-        """The prompts of a round, the first being 1, long ones first, so that no long one is begun last.
+        """The prompts of a round, the first being 1, the longest first.
 
-        All prompts are permuted; one round after the other takes `count` of them, until there are not so many left.
-        Then they are permuted anew.
+        All are permuted; one round after the other takes `count`, until there are not so many left.
         """
         epoch, index = divmod(number - 1, len(self) // count)
         source = np.random.Philox(np.random.SeedSequence([seed, epoch, 0x726F756E]))
@@ -190,10 +179,7 @@ def open_prompts(
     tell: Tell,
     limits: ModelLimits = NO_LIMITS,
 ) -> Prompts:
-    """The prompts of some sources, tokenised.
-
-    completions: of a row that is trained. held_out: which side of data.holdout; None for all. limits: of the model that
-    answers.
+    """The prompts of some sources, tokenised. completions: of a row that is trained. held_out: see `load_dataset`.
 
     Raises UserError: a file cannot be read, or, unless settings.skip_invalid, a prompt cannot be used.
     """

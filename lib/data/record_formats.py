@@ -56,7 +56,7 @@ class Plain:
 class Chat:
     """A conversation: the messages of the prompt, and for each completion the messages that follow it.
 
-    A message's content is a string, or None beside tool_calls. The arguments of a call are an object, never JSON text.
+    A content is a string, or None beside tool_calls. The arguments of a call are an object, never JSON text.
     """
 
     prompt: list[Message]  # Empty where the first message is learnt (data.learn=all)
@@ -130,10 +130,7 @@ def role_of(name: str, where: str) -> str:
 
 
 def check_messages(value: object, name: str, ignore: Collection[str] = ()) -> list[Message]:
-    """The messages of a column: roles by their usual names, contents strings, the arguments of calls objects.
-
-    A message keeps the other fields that it has, unless `ignore` names them. Raises Unusable.
-    """
+    """The messages of a column: roles by their usual names, contents strings. Raises Unusable."""
     if not isinstance(value, list):
         raise Unusable(f"column {name!r} is {name_of_type(value)}, not a string or a list of messages")
     if not value:
@@ -213,10 +210,7 @@ def _text_of_part(part: object, where: str) -> str:
 
 
 def check_tools(value: object, name: str) -> list[JSON] | None:
-    """The definitions of tools, from a list or its JSON text; None where there is none. Raises Unusable.
-
-    A bare function {name, description, parameters} becomes {type: function, function: ...}, as OpenAI has it.
-    """
+    """The definitions of tools, a list or its JSON text, as OpenAI has them; None for none. Raises Unusable."""
     tools = []
     for index, tool in enumerate(_as_list(value, name, "tools")):
         tool = parse_json_text(tool, f"{name}[{index}]") if isinstance(tool, str) else tool

@@ -118,9 +118,7 @@ def _stamp(file: Path) -> list[int]:
 def index(file: Path, settings: DataSettings, kind: RecordKind, tell: Tell = lambda text: None) -> Index:
     """The index of a file, made where there is none, or the file has changed.
 
-    Raises:
-        UserError: the file cannot be read.
-        OSError: data.cache_dir is full or not writable.
+    Raises UserError: the file cannot be read. OSError: data.cache_dir is full or not writable.
     """
     stamp = [*_stamp(file), file.stat().st_ctime_ns]
     about = (str(file.resolve()), kind, Columns.of(settings), VERSION)
@@ -293,11 +291,7 @@ class Records:
 def open_records(
     paths: Sequence[Path], settings: DataSettings, kind: RecordKind, tell: Tell = lambda text: None
 ) -> Records:
-    """The records of these files, each indexed.
-
-    Raises UserError: see `index`; unless settings.skip_invalid, a record is unusable: names the first, and their
-    number.
-    """
+    """The records of these files, each indexed. Raises UserError: none; unusable ones without data.skip_invalid."""
     records = Records([index(file, settings, kind, tell) for file in paths])
     if records.unusable and (not settings.skip_invalid or not len(records)):
         raise UserError(record_files.refusal(records.unusable, records.unusable_count, len(records)))
@@ -312,10 +306,7 @@ def open_records(
 def open_sources(
     train: str | Mapping[str, float], settings: DataSettings, kind: RecordKind, held_out: bool | None, tell: Tell
 ) -> tuple[Records, np.ndarray]:
-    """The records of some sources, and those of them that are rows of a data set, int64 [n] (`chosen_rows`).
-
-    Raises UserError: as `open_records`, or no row is left.
-    """
+    """The records of some sources, and those of them that are a data set's rows, int64 [n]. Raises UserError."""
     weights = weights_of(train)
     paths = [files_of(source, settings, tell) for source in weights]
     records = open_records(list(itertools.chain(*paths)), settings, kind, tell)
@@ -332,15 +323,12 @@ def chosen_rows(
     settings: DataSettings,
     held_out: bool | None,
 ) -> np.ndarray:
-    """The records that are a data set's rows, by number: int64 [n].
+    """The records that are a data set's rows, by number: int64 [n]. Raises UserError: no row is left.
 
-    Duplicates go first (data.deduplicate), then one side of the holdout is kept, then each source's rows are repeated
-    by its weight: 2.5 takes all of them twice, and half of them, chosen by hash, once more.
-
-    prompt_keys, content_keys: uint64 [records]. ends: int [sources], the number of records up to the end of each.
-    held_out: the side of data.holdout, True for the held-out rows, which are not repeated; None for all rows.
-
-    Raises UserError: no row is left.
+    Duplicates go first, then one side of the holdout is kept, then each source's rows are repeated by its weight: 2.5
+    takes all of them twice, and half of them, chosen by hash, once more.
+    prompt_keys, content_keys: uint64 [records]. ends: int [sources], records up to the end of each. held_out: the side
+    of data.holdout, True for the held-out rows, which are not repeated; None for all rows.
     """
     rows = np.arange(len(prompt_keys))
     if settings.deduplicate:

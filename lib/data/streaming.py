@@ -41,10 +41,8 @@ def open_training(
 ) -> Dataset | StreamedDataset:
     """data.train without what is held out: in memory, or, from 64 MB on (data.streaming), as it is needed.
 
-    mismatched: whether each row gets another prompt's completion, too (lib/data/dataset.py).
-
-    Raises UserError: as `load_dataset`; of a streamed data set, for faults that show without tokens, and for those of a
-    sample of tokenised rows.
+    mismatched: whether each row gets another prompt's completion, too. Raises UserError: as `load_dataset`; of a
+    streamed data set, for faults that show without tokens or in a sample.
     """
     settings = with_splits(settings, tell)
     tokenisation, held_out = Tokenisation.of(settings, kind, tokenizer, vocabulary), False if settings.holdout else None
@@ -79,10 +77,9 @@ def open_training(
 
 
 def with_splits(settings: DataSettings, tell: Tell = lambda text: None) -> DataSettings:
-    """The settings with the files of data.train=DIR, where names of files or folders say train, valid or test.
+    """The settings with the files of data.train=DIR whose names say train, valid or test.
 
-    Train is trained, or what has no such name where none has; valid is held out (unless data.valid or data.holdout
-    says what is), and everything else left.
+    Train is trained, or what has no such name; valid is held out, unless settings say what is; the rest is left.
     """
     folder = Path(settings.train) if isinstance(settings.train, str) and "://" not in settings.train else None
     if folder is None or not folder.is_dir():
@@ -126,10 +123,7 @@ def open_held_out(
     mismatched: bool = False,
     **vocabulary: Unpack[Vocabulary],
 ) -> Dataset | None:
-    """data.valid, or what data.holdout keeps of data.train, in memory; None where there is neither.
-
-    Raises UserError: as `load_dataset`.
-    """
+    """data.valid, or what data.holdout keeps of data.train, in memory; None without. Raises as `load_dataset`."""
     settings = with_splits(settings)
     tokenisation = Tokenisation.of(settings, kind, tokenizer, vocabulary)
     if settings.valid is not None:
@@ -161,8 +155,7 @@ def is_streamed(settings: DataSettings, tell: Tell = lambda text: None) -> bool:
 class RowGroups:
     """Parquet files of a hub data set as records, fetched to data.cache_dir a row group at a time.
 
-    The files' footers say how many rows there are. Rows of one group stand together in an epoch's order, so that groups
-    are needed one after the other; all rows count as long as those of a sample of the first group.
+    Rows of one group stand together in an epoch's order; all rows count as long as a sample of the first group.
     """
 
     unusable: tuple[str, ...] = ()
@@ -210,12 +203,7 @@ class RowGroups:
 class StreamedDataset(Sized):
     """Rows of indexed records; each is read, tokenised, truncated and checked when it is asked for.
 
-    In memory are some numbers a row: its record, and the estimated tokens of its pieces.
-
-    Args:
-        rows: int64 [n], the record of each row.
-
-    Raises UserError: text without a tokenizer; a row of the sample cannot be used, unless settings.skip_invalid.
+    rows: int64 [n], the record of each row. Raises UserError: no tokenizer; a bad row in the sample.
     """
 
     is_estimated = True
@@ -282,7 +270,7 @@ class StreamedDataset(Sized):
     def examples(self, rows: Sequence[int]) -> list[Example]:
         """The examples of some rows, without those that turn out to be unusable or are filtered: counted, and named.
 
-        Raises UserError: a row cannot be used, unless settings.skip_invalid; a file is no longer what was indexed.
+        Raises UserError: a row cannot be used, unless data.skip_invalid; a file has changed.
         """
         pieces = self._pieces_of(rows)
         labels = {row: None if self.labels is None else bool(self.labels[row]) for row in pieces}
@@ -338,7 +326,7 @@ class StreamedDataset(Sized):
 def _estimated(characters: np.ndarray, tokens: np.ndarray, of_characters: np.ndarray, max_length: int) -> np.ndarray:
     """Tokens of every row's pieces after truncation, by proportion: int32 [n, 1 + K].
 
-    characters: int64 [n, 1 + K]. tokens, of_characters: int64 [1 + K], what a sample came to. See data.truncate.
+    characters: int64 [n, 1 + K]. tokens, of_characters: int64 [1 + K], what a sample came to.
     """
     estimated = np.maximum(characters * tokens // np.maximum(of_characters, 1), 1)
     estimated[:, 0][characters[:, 0] == 0] = 0

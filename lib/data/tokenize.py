@@ -29,10 +29,8 @@ def truncate(
 ) -> tuple[list[int], list[list[int]], bool]:
     """Fit prompt + each completion into max_length tokens: (prompt, completions, whether anything was cut).
 
-    The prompt is cut first, at its beginning (the last question is at its end), except for a leading BOS, without
-    which many models fail. A quarter of max_length is kept for it: a completion longer
-    than the rest is cut at its end, and then has no end token, because it does not end there. All completions
-    of an example share one prompt.
+    The prompt is cut at its beginning, except for a leading BOS; a quarter of max_length is kept for it. A completion
+    longer than the rest is cut at its end, and has no end token. All completions share one prompt.
     """
     longest = max(map(len, completions))
     if len(prompt) + longest <= max_length:
@@ -50,10 +48,9 @@ def _most_of_prompt(longest: int, max_length: int) -> int:
 
 
 def _shortened(chat: Chat, size: Callable[[Chat], int], longest: int, max_length: int) -> Chat:
-    """The chat without the middle messages of its prompt, as far as needed; its answers' ends are cut by the rest.
+    """The chat without the oldest exchanges, then without the beginning of its last question, as far as needed.
 
-    First the oldest exchanges go, then the beginning of the last question. size: tokens of a chat's prompt. longest:
-    tokens of the longest completion.
+    size: tokens of a chat's prompt. longest: tokens of the longest completion.
     """
     asked = [index for index, message in enumerate(chat.prompt) if message["role"] == "user"]
     opening = [m for m in chat.prompt[: (asked or [0])[0]] if m["role"] in ("system", "developer")]
@@ -110,11 +107,8 @@ def encode_records(parsed: Sequence[Record | Unusable], encoder: Encoder | None,
 class Encoder:
     """Prompts and completions ➜ token ids, through the tokenizer's chat template where there is one.
 
-    Args:
-        settings: data.chat_template and what it is given.
-        eos_token_id: ends a completion that its template has not ended; by default the tokenizer's.
-
-    Raises UserError: there is no end token, or data.chat_template cannot be read.
+    eos_token_id: ends a completion that its template has not ended; by default the tokenizer's. Raises UserError: there
+    is no end token, or data.chat_template cannot be read.
     """
 
     def __init__(self, tokenizer: Tokenizer, settings: DataSettings, eos_token_id: int | None) -> None:
@@ -175,10 +169,7 @@ class Encoder:
         ]
 
     def shorten(self, example: Plain | Chat, encoded: Encoded, max_length: int) -> Encoded:
-        """A chat that is too long, without its middle messages; other text as it was.
-
-        Raises Unusable where what cannot be cut of its prompt leaves too little for an answer.
-        """
+        """A chat that is too long, without its middle messages; other text as it was. Raises Unusable."""
         chat = self._choose_form(example)
         if not isinstance(chat, Chat) or not encoded.completions:
             return encoded
@@ -268,14 +259,8 @@ def render_prompt(
 ) -> RenderedPrompt:
     """The prompt of a conversation, rendered by the code that renders training rows: for serving, evaluation, export.
 
-    Roles are mapped, a developer's message or a system prompt is put where the template has one, and tools are checked.
-
-    Args:
-        messages: {role, content}, as OpenAI has them; the last one is what is to be answered.
-        tools: definitions of functions, as OpenAI has them.
-        arguments: further arguments of the chat template, e.g. {"enable_thinking": True}.
-
-    Raises UserError: the template refuses the conversation or leaves part of it out; it names which.
+    messages, tools: as OpenAI has them. arguments: further ones of the chat template. Raises UserError: the template
+    refuses it or leaves part of it out.
     """
     try:
         checked, known = check_messages(messages, "messages"), check_tools(tools, "tools")

@@ -101,10 +101,7 @@ class TextTokens:
         return found
 
     def starts(self, text: str) -> tuple[list[int], list[int]]:
-        """Ids of a text, and for each the character that it begins at.
-
-        A tokenizer that knows no offsets (not a "fast" one) is asked by prefixes, which takes longer.
-        """
+        """Ids of a text, and for each the character that it begins at; a slow tokenizer is asked by prefixes."""
         if self._is_fast:
             options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
             made = self.inner(text, **options)
@@ -117,8 +114,8 @@ class TextTokens:
     def behind(self, texts: Sequence[tuple[str, int]]) -> list[list[int]]:
         """Of each (text, start): the ids that stand behind text[:start] in the tokens of the whole text.
 
-        Where a token reaches over `start`, the rest is tokenised as a continuation: a model that was given text[:start]
-        goes on from these tokens, not from others.
+        Where a token reaches over `start`, the rest is tokenised as a continuation, as a model goes on from
+        text[:start].
         """
         heads = list(dict.fromkeys(text[:start] for text, start in texts))
         ids_of = dict(zip(heads, self.ids(heads), strict=True))
@@ -162,10 +159,7 @@ class TextTokens:
 
     @cached_property
     def _anchor(self) -> tuple[list[int], str]:
-        """A text to put before a continuation, and its ids, where SentencePiece opens every text with a space.
-
-        After a line break, which nothing merges with there, it does not.
-        """
+        """A text to put before a continuation, and its ids, where SentencePiece opens every text with a space."""
         anchor, letter, both = self.ids(["\n", "a", "\na"])
         is_needed = anchor + letter != both and both[: len(anchor)] == anchor and len(anchor) > 0
         return (anchor, "\n") if is_needed else ([], "")
@@ -176,10 +170,7 @@ SPECIMEN = "The quick brown fox jumps over 13 lazy dogs. Ünïcödé, 漢字, к
 
 
 def load_tokenizer_of(settings: ModelSettings) -> Tokenizer | None:
-    """mlx-lm's tokenizer of the model's folder, or None where there is none.
-
-    Raises UserError: there are tokenizer files, but they cannot be loaded.
-    """
+    """mlx-lm's tokenizer of the model's folder, None without. Raises UserError: its files cannot be loaded."""
     folder = resolve(settings.path, settings.revision)
     if not any(
         (folder / name).exists()
