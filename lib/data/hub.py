@@ -13,7 +13,6 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, quote
@@ -42,7 +41,7 @@ class Split(NamedTuple):
 
     files: list[str]  # their names within the repository
     path_of: Callable[[str], Path]  # a file on this disk, fetched where it is missing
-    url_of: Callable[[str], str]  # its name for HfFileSystem; its path, where it is on this disk
+    url_of: Callable[[str], str]  # its name for HfFileSystem, or its path
 
 
 def fetch(source: str, settings: DataSettings, tell: Callable[[str], None]) -> list[Path]:
@@ -124,43 +123,23 @@ def _first_rows(source: str, paths: list[Path], count: int, settings: DataSettin
 # ---- Parquet that is read a row group at a time
 
 
-@dataclass(frozen=True)
-class RemoteFile:
-    """A parquet file of a data set, read by ranges."""
+@contextlib.contextmanager
+def opened_parquet(source: str, url: str) -> Iterator[Any]:
+    """A file of `parquet_files`, read by ranges."""
+    import pyarrow.parquet
+    from huggingface_hub import HfFileSystem
 
-    source: str
-    name: str
-    url: str  # of HfFileSystem, or a path
-
-    def row_counts(self) -> list[int]:
-        """Rows of each row group, from the file's footer."""
-        with self._opened() as table:
-            return [table.metadata.row_group(i).num_rows for i in range(table.metadata.num_row_groups)]
-
-    def keep(self, group: int, path: Path) -> None:
-        """Writes a row group as a parquet file of its own."""
-        import pyarrow.parquet
-
-        with self._opened() as table, files.replacing(path) as kept:
-            pyarrow.parquet.write_table(table.read_row_group(group), kept)
-
-    @contextlib.contextmanager
-    def _opened(self) -> Iterator[Any]:
-        import pyarrow.parquet
-        from huggingface_hub import HfFileSystem
-
-        open_file: Any = HfFileSystem().open if self.url.startswith("datasets/") else open
-        with _reaching(self.source), open_file(self.url, "rb") as file:
-            yield pyarrow.parquet.ParquetFile(file)
+    open_file: Any = HfFileSystem().open if url.startswith("datasets/") else open
+    with _reaching(source), open_file(url, "rb") as file:
+        yield pyarrow.parquet.ParquetFile(file)
 
 
-def parquet_files(source: str) -> list[RemoteFile]:
-    """The files of a split without fetching them; none where they are no parquet, or rows=N. Raises as `fetch`."""
+def parquet_files(source: str) -> dict[str, str]:
+    """Names and places of a split's parquet files, not fetched; none of other files, or with rows=N."""
     with _reaching(source):
         split, options = _open_split(source)
-    if "rows" in options or not all(file.endswith(".parquet") for file in split.files):
-        return []
-    return [RemoteFile(source, file, split.url_of(file)) for file in split.files]
+    is_parquet = "rows" not in options and all(file.endswith(".parquet") for file in split.files)
+    return {file: split.url_of(file) for file in split.files} if is_parquet else {}
 
 
 # ---- Which files

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -102,11 +103,9 @@ class Prompts(Sized):
     path: str
     columns: str
     records: Records
-    rows: np.ndarray  # int64 [n]: the record of each prompt
-    tokens: np.ndarray  # int32 [T]: the prompts' ids one after the other
-    bounds: np.ndarray  # int64 [n + 1]: where each begins
-    max_tokens: int  # Of an answer
-    completions: int  # Of a row that is trained
+    ids: list[list[int]]  # the tokens of each prompt
+    max_tokens: int  # of an answer
+    completions: int  # of a row that is trained
     skipped: list[str] = field(default_factory=list)
     kind: RecordKind = "prompt"
 
@@ -115,17 +114,17 @@ class Prompts(Sized):
     unit = "prompts"
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.ids)
 
     @property
     def completions_per_example(self) -> int:
         return self.completions
 
-    @property
+    @cached_property
     def pieces(self) -> np.ndarray:
         """int64 [n, 1 + K]: tokens of each prompt, and the most that its answers may have."""
-        longest = np.full((len(self), self.completions), self.max_tokens)
-        return np.column_stack([np.diff(self.bounds), longest])
+        answers = [self.max_tokens] * self.completions
+        return np.array([[len(prompt), *answers] for prompt in self.ids])
 
     @property
     def skipped_count(self) -> int:
@@ -134,23 +133,19 @@ class Prompts(Sized):
     @property
     def digest(self) -> str:
         """sha256 of all prompts' tokens and records, in order."""
-        digest = hashlib.sha256(" ".join(self.records.digests).encode())
-        for array in (self.rows.astype("<i8"), self.bounds.astype("<i8"), self.tokens.astype("<i4")):
-            digest.update(array.data)
-        return digest.hexdigest()
+        return hashlib.sha256(repr((self.records.digests, self.ids)).encode()).hexdigest()
 
     def prompt_ids(self, row: int) -> list[int]:
         """The tokens of a prompt."""
-        ids: list[int] = self.tokens[self.bounds[row] : self.bounds[row + 1]].tolist()
-        return ids
+        return self.ids[row]
 
     def record(self, row: int) -> JSON:
         """The whole record of a prompt, e.g. with its answer."""
-        return self.records[int(self.rows[row])]
+        return self.records[row]
 
     def location(self, row: int) -> str:
         """`file:line` of a prompt."""
-        return self.records.location(int(self.rows[row]))
+        return self.records.location(row)
 
     def examples(self, rows: object) -> list[Example]:
         """None: there is nothing to train before prompts are answered."""
@@ -164,9 +159,7 @@ class Prompts(Sized):
         epoch, index = divmod(number - 1, len(self) // count)
         source = np.random.Philox(np.random.SeedSequence([seed, epoch, 0x726F756E]))
         taken = np.argsort(source.random_raw(len(self)), kind="stable")[index * count : (index + 1) * count]
-        lengths = np.diff(self.bounds)[taken]
-        ordered: list[int] = taken[np.lexsort([taken, -lengths])].tolist()
-        return ordered
+        return sorted(taken.tolist(), key=lambda row: (-len(self.ids[row]), row))
 
 
 def open_prompts(
@@ -206,8 +199,5 @@ def open_prompts(
             ids.append(prompt)
             kept.append(row)
     require_usable(name, skipped, len(kept), settings)
-    tokens = np.concatenate([np.array(prompt, np.int32) for prompt in ids])
-    bounds = np.cumsum([0, *map(len, ids)], dtype=np.int64)
-    return Prompts(
-        name, records.formats, records, np.array(kept), tokens, bounds, rollouts.max_tokens, completions, skipped
-    )
+    own = records.only(np.array(kept))
+    return Prompts(name, records.formats, own, ids, rollouts.max_tokens, completions, skipped)

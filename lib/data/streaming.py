@@ -25,6 +25,7 @@ from lib.data.record_formats import JSON, Columns, RecordKind, Unusable, Unwante
 from lib.data.sources import Records, Tell
 from lib.data.tokenizer import Tokenizer, Vocabulary
 from lib.errors import UserError
+from lib.system import files
 
 SAMPLE_ROWS = 256  # that are tokenised to know how many tokens a character makes
 UNPACKED = {".gz": 4, ".parquet": 4}  # what is unpacked takes about so many times the room
@@ -84,16 +85,17 @@ def with_splits(settings: DataSettings, tell: Tell = lambda text: None) -> DataS
     folder = Path(settings.train) if isinstance(settings.train, str) and "://" not in settings.train else None
     if folder is None or not folder.is_dir():
         return settings
-    files = sources.files_of(str(folder), settings)
-    splits = {path: hub.split_of(path.relative_to(folder).as_posix()) for path in files}
-    train = [path for path in files if splits[path] == "train"] or [path for path in files if splits[path] is None]
-    if not train or len(train) == len(files):
+    splits = {
+        path: hub.split_of(path.relative_to(folder).as_posix()) for path in sources.files_of(str(folder), settings)
+    }
+    named = {name: [path for path in splits if splits[path] == name] for name in ("train", None, "validation")}
+    train, valid = named["train"] or named[None], named["validation"]
+    if not train or len(train) == len(splits):
         return settings
-    valid = [path for path in files if splits[path] == "validation"]
     together = valid[0] if len(valid) == 1 else valid[0].parent if valid else None
     if together in (None, folder) or settings.valid is not None or settings.holdout:
         valid = []
-    left = [path for path in files if path not in (*train, *valid)]
+    left = [path for path in splits if path not in (*train, *valid)]
     uses = ((train, "trained"), (valid, "held out"), (left, "left"))
     parts = [f"{', '.join(str(path.relative_to(folder)) for path in paths)} is {use}" for paths, use in uses if paths]
     tell(f"{settings.train}: {', '.join(parts)}")
@@ -148,8 +150,8 @@ def is_streamed(settings: DataSettings, tell: Tell = lambda text: None) -> bool:
     """Whether data.train is read as it is needed."""
     if settings.streaming is not None:
         return settings.streaming
-    files = [file for source in sources.weights_of(settings.train) for file in sources.files_of(source, settings, tell)]
-    return sum(file.stat().st_size * UNPACKED.get(file.suffix, 1) for file in files) >= sources.STREAMED_BYTES
+    paths = [path for source in sources.weights_of(settings.train) for path in sources.files_of(source, settings, tell)]
+    return sum(path.stat().st_size * UNPACKED.get(path.suffix, 1) for path in paths) >= sources.STREAMED_BYTES
 
 
 class RowGroups:
@@ -161,13 +163,17 @@ class RowGroups:
     unusable: tuple[str, ...] = ()
     unusable_count = 0
 
-    def __init__(
-        self, source: str, opened: Sequence[hub.RemoteFile], settings: DataSettings, kind: RecordKind, tell: Tell
-    ):
+    def __init__(self, source: str, urls: dict[str, str], settings: DataSettings, kind: RecordKind, tell: Tell):
         self.source, self.cache = source, Path(settings.cache_dir)
-        self._groups = [(file, group, count) for file in opened for group, count in enumerate(file.row_counts())]
-        self.segments = np.cumsum([0, *(count for _, _, count in self._groups)])
-        self.digests = [f"{source} {file.name} {group} {count}" for file, group, count in self._groups]
+        self._groups: list[tuple[str, int]] = []
+        self.digests, sizes = list[str](), [0]
+        for name, url in urls.items():
+            with hub.opened_parquet(source, url) as table:
+                for group in range(table.metadata.num_row_groups):
+                    self._groups.append((url, group))
+                    sizes.append(table.metadata.row_group(group).num_rows)
+                    self.digests.append(f"{source} {name} {group} {sizes[-1]}")
+        self.segments = np.cumsum(sizes)
         self._read = functools.lru_cache(maxsize=4)(self._read_group)
         tell(f"{source}: {len(self):,} rows in {len(self._groups):,} row groups, fetched one after the other")
         first = formats.rows_of(self[0], settings, kind)[0]
@@ -191,12 +197,15 @@ class RowGroups:
         group = bisect_right(self.segments, number) - 1
         return self._read(group)[number - int(self.segments[group])]
 
-    def _read_group(self, group: int) -> list[JSON | Unusable]:
-        file, number, _ = self._groups[group]
-        path = self.cache / f"hub-{hashlib.sha256(self.digests[group].encode()).hexdigest()[:24]}.parquet"
-        with sources.locked(path.with_suffix(".lock"), print, f"fetches {file.name}"):
+    def _read_group(self, number: int) -> list[JSON | Unusable]:
+        import pyarrow.parquet
+
+        url, group = self._groups[number]
+        path = self.cache / f"hub-{hashlib.sha256(self.digests[number].encode()).hexdigest()[:24]}.parquet"
+        with sources.locked(path.with_suffix(".lock"), print, f"fetches {url}"):
             if not path.exists():
-                file.keep(number, path)
+                with hub.opened_parquet(self.source, url) as table, files.replacing(path) as kept:
+                    pyarrow.parquet.write_table(table.read_row_group(group), kept)
         return [record for _, record in record_files.read_parquet(path)]
 
 
