@@ -66,10 +66,14 @@ def _reaching(source: str) -> Iterator[None]:
         raise UserError(f"{source}: cannot be opened: {in_one_line(error)}; what was fetched is kept") from None
 
 
+def _named(source: str) -> tuple[str, dict[str, str]]:
+    name, _, query = source.removeprefix(PREFIX).partition("?")
+    return name, dict(parse_qsl(query, keep_blank_values=True))
+
+
 def _open_split(source: str) -> tuple[Split, dict[str, str]]:
     """The split that a source names, and its options. Raises UserError: an option that is none, or as `fetch`."""
-    name, _, query = source.removeprefix(PREFIX).partition("?")
-    options = dict(parse_qsl(query, keep_blank_values=True))
+    name, options = _named(source)
     unknown = sorted(options.keys() - {"config", "split", "revision", "rows"})
     if not name or unknown or not re.fullmatch(r"[1-9][0-9]{0,17}", options.get("rows", "1")):
         known = "hf://OWNER/NAME?config=C&split=S&revision=R&rows=N"
@@ -135,11 +139,26 @@ def opened_parquet(source: str, url: str) -> Iterator[Any]:
 
 
 def parquet_files(source: str) -> dict[str, str]:
-    """Names and places of a split's parquet files, not fetched; none of other files, or with rows=N."""
+    """Names and places of a split's parquet files, not fetched, or of those that the hub has made of other files.
+
+    None where there are none, or rows=N takes a few. Raises UserError: as `fetch`.
+    """
+    from huggingface_hub.errors import HfHubHTTPError
+
     with _reaching(source):
         split, options = _open_split(source)
-    is_parquet = "rows" not in options and all(file.endswith(".parquet") for file in split.files)
-    return {file: split.url_of(file) for file in split.files} if is_parquet else {}
+        if "rows" in options:
+            return {}
+        if not all(file.endswith(".parquet") for file in split.files):
+            name, folder = _named(source)[0], f"{options.get('config', 'default')}/{options.get('split', 'train')}/"
+            if "revision" in options or not split.url_of("").startswith("datasets/"):
+                return {}
+            try:  # CONFIG/SPLIT/0000.parquet
+                split = _open_hub(name, CONVERTED)
+            except HfHubHTTPError:
+                return {}
+            split = split._replace(files=[file for file in split.files if file.startswith(folder)])
+    return {file: split.url_of(file) for file in split.files}
 
 
 # ---- Which files

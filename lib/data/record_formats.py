@@ -162,6 +162,8 @@ def _message(message: object, where: str, ignore: Collection[str]) -> Message:
         raise Unusable(f"{where} has no content and no tool_calls (it has: {', '.join(map(str, message))})")
     if content is not None and not isinstance(content, str):
         raise Unusable(f"{where}.content is {name_of_type(content)}, not a string")
+    for name in {"train", "training", "loss_weight"} & fields.keys():  # axolotl's and LLaMA-Factory's names
+        fields["weight"] = fields.pop(name)
     if fields.get("weight", 1) not in (0, 1):
         raise Unusable(f"{where}.weight is {json.dumps(fields['weight'], default=str)}, not 0 or 1")
     check_unicode((content or "") + json.dumps(fields, ensure_ascii=False, default=str), where)
