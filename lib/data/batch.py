@@ -402,9 +402,11 @@ class MicroBatches:
         """The same rows in micro-batches of at most so many; those that are small enough stay as they are."""
         smaller = []
         for batch, reference in made:
-            ends = np.cumsum(pieces(len(batch.rows), most))
-            is_small = most is None or len(ends) == 1
-            smaller += [(batch, reference)] if is_small else self.of(np.split(batch.rows, ends[:-1]), most)
+            if most is None or len(batch.rows) <= most:
+                smaller.append((batch, reference))
+            else:
+                ends = np.cumsum(pieces(len(batch.rows), most))
+                smaller += self.of(np.split(batch.rows, ends[:-1]), most)
         return smaller
 
     def _few_shapes(self, micro_batch_size: int) -> list[BatchShape]:
