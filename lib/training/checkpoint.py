@@ -120,10 +120,7 @@ class Progress:
         return local[rank] if rank < len(local) else self.step
 
     def is_best(self, metrics: Metrics, best_by: str, may_be_saved: bool = True) -> bool:
-        """Counts an evaluation of this step: whether it is the best so far, of weights that are saved then.
-
-        best_by: the metric that decides. Of two equal exact matches the one with the lower loss is better.
-        """
+        """Counts an evaluation: whether it is the best so far; of equal exact matches that with the lower loss is."""
 
         def order(of: Metrics) -> tuple[float, float] | None:
             value, loss = of.get(best_by), of.get("loss")
@@ -153,15 +150,7 @@ class Progress:
 def open_run(
     folder: Path, settings_text: str, plan: Mapping[str, object], resumed_steps: int | None, world: World
 ) -> IO[str] | None:
-    """Makes one process on every disk the run's only owner there, as long as the file that it gets stays open.
-
-    It keeps the run's files on its disk, and writes config.yaml and plan.json. resumed_steps: how many a resumed run
-    makes in all; None of a new one.
-
-    Raises:
-        AgreedError: another process owns the folder, it holds a run that is not resumed or has made more steps, or
-            files of another kind.
-    """
+    """The run folder's lock, of its only owner on this disk, who writes its plan; None on other ranks; AgreedError."""
     is_keeper = keeps_disk(folder, world)
     with world.agreeing(f"opening {folder}"), contextlib.ExitStack() as on_failure:
         if not is_keeper:
@@ -226,13 +215,7 @@ def sweep(folder: Path) -> None:
 
 
 class CheckpointWriter:
-    """Decides when a checkpoint is due, and writes this disk's one after the other.
-
-    Args:
-        is_keeper: whether this rank writes on its disk.
-        every: steps between checkpoints; None: by time.
-        seconds: of training between checkpoints. More where writing them would hold up training for long.
-    """
+    """Decides when a checkpoint is due, by steps or by seconds of training, and writes this disk's."""
 
     def __init__(self, is_keeper: bool = True, every: int | None = None, seconds: float = 30.0):
         self.is_keeper, self.every, self.seconds = is_keeper, every, seconds
@@ -252,10 +235,7 @@ class CheckpointWriter:
         self.seconds = max(self.seconds, seconds / PAUSE_PART)
 
     def write(self, step: int, path: Path, work: Callable[[], None], beside: bool) -> None:
-        """Does the work once the checkpoint before is done. step: as the log counts.
-
-        beside: in a thread beside training, where an OSError becomes a warning.
-        """
+        """Does the work once the one before is done; beside: in a thread, where an OSError becomes a warning."""
         self.wait()
 
         def run() -> None:
@@ -292,13 +272,7 @@ class CheckpointWriter:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint holds of a run.
-
-    Args:
-        texts: config.yaml and plan.json, of the step after it.
-        common: further arrays that all ranks hold, by the file's name.
-        own: what this rank alone has; None of replicas.
-    """
+    """What a checkpoint holds: texts and arrays by file name, and what this rank alone has (None of replicas)."""
 
     progress: Progress
     model: nn.Module
@@ -310,15 +284,10 @@ class Snapshot:
 
 
 def save(folder: Path, snapshot: Snapshot, world: World, writer: CheckpointWriter, keep: int, is_last: bool) -> str:
-    """One checkpoint of all ranks, on every disk; old ones go, but for the newest `keep` and the best.
+    """One checkpoint of all ranks, on every disk; returns why there is none now, the same on all ranks.
 
-    Training waits for the last one, for ranks' own files and for large ones; others are written meanwhile.
-
-    Returns:
-        Why there is none now, the same on every rank: earlier ones are untouched, and no run ends for want of one.
-
-    Raises:
-        AgreedError: the last one cannot be written.
+    Training waits for the last one, for ranks' own files and for large ones; others are written meanwhile. Raises
+    AgreedError: the last one cannot be written; no run ends for want of another.
     """
     began, progress, own = time.perf_counter(), snapshot.progress, snapshot.own
     what = f"the checkpoint of step {progress.step} (earlier ones are whole: --resume {folder})"
@@ -410,10 +379,7 @@ def discard(path: Path) -> None:
 
 
 def prune(folder: Path, keep: int, best_step: int | None) -> None:
-    """Removes all but the newest `keep`, the best, and the newest at which the ranks had the same weights.
-
-    The files in ranks/ go with their checkpoint.
-    """
+    """Keeps the newest `keep`, the best, the newest with the same weights on all ranks, and their files in ranks/."""
     saved = checkpoints_in(folder)
     newest_whole = next((path for path in saved if not inside_a_round(path)), None)
     if best_step is None or best_step in map(step_of, saved):  # else it found no room: the best before it is among them
@@ -428,10 +394,7 @@ def prune(folder: Path, keep: int, best_step: int | None) -> None:
 
 
 def save_part(path: Path, trees: RankArrays) -> str:
-    """Writes one rank's arrays of a checkpoint, whole or not at all, on its own disk; returns their hash, "" for none.
-
-    Raises OSError: the disk is full or not writable.
-    """
+    """Writes one rank's arrays of a checkpoint, whole or not at all; returns their hash, "" for none."""
     arrays = {f"{kind}/{name}": array for kind, tree in trees.items() for name, array in tree.items()}
     if not arrays:
         return ""
@@ -469,15 +432,9 @@ def are_finite(world: World, model: nn.Module, optimizer: optim.Optimizer) -> bo
 def share_weights(
     world: World, model: nn.Module, optimizer: optim.Optimizer, moving: Arrays
 ) -> tuple[list[int], Arrays]:
-    """Gives every rank rank 0's trained weights, optimizer state and moving reference, of what is replicated.
+    """Gives every rank rank 0's replicated arrays, which drift by roundings; returns who differed, and `moving`.
 
-    Replicas on unlike machines drift by roundings. Nothing travels where no bit differs.
-
-    Returns:
-        The ranks that differed from rank 0; and the moving reference.
-
-    Raises:
-        Stopped: a rank does not hold the same afterwards.
+    Nothing travels where no bit differs. Raises Stopped: a rank does not hold the same afterwards.
     """
     if world.size == 1:
         return [], moving
@@ -529,14 +486,7 @@ def inside_a_round(path: Path) -> bool:
 
 
 def find(run: Path, which: str) -> Path:
-    """The folder of a run's checkpoint, in mlx-lm's adapter layout, every file checked against its hash.
-
-    Args:
-        which: `best` (as checkpoint.best_by has it), `last` (the newest that is whole), or a step's number.
-
-    Raises:
-        UserError: there is no such checkpoint, or it is damaged.
-    """
+    """A run's checkpoint, checked: `best` (by checkpoint.best_by), `last` or a step's number; else UserError."""
     saved = {step_of(path): path for path in checkpoints_in(run / "checkpoints")}
     steps = f"{run} has checkpoints of steps {', '.join(map(str, sorted(saved))) or 'none'}"
     step: int | None = int(which) if re.fullmatch("[0-9]{1,17}", which) else -1
@@ -649,10 +599,7 @@ def _ranks_without_part(path: Path, parts: Sequence[str], world: World) -> list[
 
 
 def _fetch_newest(folder: Path, world: World, is_keeper: bool) -> None:
-    """Copies the newest checkpoint to rank 0's disk, where another has it: that with most resumes, then most steps.
-
-    One that lacks a resume of rank 0's newest is of a history that the run has left.
-    """
+    """Copies the newest checkpoint (most resumes, then most steps) of the run's history to rank 0's disk."""
     saved = checkpoints_in(folder) if is_keeper and world.size > 1 else []
     newest = next((path for path in saved if not inside_a_round(path) and fault_of(path) is None), None)
     mine = [0, []] if newest is None else [step_of(newest), read_progress(newest).resume_ids]
@@ -697,10 +644,7 @@ def read_arrays(path: Path) -> Arrays:
 def restore_all(
     path: Path | None, model: nn.Module, optimizer: optim.Optimizer, start: Progress, world: World
 ) -> Progress:
-    """Takes every rank to rank 0's checkpoint; to `start`, as training would begin, where there is none.
-
-    Raises AgreedError: weights or state do not fit, or the training data is no longer the same.
-    """
+    """Takes every rank to rank 0's checkpoint, or to `start` where there is none; AgreedError where it does not fit."""
     optimizer.init(model.trainable_parameters())
     progress = start
     with world.agreeing("resuming"):

@@ -34,12 +34,10 @@ Blocks = tuple[int, ...]  # consecutive blocks of each rank
 
 @dataclass(frozen=True)
 class ShardedWorld(World):
-    """Ranks that hold parts of one model (lib/model/tensor_parallel.py): every batch goes through all of them.
+    """Ranks that hold parts of every block: every batch goes through all of them.
 
-    Args:
-        division: that the model was divided by.
-        parts: how parameters are divided, by name; the others are whole on every rank.
-        partial: parameters that every rank holds whole, but of whose gradient it makes a part.
+    parts: how parameters are divided, by name; the others are whole on every rank. partial: parameters that every rank
+    holds whole, but of whose gradient it makes a part.
     """
 
     division: Division | None = None
@@ -99,10 +97,7 @@ class Lockstep(World):
 
     @contextlib.contextmanager
     def _synchronised(self, what: str, passes: int) -> Iterator[None]:
-        """Ranks synchronise on the CPU first: then a GPU waits inside a pass only for what the parts' times differ by.
-
-        Raises OutOfMemory: a rank gave up instead.
-        """
+        """Ranks synchronise on the CPU: no GPU waits inside a pass. Raises OutOfMemory: a rank gave up instead."""
         if self.ranks.all_sum(mx.array(0.0), what).item():
             raise OutOfMemory("another rank's", (0,))
         with self.ranks.deadline(what, passes):
@@ -115,13 +110,9 @@ class Lockstep(World):
 
 @dataclass(frozen=True)
 class PipelinedWorld(World):
-    """Ranks that hold consecutive blocks of one model (lib/model/pipeline_stage.py): batches go through one by one.
+    """Ranks that hold consecutive blocks of one model: batches go through one by one.
 
-    Args:
-        links: to the ranks before and after this one.
-        blocks: of each rank.
-        holders: of every parameter of the whole model, the ranks that hold it.
-        loading_seconds: that this rank's blocks took to be read.
+    holders: of every parameter of the whole model, the ranks that hold it. loading_seconds: of this rank's blocks.
     """
 
     links: Links = field(default_factory=lambda: Links(World()))
@@ -249,14 +240,9 @@ class InStages(Lockstep):
 
 
 def divided(model: nn.Module, division: Division | Blocks | None, world: World, wired: str | None = None) -> World:
-    """Leaves every rank its part of a model, which may be loaded lazily; the world of ranks that share it.
+    """Leaves every rank its part of a model, which may be loaded lazily; the world of ranks that share it; AgreedError.
 
-    Args:
-        division: of every block, or how many blocks each rank keeps; None: every rank keeps all.
-        wired: on a Mac, whether to keep in memory what MLX holds, by this model's size (metal.wired).
-
-    Raises:
-        AgreedError: the model cannot be divided so.
+    division: of every block, or how many blocks each rank keeps. wired: metal.wired, on a Mac.
     """
     if isinstance(division, tuple):
         links = world.links if isinstance(world, PipelinedWorld) else links_of(world)
@@ -275,10 +261,7 @@ def divided(model: nn.Module, division: Division | Blocks | None, world: World, 
 
 
 def load_reference(settings: Config, world: World) -> nn.Module:
-    """The reference model; in parts, where the policy is.
-
-    Raises AgreedError: it cannot be loaded or divided, or ranks have unlike ones.
-    """
+    """The reference model; in parts, where the policy is; AgreedError where it cannot be, or ranks have unlike ones."""
     if world.size > 1:
         world.require_equal("reference model", load.reference_fingerprint(settings.model, settings.train.seed))
     weights = world.division.weights if isinstance(world, ShardedWorld) and world.division else None

@@ -91,10 +91,7 @@ def log_ratios_of(log_ratios: mx.array, tokens: mx.array, of: str) -> mx.array:
 
 
 def divergence(logps: mx.array, reference_logps: mx.array) -> mx.array:
-    """KL(pi || pi_ref) at each token, estimated from it: exp(d) - d - 1 with d = log pi_ref - log pi.
-
-    GRPO, arXiv:2402.03300, eq. 4 (the estimator k3 of Schulman 2020, "Approximating KL divergence").
-    """
+    """KL(pi || pi_ref) by token: exp(d) - d - 1, d = log pi_ref - log pi; GRPO, arXiv:2402.03300, eq. 4."""
     difference = reference_logps - logps
     return mx.expm1(difference) - difference
 

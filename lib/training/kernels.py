@@ -61,10 +61,10 @@ NOT_IN_KERNELS = {
 def compiled(
     config: Config, data: object, world: World, hosts: Sequence[str], tell: Callable[[str], None]
 ) -> Iterator[None]:
-    """Compiles what a step on this host's GPU needs while the block runs, if no run did that here; waits for it then.
+    """Compiles what a step on this host's GPU needs while the block runs, if no run did that here.
 
-    data: whose first rows have the form of all; where they are not known yet nothing is compiled. hosts: of every rank;
-    the first rank of each compiles.
+    data: whose first rows have the form of all; nothing is compiled where they are not known. The first rank of each of
+    `hosts` compiles.
     """
     is_first = hosts.index(hosts[world.rank]) == world.rank
     folder = Path(os.environ.get("MLX_PTX_CACHE_DIR", Path(tempfile.gettempdir(), "mlx", mx.__version__, "ptx")))
@@ -144,10 +144,7 @@ def _stored(model: ModelSettings) -> dict[str, Any]:
 
 
 def small_model(settings: ModelSettings, seed: int) -> nn.Module:
-    """A model as the settings say, but of random weights, with few blocks and tokens; quantised where theirs is.
-
-    Raises UserError: it is not small all the same.
-    """
+    """Two blocks of such a model, of random weights and few tokens; quantised where it is; UserError if not small."""
     stored = _stored(settings)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(_with_few_blocks(stored)), encoding="utf-8")

@@ -70,8 +70,7 @@ class Round:
 def open_round(steps: tuple[int, int], pairs: int, lengths: np.ndarray, seed: int, global_batch_size: int) -> Round:
     """The round that begins after steps[0] global batches: the fewest whole ones that hold `pairs`, until steps[1].
 
-    The batches are those of a synchronous run; their rows, which there ascend in length, stand in a random order, so
-    that every part of a batch is a fair sample.
+    A batch's rows, which ascend in length in a synchronous run, stand in a random order: every part is a fair sample.
     """
     in_epoch = -(-len(lengths) // global_batch_size)
     first_step, step = steps[0], steps[0]
@@ -93,12 +92,10 @@ def open_round(steps: tuple[int, int], pairs: int, lengths: np.ndarray, seed: in
 def assign(
     stream: Round, batches: tuple[int, int], weights: Sequence[float], owed: np.ndarray | None = None
 ) -> list[list[np.ndarray]]:
-    """Every rank's chunks of indices into the stream: of each global batch, from batches[0] to before batches[1], one.
+    """Every rank's chunks of indices into the stream: of each global batch from batches[0] to before batches[1], one.
 
-    Args:
-        weights: the ranks' parts: whole numbers, by which each batch is divided by itself.
-        owed: float64 [ranks], rows that roundings kept from each rank so far, changed here: with it the weights may be
-            any numbers, and a part of 3.4 rows is 3 or 4.
+    weights: the ranks' parts. owed: float64 [ranks], rows that roundings kept from each rank so far, changed: a part of
+    3.4 rows is 3 or 4. Without it each batch is divided by itself, by whole numbers.
     """
     queues: list[list[np.ndarray]] = [[] for _ in weights]
     for start, end in pairwise(stream.edges[batches[0] : batches[1] + 1].tolist()):
@@ -133,10 +130,7 @@ class RankReport:
 
 
 class RankSpeeds:
-    """Every rank's speed, share and steps, and the micro-batches that its memory leaves.
-
-    follows: whether shares follow the speeds that are measured.
-    """
+    """Every rank's speed, share (which follows the speeds, if `follows`), steps and largest micro-batch."""
 
     def __init__(self, plan: ClusterPlan, follows: bool):
         self.follows, self.shares = follows, plan.shares
@@ -199,7 +193,7 @@ def normalised_weights(pairs: Sequence[int], steps: Sequence[int]) -> np.ndarray
     """The factor of each rank's change where ranks took unlike numbers of steps: float64 [ranks].
 
     FedNova (arXiv:2007.07481, equation 6): a rank's change counts by the step, and the mean step is taken as often as
-    the ranks did on average. Else a rank that took many small steps would pull the mean towards its own optimum.
+    the ranks did on average.
     """
     weights, taken = example_weights(pairs), np.array(steps, np.float64)
     factors: np.ndarray = np.divide(weights * (weights @ taken), taken, out=np.zeros_like(weights), where=taken > 0)
@@ -215,10 +209,7 @@ def average(adapters: Sequence[Adapter], weights: np.ndarray) -> dict[str, np.nd
 
 
 def stack(adapters: Sequence[Adapter], weights: np.ndarray) -> dict[str, np.ndarray]:
-    """LoRA layers whose A B is the weighted mean of the A B, exactly; their rank is the sum of the ranks.
-
-    They lie side by side: [sqrt(w_1) A_1, sqrt(w_2) A_2, ...], and the same of B.
-    """
+    """LoRA layers [sqrt(w_1) A_1, sqrt(w_2) A_2, ...] and the same of B: A B is the exact weighted mean."""
     merged = average(adapters, weights)
     for layer in low_rank_layers(adapters[0]):
         merged |= _named(layer, *_stacked(adapters, weights, layer), like=adapters[0])
@@ -230,9 +221,8 @@ def svd(
 ) -> dict[str, np.ndarray]:
     """LoRA layers whose A B is the best approximation of the weighted mean of A B at a rank, by default the adapters'.
 
-    Best in the Frobenius norm (Eckart and Young, 1936). Of the many A and B with this product, those are taken that
-    training goes on with: A has orthogonal columns, together as large as the mean A, and turned as near to it as they
-    can be (orthogonal Procrustes), so that an optimizer's moments keep their meaning. ranks: by layer.
+    Best in the Frobenius norm (Eckart and Young, 1936). A has orthogonal columns, together as large as the mean A, and
+    turned as near to it as can be (orthogonal Procrustes): an optimizer's moments keep their meaning. ranks: by layer.
     """
     merged = average(adapters, weights)
     for layer in low_rank_layers(adapters[0]):
@@ -247,8 +237,7 @@ def outer(
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """An outer step along the averaged change, with Nesterov momentum (DiLoCo, arXiv:2311.08105, algorithm 1).
 
-    start: the parameters before the round; change: what the ranks, averaged, did to them; momentum: as returned by the
-    round before, empty at first. Returns the parameters, and the momentum, float32.
+    start: the parameters before the round. Returns the parameters, and the momentum, float32, empty at first.
     """
     merged, moved = {}, {}
     for name, before in start.items():
@@ -261,10 +250,9 @@ def outer(
 
 
 def distance(merged: Adapter, start: Adapter, adapters: Sequence[Adapter], weights: np.ndarray) -> tuple[float, float]:
-    """How far a merge is from the exact weighted mean of the ranks' changes to the weights: two squared norms.
+    """Squared norms of (merged change - exact weighted mean change), and of the latter, summed over parameters.
 
-    Of (merged change - exact mean change), and of the exact mean change, summed over parameters; LoRA's layers as
-    products, without their scale. |L R|^2 = trace(L'L RR'), of the small factors side by side.
+    Of LoRA's layers as products, without their scale: |L R|^2 = trace(L'L RR'), of the small factors side by side.
     """
     layers = low_rank_layers(start)
 
@@ -329,12 +317,7 @@ def _truncated(left: np.ndarray, right: np.ndarray, mean: np.ndarray) -> Factors
 
 @dataclass
 class Merger:
-    """Gives the ranks one set of weights at a round's end.
-
-    Args:
-        momentum: of the outer step, by parameter, float32; the same on all ranks.
-        feedback: what compression left out of this rank's changes so far.
-    """
+    """Gives the ranks one set of weights at a round's end. momentum: float32; feedback: what compression left out."""
 
     world: World
     model: nn.Module
@@ -347,11 +330,8 @@ class Merger:
     def merge(self, method: str, start: Arrays, pairs: list[int], steps: list[int]) -> dict[str, Any]:
         """Merges in place, a group of parameters at a time; returns the fields of the merge's record.
 
-        `error`: how far the merged change is from the exact weighted mean of the ranks' changes, relative to it
-        (Frobenius norms); None where a mean of products is not known (DoRA) or nothing was merged. `compression_error`:
-        the same of what the others received of this rank's change.
-
-        start: the weights with which the round began; pairs, steps: that each rank trained since.
+        `error`: how far the merged change is from the exact mean of the ranks' changes, relative to it (Frobenius); None
+        where that is not known (DoRA). `compression_error`: the same of what the others received of this rank's change.
         """
         record = {"method": method, "pairs": pairs, "steps": steps, "error": None, "compression_error": None}
         if method == "none":
@@ -381,8 +361,7 @@ class Merger:
     ) -> tuple[Arrays, list[float]]:
         """Plain parameters: the ranks' weighted changes are added up on their way.
 
-        Returns them merged; and four squared norms: what the merge misses of the exact change, that, what compression
-        lost of this rank's change, and that.
+        Returns them merged; and four squared norms: what the merge misses, of what; what compression loses, of what.
         """
         kind, factor = self.sync.compression, float(factors[self.world.rank])
         weighted = [factor * (own[name] - begun[name]) for name in own]
@@ -481,11 +460,7 @@ class OpenRound:
 
 
 class LocalSGD:
-    """The rounds of a run.
-
-    plan: shares and micro-batches to begin with. lengths: int [n], of the training rows. steps: of the whole run, in
-    global batches. first_step: that the data begin with: epochs count from there.
-    """
+    """The rounds of a run. lengths: int [n], of its rows. first_step: that the data begin with."""
 
     def __init__(
         self, config: Config, world: World, plan: ClusterPlan, model: nn.Module, lengths: np.ndarray, steps: int,
@@ -514,11 +489,10 @@ class LocalSGD:
     def train(
         self, progress: Progress, local_step: LocalStep, writer: CheckpointWriter
     ) -> Iterator[tuple[dict[str, Any] | None, bool]]:
-        """Trains until the run's last step, and counts in `progress`.
+        """Trains until the run's last step, and counts in `progress`; raises Stopped or AgreedError on all ranks.
 
-        Yields whenever all ranks have synchronised: at a round's end the merge's record, and whether a checkpoint is
-        due; inside a round None, where one is due. Only one from a round's end serves a world of another size, so it
-        comes at the next such end, unless that is far. Raises Stopped or AgreedError on all ranks, as on one of them.
+        Yields, whenever all ranks have synchronised, the merge's record at a round's end, else None, and whether a
+        checkpoint is due: at round ends, which serve a world of another size, unless the next one is far.
         """
         saved, whole_seconds, every = progress.step, 0.0, writer.every
         while progress.step < self.steps or self.round is not None:  # a resume may end a run inside a round
@@ -598,10 +572,7 @@ class LocalSGD:
     def _work_and_synchronise(
         self, round: OpenRound, progress: Progress, local_step: LocalStep, target: int, writer: CheckpointWriter
     ) -> float:
-        """Local steps until the ranks synchronise, and what they know then; rank 0's seconds.
-
-        target: the step of the next checkpoint.
-        """
+        """Local steps until the ranks synchronise; rank 0's seconds. target: the step of the next checkpoint."""
         began, ranks, size = time.perf_counter(), self.ranks, self.world.size
         last = round.trained + min(self._batches_at_once(round, writer), max(1, target - progress.step))
         queues = ranks.assign(round.stream, (round.trained, last))
@@ -709,11 +680,7 @@ class LocalSGD:
         return own
 
     def resume(self, progress: Progress, own: RankArrays) -> None:
-        """Takes up what a checkpoint has; in a world of another size it is one from between two rounds.
-
-        A synchronous run's is one, too: the ranks part where it stood. Raises AgreedError where the state is not what a
-        run writes; it is the same on every rank.
-        """
+        """Takes up a checkpoint; in a world of another size one from between two rounds, as a synchronous run's is."""
         if progress.step < self.steps:
             to_ranks(self.model, self.model_settings)
         self.merger.momentum, self.merger.feedback = own.get("momentum", {}), own.get("feedback", {})

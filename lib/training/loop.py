@@ -137,11 +137,7 @@ class Learner:
         return step
 
     def learn(self, step: int, index: int, epoch: int, rows: list[int], batches: list[MicroBatch]) -> StepRecord:
-        """One optimizer step, recorded. index: of the global step that decides the learning rate, from 0.
-
-        Raises AgreedError where memory does not even hold a single pair, Stopped after too many steps in a row that
-        were not finite.
-        """
+        """One optimizer step, recorded. index: of the global step that decides the learning rate, from 0."""
         run, train = self.run, self.run.config.train
         result = self._take(step, index, batches)
         if result.skipped:
@@ -232,11 +228,7 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class Batches:
-    """The training rows as this rank's micro-batches.
-
-    Args:
-        lengths: int [n], of the rows, as all ranks count them; cost: of a micro-batch, given its rows, in tokens.
-    """
+    """The training rows as this rank's micro-batches. lengths: int [n]; cost: of rows, in tokens."""
 
     data: Dataset | StreamedDataset | Prompts
     make: MicroBatches
@@ -449,10 +441,7 @@ class TrainingLoop:
         tracker.close()
 
     def _summary(self, early_end: str | None, each: Sequence[str]) -> dict[str, Any]:
-        """The final figures, as summary.json holds them (docs/runs.md).
-
-        each: every rank's totals as JSON; its own metrics as well, where ranks were never merged (then rank 0's count).
-        """
+        """summary.json (docs/runs.md). each: every rank's totals as JSON; with metrics, if never merged."""
         metrics = self.latest
         config, plan, progress = self.run.config, self.run.plan, self.run.progress
         ranks = [json.loads(totals) for totals in each]
@@ -489,10 +478,7 @@ class TrainingLoop:
 
 
 def _speeds(plan: ClusterPlan, ranks: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-    """Computed tokens and operations a second of all ranks since the start or resume; and eta.
-
-    efficiency: speed over the sum of what these hosts do alone; None on one rank or without calibration.
-    """
+    """Computed tokens and operations a second of all ranks since the start or resume; and eta where calibrated."""
     seconds = max(rank["seconds"] for rank in ranks) or float("inf")
     flops = sum(rank["flops_per_token"] * rank["tokens"] for rank in ranks)
     computed = sum(rank["flops_per_token"] * rank["padded_tokens"] for rank in ranks)  # with padding

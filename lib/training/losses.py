@@ -68,11 +68,7 @@ class LogProbs:
 
 
 def log_sigmoid(x: mx.array) -> mx.array:
-    """log sigma(x) = -log(1 + exp(-x)), finite in value and gradient for every finite x.
-
-    Two branches: the gradient of MLX's logaddexp is good to 1e-8 absolute, which leaves no digits for pairs that are
-    well separated.
-    """
+    """log sigma(x), of two branches: the gradient of MLX's logaddexp is good to 1e-8 only."""
     positive, negative = mx.where(x > 0, x, 0), mx.where(x > 0, 0, x)
     return mx.where(x > 0, -mx.log1p(mx.exp(-positive)), negative - mx.log1p(mx.exp(negative)))
 
@@ -175,11 +171,9 @@ def preference_losses(
 def implicit_rewards(
     terms: Sequence[str], policy: LogProbs, reference: LogProbs | None, beta: float
 ) -> tuple[mx.array, mx.array]:
-    """(chosen, rejected) rewards, float32 [B]: the quantity whose difference the loss pushes up.
+    """(chosen, rejected) rewards, float32 [B]: the quantity whose difference the first preference loss pushes up.
 
-    Of a sum they are those of its first preference loss. With a reference beta r (arXiv:2305.18290, eq. 5, without the
-    partition function), for sigmoid_norm divided by |y|; SimPO beta log pi(y)/|y|; ORPO log odds(pi(y)^(1/|y|)); CPO
-    beta log pi(y).
+    With a reference beta r (arXiv:2305.18290, eq. 5), for sigmoid_norm divided by |y|.
     """
     name = next(name for name in terms if name in PREFERENCE_LOSSES)
     match name:
@@ -256,19 +250,13 @@ def bco_loss(rows: Labelled, shift: mx.array, beta: float) -> mx.array:
 
 
 def kl_baseline(log_ratios_sum: float, count: float) -> float:
-    """KTO's z_0 (arXiv:2402.01306, section 4.1): an estimate of KL(pi || pi_ref) in nats, never below 0.
-
-    log_ratios_sum: r of `count` mismatched completions, each another prompt's.
-    """
+    """KTO's z_0 (arXiv:2402.01306, section 4.1), in nats, never below 0: the mean r of mismatched completions."""
     mean = log_ratios_sum / count if count else 0.0
     return 0.0 if mean < 0 else mean  # NaN stays NaN, so the step is skipped
 
 
 def unpaired_losses(rows: Labelled, baseline: mx.array, train: TrainSettings) -> tuple[mx.array, mx.array]:
-    """(losses, rewards), each float32 [B]; the rewards, beta r, carry no gradient.
-
-    baseline: what a completion is compared with, the same for all: kto's z_0 in nats, bco's delta in rewards.
-    """
+    """(losses, rewards beta r), float32 [B]. baseline: kto's z_0 in nats, bco's delta in rewards."""
     assert rows.log_ratios.dtype == mx.float32, rows.log_ratios.dtype
     loss = kto_loss if train.loss == "kto" else bco_loss
     weights = mx.where(rows.desirable, train.desirable_weight, train.undesirable_weight)
@@ -296,8 +284,5 @@ def unpaired_metrics(
 
 
 def sft_loss(token_logps_sum: mx.array, tokens: mx.array) -> tuple[mx.array, mx.array]:
-    """Negative log-likelihood: (sum over tokens in nats, number of tokens), float32 scalars.
-
-    token_logps_sum: float32 [B], log pi(y|x) summed over y; tokens: int [B]. A float32 count is exact to 16.7 million.
-    """
+    """(negative log-likelihood in nats, number of tokens), float32 scalars, of log pi(y|x) [B] summed over y."""
     return -token_logps_sum.sum(), tokens.sum().astype(mx.float32)

@@ -106,10 +106,7 @@ def group_objective(
     entropies: mx.array,
     reference_logps: mx.array | None,
 ) -> tuple[mx.array, dict[str, mx.array]]:
-    """`objective` of groups: losses, float32 [b, K], summed over tokens, and sums. Arrays: float32 [b, K, C].
-
-    inputs: with `rewards`; without `sampling_logps` the policy itself sampled.
-    """
+    """`objective` of groups: losses, float32 [b, K], of log-probabilities and entropies, float32 [b, K, C]."""
     sampling_logps = inputs.get("sampling_logps", mx.stop_gradient(logps))
     rewards, deviation = inputs["rewards"], inputs.get("reward_deviations")
     groups = Groups(logps, sampling_logps, reference_logps, entropies, inputs["mask"], rewards, deviation)
@@ -146,10 +143,7 @@ def means_of(sums: dict[str, float], train: TrainSettings) -> Metrics:
 
 
 def baseline_of_step(train: TrainSettings, sums: mx.array, rewards: list[float]) -> float:
-    """kto's z_0 in nats, of mismatched completions; or bco's delta in rewards, of the rows' own.
-
-    sums: sum and count of a step's log ratios over all ranks, float32 [2]; rewards: of the steps before, not changed.
-    """
+    """kto's z_0 in nats, or bco's delta in rewards. sums: of log ratios and their count; rewards: before."""
     total, count = sums.tolist()
     if losses.needs_mismatched(train.loss):
         return losses.kl_baseline(total, count)
@@ -166,10 +160,7 @@ def count_rewards(train: TrainSettings, sums: mx.array, rewards: list[float]) ->
 
 
 def baseline_of_rows(train: TrainSettings, policy: np.ndarray, reference: np.ndarray) -> mx.array:
-    """The baseline of rows that are evaluated together, a float32 scalar; bco's delta is that of their own rewards.
-
-    policy, reference: float32 [n, K], log-probabilities.
-    """
+    """The baseline of rows that are evaluated together, a float32 scalar, of log-probabilities float32 [n, K]."""
     ratios = mx.array(policy) - mx.array(reference)
     column = int(losses.needs_mismatched(train.loss))
     sums = mx.stack([ratios[:, column].sum(), mx.array(float(len(ratios)))])

@@ -99,8 +99,8 @@ def make_optimizer(train: TrainSettings) -> optim.Optimizer:
 def dynamic_codes(signed: bool) -> np.ndarray:
     """The 256 numbers that a state of 8 bits can be, of its block's largest: float32, ascending.
 
-    Dynamic tree quantisation, Dettmers et al. 2021, arXiv:2110.02861, section 2.2: every decade below 1 has half the
-    numbers of the one above it, evenly spaced.
+    Dynamic tree quantisation, Dettmers et al. 2021, arXiv:2110.02861, section 2.2: every decade has twice the
+    numbers of the one below it.
     """
     positive = [np.zeros(0)]
     for decade in range(DECADES):

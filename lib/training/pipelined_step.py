@@ -68,10 +68,7 @@ class MicroBatchState:
 
 
 class PipelinedStep(Step):
-    """A step whose gradients are made stage by stage; all else is a Step's.
-
-    A rank that recomputes keeps a micro-batch's input only, until its backward pass.
-    """
+    """A step whose gradients are made stage by stage; a stage that recomputes keeps a micro-batch's input only."""
 
     def __init__(
         self,
@@ -89,10 +86,7 @@ class PipelinedStep(Step):
         self.sent_error: float | None = None  # what compression left out, of the norm of all sent
 
     def __call__(self, index: int, steps: int, batches: Iterable[MicroBatch]) -> StepRecord:
-        """One step, as Step's; the seconds are this rank's own.
-
-        A rank that left a pass would leave the others waiting, so all look at the memory where they agree to go on.
-        """
+        """One step, as Step's; the seconds are this rank's own."""
         self.waited_seconds = -self.stages.ranks.links.waited_seconds
         result = super().__call__(index, steps, batches)
         compute = max(0.0, result.compute_seconds[0] - self.waited_seconds)
@@ -128,11 +122,7 @@ class PipelinedStep(Step):
 
 
 class StageFunctions:
-    """What a stage computes of one micro-batch; traced once for every shape, where the step is compiled.
-
-    The gradients are those by the stage's input, where the rank before wants them, then those of what is trained, by
-    sorted name.
-    """
+    """What a stage computes of one micro-batch. Gradients: by its input, if wanted, then by sorted names."""
 
     def __init__(self, model: nn.Module, train: TrainSettings, is_compiled: bool):
         self.stage, self.model, self.train = stage_of(model), model, train

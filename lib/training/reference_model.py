@@ -177,11 +177,7 @@ def rows_of_steps(settings: Config, lengths: np.ndarray) -> np.ndarray | None:
 
 
 def is_asked(settings: Config, data: Dataset | StreamedDataset | Prompts, world: World) -> bool:
-    """Whether the reference is asked in each step.
-
-    Not where that would need a second copy of all weights (full training, another model), or hold up every rank (a
-    divided model), unless rows are not known before, or the reference moves.
-    """
+    """Whether the reference is asked in each step: that takes no second copy of all weights, and holds no rank up."""
     if settings.reference_sync_steps is not None or data.is_estimated or settings.train.loss == "grpo":
         return True
     is_policy = settings.model.method != "full" and settings.model.reference == "initial"

@@ -145,10 +145,7 @@ class TrainingRun:
     # ---- Checkpoints
 
     def save(self) -> bool:
-        """Writes a checkpoint, or begins to; where none can be written, says why, and returns False.
-
-        Raises AgreedError where the last one cannot be written, Stopped where ranks hold unlike weights.
-        """
+        """Writes a checkpoint, or begins to; where none can be written, says why, and returns False."""
         self.count_wall_seconds()
         progress, asked, common, own = self.progress, self.asked_reference, dict[str, Arrays](), None
         if self.local_sgd is not None:

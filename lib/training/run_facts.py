@@ -45,8 +45,7 @@ def plan_run(
 ) -> ClusterPlan:
     """The plan that a run starts with, the same on all ranks, with what is likely to be a mistake in it.
 
-    lengths: int [n], of the training data's rows. rows: the largest of them, for memory; and rows of mean sizes, for
-    the times of divided models. resumed: the folder of a run that goes on.
+    lengths: int [n], of the rows. rows: the largest, for memory; of mean sizes, for times. resumed: a run that goes on.
     """
     warnings = []
     if config.strategy in ("sharded", "pipelined") and world.size == 1:
@@ -185,10 +184,7 @@ def memory_limit(settings: PlanSettings, hosts: Sequence[str], world: World) -> 
 
 
 def sharded_plan(config: Config, world: World, hosts: Sequence[str]) -> ClusterPlan:
-    """The division of a model for forward passes alone: by memory, and the calibrated rate of its matrix products.
-
-    Raises AgreedError: the model cannot be divided, or not among these hosts.
-    """
+    """The division of a model for forward passes alone: by memory and calibrated rates; AgreedError where it fails."""
     with world.agreeing("reading the calibration"):
         rank_calibration = calibration.read_of_rank(Path(config.plan.calibration_dir), hosts, world.rank)
         shape = model_shape_of(tokenizer.stored_config(config.model), model_dtype(config.model))
@@ -199,10 +195,7 @@ def sharded_plan(config: Config, world: World, hosts: Sequence[str]) -> ClusterP
 
 
 def stage_blocks(config: Config, world: World, hosts: Sequence[str]) -> tuple[int, ...]:
-    """Consecutive blocks of each rank, where only forward passes are to be made: as plan.shares says, else by memory.
-
-    Raises AgreedError: there are more ranks than blocks, or plan.shares does not fit.
-    """
+    """Consecutive blocks of each rank for forward passes alone: as plan.shares says, else by memory; AgreedError."""
     limit = memory_limit(config.plan, hosts, world).size_bytes
     memory = [float(text or 0) for text in world.gather_text(str(limit or ""), "every host's memory")]
     with world.agreeing("planning"):

@@ -216,10 +216,7 @@ class Step:
         return loss_and_sums(self.train, figures, inputs, *beside)[0], figures
 
     def log_ratios(self, what: str, batches: Iterable[MicroBatch]) -> tuple[list[MicroBatch], mx.array, float]:
-        """The micro-batches, the sum and count of a baseline's log ratios, without dropout, and the seconds waited.
-
-        Raises OutOfMemory on all ranks, where memory ran out on one of them.
-        """
+        """The micro-batches, the sum and count of a baseline's log ratios, without dropout, and the seconds waited."""
         taken: list[MicroBatch] = []
         column = int(losses.needs_mismatched(self.train.loss))
 
@@ -275,10 +272,9 @@ class Step:
     def sum(
         self, part: RankSums, compute_seconds: float, elapsed_seconds: float, tokens: int
     ) -> tuple[list[float], Tree, mx.array, compression.Arrays]:
-        """Numbers summed over the ranks; mean gradients and their norm; what compression left out of them.
+        """Every rank's numbers, summed; mean gradients and their norm; what compression left out of them.
 
-        The numbers: SUMS, every rank's compute seconds, its bytes where memory ran out, all tokens, rank 0's elapsed
-        seconds. So all ranks know who waited for whom, and who ran out of memory.
+        The numbers: SUMS, every rank's compute seconds, its bytes where memory ran out, all tokens, rank 0's seconds.
         """
         seconds, failed_bytes = self._beside_others(compute_seconds), self._beside_others(part.failed_bytes)
         vector = mx.concatenate([part.sums, mx.array([*seconds, *failed_bytes, float(tokens), elapsed_seconds])])
