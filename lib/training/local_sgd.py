@@ -27,7 +27,7 @@ from mlx.utils import tree_unflatten
 from lib.config.settings import Config, IndependentSettings, ModelSettings, SyncSettings
 from lib.data.order import Position, divide_rows, epoch_order, global_batch
 from lib.distributed import compression
-from lib.distributed.compression import Arrays, decode, encode
+from lib.distributed.compression import Arrays
 from lib.distributed.world import World, buckets
 from lib.errors import AgreedError, Stopped, UserError
 from lib.model import adapter_files
@@ -330,53 +330,37 @@ class Merger:
     def merge(self, method: str, start: Arrays, pairs: list[int], steps: list[int]) -> dict[str, Any]:
         """Merges in place, a group of parameters at a time; returns the fields of the merge's record.
 
-        `error`: how far the merged change is from the exact mean of the ranks' changes, relative to it (Frobenius); None
-        where that is not known (DoRA). `compression_error`: the same of what the others received of this rank's change.
+        `error`: how far the merged change is from the exact mean of the ranks' changes, relative to it; None where that
+        is not known (DoRA). `compression_error`: the same of what the others received of this rank's change.
         """
         record = {"method": method, "pairs": pairs, "steps": steps, "error": None, "compression_error": None}
         if method == "none":
             return record | {"bytes_sent": 0}
-        before, now, kind = self.world.traffic.bytes_sent, adapter_files.trainable(self.model), self.sync.compression
-        is_summed = self.model_method == "full" and kind in ("none", "bf16")
+        before, now = self.world.traffic.bytes_sent, adapter_files.trainable(self.model)
         factors = normalised_weights(pairs, steps) if method == "outer" else example_weights(pairs)
         merged, errors = Arrays(), np.zeros(4)
         for names in _groups(now):
             begun = {name: start[name].astype(mx.float32) for name in names}
             own = {name: now[name].astype(mx.float32) for name in names}
-            of_group = self._merge_sums if is_summed else self._merge_gathered
-            new, of_these = of_group(method, begun, own, pairs, factors)
-            merged |= {name: array.astype(now[name].dtype) for name, array in new.items()}
-            errors += of_these
+            new, of_group = self._merge_group(method, begun, own, pairs, factors)
+            merged |= {name: mx.array(array).astype(now[name].dtype) for name, array in new.items()}
+            errors += of_group
         self.model.update(tree_unflatten(list(merged.items())))
         mx.eval(self.model.trainable_parameters(), self.momentum, self.feedback)
         missed, exact, lost, whole = errors.tolist()
         if self.model_method != "dora":
             record["error"] = math.sqrt(missed / exact) if exact else 0.0
-        if kind != "none":
+        if self.sync.compression != "none":
             record["compression_error"] = math.sqrt(lost / whole) if whole else 0.0
         return record | {"bytes_sent": self.world.traffic.bytes_sent - before}
 
-    def _merge_sums(
+    def _merge_group(
         self, method: str, begun: Arrays, own: Arrays, pairs: list[int], factors: np.ndarray
-    ) -> tuple[Arrays, list[float]]:
-        """Plain parameters: the ranks' weighted changes are added up on their way.
+    ) -> tuple[Adapter, list[float]]:
+        """Some parameters, merged from what all ranks sent.
 
-        Returns them merged; and four squared norms: what the merge misses, of what; what compression loses, of what.
+        And four squared norms: what the merge misses, of what; what compression loses, of what.
         """
-        kind, factor = self.sync.compression, float(factors[self.world.rank])
-        weighted = [factor * (own[name] - begun[name]) for name in own]
-        lost = sum(_square(array - decode(encode(array, kind), kind, array.shape)) for array in weighted)
-        dtype = mx.float32 if kind == "none" else mx.bfloat16
-        summed = self.world.sum_arrays(weighted, "the merge of the ranks' changes", dtype)
-        change = {name: array.astype(mx.float32) for name, array in zip(own, summed, strict=True)}
-        merged = self._outer(begun, change) if method == "outer" else {n: begun[n] + change[n] for n in own}
-        missed = sum(_square(merged[name] - begun[name] - change[name]) for name in own)
-        return merged, [missed, sum(map(_square, change.values())), lost, sum(map(_square, weighted))]
-
-    def _merge_gathered(
-        self, method: str, begun: Arrays, own: Arrays, pairs: list[int], factors: np.ndarray
-    ) -> tuple[Arrays, list[float]]:
-        """Adapters, and what cannot be added up on its way: every rank merges what all sent."""
         took_part, is_compressed = [rank for rank, count in enumerate(pairs) if count], self.sync.compression != "none"
         if is_compressed:  # what has changed travels: it is smaller, and so is its error
             own = {name: own[name] - begun[name] for name in own}
@@ -386,25 +370,20 @@ class Merger:
         lost = sum(_square(own[name] - arrived[self.world.rank][name]) for name in own)
         if is_compressed:
             arrived = [{name: begun[name] + change[name] for name in own} for change in arrived]
-        adapters = [{name: np.array(arrived[rank][name]) for name in own} for rank in took_part]
-        parts = example_weights(pairs)[took_part]
+        adapters, parts = [_numpy(arrived[rank]) for rank in took_part], example_weights(pairs)[took_part]
+        merged: Adapter
         if method == "outer":
             changes = {n: sum(factors[rank] * (arrived[rank][n] - begun[n]) for rank in took_part) for n in own}
-            merged = _numpy(self._outer(begun, changes))
+            velocity = _numpy({name: self.momentum[name] for name in begun if name in self.momentum})
+            rate, factor = self.settings.outer_learning_rate, self.settings.outer_momentum
+            merged, momentum = outer(_numpy(begun), _numpy(changes), velocity, rate, factor)
+            self.momentum |= {name: mx.array(array) for name, array in momentum.items()}
         elif method == "average" or len(took_part) == 1:
             merged = average(adapters, parts)
         else:
             merged = (stack if method == "stack" else svd)(adapters, parts)
         errors = [*distance(merged, _numpy(begun), adapters, parts), lost, sum(map(_square, own.values()))]
-        return {name: mx.array(array) for name, array in merged.items()}, errors
-
-    def _outer(self, begun: Arrays, change: Arrays) -> Arrays:
-        """DiLoCo's step from the mean change of some parameters; their momentum moves on."""
-        velocity = _numpy({name: self.momentum[name] for name in begun if name in self.momentum})
-        rate, factor = self.settings.outer_learning_rate, self.settings.outer_momentum
-        merged, momentum = outer(_numpy(begun), _numpy(change), velocity, rate, factor)
-        self.momentum |= {name: mx.array(array) for name, array in momentum.items()}
-        return {name: mx.array(array) for name, array in merged.items()}
+        return merged, errors
 
 
 def _square(array: mx.array) -> float:

@@ -63,7 +63,10 @@ def plan_run(
     here = threads.choose(before, hosts.count(hosts[world.rank]) == 1, config.plan.replan)
     chosen = world.gather_text(json.dumps(here), "the threads of every rank's products")
     facts, rates = gather_facts(config, world, hosts, lengths, rows, stored)
-    warnings += filter(None, world.gather_text(_crowded_host(hosts, world.rank), "ranks and cores of every host"))
+    cores = world.gather_text(str(os.cpu_count() if hardware.mlx_device()[0] == "cpu" else ""), "every host's cores")
+    for host, count in dict(zip(hosts, cores, strict=True)).items():
+        if count and hosts.count(host) > int(count):
+            warnings.append(f"{host}: {hosts.count(host)} ranks compute on {count} cores; start at most {count} there")
     with world.agreeing("planning"):
         first = advised(facts.settings, plan(facts))
         with_threads = [replace(r, blas_threads=json.loads(n)) for r, n in zip(first.ranks, chosen, strict=True)]
@@ -202,15 +205,6 @@ def stage_blocks(config: Config, world: World, hosts: Sequence[str]) -> tuple[in
         blocks = model_shape_of(tokenizer.stored_config(config.model), to_divide=False).blocks
         given = configured_blocks(config.plan.shares, world.size, blocks)
         return given or apportion(blocks, memory if all(memory) else [1.0] * world.size)
-
-
-def _crowded_host(hosts: Sequence[str], rank: int) -> str:
-    """A warning where more ranks compute on this rank's host than it has cores; from the first of them alone."""
-    host, cores = hosts[rank], os.cpu_count() or 1
-    count = hosts.count(host)
-    if count <= cores or hosts.index(host) != rank or hardware.mlx_device()[0] != "cpu":
-        return ""
-    return f"{host}: {count} ranks compute on {cores} cores and wait for each other's; start at most {cores} there"
 
 
 def _shape(stored: Mapping[str, object], dtype: str | None, to_divide: bool, is_needed: bool) -> ModelShape | None:
