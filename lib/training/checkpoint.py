@@ -220,7 +220,7 @@ class CheckpointWriter:
     def __init__(self, is_keeper: bool = True, every: int | None = None, seconds: float = 30.0):
         self.is_keeper, self.every, self.seconds = is_keeper, every, seconds
         self.unsaved_seconds = 0.0
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread()
         self._outcomes: list[tuple[int, Path, str]] = []  # step, path and what went wrong
 
     def is_due(self, step: int, elapsed_seconds: float) -> bool:
@@ -266,7 +266,7 @@ class CheckpointWriter:
 
     def wait(self) -> None:
         """Until the last checkpoint is whole."""
-        if self._thread is not None:
+        if self._thread.ident is not None:
             self._thread.join()
 
 
@@ -371,11 +371,10 @@ def _put_in_place(unfinished: Path, final: Path) -> None:
 
 def discard(path: Path) -> None:
     """Removes a checkpoint, if there is one: it loses its name first, so that no half of one is found."""
-    unfinished = path.with_name(f".unfinished-{path.name}")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    removed = path.with_name(f".unfinished-{path.name}")
+    shutil.rmtree(removed, ignore_errors=True)
     with contextlib.suppress(OSError):
-        path.rename(unfinished)
-        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(path.rename(removed), ignore_errors=True)
 
 
 def prune(folder: Path, keep: int, best_step: int | None) -> None:
@@ -479,24 +478,22 @@ def file_sha256(file: Path) -> str:
 def inside_a_round(path: Path) -> bool:
     """Whether the ranks had different weights then; a damaged checkpoint counts as such."""
     try:
-        rounds = read_file.read_object(path / STATE, "checkpoint").get("rounds")
+        return not read_progress(path).rounds.get("are_one", True)
     except (OSError, UserError):
         return True
-    return not (isinstance(rounds, dict) and rounds.get("are_one", True))
 
 
 def find(run: Path, which: str) -> Path:
     """A run's checkpoint, checked: `best` (by checkpoint.best_by), `last` or a step's number; else UserError."""
-    saved = {step_of(path): path for path in checkpoints_in(run / "checkpoints")}
-    steps = f"{run} has checkpoints of steps {', '.join(map(str, sorted(saved))) or 'none'}"
-    step: int | None = int(which) if re.fullmatch("[0-9]{1,17}", which) else -1
+    saved = {str(step_of(path)): path for path in checkpoints_in(run / "checkpoints")}
+    steps, step = f"{run} has checkpoints of steps {', '.join(reversed(saved)) or 'none'}", which
     if which in ("best", "last"):
         newest = next((path for path in saved.values() if fault_of(path) is None), None)
         if newest is None:
             raise UserError(f"--checkpoint {which}: none is whole; {steps}")
         # Every better model is saved at once: the newest checkpoint knows the best of all evaluations so far.
-        step = step_of(newest) if which == "last" else read_progress(newest).best_step
-        if step is None:
+        step = str(step_of(newest) if which == "last" else read_progress(newest).best_step)
+        if step == "None":
             raise UserError(f"--checkpoint best: {run} has no evaluation; {steps}: give last, or one of these")
     if step not in saved:
         raise UserError(f"--checkpoint {which}: give best, last, or a step's number; {steps}")
@@ -538,17 +535,11 @@ def fault_of(path: Path) -> str | None:
     return None if complete else "files are missing from its manifest"
 
 
-def agreed_fault(path: Path, world: World) -> str:
-    """`fault_of` on rank 0's disk, as all ranks learn it; "" where all is whole."""
-    return world.broadcast_text(fault_of(path) or "" if world.rank == 0 else "")
-
-
 def is_finished(folder: Path, steps: int, world: World) -> bool:
     """Whether a run made all of so many steps and its results are there, on rank 0's disk; all ranks ask together."""
-    newest = next(iter(checkpoints_in(folder / "checkpoints")), None)
-    is_over = newest is not None and step_of(newest) == steps and fault_of(newest) is None
-    if is_over and (is_over := (folder / "summary.json").is_file()):
-        is_over = read_file.read_object(folder / "summary.json", "summary").get("steps") == steps
+    newest, summary = next(iter(checkpoints_in(folder / "checkpoints")), None), folder / "summary.json"
+    is_over = newest is not None and step_of(newest) == steps and fault_of(newest) is None and summary.is_file()
+    is_over = is_over and read_file.read_object(summary, "summary").get("steps") == steps
     return bool(world.broadcast_text("finished" if is_over else ""))
 
 
@@ -580,11 +571,8 @@ def choose(folder: Path, world: World, is_keeper: bool) -> tuple[Path | None, li
         is_same_size = len(parts) == world.size
         why = f"rank {', '.join(missing)}" if is_same_size else f"{len(parts)} ranks instead of {world.size}"
         if not is_inside:
-            warnings.append(
-                f"{path}: no part of {why}; all ranks go on from rank 0's optimizer state, and what compression had "
-                "left out so far is lost"
-            )
-            return path, warnings
+            lost = "all ranks go on from rank 0's optimizer state, and what compression had left out so far is lost"
+            return path, [*warnings, f"{path}: no part of {why}; {lost}"]
         warnings.append(f"{path} is inside a round, and has no part of {why}; one at a round's end is taken")
 
 
@@ -651,10 +639,8 @@ def restore_all(
         if path is not None and world.rank == 0:
             progress = read_progress(path)
             if progress.data_digest != start.data_digest:
-                raise UserError(
-                    f"{path}: data.train is no longer what this run was trained on; put the file back, "
-                    f"or start a new run with model.adapter={path}"
-                )
+                remedy = f"put the file back, or start a new run with model.adapter={path}"
+                raise UserError(f"{path}: data.train is no longer what this run was trained on; {remedy}")
     progress = Progress(**json.loads(world.broadcast_text(json.dumps(asdict(progress)))))
     if path is not None and progress.step:
         restore_learned(path, model, optimizer, world)

@@ -27,7 +27,7 @@ from lib.plan.plan import ClusterPlan
 from lib.plan.plan_warnings import strayed
 from lib.system import files, network, out_of_memory, records
 from lib.system.out_of_memory import OutOfMemory
-from lib.training.checkpoint import agreed_fault, restore_weights
+from lib.training.checkpoint import fault_of, restore_weights
 from lib.training.divided_world import InStages
 from lib.training.objective import Metrics
 from lib.training.optimizers import learning_rate
@@ -340,7 +340,7 @@ class TrainingLoop:
         if run.is_never_merged or step is None or best is None or step == progress.step:
             return
         path = run.folder / "checkpoints" / f"step-{step:08d}"
-        if fault := agreed_fault(path, run.world):
+        if fault := run.world.broadcast_text(fault_of(path) or "" if run.world.rank == 0 else ""):
             text = f"{path}, of the best {run.best_by}, is damaged ({fault}); the last weights are taken"
             run.say.warning(text, run.own_step)
             return

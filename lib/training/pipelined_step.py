@@ -54,17 +54,13 @@ class StagePace:
 
 @dataclass
 class MicroBatchState:
-    """A micro-batch between its forward and its backward pass.
-
-    given: what the stage was handed, [N, D]; None on the first rank. wanted: the gradient of its output, once what it
-    comes in is there. slopes: the gradients by input and parameters, not evaluated; None where they are to be made.
-    """
+    """A micro-batch between its forward and its backward pass."""
 
     inputs: StreamInputs
-    given: mx.array | None
+    given: mx.array | None  # the stage's input, [N, D]; None on the first rank
     random_key: mx.array
-    wanted: Message | None = None
-    slopes: list[mx.array] | None = None
+    wanted: Message | None = None  # the gradient of its output
+    slopes: list[mx.array] | None = None  # gradients by input and parameters; None: to be made
 
 
 class PipelinedStep(Step):
@@ -151,15 +147,8 @@ class StageFunctions:
         self._put(arrays, given)
         return output, slopes
 
-    def _last(
-        self,
-        inputs: StreamInputs,
-        given: mx.array,
-        reference: mx.array | None,
-        labels: mx.array | None,
-        baseline: mx.array | None,
-    ) -> tuple[mx.array, list[mx.array]]:
-        """SUMS, and the gradients of the loss: what the last rank computes."""
+    def _last(self, inputs: StreamInputs, given: mx.array, *beside: mx.array | None) -> tuple[mx.array, list[mx.array]]:
+        """SUMS, and the gradients of the loss: what the last rank computes. beside: as `loss_and_sums` takes them."""
         arrays = self._differentiated(given)
 
         def loss(arrays: Mapping[str, mx.array]) -> tuple[mx.array, mx.array]:
@@ -167,7 +156,7 @@ class StageFunctions:
 
             def work() -> mx.array:
                 figures = figures_of(self.train, self.model, inputs)
-                value, own = loss_and_sums(self.train, figures, inputs, reference, labels, baseline)
+                value, own = loss_and_sums(self.train, figures, inputs, *beside)
                 sums.append(own)
                 return value
 
@@ -233,7 +222,8 @@ class StagePasses:
         if stage.is_trained:
             micro.wanted = self._expected(i, stage.rank + 1, stage.dtypes[1])
         if stage.is_trained and not self.step.pace.recomputes:
-            output, micro.slopes = self._product(micro)
+            assert micro.wanted is not None
+            output, micro.slopes = self.functions.product(micro.inputs, given, micro.wanted.array)
         else:
             output = self.functions.output(micro.inputs, given)
         self.links.evaluate(output)
@@ -247,23 +237,23 @@ class StagePasses:
         if micro.wanted is not None:
             self._awaited(micro.wanted, GRADIENTS)
         if micro.slopes is None:
+            assert micro.wanted is not None
             key = mx.random.state[0]
             now, key[:] = mx.array(key), micro.random_key  # the masks of the forward pass once more
-            _, micro.slopes = self._product(micro)
+            _, micro.slopes = self.functions.product(micro.inputs, micro.given, micro.wanted.array)
             mx.random.state[0][:] = now
         slopes = micro.slopes
         by_input = slopes.pop(0) if self.stage.passes_gradients else None
-        self._add(dict(zip(trained_arrays(self.step.model), slopes, strict=True)))
-        del micro, slopes
+        flat = {n: g.astype(mx.float32) for n, g in zip(trained_arrays(self.step.model), slopes, strict=True)}
+        before = dict(tree_flatten(self.gradients or {}))
+        if flat:
+            self.gradients = tree_unflatten([(n, before[n] + g if n in before else g) for n, g in flat.items()])
+        del micro, slopes, flat, before
         self.links.evaluate(self.gradients, [] if by_input is None else by_input)
         if by_input is not None:
             if self.links.receives_ahead:  # all that the rank before sends until it asks for this gradient
                 self._begin_to_receive(i + self.step.pace.in_flight[self.stage.rank - 1] - 1)
             self._send(by_input, self.stage.rank - 1, GRADIENTS)
-
-    def _product(self, micro: MicroBatchState) -> tuple[mx.array, list[mx.array]]:
-        assert micro.wanted is not None
-        return self.functions.product(micro.inputs, micro.given, micro.wanted.array)
 
     def _send(self, array: mx.array, rank: int, what: str) -> None:
         parts = [array]
@@ -294,12 +284,3 @@ class StagePasses:
     def _awaited(self, message: Message, what: str) -> mx.array:
         self.links.wait(*message.parts, rank=message.rank, what=what)
         return message.array
-
-    def _add(self, slopes: dict[str, mx.array]) -> None:
-        if not slopes:
-            return
-        flat = {name: g.astype(mx.float32) for name, g in slopes.items()}
-        if self.gradients is not None:
-            before = dict(tree_flatten(self.gradients))
-            flat = {name: before[name] + g for name, g in flat.items()}
-        self.gradients = tree_unflatten(list(flat.items()))
