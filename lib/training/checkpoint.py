@@ -17,9 +17,9 @@ import os
 import re
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -220,8 +220,8 @@ class CheckpointWriter:
     def __init__(self, is_keeper: bool = True, every: int | None = None, seconds: float = 30.0):
         self.is_keeper, self.every, self.seconds = is_keeper, every, seconds
         self.unsaved_seconds = 0.0
-        self._thread = threading.Thread()
-        self._outcomes: list[tuple[int, Path, str]] = []  # step, path and what went wrong
+        self._pool = ThreadPoolExecutor(1, "checkpoint")
+        self._written: list[tuple[int, Path, Future[Any]]] = []  # since the last record, by step
 
     def is_due(self, step: int, elapsed_seconds: float) -> bool:
         """Counts a step, and says whether a checkpoint follows it. elapsed_seconds: the same number on all ranks."""
@@ -235,39 +235,28 @@ class CheckpointWriter:
         self.seconds = max(self.seconds, seconds / PAUSE_PART)
 
     def write(self, step: int, path: Path, work: Callable[[], None], beside: bool) -> None:
-        """Does the work once the one before is done; beside: in a thread, where an OSError becomes a warning."""
+        """Does the work once the one before is done; beside: in a thread, where an error becomes a warning."""
         self.wait()
-
-        def run() -> None:
-            fault = ""
-            try:
-                work()
-            except Exception as error:  # this thread has no caller to raise it to
-                why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else f"{path}: {error!r}"
-                fault = f"{why}; training goes on, earlier checkpoints are whole"
-                print(f"warning: {fault}", file=sys.stderr, flush=True)
-            self._outcomes.append((step, path, fault))
-
-        if beside:
-            self._thread = threading.Thread(target=run, name="checkpoint")
-            self._thread.start()
-        else:
+        future = self._pool.submit(work if beside else time.time)
+        if not beside:
             work()
-            self._outcomes.append((step, path, ""))
+        self._written.append((step, path, future))
 
     def record(self, tracker: PerformanceTracker) -> None:
         """Records the checkpoints that became whole since the last call (rank 0: of all disks), and the failures."""
-        while self._outcomes:
-            step, path, fault = self._outcomes.pop(0)
-            if fault:
+        while self._written and self._written[0][2].done():
+            step, path, future = self._written.pop(0)
+            if error := future.exception():
+                why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else f"{path}: {error!r}"
+                fault = f"{why}; training goes on, earlier checkpoints are whole"
+                print(f"warning: {fault}", file=sys.stderr, flush=True)
                 tracker.record("warning", step=step, text=fault)
             elif tracker.rank == 0:
                 tracker.record("checkpoint", step=step, path=str(path))
 
     def wait(self) -> None:
         """Until the last checkpoint is whole."""
-        if self._thread.ident is not None:
-            self._thread.join()
+        wait([future for _, _, future in self._written])
 
 
 @dataclass(frozen=True)
@@ -293,7 +282,7 @@ def save(folder: Path, snapshot: Snapshot, world: World, writer: CheckpointWrite
     what = f"the checkpoint of step {progress.step} (earlier ones are whole: --resume {folder})"
     folder, writer.unsaved_seconds = folder / "checkpoints", 0.0
     # What is large is not copied: memory may have no room for it.
-    wait = is_last or own is not None or world.divides_model or snapshot.settings.method == "full"
+    waits = is_last or own is not None or world.divides_model or snapshot.settings.method == "full"
     if not are_finite(world, snapshot.model, snapshot.optimizer):
         return f"training goes on without {what}: the weights or the optimizer's state are not finite"
     try:
@@ -301,8 +290,8 @@ def save(folder: Path, snapshot: Snapshot, world: World, writer: CheckpointWrite
             with world.agreeing(what):
                 part = save_part(part_of(folder, progress.step, world.rank), own)
             progress.parts = world.gather_text(part, "every rank's part")
-        with world.agreeing(what) if wait else contextlib.nullcontext():  # beside training each reports by itself
-            _save_here(folder, snapshot, world, writer, keep, beside=not wait)
+        with world.agreeing(what) if waits else contextlib.nullcontext():  # beside training each reports by itself
+            _save_here(folder, snapshot, world, writer, keep, beside=not waits)
     except AgreedError as error:
         if is_last:
             raise

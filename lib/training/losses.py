@@ -57,14 +57,9 @@ class LogProbs:
     rejected_tokens: mx.array
 
     @property
-    def chosen_per_token(self) -> mx.array:
-        """log pi(y_w|x) / |y_w|, float32 [B]."""
-        return self.chosen / self.chosen_tokens
-
-    @property
-    def rejected_per_token(self) -> mx.array:
-        """log pi(y_l|x) / |y_l|, float32 [B]."""
-        return self.rejected / self.rejected_tokens
+    def per_token(self) -> tuple[mx.array, mx.array]:
+        """log pi(y_w|x) / |y_w| and log pi(y_l|x) / |y_l|, float32 [B]."""
+        return self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
 
 
 def log_sigmoid(x: mx.array) -> mx.array:
@@ -129,16 +124,16 @@ def reference_loss(name: str, policy: LogProbs, reference: LogProbs | None, trai
 
 def pair_loss(name: str, policy: LogProbs, reference: LogProbs | None, train: TrainSettings) -> mx.array:
     """A loss of pairs by its name."""
-    beta, per_token = train.beta, policy.chosen_per_token
+    beta, (per_token, rejected_per_token) = train.beta, policy.per_token
     match name:
         case "sft":  # the generation loss of a sum, Wang et al. 2024 (MPO), arXiv:2411.10442, section 3.2
             return -per_token
         case "simpo":  # Meng et al. 2024, arXiv:2405.14734, eq. 6: length-normalised, with a target margin gamma
-            return -log_sigmoid(beta * (per_token - policy.rejected_per_token) - train.simpo_gamma)
+            return -log_sigmoid(beta * (per_token - rejected_per_token) - train.simpo_gamma)
         # ORPO, Hong et al. 2024, arXiv:2403.07691, eqs. 6 and 7: SFT plus beta (their lambda) times log odds, of
         # log p = log pi(y)/|y| (their eq. 3).
         case "orpo":
-            ratio = log_odds(per_token) - log_odds(policy.rejected_per_token)
+            ratio = log_odds(per_token) - log_odds(rejected_per_token)
             return -per_token - beta * log_sigmoid(ratio)
         # CPO, Xu et al. 2024, arXiv:2401.08417, section 3: DPO with a uniform reference, plus the NLL of y_w. The paper
         # writes that without alpha and |y_w|; the authors' trainer has both.
@@ -163,7 +158,7 @@ def preference_losses(
         total = losses if total is None else total + losses
     assert total is not None
     if train.rpo_alpha:
-        total = total - train.rpo_alpha * policy.chosen_per_token
+        total = total - train.rpo_alpha * policy.per_token[0]
     chosen_rewards, rejected_rewards = implicit_rewards([name for name, _ in terms], policy, reference, train.beta)
     return total, mx.stop_gradient(chosen_rewards), mx.stop_gradient(rejected_rewards)
 
@@ -176,17 +171,14 @@ def implicit_rewards(
     With a reference beta r (arXiv:2305.18290, eq. 5), for sigmoid_norm divided by |y|.
     """
     name = next(name for name in terms if name in PREFERENCE_LOSSES)
-    match name:
-        case "simpo":
-            return beta * policy.chosen_per_token, beta * policy.rejected_per_token
-        case "orpo":
-            return log_odds(policy.chosen_per_token), log_odds(policy.rejected_per_token)
-        case "cpo":
-            return beta * policy.chosen, beta * policy.rejected
-    chosen, rejected = log_ratios(policy, reference)
-    if name == "sigmoid_norm":
-        chosen, rejected = chosen / policy.chosen_tokens, rejected / policy.rejected_tokens
-    return beta * chosen, beta * rejected
+    chosen, rejected = policy.per_token
+    if name == "cpo":
+        chosen, rejected = policy.chosen, policy.rejected
+    elif name not in ("simpo", "orpo"):
+        chosen, rejected = log_ratios(policy, reference)
+        if name == "sigmoid_norm":
+            chosen, rejected = chosen / policy.chosen_tokens, rejected / policy.rejected_tokens
+    return (log_odds(chosen), log_odds(rejected)) if name == "orpo" else (beta * chosen, beta * rejected)
 
 
 def preference_metrics(

@@ -151,14 +151,6 @@ def baseline_of_step(train: TrainSettings, sums: mx.array, rewards: list[float])
     return total / count if count else 0.0
 
 
-def count_rewards(train: TrainSettings, sums: mx.array, rewards: list[float]) -> None:
-    """Adds a step's rewards to those before, for bco."""
-    if train.loss == "bco":
-        total, count = sums.tolist()
-        rewards[0] += train.beta * total
-        rewards[1] += count
-
-
 def baseline_of_rows(train: TrainSettings, policy: np.ndarray, reference: np.ndarray) -> mx.array:
     """The baseline of rows that are evaluated together, a float32 scalar, of log-probabilities float32 [n, K]."""
     ratios = mx.array(policy) - mx.array(reference)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -38,6 +38,7 @@ from lib.training.step import MicroBatch, is_compiled
 
 MIXUP = 0.6  # how far a reference that follows goes, by default (arXiv:2404.09656, table 1)
 LOGPS = "logps"  # the array of a checkpoint's file
+Counting = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]  # shows a pass: its name and its rows
 BLOCK_BATCHES = 16  # between two sums over ranks: a slow rank is waited for often, so no wait grows long
 
 
@@ -106,12 +107,6 @@ def layout(model: nn.Module, settings: DataSettings, world: World) -> Layout:
     own = mx.array([length_multiple(settings), int(settings.shared_prompts and why_not is None)])
     multiple, share = world.workers.decide(own).tolist()
     return Layout(multiple, bool(share), why_not)
-
-
-class Counting(Protocol):
-    """`RunConsole.counting`, for a pass that has to be made."""
-
-    def __call__(self, what: str, total: int) -> AbstractContextManager[Callable[[int], None]]: ...
 
 
 class References(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import statistics
@@ -145,12 +144,8 @@ def gather_facts(
 
 
 def _gather_gflops(world: World) -> list[float]:
-    return [float(text) for text in world.gather_text(repr(_gflops_here()), "every rank's matrix-product rate")]
-
-
-@functools.cache
-def _gflops_here() -> float:
-    return hardware.quick_gflops()
+    rate = repr(hardware.quick_gflops())
+    return [float(text) for text in world.gather_text(rate, "every rank's matrix-product rate")]
 
 
 def _training(config: Config, shape: ModelShape, shared_prompts: bool) -> Training:

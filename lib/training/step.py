@@ -149,8 +149,9 @@ class Step:
         rate = self.rate_of(index, steps)
         if not skipped and sums["count"]:  # of a streamed batch every row may turn out to be left out
             self.feedback.update(left_out)
-            if ratios is not None:
-                objective.count_rewards(self.train, ratios, self.rewards)
+            if self.train.loss == "bco" and ratios is not None:
+                total, count = ratios.tolist()
+                self.rewards[:] = self.rewards[0] + self.train.beta * total, self.rewards[1] + count
             self.update.take(mean, norm, rate)
         wait_seconds = min(max(ranks_seconds) - ranks_seconds[self.world.rank], sync_seconds)
         return StepRecord(
