@@ -276,10 +276,6 @@ class World:
         """Whether ranks hold parts of one model, so that all of them work at the same rows."""
         return self.workers.size < self.size
 
-    def kind_of(self, name: str) -> str:
-        """What a trained array, or a kind itself, is to the ranks' sums. Arrays of one kind may travel joined."""
-        return "all"
-
     def sum_of_all(self, values: Mapping[str, mx.array]) -> mx.array:
         """The sum of what was made of every summed gradient, by name: a scalar, the same on every rank."""
         add = _added_in_few_kernels if mx.default_device() == mx.gpu else _added

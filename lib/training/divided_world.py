@@ -10,7 +10,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import mlx.core as mx
@@ -28,7 +28,6 @@ from lib.model.partition import Division, Holders, Part, apportion, divide, mode
 from lib.system import metal
 from lib.system.out_of_memory import OutOfMemory
 
-OWN, SHARED = "own", "shared"  # kinds of trained arrays: of one rank alone; of the first and the last
 Blocks = tuple[int, ...]  # consecutive blocks of each rank
 
 
@@ -78,18 +77,13 @@ class Lockstep(World):
 
     def sum_gradients(self, gradients: Any, sums: mx.array) -> tuple[Any, mx.array]:
         flat = dict(tree_flatten(gradients))
-        parts = tree_unflatten([(name, g) for name, g in flat.items() if self.kind_of(name) == "partial"])
+        parts = tree_unflatten([(name, g) for name, g in flat.items() if name in self.ranks.partial])
         total, sums = self.ranks.sum_gradients(parts, sums if self.ranks.rank == 0 else mx.zeros_like(sums))
         return tree_unflatten(list((flat | dict(tree_flatten(total))).items())), sums
 
-    def kind_of(self, name: str) -> str:
-        for kind, names in (("partial", self.ranks.partial), ("part", self.ranks.parts)):
-            if name == kind or name in names:
-                return kind
-        return "whole"
-
     def sum_of_all(self, values: Mapping[str, mx.array]) -> mx.array:
-        once = {name: value for name, value in values.items() if self.kind_of(name) == "part" or self.ranks.rank == 0}
+        parts = self.ranks.parts.keys() - self.ranks.partial
+        once = {name: value for name, value in values.items() if name in parts or self.ranks.rank == 0}
         return self.ranks.all_sum(super().sum_of_all(once), "the gradient's norm")
 
     def together(self, what: str, passes: int = 1) -> contextlib.AbstractContextManager[None]:
@@ -112,13 +106,12 @@ class Lockstep(World):
 class PipelinedWorld(World):
     """Ranks that hold consecutive blocks of one model: batches go through one by one.
 
-    holders: of every parameter of the whole model, the ranks that hold it. loading_seconds: of this rank's blocks.
+    holders: of every parameter of the whole model, the ranks that hold it.
     """
 
     links: Links = field(default_factory=lambda: Links(World()))
     blocks: tuple[int, ...] = ()
     holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    loading_seconds: float = 0.0
 
     @property
     def workers(self) -> World:
@@ -199,32 +192,20 @@ class InStages(Lockstep):
     def decide(self, x: mx.array) -> mx.array:
         return self.ranks.from_last(x, "the last rank's decision")
 
-    def kind_of(self, name: str) -> str:
-        part = self.ranks.part(name)
-        return "all" if part is None else OWN if len(part.ranks) == 1 else SHARED
-
     def sum_gradients(self, gradients: Any, sums: mx.array) -> tuple[Any, mx.array]:
         flat, what = dict(tree_flatten(gradients)), "the gradients that two ranks make a part of"
         for name in sorted(flat):
-            if len(holders := self._holders(name)) == 2:
-                other = next(rank for rank in holders if rank != self.ranks.rank)
+            if (part := self.ranks.part(name)) is not None and len(part.ranks) == 2:
+                other = next(rank for rank in part.ranks if rank != self.ranks.rank)
                 theirs = self.ranks.links.exchange(flat[name], other, what)
                 flat[name] = flat[name] + theirs  # the same bits on both: addition commutes
         return tree_unflatten(list(flat.items())) or {}, self.ranks.from_last(sums, "the sums of a step")
 
     def sum_of_all(self, values: Mapping[str, mx.array]) -> mx.array:
-        mine = [value for name, value in values.items() if self._counts(name)]
+        parts = {name: self.ranks.part(name) for name in values}  # None: every rank holds it
+        firsts = {name: 0 if part is None else part.ranks[0] for name, part in parts.items()}
+        mine = [value for name, value in values.items() if firsts[name] == self.ranks.rank]
         return self.ranks.all_sum(sum(mine, mx.array(0.0)), "the gradient's norm")
-
-    def _counts(self, name: str) -> bool:
-        return (*self._holders(name), 0)[0] == self.ranks.rank
-
-    def _holders(self, name: str) -> tuple[int, ...]:
-        """The ranks that hold a trained array, or all arrays of a kind; none where every rank does."""
-        if name in (OWN, SHARED):
-            return (self.ranks.rank,) if name == OWN else (0, self.ranks.last)
-        part = self.ranks.part(name)
-        return part.ranks if part is not None else ()
 
     def together(self, what: str, passes: int = 1) -> contextlib.AbstractContextManager[None]:
         """Ranks do not synchronise here: a batch goes on where the one before it has left."""
@@ -246,11 +227,10 @@ def divided(model: nn.Module, division: Division | Blocks | None, world: World, 
     """
     if isinstance(division, tuple):
         links = world.links if isinstance(world, PipelinedWorld) else links_of(world)
-        began = time.perf_counter()
         with world.agreeing("cutting the model"):
             stage = pipeline_stage.cut(model, division, world.rank, links)
             mx.eval(model.parameters())
-        world = replace(pipelined(world, division, stage, links), loading_seconds=time.perf_counter() - began)
+        world = pipelined(world, division, stage, links)
     elif division is not None:
         with world.agreeing("dividing the model"):
             parts, partial = tensor_parallel.shard(model, division, world)
