@@ -663,36 +663,27 @@ class LocalSGD:
         if progress.step < self.steps:
             to_ranks(self.model, self.model_settings)
         self.merger.momentum, self.merger.feedback = own.get("momentum", {}), own.get("feedback", {})
-        try:
-            self._restore_state(progress, own)
-        except (KeyError, TypeError, ValueError, IndexError, ArithmeticError, AttributeError) as error:
-            raise AgreedError(
-                f"the checkpoint of step {progress.step}: the state of its rounds is not what a run writes: {error!r}"
-            ) from None
-        progress.rounds = self.state()
-
-    def _restore_state(self, progress: Progress, own: RankArrays) -> None:
         state, ranks, size = progress.rounds, self.ranks, self.world.size
         ranks.local_steps = [progress.steps_of(rank) for rank in range(size)] + state.get("local_steps", [])[size:]
         self.saved_whole = state.get("saved_whole", progress.step)
         ranks.rewards, before = [list(progress.rewards)] * size, list(progress.rewards)
-        if len(state.get("shares", [])) != size:
-            return
-        ranks.speeds = list(state["speeds"])
-        if ranks.follows:
-            ranks.shares, self.round_ends = list(state["shares"]), list(state["round_ends"])
-            self._choose_length()
-        for rank, limit in enumerate(state["max_micro_batch_sizes"]):
-            ranks.limit(rank, limit)
-        ranks.skipped_in_row = state["skipped_in_row"]
-        progress.skipped_in_row = ranks.skipped_in_row[self.world.rank]
-        if not state["are_one"]:
-            ranks.rewards, before = state["rewards"], state["rewards_before"]
-            progress.rewards = list(ranks.rewards[self.world.rank])
-        if "last_step" in state:
-            stream = self._stream(state["first_step"], min(self.steps, state["last_step"]))
-            trained = min(state["batches"], len(stream.edges) - 1)
-            self.round = OpenRound(stream, trained, state["pairs"], state["steps"], own["start"], before)
+        if len(state.get("shares", [])) == size:
+            ranks.speeds = list(state["speeds"])
+            if ranks.follows:
+                ranks.shares, self.round_ends = list(state["shares"]), list(state["round_ends"])
+                self._choose_length()
+            for rank, limit in enumerate(state["max_micro_batch_sizes"]):
+                ranks.limit(rank, limit)
+            ranks.skipped_in_row = state["skipped_in_row"]
+            progress.skipped_in_row = ranks.skipped_in_row[self.world.rank]
+            if not state["are_one"]:
+                ranks.rewards, before = state["rewards"], state["rewards_before"]
+                progress.rewards = list(ranks.rewards[self.world.rank])
+            if "last_step" in state:
+                stream = self._stream(state["first_step"], min(self.steps, state["last_step"]))
+                trained = min(state["batches"], len(stream.edges) - 1)
+                self.round = OpenRound(stream, trained, state["pairs"], state["steps"], own["start"], before)
+        progress.rounds = self.state()
 
 
 def _sums(first: Sequence[int], second: Sequence[int]) -> list[int]:

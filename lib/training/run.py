@@ -192,13 +192,17 @@ class TrainingRun:
             self.reference.arrays = checkpoint.common_at(path, checkpoint.REFERENCE, world, wanted)
         elif self.asked_reference is not None:
             self.asked_reference.remember(checkpoint.common_at(path, checkpoint.REFERENCE_LOGPS, world))
-        if progress.cursor >= len(self.inputs.data) and not self.config.rollouts.rounds:
-            row = f"row {progress.cursor} of {len(self.inputs.data)} comes next"
-            raise AgreedError(f"{path or self.folder}: {row}")
-        self._restore_rank(path)
+        if self.local_sgd is None and progress.rounds:
+            raise AgreedError(f"{self.folder} is a run of independent ranks; go on with strategy=independent")
+        try:  # all ranks read the same
+            self._restore_rank(path)
+            restores = not progress.schedule or self.schedule.restore(progress.schedule)
+        except (LookupError, TypeError, ArithmeticError, AttributeError) as error:
+            text = f"{self.folder}: its checkpoint is not what this version writes ({error!r}); start a new run"
+            raise AgreedError(text) from None
         if progress.set_steps(self.steps):
             self._say_rate()
-        if progress.schedule and not self._restores_plans():
+        if not restores:
             self.say.line("hosts or settings are no longer those of the checkpoint: the work is divided anew")
         if self.schedule.at(progress.step + 1).gradient_checkpointing and not self.plan.gradient_checkpointing:
             checkpointing.checkpoint_blocks(self.model)
@@ -229,22 +233,8 @@ class TrainingRun:
         if "optimizer" in own:
             self.optimizer.state = tree_unflatten(list(own["optimizer"].items()))
         self.feedback = own.get("feedback", {})
-        if self.local_sgd is None:
-            if self.progress.rounds:
-                raise AgreedError(f"{self.folder} is a run of independent ranks; go on with strategy=independent")
-        elif not self.config.rollouts.rounds:
+        if self.local_sgd is not None and not self.config.rollouts.rounds:
             self.local_sgd.resume(self.progress, own)
-
-    def _restores_plans(self) -> bool:
-        """Whether the plans of the checkpoint are in force again."""
-        try:
-            restores = self.schedule.restore(self.progress.schedule)
-            if restores and not any(first <= self.progress.step + 1 for first, _ in self.schedule.plans):
-                raise ValueError(f"none of step {self.progress.step + 1}")
-            return restores
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            text = f"{self.folder}: the plans in its checkpoint are not what a run writes: {error!r}"
-            raise AgreedError(text) from None
 
 
 def open_run(
