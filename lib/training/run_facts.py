@@ -75,7 +75,7 @@ def plan_run(
 
 
 def _stored_plan(world: World, resumed: Path | None) -> dict[str, Any]:
-    """Of the run's plan.json on rank 0's disk: `ranks`, `matmul_gflops` and `blocks`, where a run goes on."""
+    """Of the run's plan.json on rank 0's disk: `ranks` and `matmul_gflops`, where a run goes on."""
     stored: dict[str, Any] = {"ranks": [], "matmul_gflops": {}}
     if resumed is not None and world.rank == 0:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
