@@ -13,7 +13,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"  # what `make setup` makes
 PYTHON = VENV / "bin" / "python"
-OLDEST = (3, 11)
 NEEDED = ("mlx", "mlx_lm", "mpi4py", "numpy", "pydantic", "rich", "yaml")
 ENTERED = "TANDEM_ENTERED"  # the process that has gone into .venv; exec keeps its id, children have others
 # Set: stay, whatever is missing; for what runs in the environment of another project.
@@ -28,22 +27,29 @@ def enter() -> None:
     """
     if os.environ.get(ANY_PYTHON):
         return
-    missing = [name for name in NEEDED if util.find_spec(name) is None]
+    missing, fault = [name for name in NEEDED if util.find_spec(name) is None], None
+    remedy = "make clean, then make setup"
     in_venv = os.environ.get(ENTERED) == str(os.getpid()) or Path(sys.prefix).resolve() == VENV.resolve()
+    version = tuple(sys.version_info[:2])
+    if version < (3, 11):
+        fault = f"Python 3.11 or newer is needed, and {sys.executable} is {sys.version.split()[0]}"
+    elif missing:
+        fault = f"{VENV if in_venv else sys.executable} lacks {', '.join(missing)}"
     # Who activated an environment of his own, and installed everything there, means it.
     is_chosen = sys.prefix != sys.base_prefix or (Path(sys.prefix) / "conda-meta").is_dir()
-    fault = fault_of(sys.version_info[:3], missing, in_venv)
-    if in_venv or (fault is None and is_chosen):
-        pass
-    elif PYTHON.exists() and is_program():
+    if fault is None and (in_venv or is_chosen):
+        return
+    if not in_venv and PYTHON.exists() and is_program():
         fault = _enter_venv()
-    elif PYTHON.exists() and fault is not None:
-        fault = f"{fault.partition('; ')[0]}; use {PYTHON}"
-    elif os.path.lexists(str(PYTHON)) and fault is not None:
-        fault = f"{PYTHON} leads nowhere: the Python that it was made with is gone; make clean, then make setup"
+    elif not in_venv and PYTHON.exists():
+        remedy = f"use {PYTHON}"
+    elif not in_venv and os.path.lexists(str(PYTHON)):
+        fault = fault and f"{PYTHON} leads nowhere: the Python that it was made with is gone"
+    elif not in_venv:
+        remedy = "make setup installs what is needed into .venv"
     if fault is not None:
         if all(os.environ.get(name, "0") == "0" for name in ("OMPI_COMM_WORLD_RANK", "MLX_RANK")):
-            print(f"error: {fault}", file=sys.stderr)
+            print(f"error: {fault}; {remedy}", file=sys.stderr)
         raise SystemExit(2)
 
 
@@ -60,19 +66,6 @@ def open_closed_streams() -> None:
             setattr(sys, name, stream)
 
 
-def fault_of(version: "tuple[int, ...]", missing: "list[str]", in_venv: bool) -> "str | None":
-    """Why an interpreter of this version, without these packages, will not do; None where it will."""
-    if version[:2] < OLDEST:
-        wanted, found = ".".join(map(str, OLDEST)), ".".join(map(str, version))
-        remedy = "make setup looks for one and sets up .venv"
-        return f"Python {wanted} or newer is needed, and {sys.executable} is {found}; {remedy}"
-    if missing and in_venv:
-        return f"{VENV} lacks {', '.join(missing)}; make clean, then make setup"
-    if missing:
-        return f"{sys.executable} lacks {', '.join(missing)}; make setup installs what is needed into .venv"
-    return None
-
-
 def is_program() -> bool:
     """Whether this process runs one of our programs, and not another that imports us (pytest, a notebook)."""
     if sys.argv[:1] == ["-m"]:  # a module is being looked for in this package, and will be the program
@@ -83,22 +76,12 @@ def is_program() -> bool:
 
 def _enter_venv() -> str:
     """Replaces this process by the same command in .venv; returns why it could not."""
+    if not hasattr(sys, "orig_argv"):
+        return f"{sys.executable} is too old; type {PYTHON} instead of it"
     sys.stdout.flush()
-    environment = {
-        name: value for name, value in os.environ.items() if name != "__PYVENV_LAUNCHER__"
-    }  # macOS: of this one
+    # __PYVENV_LAUNCHER__ of macOS is of this interpreter
+    environment = {name: value for name, value in os.environ.items() if name != "__PYVENV_LAUNCHER__"}
     try:
-        os.execve(str(PYTHON), [str(PYTHON), *_arguments()], {**environment, ENTERED: str(os.getpid())})
+        os.execve(str(PYTHON), [str(PYTHON), *sys.orig_argv[1:]], {**environment, ENTERED: str(os.getpid())})
     except OSError as error:
-        return f"{PYTHON} does not start ({error.strerror}); make clean, then make setup"
-
-
-def _arguments() -> "list[str]":
-    """All that followed the interpreter on the command line, its own options included."""
-    if hasattr(sys, "orig_argv"):
-        return list(sys.orig_argv[1:])
-    import ctypes  # before Python 3.10
-
-    count, words = ctypes.c_int(), ctypes.POINTER(ctypes.c_wchar_p)()
-    ctypes.pythonapi.Py_GetArgcArgv(ctypes.byref(count), ctypes.byref(words))
-    return [words[index] or "" for index in range(1, count.value)]
+        return f"{PYTHON} does not start ({error.strerror})"

@@ -189,22 +189,12 @@ def test_hosts_train_together_that_differ_in_port_folder_and_data(hosts: list[Ho
     differs = f"user=root port=2222 directory={disk}/tandem map={disk}/data:{disk}/elsewhere"
     (tmp_path / "hostfile").write_text(f"host-a\nhost-b {differs} env=OMP_NUM_THREADS=1\n")
     settings = tiny.settings(tmp_path, train__steps=2, data__train=f"{disk}/data/train.jsonl", run__dir=f"{disk}/runs")
-    words = [
-        "./launch",
-        "--hostfile",
-        str(tmp_path / "hostfile"),
-        "--sync",
-        ".",
-        "--min-mbit",
-        "1",
-        "--max-round-trip-ms",
-        "9999",
-    ]
+    words = ["./launch", "--hostfile", str(tmp_path / "hostfile"), "--sync", "."]
     config = str(tiny.config_file(tmp_path))
     done = hosts[0].run([*words, "--", "train.py", "--config", config, *settings, "run.name=a"])
     daemon.terminate()
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"links +ok +host-a: to root@host-b, ring: [\d,]+ Mbit/s", done.stderr), done.stderr
+    assert re.search(r"links +(ok|note) +host-a: to root@host-b, ring: [\d,]+ Mbit/s", done.stderr), done.stderr
     settings_there = (hosts[1].outside / "runs/a/config.yaml").read_text()
     assert f"{disk}/elsewhere/train.jsonl" in settings_there, settings_there
 

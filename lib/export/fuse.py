@@ -120,8 +120,7 @@ def _stored(run: TrainedRun, options: ExportOptions) -> nn.Module:
 def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers of a model that have low-rank factors, mlx-lm's modules with the base's layer inside, by name.
 
-    Raises:
-        UserError: some trained array belongs to none of them; it would be lost.
+    Raises UserError: some trained array belongs to none of them; it would be lost.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, ADAPTED)}
     parts = {f"{name}.{part}" for name in layers for part in ("lora_a", "lora_b", "m")}

@@ -90,8 +90,7 @@ def write(run: TrainedRun, folder: Path, options: ExportOptions) -> None:
 def read(run: TrainedRun, folder: Path, options: ExportOptions) -> Reading:
     """The log-probabilities by GGUFReader's arrays, put back in mlx-lm's order and names.
 
-    Raises:
-        Stopped: the file has another chat template or end of turn.
+    Raises Stopped: the file has another chat template or end of turn.
     """
     reader, model = GGUFReader(folder / FILE), fused_model(run)
     family, args = families.family_of(model, run.settings.model.path), families.text_model(model).args
@@ -116,8 +115,7 @@ def read(run: TrainedRun, folder: Path, options: ExportOptions) -> Reading:
 def gguf_tokenizer(run: TrainedRun) -> GgufTokenizer | None:
     """The tokenizer with the chat template of training; None for a model without one.
 
-    Raises:
-        UserError: llama.cpp has no such tokenizer.
+    Raises UserError: llama.cpp has no such tokenizer.
     """
     chat = run.chat_form()
     return None if chat is None else tokenizer_of(chat, run.settings.model.path)
@@ -128,8 +126,7 @@ def tensors(
 ) -> Iterator[tuple[str, str, tuple[int, ...], GGMLQuantizationType]]:
     """Every tensor of the file: its name, the model's parameter, shape, and stored type.
 
-    Raises:
-        UserError: the model has a parameter that gguf's name map does not know.
+    Raises UserError: the model has a parameter that gguf's name map does not know.
     """
     names = get_tensor_name_map(MODEL_ARCH[family.architecture], families.text_model(model).args.num_hidden_layers)
     for source, array in tree_flatten(model.parameters()):

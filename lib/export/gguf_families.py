@@ -101,8 +101,7 @@ RENAMES = (
 def family_of(model: nn.Module, path: str) -> Family:
     """The family of a model.
 
-    Raises:
-        UserError: GGUF has no such family here, or llama.cpp computes this model in another way.
+    Raises UserError: GGUF has no such family here, or llama.cpp computes this model in another way.
     """
     family = FAMILIES.get(model.model_type)
     if family is None:
@@ -208,8 +207,7 @@ def _rope(model: nn.Module) -> nn.Module:
 def _write_rope(writer: GGUFWriter, model: nn.Module, args: Any, family: Family) -> None:
     """Writes the rope's dimensions and scaling, as the model's own rope layers have them.
 
-    Raises:
-        UserError: a kind of scaling that llama.cpp does not compute for this family.
+    Raises UserError: a kind of scaling that llama.cpp does not compute for this family.
     """
     rope = _rope(model)
     writer.add_rope_dimension_count(rope.dim if isinstance(rope, rope_utils.SuScaledRoPE) else rope.dims)

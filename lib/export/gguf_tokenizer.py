@@ -71,8 +71,7 @@ class GgufTokenizer:
 def tokenizer_of(chat: ChatForm, where: str) -> GgufTokenizer:
     """A tokenizer with the chat template and the end of turn that were trained. where: the model's folder.
 
-    Raises:
-        UserError: llama.cpp has no such tokenizer.
+    Raises UserError: llama.cpp has no such tokenizer.
     """
     wrapper: Any = chat.tokenizer  # of mlx-lm, which cannot be called; the tokenizer inside it can
     tokenizer = wrapper if callable(wrapper) else wrapper._tokenizer
@@ -147,11 +146,7 @@ def _steps(stored: Mapping[str, Any] | None, key: str) -> list[Mapping[str, Any]
 
 
 def _pre(stored: Mapping[str, Any], where: str) -> str:
-    """llama.cpp's name of a byte-level BPE's splitter.
-
-    Raises:
-        UserError: it has none that splits so.
-    """
+    """llama.cpp's name of a byte-level BPE's splitter. Raises UserError: it has none that splits so."""
     changes = {step["type"] for step in _steps(stored.get("normalizer"), "normalizers")} - {"NFC"}
     patterns: list[str] = []
     for step in _steps(stored.get("pre_tokenizer"), "pretokenizers"):

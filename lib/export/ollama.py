@@ -44,8 +44,7 @@ def read(run: TrainedRun, folder: Path, options: ExportOptions) -> Reading:
 def modelfile(run: TrainedRun) -> str:
     """The Modelfile (docs/modelfile.md of Ollama): FROM, TEMPLATE, and where generation stops.
 
-    Raises:
-        UserError: the chat template cannot be said in it.
+    Raises UserError: the chat template cannot be said in it.
     """
     chat = run.chat_form()
     if chat is None:
@@ -136,8 +135,7 @@ class ChatShape:
 def shape_of(render: Render) -> ChatShape:
     """The shape of a chat template, which may raise on messages that it does not take.
 
-    Raises:
-        ValueError: it has none.
+    Raises ValueError: it has none.
     """
     shape = _read_off(render)
     for roles in ("U", "UAU", "UAUAU", "UAUAUAU", *(("SU", "SUAU", "SUAUAU") if shape.system_goes else ())):
@@ -185,8 +183,7 @@ def _read_off(render: Render) -> ChatShape:
 def _texts(render: Render, roles: str, order: list[int] | None = None) -> list[str]:
     """The texts before, between and behind the contents of a conversation's messages, which stand in this order.
 
-    Raises:
-        ValueError: the template does not take them, or has a content not just once.
+    Raises ValueError: the template does not take them, or has a content not just once.
     """
     messages = _conversation(roles)
     try:

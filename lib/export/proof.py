@@ -43,10 +43,8 @@ def prove(run: TrainedRun, reading: Reading) -> dict[str, Any]:
     """Compares what was read back with the trained model; returns the figures of tandem_export.json.
 
     `difference`, `trained_difference`: the largest ones of a token's log-probability, in nats, between export and
-    trained model, and between trained and base model.
-
-    Raises:
-        Stopped: it is another model, or rounding leaves nothing of what was trained.
+    trained model, and between trained and base model. Raises Stopped: it is another model, or rounding leaves nothing
+    of what was trained.
     """
     trained, base = model_logps(run.model(), run.rows), model_logps(run.base_model(), run.rows)
     difference, moved = largest_difference(reading.logps, trained), largest_difference(trained, base)

@@ -110,8 +110,7 @@ class TrainedRun:
     def model(self) -> nn.Module:
         """The model as trained, with its adapter beside the base's weights; float32, not evaluated yet.
 
-        Raises:
-            UserError: the adapter does not fit the base model.
+        Raises UserError: the adapter does not fit the base model.
         """
         model = self.base_model()
         settings = self.settings.model.model_copy(update={"adapter": None, "gradient_checkpointing": False})
@@ -125,10 +124,8 @@ def open_run(
 ) -> TrainedRun:
     """A run's model at `checkpoint` (final, best, last or a step), and sequences of its held-out data.
 
-    overrides: key=value words, for files that have moved since.
-
-    Raises:
-        UserError: no such run or checkpoint; its model or data cannot be read.
+    overrides: key=value words, for files that have moved since. Raises UserError: no such run or checkpoint; its model
+    or data cannot be read.
     """
     if not (folder / "config.yaml").is_file():
         raise UserError(f"{folder}: no run there (config.yaml is missing); give the folder of a run, runs/NAME")

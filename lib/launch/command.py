@@ -56,8 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ssh.copy_to_hosts(job, options.sync)
         here = this_host(job, options.role) if options.role else None
         if here is None and (options.preflight or options.preflight_only):
-            limits = preflight.Limits(options.min_mbit * 1e6 / 8, options.max_round_trip_ms / 1e3, options.typed)
-            passed = preflight.run(job, limits, options.json)
+            passed = preflight.run(job, options.typed, options.json)
             if options.preflight_only or not passed:
                 return 0 if passed else 1
         return _train(job, options, here)
@@ -103,8 +102,7 @@ def _wait_for_others(job: Job, here: Host, options: argparse.Namespace, note: Ca
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options, with `command`: the words after --, and `typed`: all words.
 
-    Raises:
-        UserError: a word is unknown, a value is out of its limits, or two options do not go together.
+    Raises UserError: a word is unknown, a value is out of its limits, or two options do not go together.
     """
     words = list(arguments)
     script = next((index for index, word in enumerate(words) if word.endswith(".py")), None)
@@ -137,10 +135,6 @@ def _parser() -> command_line.Parser:
     add("--hosts", metavar="A:1,B:1", help="the hosts, here instead of in a file")
     add("--backend", choices=hostfile.BACKENDS, help="default: the host file's, else ring")
     add("--preflight-only", action="store_true", help="check every host, start nothing")
-    slow = "preflight: fail links below X Mbit/s (default: %(default)g)"
-    add("--min-mbit", type=float, default=100.0, metavar="X", help=slow)
-    late = "preflight: fail links whose round trip takes more than X ms (default: %(default)g)"
-    add("--max-round-trip-ms", type=float, default=50.0, metavar="X", help=late)
     add("--json", action="store_true", help="print preflight's findings as JSON")
     add("--no-preflight", dest="preflight", action="store_false", help="start without checking")
     default = f"(default: {MAC_RESTARTS} where a host is a Mac, else 0)"
@@ -171,16 +165,15 @@ def _parser() -> command_line.Parser:
 
 
 def job_of(options: argparse.Namespace) -> Job:
-    """What the options ask for.
-
-    Raises:
-        UserError: the hosts are wrong, or the backend cannot connect them.
-    """
+    """What the options ask for. Raises UserError: the hosts are wrong, or the backend cannot connect them."""
     listed = hostfile.read(options.hostfile) if options.hostfile else hostfile.from_words(options.hosts)
     backend = options.backend or listed.backend or "ring"
-    if backend in jobs.RDMA_BACKENDS and (wanted := jobs.rdma_fault(backend, listed.hosts)) is not None:
-        write = f"mlx.distributed_config --over thunderbolt --backend {backend} writes such a host file"
-        raise UserError(f"{backend} wants {wanted}; {write}")
+    for host in listed.hosts if backend in jobs.RDMA_BACKENDS else ():
+        if host.slots != 1 or len(host.rdma) != len(listed.hosts):
+            write = f"mlx.distributed_config --over thunderbolt --backend {backend} writes such a host file"
+            raise UserError(
+                f"{backend} wants one rank a host, and rdma=DEVICE towards each; {host.name} differs; {write}"
+            )
     for host in listed.hosts if backend == "mpi" else ():
         if host.port or host.directory or host.python or host.environment or host.map:
             raise UserError(
@@ -247,8 +240,7 @@ def checked(job: Job) -> Job:
 def this_host(job: Job, role: str) -> Host:
     """The host whose ranks are this machine's, where people start each machine by hand.
 
-    Raises:
-        UserError: the backend needs a starter, or this machine is not the host that it should be.
+    Raises UserError: the backend needs a starter, or this machine is not the host that it should be.
     """
     if job.backend == "mpi":
         raise UserError("--role is for ring, jaccl and nccl: mpirun reaches the other hosts over ssh")

@@ -101,8 +101,7 @@ class JsonFile(BaseModel, extra="forbid"):
 def read(path: Path) -> Hosts:
     """Reads a host file.
 
-    Raises:
-        UserError: it cannot be read, or something in it is wrong: one line that says where, and the remedy.
+    Raises UserError: it cannot be read, or something in it is wrong: one line that says where, and the remedy.
     """
     try:
         return parse(read_file.read_text(path, "host file"), f"host file {path}")
@@ -113,11 +112,7 @@ def read(path: Path) -> Hosts:
 
 
 def parse(text: str, source: str) -> Hosts:
-    """The hosts that a text in any of the forms names; `source` says where it is from.
-
-    Raises:
-        UserError: as `read`.
-    """
+    """The hosts that a text in any of the forms names; `source` says where it is from. Raises UserError: as `read`."""
     is_json = re.match(r"\s*(\{|\[\s*[]\[{\"])", text)  # [::1] is none
     listed = _from_json(text, source) if is_json else Hosts(_from_lines(text, source))
     if not listed.hosts:
@@ -130,11 +125,7 @@ def parse(text: str, source: str) -> Hosts:
 
 
 def from_words(words: str) -> Hosts:
-    """The hosts of a command line, e.g. "mac-a:1,mac-b:2".
-
-    Raises:
-        UserError: as `read`.
-    """
+    """The hosts of a command line, e.g. "mac-a:1,mac-b:2". Raises UserError: as `read`."""
     return parse(words.replace(",", "\n"), "--hosts")
 
 
@@ -147,10 +138,8 @@ def address(host: Host, peers: Sequence[Host] = ()) -> str:
     """The IPv4 address at which other hosts reach this one: given in the file, or what ssh's name for it resolves to.
 
     A machine's own name may be a loopback address to itself (Debian writes 127.0.1.1 into /etc/hosts): then it is the
-    address from which this machine would send to the first of its peers.
-
-    Raises:
-        UserError: the name does not resolve to an IPv4 address.
+    address from which this machine would send to the first of its peers. Raises UserError: the name does not resolve to
+    an IPv4 address.
     """
     if host.addresses:
         return host.addresses[0]
@@ -234,11 +223,7 @@ def _fault(error: ValidationError, where: str) -> UserError:
 
 
 def environment(words: Sequence[str], source: str) -> dict[str, str]:
-    """Variables from a list of NAME=VALUE.
-
-    Raises:
-        UserError: a word is of another form.
-    """
+    """Variables from a list of NAME=VALUE. Raises UserError: a word is of another form."""
     for word in words:
         if not re.fullmatch(r"[A-Za-z_]\w*=[^\0\n]*", word, re.ASCII):
             raise UserError(f"{source}: {_short(word)} is not of the form NAME=VALUE")

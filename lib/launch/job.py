@@ -107,8 +107,7 @@ def ports_of(job: Job) -> dict[str, list[int]]:
 def rank_commands(job: Job) -> list[RankCommand]:
     """The processes of a start, in rank order; with mpi: mpirun on the first host, and a connection to each other one.
 
-    Raises:
-        UserError: the name of a host does not resolve to an IPv4 address.
+    Raises UserError: the name of a host does not resolve to an IPv4 address.
     """
     given = {"PYTHONUNBUFFERED": "1", **job.environment}
     if job.backend == "mpi":
@@ -172,19 +171,3 @@ def rdma_matrix(hosts: Sequence[Host]) -> list[list[Devices]]:
     """
     columns = [index if host.index is None else host.index for index, host in enumerate(hosts)]
     return [[host.rdma[column] if column < len(host.rdma) else None for column in columns] for host in hosts]
-
-
-def rdma_fault(backend: str, hosts: Sequence[Host]) -> str | None:
-    """Why MLX could not connect these hosts over RDMA; None if it can.
-
-    A mesh needs a device between every two hosts; a ring needs devices towards both neighbours.
-    """
-    count, matrix = len(hosts), rdma_matrix(hosts)
-    if crowded := [host.name for host in hosts if host.slots != 1]:
-        return f"one rank a host, but {crowded[0]} has several slots"
-    if circular := [host.name for index, host in enumerate(hosts) if matrix[index][index]]:
-        return f"no device from a host to itself, but {circular[0]} has one"
-    for i, j in itertools.permutations(range(count), 2):
-        if not matrix[i][j] and (backend == "jaccl" or (i - j) % count in (1, count - 1)):
-            return f"a device for each link, and none is listed for {hosts[i].name} to {hosts[j].name}"
-    return None

@@ -107,11 +107,7 @@ class RankLink:
     """A rank's process, as this machine sees it."""
 
     def __init__(self, command: RankCommand, words: Sequence[str], console: Console, hosts: Sequence[str]):
-        """Starts it by these words; hosts: of each rank.
-
-        Raises:
-            UserError: there is no such program on this machine.
-        """
+        """Starts it by these words; hosts: of each rank. Raises UserError: there is no such program on this machine."""
         self.command, self.host, self._console, self._hosts = command, command.host.name, console, hosts
         self._failed_rank = command.rank  # with mpirun: of those that it started
         self.lost_another = False  # it ended because another rank was gone
@@ -197,11 +193,7 @@ class Start:
         self.links: list[RankLink] = []
 
     def run(self, interrupts: Interrupts) -> Outcome:
-        """Starts all ranks and waits until they have ended.
-
-        Raises:
-            UserError: the name of a host does not resolve.
-        """
+        """Starts all ranks and waits until they have ended. Raises UserError: the name of a host does not resolve."""
         commands = jobs.rank_commands(self.job)
         watcher = Watcher("127.0.0.1", 0, self._key, self.job.host_names)
         fault, number = None, 0
@@ -372,7 +364,7 @@ def take_signals() -> Interrupts:
 
 
 def answering_hosts(job: Job, hosts: tuple[Host, ...], console: Console, interrupts: Interrupts) -> tuple[Host, ...]:
-    """The hosts that answer over ssh, in their order; waits for more where there is none, or RDMA needs them."""
+    """The hosts that answer over ssh, in their order; waits where there is none."""
     deadline = time.monotonic() + NO_ANSWER_SECONDS
 
     def answers(host: Host) -> bool:
@@ -381,8 +373,7 @@ def answering_hosts(job: Job, hosts: tuple[Host, ...], console: Console, interru
     while True:
         with ThreadPoolExecutor(len(hosts)) as pool:
             there = tuple(host for host, is_there in zip(hosts, pool.map(answers, hosts), strict=True) if is_there)
-        is_whole = job.backend not in RDMA_BACKENDS or len(there) < 2 or jobs.rdma_fault(job.backend, there) is None
-        if there and is_whole:
+        if there:
             return there
         if time.monotonic() > deadline or not interrupts.empty():
             return ()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import glob
 import json
-import math
 import queue
 import shlex
 import sys
@@ -20,7 +19,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -43,33 +42,25 @@ if TYPE_CHECKING:
 ANSWER, LINKS = "tandem-preflight ", "tandem-links "  # before what is for this program among a host's or rank's lines
 ROUND_TRIPS = 20
 LINK_BYTES = 2**20  # 0.1 s at 100 Mbit/s
+SLOW_BYTES_PER_SECOND, SLOW_SECONDS = 12.5e6, 0.05
 TRIAL_SECONDS = 15.0
 LIMIT_SECONDS = 30.0  # of a host's checks
 STYLES = {"ok": "green", "note": "bold magenta", "failed": "bold red"}
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What a link has to reach, and the words after ./launch, which remedies repeat."""
-
-    bytes_per_second: float
-    round_trip_seconds: float
-    typed: Sequence[str]
-
-    def again(self, *options: str) -> str:
-        """The launcher's command line, with further options."""
-        cut = list(self.typed).index("--") if "--" in self.typed else len(self.typed)
-        return shlex.join(["./launch", *self.typed[:cut], *options, *self.typed[cut:]])
+def again(typed: Sequence[str], *options: str) -> str:
+    """The launcher's command line, with further options. typed: the words after ./launch."""
+    cut = list(typed).index("--") if "--" in typed else len(typed)
+    return shlex.join(["./launch", *typed[:cut], *options, *typed[cut:]])
 
 
-def run(job: Job, limits: Limits, as_json: bool) -> bool:
-    """Checks every host and prints the findings; returns whether the job can start.
+def run(job: Job, typed: Sequence[str], as_json: bool) -> bool:
+    """Checks every host and prints the findings; returns whether the job can start. typed: as `again` has it.
 
-    Raises:
-        UserError: the configuration is wrong.
+    Raises UserError: the configuration is wrong.
     """
     began = time.perf_counter()
-    findings = examine(job, needs_of(job), limits)
+    findings = examine(job, needs_of(job), typed)
     failed, seconds = sum(one.status == "failed" for one in findings), time.perf_counter() - began
     if as_json:
         print(json.dumps({"passed": not failed, "seconds": seconds, "findings": [asdict(one) for one in findings]}))
@@ -83,8 +74,7 @@ def run(job: Job, limits: Limits, as_json: bool) -> bool:
 def needs_of(job: Job) -> Needs:
     """What the run's configuration needs of every host; of a command that is not train.py little is known.
 
-    Raises:
-        UserError: the configuration is wrong.
+    Raises UserError: the configuration is wrong.
     """
     if Path(job.command[0]).name != "train.py":
         return Needs(run_dir=None)
@@ -106,14 +96,14 @@ def needs_of(job: Job) -> Needs:
 # ---- Asking the hosts
 
 
-def examine(job: Job, needs: Needs, limits: Limits) -> list[Finding]:
+def examine(job: Job, needs: Needs, typed: Sequence[str]) -> list[Finding]:
     """All checks on all hosts, then a trial of the backend. RDMA that fails is a note: ./launch goes on over ring."""
     with ThreadPoolExecutor(len(job.hosts)) as pool:
-        answers = pool.map(lambda host: ask_host(job, host, request_of(job, host, needs, limits)), job.hosts)
+        answers = pool.map(lambda host: ask_host(job, host, request_of(job, host, needs, typed)), job.hosts)
         findings = [one for of_host in answers for one in of_host]
     if any(one.status == "failed" for one in findings):
         return findings
-    trial = try_backend(job, limits)
+    trial = try_backend(job, typed)
     if job.backend in RDMA_BACKENDS:
         trial = [replace(one, status="note", remedy="", note="ring is taken") if one.remedy else one for one in trial]
     return findings + trial
@@ -135,7 +125,7 @@ def ask_host(job: Job, host: Host, request: Request) -> list[Finding]:
     return [Finding("failed", error, remedy, note, check, host.name)]
 
 
-def request_of(job: Job, host: Host, needs: Needs, limits: Limits) -> Request:
+def request_of(job: Job, host: Host, needs: Needs, typed: Sequence[str]) -> Request:
     """What a host is checked for."""
     paths = {path: job.path_on(host, path) for path in (*needs.files, *filter(None, [needs.run_dir]))}
     return Request(
@@ -149,7 +139,7 @@ def request_of(job: Job, host: Host, needs: Needs, limits: Limits) -> Request:
         packages=checks.packages(),
         ports=ports_of(job)[host.name],
         addresses=host.addresses,
-        other_port=limits.again("--starting-port", str(job.starting_port + 1000)),
+        other_port=again(typed, "--starting-port", str(job.starting_port + 1000)),
     )
 
 
@@ -164,7 +154,7 @@ def answer() -> None:
 # ---- The trial: the ranks add up a number and measure their links, started as the run will be
 
 
-def try_backend(job: Job, limits: Limits) -> list[Finding]:
+def try_backend(job: Job, typed: Sequence[str]) -> list[Finding]:
     """Whether all ranks can add up a number, and how fast the links between neighbouring hosts are."""
     console, interrupts = Console(lines=[]), queue.SimpleQueue[int]()
     check = replace(job, command=("-m", "lib.launch.preflight", "sum", str(job.size)), wedged_seconds=TRIAL_SECONDS)
@@ -177,9 +167,9 @@ def try_backend(job: Job, limits: Limits) -> list[Finding]:
     if outcome.status == 0:
         links = [Link(*one) for line in lines if line.startswith(LINKS) for one in json.loads(line[len(LINKS) :])]
         works = [Finding("ok", job.backend, check="backend", host=name) for name in names]
-        return works + link_findings(job, links, limits)
+        return works + link_findings(job, links)
     fault = outcome.fault.message if outcome.fault else f"no sum within {2 * TRIAL_SECONDS:g} s"
-    remedy = limits.again("--backend", "mpi" if job.backend == "ring" else "ring")
+    remedy = again(typed, "--backend", "mpi" if job.backend == "ring" else "ring")
     note = f"whether it is this backend: only ring joins Macs and Linux; is a firewall on at port {job.starting_port}"
     blamed = [name for name in names if outcome.fault is None or name in outcome.fault.hosts] or names
     message = f"{job.backend}: {lines[-1] if lines else fault}"
@@ -195,21 +185,17 @@ class Link(NamedTuple):
     round_trip_seconds: float
 
 
-def link_findings(job: Job, links: Sequence[Link], limits: Limits) -> list[Finding]:
-    """Every measured link against the limits, as findings of the first host of each."""
+def link_findings(job: Job, links: Sequence[Link]) -> list[Finding]:
+    """Every measured link, as findings of the first host of each."""
     findings, names = [], job.host_names
     addresses = {host.name: " and ".join(host.addresses) for host in job.hosts}
     for link in links:
         other, rate, trip = names[link.other], link.bytes_per_second, link.round_trip_seconds
         at = f" at {addresses[other]}" if addresses[other] not in other else ""
         message = f"to {other}{at}, {job.backend}: {rate * 8 / 1e6:,.0f} Mbit/s, {trip * 1e3:.2f} ms"
-        accepted: list[str] = []  # with room for what a link does a minute later
-        if rate < limits.bytes_per_second:
-            accepted += ["--min-mbit", f"{rate * 8e-6 / 2:.1f}"]
-        if trip > limits.round_trip_seconds:
-            accepted += ["--max-round-trip-ms", str(math.ceil(trip * 1e3 * 2))]
-        remedy, note = (limits.again(*accepted), "accepts it; better a cable than Wi-Fi") if accepted else ("", "")
-        findings.append(Finding("failed" if accepted else "ok", message, remedy, note, "links", names[link.rank]))
+        is_slow = rate < SLOW_BYTES_PER_SECOND or trip > SLOW_SECONDS
+        note = "slow; better a cable than Wi-Fi" if is_slow else ""
+        findings.append(Finding("note" if is_slow else "ok", message, "", note, "links", names[link.rank]))
     return findings
 
 

@@ -26,8 +26,7 @@ Note = Callable[[str], None]  # prints a line for the person who waits
 def key_of(path: Path, is_primary: bool, limit_seconds: float, note: Note) -> bytes:
     """The key that people put on each machine; the primary makes one where there is none, a secondary waits for it.
 
-    Raises:
-        UserError: it is no key, or none came in time.
+    Raises UserError: it is no key, or none came in time.
     """
     path = path.expanduser()
     if is_primary and key_file.make(path):

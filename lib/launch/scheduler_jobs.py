@@ -17,8 +17,7 @@ from lib.launch.job import Job
 def job_file(job: Job, kind: str) -> str:
     """The file of a job for `slurm` or `mpijob`.
 
-    Raises:
-        UserError: the hosts have unequal slots, which neither can ask for.
+    Raises UserError: the hosts have unequal slots, which neither can ask for.
     """
     slots = {host.slots for host in job.hosts}
     if len(slots) > 1:

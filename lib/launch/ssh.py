@@ -62,8 +62,7 @@ def rsync(host: Host, source: Path | str, target: str, shell: str = "") -> str:
 def copy_to_hosts(job: Job, paths: Sequence[str]) -> None:
     """Copies paths to every other host. Of `.`, the project, runs and environments are left out, and set up there.
 
-    Raises:
-        UserError: rsync is missing, or it or the setup fails on a host.
+    Raises UserError: rsync is missing, or it or the setup fails on a host.
     """
     if shutil.which("rsync") is None:
         raise UserError("--sync needs rsync; install it (apt-get install rsync, brew install rsync)")

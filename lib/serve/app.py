@@ -171,11 +171,7 @@ class Server:
         return JSONResponse(answer.whole())
 
     async def _prompt(self, asked: ChatRequest | TextRequest) -> list[int]:
-        """A request's token ids.
-
-        Raises:
-            RequestError: the template does not take a message, or a limit is exceeded.
-        """
+        """A request's token ids. Raises RequestError: the template does not take a message, or a limit is exceeded."""
         model, most, wanted = self.model, self.settings.max_prompt_tokens, asked.answer_tokens or 1
         if max(map(int, asked.logit_bias or ()), default=0) >= model.vocab_size:
             message = f"logit_bias goes beyond the vocabulary of {model.vocab_size}"
@@ -199,8 +195,7 @@ class Server:
     ) -> AsyncIterator[Piece]:
         """The pieces of an answer as they come, until it ends, its time is over, or its client leaves.
 
-        Raises:
-            RequestError: the time is over, the client left, or generation failed.
+        Raises RequestError: the time is over, the client left, or generation failed.
         """
         started, outcome, metrics = time.monotonic(), "cancelled", self.metrics
         leaving = asyncio.create_task(_report_leaving(request, pieces))
@@ -284,11 +279,7 @@ class Gate:
             await response_of(error)(scope, receive, sending)
 
     def owner(self, request: Request) -> str:
-        """The name of the key that a request brings.
-
-        Raises:
-            RequestError: it has none that is known.
-        """
+        """The name of the key that a request brings. Raises RequestError: it has none that is known."""
         if self.server.keys is None:
             return "local"
         scheme, _, key = request.headers.get("authorization", "").partition(" ")

@@ -116,8 +116,7 @@ async def _serve(server: Any, listening: socket.socket) -> None:
 def bind(host: str, port: int) -> socket.socket:
     """The socket that uvicorn will listen at.
 
-    Raises:
-        UserError: the address is not this machine's, or another process listens there already.
+    Raises UserError: the address is not this machine's, or another process listens there already.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -41,8 +41,7 @@ class LabelledCompletion:
 class Feedback:
     """The recent completions of a server, and the file of those that were labelled.
 
-    Raises:
-        UserError: the file cannot be written.
+    Raises UserError: the file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,8 +60,7 @@ class Feedback:
     def take(self, owner: str, given: Label) -> None:
         """Writes a label's row. The same label again changes nothing.
 
-        Raises:
-            RequestError: the id is unknown to this key, or has the other label; the disk is full.
+        Raises RequestError: the id is unknown to this key, or has the other label; the disk is full.
         """
         completion = self.recent.get(given.id)
         if completion is None or completion.owner != owner:

@@ -63,8 +63,7 @@ class ServedModel:
     def prompt_ids(self, request: ChatRequest | TextRequest) -> list[int]:
         """A request's token ids, as a training row's prompt has them.
 
-        Raises:
-            UserError: the template does not take a message or tools; names which.
+        Raises UserError: the template does not take a message or tools; names which.
         """
         if isinstance(request, TextRequest):
             if not self.has_template:

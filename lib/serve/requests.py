@@ -174,8 +174,7 @@ class TextRequest(CompletionRequest):
 def parse(model: type[SomePart], raw: bytes) -> SomePart:
     """Checks a body.
 
-    Raises:
-        RequestError: the body is not JSON, or a key or value is not served; names the first of them.
+    Raises RequestError: the body is not JSON, or a key or value is not served; names the first of them.
     """
     try:
         return model.model_validate_json(raw)
