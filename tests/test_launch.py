@@ -81,11 +81,6 @@ def test_a_resumed_run_keeps_its_settings_and_plans_again_for_another_world() ->
     )
 
 
-def test_the_other_machines_command_is_the_same_with_the_other_role() -> None:
-    typed = ["--hostfile", "h", "--role", "primary", "--", "train.py"]
-    assert command.role_command(typed, "secondary") == "./launch --role secondary --hostfile h -- train.py"
-
-
 def test_rdma_that_fails_goes_on_over_ring_and_a_killed_rank_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = ((None, "rdma_en5"), ("rdma_en5", None))
     hosts = tuple(hostfile.Host(name, rdma=rdma) for name, rdma in zip("ab", devices, strict=True))

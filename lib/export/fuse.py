@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,13 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.tuner.dora import DoRAEmbedding, DoRALinear
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
+from mlx_lm.utils import make_shards
 
 from lib.config import read_file
 from lib.errors import Stopped, UserError
 from lib.export.proof import ExportOptions, Reading, mlx_logps
 from lib.export.trained_run import ChatForm, TrainedRun
-from lib.model.adapter_files import trainable, write_arrays
+from lib.model.adapter_files import described, trainable, write_arrays
 from lib.model.checkpoint_names import stacked_name, unstacked
 from lib.system.model_folder import end_ids
 
@@ -28,7 +28,7 @@ TYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 QUANTISED = (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear)
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 ADAPTED = (LoRALinear, LoRASwitchLinear, LoRAEmbedding, DoRALinear, DoRAEmbedding)
-SHARD_BYTES = 5 * 2**30  # of one file of weights
+SHARD_GIGABYTES = 5  # of one file of weights
 # What comes along of a base model's folder: configuration, tokenizer, chat template, generation settings, code.
 COMPANIONS = ("*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken")
 
@@ -96,7 +96,7 @@ def require_template(chat: ChatForm | None, folder: Path) -> None:
 def _stored(run: TrainedRun, options: ExportOptions) -> nn.Module:
     """The model in the types that it is stored in, not evaluated yet: the change is added in float32, rounded once."""
     keeps_quantised = run.is_quantised and not options.dequantize
-    model = _merged(run, _requantised) if keeps_quantised else fused_model(run)
+    model = _merged(run, keeps_quantised) if keeps_quantised else fused_model(run)
     base = dict(tree_flatten(run.stored_base().parameters()))
 
     def type_of(name: str) -> mx.Dtype:
@@ -161,27 +161,24 @@ def plain_weight(layer: nn.Module) -> mx.array:
 
 def fused_model(run: TrainedRun) -> nn.Module:
     """The trained model without an adapter: plain layers, float32, not evaluated yet."""
-    model = _merged(run, plain_layer)
+    model = _merged(run, keeps_quantised=False)
     quantised = [(name, module) for name, module in model.named_modules() if isinstance(module, QUANTISED)]
     model.update_modules(tree_unflatten([(name, plain_layer(layer, plain_weight(layer))) for name, layer in quantised]))
     return model
 
 
-def _merged(run: TrainedRun, layer_of: Callable[[nn.Module, mx.array], nn.Module]) -> nn.Module:
-    """The trained model, whose adapted layers are those that `layer_of` makes of base and merged weight."""
+def _merged(run: TrainedRun, keeps_quantised: bool) -> nn.Module:
+    """The trained model; adapted layers are plain ones, or quantised again as the base's were."""
     model = run.model()
-    layers = adapted_layers(model) if run.settings.model.method != "full" else {}
-    merged = [(name, layer_of(base_layer(layer), merged_weight(layer))) for name, layer in layers.items()]
+    merged = []
+    for name, layer in (adapted_layers(model) if run.settings.model.method != "full" else {}).items():
+        base = base_layer(layer)
+        plain: Any = plain_layer(base, merged_weight(layer))
+        if keeps_quantised and isinstance(base, QUANTISED):
+            plain = plain.to_quantized(group_size=base.group_size, bits=base.bits, mode=base.mode)
+        merged.append((name, plain))
     model.update_modules(tree_unflatten(merged))
     return model.eval()
-
-
-def _requantised(base: nn.Module, weight: mx.array) -> nn.Module:
-    """A merged layer, quantised as the base's is; layers without an adapter keep their bits."""
-    plain: Any = plain_layer(base, weight)
-    if not isinstance(base, QUANTISED):
-        return plain
-    return plain.to_quantized(group_size=base.group_size, bits=base.bits, mode=base.mode)
 
 
 def plain_layer(base: nn.Module, weight: mx.array) -> nn.Module:
@@ -202,22 +199,15 @@ def plain_layer(base: nn.Module, weight: mx.array) -> nn.Module:
 # ---- A model's folder
 
 
-def write_weights(folder: Path, arrays: dict[str, mx.array], shard_bytes: int = SHARD_BYTES) -> None:
+def write_weights(folder: Path, arrays: dict[str, mx.array]) -> None:
     """Writes model.safetensors, or several files with their index. The arrays are made one at a time, and forgotten."""
-    shards: list[list[str]] = [[]]
-    room = shard_bytes
-    for name, array in arrays.items():
-        if array.nbytes > room and shards[-1]:
-            shards.append([])
-            room = shard_bytes
-        shards[-1].append(name)
-        room -= array.nbytes
+    shards = [shard for shard in make_shards(arrays, SHARD_GIGABYTES) if shard]
     total, index = sum(array.nbytes for array in arrays.values()), dict[str, str]()
-    for number, names in enumerate(shards, 1):
+    arrays.clear()
+    for number, shard in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        described = {name: (arrays[name].shape, arrays[name].dtype) for name in names}
-        write_arrays(folder / file, described, ((name, arrays.pop(name)) for name in names))
-        index |= dict.fromkeys(names, file)
+        index |= dict.fromkeys(shard, file)
+        write_arrays(folder / file, described(shard), ((name, shard.pop(name)) for name in list(shard)))
     if len(shards) > 1:
         change_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
 

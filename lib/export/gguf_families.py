@@ -25,25 +25,15 @@ ALL = "full_attention"
 
 @dataclass(frozen=True)
 class Family:
-    """How a family of mlx-lm's models is stored in GGUF.
+    """How a family of mlx-lm's models is stored in GGUF."""
 
-    Args:
-        architecture: its name in GGUF.
-        pairs_neighbours: llama.cpp rotates neighbouring values of a head here, mlx-lm the two halves: the rows of q
-            and k are put in another order.
-        needs_head: llama.cpp does not take the embedding for the head.
-        norm_offset: mlx-lm's norms add this to their weight, llama.cpp's do not.
-        norm_topk_prob: what llama.cpp does with the shares of experts.
-        heads_of: the number of blocks at which llama.cpp scales Gemma's attention by hidden size over heads, not by
-            the size of a head.
-    """
-
-    architecture: str
+    architecture: str  # its name in GGUF
+    # llama.cpp rotates neighbouring values of a head, mlx-lm the two halves: the rows of q and k are reordered.
     pairs_neighbours: bool = False
-    needs_head: bool = False
-    norm_offset: float = 0.0
-    norm_topk_prob: bool | None = None
-    heads_of: int = 0
+    needs_head: bool = False  # llama.cpp does not take the embedding for the head
+    norm_offset: float = 0.0  # mlx-lm's norms add this to their weight, llama.cpp's do not
+    norm_topk_prob: bool | None = None  # what llama.cpp does with the shares of experts
+    heads_of: int = 0  # at so many blocks llama.cpp scales Gemma's attention by hidden size over heads
 
 
 _LLAMA, _GEMMA3 = Family("LLAMA", pairs_neighbours=True), Family("GEMMA3", norm_offset=1.0, heads_of=62)

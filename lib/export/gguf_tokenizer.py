@@ -23,25 +23,15 @@ SPECIAL = ("bos", "eos", "unk", "sep", "pad", "mask")  # by their names in trans
 
 @dataclass(frozen=True)
 class GgufTokenizer:
-    """A tokenizer as GGUF stores it.
+    """A tokenizer as GGUF stores it."""
 
-    Args:
-        tokens: every token's text and gguf.TokenType, by id.
-        merges: pairs in their order, "left right" each.
-        is_sentencepiece: BPE by scores ("llama"), not byte-level BPE by merges ("gpt2").
-        pre: llama.cpp's name of the splitter.
-        ids: of special tokens by their names in GGUF: bos, eos, eot ...
-        adds: flags: whether a text gets bos and eos, and begins with a space.
-        strips_right: special tokens swallow the white space behind them.
-    """
-
-    tokens: list[tuple[str, int]]
-    merges: list[str]
-    is_sentencepiece: bool
-    pre: str
-    ids: dict[str, int]
-    adds: dict[str, bool]
-    strips_right: bool
+    tokens: list[tuple[str, int]]  # every token's text and gguf.TokenType, by id
+    merges: list[str]  # pairs in their order, "left right" each
+    is_sentencepiece: bool  # BPE by scores ("llama"), not byte-level BPE by merges ("gpt2")
+    pre: str  # llama.cpp's name of the splitter
+    ids: dict[str, int]  # of special tokens by their names in GGUF: bos, eos, eot ...
+    adds: dict[str, bool]  # whether a text gets bos and eos, and begins with a space
+    strips_right: bool  # special tokens swallow the white space behind them
     chat_template: str | None
 
     def write(self, writer: GGUFWriter, vocab_size: int) -> None:

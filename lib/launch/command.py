@@ -92,8 +92,8 @@ def _wait_for_others(job: Job, here: Host, options: argparse.Namespace, note: Ca
     is_primary = here == job.hosts[0]
     key = role_start.key_of(options.key or key_file.usual(), is_primary, limit, note)
     others = ", ".join(names[1:] if is_primary else names[:1])
-    other = role_command(options.typed, "secondary" if is_primary else "primary")
-    note(f"waiting for {others}, {limit:.0f} s at most; there: {other}")
+    other = "secondary" if is_primary else "primary"
+    note(f"waiting for {others}, {limit:.0f} s at most; type the same there, with --role {other}")
     if is_primary:
         return role_start.wait_as_primary(names, port, key, limit, note)
     return role_start.wait_as_secondary(names, here.name, hostfile.address(job.hosts[0]), port, key, limit)
@@ -192,14 +192,6 @@ def job_of(options: argparse.Namespace) -> Job:
         silent_seconds=options.silent_seconds,
         wedged_seconds=options.wedged_seconds,
     )
-
-
-def role_command(arguments: Sequence[str], role: str) -> str:
-    """What one types on a machine of another role: the words of this launch, with that role."""
-    words = list(arguments)
-    index = next(i for i, word in enumerate(words) if word.partition("=")[0] == "--role")
-    del words[index : index + (1 if "=" in words[index] else 2)]
-    return shlex.join(["./launch", "--role", role, *words])
 
 
 def checked(job: Job) -> Job:

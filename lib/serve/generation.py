@@ -88,24 +88,16 @@ class Piece:
 
 @dataclass(eq=False)
 class Generation:
-    """A request under way.
+    """A request under way."""
 
-    Args:
-        owner: whose prompt cache it uses.
-        prompt: token ids.
-        stops: strings that end the answer and are no part of it.
-        top_logprobs: likeliest tokens to report of each token; None for no log-probabilities.
-        put: takes the pieces of the answer.
-    """
-
-    owner: str
-    prompt: list[int]
+    owner: str  # whose prompt cache it uses
+    prompt: list[int]  # token ids
     max_tokens: int
     sampling: SamplingParameters
-    stops: tuple[str, ...]
-    top_logprobs: int | None
+    stops: tuple[str, ...]  # strings that end the answer and are no part of it
+    top_logprobs: int | None  # likeliest tokens to report of each token; None for no log-probabilities
     tools: list[JSON] | None
-    put: Callable[[Piece], None]
+    put: Callable[[Piece], None]  # takes the pieces of the answer
     is_cancelled: bool = False
 
 
