@@ -90,7 +90,10 @@ def _wait_for_others(job: Job, here: Host, options: argparse.Namespace, note: Ca
     """The run's key, when people have started all machines."""
     names, limit, port = [host.name for host in job.hosts], job.wedged_seconds, job.starting_port
     is_primary = here == job.hosts[0]
-    key = role_start.key_of(options.key or key_file.usual(), is_primary, limit, note)
+    path = (options.key or key_file.usual()).expanduser()
+    if is_primary and key_file.make(path):
+        note(f"made {path}: copy it to the other machines, e.g. scp {path} MACHINE:{path}")
+    key = key_file.read(path)
     others = ", ".join(names[1:] if is_primary else names[:1])
     other = "secondary" if is_primary else "primary"
     note(f"waiting for {others}, {limit:.0f} s at most; type the same there, with --role {other}")

@@ -33,7 +33,6 @@ from lib.launch.hostfile import Host
 from lib.launch.job import RDMA_BACKENDS, Job, RankCommand
 from lib.launch.rank_process import HELLO
 from lib.system import mlx_failures, os_commands
-from lib.system.terminal import Terminal
 
 LOOK_SECONDS = 0.1
 PING_SECONDS = 1.0
@@ -47,7 +46,6 @@ NO_ANSWER_SECONDS = 120.0  # while no host answers, which may be the network of 
 MAC_RESTARTS = 3  # by default where a host is a Mac: a lit display may end a rank at any time (lib/system/metal.py)
 MPI_TAG = re.compile(r"\[[^\]]*?,(\d+)\]<(?:stdout|stderr)>: ?")
 MPI_FAILED = re.compile(r"process rank (\d+) with PID|Process name: \[[^\]]*,(\d+)\]")  # in mpirun's last words
-COLOURS = (36, 35, 32)
 
 Interrupts = queue.SimpleQueue[int]  # numbers of signals
 
@@ -58,19 +56,15 @@ class Console:
     def __init__(self, lines: list[str] | None = None) -> None:
         """lines: takes the ranks' lines, and nothing is written."""
         self.lines, self._lock = lines, threading.Lock()
-        self._is_coloured = Terminal().is_live and not os.environ.get("NO_COLOR")
 
     def output(self, rank: int | None, host: str, stream: TextIO, text: str) -> None:
         """Writes a line of a rank; None: of mpirun."""
         if self.lines is not None:
             self.lines.append(text)
             return
-        tag = f"[{'mpirun' if rank is None else rank} {host}]"
-        if self._is_coloured:
-            tag = f"\033[{COLOURS[(rank or 0) % len(COLOURS)]}m{tag}\033[0m"
         try:
             with self._lock:
-                print(tag, shown(text), file=stream, flush=True)
+                print(f"[{'mpirun' if rank is None else rank} {host}]", shown(text), file=stream, flush=True)
         except (OSError, ValueError):  # `| head` has ended
             os.kill(os.getpid(), signal.SIGINT)
 

@@ -12,31 +12,13 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from lib.distributed.connection import Channel, Listener, connect
 from lib.errors import Stopped, UserError
-from lib.system import key_file
 
 CLOSE_SECONDS = 2.0  # for secondaries to close first: the port is then free for rank 0 at once
 
 Note = Callable[[str], None]  # prints a line for the person who waits
-
-
-def key_of(path: Path, is_primary: bool, limit_seconds: float, note: Note) -> bytes:
-    """The key that people put on each machine; the primary makes one where there is none, a secondary waits for it.
-
-    Raises UserError: it is no key, or none came in time.
-    """
-    path = path.expanduser()
-    if is_primary and key_file.make(path):
-        note(f"made {path}: copy it to the other machines, e.g. scp {path} MACHINE:{path}")
-    deadline = time.monotonic() + limit_seconds
-    if not path.exists():
-        note(f"waiting for {path}, {limit_seconds:.0f} s at most: the primary makes it; copy it here")
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.5)
-    return key_file.read(path)
 
 
 def run_key(key: bytes, number: str) -> bytes:
