@@ -67,6 +67,7 @@ def test_a_folder_of_train_valid_and_test_is_trained_held_out_and_left(tmp_path:
     "names, train, valid",
     [
         (("train/0.jsonl", "train/1.jsonl", "validation/0.jsonl", "validation/1.jsonl"), 2, "validation"),
+        (("data/train-0.jsonl", "data/valid-0.jsonl", "data/valid-1.jsonl"), 1, "data/valid-*"),
         (("rows.jsonl", "test.jsonl"), 1, None),
         (("a.jsonl", "b.jsonl"), 0, None),
     ],

@@ -8,8 +8,10 @@ ranks depend on them: each row is trained exactly once an epoch.
 from __future__ import annotations
 
 import functools
+import glob
 import hashlib
 import itertools
+import os
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -92,15 +94,20 @@ def with_splits(settings: DataSettings, tell: Tell = lambda text: None) -> DataS
     train, valid = named["train"] or named[None], named["validation"]
     if not train or len(train) == len(splits):
         return settings
-    together = valid[0] if len(valid) == 1 else valid[0].parent if valid else None
-    if together in (None, folder) or settings.valid is not None or settings.holdout:
+    start = os.path.commonprefix([*map(str, valid)])
+    if (
+        settings.valid is not None
+        or settings.holdout
+        or [path for path in splits if str(path).startswith(start)] != valid
+    ):
         valid = []
+    together = start.rstrip("/") if len(valid) == 1 or start.endswith("/") else f"{glob.escape(start)}*"
     left = [path for path in splits if path not in (*train, *valid)]
     uses = ((train, "trained"), (valid, "held out"), (left, "left"))
     parts = [f"{', '.join(str(path.relative_to(folder)) for path in paths)} is {use}" for paths, use in uses if paths]
     tell(f"{settings.train}: {', '.join(parts)}")
     changes: dict[str, object] = {"train": str(train[0]) if len(train) == 1 else dict.fromkeys(map(str, train), 1.0)}
-    return settings.model_copy(update=changes | ({"valid": str(together)} if valid else {}))
+    return settings.model_copy(update=changes | ({"valid": together} if valid else {}))
 
 
 def tell_unread(settings: DataSettings, kind: RecordKind, tell: Tell) -> None:
