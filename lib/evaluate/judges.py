@@ -143,11 +143,7 @@ class FunctionJudge(Judge):
     """Calls MODULE:FUNCTION, as (prompt, completions, record) ➜ scores, in a spawned process with a time limit.
 
     A function that takes too long is killed; the next question starts it again. What it prints goes to standard error.
-
-    Args:
-        name: MODULE:FUNCTION, importable from this folder.
-        shown: how the user named the judge, for errors.
-        limit_seconds: for the completions of one question.
+    shown: how the user named the judge, for errors. limit_seconds: for the completions of one question.
     """
 
     looks_at_order = True

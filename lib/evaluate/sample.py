@@ -40,22 +40,15 @@ class Prompt(NamedTuple):
 
 @dataclass
 class Sample:
-    """One answer, while it grows and when it is finished.
-
-    Args:
-        k: its number among the answers to this prompt, from 0.
-        tokens: with the end token, where it was drawn; up to the token that completes a stop string.
-        logps: float32, nats, one a token: of softmax(logits / temperature), before top_p leaves tokens out.
-        text: without the end token, and without a stop string and what follows it.
-    """
+    """One answer, while it grows and when it is finished."""
 
     prompt_id: int
-    k: int
+    k: int  # its number among the answers to this prompt, from 0
     prompt_tokens: list[int]
-    tokens: list[int] = field(default_factory=list)
-    logps: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # up to the end token, or to what completes a stop string
+    logps: list[float] = field(default_factory=list)  # nats, of softmax(logits / temperature), before top_p
     finish: Literal["stop", "length"] | None = None
-    text: str = ""
+    text: str = ""  # without the end token, and without a stop string and what follows it
 
 
 @dataclass(frozen=True)
@@ -93,16 +86,12 @@ def uniforms(seed: Sequence[int], prompt_id: int, k: int, count: int) -> np.ndar
 
 
 def draw(logits: mx.array, numbers: mx.array, temperature: float, top_p: float) -> tuple[mx.array, mx.array]:
-    """The tokens drawn, int32 [B], and their log-probabilities, float32 [B].
+    """The tokens drawn from logits [B, V], int32 [B], and their log-probabilities, float32 [B].
 
-    The log-probabilities are those of softmax(logits / temperature), before top_p leaves tokens out: the ratio in
-    GRPO's loss compares them with a pass that has no top_p. A temperature of 0 takes the likeliest token; its
-    log-probability is that at temperature 1.
-
-    Args:
-        logits: [B, V].
-        numbers: float32 [B], in [0, 1): the token is the first whose cumulative probability exceeds its row's.
-        top_p: nucleus sampling (arXiv:1904.09751, section 3.1).
+    numbers: float32 [B], in [0, 1): the token is the first whose cumulative probability exceeds its row's. The
+    log-probabilities are those of softmax(logits / temperature), before top_p (nucleus sampling, arXiv:1904.09751,
+    section 3.1) leaves tokens out: the ratio in GRPO's loss compares them with a pass that has no top_p. A temperature
+    of 0 takes the likeliest token; its log-probability is that at temperature 1.
     """
     logps = logits.astype(mx.float32) / (temperature or 1.0)
     logps = logps - mx.logsumexp(logps, axis=-1, keepdims=True)

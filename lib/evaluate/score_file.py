@@ -49,9 +49,6 @@ from lib.training.run_facts import sharded_plan, stage_blocks
 KINDS = ("logps", "rewards", "greedy", "samples")
 
 
-# ---- Lines of a file, each once
-
-
 class FileJob(NamedTuple):
     """An output that all ranks write: what it is, a digest of all that its lines depend on, the rows of the input, and
     how many of them a rank takes at a time."""
@@ -134,9 +131,6 @@ def _agreeing(world: World, what: str) -> contextlib.AbstractContextManager[None
     return world.agreeing(what) if world.size > 1 else contextlib.nullcontext()
 
 
-# ---- Records
-
-
 def open_rows(source: str, settings: DataSettings, kind: RecordKind, say: Terminal) -> Records:
     """All usable records of a source, in order."""
     return sources.open_records(sources.files_of(source, settings, say.line), settings, kind, say.line)
@@ -165,9 +159,6 @@ def open_asked(named: str | None, settings: Config, kind: RecordKind, say: Termi
     lines = [index.entries["line"][of_file] for index, of_file in each]
     kept = [np.isin(index.entries["line"], wanted) for index, wanted in zip(others.indices, lines, strict=True)]
     return others.only(np.flatnonzero(np.concatenate(kept)))
-
-
-# ---- Log-probabilities and rewards
 
 
 class Scorer:
@@ -249,9 +240,6 @@ class Scorer:
         mx.eval(model.state)
         logps = in_batches(lengths, self.settings.evaluate.batch_size, of, not self.world.divides_model)
         return np.array(workers.all_sum(mx.array(np.stack(logps)), "log-probabilities of some rows"))
-
-
-# ---- Answers, and pairs made of them
 
 
 class CompletionWriter:

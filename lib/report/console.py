@@ -229,9 +229,6 @@ class ProgressLine:
         return with_bar([field[1] for field in fields if field in fitting], step / max(self.total, 1), width, bar)
 
 
-# ---- Before training: what the data and the settings come to
-
-
 def show_run(say: RunConsole, config: Config, plan: ClusterPlan, inputs: Inputs, steps: int) -> None:
     """Derived, printed, then run: the facts of a run, its plan, and every strategy's prediction."""
     data, valid, model, train = inputs.data, inputs.valid, config.model, config.train
@@ -357,9 +354,6 @@ def show_model(say: Terminal, model: nn.Module) -> None:
     total = sum(array.size for _, array in tree_flatten(model.parameters()))
     trained = sum(array.size for _, array in tree_flatten(model.trainable_parameters()))
     say.line(f"training {trained:,} of {total:,} parameters ({100 * trained / total:.2f} %) on {device_name()}")
-
-
-# ---- After training
 
 
 def show_end(say: Terminal, folder: Path, loss: object, ends: Sequence[str] = ()) -> None:

@@ -158,28 +158,18 @@ def runs_in(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class RunFigures:
-    """A run, now.
+    """A run, now."""
 
-    Args:
-        state: waiting, running, silent or finished.
-        steps: of the whole run.
-        summary: what is known so far, under the names of summary.json; of `ranks` means over their last records.
-        latest: of the newest step.
-        held_out: metrics of the newest evaluation; of a finished run, of the weights in its folder.
-        warnings: each once, whatever the number of ranks that record it.
-        missing: ranks of the plan whose records are not here.
-    """
-
-    state: str
+    state: str  # waiting, running, silent, finished
     plan: PlanRecord | Record
-    steps: int | None
-    summary: dict[str, Any]
-    latest: dict[str, float | None]
-    held_out: Record
+    steps: int | None  # of the whole run
+    summary: dict[str, Any]  # so far, under the names of summary.json; of `ranks` means over their last records
+    latest: dict[str, float | None]  # of the newest step
+    held_out: Record  # metrics of the newest evaluation; of a finished run, of the weights in its folder
     left_seconds: float | None
     restarts: int
-    warnings: list[Record]
-    missing: list[RankHost]
+    warnings: list[Record]  # each once, whatever the number of ranks that record it
+    missing: list[RankHost]  # ranks of the plan whose records are not here
 
 
 def figures(run: RunHistory, now: float) -> RunFigures:

@@ -15,20 +15,14 @@ from lib.data.groups import Group as SampledGroup
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer that was drawn, with its score.
-
-    Args:
-        tokens: the end token included.
-        logps: of the tokens, under the policy that drew them, in nats.
-        score: None where the judge failed on it.
-    """
+    """One answer that was drawn, with its score."""
 
     k: int
     text: str
-    tokens: list[int]
-    logps: list[float]
+    tokens: list[int]  # the end token included
+    logps: list[float]  # of the tokens, under the policy that drew them, in nats
     finish: str
-    score: float | None
+    score: float | None  # None where the judge failed on it
 
 
 @dataclass(frozen=True)
@@ -113,31 +107,20 @@ def why_nothing(groups: Sequence[Group], settings: RolloutSettings) -> str:
 
 @dataclass(frozen=True)
 class SampleFigures:
-    """What is to be watched of a round's answers; None where nothing was scored, or made pairs.
-
-    Args:
-        failed: answers on which the judge failed.
-        score: their mean.
-        accepted: the part of the prompts whose answers made a pair.
-        duplicates: the part of the answers that was drawn before, to the same prompt.
-        tokens: of an answer, the mean; `unended` is the part that max_tokens cut.
-        entropy: of the policy, in nats a token: the mean of -log p over what it drew.
-        kl: of the policy to the reference, in nats a token (lib/rollouts/divergence.py).
-        length_correlation: of scores and tokens among the answers to one prompt, over all prompts (Pearson's).
-    """
+    """What is to be watched of a round's answers; None where nothing was scored, or made pairs."""
 
     prompts: int
     samples: int
-    failed: int
+    failed: int  # answers on which the judge failed
     pairs: int
-    score: float | None
-    accepted: float
-    duplicates: float
-    tokens: float
-    unended: float
-    entropy: float
-    kl: float | None = None
-    length_correlation: float | None = None
+    score: float | None  # their mean
+    accepted: float  # the part of the prompts whose answers made a pair
+    duplicates: float  # the part of the answers that was drawn before, to the same prompt
+    tokens: float  # of an answer, the mean
+    unended: float  # the part of the answers that max_tokens cut
+    entropy: float  # of the policy, in nats a token: the mean of -log p over what it drew
+    kl: float | None = None  # of the policy to the reference, in nats a token (lib/rollouts/divergence.py)
+    length_correlation: float | None = None  # of scores and tokens among a prompt's answers (Pearson's)
 
 
 def figures_of(groups: Sequence[Group], pairs: Sequence[Pair], kl: float | None = None) -> SampleFigures:
