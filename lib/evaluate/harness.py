@@ -13,6 +13,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,9 +118,7 @@ class HarnessWorker:
         for count in {len(pieces) for pieces in ids}:  # a batch has as many continuations in each row
             same = [example for example in examples if len(example.completions) == count - 1]
             lengths = [len(e.prompt_ids) + max(map(len, e.completions)) for e in same]
-            scored = in_batches(
-                lengths, self.settings.evaluate.batch_size, lambda rows, same=same: self._scored(same, rows)
-            )
+            scored = in_batches(lengths, self.settings.evaluate.batch_size, partial(self._scored, same))
             results |= zip([example.row for example in same], scored, strict=True)
         return [json.dumps(results[row]) for row in range(len(items))]
 

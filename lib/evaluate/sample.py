@@ -64,7 +64,10 @@ class GreedySampling:
 
 
 def in_batches(
-    lengths: Sequence[int], batch_size: int, do: Callable[[Sequence[int]], Iterable[T]], can_halve: bool = True
+    lengths: Sequence[int] | np.ndarray,
+    batch_size: int,
+    do: Callable[[Sequence[int]], Iterable[T]],
+    can_halve: bool = True,
 ) -> list[T]:
     """What `do` makes of rows, given by index in batches of about one length, which halve where memory is short."""
     results: dict[int, T] = {}

@@ -120,7 +120,7 @@ class Comparer:
 
 
 def _known(scores: Sequence[float] | None) -> list[float | None] | None:
-    return scores and [None if math.isnan(score) else score for score in scores]  # JSON has no NaN
+    return None if scores is None else [None if math.isnan(score) else score for score in scores]  # JSON has no NaN
 
 
 def verdict(scores: Sequence[float], swapped: Sequence[float] | None = None) -> str:

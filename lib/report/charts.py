@@ -175,7 +175,8 @@ def of_rounds(run: RunHistory) -> list[Panel]:
             symbols = ["x" if records.get(number, {}).get("undone") else "circle" for number, _ in known]
             look: Plotly = {"mode": "lines+markers", "marker": {"symbol": symbols, "size": 8}}
             if known:
-                traces.append(line(*zip(*known, strict=True), label, style(index), **look))
+                numbers, values = zip(*known, strict=True)
+                traces.append(line(numbers, values, label, style(index), **look))
         if traces:
             drawn = figure(traces, "round", unit, rangemode="tozero")
             drawn["layout"]["xaxis"] |= {"tickformat": "d", "nticks": 8}

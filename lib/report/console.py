@@ -44,7 +44,11 @@ from lib.training.losses import needs_reference
 
 LINE_WIDTH = 80  # of a step's line, in a file
 # Of a step's line: label, key, form, importance, the smaller the greater.
-SHOWN = (("loss", "loss", ".4f", 1), ("acc", "reward_accuracy", ".1%", 3), ("reward", "reward", ".3f", 3))
+SHOWN: tuple[tuple[str, str, str, int], ...] = (
+    ("loss", "loss", ".4f", 1),
+    ("acc", "reward_accuracy", ".1%", 3),
+    ("reward", "reward", ".3f", 3),
+)
 SHOWN += (("margin", "reward_margin", ".3f", 4), ("kl", "kl", ".2f", 6))
 
 
@@ -275,7 +279,8 @@ def _warn_of_run(say: Terminal, config: Config, plan: ClusterPlan, inputs: Input
     warnings.append(long_warm_up(steps, config.train) or "")
     if data.labels is not None:
         warnings.append(uneven_labels(len(data), int(data.labels.sum()), config.train) or "")
-    for rows in filter(None, (data, inputs.valid)):
+    sized: list[Any] = [data, inputs.valid]
+    for rows in filter(None, sized):
         if rows.truncated_count:
             count = f"{'about ' * rows.is_estimated}{rows.truncated_count} of {len(rows)}"
             warnings.append(f"{rows.path}: {count} rows cut to data.max_length={config.data.max_length} tokens")

@@ -127,11 +127,12 @@ def costs(cost: RunCost | None) -> list[str]:
     """A line a host, and one for all."""
     if cost is None:
         return []
-    named: list[tuple[str, Any]] = [(host["host"], host) for host in cost["hosts"]]
+    named: list[tuple[str, Any]] = [(str(host["host"]), host) for host in cost["hosts"]]
+    named += [("all hosts", cost)] if len(named) > 1 else []
     return [
         f"{name}: {part['energy_kwh']:.3g} kWh for {part['electricity']:.2f}, rent {part['rent']:.2f}, "
         f"together {part['cost']:.2f}"
-        for name, part in [*named, *([("all hosts", cost)] if len(named) > 1 else [])]
+        for name, part in named
     ]
 
 

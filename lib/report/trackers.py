@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 from lib.errors import UserError
 from lib.system.records import Record
 
-Write = Callable[[int, dict[str, float]], None]  # (step, figures by name)
+Write = Callable[[int, dict[str, float]], Any]  # (step, figures by name)
 
 PACKAGES = {"tensorboard": "tensorboardX", "trackio": "trackio", "wandb": "wandb"}
 PREFIXES = {"step": "train", "evaluation": "held_out"}  # of the figures' names, by the kind of their record

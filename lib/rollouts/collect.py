@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,7 +135,9 @@ class Collector:
     judge: Judge
     judges_beside: bool
     say: Terminal
-    seconds: Counter[str] = field(default_factory=Counter)  # of this rank, of a round, by what it did
+    seconds: defaultdict[str, float] = field(
+        default_factory=lambda: defaultdict(float)
+    )  # of this rank, of a round, by what it did
 
     def folder_of(self, number: int) -> Path:
         return self.folder / "rounds" / f"{number:04d}"

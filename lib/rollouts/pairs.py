@@ -177,8 +177,10 @@ def losses_of(rounds: Sequence[RoundFigures], latest: Mapping[str, float | None]
 
     rounds: those before it.
     """
-    losses = []
-    for name, shown in HELD_OUT.items() if tolerance is not None else ():
+    losses: list[str] = []
+    if tolerance is None:
+        return losses
+    for name, shown in HELD_OUT.items():
         known = [(one.held_out.get(name), -one.round) for one in rounds if not one.undone]
         kept, after = [(value, number) for value, number in known if value is not None], latest.get(name)
         if kept and after is not None and after < max(kept)[0] - tolerance:
