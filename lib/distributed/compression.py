@@ -73,10 +73,8 @@ def decode(parts: list[mx.array], kind: Kind, shape: tuple[int, ...]) -> mx.arra
 def gather(
     world: World, arrays: Mapping[str, mx.array], settings: SyncSettings, feedback: Mapping[str, mx.array], what: str
 ) -> tuple[list[Arrays], Arrays]:
-    """Every rank's arrays as they arrive, float32, in rank order; and what was left out, for the next time.
-
-    arrays: by name, with the same names and shapes on all ranks. feedback: what the last time left out of these.
-    """
+    """Every rank's arrays as they arrive, float32, in rank order; and what was left out, for the next time. arrays: by
+    name, with the same names and shapes on all ranks. feedback: what the last time left out of these."""
     kind, wanted = settings.compression, {name: arrays[name].astype(mx.float32) for name in sorted(arrays)}
     wanted = {name: array + feedback[name] if name in feedback else array for name, array in wanted.items()}
     sent = {name: encode(array, kind, settings.topk_fraction) for name, array in wanted.items()}
@@ -95,9 +93,7 @@ def sum_gradients(
     world: World, gradients: Any, sums: mx.array, settings: SyncSettings, feedback: Mapping[str, mx.array]
 ) -> tuple[Any, mx.array, Arrays]:
     """A tree of float32 gradients and a float32 vector summed over all ranks; and what was left out of the gradients.
-
-    The vector of sums and counts is never compressed.
-    """
+    The vector of sums and counts is never compressed."""
     if world.size == 1 or settings.compression == "none":
         return *world.sum_gradients(gradients, sums), {}
     what, leaves = "the sum of the gradients", dict(sorted(tree_flatten(gradients)))

@@ -53,12 +53,8 @@ class Channel:
         self._sending = threading.Lock()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Sends a message of at most 64 MiB of JSON.
-
-        Raises:
-            ConnectionError: the peer left.
-            ValueError: the message is too large.
-        """
+        """Sends a message of at most 64 MiB of JSON. Raises ConnectionError: the peer left. Raises ValueError: the
+        message is too large."""
         text = json.dumps(message).encode()
         if len(text) > MOST_MESSAGE_BYTES:
             raise ValueError(f"a message of {len(text):,} bytes is larger than {MOST_MESSAGE_BYTES:,} bytes")
@@ -69,11 +65,8 @@ class Channel:
             raise ConnectionError(f"the peer left ({error})") from None
 
     def receive(self, timeout_seconds: float | None = None) -> dict[str, Any] | None:
-        """The next message; None when none came in time. Without a limit it waits until the peer leaves.
-
-        Raises:
-            EOFError: the peer left, or sent something else than a message.
-        """
+        """The next message; None when none came in time. Without a limit it waits until the peer leaves. Raises
+        EOFError: the peer left, or sent something else than a message."""
         try:
             if not self._messages.poll(timeout_seconds):
                 return None
@@ -90,12 +83,8 @@ class Channel:
             self._messages.close()
 
     def prove(self, key: bytes, challenges_first: bool) -> None:
-        """Both ends prove that they know the key; the connection ends after PROOF_SECONDS without a proof.
-
-        Raises:
-            AuthenticationError: the other end has another key.
-            OSError, EOFError: it left, or took too long.
-        """
+        """Both ends prove that they know the key; the connection ends after PROOF_SECONDS without a proof. Raises
+        AuthenticationError: the other end has another key. Raises OSError, EOFError: it left, or took too long."""
         limit = threading.Timer(PROOF_SECONDS, self._socket.shutdown, [socket.SHUT_RDWR])
         limit.daemon = True
         limit.start()
@@ -111,11 +100,8 @@ class Listener(contextlib.AbstractContextManager["Listener"]):
     """Calls `on_connection` for each process that proves the key, in a thread of this connection; then closes it."""
 
     def __init__(self, host: str, port: int, key: bytes, on_connection: Callable[[Channel], None]):
-        """Listens at once; port 0 is any free one, host "" every IPv4 address of this machine.
-
-        Raises:
-            UserError: the port is taken, or the address is not this machine's.
-        """
+        """Listens at once; port 0 is any free one, host "" every IPv4 address of this machine. Raises UserError: the
+        port is taken, or the address is not this machine's."""
         try:
             self._listening = socket.create_server((host, port), backlog=128)
         except OSError as error:
@@ -162,12 +148,8 @@ class Listener(contextlib.AbstractContextManager["Listener"]):
 
 
 def connect(host: str, port: int, key: bytes, timeout_seconds: float) -> Channel:
-    """A channel to a listener; tries again until the limit.
-
-    Raises:
-        UserError: what listens there has another key.
-        ConnectionError: nothing listens there, or it did not answer in time.
-    """
+    """A channel to a listener; tries again until the limit. Raises UserError: what listens there has another key.
+    Raises ConnectionError: nothing listens there, or it did not answer in time."""
     deadline = time.monotonic() + timeout_seconds
     while True:
         try:

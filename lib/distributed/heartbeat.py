@@ -44,12 +44,8 @@ _changed = threading.Event()
 
 
 def start(rank: int) -> None:
-    """Connects to the watcher, if a launcher named one, and reports from a thread until the process ends.
-
-    Raises:
-        ConnectionError: the watcher is not reached.
-        UserError: it has another key.
-    """
+    """Connects to the watcher, if a launcher named one, and reports from a thread until the process ends. Raises
+    ConnectionError: the watcher is not reached. Raises UserError: it has another key."""
     watcher, key = os.environ.get(WATCHER), run_key()
     if watcher is None or key is None or "rank" in _facts:
         return

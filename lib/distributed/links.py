@@ -35,9 +35,8 @@ nanoseconds[0] = now;
 @dataclass
 class Links:
     """What ranks send to each other, in order; each direction has a stream of its own, so that none waits for another.
-
-    Shapes and types are known to the receiver. `finish` comes before any collective: it would use the same connection.
-    """
+    Shapes and types are known to the receiver. `finish` comes before any collective: it would use the same
+    connection."""
 
     ranks: World
     # Most arrays on their way to one rank; a rank that is ahead waits until the first of them is there. In a step no
@@ -50,10 +49,8 @@ class Links:
 
     @property
     def receives_ahead(self) -> bool:
-        """Whether a rank begins to receive, before it sends, all that the other end sends before it receives.
-
-        Where one direction works at a time it has to. MLX's threads keep a core busy while they wait: not on a CPU.
-        """
+        """Whether a rank begins to receive, before it sends, all that the other end sends before it receives. Where one
+        direction works at a time it has to. MLX's threads keep a core busy while they wait: not on a CPU."""
         return self._has_order or mx.default_device() == mx.gpu
 
     @property
@@ -129,11 +126,9 @@ class Links:
 
 @dataclass
 class PairLinks(Links):
-    """Links of ranks on GPUs, where two ranks gather each other's arrays; the receiver gives zeros.
-
-    Messages are operations of the same stream as the computation, in the order of the program: the host runs ahead of
-    all of them. A message begins when both ranks have come to it; what a rank waits is measured by the GPU's clock.
-    """
+    """Links of ranks on GPUs, where two ranks gather each other's arrays; the receiver gives zeros. Messages are
+    operations of the same stream as the computation, in the order of the program: the host runs ahead of all of them. A
+    message begins when both ranks have come to it; what a rank waits is measured by the GPU's clock."""
 
     pairs: Mapping[int, World] = field(default_factory=dict)  # by the other rank
     expected: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict)  # by identity: array, and gathered
@@ -192,9 +187,7 @@ def links_of(world: World) -> Links:
 
 def device_nanoseconds() -> mx.array:
     """Nanoseconds, uint64 [1], once everything is done that was begun on the default stream before: being computed.
-
-    Only CUDA lets a program read such a clock; elsewhere the host waits, and reads its own.
-    """
+    Only CUDA lets a program read such a clock; elsewhere the host waits, and reads its own."""
     if not mx.cuda.is_available():
         mx.synchronize()
         return mx.array([time.perf_counter_ns()], mx.uint64)

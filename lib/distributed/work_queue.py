@@ -34,16 +34,9 @@ class Journal:
     """The finished items of an output, in OUT.partial: a line that says of what they are, then one line an item."""
 
     def __init__(self, out: Path, key: str, count: int):
-        """Opens the journal of an output, or begins it; a last line that was cut off is removed.
-
-        Args:
-            key: says what the output depends on (a digest of model, data and settings).
-            count: of all items.
-
-        Raises:
-            UserError: the output exists, or the journal is of another key.
-            OSError: the disk is full or not writable.
-        """
+        """Opens the journal of an output, or begins it; a last line that was cut off is removed. key: says what the
+        output depends on (a digest of model, data and settings). count: of all items. Raises UserError: the output
+        exists, or the journal is of another key. Raises OSError: the disk is full or not writable."""
         self.path = out.with_name(f"{out.name}.partial")
         self.offsets = [-1] * count  # of each item's line, in bytes; -1 while it is missing
         header = json.dumps({"key": key, "count": count}).encode() + b"\n"
@@ -75,11 +68,7 @@ class Journal:
         return [item for item, offset in enumerate(self.offsets) if offset < 0]
 
     def add(self, item: int, lines: Lines) -> None:
-        """Keeps an item's lines, the first time.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Keeps an item's lines, the first time. Raises OSError: the disk is full."""
         if self.offsets[item] < 0:
             end = self._file.seek(0, os.SEEK_END)
             self._write_at(end, json.dumps({"item": item, "lines": lines}).encode() + b"\n")
@@ -116,11 +105,8 @@ class WorkQueue:
     """The queue as one rank uses it: `take` an item, do it, `finish` it. Its methods may be called from any thread."""
 
     def take(self) -> int | None:
-        """The next item; None when all are finished. Waits while other ranks do the last ones.
-
-        Raises:
-            UserError: a rank failed, or rank 0 left.
-        """
+        """The next item; None when all are finished. Waits while other ranks do the last ones. Raises UserError: a rank
+        failed, or rank 0 left."""
         while "is_waiting" in (answer := self._ask({"kind": "take"})):
             pass
         if "fault" in answer:
@@ -149,12 +135,9 @@ class WorkQueue:
 
 
 class ServedQueue(WorkQueue):
-    """Rank 0's queue, which serves other ranks over TCP.
-
-    Args:
-        repeats: whether an idle rank repeats what others have not finished; else `take` gives it None at once.
-        report: called with the number of finished items and those of each rank, after each item.
-    """
+    """Rank 0's queue, which serves other ranks over TCP. repeats: whether an idle rank repeats what others have not
+    finished; else `take` gives it None at once. report: called with the number of finished items and those of each
+    rank, after each item."""
 
     def __init__(
         self, journal: Journal, repeats: bool = True, report: Callable[[int, dict[int, int]], None] | None = None
@@ -242,11 +225,7 @@ class ServedQueue(WorkQueue):
 
 
 class RemoteQueue(WorkQueue):
-    """The queue from another rank.
-
-    Raises:
-        UserError: rank 0 is not reached.
-    """
+    """The queue from another rank. Raises UserError: rank 0 is not reached."""
 
     def __init__(self, addresses: list[str], port: int, key: bytes, rank: int, timeout_seconds: float):
         self.timeout_seconds = timeout_seconds
@@ -274,11 +253,8 @@ class RemoteQueue(WorkQueue):
 
 
 def open_queue(world: World, out: Path, key: str, count: int, repeats: bool = True) -> WorkQueue:
-    """The queue of what an output lacks. All ranks call it; afterwards none waits for another in a collective.
-
-    Raises:
-        AgreedError: the journal is of another key or cannot be written, or rank 0 is not reached.
-    """
+    """The queue of what an output lacks. All ranks call it; afterwards none waits for another in a collective. Raises
+    AgreedError: the journal is of another key or cannot be written, or rank 0 is not reached."""
     served: ServedQueue | None = None
     address: dict[str, Any] = {}
     with world.agreeing(f"opening {out}"):
@@ -297,11 +273,8 @@ def open_queue(world: World, out: Path, key: str, count: int, repeats: bool = Tr
 
 
 def work(queue: WorkQueue, do: Callable[[int], Lines | None]) -> None:
-    """Takes items and does them until all are finished. do: gives None for an item that it left unfinished.
-
-    Raises:
-        UserError: here, or on another rank.
-    """
+    """Takes items and does them until all are finished. do: gives None for an item that it left unfinished. Raises
+    UserError: here, or on another rank."""
     while (item := queue.take()) is not None:
         try:
             lines = do(item)

@@ -312,11 +312,9 @@ class World:
 
     @contextlib.contextmanager
     def gathering(self, *trees: Any) -> Iterator[list[tuple[Described, Iterator[tuple[str, mx.array]]]]]:
-        """What the arrays of each tree are, and the whole arrays by name, one at a time, for rank 0 to write.
-
-        All ranks enter. Every divided array is a collective: rank 0 takes them in order, and what it did not ask for,
-        because there was no need or the disk was full, is gone through at the end.
-        """
+        """What the arrays of each tree are, and the whole arrays by name, one at a time, for rank 0 to write. All ranks
+        enter. Every divided array is a collective: rank 0 takes them in order, and what it did not ask for, because
+        there was no need or the disk was full, is gone through at the end."""
         flat = [dict(tree_flatten(tree)) for tree in trees]
         wholes = [(names, self._gathered(arrays, names)) for arrays in flat for names in [self.whole(arrays)]]
         try:
@@ -369,12 +367,8 @@ class World:
 
 
 def start(launch: Launch, timeout_seconds: float = 600.0) -> World:
-    """Joins the world that the launcher described.
-
-    Raises:
-        Stopped: the backend does not come up.
-        RuntimeError: the world has another size than the launcher said.
-    """
+    """Joins the world that the launcher described. Raises Stopped: the backend does not come up. Raises RuntimeError:
+    the world has another size than the launcher said."""
     heartbeat.start(launch.rank)
     if launch.backend == "jaccl":  # ends as Ctrl-C does: what RDMA holds is given back, not left to the kernel
         signal.signal(signal.SIGTERM, signal.default_int_handler)

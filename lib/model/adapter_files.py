@@ -62,9 +62,7 @@ def save_trained(
     arrays: Iterable[tuple[str, mx.array]] = (),
 ) -> None:
     """Writes the trained parameters in mlx-lm's adapter layout: `mlx_lm.load(path, adapter_path=folder)` reads it.
-
-    shapes, arrays: where the model is a part of one, those of the whole, in one order, one array at a time.
-    """
+    shapes, arrays: where the model is a part of one, those of the whole, in one order, one array at a time."""
     if shapes is None:
         held = dict(sorted(trainable(model).items()))
         shapes, arrays = described(held), held.items()
@@ -85,11 +83,9 @@ def write_arrays(
     metadata: Mapping[str, str] | None = None,
     durable: bool = True,
 ) -> None:
-    """A safetensors file, whole or absent, written array by array: the whole is never in memory.
-
-    kind: `mlx`, or `pt` where others expect PyTorch's. metadata: further entries of the header. durable: it is on the
-    disk then, and outlasts a power cut.
-    """
+    """A safetensors file, whole or absent, written array by array: the whole is never in memory. kind: `mlx`, or `pt`
+    where others expect PyTorch's. metadata: further entries of the header. durable: it is on the disk then, and
+    outlasts a power cut."""
     header: dict[str, object] = {"__metadata__": {"format": kind, **(metadata or {})}}
     end = 0
     for name, (shape, dtype) in described.items():
@@ -111,11 +107,9 @@ def _safetensors_name(dtype: mx.Dtype) -> str:
 def adapter_config(
     settings: ModelSettings, shapes: Described, block_count: int, is_padded: bool = False
 ) -> dict[str, Any]:
-    """adapter_config.json, as mlx-lm reads it.
-
-    Where layers are chosen one by one, or have ranks and scales of their own, `layers` has those, which mlx-lm does not
-    read, and `padded` says whether the file's arrays all have lora_parameters' instead. shapes: of the whole model's.
-    """
+    """adapter_config.json, as mlx-lm reads it. Where layers are chosen one by one, or have ranks and scales of their
+    own, `layers` has those, which mlx-lm does not read, and `padded` says whether the file's arrays all have
+    lora_parameters' instead. shapes: of the whole model's."""
     layers = adapter_layers_of(settings, shapes)
     kinds = set(layers.values())
     rank = max((layer.rank for layer in kinds), default=settings.rank)
@@ -155,11 +149,8 @@ def load_trained(model: nn.Module, folder: Path, where: str) -> None:
 
 
 def read_trained(wanted: Described, folder: Path, where: str) -> dict[str, mx.array]:
-    """Trained parameters from a folder, by name, not evaluated yet.
-
-    Raises:
-        UserError: they are not those of the wanted names and shapes.
-    """
+    """Trained parameters from a folder, by name, not evaluated yet. Raises UserError: they are not those of the wanted
+    names and shapes."""
     read_file.require_regular(folder / ADAPTER_WEIGHTS, where)
     path = folder / ADAPTER_CONFIG
     config = read_file.read_object(path, where) if path.exists() else {}
@@ -173,11 +164,8 @@ def read_trained(wanted: Described, folder: Path, where: str) -> dict[str, mx.ar
 
 
 def fitted(wanted: Described, loaded: Mapping[str, mx.array], where: str) -> dict[str, mx.array]:
-    """Trained parameters in the wanted types; LoRA's factors may have another rank.
-
-    Raises:
-        UserError: they are not those of the wanted names and shapes; names the first of them.
-    """
+    """Trained parameters in the wanted types; LoRA's factors may have another rank. Raises UserError: they are not
+    those of the wanted names and shapes; names the first of them."""
     for name in sorted(wanted.keys() | loaded.keys()):
         if name not in loaded or name not in wanted:
             place = "model" if name in wanted else "adapter"
@@ -216,9 +204,7 @@ def _padded(
     arrays: Iterable[tuple[str, mx.array]], config: Mapping[str, Any], is_undone: bool = False
 ) -> Iterator[tuple[str, mx.array]]:
     """The same adapters with one rank and one scale, which is all that mlx-lm knows: zeros behind A and B, B scaled.
-
-    is_undone: the way back.
-    """
+    is_undone: the way back."""
     common, layers = config["lora_parameters"], config["layers"]
     for name, array in arrays:
         layer = layers.get(name.rpartition(".")[0])

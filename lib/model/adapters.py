@@ -27,13 +27,9 @@ ADAPTABLE = (*LINEARS, SwitchLinear, QuantizedSwitchLinear, *EMBEDDINGS)  # by m
 
 
 def make_trainable(model: nn.Module, settings: ModelSettings, seed: int) -> None:
-    """Freezes the model and gives it adapters drawn from `seed`, or unfreezes its blocks for full training.
-
-    Trained parameters are float32 whatever the model's type: an update of 1e-5 of a weight would vanish in bfloat16.
-
-    Raises:
-        UserError: no layer matches, or the adapter to start from does not fit.
-    """
+    """Freezes the model and gives it adapters drawn from `seed`, or unfreezes its blocks for full training. Trained
+    parameters are float32 whatever the model's type: an update of 1e-5 of a weight would vanish in bfloat16. Raises
+    UserError: no layer matches, or the adapter to start from does not fit."""
     blocks = trained_blocks(settings, len(model.layers))
     model.freeze()
     use_lean_swiglu(model)
@@ -75,11 +71,8 @@ def _add_adapters(model: nn.Module, settings: ModelSettings, seed: int) -> None:
 
 
 def chosen_layers(model: nn.Module, settings: ModelSettings) -> list[str]:
-    """The layers that get adapters, in the order of the model's blocks, those outside of them last.
-
-    Raises:
-        UserError: no such blocks or layers; there is no embedding; a pattern that matches no layer.
-    """
+    """The layers that get adapters, in the order of the model's blocks, those outside of them last. Raises UserError:
+    no such blocks or layers; there is no embedding; a pattern that matches no layer."""
     modules = dict(model.named_modules())
     names = {id(module): name for name, module in modules.items()}
     keys, chosen = settings.keys, []
@@ -109,11 +102,8 @@ def chosen_layers(model: nn.Module, settings: ModelSettings) -> list[str]:
 
 
 def load_adapter(model: nn.Module, settings: ModelSettings) -> None:
-    """Reads model.adapter, of mlx-lm's layout or PEFT's, into a model with such adapters.
-
-    Raises:
-        UserError: it cannot be read, or was made with other settings, which are named as one would type them.
-    """
+    """Reads model.adapter, of mlx-lm's layout or PEFT's, into a model with such adapters. Raises UserError: it cannot
+    be read, or was made with other settings, which are named as one would type them."""
     folder = Path(settings.adapter or "")
     if peft_adapters.is_peft(folder):
         peft_adapters.load(model, folder, settings)

@@ -68,13 +68,9 @@ Neighbours = Any  # the Links that send a stage's activations where no step carr
 
 @dataclass
 class Stage:
-    """This rank's blocks, [first, last), of a model that ranks hold in stages.
-
-    Args:
-        dtypes: of the first block's input, and of the array that goes to the next rank.
-        holders: of every parameter of the whole model, by name: the ranks that hold it.
-        first_trained: the first rank that trains something: none before it needs gradients.
-    """
+    """This rank's blocks, [first, last), of a model that ranks hold in stages. dtypes: of the first block's input, and
+    of the array that goes to the next rank. holders: of every parameter of the whole model, by name: the ranks that
+    hold it. first_trained: the first rank that trains something: none before it needs gradients."""
 
     rank: int
     size: int
@@ -109,9 +105,7 @@ class Stage:
 
     def run(self, work: Callable[[], mx.array], given: mx.array | None) -> mx.array:
         """What this rank's blocks make of `given`, [N, D], by work that calls the model; on the last rank, its result.
-
-        Nothing is sent or received.
-        """
+        Nothing is sent or received."""
         self._input, self._runs = given, True
         try:
             result = work()

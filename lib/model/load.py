@@ -27,11 +27,8 @@ FOREIGN = ("bitsandbytes", "gptq", "awq")  # quantisations of PyTorch's; mlx-lm 
 
 
 def load(settings: ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
-    """The model as stored, or drawn from `seed` with model.random_init, in model.dtype, in evaluation mode.
-
-    Raises:
-        UserError: files missing, or not a model that mlx-lm knows.
-    """
+    """The model as stored, or drawn from `seed` with model.random_init, in model.dtype, in evaluation mode. Raises
+    UserError: files missing, or not a model that mlx-lm knows."""
     folder, where = resolve(settings.path, settings.revision), f"model.path {settings.path}"
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     method = (config.get("quantization_config") or {}).get("quant_method")
@@ -70,11 +67,8 @@ def load(settings: ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
 
 
 def _narrow(model: nn.Module, window: int, path: str) -> None:
-    """Lets the model attend to `window` tokens only, in lib/model/token_stream.py and when it generates.
-
-    Raises:
-        UserError: it has layers that are no attention, or attend to a wider window of their own.
-    """
+    """Lets the model attend to `window` tokens only, in lib/model/token_stream.py and when it generates. Raises
+    UserError: it has layers that are no attention, or attend to a wider window of their own."""
     caches = make_prompt_cache(model)
     for cache in caches:
         if type(cache) not in (KVCache, RotatingKVCache) or getattr(cache, "max_size", 0) > window:

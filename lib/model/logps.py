@@ -20,10 +20,8 @@ LOGITS_BYTES = 2**29  # of float32 logits at a time
 
 
 def completion_logps(model: nn.Module, inputs: StreamInputs) -> mx.array:
-    """Log-probability of each completion, summed over its tokens: float32 [b, K], in nats.
-
-    Of a model that ranks hold in stages all call this, and the last one gets the result; the others get zeros.
-    """
+    """Log-probability of each completion, summed over its tokens: float32 [b, K], in nats. Of a model that ranks hold
+    in stages all call this, and the last one gets the result; the others get zeros."""
     hidden = _head_inputs(model, inputs)
     if hidden is None:
         return mx.zeros(inputs["mask"].shape[:2])
@@ -31,11 +29,9 @@ def completion_logps(model: nn.Module, inputs: StreamInputs) -> mx.array:
 
 
 def completion_logps_and_weights(model: nn.Module, inputs: StreamInputs) -> tuple[mx.array, mx.array]:
-    """`completion_logps`, and how likely the model is to write each completion: float32 [b, K] each.
-
-    The weights are those of WPO, Zhou et al. 2024, arXiv:2406.11827, eq. 2: exp(mean over y's tokens of
-    log pi(y_t) - log sum_v pi(v)^2). They carry no gradient. Their logits are made a second time.
-    """
+    """`completion_logps`, and how likely the model is to write each completion: float32 [b, K] each. The weights are
+    those of WPO, Zhou et al. 2024, arXiv:2406.11827, eq. 2: exp(mean over y's tokens of log pi(y_t) - log sum_v
+    pi(v)^2). They carry no gradient. Their logits are made a second time."""
     hidden = _head_inputs(model, inputs)
     if hidden is None:
         return mx.zeros(inputs["mask"].shape[:2]), mx.zeros(inputs["mask"].shape[:2])
@@ -56,9 +52,7 @@ def completion_token_logps(
     model: nn.Module, inputs: StreamInputs, temperature: float = 1.0
 ) -> tuple[mx.array, mx.array]:
     """Log-probability of each completion token, and the entropy where it was chosen: float32 [b, K, C] each, in nats.
-
-    Both are of softmax(logits / temperature), and 0 where masked. The entropy carries no gradient.
-    """
+    Both are of softmax(logits / temperature), and 0 where masked. The entropy carries no gradient."""
     hidden = _head_inputs(model, inputs)
     if hidden is None:
         return mx.zeros(inputs["mask"].shape), mx.zeros(inputs["mask"].shape)
@@ -112,11 +106,9 @@ def head_of(model: nn.Module) -> Head:
 
 
 def token_logps(model: nn.Module, hidden: mx.array, targets: mx.array) -> mx.array:
-    """log softmax(head(hidden))[target] in float32, without ever holding all logits: float32 [M].
-
-    hidden: [M, D]; targets: int32 [M]. A frozen head's gradient is made in the forward pass, where the logits are, as
-    in Liger Kernel (arXiv:2410.10989, section 3.2). A head that is trained makes its logits a second time.
-    """
+    """log softmax(head(hidden))[target] in float32, without ever holding all logits: float32 [M]. hidden: [M, D];
+    targets: int32 [M]. A frozen head's gradient is made in the forward pass, where the logits are, as in Liger Kernel
+    (arXiv:2410.10989, section 3.2). A head that is trained makes its logits a second time."""
     with dequantised_once(model, len(hidden), hidden):
         head = head_of(model)
         (logps,) = _of_rank_positions(model, lambda h, t: [_token_logps(model, head, h, t)], hidden, targets)
@@ -124,11 +116,9 @@ def token_logps(model: nn.Module, hidden: mx.array, targets: mx.array) -> mx.arr
 
 
 def _token_logps(model: nn.Module, head: Head, hidden: mx.array, targets: mx.array) -> mx.array:
-    """`token_logps` of these positions.
-
-    Where ranks divide the vocabulary every one makes the logits of its own part, which never leave it: for each
-    position they exchange the logarithm of their part of the partition function, and the target's logit.
-    """
+    """`token_logps` of these positions. Where ranks divide the vocabulary every one makes the logits of its own part,
+    which never leave it: for each position they exchange the logarithm of their part of the partition function, and the
+    target's logit."""
     part, figures_of = layout_of(model).vocabulary, _logps
     if part is None:
         size = head(hidden[:1]).shape[-1]
@@ -154,9 +144,8 @@ def _token_logps_and_entropies(
     model: nn.Module, hidden: mx.array, targets: mx.array, temperature: float
 ) -> tuple[mx.array, mx.array]:
     """`token_logps` of softmax(logits / temperature), and the entropy of each of these: float32 [M] each, in nats.
-
-    Beside a frozen head the entropies are made of the logits that are there; else their logits are made a second time.
-    """
+    Beside a frozen head the entropies are made of the logits that are there; else their logits are made a second
+    time."""
     plain, is_frozen = head_of(model), model.training and not parameters_outside_blocks(model)
 
     def head(hidden: mx.array) -> mx.array:
@@ -181,9 +170,7 @@ def _of_rank_positions(
     model: nn.Module, figures_of: Callable[[mx.array, mx.array], list[mx.array]], hidden: mx.array, targets: mx.array
 ) -> list[mx.array]:
     """figures_of(hidden, targets), float32 [M] each; of ranks that hold one head each makes those of some positions.
-
-    The gradient of a head that is trained is made whole on every rank, as if it were alone.
-    """
+    The gradient of a head that is trained is made whole on every rank, as if it were alone."""
     part = layout_of(model).positions
     bounds = None if part is None else part.bounds(len(targets))
     if part is None or bounds is None or (model.training and parameters_outside_blocks(model)):
@@ -361,9 +348,7 @@ def _over_vocabulary(
     combine: Callable[..., mx.array],
 ) -> mx.array:
     """combine(figures_of(logits) of every part of the vocabulary), float32 [M], without ever holding all logits.
-
-    hidden: [M, D]; figures_of: [M, V] ➜ [F, M], of one part's logits; combine: F arrays of [parts, M] ➜ [M].
-    """
+    hidden: [M, D]; figures_of: [M, V] ➜ [F, M], of one part's logits; combine: F arrays of [parts, M] ➜ [M]."""
     part = layout_of(model).vocabulary
     size = head(hidden[:1]).shape[-1] if part is None else part.size
     rank_head, outputs = head if part is None else part.rank_head(head), list[mx.array]()

@@ -28,10 +28,8 @@ def local_attention(
     queries: mx.array, keys: mx.array, values: mx.array, window: int | None, **options: Any
 ) -> mx.array:
     """Attention of the last positions of a sequence to the `window` positions up to their own, or to all of those.
-
     queries: [sequences, heads, T, head_dim]; keys, values: [sequences, heads, S, head_dim], T <= S. Queries in blocks
-    attend to the keys of their own block and of the one before (as in Longformer, arXiv:2004.05150, section 3.1).
-    """
+    attend to the keys of their own block and of the one before (as in Longformer, arXiv:2004.05150, section 3.1)."""
     sequences, length = queries.shape[0], keys.shape[2]
     if window is None or length <= window:
         return causal_attention(queries, keys, values, **options)
@@ -66,12 +64,10 @@ def is_fused(device: Device, head_dim: int, item_bytes: int) -> bool:
 
 
 def block_rows(is_fused: bool, sequences: int, heads: int, queries: int, keys: int, item_bytes: int) -> int:
-    """Queries of each sequence that attend at a time; all of them where nothing is gained by blocks.
-
-    Without a fused kernel MLX's backward pass of attention keeps the scores. cuDNN's keeps none, but takes nearly as
-    long for scores that the causal mask hides: with 8,192 queries at once an H200 took 1.2 times as long as with 2,048
-    at a time. Where a query sees more keys than there are queries, the mask hides little.
-    """
+    """Queries of each sequence that attend at a time; all of them where nothing is gained by blocks. Without a fused
+    kernel MLX's backward pass of attention keeps the scores. cuDNN's keeps none, but takes nearly as long for scores
+    that the causal mask hides: with 8,192 queries at once an H200 took 1.2 times as long as with 2,048 at a time. Where
+    a query sees more keys than there are queries, the mask hides little."""
     if is_fused:
         in_blocks = queries >= FUSED_LONG and keys <= 2 * queries
         return -(-queries // FUSED_BLOCKS // TILE) * TILE if in_blocks else queries
@@ -82,12 +78,10 @@ def block_rows(is_fused: bool, sequences: int, heads: int, queries: int, keys: i
 
 
 def causal_attention(queries: mx.array, keys: mx.array, values: mx.array, **options: Any) -> mx.array:
-    """Attention of the last T of S positions to those up to their own: [sequences, heads, T, head_dim].
-
-    Where `block_rows` says so, a block of queries after the other. Without a kernel scores are kept for none, and made
-    again in the backward pass (Rabe and Staats, arXiv:2112.05682, section 4). Shapes as in `local_attention`; options:
-    of mx.fast.scaled_dot_product_attention.
-    """
+    """Attention of the last T of S positions to those up to their own: [sequences, heads, T, head_dim]. Where
+    `block_rows` says so, a block of queries after the other. Without a kernel scores are kept for none, and made again
+    in the backward pass (Rabe and Staats, arXiv:2112.05682, section 4). Shapes as in `local_attention`; options: of
+    mx.fast.scaled_dot_product_attention."""
     (sequences, heads, length, head_dim), positions = queries.shape, keys.shape[2]
     has_kernel = is_fused(device(), head_dim, queries.dtype.size)
     if has_kernel and length % TILE:

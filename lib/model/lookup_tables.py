@@ -24,10 +24,8 @@ class TableSizes(NamedTuple):
 
 
 def bounded(model: nn.Module) -> TableSizes:
-    """The sizes of a model's tables; nothing reads beyond its table of positions from now on.
-
-    The first and the last row stand for positions beyond them: those of padding, whose outputs are not used.
-    """
+    """The sizes of a model's tables; nothing reads beyond its table of positions from now on. The first and the last
+    row stand for positions beyond them: those of padding, whose outputs are not used."""
     sizes = {id(p): int(p["weight"].shape[0]) for p in model.modules() if isinstance(p, EMBEDDINGS)}
     positions = {id(part) for name, part in model.named_modules() if name.rpartition(".")[2] == POSITION_TABLE}
 

@@ -20,9 +20,7 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 class LowRankLinear(LoRALinear):
     """LoRA that costs little more than the linear layer, with mlx-lm's parameters: `lora_a` [in, r], `lora_b` [r, out].
-
-    y = W x + scale B A x (LoRA, arXiv:2106.09685, equation 3), computed in the type of x from float32 A and B.
-    """
+    y = W x + scale B A x (LoRA, arXiv:2106.09685, equation 3), computed in the type of x from float32 A and B."""
 
     siblings: Siblings
     index = 0  # among them
@@ -51,12 +49,10 @@ class Siblings:
 
 
 def low_rank_outputs(layers: Sequence[LowRankLinear], x: mx.array) -> list[mx.array]:
-    """The outputs of low-rank layers for one input: [..., in] ➜ [..., out] each.
-
-    The gradient is written out: the low-rank terms are added where the large products are made, the layers' A are one
-    matrix, x A is kept rather than made again, and no gradient of the frozen W is computed. It is kept as (x A)^T,
-    [r of all layers, tokens]: a layer's own rows are a view, where its columns would be a copy.
-    """
+    """The outputs of low-rank layers for one input: [..., in] ➜ [..., out] each. The gradient is written out: the
+    low-rank terms are added where the large products are made, the layers' A are one matrix, x A is kept rather than
+    made again, and no gradient of the frozen W is computed. It is kept as (x A)^T, [r of all layers, tokens]: a layer's
+    own rows are a view, where its columns would be a copy."""
     linears = [layer.linear for layer in layers]
     ends = np.cumsum([layer.lora_a.shape[1] for layer in layers]).tolist()[:-1]
 
@@ -98,11 +94,9 @@ def _input_gradient(linears: Sequence[nn.Module], x: mx.array, dys: Sequence[mx.
 
 
 class DoRA(DoRALinear):
-    """mlx-lm's, with the same parameters; no weight that is made for it, adapted or dequantised, is kept.
-
-    y = m (W + scale (A B)^T) x / |W + scale (A B)^T| (DoRA, arXiv:2402.09353, equation 5), where the norm, of each row,
-    is a constant in the gradient (section 4.3).
-    """
+    """mlx-lm's, with the same parameters; no weight that is made for it, adapted or dequantised, is kept. y = m (W +
+    scale (A B)^T) x / |W + scale (A B)^T| (DoRA, arXiv:2402.09353, equation 5), where the norm, of each row, is a
+    constant in the gradient (section 4.3)."""
 
     def __call__(self, x: mx.array) -> mx.array:
         linear = self.linear
@@ -123,9 +117,7 @@ class DoRA(DoRALinear):
 
 def use_low_rank_linear(model: nn.Module) -> None:
     """Replaces mlx-lm's LoRALinear by LowRankLinear, except where there is dropout between x and A, and its DoRALinear.
-
-    The parameters are the same by the same names.
-    """
+    The parameters are the same by the same names."""
 
     def ours(module: nn.Module) -> nn.Module | None:
         if type(module) is DoRALinear:

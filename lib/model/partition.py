@@ -123,11 +123,8 @@ class Holders:
 
 
 def model_shape_of(stored: Mapping[str, Any], dtype: str | None = None, to_divide: bool = True) -> ModelShape:
-    """The dimensions in a config.json. dtype: of the weights, where it is not the stored one.
-
-    Raises:
-        UserError: a dimension is missing, or (to_divide) lib/model/tensor_parallel.py cannot divide the family.
-    """
+    """The dimensions in a config.json. dtype: of the weights, where it is not the stored one. Raises UserError: a
+    dimension is missing, or (to_divide) lib/model/tensor_parallel.py cannot divide the family."""
     stored = {**stored, **stored.get("text_config", {})}  # models that also see pictures keep these one level down
     family = stored.get("model_type")
     if to_divide and family not in FAMILIES:
@@ -175,14 +172,10 @@ def _quantisation(stored: Mapping[str, Any], number_bytes: int) -> tuple[int, fl
 
 
 def divide(shape: ModelShape, weights: Sequence[float], vocabulary: bool = False) -> Division:
-    """Divides a model in proportion to the ranks' weights, as nearly as whole heads and columns allow.
-
-    Heads are few: what rounding them costs a rank, its MLP columns make up for. Cuts through o_proj and down_proj fall
-    between quantisation groups. weights: positive, one a rank. vocabulary: divide the embedding and the head as well.
-
-    Raises:
-        UserError: more ranks than heads, or than groups of columns.
-    """
+    """Divides a model in proportion to the ranks' weights, as nearly as whole heads and columns allow. Heads are few:
+    what rounding them costs a rank, its MLP columns make up for. Cuts through o_proj and down_proj fall between
+    quantisation groups. weights: positive, one a rank. vocabulary: divide the embedding and the head as well. Raises
+    UserError: more ranks than heads, or than groups of columns."""
     share = np.asarray(weights, dtype=np.float64) / math.fsum(weights)
     unit = shape.group_size // math.gcd(shape.group_size, shape.heads // shape.kv_heads * shape.head_dim)
     kv_heads = apportion(shape.kv_heads, share, unit, "KV heads")
@@ -207,10 +200,7 @@ def _tidy_unit(width: int, group_size: int, ranks: int) -> int:
 
 def apportion(total: int, weights: Sequence[float] | np.ndarray, unit: int = 1, what: str = "parts") -> tuple[int, ...]:
     """Splits `total` in multiples of `unit` in proportion to weights, by largest remainder; everyone gets one at least.
-
-    Raises:
-        UserError: there are more ranks than units.
-    """
+    Raises UserError: there are more ranks than units."""
     units, ranks = total // unit, len(weights)
     if units < ranks or total % unit:
         only = f"{total} {what}" + (f" in groups of {unit}" if unit > 1 else "")

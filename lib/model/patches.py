@@ -105,11 +105,9 @@ def use_lean_swiglu(model: nn.Module) -> None:
 
 @mx.custom_function
 def lean_swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    """silu(gate) * x (SwiGLU, arXiv:2002.05202), which keeps nothing for the backward pass but its two inputs.
-
-    The derivative, in float32, is written so that its halves have no expression in common with each other or with
-    the forward pass: `mx.compile` would make such a one once, and keep it as an array as large as the MLP is wide.
-    """
+    """silu(gate) * x (SwiGLU, arXiv:2002.05202), which keeps nothing for the backward pass but its two inputs. The
+    derivative, in float32, is written so that its halves have no expression in common with each other or with the
+    forward pass: `mx.compile` would make such a one once, and keep it as an array as large as the MLP is wide."""
     return _swiglu(gate, x)
 
 

@@ -101,11 +101,7 @@ def peft_arrays(
     arrays: Mapping[str, mx.array], embeddings: frozenset[str] = frozenset(), is_tied: bool = False
 ) -> dict[str, mx.array]:
     """Our arrays by PEFT's names. embeddings: layers that are looked up; is_tied: they are also the head, for which
-    PEFT has an adapter of its own.
-
-    Raises:
-        UserError: stacked experts whose names in a checkpoint are not known.
-    """
+    PEFT has an adapter of its own. Raises UserError: stacked experts whose names in a checkpoint are not known."""
     theirs: dict[str, mx.array] = {}
     for name, array in arrays.items():
         layer, _, part = name.rpartition(".")
@@ -130,10 +126,7 @@ def peft_arrays(
 
 def read(folder: Path, where: str) -> tuple[PeftAdapter, dict[str, mx.array]]:
     """An adapter that peft saved; and whole weights that it stored beside, by layer. where: the setting that names it.
-
-    Raises:
-        UserError: it cannot be read, or has more than low-rank factors, magnitudes and whole weights.
-    """
+    Raises UserError: it cannot be read, or has more than low-rank factors, magnitudes and whole weights."""
     where, weights = f"{where} {folder}", folder / PEFT_WEIGHTS
     if not weights.exists():
         raise UserError(
@@ -195,13 +188,9 @@ def our_arrays(arrays: Mapping[str, mx.array], where: str) -> dict[str, mx.array
 def unfused(
     layers: Mapping[str, Factors], rank_of: Callable[[str], int], where: str
 ) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """Our arrays of stacked experts, and of each of our layers PEFT's parameter that it was a part of.
-
-    Gate and up projections have one A in PEFT, and a copy each here. layers: by PEFT's names.
-
-    Raises:
-        UserError: one of the two parameters alone is adapted.
-    """
+    """Our arrays of stacked experts, and of each of our layers PEFT's parameter that it was a part of. Gate and up
+    projections have one A in PEFT, and a copy each here. layers: by PEFT's names. Raises UserError: one of the two
+    parameters alone is adapted."""
     arrays: dict[str, mx.array] = {}
     parameters: dict[str, str] = {}
     for block in sorted({layer.removesuffix(".base_layer").removesuffix(".experts") for layer in layers}):
@@ -244,11 +233,8 @@ def _layer_and_part(name: str, where: str) -> tuple[str, str]:
 
 
 def load(model: nn.Module, folder: Path, settings: ModelSettings) -> None:
-    """Reads a PEFT adapter into a model with adapters of the same ranks and scales in the same layers.
-
-    Raises:
-        UserError: it cannot be read, or wants other settings, which are named as one would type them.
-    """
+    """Reads a PEFT adapter into a model with adapters of the same ranks and scales in the same layers. Raises
+    UserError: it cannot be read, or wants other settings, which are named as one would type them."""
     where = f"model.adapter {folder}"
     adapter, whole = read(folder, "model.adapter")
     adapter = with_names_of(model, adapter)
@@ -296,11 +282,8 @@ def _require_same_weights(model: nn.Module, whole: Mapping[str, mx.array], where
 
 
 def _with_tied_head(adapter: PeftAdapter, where: str) -> PeftAdapter:
-    """The adapter for a model whose head is its embedding: mlx-lm has one adapter for both uses.
-
-    Raises:
-        UserError: PEFT trained two.
-    """
+    """The adapter for a model whose head is its embedding: mlx-lm has one adapter for both uses. Raises UserError: PEFT
+    trained two."""
     arrays, layers = dict(adapter.arrays), dict(adapter.layers)
     embedding = next((name for name in layers if name.endswith("embed_tokens")), "")
     is_shared = layers.get(embedding) == layers.pop(HEAD) and f"{HEAD}.m" not in arrays

@@ -26,13 +26,9 @@ from lib.model.token_stream import Stream
 
 
 def cut(model: nn.Module, blocks: Sequence[int], rank: int, neighbours: Neighbours) -> Stage:
-    """Leaves a rank its blocks of a model that may be loaded lazily: nothing else of it is ever read.
-
-    blocks: of each rank, in rank order. The model's layout has the stage afterwards.
-
-    Raises:
-        UserError: a model that cannot be cut between its blocks.
-    """
+    """Leaves a rank its blocks of a model that may be loaded lazily: nothing else of it is ever read. blocks: of each
+    rank, in rank order. The model's layout has the stage afterwards. Raises UserError: a model that cannot be cut
+    between its blocks."""
     outline, ends, size = outline_of(model), bounds(blocks), len(blocks)
     if ends[-1] != len(model.layers):
         raise UserError(f"strategy=pipelined: {list(blocks)} are not the model's {len(model.layers)} blocks")
@@ -96,11 +92,8 @@ class _Probe:
 
 
 def outline_of(model: nn.Module) -> Outline:
-    """How a model runs, from one run of its own code: nothing is computed, no weight is read.
-
-    Raises:
-        UserError: the input of its blocks is not each other's output alone.
-    """
+    """How a model runs, from one run of its own code: nothing is computed, no weight is read. Raises UserError: the
+    input of its blocks is not each other's output alone."""
     cannot = f"strategy=pipelined cannot cut a model of family {type(model).__module__.rpartition('.')[2]}"
     blocks = block_list_of(model)
     if blocks is None:

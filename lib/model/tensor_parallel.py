@@ -28,17 +28,10 @@ STORED = ("weight", "scales", "biases")
 
 
 def shard(model: nn.Module, division: Division, ranks: Ranks) -> tuple[dict[str, Part], set[str]]:
-    """Leaves this rank's part of a model that may have adapters, and makes the ranks compute together.
-
-    A lazily loaded model is read array by array, and of each no more is kept than this rank's part.
-
-    Returns:
-        How the parameters are divided, by name (the others are whole on every rank); and the names of those that are
-        whole, but of whose gradient every rank makes a part.
-
-    Raises:
-        UserError: a cut through a quantisation group.
-    """
+    """Leaves this rank's part of a model that may have adapters, and makes the ranks compute together. A lazily loaded
+    model is read array by array, and of each no more is kept than this rank's part. How the parameters are divided, by
+    name (the others are whole on every rank); and the names of those that are. whole, but of whose gradient every rank
+    makes a part. Raises UserError: a cut through a quantisation group."""
     names = {id(module): name for name, module in model.named_modules()}
     parts: dict[str, Part] = {}
     partial: set[str] = set()

@@ -41,10 +41,8 @@ def arrays_of(inputs: Mapping[str, int | np.ndarray]) -> StreamInputs:
 
 
 def hidden_states(model: nn.Module, inputs: StreamInputs, window: int | None = None) -> mx.array:
-    """What the head sees of every token of a batch: [N, D] (or logits, of a model without a backbone).
-
-    window: tokens that each attends to, itself included; for models that take a stream.
-    """
+    """What the head sees of every token of a batch: [N, D] (or logits, of a model without a backbone). window: tokens
+    that each attends to, itself included; for models that take a stream."""
     return _states(model, inputs, window, None)[0]
 
 
@@ -88,11 +86,8 @@ def _noisy(embedding: nn.Module, keys: mx.array, scales: mx.array) -> Callable[[
 
 
 class Stream:
-    """Passed to blocks as their cache: lays the stream out for attention.
-
-    offset: int32 [N], the name by which blocks ask for the positions. attended: attention's output for all tokens in
-    the block that ran last.
-    """
+    """Passed to blocks as their cache: lays the stream out for attention. offset: int32 [N], the name by which blocks
+    ask for the positions. attended: attention's output for all tokens in the block that ran last."""
 
     attended: mx.array
 
@@ -163,11 +158,9 @@ class Window:
 
 
 def _move(x: mx.array, index: mx.array, inverse: mx.array) -> mx.array:
-    """x[index] along the first axis (x[0] where the index is -1), whose gradient gathers as well, in a fixed order.
-
-    MLX would scatter the gradient with atomic additions: slower, and another sum every time.
-    inverse: [len(x), uses], where x's rows went; -1 for nowhere.
-    """
+    """x[index] along the first axis (x[0] where the index is -1), whose gradient gathers as well, in a fixed order. MLX
+    would scatter the gradient with atomic additions: slower, and another sum every time. inverse: [len(x), uses], where
+    x's rows went; -1 for nowhere."""
 
     @mx.custom_function
     def move(x: mx.array) -> mx.array:
@@ -190,10 +183,8 @@ def _move(x: mx.array, index: mx.array, inverse: mx.array) -> mx.array:
 
 
 def _end_early(model: nn.Module, stream: Stream, scored: mx.array, stack: contextlib.ExitStack) -> bool:
-    """Lets the last block that has parameters give the scored tokens alone, until the stack closes; whether it can.
-
-    It cannot where its masks are drawn for all tokens, or it is recomputed. Other stages have the later blocks.
-    """
+    """Lets the last block that has parameters give the scored tokens alone, until the stack closes; whether it can. It
+    cannot where its masks are drawn for all tokens, or it is recomputed. Other stages have the later blocks."""
     blocks = block_list_of(model)
     if blocks is None:
         return False
@@ -209,11 +200,9 @@ def _end_early(model: nn.Module, stream: Stream, scored: mx.array, stack: contex
 
 
 class EndingBlock:
-    """Stands for the last block on a stream, and gives the scored tokens alone.
-
-    The block runs twice: over all tokens, and over the scored ones with their attention from the first run. MLX
-    computes of the first run what the second needs, its attention, and no queries, keys and values of the second.
-    """
+    """Stands for the last block on a stream, and gives the scored tokens alone. The block runs twice: over all tokens,
+    and over the scored ones with their attention from the first run. MLX computes of the first run what the second
+    needs, its attention, and no queries, keys and values of the second."""
 
     def __init__(self, block: nn.Module, stream: Stream, scored: mx.array):
         self.block, self.stream, self.scored = block, stream, scored
@@ -248,11 +237,9 @@ class KnownAttention:
 
 
 def cannot_share_prompts(model: nn.Module) -> str | None:
-    """None for a model to which a stream is the same as whole rows; else why not, in words.
-
-    It is tried, on random tokens: recurrent layers, or an attention of the family's own, show there. The model's layout
-    has the answer afterwards, and whether its last block may end with the scored tokens alone.
-    """
+    """None for a model to which a stream is the same as whole rows; else why not, in words. It is tried, on random
+    tokens: recurrent layers, or an attention of the family's own, show there. The model's layout has the answer
+    afterwards, and whether its last block may end with the scored tokens alone."""
     attend_by_cache(model)
     was_training, layout = model.training, layout_of(model)
     layout.ends_early = False

@@ -14,11 +14,9 @@ from lib.errors import UserError
 
 
 def flush(descriptor: int) -> None:
-    """Returns when what was written to an open file is on its disk.
-
-    macOS's fsync leaves the data in the drive's cache; fcntl's F_FULLFSYNC empties that (Apple's manual page fsync(2)).
-    Some file systems there (network shares, exFAT) do not know it.
-    """
+    """Returns when what was written to an open file is on its disk. macOS's fsync leaves the data in the drive's cache;
+    fcntl's F_FULLFSYNC empties that (Apple's manual page fsync(2)). Some file systems there (network shares, exFAT) do
+    not know it."""
     full = getattr(fcntl, "F_FULLFSYNC", None)  # macOS's alone
     if full is not None:
         try:
@@ -55,13 +53,9 @@ def write_changed(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path, durable: bool = True) -> Iterator[IO[bytes]]:
-    """A file to write; when the block ends it takes the place of `path`, and not at all where the block raises.
-
-    The folder is made where it is missing. durable: the content is on the disk then.
-
-    Raises:
-        OSError: the disk is full or cannot be written; the old content is still there.
-    """
+    """A file to write; when the block ends it takes the place of `path`, and not at all where the block raises. The
+    folder is made where it is missing. durable: the content is on the disk then. Raises OSError: the disk is full or
+    cannot be written; the old content is still there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     try:

@@ -136,10 +136,8 @@ def memory_limit_bytes() -> int | None:
 
 
 def free_memory_bytes() -> int | None:
-    """Main memory that a new process could take now without swapping; None where the system does not tell.
-
-    On a Mac free, inactive, speculative and purgeable pages: vm_stat's "Pages free" leaves out the speculative ones.
-    """
+    """Main memory that a new process could take now without swapping; None where the system does not tell. On a Mac
+    free, inactive, speculative and purgeable pages: vm_stat's "Pages free" leaves out the speculative ones."""
     if os_commands.is_mac():
         text = os_commands.output(["vm_stat"])
         page = re.search(r"page size of (\d+) bytes", text)
@@ -209,10 +207,8 @@ def _text(path: Path) -> str:
 
 
 def quick_gflops(seconds: float = 0.3) -> float:
-    """GFLOP/s of the device's fast type, on matrices as large as the time allows.
-
-    The mean over the time, not the best product: a host that others use, or that is throttled, is as fast as it is now.
-    """
+    """GFLOP/s of the device's fast type, on matrices as large as the time allows. The mean over the time, not the best
+    product: a host that others use, or that is throttled, is as fast as it is now."""
     import mlx.core as mx
 
     dtype = mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16

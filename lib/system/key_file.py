@@ -19,11 +19,7 @@ def usual() -> Path:
 
 
 def read(path: Path) -> bytes:
-    """The key in a file.
-
-    Raises:
-        UserError: it is not there, or no key, or others may read it.
-    """
+    """The key in a file. Raises UserError: it is not there, or no key, or others may read it."""
     remedy = f"copy it from the machine that has it (scp), or make one: openssl rand -hex 32 > {path}; chmod 600 {path}"
     file = path.expanduser()
     try:
@@ -39,11 +35,8 @@ def read(path: Path) -> bytes:
 
 
 def make(path: Path) -> bool:
-    """Makes a key where there is none; whether it did. Of two processes at the same time one makes it.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Makes a key where there is none; whether it did. Of two processes at the same time one makes it. Raises
+    UserError: it cannot be written."""
     path = path.expanduser()
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

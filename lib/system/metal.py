@@ -41,13 +41,8 @@ def lit_displays() -> list[str]:
 
 
 def attend_displays(setting: str, is_first_here: bool, only_look: bool) -> list[str]:
-    """Puts this Mac's lit displays to sleep where metal.display=sleep, and returns those that stay lit.
-
-    Args:
-        setting: metal.display.
-        is_first_here: of this machine's ranks one does it.
-        only_look: nothing is changed.
-    """
+    """Puts this Mac's lit displays to sleep where metal.display=sleep, and returns those that stay lit. setting:
+    metal.display. is_first_here: of this machine's ranks one does it. only_look: nothing is changed."""
     if setting == "ignore" or not is_first_here or not uses_metal():
         return []
     names = lit_displays()
@@ -71,10 +66,8 @@ def advice(hosts: Sequence[str], displays: Sequence[Sequence[str]]) -> str | Non
 
 
 def keep_wired(setting: str, model_bytes: int) -> bool:
-    """Keeps what MLX holds in memory; whether it is kept. Kernel panics were reported with it (mlx#3186).
-
-    setting: always, never, or auto: where the model takes half of the memory, and would be swapped.
-    """
+    """Keeps what MLX holds in memory; whether it is kept. Kernel panics were reported with it (mlx#3186). setting:
+    always, never, or auto: where the model takes half of the memory, and would be swapped."""
     if not uses_metal():
         return False
     import mlx.core as mx

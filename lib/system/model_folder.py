@@ -31,11 +31,8 @@ def why_unreadable(folder: Path, error: BaseException) -> str:
 
 
 def resolve(path: str, revision: str | None = None) -> Path:
-    """The model's local folder; a hub name is fetched first.
-
-    Raises:
-        UserError: neither a folder with a config.json nor a model that the hub has.
-    """
+    """The model's local folder; a hub name is fetched first. Raises UserError: neither a folder with a config.json nor
+    a model that the hub has."""
     folder = Path(path)
     if not folder.exists():
         if path.count("/") != 1 or path.startswith((".", "/", "~")):

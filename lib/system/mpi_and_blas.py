@@ -134,14 +134,10 @@ def _warn(text: str) -> None:
 
 
 def load_blas() -> Path | None:
-    """Puts OpenBLAS in the place of the reference BLAS of MLX's CPU wheel for Linux: 17 times as fast.
-
-    Our copy has the SONAME of the wheel's libblas, and the dynamic linker gives libmlx whichever was loaded
-    first. No other library sees it: numpy keeps its own, with 64-bit integers under some of the same names.
-
-    Returns:
-        The library that MLX uses, or None for MLX's own (with a warning if that is slow).
-    """
+    """Puts OpenBLAS in the place of the reference BLAS of MLX's CPU wheel for Linux: 17 times as fast. Our copy has the
+    SONAME of the wheel's libblas, and the dynamic linker gives libmlx whichever was loaded first. No other library sees
+    it: numpy keeps its own, with 64-bit integers under some of the same names. The library that MLX uses, or None for
+    MLX's own (with a warning if that is slow)."""
     reference = next(iter(_site_packages("mlx").glob("mlx_cpu.libs/libblas-*")), None)
     if reference is None:  # macOS, CUDA
         return None
@@ -199,11 +195,8 @@ def mpirun_path() -> Path:
 
 
 def launch_environment() -> Launch:
-    """What mpirun or mlx.launch said in the environment; a world of one without a launcher.
-
-    Raises:
-        UserError: a variable is malformed, or another MPI launched us (every rank would train alone).
-    """
+    """What mpirun or mlx.launch said in the environment; a world of one without a launcher. Raises UserError: a
+    variable is malformed, or another MPI launched us (every rank would train alone)."""
     if "OMPI_COMM_WORLD_SIZE" in os.environ:
         size = _number("OMPI_COMM_WORLD_SIZE", 1)
         if size > 1 and "PMIX_RANK" not in os.environ:  # mpirun sets both; a shell may have kept the first
@@ -269,9 +262,7 @@ def _hosts(name: str) -> list[list[object]]:
 
 def leave(status: int, launch: Launch | None, alone: bool) -> int:
     """The exit status; but of several ranks, one that ends `alone`, of which the others do not know, ends here and now.
-
-    At an ordinary end MPI would wait for the others, who wait for this one; the launcher ends them once it is gone.
-    """
+    At an ordinary end MPI would wait for the others, who wait for this one; the launcher ends them once it is gone."""
     if alone and launch is not None and launch.size > 1:
         sys.stdout.flush()
         sys.stderr.flush()

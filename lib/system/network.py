@@ -29,10 +29,8 @@ def host_name() -> str:
 
 @functools.cache
 def own_name() -> str:
-    """This machine's name, without its domain, the same for as long as this process lives.
-
-    On a Mac it is the one of System Settings ➜ Sharing: what gethostname says there is whatever the network calls it.
-    """
+    """This machine's name, without its domain, the same for as long as this process lives. On a Mac it is the one of
+    System Settings ➜ Sharing: what gethostname says there is whatever the network calls it."""
     name = os_commands.output(["scutil", "--get", "LocalHostName"]) if os_commands.is_mac() else ""
     return re.sub(r"[^A-Za-z0-9-]+", "-", name.strip()).strip("-") or socket.gethostname().split(".")[0]
 

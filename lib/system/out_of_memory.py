@@ -30,11 +30,8 @@ THREAD = "attempts"
 
 
 class OutOfMemory(Exception):
-    """Memory ran out, and what was being computed is freed.
-
-    ranks: the workers that it happened to, where all know of it and the work can be done again; else empty.
-    needed_bytes: what each of them held at most, as far as known.
-    """
+    """Memory ran out, and what was being computed is freed. ranks: the workers that it happened to, where all know of
+    it and the work can be done again; else empty. needed_bytes: what each of them held at most, as far as known."""
 
     def __init__(self, message: str, ranks: Sequence[int] = (), needed_bytes: Sequence[int] = ()):
         super().__init__(message)
@@ -60,29 +57,20 @@ def advice(error: BaseException) -> str:
 @dataclass(frozen=True)
 class Limit:
     """What MLX may hold in this process: plan.memory_limit_gb (is_configured), or what the machine has before it swaps.
-
-    A single pair may exceed the machine's.
-    """
+    A single pair may exceed the machine's."""
 
     size_bytes: int | None = None
     is_configured: bool = False
 
     def watching(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The micro-batches, with a check of the limit after each: MLX's peak is known when the next one is taken.
-
-        Raises:
-            OutOfMemory: a micro-batch took more than the limit.
-        """
+        Raises OutOfMemory: a micro-batch took more than the limit."""
         for batch in batches:
             yield batch
             self.check(len(batch[0].rows))
 
     def check(self, pairs: int) -> None:
-        """Holds the peak so far against the limit.
-
-        Raises:
-            OutOfMemory: a micro-batch of so many pairs took more.
-        """
+        """Holds the peak so far against the limit. Raises OutOfMemory: a micro-batch of so many pairs took more."""
         import mlx.core as mx
 
         peak = mx.get_peak_memory()
@@ -97,15 +85,10 @@ class Limit:
 
 
 def attempt(work: Callable[[], T]) -> T:
-    """What the work returns. Where memory runs out, all that the work held is freed, for another attempt.
-
-    CUDA's runtime keeps a failed allocation as its thread's last error, and MLX asks for that at every wait and never
-    clears it. So on CUDA the work is done in a thread that can be given up: what goes in and comes out has to be
-    evaluated.
-
-    Raises:
-        OutOfMemory: without a traceback, whose frames would keep the arrays.
-    """
+    """What the work returns. Where memory runs out, all that the work held is freed, for another attempt. CUDA's
+    runtime keeps a failed allocation as its thread's last error, and MLX asks for that at every wait and never clears
+    it. So on CUDA the work is done in a thread that can be given up: what goes in and comes out has to be evaluated.
+    Raises OutOfMemory: without a traceback, whose frames would keep the arrays."""
     if threading.current_thread().name.startswith(THREAD) or not _is_cuda():
         result, failure = _tried(work)
     else:
@@ -183,12 +166,8 @@ def release() -> None:
 
 def in_pieces(rows: Sequence[T], work: Callable[[Sequence[T]], R], can_halve: bool = True) -> list[tuple[int, R]]:
     """The work's results for consecutive pieces of the rows, each with its first row's index; one piece, if that fits.
-
-    can_halve: False where other ranks run the same forward pass, and would not know of a failure.
-
-    Raises:
-        OutOfMemory: not even one row fits.
-    """
+    can_halve: False where other ranks run the same forward pass, and would not know of a failure. Raises OutOfMemory:
+    not even one row fits."""
     done: list[tuple[int, R]] = []
     start, size = 0, len(rows)
     while start < len(rows):
@@ -205,10 +184,8 @@ def in_pieces(rows: Sequence[T], work: Callable[[Sequence[T]], R], can_halve: bo
 
 
 def kernel_kills() -> dict[str, int]:
-    """How many processes the kernel's out-of-memory killer has ended: since this boot, and of this control group.
-
-    Empty on macOS, which does not count.
-    """
+    """How many processes the kernel's out-of-memory killer has ended: since this boot, and of this control group. Empty
+    on macOS, which does not count."""
     counts: dict[str, int] = {}
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()

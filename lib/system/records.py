@@ -64,11 +64,8 @@ class PerformanceTracker:
         self._copies = LogCopies(self.log_path)
 
     def record(self, kind: str, **fields: Any) -> Record:
-        """Appends one record and flushes it. While the disk is full it is kept in memory.
-
-        Raises:
-            OSError: the disk is full at the first record, or not writable.
-        """
+        """Appends one record and flushes it. While the disk is full it is kept in memory. Raises OSError: the disk is
+        full at the first record, or not writable."""
         entry: Record = {"kind": kind, "time": time.time(), "rank": self.rank, "host": self.host} | fields
         faults = [fault for take in self.subscribers if (fault := take(entry)) is not None]
         line, had_room = dumps(entry).encode() + b"\n", not self._unwritten
@@ -90,11 +87,7 @@ class PerformanceTracker:
         return entry
 
     def flush(self) -> None:
-        """Writes what was kept in memory.
-
-        Raises:
-            OSError: there is still no room for it.
-        """
+        """Writes what was kept in memory. Raises OSError: there is still no room for it."""
         try:
             while self._unwritten and self._file is not None:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
@@ -124,9 +117,7 @@ class PerformanceTracker:
 
     def gather(self, world: Ranks, everything: bool = False) -> None:
         """Brings the other ranks' logs to rank 0's machine, as `logs/HOST/rank-001.jsonl`; all ranks call it.
-
-        everything: all that is left of the logs, instead of one piece.
-        """
+        everything: all that is left of the logs, instead of one piece."""
         self._copies.gather(world, self.host, everything)
 
     def get_average_throughput(self) -> float:
@@ -239,9 +230,7 @@ def _record_of(line: bytes) -> Record | None:
 
 def rewind(path: Path, step: int) -> int:
     """Cuts a log back to a checkpoint's step, so that it holds the history of the weights that training goes on with.
-
-    What is cut is added to `discarded/` beside it. Returns how many lines were cut.
-    """
+    What is cut is added to `discarded/` beside it. Returns how many lines were cut."""
     lines = path.read_bytes().splitlines(keepends=True)
     kept = 0
     for line in lines:

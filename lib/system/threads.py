@@ -13,12 +13,9 @@ LOOK_SECONDS = 0.15
 
 def choose(stored: int | None, is_alone: bool, may_measure: bool) -> int | None:
     """Sets the threads of MLX's BLAS for this run; None where there is nothing to set (GPU, macOS, the user's number).
-
-    Args:
-        stored: what a run that is resumed was started with; taken again, up to the cores that there are.
-        is_alone: no other rank shares this machine's cores.
-        may_measure: False where timings may decide nothing (plan.replan=false): one thread.
-    """
+    stored: what a run that is resumed was started with; taken again, up to the cores that there are. is_alone: no other
+    rank shares this machine's cores. may_measure: False where timings may decide nothing (plan.replan=false): one
+    thread."""
     cores = mpi_and_blas.own_cores()
     if mpi_and_blas.AUTOMATIC not in os.environ or hardware.mlx_device()[0] != "cpu":
         return None
