@@ -67,9 +67,6 @@ def decode(parts: list[mx.array], kind: Kind, shape: tuple[int, ...]) -> mx.arra
     return parts[0].astype(mx.float32).reshape(shape)
 
 
-# ---- Trees of all ranks
-
-
 def gather(
     world: World, arrays: Mapping[str, mx.array], settings: SyncSettings, feedback: Mapping[str, mx.array], what: str
 ) -> tuple[list[Arrays], Arrays]:

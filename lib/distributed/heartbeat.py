@@ -25,9 +25,6 @@ CONNECT_SECONDS = 30.0
 PASS_SECONDS = 600.0  # that one pass through the model may take
 
 
-# ---- In a rank
-
-
 @dataclass
 class Phase:
     """A part of a rank's work. A wait for other ranks has no limit here: `World.deadline` has one."""
@@ -104,9 +101,6 @@ def _beat(channel: Channel) -> None:
         if not _facts.get("ended"):
             print(f"error: rank {_facts['rank']}: the launcher is gone", file=sys.stderr, flush=True)
             os._exit(1)
-
-
-# ---- In the launcher
 
 
 @dataclass

@@ -51,9 +51,6 @@ def raw(arrays: Mapping[str, mx.array]) -> list[tuple[str, np.ndarray]]:
     return [(name, np.array(view)) for name, view in views.items()]
 
 
-# ---- Writing
-
-
 def save_trained(
     model: nn.Module,
     settings: ModelSettings,
@@ -137,9 +134,6 @@ def adapter_layers_of(settings: ModelSettings, shapes: Described) -> dict[str, A
         for name, (shape, _) in shapes.items()
         if name.endswith(".lora_a")
     }
-
-
-# ---- Reading
 
 
 def load_trained(model: nn.Module, folder: Path, where: str) -> None:

@@ -28,9 +28,6 @@ PATCHED = ("scaled_dot_product_attention", "swiglu")  # names in the model's fil
 _attention, _swiglu = base.scaled_dot_product_attention, activations.swiglu
 
 
-# ---- Modules of a model's own tree
-
-
 def derived(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
     """The same module, with its parameters and settings, as one of another class."""
     new: Any = dict.__new__(kind)

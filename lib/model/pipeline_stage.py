@@ -54,9 +54,6 @@ def cut(model: nn.Module, blocks: Sequence[int], rank: int, neighbours: Neighbou
     return stage
 
 
-# ---- The order in which a model's modules run
-
-
 @dataclass
 class Outline:
     """How a model runs: its blocks one after the other, with other modules before and after."""
@@ -161,9 +158,6 @@ def _holders(model: nn.Module, outline: Outline, ends: Sequence[int]) -> dict[st
             raise UserError(f"strategy=pipelined cannot train {name}, which belongs to no block; leave it out")
         holders[name] = held or tuple(range(size))
     return holders
-
-
-# ---- In the place of other ranks' modules
 
 
 def _absent_block(block: nn.Module, entry: Callable[[mx.array], mx.array] | None) -> nn.Module:

@@ -88,9 +88,6 @@ def fast_layer(layer: nn.Module) -> nn.Module | None:
     return derived(layer, FAST[type(layer)]) if type(layer) in FAST else None
 
 
-# ---- Products
-
-
 def packed(layer: nn.Module, x: mx.array, transpose: bool = True) -> mx.array:
     """x W^T (x W without `transpose`) by MLX's product with packed weights."""
     return mx.quantized_matmul(x, layer["weight"], **_stored(layer), transpose=transpose)

@@ -57,9 +57,6 @@ def shard(model: nn.Module, division: Division, ranks: Ranks) -> tuple[dict[str,
     return parts, partial
 
 
-# ---- The parts of each array
-
-
 def _attention_parts(attention: nn.Module, division: Division) -> dict[str, Part]:
     heads, kv_heads = attention.n_heads, attention.n_kv_heads
     head_dim = _output_size(attention.k_proj) // kv_heads
@@ -146,9 +143,6 @@ def _divide_vocabulary(model: nn.Module, names: dict[int, str], division: Divisi
     if head is not None:
         model.lm_head = with_methods(head, __call__=logits)
     return parts
-
-
-# ---- The parts together
 
 
 def _joined_attention(attention: nn.Module, division: Division, ranks: Ranks) -> nn.Module:

@@ -121,9 +121,6 @@ def provenance() -> dict[str, Any]:
     }
 
 
-# ---- Memory
-
-
 def memory_limit_bytes() -> int | None:
     """What MLX may hold here: the GPU's working set, or the memory that the system or a container grants."""
     device, facts = mlx_device()
@@ -170,9 +167,6 @@ def wired_limit_bytes() -> int | None:
     """What the owner of this Mac lets the GPU keep wired, iogpu.wired_limit_mb; None where the system decides."""
     megabytes = os_commands.sysctl("iogpu.wired_limit_mb") if os_commands.is_mac() else ""
     return int(megabytes) * 2**20 or None if megabytes.isdecimal() else None
-
-
-# ---- Power
 
 
 class Power(NamedTuple):

@@ -81,9 +81,6 @@ class Limit:
             )
 
 
-# ---- Work that may fail for memory
-
-
 def attempt(work: Callable[[], T]) -> T:
     """What the work returns. Where memory runs out, all that the work held is freed, for another attempt. CUDA's
     runtime keeps a failed allocation as its thread's last error, and MLX asks for that at every wait and never clears

@@ -170,9 +170,6 @@ def way_on(run: Path | None) -> str:
     return f"go on with --resume {run}"
 
 
-# ---- Figures as text
-
-
 def with_bar(texts: Sequence[str], part: float, width: int, bar: str) -> Text:
     """The texts in a line, and a bar after the first where there is room; bar: its signs, done and to do, or none."""
     room = min(LONGEST_BAR, width - sum(len(text) + GAP for text in texts))
