@@ -263,39 +263,6 @@ def test_a_torn_or_unknown_file_of_peft_is_refused(tmp_path: Path) -> None:
         peft_adapters.read(tmp_path / "adapter", "model.adapter")
 
 
-def test_experts_that_peft_adapted_as_two_parameters() -> None:
-    """A [E r, in] and B [out, r E] of a parameter of all experts, whichever of the two is the inner one."""
-    draw = np.random.RandomState(0)
-    experts, inner, width = 3, 4, 6
-    ranks = {"gate_up_proj": 2, "down_proj": 1}
-    shapes = {"gate_up_proj": (2 * inner, width), "down_proj": (width, inner)}
-    layers = {
-        name: {
-            "lora_a": mx.array(draw.standard_normal((experts * ranks[name], shape[1]))),
-            "lora_b": mx.array(draw.standard_normal((shape[0], ranks[name] * experts))),
-        }
-        for name, shape in shapes.items()
-    }
-    for order in (("gate_up_proj", "down_proj"), ("down_proj", "gate_up_proj")):
-        named = dict(zip(("x.mlp.experts.base_layer", "x.mlp.experts"), (layers[name] for name in order), strict=True))
-        arrays, parameters = peft_adapters.unfused(named, lambda name: ranks[name.rpartition(".")[2]], "here")
-        assert parameters["x.mlp.switch_mlp.up_proj"] == "x.mlp.experts.gate_up_proj"
-
-        def change(name: str, arrays: dict[str, mx.array] = arrays) -> np.ndarray:
-            return np.array(arrays[f"x.mlp.switch_mlp.{name}.lora_b"] @ arrays[f"x.mlp.switch_mlp.{name}.lora_a"])
-
-        ours = {
-            "gate_up_proj": np.concatenate([change("gate_proj"), change("up_proj")], axis=1),
-            "down_proj": change("down_proj"),
-        }
-        for name, rank in ranks.items():
-            a = np.array(layers[name]["lora_a"]).reshape(experts, rank, -1)
-            b = np.array(layers[name]["lora_b"]).reshape(-1, rank, experts)
-            np.testing.assert_allclose(ours[name], np.einsum("ore,eri->eoi", b, a), atol=1e-5)  # as peft has it
-    with pytest.raises(UserError, match="both or neither fit"):
-        peft_adapters.unfused({"x.mlp.experts": layers["down_proj"]}, lambda name: 1, "here")
-
-
 # ---- Chat template and end of turn
 
 MINE = "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"

@@ -1,10 +1,7 @@
 """PEFT's adapters, as `PeftModel.save_pretrained` writes them: into our arrays and back, and a start from them.
 
 Ours are mlx-lm's: y = W x + scale B A x with lora_a = A^T [in, r] and lora_b = B^T [r, out]; of stacked experts lora_a
-[E, r, in] and lora_b [E, out, r]. PEFT keeps A [r, in] and B [out, r] of every expert, and alpha = scale r. With
-transformers 5 experts are two parameters of all experts each, `mlp.experts.gate_up_proj` [E, 2 I, D] and `down_proj`
-[E, D, I], and PEFT wraps one around the other, so that their layers are `mlp.experts.base_layer` and `mlp.experts`, in
-either order: A is [E r, in], expert by expert, and B [out, r E], rank by rank.
+[E, r, in] and lora_b [E, out, r]. PEFT keeps A [r, in] and B [out, r] of every expert, and alpha = scale r.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -59,7 +56,6 @@ PLAIN: Mapping[str, tuple[object, ...]] = {
     "use_bdlora": (None, False),
     "init_lora_weights": (True, False, "gaussian", "eva"),  # others change the base's weights when training starts
 }
-Factors = dict[str, mx.array]  # lora_a: A, lora_b: B
 
 
 class LoraNumbers(BaseModel):
@@ -148,19 +144,17 @@ def read(folder: Path, where: str) -> tuple[PeftAdapter, dict[str, mx.array]]:
             raise UserError(f"{where}: {key}={config[key]} of its {ADAPTER_CONFIG} has no counterpart here")
     factors: dict[str, mx.array] = {}
     whole: dict[str, mx.array] = {}
-    experts: dict[str, Factors] = defaultdict(dict)
     for name, array in stored.items():
         layer, part = _layer_and_part(name, where)
+        if layer.endswith((".experts", ".experts.base_layer")):
+            raise UserError(f"{where}: {layer} adapts all experts in one array; only adapters of each expert are read")
         if part == "weight":
             whole[layer] = array
-        elif layer.endswith((".experts", ".experts.base_layer")):
-            experts[layer][part] = array
         else:
             factors[name] = array
-    of_experts, parameters = unfused(experts, numbers.rank, where)
-    arrays, layers = our_arrays(factors, where) | of_experts, {}
+    arrays, layers = our_arrays(factors, where), {}
     for name in (name.removesuffix(".lora_a") for name in arrays if name.endswith(".lora_a")):
-        theirs = parameters.get(name, (expert_pattern(name) or name).format(0))
+        theirs = (expert_pattern(name) or name).format(0)
         rank, stored_rank = numbers.rank(theirs), arrays[f"{name}.lora_a"].shape[1]
         if stored_rank != rank:
             raise UserError(f"{where}: {theirs} has rank {stored_rank}, but {ADAPTER_CONFIG} says {rank}")
@@ -183,39 +177,6 @@ def our_arrays(arrays: Mapping[str, mx.array], where: str) -> dict[str, mx.array
             raise UserError(f"{where}: {name.rpartition('.')[0]} has adapters of some experts only, all or none fit")
         ours[name] = mx.stack([by_expert[expert] for expert in range(len(by_expert))])
     return ours
-
-
-def unfused(
-    layers: Mapping[str, Factors], rank_of: Callable[[str], int], where: str
-) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """Our arrays of stacked experts, and of each of our layers PEFT's parameter that it was a part of. Gate and up
-    projections have one A in PEFT, and a copy each here. layers: by PEFT's names. Raises UserError: one of the two
-    parameters alone is adapted."""
-    arrays: dict[str, mx.array] = {}
-    parameters: dict[str, str] = {}
-    for block in sorted({layer.removesuffix(".base_layer").removesuffix(".experts") for layer in layers}):
-        pair = [layers[each] for each in (f"{block}.experts.base_layer", f"{block}.experts") if each in layers]
-        # gate_up_proj is [2 I, D] and down_proj [D, I], of one expert's weights.
-        fit = (
-            [(a, b) for a, b in (pair, pair[::-1]) if a["lora_b"].shape[0] == 2 * b["lora_a"].shape[1]]
-            if pair[1:]
-            else []
-        )
-        if not fit:
-            raise UserError(f"{where}: {block}.experts adapts one of gate_up_proj and down_proj; both or neither fit")
-        gate_up, down = fit[0]
-        for part, factors, names in (
-            ("gate_up_proj", gate_up, ("gate_proj", "up_proj")),
-            ("down_proj", down, ("down_proj",)),
-        ):
-            parameter, (a, b) = f"{block}.experts.{part}", (factors["lora_a"], factors["lora_b"])
-            a = a.reshape(-1, rank_of(parameter), a.shape[1])
-            b = b.reshape(b.shape[0], a.shape[1], -1).transpose(2, 0, 1)
-            for name, part_of_b in zip(names, mx.split(b, len(names), axis=1), strict=True):
-                layer = f"{block}.switch_mlp.{name}"
-                arrays |= {f"{layer}.lora_a": a, f"{layer}.lora_b": part_of_b}
-                parameters[layer] = parameter
-    return arrays, parameters
 
 
 def _layer_and_part(name: str, where: str) -> tuple[str, str]:

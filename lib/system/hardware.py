@@ -10,7 +10,7 @@ import re
 import time
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -167,28 +167,6 @@ def wired_limit_bytes() -> int | None:
     """What the owner of this Mac lets the GPU keep wired, iogpu.wired_limit_mb; None where the system decides."""
     megabytes = os_commands.sysctl("iogpu.wired_limit_mb") if os_commands.is_mac() else ""
     return int(megabytes) * 2**20 or None if megabytes.isdecimal() else None
-
-
-class Power(NamedTuple):
-    """What feeds this machine."""
-
-    on_battery: bool
-    saves_power: bool  # Low Power Mode
-    text: str  # in the system's words
-
-
-def power() -> Power | None:
-    """What feeds this Mac, as pmset tells."""
-    if not os_commands.is_mac():
-        return None
-    batteries, settings = os_commands.output(["pmset", "-g", "batt"]), os_commands.output(["pmset", "-g"])
-    source = re.search(r"^Now drawing from '(.+)'$", batteries, re.MULTILINE)
-    if source is None:
-        return None
-    level = re.search(r"\t(\d+%); ([^;\n]+)", batteries)
-    saves = re.search(r"^\s*(?:lowpowermode|powermode)\s+1", settings, re.MULTILINE) is not None  # 2 is high
-    parts = [source[1], *(level.groups() if level else ()), *(["Low Power Mode"] if saves else [])]
-    return Power(source[1] == "Battery Power", saves, ", ".join(part.strip() for part in parts))
 
 
 def _text(path: Path) -> str:
