@@ -491,7 +491,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     launch = mpi_and_blas.launch_environment()
     mpi_and_blas.prepare()
     from lib.distributed import world as worlds
-    from lib.system import model_folder, threads
+    from lib.system import hardware, model_folder
     from lib.training.inputs import with_compute_type
 
     config = load.load(options.config, [*options.overrides, f"train.seed={options.seed}"])
@@ -509,7 +509,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if names.count(host) > 1:  # numbered as calibration.calibration_path looks for them
         host = f"{host}-{names[: world.rank].count(host)}"
     with alone_on_this_machine(options.folder):
-        threads.choose(None, names.count(names[world.rank]) == 1, config.plan.replan)  # as the run will
+        hardware.choose_threads(None, names.count(names[world.rank]) == 1, config.plan.replan)  # as the run will
         found, probes = measure_host(config, host, rows, key, options, launch.local_size)
     every = [found]
     if world.size > 1:

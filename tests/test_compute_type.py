@@ -10,7 +10,7 @@ import yaml
 from lib.config.settings import ModelSettings
 from lib.export import command, fuse
 from lib.export.trained_run import open_run
-from lib.model.compute_type import compute_type
+from lib.model.load import compute_type
 from lib.system import hardware
 from tests import exported, tiny
 

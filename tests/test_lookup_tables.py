@@ -13,7 +13,7 @@ import pytest
 
 from lib.config.settings import ModelSettings
 from lib.model import load as load_module
-from lib.model.lookup_tables import bounded
+from lib.model.load import bounded
 from tests import tiny
 from tests.test_forward import FAMILIES
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from lib.errors import UserError
-from lib.system import hardware, mpi_and_blas, threads
+from lib.system import hardware, mpi_and_blas
 from lib.system.mpi_and_blas import Launch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,7 +20,7 @@ SET = ("OMPI_", "PMI_", "PMIX_", "SLURM_", "MLX_", "NCCL_", "OPENBLAS_")  # by l
 
 # Matrix products, wide, thin and ragged, and their gradients, at every alignment; prints the digest.
 PRODUCTS = """
-from lib.system import hardware, mpi_and_blas, threads
+from lib.system import hardware, mpi_and_blas
 mpi_and_blas.prepare()
 import hashlib
 import mlx.core as mx
@@ -275,6 +275,6 @@ def test_a_process_that_is_alone_takes_all_cores_where_that_is_faster(
     monkeypatch.setattr(mpi_and_blas, "set_blas_threads", lambda count: counts.append(count) or Path("blas"))
     monkeypatch.setattr(hardware, "quick_gflops", lambda seconds: 10.0 if counts[-1] == 1 else all_cores)
     monkeypatch.setattr(hardware, "mlx_device", lambda: ("cpu", {}))
-    assert threads.choose(stored, is_alone, may_measure) == expected == counts[-1]
+    assert hardware.choose_threads(stored, is_alone, may_measure) == expected == counts[-1]
     monkeypatch.delenv(mpi_and_blas.AUTOMATIC)
-    assert threads.choose(stored, is_alone, may_measure) is None  # the user's number stays
+    assert hardware.choose_threads(stored, is_alone, may_measure) is None  # the user's number stays

@@ -42,7 +42,7 @@ from lib.data.tokenizer import ModelLimits
 from lib.errors import UserError
 from lib.evaluate import judge_process
 from lib.evaluate.sample import in_batches
-from lib.model.lookup_tables import bounded
+from lib.model.load import bounded
 from lib.model.token_stream import length_multiple
 from lib.system import files, os_commands
 from lib.system.model_folder import resolve, why_unreadable

@@ -1,4 +1,4 @@
-"""The policy and the reference model, loaded by mlx-lm, and digests of their files."""
+"""The policy and the reference model, loaded by mlx-lm: their tables, the type that they are computed in, digests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,11 +19,18 @@ from lib.config.settings import ModelSettings
 from lib.errors import UserError
 from lib.model.adapters import make_trainable
 from lib.model.layout import layout_of
-from lib.model.lookup_tables import TableSizes, bounded
-from lib.model.quantised import use_fast_layers
+from lib.model.patches import replace_modules, with_methods
+from lib.model.quantised import device, use_fast_layers
+from lib.system import hardware
 from lib.system.model_folder import ADAPTER_CONFIG, adapter_weights, resolve, why_unreadable
+from lib.system.terminal import size_text
 
 FOREIGN = ("bitsandbytes", "gptq", "awq")  # quantisations of PyTorch's; mlx-lm reads some of the last two
+EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
+POSITION_TABLE = "wpe"  # its name in mlx-lm's families with learned positions
+SIXTEEN_BITS = {mx.float16: "float16", mx.bfloat16: "bfloat16"}
+PART_OF_MEMORY = 0.6  # of the free memory, for weights that a CPU computes in float32
+SLOWER = "6 to 10 times"  # 16 bits than float32 (docs/performance.md)
 
 
 def load(settings: ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
@@ -79,6 +86,29 @@ def _narrow(model: nn.Module, window: int, path: str) -> None:
     model.make_cache = lambda: [RotatingKVCache(max_size=size) for size in sizes]
 
 
+class TableSizes(NamedTuple):
+    """Rows of a model's tables: None where it has none that can be found; without positions any length will do."""
+
+    tokens: int | None
+    positions: int | None
+
+
+def bounded(model: nn.Module) -> TableSizes:
+    """The sizes of a model's tables (MLX checks no index); nothing reads beyond its table of positions from now on. The
+    first and the last row stand for positions beyond them: those of padding, whose outputs are not used."""
+    sizes = {id(p): int(p["weight"].shape[0]) for p in model.modules() if isinstance(p, EMBEDDINGS)}
+    positions = {id(part) for name, part in model.named_modules() if name.rpartition(".")[2] == POSITION_TABLE}
+
+    def clipped(part: nn.Module) -> nn.Module | None:
+        last = sizes.get(id(part), 0) - 1
+        wrap = lambda call: lambda self, indices: call(self, mx.clip(indices, 0, last))  # noqa: E731
+        return with_methods(part, __call__=wrap) if id(part) in positions else None
+
+    replace_modules(model, clipped)
+    tokens = next((size for key, size in sizes.items() if key not in positions), None)
+    return TableSizes(tokens, min((sizes[key] for key in positions), default=None))
+
+
 def table_sizes(settings: ModelSettings) -> TableSizes:
     """The sizes of a model's tables; its weights are not read. Raises UserError as `load`."""
     folder = resolve(settings.path, settings.revision)
@@ -132,3 +162,33 @@ def fingerprint(settings: ModelSettings, seed: int) -> str:
         with file.open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest()
+
+
+class ComputeType(NamedTuple):
+    """Whether weights stored in 16 bits are computed in float32 here, and what to say of it; "" where none are."""
+
+    is_float32: bool = False
+    note: str = ""
+
+
+def compute_type(settings: ModelSettings) -> ComputeType:
+    """The type that the weights of a model and its reference are computed in, where model.dtype is not set. Raises
+    UserError: there is no such model."""
+    if device() != "cpu" or settings.dtype is not None or settings.random_init:
+        return ComputeType()
+    folders = {resolve(each.path, each.revision) for each in (settings, reference_settings(settings))}
+    files = [path for folder in folders for path in folder.glob("model*.safetensors")]
+    try:
+        arrays = [array for path in files for array in mx.load(str(path)).values()]  # whose values are not read
+    except (RuntimeError, ValueError):  # loading the model says what is wrong with the file
+        return ComputeType()
+    stored = next((SIXTEEN_BITS[array.dtype] for array in arrays if array.dtype in SIXTEEN_BITS), None)
+    if stored is None:
+        return ComputeType()
+    needed = sum(array.nbytes * (2 if array.dtype in SIXTEEN_BITS else 1) for array in arrays)
+    free = hardware.free_memory_bytes()
+    if free is None or needed <= PART_OF_MEMORY * free:
+        note = f"weights stored in {stored} are computed in float32 (model.dtype={stored}: as stored, {SLOWER} slower)"
+        return ComputeType(True, note)
+    note = f"weights are computed in {stored}, {SLOWER} slower than float32 on a CPU: float32 takes {size_text(needed)}"
+    return ComputeType(False, f"{note}, {size_text(free)} are free (model.dtype=float32 takes it all the same)")

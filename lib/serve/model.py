@@ -16,7 +16,7 @@ from lib.data.record_formats import Message
 from lib.data.tokenize import Encoder, render_prompt
 from lib.data.tokenizer import load_tokenizer_of
 from lib.errors import UserError
-from lib.model.compute_type import compute_type
+from lib.model.load import compute_type
 from lib.serve.requests import ChatRequest, TextRequest
 from lib.system import model_folder
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from lib.system import os_commands
+from lib.system import mpi_and_blas, os_commands
 
 ROOT = Path(__file__).resolve().parents[2]
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -26,6 +26,9 @@ Device = Literal["metal", "cuda", "cpu"]
 WIDTHS = (256, 512, 1024, 2048, 4096, 8192)
 CHAIN = 4
 REPEATS = 4
+# Of choose_threads: all cores have to be so many times as fast as one thread, which leaves the others to reading and
+# saving; looks at each number of threads, in turn, so that another program's burst does not decide.
+THREADS_WORTH, THREAD_LOOKS, THREAD_LOOK_SECONDS = 1.2, 2, 0.15
 
 
 class Machine(BaseModel):
@@ -207,3 +210,26 @@ def _product_seconds(a: Any, b: Any) -> float:
         a = a @ b
     mx.eval(a)
     return time.perf_counter() - began
+
+
+def choose_threads(stored: int | None, is_alone: bool, may_measure: bool) -> int | None:
+    """Sets the threads of MLX's BLAS for this run; None where there is nothing to set (GPU, macOS, the user's number).
+    stored: what a run that is resumed was started with; taken again, up to the cores that there are. is_alone: no other
+    rank shares this machine's cores. may_measure: False where timings may decide nothing (plan.replan=false): one
+    thread."""
+    cores = mpi_and_blas.own_cores()
+    if mpi_and_blas.AUTOMATIC not in os.environ or mlx_device()[0] != "cpu":
+        return None
+    if mpi_and_blas.set_blas_threads(1) is None:
+        return None
+    threads = 1
+    if is_alone and stored is not None:
+        threads = min(stored, cores)
+    elif is_alone and may_measure and cores > 1:
+        rates: dict[int, list[float]] = {1: [], cores: []}
+        for count in (1, cores) * THREAD_LOOKS:
+            mpi_and_blas.set_blas_threads(count)
+            rates[count].append(quick_gflops(THREAD_LOOK_SECONDS))
+        threads = cores if min(rates[cores]) > THREADS_WORTH * max(rates[1]) else 1
+    mpi_and_blas.set_blas_threads(threads)
+    return threads

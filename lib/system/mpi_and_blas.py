@@ -37,7 +37,7 @@ CUDA_BUFFER_SIZE = 100
 AUTOMATIC = "TANDEM_BLAS_THREADS"  # set where no user said how many threads the BLAS has
 WATCHDOG_RELAXED = "AGX_RELAX_CDM_CTXSTORE_TIMEOUT"  # lib/system/metal.py says why
 DEFAULTS = {
-    # Until a run that is alone on its machine has measured that more are faster (lib/system/threads.py).
+    # Until a run that is alone on its machine has measured that more are faster (hardware.choose_threads).
     "OPENBLAS_NUM_THREADS": "1",
     "OMPI_MPI_THREAD_LEVEL": "3",  # MPI_THREAD_MULTIPLE: MLX calls MPI from its stream's thread
     "MPI4PY_RC_INITIALIZE": "0",  # MLX initialises MPI; the second to do it gets a world of one

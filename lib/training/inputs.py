@@ -23,7 +23,7 @@ from lib.data.tokenizer import NO_LIMITS, ModelLimits, Tokenizer, Vocabulary, li
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.model import adapters, checkpointing, load
-from lib.model.compute_type import compute_type
+from lib.model.load import compute_type
 from lib.model.token_stream import length_multiple
 from lib.plan.memory import Rows
 from lib.system.model_folder import end_ids, resolve

@@ -30,7 +30,7 @@ from lib.plan.plan import ClusterPlan
 from lib.plan.plan_warnings import advised
 from lib.plan.sharded import plan_sharded
 from lib.plan.strategy import plan
-from lib.system import hardware, model_folder, threads
+from lib.system import hardware, model_folder
 from lib.system.out_of_memory import Limit
 
 
@@ -59,7 +59,7 @@ def plan_run(
     stored = _stored_plan(world, resumed)
     # Every rank's threads: as when the run started that goes on, else as is faster now.
     before = next((rank.get("blas_threads") for rank in stored["ranks"] if rank["host"] == hosts[world.rank]), None)
-    here = threads.choose(before, hosts.count(hosts[world.rank]) == 1, config.plan.replan)
+    here = hardware.choose_threads(before, hosts.count(hosts[world.rank]) == 1, config.plan.replan)
     chosen = world.gather_text(json.dumps(here), "the threads of every rank's products")
     facts, rates = gather_facts(config, world, hosts, lengths, rows, stored)
     cores = world.gather_text(str(os.cpu_count() if hardware.mlx_device()[0] == "cpu" else ""), "every host's cores")
