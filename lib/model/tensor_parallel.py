@@ -6,8 +6,6 @@ end, and one of the gradients at the beginning, make of the parts what the whole
 number for every token and hidden unit, however unevenly heads and columns are divided. Within, an array that a rank
 holds whole (LoRA's A in front of a divided B, B after a divided A, norms of heads, routers) gets a part of its gradient
 on each rank, and these are summed; outside, every rank computes the same.
-
-The model files know nothing of it: the classes of these two modules are derived from, and their weights cut.
 """
 
 from __future__ import annotations
@@ -28,10 +26,15 @@ STORED = ("weight", "scales", "biases")
 
 
 def shard(model: nn.Module, division: Division, ranks: Ranks) -> tuple[dict[str, Part], set[str]]:
-    """Leaves this rank's part of a model that may have adapters, and makes the ranks compute together. A lazily loaded
-    model is read array by array, and of each no more is kept than this rank's part. How the parameters are divided, by
-    name (the others are whole on every rank); and the names of those that are. whole, but of whose gradient every rank
-    makes a part. Raises UserError: a cut through a quantisation group."""
+    """Leaves this rank's part of a model that may have adapters, and makes the ranks compute together.
+
+    A lazily loaded model is read array by array, and of each no more is kept than this rank's part. Raises UserError: a
+    cut through a quantisation group.
+
+    Returns:
+        How the parameters are divided, by name (the others are whole on every rank); and the names of those that are
+        whole, but of whose gradient every rank makes a part.
+    """
     names = {id(module): name for name, module in model.named_modules()}
     parts: dict[str, Part] = {}
     partial: set[str] = set()
@@ -40,42 +43,39 @@ def shard(model: nn.Module, division: Division, ranks: Ranks) -> tuple[dict[str,
     else:
         layout_of(model).positions = PositionsPart(ranks, division.weights)
     for layer in model.layers:
-        for module, divided in (
-            (layer.self_attn, _attention_parts(layer.self_attn, division)),
-            (layer.mlp, _mlp_parts(layer.mlp, division)),
+        attention, mlp = layer.self_attn, layer.mlp
+        heads, kv_heads, held = attention.n_heads, attention.n_kv_heads, division.kv_heads[ranks.rank]
+        head_dim = _output_size(attention.k_proj) // kv_heads
+        queries = bounds(division.kv_heads, heads // kv_heads * head_dim)
+        keys = bounds(division.kv_heads, head_dim)
+        attention.n_heads, attention.n_kv_heads = heads // kv_heads * held, held
+        inner = "switch_mlp" if "switch_mlp" in mlp else ""
+        columns = bounds(division.expert_columns if inner else division.mlp_columns)
+        for module, part_of_it, outputs, last, ends in (
+            (attention, "", {"q_proj": queries, "k_proj": keys, "v_proj": keys}, "o_proj", queries),
+            (mlp, inner, {"gate_proj": columns, "up_proj": columns}, "down_proj", columns),
         ):
-            prefix = names[id(module)]
-            parts |= {f"{prefix}.{name}": part for name, part in divided.items()}
-            partial |= {f"{prefix}.{name}" for name, _ in tree_flatten(module.parameters()) if name not in divided}
+            holder, prefix = (module[part_of_it], f"{part_of_it}.") if part_of_it else (module, "")
+            divided = _by_inputs(holder[last], f"{prefix}{last}", ends)
+            for name, ends_of_outputs in outputs.items():
+                divided |= _by_outputs(holder[name], f"{prefix}{name}", ends_of_outputs)
+            path = names[id(module)]
+            parts |= {f"{path}.{name}": part for name, part in divided.items()}
+            partial |= {f"{path}.{name}" for name, _ in tree_flatten(module.parameters()) if name not in divided}
             for name, part in divided.items():
                 _keep(module, name, part, ranks.rank)
-        layer.self_attn = _joined_attention(layer.self_attn, division, ranks)
-        layer.mlp = _joined_mlp(layer.mlp, division, ranks)
+            holder[last] = _joined_inputs(holder[last], ends, ranks)
+        if inner:
+            # Ranks on different machines round a token's scores differently: they agree on its experts.
+            mlp.gate = with_methods(mlp.gate, __call__=lambda call: lambda self, x: ranks.agree_forward(call(self, x)))
+        layer.self_attn, layer.mlp = _summed(attention, ranks), _summed(mlp, ranks)
     for _, array in tree_flatten(model.parameters()):
         mx.eval(array)
     mx.clear_cache()
     return parts, partial
 
 
-def _attention_parts(attention: nn.Module, division: Division) -> dict[str, Part]:
-    heads, kv_heads = attention.n_heads, attention.n_kv_heads
-    head_dim = _output_size(attention.k_proj) // kv_heads
-    queries = bounds(division.kv_heads, heads // kv_heads * head_dim)
-    keys = bounds(division.kv_heads, head_dim)
-    parts = _by_inputs(attention.o_proj, "o_proj", queries)
-    for name, ends in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
-        parts |= _by_outputs(attention[name], name, ends)
-    return parts
-
-
-def _mlp_parts(mlp: nn.Module, division: Division) -> dict[str, Part]:
-    prefix, inner, columns = "", mlp, bounds(division.mlp_columns)
-    if "switch_mlp" in mlp:
-        prefix, inner, columns = "switch_mlp.", mlp.switch_mlp, bounds(division.expert_columns)
-    parts = _by_inputs(inner.down_proj, f"{prefix}down_proj", columns)
-    for name in ("gate_proj", "up_proj"):
-        parts |= _by_outputs(inner[name], f"{prefix}{name}", columns)
-    return parts
+# ---- The parts of each array
 
 
 def _output_size(linear: nn.Module) -> int:
@@ -98,14 +98,13 @@ def _by_inputs(linear: nn.Module, prefix: str, ends: tuple[int, ...]) -> dict[st
     """A linear layer that takes some of its inputs on every rank; B stays whole, and the bias is added by rank 0."""
     parts = {}
     for name, array in tree_flatten(linear.parameters()):
-        leaf = name.rpartition(".")[2]
+        leaf, width = name.rpartition(".")[2], array.shape[-1]  # in quantised layers less than the inputs
         if leaf in STORED:
-            width = array.shape[-1]  # in quantised layers less than the inputs
             if any(end * width % ends[-1] for end in ends):
                 raise UserError(f"strategy=sharded: {list(ends)} would cut through a quantisation group of {prefix}")
             parts[f"{prefix}.{name}"] = Part(-1, tuple(end * width // ends[-1] for end in ends))
         elif leaf == "bias":
-            parts[f"{prefix}.{name}"] = Part(-1, (0, *[array.shape[-1]] * (len(ends) - 1)))
+            parts[f"{prefix}.{name}"] = Part(-1, (0, *[width] * (len(ends) - 1)))
         elif leaf == "lora_a":  # of experts: [expert, rank, in]
             parts[f"{prefix}.{name}"] = Part(-1 if array.ndim == 3 else -2, ends)
     return parts
@@ -131,7 +130,7 @@ def _divide_vocabulary(model: nn.Module, names: dict[int, str], division: Divisi
         name = names[id(table)]
         if not isinstance(table, nn.Embedding | nn.QuantizedEmbedding | nn.Linear | nn.QuantizedLinear):
             raise UserError(
-                f"model.shard_vocabulary cannot divide {name}, which has an adapter; leave it out of model.keys"
+                f"model.shard_vocabulary cannot divide {name}, which has an adapter; take it from model.keys"
             )
         for leaf, _ in tree_flatten(table.parameters()):
             parts[f"{name}.{leaf}"] = Part(-2, rows)
@@ -145,23 +144,7 @@ def _divide_vocabulary(model: nn.Module, names: dict[int, str], division: Divisi
     return parts
 
 
-def _joined_attention(attention: nn.Module, division: Division, ranks: Ranks) -> nn.Module:
-    held, all_heads = division.kv_heads[ranks.rank], attention.n_kv_heads
-    inputs = bounds(division.kv_heads, _output_size(attention.q_proj) // held)
-    attention.n_heads, attention.n_kv_heads = attention.n_heads // all_heads * held, held
-    attention.o_proj = _joined_inputs(attention.o_proj, inputs, ranks)
-    return _summed(attention, ranks)
-
-
-def _joined_mlp(mlp: nn.Module, division: Division, ranks: Ranks) -> nn.Module:
-    if "switch_mlp" in mlp:
-        down = mlp.switch_mlp.down_proj
-        mlp.switch_mlp.down_proj = _joined_inputs(down, bounds(division.expert_columns), ranks)
-        # Ranks on different machines round a token's scores differently: they agree, and send it to the same experts.
-        mlp.gate = with_methods(mlp.gate, __call__=lambda call: lambda self, x: ranks.agree_forward(call(self, x)))
-    else:
-        mlp.down_proj = _joined_inputs(mlp.down_proj, bounds(division.mlp_columns), ranks)
-    return _summed(mlp, ranks)
+# ---- The parts together
 
 
 def _summed(module: nn.Module, ranks: Ranks) -> nn.Module:

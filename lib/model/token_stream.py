@@ -122,16 +122,18 @@ class Stream:
             out = local_attention(q, k, v, min(windows, default=None), scale=scale, **options)
             return out.swapaxes(1, 2).flatten(0, 1)
 
-        outputs, prefixes = [], []
+        is_ragged, outputs, prefixes = self.suffix_uses is not None, [], []
         # Split, not sliced: their gradients are joined then, and not each padded to all of it and added.
         parts = [mx.split(x.squeeze(2), [self.rows * self.prefix]) for x in (queries, keys, values)]
         if self.prefix:
             prefixes = [x.reshape(self.rows, self.prefix, *x.shape[1:]).swapaxes(1, 2) for x, _ in parts]
             outputs.append(attention(*prefixes))
-        tails = [self._spread(x).reshape(-1, self.length, *x.shape[1:]).swapaxes(1, 2) for _, x in parts]
+        tails = [_move(x, self.suffix_indices, self.suffix_uses) if is_ragged else x for _, x in parts]
+        tails = [x.reshape(-1, self.length, *x.shape[1:]).swapaxes(1, 2) for x in tails]
         if self.prefix:
             tails[1:] = [self._after_prefix(*both) for both in zip(prefixes[1:], tails[1:], strict=True)]
-        outputs.append(self._gather(attention(*tails)))
+        suffixes = attention(*tails)
+        outputs.append(_move(suffixes, self.suffix_uses[:, 0], self.owned[:, None]) if is_ragged else suffixes)
         self.attended = mx.concatenate(outputs)[:, :, None]
         return self.attended
 
@@ -140,14 +142,6 @@ class Stream:
         tails = mx.unflatten(tails, 0, (self.rows, self.completions))
         prefixes = mx.broadcast_to(prefix[:, None], (*tails.shape[:3], *prefix.shape[2:]))
         return mx.concatenate([prefixes, tails], axis=3).flatten(0, 1)
-
-    def _spread(self, x: mx.array) -> mx.array:
-        """[N - b * P, ...] ➜ [b * K * T, ...]; the values at a sequence's padding are not used."""
-        return x if self.suffix_uses is None else _move(x, self.suffix_indices, self.suffix_uses)
-
-    def _gather(self, x: mx.array) -> mx.array:
-        """The way back."""
-        return x if self.suffix_uses is None else _move(x, self.suffix_uses[:, 0], self.owned[:, None])
 
 
 class Window:

