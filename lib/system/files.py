@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -19,12 +18,9 @@ def flush(descriptor: int) -> None:
     not know it."""
     full = getattr(fcntl, "F_FULLFSYNC", None)  # macOS's alone
     if full is not None:
-        try:
+        with contextlib.suppress(OSError):
             fcntl.fcntl(descriptor, full)
             return
-        except OSError as error:
-            if error.errno not in (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY, errno.ENODEV):
-                raise
     os.fsync(descriptor)
 
 

@@ -18,7 +18,7 @@ import sys
 import sysconfig
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
@@ -193,64 +193,50 @@ def mpirun_path() -> Path:
 def launch_environment() -> Launch:
     """What mpirun or mlx.launch said in the environment; a world of one without a launcher. Raises UserError: a
     variable is malformed, or another MPI launched us (every rank would train alone)."""
-    if "OMPI_COMM_WORLD_SIZE" in os.environ:
-        size = _number("OMPI_COMM_WORLD_SIZE", 1)
-        if size > 1 and "PMIX_RANK" not in os.environ:  # mpirun sets both; a shell may have kept the first
+    try:
+        return _launch_of(os.environ)
+    except (KeyError, ValueError, TypeError, IndexError, OSError) as error:
+        if isinstance(error, UserError):
+            raise
+        remedy = "start the ranks by ./launch, mpirun or mlx.launch, or unset its variables"
+        raise UserError(
+            f"the launcher's variables cannot be used ({type(error).__name__}: {error}); {remedy}"
+        ) from None
+    return launch
+
+
+def _launch_of(variables: Mapping[str, str]) -> Launch:
+    if "OMPI_COMM_WORLD_SIZE" in variables:
+        size = int(variables["OMPI_COMM_WORLD_SIZE"])
+        if size > 1 and "PMIX_RANK" not in variables:  # mpirun sets both; a shell may have kept the first
             raise UserError(
                 f"OMPI_COMM_WORLD_SIZE={size} is set, but no mpirun started this process; unset OMPI_COMM_WORLD_SIZE"
             )
-        local = [_number(f"OMPI_COMM_WORLD_LOCAL_{name}", least, least) for name, least in (("SIZE", 1), ("RANK", 0))]
-        return Launch("mpi", _rank("OMPI_COMM_WORLD_RANK", size), size, *local)
-    if "MLX_IBV_DEVICES" in os.environ or "MLX_JACCL_COORDINATOR" in os.environ:
-        size = len(_hosts("MLX_IBV_DEVICES"))
-        return Launch("jaccl", _rank("MLX_RANK", size), size)
-    if "NCCL_HOST_IP" in os.environ and "MLX_RANK" in os.environ:
-        size = _number("MLX_WORLD_SIZE", 1)
-        return Launch("nccl", _rank("MLX_RANK", size), size)
-    if "MLX_HOSTFILE" in os.environ:
+        local = [
+            int(variables.get(f"OMPI_COMM_WORLD_LOCAL_{name}", least)) for name, least in (("SIZE", 1), ("RANK", 0))
+        ]
+        return Launch("mpi", int(variables["OMPI_COMM_WORLD_RANK"]), size, *local)
+    rank = int(variables.get("MLX_RANK", 0))
+    if "MLX_IBV_DEVICES" in variables or "MLX_JACCL_COORDINATOR" in variables:
+        return Launch("jaccl", rank, len(json.loads(Path(variables["MLX_IBV_DEVICES"]).read_text(encoding="utf-8"))))
+    if "NCCL_HOST_IP" in variables and "MLX_RANK" in variables:
+        return Launch("nccl", rank, int(variables["MLX_WORLD_SIZE"]))
+    if "MLX_HOSTFILE" in variables:
         # One list of "ip:port" for each rank. mlx.launch writes an empty file for a world of one.
-        hosts = _hosts("MLX_HOSTFILE")
-        rank = _rank("MLX_RANK", max(1, len(hosts)))
+        hosts = json.loads(Path(variables["MLX_HOSTFILE"]).read_text(encoding="utf-8") or "[]")
         ips = [str(addresses[0]).rpartition(":")[0] for addresses in hosts]
         if len(hosts) < 2:
             return Launch()
         return Launch("ring", rank, len(hosts), ips.count(ips[rank]), ips[:rank].count(ips[rank]))
     for name in FOREIGN_SIZES:
-        if _number(name, 1, default=1) > 1:
+        if int(variables.get(name, 1)) > 1:
             raise UserError(
-                f"{name}={os.environ[name]}, but neither Open MPI nor mlx.launch started these processes, "
+                f"{name}={variables[name]}, but neither Open MPI nor mlx.launch started these processes, "
                 f"so each would train alone; start them by ./launch or {mpirun_path()}, or unset {name}"
             )
-    if _number("MLX_RANK", 0, default=0) > 0:
-        raise UserError(f"MLX_RANK={os.environ['MLX_RANK']}, but no MLX_HOSTFILE; use mlx.launch, or unset it")
+    if rank > 0:
+        raise UserError(f"MLX_RANK={rank}, but no MLX_HOSTFILE; use mlx.launch, or unset it")
     return Launch()
-
-
-def _number(name: str, least: int, default: int | None = None) -> int:
-    text = os.environ.get(name, "" if default is None else str(default))
-    if not text.isdecimal() or int(text) < least:
-        raise UserError(f"the launcher's {name} must be a whole number, {least} or more, but is {text!r}")
-    return int(text)
-
-
-def _rank(name: str, size: int) -> int:
-    rank = _number(name, 0)
-    if rank >= size:
-        raise UserError(f"the launcher's {name} is {rank}, but its world has {size} ranks, 0 to {size - 1}")
-    return rank
-
-
-def _hosts(name: str) -> list[list[object]]:
-    """The JSON file that a variable names: a list with a non-empty list for each rank."""
-    path = os.environ.get(name, "")
-    try:
-        hosts = json.loads(Path(path).read_text(encoding="utf-8").strip() or "[]")
-        if isinstance(hosts, list) and all(isinstance(host, list) and host for host in hosts):
-            return hosts
-        fault = 'it must hold one list for each rank: [["10.0.0.1:32323"], ...]'
-    except (OSError, ValueError) as error:
-        fault = f"{error}; it is the file that mlx.launch writes"
-    raise UserError(f"{name}={path}: {fault}")
 
 
 # ---- How a command ends
