@@ -199,10 +199,7 @@ def launch_environment() -> Launch:
         if isinstance(error, UserError):
             raise
         remedy = "start the ranks by ./launch, mpirun or mlx.launch, or unset its variables"
-        raise UserError(
-            f"the launcher's variables cannot be used ({type(error).__name__}: {error}); {remedy}"
-        ) from None
-    return launch
+        raise UserError(f"the launcher's variables cannot be used ({error!r}); {remedy}") from None
 
 
 def _launch_of(variables: Mapping[str, str]) -> Launch:
