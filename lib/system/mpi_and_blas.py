@@ -198,8 +198,8 @@ def launch_environment() -> Launch:
     except (KeyError, ValueError, TypeError, IndexError, OSError) as error:
         if isinstance(error, UserError):
             raise
-        remedy = "start the ranks by ./launch, mpirun or mlx.launch, or unset its variables"
-        raise UserError(f"the launcher's variables cannot be used ({error!r}); {remedy}") from None
+        why = f"{type(error).__name__}: {error}; start the ranks by ./launch, mpirun or mlx.launch, or unset them"
+        raise UserError(f"the launcher's variables cannot be used: {why}") from None
 
 
 def _launch_of(variables: Mapping[str, str]) -> Launch:
