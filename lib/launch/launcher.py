@@ -32,7 +32,7 @@ from lib.launch import ssh
 from lib.launch.hostfile import Host
 from lib.launch.job import RDMA_BACKENDS, Job, RankCommand
 from lib.launch.rank_process import HELLO
-from lib.system import mlx_failures, os_commands
+from lib.system import os_commands, out_of_memory
 
 LOOK_SECONDS = 0.1
 PING_SECONDS = 1.0
@@ -162,7 +162,7 @@ class RankLink:
                 else:
                     self._before_hello.append(text)
                 continue
-            self.lost_another |= mlx_failures.NOTICED in text
+            self.lost_another |= out_of_memory.NOTICED in text
             rank, host = self.command.rank, self.host
             if tag := MPI_TAG.match(text):
                 rank, text = int(tag[1]), text[tag.end() :]

@@ -166,12 +166,6 @@ def container_memory_bytes(system: Path = Path("/")) -> int | None:
     return min((int(text) for text in texts if text.isdecimal() and int(text) < 2**60), default=None)
 
 
-def wired_limit_bytes() -> int | None:
-    """What the owner of this Mac lets the GPU keep wired, iogpu.wired_limit_mb; None where the system decides."""
-    megabytes = os_commands.sysctl("iogpu.wired_limit_mb") if os_commands.is_mac() else ""
-    return int(megabytes) * 2**20 or None if megabytes.isdecimal() else None
-
-
 def _text(path: Path) -> str:
     with contextlib.suppress(OSError):
         return path.read_text(encoding="utf-8").strip()

@@ -277,7 +277,7 @@ def _why(error: BaseException) -> str:
 def report_end(error: BaseException, launch: Launch | None, run: Path | None) -> int:
     """Prints why a training ended and how to go on with its folder `run`; returns the exit status: 2 wrong input, 1
     anything else. Raises `error`, where it is a fault of ours."""
-    from lib.system import mlx_failures, terminal
+    from lib.system import out_of_memory, terminal
 
     rank = launch.rank if launch is not None and launch.size > 1 else None
     if isinstance(error, UserError):
@@ -289,7 +289,7 @@ def report_end(error: BaseException, launch: Launch | None, run: Path | None) ->
         terminal.error(f"{str(error) or 'interrupted'}; {terminal.way_on(run)}", "stopped")
         return 1
     is_file = isinstance(error, OSError)  # a full or read-only disk: what was saved before is whole
-    why = f"{_why(error)}; fix that, then" if is_file else mlx_failures.advice(error, rank)
+    why = f"{_why(error)}; fix that, then" if is_file else out_of_memory.failure_text(error, rank)
     if why is None:
         raise error
     terminal.error(f"{why}{'' if is_file else ';'} {terminal.way_on(run)}")

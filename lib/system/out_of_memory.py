@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lib.system.network import host_name
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -25,6 +27,16 @@ TEXTS = re.compile(
     r"\[malloc\] Unable to allocate|\[metal::malloc\] Attempting to allocate|failed: out of memory"
     r"|CUDA_ERROR_OUT_OF_MEMORY|CUBLAS_STATUS_ALLOC_FAILED|Insufficient Memory"
     r"|kIOGPUCommandBufferCallbackErrorOutOfMemory|std::bad_alloc"
+)
+# mlx/distributed/ring/ring.cpp; jaccl/rdma.h. Open MPI and NCCL end the process themselves.
+LOST = re.compile(r"\[ring\] connection to a peer was lost|\[jaccl\] (Send|Recv) failed")
+# A primitive or a device: "[Inverse::eval_cpu] ...", "[METAL] Command buffer execution failed: ...", and CUDA's checks,
+# "cudaGraphLaunch(...) failed: ...".
+OWN = re.compile(r"\[[\w:]+\] |cu\w+.* failed: ")
+NOTICED = "lost the connection to another rank"  # by which the launcher knows a rank that ended because of it
+REMEDY = (
+    "a smaller evaluate.batch_size or data.max_length, model.gradient_checkpointing=true, model.method=lora or a "
+    "quantised model takes less, and strategy=sharded divides the model"
 )
 THREAD = "attempts"
 
@@ -45,13 +57,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def advice(error: BaseException) -> str:
-    """What a user can do where nothing smaller was left to try."""
-    return (
-        f"memory ran out: {error}; a smaller evaluate.batch_size or data.max_length, "
-        "model.gradient_checkpointing=true, model.method=lora or a quantised model takes less, "
-        "and strategy=sharded divides the model"
-    )
+def failure_text(error: BaseException, rank: int | None) -> str | None:
+    """What happened where MLX raises in the middle of its work, and what helps; None for an error that is not MLX's.
+    rank: of several."""
+    text = str(error).partition("\n")[0]
+    if is_out_of_memory(error):
+        what = f"memory ran out: {error}; {REMEDY}"
+    elif isinstance(error, RuntimeError) and LOST.match(text):
+        what = f"{NOTICED}, which ended or was cut off ({text})"
+    elif isinstance(error, RuntimeError) and OWN.match(text):
+        what = f"MLX failed: {text}"
+    else:
+        return None
+    return what if rank is None else f"rank {rank} on {host_name()}: {what}"
 
 
 @dataclass(frozen=True)
