@@ -96,12 +96,12 @@ def test_plan_is_pure() -> None:
 
 # What the tree holds today, and may not exceed; the aim stands behind. Who brings a number down lowers it here.
 BUDGET = {
-    "lines": 37_600,  # of lib/, train.py and launch: 20,000
-    "nodes": 320_400,  # of their syntax trees: 160,000
-    "tests": 21_560,  # lines: 18,000
+    "lines": 31_800,  # of lib/, train.py and launch: 20,000
+    "nodes": 289_000,  # of their syntax trees: 160,000
+    "tests": 21_400,  # lines: 18,000
     "benchmarks": 4_000,  # lines: 4,000
     "benchmark files": 19,  # 20
-    "words": 16_300,  # of docs/: 16,000
+    "words": 16_050,  # of docs/: 16,000
     "config": 60,  # functions outside of lib/config that take the whole configuration: 15
     "odd words": 20,  # 20
 }
@@ -139,7 +139,6 @@ TOO_LARGE = {
     "pairs.SampleFigures",
     "requests.CompletionRequest",  # OpenAI's own keys
     "checkpoint.Progress",
-    "checks.Request",
 }
 
 
