@@ -18,9 +18,8 @@ REFUSED = {
 def push(folder: Path, repository: str, private: bool) -> str:
     """Sends an export to owner/name, which is made if it is not there; returns its address.
 
-    Raises:
-        UserError: the hub refuses the name or the token.
-        Stopped: there is no way to the hub, or no room; the same command goes on.
+    Raises UserError: the hub refuses the name or the token. Stopped: there is no way to the hub, or no room; the same
+    command goes on.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError

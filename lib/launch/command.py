@@ -204,8 +204,7 @@ def checked(job: Job) -> Job:
         The job; where hosts differ in their paths, the configuration's whole paths are words of its command, in which
         they can differ by host.
 
-    Raises:
-        UserError: the script is missing, or a setting is wrong.
+    Raises UserError: the script is missing, or a setting is wrong.
     """
     words, script = job.command, ROOT / job.command[0]
     if job.directory != str(ROOT):  # elsewhere there may be other files

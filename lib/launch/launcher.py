@@ -297,8 +297,7 @@ def supervise(
         restarts: at most; None for 3 where a host is a Mac, else 0.
         way_on: how a person goes on, of a run's folder.
 
-    Raises:
-        UserError: at the first start, the name of a host does not resolve.
+    Raises UserError: at the first start, the name of a host does not resolve.
     """
     interrupts, everyone, run, starts, diverged = take_signals(), job.hosts, None, 1, None
     while True:

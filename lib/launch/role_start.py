@@ -32,9 +32,7 @@ def wait_as_primary(names: Sequence[str], port: int, key: bytes, limit_seconds: 
     Args:
         names: of all machines, this one's first.
 
-    Raises:
-        Stopped: a machine did not come in time.
-        UserError: the port is taken.
+    Raises Stopped: a machine did not come in time. UserError: the port is taken.
     """
     number, connected, is_complete = secrets.token_hex(16), set[str](), threading.Event()
 
@@ -73,9 +71,8 @@ def wait_as_secondary(
 ) -> bytes:
     """Waits at the primary until all machines are there; returns the run's key.
 
-    Raises:
-        Stopped: the primary or another machine did not come in time.
-        UserError: the keys differ, or the machines were given different hosts.
+    Raises Stopped: the primary or another machine did not come in time. UserError: the keys differ, or the machines
+    were given different hosts.
     """
     deadline = time.monotonic() + limit_seconds
     while (left := deadline - time.monotonic()) > 0:

@@ -49,9 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
 def serve(settings: Config, run: Path | None) -> None:
     """Serves until SIGTERM or Ctrl-C.
 
-    Raises:
-        UserError: the settings ask for something that cannot be served.
-        Stopped: the model cannot be loaded.
+    Raises UserError: the settings ask for something that cannot be served. Stopped: the model cannot be loaded.
     """
     mpi_and_blas.prepare()  # before MLX is imported: its own BLAS is 17 times as slow
     from lib.serve.app import Server  # brings uvicorn, MLX and transformers: --help answers at once
@@ -141,8 +139,7 @@ def nginx_file(servers: list[str], calibration: Path) -> str:
         servers: HOST:PORT each.
         calibration: the folder of HOST.json; a host's weight is its best pairs/s, 1 where it was not measured.
 
-    Raises:
-        UserError: a server is not of the form HOST:PORT, or a calibration is malformed.
+    Raises UserError: a server is not of the form HOST:PORT, or a calibration is malformed.
     """
     speeds = {}
     for server in servers:

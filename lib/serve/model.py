@@ -29,8 +29,7 @@ class ServedModel:
         data: of the run: the chat template and its arguments.
         fuse: whether the adapter is fused into the weights, in memory.
 
-    Raises:
-        UserError: the model has no tokenizer, or data.chat_template cannot be read.
+    Raises UserError: the model has no tokenizer, or data.chat_template cannot be read.
     """
 
     def __init__(self, settings: ModelSettings, data: DataSettings, folder: Path, run: Path | None, fuse: bool) -> None:
