@@ -228,7 +228,7 @@ def test_only_a_better_figure_counts_as_an_improvement() -> None:
         progress.step = step
         seen.append((progress.is_best({"loss": loss}, "loss"), progress.evaluations_since_best))
     assert seen == [(False, 0), (False, 1), (True, 0), (False, 1), (False, 2), (True, 0), (False, 1)]
-    assert (progress.best_step, progress.best_loss, progress.best_metrics) == (5, 0.6, {"loss": 0.6})
+    assert (progress.best_step, progress.best_metrics) == (5, {"loss": 0.6})
     assert progress.has_stalled(1) and not progress.has_stalled(2) and not progress.has_stalled(None)
 
 

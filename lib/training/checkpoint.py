@@ -32,7 +32,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from lib.config import read_file
 from lib.config.settings import ModelSettings
-from lib.data.order import Position
 from lib.distributed.compression import Arrays
 from lib.distributed.world import Described, World
 from lib.errors import AgreedError, UserError
@@ -40,7 +39,6 @@ from lib.model import adapter_files
 from lib.system import files
 from lib.system.records import PerformanceTracker, first_missed, rewind
 from lib.training.objective import Metrics
-from lib.training.step import StepRecord
 
 OPTIMIZER = "optimizer.safetensors"
 REFERENCE = "reference.safetensors"  # of a reference that follows the policy
@@ -74,7 +72,6 @@ class Progress:
     wall_seconds: float = 0.0  # of all processes so far, from each one's launch on
     skipped_in_row: int = 0
     best_step: int | None = None
-    best_loss: float | None = None
     best_metrics: Metrics = field(default_factory=dict)  # of the best step's evaluation
     evaluations_since_best: int = 0
     before: Metrics = field(default_factory=dict)  # the evaluation before the first step
@@ -86,14 +83,6 @@ class Progress:
     resume_ids: list[str] = field(default_factory=list)  # of each: hosts that are alone may resume from one step
     rewards: list[float] = field(default_factory=lambda: [0.0, 0.0])  # train.loss=bco: sum and count of all so far
     parts: list[str] = field(default_factory=list)  # the hash of every rank's file in ranks/; "" for none
-
-    def count(self, step: int, position: Position, pairs: int, result: StepRecord) -> None:
-        """Adds one step."""
-        self.step, self.epoch, self.cursor = step, position.epoch, position.cursor
-        self.pairs += pairs
-        self.tokens += result.tokens
-        self.seconds += result.seconds
-        self.bytes_sent += result.bytes_sent
 
     def rate_position(self, index: int) -> tuple[float, int]:
         """Where in the learning rate's schedule a global step is, from 0, and how many steps the schedule has.
@@ -135,7 +124,7 @@ class Progress:
         before = order(self.best_metrics)
         if not may_be_saved or not math.isfinite(now[0]) or (before is not None and now <= before):
             return False
-        self.best_step, self.best_loss, self.best_metrics = self.step, metrics.get("loss"), metrics
+        self.best_step, self.best_metrics = self.step, metrics
         self.evaluations_since_best = 0
         return True
 

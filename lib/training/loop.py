@@ -357,7 +357,11 @@ class TrainingLoop:
                 result = self.learner.learn(step, step - 1, batch.epoch, batch.rows, batch.micro_batches)
                 if run.reference is not None:
                     run.reference.follow(step)
-                progress.count(step, batch.position, batch.pairs, result)
+                progress.step, progress.epoch, progress.cursor = step, batch.position.epoch, batch.position.cursor
+                progress.pairs += batch.pairs
+                progress.tokens += result.tokens
+                progress.seconds += result.seconds
+                progress.bytes_sent += result.bytes_sent
                 before, plan = schedule.at(step), schedule.observe(step, batch.costs, result.compute_seconds)
                 progress.schedule = schedule.state(step)
                 if plan is not None:
@@ -397,7 +401,7 @@ class TrainingLoop:
     def _evaluate_and_save(self, evaluation_due: bool, checkpoint_due: bool) -> None:
         """Held-out metrics, and a checkpoint where one is due or the model is the best so far."""
         run, progress = self.run, self.run.progress
-        best_so_far, is_best = (progress.best_step, progress.best_loss, progress.best_metrics), False
+        best_so_far, is_best = (progress.best_step, progress.best_metrics), False
         run.writer.record(run.tracker)
         # If no finite update follows one that was left out, a resume takes that again: until then nothing is saved.
         in_row = run.local_sgd.ranks.skipped_in_row if run.local_sgd is not None else [progress.skipped_in_row]
@@ -410,7 +414,7 @@ class TrainingLoop:
             is_best = progress.is_best(metrics, run.best_by, may_be_saved)
             checkpoint_due = is_best or run.is_over or checkpoint_due
         if checkpoint_due and not run.save() and is_best:
-            progress.best_step, progress.best_loss, progress.best_metrics = best_so_far
+            progress.best_step, progress.best_metrics = best_so_far
 
     def finish(self) -> None:
         """Saves the result and its figures, and closes the log."""
