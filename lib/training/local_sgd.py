@@ -623,10 +623,6 @@ class LocalSGD:
             self.ranks.is_warm = True
         return report
 
-    def evaluating_ranks(self) -> tuple[World, list[int]]:
-        """Who evaluates, and in which shares: all together, but each its own where nothing is merged."""
-        return (self.world.alone(), [1]) if self.method == "none" else (self.world, self.ranks.shares)
-
     # ---- In a checkpoint
 
     def state(self) -> dict[str, Any]:

@@ -294,9 +294,7 @@ class TrainingLoop:
     def evaluate(self) -> Metrics:
         """Held-out metrics and greedy answers, over all ranks; each rank's own where ranks are never merged."""
         run = self.run
-        if run.local_sgd is not None:
-            return self.evaluate_on(*run.local_sgd.evaluating_ranks())
-        return self.evaluate_on(run.world, run.shares)
+        return self.evaluate_on(*((run.world.alone(), [1]) if run.is_never_merged else (run.world, run.shares)))
 
     def evaluate_before(self) -> None:
         """The metrics before the first step; UserError where the loss is not finite, so weights are not."""
