@@ -234,7 +234,9 @@ def compile_part(part: str, config: Config, examples: Sequence[Example]) -> None
     for i, row in enumerate(examples):
         times = len(examples) * RAGGED if i == len(examples) - 1 else 1
         arrays: dict[str, Any] = {name: getattr(row, name) for name in ("completions", "learnt", "sampling_logps")}
-        longer = {name: tuple(array.repeat(times) for array in of_row) for name, of_row in arrays.items() if of_row}
+        longer: dict[str, Any] = {
+            name: tuple(array.repeat(times) for array in of_row) for name, of_row in arrays.items() if of_row
+        }
         longer["completions"] = tuple(ids % VOCABULARY for ids in longer["completions"])
         known.append(dataclasses.replace(row, prompt_ids=row.prompt_ids % VOCABULARY, **longer))
     multiple, mismatched = length_multiple(config.data), losses.needs_mismatched(config.train.loss)

@@ -333,7 +333,8 @@ class Merger:
         `error`: how far the merged change is from the exact mean of the ranks' changes, relative to it; None where that
         is not known (DoRA). `compression_error`: the same of what the others received of this rank's change.
         """
-        record = {"method": method, "pairs": pairs, "steps": steps, "error": None, "compression_error": None}
+        record: dict[str, Any] = {"method": method, "pairs": pairs, "steps": steps, "error": None}
+        record["compression_error"] = None
         if method == "none":
             return record | {"bytes_sent": 0}
         before, now = self.world.traffic.bytes_sent, adapter_files.trainable(self.model)

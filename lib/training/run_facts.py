@@ -128,6 +128,9 @@ def gather_facts(
     elif lacks_curve:
         usual = statistics.fmean(_gather_gflops(world))
     shares = config.data.shared_prompts and of_model.get("model_type") in FAMILIES
+    memory = None
+    if block_shape is not None:
+        memory = MemoryModel(block_shape, _training(config, block_shape, shares), largest, typical)
     facts = PlanFacts(
         settings=config,
         hosts=ranks,
@@ -137,7 +140,7 @@ def gather_facts(
         steps=config.steps_over(len(lengths)),
         published=list(calibration.read_published().values()),
         shape=shape,
-        memory=block_shape and MemoryModel(block_shape, _training(config, block_shape, shares), largest, typical),
+        memory=memory,
         usual_gflops=usual,
     )
     return facts, rates
