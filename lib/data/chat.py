@@ -404,29 +404,23 @@ class ChatTokens:
 
     def encode(self, chats: Sequence[Chat]) -> list[Encoded | Unusable]:
         """Ids of each chat; or why there are none. The tokenizer is asked for all of them at once."""
-        made: list[tuple[Rendering, list[tuple[str, int]]] | Unusable] = []
-        for chat in chats:
-            try:
-                rendering = self.template.render(chat)
-                made.append(
-                    (rendering, [self._place_of_completion(rendering, k) for k in range(len(chat.completions))])
-                )
-            except Unusable as why:
-                made.append(why)
-        usable = [one for one in made if not isinstance(one, Unusable)]
-        prompts = iter(self.tokens.ids([rendering.prompt for rendering, _ in usable]))
-        behind = iter(self.tokens.behind([place for _, places in usable for place in places]))
         result: list[Encoded | Unusable] = []
-        for one in made:
-            if isinstance(one, Unusable):
-                result.append(one)
-                continue
-            rendering, places = one
-            prompt, ids = next(prompts), [next(behind) for _ in places]
+        usable: list[tuple[int, Rendering, list[tuple[str, int]]]] = []
+        for number, chat in enumerate(chats):
             try:
-                result.append(self._as_marked(rendering) or self._encoded(rendering, places, prompt, ids))
+                made = self.template.render(chat)
+                usable.append((number, made, [self._place_of_completion(made, k) for k in range(len(made.wholes))]))
+                result.append(Encoded([], []))  # until its tokens are known
             except Unusable as why:
                 result.append(why)
+        prompts = self.tokens.ids([made.prompt for _, made, _ in usable])
+        behind = iter(self.tokens.behind([place for _, _, places in usable for place in places]))
+        for (number, made, places), prompt in zip(usable, prompts, strict=True):
+            ids = [next(behind) for _ in places]
+            try:
+                result[number] = self._as_marked(made) or self._encoded(made, places, prompt, ids)
+            except Unusable as why:
+                result[number] = why
         return result
 
     def _encoded(

@@ -31,20 +31,17 @@ class Example:
     """One training example, tokenised."""
 
     row: int  # Its index in the data set, the same in every run over the same file and settings
-    prompt_ids: np.ndarray
-    """int32 [P]; empty for plain text, except for the tokens that the tokenizer opens a text with."""
-    completions: tuple[np.ndarray, ...]
-    """int32 [C_k] each, the end token included: one for SFT and labels, (chosen, rejected) for preferences. With
-    `has_mismatched` of the data set another prompt's completion comes last."""
+    prompt_ids: np.ndarray  # int32 [P]; of plain text the tokens alone that the tokenizer opens a text with
+    completions: tuple[
+        np.ndarray, ...
+    ]  # int32 [C_k] each, end token included; (chosen, rejected); a mismatched one last
     label: bool | None = None  # Of unpaired feedback: whether the completion is desirable
     learnt: tuple[np.ndarray, ...] | None = None  # bool [C_k] each: the tokens that are trained on; None for all
-    rewards: np.ndarray | None = None
-    """float32 [K], of a group (lib/data/groups.py); NaN for a completion that is left out."""
-    completion_lengths: np.ndarray | None = None
-    """float32 [K], of a group: its completions' tokens, masked ones too; 0 for a completion that is left out."""
-    reward_deviation: float | None = None  # Of a group: the deviation of all rewards of the data set
-    sampling_logps: tuple[np.ndarray, ...] | None = None
-    """float32 [C_k] each, of a group: the log-probability of each token under the policy that sampled it."""
+    # Of a group (lib/data/groups.py):
+    rewards: np.ndarray | None = None  # float32 [K]; NaN for a completion that is left out
+    completion_lengths: np.ndarray | None = None  # float32 [K]: tokens, masked ones too; 0 for one that is left out
+    reward_deviation: float | None = None  # that of all rewards of the data set
+    sampling_logps: tuple[np.ndarray, ...] | None = None  # float32 [C_k] each, under the policy that sampled it
 
     @classmethod
     def of(cls, row: int, pieces: Sequence[np.ndarray], label: bool | None = None) -> Example:
@@ -77,11 +74,9 @@ class Sized:
     """What is known of a data set's rows without their tokens, from the sizes of their pieces."""
 
     kind: RecordKind
-    has_mismatched: bool = False
-    """Whether each row has another prompt's completion beside its own (lib/data/dataset.py)."""
+    has_mismatched: bool = False  # whether each row has another prompt's completion beside its own
     labels: np.ndarray | None = None  # bool [n], of unpaired feedback: whether a row's completion is desirable
-    segments: np.ndarray | None = None
-    """int64 [m + 1]: bounds of the rows that stand together in an epoch's order (`epoch_order`)."""
+    segments: np.ndarray | None = None  # int64 [m + 1]: bounds of rows that stand together (`epoch_order`)
 
     @property
     def completions_per_example(self) -> int:

@@ -38,8 +38,7 @@ from lib.data.record_formats import (
 class Draft(NamedTuple):
     """What a record says, unchecked. A value that is a list is a list of messages."""
 
-    prompt: object = None
-    """A string or messages; None: the whole conversation is in `completions`, or all of it is text."""
+    prompt: object = None  # a string or messages; None: all of it is in `completions`
     completions: tuple[Any, ...] = ()  # One answer, or the better and the worse one
     names: tuple[str, ...] = ()  # The column of each completion, for errors
     tools: object = None

@@ -5,9 +5,8 @@ A record is tokenised, since the log-probabilities belong to tokens:
     {"prompt_ids": [...], "completion_ids": [[...], ...], "rewards": [1.0, null, ...], "logps": [[...], ...]}
 
 `logps` are the sampling policy's, one a token; without them the policy in training counts as the one that sampled. A
-completion whose reward is null could not be judged: it is left out, from its group's mean to the last count. With
-`"completion_mask": [[1, 0, ...], ...]` only tokens with a 1 are learnt; a completion of which none is still counts, and
-so does its reward.
+completion whose reward is null is left out. With `"completion_mask": [[1, 0, ...], ...]` only tokens with a 1 are
+learnt; a completion of which none is still counts, and so does its reward.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import numpy as np
 
 from lib.config.settings import DataSettings
 from lib.data import record_files, sources
-from lib.data.dataset import Dataset, Example, Pieces, pack, require_usable
+from lib.data.dataset import Dataset, Example, pack, require_usable
 from lib.data.record_formats import JSON, Unusable, name_of_type
 from lib.data.tokenizer import LARGEST_ID, ModelLimits
 from lib.errors import UserError
@@ -48,11 +47,9 @@ class GroupedDataset(Dataset):
 
     samples: int = 1  # K
     rewards: np.ndarray | None = None  # float32 [n, K]; NaN where there is none
-    completion_lengths: np.ndarray | None = None
-    """float32 [n, K], tokens of the completions, masked ones too; 0 where there is no reward."""
+    completion_lengths: np.ndarray | None = None  # float32 [n, K], tokens, masked ones too; 0 without a reward
     deviation: float = 0.0  # Of all rewards, that of a sample, with n - 1; 0 of a single one
-    logps: np.ndarray | None = None
-    """float32, one for each of `tokens` (prompts have some number); None where the records have none."""
+    logps: np.ndarray | None = None  # float32, one for each of `tokens`, those of prompts too; None without
 
     @property
     def completions_per_example(self) -> int:
@@ -150,40 +147,32 @@ def _is_finite(value: object) -> bool:
 def groups_in_memory(name: str, groups: list[Group], skipped: list[str]) -> GroupedDataset:
     """A data set of these groups."""
     samples = max(len(group.completions) for group in groups)
-    pieces: Pieces = []
-    logps: list[list[float]] = []
+    pieces, logps, has_logps = list[np.ndarray](), list[np.ndarray](), groups[0].logps is not None
     rewards = np.full((len(groups), samples), np.nan, np.float32)
     lengths = np.zeros_like(rewards)
     for row, group in enumerate(groups):
         pieces.append(np.array(group.prompt, np.int32))
-        logps.append([0.0] * len(group.prompt))
+        logps.append(np.zeros(len(group.prompt), np.float32))
         for k in range(samples):
-            piece = np.array([LEFT_OUT], np.int32)
+            piece, of_piece = np.array([LEFT_OUT], np.int32), np.zeros(1, np.float32)
             reward = group.rewards[k] if k < len(group.rewards) else None
             if reward is not None:
-                rewards[row, k], lengths[row, k] = reward, len(group.completions[k])
-                mask = np.ones(len(group.completions[k]), bool) if group.mask is None else np.array(group.mask[k])
+                ids = np.array(group.completions[k], np.int32)
+                rewards[row, k], lengths[row, k] = reward, len(ids)
+                mask = np.ones(len(ids), bool) if group.mask is None else np.array(group.mask[k])
                 if mask.any():
-                    piece = np.where(mask, group.completions[k], ~np.array(group.completions[k])).astype(np.int32)
+                    piece = np.where(mask, ids, ~ids).astype(np.int32)
+                if len(piece) == len(ids):
+                    of_piece = np.array(group.logps[k] if group.logps is not None else ids * 0, np.float32)
             pieces.append(piece)
-            is_whole = len(piece) == lengths[row, k] and group.logps is not None
-            logps.append(group.logps[k] if is_whole and group.logps is not None else [0.0] * len(piece))
+            logps.append(of_piece)
     tokens, bounds, digest = pack("group", pieces, None)
-    flat = None if groups[0].logps is None else np.concatenate([np.array(own, np.float32) for own in logps])
+    flat = np.concatenate(logps) if has_logps else None
     of_all = hashlib.sha256(digest.encode() + rewards.tobytes() + (b"" if flat is None else flat.tobytes()))
     known = rewards[~np.isnan(rewards)].astype(np.float64)
+    deviation = float(known.std(ddof=1)) if len(known) > 1 else 0.0
+    columns = " + ".join(COLUMNS + ("logps",) * has_logps)
+    facts = (name, "group", columns, 0, skipped, of_all.hexdigest(), tokens, bounds)
     return GroupedDataset(
-        path=name,
-        kind="group",
-        columns=" + ".join(COLUMNS + (("logps",) if flat is not None else ())),
-        truncated_count=0,
-        skipped=skipped,
-        digest=of_all.hexdigest(),
-        tokens=tokens,
-        bounds=bounds,
-        samples=samples,
-        rewards=rewards,
-        completion_lengths=lengths,
-        deviation=float(known.std(ddof=1)) if len(known) > 1 else 0.0,
-        logps=flat,
+        *facts, samples=samples, rewards=rewards, completion_lengths=lengths, deviation=deviation, logps=flat
     )

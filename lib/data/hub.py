@@ -196,18 +196,17 @@ def _of_card(names: Sequence[str], named: dict[str, dict[str, Any]], config: str
     if config is None and not default and len(named) > 1:
         raise UserError(f"name one of its configurations with ?config=: {', '.join(named)}")
     entry = named[config or (default or list(named))[0]]
-    given = entry["data_files"]
-    if not isinstance(given, list) or not all(isinstance(part, dict) for part in given):
-        given = [{"split": "train", "path": given}]
-    paths = {str(part.get("split", "train")): part.get("path") for part in given}
-    if split not in paths:
-        raise UserError(f"no split {split!r}; there are {', '.join(paths)}")
-    folder = str(entry.get("data_dir") or "").strip("/")
-    patterns = paths[split] if isinstance(paths[split], list) else [paths[split]]
-    patterns = [f"{folder}/{pattern}".lstrip("/") for pattern in patterns]
-    found = [name for name in names if any(re.fullmatch(glob_translate(pattern), name) for pattern in patterns)]
+    given, folder = entry["data_files"], str(entry.get("data_dir") or "").strip("/")
+    is_by_split = isinstance(given, list) and all(isinstance(part, dict) for part in given)
+    parts = {str(part.get("split", "train")): part.get("path") for part in given} if is_by_split else {"train": given}
+    if split not in parts:
+        raise UserError(f"no split {split!r}; there are {', '.join(parts)}")
+    patterns = parts[split] if isinstance(parts[split], list) else [parts[split]]
+    wanted = [re.compile(glob_translate(f"{folder}/{pattern}".lstrip("/"))) for pattern in patterns]
+    found = [name for name in names if any(pattern.fullmatch(name) for pattern in wanted)]
     if not found or not all(map(is_data, found)):
-        raise UserError(f"split {split!r} is {', '.join(found or patterns)}; only {', '.join(ENDINGS)} are read")
+        shown = ", ".join(map(str, found or patterns))
+        raise UserError(f"split {split!r} is {shown}; only {', '.join(ENDINGS)} are read")
     return found
 
 

@@ -22,7 +22,7 @@ from lib.config.settings import Config, DataSettings
 from lib.data import sources
 from lib.data.chat import OPENED_THINKING, SENTINEL, Conversation
 from lib.data.dataset import Example, Tokenisation, load_dataset
-from lib.data.record_formats import JSON, Unusable
+from lib.data.record_formats import JSON
 from lib.data.sources import Records
 from lib.data.streaming import tell_unread, with_splits
 from lib.data.tokenize import Encoder
@@ -43,10 +43,8 @@ def facts_of(encoder: Encoder) -> str | None:
         return None
 
     def text(messages: list[Any], is_prompt: bool, tools: list[JSON] | None = None, **given: bool) -> str:
-        try:
-            return template.apply(Conversation(messages, tools, template.arguments_without_answer | given), is_prompt)
-        except Unusable:
-            return ""
+        arguments = template.arguments_without_answer | given
+        return template.apply_or_none(Conversation(messages, tools, arguments), is_prompt) or ""
 
     question = {"role": "user", "content": "a"}
     thought = {"role": "assistant", "content": "b", "reasoning_content": SENTINEL}

@@ -172,10 +172,8 @@ SPECIMEN = "The quick brown fox jumps over 13 lazy dogs. Ünïcödé, 漢字, к
 def load_tokenizer_of(settings: ModelSettings) -> Tokenizer | None:
     """mlx-lm's tokenizer of the model's folder, None without. Raises UserError: its files cannot be loaded."""
     folder = resolve(settings.path, settings.revision)
-    if not any(
-        (folder / name).exists()
-        for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tiktoken.model")
-    ):
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tiktoken.model")
+    if not any((folder / name).exists() for name in names):
         return None
     from mlx_lm.utils import load_tokenizer  # not before mpi_and_blas.prepare
 
