@@ -94,14 +94,14 @@ class Stream:
     def __init__(self, inputs: StreamInputs, window: int | None = None):
         self.rows, self.completions, _ = inputs["mask"].shape
         self.offset, self.prefix, self.window = inputs["offsets"], inputs["prefix_length"], window
-        self.suffix_indices: Any = inputs.get("suffix_indices")  # of a ragged stream
-        self.suffix_uses: Any = inputs.get("suffix_uses")
+        self.suffix_indices = inputs.get("suffix_indices")  # of a ragged stream
+        self.suffix_uses = inputs.get("suffix_uses")
         self.length = (self.offset.size - self.rows * self.prefix) // (self.rows * self.completions)
         if self.suffix_indices is not None:
             self.length = self.suffix_indices.shape[-1]
             # A token that several sequences share takes its output from the first of them.
             flat = self.suffix_indices = self.suffix_indices.reshape(-1)
-            first = mx.take(self.suffix_uses[:, 0], mx.maximum(flat, 0)) == mx.arange(flat.size)
+            first = mx.take(inputs["suffix_uses"][:, 0], mx.maximum(flat, 0)) == mx.arange(flat.size)
             self.owned = mx.where(first, flat, -1)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Window | None:
