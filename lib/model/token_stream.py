@@ -94,8 +94,7 @@ class Stream:
     def __init__(self, inputs: StreamInputs, window: int | None = None):
         self.rows, self.completions, _ = inputs["mask"].shape
         self.offset, self.prefix, self.window = inputs["offsets"], inputs["prefix_length"], window
-        self.suffix_indices = inputs.get("suffix_indices")  # of a ragged stream
-        self.suffix_uses = inputs.get("suffix_uses")
+        self.suffix_indices, self.suffix_uses = inputs.get("suffix_indices"), inputs.get("suffix_uses")  # if ragged
         self.length = (self.offset.size - self.rows * self.prefix) // (self.rows * self.completions)
         if self.suffix_indices is not None:
             self.length = self.suffix_indices.shape[-1]
@@ -133,7 +132,9 @@ class Stream:
         if self.prefix:
             tails[1:] = [self._after_prefix(*both) for both in zip(prefixes[1:], tails[1:], strict=True)]
         suffixes = attention(*tails)
-        outputs.append(_move(suffixes, self.suffix_uses[:, 0], self.owned[:, None]) if is_ragged else suffixes)
+        if self.suffix_uses is not None:
+            suffixes = _move(suffixes, self.suffix_uses[:, 0], self.owned[:, None])
+        outputs.append(suffixes)
         self.attended = mx.concatenate(outputs)[:, :, None]
         return self.attended
 
