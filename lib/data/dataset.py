@@ -20,7 +20,7 @@ from lib.data import formats, record_files, sources
 from lib.data.chat import Encoded
 from lib.data.record_formats import Record, RecordKind, Tokens, Unusable, Unwanted
 from lib.data.tokenize import Encoder, encode_records, truncate
-from lib.data.tokenizer import ModelLimits, Tokenizer, Vocabulary, limits_of
+from lib.data.tokenizer import ModelLimits, Tokenizer, Vocabulary, limits_of, require_own
 from lib.errors import UserError
 
 CHUNK_RECORDS = 2048  # tokenised at a time: enough for a fast tokenizer's threads, little enough to keep in memory
@@ -267,6 +267,7 @@ class Tokenisation(NamedTuple):
         while chunk := list(islice(iterator, CHUNK_RECORDS)):
             encoded = encode_records([record for _, record in chunk], self.encoder, chunk[0][0].rpartition(":")[0])
             for (place, record), ids in zip(chunk, encoded, strict=True):
+                require_own(record, self.encoder.tokenizer if self.encoder else None, place)
                 try:
                     yield place, record, self._finish(record, ids)
                 except Unusable as why:

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 from lib.config.settings import DataSettings
 from lib.data.record_formats import (
     JSON,
+    VOCABULARY,
     Chat,
     Columns,
     Message,
@@ -327,7 +328,7 @@ def reader_of(names: tuple[str, ...], columns: Columns, kind: RecordKind) -> Rea
         lost -= {columns.label, LABEL, "weight"}
     title = f"{form.name} ({', '.join((*used, *extras))})" if form.name else " + ".join((*used, *extras))
     title += " (preference records: the other completion is not used)" * is_half
-    known = {*form.needs, *used, *extras, *columns.ignore, *MEANINGFUL, *[columns.rejected] * is_half}
+    known = {*form.needs, *used, *extras, *columns.ignore, *MEANINGFUL, VOCABULARY, *[columns.rejected] * is_half}
     return Reader(title, form, tuple(sorted(lost)), bool(extras), tuple(name for name in names if name not in known))
 
 
@@ -461,7 +462,13 @@ def _parse_tokens(record: JSON, names: tuple[str, ...]) -> Tokens:
             title += f" + {of_mask}"
         learnt.append([*map(bool, mask)])
     masks = None if all(map(all, learnt)) else tuple(learnt)
-    return Tokens(record["prompt_ids"], tuple(record[name] for name in names), title, learnt=masks)
+    return Tokens(
+        record["prompt_ids"],
+        tuple(record[name] for name in names),
+        title,
+        learnt=masks,
+        vocabulary=str(record.get(VOCABULARY) or ""),
+    )
 
 
 def _label(record: JSON, column: str) -> bool:

@@ -15,10 +15,21 @@ from lib.data import record_files, sources
 from lib.data import tokenizer as tokenizer_module
 from lib.data.dataset import Example, Sized, Tokenisation, require_usable
 from lib.data.formats import TEMPLATE_ARGUMENTS, parse
-from lib.data.record_formats import ANSWER, JSON, Message, Plain, Record, RecordKind, Tokens, Unusable, name_of_type
+from lib.data.record_formats import (
+    ANSWER,
+    JSON,
+    VOCABULARY,
+    Message,
+    Plain,
+    Record,
+    RecordKind,
+    Tokens,
+    Unusable,
+    name_of_type,
+)
 from lib.data.sources import Records, Tell
 from lib.data.tokenize import Encoder, encode_records
-from lib.data.tokenizer import NO_LIMITS, ModelLimits, Tokenizer
+from lib.data.tokenizer import NO_LIMITS, ModelLimits, Tokenizer, require_own, vocabulary_digest
 from lib.errors import UserError
 
 
@@ -26,7 +37,11 @@ def columns_of(record: JSON, data: DataSettings, tokenizer: Tokenizer) -> JSON:
     """The columns of a prompt, under the names that every reader knows; a text stays a text. Raises Unusable."""
     parsed, stored = parse(record, data, "prompt"), record.get(data.prompt)
     if isinstance(parsed, Tokens):
-        return {"prompt": str(tokenizer.decode(parsed.prompt)), "prompt_ids": parsed.prompt}
+        return {
+            "prompt": str(tokenizer.decode(parsed.prompt)),
+            "prompt_ids": parsed.prompt,
+            VOCABULARY: vocabulary_digest(tokenizer),
+        }
     if isinstance(parsed, Plain):
         return {"prompt": parsed.prompt or ""}
     is_text = isinstance(stored, str) and parsed.prompt == [{"role": "user", "content": stored}]
@@ -184,6 +199,7 @@ def open_prompts(
     tokenisation = Tokenisation(settings, "prompt", encoder, limits)
     kept, ids, skipped = list[int](), list[list[int]](), [*records.unusable]
     for row, (place, record) in zip(rows.tolist(), tokenisation.placed(records, rows), strict=True):
+        require_own(record, encoder.tokenizer if encoder else None, place)
         try:
             prompt = ids_of(record, encoder, name)
             if len(prompt) + rollouts.max_tokens > settings.max_length:

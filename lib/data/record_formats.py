@@ -40,6 +40,7 @@ class Tokens:
     columns: str  # What it was read from, for people
     label: bool | None = None  # Of unpaired feedback: whether the completion is desirable
     learnt: tuple[list[bool], ...] | None = None  # Of each completion's tokens, which are trained on; None for all
+    vocabulary: str = ""  # the digest of the vocabulary that its ids are of, where it is known
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Chat:
 
 
 Record = Tokens | Plain | Chat
+VOCABULARY = "ids_of_vocabulary"  # column of Tokens.vocabulary
 ANSWER = "answer"  # column of what a program can check an answer by
 
 

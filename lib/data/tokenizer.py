@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -203,3 +205,23 @@ def stored_config(settings: ModelSettings) -> JSON:
     """The model's config.json."""
     stored: JSON = json.loads((resolve(settings.path, settings.revision) / "config.json").read_text(encoding="utf-8"))
     return stored
+
+
+# ---- Whose token ids a record has
+
+
+@functools.lru_cache(maxsize=4)
+def vocabulary_digest(tokenizer: Any) -> str:
+    """A digest of all tokens and their ids; empty where a tokenizer does not tell them."""
+    tokens = getattr(tokenizer, "get_vocab", dict)()
+    return hashlib.sha256(json.dumps(sorted(tokens.items())).encode()).hexdigest()[:16] if tokens else ""
+
+
+def require_own(record: object, tokenizer: Tokenizer | None, place: str) -> None:
+    """Raises UserError: a record's ids are of another tokenizer's vocabulary."""
+    stored, digest = getattr(record, "vocabulary", ""), vocabulary_digest(tokenizer) if tokenizer else ""
+    if stored and digest and stored != digest:
+        raise UserError(
+            f"{place}: its token ids are of another tokenizer than the model's; leave the columns ending in _ids out "
+            "of the file, and its texts are read"
+        )

@@ -28,7 +28,7 @@ from lib.data.prompts import asked_of, columns_of, ids_of
 from lib.data.record_formats import RecordKind, Unusable
 from lib.data.sources import Records
 from lib.data.tokenize import Encoder
-from lib.data.tokenizer import Tokenizer, limits_of
+from lib.data.tokenizer import Tokenizer, limits_of, require_own
 from lib.distributed.work_queue import Lines, ServedQueue, WorkQueue, open_queue, work
 from lib.distributed.world import World, host_names
 from lib.errors import UserError
@@ -295,6 +295,7 @@ class CompletionWriter:
         tokenisation = Tokenisation(self.settings.data, "prompt", self.encoder, self.limits)
         ((place, record),) = tokenisation.placed(self.records, [row])
         try:
+            require_own(record, self.tokenizer, place)
             ids = ids_of(record, self.encoder)
             self.limits.check_ids([ids])
             self.limits.check_answer(len(ids), self.settings.evaluate.max_tokens, "evaluate.max_tokens")

@@ -26,7 +26,8 @@ from typing_extensions import TypedDict
 
 from lib.config.settings import Config
 from lib.data.prompts import Prompts, asked_of, columns_of
-from lib.data.tokenizer import Tokenizer
+from lib.data.record_formats import VOCABULARY
+from lib.data.tokenizer import Tokenizer, vocabulary_digest
 from lib.distributed.work_queue import Lines, WorkQueue, work
 from lib.distributed.world import World
 from lib.errors import UserError
@@ -292,6 +293,7 @@ class Collector:
             **columns_of(self.prompts.record(pair.prompt_id), self.config.data, self.sampler.tokenizer),
             "chosen": pair.chosen.text,
             "rejected": pair.rejected.text,
+            VOCABULARY: vocabulary_digest(self.sampler.tokenizer),
             "prompt_ids": pair.prompt_tokens,
             "chosen_ids": pair.chosen.tokens,
             "rejected_ids": pair.rejected.tokens,
