@@ -21,7 +21,17 @@ from lib.config.settings import Config, TrainSettings
 from lib.errors import UserError
 
 # What a resumed run may change: how it is spread, watched and ended, never what it has been learning.
-RESUMABLE = ("plan.", "cost.", "sync.", "checkpoint.", "evaluate.", "serve.", "metal.", "run.", "strategy")
+RESUMABLE: tuple[str, ...] = (
+    "plan.",
+    "cost.",
+    "sync.",
+    "checkpoint.",
+    "evaluate.",
+    "serve.",
+    "metal.",
+    "run.",
+    "strategy",
+)
 RESUMABLE += ("train.patience", "train.steps", "train.epochs", "train.compile", "model.gradient_checkpointing")
 RESUMABLE += ("model.trust_remote_code", "model.shard_vocabulary", "data.skip_invalid", "data.cache_dir")
 STARTED_RUNS = Path("~/.config/tandem/started-runs").expanduser()

@@ -551,8 +551,8 @@ class Config(Section):
     """Tandem's settings."""
 
     run: RunSettings = RunSettings()
-    model: ModelSettings = Field(default_factory=dict)  # type: ignore[arg-type]  # which lacks model.path
-    data: DataSettings = Field(default_factory=dict)  # type: ignore[arg-type]
+    model: ModelSettings = Field(default_factory=dict)  # type: ignore[assignment]  # lacks model.path
+    data: DataSettings = Field(default_factory=dict)  # type: ignore[assignment]
     train: TrainSettings = TrainSettings()
     rollouts: RolloutSettings = RolloutSettings()
     strategy: Literal["auto", "independent", "synchronous", "sharded", "pipelined"] = "auto"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from lib.config.settings import CostSettings
 from lib.plan.plan import ClusterPlan
@@ -23,7 +23,7 @@ class RunCost(TypedDict):
     electricity: float
     rent: float
     cost: float
-    hosts: list[dict[str, str | float]]  # host, and the same sums
+    hosts: list[dict[str, Any]]  # host, and the same sums
 
 
 def calculate_training_cost(total_examples: int, throughput: float, cost_per_hour: float = 0.0) -> dict[str, float]:
@@ -41,7 +41,7 @@ def hosts_cost(hosts: Sequence[str], seconds: float, cost: CostSettings) -> RunC
     if not (cost.watts or cost.rent_per_hour):
         return None
     hours, sums = seconds / 3600, {"energy_kwh": 0.0, "electricity": 0.0, "rent": 0.0, "cost": 0.0}
-    each: list[dict[str, str | float]] = []
+    each: list[dict[str, Any]] = []
     for host in dict.fromkeys(hosts):
         watts, rent = (s.get(host, 0.0) if isinstance(s, dict) else s for s in (cost.watts, cost.rent_per_hour))
         energy, rented = watts / 1000 * hours, rent * hours

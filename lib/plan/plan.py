@@ -250,8 +250,8 @@ class ClusterPlan:
         for rank, of_rank in zip(self.ranks, stored["ranks"], strict=True):
             of_rank["predicted_compute_seconds"] = rank.predicted_compute_seconds
         del stored["basis"]
-        derived = ("calibrated", "steps_per_round", "shares", "blocks", "predicted_step_seconds", "efficiency")
-        derived += ("predicted_pairs_per_second", "solo_sum_pairs_per_second")
+        derived = ["calibrated", "steps_per_round", "shares", "blocks", "predicted_step_seconds", "efficiency"]
+        derived += ["predicted_pairs_per_second", "solo_sum_pairs_per_second"]
         return {
             **stored,
             **{name: getattr(self, name) for name in derived},
