@@ -172,7 +172,18 @@ def groups_in_memory(name: str, groups: list[Group], skipped: list[str]) -> Grou
     known = rewards[~np.isnan(rewards)].astype(np.float64)
     deviation = float(known.std(ddof=1)) if len(known) > 1 else 0.0
     columns = " + ".join(COLUMNS + ("logps",) * has_logps)
-    facts: Any = (name, "group", columns, 0, skipped, of_all.hexdigest(), tokens, bounds)
     return GroupedDataset(
-        *facts, samples=samples, rewards=rewards, completion_lengths=lengths, deviation=deviation, logps=flat
+        name,
+        "group",
+        columns,
+        0,
+        skipped,
+        of_all.hexdigest(),
+        tokens,
+        bounds,
+        samples=samples,
+        rewards=rewards,
+        completion_lengths=lengths,
+        deviation=deviation,
+        logps=flat,
     )

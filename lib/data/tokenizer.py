@@ -213,7 +213,7 @@ def stored_config(settings: ModelSettings) -> JSON:
 @functools.lru_cache(maxsize=4)
 def _digest_of(tokenizer: Any) -> str:
     """A digest of all tokens and their ids; empty where a tokenizer does not tell them."""
-    tokens = getattr(tokenizer, "get_vocab", dict)()
+    tokens: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
     return hashlib.sha256(json.dumps(sorted(tokens.items())).encode()).hexdigest()[:16] if tokens else ""
 
 
