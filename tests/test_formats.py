@@ -711,7 +711,7 @@ def test_tools_and_calls_have_what_json_has(odd: object) -> None:
     "change, words",
     [
         ({"tools": "[{"}, "tools is a string that is not JSON"),
-        ({"tools": {"name": "f"}}, "'tools' is an object, not a list of tools"),
+        ({"tools": {"name": "f"}}, "tools is an object, not a list of tools"),
         ({"tools": [{"type": "web_search"}]}, "tools[0] has no function with a name"),
         ({"tools": [3]}, "tools[0] has no function with a name"),
         ({"tools": [{"name": "f", "description": "\ud800"}]}, "'tools' has half a surrogate pair"),

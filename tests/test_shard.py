@@ -459,7 +459,9 @@ def assert_answers_and_metrics_as_alone(
         assert summaries[1][key] == pytest.approx(summaries[0][key], rel=1e-4, abs=5e-4), key  # kl: of roundings
     capsys.readouterr()
     settings = load.load(parts / "config.yaml", [])
-    options = argparse.Namespace(run=str(parts), model=None, per_pair=str(folder / "pairs.jsonl"))
+    options = argparse.Namespace(
+        run=str(parts), model=None, data=None, overrides=[], per_pair=str(folder / "pairs.jsonl")
+    )
     command.evaluate(settings, options, world)
     if world.rank == 0:
         told = json.loads(capsys.readouterr().out.strip().splitlines()[-1])

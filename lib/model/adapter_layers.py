@@ -28,7 +28,7 @@ def trained_blocks(settings: ModelSettings, count: int) -> list[int]:
     """The indices of the blocks that are trained, of a model with `count`. Raises UserError where it has no such."""
     chosen = _block_indices(settings, count)
     if chosen[0] < 0 or chosen[-1] >= count:
-        raise UserError(f"model.blocks names no block of {settings.path}: it has {count} blocks, 0 to {count - 1}")
+        raise UserError(f"model.blocks={settings.blocks}, but {settings.path} has {count} blocks, 0 to {count - 1}")
     return chosen
 
 
