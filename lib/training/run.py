@@ -18,7 +18,7 @@ from lib.config.settings import Config
 from lib.distributed import heartbeat
 from lib.distributed.compression import Arrays
 from lib.distributed.world import World
-from lib.errors import AgreedError
+from lib.errors import AgreedError, UserError
 from lib.model import adapter_files, checkpointing, load
 from lib.plan.plan import ClusterPlan
 from lib.plan.replan import Schedule
@@ -197,9 +197,11 @@ class TrainingRun:
         try:  # all ranks read the same
             self._restore_rank(path)
             restores = not progress.schedule or self.schedule.restore(progress.schedule)
-        except (LookupError, TypeError, ArithmeticError, AttributeError) as error:
-            text = f"{self.folder}: its checkpoint is not what this version writes ({error!r}); start a new run"
-            raise AgreedError(text) from None
+        except UserError:
+            raise
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+            remedy = f"go on with that version, or start a new run with model.adapter={path}"
+            raise AgreedError(f"{path} was written by another version ({error!r}); {remedy}") from None
         if progress.set_steps(self.steps):
             self._say_rate()
         if not restores:
