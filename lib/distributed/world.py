@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import sys
@@ -23,6 +24,7 @@ from lib.system.network import distinct_names, host_name, machine_id
 
 Described = dict[str, tuple[tuple[int, ...], mx.Dtype]]  # name ➜ (shape, dtype)
 
+GATHERED_BYTES = 2**22  # of whole arrays in one sum, where rank 0 writes what ranks have parts of
 BUCKET_BYTES = 256 * 2**20  # a collective's largest buffer: full-model gradients are not copied whole
 ALIGNED_BYTES = 8  # a GPU reads a number only at a multiple of its size
 
@@ -313,7 +315,7 @@ class World:
     @contextlib.contextmanager
     def gathering(self, *trees: Any) -> Iterator[list[tuple[Described, Iterator[tuple[str, mx.array]]]]]:
         """What the arrays of each tree are, and the whole arrays by name, one at a time, for rank 0 to write. All ranks
-        enter. Every divided array is a collective: rank 0 takes them in order, and what it did not ask for, because
+        enter. Divided arrays travel by collectives: rank 0 takes them in order, and what it did not ask for, because
         there was no need or the disk was full, is gone through at the end."""
         flat = [dict(tree_flatten(tree)) for tree in trees]
         wholes = [(names, self._gathered(arrays, names)) for arrays in flat for names in [self.whole(arrays)]]
@@ -325,13 +327,16 @@ class World:
                     pass
 
     def _gathered(self, own: Mapping[str, mx.array], described: Described) -> Iterator[tuple[str, mx.array]]:
-        for name, (shape, dtype) in described.items():
-            if self.part(name) is None:
-                yield name, own[name]
-                continue
+        names = list(described)
+        for bucket in buckets([math.prod(shape) * dtype.size for shape, dtype in described.values()], GATHERED_BYTES):
+            divided = [names[i] for i in bucket if self.part(names[i]) is not None]
             # Bit for bit: sums of integers, to which all but one rank add nothing. What is trained is float32.
-            bits = mx.view(self._within(name, own, shape, dtype).reshape(-1), mx.int32)
-            yield name, mx.view(self.all_sum(bits, "the parts of the model"), dtype).reshape(shape)
+            bits = [mx.view(self._within(name, own, *described[name]).reshape(-1), mx.int32) for name in divided]
+            sums = self.sum_arrays(bits, "the parts of the model", mx.int32)
+            summed = dict(zip(divided, sums, strict=True))
+            for name in (names[i] for i in bucket):
+                shape, dtype = described[name]
+                yield name, mx.view(summed.pop(name), dtype).reshape(shape) if name in summed else own[name]
 
     def _within(self, name: str, own: Mapping[str, mx.array], shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
         """A whole array of which this rank has its part alone, zeros elsewhere."""
@@ -342,16 +347,19 @@ class World:
         return mx.pad(array, around)
 
     def scattered(self, whole: dict[str, mx.array]) -> Iterator[tuple[str, mx.array]]:
-        """This rank's part of every array that rank 0 has whole, by name, one at a time; `whole` is emptied."""
-        for name, (shape, dtype) in self._described_by_rank_0(whole).items():
-            array = self.broadcast([whole.pop(name) if self.rank == 0 else mx.zeros(shape, dtype)])[0]
-            part = self.part(name)
-            if part is None:
-                yield name, array
-            elif part.size(self.rank):
-                array = mx.contiguous(part.of(array, self.rank))  # the whole can be let go
-                mx.eval(array)
-                yield name, array
+        """This rank's part of every array that rank 0 has whole, by name, some at a time; `whole` is emptied."""
+        described = self._described_by_rank_0(whole)
+        names = list(described)
+        for bucket in buckets([math.prod(shape) * dtype.size for shape, dtype in described.values()]):
+            mine = [whole.pop(names[i]) if self.rank == 0 else mx.zeros(*described[names[i]]) for i in bucket]
+            for i, array in zip(bucket, self.broadcast(mine), strict=True):
+                part = self.part(names[i])
+                if part is None:
+                    yield names[i], array
+                elif part.size(self.rank):
+                    array = mx.contiguous(part.of(array, self.rank))  # the whole can be let go
+                    mx.eval(array)
+                    yield names[i], array
 
     def _described_by_rank_0(self, arrays: Mapping[str, mx.array]) -> Described:
         """`described` as rank 0 knows it: it has some part of everything."""

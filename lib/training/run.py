@@ -22,7 +22,7 @@ from lib.errors import AgreedError, UserError
 from lib.model import adapter_files, checkpointing, load
 from lib.plan.plan import ClusterPlan
 from lib.plan.replan import Schedule
-from lib.system.hardware import provenance, quick_gflops
+from lib.system.hardware import gflops, provenance
 from lib.system.records import Arithmetic, PerformanceTracker
 from lib.system.terminal import Terminal
 from lib.training import checkpoint, divided_world, reference_model
@@ -68,7 +68,7 @@ class TrainingRun:
         self.tracker = PerformanceTracker(self.folder / "logs" / f"rank-{world.rank:03d}.jsonl", world.rank, host)
         rates = plan.basis.matmul_gflops.get(host, ())[self.hosts[: world.rank].count(host) :]
         flops = (6 if config.model.method == "full" else 4) * get_total_parameters(self.model)
-        self.tracker.arithmetic = Arithmetic(flops, 1e9 * (rates[0] if rates else quick_gflops(0.1)))
+        self.tracker.arithmetic = Arithmetic(flops, 1e9 * (rates[0] if rates else gflops()))
         self.writer = CheckpointWriter(False, config.checkpoint.every, config.checkpoint.seconds)
         self.best_by = config.checkpoint.best_by or ("exact_match" if self.inputs.questions else "loss")
 

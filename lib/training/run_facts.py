@@ -121,12 +121,12 @@ def gather_facts(
     if lacks_curve and len(set(hosts)) > 1:  # a run that goes on divides the work as before, by the same rates
         rates = stored["matmul_gflops"]
         if any(len(rates.get(host, ())) != hosts.count(host) for host in hosts):
-            measured = _gather_gflops(world)
+            measured = _gathered(world, hardware.quick_gflops())
             rates = {host: [rate for name, rate in zip(hosts, measured, strict=True) if name == host] for host in hosts}
         left = {host: list(of_host) for host, of_host in rates.items()}
         ranks = [replace(rank, gflops=left[rank.name].pop(0)) for rank in ranks]
     elif lacks_curve:
-        usual = statistics.fmean(_gather_gflops(world))
+        usual = statistics.fmean(_gathered(world, hardware.gflops()))
     shares = config.data.shared_prompts and of_model.get("model_type") in FAMILIES
     memory = None
     if block_shape is not None:
@@ -146,9 +146,8 @@ def gather_facts(
     return facts, rates
 
 
-def _gather_gflops(world: World) -> list[float]:
-    rate = repr(hardware.quick_gflops())
-    return [float(text) for text in world.gather_text(rate, "every rank's matrix-product rate")]
+def _gathered(world: World, gflops: float) -> list[float]:
+    return [float(text) for text in world.gather_text(repr(gflops), "every rank's matrix-product rate")]
 
 
 def _training(config: Config, shape: ModelShape, shared_prompts: bool) -> Training:
