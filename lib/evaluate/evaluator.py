@@ -89,10 +89,12 @@ class Evaluator:
         return made
 
     def _show_samples(self, when: str) -> None:
-        """Greedy continuations of the first few prompts, which are the same before and after."""
+        """Greedy continuations of the first distinct prompts, which are the same before and after."""
         run, settings, tokenizer = self.run, self.run.config.evaluate, self.run.inputs.tokenizer
         dataset = run.inputs.valid or run.inputs.data
-        prompts = [one.prompt_ids.tolist() for one in dataset.examples(range(min(settings.samples, len(dataset))))]
+        rows = dataset.examples(range(min(8 * settings.samples, len(dataset))))  # several may have one prompt
+        distinct = dict.fromkeys(tuple(row.prompt_ids.tolist()) for row in rows)
+        prompts = [list(prompt) for prompt in distinct][: settings.samples]
         if tokenizer is None or not prompts or not all(prompts):
             return
         texts = answers.greedy(run.model, tokenizer, prompts, min(settings.max_tokens, SAMPLE_TOKENS), run.world).texts

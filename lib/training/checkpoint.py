@@ -238,7 +238,8 @@ class CheckpointWriter:
             if error := future.exception():
                 why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else f"{path}: {error!r}"
                 fault = f"{why}; training goes on, earlier checkpoints are whole"
-                print(f"warning: {fault}", file=sys.stderr, flush=True)
+                if tracker.rank:  # rank 0's records are printed
+                    print(f"warning: {fault}", file=sys.stderr, flush=True)
                 tracker.record("warning", step=step, text=fault)
             elif tracker.rank == 0:
                 tracker.record("checkpoint", step=step, path=str(path))
