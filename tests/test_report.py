@@ -19,6 +19,7 @@ from lib.report import charts, page, run_report, trackers
 from lib.report.history import RunHistory, batch_curves, figures
 from lib.system.records import Arithmetic, PerformanceTracker, Tail, read_records, rewind
 from tests import tiny
+from tests.tiny import ROOT
 
 
 def write(path: Path, records: list[dict[str, Any]], mode: str = "a") -> None:
@@ -313,6 +314,19 @@ def logged(run: Path) -> dict[tuple[int, str], float]:
         for key in ("loss", "reward_accuracy", "reward_margin", "kl", "learning_rate")
         if record.get(key) is not None
     }
+
+
+def test_samples_are_of_distinct_prompts(tmp_path: Path) -> None:
+    lines = (ROOT / "configs/quickstart/train.jsonl").read_text().splitlines()
+    tiny.write_jsonl(tmp_path / "pairs.jsonl", [lines[0], lines[0], lines[1], lines[2]])
+    words = [f"data.train={tmp_path / 'pairs.jsonl'}", "data.valid=null", "evaluate.answers=null", "train.steps=1"]
+    words += [f"run.dir={tmp_path}", "run.name=run", "run.pages=false", "evaluate.samples=3", "evaluate.max_tokens=2"]
+    tiny.train(tmp_path, ["--config", str(ROOT / "configs/quickstart.yaml"), *words])
+    shown = [record["samples"] for record in read_records(tmp_path / "run/logs/rank-000.jsonl") if "samples" in record]
+    asked = [json.loads(line)["prompt"] for line in lines[:3]]
+    assert len(shown) == 2, "before and after training"
+    for samples in shown:
+        assert all(prompt in sample["prompt"] for prompt, sample in zip(asked, samples, strict=True))
 
 
 def test_tensorboard_has_the_figures_of_the_logs_and_may_be_asked_for_on_resume(tmp_path: Path) -> None:
