@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -112,13 +111,6 @@ def _is_for(marks: list[pytest.Mark], size: int) -> bool:
 
 
 @pytest.fixture(scope="session")
-def data_folder() -> Path | None:
-    """The folder of real data: TANDEM_DATA, or shared/data beside the checkout; None where there is none."""
-    folder = Path(os.environ.get("TANDEM_DATA", Path(__file__).resolve().parents[2] / "shared/data"))
-    return folder if folder.is_dir() else None
-
-
-@pytest.fixture(scope="session")
 def three_hosts() -> Iterator[list[Host]]:
     """Three hosts for the whole session; whoever unplugs or shapes one mends it again."""
     try:
@@ -126,14 +118,6 @@ def three_hosts() -> Iterator[list[Host]]:
             yield hosts
     except Unavailable as reason:
         pytest.skip(f"no cluster of namespaces: {reason}")
-
-
-@pytest.fixture
-def fresh_hosts(three_hosts: list[Host]) -> list[Host]:
-    """The three hosts, with no run on their disks: those of an earlier test would be there to go on with."""
-    for host in three_hosts:
-        subprocess.run(["rm", "-rf", host.outside / "runs"], check=True)
-    return three_hosts
 
 
 @pytest.fixture(scope="module")

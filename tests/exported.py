@@ -89,7 +89,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "phi3": {"model_type": "phi3", "pad_token_id": 0, "original_max_position_embeddings": 128},
 }
-NO_DORA = ("qwen3_moe", "mixtral", "gpt_oss")  # mlx-lm has none for experts
 
 
 def drawn(shape: tuple[int, ...], name: str, random: np.random.RandomState) -> np.ndarray:

@@ -75,11 +75,6 @@ def interpreter(folder: Path, seen_at: Path) -> Path:
     )
 
 
-def plain_interpreter(folder: Path) -> Path:
-    """At the same place, on a host that is none."""
-    return _script(folder, f'exec {shlex.quote(sys.executable)} "$@"')
-
-
 def _script(folder: Path, line: str) -> Path:
     program = folder / "python"
     program.write_text(f"#!/bin/sh\n{line}\n")

@@ -257,12 +257,3 @@ def test_a_checkpoint_is_found_by_name_or_number(folder: Path) -> None:
             find(run, which)
     with pytest.raises(UserError, match="none is whole"):
         find(folder, "last")
-
-
-@pytest.mark.parametrize(
-    "words",
-    [["evaluate.every=null"], ["data.valid=null"], ["independent.merge=none", "strategy=independent"]],
-)
-def test_patience_needs_something_to_wait_for(words: list[str], tmp_path: Path) -> None:
-    told = tiny.train(tmp_path, [*tiny.settings(tmp_path), *WORDS, "train.patience=1", *words], check=False)
-    assert told.returncode == 2 and "train.patience" in told.stderr and len(told.stderr.splitlines()) == 1

@@ -30,7 +30,6 @@ from lib.data.tokenize import truncate
 from lib.data.tokenizer import ModelLimits
 from lib.errors import UserError
 
-REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 CORPUS = [
     "What is 12 + 30?",
     "The answer is 42.",
@@ -257,14 +256,6 @@ def test_every_form_of_sft_gives_the_same_tokens(load, record, settings, columns
     assert dataset.columns.startswith(columns)
 
 
-def test_messages_learn_the_last_answer_only(load):
-    tokenizer = byte_level(CORPUS, template=CHATML)
-    system = {"role": "system", "content": "Hello."}
-    dataset = load([{"messages": [system, USER, BAD, USER, GOOD]}], "sft", tokenizer)
-    prompt, completion = texts(dataset, tokenizer)
-    assert completion == "The answer is 42.<|im_end|>" and prompt.count("<|im_start|>") == 5
-
-
 @pytest.mark.parametrize("bos", [False, True])
 def test_text_is_all_completion(load, bos):
     tokenizer = byte_level(CORPUS, bos=bos, template=CHATML)
@@ -439,9 +430,7 @@ BAD_RECORDS: list[tuple[Any, str, list[str]]] = [
         ["(columns: prompt, chosne", "data.chosen=COLUMN"],
     ),
     ({"prompt": "a", "completion": "b"}, "preference", ["no column 'chosen'", "train.loss=sft"]),
-    ({"question": "a", "answer": "b"}, "sft", ["data.completion=COLUMN data.prompt=COLUMN"]),
     ({"completion": "b", "instruction": "a"}, "sft", ["no column 'prompt'", "data.prompt=COLUMN"]),
-    ({}, "sft", ["no column 'completion' or 'messages' or 'text' (columns: none)"]),
     (PAIR | {"prompt": 3}, "preference", ["column 'prompt' is a number"]),
     (PAIR | {"chosen": None}, "preference", ["column 'chosen' is null"]),
     (PAIR | {"chosen": {"a": 1}}, "preference", ["column 'chosen' is an object"]),
@@ -454,7 +443,6 @@ BAD_RECORDS: list[tuple[Any, str, list[str]]] = [
     ),
     (PAIR | {"prompt": [USER, GOOD]}, "preference", ["the prompt ends with an assistant message"]),
     (PAIR | {"rejected": PAIR["chosen"]}, "preference", ["'chosen' is equal to 'rejected'"]),
-    ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "preference", ["'chosen' is equal to 'rejected'"]),
     (PAIR | {"prompt": [USER], "rejected": [GOOD]}, "preference", ["data.chat_template=FILE"]),
     (PAIR | {"rejected": " \n"}, "preference", ["empty completion: 'rejected' is blank"]),
     ({"prompt_ids": [], "chosen_ids": [5], "rejected_ids": [6, 7]}, "preference", ["one token and no prompt"]),
@@ -463,11 +451,8 @@ BAD_RECORDS: list[tuple[Any, str, list[str]]] = [
     ({"text": ["a"]}, "sft", ["column 'text' is a list, not a string"]),
     ({"messages": [GOOD]}, "sft", ["one message"]),
     ({"messages": "hi"}, "sft", ["'messages' is a string"]),
-    ({"messages": [USER, GOOD, USER]}, "sft", ["'messages' ends with a message of 'user'"]),
-    ({"messages": [USER, USER]}, "sft", ["no answer follows it: give it one"]),
     ({"messages": [USER, GOOD, GOOD]}, "sft", ["the prompt ends with an assistant"]),
     ({"messages": [USER, GOOD, USER, GOOD]}, "sft", ["data.chat_template=FILE"]),
-    ({"chosen": [USER, GOOD], "rejected": [GOOD, BAD]}, "preference", ["no first message in common"]),
     (
         {"prompt": "x?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
         "preference",
@@ -663,23 +648,3 @@ def test_prefetch_works_ahead_in_order_and_ends():
     time.sleep(0.02)
     assert made == [0, 1, 2, 3]
     assert list(items) == list(range(1, 20)) and prefetch_threads() == 0
-
-
-# -------------------------------------------------------------------------------------------------- real data
-
-
-@pytest.fixture(scope="module")
-def real_tokenizer():
-    if not REAL_DATA.is_dir():
-        pytest.skip(f"no real data at {REAL_DATA}")
-    files = sorted(REAL_DATA.glob("*/*.jsonl"))
-    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-    return byte_level([value for line in lines for value in json.loads(line).values()], size=4096)
-
-
-# Computed tokens that need not have been, prompts counted once: padding alone is left.
-REAL = [
-    ("gsm8k/train.jsonl", "sft", {"prompt": "question", "completion": "answer"}, 7473, 0.03),
-    ("gsm8k/prefs.jsonl", "preference", {}, 1163, 0.03),
-    ("pandalm/prefs.jsonl", "preference", {}, 836, 0.03),
-]

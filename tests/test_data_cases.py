@@ -13,7 +13,6 @@ from lib.config.settings import DataSettings
 from lib.data import inspect
 from lib.data.dataset import load_dataset, require_apart
 from lib.data.groups import load_groups
-from lib.data.record_formats import ROLES
 from lib.data.streaming import open_held_out, open_training, with_splits
 from lib.data.tokenize import Encoder, render_prompt
 from lib.data.tokenizer import NO_LIMITS
@@ -108,13 +107,6 @@ def test_roles_of_other_formats_and_capitals_become_ours(tmp_path: Path, user: s
     assert again.digest == ours.digest
 
 
-def test_an_unknown_role_is_refused_by_name_and_place(tmp_path: Path) -> None:
-    rows = [{"messages": [USER, ANSWER]}, {"messages": [USER, {**ANSWER, "role": "wizard"}]}]
-    with pytest.raises(UserError, match=r"rows\.jsonl:2: messages\[1\] has the unknown role 'wizard'; call it one of"):
-        opened(tmp_path, rows, "sft")
-    assert set(ROLES.values()) == {"system", "developer", "user", "assistant", "tool"}
-
-
 def test_a_prompt_that_is_rendered_already_is_taken_as_it_is(tmp_path: Path) -> None:
     system = {"role": "system", "content": "You are a clerk."}
     ours, _ = opened(tmp_path, [{"prompt": [system, USER], "chosen": "In aisle 0.", "rejected": "Unknown."}])
@@ -158,15 +150,6 @@ def test_media_stop_the_run(tmp_path: Path, name: str, value: object) -> None:
         opened(tmp_path, [PAIR | {name: value}])
     with pytest.raises(UserError, match=rf"rows\.jsonl:100: column '{name}' "):
         opened(tmp_path, [*pairs("a", 99), PAIR | {name: value}])
-
-
-def test_a_chat_without_a_template_is_refused_with_the_way_on(tmp_path: Path) -> None:
-    bare = chat_models.tokenizer_of(QWEN)
-    bare.chat_template = None
-    path = write(tmp_path / "rows.jsonl", [{"messages": [USER, ANSWER]}])
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: .*data\.chat_template=FILE"):
-        load_dataset(path, DataSettings(train=path), "sft", bare, eos_token_id=None)
-    load_dataset(path, DataSettings(train=path, chat_template=False), "sft", bare, eos_token_id=None)
 
 
 @pytest.mark.parametrize(

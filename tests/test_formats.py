@@ -56,209 +56,20 @@ RESULT = {"role": "tool", "tool_call_id": "c1", "content": '{"sky": "grey"}'}
 
 # ---- Every format: its records as they are published, the name that it is told by, and what becomes of them.
 
-HH = {
-    "chosen": "\n\nHuman: Name a river.\n\nAssistant: The Rhine.\n\nHuman: Where?\n\nAssistant: In Europe.",
-    "rejected": "\n\nHuman: Name a river.\n\nAssistant: The Rhine.\n\nHuman: Where?\n\nAssistant: Look it up.",
-}
-ULTRAFEEDBACK = {
-    "source": "sharegpt",
-    "instruction": "Name a river.",
-    "models": ["a", "b", "c"],
-    "completions": [
-        {
-            "annotations": {"helpfulness": {"Rating": "3", "Rationale": "Fair"}},
-            "custom_system_prompt": "Be brief.",
-            "model": model,
-            "principle": "helpfulness",
-            "response": text,
-            "critique": "Fine",
-            "fine-grained_score": score,
-            "overall_score": score,
-        }
-        for model, text, score in (("a", "Some river.", 4.0), ("b", "The Rhine.", 8.5), ("c", "No.", 1.0))
-    ],
-    "correct_answers": ["None"],
-    "incorrect_answers": ["None"],
-}
-ULTRAFEEDBACK_BINARIZED = {
-    "prompt": "Name a river.",
-    "prompt_id": "f0e37e9f",
-    "chosen": [user("Name a river."), assistant("The Rhine.")],
-    "rejected": [user("Name a river."), assistant("No.")],
-    "messages": [user("Name a river."), assistant("The Rhine.")],
-    "score_chosen": 8.5,
-    "score_rejected": 1.0,
-}
-NECTAR = {
-    "prompt": "\n\nHuman: Name a river.\n\nAssistant: ",
-    "answers": [
-        {"answer": "Some river.", "model": "a", "rank": 2.0},
-        {"answer": "The Rhine.", "model": "b", "rank": 1.0},
-        {"answer": "No.", "model": "c", "rank": 3.0},
-    ],
-    "turns": 1,
-    "num_responses": 3,
-    "source": ["lmsys-chat-1m"],
-    "good_natured": True,
-}
-HELPSTEER2_PREFERENCE = {
-    "split": "train",
-    "prompt": "Name a river.",
-    "response_1": "No.",
-    "response_2": "The Rhine.",
-    "preference_strength": 2,
-    "preference_statement": "Response 2 is better.",
-    "preference_elaboration": "It answers.",
-    "three_most_similar_preferences": [{"statement": "2 is better", "elaboration": "", "strength": 2}],
-    "all_preferences_unprocessed": [{"strength": 2}],
-}
-HELPSTEER3 = {
-    "domain": "general",
-    "language": "english",
-    "context": [user("Hello"), assistant("Hi!"), user("Name a river.")],
-    "response1": "The Rhine.",
-    "response2": "No.",
-    "overall_preference": -2,
-    "individual_preference": [{"score": -2, "reasoning": "It answers.", "feedback1": "Good", "feedback2": "Bad"}],
-}
-SHP = {
-    "post_id": "x1",
-    "domain": "askgeography_test",
-    "upvote_ratio": 0.9,
-    "history": "Name a river.",
-    "c_root_id_A": "a1",
-    "c_root_id_B": "b1",
-    "created_at_utc_A": 1600000000,
-    "created_at_utc_B": 1600000001,
-    "score_A": 3,
-    "score_B": 30,
-    "human_ref_A": "No.",
-    "human_ref_B": "The Rhine.",
-    "labels": 0,
-    "seconds_difference": 1.0,
-    "score_ratio": 10.0,
-}
-SAFE_RLHF = {
-    "prompt": "Name a river.",
-    "response_0": "The Rhine.",
-    "response_1": "No.",
-    "is_response_0_safe": True,
-    "is_response_1_safe": True,
-    "better_response_id": 0,
-    "safer_response_id": 1,
-}
-ORCA = {"system": "Be brief.", "question": "Name a river.", "chosen": "The Rhine.", "rejected": "No."}
-DISTILABEL = {
-    "system": "Be brief.",
-    "input": "Name a river.",
-    "chosen": "The Rhine.",
-    "rejected": "No.",
-    "generations": ["The Rhine.", "No."],
-    "order": ["a", "b"],
-    "rating": [9.0, 2.0],
-    "status": "tie",
-    "in_gsm8k_train": False,
-}
-ALPACA_PAIR = {"instruction": "Name one.", "input": "A river", "chosen": "The Rhine.", "rejected": "No."}
-SHAREGPT_PAIR = {
-    "conversations": [{"from": "human", "value": "Name a river."}],
-    "chosen": {"from": "gpt", "value": "The Rhine."},
-    "rejected": {"from": "gpt", "value": "No."},
-}
-OPENAI_PREFERENCE = {
-    "input": {"messages": [user("Name a river.")], "tools": [], "parallel_tool_calls": True},
-    "preferred_output": [assistant("The Rhine.")],
-    "non_preferred_output": [assistant("No.")],
-}
-TULU_PREFERENCE = {
-    "id": "t1",
-    "source": "ultrafeedback",
-    "prompt": "Name a river.",
-    "chosen": [user("Name a river."), assistant("The Rhine.")],
-    "rejected": [user("Name a river."), assistant("No.")],
-    "chosen_model": "a",
-    "rejected_model": "b",
-    "chosen_rating": 4.5,
-    "rejected_rating": 2.0,
-}
-
+PUBLISHED = [json.loads(line) for line in (tiny.ROOT / "tests/golden/formats.jsonl").read_text().splitlines()]
+PAIRS = {case["name"]: case["record"] for case in PUBLISHED if case["kind"] == "pair"}
+ALPACA, OPENAI = (
+    next(case["record"] for case in PUBLISHED if case["kind"] == "single" and case["name"] == name)
+    for name in ("Alpaca", "OpenAI")
+)
 ASKED = [user("Name a river.")]
-ANSWERS = ("The Rhine.", "No.")
-PAIRS: dict[str, tuple[dict[str, Any], str, list[dict[str, Any]], tuple[str, str]]] = {
-    "hh-rlhf": (
-        HH,
-        "chosen + rejected",
-        [user("Name a river."), assistant("The Rhine."), user("Where?")],
-        ("In Europe.", "Look it up."),
-    ),
-    "UltraFeedback": (ULTRAFEEDBACK, "UltraFeedback (instruction, completions)", ASKED, ANSWERS),
-    "UltraFeedback binarized": (ULTRAFEEDBACK_BINARIZED, "prompt + chosen + rejected", ASKED, ANSWERS),
-    "Nectar": (NECTAR, "Nectar (prompt, answers)", ASKED, ANSWERS),
-    "HelpSteer2": (
-        HELPSTEER2_PREFERENCE,
-        "HelpSteer2 preference (prompt, response_1, response_2, preference_strength)",
-        ASKED,
-        ANSWERS,
-    ),
-    "HelpSteer3": (
-        HELPSTEER3,
-        "HelpSteer3 (context, response1, response2, overall_preference)",
-        [user("Hello"), assistant("Hi!"), user("Name a river.")],
-        ANSWERS,
-    ),
-    "SHP": (SHP, "SHP (history, human_ref_A, human_ref_B, labels)", ASKED, ANSWERS),
-    "PKU-SafeRLHF": (
-        SAFE_RLHF,
-        "PKU-SafeRLHF (prompt, response_0, response_1, better_response_id)",
-        ASKED,
-        ANSWERS,
-    ),
-    "orca_dpo_pairs": (
-        ORCA,
-        "orca_dpo_pairs (question, chosen, rejected, system)",
-        [system("Be brief."), *ASKED],
-        ANSWERS,
-    ),
-    "distilabel": (
-        DISTILABEL,
-        "distilabel pairs (input, chosen, rejected, system)",
-        [system("Be brief."), *ASKED],
-        ANSWERS,
-    ),
-    "Alpaca pairs": (
-        ALPACA_PAIR,
-        "Alpaca pairs (instruction, chosen, rejected, input)",
-        [user("Name one.\nA river")],
-        ANSWERS,
-    ),
-    "ShareGPT pairs": (SHAREGPT_PAIR, "ShareGPT pairs (conversations, chosen, rejected)", ASKED, ANSWERS),
-    "OpenAI preference": (
-        OPENAI_PREFERENCE,
-        "OpenAI preference (input, preferred_output, non_preferred_output)",
-        ASKED,
-        ANSWERS,
-    ),
-    "Tulu preference": (TULU_PREFERENCE, "prompt + chosen + rejected", ASKED, ANSWERS),
-    "pairs with a system column": (
-        {
-            "id": "x",
-            "source": "y",
-            "system": "Be brief.",
-            "prompt": "Name a river.",
-            "chosen": "The Rhine.",
-            "rejected": "No.",
-        },
-        "prompt + chosen + rejected + system",
-        [system("Be brief."), *ASKED],
-        ANSWERS,
-    ),
-    "transcript as a prompt": (
-        {"prompt": "\n\nHuman: Name a river.\n\nAssistant:", "chosen": "The Rhine.", "rejected": "No."},
-        "prompt + chosen + rejected",
-        ASKED,
-        ANSWERS,
-    ),
-}
+TURNS = [user("Name a river."), assistant("The Rhine."), user("Where?")]
+BARE_CALL = {"type": "function", "function": {"name": "weather", "arguments": {"town": "Bonn"}}}
+
+
+def of_kind(kind: str) -> pytest.MarkDecorator:
+    cases = [case for case in PUBLISHED if case["kind"] == kind]
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case["name"])
 
 
 def as_chat(parsed: Tokens | Plain | Chat) -> Chat:
@@ -271,180 +82,33 @@ def as_chat(parsed: Tokens | Plain | Chat) -> Chat:
     return Chat([user(parsed.prompt)], answers, parsed.columns, label=parsed.label)  # type: ignore[list-item, arg-type]
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_published_pairs_are_read_whole_and_told_by_name(name: str) -> None:
-    record, told, prompt, answers = PAIRS[name]
-    chat = as_chat(read(record))
-    assert chat.columns == told and chat.prompt == prompt
-    assert [answer for (answer,) in chat.completions] == [assistant(text) for text in answers]
+@of_kind("pair")
+def test_published_pairs_are_read_whole_and_told_by_name(case: dict[str, Any]) -> None:
+    chat, answers = as_chat(read(case["record"])), [[assistant(text)] for text in case["answers"]]
+    assert (chat.columns, chat.prompt, list(chat.completions)) == (case["columns"], case["prompt"], answers)
     assert chat.learnt is None and not chat.tools
-    assert as_chat(read(record, "prompt")).prompt == prompt
-    alone = as_chat(read(record, "sft"))
-    assert alone.prompt == prompt and alone.completions == ([assistant(answers[0])],)
+    assert as_chat(read(case["record"], "prompt")).prompt == case["prompt"]
+    alone = as_chat(read(case["record"], "sft"))
+    assert alone.prompt == case["prompt"] and alone.completions == (answers[0],)
 
 
-ALPACA = {"instruction": "Name one.", "input": "A river", "output": "The Rhine.", "text": "Below is an instruction ..."}
-HISTORY = {
-    "instruction": "Where?",
-    "input": "",
-    "output": "In Europe.",
-    "system": "Be brief.",
-    "history": [["Name a river.", "The Rhine."]],
-}
-SHAREGPT = {
-    "id": "s1",
-    "system": "Be brief.",
-    "tools": json.dumps([WEATHER["function"]]),
-    "conversations": [
-        {"from": "human", "value": "The weather in Bonn?"},
-        {"from": "function_call", "value": '{"name": "weather", "arguments": {"town": "Bonn"}}'},
-        {"from": "observation", "value": '{"sky": "grey"}'},
-        {"from": "gpt", "value": "It is grey."},
-    ],
-}
-OPENAI = {
-    "messages": [
-        system("Be brief."),
-        user("The weather in Bonn?"),
-        {"role": "assistant", "tool_calls": [CALL_AS_TEXT]},
-        RESULT,
-        assistant("It is grey."),
-    ],
-    "tools": [WEATHER],
-    "parallel_tool_calls": False,
-}
-CAPYBARA = {
-    "source": "Airoboros",
-    "conversation": [
-        {"input": "Name a river.", "output": "The Rhine."},
-        {"input": "Where?", "output": "In Europe."},
-    ],
-}
-TURNS = [user("Name a river."), assistant("The Rhine."), user("Where?")]
-BARE_CALL = {"type": "function", "function": {"name": "weather", "arguments": {"town": "Bonn"}}}
-SINGLES: dict[str, tuple[dict[str, Any], str, list[dict[str, Any]], str]] = {
-    "Alpaca": (ALPACA, "Alpaca (instruction, output, input)", [user("Name one.\nA river")], "The Rhine."),
-    "Alpaca without input": (
-        ALPACA | {"input": ""},
-        "Alpaca (instruction, output, input)",
-        [user("Name one.")],
-        "The Rhine.",
-    ),
-    "LLaMA-Factory": (
-        HISTORY,
-        "Alpaca (instruction, output, input, history, system)",
-        [system("Be brief."), *TURNS],
-        "In Europe.",
-    ),
-    "Dolly": (
-        {
-            "instruction": "Name the river.",
-            "context": "The Rhine flows through Bonn.",
-            "response": "The Rhine.",
-            "category": "closed_qa",
-        },
-        "Dolly (instruction, response, context)",
-        [user("Name the river.\n\nThe Rhine flows through Bonn.")],
-        "The Rhine.",
-    ),
-    "HelpSteer2": (
-        {
-            "prompt": "Name a river.\n<extra_id_1>Assistant\nThe Rhine.\n<extra_id_1>User\nWhere?",
-            "response": "In Europe.",
-            **dict.fromkeys(("helpfulness", "correctness", "coherence", "complexity", "verbosity"), 4),
-        },
-        "HelpSteer (prompt, response, helpfulness)",
-        TURNS,
-        "In Europe.",
-    ),
-    "ShareGPT": (
-        SHAREGPT,
-        "ShareGPT (conversations, system, tools)",
-        [
-            system("Be brief."),
-            user("The weather in Bonn?"),
-            assistant(None, tool_calls=[BARE_CALL]),
-            {"role": "tool", "content": '{"sky": "grey"}'},
-        ],
-        "It is grey.",
-    ),
-    "OpenAI": (
-        OPENAI,
-        "messages + tools",
-        [
-            system("Be brief."),
-            user("The weather in Bonn?"),
-            assistant(None, tool_calls=[CALL]),
-            RESULT,
-        ],
-        "It is grey.",
-    ),
-    "Capybara": (CAPYBARA, "Capybara, LMSYS-Chat (conversation)", TURNS, "In Europe."),
-    "LMSYS-Chat": (
-        {"conversation_id": "c", "model": "m", "conversation": [*TURNS, assistant("In Europe.")], "turn": 2},
-        "Capybara, LMSYS-Chat (conversation)",
-        TURNS,
-        "In Europe.",
-    ),
-    "Tulu": (
-        {"id": "t1", "messages": [*TURNS, assistant("In Europe.")], "source": "flan"},
-        "messages",
-        TURNS,
-        "In Europe.",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SINGLES)
-def test_published_answers_are_read_whole_and_told_by_name(name: str) -> None:
-    record, told, prompt, answer = SINGLES[name]
-    chat = as_chat(read(record, "sft"))
-    assert chat.columns == told and chat.prompt == prompt
-    assert chat.completions == ([assistant(answer)],) and chat.learnt is None
+@of_kind("single")
+def test_published_answers_are_read_whole_and_told_by_name(case: dict[str, Any]) -> None:
+    record, chat = case["record"], as_chat(read(case["record"], "sft"))
+    assert (chat.columns, chat.prompt) == (case["columns"], case["prompt"])
+    assert chat.completions == ([assistant(case["answers"][0])],) and chat.learnt is None
     assert chat.tools == ([WEATHER] if "tools" in record else None)
-    assert as_chat(read(record, "prompt")).prompt == prompt
+    assert as_chat(read(record, "prompt")).prompt == case["prompt"]
     assert "train.loss=sft" in reason(record)
 
 
-LABELLED: dict[str, tuple[dict[str, Any], str]] = {
-    "KTO": ({"prompt": "Name a river.", "completion": "The Rhine.", "label": True}, "prompt + completion + label"),
-    "kto-mix-14k": (
-        {"prompt": [user("Name a river.")], "completion": [assistant("The Rhine.")], "label": True},
-        "prompt + completion + label",
-    ),
-    "a conversation and its label": (
-        {"messages": [user("Name a river."), assistant("The Rhine.")], "label": True},
-        "messages + label",
-    ),
-    "what a conversation was answered": (
-        {"messages": [user("Name a river.")], "completion": "The Rhine.", "label": True},
-        "messages + completion + label",
-    ),
-    "LLaMA-Factory": (
-        {"instruction": "Name a river.", "input": "", "output": "The Rhine.", "kto_tag": True},
-        "Alpaca KTO (instruction, output, kto_tag, input)",
-    ),
-    "LLaMA-Factory, ShareGPT": (
-        {
-            "conversations": [{"from": "human", "value": "Name a river."}, {"from": "gpt", "value": "The Rhine."}],
-            "kto_tag": True,
-        },
-        "ShareGPT KTO (conversations, kto_tag)",
-    ),
-    "LLaMA-Factory, messages": (
-        {"messages": [user("Name a river."), assistant("The Rhine.")], "kto_tag": True},
-        "OpenAI messages KTO (messages, kto_tag)",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", LABELLED)
-def test_labelled_answers_are_recognised(name: str) -> None:
-    record, told = LABELLED[name]
+@of_kind("labelled")
+def test_labelled_answers_are_recognised(case: dict[str, Any]) -> None:
+    record = case["record"]
     column = "label" if "label" in record else "kto_tag"
     for value, label in ((True, True), (False, False), (1, True), (0, False)):
         chat = as_chat(read(record | {column: value}, "unpaired"))
-        assert chat.label is label and chat.columns == told
+        assert chat.label is label and chat.columns == case["columns"]
         assert chat.prompt == ASKED and chat.completions == ([assistant("The Rhine.")],)
     for value in (2, "yes", [], -1):
         assert f"column {column!r} is {json.dumps(value)}, not true or false" in reason(
@@ -469,10 +133,10 @@ def test_a_tokenised_record_has_a_label_too() -> None:
 @pytest.mark.parametrize(
     "record, change",
     [
-        (HELPSTEER2_PREFERENCE, {"preference_strength": -1}),
-        (HELPSTEER3, {"overall_preference": 3}),
-        (SHP, {"labels": 1}),
-        (SAFE_RLHF, {"better_response_id": 1}),
+        (PAIRS["HelpSteer2"], {"preference_strength": -1}),
+        (PAIRS["HelpSteer3"], {"overall_preference": 3}),
+        (PAIRS["SHP"], {"labels": 1}),
+        (PAIRS["PKU-SafeRLHF"], {"better_response_id": 1}),
     ],
     ids=lambda value: next(iter(value)),
 )
@@ -484,16 +148,16 @@ def test_the_direction_of_a_preference_decides_which_is_chosen(record: dict[str,
 @pytest.mark.parametrize(
     "record, words",
     [
-        (HELPSTEER2_PREFERENCE | {"preference_strength": 0}, "'preference_strength' is 0, which prefers neither"),
-        (HELPSTEER3 | {"overall_preference": "1"}, "'overall_preference' is '1', which prefers"),
+        (PAIRS["HelpSteer2"] | {"preference_strength": 0}, "'preference_strength' is 0, which prefers neither"),
+        (PAIRS["HelpSteer3"] | {"overall_preference": "1"}, "'overall_preference' is '1', which prefers"),
         (
-            HELPSTEER2_PREFERENCE | {"preference_strength": math.nan},
+            PAIRS["HelpSteer2"] | {"preference_strength": math.nan},
             "'preference_strength' is nan, which prefers neither",
         ),
-        (SHP | {"labels": 2}, "'labels' is 2, which prefers neither"),
-        (SAFE_RLHF | {"better_response_id": -1}, "'better_response_id' is -1"),
+        (PAIRS["SHP"] | {"labels": 2}, "'labels' is 2, which prefers neither"),
+        (PAIRS["PKU-SafeRLHF"] | {"better_response_id": -1}, "'better_response_id' is -1"),
         (
-            ULTRAFEEDBACK | {"completions": ULTRAFEEDBACK["completions"][:1]},
+            PAIRS["UltraFeedback"] | {"completions": PAIRS["UltraFeedback"]["completions"][:1]},
             "'completions' has no two answers with another overall_score",
         ),
         (
@@ -501,17 +165,17 @@ def test_the_direction_of_a_preference_decides_which_is_chosen(record: dict[str,
             "'answers' has no two answers with another rank",
         ),
         (
-            ULTRAFEEDBACK | {"completions": [ULTRAFEEDBACK["completions"][0]] * 2},
+            PAIRS["UltraFeedback"] | {"completions": [PAIRS["UltraFeedback"]["completions"][0]] * 2},
             "'completions' has no two answers with another overall_score",
         ),
-        (ULTRAFEEDBACK | {"completions": "none"}, "'completions' has no two answers"),
-        (NECTAR | {"answers": []}, "'answers' has no two answers"),
-        (ALPACA_PAIR | {"input": 3}, "'input' is a number, not a string"),
-        (ORCA | {"system": ["a"]}, "'system' is a list, not a string"),
-        (OPENAI_PREFERENCE | {"input": {"messages": None}}, "'input' is not an object with messages"),
-        (HH | {"rejected": "no transcript"}, "no column 'prompt' (columns: chosen, rejected)"),
-        (HH | {"rejected": HH["chosen"]}, "'chosen' is equal to 'rejected'"),
-        (HH | {"rejected": "\n\nHuman: Else?\n\nAssistant: Yes."}, "no first message in common"),
+        (PAIRS["UltraFeedback"] | {"completions": "none"}, "'completions' has no two answers"),
+        (PAIRS["Nectar"] | {"answers": []}, "'answers' has no two answers"),
+        (PAIRS["Alpaca pairs"] | {"input": 3}, "'input' is a number, not a string"),
+        (PAIRS["orca_dpo_pairs"] | {"system": ["a"]}, "'system' is a list, not a string"),
+        (PAIRS["OpenAI preference"] | {"input": {"messages": None}}, "'input' is not an object with messages"),
+        (PAIRS["hh-rlhf"] | {"rejected": "no transcript"}, "no column 'prompt' (columns: chosen, rejected)"),
+        (PAIRS["hh-rlhf"] | {"rejected": PAIRS["hh-rlhf"]["chosen"]}, "'chosen' is equal to 'rejected'"),
+        (PAIRS["hh-rlhf"] | {"rejected": "\n\nHuman: Else?\n\nAssistant: Yes."}, "no first message in common"),
     ],
 )
 def test_a_record_without_a_preference_says_why(record: dict[str, Any], words: str) -> None:
@@ -524,9 +188,9 @@ def test_a_record_without_a_preference_says_why(record: dict[str, Any], words: s
 @pytest.mark.parametrize(
     "record, kind, column",
     [
-        (ORCA | {"history": [["a", "b"]]}, "preference", "history"),
-        (ORCA | {"input": "x"}, "preference", "input"),
-        (ORCA | {"label": 0}, "preference", "label"),
+        (PAIRS["orca_dpo_pairs"] | {"history": [["a", "b"]]}, "preference", "history"),
+        (PAIRS["orca_dpo_pairs"] | {"input": "x"}, "preference", "input"),
+        (PAIRS["orca_dpo_pairs"] | {"label": 0}, "preference", "label"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "context": "d"}, "preference", "context"),
         ({"prompt": "a", "completion": "b", "weight": 0.5}, "sft", "weight"),
         ({"text": "a", "system": "b"}, "sft", "system"),
@@ -834,8 +498,11 @@ def test_inspection_says_what_was_recognised_with_an_example(
 ) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
-    tiny.write_jsonl(folder / "a.jsonl", [HH, {"chosen": HH["rejected"], "rejected": HH["chosen"]}])
-    tiny.write_jsonl(folder / "b.jsonl", [ORCA])
+    tiny.write_jsonl(
+        folder / "a.jsonl",
+        [PAIRS["hh-rlhf"], {"chosen": PAIRS["hh-rlhf"]["rejected"], "rejected": PAIRS["hh-rlhf"]["chosen"]}],
+    )
+    tiny.write_jsonl(folder / "b.jsonl", [PAIRS["orca_dpo_pairs"]])
     assert inspect.main(["--inspect", str(folder), f"data.cache_dir={tmp_path}/cache"]) == 0
     said = capsys.readouterr().out
     for words in (

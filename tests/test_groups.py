@@ -166,7 +166,7 @@ def test_values_and_gradients_match_float64(loss_type: str, kind: str, ratio: st
 
 
 OF_TRL = {"group": "standardized", "batch": "batch_standardized", "none": "centered", "rloo": "leave_one_out"}
-TRL = json.loads((Path(__file__).parent / "trl_groups.json").read_text())  # tests/trl_groups.py
+TRL = json.loads((tiny.ROOT / "tests/golden/trl.json").read_text())["groups"]  # tests/trl_figures.py
 
 
 def in_threes(of_completions: list[Any]) -> list[list[Any]]:
@@ -496,24 +496,3 @@ def test_a_record_that_is_no_group_is_one_clear_line(tmp_path: Path, change: dic
         load_groups(settings, ModelLimits(48))
     assert expected in str(error.value) and f"{file}:2" in str(error.value) and "\n" not in str(error.value)
     assert len(load_groups(settings.model_copy(update={"skip_invalid": True}), ModelLimits(48))) == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["data.valid=groups.jsonl"], "data.valid is not for train.loss=grpo"),
-        (["data.holdout=0.1"], "data.holdout is not for train.loss=grpo"),
-        (["data.streaming=true"], "data.streaming is not for train.loss=grpo"),
-        (["train.loss_type=dr_grpo"], "train.max_completion_length belong together"),
-        (["train.loss=sigmoid", "train.epsilon=0.1"], "train.epsilon is for train.loss=grpo"),
-        (["train.loss=sigmoid", "train.ratio=completion"], "train.ratio is for train.loss=grpo"),
-        (["train.loss=sigmoid", "train.advantages=centered"], "train.advantages is for train.loss=grpo"),
-        (["train.loss=sigmoid", "train.max_completion_length=9"], "train.max_completion_length is for train.loss=grpo"),
-        (["train.loss=sigmoid", "train.beta=0"], "train.beta=0 is for grpo alone"),
-        (["train.use_weighting=true"], "train.use_weighting is for losses of pairs"),
-    ],
-    ids=str,
-)
-def test_settings_that_do_not_belong_to_the_loss_are_refused(tmp_path: Path, words: list[str], expected: str) -> None:
-    result = tiny.train(tmp_path, [*run_words(tmp_path, [GOOD]), *words], check=False)
-    assert result.returncode == 2 and expected in result.stderr and "Traceback" not in result.stderr

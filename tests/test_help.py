@@ -19,7 +19,6 @@ from tests.tiny import ROOT
 
 PROGRAMS = ("python ", "./launch ", "make ", "mpirun ")
 HELPED = [("train.py",), ("launch",), *(("-m", f"lib.{name}") for name in ("evaluate", "dashboard", "server", "data"))]
-BENCHMARKS = [path for path in sorted((ROOT / "benchmarks").glob("*.py")) if "__main__" in path.read_text()]
 PLACEHOLDERS = re.compile(r"\[[^]]*( |\.\.\.)[^]]*\]|\S+\|\S+")  # [key=value ...] and a|b are for the reader
 
 

@@ -98,7 +98,7 @@ def test_plan_is_pure() -> None:
 BUDGET = {
     "lines": 31_800,  # of lib/, train.py and launch: 20,000
     "nodes": 289_000,  # of their syntax trees: 160,000
-    "tests": 21_400,  # lines: 18,000
+    "tests": 20_600,  # lines: 18,000
     "benchmarks": 4_000,  # lines: 4,000
     "benchmark files": 19,  # 20
     "words": 16_050,  # of docs/: 16,000

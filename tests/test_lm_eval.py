@@ -222,20 +222,6 @@ def test_without_the_package_the_command_says_what_to_install(
     assert len(said.splitlines()) == 1 and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        (["--tasks", "a", "--tasks-folder", "no/such", "--out", "x.json"], "--tasks-folder no/such: no such folder"),
-        (["--tasks", "a"], "--tasks with --model needs --out OUT"),
-        (["--chat"], "--model needs --data FILE"),
-    ],
-)
-def test_wrong_words_are_one_line(words: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert evaluate.main(["--model", str(MODEL), *words]) == 2
-    said = capsys.readouterr().err
-    assert why in said and len(said.splitlines()) == 1
-
-
 def test_the_table_has_metrics_with_their_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from lib.system.terminal import Terminal
 

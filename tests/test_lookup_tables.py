@@ -135,6 +135,3 @@ def test_answers_end_inside_the_table(tmp_path: Path) -> None:
     )
     assert "row 0 (evaluate.samples): a prompt of" in refusal(tmp_path, words)
     tiny.train(tmp_path, [*words, "--dry-run", "evaluate.max_tokens=16"])
-
-
-# ---- The arithmetic

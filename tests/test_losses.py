@@ -1,5 +1,6 @@
 """Losses, rewards and gradients against float64 formulas written again, pair by pair, in plain Python."""
 
+import json
 import math
 from collections.abc import Callable, Sequence
 
@@ -19,6 +20,7 @@ from lib.training.losses import (
 )
 from lib.training.objective import objective
 from tests.rounding import roundoff
+from tests.tiny import ROOT
 
 DIFFERENCES = 1e-12  # what derivative64 loses to cancellation in float64
 OPERATIONS = 16  # one after the other, in any of these formulas
@@ -243,61 +245,27 @@ def test_log_sigmoid_keeps_its_digits() -> None:
     close(slopes, lambda v: math.exp(-max(v, 0)) / (1 + math.exp(-abs(v))), points)
 
 
-# From TRL's own DPOTrainer, 1.16.0: `python tests/trl_pairs.py`. Loss, and gradients by each chosen, then each rejected.
-POLICY = [-3.0, -3.0, -3.75, -2.5, -5.5, -0.75]
-REFERENCE = [-4.5, -2.5, -3.0, -1.75, -6.5, -1.0]
-TOKENS = [3, 3, 3, 2, 4, 1]
-SQUARE_SUMS = [-1.75, -2.25, -2.25, -1.75, -3.0, -0.5]
-TRL = {
-    "sigmoid": (
-        *(0.7363850077779448, -0.033737816282991745, -0.061063923394922184, -0.05744425168116588),
-        *(0.033737816282991745, 0.061063923394922184, 0.05744425168116588),
-    ),
-    "sigmoid_norm": (
-        *(0.6996806427964063, -0.014491641747763337, -0.017706979112458537, -0.017914328178124984),
-        *(0.021737462621645005, 0.013280234334343903, 0.053742984534374955),
-    ),
-    "hinge": (1.025, -0.1, -0.1, -0.1, 0.1, 0.1, 0.1),
-    "sppo": (
-        *(7.395833333333335, -0.11111111111111116, -1.4444444444444446, -1.6111111111111112),
-        *(0.6111111111111112, 1.777777777777778, 1.2777777777777777),
-    ),
-    "apo_zero": (
-        *(1.0066581146949074, -0.023775895991112933, -0.0248599006677543, -0.02468624440660553),
-        *(0.02468624440660553, 0.024445831169074585, 0.024964876682739414),
-    ),
-    "apo_down": (
-        *(1.0132184705505505, 0.0014204821835702153, 0.001084004676641371, 0.0002404132375309516),
-        *(0.022355413807542718, 0.02377589599111293, 0.02444583116907458),
-    ),
-    "bco_pair": (
-        *(1.4162784610605723, -0.0389360766050778, -0.053742984534374955, -0.05560138905446199),
-        *(0.044398610945538, 0.05744425168116588, 0.051874121587853525),
-    ),
-    "mpo": (
-        *(1.9556970317678035, -0.14588857945852007, -0.17071084673392384, -0.16818679026693623),
-        *(0.035869975215501004, 0.06033998905217093, 0.05633022566250342),
-    ),
-    "wpo": (
-        *(0.3277475549196196, -0.015286234024839616, -0.025455230435900984, -0.027134743141419566),
-        *(0.015286234024839616, 0.025455230435900984, 0.027134743141419566),
-    ),
-}
+TRL = json.loads((ROOT / "tests/golden/trl.json").read_text())["pairs"]  # tests/trl_figures.py
 
 
-@pytest.mark.parametrize("name", TRL)
+@pytest.mark.parametrize("name", TRL["figures"])
 def test_losses_and_gradients_are_those_of_trl(name: str) -> None:
     names, weights = zip(*terms("sigmoid" if name == "wpo" else name), strict=True)
-    train = TrainSettings(loss=names, loss_weights=weights, beta=0.3, use_weighting=name == "wpo")
-    reference, tokens = mx.array(REFERENCE).reshape(2, 3).T, mx.array(TOKENS).reshape(2, 3).T
+    train = TrainSettings(loss=names, loss_weights=weights, beta=TRL["beta"], use_weighting=name == "wpo")
+
+    def pairs(of_completions: list[float]) -> mx.array:
+        return mx.array(of_completions).reshape(2, 3).T
+
+    reference, tokens = pairs(TRL["reference"]), pairs([*map(len, TRL["policy"])])
 
     def loss(logps: mx.array) -> mx.array:
-        aligned = mx.exp((mx.stop_gradient(logps) - mx.array(SQUARE_SUMS).reshape(2, 3).T) / tokens)
+        aligned = mx.exp((mx.stop_gradient(logps) - pairs([*map(sum, TRL["square_sums"])])) / tokens)
         sums = objective(train, logps, tokens, reference, weights=aligned if train.use_weighting else None)[1]
         return sums["loss"] / sums["count"]
 
-    value, gradients = mx.value_and_grad(loss)(mx.array(POLICY).reshape(2, 3).T)
-    actual, expected = [value.item(), *gradients.T.reshape(-1).tolist()], TRL[name]
+    value, gradients = mx.value_and_grad(loss)(pairs([*map(sum, TRL["policy"])]))
+    wanted = TRL["figures"][name]
+    actual, expected = [value.item(), *gradients.T.reshape(-1).tolist()], [wanted["loss"], *wanted["gradients"]]
     limits = [roundoff(OPERATIONS) * max(map(abs, expected))] * len(expected)
     assert all(abs(a - b) <= limit for a, b, limit in zip(actual, expected, limits, strict=True)), (actual, expected)
 

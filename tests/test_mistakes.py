@@ -28,10 +28,8 @@ from lib.export import command as export
 from lib.launch import command as launcher
 from lib.report import page as dashboard
 from lib.serve import cli as server
-from lib.system import mpi_and_blas
 from lib.system.network import host_name
 from tests import tiny
-from tests.cluster import unavailable
 from tests.tiny import ROOT
 
 MAINS: dict[str, Callable[[list[str]], int]] = {
@@ -79,9 +77,6 @@ FILES: dict[str, str | bytes] = {
     "there.png": "",
 }
 WORKS: dict[str, bytes] = {
-    "bom.jsonl": b"\xef\xbb\xbf" + PAIR.encode() * 8,
-    "crlf.jsonl": PAIR.encode().replace(b"\n", b"\r\n") * 8,
-    "packed.jsonl.gz": gzip.compress(PAIR.encode() * 8),
     "no-end.jsonl": (PAIR * 8).rstrip().encode(),
     "with blank ü.jsonl": PAIR.encode() * 8,
 }
@@ -141,6 +136,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("train.py", "model.adapter={d}/none", "model.adapter .*adapter_config.json cannot be read"),
     ("train.py", "model.keys=[frob]", "no such layer .*its linear layers are mlp.down_proj"),
     ("train.py", "model.blocks=99", "model.blocks=99, but .* has 2 blocks"),
+    ("train.py", "model.dropout=0.1 model.gradient_checkpointing=true", "wrong gradients"),
     # Runs
     ("train.py", "run.name=done", "already holds a run; go on with it by --resume"),
     ("train.py", "run.dir={d} run.name=model", "model exists and is not a run: it holds config.json; give another"),
@@ -169,6 +165,8 @@ MISTAKES: list[tuple[str, str, str]] = [
     # The other programs
     ("lib.evaluate", "", "give either --run RUN or --model PATH"),
     ("lib.evaluate", "--model {d}/model", "--model needs --data FILE"),
+    ("lib.evaluate", "--model {q} --tasks a --tasks-folder no --out x.json", "--tasks-folder no: no such folder"),
+    ("lib.evaluate", "--model {q} --tasks a", "--tasks with --model needs --out OUT"),
     ("lib.evaluate", "--run {d}/none", "--run .*none: no "),
     ("lib.evaluate", "--run {d}/run.half", "no finished run there .adapters.safetensors is missing"),
     ("lib.evaluate", "--run {d}/runs/done --per-pair {d}/ids.jsonl", "ids.jsonl is there already; remove it, or give"),
@@ -186,6 +184,11 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("lib.server", "--model {d}/none", "no such folder"),
     ("lib.server", "--model {q} serve.port={port}", "Address already in use; serve.port=0 takes a free port"),
     ("lib.server", "--model {q} serve.host=0.0.0.0", "serve.keys"),
+    ("lib.server", "--emit nginx", "--emit nginx needs --hosts"),
+    ("lib.server", "--emit nginx --hosts a", "not of the form HOST:PORT"),
+    ("lib.server", "--model {q} serve.tls_key=x", "nginx does this: python -m lib.server --emit nginx"),
+    ("lib.server", "--model {q} serve.keys=/nowhere/keys", "--make-key NAME --keys /nowhere/keys"),
+    ("lib.server", "--model {q} serve.host=192.0.2.7", "serve.host=192.0.2.7"),
     ("lib.export", "", "required: RUN$|required: RUN[^,]"),
     ("lib.data", "", "name FILES, e.g. --inspect data.jsonl"),
     ("lib.data", "--inspect {d}/none.jsonl", "none.jsonl does not exist"),
@@ -273,19 +276,6 @@ def command(*words: str | Path, cwd: Path = ROOT) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("--config", "nope.yaml"), "nope.yaml does not exist"),
-        (("--largest", "0"), "--length and --largest at least 2"),
-        (("--seconds", "nan"), "--seconds is above 0"),
-        (("--max-age-days", "nan"), "--max-age-days at least 0"),
-    ],
-)
-def test_mistakes_of_a_calibration(words: tuple[str, ...], told: str) -> None:
-    check(*command("benchmarks/calibrate.py", *words), told)
-
-
 def test_an_interrupted_command_is_one_line(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -335,31 +325,6 @@ def test_a_model_whose_weights_are_no_numbers(folder: Path, tmp_path: Path) -> N
         errors,
         "model.path .*: the held-out loss before the first step is nan: its weights, or .* are not finite",
     )
-
-
-def test_a_full_disk(folder: Path, tmp_path: Path) -> None:
-    """A disk of 200 kB: a file system of its own where that may be made, else a limit on files."""
-    words = [str(word) for word in (*words_of("train.py", "", folder), f"run.dir={tmp_path / 'disk'}")]
-    (tmp_path / "disk").mkdir()
-    python = [sys.executable, str(ROOT / "train.py"), *words]
-    limit = f"import resource, runpy, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); sys.path[0] = {str(ROOT)!r}; "
-    limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000)); sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    if unavailable() is None:
-        mount = f'mount -t tmpfs -o size=40k tmpfs {tmp_path}/disk && exec "$@"'
-        full = ["unshare", "--mount", "sh", "-c", mount, "sh", *python]
-    else:
-        full = [sys.executable, "-c", limit, *python[1:]]
-    done = subprocess.run(full, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    check(done.returncode, done.stderr, "No space left on device|File too large")
-
-
-def test_shares_of_three_on_two_ranks(folder: Path) -> None:
-    words = [*words_of("train.py", "", folder), "plan.shares=[4,2,2]", "--dry-run"]
-    command = [str(mpi_and_blas.mpirun_path()), "-n", "2", sys.executable, "train.py", *map(str, words)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    own = [line for line in done.stderr.splitlines() if line.startswith("error: ")]  # the rest is mpirun's
-    assert done.returncode == 2 and len(own) == 1 and "Traceback" not in done.stderr, done.stderr
-    assert "plan.shares [4, 2, 2] has 3 numbers, but there are 2 ranks" in own[0]
 
 
 def test_a_host_that_is_not_there() -> None:

@@ -4,7 +4,6 @@ import json
 import re
 import struct
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -217,12 +216,6 @@ def test_the_empty_state_is_one_sentence(tmp_path: Path) -> None:
     watcher = page.Watcher(tmp_path)
     update = page.update(dash, watcher, [], None)
     assert update["charts"] == "" and "has logs yet" in str(update["now"])
-
-
-@pytest.mark.parametrize("words", [["--port", "70000"], ["nowhere"], ["--bakend"]])
-def test_a_mistake_is_one_clear_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert page.main(words) == 2 and capsys.readouterr().err.count("\n") == 1
-    assert threading.active_count() < 20
 
 
 # ---- What a run leaves -----------------------------------------------------------------------------------------------

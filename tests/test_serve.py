@@ -414,28 +414,6 @@ def test_without_keys_it_answers_this_machine_alone(run: Path, capsys: pytest.Ca
     assert "there are no keys: python -m lib.server --make-key NAME" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "give either --run RUN or --model PATH"),
-        (["--run", "/nowhere"], "no run there"),
-        (["--model", "/nowhere/x/y"], "no such folder"),
-        (["--emit", "nginx"], "--emit nginx needs --hosts"),
-        (["--emit", "nginx", "--hosts", "a"], "not of the form HOST:PORT"),
-        (
-            ["--model", "configs/quickstart/model", "serve.tls_key=x"],
-            "nginx does this: python -m lib.server --emit nginx",
-        ),
-        (["--model", "configs/quickstart/model", "serve.keys=/nowhere/keys"], "--make-key NAME --keys /nowhere/keys"),
-        (["--model", "configs/quickstart/model", "serve.host=192.0.2.7"], "serve.host=192.0.2.7"),
-    ],
-)
-def test_wrong_words_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(words) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1, error
-
-
 def test_nginx_gets_the_speed_of_each_host(tmp_path: Path) -> None:
     machine = read_calibration(ROOT / "calibration/published/m4-max.json").machine
     for host, speed in (("mac-a", 90.0), ("mac-b", 30.0)):
@@ -457,9 +435,3 @@ def test_a_wrong_line_among_the_keys_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="keys:2: not of the form") as error:
         keys.read(path)
     assert "sk-secret" not in str(error.value)
-
-
-def test_help_names_every_setting() -> None:
-    words = [sys.executable, "-m", "lib.server", "--help"]
-    text = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "serve.max_requests_per_key" in text

@@ -294,16 +294,10 @@ def test_a_nan_that_stays_gets_into_no_checkpoint(
         stopped = tiny.train(tmp_path, [*words, "run.name=run", "train.max_skipped_steps=3"], check=False)
     run = tmp_path / "runs/run"
     assert stopped.returncode == 1 and "3 updates in a row were not finite, the last at step 6" in stopped.stderr
+    assert "lower train.learning_rate (0.001)" in " ".join(stopped.stderr.split()) and "--resume" in stopped.stderr
     assert sorted(path.name for path in (run / "checkpoints").glob("step-*"))[-1] == "step-00000003"
     tiny.train(tmp_path, ["--resume", str(run)])
     assert tiny.difference(tmp_path / "runs/plain", run) == 0.0
-
-
-def test_a_run_that_is_never_finite_stops_with_a_remedy_and_no_traceback(tmp_path: Path) -> None:
-    words = [*tiny.settings(tmp_path), "train.learning_rate=1e30", "train.max_grad_norm=null"]
-    result = tiny.train(tmp_path, [*words, "run.name=run", "train.max_skipped_steps=1"], check=False)
-    assert result.returncode == 1 and "stopped: 1 updates in a row were not finite" in result.stderr
-    assert "lower train.learning_rate (1e+30)" in " ".join(result.stderr.split()) and "--resume" in result.stderr
 
 
 def test_checkpoints_come_by_time_or_by_steps() -> None:
@@ -419,74 +413,6 @@ def test_per_pair_figures_equal_float64(tmp_path: Path) -> None:
 
 
 # ---- What a user gets wrong: one line, status 2, nothing lost ----------------------------------------------------------
-
-
-def broken_data(folder: Path, kind: str) -> list[str]:
-    good = list(map(json.dumps, tiny.pairs(20)))
-    record = json.loads(good[16])
-    changes: dict[str, Any] = {
-        "broken JSON": lambda: good[16][:-5],
-        "missing column": lambda: json.dumps({"prompt_ids": [3], "chosen_ids": [4]}),
-        "equal": lambda: json.dumps(record | {"rejected_ids": record["chosen_ids"]}),
-        "empty completion": lambda: json.dumps(record | {"chosen_ids": []}),
-        "long prompt": lambda: json.dumps(record | {"prompt_ids": [3] * 99}),
-        "unknown token": lambda: json.dumps(record | {"prompt_ids": [4000]}),
-    }
-    good[16] = changes[kind]()
-    return [f"data.train={tiny.write_jsonl(folder / 'broken.jsonl', good)}"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("broken JSON", "broken.jsonl:17"),
-        ("missing column", "rejected_ids"),
-        ("equal", "broken.jsonl:17"),
-        ("empty completion", "empty completion"),
-        ("long prompt", "99 tokens, more than data.max_length=64"),
-        ("unknown token", "4000"),
-    ],
-)
-def test_an_unusable_row_is_named_and_refused_or_left_out(tmp_path: Path, kind: str, expected: str) -> None:
-    words = [*tiny.settings(tmp_path), *broken_data(tmp_path, kind), "train.steps=2", "run.name=run"]
-    refused = tiny.train(tmp_path, words, check=False)
-    assert_one_clear_line(refused, expected, "data.skip_invalid=true")
-    assert not (tmp_path / "runs").exists()
-    kept = tiny.train(tmp_path, [*words, "data.skip_invalid=true"])
-    assert "1 unusable rows left out" in kept.stdout and "broken.jsonl:17" in kept.stdout
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["train.bta=1"], ["unknown setting train.bta", "train.beta"]),
-        (["train.steps=abc"], ["train.steps"]),
-        (["data.train=missing.jsonl"], ["missing.jsonl"]),
-        (["data.train={folder}/empty.jsonl"], ["empty.jsonl"]),
-        (["model.path={folder}/nowhere"], ["nowhere"]),
-        (["model.random_init=false"], ["no model*.safetensors", "model.random_init=true"]),
-        (["model.keys=[attention]"], ["model.keys", "self_attn.q_proj"]),
-        (["model.adapter={folder}/nowhere"], ["model.adapter", "adapter_config.json"]),
-        (["plan.shares=[6,3]"], ["sum to 9"]),
-        (["plan.shares=[6,2]"], ["plan.shares", "2", "1"]),
-        (["data.train={folder}/text.jsonl"], ["tokenizer"]),
-        (["--config", "nowhere.yaml"], ["nowhere.yaml"]),
-        (["--confg", "x"], ["--confg"]),
-        (["--resume", "{folder}/nowhere"], ["no run there"]),
-        (["run.dir=/proc/nowhere"], ["/proc/nowhere"]),
-        (["model.dropout=0.1", "model.gradient_checkpointing=true"], ["wrong gradients"]),
-        (["model.blocks=9"], ["model.blocks=9", "2 blocks"]),
-        (["model.path={folder}/unknown"], ["mlx-lm cannot load it", "no-such-type"]),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
-)
-def test_a_mistake_is_one_clear_line(tmp_path: Path, words: list[str], expected: list[str]) -> None:
-    (tmp_path / "empty.jsonl").touch()
-    tiny.write_jsonl(tmp_path / "text.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
-    tiny.model_folder(tmp_path / "unknown", model_type="no-such-type")
-    words = [word.format(folder=tmp_path) for word in words]
-    command = words if "--resume" in words else [*tiny.settings(tmp_path), *words]
-    assert_one_clear_line(tiny.train(tmp_path, command, check=False), *expected)
 
 
 def test_a_run_folder_has_one_owner_and_is_never_overwritten(tmp_path: Path) -> None:

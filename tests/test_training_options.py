@@ -297,30 +297,3 @@ def test_the_reference_is_what_the_paper_makes_of_the_policies_before(
         limits = {name: rounding.roundoff(4) * mx.abs(array).max() for name, array in reference.items()}
         assert all(mx.abs(stored[name] - array).max() <= limits[name] for name, array in reference.items()), step
     assert step == 5 and any(not mx.array_equal(reference[name], array) for name, array in start.items())
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["strategy=independent"], "not for strategy=independent"),
-        (["model.reference=other"], "model.reference=other is another model"),
-        (["train.reference_mixup_alpha=0.5"], "take 1, or model.method=full"),
-        (["train.loss=[orpo,sft]"], r"the loss orpo \+ sft has none"),
-        (["train.loss=sft"], "the loss sft has none"),
-    ],
-    ids=lambda case: case[0] if isinstance(case, list) else "",
-)
-def test_a_reference_that_cannot_follow_is_refused(words: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        load.load(None, ["model.path=-", "data.train=-", "train.reference_sync_steps=2", *words])
-
-
-# ---- Whole runs
-
-RUNS = [
-    ["train.loss=[sigmoid,bco_pair,sft]", "train.loss_weights=[0.8,0.2,1]", "train.use_weighting=true"],
-    ["model.alpha=4", "model.use_rslora=true", "model.rank_pattern={q_proj: 3}", "model.adapt_embeddings=true"],
-    ["train.reference_sync_steps=2", "train.loss=kto"],
-    ["train.reference_sync_steps=2", "model.method=full", "train.loss=sppo"],
-    ["train.optimizer=adamw_8bit", "train.loraplus_lr_ratio=8", "train.neftune_noise_alpha=5"],
-]

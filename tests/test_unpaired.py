@@ -13,7 +13,6 @@ import pytest
 from mlx.utils import tree_flatten
 
 from lib import errors
-from lib.config import load
 from lib.config.settings import Config, DataSettings, TrainSettings
 from lib.data.batch import MicroBatches, collate
 from lib.data.dataset import Dataset, Example, load_dataset, partners, with_mismatched
@@ -96,52 +95,29 @@ def test_the_baseline_is_never_negative_and_no_number_stays_none() -> None:
     assert math.isnan(kl_baseline(math.nan, 4)) and kl_baseline(math.inf, 4) == math.inf
 
 
-# From TRL's own trainers, KTOTrainer of 1.16.0 and BCOTrainer of 1.9.0: `python tests/trl_unpaired.py kto`, `... bco`.
-POLICY = [-3.0, -1.5, -7.25, -4.0, -0.5, -6.0]
-REFERENCE = [-4.5, -1.0, -6.0, -6.5, -2.0, -5.75]
-LABELS = [True, False, False, True, True, False]
-MISMATCHED = ([-9.0, -6.0, -8.5, -7.0, -5.0, -9.5], [-9.5, -8.0, -8.0, -7.5, -6.5, -9.25])
-EARLIER_REWARDS = [0.5, -0.25, 0.125]
-TRL: dict[str, dict[str, Any]] = {
-    "kto": {
-        "loss": 0.4085310241347004,
-        "gradients": [
-            *(-0.015358896246370912, 0.009113019855015968, 0.008670846051152812),
-            *(-0.014451410085254687, -0.015358896246370912, 0.009215337747822547),
-        ],
-        "baseline": 0.625,
-    },
-    "bco": {
-        "loss": 0.5253299096541865,
-        "gradients": [
-            *(-0.02137979440183444, 0.021176080291164093, 0.01848698887726211),
-            *(-0.017812626728277343, -0.02137979440183444, 0.022096494730802607),
-        ],
-        "baseline": 0.15833333134651184,
-    },
-}
+TRL = json.loads((tiny.ROOT / "tests/golden/trl.json").read_text())["unpaired"]  # tests/trl_figures.py
 
 
 @pytest.mark.parametrize("name", UNPAIRED_LOSSES)
 def test_loss_gradients_and_metrics_are_those_of_trl(name: str) -> None:
     train = TrainSettings(loss=name, **(TRAIN if name == "kto" else {"beta": BETA}))
     policy, reference = (
-        np.array([POLICY, MISMATCHED[0]], np.float32).T,
-        np.array([REFERENCE, MISMATCHED[1]], np.float32).T,
+        np.array([TRL[side], TRL[f"mismatched_{side}"]], np.float32).T for side in ("policy", "reference")
     )
+    wanted = TRL["figures"][name]
     ratios = (policy - reference)[:, int(name == "kto")]
     sums = mx.array([float(ratios.sum()), 6.0])
-    compared_with = mx.array(baseline_of_step(train, sums, [sum(EARLIER_REWARDS), 3.0]))
+    compared_with = mx.array(baseline_of_step(train, sums, [sum(TRL["earlier_rewards"]), 3.0]))
 
     def total(logps: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
         arguments = mx.stack([logps, mx.array(policy[:, 1])], axis=1), mx.ones((6, 2)), mx.array(reference)
-        _, sums = objective(train, *arguments, mx.array(LABELS), compared_with)
+        _, sums = objective(train, *arguments, mx.array(TRL["labels"]), compared_with)
         return sums["loss"] / sums["count"], sums
 
     (loss, parts), gradients = mx.value_and_grad(total)(mx.array(policy[:, 0]))
-    assert loss.item() == pytest.approx(TRL[name]["loss"], rel=1e-5)
-    assert gradients.tolist() == pytest.approx(TRL[name]["gradients"], rel=1e-5)
-    assert compared_with.item() == pytest.approx(TRL[name]["baseline"], rel=1e-5)
+    assert loss.item() == pytest.approx(wanted["loss"], rel=1e-5)
+    assert gradients.tolist() == pytest.approx(wanted["gradients"], rel=1e-5)
+    assert compared_with.item() == pytest.approx(wanted["baseline"], rel=1e-5)
     means = means_of({key: parts[key].item() if key in parts else 0.0 for key in SUMS}, train)
     assert means["reward_chosen"] == pytest.approx(0.55, rel=1e-5)
     assert means["reward_rejected"] == pytest.approx(-0.2, rel=1e-5)
@@ -363,20 +339,6 @@ def test_what_is_no_label_is_one_clear_line(
     with pytest.raises(errors.UserError) as told:
         open_training(settings, "unpaired", None, tell=print, eos_token_id=1)
     assert expected in str(told.value) and "rows.jsonl:5" in str(told.value)
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["train.loss=sigmoid", "train.desirable_weight=2"], "are for the losses kto and bco, not sigmoid"),
-        (["train.loss=kto", "train.rpo_alpha=1"], "train.loss is kto"),
-        (["train.loss=bco", "train.label_smoothing=0.1"], "not bco"),
-        (["train.loss=kto", "train.desirable_weight=0"], "train.desirable_weight"),
-    ],
-)
-def test_settings_that_do_not_belong_to_the_loss_are_refused(words: list[str], expected: str) -> None:
-    with pytest.raises(errors.UserError, match=expected):
-        load.load(None, ["model.path=-", "data.train=-", *words])
 
 
 # ---- Runs
