@@ -60,7 +60,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool, measure: bo
     from lib.training.loop import TrainingLoop
 
     tried = trial.step_seconds(config, world, train) if measure else None
-    launched, say = time.perf_counter(), console.RunConsole(world.rank, config.run.log_every, tried)
+    launched, say = time.perf_counter(), console.RunConsole(world.rank, tried)
     if not resume:
         config = config.model_copy(update={"model": inputs.with_compute_type(config.model, world, say.line)})
     if (run := prepare(config, world, say, resume, dry_run)) is None:

@@ -206,7 +206,7 @@ def write_inputs(folder: Path, model: str, options: argparse.Namespace) -> None:
         "plan": {"calibration_dir": str(folder)},
         "evaluate": {"samples": 0},
         "checkpoint": {"every": 1_000_000},
-        "run": {"dir": str(folder / "runs"), "log_every": 1},
+        "run": {"dir": str(folder / "runs")},
     }
     (folder / "run.yaml").write_text(json.dumps(settings))  # JSON is YAML
 

@@ -214,7 +214,6 @@ def write_inputs(folder: Path, hidden: int, seed: int) -> None:
         "train": {"global_batch_size": PAIRS * MICRO_BATCHES, "loss": "simpo"},
         "evaluate": {"samples": 0},
         "checkpoint": {"every": 1_000_000},
-        "run": {"log_every": 1_000_000},
     }
     (folder / "run.yaml").write_text(json.dumps(settings))  # JSON is YAML
 

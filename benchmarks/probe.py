@@ -134,7 +134,7 @@ def trainable_model(config: Config) -> nn.Module:
     """The model as a run trains it."""
     model = load.load(config.model, config.train.seed)
     adapters.make_trainable(model, config.model, config.train.seed)
-    divided_world.divided(model, None, World(), config.metal.wired)
+    divided_world.divided(model, None, World(), keeps_wired=True)
     return model
 
 

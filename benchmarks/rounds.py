@@ -62,7 +62,6 @@ class Outcome:
     pairs: list[int]
     undone: list[int]
     named: list[str]
-    ended: str | None
     seconds: float
 
 
@@ -78,7 +77,7 @@ def variants(rounds: int) -> dict[str, list[str]]:
         "offline": [*once, ungated, *_optimised(*BEST["offline"])],
         "grpo": [renewed, ungated, *GRPO, *_optimised(*BEST["grpo"])],
         "shuffled": [renewed, ungated, f"{judge}shuffled"],
-        "length": [renewed, f"{judge}by_length", "rollouts.after_undone=stop"],
+        "length": [renewed, f"{judge}by_length"],
     }
     return {name: [*words, f"evaluate.answers_limit={ANSWERS}"] for name, words in named.items()}
 
@@ -115,7 +114,6 @@ def run(out: Path, name: str, words: list[str]) -> Outcome:
         pairs=[one["samples"]["pairs"] for one in verdicts],
         undone=[one["round"] for one in verdicts if one["undone"]],
         named=[f"round {one['round']}: {text}" for one in verdicts for text in one["warnings"]],
-        ended=summary["early_end"],
         seconds=summary["wall_seconds"],
     )
 
@@ -130,7 +128,7 @@ def bars_of(found: dict[str, list[Outcome]]) -> dict[str, bool]:
         gains = [one.after - one.before for one in found["shuffled"]]
         bars["shuffled"] = statistics.mean(gains) <= NOTHING
     if "length" in found:
-        bars["length"] = all(one.named and one.undone and one.ended for one in found["length"])
+        bars["length"] = all(one.named and one.undone for one in found["length"])
     return bars
 
 

@@ -41,7 +41,7 @@ from lib.errors import UserError  # noqa: E402
 from lib.plan import calibration  # noqa: E402
 from lib.plan.calibration import BatchCurve  # noqa: E402
 from lib.plan.plan import ClusterPlan, plan_cluster  # noqa: E402
-from lib.plan.shares import distribute_work, equal_shares, solo_pairs_per_second  # noqa: E402
+from lib.plan.shares import distribute_work, solo_pairs_per_second  # noqa: E402
 from lib.system import terminal  # noqa: E402
 from lib.system.terminal import Terminal  # noqa: E402
 
@@ -107,7 +107,7 @@ def compare(
         return plan_cluster(hosts, global_batch_size, shares=divided, curves=at, sync_seconds=sync_seconds)
 
     plans = {
-        "equal": plan(equal_shares(global_batch_size, world_size)),
+        "equal": plan(distribute_work(global_batch_size, [1] * world_size)),
         "proportional": plan(distribute_work(global_batch_size, solo)),
         "planned": plan(None),
     }

@@ -8,5 +8,4 @@ does how much, `lib.training.step` does it, and `lib.distributed.world` is all t
 
 from lib import environment
 
-environment.open_closed_streams()
 environment.enter()

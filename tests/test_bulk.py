@@ -138,7 +138,7 @@ def test_answers_are_written_in_order_and_draws_follow_the_seed(writer: Path, tm
                 "samples",
                 "--out",
                 str(tmp_path / name),
-                "evaluate.completions=3",
+                "rollouts.samples=3",
                 f"train.seed={seed}",
             ]
         )
@@ -254,7 +254,7 @@ def test_an_answer_without_an_end_is_in_no_pair(writer: Path, tmp_path: Path, mo
     assert {(pair["chosen"], pair["rejected"]) for pair in scored(out)} == {("It is 11.", "It is 0.")}
     told = " ".join(said.split())
     assert "20 of 20 prompts gave a pair; 20 of the 60 answers that rank 0 drew have no end within" in told
-    _, said = bulk([*words, str(tmp_path / "none.jsonl"), "evaluate.max_tokens=1", "evaluate.completions=2"])
+    _, said = bulk([*words, str(tmp_path / "none.jsonl"), "evaluate.max_tokens=1", "rollouts.samples=2"])
     assert scored(tmp_path / "none.jsonl") == []
     assert "0 of 20 prompts gave a pair; 40 of the 40 answers" in " ".join(said.split())
 

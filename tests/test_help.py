@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import train
-from lib.config import train_arguments
 from lib.system import mpi_and_blas
 from tests import test_docs, tiny
 from tests.test_docs import help_of
@@ -38,35 +36,6 @@ def test_an_example_of_a_help_is_understood(
     for line in found:
         words = shlex.split(line)
         test_docs.check(words[: words.index(">")] if ">" in words else words, "of a help", tmp_path)
-
-
-@pytest.mark.long
-def test_trainings_of_the_help_run_as_printed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(ROOT)
-    found = [
-        shlex.split(line.replace("configs/X.yaml", train_arguments.QUICKSTART))
-        for line in examples(train.__doc__ or "")
-    ]
-    alone = [words[2:] for words in found if words[0] == "python" and "--resume" not in words]
-    ranks = [words for words in found if words[0] == "mpirun"]
-    assert len(alone) >= 3 and ranks
-    for words in alone:
-        assert train.main([*words, "--dry-run"]) == 0
-        assert "dry run: nothing is trained" in capsys.readouterr().out
-    scripts = mpi_and_blas.mpirun_path().parent
-    for words in ranks:
-        path = f"{scripts}:{os.environ['PATH']}"
-        done = subprocess.run(
-            [*words, "--dry-run"],
-            cwd=ROOT,
-            env={**os.environ, "PATH": path},
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
-        assert done.returncode == 0 and "dry run: nothing is trained" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.long

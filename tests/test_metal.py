@@ -91,16 +91,15 @@ def test_the_wired_limit_follows_the_setting(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(hardware, "host_memory_bytes", lambda: 128 * 2**30)
     monkeypatch.setattr(mx, "set_wired_limit", lambda limit: limits.append(limit) or 0)
     monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 96 * 2**30})
-    assert metal.keep_wired("auto", 100 * 2**30) and not metal.keep_wired("auto", 16 * 2**30)
-    assert metal.keep_wired("always", 0) and not metal.keep_wired("never", 100 * 2**30)
-    assert limits == [96 * 2**30, 0, 96 * 2**30, 0]
+    assert metal.keep_wired(100 * 2**30) and not metal.keep_wired(16 * 2**30)
+    assert limits == [96 * 2**30, 0]
 
 
 def test_a_run_says_that_a_display_is_lit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     macs.is_mac(monkeypatch, tmp_path / "bin", LIT)
-    monkeypatch.setattr(divided_world.metal, "keep_wired", lambda setting, size: False)
+    monkeypatch.setattr(divided_world.metal, "keep_wired", lambda size: False)
     words = ["--config", str(tiny.config_file(tmp_path)), *tiny.settings(tmp_path), "--dry-run"]
     assert train.main(words) == 0
     assert "Color LCD" in capsys.readouterr().out

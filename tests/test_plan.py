@@ -16,13 +16,13 @@ from lib.errors import UserError
 from lib.model.partition import model_shape_of
 from lib.plan import __main__ as machines
 from lib.plan import plan_warnings
-from lib.plan.calibration import MEMORY_HEADROOM, BatchCurve, read_published
+from lib.plan.calibration import BatchCurve, read_published
 from lib.plan.cost import Work, memory_text, outlook
 from lib.plan.cuts import Cut, Hop, Keeps, best_cut, cut_at, depths, operations, step_seconds
 from lib.plan.facts import RankHost
 from lib.plan.plan import ClusterPlan, plan_cluster, sufficient_global_batch
 from lib.plan.sharded import within
-from lib.plan.shares import distribute_work, equal_shares
+from lib.plan.shares import distribute_work
 from lib.plan.strategy import LEAST_MERGES, MERGE_COST, longest_round, steps_per_round
 from tests import tiny
 from tests.planning import (
@@ -116,13 +116,6 @@ def test_published_machines() -> None:
     assert alone.shares == [8, 0] and alone.sync_seconds == 0 and "leave out m3-ultra" in alone.reason
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 8, 100])
-def test_equal_hosts_get_equal_shares(world_size: int) -> None:
-    plan = plan_cluster(names(world_size), 1601, curves=[M4_MAX] * world_size)
-    assert max(plan.shares) - min(plan.shares) <= max(1, 32) and sum(plan.shares) == 1601
-    assert plan_cluster(names(world_size), 1601, curves=[M4_MAX] * world_size) == plan
-
-
 def test_a_thousand_hosts() -> None:
     rng = np.random.default_rng(2)
     kinds = [BatchCurve.from_rates({1: rate, 8: 2 * rate}) for rate in rng.uniform(5, 50, 7)]
@@ -167,9 +160,9 @@ def test_wrong_input_is_one_clear_line(options: dict[str, Any], text: str) -> No
     assert text in str(error.value) and "\n" not in str(error.value)
 
 
-def test_distribute_work_and_equal_shares() -> None:
+def test_distribute_work() -> None:
     assert distribute_work(128, [0.655, 0.345]) == [84, 44] and distribute_work(10, [1, 1, 1]) == [4, 3, 3]
-    assert equal_shares(7, 3) == [3, 2, 2]
+    assert distribute_work(7, [1] * 3) == [3, 2, 2]
     enough = sufficient_global_batch(names(2), [M4_MAX, M3_ULTRA], 32)
     assert enough is not None and enough > 32
 
@@ -287,17 +280,6 @@ def test_hosts_without_a_curve() -> None:
         plan_warnings.advised(refusing, planned([known, None]))
 
 
-def test_data_sheets_order_hosts_that_nobody_calibrated() -> None:
-    chips = [RankHost("a", device_name="Apple M1 Max"), RankHost("b", device_name="NVIDIA H200")]
-    published = list(read_published().values())
-    plan = planned(chips, "train.global_batch_size=128", published=published, memory=MEMORY)
-    assert plan.shares[1] > 120 and plan.basis.step_seconds and not plan.calibrated
-    sheets = [chip for chip in published if not chip.curves]
-    assert len(sheets) == 23 and all(chip.note and chip.machine.memory_bytes for chip in sheets)
-    unknown = [chips[0], RankHost("b", device_name="a chip of 2027")]
-    assert planned(unknown, published=published).shares == [16, 16]
-
-
 def test_what_a_run_will_take() -> None:
     """Curves: 32 pairs in 1.6 s; matrix products: an H200's 8B at 512 + 512 tokens, which made 10.9 pairs/s."""
     known = planned([calibrated("a", {1: 10.0, 8: 20.0})])
@@ -318,19 +300,6 @@ def test_what_a_run_will_take() -> None:
     assert plan.basis.step_seconds == pytest.approx(32 / 10.9, rel=0.25) and memory_text(plan).endswith("of 140 GB")
     hosts = [RankHost(name, None, None, "metal", 1e4, 14 * GB) for name in "ab"]
     assert memory_text(planned(hosts, shape=SHAPE, memory=MEMORY)).endswith("of 14 GB")
-
-
-def test_published_figures_set_shares_and_never_micro_batches() -> None:
-    chips = [
-        RankHost("a", device_name="Apple M4 Max", device="metal", memory_bytes=96 * GB),
-        RankHost("b", device_name="Apple M3 Ultra", device="metal", memory_bytes=384 * GB),
-    ]
-    published = list(read_published().values())
-    plan = planned(chips, "train.global_batch_size=64", published=published, memory=MEMORY)
-    assert plan.shares == [47, 17] and all(max(sizes) <= 2 for sizes in plan.micro_batch_sizes)
-    for rank in plan.ranks:
-        assert rank.planned_bytes is not None and rank.memory_bytes is not None
-        assert rank.planned_bytes <= (1 - MEMORY_HEADROOM) * rank.memory_bytes
 
 
 def test_ranks_of_one_machine_share_its_speed_and_memory() -> None:

@@ -26,7 +26,7 @@ from lib.plan.calibration import (
     read_calibration,
     write_calibration,
 )
-from lib.plan.memory import Rows, metal_limit_bytes, whole_weight_bytes
+from lib.plan.memory import Rows, whole_weight_bytes
 from lib.plan.plan import ClusterPlan
 from lib.plan.replan import Schedule
 from lib.system import hardware, model_folder
@@ -35,7 +35,7 @@ from lib.system.network import host_name
 from lib.system.records import read_records
 from lib.training.run_facts import plan_run
 from tests import rounding, tiny
-from tests.planning import LLAMA_8B, calibrated
+from tests.planning import calibrated
 from tests.test_shard import train as train_shard
 from tests.test_shard import words_of
 from tests.test_world import settings, train
@@ -105,23 +105,6 @@ def test_without_timings_the_same_independent_run_twice_gives_the_same_bits(worl
     runs = [train(world, folder, words, name) for name in ("a", "b")]
     world.gather_text("finished")
     assert difference(*runs) == 0.0 and len(merges_of(runs[0])) == 12, "12 steps: a round of two would be six merges"
-    world.gather_text("checked")
-
-
-@mpi
-@pytest.mark.long(ranks=3)
-def test_a_run_that_auto_made_independent_moves_to_one_rank_and_back(world: World, folder: Path) -> None:
-    words = [*settings(world, folder, rows=24), "train.schedule=constant", "checkpoint.every=2"]
-    run = train(world, folder, [*words, "train.steps=6"], "run")
-    world.gather_text("moved")
-    words.append("strategy=independent")  # as --resume reads it in plan.json
-    if world.rank == 0:
-        train(World(), folder, [*words, "train.steps=9"], "run", resume=True)
-    world.gather_text("moved back")
-    train(world, folder, [*words, "train.steps=12"], "run", resume=True)
-    world.gather_text("finished")
-    assert json.loads((run / "summary.json").read_text())["world_size"] == world.size
-    assert rows_of_epochs(run) == {epoch: list(range(24)) for epoch in range(4)}
     world.gather_text("checked")
 
 
@@ -242,41 +225,4 @@ def test_two_hosts_plan_the_same_where_one_was_never_calibrated(
     again = planned(["fast", "new"], run)
     assert again.shares == first.shares and again.basis.matmul_gflops == {"fast": [90.0], "new": [30.0]}
     assert planned(["fast", "third"], run).basis.matmul_gflops == {"fast": [50.0], "third": [100.0]}
-    world.gather_text("checked")
-
-
-MACS = (("m4-max", "Apple M4 Max", 128 * GB, 12956.0), ("m3-ultra", "Apple M3 Ultra", 512 * GB, 4597.0))
-LLAMA_70B = {"hidden_size": 8192, "num_hidden_layers": 80, "intermediate_size": 28672, "num_attention_heads": 64}
-
-
-@two
-@pytest.mark.long
-def test_two_macs_plan_a_pipeline(
-    world: World, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """--dry-run of a 70B model on ranks that call themselves an M4 Max and an M3 Ultra; no weights are there."""
-    name, chip, size, gflops = MACS[world.rank]
-    monkeypatch.setattr(hardware, "quick_gflops", lambda: gflops)
-    mac = hardware.Machine(host=name, device_name=chip, device="metal", memory_bytes=size)
-    monkeypatch.setattr(hardware, "identify", lambda host: mac)
-    monkeypatch.setattr(hardware, "memory_limit_bytes", lambda: metal_limit_bytes(size))
-    monkeypatch.setattr("lib.distributed.world.host_name", lambda: name)
-    if world.rank == 0:
-        tiny.model_folder(folder / "llama", **{**LLAMA_8B, **LLAMA_70B})
-        ids = [{"prompt_ids": [1] * 500, "chosen_ids": [2] * 500, "rejected_ids": [3] * 300}] * 80
-        tiny.write_jsonl(folder / "macs.jsonl", ids)
-    world.gather_text("written")
-    words = [f"model.path={folder / 'llama'}", "model.random_init=true", "model.dtype=bfloat16"]
-    words += [f"data.train={folder / 'macs.jsonl'}", "train.global_batch_size=16", "run.name=macs"]
-    words += [f"run.dir={folder / 'runs'}", f"plan.calibration_dir={folder / 'none'}"]
-    capsys.readouterr()
-    script.train(load.load(None, words), world, resume=False, dry_run=True)
-    by_hand = [*words, "strategy=pipelined", "plan.shares=[30,50]"]
-    script.train(load.load(None, by_hand), world, resume=False, dry_run=True)
-    if world.rank == 0:
-        shown = " ".join(capsys.readouterr().out.split())
-        assert "pipelined, because host m4-max" in shown and "sharded, " in shown, shown
-        assert "not calibrated, planned with 110 MB/s" in shown, shown
-        assert "1-30 (30)" in shown and "31-80 (50)" in shown, shown
-        assert not (folder / "runs").exists()
     world.gather_text("checked")

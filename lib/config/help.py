@@ -40,7 +40,6 @@ def setting_types() -> dict[str, Any]:
     return {setting.key: setting.annotation for setting in settings()}
 
 
-@functools.cache
 def known_settings() -> tuple[str, ...]:
     """The dotted keys of all settings."""
     return tuple(setting_types())
@@ -62,12 +61,10 @@ def help_text(only: str = "") -> str:
 
 
 def _strip(annotation: Any) -> Any:
-    """The annotation without Annotated's limits."""
     return typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
 
 
 def type_parts(annotation: Any) -> list[Any]:
-    """The types of a union."""
     annotation = _strip(annotation)
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return [part for choice in typing.get_args(annotation) for part in type_parts(choice)]

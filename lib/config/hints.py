@@ -36,12 +36,12 @@ def normalised(name: str) -> str:
 
 def of_setting(key: str, known: Sequence[str]) -> str:
     """What follows "unknown setting KEY": the setting that is meant, or those that there are."""
+    section, _, leaf = key.rpartition(".")
     if key in known:
-        return f"; write {key}=VALUE, in a file {key.rpartition('.')[2]}: below {key.rpartition('.')[0]}:"
+        return f"; write {key}=VALUE, in a file {leaf}: below {section}:"
     if key in REMOVED:
         return f", which an earlier version had; {REMOVED[key]}"
-    name, section = normalised(key), key.rpartition(".")[0]
-    if name in WORDS:
+    if (name := normalised(key)) in WORDS:
         word, note = WORDS[name]
         setting = word.partition("=")[0] if "{" in word or "..." in word else word
         return f"; did you mean {setting}?" + (f" ({note})" if note else "")
@@ -63,9 +63,9 @@ def closest(key: str, known: Sequence[str]) -> str | None:
     """The setting whose name is nearest: under any section, else of the same one, else as a whole."""
     section, _, leaf = key.rpartition(".")
     leaves = {k.rpartition(".")[2]: k for k in reversed(known)}
+    siblings = {name: k for k in known if section and k.startswith(f"{section}.") for name in (k.rpartition(".")[2],)}
     if leaf in leaves and leaves[leaf] != key:
         return leaves[leaf]
-    siblings = {k.rpartition(".")[2]: k for k in known if section and k.startswith(f"{section}.")}
     for names, name in ((siblings, leaf), ({k: k for k in known}, key), (leaves, leaf)):
         if not (siblings and name == key) and (close := difflib.get_close_matches(name, names, n=1, cutoff=0.65)):
             return names[close[0]]

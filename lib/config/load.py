@@ -32,11 +32,7 @@ Tree = dict[str, Any]  # a section and its settings as YAML has them, not yet ch
 
 
 def load(path: Path | str | None, overrides: Sequence[str] = (), base: Tree | None = None) -> Config:
-    """Builds the configuration from a YAML file (or `base`, a tree of settings) and `key=value` words.
-
-    Raises:
-        UserError: the file cannot be read, or a key or value is wrong; names the file and line, or the word.
-    """
+    """The configuration of a YAML file (or `base`, a tree of settings) and `key=value` words; or UserError."""
     tree, origins = (copy.deepcopy(base or {}), {}) if path is None else _read_yaml(Path(path))
     sections = {key.partition(".")[0] for key in known_settings() if "." in key}
     tree = {key: {} if value is None and key in sections else value for key, value in tree.items()}  # left empty: null
@@ -87,11 +83,7 @@ def _keep_batch_of_learning_rate(tree: Tree, overrides: Sequence[str]) -> None:
 
 
 def resume(path: Path, overrides: list[str]) -> Config:
-    """A run's own config.yaml, with the few changes that it may take on its way.
-
-    Raises:
-        UserError: an override would change what the run has been learning.
-    """
+    """A run's own config.yaml, with the few changes that it may take on its way; UserError where it is another one."""
     before, after = of_run(path), of_run(path, overrides)
     for key in known_settings():
         if _at(before, key) != _at(after, key) and not key.startswith(RESUMABLE):
@@ -101,11 +93,7 @@ def resume(path: Path, overrides: list[str]) -> Config:
 
 
 def of_run(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """A run's own config.yaml with what the words overrule. Settings that only earlier versions had are left out.
-
-    Raises:
-        UserError: as `load`.
-    """
+    """A run's own config.yaml with what the words overrule. Settings that only earlier versions had are left out."""
     tree, _ = _read_yaml(path)
     for key in hints.REMOVED:
         section, _, name = key.partition(".")
@@ -114,11 +102,10 @@ def of_run(path: Path, overrides: Sequence[str] = ()) -> Config:
     config = load(None, overrides, tree)
     given = {word.partition("=")[0] for word in overrides}
     code = {key: value for key, value in _code_settings(config).items() if key not in given}
-    if code and _digest(path.read_text(encoding="utf-8")) not in _remembered():
+    if code and not _was_started(path.read_text(encoding="utf-8")):
         words = " ".join(f"{key}={value}" for key, value in code.items())
-        raise UserError(
-            f"{path}: {words} runs code, and this machine did not start that run; if you want it, add {words}"
-        )
+        why = f"{words} runs code, and this machine did not start that run; if you want it, add {words}"
+        raise UserError(f"{path}: {why}")
     return config
 
 
@@ -131,14 +118,14 @@ def _code_settings(config: Config) -> dict[str, Any]:
 
 def remember(config: Config) -> None:
     """Notes that a user of this machine started a run whose settings have code run: a resume may run it, too."""
-    if _code_settings(config) and _digest(dump(config)) not in _remembered():
+    if _code_settings(config) and not _was_started(dump(config)):
         STARTED_RUNS.parent.mkdir(parents=True, exist_ok=True)
         with STARTED_RUNS.open("a", encoding="utf-8") as file:
             file.write(_digest(dump(config)) + "\n")
 
 
-def _remembered() -> set[str]:
-    return set(STARTED_RUNS.read_text(encoding="utf-8").split()) if STARTED_RUNS.exists() else set()
+def _was_started(text: str) -> bool:
+    return STARTED_RUNS.exists() and _digest(text) in STARTED_RUNS.read_text(encoding="utf-8").split()
 
 
 def _digest(text: str) -> str:
@@ -160,8 +147,7 @@ def dump(config: BaseModel) -> str:
 def _read_yaml(path: Path) -> tuple[Tree, dict[str, str]]:
     """The file's tree, and for each dotted key its `file:line`."""
     try:
-        text = read_file.read_text(path, "config file")
-        node, tree = (read(text, Loader=read_file.PlainLoader) for read in (yaml.compose, yaml.load))
+        node, tree = _parsed(read_file.read_text(path, "config file"))
     except OSError as error:
         why = "is a folder; name a file in it" if path.is_dir() else f"cannot be read: {error.strerror}"
         why = why if path.exists() else "does not exist"
@@ -189,18 +175,23 @@ def _read_yaml(path: Path) -> tuple[Tree, dict[str, str]]:
     return tree, origins
 
 
-def _parse_value(key: str, text: str) -> Any:
-    """A word's value as YAML reads it, unless the setting wants a string: then the text stands as it is.
+def _parsed(text: str) -> tuple[Any, Any]:
+    """YAML text as its root node and as a value; yaml.YAMLError, also of a value like 2026-13-45."""
+    try:
+        return yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
+    except (ValueError, OverflowError, AttributeError, LookupError) as error:
+        raise yaml.YAMLError(error) from None
 
-    Of a string too, quotes around the whole text are taken off, null is none, and a mapping may be one.
-    """
+
+def _parse_value(key: str, text: str) -> Any:
+    """A word's value as YAML reads it; of a string the text as it is, but for null, quotes around it, and a mapping."""
     annotation = setting_types()[key]
     is_mapping = text.startswith("{") and any(typing.get_origin(part) is dict for part in type_parts(annotation))
     wants_text = accepts(annotation, str) and not is_mapping
     if wants_text and text[0] not in "'\"":
         return None if text.strip() in ("null", "~") else text
     try:
-        node, value = (read(text, Loader=read_file.PlainLoader) for read in (yaml.compose, yaml.load))
+        node, value = _parsed(text)
     except yaml.YAMLError as error:
         if wants_text:
             return text

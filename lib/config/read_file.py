@@ -16,16 +16,6 @@ MANIFEST = "manifest.json"  # of a checkpoint, which has a config.yaml as a run 
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # how such a file begins
 
 
-class PlainLoader(yaml.SafeLoader):
-    """PyYAML's safe loader, whose own errors of values (2026-13-45, !!int x) name their line."""
-
-    def construct_object(self, node: Any, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep)
-        except (ValueError, OverflowError, AttributeError, LookupError) as error:
-            raise yaml.MarkedYAMLError(problem=str(error), problem_mark=node.start_mark) from None
-
-
 def require_regular(path: Path, what: str) -> None:
     """Raises UserError for a pipe, a device or a socket: reading one may never end. An absent file passes."""
     if path.exists() and not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
@@ -59,6 +49,6 @@ def front_matter(card: str) -> Any:
     """The YAML that a README.md begins with, between two lines `---`; None where it has none, or it is not YAML."""
     front = re.match(r"---\r?\n(.*?)\n---", card, re.DOTALL)
     try:
-        return yaml.load(front[1], Loader=PlainLoader) if front else None
-    except yaml.YAMLError:
+        return yaml.safe_load(front[1]) if front else None
+    except (yaml.YAMLError, ValueError, LookupError):
         return None

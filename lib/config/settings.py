@@ -1,8 +1,4 @@
-"""Every setting of Tandem, once: its name, type, default, limits and meaning.
-
-A configuration is one frozen tree. YAML fills it, `key=value` words override it, `--help` is printed from it,
-and the resolved tree is written into the run's folder.
-"""
+"""Every setting of Tandem, once: its name, type, default, limits and meaning, in one frozen tree."""
 
 from __future__ import annotations
 
@@ -70,11 +66,8 @@ class RunSettings(Section):
     """Folder that holds all runs."""
     name: Annotated[str, AfterValidator(_name)] | None = None
     """The run's folder inside run.dir; by default the configuration's name and the time."""
-    log_every: Positive = 10
-    """Steps between two plain progress lines, where the output is not a terminal."""
     pages: bool = True
-    """Leave curves.png, report.html and a model card in the run's folder; `python -m lib.dashboard --export RUN` does
-    later."""
+    """Leave curves.png, report.html and a model card in the run's folder (lib.dashboard --export RUN does later)."""
     sinks: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
     """Where rank 0's figures go besides the run's own logs, e.g. [tensorboard]; each needs its package."""
 
@@ -113,13 +106,11 @@ class ModelSettings(Section):
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the weights; by default as stored, on CPUs with enough memory float32. What is trained is float32."""
     gradient_checkpointing: bool | None = None
-    """Recompute each block in the backward pass: less memory, a third more time. Default: where a pair does not fit
-    without."""
+    """Recompute each block in the backward pass: less memory, a third more time. Default: where a pair needs it."""
     shard_vocabulary: bool = False
     """With strategy=sharded: divide the embedding and the head as well; no rank then holds all logits."""
     attention_window: Positive | None = None
-    """Tokens that each token attends to, itself included; by default all before it. mlx-lm's own commands know nothing
-    of it."""
+    """Tokens that each token attends to, itself included; by default all before it. mlx-lm itself does not know it."""
     random_init: bool = False
     """Take only config.json from model.path and draw the weights from train.seed."""
     revision: str | None = None
@@ -154,8 +145,8 @@ class DataSettings(Section):
     """The records, their columns, and how they become tokens."""
 
     train: str | dict[str, PositiveFloat]
-    """Training records: a file (.jsonl, .jsonl.gz, .parquet), a folder or glob of them, or hf://OWNER/NAME?split=train;
-    or several with weights, {a.jsonl: 2, b.jsonl: 0.5}: how often an epoch takes each row."""
+    """Training records: a file (.jsonl, .jsonl.gz, .parquet), a folder or glob, or hf://OWNER/NAME?split=train; or
+    several with weights, {a.jsonl: 2, b.jsonl: 0.5}: how often an epoch takes each row."""
     valid: str | None = None
     """Held-out records, in the same form."""
     holdout: Annotated[Fraction, Field(le=0.5)] = 0.0
@@ -171,15 +162,13 @@ class DataSettings(Section):
     cache_dir: str = "runs/.data"
     """Folder for indices, unpacked files and tokens of the data. It may become as large as the data."""
     max_length: Annotated[Natural, Field(ge=2, le=2**24)] = 1024
-    """Most tokens of prompt and completion together; longer chats lose middle messages, other rows their prompt's
-    beginning."""
+    """Most tokens of a row; longer chats lose middle messages, other rows their prompt's beginning."""
     skip_invalid: bool = False
     """Leave out unusable rows, counted and named, instead of refusing the file."""
     chat_template: Annotated[bool | str, Field(union_mode="left_to_right")] = True
     """Use the tokenizer's chat template where it has one; or that of a file, e.g. template.jinja."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the chat template, e.g. {enable_thinking: true}; a row's own come before them. Unless set,
-    enable_thinking is true where an answer thinks."""
+    """Further arguments of the chat template, e.g. {enable_thinking: true} (by default where an answer thinks)."""
     template_date: datetime.date = datetime.date(2024, 7, 26)
     """The day that chat templates which write one are given, so that a run makes the same tokens tomorrow."""
     prompt: str = "prompt"
@@ -201,11 +190,9 @@ class DataSettings(Section):
     tools: str = "tools"
     """Column of the tools that the model may call: a list of definitions, or its JSON text."""
     learn: Literal["last", "assistant", "all"] = "last"
-    """What SFT learns of a conversation: the assistant's last message, all of the assistant's, or every message.
-    Messages with a weight of 0 or 1 say it themselves."""
+    """What SFT learns of a conversation, unless messages have weights: the assistant's last one, all its, or all."""
     ignore: tuple[str, ...] = ()
-    """Columns, and fields of messages, to leave out on purpose: one with content that nothing reads stops the run
-    otherwise."""
+    """Columns, and fields of messages, to leave out: one with content that nothing reads stops the run otherwise."""
     length_multiple: Size | None = None
     """Lengths the model sees are padded to a multiple of this; by default 64 on a GPU and 16 on a CPU."""
     shared_prompts: bool = True
@@ -236,11 +223,9 @@ class TrainSettings(Section):
     reference_sync_steps: Positive | None = None
     """TR-DPO: every so many steps the reference follows the policy; by default it never moves."""
     reference_mixup_alpha: Annotated[Fraction, Field(gt=0)] | None = None
-    """How far it goes: alpha times the policy plus (1 - alpha) times itself. By default 0.6 with model.method=full, 1
-    of adapters."""
+    """How far it goes: alpha policy + (1 - alpha) reference. By default 0.6 with model.method=full, 1 of adapters."""
     beta: NonNegative = 0.1
-    """Strength of the preference (DPO's beta; the odds ratio's weight in orpo; the divergence's in grpo, 0 for no
-    reference)."""
+    """Strength of the preference (DPO's beta; orpo's weight of the odds; grpo's of the divergence, 0: no reference)."""
     desirable_weight: PositiveFloat = 1.0
     """Weight of desirable completions in kto and bco. Rows times weight should be about equal for both labels."""
     undesirable_weight: PositiveFloat = 1.0
@@ -256,8 +241,8 @@ class TrainSettings(Section):
     cpo_alpha: NonNegative = 1.0
     """Weight of the likelihood term of cpo."""
     loss_type: Literal["grpo", "dr_grpo", "bnpo", "dapo"] | None = None
-    """What grpo divides the loss by: each completion's length (grpo, the default), train.max_completion_length
-    (dr_grpo), the number of tokens of the step (bnpo, dapo)."""
+    """What grpo divides the loss by: a completion's length (grpo, the default), train.max_completion_length (dr_grpo),
+    or the tokens of the step (bnpo, dapo)."""
     advantages: Literal["standardized", "batch_standardized", "centered", "leave_one_out"] = "standardized"
     """A completion's reward in grpo: less its group's mean, over their deviation (standardized), over that of all
     groups (batch_standardized), or as it is (centered, Dr. GRPO); less the mean of the others (leave_one_out, RLOO)."""
@@ -277,8 +262,7 @@ class TrainSettings(Section):
     steps: Positive | None = None
     """Optimizer steps."""
     patience: Positive | None = None
-    """End the run after so many evaluations in a row without a lower held-out loss; by default it takes all its
-    steps."""
+    """End the run after so many evaluations in a row without a lower held-out loss; by default never."""
     global_batch_size: Size = 16
     """Pairs (rows, where records are no pairs) of one optimizer step, over all ranks."""
     learning_rate: PositiveFloat = 5e-5
@@ -294,8 +278,7 @@ class TrainSettings(Section):
     learning_rate_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Scale the learning rates where train.global_batch_size is another than the one that they were chosen for."""
     learning_rate_batch_size: Positive | None = None
-    """The global batch that the learning rates were chosen for. Where a word on the command line changes it: the
-    file's."""
+    """The global batch that the learning rates were chosen for; the file's, where a word changes it."""
     optimizer: Literal[
         "adamw", "adam", "sgd", "adafactor", "lion", "muon", "rmsprop", "adagrad", "adamax", "adadelta", "adamw_8bit"
     ] = "adamw"
@@ -357,38 +340,31 @@ class EvaluateSettings(Section):
     """Held-out prompts whose greedy continuation is shown."""
     max_tokens: Size = 128
     """Longest generation."""
-    completions: Size = 4
-    """Completions that --score=samples and --make-pairs draw for each prompt."""
-    temperature: PositiveFloat = 1.0
-    """Temperature that they are drawn at."""
     judge: str | None = None
-    """Who scores completions for --make-pairs and --against: `exact` or `number` compare with the record's `answer`,
-    `regex` and `json_schema` take it as a pattern or JSON to fit, reward:PATH is a local reward model, MODULE:FUNCTION
-    is called with (prompt, completions, record), an http(s) address is an OpenAI-compatible server, anything else a
-    command that reads {"prompt", "completions", "record"} a line and writes a list of scores a line. By default
-    evaluate.answer_pattern decides."""
+    """Who scores completions: `exact` or `number` compare with the record's `answer`, `regex` and `json_schema` take it
+    as a pattern or JSON to fit, reward:PATH is a local reward model, MODULE:FUNCTION is called with (prompt,
+    completions, record), an http(s) address is an OpenAI-compatible server, anything else a command that reads
+    {"prompt", "completions", "record"} a line and writes a list of scores. Default: evaluate.answer_pattern."""
     judge_seconds: Seconds = 10.0
     """Most seconds for one prompt's completions of `regex`, `json_schema` and, in rounds, of MODULE:FUNCTION."""
     judge_model: str | None = None
     """Model of that server; its key is OPENAI_API_KEY of the environment."""
     judge_prompt: str | None = None
-    """File with that model's instructions: {prompt}, {first} and {second} are filled in, and it answers [[A]], [[B]] or
-    [[C]] (equal). In rounds, for --make-pairs and reward:PATH: {prompt} and {answer}; the answer is a number, as [[7]],
-    or Yes or No."""
+    """File with that model's instructions: {prompt}, {first} and {second}, for [[A]], [[B]] or [[C]] (equal); in
+    rounds, for --make-pairs and reward:PATH {prompt} and {answer}, for a number, as [[7]], or Yes or No."""
 
 
 class RolloutSettings(Section):
     """Rounds, in which the model answers prompts, a judge scores the answers, and what was better is preferred."""
 
     rounds: Natural = 0
-    """Rounds of the run; 0 trains on data.train as it is. With rounds data.train holds prompts, and what the judge
-    needs."""
+    """Rounds of the run, for which data.train holds prompts, and what the judge needs; 0: data.train is trained on."""
     prompts: Positive = 256
     """Prompts of one round: each round takes others, until all had their turn."""
     samples: Annotated[Size, Field(ge=2, le=1024)] = 8
-    """Answers to each prompt."""
+    """Answers to each prompt; those of lib.evaluate's --score=samples and --make-pairs, too."""
     steps: Positive | None = None
-    """Optimizer steps of one round; by default as many as one global batch for each train.global_batch_size prompts."""
+    """Optimizer steps of one round; by default one for each train.global_batch_size prompts."""
     temperature: PositiveFloat = 1.0
     """Temperature that answers are drawn at."""
     top_p: Annotated[Fraction, Field(gt=0)] = 1.0
@@ -416,8 +392,6 @@ class RolloutSettings(Section):
     tolerance: NonNegative | None = 0.05
     """A round is undone after which the exact match of evaluate.answers, or the mean score of the held-out prompts, is
     lower than the best so far by more than this; null for never."""
-    after_undone: Literal["continue", "stop"] = "continue"
-    """What follows a round that is undone: the next one, from the weights before it, or the end of the run."""
 
 
 # ---- Machines ----
@@ -432,16 +406,14 @@ class PlanSettings(Section):
     micro_batch_sizes: tuple[Size, ...] | None = None
     """Pairs per forward pass, one number a rank. Default: from the calibration, else at most 8."""
     memory_limit_gb: Gigabytes | dict[str, Gigabytes] | None = None
-    """What MLX may hold in each rank's process, for all or by host, e.g. {m4-max: 96}. Default: what the machine
-    bears."""
+    """What MLX may hold in each rank's process, for all or by host, e.g. {m4-max: 96}. Default: the machine's limit."""
     calibration_dir: str = "calibration"
-    """Folder of this host's HOST.json, as `make calibrate` writes it; HOST-0.json, ... where several ranks share a
-    host."""
+    """Folder of HOST.json, as `make calibrate` writes it; HOST-0.json, ... where several ranks share a host."""
     require_calibration: bool = False
     """Refuse to start without a calibration of this model on every host."""
     replan: bool = True
-    """Plan again from measured times while running (several ranks, no plan.shares), and merge independent ranks as
-    often as they allow. For the same bits run by run, set plan.shares or turn this off."""
+    """Plan again from measured times while running, and merge independent ranks as often as they allow. For the same
+    bits run by run, turn this off, or set plan.shares."""
 
 
 class CostSettings(Section):
@@ -461,8 +433,8 @@ class SyncSettings(Section):
     timeout_seconds: Seconds = 600.0
     """A rank that waits longer than this for the others ends with a message."""
     compression: Literal["none", "bf16", "int8", "topk"] = "none"
-    """How gradients (synchronous), a round's changes (independent) or activations (pipelined) travel; of the first two,
-    what int8 and topk leave out is sent later (error feedback)."""
+    """How gradients (synchronous), a round's changes (independent) or activations (pipelined) travel; what int8 and
+    topk leave out is sent later, except of activations."""
     topk_fraction: Annotated[Fraction, Field(gt=0)] = 0.01
     """Part of the values that topk sends, the largest ones; each costs 8 bytes."""
 
@@ -471,12 +443,10 @@ class IndependentSettings(Section):
     """Ranks that train independently, each at its own pace, and are merged at the end of every round."""
 
     pairs_per_round: Positive | None = None
-    """Pairs of a round over all ranks. Default: merges as often as costs 1 % of the time, at least eight times a run;
-    the cost is calibrated, then measured, unless plan.replan=false or plan.shares keeps timings out."""
+    """Pairs of a round over all ranks. Default: merges that cost 1 % of the time, but at least eight a run."""
     merge: Literal["stack", "svd", "average", "outer", "none"] | None = None
-    """How adapters become one: `stack` (exact, of all ranks' rank added up; svd before the last round), `svd` (the best
-    of the same rank), `average`, `outer` (DiLoCo), `none` (each keeps its own). Default: average; svd for LoRA in
-    rounds of pairs_per_round."""
+    """How adapters become one: `stack` (exact, of all ranks added up; svd before the last round), `svd` (the best of
+    the same rank), `average` (the default without pairs_per_round), `outer` (DiLoCo), `none` (each keeps its own)."""
     outer_learning_rate: PositiveFloat = 0.5
     """Of `outer`: how much of the averaged change is taken. All changes together count rate / (1 - momentum) times."""
     outer_momentum: Annotated[Fraction, Field(lt=1)] = 0.5
@@ -487,17 +457,13 @@ class CheckpointSettings(Section):
     """What is kept on disk while a run goes on."""
 
     every: Positive | None = None
-    """Steps between checkpoints; by default they come by time."""
-    seconds: PositiveFloat = 30.0
-    """Without checkpoint.every: seconds of training between checkpoints; more where they take over a twentieth of the
-    time."""
+    """Steps between checkpoints; by default they come every 30 s, or as often as takes a twentieth of the time."""
     keep: Positive = 3
     """The newest checkpoints that are kept; the best one is kept as well."""
     final: Literal["best", "last"] = "best"
     """What the run's folder holds at the end: the weights of the best evaluation, or the last ones."""
     best_by: Literal["exact_match", "loss"] | None = None
-    """Which figure says what is best: exact_match (the default where there are evaluate.answers), or the held-out
-    loss."""
+    """Which figure says what is best: exact_match (the default with evaluate.answers), or the held-out loss."""
 
 
 class MetalSettings(Section):
@@ -505,9 +471,6 @@ class MetalSettings(Section):
 
     display: Literal["advise", "sleep", "ignore"] = "advise"
     """A display that is on, for whose sake macOS may end GPU work (mlx#3267): say so, put it to sleep, or leave it."""
-    wired: Literal["auto", "always", "never"] = "auto"
-    """Keep in memory what MLX holds (kernel panics were reported: mlx#3186). `auto`: where the model takes half of
-    it."""
 
 
 class ServeSettings(Section):
@@ -527,21 +490,16 @@ class ServeSettings(Section):
     """Requests that are decoded at once; more wait."""
     max_requests_per_key: Positive = 64
     """Requests of one key in flight and waiting; more are refused (429)."""
-    max_body_bytes: Positive = 1_000_000
-    """Largest body of a request."""
     max_prompt_tokens: Positive = 8192
     """Longest prompt, in tokens as the model sees them: through its chat template, with its tools."""
     max_tokens: Positive = 2048
     """Longest completion, and what a request gets that names no limit."""
     request_seconds: Seconds = 600.0
     """Longest time from a request to the end of its answer."""
-    drain_seconds: NonNegative = 30.0
-    """After SIGTERM: how long requests under way may take to finish."""
     cors_origins: tuple[str, ...] = ()
     """Web pages that may call from a browser, e.g. [https://chat.example.org]; by default none."""
     feedback: str | None = None
-    """File that gets a line for every completion that a client labels (POST /v1/feedback), as train.loss=kto takes
-    it."""
+    """File that gets a line for every completion that a client labels (POST /v1/feedback), for train.loss=kto."""
 
 
 # ---- The whole ----
@@ -556,9 +514,9 @@ class Config(Section):
     train: TrainSettings = TrainSettings()
     rollouts: RolloutSettings = RolloutSettings()
     strategy: Literal["auto", "independent", "synchronous", "sharded", "pipelined"] = "auto"
-    """How the machines work together: `synchronous` sums every step's gradients, `independent` merges what each has
-    trained, `sharded` gives each a part of every block, `pipelined` some of the blocks; `auto`: the faster of these two
-    where the model does not fit every host, else independent. A resumed run keeps its strategy."""
+    """How the machines work together: `synchronous` sums every step's gradients, `independent` merges what each
+    trained, `sharded` gives each a part of every block, `pipelined` some blocks; `auto`: the faster of these two where
+    the model does not fit every host, else independent."""
     plan: PlanSettings = PlanSettings()
     cost: CostSettings = CostSettings()
     sync: SyncSettings = SyncSettings()

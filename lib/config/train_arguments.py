@@ -31,11 +31,7 @@ def parse(arguments: list[str] | None, description: str | None) -> argparse.Name
 
 
 def read_config(options: argparse.Namespace) -> Config:
-    """The configuration that the command line names, with a name for the run.
-
-    Raises:
-        UserError: a wrong key or value, a run that cannot be resumed, or a change that a resumed run may not make.
-    """
+    """The configuration that the command line names, with a name for the run; raises UserError."""
     if options.resume is None:
         path = Path(options.config or QUICKSTART)
         config = load.load(path, options.overrides)

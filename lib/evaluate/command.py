@@ -3,7 +3,7 @@
     python -m lib.evaluate --run runs/NAME [key=value ...]
     python -m lib.evaluate --model M --reference R --data FILE --per-pair OUT.jsonl [key=value ...]
     python -m lib.evaluate --run runs/NAME --data FILE --score rewards|logps|greedy|samples --out OUT.jsonl
-    python -m lib.evaluate --model M --data PROMPTS --make-pairs OUT.jsonl evaluate.completions=8
+    python -m lib.evaluate --model M --data PROMPTS --make-pairs OUT.jsonl rollouts.samples=4
     python -m lib.evaluate --run runs/NAME --against base|RUN|MODEL --data PROMPTS --out OUT.jsonl evaluate.judge=number
     python -m lib.evaluate --run runs/NAME --tasks arc_easy,gsm8k [--tasks-folder DIR]
 
@@ -151,7 +151,7 @@ def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None
     ranks.require_equal("model, data or settings", key)
     do: Callable[[range], Lines]
     if tokenizer is not None and writes:
-        draws = None if kind == "greedy" else settings.evaluate.completions
+        draws = None if kind == "greedy" else settings.rollouts.samples
         writer = score_file.CompletionWriter(loaded.model, tokenizer, records, settings, draws, world)
         do = score_file.PairMaker(writer) if kind == "pairs" else writer
     else:

@@ -264,7 +264,9 @@ class CompletionWriter:
         self.encoder = Encoder(tokenizer, settings.data, words["eos_token_id"])
         self.encoder.stop_generation()
         self.end_id = words["eos_token_id"] if words["eos_token_id"] is not None else min(self.encoder.end_ids)
-        sampling = GreedySampling(evaluate.max_tokens, self.count, 0.0 if draws is None else evaluate.temperature)
+        sampling = GreedySampling(
+            evaluate.max_tokens, self.count, 0.0 if draws is None else settings.rollouts.temperature
+        )
         self.sampler = Sampler(model, tokenizer, sampling, self.world)
 
     def __call__(self, rows: range) -> Lines:
@@ -406,7 +408,7 @@ class StoredModel(NamedTuple):
                 start = adapter_files.trainable(model)
             if self.adapter is not None:
                 adapter_files.load_trained(model, self.adapter, "--run")
-        world = divided_world.divided(model, parts, world, settings.metal.wired)
+        world = divided_world.divided(model, parts, world, keeps_wired=True)
         model.eval()
         kept = {name: start[name] for name in adapter_files.trainable(model) if start}
         for name, whole in kept.items():

@@ -9,7 +9,6 @@ are those of matrix products, as measured or published.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -17,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lib.config.command_line import Parser
 from lib.config.load import load
 from lib.errors import UserError
 from lib.model.partition import ModelShape, model_shape_of
@@ -25,18 +25,23 @@ from lib.plan.facts import PlanFacts, RankHost
 from lib.plan.memory import MemoryModel, Rows, Training, metal_limit_bytes, whole_weight_bytes
 from lib.plan.shares import solo_pairs_per_second
 from lib.plan.speeds import HostSpeeds
+from lib.system.mpi_and_blas import reported
 
 ROWS = Rows(prompt=512, seen=1024, tokens=1536, scored=1024)  # a pair of 512 + 2 x 512 tokens
-SIZES = (1, 3, 8, 14, 32, 70, 405)  # of known models, in billions; and their hidden sizes and blocks
-WIDTHS = ((2048, 16), (3072, 28), (4096, 32), (5120, 48), (5120, 64), (8192, 80), (16384, 126))
+WIDTHS = {
+    1: (2048, 16),
+    3: (3072, 28),
+    8: (4096, 32),
+    14: (5120, 48),
+    32: (5120, 64),
+    70: (8192, 80),
+    405: (16384, 126),
+}
+"""Hidden sizes and blocks of known models, by billions of parameters."""
 
 
 def shape_of(model: str) -> tuple[ModelShape, Training]:
-    """The dimensions of a model folder, or of a Llama of so many parameters, e.g. 8B, 70B-4bit or 8B-full.
-
-    Raises:
-        UserError: neither.
-    """
+    """The dimensions of a model folder, or of a Llama of so many parameters, e.g. 70B-4bit or 8B-full; or UserError."""
     config = Path(model) / "config.json"
     if config.is_file():
         return model_shape_of(json.loads(config.read_text(encoding="utf-8")), to_divide=False), Training()
@@ -44,7 +49,7 @@ def shape_of(model: str) -> tuple[ModelShape, Training]:
     if size is None:
         raise UserError(f"--model {model}: neither a folder with config.json nor a size: 8B, 70B-4bit or 8B-full")
     billions = float(size[1])
-    hidden, blocks = min(zip(SIZES, WIDTHS, strict=True), key=lambda known: abs(known[0] - billions))[1]
+    hidden, blocks = WIDTHS[min(WIDTHS, key=lambda known: abs(known - billions))]
     attention = 2 * hidden * hidden + 2 * hidden * 8 * 128
     columns = max(hidden, (billions * 1e9 - 2 * 128256 * hidden) / blocks - attention) / (3 * hidden)
     stored: dict[str, Any] = {"model_type": "llama", "hidden_size": hidden, "num_hidden_layers": blocks}
@@ -56,18 +61,14 @@ def shape_of(model: str) -> tuple[ModelShape, Training]:
 
 
 def known_hosts(names: Sequence[str], folder: Path) -> list[HostCalibration]:
-    """The calibrations of some hosts, measured or published; without names all measured ones, else the published Macs.
-
-    Raises:
-        UserError: a host has neither.
-    """
+    """Calibrations by name, measured or published; without names all measured ones, else the published Macs."""
     published = read_published()
     measured = {path.stem: read_calibration(path) for path in sorted(folder.glob("[!.]*.json"))}
-    if unknown := [name for name in names if name not in measured and name not in published]:
-        known = ", ".join(dict.fromkeys([*measured, *published]))
-        raise UserError(f"--hosts {','.join(unknown)}: no calibration of {unknown[0]}; known are {known}")
+    known = published | measured
+    if unknown := [name for name in names if name not in known]:
+        raise UserError(f"--hosts {','.join(names)}: no calibration of {unknown[0]}; known are {', '.join(known)}")
     usual = measured or {name: host for name, host in published.items() if host.curves}
-    return [measured.get(name) or published[name] for name in names] or list(usual.values())
+    return [known[name] for name in names] or list(usual.values())
 
 
 def verdict(shape: ModelShape, training: Training, host: HostCalibration) -> dict[str, Any]:
@@ -81,62 +82,45 @@ def verdict(shape: ModelShape, training: Training, host: HostCalibration) -> dic
     rank = RankHost(machine.host, None, machine.device_name, machine.device, host.gflops, limit)
     published = list(read_published().values())
     facts = PlanFacts(config, [rank], key, ROWS.seen, "ring", 1, published=published, memory=memory)
-    curves, needed = (
-        HostSpeeds.of(facts).whole_curves(plain > room),
-        min(plain, checkpointed) if plain > room else plain,
-    )
-    return {
-        "host": machine.host,
-        "chip": machine.device_name,
-        "fits": needed <= room,
-        "checkpointing": plain > room,
-        "needed_bytes": needed,
-        "room_bytes": room,  # that may be planned for
-        "pairs_per_second": solo_pairs_per_second(curves[0]) if curves else None,
-    }
+    curves = HostSpeeds.of(facts).whole_curves(plain > room)
+    needed = min(plain, checkpointed) if plain > room else plain
+    found = {"host": machine.host, "chip": machine.device_name, "fits": needed <= room, "checkpointing": plain > room}
+    found |= {"needed_bytes": needed, "room_bytes": room}  # that may be planned for
+    return found | {"pairs_per_second": solo_pairs_per_second(curves[0]) if curves else None}
 
 
-def answer(shape: ModelShape, training: Training, hosts: Sequence[HostCalibration]) -> dict[str, Any]:
-    """One row a host, and the machine to take: the fastest that holds the model, else all hosts together."""
+def show(shape: ModelShape, training: Training, hosts: Sequence[HostCalibration]) -> None:
+    """A line a host, the machine to take (the fastest that holds the model, else all hosts together), and as JSON."""
     rows, weights = [verdict(shape, training, host) for host in hosts], whole_weight_bytes(shape)
-    fitting = sorted((row for row in rows if row["fits"]), key=lambda row: -(row["pairs_per_second"] or 0.0))
-    together = "distributed" if len(rows) > 1 and weights <= sum(row["room_bytes"] for row in rows) else None
-    return {"weights_bytes": weights, "hosts": rows, "machine": fitting[0]["host"] if fitting else together}
-
-
-def show(found: dict[str, Any]) -> None:
-    """The answer in a line a host, and as JSON."""
-    print(f"weights {found['weights_bytes'] / 1e9:.3g} GB; one pair of {ROWS.tokens:,} tokens:")
-    for row in found["hosts"]:
+    print(f"weights {weights / 1e9:.3g} GB; one pair of {ROWS.tokens:,} tokens:")
+    for row in rows:
         fits = ("fits" if row["fits"] else "does not fit") + " with gradient checkpointing" * row["checkpointing"]
         sizes = f"needs {row['needed_bytes'] / 1e9:.3g} GB of {row['room_bytes'] / 1e9:.3g} GB that may be planned for"
         speed = f"; about {row['pairs_per_second']:.2g} pairs/s" if row["pairs_per_second"] and row["fits"] else ""
         print(f"  {row['host']} ({row['chip']}): {fits}, {sizes}{speed}")
-    if found["machine"] == "distributed":
+    fitting = sorted((row for row in rows if row["fits"]), key=lambda row: -(row["pairs_per_second"] or 0.0))
+    machine, *others = [row["host"] for row in fitting] or [None]
+    if machine:
+        beside = f"; {', '.join(others)} can work beside it with a copy (strategy=independent)" if others else ""
+        print(f"take: {machine}, the fastest that holds it{beside}")
+    elif len(rows) > 1 and weights <= sum(row["room_bytes"] for row in rows):
+        machine = "distributed"
         print("take: all of them, each with a part of the model (strategy=auto cuts it into stages)")
-    elif found["machine"] is None:
-        print("take: none of them holds it, nor do all together; a quantised model (e.g. 70B-4bit) takes less")
     else:
-        also = [row["host"] for row in found["hosts"] if row["fits"] and row["host"] != found["machine"]]
-        beside = f"; {', '.join(also)} can work beside it with a copy (strategy=independent)" if also else ""
-        print(f"take: {found['machine']}, the fastest that holds it{beside}")
-    print(json.dumps(found))
+        print("take: none of them holds it, nor do all together; a quantised model (e.g. 70B-4bit) takes less")
+    print(json.dumps({"weights_bytes": weights, "hosts": rows, "machine": machine}))
 
 
+@reported
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0 done, 2 wrong input."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m lib.plan", description=__doc__, formatter_class=raw)
+    parser = Parser(prog="python -m lib.plan", description=__doc__)
     parser.add_argument("--model", required=True, help="a folder with config.json, or a size: 8B, 70B-4bit, 8B-full")
     parser.add_argument("--hosts", default="", help="names in the calibration folder or published ones, with commas")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="of the hosts' calibrations")
     options = parser.parse_args(arguments)
-    try:
-        hosts = known_hosts([name for name in options.hosts.split(",") if name], options.folder)
-        show(answer(*shape_of(options.model), hosts))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    hosts = known_hosts([name for name in options.hosts.split(",") if name], options.folder)
+    show(*shape_of(options.model), hosts)
     return 0
 
 

@@ -1,8 +1,7 @@
 """What is known of each machine's speed: batch curves, the files that keep them, and the curve that a plan uses.
 
-`calibration/HOST.json` is one `HostCalibration`: the machine's identity and its curves, each for one model,
-method, dtype and sequence length. `calibration/published/` has the same form for figures that others
-published: they name no model, so they compare machines and predict no times; any measurement overrules them.
+`calibration/HOST.json` is one `HostCalibration`. `calibration/published/` has the same form for published figures: they
+name no model, so they compare machines and predict no times; any measurement overrules them.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ class BatchPoint(Stored):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def pairs_per_second(self) -> float:
-        """In the file for its readers; read again, it follows from the time."""
         return self.batch_size / self.seconds_median
 
 
@@ -70,7 +68,6 @@ class CurveKey(Stored):
         return f"{self.model}, {self.method}, {self.dtype}, {self.sequence_length} tokens{kind}{recomputed}"
 
     def at_length(self, sequence_length: int) -> CurveKey:
-        """The same, for rows of another length."""
         return self.model_copy(update={"sequence_length": sequence_length})
 
 
@@ -108,19 +105,13 @@ class BatchCurve(Stored):
         memory_limit_bytes: int | None = None,
     ) -> BatchCurve:
         """The curve of {batch size: pairs/s}."""
-        peaks = peak_memory_bytes or {}
-        points = tuple(
-            BatchPoint(batch_size=size, seconds_median=size / rate, peak_memory_bytes=peaks.get(size))
-            for size, rate in sorted(pairs_per_second.items())
-        )
-        return cls(points=points, memory_limit_bytes=memory_limit_bytes)
+        peaks, points = peak_memory_bytes or {}, []
+        for size, rate in sorted(pairs_per_second.items()):
+            points.append(BatchPoint(batch_size=size, seconds_median=size / rate, peak_memory_bytes=peaks.get(size)))
+        return cls(points=tuple(points), memory_limit_bytes=memory_limit_bytes)
 
     def seconds(self, batch_sizes: np.ndarray) -> np.ndarray:
-        """tau(b), float64, linear between measured sizes.
-
-        Below the smallest measured size its time stands (a smaller batch takes no longer); above the largest
-        its rate goes on, which is only a guess: the planner never goes there.
-        """
+        """tau(b), float64, linear between measured sizes; below them the smallest's time, above the largest's rate."""
         sizes = np.array([point.batch_size for point in self.points], dtype=np.float64)
         times = np.array([point.seconds_median for point in self.points])
         seconds: np.ndarray = np.interp(batch_sizes, sizes, times) * np.maximum(1.0, batch_sizes / sizes[-1])
@@ -134,10 +125,7 @@ class BatchCurve(Stored):
 
     @property
     def max_batch_size(self) -> int:
-        """The largest micro-batch that was measured and fits; 0 when not even the smallest fits.
-
-        Fits: its peak memory, linear between measured sizes, is at most 1 - MEMORY_HEADROOM of the limit.
-        """
+        """The largest measured micro-batch whose peak, linear between sizes, leaves MEMORY_HEADROOM; 0: none."""
         largest = self.points[-1].batch_size
         peaks = [point.peak_memory_bytes for point in self.points]
         if self.memory_limit_bytes is None or peaks[0] is None:
@@ -155,30 +143,26 @@ class BatchCurve(Stored):
         slope = max(0.0, (peaks[-1] - peaks[0]) / (sizes[-1] - sizes[0]))
         return int(np.interp(batch_size, sizes, peaks) + max(0, batch_size - sizes[-1]) * slope)
 
+    def scaled(self, time: float, memory: float, **changed: object) -> BatchCurve:
+        """The curve with other times and peaks, and other changes."""
+        points = []
+        for point in self.points:
+            peak = point.peak_memory_bytes and math.ceil(point.peak_memory_bytes * memory)
+            times = {"seconds_median": point.seconds_median * time, "seconds_spread": point.seconds_spread * time}
+            points.append(point.model_copy(update={**times, "peak_memory_bytes": peak}))
+        return self.model_copy(update={"points": tuple(points), **changed})
+
     def slowed(self, factor: float, ranks_sharing_memory: int = 1) -> BatchCurve:
         """The curve of a host that takes `factor` times as long."""
         limit = self.memory_limit_bytes and self.memory_limit_bytes // ranks_sharing_memory
         overhead = self.step_overhead_seconds * factor
-        changed = {"points": self._scaled(factor, 1.0), "memory_limit_bytes": limit, "step_overhead_seconds": overhead}
-        return self.model_copy(update=changed)
+        return self.scaled(factor, 1.0, memory_limit_bytes=limit, step_overhead_seconds=overhead)
 
     def at_length(self, sequence_length: int) -> BatchCurve:
         """This curve for rows of another length: time in proportion to tokens, memory too if that is more."""
         assert self.key is not None
         ratio = sequence_length / self.key.sequence_length
-        points = self._scaled(ratio, max(1.0, ratio))
-        return self.model_copy(update={"points": points, "key": self.key.at_length(sequence_length)})
-
-    def _scaled(self, time: float, memory: float) -> tuple[BatchPoint, ...]:
-        return tuple(
-            BatchPoint(
-                batch_size=point.batch_size,
-                seconds_median=point.seconds_median * time,
-                seconds_spread=point.seconds_spread * time,
-                peak_memory_bytes=point.peak_memory_bytes and math.ceil(point.peak_memory_bytes * memory),
-            )
-            for point in self.points
-        )
+        return self.scaled(ratio, max(1.0, ratio), key=self.key.at_length(sequence_length))
 
 
 class Transfer(Stored):
@@ -225,32 +209,26 @@ class HostCalibration(Stored):
 
 
 def read_calibration(path: Path) -> HostCalibration:
-    """Reads and checks one file; raises UserError with the file, the key, the versions that wrote it and the remedy."""
+    """Reads and checks one file; raises UserError with the file, the key and the versions that wrote it."""
     remedy, stored = f"delete {path.name} and run make calibrate", None
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         return HostCalibration.model_validate(stored)
     except FileNotFoundError:
         raise UserError(f"calibration {path} does not exist; make calibrate writes it") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}:{error.lineno}: not valid JSON ({error.msg}); {remedy}") from None
     except ValidationError as error:
         first = error.errors()[0]
         shown = f", not {repr(first['input'])[:60]}" if isinstance(first["input"], int | float | str) else ""
-        versions = stored.get("versions") if isinstance(stored, dict) else None
+        versions = (stored.get("versions") if isinstance(stored, dict) else None) or {}
         written = f" (written with {', '.join(f'{k} {v}' for k, v in versions.items())})" if versions else ""
-        raise UserError(
-            f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}{shown}{written}; {remedy}"
-        ) from None
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}{shown}{written}"
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); {remedy}") from None
+        why = f"cannot be read ({error})"
+    raise UserError(f"{path}: {why}; {remedy}")
 
 
 def calibration_path(folder: Path, hosts: Sequence[str], rank: int) -> Path:
-    """The file of this rank of a world, whether it exists or not: its host's HOST.json.
-
-    Of several ranks on one host, the n-th may have HOST-n.json, made with all of them at work.
-    """
+    """The file of a rank, there or not: HOST.json; of several ranks on one host HOST-n.json, where that is there."""
     host = hosts[rank]
     numbered = folder / f"{host}-{hosts[:rank].count(host)}.json"
     return numbered if hosts.count(host) > 1 and numbered.exists() else folder / f"{host}.json"
@@ -263,7 +241,6 @@ def read_of_rank(folder: Path, hosts: Sequence[str], rank: int) -> HostCalibrati
 
 
 def write_calibration(path: Path, calibration: HostCalibration) -> None:
-    """Writes one file so that a reader sees the old or the new content, never half of it."""
     files.write_atomically(path, calibration.model_dump_json(indent=2, exclude_defaults=True) + "\n")
 
 
@@ -298,15 +275,9 @@ def curve_key(
 
     The model goes by its folder's name and a digest of what its speed depends on: its architecture and which
     layers are trained. So two hosts may keep it in different places, and two models may both be "model".
-
-    Raises:
-        UserError: the folder's config.json cannot be read.
     """
-    try:
-        text = (folder / "config.json").read_text(encoding="utf-8")
-        stored = json.loads(text)
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.path {model.path}: config.json cannot be read: {error}") from None
+    text = (folder / "config.json").read_text(encoding="utf-8")
+    stored = json.loads(text)  # model_folder.resolve has read it
     trained = model.model_dump(include={"rank", "keys", "blocks"} if model.method != "full" else {"blocks"})
     digest = hashlib.sha256(f"{text} {sorted(trained.items())}".encode()).hexdigest()[:8]
     as_stored = "float32" if model.random_init else stored.get("torch_dtype") or stored.get("dtype")
@@ -340,29 +311,20 @@ def is_fresh(
 
 
 class HardwareCalibrator:
-    """Measures this machine: HardwareCalibrator().calibrate()["gflops"]."""
+    """Measures this machine: HardwareCalibrator().calibrate()["gflops"]; config: whose model and data."""
 
     def __init__(self, config: Path | str | None = None, overrides: Sequence[str] = (), quick: bool = True) -> None:
-        """config: whose model and data; by default the quickstart's."""
         self.folder = ROOT if config is None else Path.cwd()  # where the configuration's paths start
-        self.arguments = [*(["--config", str(config)] if config else []), *(["--quick"] if quick else []), *overrides]
+        self.arguments = [*(["--config", str(config)] if config else []), *["--quick"] * quick, *overrides]
 
     def calibrate(self) -> dict[str, object]:
-        """Runs benchmarks/calibrate.py, which measures what is stale and keeps it in calibration/HOST.json.
-
-        Returns:
-            Its last line: device_name, device ("metal", "cuda" or "cpu"), optimal_batch_size (pairs a
-            micro-batch), gflops, pairs_per_second, gpu_cores, memory_bytes, file, and more.
-
-        Raises:
-            UserError: the configuration or model cannot be used, or too few measurements succeeded.
-        """
+        """What benchmarks/calibrate.py prints as its last line (docs/runs.md); UserError where it fails."""
         command = [sys.executable, str(ROOT / "benchmarks" / "calibrate.py"), *self.arguments]
         done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False)
+        said = done.stderr.strip().splitlines() or [f"benchmarks/calibrate.py ended with status {done.returncode}"]
         if done.returncode:
-            lines = done.stderr.strip().splitlines() or [f"benchmarks/calibrate.py ended with status {done.returncode}"]
-            raise UserError(lines[-1].removeprefix("error: "))
-        said = [line for line in done.stderr.splitlines() if line.startswith("warning:")]
-        print(*said, sep="\n", end="\n" * bool(said), file=sys.stderr)  # a rate that is None is named there
+            raise UserError(said[-1].removeprefix("error: "))
+        warnings = [line for line in said if line.startswith("warning:")]  # a rate that is None is named there
+        print(*warnings, sep="\n", end="\n" * bool(warnings), file=sys.stderr)
         hardware: dict[str, object] = json.loads(done.stdout.strip().splitlines()[-1])
         return hardware

@@ -3,9 +3,6 @@
 One forward, one backward (PipeDream-Flush, arXiv:2006.09503): a stage runs forward until as many micro-batches are in
 flight as it keeps, then one backward and one forward in turn, and at last the backwards that are left. A step's time
 comes from replaying these orders: each operation starts as soon as its stage is free and its input has arrived.
-
-Ranks keep their order, each takes consecutive blocks, which count as equal. A bound of the schedule says which cuts are
-worth replaying.
 """
 
 from __future__ import annotations
@@ -35,10 +32,7 @@ class Hop(NamedTuple):
 
 
 def operations(in_flight: int, micro_batches: int) -> list[Operation]:
-    """What a stage does in a step, in order.
-
-    in_flight: micro-batches that have gone forward and not yet backward, at most; the last stage has 1.
-    """
+    """What a stage does in a step, in order, with at most so many micro-batches gone forward and not yet backward."""
     ahead = min(in_flight - 1, micro_batches)
     order = [Operation(True, index) for index in range(ahead)]
     for index in range(micro_batches):
@@ -49,10 +43,7 @@ def operations(in_flight: int, micro_batches: int) -> list[Operation]:
 
 
 def depths(stages: int, more: int = 0) -> tuple[int, ...]:
-    """Micro-batches in flight of each stage: as many as stages are left, itself included; the last one has 1.
-
-    more: of all stages but the last, so that they need not wait for a slow link.
-    """
+    """Micro-batches in flight of each stage: as many as stages are left, and `more` on all but the last."""
     return tuple(stages - stage + more * (stage < stages - 1) for stage in range(stages))
 
 
@@ -63,12 +54,9 @@ def step_seconds(
     in_flight: Sequence[int],
     micro_batches: int,
 ) -> float:
-    """From the first forward to the last backward.
+    """From the first forward to the last backward. Messages of a direction follow each other; a stage works meanwhile.
 
-    Args:
-        forward, backward: seconds of one micro-batch, one number a stage.
-        hops: one for each cut. Messages of one direction follow each other; a stage works while it sends.
-        in_flight: one number a stage, never more than the stage before has.
+    forward, backward (of one micro-batch), in_flight (never more than the stage before): one a stage. hops: one a cut.
     """
     stages = len(forward)
     orders = [operations(depth, micro_batches) for depth in in_flight]
@@ -84,8 +72,8 @@ def step_seconds(
                 arrivals = activations[stage] if is_forward else gradients[stage]
                 if micro_batch >= len(arrivals):
                     break
-                seconds = forward[stage] if is_forward else backward[stage]
-                now = free[stage] = max(free[stage], arrivals[micro_batch]) + seconds
+                now = max(free[stage], arrivals[micro_batch]) + (forward if is_forward else backward)[stage]
+                free[stage] = now
                 if is_forward and stage == stages - 1:
                     gradients[stage].append(now)
                 elif is_forward:
@@ -140,11 +128,6 @@ class Cut:
     fits: bool  # every host's memory
     step_seconds: float
 
-    def idle_fraction(self, rank: int) -> float:
-        """Part of a step in which a stage has nothing to do: the bubble, and its waiting for slower ones."""
-        busy = self.costs.micro_batches * (self.forward_seconds[rank] + self.backward_seconds[rank])
-        return 1 - busy / self.step_seconds if self.step_seconds else 0.0
-
 
 def best_cut(costs: CutCosts) -> Cut | None:
     """The cut with the shortest step among those that moving blocks leads to; None where no cut fits the hosts."""
@@ -182,8 +165,7 @@ def _stages(costs: CutCosts, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray
 def _bounds(costs: CutCosts, blocks: np.ndarray) -> np.ndarray:
     """What a step of some cuts takes at most, nearly; inf where one does not fit. float64 [cuts].
 
-    The way of one micro-batch down and back, and (m - 1) times the slowest part: a stage, a link in one direction, or
-    the way from a stage down and back over what it keeps in flight.
+    One micro-batch down and back, and m - 1 times the slowest: stage, link, or way down and back over those in flight.
     """
     forward, backward, _, fits = _stages(costs, blocks)
     ways = np.array([2 * (hop.seconds + hop.latency_seconds) for hop in costs.hops] + [0.0])
@@ -204,9 +186,8 @@ def _improved(best: Cut) -> Cut:
         cuts = cuts[(cuts > 0).all(axis=1)]
         bounds = _bounds(best.costs, cuts)
         near = [index for index in np.argsort(bounds, kind="stable")[:REPLAYED] if np.isfinite(bounds[index])]
-        better = min(
-            (best, *(cut_at(best.costs, cuts[index].tolist()) for index in near)), key=lambda cut: cut.step_seconds
-        )
+        near_cuts = [cut_at(best.costs, cuts[index].tolist()) for index in near]
+        better = min((best, *near_cuts), key=lambda cut: cut.step_seconds)
         if better.step_seconds >= best.step_seconds * (1 - 1e-12):
             return best
         best = better

@@ -53,7 +53,6 @@ class PlanFacts:
 
     @property
     def names(self) -> list[str]:
-        """Each rank's host."""
         return [host.name for host in self.hosts]
 
     @property
@@ -97,8 +96,7 @@ class PlanFacts:
     def link_between(self, rank: int) -> Link | None:
         """A rank's link to the next one, one way; None where none was measured.
 
-        A sum over n ranks passes 2 (n - 1) / n of its bytes over every link of a ring: where no ping-pong was measured,
-        the slower host's sums say what a message takes.
+        Where no ping-pong was measured, a sum says it: it passes 2 (n - 1) / n of its bytes over each of n links.
         """
         links, pair = self._links(slice(rank, rank + 2)), {self.hosts[rank].name, self.hosts[rank + 1].name}
         candidates = [link for link in links if link.operation == "ping_pong" and set(link.peers) == pair]
@@ -145,9 +143,19 @@ class PlanFacts:
 
     def measured_curves(self, key: CurveKey) -> list[BatchCurve | None]:
         """Each host's curve of this very model, with the times of typical rows and the memory of the longest."""
-        return [
-            _curve_of(host.calibration.curves if host.calibration else (), key, self.longest) for host in self.hosts
-        ]
+        found: list[BatchCurve | None] = []
+        for host in self.hosts:
+            curves = host.calibration.curves if host.calibration else ()
+            typical, longest = nearest_curve(curves, key), nearest_curve(curves, key.at_length(self.longest))
+            if typical is None or longest is None:
+                found.append(None)
+                continue
+            typical, longest = typical.at_length(key.sequence_length), longest.at_length(self.longest)
+            peaks = [{"peak_memory_bytes": longest.peak_bytes(point.batch_size)} for point in typical.points]
+            points = tuple(p.model_copy(update=peak) for p, peak in zip(typical.points, peaks, strict=True))
+            changed = {"points": points, "memory_limit_bytes": longest.memory_limit_bytes}
+            found.append(typical.model_copy(update=changed))
+        return found
 
     # ---- Memory
 
@@ -186,15 +194,6 @@ class PlanFacts:
             if (self.needed_bytes(rank, pairs, key) or 0) <= room:
                 return pairs
         raise TooLarge(host.name, 1, self.needed_bytes(rank, 1, key) or 0, host.memory_bytes)
-
-
-def _curve_of(curves: Sequence[BatchCurve], key: CurveKey, longest: int) -> BatchCurve | None:
-    typical, of_longest = nearest_curve(curves, key), nearest_curve(curves, key.at_length(longest))
-    if typical is None or of_longest is None:
-        return None
-    typical, of_longest = typical.at_length(key.sequence_length), of_longest.at_length(longest)
-    points = [p.model_copy(update={"peak_memory_bytes": of_longest.peak_bytes(p.batch_size)}) for p in typical.points]
-    return typical.model_copy(update={"points": tuple(points), "memory_limit_bytes": of_longest.memory_limit_bytes})
 
 
 def prepared(facts: PlanFacts) -> tuple[PlanFacts, tuple[str, ...]]:

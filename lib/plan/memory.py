@@ -4,9 +4,8 @@
 
 What a block keeps for the backward pass, in numbers a token (D hidden size; Q, K, F widths of queries, keys and the
 MLP; r rank of the adapters): 2 D inputs of norms, 2 D + Q + F inputs of linear layers, Q + 2 K of attention, 2 F of
-SwiGLU, 7 r of LoRA. Without a fused kernel attention keeps heads x positions of probabilities besides. With gradient
-checkpointing a block keeps D, and one block at a time has all of the above. Against 54 measured peaks of an H200 the
-formula lies between 0.8 and 1.35 (tests/test_memory.py); a peak measured with the run's model corrects it (`Memory`).
+SwiGLU, 7 r of LoRA; heads x positions of probabilities without a fused kernel; D alone with gradient checkpointing.
+Against 54 measured peaks of an H200 the formula lies between 0.8 and 1.35 (tests/test_memory.py).
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ LOGITS_BYTES = 2**29  # most bytes of float32 logits at a time, as lib/model/log
 LONG = 2048  # positions; longer rows attend in blocks, which keep no probabilities
 SLICE_BYTES = 2**20  # of an array whose optimizer states take 8 bits, as float32
 UPDATED_BYTES = 2**23  # of trained numbers whose updates are under way at a time
-# Tokens of a micro-batch beyond which a device gains nothing: one H200 multiplied the matrices of an 8B model at its
-# full rate from 12,288 on. A GPU with a tenth of that rate is busy with far fewer. Two cores took 54 s for 16 pairs of
-# a 135M model in micro-batches of 600 tokens, 58 s of 1,200 and 103 s of 2,400, whose activations leave the caches.
+# Tokens of a micro-batch beyond which a device gains nothing, as measured: an H200's matrix products from 12,288 on; on
+# two cores 2,400 took twice as long a pair as 600, since their activations leave the caches.
 MOST_TOKENS: dict[Device, int] = {"cpu": 1024, "metal": 4096, "cuda": 16384}
 
 
@@ -90,7 +88,6 @@ class BlockBytes(NamedTuple):
 def activation_bytes_of_block(
     shape: ModelShape, training: Training, batch: BatchShape, device: Device, is_sparse: bool
 ) -> BlockBytes:
-    """Activations of one block, dense or with experts."""
     item = 4 if training.method == "full" else shape.other_bytes
     hidden, queries, keys = shape.hidden_size, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     times = max(1, shape.experts_per_token) if is_sparse else 1
@@ -128,17 +125,13 @@ def activation_bytes_of_block(
 def step_bytes(
     shape: ModelShape, training: Training, batch: BatchShape, device: Device, weight_bytes: int
 ) -> StepBytes:
-    """What a step of micro-batches of this shape needs at its largest moment.
+    """What a step of micro-batches of this shape needs at its largest moment, for a model or a rank's part of it.
 
-    Args:
-        shape: of the model, or of a rank's part of it.
-        batch: the largest micro-batch, as lib/data/batch.py pads it.
-        weight_bytes: of all that is loaded, before anything is trained.
+    weight_bytes: of all that is loaded, before anything is trained.
     """
     gradients, largest = (4 * count for count in trained_parameters(shape, training))
-    adapters = gradients
-    if training.method == "full":  # float32, whatever was loaded
-        adapters = max(0.0, (1 - shape.weight_bytes / 4) * gradients)
+    # Full training computes in float32, whatever was loaded.
+    adapters = max(0.0, (1 - shape.weight_bytes / 4) * gradients) if training.method == "full" else gradients
     optimizer = training.optimizer
     update = optimizer.update * largest + optimizer.slice_update * min(largest, SLICE_BYTES)
     update += min(gradients, UPDATED_BYTES)
@@ -238,7 +231,6 @@ class Rows:
         return cls(prompt, longest, tokens, scores, seen.shape[1], length_multiple)
 
     def batch(self, pairs: int, shared_prompts: bool) -> BatchShape:
-        """A micro-batch of such rows, as lib/data/batch.py pads it."""
         prompt, widest = min(self.prompt, self.seen), min(self.scored, self.seen)
         need = (pairs, prompt, prompt, self.seen, pairs * self.tokens, pairs * self.scored, widest)
         return batch_shape_of(np.array([need], NEED), self.completions, self.length_multiple, shared_prompts)

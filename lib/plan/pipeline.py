@@ -28,10 +28,7 @@ ASSUMED_LINK = Link(backend="ring", latency_seconds=5e-4, bandwidth_bytes_per_se
 
 
 def cut_costs(facts: PlanFacts, speeds: HostSpeeds, pairs: int, more_in_flight: int = 0) -> CutCosts:
-    """What stages cost for the global batch in micro-batches of so many pairs at most. Blocks count as their mean.
-
-    more_in_flight: micro-batches of every stage but the last, beyond the usual 1F1B's.
-    """
+    """What stages cost for the global batch in micro-batches of so many pairs at most. Blocks count as their mean."""
     hosts, model, ranks, memory = facts.hosts, facts.settings.model, len(facts.hosts), speeds.memory
     micro_batches, in_flight = -(-facts.batch_size // pairs), depths(ranks, more_in_flight)
     mean = facts.batch_size / micro_batches
@@ -45,7 +42,17 @@ def cut_costs(facts: PlanFacts, speeds: HostSpeeds, pairs: int, more_in_flight: 
     message = batch.tokens * memory.shape.hidden_size * facts.item_bytes
     fixed = ends + work
     forbidden = [np.full(ranks, must), np.full(ranks, not (must or model.may_turn_on_checkpointing)), is_last | must]
-    sent = facts.tokens(pairs)[0] * mean / pairs * _token_bytes(facts)
+    item = facts.item_bytes
+    sent_item = min({"bf16": 2, "int8": 1 + 4 / 256}.get(facts.settings.sync.compression, item), item)
+    sent = facts.tokens(pairs)[0] * mean / pairs * (memory.shape.hidden_size * sent_item)
+    hops = []
+    for rank in range(ranks - 1):
+        link = facts.link_between(rank)
+        if link is None and facts.names[rank] == facts.names[rank + 1]:
+            hops.append(Hop())
+            continue
+        link = link or ASSUMED_LINK
+        hops.append(Hop(max(0.0, link.seconds(sent) - link.latency_seconds), link.latency_seconds))
     return CutCosts(  # in the order of Keeps
         blocks=memory.shape.blocks,
         block_seconds=of_block,
@@ -54,39 +61,18 @@ def cut_costs(facts: PlanFacts, speeds: HostSpeeds, pairs: int, more_in_flight: 
         block_bytes=held + np.array([flying * kept, flying * inputs, kept]),
         fixed_bytes=np.where(forbidden, np.inf, [fixed, fixed + kept, fixed + flying * message]),
         room=np.array([(1 - MEMORY_HEADROOM) * (host.memory_bytes or UNKNOWN_BYTES) for host in hosts]),
-        hops=tuple(_hop(facts, rank, sent) for rank in range(ranks - 1)),
+        hops=tuple(hops),
         in_flight=in_flight,
         micro_batches=micro_batches,
         pairs=pairs,
     )
 
 
-def _token_bytes(facts: PlanFacts) -> float:
-    """Of a token between two stages."""
-    assert facts.memory is not None
-    item = facts.item_bytes
-    return facts.memory.shape.hidden_size * min(
-        {"bf16": 2, "int8": 1 + 4 / 256}.get(facts.settings.sync.compression, item), item
-    )
-
-
-def _hop(facts: PlanFacts, rank: int, size_bytes: float) -> Hop:
-    link = facts.link_between(rank)
-    if link is None and facts.names[rank] == facts.names[rank + 1]:
-        return Hop()
-    link = link or ASSUMED_LINK
-    return Hop(max(0.0, link.seconds(size_bytes) - link.latency_seconds), link.latency_seconds)
-
-
 # ---- The plan
 
 
 def plan_pipelined(facts: PlanFacts) -> ClusterPlan:
-    """Cuts a model between blocks for the shortest step, with its prediction; plan.shares sets the cut.
-
-    Raises:
-        UserError: settings that do not fit the world or the model, or too little memory for any cut.
-    """
+    """Cuts a model between blocks for the shortest step, or as plan.shares says, with its prediction; or UserError."""
     speeds, names = HostSpeeds.of(facts), facts.names
     blocks = configured_blocks(facts.settings.plan.shares, len(names), speeds.memory.shape.blocks)
     cut, known = _choose(facts, speeds, blocks), speeds.are_known
@@ -149,7 +135,17 @@ def _choose(facts: PlanFacts, speeds: HostSpeeds, blocks: tuple[int, ...] | None
     sizes = list(configured[:1]) if configured else [size for size in SIZES if size <= most]
     choices = [choice for choice in map(candidate, sizes) if choice]
     if not choices:
-        raise UserError(_why_not(facts, speeds, min(sizes)))
+        fitting = cut_costs(facts, speeds, min(sizes)).most.max(axis=0).astype(int).tolist()
+        total, fits = speeds.memory.shape.blocks, sum(fitting)
+        per_block = speeds.memory.held_bytes(1)[0] / (1 - MEMORY_HEADROOM) / 1e9
+        hosts = zip(facts.hosts, fitting, strict=True)
+        held = ", ".join(f"{host.name} {count} in {(host.memory_bytes or 0) / 1e9:.2f} GB" for host, count in hosts)
+        raise UserError(
+            f"strategy=pipelined: of {total} blocks the hosts hold {fits} ({held}, each less {MEMORY_HEADROOM:.0%} "
+            f"headroom) in micro-batches of {min(sizes)}; lower plan.micro_batch_sizes, add "
+            f"{max(total - fits, fitting.count(0)) * per_block:.2f} GB of memory with another host, or take a "
+            "quantised model with model.method=lora"
+        )
     best = min(choices, key=lambda choice: (not choice.fits, choice.step_seconds, choice.costs.pairs))
     for more in DEEPER if any(map(sum, best.costs.hops)) else ():
         deeper = candidate(best.costs.pairs, more)
@@ -158,19 +154,6 @@ def _choose(facts: PlanFacts, speeds: HostSpeeds, blocks: tuple[int, ...] | None
         if deeper and deeper.fits and deeper.step_seconds <= enough * best.step_seconds:
             best = deeper
     return best
-
-
-def _why_not(facts: PlanFacts, speeds: HostSpeeds, size: int) -> str:
-    """Which host holds how much, what is missing, and the remedy."""
-    blocks, most = speeds.memory.shape.blocks, cut_costs(facts, speeds, size).most.max(axis=0).astype(int).tolist()
-    missing = max(blocks - sum(most), most.count(0)) * speeds.memory.held_bytes(1)[0] / (1 - MEMORY_HEADROOM) / 1e9
-    hosts = zip(facts.hosts, most, strict=True)
-    held = ", ".join(f"{host.name} {count} in {(host.memory_bytes or 0) / 1e9:.2f} GB" for host, count in hosts)
-    return (
-        f"strategy=pipelined: of {blocks} blocks the hosts hold {sum(most)} ({held}, each less {MEMORY_HEADROOM:.0%} "
-        f"headroom) in micro-batches of {size}; lower plan.micro_batch_sizes, add {missing:.2f} GB of memory with "
-        "another host, or take a quantised model with model.method=lora"
-    )
 
 
 def _stages(facts: PlanFacts, cut: Cut, known: bool) -> list[StagePlan]:
@@ -184,7 +167,7 @@ def _stages(facts: PlanFacts, cut: Cut, known: bool) -> list[StagePlan]:
         stage = StagePlan(first, blocks, cut.costs.in_flight[rank], *kept, round(held), round(needed - held))
         if known:
             forward, backward = cut.forward_seconds[rank], cut.backward_seconds[rank]
-            idle = cut.idle_fraction(rank)
+            idle = 1 - cut.costs.micro_batches * (forward + backward) / cut.step_seconds if cut.step_seconds else 0.0
             stage = replace(stage, forward_seconds=forward, backward_seconds=backward, idle_fraction=idle)
         stages.append(stage)
     return stages

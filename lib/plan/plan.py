@@ -34,7 +34,6 @@ class PartOfModel:
 
     @property
     def held_bytes(self) -> int:
-        """All but activations."""
         return self.divided_bytes + self.whole_bytes + self.training_bytes
 
 
@@ -81,7 +80,7 @@ class RankPlan:
 
     def row(self, batch_size: int) -> dict[str, str]:
         """For the plan's table; "-" where something is not known."""
-        sizes = {size: self.micro_batch_sizes.count(size) for size in dict.fromkeys(self.micro_batch_sizes)}
+        counts = {size: self.micro_batch_sizes.count(size) for size in self.micro_batch_sizes}
         seconds, part = self.predicted_compute_seconds, self.part
         share = f"{self.share} ({100 * self.share / batch_size:.0f} %)"
         if isinstance(part, PartOfModel):
@@ -91,16 +90,13 @@ class RankPlan:
             if part.forward_seconds is not None and part.backward_seconds is not None:
                 seconds = len(self.micro_batch_sizes) * (part.forward_seconds + part.backward_seconds)
                 share += f", idle {part.idle_fraction:.0%}"
-        return {
-            "rank": str(self.rank),
-            "host": self.host,
-            "share": share,
-            "micro-batches": ", ".join(f"{n} x {s}" if n > 1 else str(s) for s, n in sizes.items()) or "none",
-            "alone pairs/s": "-" if self.solo_pairs_per_second is None else f"{self.solo_pairs_per_second:.4g}",
-            "compute s": "-" if seconds is None else f"{seconds:.4g}",
-            "planned GB": "-" if self.planned_bytes is None else f"{self.planned_bytes / 1e9:.3g}",
-            "of GB": "-" if self.memory_bytes is None else f"{self.memory_bytes / 1e9:.3g}",
-        }
+        names = {"rank": str(self.rank), "host": self.host, "share": share}
+        names["micro-batches"] = ", ".join(f"{n} x {s}" if n > 1 else str(s) for s, n in counts.items()) or "none"
+        planned, memory = (size and size / 1e9 for size in (self.planned_bytes, self.memory_bytes))
+        numbers = {"alone pairs/s": self.solo_pairs_per_second, "compute s": seconds}
+        numbers |= {"planned GB": planned, "of GB": memory}
+        digits = {"planned GB": 3, "of GB": 3}
+        return names | {k: "-" if v is None else f"{v:.{digits.get(k, 4)}g}" for k, v in numbers.items()}
 
 
 @dataclass(frozen=True)
@@ -151,7 +147,6 @@ class ClusterPlan:
 
     @property
     def curves(self) -> tuple[BatchCurve | None, ...]:
-        """One a rank."""
         return tuple(rank.curve for rank in self.ranks)
 
     @property
@@ -171,17 +166,15 @@ class ClusterPlan:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Consecutive blocks of each rank, where the model is pipelined."""
         return tuple(stage.blocks for stage in self.stages)
 
     @property
     def steps_per_round(self) -> int | None:
-        """Global batches from one merge of independent ranks to the next, to begin with."""
         return self.rounds.steps_per_round if self.rounds else None
 
     @property
     def divides_model(self) -> bool:
-        """Whether every rank has a part of one model, so that all take part in every micro-batch."""
+        """Whether every rank has a part of one model."""
         return any(rank.part for rank in self.ranks)
 
     @property
@@ -200,7 +193,6 @@ class ClusterPlan:
 
     @property
     def micro_batch_sizes(self) -> list[tuple[int, ...]]:
-        """The micro-batches of a step, by worker."""
         return [plan.micro_batch_sizes for plan in self.workers]
 
     @property
@@ -216,7 +208,6 @@ class ClusterPlan:
 
     @property
     def predicted_pairs_per_second(self) -> float | None:
-        """The cluster's speed."""
         seconds = self.predicted_step_seconds
         return self.global_batch_size / seconds if seconds else None
 
@@ -251,18 +242,14 @@ class ClusterPlan:
             of_rank["predicted_compute_seconds"] = rank.predicted_compute_seconds
         del stored["basis"]
         derived = ["calibrated", "steps_per_round", "shares", "blocks", "predicted_step_seconds", "efficiency"]
-        derived += ["predicted_pairs_per_second", "solo_sum_pairs_per_second"]
-        return {
-            **stored,
-            **{name: getattr(self, name) for name in derived},
-            "parts": [asdict(part) for part in self.parts],
-            "stages": [asdict(stage) for stage in self.stages],
-            "merges": self.rounds and self.rounds.merges,
-            "merging": self.rounds.reason if self.rounds else "",
-            "key": self.basis.key and self.basis.key.model_dump(mode="json"),
-            "matmul_gflops": dict(self.basis.matmul_gflops),
-            "curves": [curve and curve.model_dump(mode="json", include=DRAWN) for curve in self.curves],
-        }
+        for name in (*derived, "predicted_pairs_per_second", "solo_sum_pairs_per_second"):
+            stored[name] = getattr(self, name)
+        stored["parts"], stored["stages"] = ([asdict(part) for part in some] for some in (self.parts, self.stages))
+        stored["merges"], stored["merging"] = (self.rounds.merges, self.rounds.reason) if self.rounds else (None, "")
+        stored["key"] = self.basis.key and self.basis.key.model_dump(mode="json")
+        stored["matmul_gflops"] = dict(self.basis.matmul_gflops)
+        stored["curves"] = [curve and curve.model_dump(mode="json", include=DRAWN) for curve in self.curves]
+        return stored
 
     # ---- Other micro-batches for the same hosts
 
@@ -303,21 +290,15 @@ def plan_cluster(
 ) -> ClusterPlan:
     """Divides a global batch among ranks: as configured, else as measured, else by `speeds`, else equally.
 
-    Args:
-        hosts: one name a rank, in the order of ranks.
-        curves: one a rank, comparable with each other; None where nothing is known.
-        sync_seconds: of one step's collective.
-        speeds: one a rank, of the hosts beside each other, in any unit; for where a curve is missing.
-
-    Raises:
-        UserError: the settings do not fit the world.
-        TooLarge: a host's memory does not hold one pair.
+    hosts, curves (comparable ones), speeds (in any unit; for where a curve is missing): one a rank. Raises UserError:
+    the settings do not fit the world; TooLarge: a host's memory does not hold one pair.
     """
-    curves = list(curves) if curves is not None else [None] * len(hosts)
+    curves = curves or [None] * len(hosts)
     measured = [curve for curve in curves if curve is not None]
     for host, curve in zip(hosts, curves, strict=True):
-        if curve is not None:
-            work.check_memory(host, curve)
+        first = curve.points[0] if curve and curve.max_batch_size == 0 else None
+        if curve and first and first.peak_memory_bytes and curve.memory_limit_bytes:
+            raise work.TooLarge(host, first.batch_size, first.peak_memory_bytes, curve.memory_limit_bytes)
     for name, numbers in (("shares", shares), ("micro_batch_sizes", micro_batch_sizes)):
         if numbers is not None:
             work.check_count(f"plan.{name}", numbers, len(hosts))
@@ -330,7 +311,10 @@ def plan_cluster(
         shares = work.distribute_work(global_batch_size, speeds)
         reason = "shares in proportion to the hosts' matrix-product rates, which the first steps correct"
     elif shares is None:
-        shares, reason = work.equal_shares(global_batch_size, len(hosts)), "equal shares, as nothing is measured"
+        shares, reason = (
+            work.distribute_work(global_batch_size, [1] * len(hosts)),
+            "equal shares, as nothing is measured",
+        )
     fastest: dict[object, tuple[int, ...]] = {}  # of equal ranks
     ranks = []
     for rank, (host, curve, share) in enumerate(zip(hosts, curves, map(int, shares), strict=True)):

@@ -31,7 +31,7 @@ def slow_shares(settings: PlanSettings, plan: ClusterPlan) -> str:
     now, then = plan.predicted_step_seconds or 0.0, best.predicted_step_seconds or 0.0
     if now <= then * (1 + NOTEWORTHY):
         return ""
-    equal = "equal shares of unequal hosts, " if max(plan.shares) - min(plan.shares) <= 1 else ""
+    equal = "equal shares of unequal hosts, " * (max(plan.shares) - min(plan.shares) <= 1)
     times = f"{now:.3g} s a step by the hosts' curves, where {best.shares} would take {then:.3g} s"
     return f"plan.shares {plan.shares}: {equal}{times}; leave plan.shares out"
 
@@ -52,17 +52,18 @@ def needless_division(strategy: str, plan: ClusterPlan) -> str:
 
 def not_calibrated(settings: PlanSettings, plan: ClusterPlan) -> str:
     """Several hosts, of which one has no curve; raises UserError where plan.require_calibration refuses that."""
-    unknown = [rank.host for rank in plan.ranks if rank.curve is None]
+    unknown = ", ".join(dict.fromkeys(rank.host for rank in plan.ranks if rank.curve is None))
     if plan.divides_model or not unknown:
         return ""
     if settings.require_calibration:
-        hosts = ", ".join(dict.fromkeys(unknown))
-        raise UserError(f"plan.require_calibration: no calibration of {hosts} for this model; run make calibrate there")
+        raise UserError(
+            f"plan.require_calibration: no calibration of {unknown} for this model; run make calibrate there"
+        )
     if len({rank.host for rank in plan.ranks}) == 1:
         return ""
     is_open = settings.replan and settings.shares is None
     until = "the first steps correct the shares" if is_open else "whether the shares suit the hosts is not known"
-    return f"no calibration of {', '.join(dict.fromkeys(unknown))}: {until}; make calibrate HOSTS=hostfile"
+    return f"no calibration of {unknown}: {until}; make calibrate HOSTS=hostfile"
 
 
 def learning_rate(train: TrainSettings) -> list[str]:
@@ -88,7 +89,7 @@ def strayed(kl: float | None) -> str | None:
 
 
 def uneven_labels(rows: int, desirable: int, train: TrainSettings) -> str | None:
-    """Says so where rows of one label weigh more than twice those of the other."""
+    """Rows of one label that weigh more than twice those of the other."""
     undesirable = rows - desirable
     if not desirable or not undesirable:
         return f"all {rows:,} rows are {'' if desirable else 'un'}desirable: there is nothing to tell apart"
@@ -101,8 +102,6 @@ def uneven_labels(rows: int, desirable: int, train: TrainSettings) -> str | None
 
 
 def long_warm_up(steps: int, train: TrainSettings) -> str | None:
-    """Says so where a run ends before its learning rate has risen."""
-    if train.warmup_steps < steps:
-        return None
-    never = f"the learning rate never reaches {train.learning_rate:g}"
-    return f"train.warmup_steps={train.warmup_steps} and {steps} steps in all: {never}"
+    """A run that ends before its learning rate has risen."""
+    never = f"train.warmup_steps={train.warmup_steps} and {steps} steps in all: the learning rate never reaches "
+    return f"{never}{train.learning_rate:g}" if train.warmup_steps >= steps else None

@@ -10,13 +10,13 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from lib.config.settings import PlanSettings
 from lib.plan.calibration import BatchCurve
-from lib.plan.plan import ClusterPlan, RankPlan, plan_cluster
+from lib.plan.plan import ClusterPlan, plan_cluster
 from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, DRIFT
 
 REMEMBERED_STEPS = 192  # of a plan: speeds are their medians
@@ -30,25 +30,15 @@ USUAL_NOISE = 0.05  # of a step's time, where too few steps were seen to know be
 WEIGHT_OF_USUAL = 4  # steps
 
 
-class PlannedSteps(NamedTuple):
-    """A plan, and the first step that it holds for, counted from 1."""
-
-    first_step: int
-    plan: ClusterPlan
-
-
 class Schedule:
     """The plan of every step.
 
-    Args:
-        first: the plan that the run starts with.
-        settings: a user's shares stand, whatever is measured.
-        lead: a plan that is decided after step s begins at step s + lead, whose batches are not begun.
-        steps: of the whole run.
+    settings: a user's shares stand, whatever is measured. lead: a plan that is decided after step s begins at s + lead,
+    whose batches are not begun. steps: of the whole run.
     """
 
     def __init__(self, first: ClusterPlan, settings: PlanSettings, lead: int, steps: int):
-        self.plans = [PlannedSteps(1, first)]
+        self.plans = [(1, first)]  # each with the first step that it holds for, counted from 1
         self.settings, self.lead, self.steps = settings, lead, steps
         self.is_open = settings.replan and settings.shares is None and len(first.workers) > 1
         # Equal ranks of one machine without a curve stay equal, and their bits the same, unless they drift far.
@@ -63,12 +53,9 @@ class Schedule:
     def observe(self, step: int, tokens: Sequence[float], compute_seconds: Sequence[float]) -> ClusterPlan | None:
         """A new plan, if the step's tokens (or what costs as much) and seconds by rank ask for one; else None.
 
-        A host's speed is its tokens a second, so that longer rows are no slowdown. The slowest rank ends the step.
-
         The first steps correct the shares, whatever the calibration said: after 3, 6, 12, ... steps of a plan, one is
-        taken that is shorter at the median speeds by more than their noise. Later, drift is corrected: another plan is
-        taken if in DRIFT_STEPS steps in a row the slowest rank took more than DRIFT longer
-        than the same work spread evenly over the speeds, and the other plan is that much shorter.
+        taken that is shorter at the median speeds by more than their noise. Later, drift is corrected, where in
+        DRIFT_STEPS steps in a row the slowest rank took more than DRIFT longer than the work spread evenly.
         """
         (first, plan), speeds = self.plans[-1], self._speeds
         # A plan's first step compiles and allocates.
@@ -82,44 +69,45 @@ class Schedule:
         if new is None and len(speeds.excess) == DRIFT_STEPS and min(speeds.excess) > DRIFT:
             new = self._plan_again(plan, step, DRIFT_STEPS, DRIFT, DRIFT_ERRORS)
             speeds.excess.clear()
-        if new is not None:
-            self._begin(step, new)
-        return new
+        return self._begin(step, new) if new is not None else None
 
     def halve(self, step: int, ranks: Sequence[int], gradient_checkpointing: bool = False) -> ClusterPlan:
         """The plan from step + lead on, once these workers ran out of memory at `step`: half the micro-batch for them.
 
         Batches up to there are cut by each rank (`most_at`). Later plans and resumes keep to it.
         """
-        plan = self.plans[-1].plan
+        plan = self.plans[-1][1]
         hit = range(len(plan.ranks)) if plan.divides_model else ranks
-        new, why = replace(plan, gradient_checkpointing=True), "gradient checkpointing is on"
-        if not gradient_checkpointing:
+        if gradient_checkpointing:
+            new, why = replace(plan, gradient_checkpointing=True), "gradient checkpointing is on"
+        else:
             new = plan.halved(hit)
             why = f"micro-batches of at most {', '.join(str(new.ranks[rank].max_micro_batch_size) for rank in ranks)}"
         names = ", ".join(f"rank {rank} ({plan.ranks[rank].host})" for rank in hit)
-        new = replace(new, reason=f"{names} ran out of memory in step {step}: {why}", warnings=(), predictions=())
-        self._begin(step, new)
-        return new
+        reason = f"{names} ran out of memory in step {step}: {why}"
+        return self._begin(step, replace(new, reason=reason, warnings=(), predictions=()))
 
-    def _begin(self, step: int, new: ClusterPlan) -> None:
+    def _begin(self, step: int, new: ClusterPlan) -> ClusterPlan:
         self._speeds.forget_plan()
-        self.plans.append(PlannedSteps(step + self.lead, new))
+        self.plans.append((step + self.lead, new))
+        return new
 
     def most_at(self, worker: int) -> int | None:
         """The largest micro-batch that memory leaves to a worker, from now on, whatever the plan of a step says."""
-        return self.plans[-1].plan.workers[worker].max_micro_batch_size
+        return self.plans[-1][1].workers[worker].max_micro_batch_size
 
     def _plan_again(
         self, plan: ClusterPlan, step: int, window: int, least_gain: float, errors: float
     ) -> ClusterPlan | None:
         """The best plan at the medians of the last `window` steps, if it is worth a change."""
         rates = self._speeds.pairs_per_second(window)
-        sizes = list(self.settings.micro_batch_sizes or ()) or None
-        known = [c.slowed(_slowdown(r, rate)) for r, c, rate in zip(plan.ranks, plan.curves, rates, strict=True) if c]
-        has_curves = len(known) == len(plan.ranks)
-        if not has_curves:  # a pair takes what it took, in micro-batches no larger than those that ran
-            sizes = [max(rank.micro_batch_sizes, default=DEFAULT_MICRO_BATCH_SIZE) for rank in plan.ranks]
+        has_curves, sizes = None not in plan.curves, self.settings.micro_batch_sizes
+        if has_curves:
+            times = [rank.predicted_compute_seconds for rank in plan.ranks]
+            each = zip(plan.ranks, plan.curves, rates, times, strict=True)
+            known = [c.slowed(rank.share / rate / t if t else 1.0) for rank, c, rate, t in each if c]
+        else:  # a pair takes what it took, in micro-batches no larger than those that ran
+            sizes = tuple(max(rank.micro_batch_sizes, default=DEFAULT_MICRO_BATCH_SIZE) for rank in plan.ranks)
             known = [BatchCurve.from_rates({1: r, max(size, 2): r}) for r, size in zip(rates, sizes, strict=True)]
         # A rank that is left out stays in the world and its collectives: leaving it out saves no sync.
         hosts = [rank.host for rank in plan.ranks]
@@ -149,56 +137,55 @@ class Schedule:
 
     def state(self, step: int) -> dict[str, object]:
         """What a run that is resumed after `step` needs: the plan in force, and any to come."""
-        current = max((first for first, _ in self.plans if first <= step + 1), default=self.plans[0].first_step)
-        plans = []
-        for first, plan in self.plans:
-            if first >= current:
-                sizes = [list(rank.micro_batch_sizes) for rank in plan.ranks]
-                most = [rank.max_micro_batch_size for rank in plan.ranks]
-                stored = {"first_step": first, "micro_batch_sizes": sizes, "max_micro_batch_sizes": most}
-                plans.append({**stored, "gradient_checkpointing": plan.gradient_checkpointing})
+        current = max((first for first, _ in self.plans if first <= step + 1), default=self.plans[0][0])
+        plans = [
+            {
+                "first_step": first,
+                "micro_batch_sizes": [list(rank.micro_batch_sizes) for rank in plan.ranks],
+                "max_micro_batch_sizes": [rank.max_micro_batch_size for rank in plan.ranks],
+                "gradient_checkpointing": plan.gradient_checkpointing,
+            }
+            for first, plan in self.plans
+            if first >= current
+        ]
         return {**self._identity(), "plans": plans}
 
     def restore(self, state: Mapping[str, Any]) -> bool:
         """Takes up a checkpoint's plans, unless hosts or settings are others now; returns whether it did."""
         if {**state, "plans": None} != {**self._identity(), "plans": None}:
             return False
-        first = self.plans[0].plan
-        self.plans = []
+        first, self.plans = self.plans[0][1], []
         for stored in state["plans"]:
             sizes = [tuple(of_rank) for of_rank in stored["micro_batch_sizes"]]
             same = sizes == [rank.micro_batch_sizes for rank in first.ranks]
             plan = first if same else first.with_micro_batches(sizes, "as the checkpoint has it")
             plan = plan.within(stored["max_micro_batch_sizes"])
             checkpointing = first.gradient_checkpointing or stored["gradient_checkpointing"]
-            self.plans.append(PlannedSteps(stored["first_step"], replace(plan, gradient_checkpointing=checkpointing)))
+            self.plans.append((stored["first_step"], replace(plan, gradient_checkpointing=checkpointing)))
         return True
 
     def _identity(self) -> dict[str, object]:
         """What a checkpoint's plans depend on."""
-        plan, settings = (
-            self.plans[0].plan,
-            self.settings.model_dump(mode="json", exclude={"calibration_dir", "require_calibration"}),
-        )
+        plan = self.plans[0][1]
+        settings = self.settings.model_dump(mode="json", exclude={"calibration_dir", "require_calibration"})
         identity = {"strategy": plan.strategy, "hosts": [rank.host for rank in plan.ranks], "settings": settings}
         return {**identity, "global_batch_size": plan.global_batch_size}
 
 
-def _slowdown(rank: RankPlan, pairs_per_second: float) -> float:
-    """A rank's measured time over its curve's; 1 for one without work."""
-    return rank.share / pairs_per_second / rank.predicted_compute_seconds if rank.predicted_compute_seconds else 1.0
-
-
 class _Speeds:
-    """Measured speeds of the plan in force, and how much they vary."""
+    """Measured speeds of the plan in force, in tokens a second (long rows are no slowdown), and how much they vary."""
 
     def __init__(self) -> None:
+        self._jumps: deque[np.ndarray] = deque(maxlen=REMEMBERED_STEPS)  # from step to step, of relative log speeds
+        self._paces: dict[int, float] = {}  # pairs/s of ranks, when they last worked
+        self.forget_plan()
+
+    def forget_plan(self) -> None:
+        """Steps of a plan that is no longer in force; how much they vary is remembered."""
         self.observed = 0  # steps of the plan in force
         self.of_ranks: deque[np.ndarray] = deque(maxlen=REMEMBERED_STEPS)  # tokens/s
         self.excess: deque[float] = deque(maxlen=DRIFT_STEPS)  # slowest over balanced, less one
         self._tokens_a_pair: deque[float] = deque(maxlen=REMEMBERED_STEPS)
-        self._jumps: deque[np.ndarray] = deque(maxlen=REMEMBERED_STEPS)  # from step to step, of relative log speeds
-        self._paces: dict[int, float] = {}  # pairs/s of ranks, when they last worked
 
     def add(self, plan: ClusterPlan, tokens: Sequence[float], compute_seconds: Sequence[float]) -> bool:
         """Takes in a step; False where it cannot be compared: a rank with a share had no rows, or no time."""
@@ -209,9 +196,8 @@ class _Speeds:
         speeds = np.divide(counts, seconds, out=np.zeros_like(counts), where=worked)
         if self.of_ranks:
             moved = np.log(speeds[worked] / self.of_ranks[-1][worked])
-            jump = np.zeros(len(speeds))
-            jump[worked] = np.abs(moved - moved.mean())
-            self._jumps.append(jump)
+            self._jumps.append(np.zeros(len(speeds)))
+            self._jumps[-1][worked] = np.abs(moved - moved.mean())
         self.observed += 1
         self.of_ranks.append(speeds)
         self._tokens_a_pair.append(counts.sum() / plan.global_batch_size)
@@ -237,9 +223,3 @@ class _Speeds:
         seen = np.median(np.array(self._jumps), axis=0).max() / 0.954 if count else 0.0  # normally distributed
         variance = (count * seen**2 + WEIGHT_OF_USUAL * USUAL_NOISE**2) / (count + WEIGHT_OF_USUAL)
         return float(1.25 * math.sqrt(variance / steps))
-
-    def forget_plan(self) -> None:
-        """Steps of a plan that is no longer in force; how much they vary is remembered."""
-        self.observed = 0
-        for window in (self.of_ranks, self._tokens_a_pair, self.excess):
-            window.clear()

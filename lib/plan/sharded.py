@@ -28,11 +28,7 @@ MOST_DIVISIONS = 40  # of a model, until all parts fit
 
 
 def plan_sharded(facts: PlanFacts) -> ClusterPlan:
-    """Divides a model among ranks: as plan.shares weighs them, else by speed, else by memory, else equally.
-
-    Raises:
-        UserError: the settings do not fit the world, or the model does not fit the hosts' memory.
-    """
+    """Divides a model among ranks: as plan.shares weighs them, else by speed, by memory, equally; or UserError."""
     settings, given = facts.settings, facts.settings.plan.micro_batch_sizes
     weights, reason = _part_weights(facts)
     division = _fitting(facts, weights, 1 if _may_move(facts) and not given else 0)
@@ -156,9 +152,8 @@ def _largest_size(facts: PlanFacts, division: Division, checkpointing: bool) -> 
 def _prediction(facts: PlanFacts, plan: ClusterPlan, division: Division) -> Prediction:
     """What a divided model gives: each rank's part of the compute, and a block's four sums, two of them backward.
 
-    A rank computes its heads and columns, and its part of the head: rows of the vocabulary, positions beside a frozen
-    head, or all of one that is trained. What every rank does for all hidden units is bound by memory. A sum carries a
-    number for every token and hidden unit, and their times add up. Of a mixture of experts, all are counted.
+    Of the head a rank computes rows of the vocabulary, positions beside a frozen head, or all of one that is trained.
+    What every rank does for all hidden units is bound by memory.
     """
     shape, model, parts = facts.shape, facts.settings.model, plan.parts
     assert shape is not None
@@ -171,7 +166,7 @@ def _prediction(facts: PlanFacts, plan: ClusterPlan, division: Division) -> Pred
     seconds, efficiency = None, None
     if facts.memory is not None and (speeds := HostSpeeds.of(facts)).are_known:
         curves = speeds.whole_curves(plan.gradient_checkpointing)
-        computes = []
+        computes, sums = [], 0.0
         for rank, (part, curve) in enumerate(zip(parts, curves, strict=True)):
             block, head = speeds.parts(rank, max(sizes))
             blocks = block * shape.blocks
@@ -180,17 +175,15 @@ def _prediction(facts: PlanFacts, plan: ClusterPlan, division: Division) -> Pred
             fraction = (part.share * blocks + of_head[rank] * head) / (blocks + head)
             computes.append(fraction * max(0.0, alone - for_all) + min(for_all, alone) + curve.step_overhead_seconds)
         sums_per_batch = 4 * shape.blocks + bool(division.vocabulary) + divides_head
-        seconds = max(computes) + sums_per_batch * sum(_sum_seconds(facts, float(size)) for size in messages)
+        # Over NCCL what was measured as latency is the host's, which runs ahead within a pass.
+        links = [link for host in facts.hosts if host.calibration for link in host.calibration.links]
+        latency = min((link.latency_seconds for link in links if link.backend == "nccl"), default=0.0)
+        latency *= facts.backend == "nccl"
+        for size in map(float, messages):
+            one = facts.sum_seconds(size) - latency if facts.link_is_known else ASSUMED_LINK.seconds(size)
+            sums += max(0.0, one)
+        seconds = max(computes) + sums_per_batch * sums
         efficiency = plan.global_batch_size / seconds / sum(map(solo_pairs_per_second, curves))
     largest = max(rank.planned_bytes or 0 for rank in plan.ranks)
     label = f"sharded, {sum_of([f'{part.share:.0%}' for part in parts])}"
     return Prediction(label, tuple(facts.names), seconds, efficiency, True, largest)
-
-
-def _sum_seconds(facts: PlanFacts, size_bytes: float) -> float:
-    """One sum within a pass. Over NCCL what was measured as latency is the host's, which runs ahead there."""
-    if not facts.link_is_known:
-        return ASSUMED_LINK.seconds(size_bytes)
-    links = [link for host in facts.hosts if host.calibration for link in host.calibration.links]
-    latency = min((link.latency_seconds for link in links if link.backend == "nccl"), default=0.0)
-    return max(0.0, facts.sum_seconds(size_bytes) - latency * (facts.backend == "nccl"))

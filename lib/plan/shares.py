@@ -31,34 +31,20 @@ class TooLarge(UserError):
         self.needed_bytes = needed_bytes
 
 
-def check_memory(host: str, curve: BatchCurve) -> None:
-    """Raises TooLarge where the smallest measured micro-batch does not fit the host."""
-    smallest = curve.points[0]
-    if curve.max_batch_size == 0 and smallest.peak_memory_bytes and curve.memory_limit_bytes:
-        raise TooLarge(host, smallest.batch_size, smallest.peak_memory_bytes, curve.memory_limit_bytes)
-
-
-def equal_shares(global_batch_size: int, world_size: int) -> list[int]:
-    """Shares that differ by one pair at most; the first ranks take the remainder."""
-    each, more = divmod(global_batch_size, world_size)
-    return [each + (rank < more) for rank in range(world_size)]
-
-
 def distribute_work(total_examples: int, ratios: Sequence[float]) -> list[int]:
     """Shares in proportion to `ratios`, rounded by largest remainder; they sum to total_examples."""
     exact = np.round(total_examples * np.asarray(ratios, dtype=np.float64) / sum(ratios), 9)
     shares = np.floor(exact).astype(int)
     most_cut_first = np.argsort(shares - exact, kind="stable")
     shares[most_cut_first[: total_examples - shares.sum()]] += 1
-    return [int(share) for share in shares]
+    return list(map(int, shares))
 
 
 def check_count(setting: str, numbers: Sequence[int], world_size: int) -> None:
     """Raises UserError where a setting has not one number a rank."""
     if len(numbers) != world_size:
-        raise UserError(
-            f"{setting} {list(numbers)} has {len(numbers)} numbers, but there are {world_size} ranks; give one a rank"
-        )
+        counts = f"has {len(numbers)} numbers, but there are {world_size} ranks"
+        raise UserError(f"{setting} {list(numbers)} {counts}; give one a rank")
 
 
 def split_evenly_sized(share: int, micro_batch_size: int) -> tuple[int, ...]:
@@ -89,15 +75,12 @@ def step_times(tau: np.ndarray, pairs: int) -> np.ndarray:
 
 def fastest_micro_batches(curve: BatchCurve, share: int) -> tuple[int, ...]:
     """The micro-batches that attain t(share), the largest first; of equally fast ones, the largest sizes."""
-    tau = taus(curve)
+    tau, batches = taus(curve), []
     times = step_times(tau[None], share)[0]
-    batches = []
-    rest = share
-    while rest:
+    while rest := share - sum(batches):
         most = min(rest, len(tau))
         candidates = times[rest - most : rest][::-1] + tau[:most]
         batches.append(int(np.flatnonzero(candidates <= times[rest] * (1 + 1e-12))[-1]) + 1)
-        rest -= batches[-1]
     return tuple(sorted(batches, reverse=True))
 
 
@@ -119,8 +102,8 @@ def best_shares(
     shares, shortest = kinds.divide()
     seconds = kinds.seconds(shares)
     together, alone = seconds + sync_seconds, float(kinds.times[:, -1].min())
-    best = int(np.flatnonzero(kinds.of_rank == kinds.times[:, -1].argmin())[0])
     if alone <= together:
+        best = int(np.flatnonzero(kinds.of_rank == kinds.times[:, -1].argmin())[0])
         others = listed([f"{host} (rank {rank})" for rank, host in enumerate(hosts) if rank != best])
         times = f"{hosts[best]} alone takes {alone:.4g} s a step, together they take {together:.4g} s"
         reason = f"leave out {others}: {times}; a larger train.global_batch_size may help"
@@ -141,9 +124,9 @@ class _Kinds:
         self.pairs, self.counts = pairs, np.bincount(self.of_rank)
         self.curves, self.fixed = [curves[rank] for rank in first], [sizes[rank] for rank in first]
         tau = [taus(curve, size) for curve, size in zip(self.curves, self.fixed, strict=True)]
-        self.tau = np.full((len(tau), max(map(len, tau))), np.inf)
-        for kind, seconds in enumerate(tau):
-            self.tau[kind, : len(seconds)] = seconds
+        self.tau = np.array(
+            [np.pad(of_kind, (0, max(map(len, tau)) - len(of_kind)), constant_values=np.inf) for of_kind in tau]
+        )
         self.times = step_times(self.tau, pairs)  # t(0..pairs) + o, float64 [K, pairs + 1]
         for kind, size in enumerate(self.fixed):
             if size:  # whole micro-batches of that size, and the rest

@@ -22,7 +22,7 @@ from lib.plan.facts import DIVIDED, PlanFacts, prepared
 from lib.plan.pipeline import plan_pipelined
 from lib.plan.plan import ClusterPlan, Merging, Prediction, RankPlan, plan_cluster, sum_of
 from lib.plan.sharded import plan_sharded
-from lib.plan.shares import TooLarge, equal_shares, split_evenly_sized
+from lib.plan.shares import TooLarge, distribute_work, split_evenly_sized
 from lib.plan.speeds import HostSpeeds
 
 MERGE_COST = 0.01  # of the time of a run
@@ -36,9 +36,7 @@ SHOWN_ALONE = 8  # single hosts in the table of predictions: the fastest ones
 def plan(facts: PlanFacts) -> ClusterPlan:
     """The plan of a run, with the predictions of all strategies.
 
-    Raises:
-        TooLarge: the model fits no host, and cannot be divided.
-        UserError: settings that do not fit the world or the model.
+    Raises TooLarge: the model fits no host, and cannot be divided; UserError: settings that do not fit world or model.
     """
     facts, warnings = prepared(facts)
     settings = facts.settings
@@ -56,19 +54,16 @@ def plan(facts: PlanFacts) -> ClusterPlan:
         others = [candidate for candidate, _ in map(_divided_by, [facts] * 2, reversed(DIVIDED)) if candidate]
         added = [replace(way, chosen=False) for other in others for way in other.predictions]
         chosen = replace(chosen, predictions=(*chosen.predictions[:2], *added, *chosen.predictions[2:]))
-    basis = plans.Basis(facts.key, step_seconds=_step_seconds(facts, chosen))
+    # A step's time as predicted by curves, else by matrix products and the model's operations.
+    seconds = next((way.step_seconds for way in chosen.predictions if way.chosen), None)
+    if seconds is None and facts.memory is not None and not chosen.divides_model:
+        hosts = [replace(host, gflops=host.gflops or facts.usual_gflops) for host in facts.hosts]
+        curves = HostSpeeds.of(replace(facts, hosts=hosts)).whole_curves(chosen.gradient_checkpointing)
+        ranks = zip(chosen.ranks, curves, strict=False)
+        times = (float(curve.seconds(np.array(rank.micro_batch_sizes)).sum()) for rank, curve in ranks)
+        seconds = max(times, default=None)
+    basis = plans.Basis(facts.key, step_seconds=seconds)
     return replace(chosen, basis=basis, warnings=(*warnings, *chosen.warnings))
-
-
-def _step_seconds(facts: PlanFacts, plan: ClusterPlan) -> float | None:
-    """Of a step: as predicted by curves, else by matrix products and the model's operations."""
-    predicted = next((way.step_seconds for way in plan.predictions if way.chosen), None)
-    if predicted is not None or facts.memory is None or plan.divides_model:
-        return predicted
-    hosts = [replace(host, gflops=host.gflops or facts.usual_gflops) for host in facts.hosts]
-    curves = HostSpeeds.of(replace(facts, hosts=hosts)).whole_curves(plan.gradient_checkpointing)
-    ranks = zip(plan.ranks, curves, strict=False)
-    return max((float(curve.seconds(np.array(rank.micro_batch_sizes)).sum()) for rank, curve in ranks), default=None)
 
 
 # ---- The whole model on every host
@@ -76,7 +71,7 @@ def _step_seconds(facts: PlanFacts, plan: ClusterPlan) -> float | None:
 
 def _plan_replicas(facts: PlanFacts) -> ClusterPlan:
     """The plan of hosts that all keep the whole model, with the predictions of both strategies."""
-    settings, ranks, key = facts.settings, len(facts.hosts), facts.key
+    settings, key = facts.settings, facts.key
     warnings: list[str] = []
     try:
         together = _divided_batch(facts, key, True)
@@ -90,15 +85,19 @@ def _plan_replicas(facts: PlanFacts) -> ClusterPlan:
     apart = _divided_batch(facts, key, False)
     strategy, why = _choose_replicas(facts)
     chosen = apart if strategy == "independent" else together
-    sync_seconds = _sync_seconds(facts, chosen.curves)
-    reason = f"{strategy}, {why}; " * (ranks > 1) + _reason(facts, chosen, sync_seconds)
-    chosen = replace(_with_memory(facts, chosen, key), strategy=strategy, reason=reason, warnings=tuple(warnings))
+    sync_seconds, several = _sync_seconds(facts, chosen.curves), len(facts.hosts) > 1
+    ranks = []
+    for rank, curve, host in zip(chosen.ranks, chosen.curves, facts.hosts, strict=True):
+        pairs = max(rank.micro_batch_sizes, default=0)
+        planned = (curve and curve.peak_bytes(pairs)) or facts.needed_bytes(rank.rank, pairs, key) if pairs else None
+        ranks.append(replace(rank, planned_bytes=planned, memory_bytes=host.memory_bytes))
+    reason = f"{strategy}, {why}; " * several + _reason(facts, chosen, sync_seconds)
+    chosen = replace(chosen, ranks=tuple(ranks), strategy=strategy, reason=reason, warnings=tuple(warnings))
     chosen = replace(chosen, gradient_checkpointing=key != facts.key)
     merge_seconds = _merge_seconds(facts, apart) if chosen.calibrated and facts.link_is_known else None
-    step_seconds = _independent_seconds(apart) if merge_seconds is not None else None
-    merging = plan_merging(facts, merge_seconds, step_seconds)
+    merging = plan_merging(facts, merge_seconds, _independent_seconds(apart) if merge_seconds is not None else None)
     predictions = _predictions(facts, chosen, apart, sync_seconds, (merging, merge_seconds))
-    return replace(chosen, predictions=predictions, rounds=merging if strategy == "independent" and ranks > 1 else None)
+    return replace(chosen, predictions=predictions, rounds=merging if strategy == "independent" and several else None)
 
 
 def _divided_batch(facts: PlanFacts, key: CurveKey, syncs: bool) -> ClusterPlan:
@@ -124,16 +123,6 @@ def _divided_batch(facts: PlanFacts, key: CurveKey, syncs: bool) -> ClusterPlan:
     return divided.with_micro_batches(sizes, divided.reason)
 
 
-def _with_memory(facts: PlanFacts, plan: ClusterPlan, key: CurveKey) -> ClusterPlan:
-    """The plan with the memory that every rank's largest micro-batch needs and may use."""
-    ranks = []
-    for rank, curve, host in zip(plan.ranks, plan.curves, facts.hosts, strict=True):
-        pairs = max(rank.micro_batch_sizes, default=0)
-        planned = (curve and curve.peak_bytes(pairs)) or facts.needed_bytes(rank.rank, pairs, key) if pairs else None
-        ranks.append(replace(rank, planned_bytes=planned, memory_bytes=host.memory_bytes))
-    return replace(plan, ranks=tuple(ranks))
-
-
 def _gradient_bytes(facts: PlanFacts, curves: Sequence[BatchCurve | None]) -> float:
     """Of one message with all that is trained, compressed (lib/distributed/compression.py)."""
     sync = facts.settings.sync
@@ -142,7 +131,6 @@ def _gradient_bytes(facts: PlanFacts, curves: Sequence[BatchCurve | None]) -> fl
 
 
 def _sync_seconds(facts: PlanFacts, curves: Sequence[BatchCurve | None]) -> float:
-    """One sum of the gradients."""
     return 0.0 if None in curves else facts.sum_seconds(_gradient_bytes(facts, curves))
 
 
@@ -155,8 +143,7 @@ def _choose_replicas(facts: PlanFacts) -> tuple[str, str]:
     if facts.settings.plan.shares is not None:
         return "synchronous", "since plan.shares divides every step (strategy=independent takes shares, too)"
     if facts.settings.reference_sync_steps is not None:
-        name = "rollouts.reference_every" if facts.settings.rollouts.rounds else "train.reference_sync_steps"
-        return "synchronous", f"since with {name} all ranks follow one policy"
+        return "synchronous", "since all ranks follow one policy, which becomes the reference"
     return "independent", "as every host can hold the model (strategy=synchronous: one machine's result, to rounding)"
 
 
@@ -167,12 +154,11 @@ def _reason(facts: PlanFacts, chosen: ClusterPlan, sync_seconds: float) -> str:
         return f"{chosen.reason}, in micro-batches of {max(chosen.ranks[0].micro_batch_sizes)} at most: no calibration"
     if len(curves) < len(facts.hosts) or facts.settings.plan.shares is not None:
         return chosen.reason
-    reason = f"{chosen.reason} (curves measured for {facts.key})"
-    enough = 0
+    enough = None
     if len(facts.hosts) in range(2, 65):
-        enough = plans.sufficient_global_batch(facts.names, curves, chosen.global_batch_size, sync_seconds) or 0
+        enough = plans.sufficient_global_batch(facts.names, curves, chosen.global_batch_size, sync_seconds)
     larger = f"; a global batch of {enough} would reach {plans.GOOD_EFFICIENCY:.0%} of their speed"
-    return reason + larger * (enough > chosen.global_batch_size)
+    return f"{chosen.reason} (curves measured for {facts.key})" + larger * ((enough or 0) > chosen.global_batch_size)
 
 
 # ---- Predictions
@@ -197,45 +183,41 @@ def _merge_seconds(facts: PlanFacts, apart: ClusterPlan) -> float | None:
 
 
 def _predictions(
-    facts: PlanFacts,
-    chosen: ClusterPlan,
-    apart: ClusterPlan,
-    sync_seconds: float,
-    merges: tuple[Merging, float | None],
+    facts: PlanFacts, chosen: ClusterPlan, apart: ClusterPlan, sync_seconds: float, merges: tuple[Merging, float | None]
 ) -> tuple[Prediction, ...]:
     """Both strategies, equal shares, and the fastest hosts each alone; nothing without curves.
 
     merges: how often independent ranks merge, and what one merge takes.
     """
-    solo = chosen.solo_sum_pairs_per_second
-    if solo is None or chosen.predicted_step_seconds is None:
+    solo, step_seconds = chosen.solo_sum_pairs_per_second, chosen.predicted_step_seconds
+    if solo is None or step_seconds is None:
         return ()
     hosts, batch, size = facts.names, chosen.global_batch_size, len(chosen.ranks)
 
-    def prediction(name: str, ranks: Sequence[RankPlan], seconds: float) -> Prediction:
+    def prediction(name: str, ranks: Sequence[RankPlan], seconds: float | None) -> Prediction:
         planned = max(chosen.ranks[rank.rank].planned_bytes or 0 for rank in ranks) or None
-        efficiency = batch / seconds / solo if size > 1 else None
+        efficiency = batch / seconds / solo if size > 1 and seconds else None
         return Prediction(name, tuple(rank.host for rank in ranks), seconds, efficiency, False, planned)
 
     alone = []
     for rank in sorted(chosen.ranks, key=lambda rank: -(rank.solo_pairs_per_second or 0.0))[:SHOWN_ALONE]:
         name = f"{rank.host} alone" if hosts.count(rank.host) == 1 else f"rank {rank.rank} ({rank.host}) alone"
         single = plan_cluster([rank.host], batch, curves=[chosen.curves[rank.rank]])
-        alone.append(prediction(name, [rank], single.predicted_step_seconds or 0.0))
+        alone.append(prediction(name, [rank], single.predicted_step_seconds))
     if size == 1:
         return (replace(alone[0], chosen=True),)
-    equal = plan_cluster(
-        hosts, batch, shares=equal_shares(batch, size), curves=chosen.curves, sync_seconds=sync_seconds
-    )
-    of_equal = prediction("synchronous, equal shares", chosen.ranks, equal.predicted_step_seconds or 0.0)
+    shares = distribute_work(batch, [1] * size)
+    equal = plan_cluster(hosts, batch, shares=shares, curves=chosen.curves, sync_seconds=sync_seconds)
+    of_equal = prediction("synchronous, equal shares", chosen.ranks, equal.predicted_step_seconds)
     working = [rank for rank in chosen.ranks if rank.share]
-    seconds = chosen.predicted_step_seconds - chosen.sync_seconds + sync_seconds * (len(working) > 1)
+    seconds = step_seconds - chosen.sync_seconds + sync_seconds * (len(working) > 1)
     together = prediction(f"synchronous, {sum_of(chosen.shares)}", working, seconds)
     merging, merge_seconds = merges
     a_step = 1 / merging.steps_per_round if merging.merges else 0.0
     seconds = _independent_seconds(apart) + (merge_seconds or 0.0) * a_step
-    working = [rank for rank in apart.ranks if rank.share]
-    in_rounds = prediction(f"independent, {sum_of(apart.shares)}", working, seconds)
+    in_rounds = prediction(
+        f"independent, {sum_of(apart.shares)}", [rank for rank in apart.ranks if rank.share], seconds
+    )
     first, second = (in_rounds, together) if chosen.strategy == "independent" else (together, in_rounds)
     return replace(first, chosen=True), second, of_equal, *alone
 
@@ -251,19 +233,14 @@ def longest_round(steps: int) -> int:
 def steps_per_round(steps: int, merge_seconds: float, step_seconds: float) -> int:
     """The fewest global batches of a round with which merges take at most MERGE_COST of the time; LEAST_MERGES stands.
 
-    Args:
-        steps: of the whole run.
-        merge_seconds: what a round's end takes; `step_seconds`: a global batch, without it.
+    steps: of the whole run. merge_seconds: what a round's end takes. step_seconds: a global batch, without it.
     """
     enough = math.ceil(merge_seconds * (1 / MERGE_COST - 1) / step_seconds - 1e-9)
     return min(max(1, enough), longest_round(steps))
 
 
 def plan_merging(facts: PlanFacts, merge_seconds: float | None, step_seconds: float | None) -> Merging:
-    """How often independent ranks merge: as the settings say, else as predicted, else as will be measured.
-
-    merge_seconds, step_seconds: as calibrated for this model and link; None where that is not known.
-    """
+    """How often independent ranks merge: as the settings say, else as predicted, else as will be measured."""
     independent, settings, steps = facts.settings.independent, facts.settings.plan, facts.steps
     given = independent.pairs_per_round
     if independent.merge == "none":
@@ -279,9 +256,8 @@ def plan_merging(facts: PlanFacts, merge_seconds: float | None, step_seconds: fl
         size = min(FIRST_STEPS, longest_round(steps))
         reason = f"until the first merges are timed, then as often as costs {MERGE_COST:.0%} of the time"
     else:
-        fixed = "plan.replan=false" if settings.shares is None else "plan.shares"
         size = longest_round(steps)
-        reason = f"what a merge costs is not calibrated, and with {fixed} not measured"
+        reason = "what a merge costs is not calibrated, and plan.replan=false or plan.shares keeps it from measuring"
     merges = math.ceil(steps / size)
     often = "after every step" if size == 1 else f"every {size:,} steps"
     return Merging(size, merges, f"{often} ({merges:,} merge{'s' * (merges != 1)}): {reason}")
@@ -294,11 +270,7 @@ def measures_merges(independent: IndependentSettings, settings: PlanSettings) ->
 
 
 def default_merge(independent: IndependentSettings, model: ModelSettings) -> str:
-    """The merge method where the settings name none.
-
-    In rounds as short as planned here, the mean of LoRA's factors is as good as the best adapter of the mean product,
-    with far less arithmetic. Rounds that a user chose may be so long that it is not.
-    """
+    """The merge where the settings name none: the mean of LoRA's factors is good enough for short rounds alone."""
     return "svd" if model.method == "lora" and independent.pairs_per_round is not None else "average"
 
 
@@ -307,11 +279,9 @@ def default_merge(independent: IndependentSettings, model: ModelSettings) -> str
 
 def _divided_by(facts: PlanFacts, strategy: str) -> tuple[ClusterPlan | None, str]:
     """The plan of one way to divide the model; or None, and why not."""
-    settings, unset = (
-        facts.settings,
-        {"shares": None, "micro_batch_sizes": None},
-    )  # they were given for another strategy
-    without = settings.model_copy(update={"plan": settings.plan.model_copy(update=unset)})
+    settings = facts.settings
+    unset = settings.plan.model_copy(update={"shares": None, "micro_batch_sizes": None})  # given for another strategy
+    without = settings.model_copy(update={"plan": unset})
     try:
         with_strategy(settings if settings.strategy == strategy else without, strategy)
         if not facts.can_divide(strategy):
@@ -329,19 +299,13 @@ def _plan_divided(facts: PlanFacts, asked: str | None, too_large: TooLarge | Non
     if not possible:
         why_not = "; ".join(why for name, (_, why) in candidates.items() if why and asked in (None, name))
         raise UserError(why_not if asked else f"{too_large}; nor can it be divided: {why_not}")
-
-    def speed(candidate: ClusterPlan) -> float:
-        return (candidate.predicted_pairs_per_second or 0.0) * (NOTEWORTHY if candidate.stages else 1)
-
-    best = max(possible, key=speed)
-    name = next(strategy for strategy in DIVIDED if strategy != best.strategy)
-    other, why_not = candidates[name]
+    best = max(possible, key=lambda each: (each.predicted_pairs_per_second or 0.0) * (NOTEWORTHY if each.stages else 1))
+    other, why_not = next(found for strategy, found in candidates.items() if strategy != best.strategy)
     others = [replace(way, chosen=False) for way in other.predictions] if other else []
+    why = "as strategy has it"
     if too_large is not None:
-        label, needed = "independent, synchronous: too large", too_large.needed_bytes
-        others.append(Prediction(label, tuple(facts.names), None, None, memory_bytes=needed))
-    why = f"because {str(too_large).partition(';')[0]}" if too_large else "as strategy has it"
-    cannot = f"; strategy={name} cannot: {why_not}" if why_not else ""
-    return replace(
-        best, reason=f"{best.strategy}, {why}; {best.reason}{cannot}", predictions=(*best.predictions, *others)
-    )
+        label, why = "independent, synchronous: too large", f"because {str(too_large).partition(';')[0]}"
+        others.append(Prediction(label, tuple(facts.names), None, None, memory_bytes=too_large.needed_bytes))
+    cannot = f"; the other division cannot: {why_not}" if why_not else ""
+    reason = f"{best.strategy}, {why}; {best.reason}{cannot}"
+    return replace(best, reason=reason, predictions=(*best.predictions, *others))

@@ -43,6 +43,7 @@ from lib.training.inputs import Inputs
 from lib.training.losses import needs_reference
 
 LINE_WIDTH = 80  # of a step's line, in a file
+SHOWN_STEPS = 10  # from one such line to the next
 # Of a step's line: label, key, form, importance, the smaller the greater.
 SHOWN: tuple[tuple[str, str, str, int], ...] = (
     ("loss", "loss", ".4f", 1),
@@ -59,9 +60,9 @@ class RunConsole(Terminal):
     as well.
     """
 
-    def __init__(self, rank: int, log_every: int = 10, tried_step_seconds: float | None = None):
+    def __init__(self, rank: int, tried_step_seconds: float | None = None):
         super().__init__(silent=rank != 0)
-        self.rank, self.log_every, self.tried_step_seconds = rank, log_every, tried_step_seconds
+        self.rank, self.tried_step_seconds = rank, tried_step_seconds
         self.tracker: PerformanceTracker | None = None  # where this rank's warnings are recorded
         self.early: list[str] = []  # warnings before the log began
         self.progress: ProgressLine | None = None
@@ -113,7 +114,7 @@ class RunConsole(Terminal):
         if kind == "warning" and record["text"] not in self.early:  # those are printed
             self.labelled("warning", str(record["text"]))
         elif kind == "start":
-            self.progress = ProgressLine(record, self.log_every)
+            self.progress = ProgressLine(record, SHOWN_STEPS)
         elif line is None:
             return None
         elif kind == "step":
@@ -123,9 +124,9 @@ class RunConsole(Terminal):
         elif kind == "plan":
             line.plan = record
             self.line(tables.describe(record), "bold")
-        elif kind == "merge":  # where merges are frequent, one in `run.log_every` steps
+        elif kind == "merge":  # where merges are frequent, one in SHOWN_STEPS
             step = line.step = record.get("global_step") or line.step
-            if step == line.total or step // self.log_every != self.merge_shown // self.log_every:
+            if step == line.total or step // SHOWN_STEPS != self.merge_shown // SHOWN_STEPS:
                 self.merge_shown = step
                 self.line(tables.describe({**record, "step": step}))
         elif kind == "end":
@@ -138,7 +139,7 @@ class RunConsole(Terminal):
             draw = lambda: line.shown(self.console.width, self.bar)  # noqa: E731
             self.live = Live(console=self.console, get_renderable=draw, refresh_per_second=4)
             self.live.start()
-        elif not self.is_live and (line.taken == 1 or line.step == line.total or line.step % self.log_every == 0):
+        elif not self.is_live and (line.taken == 1 or line.step == line.total or line.step % SHOWN_STEPS == 0):
             room = min(LINE_WIDTH, self.width or LINE_WIDTH)
             self.line(line.shown(room, bar="", lead=f"step     {line.position}"))
 
@@ -272,7 +273,7 @@ def show_run(say: RunConsole, config: Config, plan: ClusterPlan, inputs: Inputs,
 
 def _warn_of_run(say: Terminal, config: Config, plan: ClusterPlan, inputs: Inputs, steps: int) -> None:
     """What a person may believe of the settings or the data that is not so."""
-    from lib.config.without_effect import without_effect
+    from lib.config.conflicts import without_effect
 
     data = inputs.data
     warnings = [*plan.warnings, *without_effect(config, plan.strategy, len(plan.ranks))]

@@ -98,14 +98,10 @@ class Rounds:
         self.settings, self.steps = config.rollouts, config.steps_per_round
 
     def train(self) -> None:
-        """Takes all rounds that are left, or those until one is undone (rollouts.after_undone=stop)."""
+        """Takes all rounds that are left."""
         run, rounds = self.run, self.settings.rounds
         try:
             for number in range(self._recall() + 1, rounds + 1):
-                if self.history[-1].undone and self.settings.after_undone == "stop":
-                    self.loop.ended, run.steps = f"round {number - 1} of {rounds} was undone", run.progress.step
-                    run.say.line(f"training ends: {self.loop.ended} (rollouts.after_undone=stop)")
-                    break
                 self._round(number)
         finally:
             for judging in filter(None, self.judgings.values()):

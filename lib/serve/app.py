@@ -38,6 +38,7 @@ from lib.serve.requests import ChatRequest, RequestError, TextRequest, parse
 
 CLIENT_LEFT = 499  # nginx's status of a client that closed the connection
 READ_SECONDS = 10.0  # for a request's body to come
+MOST_BODY_BYTES = 1_000_000
 BUCKETS_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 OPEN_PATHS = ("/healthz", "/readyz")
 COMPLETION_PATHS = ("/v1/chat/completions", "/v1/completions")
@@ -133,13 +134,13 @@ class Server:
 
     async def _body(self, request: Request) -> bytes:
         """A request's body, within its limits of bytes and time."""
-        most, body = self.settings.max_body_bytes, bytearray()
+        body = bytearray()
         try:
             async with asyncio.timeout(READ_SECONDS):
                 async for chunk in request.stream():
                     body += chunk
-                    if len(body) > most:
-                        raise RequestError(413, f"the body has more than serve.max_body_bytes={most}")
+                    if len(body) > MOST_BODY_BYTES:
+                        raise RequestError(413, f"the body has more than {MOST_BODY_BYTES:,} bytes")
         except TimeoutError:
             raise RequestError(408, f"the body did not come within {READ_SECONDS:g} s") from None
         except ClientDisconnect:

@@ -30,6 +30,7 @@ from lib.plan.calibration import read_calibration
 from lib.serve import keys as key_file
 from lib.system import model_folder, mpi_and_blas
 
+DRAIN_SECONDS = 30  # after SIGTERM, for requests under way to finish
 SWITCH_SECONDS = 0.0005  # the generating thread does not wait long for the event loop
 
 
@@ -97,10 +98,13 @@ async def _serve(server: Any, listening: socket.socket) -> None:
     """Runs uvicorn until a signal or a failure of the generator; requests under way may finish for a while."""
     import uvicorn
 
-    seconds = max(1, round(server.settings.drain_seconds))
     web = uvicorn.Server(
         uvicorn.Config(
-            server.app(), log_level="warning", lifespan="off", timeout_graceful_shutdown=seconds, server_header=False
+            server.app(),
+            log_level="warning",
+            lifespan="off",
+            timeout_graceful_shutdown=DRAIN_SECONDS,
+            server_header=False,
         )
     )
     server.generator.deliver = asyncio.get_running_loop().call_soon_threadsafe

@@ -13,14 +13,11 @@ from lib.errors import UserError
 
 
 def flush(descriptor: int) -> None:
-    """Returns when what was written to an open file is on its disk. macOS's fsync leaves the data in the drive's cache;
-    fcntl's F_FULLFSYNC empties that (Apple's manual page fsync(2)). Some file systems there (network shares, exFAT) do
-    not know it."""
-    full = getattr(fcntl, "F_FULLFSYNC", None)  # macOS's alone
-    if full is not None:
-        with contextlib.suppress(OSError):
-            fcntl.fcntl(descriptor, full)
-            return
+    """Returns when what was written to an open file is on its disk. macOS's fsync leaves the data in the drive's cache,
+    which F_FULLFSYNC empties, where the file system (no network share, no exFAT) knows it."""
+    with contextlib.suppress(OSError, AttributeError):
+        fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)  # type: ignore[attr-defined, unused-ignore]
+        return
     os.fsync(descriptor)
 
 
@@ -39,19 +36,10 @@ def write_atomically(path: Path, content: bytes | str, durable: bool = True) -> 
         file.write(content.encode("utf-8") if isinstance(content, str) else content)
 
 
-def write_changed(path: Path, text: str) -> None:
-    """The same, unless the file has this text already: then there is nothing to wait for."""
-    with contextlib.suppress(OSError):
-        if path.read_bytes() == text.encode():
-            return
-    write_atomically(path, text)
-
-
 @contextlib.contextmanager
 def replacing(path: Path, durable: bool = True) -> Iterator[IO[bytes]]:
     """A file to write; when the block ends it takes the place of `path`, and not at all where the block raises. The
-    folder is made where it is missing. durable: the content is on the disk then. Raises OSError: the disk is full or
-    cannot be written; the old content is still there."""
+    folder is made where it is missing. durable: the content is on the disk then."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     try:

@@ -21,11 +21,9 @@ PositiveInt = Annotated[int, Field(gt=0)]
 Device = Literal["metal", "cuda", "cpu"]
 
 
-# Of quick_gflops: the matrices' widths; products in one evaluation, so that starting it weighs little; evaluations of
-# the largest width, at least.
-WIDTHS = (256, 512, 1024, 2048, 4096, 8192)
-CHAIN = 4
-REPEATS = 4
+WIDTHS = (256, 512, 1024, 2048, 4096, 8192)  # of quick_gflops' matrices
+CHAIN = 4  # products in one evaluation, so that starting it weighs little
+REPEATS = 4  # evaluations of the largest width, at least
 # Of choose_threads: all cores have to be so many times as fast as one thread, which leaves the others to reading and
 # saving; looks at each number of threads, in turn, so that another program's burst does not decide.
 THREADS_WORTH, THREAD_LOOKS, THREAD_LOOK_SECONDS = 1.2, 2, 0.15
@@ -61,7 +59,7 @@ def identify(host: str) -> Machine:
 
 
 def mlx_device() -> tuple[Device, dict[str, Any]]:
-    """What MLX computes on, and what mx.device_info() says of it."""
+    """What MLX computes on, and mx.device_info()."""
     import mlx.core as mx  # here, because mpi_and_blas.prepare() has to come before it
 
     facts = dict(mx.device_info())
@@ -85,7 +83,6 @@ def processor_name() -> str:
 
 
 def apple_gpu_cores() -> int | None:
-    """From the I/O registry; neither Metal nor MLX tells it."""
     registry = os_commands.output(["ioreg", "-rc", "AGXAccelerator", "-d", "1"])
     cores = re.search(r'"gpu-core-count"\s*=\s*(\d+)', registry)
     return int(cores[1]) if cores else None
@@ -136,8 +133,7 @@ def memory_limit_bytes() -> int | None:
 
 
 def free_memory_bytes() -> int | None:
-    """Main memory that a new process could take now without swapping; None where the system does not tell. On a Mac
-    free, inactive, speculative and purgeable pages: vm_stat's "Pages free" leaves out the speculative ones."""
+    """Main memory that a new process could take now without swapping; None where the system does not tell."""
     if os_commands.is_mac():
         text = os_commands.output(["vm_stat"])
         page = re.search(r"page size of (\d+) bytes", text)
@@ -176,8 +172,7 @@ def _text(path: Path) -> str:
 
 
 def quick_gflops(seconds: float = 0.3) -> float:
-    """GFLOP/s of the device's fast type, on matrices as large as the time allows. The mean over the time, not the best
-    product: a host that others use, or that is throttled, is as fast as it is now."""
+    """GFLOP/s of the device's fast type, on matrices as large as the time allows: the mean, as fast as it is now."""
     import mlx.core as mx
 
     dtype = mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16
@@ -214,13 +209,10 @@ def _product_seconds(a: Any, b: Any) -> float:
 
 def choose_threads(stored: int | None, is_alone: bool, may_measure: bool) -> int | None:
     """Sets the threads of MLX's BLAS for this run; None where there is nothing to set (GPU, macOS, the user's number).
-    stored: what a run that is resumed was started with; taken again, up to the cores that there are. is_alone: no other
-    rank shares this machine's cores. may_measure: False where timings may decide nothing (plan.replan=false): one
-    thread."""
-    cores = mpi_and_blas.own_cores()
-    if mpi_and_blas.AUTOMATIC not in os.environ or mlx_device()[0] != "cpu":
-        return None
-    if mpi_and_blas.set_blas_threads(1) is None:
+    stored: what a run that is resumed was started with. is_alone: no other rank shares this machine's cores.
+    may_measure: False where timings may decide nothing (plan.replan=false): one thread."""
+    cores, is_automatic = os_commands.own_cores(), mpi_and_blas.AUTOMATIC in os.environ
+    if not is_automatic or mlx_device()[0] != "cpu" or mpi_and_blas.set_blas_threads(1) is None:
         return None
     threads = 1
     if is_alone and stored is not None:

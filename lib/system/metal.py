@@ -1,8 +1,7 @@
-"""A Mac's GPU: the watchdog of a lit display, and wired memory.
+"""A Mac's GPU: the watchdog of a lit display, and wired memory. Elsewhere everything here does nothing.
 
-macOS ends GPU work that keeps a lit display waiting (mlx#3267: LoRA training dies with "Impacting Interactivity", or
-the Mac restarts). With the display asleep it does not. AGX_RELAX_CDM_CTXSTORE_TIMEOUT, which `mpi_and_blas.prepare`
-sets, was enough on some Macs and not on others. Elsewhere everything here does nothing.
+macOS ends GPU work that keeps a lit display waiting (mlx#3267). AGX_RELAX_CDM_CTXSTORE_TIMEOUT, which
+`mpi_and_blas.prepare` sets, was enough on some Macs and not on others.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from lib.system import hardware, os_commands
 
 COMMAND_SECONDS = 15.0  # system_profiler takes one or two
 SLEEP_SECONDS = 1.0  # for a display to go dark
+YES = "spdisplays_yes"
 WIRED_FROM = 0.5  # of the memory: what is smaller stays in memory by itself
 
 
@@ -31,18 +31,15 @@ def lit_displays() -> list[str]:
     try:
         gpus = json.loads(profile)["SPDisplaysDataType"]
         displays = [display for gpu in gpus for display in gpu.get("spdisplays_ndrvs", [])]
+        lit = [d for d in displays if (d.get("spdisplays_online"), d.get("spdisplays_asleep") == YES) == (YES, False)]
+        return [str(display.get("_name", "display")) for display in lit]
     except (ValueError, KeyError, TypeError, AttributeError):
         return []
-    return [
-        str(display.get("_name", "display"))
-        for display in displays
-        if display.get("spdisplays_online") == "spdisplays_yes" and display.get("spdisplays_asleep") != "spdisplays_yes"
-    ]
 
 
 def attend_displays(setting: str, is_first_here: bool, only_look: bool) -> list[str]:
-    """Puts this Mac's lit displays to sleep where metal.display=sleep, and returns those that stay lit. setting:
-    metal.display. is_first_here: of this machine's ranks one does it. only_look: nothing is changed."""
+    """This Mac's lit displays, once they were put to sleep where `setting`, metal.display, is sleep. is_first_here: of
+    this machine's ranks one does it. only_look: nothing is changed."""
     if setting == "ignore" or not is_first_here or not uses_metal():
         return []
     names = lit_displays()
@@ -65,15 +62,12 @@ def advice(hosts: Sequence[str], displays: Sequence[Sequence[str]]) -> str | Non
     )
 
 
-def keep_wired(setting: str, model_bytes: int) -> bool:
-    """Keeps what MLX holds in memory; whether it is kept. Kernel panics were reported with it (mlx#3186). setting:
-    always, never, or auto: where the model takes half of the memory, and would be swapped."""
+def keep_wired(model_bytes: int) -> bool:
+    """Keeps what MLX holds in memory where the model takes half of that, and would be swapped; whether it is kept."""
     if not uses_metal():
         return False
     import mlx.core as mx
 
-    memory_bytes = hardware.host_memory_bytes()
-    needs = memory_bytes is not None and model_bytes >= WIRED_FROM * memory_bytes
-    is_wired = setting == "always" or (setting == "auto" and needs)
+    is_wired = model_bytes >= WIRED_FROM * (hardware.host_memory_bytes() or 2**60)
     mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]) if is_wired else 0)
     return is_wired

@@ -1,6 +1,5 @@
-"""What has to be so before MLX is imported, and what the launcher said about this process.
+"""What has to be so before MLX is imported (`prepare`), what the launcher said about this process, how commands end.
 
-`prepare()` comes before the first `import mlx.core`: MLX then finds a fast BLAS and this environment's MPI.
 Only the standard library is imported here, so that `--help` stays quick.
 """
 
@@ -25,7 +24,6 @@ from pathlib import Path
 from typing import ParamSpec
 
 from lib.errors import AgreedError, Stopped, UserError
-from lib.system.os_commands import own_cores
 
 P = ParamSpec("P")
 
@@ -83,7 +81,6 @@ def prepare() -> None:
         os.environ[AUTOMATIC] = "1"
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
-    _limit_threads()
     for name, remedy in FOREIGN_SETTINGS.items():
         if name in os.environ:
             _warn(f"{name} has no effect; {remedy}")
@@ -92,35 +89,6 @@ def prepare() -> None:
     if mpi_library.exists() and os.environ.get("MLX_MPI_LIBNAME", MPI_LIBRARY) == MPI_LIBRARY:
         os.environ["MLX_MPI_LIBNAME"] = str(mpi_library)
     load_blas()
-    if util.find_spec("torch") is not None:
-        _hide_torch()
-
-
-def _hide_torch() -> None:
-    """Lets transformers start without torch: its import takes ten seconds, and MLX uses none of it."""
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    try:
-        from transformers.utils import is_torch_available
-
-        is_torch_available()  # transformers remembers the answer
-    finally:
-        del sys.modules["torch"]
-
-
-def blas_threads(asked: int, cores: int, local_ranks: int) -> int:
-    """Threads of each rank's BLAS: as asked, but all ranks' together no more than the cores that they share."""
-    return min(asked, max(1, cores // local_ranks))
-
-
-def _limit_threads() -> None:
-    """Lowers what the user asks of each rank's BLAS to what the cores can run, and says so."""
-    asked, ranks = os.environ["OPENBLAS_NUM_THREADS"], os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
-    if not asked.isdecimal() or not ranks.isdecimal():
-        return
-    threads = blas_threads(int(asked) or own_cores(), own_cores(), max(1, int(ranks)))  # 0: all cores
-    os.environ["OPENBLAS_NUM_THREADS"] = str(threads)
-    if threads < int(asked):
-        _warn(f"OPENBLAS_NUM_THREADS={asked}, but {ranks} ranks have {own_cores()} cores: each takes {threads}")
 
 
 @functools.cache  # once
@@ -131,9 +99,8 @@ def _warn(text: str) -> None:
 
 def load_blas() -> Path | None:
     """Puts OpenBLAS in the place of the reference BLAS of MLX's CPU wheel for Linux: 17 times as fast. Our copy has the
-    SONAME of the wheel's libblas, and the dynamic linker gives libmlx whichever was loaded first. No other library sees
-    it: numpy keeps its own, with 64-bit integers under some of the same names. The library that MLX uses, or None for
-    MLX's own (with a warning if that is slow)."""
+    SONAME of the wheel's libblas, and the dynamic linker gives libmlx whichever was loaded first. The library that MLX
+    uses, or None for MLX's own (with a warning if that is slow)."""
     reference = next(iter(_site_packages("mlx").glob("mlx_cpu.libs/libblas-*")), None)
     if reference is None:  # macOS, CUDA
         return None
@@ -195,9 +162,9 @@ def launch_environment() -> Launch:
     variable is malformed, or another MPI launched us (every rank would train alone)."""
     try:
         return _launch_of(os.environ)
+    except UserError:
+        raise
     except (KeyError, ValueError, TypeError, IndexError, OSError) as error:
-        if isinstance(error, UserError):
-            raise
         why = f"{type(error).__name__}: {error}; start the ranks by ./launch, mpirun or mlx.launch, or unset them"
         raise UserError(f"the launcher's variables cannot be used: {why}") from None
 
@@ -206,12 +173,9 @@ def _launch_of(variables: Mapping[str, str]) -> Launch:
     if "OMPI_COMM_WORLD_SIZE" in variables:
         size = int(variables["OMPI_COMM_WORLD_SIZE"])
         if size > 1 and "PMIX_RANK" not in variables:  # mpirun sets both; a shell may have kept the first
-            raise UserError(
-                f"OMPI_COMM_WORLD_SIZE={size} is set, but no mpirun started this process; unset OMPI_COMM_WORLD_SIZE"
-            )
-        local = [
-            int(variables.get(f"OMPI_COMM_WORLD_LOCAL_{name}", least)) for name, least in (("SIZE", 1), ("RANK", 0))
-        ]
+            why = "is set, but no mpirun started this process; unset OMPI_COMM_WORLD_SIZE"
+            raise UserError(f"OMPI_COMM_WORLD_SIZE={size} {why}")
+        local = int(variables.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1)), int(variables.get("OMPI_COMM_WORLD_LOCAL_RANK", 0))
         return Launch("mpi", int(variables["OMPI_COMM_WORLD_RANK"]), size, *local)
     rank = int(variables.get("MLX_RANK", 0))
     if "MLX_IBV_DEVICES" in variables or "MLX_JACCL_COORDINATOR" in variables:

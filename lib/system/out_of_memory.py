@@ -30,8 +30,7 @@ TEXTS = re.compile(
 )
 # mlx/distributed/ring/ring.cpp; jaccl/rdma.h. Open MPI and NCCL end the process themselves.
 LOST = re.compile(r"\[ring\] connection to a peer was lost|\[jaccl\] (Send|Recv) failed")
-# A primitive or a device: "[Inverse::eval_cpu] ...", "[METAL] Command buffer execution failed: ...", and CUDA's checks,
-# "cudaGraphLaunch(...) failed: ...".
+# A primitive or a device, "[METAL] Command buffer ...", and CUDA's checks, "cudaGraphLaunch(...) failed: ...".
 OWN = re.compile(r"\[[\w:]+\] |cu\w+.* failed: ")
 NOTICED = "lost the connection to another rank"  # by which the launcher knows a rank that ended because of it
 REMEDY = (
@@ -43,7 +42,7 @@ THREAD = "attempts"
 
 class OutOfMemory(Exception):
     """Memory ran out, and what was being computed is freed. ranks: the workers that it happened to, where all know of
-    it and the work can be done again; else empty. needed_bytes: what each of them held at most, as far as known."""
+    it and the work can be done again. needed_bytes: what each of them held at most, as far as known."""
 
     def __init__(self, message: str, ranks: Sequence[int] = (), needed_bytes: Sequence[int] = ()):
         super().__init__(message)
@@ -74,15 +73,14 @@ def failure_text(error: BaseException, rank: int | None) -> str | None:
 
 @dataclass(frozen=True)
 class Limit:
-    """What MLX may hold in this process: plan.memory_limit_gb (is_configured), or what the machine has before it swaps.
-    A single pair may exceed the machine's."""
+    """What MLX may hold in this process: plan.memory_limit_gb (is_configured), or what the machine has before it swaps
+    (which a single pair may exceed)."""
 
     size_bytes: int | None = None
     is_configured: bool = False
 
     def watching(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The micro-batches, with a check of the limit after each: MLX's peak is known when the next one is taken.
-        Raises OutOfMemory: a micro-batch took more than the limit."""
+        """The micro-batches, with a check of the limit after each, whose peak is known when the next one is taken."""
         for batch in batches:
             yield batch
             self.check(len(batch[0].rows))
@@ -94,20 +92,17 @@ class Limit:
         peak = mx.get_peak_memory()
         if self.size_bytes and peak > self.size_bytes and (self.is_configured or pairs > 1):
             name = "plan.memory_limit_gb" if self.is_configured else "this machine's limit"
-            raise OutOfMemory(
-                f"a micro-batch of {pairs} took {peak / 1e9:.4g} GB, {name} is {self.size_bytes / 1e9:.4g} GB"
-            )
+            took = f"a micro-batch of {pairs} took {peak / 1e9:.4g} GB"
+            raise OutOfMemory(f"{took}, {name} is {self.size_bytes / 1e9:.4g} GB")
 
 
 def attempt(work: Callable[[], T]) -> T:
     """What the work returns. Where memory runs out, all that the work held is freed, for another attempt. CUDA's
-    runtime keeps a failed allocation as its thread's last error, and MLX asks for that at every wait and never clears
-    it. So on CUDA the work is done in a thread that can be given up: what goes in and comes out has to be evaluated.
-    Raises OutOfMemory: without a traceback, whose frames would keep the arrays."""
-    if threading.current_thread().name.startswith(THREAD) or not _is_cuda():
-        result, failure = _tried(work)
-    else:
-        result, failure = _in_thread(work)
+    runtime keeps a failed allocation as its thread's last error, which MLX never clears: there the work is done in a
+    thread that can be given up, and what goes in and comes out has to be evaluated. Raises OutOfMemory: without a
+    traceback, whose frames would keep the arrays."""
+    is_inside = threading.current_thread().name.startswith(THREAD) or not _is_cuda()
+    result, failure = _tried(work) if is_inside else _in_thread(work)
     if failure is not None:
         raise failure
     return result  # type: ignore[return-value]
@@ -162,9 +157,8 @@ def _tried(work: Callable[[], T]) -> tuple[T | None, OutOfMemory | None]:
     except (OutOfMemory, RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        failure = OutOfMemory(
-            str(error) or "std::bad_alloc", getattr(error, "ranks", ()), getattr(error, "needed_bytes", ())
-        )
+        known = getattr(error, "ranks", ()), getattr(error, "needed_bytes", ())
+        failure = OutOfMemory(str(error) or "std::bad_alloc", *known)
     release()
     return None, failure
 
@@ -181,20 +175,17 @@ def release() -> None:
 
 def in_pieces(rows: Sequence[T], work: Callable[[Sequence[T]], R], can_halve: bool = True) -> list[tuple[int, R]]:
     """The work's results for consecutive pieces of the rows, each with its first row's index; one piece, if that fits.
-    can_halve: False where other ranks run the same forward pass, and would not know of a failure. Raises OutOfMemory:
-    not even one row fits."""
+    can_halve: False where other ranks run the same forward pass, and would not know. Raises OutOfMemory: one row."""
     done: list[tuple[int, R]] = []
     start, size = 0, len(rows)
-    while start < len(rows):
-        piece = rows[start : start + size]
+    while piece := rows[start : start + size]:
         try:
             done.append((start, attempt(lambda piece=piece: work(piece))))  # type: ignore[misc]
+            start += len(piece)
         except OutOfMemory as error:
             if len(piece) == 1 or not can_halve:
                 raise OutOfMemory(f"{error}; that was a batch of {len(piece)}") from None
             size = (len(piece) + 1) // 2
-            continue
-        start += len(piece)
     return done
 
 

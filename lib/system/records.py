@@ -1,7 +1,5 @@
-"""The records of a run: one JSON object a line, one file a rank, flushed as they happen.
-
-All that a person sees of a run comes from them: the console and the trackers subscribe, the dashboard reads the files.
-"""
+"""The records of a run: one JSON object a line, one file a rank, flushed as they happen. All that a person sees of a
+run comes from them: the console and the trackers subscribe, the dashboard reads the files."""
 
 from __future__ import annotations
 
@@ -43,11 +41,10 @@ class Arithmetic(NamedTuple):
     def rates(self, tokens: float, computed_tokens: float, seconds: float) -> dict[str, float]:
         """Rates of real tokens, and of computed ones (with padding); of the measured rate the computed ones' share."""
         rates = {"computed_tokens_per_second": computed_tokens / seconds}
-        if self.flops_per_token:
-            rates["tflops"] = self.flops_per_token * tokens / seconds / 1e12
-            rates["computed_tflops"] = self.flops_per_token * computed_tokens / seconds / 1e12
-            if self.matrix_flops_per_second:
-                rates["matrix_rate_share"] = 1e12 * rates["computed_tflops"] / self.matrix_flops_per_second
+        for name, count in (("tflops", tokens), ("computed_tflops", computed_tokens)) if self.flops_per_token else ():
+            rates[name] = self.flops_per_token * count / seconds / 1e12
+        if self.flops_per_token and self.matrix_flops_per_second:
+            rates["matrix_rate_share"] = 1e12 * rates["computed_tflops"] / self.matrix_flops_per_second
         return rates
 
 
@@ -126,9 +123,8 @@ class PerformanceTracker:
 
     def totals(self) -> dict[str, object]:
         """What this rank did in all logged steps."""
-        totals = {"pairs": self.examples, "seconds": self.seconds, **self.parts, **self.arithmetic._asdict()}
-        peak = {"peak_memory_bytes": self.peak_memory_bytes}
-        return {"rank": self.rank, "host": self.host, **totals, **peak}
+        totals = {"rank": self.rank, "host": self.host, "pairs": self.examples, "seconds": self.seconds, **self.parts}
+        return {**totals, **self.arithmetic._asdict(), "peak_memory_bytes": self.peak_memory_bytes}
 
     def close(self) -> None:
         """Writes what was kept in memory and closes the log."""
@@ -229,10 +225,8 @@ def _record_of(line: bytes) -> Record | None:
 
 
 def rewind(path: Path, step: int) -> int:
-    """Cuts a log back to a checkpoint's step, so that it holds the history of the weights that training goes on with.
-    What is cut is added to `discarded/` beside it. Returns how many lines were cut."""
-    lines = path.read_bytes().splitlines(keepends=True)
-    kept = 0
+    """Cuts a log back to a checkpoint's step; what is cut goes to `discarded/` beside it. How many lines were cut."""
+    lines, kept = path.read_bytes().splitlines(keepends=True), 0
     for line in lines:
         entry = _record_of(line)
         if entry is None or not line.endswith(b"\n") or (entry.get("step") or 0) > step or entry["kind"] == "end":
@@ -248,15 +242,11 @@ def rewind(path: Path, step: int) -> int:
 
 
 def first_missed(path: Path, resumes: Sequence[Sequence[int]], ids: Sequence[str], index: int = 0) -> int:
-    """The last step of a log that belongs to the history which a resumed run goes on with.
+    """The last step of a log that belongs to the history which a resumed run goes on with: a host that was lost and is
+    back still has the steps that the others undid without it.
 
-    A host that was lost and is back still has the steps that the others undid without it. Two hosts that were lost in
-    turn each have steps of their own since the last step that they had in common; one history goes on.
-
-    Args:
-        resumes: one entry a resume: its step and, where ranks count their own steps, every rank's.
-        ids: of each resume, drawn when it happened.
-        index: of this log's steps in such an entry.
+    resumes: one entry a resume: its step and, where ranks count their own steps, every rank's. ids: of each resume.
+    index: of this log's steps in such an entry.
     """
     start = Record()
     for entry in read_records(path):
@@ -276,7 +266,7 @@ def dumps(value: Any, indent: int | None = None) -> str:
 
 
 def read_lines(path: Path) -> list[Any]:
-    """The values of a file with one a line. Text may hold what str.splitlines() takes for a line's end."""
+    """The values of a file with one a line."""
     with path.open("rb") as file:
         return [json.loads(line) for line in file]
 

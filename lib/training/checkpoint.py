@@ -162,8 +162,8 @@ def open_run(
                 more = "give a larger train.steps (train.epochs, rollouts.rounds), or start a new run"
                 raise UserError(f"a run of {resumed_steps} steps is below the {made} steps made; {more}")
         sweep(folder)
-        files.write_changed(folder / "plan.json", json.dumps(plan, indent=2) + "\n")
-        files.write_changed(folder / "config.yaml", settings_text)  # last: where it is, there is a run to resume
+        files.write_atomically(folder / "plan.json", json.dumps(plan, indent=2) + "\n")
+        files.write_atomically(folder / "config.yaml", settings_text)  # last: where it is, there is a run to resume
         on_failure.pop_all()
         return lock
 

@@ -220,10 +220,10 @@ class InStages(Lockstep):
             raise OutOfMemory("another rank's", (0,))
 
 
-def divided(model: nn.Module, division: Division | Blocks | None, world: World, wired: str | None = None) -> World:
+def divided(model: nn.Module, division: Division | Blocks | None, world: World, keeps_wired: bool = False) -> World:
     """Leaves every rank its part of a model, which may be loaded lazily; the world of ranks that share it; AgreedError.
 
-    division: of every block, or how many blocks each rank keeps. wired: metal.wired, on a Mac.
+    division: of every block, or how many blocks each rank keeps. keeps_wired: on a Mac, if it is large.
     """
     if isinstance(division, tuple):
         links = world.links if isinstance(world, PipelinedWorld) else links_of(world)
@@ -235,8 +235,8 @@ def divided(model: nn.Module, division: Division | Blocks | None, world: World, 
         with world.agreeing("dividing the model"):
             parts, partial = tensor_parallel.shard(model, division, world)
         world = sharded(world, division, parts, partial)
-    if wired is not None:
-        metal.keep_wired(wired, sum(array.nbytes for _, array in tree_flatten(model.parameters())))
+    if keeps_wired:
+        metal.keep_wired(sum(array.nbytes for _, array in tree_flatten(model.parameters())))
     return world
 
 

@@ -69,7 +69,7 @@ class TrainingRun:
         rates = plan.basis.matmul_gflops.get(host, ())[self.hosts[: world.rank].count(host) :]
         flops = (6 if config.model.method == "full" else 4) * get_total_parameters(self.model)
         self.tracker.arithmetic = Arithmetic(flops, 1e9 * (rates[0] if rates else gflops()))
-        self.writer = CheckpointWriter(False, config.checkpoint.every, config.checkpoint.seconds)
+        self.writer = CheckpointWriter(False, config.checkpoint.every)
         self.best_by = config.checkpoint.best_by or ("exact_match" if self.inputs.questions else "loss")
 
     def claim(self, resume: bool) -> None:
@@ -245,7 +245,7 @@ def open_run(
     """A run of a loaded model, which is divided where the plan says so; AgreedError where ranks have unlike models."""
     with world.agreeing("making the optimizer"):
         optimizer = make_optimizer(config.train)
-    world = divided_world.divided(model, plan.division or plan.blocks or None, world, config.metal.wired)
+    world = divided_world.divided(model, plan.division or plan.blocks or None, world, keeps_wired=True)
     layout = reference_model.layout(model, config.data, world)
     if layout.why_not:
         say.line(f"prompts run once for each completion: {layout.why_not}")
