@@ -56,10 +56,10 @@ def train(config: Config, world: World, resume: bool, dry_run: bool, measure: bo
     from lib.evaluate.evaluator import Evaluator
     from lib.report import console, run_report
     from lib.rollouts import rounds
-    from lib.training import inputs, reference_model, trial
-    from lib.training.loop import TrainingLoop
+    from lib.training import inputs, reference_model, run_facts
+    from lib.training.run import TrainingLoop
 
-    tried = trial.step_seconds(config, world, train) if measure else None
+    tried = run_facts.trial_step_seconds(config, world, train) if measure else None
     launched, say = time.perf_counter(), console.RunConsole(world.rank, tried)
     if not resume:
         config = config.model_copy(update={"model": inputs.with_compute_type(config.model, world, say.line)})
@@ -84,7 +84,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool, measure: bo
         if config.rollouts.rounds:
             loop = rounds.train(run, evaluator)
         else:
-            loop = TrainingLoop.over(run, references.data, evaluator)
+            loop = TrainingLoop(run, references.data, evaluator)
             if run.is_new:
                 loop.evaluate_before()
                 evaluator.show_before()

@@ -128,12 +128,7 @@ def test_each_merge_of_one_round_is_what_it_says(world: World, folder: Path, sha
 @pytest.mark.long("lora-*", ranks=3)
 @pytest.mark.long("lora-none-outer", "full-bf16-outer", "full-none-average", ranks=2)
 def test_ranks_leave_a_round_with_the_same_weights(
-    world: World,
-    folder: Path,
-    shares: str,
-    method: str,
-    compression: str,
-    merge: str,
+    world: World, folder: Path, shares: str, method: str, compression: str, merge: str
 ) -> None:
     words = [*settings(world, folder), "strategy=independent", shares, f"independent.merge={merge}"]
     words += [f"model.method={method}", f"sync.compression={compression}", "sync.topk_fraction=0.2"]
@@ -155,9 +150,7 @@ def test_ranks_leave_a_round_with_the_same_weights(
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.long
 def test_a_slow_rank_takes_less_and_every_pair_is_trained_once_after_a_full_disk_and_a_stop_too(
-    world: World,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take_step = step.Step.__call__
 
@@ -205,11 +198,7 @@ def test_a_slow_rank_takes_less_and_every_pair_is_trained_once_after_a_full_disk
 
 @pytest.mark.long(ranks=3)
 def test_a_run_goes_on_alone_from_a_rounds_end(
-    world: World,
-    folder: Path,
-    shares: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    world: World, folder: Path, shares: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The outer momentum is common to all ranks, so it goes on in a world of another size."""
     words = [*settings(world, folder, rows=40), "strategy=independent", "independent.pairs_per_round=16"]
@@ -285,10 +274,7 @@ def test_a_run_that_is_to_end_inside_a_round_merges_what_its_ranks_have(world: W
 
 @pytest.mark.long(ranks=3)
 def test_a_stacked_run_goes_on_at_its_rank(
-    world: World,
-    folder: Path,
-    shares: str,
-    capsys: pytest.CaptureFixture[str],
+    world: World, folder: Path, shares: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*settings(world, folder), "strategy=independent", "independent.merge=stack"]
     run = train(world, folder, [*words, shares, "train.epochs=1"], "run")
@@ -362,10 +348,7 @@ def test_what_compression_left_out_is_in_the_checkpoint(world: World, folder: Pa
 @pytest.mark.parametrize("words", [(), ("plan.replan=false",)], ids=["by speed", "as planned"])
 @pytest.mark.long(ranks=3)
 def test_what_one_rank_meets_ends_all(
-    world: World,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    words: tuple[str, ...],
+    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
     """A fault on the last rank, in the middle of a round: all leave at their next meeting, and say whose it is."""
     common = [*settings(world, folder, rows=200), "strategy=independent", *words]

@@ -14,11 +14,11 @@ from lib.training.losses import (
     LogProbs,
     log_odds,
     log_sigmoid,
+    objective,
     preference_losses,
     preference_metrics,
     sft_loss,
 )
-from lib.training.objective import objective
 from tests.rounding import roundoff
 from tests.tiny import ROOT
 

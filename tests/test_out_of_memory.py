@@ -19,8 +19,8 @@ from lib.plan.plan import ClusterPlan, plan_cluster
 from lib.plan.replan import Schedule
 from lib.system import out_of_memory
 from lib.system.out_of_memory import OutOfMemory
-from lib.training.loop import MicroBatchLimit
 from lib.training.optimizers import make_optimizer
+from lib.training.run import MicroBatchLimit
 from lib.training.step import Step
 from tests import tiny
 from tests.test_step import build
@@ -296,12 +296,7 @@ def test_down_to_one_pair_then_checkpointing_then_a_clear_end(
     ("strategy", "sizes"), [("synchronous", "[2,8]"), ("independent", "[2,8]"), ("sharded", "[16,16]")]
 )
 @pytest.mark.long("independent-*")
-def test_ranks_agree_on_what_one_of_them_met(
-    world: World,
-    folder: Path,
-    strategy: str,
-    sizes: str,
-) -> None:
+def test_ranks_agree_on_what_one_of_them_met(world: World, folder: Path, strategy: str, sizes: str) -> None:
     changes: dict[str, Any] = {**RUN, "train__steps": 4}
     words = [*settings(world, folder, **changes), f"strategy={strategy}", f"plan.micro_batch_sizes={sizes}"]
     words += ["plan.shares=[4,12]"]  # sharded: the larger part of the model

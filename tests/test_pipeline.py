@@ -32,13 +32,7 @@ from lib.training import pipelined_step
 from lib.training.divided_world import InStages, PipelinedWorld, pipelined
 from lib.training.step import MicroBatch, Step
 from tests import rounding, tiny
-from tests.test_shard import (
-    assert_answers_and_metrics_as_alone,
-    assert_ranks_leave_together,
-    build,
-    gathered,
-    train,
-)
+from tests.test_shard import assert_answers_and_metrics_as_alone, assert_ranks_leave_together, build, gathered, train
 from tests.tiny import difference, model_folder, steps_of
 
 mpi = pytest.mark.mpi(min_size=2)

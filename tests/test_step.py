@@ -102,11 +102,7 @@ def loss_of_logps(logps: np.ndarray, batch: list[Example], reference: np.ndarray
 
 
 def float64_loss(
-    parameters: dict[str, np.ndarray],
-    batch: list[Example],
-    reference: np.ndarray,
-    train: TrainSettings,
-    scale: float,
+    parameters: dict[str, np.ndarray], batch: list[Example], reference: np.ndarray, train: TrainSettings, scale: float
 ) -> float:
     return loss_of_logps(float64_logps(parameters, batch, scale), batch, reference, train)
 

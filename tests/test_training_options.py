@@ -23,7 +23,7 @@ from lib.model import load as models
 from lib.model.logps import completion_logps
 from lib.model.token_stream import arrays_of
 from lib.training import optimizers, reference_model
-from lib.training.objective import noisy
+from lib.training.losses import noisy
 from lib.training.optimizers import make_optimizer
 from tests import rounding, tiny
 from tests.test_step import build, examples, means_of, reference_logps, results_of, step_gradients

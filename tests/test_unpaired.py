@@ -20,8 +20,16 @@ from lib.data.streaming import StreamedDataset, open_training
 from lib.distributed.world import World
 from lib.evaluate.command import main as evaluate
 from lib.training import step
-from lib.training.losses import UNPAIRED_LOSSES, Labelled, kl_baseline, unpaired_losses
-from lib.training.objective import SUMS, baseline_of_step, means_of, objective
+from lib.training.losses import (
+    SUMS,
+    UNPAIRED_LOSSES,
+    Labelled,
+    baseline_of_step,
+    kl_baseline,
+    means_of,
+    objective,
+    unpaired_losses,
+)
 from lib.training.step import Step, StepRecord
 from tests import float64, rounding, tiny
 from tests.test_losses import close, derivative64, log_sigmoid64

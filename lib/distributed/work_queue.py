@@ -34,9 +34,8 @@ class Journal:
     """The finished items of an output, in OUT.partial: a line that says of what they are, then one line an item."""
 
     def __init__(self, out: Path, key: str, count: int):
-        """Opens the journal of an output, or begins it; a last line that was cut off is removed. key: says what the
-        output depends on (a digest of model, data and settings). count: of all items. Raises UserError: the output
-        exists, or the journal is of another key. Raises OSError: the disk is full or not writable."""
+        """Opens the journal of `count` items, or begins it; a last line that was cut off is removed. key: a digest of
+        model, data and settings. Raises UserError: the output exists, or the journal is of another key; OSError."""
         self.path = out.with_name(f"{out.name}.partial")
         self.offsets = [-1] * count  # of each item's line, in bytes; -1 while it is missing
         header = json.dumps({"key": key, "count": count}).encode() + b"\n"
@@ -105,7 +104,7 @@ class WorkQueue:
     """The queue as one rank uses it: `take` an item, do it, `finish` it. Its methods may be called from any thread."""
 
     def take(self) -> int | None:
-        """The next item; None when all are finished. Waits while other ranks do the last ones. Raises UserError: a rank
+        """The next item; None when all are finished. Waits while other ranks do the last ones; UserError where a rank
         failed, or rank 0 left."""
         while "is_waiting" in (answer := self._ask({"kind": "take"})):
             pass
@@ -136,13 +135,11 @@ class WorkQueue:
 
 class ServedQueue(WorkQueue):
     """Rank 0's queue, which serves other ranks over TCP. repeats: whether an idle rank repeats what others have not
-    finished; else `take` gives it None at once. report: called with the number of finished items and those of each
-    rank, after each item."""
+    finished; else `take` gives it None at once. report: takes the number of finished items, and those of each rank."""
 
-    def __init__(
-        self, journal: Journal, repeats: bool = True, report: Callable[[int, dict[int, int]], None] | None = None
-    ):
-        self.journal, self.repeats, self.report = journal, repeats, report
+    def __init__(self, journal: Journal, repeats: bool = True):
+        self.journal, self.repeats = journal, repeats
+        self.report: Callable[[int, dict[int, int]], None] = lambda done, by_rank: None
         self.fresh: deque[int] = deque(journal.missing)
         self.begun: dict[int, list[int]] = {}  # item ➜ ranks that work at it
         self.finished_by: dict[int, int] = {}
@@ -191,7 +188,16 @@ class ServedQueue(WorkQueue):
                 return self._take(rank, time.monotonic() + WAIT_SECONDS)
             is_wanted = request["kind"] != "fail" and self.journal.offsets[request["item"]] < 0
             if request["kind"] == "finish" and is_wanted:
-                self._finish(rank, request["item"], request["lines"])
+                item = request["item"]
+                try:
+                    self.journal.add(item, request["lines"])
+                except OSError as error:
+                    self.fault = f"{self.journal.path}: {error.strerror}; free some space, and start again"
+                self.begun.pop(item, None)
+                if item in self.fresh:
+                    self.fresh.remove(item)
+                self.finished_by[rank] = self.finished_by.get(rank, 0) + 1
+                self.report(len(self.journal.offsets) - len(self.journal.missing), dict(self.finished_by))
             elif request["kind"] == "fail":
                 self.fault = self.fault or request["reason"]
             self._changed.notify_all()
@@ -210,18 +216,6 @@ class ServedQueue(WorkQueue):
             if not self._changed.wait(deadline - time.monotonic()):
                 return {"is_waiting": True}
         return {"fault": self.fault}
-
-    def _finish(self, rank: int, item: int, lines: Lines) -> None:
-        try:
-            self.journal.add(item, lines)
-        except OSError as error:
-            self.fault = f"{self.journal.path}: {error.strerror}; free some space, and start again"
-        self.begun.pop(item, None)
-        if item in self.fresh:
-            self.fresh.remove(item)
-        self.finished_by[rank] = self.finished_by.get(rank, 0) + 1
-        if self.report is not None:
-            self.report(sum(offset >= 0 for offset in self.journal.offsets), dict(self.finished_by))
 
 
 class RemoteQueue(WorkQueue):
@@ -256,20 +250,16 @@ def open_queue(world: World, out: Path, key: str, count: int, repeats: bool = Tr
     """The queue of what an output lacks. All ranks call it; afterwards none waits for another in a collective. Raises
     AgreedError: the journal is of another key or cannot be written, or rank 0 is not reached."""
     served: ServedQueue | None = None
-    address: dict[str, Any] = {}
+    hosts, port, secret = list[str](), 0, run_key() or new_key()
     with world.agreeing(f"opening {out}"):
         if world.rank == 0:
             served = ServedQueue(Journal(out, key, count), repeats)
             if world.size > 1:
-                secret = run_key() or new_key()
-                address = {"hosts": own_addresses()[::-1], "port": served.listen("", secret)}
-                address |= {} if run_key() else {"key": secret.decode()}
-    address = json.loads(world.broadcast_text(json.dumps(address)))
+                hosts, port = own_addresses()[::-1], served.listen("", secret)
+    offered = "" if run_key() else secret.decode()
+    hosts, port, offered = json.loads(world.broadcast_text(json.dumps([hosts, port, offered])))
     with world.agreeing("reaching the work queue"):
-        if served is not None:
-            return served
-        secret = run_key() or str(address.get("key", "")).encode()
-        return RemoteQueue(address["hosts"], address["port"], secret, world.rank, world.timeout_seconds)
+        return served or RemoteQueue(hosts, port, run_key() or offered.encode(), world.rank, world.timeout_seconds)
 
 
 def work(queue: WorkQueue, do: Callable[[int], Lines | None]) -> None:

@@ -36,10 +36,6 @@ class Traffic:
     bytes_sent: int = 0
 
 
-def no_group() -> Any:
-    """Of a world of one."""
-
-
 def _added(values: list[mx.array]) -> mx.array:
     return sum(values, mx.array(0.0))
 
@@ -54,7 +50,7 @@ class World:
 
     rank: int = 0
     size: int = 1
-    group: Callable[[], Any] = field(default=no_group, compare=False)
+    group: Callable[[], Any] = field(default=lambda: None, compare=False)
     stream: Any = None
     timeout_seconds: float = 600.0
     backend: str = ""
@@ -165,7 +161,7 @@ class World:
             timer.cancel()
             timer.join()
 
-    # ---- Inside a graph: nothing is evaluated, and the graphs of all ranks have the same collectives in the same order
+    # Inside a graph nothing is evaluated, and the graphs of all ranks have the same collectives in the same order.
 
     def sum_forward(self, x: mx.array) -> mx.array:
         """The sum of all ranks' x, whose gradient is everyone's own: Megatron-LM's g (arXiv:1909.08053, section 3)."""
@@ -173,34 +169,15 @@ class World:
 
     def sum_backward(self, x: mx.array) -> mx.array:
         """x, whose gradient is summed over the ranks: Megatron-LM's f."""
-        if self.size == 1:
-            return x
-
-        @mx.custom_function
-        def pass_on(x: mx.array) -> mx.array:
-            return x
-
-        @pass_on.vjp
-        def pass_on_vjp(_: Any, cotangent: mx.array, __: Any) -> mx.array:
-            return self._sum_lazily(cotangent)
-
-        return pass_on(x)
+        return x if self.size == 1 else _with_gradient(lambda x: x, self._sum_lazily)(x)
 
     def agree_forward(self, x: mx.array) -> mx.array:
         """Rank 0's x, whose gradient is everyone's own: for what decides, and may differ by roundings."""
-        if self.size == 1:
-            return x
 
-        @mx.custom_function
-        def agreed(x: mx.array) -> mx.array:
-            # Zeros wait for x as well, so that all ranks sum in one order.
+        def agreed(x: mx.array) -> mx.array:  # zeros wait for x as well, so that all ranks sum in one order
             return self._sum_lazily(x if self.rank == 0 else mx.depends([mx.zeros_like(x)], [x])[0])
 
-        @agreed.vjp
-        def agreed_vjp(_: Any, cotangent: mx.array, __: Any) -> mx.array:
-            return cotangent
-
-        return agreed(x)
+        return x if self.size == 1 else _with_gradient(agreed, lambda cotangent: cotangent)(x)
 
     def _sum_lazily(self, x: mx.array) -> mx.array:
         self.traffic.bytes_sent += 2 * x.nbytes * (self.size - 1) // self.size
@@ -238,16 +215,6 @@ class World:
             remedy = "copy the same files and settings to every host"
             raise AgreedError(f"rank {', '.join(others)} has another {what} than rank 0; {remedy}")
 
-    def require_identical(self, what: str, digest: str) -> None:
-        """Raises Stopped where a rank has computed something else than rank 0, by digests."""
-        held = [text.partition(" ") for text in self.gather_text(f"{digest} {host_name()}", f"every rank's {what}")]
-        for rank, (theirs, _, host) in enumerate(held):
-            if theirs != held[0][0]:
-                raise Stopped(
-                    f"rank {rank} on {host} holds other {what} than rank 0; its memory or its link may be broken: "
-                    "go on from the last checkpoint without this host"
-                )
-
     @contextlib.contextmanager
     def agreeing(self, what: str) -> Iterator[None]:
         """Ends the block in the same way on all ranks: if one met a user's error, or cannot write, all raise it."""
@@ -260,11 +227,10 @@ class World:
             mine = shown(f"{what}: {error.filename or 'a file'}: {error.strerror or error}; fix that and start again")
         errors = self.gather_text(mine, f"the outcome of {what}")
         distinct = list(dict.fromkeys(error for error in errors if error))
-        if not distinct:
-            return
         if self.size > 1 and (len(distinct) > 1 or not all(errors)):
             distinct = [f"rank {errors.index(error)}: {error}" for error in distinct]
-        raise AgreedError("; ".join(distinct))
+        if distinct:
+            raise AgreedError("; ".join(distinct))
 
     # ---- What lib/training/divided_world.py does otherwise
 
@@ -292,25 +258,21 @@ class World:
         return x
 
     def part(self, name: str) -> Any:
-        """How an array is divided (lib/model/partition.py's Part or Holders): a parameter, or an optimizer's slot of it
-        (PARAMETER.SLOT). Here none is."""
+        """How a parameter, or an optimizer's slot of it (PARAMETER.SLOT), is divided: lib/model/partition.py's Part or
+        Holders. Here none is."""
         return None
 
     def whole(self, arrays: Mapping[str, mx.array]) -> Described:
-        """`described` of all that the ranks hold together: here this rank's own."""
-        return self.described(arrays)
+        """Shapes and dtypes of all that the ranks hold together, by sorted name: here of this rank's own."""
+        parts = {name: self.part(name) for name in arrays}
+        shapes = {name: part.shape(arrays[name].shape) if part else arrays[name].shape for name, part in parts.items()}
+        return {name: (tuple(shapes[name]), arrays[name].dtype) for name in sorted(arrays)}
 
     # ---- Whole arrays, for a file
 
     def replicated(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """Those that every rank holds whole."""
         return {name: array for name, array in arrays.items() if self.part(name) is None}
-
-    def described(self, arrays: Mapping[str, mx.array]) -> Described:
-        """Shapes and dtypes of the whole arrays, by sorted name."""
-        parts = {name: self.part(name) for name in arrays}
-        shapes = {name: part.shape(arrays[name].shape) if part else arrays[name].shape for name, part in parts.items()}
-        return {name: (tuple(shapes[name]), arrays[name].dtype) for name in sorted(arrays)}
 
     @contextlib.contextmanager
     def gathering(self, *trees: Any) -> Iterator[list[tuple[Described, Iterator[tuple[str, mx.array]]]]]:
@@ -348,7 +310,7 @@ class World:
 
     def scattered(self, whole: dict[str, mx.array]) -> Iterator[tuple[str, mx.array]]:
         """This rank's part of every array that rank 0 has whole, by name, some at a time; `whole` is emptied."""
-        described = self._described_by_rank_0(whole)
+        described = self.described_by(0, World.whole(self, whole))
         names = list(described)
         for bucket in buckets([math.prod(shape) * dtype.size for shape, dtype in described.values()]):
             mine = [whole.pop(names[i]) if self.rank == 0 else mx.zeros(*described[names[i]]) for i in bucket]
@@ -361,11 +323,12 @@ class World:
                     mx.eval(array)
                     yield names[i], array
 
-    def _described_by_rank_0(self, arrays: Mapping[str, mx.array]) -> Described:
-        """`described` as rank 0 knows it: it has some part of everything."""
-        mine = [(name, shape, str(dtype).rpartition(".")[2]) for name, (shape, dtype) in self.described(arrays).items()]
-        described = json.loads(self.broadcast_text(json.dumps(mine)))
-        return {name: (tuple(shape), getattr(mx, dtype)) for name, shape, dtype in described}
+    def described_by(self, last: int, own: Described) -> Described:
+        """What the ranks from 0 to `last` describe, together."""
+        mine = [(name, shape, str(dtype).rpartition(".")[2]) for name, (shape, dtype) in own.items()]
+        texts = self.gather_text(json.dumps(mine if self.rank <= last else []), "every rank's arrays")
+        every = [described for text in texts for described in json.loads(text)]
+        return {name: (tuple(shape), getattr(mx, dtype)) for name, shape, dtype in sorted(every)}
 
     def align(self, tree: Any) -> Any:
         """The tree with rank 0's arrays where ranks hold the same, which on unlike machines drifts by roundings."""
@@ -374,16 +337,23 @@ class World:
         return tree_unflatten(list((flat | dict(tree_flatten(self.broadcast(whole)))).items()))
 
 
+def _with_gradient(
+    forward: Callable[[mx.array], mx.array], backward: Callable[[mx.array], mx.array]
+) -> Callable[[mx.array], mx.array]:
+    function = mx.custom_function(forward)
+    function.vjp(lambda _, cotangent, __: backward(cotangent))
+    return function
+
+
 def start(launch: Launch, timeout_seconds: float = 600.0) -> World:
-    """Joins the world that the launcher described. Raises Stopped: the backend does not come up. Raises RuntimeError:
-    the world has another size than the launcher said."""
+    """Joins the world that the launcher described; Stopped where the backend does not come up."""
     heartbeat.start(launch.rank)
     if launch.backend == "jaccl":  # ends as Ctrl-C does: what RDMA holds is given back, not left to the kernel
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     if launch.size == 1:
         return World(timeout_seconds=timeout_seconds)
     stream = mx.gpu if launch.backend == "nccl" else mx.cpu
-    world = World(launch.rank, launch.size, no_group, stream, timeout_seconds, launch.backend or "")
+    world = World(launch.rank, launch.size, lambda: None, stream, timeout_seconds, launch.backend or "")
     with world.deadline(f"all {launch.size} ranks to join over {launch.backend}"):
         try:
             group = mx.distributed.init(strict=True, backend=launch.backend or "any")

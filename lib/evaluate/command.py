@@ -40,7 +40,7 @@ from lib.system.terminal import Terminal, metrics_text
 from lib.training import divided_world, losses
 from lib.training.checkpoint import find
 from lib.training.inputs import vocabulary, with_compute_type
-from lib.training.objective import Metrics
+from lib.training.losses import Metrics
 from lib.training.reference_model import dataset_logps
 
 
@@ -82,7 +82,7 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
     parts, world = parts_of_model(settings, world)
     shares, reference = [1] * world.workers.size, None
     if dataset is not None and settings.train.loss != "sft" and (out or losses.needs_reference(settings.train)):
-        model = divided_world.load_reference(settings, world)
+        model = divided_world.load_reference(settings.model, settings.train.seed, world)
         with say.counting("reference log-probabilities", len(dataset)) as progress:
             reference = dataset_logps(model, dataset, world, shares, settings, progress)
         del model  # two models need not lie in memory at once
@@ -145,7 +145,7 @@ def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None
     world = loaded.world if parts is not None else world.alone()
     reference, digests = loaded.start if kind == "rewards" else None, [stored.digest()]
     if kind == "rewards" and settings.model.reference != "initial":
-        reference = divided_world.load_reference(settings, world).eval()
+        reference = divided_world.load_reference(settings.model, settings.train.seed, world).eval()
         digests.append(load_module.reference_fingerprint(settings.model, settings.train.seed))
     key = score_file.key_of(kind, *digests, score_file.digest_of(records))
     ranks.require_equal("model, data or settings", key)

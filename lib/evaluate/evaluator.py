@@ -12,7 +12,7 @@ from lib.distributed.world import World
 from lib.evaluate import answers
 from lib.evaluate.held_out_metrics import metrics_of
 from lib.evaluate.judges import extract
-from lib.training.objective import Metrics
+from lib.training.losses import Metrics
 from lib.training.reference_model import dataset_logps
 from lib.training.run import TrainingRun
 

@@ -15,7 +15,7 @@ from lib.data.dataset import Dataset
 from lib.data.prompts import Prompts, Question
 from lib.system import files
 from lib.training import losses
-from lib.training.objective import SUMS, Metrics, baseline_of_rows, means_of, objective
+from lib.training.losses import SUMS, Metrics, baseline_of_rows, means_of, objective
 
 
 def digest_of(valid: Dataset | Prompts | None, questions: list[Question]) -> str:
@@ -60,7 +60,7 @@ def columns_by_row(
         losses.LogProbs(mx.array(logps[:, 0]), mx.array(logps[:, 1]), counts[:, 0], counts[:, 1])
         for logps in (policy, reference)
     )
-    chosen, rejected = losses.implicit_rewards(losses.terms_of(train.loss), of_policy, of_reference, train.beta)
+    chosen, rejected = losses.implicit_rewards(train.loss_terms, of_policy, of_reference, train.beta)
     return {
         "policy_chosen_logp": policy[:, 0],
         "policy_rejected_logp": policy[:, 1],

@@ -15,14 +15,14 @@ from lib.evaluate.sample import in_batches
 from lib.model.logps import completion_token_logps
 from lib.model.token_stream import arrays_of
 from lib.rollouts.pairs import Group
-from lib.training.group_losses import divergence
+from lib.training.losses import divergence
 from lib.training.run import TrainingRun
 
 
 def kl_of(run: TrainingRun, groups: Sequence[Group]) -> float | None:
     """KL(policy || reference) at the sampling temperature, in nats a token; None for a loss without a reference.
 
-    Estimated as GRPO does (lib/training/group_losses.py), over the first answer to each prompt. Ranks share the work,
+    Estimated as GRPO does (lib/training/losses.py), over the first answer to each prompt. Ranks share the work,
     and all have the same result.
     """
     reference = run.asked_reference

@@ -40,9 +40,8 @@ from lib.rollouts.pairs import Group, Pair, RoundFigures, figures_of, groups_of,
 from lib.system import files
 from lib.training.checkpoint import own_part_at, restore_learned
 from lib.training.local_sgd import LocalSGD
-from lib.training.loop import Batches, TrainingLoop
-from lib.training.objective import Metrics
-from lib.training.run import TrainingRun
+from lib.training.losses import Metrics
+from lib.training.run import Batches, TrainingLoop, TrainingRun
 
 ROUND = "round.json"
 TIMED = ("sampling", "waiting", "judging", "training", "round")
@@ -234,7 +233,7 @@ class Rounds:
             run.local_sgd = LocalSGD(run.config, run.world, run.plan, run.model, data.lengths, run.steps, first_step)
             run.local_sgd.resume(run.progress, kept)
             run.resumed = {}
-        self.loop.batches = Batches.prepare(run, None)
+        self.loop.batches = Batches(run, None)
         self.loop.learner.make = self.loop.batches.make
 
     def _judge(self, figures: RoundFigures, staleness: int, examples: list[dict[str, str]]) -> None:
@@ -322,7 +321,7 @@ def train(run: TrainingRun, evaluator: Evaluator) -> TrainingLoop:
         if inputs.held_out is not None and (is_other or rollouts.overlap):  # it may be asked while the first one scores
             judge_of_held_out = _judge_of(config, "evaluate", prompts, tokenizer)
         judges_beside = not (rollouts.judge or config.evaluate.judge or "").startswith(REWARD_MODEL)
-    loop = TrainingLoop.over(run, None, HeldOut(run, evaluator, judge_of_held_out))
+    loop = TrainingLoop(run, None, HeldOut(run, evaluator, judge_of_held_out))
     sampler = Sampler(run.model, tokenizer, rollouts, world=world)
     keeps_disk = run.lock is not None
     collector = Collector(config, run.folder, world, keeps_disk, sampler, prompts, judge, judges_beside, run.say)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import fcntl
-import functools
 import hashlib
 import json
 import math
@@ -38,7 +37,7 @@ from lib.errors import AgreedError, UserError
 from lib.model import adapter_files
 from lib.system import files
 from lib.system.records import PerformanceTracker, first_missed, rewind
-from lib.training.objective import Metrics
+from lib.training.losses import Metrics
 
 OPTIMIZER = "optimizer.safetensors"
 REFERENCE = "reference.safetensors"  # of a reference that follows the policy
@@ -50,10 +49,7 @@ PAUSE_PART = 0.05  # of the time that writing checkpoints may hold up training
 PIECE_BYTES = 2**22  # of a checkpoint that travels to rank 0's disk
 # What a run writes before its config.yaml, and what macOS and NFS leave in any folder.
 BEFORE_A_RUN = re.compile(r"\.lock|plan\.json|logs|.*\.unfinished|\.disk-.*|\.DS_Store|\._.*|\.nfs.*")
-UNFINISHED = (
-    *(".disk-*", "*.unfinished", "logs/**/*.unfinished", "rounds/*/*.unfinished"),
-    "checkpoints/**/.unfinished-*",
-)
+UNFINISHED = ".disk-*", "*.unfinished", "logs/**/*.unfinished", "rounds/*/*.unfinished", "checkpoints/**/.unfinished-*"
 
 RankArrays = dict[str, Arrays]  # of one rank: arrays by name, by kind
 
@@ -85,11 +81,9 @@ class Progress:
     parts: list[str] = field(default_factory=list)  # the hash of every rank's file in ranks/; "" for none
 
     def rate_position(self, index: int) -> tuple[float, int]:
-        """Where in the learning rate's schedule a global step is, from 0, and how many steps the schedule has.
-
-        A run that is resumed with more or fewer steps goes on from the rate that it had: the rest of the schedule is
-        stretched over the steps that are left, and one that had ended keeps its last rate.
-        """
+        """Where in the learning rate's schedule a global step is, from 0, and how many steps the schedule has. A run
+        that is resumed with more or fewer steps goes on from the rate that it had: the rest of the schedule is
+        stretched over the steps that are left, and one that had ended keeps its last rate."""
         since, position, length, steps = self.rate
         left = (length - 1 - position) / max(1, steps - 1 - since)
         return position + (index - since) * max(0.0, left), int(length)
@@ -139,10 +133,18 @@ class Progress:
 def open_run(
     folder: Path, settings_text: str, plan: Mapping[str, object], resumed_steps: int | None, world: World
 ) -> IO[str] | None:
-    """The run folder's lock, of its only owner on this disk, who writes its plan; None on other ranks; AgreedError."""
-    is_keeper = keeps_disk(folder, world)
+    """The run folder's lock, of its only owner on this disk, who writes its plan; None on other ranks; AgreedError. The
+    owner is the first of the ranks that see each other's files in the folder."""
+    token = world.broadcast_text(os.urandom(8).hex())
+    mine = folder / f".disk-{token}-{world.rank:04d}"
+    with world.agreeing(f"opening {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        mine.touch()
+    first = min(folder.glob(f".disk-{token}-*"), default=mine)  # none: the folder's owner has swept it
+    world.gather_text("seen", "every rank's look at its disk")
+    mine.unlink(missing_ok=True)
     with world.agreeing(f"opening {folder}"), contextlib.ExitStack() as on_failure:
-        if not is_keeper:
+        if first != mine:
             return None
         lock = on_failure.enter_context((folder / ".lock").open("a+", encoding="utf-8"))
         try:
@@ -168,26 +170,12 @@ def open_run(
         return lock
 
 
-def keeps_disk(folder: Path, world: World) -> bool:
-    """Whether this rank is the first of those that share its disk; AgreedError where the folder cannot be written."""
-    token = world.broadcast_text(os.urandom(8).hex())
-    mine = folder / f".disk-{token}-{world.rank:04d}"
-    with world.agreeing(f"opening {folder}"):
-        folder.mkdir(parents=True, exist_ok=True)
-        mine.touch()
-    first = min(folder.glob(f".disk-{token}-*"), default=mine)  # none: the folder's owner has swept it
-    world.gather_text("seen", "every rank's look at its disk")
-    mine.unlink(missing_ok=True)
-    return first == mine
-
-
 def require_free(folder: Path) -> None:
     """Makes sure that a new run writes over no run and no files of another kind; else UserError."""
     if (folder / "config.yaml").exists():
         remedy = f"go on with it by --resume {folder}, or give another run.name"
         raise UserError(f"run folder {folder} already holds a run; {remedy}")
-    strangers = sorted(path.name for path in folder.iterdir() if not BEFORE_A_RUN.fullmatch(path.name))
-    if strangers:
+    if strangers := sorted(path.name for path in folder.iterdir() if not BEFORE_A_RUN.fullmatch(path.name)):
         raise UserError(f"run folder {folder} exists and is not a run: it holds {strangers[0]}; give another run.name")
 
 
@@ -258,16 +246,14 @@ class Snapshot:
     optimizer: optim.Optimizer
     settings: ModelSettings
     texts: Mapping[str, str]
-    common: Mapping[str, Arrays] = field(default_factory=dict)
-    own: RankArrays | None = None
+    common: Mapping[str, Arrays]
+    own: RankArrays | None
 
 
 def save(folder: Path, snapshot: Snapshot, world: World, writer: CheckpointWriter, keep: int, is_last: bool) -> str:
-    """One checkpoint of all ranks, on every disk; returns why there is none now, the same on all ranks.
-
-    Training waits for the last one, for ranks' own files and for large ones; others are written meanwhile. Raises
-    AgreedError: the last one cannot be written; no run ends for want of another.
-    """
+    """One checkpoint of all ranks, on every disk; returns why there is none now, the same on all ranks. Training waits
+    for the last one, for ranks' own files and for large ones; others are written meanwhile. Raises AgreedError: the
+    last one cannot be written; no run ends for want of another."""
     began, progress, own = time.perf_counter(), snapshot.progress, snapshot.own
     what = f"the checkpoint of step {progress.step} (earlier ones are whole: --resume {folder})"
     folder, writer.unsaved_seconds = folder / "checkpoints", 0.0
@@ -302,11 +288,8 @@ def _save_here(
         names = (adapter_files.ADAPTER_WEIGHTS, OPTIMIZER, *snapshot.common)
         arrays: dict[str, tuple[Described, adapter_files.Arrays]] = dict(zip(names, wholes, strict=True))
         adapter_config = adapter_files.adapter_config(snapshot.settings, wholes[0][0], len(model.layers))
-        texts = {
-            **snapshot.texts,
-            adapter_files.ADAPTER_CONFIG: json.dumps(adapter_config, indent=2) + "\n",
-            STATE: json.dumps(asdict(progress), indent=2) + "\n",
-        }
+        objects = {adapter_files.ADAPTER_CONFIG: adapter_config, STATE: asdict(progress)}
+        texts = {**snapshot.texts, **{name: json.dumps(each, indent=2) + "\n" for name, each in objects.items()}}
         if beside:  # out of MLX, whose arrays are this thread's
             arrays = {file: (described, adapter_files.raw(dict(each))) for file, (described, each) in arrays.items()}
 
@@ -364,10 +347,9 @@ def prune(folder: Path, keep: int, best_step: int | None) -> None:
         for path in saved[keep:]:
             if step_of(path) != best_step and path != newest_whole:
                 discard(path)
-    kept = set(map(step_of, checkpoints_in(folder)))
+    kept = {path.name for path in checkpoints_in(folder)}
     for path in (folder / "ranks").glob("step-*-rank-*.safetensors"):
-        named = re.fullmatch(r"step-([0-9]+)-rank-[0-9]+", path.stem)  # a copy's name has more behind it
-        if named and int(named[1]) not in kept:
+        if path.name.partition("-rank-")[0] not in kept:
             path.unlink(missing_ok=True)
 
 
@@ -396,9 +378,6 @@ def part_of(folder: Path, step: int, rank: int) -> Path:
     return folder / "ranks" / f"step-{step:08d}-rank-{rank:03d}.safetensors"
 
 
-# ---- Replicas: finite, and the same on all ranks ---------------------------------------------------------------------
-
-
 def are_finite(world: World, model: nn.Module, optimizer: optim.Optimizer) -> bool:
     """Whether no rank has NaN or infinities in its trained weights or its optimizer's state; all ranks ask together."""
     held = [*adapter_files.trainable(model).values(), *flat_state(optimizer).values()]
@@ -411,23 +390,17 @@ def share_weights(
     world: World, model: nn.Module, optimizer: optim.Optimizer, moving: Arrays
 ) -> tuple[list[int], Arrays]:
     """Gives every rank rank 0's replicated arrays, which drift by roundings; returns who differed, and `moving`.
-
-    Nothing travels where no bit differs. Raises Stopped: a rank does not hold the same afterwards.
-    """
+    Nothing travels where no bit differs."""
     if world.size == 1:
         return [], moving
-
-    def digests() -> str:
-        held = [{**adapter_files.trainable(model), **flat_state(optimizer)}, moving]
-        return ",".join(adapter_files.digest(world.replicated(arrays)) for arrays in held)
-
-    held = world.gather_text(digests(), "every rank's weights")
-    others = [rank for rank, digest in enumerate(held) if digest != held[0]]
+    held = [{**adapter_files.trainable(model), **flat_state(optimizer)}, moving]
+    digest = ",".join(adapter_files.digest(world.replicated(arrays)) for arrays in held)
+    digests = world.gather_text(digest, "every rank's weights")
+    others = [rank for rank, theirs in enumerate(digests) if theirs != digests[0]]
     if others:
         moving = dict(tree_flatten(world.align(tree_unflatten(list(moving.items()))))) if moving else moving
         model.update(world.align(model.trainable_parameters()))
         optimizer.state = world.align(optimizer.state)
-        world.require_identical("weights", digests())
     return others, moving
 
 
@@ -484,18 +457,13 @@ def find(run: Path, which: str) -> Path:
 def read_progress(path: Path) -> Progress:
     """How far a checkpoint is, by its state.json; UserError where that is not what a run writes."""
     try:
-        progress = _progress_type().validate_json(read_file.read_text(path / STATE, "checkpoint"))
+        progress = TypeAdapter(Progress).validate_json(read_file.read_text(path / STATE, "checkpoint"))
     except ValidationError as error:
         fault = error.errors()[0]
         raise UserError(f"{STATE}: {'.'.join(map(str, fault['loc']))}: {fault['msg']}") from None
     if progress.step != step_of(path):
         raise UserError(f"{STATE} is of step {progress.step}")
     return progress
-
-
-@functools.cache
-def _progress_type() -> TypeAdapter[Progress]:
-    return TypeAdapter(Progress)
 
 
 def fault_of(path: Path) -> str | None:
@@ -526,25 +494,20 @@ def is_finished(folder: Path, steps: int, world: World) -> bool:
 
 
 def choose(folder: Path, world: World, is_keeper: bool) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that these ranks can go on from, on rank 0's disk, None for none; and warnings.
-
-    Without every rank's file in ranks/ only a checkpoint at which the ranks had the same weights will do. Where another
-    disk has a newer one, as of a host that went on while rank 0's was away, it is copied first.
-    """
+    """The newest checkpoint that these ranks can go on from, on rank 0's disk, None for none; and warnings. Without
+    every rank's file in ranks/ only a checkpoint at which the ranks had the same weights will do. Where another disk
+    has a newer one, as of a host that went on while rank 0's was away, it is copied first."""
     _fetch_newest(folder, world, is_keeper)
-    candidates, warnings = checkpoints_in(folder) if world.rank == 0 else [], list[str]()
-    while True:
-        offer: Any = None
-        while candidates and offer is None:
-            path = candidates.pop(0)
-            if (fault := fault_of(path)) is None:
-                offer = [str(path), read_progress(path).parts, inside_a_round(path)]
-            else:
-                warnings.append(f"checkpoint {path} is damaged ({fault}); the one before it is taken")
-        offer = json.loads(world.broadcast_text(json.dumps(offer)))
-        if offer is None:
-            return None, warnings
-        path, parts, is_inside = Path(offer[0]), offer[1], offer[2]
+    warnings, offers = [], []
+    for path in checkpoints_in(folder) if world.rank == 0 else ():
+        if (fault := fault_of(path)) is not None:
+            warnings.append(f"checkpoint {path} is damaged ({fault}); an earlier one is taken")
+        else:
+            offers.append([str(path), read_progress(path).parts, inside_a_round(path)])
+        if offers and not offers[-1][2]:
+            break
+    for name, parts, is_inside in json.loads(world.broadcast_text(json.dumps(offers))):
+        path = Path(name)
         if not (any(parts) or is_inside) or not (missing := _ranks_without_part(path, parts, world)):
             return path, warnings
         is_same_size = len(parts) == world.size
@@ -553,6 +516,7 @@ def choose(folder: Path, world: World, is_keeper: bool) -> tuple[Path | None, li
             lost = "all ranks go on from rank 0's optimizer state, and what compression had left out so far is lost"
             return path, [*warnings, f"{path}: no part of {why}; {lost}"]
         warnings.append(f"{path} is inside a round, and has no part of {why}; one at a round's end is taken")
+    return None, warnings
 
 
 def _ranks_without_part(path: Path, parts: Sequence[str], world: World) -> list[str]:
@@ -661,8 +625,7 @@ def common_at(path: Path | None, name: str, world: World, wanted: Described | No
 def own_part_at(path: Path, world: World) -> RankArrays:
     """What this rank alone had at a checkpoint, unless a rank has lost its part; and the merges' momentum."""
     own: RankArrays = {}
-    with world.agreeing("going back to a checkpoint"):
-        offered = read_progress(path).parts if world.rank == 0 else []
+    offered = read_progress(path).parts if world.rank == 0 else []
     if not _ranks_without_part(path, json.loads(world.broadcast_text(json.dumps(offered))), world):
         with world.agreeing("reading every rank's part of a checkpoint"):
             own = load_part(part_of(path.parent, step_of(path), world.rank))

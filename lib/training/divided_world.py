@@ -7,7 +7,6 @@ blocks (lib/model/pipeline_stage.py). `divided` leaves each rank its part, and g
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -17,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from lib.config.settings import Config
+from lib.config.settings import ModelSettings
 from lib.data import tokenizer
 from lib.distributed import heartbeat
 from lib.distributed.links import Links, links_of
@@ -29,15 +28,18 @@ from lib.system import metal
 from lib.system.out_of_memory import OutOfMemory
 
 Blocks = tuple[int, ...]  # consecutive blocks of each rank
+SHARED = "what the first and the last rank hold"
+
+
+def _unflattened(arrays: Mapping[str, mx.array]) -> Any:
+    return tree_unflatten(list(arrays.items())) or {}  # of a rank that trains nothing; else a list
 
 
 @dataclass(frozen=True)
 class ShardedWorld(World):
-    """Ranks that hold parts of every block: every batch goes through all of them.
-
-    parts: how parameters are divided, by name; the others are whole on every rank. partial: parameters that every rank
-    holds whole, but of whose gradient it makes a part.
-    """
+    """Ranks that hold parts of every block: every batch goes through all of them. parts: how parameters are divided, by
+    name; the others are whole on every rank. partial: parameters that every rank holds whole, but of whose gradient it
+    makes a part."""
 
     division: Division | None = None
     parts: Mapping[str, Part] = field(default_factory=dict)
@@ -45,22 +47,26 @@ class ShardedWorld(World):
 
     @property
     def workers(self) -> World:
-        """All ranks as one."""
         return Lockstep(timeout_seconds=self.timeout_seconds, backend=self.backend, traffic=self.traffic, ranks=self)
 
     def whole(self, arrays: Mapping[str, mx.array]) -> Described:
-        return self._described_by_rank_0(arrays)
+        return self.described_by(0, super().whole(arrays))  # rank 0 has some part of everything
 
     def part(self, name: str) -> Part | None:
         return self.parts.get(name) or self.parts.get(name.rpartition(".")[0])
+
+
+def _with(world: World, kind: Any, **others: Any) -> Any:
+    """The world as another kind."""
+    return kind(**{of_world.name: getattr(world, of_world.name) for of_world in fields(World)}, **others)
 
 
 def sharded(
     world: World, division: Division, parts: Mapping[str, Part] | None = None, partial: Iterable[str] = ()
 ) -> ShardedWorld:
     """The world, once its ranks hold parts of a model."""
-    same = {of_world.name: getattr(world, of_world.name) for of_world in fields(World)}
-    return ShardedWorld(**same, division=division, parts=parts or {}, partial=frozenset(partial))
+    made: ShardedWorld = _with(world, ShardedWorld, division=division, parts=parts or {}, partial=frozenset(partial))
+    return made
 
 
 @dataclass(frozen=True)
@@ -86,11 +92,8 @@ class Lockstep(World):
         once = {name: value for name, value in values.items() if name in parts or self.ranks.rank == 0}
         return self.ranks.all_sum(super().sum_of_all(once), "the gradient's norm")
 
-    def together(self, what: str, passes: int = 1) -> contextlib.AbstractContextManager[None]:
-        return self._synchronised(what, passes)
-
     @contextlib.contextmanager
-    def _synchronised(self, what: str, passes: int) -> Iterator[None]:
+    def together(self, what: str, passes: int = 1) -> Iterator[None]:
         """Ranks synchronise on the CPU: no GPU waits inside a pass. Raises OutOfMemory: a rank gave up instead."""
         if self.ranks.all_sum(mx.array(0.0), what).item():
             raise OutOfMemory("another rank's", (0,))
@@ -104,10 +107,8 @@ class Lockstep(World):
 
 @dataclass(frozen=True)
 class PipelinedWorld(World):
-    """Ranks that hold consecutive blocks of one model: batches go through one by one.
-
-    holders: of every parameter of the whole model, the ranks that hold it.
-    """
+    """Ranks that hold consecutive blocks of one model: batches go through one by one. holders: of every parameter of
+    the whole model, the ranks that hold it."""
 
     links: Links = field(default_factory=lambda: Links(World()))
     blocks: tuple[int, ...] = ()
@@ -115,7 +116,6 @@ class PipelinedWorld(World):
 
     @property
     def workers(self) -> World:
-        """All ranks as one."""
         return InStages(timeout_seconds=self.timeout_seconds, backend=self.backend, traffic=self.traffic, ranks=self)
 
     @property
@@ -135,20 +135,13 @@ class PipelinedWorld(World):
         """The last rank's array, on every rank, bit for bit where numbers are finite."""
         return self.all_sum(array if self.rank == self.last else mx.zeros_like(array), what)
 
-    # ---- Whole arrays, for a file
-
     def part(self, name: str) -> Holders | None:
         """Of what belongs to one rank, or to the first and the last."""
         ranks = self.holders.get(name) or self.holders.get(name.rpartition(".")[0])
         return None if ranks is None or len(ranks) == self.size > 2 else Holders(ranks)
 
     def whole(self, arrays: Mapping[str, mx.array]) -> Described:
-        mine = [(name, list(a.shape), str(a.dtype).rpartition(".")[2]) for name, a in arrays.items()]
-        texts = self.gather_long_text(json.dumps(mine), "every rank's arrays")
-        all_ranks = {
-            name: (tuple(shape), getattr(mx, dtype)) for text in texts for name, shape, dtype in json.loads(text)
-        }
-        return dict(sorted(all_ranks.items()))
+        return self.described_by(self.last, super().whole(arrays))
 
     def align(self, tree: Any) -> Any:
         """The tree with rank 0's arrays on the last rank, where both hold the same."""
@@ -158,12 +151,10 @@ class PipelinedWorld(World):
             if part is None or len(part.ranks) == 1:
                 continue
             if self.rank == 0:
-                self.links.send(flat[name], self.last, "what the first and the last rank hold")
+                self.links.send(flat[name], self.last, SHARED)
             else:
-                flat[name] = self.links.receive(
-                    flat[name].shape, flat[name].dtype, 0, "what the first and the last rank hold"
-                )
-        return tree_unflatten(list(flat.items())) or {}  # of a rank that trains nothing; else a list
+                flat[name] = self.links.receive(flat[name].shape, flat[name].dtype, 0, SHARED)
+        return _unflattened(flat)
 
     def _within(self, name: str, own: Mapping[str, mx.array], shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
         part = self.part(name)
@@ -175,9 +166,9 @@ def pipelined(
     world: World, blocks: Sequence[int], stage: Stage | None = None, links: Links | None = None
 ) -> PipelinedWorld:
     """The world, once its ranks hold their blocks of a model."""
-    same = {of_world.name: getattr(world, of_world.name) for of_world in fields(World)}
-    holders = stage.holders if stage else {}
-    return PipelinedWorld(**same, links=links or links_of(world), blocks=tuple(blocks), holders=holders)
+    holders, links = stage.holders if stage else {}, links or links_of(world)
+    made: PipelinedWorld = _with(world, PipelinedWorld, links=links, blocks=tuple(blocks), holders=holders)
+    return made
 
 
 @dataclass(frozen=True)
@@ -199,7 +190,7 @@ class InStages(Lockstep):
                 other = next(rank for rank in part.ranks if rank != self.ranks.rank)
                 theirs = self.ranks.links.exchange(flat[name], other, what)
                 flat[name] = flat[name] + theirs  # the same bits on both: addition commutes
-        return tree_unflatten(list(flat.items())) or {}, self.ranks.from_last(sums, "the sums of a step")
+        return _unflattened(flat), self.ranks.from_last(sums, "the sums of a step")
 
     def sum_of_all(self, values: Mapping[str, mx.array]) -> mx.array:
         parts = {name: self.ranks.part(name) for name in values}  # None: every rank holds it
@@ -222,9 +213,7 @@ class InStages(Lockstep):
 
 def divided(model: nn.Module, division: Division | Blocks | None, world: World, keeps_wired: bool = False) -> World:
     """Leaves every rank its part of a model, which may be loaded lazily; the world of ranks that share it; AgreedError.
-
-    division: of every block, or how many blocks each rank keeps. keeps_wired: on a Mac, if it is large.
-    """
+    division: of every block, or how many blocks each rank keeps. keeps_wired: on a Mac, if it is large."""
     if isinstance(division, tuple):
         links = world.links if isinstance(world, PipelinedWorld) else links_of(world)
         with world.agreeing("cutting the model"):
@@ -240,22 +229,20 @@ def divided(model: nn.Module, division: Division | Blocks | None, world: World, 
     return world
 
 
-def load_reference(settings: Config, world: World) -> nn.Module:
+def load_reference(settings: ModelSettings, seed: int, world: World) -> nn.Module:
     """The reference model; in parts, where the policy is; AgreedError where it cannot be, or ranks have unlike ones."""
     if world.size > 1:
-        world.require_equal("reference model", load.reference_fingerprint(settings.model, settings.train.seed))
+        world.require_equal("reference model", load.reference_fingerprint(settings, seed))
     weights = world.division.weights if isinstance(world, ShardedWorld) and world.division else None
-    if isinstance(world, PipelinedWorld):
-        with world.agreeing("loading the reference"):
-            model = load.load_reference(settings.model, settings.train.seed, lazy=True)
-            count = len(model.layers)
-            blocks = world.blocks if count == sum(world.blocks) else apportion(count, world.blocks, what="blocks")
-            pipeline_stage.cut(model, blocks, world.rank, world.links)
-        return model
+    division: Division | Blocks | None = None
     with world.agreeing("loading the reference"):
-        model = load.load_reference(settings.model, settings.train.seed, lazy=weights is not None)
-        stored = tokenizer.stored_config(load.reference_settings(settings.model))
-        shape = model_shape_of(stored, settings.model.dtype) if weights else None
-        division = divide(shape, weights, settings.model.shard_vocabulary) if shape and weights else None
+        model = load.load_reference(settings, seed, lazy=weights is not None or isinstance(world, PipelinedWorld))
+        if isinstance(world, PipelinedWorld):
+            count = len(model.layers)
+            division = world.blocks if count == sum(world.blocks) else apportion(count, world.blocks, what="blocks")
+        elif weights is not None:
+            stored = tokenizer.stored_config(load.reference_settings(settings))
+            shape = model_shape_of(stored, settings.dtype)
+            division = divide(shape, weights, settings.shard_vocabulary) if shape else None
     divided(model, division, world)
     return model

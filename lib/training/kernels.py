@@ -37,7 +37,7 @@ from lib.model.quantised import device
 from lib.model.token_stream import Replaced, arrays_of, hidden_states, length_multiple, scored_states
 from lib.system import model_folder
 from lib.training import losses
-from lib.training.objective import figures_of, loss_and_sums
+from lib.training.losses import figures_of, loss_and_sums
 from lib.training.optimizers import make_optimizer
 from lib.training.step import Step, arrays_beside, is_compiled
 
@@ -61,54 +61,45 @@ NOT_IN_KERNELS = {
 def compiled(
     config: Config, data: object, world: World, hosts: Sequence[str], tell: Callable[[str], None]
 ) -> Iterator[None]:
-    """Compiles what a step on this host's GPU needs while the block runs, if no run did that here.
-
-    data: whose first rows have the form of all; nothing is compiled where they are not known. The first rank of each of
-    `hosts` compiles.
+    """Compiles what a step on this host's GPU needs while the block runs, if no run did that here. data: whose first
+    rows have the form of all; nothing is compiled where they are not known. The first rank of each of `hosts` compiles.
     """
     is_first = hosts.index(hosts[world.rank]) == world.rank
     folder = Path(os.environ.get("MLX_PTX_CACHE_DIR", Path(tempfile.gettempdir(), "mlx", mx.__version__, "ptx")))
     if not (device() == "cuda" and is_first and is_compiled(config.train, world) and isinstance(data, Dataset)):
         yield
         return
-    done = folder / f"tandem-{_digest(config.model, config.train)}"
-    with contextlib.ExitStack() as processes:
-        parts: list[tuple[Path, subprocess.Popen[bytes]]] = []
+    done, parts = folder / f"tandem-{_digest(config.model, config.train)}", dict[Path, subprocess.Popen[bytes]]()
+    with contextlib.ExitStack() as ending:
         try:
             if not done.exists():
                 tell("compiling CUDA kernels: about a minute, once for this machine, kind of model and loss")
                 path = str(model_folder.resolve(config.model.path, config.model.revision).resolve())
                 model = config.model.model_copy(update={"path": path, "revision": None})  # found from anywhere
                 rows = data.examples(range(min(2, len(data))))
-                work = pickle.dumps((config.model_copy(update={"model": model}), rows))
-                parts = [processes.enter_context(part_process(name, folder, work)) for name in PARTS]
+                folder.mkdir(parents=True, exist_ok=True)
+                made = Path(ending.enter_context(tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True)))
+                (made / "work").write_bytes(pickle.dumps((config.model_copy(update={"model": model}), rows)))
+                for name in PARTS:
+                    (made / name).mkdir()
+                    words, silent = [sys.executable, "-c", START, name], subprocess.DEVNULL
+                    environment = os.environ | {"MLX_PTX_CACHE_DIR": str(made / name)}
+                    with (made / "work").open("rb") as work:  # not a pipe: rows may be long, and a full pipe waits
+                        process = subprocess.Popen(
+                            words, stdin=work, stdout=silent, stderr=silent, cwd=ROOT, env=environment
+                        )
+                    ending.callback(process.wait)
+                    ending.callback(process.kill)
+                    parts[made / name] = process
         except OSError as error:
             tell(f"CUDA kernels are compiled in the first step: {error}; set MLX_PTX_CACHE_DIR to a folder of yours")
         yield
         until = time.monotonic() + LIMIT_SECONDS
         with contextlib.suppress(OSError):
-            for part in parts:
-                publish(*part, folder, until)
+            for of_part, process in parts.items():
+                publish(of_part, process, folder, until)
             if parts:
                 done.touch()
-
-
-@contextlib.contextmanager
-def part_process(name: str, folder: Path, work: bytes) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
-    """A process that compiles one of PARTS into a folder of its own, until the block ends. work: its input."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as own:
-        with tempfile.TemporaryFile() as file:  # not a pipe: rows may be long, and a full pipe waits for its reader
-            file.write(work)
-            file.seek(0)
-            silent, environment = subprocess.DEVNULL, os.environ | {"MLX_PTX_CACHE_DIR": own}
-            words = [sys.executable, "-c", START, name]
-            process = subprocess.Popen(words, stdin=file, stdout=silent, stderr=silent, cwd=ROOT, env=environment)
-        try:
-            yield Path(own), process
-        finally:
-            process.kill()
-            process.wait()
 
 
 def publish(own: Path, process: subprocess.Popen[bytes], folder: Path, until: float) -> None:
@@ -129,8 +120,7 @@ def _digest(model: ModelSettings, train: TrainSettings) -> str:
     stored = _stored(model)
     kind = [mx.__version__, stored.get("model_type"), stored.get("quantization")]
     names = ("dtype", "method", "gradient_checkpointing", "scale", "dropout", "attention_window")
-    kind += [getattr(model, name) for name in names]
-    kind.append(train.model_dump(mode="json", exclude=NOT_IN_KERNELS))
+    kind += [*(getattr(model, name) for name in names), train.model_dump(mode="json", exclude=NOT_IN_KERNELS)]
     return hashlib.sha256(json.dumps(kind, default=str).encode()).hexdigest()[:16]
 
 
@@ -138,9 +128,6 @@ def _stored(model: ModelSettings) -> dict[str, Any]:
     file = model_folder.resolve(model.path, model.revision) / "config.json"
     stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return stored
-
-
-# ---- One process
 
 
 def small_model(settings: ModelSettings, seed: int) -> nn.Module:
@@ -233,9 +220,9 @@ def compile_part(part: str, config: Config, examples: Sequence[Example]) -> None
     known: list[Example] = []
     for i, row in enumerate(examples):
         times = len(examples) * RAGGED if i == len(examples) - 1 else 1
-        arrays: dict[str, Any] = {name: getattr(row, name) for name in ("completions", "learnt", "sampling_logps")}
+        of_row = {name: getattr(row, name) for name in ("completions", "learnt", "sampling_logps")}
         longer: dict[str, Any] = {
-            name: tuple(array.repeat(times) for array in of_row) for name, of_row in arrays.items() if of_row
+            n: tuple(one.repeat(times) for one in arrays) for n, arrays in of_row.items() if arrays
         }
         longer["completions"] = tuple(ids % VOCABULARY for ids in longer["completions"])
         known.append(dataclasses.replace(row, prompt_ids=row.prompt_ids % VOCABULARY, **longer))

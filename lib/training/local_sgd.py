@@ -1,10 +1,9 @@
 """Local SGD: independent ranks train in rounds of local steps without waiting, and merge at a round's end.
 
 A round is a stream of global batches, in the order in which one machine would train them. Every rank trains its part
-of each with its own optimizer, so that all take about as long for a step. Now and then, and somewhat before the end,
-the ranks exchange how long their steps took, and the parts of the batches that are left follow these speeds. With
-plan.shares, or plan.replan=false, each rank trains exactly its share of every global batch, and the same run gives the
-same bits.
+of each with its own optimizer. Now and then the ranks exchange how long their steps took, and the parts of the batches
+that are left follow these speeds. With plan.shares, or plan.replan=false, each rank trains exactly its share of every
+global batch, and the same run gives the same bits.
 """
 
 from __future__ import annotations
@@ -68,14 +67,10 @@ class Round:
 
 
 def open_round(steps: tuple[int, int], pairs: int, lengths: np.ndarray, seed: int, global_batch_size: int) -> Round:
-    """The round that begins after steps[0] global batches: the fewest whole ones that hold `pairs`, until steps[1].
-
-    A batch's rows, which ascend in length in a synchronous run, stand in a random order: every part is a fair sample.
-    """
-    in_epoch = -(-len(lengths) // global_batch_size)
-    first_step, step = steps[0], steps[0]
-    batches, epochs, held = [], [], 0
-    epoch, order = -1, np.zeros(0, np.int64)
+    """The round that begins after steps[0] global batches: the fewest whole ones that hold `pairs`, until steps[1]. A
+    batch's rows, which ascend in length in a synchronous run, stand in a random order: every part is a fair sample."""
+    in_epoch, step, held = -(-len(lengths) // global_batch_size), steps[0], 0
+    batches, epochs, epoch, order = [], [], -1, np.zeros(0, np.int64)
     while step < steps[1] and held < pairs:
         if step // in_epoch != epoch:
             epoch = step // in_epoch
@@ -86,17 +81,15 @@ def open_round(steps: tuple[int, int], pairs: int, lengths: np.ndarray, seed: in
         epochs.append(np.full(len(rows), epoch))
         held, step = held + len(rows), step + 1
     edges = np.cumsum([0, *map(len, batches)])
-    return Round(first_step, step, np.concatenate(batches), np.concatenate(epochs), edges)
+    return Round(steps[0], step, np.concatenate(batches), np.concatenate(epochs), edges)
 
 
 def assign(
     stream: Round, batches: tuple[int, int], weights: Sequence[float], owed: np.ndarray | None = None
 ) -> list[list[np.ndarray]]:
     """Every rank's chunks of indices into the stream: of each global batch from batches[0] to before batches[1], one.
-
     weights: the ranks' parts. owed: float64 [ranks], rows that roundings kept from each rank so far, changed: a part of
-    3.4 rows is 3 or 4. Without it each batch is divided by itself, by whole numbers.
-    """
+    3.4 rows is 3 or 4. Without it each batch is divided by itself, by whole numbers."""
     queues: list[list[np.ndarray]] = [[] for _ in weights]
     for start, end in pairwise(stream.edges[batches[0] : batches[1] + 1].tolist()):
         if owed is None:
@@ -148,8 +141,11 @@ class RankSpeeds:
         """Of all ranks that have work."""
         return all(speed for speed, share in zip(self.speeds, self.shares, strict=True) if share)
 
-    def measure(self, reports: Sequence[RankReport], pairs: Sequence[int]) -> None:
+    def take_in(self, reports: Sequence[RankReport], pairs: Sequence[int], steps: Sequence[int]) -> None:
         """New speeds, and shares in proportion to them; in tokens a second, so that longer rows are no slowdown."""
+        self.rewards = [report.rewards for report in reports]
+        self.skipped_in_row = [report.skipped_in_row for report in reports]
+        self.local_steps[: len(steps)] = _sums(self.local_steps[: len(steps)], steps)
         tokens_a_pair = sum(report.tokens for report in reports) / max(1, sum(pairs))
         for rank, report in enumerate(reports):
             self.limit(rank, report.max_micro_batch_size)
@@ -180,7 +176,7 @@ class RankSpeeds:
 
 Adapter = Mapping[str, np.ndarray]
 Factors = tuple[np.ndarray, np.ndarray]  # A [..., in, r], B [..., r, out], float64
-A, B = ".lora_a", ".lora_b"
+SIDES = (".lora_a", ".lora_b")
 
 
 def example_weights(pairs: Sequence[int]) -> np.ndarray:
@@ -190,11 +186,9 @@ def example_weights(pairs: Sequence[int]) -> np.ndarray:
 
 
 def normalised_weights(pairs: Sequence[int], steps: Sequence[int]) -> np.ndarray:
-    """The factor of each rank's change where ranks took unlike numbers of steps: float64 [ranks].
-
-    FedNova (arXiv:2007.07481, equation 6): a rank's change counts by the step, and the mean step is taken as often as
-    the ranks did on average.
-    """
+    """The factor of each rank's change where ranks took unlike numbers of steps: float64 [ranks]. FedNova
+    (arXiv:2007.07481, equation 6): a rank's change counts by the step, and the mean step is taken as often as the ranks
+    did on average."""
     weights, taken = example_weights(pairs), np.array(steps, np.float64)
     factors: np.ndarray = np.divide(weights * (weights @ taken), taken, out=np.zeros_like(weights), where=taken > 0)
     return factors
@@ -220,25 +214,21 @@ def svd(
     adapters: Sequence[Adapter], weights: np.ndarray, ranks: Mapping[str, int] | None = None
 ) -> dict[str, np.ndarray]:
     """LoRA layers whose A B is the best approximation of the weighted mean of A B at a rank, by default the adapters'.
-
     Best in the Frobenius norm (Eckart and Young, 1936). A has orthogonal columns, together as large as the mean A, and
     turned as near to it as can be (orthogonal Procrustes): an optimizer's moments keep their meaning. ranks: by layer.
     """
     merged = average(adapters, weights)
     for layer in low_rank_layers(adapters[0]):
-        left, right = _stacked(adapters, weights, layer)
         mean = _factors(merged, layer)[0][..., : ranks[layer] if ranks else None]
-        merged |= _named(layer, *_truncated(left, right, mean), like=adapters[0])
+        merged |= _named(layer, *_truncated(*_stacked(adapters, weights, layer), mean), like=adapters[0])
     return merged
 
 
 def outer(
     start: Adapter, change: Adapter, momentum: Adapter, learning_rate: float, momentum_factor: float
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """An outer step along the averaged change, with Nesterov momentum (DiLoCo, arXiv:2311.08105, algorithm 1).
-
-    start: the parameters before the round. Returns the parameters, and the momentum, float32, empty at first.
-    """
+    """An outer step along the averaged change, with Nesterov momentum (DiLoCo, arXiv:2311.08105, algorithm 1). start:
+    the parameters before the round. Returns the parameters, and the momentum, float32, empty at first."""
     merged, moved = {}, {}
     for name, before in start.items():
         gradient = -change[name].astype(np.float64)
@@ -250,10 +240,8 @@ def outer(
 
 
 def distance(merged: Adapter, start: Adapter, adapters: Sequence[Adapter], weights: np.ndarray) -> tuple[float, float]:
-    """Squared norms of (merged change - exact weighted mean change), and of the latter, summed over parameters.
-
-    Of LoRA's layers as products, without their scale: |L R|^2 = trace(L'L RR'), of the small factors side by side.
-    """
+    """Squared norms of (merged change - exact weighted mean change), and of the latter, summed over parameters. Of
+    LoRA's layers as products, without their scale: |L R|^2 = trace(L'L RR'), of the small factors side by side."""
     layers = low_rank_layers(start)
 
     def from_mean(adapter: Adapter) -> float:
@@ -262,7 +250,7 @@ def distance(merged: Adapter, start: Adapter, adapters: Sequence[Adapter], weigh
             (left, right), (a, b) = _stacked(adapters, weights, layer), _factors(adapter, layer)
             left, right = np.concatenate([left, a], axis=-1), np.concatenate([right, -b], axis=-2)
             total += float(((left.swapaxes(-1, -2) @ left) * (right @ right.swapaxes(-1, -2))).sum())
-        for name in sorted(start.keys() - {f"{layer}{side}" for layer in layers for side in (A, B)}):
+        for name in sorted(start.keys() - {f"{layer}{side}" for layer in layers for side in SIDES}):
             mean = _weighted_sum([each[name] for each in adapters], weights)
             total += float(np.square(mean - adapter[name]).sum())
         return max(0.0, total)
@@ -272,19 +260,19 @@ def distance(merged: Adapter, start: Adapter, adapters: Sequence[Adapter], weigh
 
 def low_rank_layers(adapter: Adapter) -> list[str]:
     """The layers that have both of LoRA's factors."""
-    return sorted(name.removesuffix(A) for name in adapter if name.endswith(A))
+    return sorted(name.removesuffix(SIDES[0]) for name in adapter if name.endswith(SIDES[0]))
 
 
 def _factors(adapter: Adapter, layer: str) -> Factors:
-    a, b = (adapter[f"{layer}{side}"].astype(np.float64) for side in (A, B))
+    a, b = (adapter[f"{layer}{side}"].astype(np.float64) for side in SIDES)
     return (a.swapaxes(-1, -2), b.swapaxes(-1, -2)) if a.ndim == 3 else (a, b)
 
 
-def _named(layer: str, a: np.ndarray, b: np.ndarray, like: Adapter) -> dict[str, np.ndarray]:
+def _named(layer: str, *factors: np.ndarray, like: Adapter) -> dict[str, np.ndarray]:
     """The factors under their names, in the adapter's layout and type."""
-    if a.ndim == 3:
-        a, b = a.swapaxes(-1, -2), b.swapaxes(-1, -2)
-    return {f"{layer}{side}": factor.astype(like[f"{layer}{side}"].dtype) for side, factor in ((A, a), (B, b))}
+    stored = [factor.swapaxes(-1, -2) if factor.ndim == 3 else factor for factor in factors]
+    names = [f"{layer}{side}" for side in SIDES]
+    return {name: factor.astype(like[name].dtype) for name, factor in zip(names, stored, strict=True)}
 
 
 def _weighted_sum(arrays: Sequence[np.ndarray], weights: np.ndarray) -> np.ndarray:
@@ -328,21 +316,18 @@ class Merger:
     feedback: Arrays = field(default_factory=dict)
 
     def merge(self, method: str, start: Arrays, pairs: list[int], steps: list[int]) -> dict[str, Any]:
-        """Merges in place, a group of parameters at a time; returns the fields of the merge's record.
-
-        `error`: how far the merged change is from the exact mean of the ranks' changes, relative to it; None where that
-        is not known (DoRA). `compression_error`: the same of what the others received of this rank's change.
-        """
-        record: dict[str, Any] = {"method": method, "pairs": pairs, "steps": steps, "error": None}
+        """Merges in place, a group of parameters at a time; returns the fields of the merge's record. `error`: how far
+        the merged change is from the exact mean of the ranks' changes, relative to it; None where that is not known
+        (DoRA). `compression_error`: the same of what the others received of this rank's change."""
+        record: dict[str, Any] = {"method": method, "pairs": pairs, "steps": steps, "error": None, "bytes_sent": 0}
         record["compression_error"] = None
         if method == "none":
-            return record | {"bytes_sent": 0}
+            return record
         before, now = self.world.traffic.bytes_sent, adapter_files.trainable(self.model)
         factors = normalised_weights(pairs, steps) if method == "outer" else example_weights(pairs)
         merged, errors = Arrays(), np.zeros(4)
         for names in _groups(now):
-            begun = {name: start[name].astype(mx.float32) for name in names}
-            own = {name: now[name].astype(mx.float32) for name in names}
+            begun, own = ({name: arrays[name].astype(mx.float32) for name in names} for arrays in (start, now))
             new, of_group = self._merge_group(method, begun, own, pairs, factors)
             merged |= {name: mx.array(array).astype(now[name].dtype) for name, array in new.items()}
             errors += of_group
@@ -358,10 +343,8 @@ class Merger:
     def _merge_group(
         self, method: str, begun: Arrays, own: Arrays, pairs: list[int], factors: np.ndarray
     ) -> tuple[Adapter, list[float]]:
-        """Some parameters, merged from what all ranks sent.
-
-        And four squared norms: what the merge misses, of what; what compression loses, of what.
-        """
+        """Some parameters, merged; and squared norms: what the merge misses, of what; what compression loses, of what.
+        factors: of the ranks' changes."""
         took_part, is_compressed = [rank for rank, count in enumerate(pairs) if count], self.sync.compression != "none"
         if is_compressed:  # what has changed travels: it is smaller, and so is its error
             own = {name: own[name] - begun[name] for name in own}
@@ -383,8 +366,7 @@ class Merger:
             merged = average(adapters, parts)
         else:
             merged = (stack if method == "stack" else svd)(adapters, parts)
-        errors = [*distance(merged, _numpy(begun), adapters, parts), lost, sum(map(_square, own.values()))]
-        return merged, errors
+        return merged, [*distance(merged, _numpy(begun), adapters, parts), lost, sum(map(_square, own.values()))]
 
 
 def _square(array: mx.array) -> float:
@@ -393,6 +375,10 @@ def _square(array: mx.array) -> float:
 
 def _numpy(arrays: Arrays) -> dict[str, np.ndarray]:
     return {name: np.array(array) for name, array in arrays.items()}
+
+
+def _sums(first: Sequence[int], second: Sequence[int]) -> list[int]:
+    return [a + b for a, b in zip(first, second, strict=True)]
 
 
 def to_ranks(model: nn.Module, settings: ModelSettings) -> None:
@@ -418,18 +404,14 @@ def _groups(arrays: Arrays) -> list[list[str]]:
 
 @dataclass
 class OpenRound:
-    """The round that goes on.
-
-    trained: global batches of it that are trained. pairs, steps: that each rank trained. start: the weights with which
-    it began. rewards: of train.loss=bco, sum and count of all ranks when it began.
-    """
+    """The round that goes on."""
 
     stream: Round
-    trained: int
-    pairs: list[int]
+    trained: int  # global batches of it
+    pairs: list[int]  # that each rank trained, and its steps
     steps: list[int]
-    start: Arrays
-    rewards: list[float]
+    start: Arrays  # the weights with which it began
+    rewards: list[float]  # of train.loss=bco: sum and count of all ranks when it began
     waited_seconds: float = 0.0
     last_wait_seconds: float = 0.0  # at its last synchronisation
 
@@ -447,12 +429,8 @@ class LocalSGD:
         first_step: int = 0,
     ):  # fmt: skip
         settings, several = config.independent, world.size > 1
-        self.seed, self.batch_size, self.model_settings = (
-            config.train.seed,
-            config.train.global_batch_size,
-            config.model,
-        )
-        self.world, self.model, self.lengths = world, model, lengths
+        self.seed, self.batch_size = config.train.seed, config.train.global_batch_size
+        self.world, self.model, self.model_settings, self.lengths = world, model, config.model, lengths
         self.steps, self.first_step, self.pairs_per_round = steps, first_step, settings.pairs_per_round
         self.method = settings.merge or default_merge(settings, config.model)
         self.ranks = RankSpeeds(plan, follows=config.plan.replan and config.plan.shares is None and several)
@@ -470,10 +448,8 @@ class LocalSGD:
         self, progress: Progress, local_step: LocalStep, writer: CheckpointWriter
     ) -> Iterator[tuple[dict[str, Any] | None, bool]]:
         """Trains until the run's last step, and counts in `progress`; raises Stopped or AgreedError on all ranks.
-
         Yields, whenever all ranks have synchronised, the merge's record at a round's end, else None, and whether a
-        checkpoint is due: at round ends, which serve a world of another size, unless the next one is far.
-        """
+        checkpoint is due: at round ends, which serve a world of another size, unless the next one is far."""
         saved, whole_seconds, every = progress.step, 0.0, writer.every
         while progress.step < self.steps or self.round is not None:  # a resume may end a run inside a round
             round = self.round = self.round or self._open(progress.step, progress.rewards)
@@ -484,19 +460,13 @@ class LocalSGD:
                 elapsed = self._work_and_synchronise(round, progress, local_step, target, writer)
                 writer.unsaved_seconds += elapsed
                 whole_seconds += elapsed
-                if every is None:
-                    is_due = writer.unsaved_seconds > writer.seconds
-                else:
-                    is_due = progress.step > saved and progress.step >= target
+                is_due = progress.step >= target or (every is None and writer.unsaved_seconds > writer.seconds)
                 if round.left and is_due:
-                    saved = progress.step if every is None else max(progress.step, target)
+                    saved = progress.step
                     yield None, True
             record = self._end_round(round, progress)
-            if every is None:
-                is_due = progress.step >= self.steps or whole_seconds > writer.seconds
-            else:
-                is_due = progress.step >= min(self.steps, self.saved_whole + every)
-            if is_due:
+            is_far = whole_seconds > writer.seconds if every is None else progress.step >= self.saved_whole + every
+            if is_due := is_far or progress.step >= self.steps:
                 saved, self.saved_whole, whole_seconds = progress.step, progress.step, 0.0
                 progress.rounds = self.state()
             yield record, is_due
@@ -516,11 +486,7 @@ class LocalSGD:
         self.round = None
         self._choose_length()
         progress.rounds = self.state()
-        return record | {
-            "seconds": seconds,
-            "waited_seconds": round.waited_seconds,
-            "global_step": progress.step,
-        }
+        return record | {"seconds": seconds, "waited_seconds": round.waited_seconds, "global_step": progress.step}
 
     def _choose_length(self) -> None:
         """Of the next round, by how long the ends of the last ones took."""
@@ -531,9 +497,8 @@ class LocalSGD:
         seconds = float(np.median(self.round_ends[1:] or self.round_ends))  # the first is slow: everything is new
         now = self.steps_per_round = steps_per_round(self.steps, seconds, step_seconds)
         if max(now, before) > 1.5 * min(now, before):
-            part = seconds / (seconds + now * step_seconds)
-            often = "after every step" if now == 1 else f"every {now:,} steps"
-            self.remark = f"merges from here on {often}: one takes {seconds:.2g} s, {part:.1%} of the time"
+            part, often = seconds / (seconds + now * step_seconds), "step" if now == 1 else f"{now:,} steps"
+            self.remark = f"merges from here on every {often}: one takes {seconds:.2g} s, {part:.1%} of the time"
 
     def _open(self, step: int, rewards: Sequence[float]) -> OpenRound:
         if self.pairs_per_round is None:
@@ -541,7 +506,7 @@ class LocalSGD:
         else:
             stream = self._stream(step, self.steps, self.pairs_per_round)
         none, start = [0] * self.world.size, adapter_files.trainable(self.model)
-        return OpenRound(stream, 0, none, list(none), start, list(rewards))
+        return OpenRound(stream, 0, none, none, start, list(rewards))
 
     def _stream(self, first_step: int, last_step: int, pairs: int = sys.maxsize) -> Round:
         """The round that ends with `last_step`, or before it, once it has so many pairs."""
@@ -567,22 +532,17 @@ class LocalSGD:
             met = [f"rank {rank}: " * (size > 1) + fault for rank, fault in enumerate(faults) if fault is not None]
             if met:
                 raise kind("; ".join(met))
-        ranks.rewards = [report.rewards for report in reports]
-        ranks.skipped_in_row = [report.skipped_in_row for report in reports]
         steps, pairs = [len(queue) for queue in queues], [sum(map(len, queue)) for queue in queues]
-        round.trained = last
-        round.pairs, round.steps = _sums(round.pairs, pairs), _sums(round.steps, steps)
-        ranks.local_steps[:size] = _sums(ranks.local_steps[:size], steps)
+        round.trained, round.pairs, round.steps = last, _sums(round.pairs, pairs), _sums(round.steps, steps)
         if self.own_end is not None:
             end = sum(report.round_end_seconds or 0.0 for report in reports) / size
             self.round_ends, self.own_end = [*self.round_ends, end][-ROUND_ENDS:], None
-        ranks.measure(reports, pairs)
+        ranks.take_in(reports, pairs, steps)
         progress.pairs += sum(pairs)
         progress.tokens += sum(report.tokens for report in reports)
         progress.seconds += time.perf_counter() - began
         progress.step = round.stream.first_step + last
-        in_epoch = -(-len(self.lengths) // self.batch_size)
-        progress.epoch, batches = divmod(progress.step - self.first_step, in_epoch)
+        progress.epoch, batches = divmod(progress.step - self.first_step, -(-len(self.lengths) // self.batch_size))
         progress.cursor = batches * self.batch_size
         progress.rounds = self.state()
         return reports[0].elapsed_seconds
@@ -604,11 +564,11 @@ class LocalSGD:
         self, stream: Round, queue: Sequence[np.ndarray], local_step: LocalStep, rewards: list[float]
     ) -> RankReport:
         """This rank's local steps. rewards: the steps add to them."""
-        rank = self.world.rank
-        report = RankReport(self.ranks.max_micro_batch_sizes[rank], self.own_end, rewards)
+        rank, ranks = self.world.rank, self.ranks
+        report = RankReport(ranks.max_micro_batch_sizes[rank], self.own_end, rewards)
         for i, chunk in enumerate(queue):
-            step_began, size, most = time.perf_counter(), len(chunk), self.ranks.micro_batch_sizes[rank]
-            step, index = self.ranks.local_steps[rank] + i + 1, stream.first_step + stream.batch_of(chunk[0])
+            step_began, size, most = time.perf_counter(), len(chunk), ranks.micro_batch_sizes[rank]
+            step, index = ranks.local_steps[rank] + i + 1, stream.first_step + stream.batch_of(chunk[0])
             micro_batch_size = -(-size // -(-size // most))  # of about one size: a last one of a pair or two is slow
             try:
                 result = local_step(step, index, int(stream.epochs[chunk[0]]), stream.rows[chunk], micro_batch_size)
@@ -616,12 +576,12 @@ class LocalSGD:
                 return replace(report, stopped=str(stop))
             except (UserError, OSError) as error:
                 return replace(report, failed=str(error))
-            report.max_micro_batch_size = self.ranks.max_micro_batch_sizes[rank]  # memory may have run out
+            report.max_micro_batch_size = ranks.max_micro_batch_sizes[rank]  # memory may have run out
             report.tokens += result.tokens
-            if self.ranks.is_warm:
+            if ranks.is_warm:
                 report.timed_tokens += result.tokens
                 report.timed_seconds += time.perf_counter() - step_began
-            self.ranks.is_warm = True
+            ranks.is_warm = True
         return report
 
     # ---- In a checkpoint
@@ -681,7 +641,3 @@ class LocalSGD:
                 trained = min(state["batches"], len(stream.edges) - 1)
                 self.round = OpenRound(stream, trained, state["pairs"], state["steps"], own["start"], before)
         progress.rounds = self.state()
-
-
-def _sums(first: Sequence[int], second: Sequence[int]) -> list[int]:
-    return [a + b for a, b in zip(first, second, strict=True)]

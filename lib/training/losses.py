@@ -1,31 +1,44 @@
-"""Losses: pure functions of summed log-probabilities, in float32, one per paper.
+"""What is minimised: losses of log-probabilities, in float32, one per paper, and the metrics of their rows.
 
-Everything here is a sum or a per-pair array, never a mean: ranks and micro-batches of unequal size add sums
-and counts, and divide once at the end. The count is of pairs for preference losses, of rows for unpaired ones, of
-tokens for SFT.
+Everything here is a sum beside a count, or an array of pairs, never a mean: ranks and micro-batches of unequal size add
+sums and counts, and divide once at the end. The count is of pairs for preference losses, of rows for unpaired ones, of
+tokens for SFT; every normalisation of GRPO's is over the whole step, too.
 
 Notation: x prompt, y_w chosen, y_l rejected completion, |y| its tokens (the end token included), pi the policy, pi_ref
-the frozen reference, r = log[pi(y|x)/pi_ref(y|x)], h = r_w - r_l; all log-probabilities in nats. beta and the other
-numbers of the formulas are settings, train.NAME.
+the frozen reference, r = log[pi(y|x)/pi_ref(y|x)], h = r_w - r_l; all log-probabilities in nats. Of groups: r_i the
+reward of completion i of K, A_i its advantage, |o_i| its tokens, rho its tokens' ratios pi / pi_sampling. beta and the
+other numbers of the formulas are settings, train.NAME.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
 
 from lib.config.settings import REFERENCE_FREE_LOSSES, Loss, PreferenceLoss, TrainSettings, UnpairedLoss
+from lib.data.batch import Batch
+from lib.model.logps import completion_logps, completion_logps_and_weights, completion_token_logps
+from lib.model.token_stream import StreamInputs
 
 PREFERENCE_LOSSES: tuple[PreferenceLoss, ...] = get_args(PreferenceLoss)
 UNPAIRED_LOSSES: tuple[UnpairedLoss, ...] = get_args(UnpairedLoss)
+STD_FLOOR = 1e-4  # is added to a group's deviation, so that rewards that are almost equal give small advantages
+# Nats. exp(89) is infinite in float32, and infinity times an advantage of 0 no number. verl has this limit, too.
+MOST_LOG_RATIO = 20.0
+# What a step adds up over micro-batches and ranks. `count` divides the loss and the gradients (pairs or rows for
+# preference losses, tokens for SFT); `pairs` divides the metrics, and `desirable` rewards of desirable rows.
+REWARDS = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "kl")
+OF_TOKENS = ("kl", "entropy", "clip_fraction")  # of grpo: what `completion_tokens` divides
+COUNTS = ("loss", "count", "pairs", "desirable", "completions", "completion_tokens", "completion_lengths")
+SUMS = (*COUNTS, *REWARDS, "reward", "reward_std", "entropy", "clip_fraction")
 
-
-def terms_of(loss: Loss) -> tuple[str, ...]:
-    """The losses that a loss is the sum of: often one."""
-    return (loss,) if isinstance(loss, str) else loss
+Metrics = dict[str, float | None]  # by name; None for what a loss does not have
+Figures = tuple[mx.array, ...]  # log-probabilities; and weights, or entropies, where a loss is made of them, too
 
 
 def needs_reference(train: TrainSettings) -> bool:
@@ -34,7 +47,7 @@ def needs_reference(train: TrainSettings) -> bool:
         return train.beta > 0
     return any(
         name in UNPAIRED_LOSSES or (name in PREFERENCE_LOSSES and name not in REFERENCE_FREE_LOSSES)
-        for name in terms_of(train.loss)
+        for name, _ in train.loss_terms
     )
 
 
@@ -45,11 +58,8 @@ def needs_mismatched(loss: Loss) -> bool:
 
 @dataclass(frozen=True)
 class LogProbs:
-    """log pi(y|x) of B pairs under one model, summed over completion tokens.
-
-    chosen, rejected: float32 [B], nats.
-    chosen_tokens, rejected_tokens: int [B], the tokens summed over, at least 1.
-    """
+    """log pi(y|x) of B pairs under one model, summed over completion tokens. chosen, rejected: float32 [B], nats.
+    chosen_tokens, rejected_tokens: int [B], the tokens summed over, at least 1."""
 
     chosen: mx.array
     rejected: mx.array
@@ -145,11 +155,9 @@ def pair_loss(name: str, policy: LogProbs, reference: LogProbs | None, train: Tr
 def preference_losses(
     terms: Sequence[tuple[str, float]], policy: LogProbs, reference: LogProbs | None, train: TrainSettings
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """(losses, chosen_rewards, rejected_rewards), each float32 [B]; the rewards carry no gradient.
-
-    terms: names of losses with their weights, to be added up. rpo_alpha adds the SFT term of Pang et al. 2024,
-    arXiv:2404.19733, eq. 1, to any loss: -alpha log pi(y_w)/|y_w| (the paper weighs the other term instead).
-    """
+    """(losses, chosen_rewards, rejected_rewards), each float32 [B]; the rewards carry no gradient. terms: names of
+    losses with their weights, to be added up. rpo_alpha adds the SFT term of Pang et al. 2024, arXiv:2404.19733, eq. 1,
+    to any loss: -alpha log pi(y_w)/|y_w| (the paper weighs the other term instead)."""
     assert policy.chosen.dtype == policy.rejected.dtype == mx.float32, (policy.chosen.dtype, policy.rejected.dtype)
     total: mx.array | None = None
     for name, weight in terms:
@@ -159,18 +167,16 @@ def preference_losses(
     assert total is not None
     if train.rpo_alpha:
         total = total - train.rpo_alpha * policy.per_token[0]
-    chosen_rewards, rejected_rewards = implicit_rewards([name for name, _ in terms], policy, reference, train.beta)
+    chosen_rewards, rejected_rewards = implicit_rewards(terms, policy, reference, train.beta)
     return total, mx.stop_gradient(chosen_rewards), mx.stop_gradient(rejected_rewards)
 
 
 def implicit_rewards(
-    terms: Sequence[str], policy: LogProbs, reference: LogProbs | None, beta: float
+    terms: Sequence[tuple[str, float]], policy: LogProbs, reference: LogProbs | None, beta: float
 ) -> tuple[mx.array, mx.array]:
-    """(chosen, rejected) rewards, float32 [B]: the quantity whose difference the first preference loss pushes up.
-
-    With a reference beta r (arXiv:2305.18290, eq. 5), for sigmoid_norm divided by |y|.
-    """
-    name = next(name for name in terms if name in PREFERENCE_LOSSES)
+    """(chosen, rejected) rewards, float32 [B]: the quantity whose difference the first preference loss pushes up. With
+    a reference beta r (arXiv:2305.18290, eq. 5), for sigmoid_norm divided by |y|."""
+    name = next(name for name, _ in terms if name in PREFERENCE_LOSSES)
     chosen, rejected = policy.per_token
     if name == "cpo":
         chosen, rejected = policy.chosen, policy.rejected
@@ -188,12 +194,10 @@ def preference_metrics(
     reference: LogProbs | None,
     counted: mx.array,
 ) -> dict[str, mx.array]:
-    """Sums over pairs (float32 scalars). counted: float32 [B], 1 for a pair, 0 for padding.
-
-    reward_accuracy counts a tie as 1/2, so that a policy equal to its reference scores chance. kl is the mean over both
-    completions of log pi_ref(y) - log pi(y) in nats a sequence: an estimate of KL(pi_ref || pi) where the completions
-    are the reference's own samples, and a signed drift otherwise.
-    """
+    """Sums over pairs (float32 scalars). counted: float32 [B], 1 for a pair, 0 for padding. reward_accuracy counts a
+    tie as 1/2, so that a policy equal to its reference scores chance. kl is the mean over both completions of log
+    pi_ref(y) - log pi(y) in nats a sequence: an estimate of KL(pi_ref || pi) where the completions are the reference's
+    own samples, and a signed drift otherwise."""
     margins = chosen_rewards - rejected_rewards
     sums = {
         "reward_chosen": (counted * chosen_rewards).sum(),
@@ -223,24 +227,6 @@ class Labelled:
         return mx.where(self.desirable, 1.0, -1.0)
 
 
-def kto_loss(rows: Labelled, kl: mx.array, beta: float) -> mx.array:
-    """KTO, Ethayarajh et al. 2024, arXiv:2402.01306, eqs. 7 and 8, without lambda: losses, float32 [B].
-
-    1 - sigma(beta (r - z_0)) for a desirable completion, 1 - sigma(beta (z_0 - r)) for another. kl: z_0, without a
-    gradient. 1 - sigma(x) is exp(log sigma(-x)), which keeps a small gradient's digits.
-    """
-    return mx.exp(log_sigmoid(-rows.signs * beta * (rows.log_ratios - mx.stop_gradient(kl))))
-
-
-def bco_loss(rows: Labelled, shift: mx.array, beta: float) -> mx.array:
-    """BCO, Jung et al. 2024, arXiv:2404.04656, section 4: a binary classifier of rewards; losses, float32 [B].
-
-    -log sigma(beta r - delta) for a desirable completion, -log sigma(-(beta r - delta)) for another, without the
-    paper's density ratio (UDM). shift: delta, the mean of all rewards so far; it gets no gradient.
-    """
-    return -log_sigmoid(rows.signs * (beta * rows.log_ratios - mx.stop_gradient(shift)))
-
-
 def kl_baseline(log_ratios_sum: float, count: float) -> float:
     """KTO's z_0 (arXiv:2402.01306, section 4.1), in nats, never below 0: the mean r of mismatched completions."""
     mean = log_ratios_sum / count if count else 0.0
@@ -248,21 +234,27 @@ def kl_baseline(log_ratios_sum: float, count: float) -> float:
 
 
 def unpaired_losses(rows: Labelled, baseline: mx.array, train: TrainSettings) -> tuple[mx.array, mx.array]:
-    """(losses, rewards beta r), float32 [B]. baseline: kto's z_0 in nats, bco's delta in rewards."""
+    """(losses, rewards beta r), float32 [B]. baseline: kto's z_0 in nats, bco's delta in rewards: no gradient."""
     assert rows.log_ratios.dtype == mx.float32, rows.log_ratios.dtype
-    loss = kto_loss if train.loss == "kto" else bco_loss
+    beta, baseline = train.beta, mx.stop_gradient(baseline)
+    # KTO, Ethayarajh et al. 2024, arXiv:2402.01306, eqs. 7 and 8, without lambda: 1 - sigma(beta (r - z_0)) for a
+    # desirable completion, 1 - sigma(beta (z_0 - r)) for another. exp(log sigma(-x)) keeps a small gradient's digits.
+    if train.loss == "kto":
+        losses = mx.exp(log_sigmoid(-rows.signs * beta * (rows.log_ratios - baseline)))
+    # BCO, Jung et al. 2024, arXiv:2404.04656, section 4, a binary classifier of rewards: -log sigma(beta r - delta), or
+    # -log sigma(-(beta r - delta)), without the paper's density ratio (UDM); delta is the mean of all rewards so far.
+    else:
+        losses = -log_sigmoid(rows.signs * (beta * rows.log_ratios - baseline))
     weights = mx.where(rows.desirable, train.desirable_weight, train.undesirable_weight)
-    return weights * loss(rows, baseline, train.beta), mx.stop_gradient(train.beta * rows.log_ratios)
+    return weights * losses, mx.stop_gradient(beta * rows.log_ratios)
 
 
 def unpaired_metrics(
     rows: Labelled, rewards: mx.array, baseline: mx.array, train: TrainSettings, counted: mx.array
 ) -> dict[str, mx.array]:
-    """Sums over rows (float32 scalars). counted: float32 [B], 1 for a row, 0 for padding.
-
-    reward_chosen and reward_rejected are over desirable and over undesirable rows. reward_accuracy counts rows on their
-    side of the baseline, a tie as 1/2. kl is z_0 for kto; for bco the mean of -r, as `preference_metrics` has it.
-    """
+    """Sums over rows (float32 scalars). counted: float32 [B], 1 for a row, 0 for padding. reward_chosen and
+    reward_rejected are over desirable and over undesirable rows. reward_accuracy counts rows on their side of the
+    baseline, a tie as 1/2. kl is z_0 for kto; for bco the mean of -r, as `preference_metrics` has it."""
     desirable, is_kto = counted * rows.desirable, train.loss == "kto"
     right = 0.5 * (mx.sign(rows.signs * (rewards - (train.beta * baseline if is_kto else baseline))) + 1)
     drift = mx.broadcast_to(baseline, counted.shape) if is_kto else -mx.stop_gradient(rows.log_ratios)
@@ -278,3 +270,267 @@ def unpaired_metrics(
 def sft_loss(token_logps_sum: mx.array, tokens: mx.array) -> tuple[mx.array, mx.array]:
     """(negative log-likelihood in nats, number of tokens), float32 scalars, of log pi(y|x) [B] summed over y."""
     return -token_logps_sum.sum(), tokens.sum().astype(mx.float32)
+
+
+# ---- GRPO and its variants: groups of completions --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Groups:
+    """b prompts with K completions each.
+
+    logps, sampling_logps: float32 [b, K, C], of the tokens under the policy, and under the one that sampled them.
+    reference_logps: the same of the reference; None without one.
+    entropies: float32 [b, K, C], of the policy, where each token was chosen.
+    mask: bool [b, K, C], the tokens that are learnt; a masked completion has none, and its reward counts.
+    rewards: float32 [b, K]; NaN for a completion that is left out.
+    deviation: float32 [b], of all rewards of the round or the file; for `batch_standardized`.
+    """
+
+    logps: mx.array
+    sampling_logps: mx.array
+    reference_logps: mx.array | None
+    entropies: mx.array
+    mask: mx.array
+    rewards: mx.array
+    deviation: mx.array | None = None
+
+    @property
+    def tokens(self) -> mx.array:
+        """|o_i|, float32 [b, K]."""
+        return self.mask.sum(axis=-1).astype(mx.float32)
+
+    @property
+    def counted(self) -> mx.array:
+        """float32 [b, K]: 1 for a completion, 0 for one that is left out."""
+        return mx.logical_not(mx.isnan(self.rewards)).astype(mx.float32)
+
+
+def deviations(rewards: mx.array, counted: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """Rewards less the mean of their group, [b, K]; the group's sample deviation (n - 1) and completions, [b, 1].
+    Rewards are compared with the largest of their group first, so that those of equal rewards are exactly 0."""
+    count = counted.sum(axis=1, keepdims=True)
+    largest = mx.where(counted > 0, rewards, -mx.inf).max(axis=1, keepdims=True)
+    below = mx.where(counted > 0, rewards - largest, 0.0)
+    centered = counted * (below - below.sum(axis=1, keepdims=True) / mx.maximum(count, 1))
+    variance = mx.square(centered).sum(axis=1, keepdims=True) / mx.maximum(count - 1, 1)
+    return centered, mx.sqrt(variance), count
+
+
+def advantages(rewards: mx.array, counted: mx.array, kind: str, deviation: mx.array | None = None) -> mx.array:
+    """A_i, float32 [b, K]; 0 for what is left out, and in a group of equal rewards. deviation: float32 [b]."""
+    centered, std, count = deviations(rewards, counted)
+    match kind:
+        case "standardized":  # GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.2
+            return centered / (std + STD_FLOOR)
+        case "batch_standardized":  # Hu et al. 2025, arXiv:2501.03262, section 3
+            assert deviation is not None
+            return centered / (deviation[:, None] + STD_FLOOR)
+        case "centered":  # Dr. GRPO, Liu et al. 2025, arXiv:2503.20783, section 3.2
+            return centered
+        case _:  # leave_one_out: less the mean of the others, RLOO, Ahmadian et al. 2024, arXiv:2402.14740, section 2.2
+            return centered * count / mx.maximum(count - 1, 1)
+
+
+def log_ratios_of(log_ratios: mx.array, tokens: mx.array, of: str) -> mx.array:
+    """log rho: float32 [b, K, C] for `token` (GRPO), else one for all of a completion, [b, K, 1]. geometric_mean: that
+    of a completion's tokens, GSPO, Zheng et al. 2025, arXiv:2507.18071, eq. 7; completion: their product, as RLOO has
+    it. log_ratios: float32 [b, K, C], of the tokens, 0 where masked. tokens: float32 [b, K]."""
+    if of == "token":
+        return log_ratios
+    total = log_ratios.sum(axis=-1, keepdims=True)
+    return total / mx.maximum(tokens[..., None], 1) if of == "geometric_mean" else total
+
+
+def divergence(logps: mx.array, reference_logps: mx.array) -> mx.array:
+    """KL(pi || pi_ref) by token: exp(d) - d - 1, d = log pi_ref - log pi; GRPO, arXiv:2402.03300, eq. 4."""
+    difference = reference_logps - logps
+    return mx.expm1(difference) - difference
+
+
+def group_loss(train: TrainSettings, groups: Groups) -> tuple[mx.array, dict[str, mx.array]]:
+    """(losses, sums): float32 [b, K], each completion's, summed over its tokens; and sums by the names in `SUMS`. A
+    token's loss is -min(rho A, clip(rho, 1 - epsilon, 1 + epsilon_high) A) + beta KL, GRPO, arXiv:2402.03300, eq. 3;
+    with two epsilons, DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 8. rho is at most exp(MOST_LOG_RATIO); that changes
+    what has a negative advantage alone, which has no gradient there."""
+    mask, tokens, counted = groups.mask, groups.tokens, groups.counted
+    upper = train.epsilon if train.epsilon_high is None else train.epsilon_high
+    scale = advantages(groups.rewards, counted, train.advantages, groups.deviation)[..., None]
+    log_ratio = log_ratios_of(mx.where(mask, groups.logps - groups.sampling_logps, 0.0), tokens, train.ratio)
+    ratio = mx.exp(mx.minimum(log_ratio, MOST_LOG_RATIO))
+    clipped = mx.clip(ratio, 1 - train.epsilon, 1 + upper)
+    per_token = -mx.minimum(ratio * scale, clipped * scale)
+    kl = mx.zeros_like(groups.logps)
+    if groups.reference_logps is not None:
+        kl = mx.where(mask, divergence(groups.logps, groups.reference_logps), 0.0)
+        per_token = per_token + train.beta * kl
+    losses = mx.where(mask, per_token, 0.0).sum(axis=-1)
+    completions = counted.sum()
+    match train.loss_type:
+        case "dr_grpo":  # arXiv:2503.20783, section 3.2
+            total, count = losses.sum(), completions * (train.max_completion_length or 1)
+        case "bnpo" | "dapo":  # arXiv:2503.14476, eq. 8
+            total, count = losses.sum(), tokens.sum()
+        case _:  # grpo, arXiv:2402.03300, eq. 3
+            total, count = (losses / mx.maximum(tokens, 1)).sum(), completions
+    is_clipped = ((ratio < 1 - train.epsilon) & (scale < 0)) | ((ratio > 1 + upper) & (scale > 0))
+    is_clipped = is_clipped | ((log_ratio > MOST_LOG_RATIO) & (scale < 0))
+    sums = {
+        "count": count,
+        "pairs": counted.max(axis=1).sum(),
+        "completions": completions,
+        "completion_tokens": tokens.sum(),
+        "reward": mx.where(counted > 0, groups.rewards, 0.0).sum(),
+        "reward_std": deviations(groups.rewards, counted)[1].sum(),
+        "kl": kl.sum(),
+        "entropy": groups.entropies.sum(),
+        "clip_fraction": (is_clipped & mask).sum().astype(mx.float32),
+    }
+    return losses, {"loss": total, **{name: mx.stop_gradient(x) for name, x in sums.items()}}
+
+
+# ---- What a step computes: figures, sums, means ----------------------------------------------------------------------
+
+
+def figures_of(train: TrainSettings, model: nn.Module, inputs: StreamInputs) -> Figures:
+    """What a loss is made of, of the completions of some examples."""
+    if train.loss == "grpo":
+        return completion_token_logps(model, inputs, train.temperature)
+    if train.use_weighting:
+        return completion_logps_and_weights(model, inputs)
+    return (completion_logps(model, inputs),)
+
+
+def loss_and_sums(
+    train: TrainSettings,
+    figures: Figures,
+    inputs: StreamInputs,
+    reference: mx.array | None,
+    labels: mx.array | None,
+    baseline: mx.array | None,
+) -> tuple[mx.array, mx.array]:
+    """The loss, summed over some examples, and SUMS: float32. The arguments are those of `objective`."""
+    logps, *others = figures
+    if train.loss == "grpo":
+        _, sums = group_objective(train, inputs, logps, others[0], reference)
+    else:
+        counts = inputs["mask"].sum(axis=-1)
+        _, sums = objective(train, logps, counts, reference, labels, baseline, *others)
+    return sums["loss"], mx.stack([sums.get(name, mx.array(0.0)) for name in SUMS])
+
+
+def objective(
+    train: TrainSettings,
+    policy_logps: mx.array,
+    tokens: mx.array,
+    reference_logps: mx.array | None,
+    labels: mx.array | None = None,
+    baseline: mx.array | None = None,
+    weights: mx.array | None = None,
+) -> tuple[mx.array, dict[str, mx.array]]:
+    """The losses of some examples, float32 [B] (SFT: summed over tokens), and sums by the names in `SUMS`.
+
+    Args:
+        policy_logps, reference_logps: float32 [B, K], of chosen and rejected, or of one completion.
+        tokens: [B, K], scored tokens; rows without any are padding, and count nowhere.
+        labels: bool [B], whether a completion is desirable; baseline: what such completions are compared with.
+        weights: float32 [B, K], of the completions of pairs; a pair's loss is multiplied by both (train.use_weighting).
+    """
+    counted = (tokens.sum(axis=1) > 0).astype(mx.float32)
+    pairs = counted.sum()
+    if train.loss == "sft":
+        total, count = sft_loss(policy_logps[:, 0], tokens[:, 0])
+        return -policy_logps[:, 0], {"loss": total, "count": count, "pairs": pairs}
+    if train.loss in UNPAIRED_LOSSES:
+        assert reference_logps is not None and labels is not None and baseline is not None
+        ratios = mx.where(counted > 0, policy_logps[:, 0] - reference_logps[:, 0], 0.0)
+        rows = Labelled(ratios, labels)
+        per_row, rewards = unpaired_losses(rows, baseline, train)
+        metrics = unpaired_metrics(rows, rewards, baseline, train, counted)
+        return per_row, {"loss": (counted * per_row).sum(), "count": pairs, "pairs": pairs, **metrics}
+
+    tokens = mx.where(counted[:, None], tokens, 1)
+
+    def log_probs(logps: mx.array) -> LogProbs:
+        logps = mx.where(counted[:, None], logps, -1.0)  # some number that no loss makes an infinity of
+        return LogProbs(logps[:, 0], logps[:, 1], tokens[:, 0], tokens[:, 1])
+
+    policy = log_probs(policy_logps)
+    reference = None if reference_logps is None else log_probs(reference_logps)
+    per_pair, chosen, rejected = preference_losses(train.loss_terms, policy, reference, train)
+    if weights is not None:
+        per_pair = per_pair * weights[:, 0] * weights[:, 1]
+    metrics = preference_metrics(chosen, rejected, policy, reference, counted)
+    return per_pair, {"loss": (counted * per_pair).sum(), "count": pairs, "pairs": pairs, **metrics}
+
+
+def group_objective(
+    train: TrainSettings,
+    inputs: StreamInputs,
+    logps: mx.array,
+    entropies: mx.array,
+    reference_logps: mx.array | None,
+) -> tuple[mx.array, dict[str, mx.array]]:
+    """`objective` of groups: losses, float32 [b, K], of log-probabilities and entropies, float32 [b, K, C]."""
+    sampling_logps = inputs.get("sampling_logps", mx.stop_gradient(logps))
+    rewards, deviation = inputs["rewards"], inputs.get("reward_deviations")
+    groups = Groups(logps, sampling_logps, reference_logps, entropies, inputs["mask"], rewards, deviation)
+    per_completion, sums = group_loss(train, groups)
+    lengths = inputs.get("completion_lengths", groups.tokens)  # masked tokens are a completion's, too
+    return per_completion, sums | {"completion_lengths": (lengths * groups.counted).sum()}
+
+
+def means_of(sums: dict[str, float], train: TrainSettings) -> Metrics:
+    """The loss and the metrics from their sums; None for what the loss does not have, and for all of no rows."""
+
+    def mean(name: str, count: str) -> float | None:
+        return sums[name] / sums[count] if sums[count] else None
+
+    has_reference = needs_reference(train)
+    means: Metrics = {"loss": mean("loss", "count"), **dict.fromkeys(REWARDS)}
+    if train.loss == "grpo":  # a step may have completions, and learn none of their tokens
+        means |= {name: mean(name, "completion_tokens") for name in OF_TOKENS}
+        means |= {"reward": mean("reward", "completions"), "reward_std": mean("reward_std", "pairs")}
+        means["completion_length"] = mean("completion_lengths", "completions")
+        return means | ({} if has_reference else {"kl": None})
+    if train.loss != "sft":
+        means |= {name: mean(name, "pairs") for name in REWARDS if name != "kl" or has_reference}
+    if train.loss in UNPAIRED_LOSSES:
+        counts = {"reward_chosen": sums["desirable"], "reward_rejected": sums["pairs"] - sums["desirable"]}
+        means |= {name: sums[name] / count if count else None for name, count in counts.items()}
+        chosen, rejected = means["reward_chosen"], means["reward_rejected"]
+        means["reward_margin"] = None if chosen is None or rejected is None else chosen - rejected
+        means |= {"desirable": counts["reward_chosen"], "undesirable": counts["reward_rejected"]}
+    return means
+
+
+def baseline_of_step(train: TrainSettings, sums: mx.array, rewards: list[float]) -> float:
+    """kto's z_0 in nats, or bco's delta in rewards. sums: of log ratios and their count; rewards: before."""
+    total, count = sums.tolist()
+    if needs_mismatched(train.loss):
+        return kl_baseline(total, count)
+    total, count = rewards[0] + train.beta * total, rewards[1] + count
+    return total / count if count else 0.0
+
+
+def baseline_of_rows(train: TrainSettings, policy: np.ndarray, reference: np.ndarray) -> mx.array:
+    """The baseline of rows that are evaluated together, a float32 scalar, of log-probabilities float32 [n, K]."""
+    ratios = mx.array(policy) - mx.array(reference)
+    column = int(needs_mismatched(train.loss))
+    sums = mx.stack([ratios[:, column].sum(), mx.array(float(len(ratios)))])
+    return mx.array(baseline_of_step(train, sums, [0.0, 0.0]))
+
+
+def noisy(
+    batches: Iterable[tuple[Batch, np.ndarray | None]], alpha: float, seed: int, step: int
+) -> Iterator[tuple[Batch, np.ndarray | None]]:
+    """Micro-batches with NEFTune's noise on the embeddings: keys and scales of every token; sqrt(D) is the model's.
+    Jain et al. 2023, arXiv:2310.05914, algorithm 1: each number of a token's embedding gets alpha / sqrt(L D) times a
+    number drawn evenly from [-1, 1], L being the row's longest sequence. The seed, the step, the row and the token's
+    index decide it, so not how rows are laid out."""
+    for batch, reference in batches:
+        rows, numbers = batch.places.T
+        seeds = [np.random.SeedSequence([seed, step, int(row)]).generate_state(1)[0] for row in batch.rows]
+        keys = np.stack([np.array(seeds, np.uint32)[rows], numbers.astype(np.uint32)], axis=1)
+        scales = np.where(rows >= 0, alpha / np.sqrt(batch.longest[rows]), 0).astype(np.float32)
+        yield replace(batch, noise_keys=keys, noise_scales=scales), reference

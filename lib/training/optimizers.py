@@ -27,10 +27,8 @@ LEAST_QUANTISED = 4096  # numbers: smaller arrays keep states of 32 bits
 SLICE = 1024 * BLOCK  # numbers whose states are wide at a time
 UPDATED_BYTES = 2**22  # of trained numbers whose updates are evaluated at a time
 DECADES = 7  # between the smallest code and the largest
-ELEMENTWISE = (
-    *(optim.SGD, optim.RMSprop, optim.Adagrad, optim.AdaDelta),
-    *(optim.Adam, optim.AdamW, optim.Adamax, optim.Lion),
-)  # MLX's optimizers that treat each number by itself
+# MLX's optimizers that treat each number by itself.
+ELEMENTWISE = optim.SGD, optim.RMSprop, optim.Adagrad, optim.AdaDelta, optim.Adam, optim.AdamW, optim.Adamax, optim.Lion
 LARGEST_BYTES = 2**28  # of joined arrays: an update makes every number anew before it frees the old ones
 WIDTH = 1024  # of the joined array's rows: sums of its squares are of a row first
 JOINED = "joined"
@@ -38,10 +36,8 @@ JOINED = "joined"
 
 def learning_rate(train: TrainSettings, step: float, steps: int) -> float:
     """The rate of the step-th of `steps` updates, from 0: a linear rise, then the schedule's fall to the last update.
-
     For another batch than the one that it was chosen for it grows linearly (arXiv:1706.02677, section 2.1) or with the
-    square root (arXiv:1404.5997, section 5), if asked to.
-    """
+    square root (arXiv:1404.5997, section 5), if asked to."""
     ratio = train.global_batch_size / (train.learning_rate_batch_size or train.global_batch_size)
     scale = ratio ** {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[train.learning_rate_scaling]
     peak, final = scale * train.learning_rate, scale * train.final_learning_rate
@@ -52,33 +48,11 @@ def learning_rate(train: TrainSettings, step: float, steps: int) -> float:
     return peak + (final - peak) * fall
 
 
-# ---- The optimizer ---------------------------------------------------------------------------------------------------
-
-
-class LazyState:
-    """An optimizer whose state is made when it is read: a step that updates arrays joined needs none by name."""
-
-    make_state: Callable[[], Any] | None = None
-    _state: Any
-
-    @property
-    def state(self) -> Any:
-        if self.make_state is not None:
-            make, self.make_state = self.make_state, None
-            self._state = make()
-        return self._state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.make_state, self._initialized, self._state = None, False, state
-
-
 def make_optimizer(train: TrainSettings) -> optim.Optimizer:
     """MLX's optimizer of that name, or ours. Raises UserError: it does not know an option."""
     kinds = {name.lower(): kind for name, kind in vars(optim).items() if inspect.isclass(kind)}
-    plain = (kinds | {"adamw_8bit": AdamW8bit})[train.optimizer]
-    kind: Callable[..., optim.Optimizer] = type(plain.__name__, (LazyState, plain), {})
-    known = [name for name in inspect.signature(plain).parameters if name != "learning_rate"]  # train.learning_rate
+    kind: Callable[..., optim.Optimizer] = (kinds | {"adamw_8bit": AdamW8bit})[train.optimizer]
+    known = [name for name in inspect.signature(kind).parameters if name != "learning_rate"]  # train.learning_rate
     # MLX leaves Adam's bias correction out unless asked, and Adafactor would overrule the learning rate.
     defaults = {"bias_correction": True, "relative_step": False}
     options: dict[str, object] = {name: value for name, value in defaults.items() if name in known}
@@ -97,11 +71,9 @@ def make_optimizer(train: TrainSettings) -> optim.Optimizer:
 
 
 def dynamic_codes(signed: bool) -> np.ndarray:
-    """The 256 numbers that a state of 8 bits can be, of its block's largest: float32, ascending.
-
-    Dynamic tree quantisation, Dettmers et al. 2021, arXiv:2110.02861, section 2.2: every decade has twice the
-    numbers of the one below it.
-    """
+    """The 256 numbers that a state of 8 bits can be, of its block's largest: float32, ascending. Dynamic tree
+    quantisation, Dettmers et al. 2021, arXiv:2110.02861, section 2.2: every decade has twice the numbers of the one
+    below it."""
     positive = [np.zeros(0)]
     for decade in range(DECADES):
         edges = np.linspace(0.1, 1, 2 ** (decade + (0 if signed else 1)) + 1)
@@ -143,10 +115,8 @@ class Codes:
 
 
 class AdamW8bit(optim.AdamW):
-    """AdamW whose two moments take 8 bits a number between steps (arXiv:2110.02861); a step computes in float32.
-
-    Of SLICE numbers at a time: their update takes 30 times their bytes on the way, and frees it before the next ones.
-    """
+    """AdamW whose two moments take 8 bits a number between steps (arXiv:2110.02861); a step computes in float32. Of
+    SLICE numbers at a time: their update takes 30 times their bytes on the way, and frees it before the next ones."""
 
     moments = {"m": Codes(signed=True), "v": Codes(signed=False)}
     earlier: Sequence[mx.array] = ()  # what the slice before made, which the next one waits for
@@ -188,9 +158,6 @@ class AdamW8bit(optim.AdamW):
         return new
 
 
-# ---- The update ------------------------------------------------------------------------------------------------------
-
-
 def evaluate_in_turn(parameters: Any, state: Any) -> None:
     """Starts an update's evaluation, some arrays after the other: MLX would hold what all of them make on the way."""
     flat = tree_flatten(parameters)
@@ -206,10 +173,8 @@ def evaluate_in_turn(parameters: Any, state: Any) -> None:
 def apply_gradients(
     optimizer: optim.Optimizer, gradients: Mapping[str, Any], parameters: Mapping[str, Any], b_ratio: float | None
 ) -> Any:
-    """One update: the new parameters. Norms, biases and DoRA's magnitudes, which are vectors, do not decay.
-
-    b_ratio: LoRA+, Hayou et al. 2024, arXiv:2402.12354, section 5: the learning rate of LoRA's B over that of all else.
-    """
+    """One update: the new parameters. Norms, biases and DoRA's magnitudes, which are vectors, do not decay. b_ratio:
+    LoRA+, Hayou et al. 2024, arXiv:2402.12354, section 5: the learning rate of LoRA's B over that of all else."""
     decay, shapes = getattr(optimizer, "weight_decay", 0.0), dict(tree_flatten(parameters))
     groups: dict[tuple[float, float], list[tuple[str, mx.array]]] = {}
     for name, gradient in tree_flatten(gradients):
@@ -239,8 +204,7 @@ def update_rule(model: nn.Module, optimizer: optim.Optimizer, train: TrainSettin
     is_joined = (
         compiles(train)
         and not is_divided
-        and isinstance(optimizer, LazyState)
-        and type(optimizer).__bases__[-1] in ELEMENTWISE
+        and type(optimizer) in ELEMENTWISE
         and train.loraplus_lr_ratio is None
         and len(arrays) > 1
         and all(array.dtype == mx.float32 and (array.ndim > 1 or not has_decay) for array in arrays)
@@ -281,65 +245,48 @@ class UpdateRule:
 
 
 class JoinedUpdateRule(UpdateRule):
-    """The update of all arrays as one: 1B and 8B are 8 to 14 % slower on an H200 without it.
+    """The update of all arrays as one: 1B and 8B are 8 to 14 % slower on an H200 without it. Between steps the model
+    and the optimizer's state hold views under their usual names; others that are put there (a resume, a merge) are
+    joined anew."""
 
-    Between steps the model holds views under their usual names, and so does `optimizer.state` once it is read; others
-    that are put there (a resume, a merge) are joined anew.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: LazyState, train: TrainSettings):
-        private = copy.copy(optimizer)
-        super().__init__(model, private, train)
-        self.public, self.trained = optimizer, TrainedArrays(model)
+    def __init__(self, model: nn.Module, optimizer: optim.Optimizer, train: TrainSettings):
+        super().__init__(model, copy.copy(optimizer), train)
+        self.by_name, self.trained = optimizer, TrainedArrays(model)
         self.parameters, self.views = mx.array(0.0), list[mx.array]()
-        self.public_state: Any = None  # what others saw last
+        self.state: Any = None  # by name, as the last update left it
 
     def _mean(self, gradients: Tree, count: mx.array) -> tuple[Tree, dict[str, mx.array]]:
         by_name = dict(tree_flatten(gradients))  # in the order of a sum over ranks
         return super()._mean({JOINED: _joined([by_name[name] for name in self.trained.names])}, count)
 
     def take(self, gradients: Tree, norm: mx.array, rate: float) -> None:
-        arrays = self.trained.read()
+        arrays, names = self.trained.read(), self.trained.names
         if [*map(id, arrays)] != [*map(id, self.views)]:
             self.parameters = _joined(arrays)
-        if self.public.make_state is None and self.public.state is not self.public_state:
-            self.optimizer.state = self._joined_state(self.public.state)
+        if self.by_name.state is not self.state:
+            flat = dict(tree_flatten(self.by_name.state))
+            joined: dict[str, Any] = {name: array for name, array in flat.items() if "." not in name}
+            if keys := sorted({name.rpartition(".")[2] for name in flat if name.startswith(f"{names[0]}.")}):
+                joined[JOINED] = {key: _joined([flat[f"{name}.{key}"] for name in names]) for key in keys}
+            self.optimizer.state = joined
             self.optimizer.init({JOINED: self.parameters})
         self.optimizer.learning_rate = rate
         self.optimizer_state[0] = self.optimizer.state
         self.parameters = self._new({JOINED: self.parameters}, gradients, norm)[JOINED]
         mx.async_eval(self.parameters, self.optimizer.state)  # the device has its work before the views are made
         self.views = self._split(self.parameters)
-        mx.async_eval(self.views)
         self.trained.write(self.views)
-        self.public.make_state = self._state_by_name
-
-    def _state_by_name(self) -> Tree:
-        """The optimizer's state as others know it, evaluated: the one who reads it may be another thread."""
-        state = self.optimizer.state
-        moments = {key: self._split(array) for key, array in state[JOINED].items()}
-        by_name = [
-            (f"{name}.{key}", views[i]) for i, name in enumerate(self.trained.names) for key, views in moments.items()
-        ]
-        self.public_state = {name: value for name, value in state.items() if name != JOINED}
-        self.public_state |= tree_unflatten(by_name) if by_name else {}
-        mx.eval(self.public_state)
-        return self.public_state
+        state = dict(self.optimizer.state)
+        moments = {key: self._split(array) for key, array in state.pop(JOINED).items()}
+        by_name = [(f"{name}.{key}", views[i]) for i, name in enumerate(names) for key, views in moments.items()]
+        self.by_name.state = self.state = state | (tree_unflatten(by_name) if by_name else {})
+        mx.async_eval(self.views, self.state)
 
     def _split(self, joined: mx.array) -> list[mx.array]:
         """Views of a joined array, in the order of the trained arrays."""
         shapes = self.trained.shapes
         ends = np.cumsum([math.prod(shape) for shape in shapes]).tolist()
         return [p.reshape(shape) for p, shape in zip(mx.split(joined.reshape(-1), ends)[:-1], shapes, strict=True)]
-
-    def _joined_state(self, state: Tree) -> dict[str, Any]:
-        """An optimizer's state by name as that of the joined array; without what it has not begun yet."""
-        flat, names = dict(tree_flatten(state)), self.trained.names
-        joined: dict[str, Any] = {name: value for name, value in state.items() if isinstance(value, mx.array)}
-        keys = sorted({name.rpartition(".")[2] for name in flat if name.startswith(f"{names[0]}.")})
-        if keys:
-            joined[JOINED] = {key: _joined([flat[f"{name}.{key}"] for name in names]) for key in keys}
-        return joined
 
 
 def _joined(arrays: Sequence[mx.array]) -> mx.array:

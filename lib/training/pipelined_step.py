@@ -20,13 +20,12 @@ from mlx.utils import tree_flatten, tree_unflatten
 from lib.config.settings import SyncSettings, TrainSettings
 from lib.data.batch import Batch
 from lib.distributed import compression, heartbeat
-from lib.distributed.links import Links
-from lib.model.layout import Stage, layout_of
+from lib.model.layout import layout_of
 from lib.model.token_stream import StreamInputs, arrays_of, hidden_states
 from lib.plan.cuts import operations
 from lib.system.out_of_memory import Limit
 from lib.training.divided_world import InStages
-from lib.training.objective import SUMS, figures_of, loss_and_sums
+from lib.training.losses import SUMS, figures_of, loss_and_sums
 from lib.training.step import MicroBatch, Step, StepRecord, Tree, arrays_beside, is_compiled
 
 ACTIVATIONS, GRADIENTS = "the activations of a micro-batch", "the gradients of a micro-batch's activations"
@@ -60,7 +59,7 @@ class MicroBatchState:
     given: mx.array | None  # the stage's input, [N, D]; None on the first rank
     random_key: mx.array
     wanted: Message | None = None  # the gradient of its output
-    slopes: list[mx.array] | None = None  # gradients by input and parameters; None: to be made
+    slopes: list[mx.array] | None = None  # gradients by input, if wanted, then by sorted names; None: to be made
 
 
 class PipelinedStep(Step):
@@ -76,18 +75,32 @@ class PipelinedStep(Step):
         pace: StagePace,
     ):
         super().__init__(model, optimizer, train, world, sync)
-        self.stages, self.stage, self.pace = world, stage_of(model), pace
-        self.functions = StageFunctions(model, train, is_compiled(train, world))
+        stage = layout_of(model).stage
+        assert stage is not None
+        self.stages, self.stage, self.pace, self.links = world, stage, pace, world.ranks.links
         self.waited_seconds = 0.0  # of this step, for other stages
         self.sent_error: float | None = None  # what compression left out, of the norm of all sent
+        functions, state = (self._output, self._product, self._last), [model.state, mx.random.state]
+        compiled = [mx.compile(function, inputs=state, outputs=state) for function in functions]
+        self.output, self.product, self.last = compiled if is_compiled(train, world) else functions
+        self._begin([], None)
 
     def __call__(self, index: int, steps: int, batches: Iterable[MicroBatch]) -> StepRecord:
         """One step, as Step's; the seconds are this rank's own."""
-        self.waited_seconds = -self.stages.ranks.links.waited_seconds
+        self.waited_seconds = -self.links.waited_seconds
         result = super().__call__(index, steps, batches)
         compute = max(0.0, result.compute_seconds[0] - self.waited_seconds)
         wait = result.wait_seconds + self.waited_seconds
         return replace(result, compute_seconds=[compute], wait_seconds=wait, sent_error=self.sent_error)
+
+    def _begin(self, batches: list[MicroBatch], baseline: mx.array | None) -> None:
+        """What one step's passes add to."""
+        self.batches, self.baseline = batches, baseline
+        self.under_way: dict[int, MicroBatchState] = {}
+        self.received: dict[int, Message] = {}  # or being received, by micro-batch: what the rank before sends
+        self.begun = 0  # of these, so far
+        self.gradients: Tree | None = None
+        self.sums, self.squares = mx.zeros(len(SUMS)), mx.zeros(2)  # of what compression left out, and of all sent
 
     def forward_backward(
         self, what: str, batches: Iterable[MicroBatch], counted: list[Batch], baseline: mx.array | None
@@ -96,38 +109,29 @@ class PipelinedStep(Step):
         made = list(batches)  # a reference that is computed as needed has its passes here
         counted += [batch for batch, _ in made]
         self.shapes |= dict.fromkeys((batch.shapes for batch in counted), 0)
-        largest = max((len(batch.rows) for batch in counted), default=0)
+        largest, links = max((len(batch.rows) for batch in counted), default=0), self.links
         self.pace.limit.check(largest)
         self.stages.agree_to_go_on(what)
-        links = self.stages.ranks.links
+        self._begin(made, baseline)
         links.under_way = MOST_PARTS * self.pace.in_flight[0]
-        passes = StagePasses(self, links, made, baseline)
-        with heartbeat.passing(what, PASSES * len(made)):
-            for operation in operations(self.pace.in_flight[self.stage.rank], len(made)):
+        try:
+            with heartbeat.passing(what, PASSES * len(made)):
+                for operation in operations(self.pace.in_flight[self.stage.rank], len(made)):
+                    with links.deadline(what):
+                        (self._forward if operation.is_forward else self._backward)(operation.micro_batch)
                 with links.deadline(what):
-                    (passes.forward if operation.is_forward else passes.backward)(operation.micro_batch)
-            with links.deadline(what):
-                mx.eval(passes.gradients, passes.sums)
-            links.finish(what)
-        left_out, sent = passes.squares.tolist()
-        self.sent_error = math.sqrt(left_out / sent) if sent else None
-        self.pace.limit.check(largest)
-        self.stages.agree_to_go_on(what)
-        self.waited_seconds += links.waited_seconds
-        return passes.gradients, passes.sums
+                    mx.eval(self.gradients, self.sums)
+                links.finish(what)
+            left_out, sent = self.squares.tolist()
+            self.sent_error = math.sqrt(left_out / sent) if sent else None
+            self.pace.limit.check(largest)
+            self.stages.agree_to_go_on(what)
+            self.waited_seconds += links.waited_seconds
+            return self.gradients, self.sums
+        finally:
+            self._begin([], None)  # frees all
 
-
-class StageFunctions:
-    """What a stage computes of one micro-batch. Gradients: by its input, if wanted, then by sorted names."""
-
-    def __init__(self, model: nn.Module, train: TrainSettings, is_compiled: bool):
-        self.stage, self.model, self.train = stage_of(model), model, train
-        self.output, self.product, self.last = self._output, self._product, self._last
-        if is_compiled:
-            state = [model.state, mx.random.state]
-            self.output = mx.compile(self._output, inputs=state, outputs=state)
-            self.product = mx.compile(self._product, inputs=state, outputs=state)
-            self.last = mx.compile(self._last, inputs=state, outputs=state)
+    # ---- What a stage computes of one micro-batch
 
     def _output(self, inputs: StreamInputs, given: mx.array | None) -> mx.array:
         """What goes to the next rank, [N, D]. given: what came from the rank before."""
@@ -167,44 +171,18 @@ class StageFunctions:
         return sums, [slopes[name] for name in arrays]
 
     def _differentiated(self, given: mx.array | None) -> dict[str, mx.array]:
-        """What gradients are made for."""
+        """What gradients are made for: the stage's input, if wanted, and what it trains, by sorted name."""
         by_input = {} if given is None or not self.stage.passes_gradients else {INPUT: given}
-        return {**by_input, **trained_arrays(self.model)}
+        return by_input | dict(sorted(tree_flatten(self.model.trainable_parameters())))
 
     def _put(self, arrays: Mapping[str, mx.array], given: mx.array | None) -> mx.array | None:
         """Puts the parameters among arrays in their modules; returns the stage's input."""
         self.model.update(tree_unflatten([(name, array) for name, array in arrays.items() if name != INPUT]))
         return arrays.get(INPUT, given)
 
+    # ---- Passes
 
-def stage_of(model: nn.Module) -> Stage:
-    """This rank's stage of a model that ranks hold in stages."""
-    stage = layout_of(model).stage
-    assert stage is not None
-    return stage
-
-
-def trained_arrays(model: nn.Module) -> dict[str, mx.array]:
-    """What a rank trains, by sorted name."""
-    return dict(sorted(tree_flatten(model.trainable_parameters())))
-
-
-class StagePasses:
-    """The passes of one step's micro-batches through this rank's stage."""
-
-    def __init__(self, step: PipelinedStep, links: Links, batches: list[MicroBatch], baseline: mx.array | None) -> None:
-        self.baseline = baseline
-        self.step, self.stage, self.links, self.batches = step, step.stage, links, batches
-        self.functions = step.functions
-        self.under_way: dict[int, MicroBatchState] = {}
-        self.received: dict[int, Message] = {}  # or being received, by micro-batch: what the rank before sends
-        self.begun = 0  # of these, so far
-        self.gradients: Tree | None = None
-        self.sums = mx.zeros(len(SUMS))
-        self.compression = step.sync.compression
-        self.squares = mx.zeros(2)  # of what compression left out, and of all that was sent
-
-    def forward(self, i: int) -> None:
+    def _forward(self, i: int) -> None:
         """A micro-batch through this rank's blocks, and on; on the last rank backward as well, up to the gradients."""
         stage, (batch, reference) = self.stage, self.batches[i]
         given = None
@@ -215,21 +193,20 @@ class StagePasses:
         self.under_way[i] = micro
         if stage.is_last:
             beside = *arrays_beside(batch, reference), self.baseline
-            sums, micro.slopes = self.functions.last(micro.inputs, given, *beside)
+            sums, micro.slopes = self.last(micro.inputs, given, *beside)
             self.sums = self.sums + sums
             self.links.evaluate(self.sums, micro.slopes)
             return
         if stage.is_trained:
             micro.wanted = self._expected(i, stage.rank + 1, stage.dtypes[1])
-        if stage.is_trained and not self.step.pace.recomputes:
-            assert micro.wanted is not None
-            output, micro.slopes = self.functions.product(micro.inputs, given, micro.wanted.array)
+        if micro.wanted is not None and not self.pace.recomputes:
+            output, micro.slopes = self.product(micro.inputs, given, micro.wanted.array)
         else:
-            output = self.functions.output(micro.inputs, given)
+            output = self.output(micro.inputs, given)
         self.links.evaluate(output)
         self._send(output, stage.rank + 1, ACTIVATIONS)
 
-    def backward(self, i: int) -> None:
+    def _backward(self, i: int) -> None:
         """A micro-batch's gradients, by way of what the next rank sends; those of its input go to the rank before."""
         micro = self.under_way.pop(i)
         if not self.stage.is_trained:
@@ -240,11 +217,12 @@ class StagePasses:
             assert micro.wanted is not None
             key = mx.random.state[0]
             now, key[:] = mx.array(key), micro.random_key  # the masks of the forward pass once more
-            _, micro.slopes = self.functions.product(micro.inputs, micro.given, micro.wanted.array)
+            _, micro.slopes = self.product(micro.inputs, micro.given, micro.wanted.array)
             mx.random.state[0][:] = now
         slopes = micro.slopes
         by_input = slopes.pop(0) if self.stage.passes_gradients else None
-        flat = {n: g.astype(mx.float32) for n, g in zip(trained_arrays(self.step.model), slopes, strict=True)}
+        names = [name for name in self._differentiated(None) if name != INPUT]
+        flat = {name: gradient.astype(mx.float32) for name, gradient in zip(names, slopes, strict=True)}
         before = dict(tree_flatten(self.gradients or {}))
         if flat:
             self.gradients = tree_unflatten([(n, before[n] + g if n in before else g) for n, g in flat.items()])
@@ -252,32 +230,31 @@ class StagePasses:
         self.links.evaluate(self.gradients, [] if by_input is None else by_input)
         if by_input is not None:
             if self.links.receives_ahead:  # all that the rank before sends until it asks for this gradient
-                self._begin_to_receive(i + self.step.pace.in_flight[self.stage.rank - 1] - 1)
+                self._begin_to_receive(i + self.pace.in_flight[self.stage.rank - 1] - 1)
             self._send(by_input, self.stage.rank - 1, GRADIENTS)
 
     def _send(self, array: mx.array, rank: int, what: str) -> None:
-        parts = [array]
-        if self.compression != "none":
-            parts = compression.encode(array, self.compression)
-            wide, decoded = array.astype(mx.float32), compression.decode(parts, self.compression, array.shape)
+        parts, kind = [array], self.sync.compression
+        if kind != "none":
+            parts = compression.encode(array, kind)
+            wide, decoded = array.astype(mx.float32), compression.decode(parts, kind, array.shape)
             self.squares = self.squares + mx.stack([mx.square(decoded - wide).sum(), mx.square(wide).sum()])
             self.links.evaluate(parts, self.squares)
         for part in parts:
             self.links.send(part, rank, what)
 
     def _expected(self, i: int, rank: int, dtype: mx.Dtype) -> Message:
-        shape = self.batches[i][0].computed_tokens, self.stage.hidden_size
-        if self.compression == "none":
+        shape, kind = (self.batches[i][0].computed_tokens, self.stage.hidden_size), self.sync.compression
+        if kind == "none":
             array = self.links.expect(shape, dtype, rank)
             return Message(rank, array, [array])
-        parts = [self.links.expect(*part, rank) for part in compression.parts_of(math.prod(shape), self.compression)]
-        return Message(rank, compression.decode(parts, self.compression, shape).astype(dtype), parts)
+        parts = [self.links.expect(*part, rank) for part in compression.parts_of(math.prod(shape), kind)]
+        return Message(rank, compression.decode(parts, kind, shape).astype(dtype), parts)
 
     def _begin_to_receive(self, last: int) -> None:
         """Begins to receive the activations of micro-batches up to this one, as far as there are any."""
-        stage = self.stage
         for i in range(self.begun, min(last + 1, len(self.batches))):
-            self.received[i] = self._expected(i, stage.rank - 1, stage.dtypes[0])
+            self.received[i] = self._expected(i, self.stage.rank - 1, self.stage.dtypes[0])
             self.links.begin(*self.received[i].parts)
             self.begun = i + 1
 

@@ -16,12 +16,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from lib.config.settings import Config, DataSettings
+from lib.config.settings import Config, DataSettings, ModelSettings
 from lib.data.batch import Batch, collate
 from lib.data.dataset import Dataset
 from lib.data.order import epoch_order, micro_batches, split
-from lib.data.prompts import Prompts
-from lib.data.streaming import StreamedDataset
 from lib.distributed.compression import Arrays
 from lib.distributed.world import World
 from lib.errors import UserError
@@ -52,17 +50,14 @@ def dataset_logps(
     rows_wanted: np.ndarray | None = None,
 ) -> np.ndarray:
     """log pi(completion | prompt) of every completion, summed over its tokens: float32 [N, K], the same on every rank.
-
     shares: relative amounts of work of the world's workers. progress: called with the number of examples done.
-    rows_wanted: int64, distinct; None for all. Rows of batches without a wanted one are 0.
-    """
+    rows_wanted: int64, distinct; None for all. Rows of batches without a wanted one are 0."""
     model.eval()
     world, batch_size = world.workers, settings.evaluate.batch_size
     multiple, share, _ = layout(model, settings.data, world)
     order = np.argsort(dataset.lengths, kind="stable")
     is_wanted = np.isin(np.arange(len(dataset)), order if rows_wanted is None else rows_wanted)
     logps = np.zeros((len(dataset), dataset.completions_per_example), np.float32)
-    can_halve = not isinstance(world, Lockstep)
     mx.eval(model.state)
 
     def logps_of(rows: Sequence[int]) -> np.ndarray:
@@ -73,14 +68,12 @@ def dataset_logps(
     block_size = batch_size * world.size * BLOCK_BATCHES
     for start in range(0, len(order), block_size):
         block = order[start : start + block_size]
-        mine = np.zeros_like(logps[block])
-        place = {row: i for i, row in enumerate(block.tolist())}
+        mine = np.zeros_like(logps)
         for rows in micro_batches(split(block, dataset.lengths, shares)[world.rank], batch_size):
-            if not is_wanted[rows].any():  # batches stay as they are: other rows give a value other roundings
-                continue
-            own = out_of_memory.in_pieces(rows.tolist(), logps_of, can_halve)
-            mine[[place[row] for row in rows.tolist()]] = np.concatenate([of_piece for _, of_piece in own])
-        logps[block] = np.array(world.all_sum(mx.array(mine), "log-probabilities of a block of rows"))
+            if is_wanted[rows].any():  # batches stay as they are: other rows give a value other roundings
+                pieces = out_of_memory.in_pieces(rows.tolist(), logps_of, not isinstance(world, Lockstep))
+                mine[rows] = np.concatenate([of_piece for _, of_piece in pieces])
+        logps[block] = np.array(world.all_sum(mx.array(mine[block]), "log-probabilities of a block of rows"))
         progress(min(start + block_size, len(order)))
     return logps
 
@@ -126,22 +119,24 @@ def of_run(
     batches: Layout,
     counting: Counting,
 ) -> References:
-    """The reference's log-probabilities of a run's rows, as far as they are computed before training.
-
-    policy: before training, which is the reference where no other is named. batches: how a step's are laid out.
-
-    Raises UserError: another reference cannot take batches that are laid out so.
-    """
-    train, data, valid = settings.train, inputs.data, inputs.valid
+    """The reference's log-probabilities of a run's rows, as far as they are computed before training. policy: before
+    training, which is the reference where no other is named. batches: how a step's are laid out. Raises UserError:
+    another reference cannot take batches that are laid out so."""
+    train, data, every = settings.train, inputs.data, settings.reference_sync_steps
     if not losses.needs_reference(train):
         return References()
-    named, asks = settings.model.reference != "initial", is_asked(settings, data, world)
-    passes: dict[str, tuple[Dataset, np.ndarray | None]] = {} if valid is None else {"valid": (valid, None)}
+    named, is_group = settings.model.reference != "initial", train.loss == "grpo"
+    asks = every is not None or data.is_estimated or is_group or is_asked(settings.model, world)
+    passes: dict[str, tuple[Dataset, np.ndarray | None]] = {}
+    if inputs.valid is not None:
+        passes["valid"] = inputs.valid, None
     if isinstance(data, Dataset) and not asks:
-        passes["data"] = data, rows_of_steps(settings, data.lengths)
+        batch_size = train.global_batch_size
+        trained, order = settings.steps_over(len(data)) * batch_size, (data.lengths, train.seed, 0, batch_size)
+        passes["data"] = data, None if trained >= len(data) else epoch_order(*order)[:trained]
     if not passes and not asks:
         return References()
-    model = divided_world.load_reference(settings, world) if named else policy
+    model = divided_world.load_reference(settings.model, train.seed, world) if named else policy
     if named and asks and batches.shares_prompts and (why_not := layout(model, settings.data, world).why_not):
         raise UserError(f"model.reference={settings.model.reference}: {why_not}; set data.shared_prompts=false")
     logps = {}
@@ -154,59 +149,35 @@ def of_run(
         mx.eval(model.state)
         start = {} if named else adapter_files.trainable(policy)
         alpha = train.reference_mixup_alpha or (MIXUP if settings.model.method == "full" else 1.0)
-        every, known = settings.reference_sync_steps, None
-        if every is None and isinstance(data, Dataset) and train.loss != "grpo":
-            known = np.zeros((len(data), data.completions_per_example), np.float32)
-        compiled = known is not None and is_compiled(train, world.workers)
+        keeps = every is None and isinstance(data, Dataset) and not is_group
+        known = np.zeros((len(data), data.completions_per_example), np.float32) if keeps else None
+        compiled = keeps and is_compiled(train, world.workers)
         asked = AskedReference(policy, model, world, start, every, alpha, train.temperature, known, compiled)
     return References(logps.get("data"), logps.get("valid"), asked)
 
 
-def rows_of_steps(settings: Config, lengths: np.ndarray) -> np.ndarray | None:
-    """The rows that a run's steps train, int64; None for all. lengths: int [n], of all rows."""
-    batch_size, count = settings.train.global_batch_size, len(lengths)
-    trained = settings.steps_over(count) * batch_size
-    if trained >= count:
-        return None
-    return epoch_order(lengths, settings.train.seed, 0, batch_size)[:trained]
-
-
-def is_asked(settings: Config, data: Dataset | StreamedDataset | Prompts, world: World) -> bool:
+def is_asked(settings: ModelSettings, world: World) -> bool:
     """Whether the reference is asked in each step: that takes no second copy of all weights, and holds no rank up."""
-    if settings.reference_sync_steps is not None or data.is_estimated or settings.train.loss == "grpo":
-        return True
-    is_policy = settings.model.method != "full" and settings.model.reference == "initial"
-    return is_policy and not world.divides_model
+    return settings.reference == "initial" and settings.method != "full" and not world.divides_model
 
 
 @dataclass
 class AskedReference:
-    """Gives micro-batches their reference, one when it is taken.
-
-    Args:
-        model: the reference; the policy where that is it, before training.
-        arrays: what the policy trains, as the reference has it; {} where the reference is another model.
-        every, alpha: steps after which the reference follows the policy, None for never; how far it goes then.
-        logps: float32 [n, K], what a reference that stays said of each row; 0 where it was not asked yet. None: not
-            kept.
-        is_compiled: whether its pass is traced, once for every shape.
-    """
+    """Gives micro-batches their reference, one when it is taken."""
 
     policy: nn.Module
-    model: nn.Module
+    model: nn.Module  # the reference; the policy where that is it, before training
     world: World
-    arrays: Arrays
-    every: int | None = None
+    arrays: Arrays  # what the policy trains, as the reference has it; {} where the reference is another model
+    every: int | None = None  # steps after which it follows the policy, None for never; alpha: how far it goes then
     alpha: float = 1.0
     temperature: float = 1.0
-    logps: np.ndarray | None = None
-    is_compiled: bool = False
+    logps: np.ndarray | None = None  # float32 [n, K], of each row; 0 where it was not asked yet. None: not kept
+    is_compiled: bool = False  # whether its pass is traced, once for every shape
 
     def __post_init__(self) -> None:
         self._trained, self._traced = TrainedArrays(self.policy), set[object]()
-        self._pass: Callable[[StreamInputs], mx.array] = self._logps
-        if self.is_compiled:
-            self._pass = mx.compile(self._logps, inputs=[self.model.state])
+        self._pass = mx.compile(self._logps, inputs=[self.model.state]) if self.is_compiled else self._logps
 
     def __call__(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         for batch, _ in batches:
@@ -222,14 +193,12 @@ class AskedReference:
         """float32 [examples, K]; of groups [examples, K, C]."""
         parts = [batch] if batch.mismatched is None else [batch, batch.mismatched]
         shapes = {part.shapes for part in parts} if self.is_compiled else {None}
-        with (
-            self.in_place(walks=not shapes <= self._traced),
-            self.world.workers.together("reference log-probabilities of a batch"),
-        ):
+        what = "reference log-probabilities of a batch"
+        with self.in_place(walks=not shapes <= self._traced), self.world.workers.together(what):
             logps = [np.array(self._pass(arrays_of(part.inputs))) for part in parts]
         self._traced |= shapes - {None}
         # Each part may be padded to a shape of its own.
-        return np.concatenate([one[: len(batch.rows)] for one in logps], axis=1)
+        return np.concatenate([of_part[: len(batch.rows)] for of_part in logps], axis=1)
 
     @contextmanager
     def in_place(self, walks: bool = True) -> Iterator[nn.Module]:
@@ -266,12 +235,9 @@ class AskedReference:
             self.logps = np.array(of_ranks[self.world.rank])
 
     def follow(self, step: int) -> None:
-        """Moves the reference after a step, where it is its turn.
-
-        TR-DPO, Gorbatovski et al. 2024, arXiv:2404.09656, section 3: every tau steps the reference becomes alpha times
-        the policy plus (1 - alpha) times itself, or the policy (alpha = 1). Adapters take the policy's: a mean of their
-        factors is no mean of the weights.
-        """
+        """Moves the reference after a step, where it is its turn. TR-DPO, Gorbatovski et al. 2024, arXiv:2404.09656,
+        section 3: every tau steps the reference becomes alpha times the policy plus (1 - alpha) times itself, or the
+        policy (alpha = 1). Adapters take the policy's: a mean of their factors is no mean of the weights."""
         if self.every is None or step % self.every:
             return
         now = adapter_files.trainable(self.policy)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
+import shutil
 import statistics
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
@@ -32,6 +35,16 @@ from lib.plan.sharded import plan_sharded
 from lib.plan.strategy import plan
 from lib.system import hardware, model_folder
 from lib.system.out_of_memory import Limit
+from lib.system.records import read_records
+
+TRIAL: dict[str, dict[str, object]] = {  # what a trial changes
+    "run": {"name": "trial", "pages": False, "sinks": ()},
+    "train": {"steps": 3},
+    "data": {"valid": None, "holdout": 0.0},
+    "evaluate": {"every": None, "answers": None, "samples": 0},
+    "checkpoint": {"every": None},
+    "plan": {"replan": False},
+}
 
 
 def plan_run(
@@ -42,10 +55,8 @@ def plan_run(
     rows: tuple[Rows, Rows],
     resumed: Path | None = None,
 ) -> ClusterPlan:
-    """The plan that a run starts with, the same on all ranks, with what is likely to be a mistake in it.
-
-    lengths: int [n], of the rows. rows: the largest, for memory; of mean sizes, for times. resumed: a run that goes on.
-    """
+    """The plan that a run starts with, the same on all ranks, with what is likely to be a mistake in it. lengths: int
+    [n], of the rows. rows: the largest, for memory; of mean sizes, for times. resumed: a run that goes on."""
     warnings = []
     if config.strategy in ("sharded", "pipelined") and world.size == 1:
         sizes, shares = config.plan.micro_batch_sizes, config.plan.shares or ()
@@ -228,3 +239,18 @@ def _gather_hosts(
         read = HostCalibration.model_validate_json(text) if text else None
         ranks.append(RankHost(host, read, chip, cast(hardware.Device, device), memory_bytes=memory_bytes))
     return ranks
+
+
+def trial_step_seconds(config: Config, world: World, train: Callable[[Config, World, bool, bool], None]) -> float:
+    """Seconds of a step in a run of three, in a folder that is deleted: the slowest rank's mean without the first."""
+    folder = Path(world.broadcast_text(tempfile.mkdtemp(prefix="tandem-trial-") if world.rank == 0 else ""))
+    changes = {name: getattr(config, name).model_copy(update=values) for name, values in TRIAL.items()}
+    changes["run"] = changes["run"].model_copy(update={"dir": str(folder)})
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            train(config.model_copy(update=changes), world, False, False)
+        records = read_records(folder / "trial" / "logs" / f"rank-{world.rank:03d}.jsonl")
+        steps = [float(str(record.get("step_seconds"))) for record in records if record["kind"] == "step"]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return max(float(text) for text in world.gather_text(repr(statistics.fmean(steps[1:] or steps)), "a trial's steps"))

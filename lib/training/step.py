@@ -29,9 +29,9 @@ from lib.model.token_stream import StreamInputs, arrays_of
 from lib.system import out_of_memory
 from lib.system.hardware import Device
 from lib.system.out_of_memory import Limit, OutOfMemory
-from lib.training import losses, objective
+from lib.training import losses
 from lib.training.divided_world import InStages, Lockstep
-from lib.training.objective import SUMS, Figures, Metrics, figures_of, loss_and_sums, means_of
+from lib.training.losses import SUMS, Figures, Metrics, figures_of, loss_and_sums, means_of
 from lib.training.optimizers import TrainedArrays, Tree, compiles, learning_rate, update_rule
 
 MicroBatch = tuple[Batch, np.ndarray | None]  # with its reference's log-probabilities: [b, K]; of groups [b, K, C]
@@ -83,14 +83,10 @@ class RankSums:
 
 
 class Step:
-    """Takes one optimizer step after the other.
-
-    A step raises OutOfMemory on all ranks where memory ran out on one of them before the sum: weights, optimizer and
-    feedback are as they were, and the same step can be taken again.
-
-    world: the ranks whose gradients are summed; rank: among all ranks, which draw different dropout masks; limit: what
-    MLX may hold, looked at after each micro-batch. Raises UserError: no embedding for train.neftune_noise_alpha.
-    """
+    """Takes one optimizer step after the other. A step raises OutOfMemory on all ranks where memory ran out on one of
+    them before the sum: weights, optimizer and feedback are as they were, and the same step can be taken again. world:
+    the ranks whose gradients are summed; rank: among all ranks, which draw different dropout masks; limit: what MLX may
+    hold, looked at after each micro-batch. Raises UserError: no embedding for train.neftune_noise_alpha."""
 
     def __init__(
         self,
@@ -129,11 +125,11 @@ class Step:
         # Dropout masks follow from the seed, the step and the rank alone: a resumed run draws the same ones.
         mx.random.seed(int(np.random.SeedSequence([self.train.seed, index, self.rank]).generate_state(1)[0]))
         if self.train.neftune_noise_alpha is not None:
-            batches = objective.noisy(batches, self.train.neftune_noise_alpha, self.train.seed, index)
+            batches = losses.noisy(batches, self.train.neftune_noise_alpha, self.train.seed, index)
         what, ratios, baseline, waited_seconds = f"step {index + 1}", None, None, 0.0
         if self.train.loss in losses.UNPAIRED_LOSSES:
             batches, ratios, waited_seconds = self.log_ratios(what, batches)
-            baseline = mx.array(objective.baseline_of_step(self.train, ratios, self.rewards))
+            baseline = mx.array(losses.baseline_of_step(self.train, ratios, self.rewards))
         counted: list[Batch] = []
         part = self._attempt(what, lambda: self.forward_backward(what, batches, counted, baseline), mx.zeros(len(SUMS)))
         tokens = sum(batch.real_tokens for batch in counted)
@@ -196,10 +192,8 @@ class Step:
         return gradients, sums
 
     def gradients(self, batch: Batch, reference: np.ndarray | None, baseline: mx.array | None) -> tuple[Tree, mx.array]:
-        """A micro-batch's gradients, and SUMS: float32, not evaluated.
-
-        The metrics are made outside of the compiled function: each kernel takes CUDA three seconds on a new machine.
-        """
+        """A micro-batch's gradients, and SUMS: float32, not evaluated. The metrics are made outside of the compiled
+        function: each kernel takes CUDA three seconds on a new machine."""
         traffic, inputs = self.world.traffic, arrays_of(batch.inputs)
         beside = (*arrays_beside(batch, reference), baseline)
         before, arrays = traffic.bytes_sent, self.trained.read()
@@ -244,10 +238,8 @@ class Step:
         return taken, totals[:2], time.perf_counter() - arrived
 
     def _attempt(self, what: str, work: Callable[[], tuple[Tree | None, mx.array]], zeros: mx.array) -> RankSums:
-        """The work's gradients and sums; or zeros and a failure where memory ran out, and all is freed.
-
-        Raises OutOfMemory: no other rank waits in the sum, or ranks share one model and cannot synchronise there.
-        """
+        """The work's gradients and sums; or zeros and a failure where memory ran out, and all is freed. Raises
+        OutOfMemory: no other rank waits in the sum, or ranks share one model and cannot synchronise there."""
         before = self.trained.read()
         try:
             return RankSums(*work())
@@ -273,10 +265,8 @@ class Step:
     def sum(
         self, part: RankSums, compute_seconds: float, elapsed_seconds: float, tokens: int
     ) -> tuple[list[float], Tree, mx.array, compression.Arrays]:
-        """Every rank's numbers, summed; mean gradients and their norm; what compression left out of them.
-
-        The numbers: SUMS, every rank's compute seconds, its bytes where memory ran out, all tokens, rank 0's seconds.
-        """
+        """Every rank's numbers, summed; mean gradients and their norm; what compression left out of them. The numbers:
+        SUMS, every rank's compute seconds, its bytes where memory ran out, all tokens, rank 0's seconds."""
         seconds, failed_bytes = self._beside_others(compute_seconds), self._beside_others(part.failed_bytes)
         vector = mx.concatenate([part.sums, mx.array([*seconds, *failed_bytes, float(tokens), elapsed_seconds])])
         # Names are bound anew: a rank has no room for its gradients beside the sum, nor for the sum beside the mean.
@@ -325,11 +315,9 @@ def trace_cost(model: nn.Module) -> TraceCost:
 
 
 def is_compiled(train: TrainSettings, world: World) -> bool:
-    """Whether the step is traced once for every shape of its batches.
-
-    Never where ranks have unequal parts of every block: their graphs differ, and so might the order of collectives;
-    nor, by default, where a sum leaves the device, as over a Mac's ring, where it was not tried.
-    """
+    """Whether the step is traced once for every shape of its batches. Never where ranks have unequal parts of every
+    block: their graphs differ, and so might the order of collectives; nor, by default, where a sum leaves the device,
+    as over a Mac's ring, where it was not tried."""
     if isinstance(world, Lockstep) and not isinstance(world, InStages):  # within a stage there are no sums
         division = world.ranks.division
         if division is None or not division.is_even or not (train.compile or world.backend == "nccl"):
