@@ -125,8 +125,8 @@ def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run
         return None
 
     # Plan: the share of every rank.
-    hosts, rows = host_names(world), inputs.row_sizes(read.data, config.data)
-    plan = run_facts.plan_run(config, world, hosts, read.data.lengths, rows, folder if resume else None)
+    hosts = host_names(world)
+    plan = run_facts.plan_run(config, world, hosts, read.data, folder if resume else None)
     console.show_run(say, config, plan, read, steps)
     console.attend_displays(say, config.metal, world, hosts, dry_run)
 

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from lib.plan.calibration import (
     read_calibration,
     write_calibration,
 )
-from lib.plan.memory import Rows, whole_weight_bytes
+from lib.plan.memory import whole_weight_bytes
 from lib.plan.plan import ClusterPlan
 from lib.plan.replan import Schedule
 from lib.system import hardware, model_folder
@@ -200,7 +201,8 @@ def test_two_hosts_plan_the_same_where_one_was_never_calibrated(
     mine = tiny.settings(folder, rows=21) if world.rank == 0 else []
     words = [*json.loads(world.broadcast_text(json.dumps(mine))), "train.global_batch_size=16"]
     config = load.load(None, [*words, f"plan.calibration_dir={folder / 'calibration'}"])
-    lengths, rows = np.full(21, 16), Rows(8, 16, 24, 16, length_multiple=16)
+    lengths, sixteen = np.full(21, 16), np.full((21, 2), 16)
+    data = SimpleNamespace(lengths=lengths, trained=(lengths // 2, sixteen, sixteen // 2))
     key = curve_key(config.model, config.record_kind, model_folder.resolve(config.model.path, None), 16)
     path = calibration_path(folder / "calibration", ["fast"], 0)
     if world.rank == 0:
@@ -208,7 +210,7 @@ def test_two_hosts_plan_the_same_where_one_was_never_calibrated(
     monkeypatch.setattr(hardware, "quick_gflops", lambda: [90.0, 30.0][world.rank])
 
     def planned(hosts: list[str], resumed: Path | None = None) -> ClusterPlan:
-        return plan_run(config, world, hosts, lengths, (rows, rows), resumed)
+        return plan_run(config, world, hosts, data, resumed)
 
     first = planned(["fast", "new"])
     texts = world.gather_long_text(json.dumps(first.to_dict()))

@@ -254,50 +254,45 @@ def save(folder: Path, snapshot: Snapshot, world: World, writer: CheckpointWrite
     """One checkpoint of all ranks, on every disk; returns why there is none now, the same on all ranks. Training waits
     for the last one, for ranks' own files and for large ones; others are written meanwhile. Raises AgreedError: the
     last one cannot be written; no run ends for want of another."""
-    began, progress, own = time.perf_counter(), snapshot.progress, snapshot.own
+    began, progress, own, model = time.perf_counter(), snapshot.progress, snapshot.own, snapshot.model
     what = f"the checkpoint of step {progress.step} (earlier ones are whole: --resume {folder})"
     folder, writer.unsaved_seconds = folder / "checkpoints", 0.0
     # What is large is not copied: memory may have no room for it.
     waits = is_last or own is not None or world.divides_model or snapshot.settings.method == "full"
-    if not are_finite(world, snapshot.model, snapshot.optimizer):
+    if not are_finite(world, model, snapshot.optimizer):
         return f"training goes on without {what}: the weights or the optimizer's state are not finite"
+    trees = [model.trainable_parameters(), snapshot.optimizer.state, *snapshot.common.values()]
+    names = (adapter_files.ADAPTER_WEIGHTS, OPTIMIZER, *snapshot.common)
+    final, best_step = folder / f"step-{progress.step:08d}", progress.best_step
+    arrays: dict[str, tuple[Described, adapter_files.Arrays]]
     try:
         if own is not None:
             with world.agreeing(what):
                 part = save_part(part_of(folder, progress.step, world.rank), own)
             progress.parts = world.gather_text(part, "every rank's part")
-        with world.agreeing(what) if waits else contextlib.nullcontext():  # beside training each reports by itself
-            _save_here(folder, snapshot, world, writer, keep, beside=not waits)
+        # Beside training each rank reports by itself.
+        with world.agreeing(what) if waits else contextlib.nullcontext(), world.gathering(*trees) as wholes:
+            if writer.is_keeper:
+                arrays = dict(zip(names, wholes, strict=True))
+                adapter_config = adapter_files.adapter_config(snapshot.settings, wholes[0][0], len(model.layers))
+                objects = {adapter_files.ADAPTER_CONFIG: adapter_config, STATE: asdict(progress)}
+                texts = {name: json.dumps(each, indent=2) + "\n" for name, each in objects.items()}
+                if not waits:  # out of MLX, whose arrays are this thread's
+                    arrays = {
+                        name: (of_file, adapter_files.raw(dict(each))) for name, (of_file, each) in arrays.items()
+                    }
+
+                def work() -> None:
+                    write_whole(final, arrays, {**snapshot.texts, **texts})
+                    prune(folder, keep, best_step)
+
+                writer.write(progress.steps_of(world.rank), final, work, beside=not waits)
     except AgreedError as error:
         if is_last:
             raise
         return f"training goes on without {error}"
     writer.paused(float(world.broadcast_text(repr(time.perf_counter() - began))))
     return ""
-
-
-def _save_here(
-    folder: Path, snapshot: Snapshot, world: World, writer: CheckpointWriter, keep: int, beside: bool
-) -> None:
-    progress, model = snapshot.progress, snapshot.model
-    trees = [model.trainable_parameters(), snapshot.optimizer.state, *snapshot.common.values()]
-    with world.gathering(*trees) as wholes:
-        if not writer.is_keeper:
-            return
-        final, best_step = folder / f"step-{progress.step:08d}", progress.best_step
-        names = (adapter_files.ADAPTER_WEIGHTS, OPTIMIZER, *snapshot.common)
-        arrays: dict[str, tuple[Described, adapter_files.Arrays]] = dict(zip(names, wholes, strict=True))
-        adapter_config = adapter_files.adapter_config(snapshot.settings, wholes[0][0], len(model.layers))
-        objects = {adapter_files.ADAPTER_CONFIG: adapter_config, STATE: asdict(progress)}
-        texts = {**snapshot.texts, **{name: json.dumps(each, indent=2) + "\n" for name, each in objects.items()}}
-        if beside:  # out of MLX, whose arrays are this thread's
-            arrays = {file: (described, adapter_files.raw(dict(each))) for file, (described, each) in arrays.items()}
-
-        def work() -> None:
-            write_whole(final, arrays, texts)
-            prune(folder, keep, best_step)
-
-        writer.write(progress.steps_of(world.rank), final, work, beside)
 
 
 def write_whole(

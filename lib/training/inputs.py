@@ -24,8 +24,6 @@ from lib.distributed.world import World
 from lib.errors import UserError
 from lib.model import adapters, checkpointing, load
 from lib.model.load import compute_type
-from lib.model.token_stream import length_multiple
-from lib.plan.memory import Rows
 from lib.system.model_folder import end_ids, resolve
 from lib.training import losses
 
@@ -88,12 +86,6 @@ def load_policy(settings: ModelSettings, seed: int, lazy: bool, recomputes: bool
     if recomputes:
         checkpointing.checkpoint_blocks(model)
     return model
-
-
-def row_sizes(data: Dataset | StreamedDataset | Prompts, settings: DataSettings) -> tuple[Rows, Rows]:
-    """The largest rows, for memory; and rows of mean sizes, for the times of divided models."""
-    sizes = *data.trained, length_multiple(settings)
-    return Rows.of(*sizes), Rows.mean(*sizes)
 
 
 def read_inputs(config: Config, say: Callable[[str], None]) -> Inputs:

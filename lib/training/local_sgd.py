@@ -323,50 +323,43 @@ class Merger:
         record["compression_error"] = None
         if method == "none":
             return record
-        before, now = self.world.traffic.bytes_sent, adapter_files.trainable(self.model)
+        world, is_compressed = self.world, self.sync.compression != "none"
+        bytes_before, now = world.traffic.bytes_sent, adapter_files.trainable(self.model)
         factors = normalised_weights(pairs, steps) if method == "outer" else example_weights(pairs)
-        merged, errors = Arrays(), np.zeros(4)
+        took_part = [rank for rank, count in enumerate(pairs) if count]
+        parts, errors = example_weights(pairs)[took_part], np.zeros(4)
+        new, merged = Arrays(), dict[str, np.ndarray]()
         for names in _groups(now):
             begun, own = ({name: arrays[name].astype(mx.float32) for name in names} for arrays in (start, now))
-            new, of_group = self._merge_group(method, begun, own, pairs, factors)
-            merged |= {name: mx.array(array).astype(now[name].dtype) for name, array in new.items()}
-            errors += of_group
-        self.model.update(tree_unflatten(list(merged.items())))
+            if is_compressed:  # what has changed travels: it is smaller, and so is its error
+                own = {name: own[name] - begun[name] for name in own}
+            feedback = {name: self.feedback[name] for name in own if name in self.feedback}
+            arrived, left_out = compression.gather(world, own, self.sync, feedback, "the merge")
+            self.feedback |= left_out
+            lost = sum(_square(own[name] - arrived[world.rank][name]) for name in own)
+            if is_compressed:
+                arrived = [{name: begun[name] + change[name] for name in own} for change in arrived]
+            adapters = [_numpy(arrived[rank]) for rank in took_part]
+            if method == "outer":
+                changes = {n: sum(factors[rank] * (arrived[rank][n] - begun[n]) for rank in took_part) for n in own}
+                velocity = _numpy({name: self.momentum[name] for name in begun if name in self.momentum})
+                rate, factor = self.settings.outer_learning_rate, self.settings.outer_momentum
+                merged, momentum = outer(_numpy(begun), _numpy(changes), velocity, rate, factor)
+                self.momentum |= {name: mx.array(array) for name, array in momentum.items()}
+            elif method == "average" or len(took_part) == 1:
+                merged = average(adapters, parts)
+            else:
+                merged = (stack if method == "stack" else svd)(adapters, parts)
+            errors += [*distance(merged, _numpy(begun), adapters, parts), lost, sum(map(_square, own.values()))]
+            new |= {name: mx.array(array).astype(now[name].dtype) for name, array in merged.items()}
+        self.model.update(tree_unflatten(list(new.items())))
         mx.eval(self.model.trainable_parameters(), self.momentum, self.feedback)
         missed, exact, lost, whole = errors.tolist()
         if self.model_method != "dora":
             record["error"] = math.sqrt(missed / exact) if exact else 0.0
-        if self.sync.compression != "none":
-            record["compression_error"] = math.sqrt(lost / whole) if whole else 0.0
-        return record | {"bytes_sent": self.world.traffic.bytes_sent - before}
-
-    def _merge_group(
-        self, method: str, begun: Arrays, own: Arrays, pairs: list[int], factors: np.ndarray
-    ) -> tuple[Adapter, list[float]]:
-        """Some parameters, merged; and squared norms: what the merge misses, of what; what compression loses, of what.
-        factors: of the ranks' changes."""
-        took_part, is_compressed = [rank for rank, count in enumerate(pairs) if count], self.sync.compression != "none"
-        if is_compressed:  # what has changed travels: it is smaller, and so is its error
-            own = {name: own[name] - begun[name] for name in own}
-        feedback = {name: self.feedback[name] for name in own if name in self.feedback}
-        arrived, left_out = compression.gather(self.world, own, self.sync, feedback, "the merge")
-        self.feedback |= left_out
-        lost = sum(_square(own[name] - arrived[self.world.rank][name]) for name in own)
         if is_compressed:
-            arrived = [{name: begun[name] + change[name] for name in own} for change in arrived]
-        adapters, parts = [_numpy(arrived[rank]) for rank in took_part], example_weights(pairs)[took_part]
-        merged: Adapter
-        if method == "outer":
-            changes = {n: sum(factors[rank] * (arrived[rank][n] - begun[n]) for rank in took_part) for n in own}
-            velocity = _numpy({name: self.momentum[name] for name in begun if name in self.momentum})
-            rate, factor = self.settings.outer_learning_rate, self.settings.outer_momentum
-            merged, momentum = outer(_numpy(begun), _numpy(changes), velocity, rate, factor)
-            self.momentum |= {name: mx.array(array) for name, array in momentum.items()}
-        elif method == "average" or len(took_part) == 1:
-            merged = average(adapters, parts)
-        else:
-            merged = (stack if method == "stack" else svd)(adapters, parts)
-        return merged, [*distance(merged, _numpy(begun), adapters, parts), lost, sum(map(_square, own.values()))]
+            record["compression_error"] = math.sqrt(lost / whole) if whole else 0.0
+        return record | {"bytes_sent": world.traffic.bytes_sent - bytes_before}
 
 
 def _square(array: mx.array) -> float:
@@ -501,10 +494,8 @@ class LocalSGD:
             self.remark = f"merges from here on every {often}: one takes {seconds:.2g} s, {part:.1%} of the time"
 
     def _open(self, step: int, rewards: Sequence[float]) -> OpenRound:
-        if self.pairs_per_round is None:
-            stream = self._stream(step, min(self.steps, step + self.steps_per_round))
-        else:
-            stream = self._stream(step, self.steps, self.pairs_per_round)
+        last_step = self.steps if self.pairs_per_round else min(self.steps, step + self.steps_per_round)
+        stream = self._stream(step, last_step, self.pairs_per_round or sys.maxsize)
         none, start = [0] * self.world.size, adapter_files.trainable(self.model)
         return OpenRound(stream, 0, none, none, start, list(rewards))
 
@@ -589,18 +580,12 @@ class LocalSGD:
     def state(self) -> dict[str, Any]:
         """What all ranks know; every list has one element a rank."""
         ranks, round = self.ranks, self.round
-        state: dict[str, Any] = {
-            "shares": list(ranks.shares),
-            "speeds": list(ranks.speeds),  # pairs/s
-            "are_one": round is None and self.method != "none",  # whether the ranks have the same weights
-            "max_micro_batch_sizes": list(ranks.max_micro_batch_sizes),  # a rank's own may change before all meet
-            "local_steps": list(ranks.local_steps),  # of ranks that take part no more, too
-            "round_ends": self.round_ends,
-            "skipped_in_row": ranks.skipped_in_row,
-            "saved_whole": self.saved_whole,
-            "rewards": ranks.rewards or [[0.0, 0.0]] * self.world.size,
-            "rewards_before": [0.0, 0.0] if round is None else round.rewards,
-        }
+        lists = ("shares", "speeds", "max_micro_batch_sizes", "local_steps", "skipped_in_row")
+        state: dict[str, Any] = {name: list(getattr(ranks, name)) for name in lists}
+        state |= {"round_ends": self.round_ends, "saved_whole": self.saved_whole}
+        state["are_one"] = round is None and self.method != "none"  # whether the ranks have the same weights
+        state["rewards"] = ranks.rewards or [[0.0, 0.0]] * self.world.size
+        state["rewards_before"] = [0.0, 0.0] if round is None else round.rewards
         if round is not None:
             state |= {"first_step": round.stream.first_step, "last_step": round.stream.last_step}
             state |= {"batches": round.trained, "pairs": round.pairs, "steps": round.steps}

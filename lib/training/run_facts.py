@@ -14,11 +14,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
-
 from lib.config.settings import Config, ModelSettings, PlanSettings
 from lib.data import tokenizer
 from lib.data.batch import padded_lengths
+from lib.data.dataset import Dataset
+from lib.data.prompts import Prompts
+from lib.data.streaming import StreamedDataset
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.model import adapter_layers
@@ -51,12 +52,11 @@ def plan_run(
     config: Config,
     world: World,
     hosts: Sequence[str],
-    lengths: np.ndarray,
-    rows: tuple[Rows, Rows],
+    data: Dataset | StreamedDataset | Prompts,
     resumed: Path | None = None,
 ) -> ClusterPlan:
-    """The plan that a run starts with, the same on all ranks, with what is likely to be a mistake in it. lengths: int
-    [n], of the rows. rows: the largest, for memory; of mean sizes, for times. resumed: a run that goes on."""
+    """The plan that a run starts with, the same on all ranks, with what is likely to be a mistake in it. data: its
+    training rows. resumed: a run that goes on."""
     warnings = []
     if config.strategy in ("sharded", "pipelined") and world.size == 1:
         sizes, shares = config.plan.micro_batch_sizes, config.plan.shares or ()
@@ -67,88 +67,82 @@ def plan_run(
                 raise UserError(f"{warnings[0]}; leave it out, or {ranks}")
         alone = config.plan.model_copy(update={"shares": None, "micro_batch_sizes": sizes and sizes[:1]})
         config = config.model_copy(update={"plan": alone})
-    stored = _stored_plan(world, resumed)
-    # Every rank's threads: as when the run started that goes on, else as is faster now.
-    before = next((rank.get("blas_threads") for rank in stored["ranks"] if rank["host"] == hosts[world.rank]), None)
-    here = hardware.choose_threads(before, hosts.count(hosts[world.rank]) == 1, config.plan.replan)
-    chosen = world.gather_text(json.dumps(here), "the threads of every rank's products")
-    facts, rates = gather_facts(config, world, hosts, lengths, rows, stored)
-    cores = world.gather_text(str(os.cpu_count() if hardware.mlx_device()[0] == "cpu" else ""), "every host's cores")
-    for host, count in dict(zip(hosts, cores, strict=True)).items():
-        if count and hosts.count(host) > int(count):
-            warnings.append(f"{host}: {hosts.count(host)} ranks compute on {count} cores; start at most {count} there")
-    with world.agreeing("planning"):
-        first = advised(facts.settings, plan(facts))
-        with_threads = [replace(r, blas_threads=json.loads(n)) for r, n in zip(first.ranks, chosen, strict=True)]
-        first = replace(first, basis=replace(first.basis, matmul_gflops=rates), ranks=tuple(with_threads))
-    world.require_equal("plan", json.dumps(first.decisions()))  # unlike plans would lose rows, or train them twice
-    return replace(first, warnings=(*warnings, *first.warnings))
-
-
-def _stored_plan(world: World, resumed: Path | None) -> dict[str, Any]:
-    """Of the run's plan.json on rank 0's disk: `ranks` and `matmul_gflops`, where a run goes on."""
-    stored: dict[str, Any] = {"ranks": [], "matmul_gflops": {}}
+    stored: dict[str, Any] = {"ranks": [], "matmul_gflops": {}}  # of the run's plan.json on rank 0's disk
     if resumed is not None and world.rank == 0:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             read = json.loads((resumed / "plan.json").read_text(encoding="utf-8"))
             stored = {name: read.get(name) or empty for name, empty in stored.items()}
-    return cast(dict[str, Any], json.loads(world.broadcast_text(json.dumps(stored))))
+    stored = json.loads(world.broadcast_text(json.dumps(stored)))
+    # Every rank's threads: as when the run started that goes on, else as is faster now.
+    before = next((rank.get("blas_threads") for rank in stored["ranks"] if rank["host"] == hosts[world.rank]), None)
+    threads = hardware.choose_threads(before, hosts.count(hosts[world.rank]) == 1, config.plan.replan)
+    cores = os.cpu_count() if hardware.mlx_device()[0] == "cpu" else None
+    every = list(map(json.loads, world.gather_text(json.dumps([threads, cores]), "every rank's threads and cores")))
+    for host, (_, count) in dict(zip(hosts, every, strict=True)).items():
+        if count and hosts.count(host) > count:
+            warnings.append(f"{host}: {hosts.count(host)} ranks compute on {count} cores; start at most {count} there")
+    facts, rates = _gather_facts(config, world, hosts, data, stored["matmul_gflops"])
+    with world.agreeing("planning"):
+        first = advised(facts.settings, plan(facts))
+        ranks = tuple(replace(rank, blas_threads=of_rank[0]) for rank, of_rank in zip(first.ranks, every, strict=True))
+        first = replace(first, basis=replace(first.basis, matmul_gflops=rates), ranks=ranks)
+    world.require_equal("plan", json.dumps(first.decisions()))  # unlike plans would lose rows, or train them twice
+    return replace(first, warnings=(*warnings, *first.warnings))
 
 
-def gather_facts(
+def _gather_facts(
     config: Config,
     world: World,
     hosts: Sequence[str],
-    lengths: np.ndarray,
-    rows: tuple[Rows, Rows],
-    stored: Mapping[str, Any],
+    data: Dataset | StreamedDataset | Prompts,
+    rates: Mapping[str, list[float]],
 ) -> tuple[PlanFacts, Mapping[str, Sequence[float]]]:
-    """What a plan depends on, the same on all ranks; and the matrix-product rates by host that were measured for it."""
+    """What a plan depends on, the same on all ranks; and the matrix-product rates by host that were measured for it.
+    rates: those of a run that goes on, which divides the work as before."""
     with world.agreeing("reading the calibration"):
         rank_calibration = calibration.read_of_rank(Path(config.plan.calibration_dir), hosts, world.rank)
         of_model = tokenizer.stored_config(config.model)
         dtype, divided = model_dtype(config.model), config.strategy if world.size > 1 else ""
         block_shape = _shape(of_model, dtype, False, divided == "pipelined")
         shape = _shape(of_model, dtype, True, divided == "sharded")
-        padded = padded_lengths(lengths, length_multiple(config.data))
-        folder = model_folder.resolve(config.model.path, config.model.revision)
+        multiple, folder = length_multiple(config.data), model_folder.resolve(config.model.path, config.model.revision)
+        padded = padded_lengths(data.lengths, multiple)
         key = calibration.curve_key(config.model, config.record_kind, folder, round(float(padded.mean())))
-    # Unlike devices pad unlike: rank 0's lengths are the ones that all plan with.
-    sizes = {"key": key.model_dump(), "longest": int(padded.max()), "rows": [asdict(some) for some in rows]}
-    agreed = json.loads(world.broadcast_text(json.dumps(sizes)))
-    key, (largest, typical) = CurveKey(**agreed["key"]), (Rows(**some) for some in agreed["rows"])
+    # Unlike devices pad unlike: rank 0's lengths are the ones that all plan with. Rows: the largest, for memory; and of
+    # mean sizes, for the times of divided models.
+    rows = [asdict(Rows.of(*data.trained, multiple)), asdict(Rows.mean(*data.trained, multiple))]
+    agreed = json.loads(world.broadcast_text(json.dumps([key.model_dump(), int(padded.max()), rows])))
+    key, longest, (largest, typical) = CurveKey(**agreed[0]), agreed[1], (Rows(**some) for some in agreed[2])
     limit = memory_limit(config.plan, hosts, world)
     if limit.is_configured and rank_calibration is not None:
-        limits = [[size for size in (c.memory_limit_bytes, limit.size_bytes) if size] for c in rank_calibration.curves]
+        limits = [filter(None, (curve.memory_limit_bytes, limit.size_bytes)) for curve in rank_calibration.curves]
         changed = [
             curve.model_copy(update={"memory_limit_bytes": min(sizes, default=None)})
             for curve, sizes in zip(rank_calibration.curves, limits, strict=True)
         ]
         rank_calibration = rank_calibration.model_copy(update={"curves": tuple(changed)})
-    ranks = _gather_hosts(world, hosts, rank_calibration, limit)
-    lacks_curve = None in [host.calibration and nearest_curve(host.calibration.curves, key) for host in ranks]
-    rates: dict[str, list[float]] = {}
-    usual = None
-    if lacks_curve and len(set(hosts)) > 1:  # a run that goes on divides the work as before, by the same rates
-        rates = stored["matmul_gflops"]
+    ranks, usual = _gather_hosts(world, hosts, rank_calibration, limit), None
+    if None not in [host.calibration and nearest_curve(host.calibration.curves, key) for host in ranks]:
+        rates = {}
+    elif len(set(hosts)) > 1:
         if any(len(rates.get(host, ())) != hosts.count(host) for host in hosts):
             measured = _gathered(world, hardware.quick_gflops())
             rates = {host: [rate for name, rate in zip(hosts, measured, strict=True) if name == host] for host in hosts}
         left = {host: list(of_host) for host, of_host in rates.items()}
         ranks = [replace(rank, gflops=left[rank.name].pop(0)) for rank in ranks]
-    elif lacks_curve:
-        usual = statistics.fmean(_gathered(world, hardware.gflops()))
-    shares = config.data.shared_prompts and of_model.get("model_type") in FAMILIES
+    else:
+        rates, usual = {}, statistics.fmean(_gathered(world, hardware.gflops()))
     memory = None
     if block_shape is not None:
+        shares = config.data.shared_prompts and of_model.get("model_type") in FAMILIES
         memory = MemoryModel(block_shape, _training(config, block_shape, shares), largest, typical)
     facts = PlanFacts(
         settings=config,
         hosts=ranks,
         key=key,
-        longest=agreed["longest"],
+        longest=longest,
         backend=world.backend,
-        steps=config.steps_over(len(lengths)),
+        steps=config.steps_over(len(data.lengths)),
         published=list(calibration.read_published().values()),
         shape=shape,
         memory=memory,
@@ -229,13 +223,10 @@ def _gather_hosts(
     world: World, hosts: Sequence[str], rank_calibration: HostCalibration | None, limit: Limit
 ) -> list[RankHost]:
     """What every rank knows of its own host. rank_calibration, limit: this rank's."""
-    stored = rank_calibration.model_dump_json() if rank_calibration else ""
-    texts = world.gather_long_text(stored, "every host's calibration")
-    identity = hardware.identify(hosts[world.rank])
-    facts = json.dumps([identity.device_name, identity.device, limit.size_bytes])
-    ranks = []
-    for host, text, machine in zip(hosts, texts, world.gather_text(facts, "every host's chip and memory"), strict=True):
-        chip, device, memory_bytes = json.loads(machine)
+    stored, identity = rank_calibration and rank_calibration.model_dump_json(), hardware.identify(hosts[world.rank])
+    facts, ranks = [stored, identity.device_name, identity.device, limit.size_bytes], []
+    texts = world.gather_text(json.dumps(facts), "every host's calibration, chip and memory")
+    for host, (text, chip, device, memory_bytes) in zip(hosts, map(json.loads, texts), strict=True):
         read = HostCalibration.model_validate_json(text) if text else None
         ranks.append(RankHost(host, read, chip, cast(hardware.Device, device), memory_bytes=memory_bytes))
     return ranks

@@ -126,12 +126,13 @@ class Step:
         mx.random.seed(int(np.random.SeedSequence([self.train.seed, index, self.rank]).generate_state(1)[0]))
         if self.train.neftune_noise_alpha is not None:
             batches = losses.noisy(batches, self.train.neftune_noise_alpha, self.train.seed, index)
-        what, ratios, baseline, waited_seconds = f"step {index + 1}", None, None, 0.0
+        what, part, ratios, baseline, waited_seconds = f"step {index + 1}", None, None, None, 0.0
         if self.train.loss in losses.UNPAIRED_LOSSES:
-            batches, ratios, waited_seconds = self.log_ratios(what, batches)
+            part, batches, ratios, waited_seconds = self.log_ratios(what, batches)
             baseline = mx.array(losses.baseline_of_step(self.train, ratios, self.rewards))
         counted: list[Batch] = []
-        part = self._attempt(what, lambda: self.forward_backward(what, batches, counted, baseline), mx.zeros(len(SUMS)))
+        if part is None or part.failure is None:
+            part = self._attempt(what, lambda: self.forward_backward(what, batches, counted, baseline))
         tokens = sum(batch.real_tokens for batch in counted)
         compute_seconds = time.perf_counter() - started - waited_seconds
 
@@ -139,7 +140,8 @@ class Step:
         sync_seconds = time.perf_counter() - started - compute_seconds
         sums, size = dict(zip(SUMS, totals, strict=False)), self.world.size
         ranks_seconds = totals[len(SUMS) : len(SUMS) + size]
-        raise_failures(part.failure, totals[len(SUMS) + size : -2])
+        if failed := {rank: int(held) for rank, held in enumerate(totals[len(SUMS) + size : -2]) if held}:
+            raise OutOfMemory(part.failure or "another rank's", tuple(failed), tuple(failed.values()))
         # Made of sums that are the same bits on every rank, so all ranks skip or none does.
         skipped = not (math.isfinite(sums["loss"]) and math.isfinite(norm.item()))
         rate = self.rate_of(index, steps)
@@ -169,8 +171,6 @@ class Step:
             elapsed_seconds=totals[-1],
             traces=len(self.shapes),
         )
-
-    # ---- Forward and backward
 
     def forward_backward(
         self, what: str, batches: Iterable[MicroBatch], counted: list[Batch], baseline: mx.array | None
@@ -210,7 +210,9 @@ class Step:
         figures = figures_of(self.train, self.model, inputs)
         return loss_and_sums(self.train, figures, inputs, *beside)[0], figures
 
-    def log_ratios(self, what: str, batches: Iterable[MicroBatch]) -> tuple[list[MicroBatch], mx.array, float]:
+    def log_ratios(
+        self, what: str, batches: Iterable[MicroBatch]
+    ) -> tuple[RankSums, list[MicroBatch], mx.array, float]:
         """The micro-batches, the sum and count of a baseline's log ratios, without dropout, and the seconds waited."""
         taken: list[MicroBatch] = []
         column = int(losses.needs_mismatched(self.train.loss))
@@ -230,14 +232,12 @@ class Step:
             self.model.train()
             return None, sums
 
-        part = self._attempt(what, work, mx.zeros(2))
-        arrived, failed_bytes = time.perf_counter(), self._beside_others(part.failed_bytes)
-        totals = self.world.all_sum(mx.concatenate([part.sums, mx.array(failed_bytes)]), "the baseline of a step")
-        mx.eval(totals)
-        raise_failures(part.failure, totals[2:].tolist())
-        return taken, totals[:2], time.perf_counter() - arrived
+        part, arrived = self._attempt(what, work), time.perf_counter()
+        sums = part.sums if part.failure is None else mx.zeros(2)
+        totals = self.world.all_sum(sums, "the baseline of a step")
+        return part, taken, totals, time.perf_counter() - arrived
 
-    def _attempt(self, what: str, work: Callable[[], tuple[Tree | None, mx.array]], zeros: mx.array) -> RankSums:
+    def _attempt(self, what: str, work: Callable[[], tuple[Tree | None, mx.array]]) -> RankSums:
         """The work's gradients and sums; or zeros and a failure where memory ran out, and all is freed. Raises
         OutOfMemory: no other rank waits in the sum, or ranks share one model and cannot synchronise there."""
         before = self.trained.read()
@@ -252,15 +252,13 @@ class Step:
         out_of_memory.release()
         failed_bytes = max(1, mx.get_peak_memory())
         if self.world.size > 1:
-            return RankSums(None, zeros, failure=failure, failed_bytes=failed_bytes)
+            return RankSums(None, mx.zeros(len(SUMS)), failure, failed_bytes)
         if isinstance(self.world, Lockstep):
             if not between_passes:  # the others are inside of one, where nothing can be sent to them
                 raise OutOfMemory(failure)
             if not all_know:
                 self.world.give_up(what)
         raise OutOfMemory(failure, (0,), (failed_bytes,))
-
-    # ---- The sum over ranks
 
     def sum(
         self, part: RankSums, compute_seconds: float, elapsed_seconds: float, tokens: int
@@ -289,12 +287,6 @@ def arrays_beside(batch: Batch, reference: np.ndarray | None) -> tuple[mx.array 
     """What a loss takes beside the log-probabilities, one row for each of the batch: the reference's, and labels."""
     logps = None if reference is None else mx.array(batch.padded(reference))
     return logps, None if batch.labels is None else mx.array(batch.padded(batch.labels))
-
-
-def raise_failures(failure: str | None, ranks_bytes: list[float]) -> None:
-    """Raises OutOfMemory where memory ran out on some ranks. ranks_bytes: what each of those held; else 0."""
-    if failed := {rank: int(size) for rank, size in enumerate(ranks_bytes) if size}:
-        raise OutOfMemory(failure or "another rank's", tuple(failed), tuple(failed.values()))
 
 
 # Orders of magnitude, by device: FLOP/s in matrix products, seconds to launch a block's kernels, both ways.
