@@ -412,7 +412,12 @@ def loss_and_sums(
     """The loss, summed over some examples, and SUMS: float32. The arguments are those of `objective`."""
     logps, *others = figures
     if train.loss == "grpo":
-        _, sums = group_objective(train, inputs, logps, others[0], reference)
+        sampling_logps = inputs.get("sampling_logps", mx.stop_gradient(logps))
+        rewards, deviation = inputs["rewards"], inputs.get("reward_deviations")
+        groups = Groups(logps, sampling_logps, reference, others[0], inputs["mask"], rewards, deviation)
+        _, sums = group_loss(train, groups)
+        lengths = inputs.get("completion_lengths", groups.tokens)  # masked tokens are a completion's, too
+        sums["completion_lengths"] = (lengths * groups.counted).sum()
     else:
         counts = inputs["mask"].sum(axis=-1)
         _, sums = objective(train, logps, counts, reference, labels, baseline, *others)
@@ -462,22 +467,6 @@ def objective(
         per_pair = per_pair * weights[:, 0] * weights[:, 1]
     metrics = preference_metrics(chosen, rejected, policy, reference, counted)
     return per_pair, {"loss": (counted * per_pair).sum(), "count": pairs, "pairs": pairs, **metrics}
-
-
-def group_objective(
-    train: TrainSettings,
-    inputs: StreamInputs,
-    logps: mx.array,
-    entropies: mx.array,
-    reference_logps: mx.array | None,
-) -> tuple[mx.array, dict[str, mx.array]]:
-    """`objective` of groups: losses, float32 [b, K], of log-probabilities and entropies, float32 [b, K, C]."""
-    sampling_logps = inputs.get("sampling_logps", mx.stop_gradient(logps))
-    rewards, deviation = inputs["rewards"], inputs.get("reward_deviations")
-    groups = Groups(logps, sampling_logps, reference_logps, entropies, inputs["mask"], rewards, deviation)
-    per_completion, sums = group_loss(train, groups)
-    lengths = inputs.get("completion_lengths", groups.tokens)  # masked tokens are a completion's, too
-    return per_completion, sums | {"completion_lengths": (lengths * groups.counted).sum()}
 
 
 def means_of(sums: dict[str, float], train: TrainSettings) -> Metrics:

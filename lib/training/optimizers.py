@@ -70,24 +70,18 @@ def make_optimizer(train: TrainSettings) -> optim.Optimizer:
     return kind(learning_rate=train.learning_rate, **options)
 
 
-def dynamic_codes(signed: bool) -> np.ndarray:
-    """The 256 numbers that a state of 8 bits can be, of its block's largest: float32, ascending. Dynamic tree
-    quantisation, Dettmers et al. 2021, arXiv:2110.02861, section 2.2: every decade has twice the numbers of the one
-    below it."""
-    positive = [np.zeros(0)]
-    for decade in range(DECADES):
-        edges = np.linspace(0.1, 1, 2 ** (decade + (0 if signed else 1)) + 1)
-        positive.append(10.0 ** (decade + 1 - DECADES) * (edges[1:] + edges[:-1]) / 2)
-    numbers = np.concatenate(positive)
-    both = [-numbers, numbers] if signed else [numbers]
-    return np.sort(np.concatenate([*both, [0.0, 1.0]])).astype(np.float32)
-
-
 class Codes:
-    """Float32 arrays as 8 bits a number, with one float32 for every BLOCK of them."""
+    """Float32 arrays as 8 bits a number, with one float32 for every BLOCK of them: dynamic tree quantisation, Dettmers
+    et al. 2021, arXiv:2110.02861, section 2.2: every decade has twice the numbers of the one below it."""
 
     def __init__(self, signed: bool):
-        codes = dynamic_codes(signed)
+        positive = [np.zeros(0)]
+        for decade in range(DECADES):
+            edges = np.linspace(0.1, 1, 2 ** (decade + (0 if signed else 1)) + 1)
+            positive.append(10.0 ** (decade + 1 - DECADES) * (edges[1:] + edges[:-1]) / 2)
+        numbers = np.concatenate(positive)
+        both = [-numbers, numbers] if signed else [numbers]
+        codes = np.sort(np.concatenate([*both, [0.0, 1.0]])).astype(np.float32)  # of the block's largest number
         self.numbers, self.middles = mx.array(codes), mx.array((codes[1:] + codes[:-1]) / 2)
         self.zero = int(np.flatnonzero(codes == 0)[0])
 
@@ -156,18 +150,6 @@ class AdamW8bit(optim.AdamW):
             state[name], state[f"{name}_largest"] = codes.encode(wide[name])
         self.earlier = [new, *state.values()]
         return new
-
-
-def evaluate_in_turn(parameters: Any, state: Any) -> None:
-    """Starts an update's evaluation, some arrays after the other: MLX would hold what all of them make on the way."""
-    flat = tree_flatten(parameters)
-    of_states: dict[str, list[mx.array]] = {}
-    for name, array in tree_flatten(state):
-        of_states.setdefault(name.rpartition(".")[0], []).append(array)
-    for bucket in buckets([array.nbytes for _, array in flat], UPDATED_BYTES):
-        names = [flat[i][0] for i in bucket]
-        mx.async_eval([flat[i][1] for i in bucket], [of_states.pop(name, []) for name in names])
-    mx.async_eval(of_states)
 
 
 def apply_gradients(
@@ -241,7 +223,13 @@ class UpdateRule:
         self.optimizer.learning_rate = rate
         self.optimizer_state[0] = self.optimizer.state  # another object after a resume
         self.model.update(self._new(self.model.trainable_parameters(), gradients, norm))
-        evaluate_in_turn(self.model.trainable_parameters(), self.optimizer.state)
+        # Some arrays after the other: MLX would hold what all of them make on the way.
+        flat, of_states = tree_flatten(self.model.trainable_parameters()), dict[str, list[mx.array]]()
+        for name, array in tree_flatten(self.optimizer.state):
+            of_states.setdefault(name.rpartition(".")[0], []).append(array)
+        for bucket in buckets([array.nbytes for _, array in flat], UPDATED_BYTES):
+            mx.async_eval([(flat[i][1], of_states.pop(flat[i][0], [])) for i in bucket])
+        mx.async_eval(of_states)
 
 
 class JoinedUpdateRule(UpdateRule):
