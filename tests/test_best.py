@@ -16,7 +16,6 @@ import train as script
 from lib.config import load
 from lib.distributed.world import start
 from lib.errors import UserError
-from lib.evaluate import command as evaluate
 from lib.system import mpi_and_blas
 from lib.system.records import read_records
 from lib.training import checkpoint
@@ -97,16 +96,6 @@ def test_the_folder_holds_the_weights_of_the_lowest_held_out_loss(folder: Path) 
     assert (told["loss"], told["steps"], told["early_end"]) == (losses(run)[best], STEPS, None)
     (end,) = records(run, "end")
     assert (end["final_step"], end["loss"]) == (best, losses(run)[best])
-
-
-def test_evaluation_of_the_folder_gives_the_loss_of_its_summary(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = folder / "runs" / "whole"
-    for words, step in (([], summary(run)["checkpoint"]["step"]), (["--checkpoint", "last"], STEPS)):
-        assert evaluate.main(["--run", str(run), *words]) == 0
-        told = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert told["loss"] == pytest.approx(losses(run)[step], rel=1e-6)
 
 
 def test_a_run_ends_where_the_held_out_loss_falls_no_more(folder: Path) -> None:

@@ -272,14 +272,6 @@ def test_distance_is_what_dense_matrices_say(world: Any) -> None:
     np.testing.assert_allclose(merged["norm.weight"], plain, rtol=1e-6, atol=1e-6)
 
 
-def test_averaged_factors_are_not_the_averaged_product() -> None:
-    adapters = [adapter(np.random.default_rng(seed), [(8, 8)], 2) for seed in (4, 5)]
-    weights = local_sgd.example_weights([3, 1])
-    missed, exact = local_sgd.distance(local_sgd.average(adapters, weights), adapters[0], adapters, weights)
-    best, _ = local_sgd.distance(local_sgd.svd(adapters, weights), adapters[0], adapters, weights)
-    assert 0 < best < missed and missed > 0.01 * exact
-
-
 def test_outer_follows_nesterov() -> None:
     """Against the update written out, three rounds of it; without momentum and at rate 1 it is the plain mean."""
     rng = np.random.default_rng(6)

@@ -154,17 +154,6 @@ def test_the_same_run_twice_gives_the_same_bits(world: World, folder: Path) -> N
     world.gather_text("checked")
 
 
-def test_a_dry_run_writes_nothing(world: World, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shares = unequal(world)
-    words = [*settings(world, folder), f"plan.shares={shares}"]
-    script.train(load.load(None, words), world, resume=False, dry_run=True)
-    told = capsys.readouterr().out
-    if world.rank == 0:
-        assert f"{' + '.join(map(str, shares))} = 8" in told and "parameters" in told and "dry run" in told
-    world.gather_text("told")
-    assert not (folder / "runs").exists()
-
-
 def test_non_finite_updates_are_left_out_and_then_stop_the_run(world: World, folder: Path) -> None:
     words = [*settings(world, folder), f"plan.shares={unequal(world)}", "train.optimizer=sgd", "train.epochs=9"]
     words += ["train.learning_rate=1e38", "train.max_grad_norm=null", "train.max_skipped_steps=3"]

@@ -344,7 +344,8 @@ def prune(folder: Path, keep: int, best_step: int | None) -> None:
                 discard(path)
     kept = {path.name for path in checkpoints_in(folder)}
     for path in (folder / "ranks").glob("step-*-rank-*.safetensors"):
-        if path.name.partition("-rank-")[0] not in kept:
+        named = re.fullmatch(r"(step-[0-9]+)-rank-[0-9]+", path.stem)  # a copy's name has more behind it
+        if named and named[1] not in kept:
             path.unlink(missing_ok=True)
 
 

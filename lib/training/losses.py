@@ -58,12 +58,11 @@ def needs_mismatched(loss: Loss) -> bool:
 
 @dataclass(frozen=True)
 class LogProbs:
-    """log pi(y|x) of B pairs under one model, summed over completion tokens. chosen, rejected: float32 [B], nats.
-    chosen_tokens, rejected_tokens: int [B], the tokens summed over, at least 1."""
+    """log pi(y|x) of B pairs under one model, summed over completion tokens."""
 
-    chosen: mx.array
+    chosen: mx.array  # float32 [B], nats
     rejected: mx.array
-    chosen_tokens: mx.array
+    chosen_tokens: mx.array  # int [B], the tokens summed over, at least 1
     rejected_tokens: mx.array
 
     @property
@@ -277,23 +276,15 @@ def sft_loss(token_logps_sum: mx.array, tokens: mx.array) -> tuple[mx.array, mx.
 
 @dataclass(frozen=True)
 class Groups:
-    """b prompts with K completions each.
+    """b prompts with K completions each."""
 
-    logps, sampling_logps: float32 [b, K, C], of the tokens under the policy, and under the one that sampled them.
-    reference_logps: the same of the reference; None without one.
-    entropies: float32 [b, K, C], of the policy, where each token was chosen.
-    mask: bool [b, K, C], the tokens that are learnt; a masked completion has none, and its reward counts.
-    rewards: float32 [b, K]; NaN for a completion that is left out.
-    deviation: float32 [b], of all rewards of the round or the file; for `batch_standardized`.
-    """
-
-    logps: mx.array
-    sampling_logps: mx.array
-    reference_logps: mx.array | None
-    entropies: mx.array
-    mask: mx.array
-    rewards: mx.array
-    deviation: mx.array | None = None
+    logps: mx.array  # float32 [b, K, C], of the tokens under the policy
+    sampling_logps: mx.array  # under the policy that sampled them
+    reference_logps: mx.array | None  # under the reference
+    entropies: mx.array  # float32 [b, K, C], of the policy, where each token was chosen
+    mask: mx.array  # bool [b, K, C], the tokens that are learnt; a masked completion has none, and its reward counts
+    rewards: mx.array  # float32 [b, K]; NaN for a completion that is left out
+    deviation: mx.array | None = None  # float32 [b], of all rewards of the round or file, for `batch_standardized`
 
     @property
     def tokens(self) -> mx.array:

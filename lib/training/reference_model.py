@@ -58,6 +58,7 @@ def dataset_logps(
     order = np.argsort(dataset.lengths, kind="stable")
     is_wanted = np.isin(np.arange(len(dataset)), order if rows_wanted is None else rows_wanted)
     logps = np.zeros((len(dataset), dataset.completions_per_example), np.float32)
+    mine = np.zeros_like(logps)
     mx.eval(model.state)
 
     def logps_of(rows: Sequence[int]) -> np.ndarray:
@@ -68,7 +69,6 @@ def dataset_logps(
     block_size = batch_size * world.size * BLOCK_BATCHES
     for start in range(0, len(order), block_size):
         block = order[start : start + block_size]
-        mine = np.zeros_like(logps)
         for rows in micro_batches(split(block, dataset.lengths, shares)[world.rank], batch_size):
             if is_wanted[rows].any():  # batches stay as they are: other rows give a value other roundings
                 pieces = out_of_memory.in_pieces(rows.tolist(), logps_of, not isinstance(world, Lockstep))

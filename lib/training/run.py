@@ -631,8 +631,8 @@ class TrainingLoop:
         """summary.json (docs/runs.md). ranks: every rank's totals; with metrics, if never merged."""
         metrics, config, plan, progress = self.latest, self.run.config, self.run.plan, self.run.progress
         predicted = plan.predicted_step_seconds if plan.calibrated and not plan.divides_model else None
-        for rank, share in zip(ranks, plan.shares, strict=False):
-            rank["planned_pairs_per_second"] = share / predicted if predicted else None
+        for i, rank in enumerate(ranks):
+            rank["planned_pairs_per_second"] = plan.shares[i] / predicted if predicted else None
         return {
             "name": str(config.run.name),
             "model": config.model.path,
