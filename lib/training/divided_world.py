@@ -198,9 +198,11 @@ class InStages(Lockstep):
         mine = [value for name, value in values.items() if firsts[name] == self.ranks.rank]
         return self.ranks.all_sum(sum(mine, mx.array(0.0)), "the gradient's norm")
 
-    def together(self, what: str, passes: int = 1) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def together(self, what: str, passes: int = 1) -> Iterator[None]:
         """Ranks do not synchronise here: a batch goes on where the one before it has left."""
-        return heartbeat.passing(what, passes)
+        with heartbeat.passing(what, passes):
+            yield
 
     def agree_to_go_on(self, what: str) -> None:
         """Returns when all ranks are here. Raises OutOfMemory: one gave up instead."""
