@@ -37,7 +37,7 @@ environment.enter()
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from lib.plan.cuts import Hop, depths, step_seconds  # noqa: E402
+from lib.plan.pipeline import Hop, depths, step_seconds  # noqa: E402
 from lib.system.records import read_records  # noqa: E402
 
 

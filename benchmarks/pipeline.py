@@ -8,7 +8,7 @@ Two hosts made of network namespaces (tests/cluster.py), the second with a third
 On each link and for each width, both hosts are calibrated (benchmarks/calibrate.py --quick --largest 4) and the same model trains
 pipelined as planned, pipelined by other cuts and micro-batches, and sharded 3 to 1. The hosts are calibrated again before every
 run, because a shared machine is faster in one minute than in the next: a promise is judged by the minute that it knew. The bound of the schedule is 1F1B played
-with the seconds that each rank's steps computed (lib/plan/cuts.py), without any link: what no order of the same
+with the seconds that each rank's steps computed (lib/plan/pipeline.py), without any link: what no order of the same
 passes on these two hosts can be much faster than. Predicted is the step that the plan promised before the run. Bytes are those
 that rank 0 sent in a step; the formula's are the activations at the cut, one way, for the micro-batches of the step. The last
 line is one JSON object.

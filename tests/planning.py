@@ -11,9 +11,9 @@ from lib.config.load import load
 from lib.config.settings import Config
 from lib.model.partition import model_shape_of
 from lib.plan.calibration import BatchCurve, CurveKey, HostCalibration, Link, read_published
-from lib.plan.cuts import CutCosts, Hop, depths
 from lib.plan.facts import PlanFacts, RankHost
 from lib.plan.memory import MemoryModel, Rows, Training
+from lib.plan.pipeline import CutCosts, Hop, depths
 from lib.plan.plan import ClusterPlan
 from lib.plan.strategy import plan
 from lib.system.hardware import Machine

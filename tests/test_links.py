@@ -15,7 +15,7 @@ import pytest
 from lib.distributed.links import Links, PairLinks, links_of
 from lib.distributed.world import World, neighbour_pairs
 from lib.model import pipeline_stage
-from lib.plan.cuts import depths, operations
+from lib.plan.pipeline import depths, operations
 from lib.training.divided_world import pipelined
 from tests.test_pipeline import CUTS, DPO, SFT, assert_equals_whole, folder_of
 

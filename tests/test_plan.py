@@ -18,8 +18,8 @@ from lib.plan import __main__ as machines
 from lib.plan import plan_warnings
 from lib.plan.calibration import BatchCurve, read_published
 from lib.plan.cost import Work, memory_text, outlook
-from lib.plan.cuts import Cut, Hop, Keeps, best_cut, cut_at, depths, operations, step_seconds
 from lib.plan.facts import RankHost
+from lib.plan.pipeline import Cut, Hop, Keeps, best_cut, cut_at, depths, operations, step_seconds
 from lib.plan.plan import ClusterPlan, plan_cluster, sufficient_global_batch
 from lib.plan.sharded import within
 from lib.plan.shares import distribute_work

@@ -85,7 +85,6 @@ class PlanFacts:
 
     @property
     def link_is_known(self) -> bool:
-        """Whether some host's calibration has the backend that carries the gradients."""
         return bool(self._links())
 
     def sum_seconds(self, size_bytes: float) -> float:
@@ -186,44 +185,38 @@ class PlanFacts:
         host = self.hosts[rank]
         if self.memory is None or host.device is None:
             return DEFAULT_MICRO_BATCH_SIZE
-        most = min(self.batch_size, self.memory.most_pairs(host.device))
-        if host.memory_bytes is None:
-            return most
-        room = (1 - MEMORY_HEADROOM) * host.memory_bytes
+        most, limit = min(self.batch_size, self.memory.most_pairs(host.device)), host.memory_bytes
         for pairs in range(most, 0, -1):
-            if (self.needed_bytes(rank, pairs, key) or 0) <= room:
+            if limit is None or (self.needed_bytes(rank, pairs, key) or 0) <= (1 - MEMORY_HEADROOM) * limit:
                 return pairs
-        raise TooLarge(host.name, 1, self.needed_bytes(rank, 1, key) or 0, host.memory_bytes)
+        raise TooLarge(host.name, 1, self.needed_bytes(rank, 1, key) or 0, limit or 0)
 
 
 def prepared(facts: PlanFacts) -> tuple[PlanFacts, tuple[str, ...]]:
     """The facts with calibrations as they hold while all ranks work, and warnings of each change.
 
-    Curves are slower as measured, else by the number of ranks that share a machine;
-    HOST-0.json, ... (whose machine is not called HOST) stand as they are, and on CUDA every rank has its own GPU.
+    Curves are slower as measured, else by the number of ranks that share a machine; HOST-0.json, ... (whose machine is
+    not called HOST) stand as they are, and on CUDA every rank has its own GPU.
     """
-    hosts: list[RankHost] = []
-    warnings: list[str] = []
+    hosts, warnings = [], []
     for host in facts.hosts:
-        calibration = host.calibration
-        if calibration is None:
+        known = host.calibration
+        if known is None:
             hosts.append(host)
             continue
-        is_shared = calibration.machine.host == host.name and calibration.machine.device != "cuda"
-        sharing = facts.names.count(host.name) if is_shared else 1
-        curves = [
-            curve.slowed(curve.slowdown_together or sharing if len(facts.hosts) > 1 else 1.0, sharing)
-            for curve in calibration.curves
-        ]
+        sharing = facts.names.count(host.name)
+        if known.machine.host != host.name or known.machine.device == "cuda":
+            sharing = 1
+        factors = [curve.slowdown_together or sharing if len(facts.hosts) > 1 else 1.0 for curve in known.curves]
+        curves = tuple(curve.slowed(factor, sharing) for curve, factor in zip(known.curves, factors, strict=True))
         if sharing > 1 and any(curve.slowdown_together is None for curve in curves):
             warnings.append(
                 f"{sharing} ranks share {host.name}, which was measured for one: each is planned with 1/{sharing} of "
                 f"its speed and memory; {host.name}-0.json, ... would say what each has"
             )
-        rate = calibration.gflops and calibration.gflops / sharing
         limits = [size for size in (host.memory_bytes, *(curve.memory_limit_bytes for curve in curves)) if size]
-        calibration = calibration.model_copy(update={"curves": tuple(curves), "gflops": rate})
-        hosts.append(replace(host, calibration=calibration, memory_bytes=min(limits, default=None)))
+        known = known.model_copy(update={"curves": curves, "gflops": known.gflops and known.gflops / sharing})
+        hosts.append(replace(host, calibration=known, memory_bytes=min(limits, default=None)))
     cost, names = facts.settings.cost, set(facts.names)
     by_host = {"plan.memory_limit_gb": facts.settings.plan.memory_limit_gb, "cost.watts": cost.watts}
     for setting, named in {**by_host, "cost.rent_per_hour": cost.rent_per_hour}.items():

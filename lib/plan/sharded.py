@@ -31,7 +31,9 @@ def plan_sharded(facts: PlanFacts) -> ClusterPlan:
     """Divides a model among ranks: as plan.shares weighs them, else by speed, by memory, equally; or UserError."""
     settings, given = facts.settings, facts.settings.plan.micro_batch_sizes
     weights, reason = _part_weights(facts)
-    division = _fitting(facts, weights, 1 if _may_move(facts) and not given else 0)
+    # Parts may be smaller than their weights say, for hosts with little memory.
+    may_move = settings.plan.shares is None and all(host.memory_bytes for host in facts.hosts)
+    division = _fitting(facts, weights, 1 if may_move and not given else 0, may_move)
     if division.weights != tuple(weights):
         reason += ", as far as memory allows"
     is_on, turned_on = bool(settings.model.gradient_checkpointing), False
@@ -46,11 +48,6 @@ def plan_sharded(facts: PlanFacts) -> ClusterPlan:
         why = "gradient checkpointing is turned on: one pair does not fit beside the parts without"
         plan = replace(plan, warnings=(*plan.warnings, why))
     return replace(plan, predictions=(_prediction(facts, plan, division),))
-
-
-def _may_move(facts: PlanFacts) -> bool:
-    """Whether parts may be smaller than their weights say, for hosts with little memory."""
-    return facts.settings.plan.shares is None and all(host.memory_bytes for host in facts.hosts)
 
 
 def _part_weights(facts: PlanFacts) -> tuple[list[float], str]:
@@ -75,7 +72,7 @@ def _part_weights(facts: PlanFacts) -> tuple[list[float], str]:
 # ---- Parts and the micro-batches beside them
 
 
-def _fitting(facts: PlanFacts, weights: Sequence[float], pairs: int) -> Division:
+def _fitting(facts: PlanFacts, weights: Sequence[float], pairs: int, may_move: bool) -> Division:
     """The division by these weights; a host that does not hold its part, and so many pairs' activations, gets less."""
     assert facts.shape is not None
     model = facts.settings.model
@@ -87,7 +84,7 @@ def _fitting(facts: PlanFacts, weights: Sequence[float], pairs: int) -> Division
         parts = _parts(facts, division, pairs, checkpointing)
         needed = [part.held_bytes + part.activation_bytes for part in parts]
         over = [rank for rank, need in enumerate(needed) if need > room[rank]]
-        if not over or not _may_move(facts):
+        if not over or not may_move:
             return division
         for rank in over:
             whole, now = parts[rank].whole_bytes, shares[rank] / sum(shares)

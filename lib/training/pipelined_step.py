@@ -22,7 +22,7 @@ from lib.data.batch import Batch
 from lib.distributed import compression, heartbeat
 from lib.model.layout import layout_of
 from lib.model.token_stream import StreamInputs, arrays_of, hidden_states
-from lib.plan.cuts import operations
+from lib.plan.pipeline import operations
 from lib.system.out_of_memory import Limit
 from lib.training.divided_world import InStages
 from lib.training.losses import SUMS, figures_of, loss_and_sums
