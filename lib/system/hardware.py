@@ -19,8 +19,6 @@ from lib.system import mpi_and_blas, os_commands
 ROOT = Path(__file__).resolve().parents[2]
 PositiveInt = Annotated[int, Field(gt=0)]
 Device = Literal["metal", "cuda", "cpu"]
-
-
 WIDTHS = (256, 512, 1024, 2048, 4096, 8192)  # of quick_gflops' matrices
 CHAIN = 4  # products in one evaluation, so that starting it weighs little
 REPEATS = 4  # evaluations of the largest width, at least
@@ -122,14 +120,11 @@ def provenance() -> dict[str, Any]:
 
 
 def memory_limit_bytes() -> int | None:
-    """What MLX may hold here: the GPU's working set, or the memory that the system or a container grants."""
+    """What MLX may hold here: the GPU's working set (more is swapped), or what the system or a container grants."""
     device, facts = mlx_device()
-    if device == "metal":  # a working set beyond this is swapped, and the run crawls
-        return facts.get("max_recommended_working_set_size")
-    if device == "cuda":
-        return facts.get("total_memory")
-    limits = [limit for limit in (host_memory_bytes(), container_memory_bytes()) if limit]
-    return min(limits, default=None)
+    if device != "cpu":
+        return facts.get("max_recommended_working_set_size" if device == "metal" else "total_memory")
+    return min((size for size in (host_memory_bytes(), container_memory_bytes()) if size), default=None)
 
 
 def free_memory_bytes() -> int | None:

@@ -42,14 +42,12 @@ def resolve(path: str, revision: str | None = None) -> Path:
         try:
             folder = Path(snapshot_download(path, revision=revision, allow_patterns=FETCHED))
         except Exception as error:  # the hub client raises a dozen unrelated types: not found, gated, offline
-            reason = in_one_line(error)
-            raise UserError(f"model.path {path}: no such folder here, and the hub did not give it: {reason}") from None
+            why = f"no such folder here, and the hub did not give it: {in_one_line(error)}"
+            raise UserError(f"model.path {path}: {why}") from None
     if folder.is_file():
         raise UserError(f"model.path {path} is a file; give the folder that holds the model's config.json and weights")
     if not (folder / "config.json").is_file():
-        raise UserError(
-            f"model.path {path}: the folder has no config.json; give a model folder as mlx-lm or transformers saves it"
-        )
+        raise UserError(f"model.path {path}: the folder has no config.json; give one that mlx-lm or transformers saved")
     read_file.read_object(folder / "config.json", "model.path")  # broken, mlx-lm would not say which file
     return folder
 
@@ -69,8 +67,6 @@ def end_ids(folder: Path) -> set[int]:
             listed = part.get("eos_token_id")
             listed = listed if isinstance(listed, list) else [] if listed is None else [listed]
             if not all(isinstance(id, int) for id in listed):
-                raise UserError(
-                    f"model.path {folder}: eos_token_id of its {path.name} is no token's id, or a list of them"
-                )
+                raise UserError(f"model.path {folder}: eos_token_id of its {path.name} holds no tokens' ids")
             ids |= set(listed)
     return ids

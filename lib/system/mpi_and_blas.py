@@ -26,9 +26,7 @@ from typing import ParamSpec
 from lib.errors import AgreedError, Stopped, UserError
 
 P = ParamSpec("P")
-
 MPI_LIBRARY = "libmpi.40.dylib" if sys.platform == "darwin" else "libmpi.so.40"
-
 # What the operations of a CUDA command buffer read, in 2^20 numbers. MLX frees what a buffer read when it is done. Its
 # own is 1,000 on an H100: an H200 held up to 17 GB more with that, and was no faster.
 CUDA_BUFFER_SIZE = 100

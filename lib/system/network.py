@@ -1,7 +1,5 @@
-"""This host on its network: its name and its addresses.
-
-Only the standard library is imported: the agent, which has to be there in a tenth of a second, imports this.
-"""
+"""This host on its network: its name and its addresses. Only the standard library is imported: the agent has to be
+there in a tenth of a second."""
 
 from __future__ import annotations
 

@@ -20,8 +20,6 @@ from lib.system.network import host_name
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-
 # MLX's allocators (mlx/backend/*/allocator.cpp), its CUDA checks, Metal's command buffers, C++'s own.
 TEXTS = re.compile(
     r"\[malloc\] Unable to allocate|\[metal::malloc\] Attempting to allocate|failed: out of memory"

@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 from lib.system import files
 
 PIECE_BYTES = 2**20  # of a log, in one collective
-
-
 Record = dict[str, Any]  # one line of a log; docs/runs.md has a table of the kinds and their fields
 PlanRecord = Record  # a plan, as the records `start` and `plan` have it
 SettingsRecord = Record  # the settings that a run was started with, section by section

@@ -180,15 +180,9 @@ def with_bar(texts: Sequence[str], part: float, width: int, bar: str) -> Text:
 
 def metrics_text(values: Mapping[str, float | None]) -> str:
     """`loss 0.6120  acc 64.1 %  margin 0.213  kl 1.22  exact 52.7 %`, without what is None."""
-    forms = {
-        "loss": ("loss", ".4f"),
-        "reward_accuracy": ("acc", ".1%"),
-        "reward_margin": ("margin", ".3f"),
-        "kl": ("kl", ".2f"),
-        "exact_match": ("exact", ".1%"),
-    }
-    texts = (labelled(name, values.get(key), form) for key, (name, form) in forms.items())
-    return "  ".join(filter(None, texts))
+    forms = {"loss": ("loss", ".4f"), "reward_accuracy": ("acc", ".1%"), "reward_margin": ("margin", ".3f")}
+    forms |= {"kl": ("kl", ".2f"), "exact_match": ("exact", ".1%")}
+    return "  ".join(filter(None, (labelled(name, values.get(key), form) for key, (name, form) in forms.items())))
 
 
 def labelled(name: str, value: float | None, form: str) -> str:
