@@ -70,52 +70,6 @@ def planned(hosts: Sequence[RankHost | HostCalibration | None], *words: str, **m
     return plan(facts(hosts, *words, **more))
 
 
-# ---- 40 host tables: shares and cuts as of the tag base-57k (tests/golden/plans.json has their cost)
-
-
-def tables() -> list[dict[str, Any]]:
-    rng = np.random.default_rng(47)
-
-    def curve(speed: float, knee: int, top: int, noise: float, memory: int) -> BatchCurve:
-        points = []
-        for size in [1, 2, 4, 8, 16, 32, 64][:top]:
-            seconds = (0.02 + size / speed) * (1 + max(0, size - knee) / knee * 0.3) * (1 + noise * rng.normal())
-            peak = int(2e9 + size * 3e8)
-            points.append({"batch_size": size, "seconds_median": float(seconds), "peak_memory_bytes": peak})
-        overhead = float(rng.choice([0, 0.002, 0.01]))
-        fields = {"points": points, "memory_limit_bytes": memory, "step_overhead_seconds": overhead}
-        return BatchCurve.model_validate(fields)
-
-    found = []
-    for number in range(40):
-        hosts = int(rng.choice([2, 2, 2, 3, 4, 5, 8, 16]))
-        kinds = int(min(hosts, rng.integers(1, 4)))
-        base = [
-            curve(
-                float(10 ** rng.uniform(1, 3)),
-                int(rng.choice([8, 16, 32])),
-                int(rng.integers(3, 8)),
-                0.03 * (number % 3),
-                int(rng.choice([4e9, 10e9, 30e9])),
-            )
-            for _ in range(kinds)
-        ]
-        batch = int(rng.choice([8, 16, 32, 48, 64, 128, 256, 512]))
-        table = {"curves": [base[i % kinds] for i in range(hosts)], "batch": batch}
-        table["sync"] = float(rng.choice([0, 0.003, 0.05]))
-        stages = min(hosts, 6)
-        blocks = max(int(rng.choice([8, 16, 24, 32, 48, 80])), stages)
-        speeds, _ = 10 ** rng.uniform(0, 0.8, stages), rng.uniform(0.9, 1.1, blocks)
-        head = float(rng.uniform(0, 4) * 0.01) * float(speeds[-1])
-        room = rng.uniform(1.2, 3, stages)
-        room = room / room.sum() * blocks * float(rng.uniform(1.2, 3))
-        hop = Hop(float(rng.choice([0, 0.001, 0.01])), float(rng.choice([0, 0.0005, 0.005])))
-        backward, micro_batches = float(rng.choice([1, 2])), int(rng.choice([4, 8, 16, 32]))
-        table["costs"] = cut_costs(speeds * 0.01, blocks, head, room, hop, (backward, micro_batches))
-        found.append(table)
-    return found
-
-
 def cut_costs(
     forward: np.ndarray, blocks: int, head: float, room: np.ndarray, hop: Hop, more: tuple[float, int]
 ) -> CutCosts:

@@ -24,7 +24,6 @@ from lib.plan.plan import ClusterPlan, plan_cluster, sufficient_global_batch
 from lib.plan.sharded import within
 from lib.plan.shares import distribute_work
 from lib.plan.strategy import LEAST_MERGES, MERGE_COST, longest_round, steps_per_round
-from tests import tiny
 from tests.planning import (
     KEY,
     LINK,
@@ -37,30 +36,14 @@ from tests.planning import (
     cut_costs,
     planned,
     sections,
-    tables,
 )
 
-GOLDEN = json.loads((tiny.ROOT / "tests/golden/plans.json").read_text())
-TABLES = tables()
 RATES = {1: 10.0, 8: 20.0}
 GB = 10**9
 
 
 def names(count: int) -> list[str]:
     return [f"host{i}" for i in range(count)]
-
-
-@pytest.mark.parametrize("number", range(len(TABLES)))
-def test_plans_cost_no_more_than_those_of_the_first_planner(number: int) -> None:
-    table, golden = TABLES[number], GOLDEN[number]
-    curves = table["curves"]
-    plan = plan_cluster(names(len(curves)), table["batch"], curves=curves, sync_seconds=table["sync"])
-    assert plan.predicted_step_seconds is not None and sum(plan.shares) == table["batch"]
-    assert plan.predicted_step_seconds <= golden["seconds"] * 1.001
-    cut = best_cut(table["costs"])
-    assert (cut is None) == (golden["cut_seconds"] is None)
-    if cut is not None:
-        assert cut.step_seconds <= golden["cut_seconds"] * 1.001 and cut.fits
 
 
 # ---- Shares
