@@ -40,8 +40,7 @@ def main() -> None:
             for streams in (1, 8, 32):
                 requests = (4 if options.quick else 16) * max(1, streams // 2)
                 for count in (streams, requests):  # the first ones fill caches
-                    words = (f"--streams={streams}", f"--requests={count}", "--max-tokens=100")
-                    done = served.outcomes(served.load(server.address, *words), 600)
+                    done = served.load(server.address, streams, count, max_tokens=100)
                     assert all(outcome["error"] is None for outcome in done), done[0]
                 seconds = statistics.median(outcome["seconds"] for outcome in done)
                 figures[streams] = round(100 * streams / seconds, 1)

@@ -49,7 +49,7 @@ echo ready
 read -r
 ip address add "$3/24" dev eth0
 ip link set eth0 up
-"$(command -v sshd)" -f "$1/sshd_config" -E "$1/$2.sshd.log" -o PidFile=none ${4:+-o "SetEnv=$4"}
+"$(command -v sshd)" -f "$1/sshd_config" -E "$1/$2.sshd.log" -o PidFile=none
 echo ready
 while read -r; do :; done
 """
@@ -80,20 +80,9 @@ class Host:
     _port: str  # of the switch
     _switch: int  # the switch's first process
 
-    @property
-    def root(self) -> Path:
-        """The host's whole file system, with what is mounted there, as this process reaches it."""
-        return Path(f"/proc/{self._pid}/root")
-
     def words(self, command: Sequence[str | Path]) -> list[str]:
         """A command line that runs `command` on this host."""
-        enter = [
-            "nsenter",
-            f"--target={self._pid}",
-            *("--net", "--uts", "--mount", "--pid"),
-            f"--wd={Path.cwd()}",
-            "--",
-        ]
+        enter = ["nsenter", f"--target={self._pid}", "--net", "--uts", "--mount", "--pid", f"--wd={Path.cwd()}", "--"]
         join = ["sh", "-c", f'echo $$ > "{self.cgroup}/cgroup.procs"; exec "$@"', "sh"] if self.cgroup else []
         return [*join, *enter, *map(str, command)]
 
@@ -110,7 +99,7 @@ class Host:
     def processes(self) -> dict[int, str]:
         """Process id, as seen on this host, and command line of all that run here; kernel, sshd and shell left out."""
         found = {}
-        for entry in (self.root / "proc").glob("[0-9]*"):
+        for entry in Path(f"/proc/{self._pid}/root/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it has ended
                 words = (entry / "cmdline").read_bytes().decode(errors="replace").replace("\n", " ").replace("\0", " ")
                 if words.strip() and entry.name != "1" and "sshd" not in words.split()[0]:
@@ -128,9 +117,9 @@ class Host:
     def plug_in(self) -> None:
         _in_network(self._switch, ["ip", "link", "set", self._port, "up"])
 
-    def shape(self, rate: str | None) -> None:
-        """Limits what this host sends, e.g. "200mbit"; None for no limit."""
-        limit = ["pfifo"] if rate is None else ["tbf", "rate", rate, "burst", "64kb", "latency", "50ms"]
+    def shape(self, rate: str) -> None:
+        """Limits what this host sends, e.g. "200mbit"."""
+        limit = ["tbf", "rate", rate, "burst", "64kb", "latency", "50ms"]
         _check(self.words(["tc", "qdisc", "replace", "dev", "eth0", "root", *limit]))
 
 
@@ -143,14 +132,10 @@ def unavailable(quotas: bool = False) -> str | None:
     missing = sorted({package for tool, package in TOOLS.items() if shutil.which(tool, path=PATH) is None})
     if missing:
         return f"apt-get install {' '.join(missing)} is wanted"
-    tried = subprocess.run(
-        ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "ip", "link", "add", "port0", "type", "veth"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PATH": PATH},
-    )
-    if tried.returncode:
-        return f"namespaces may not be made here: {tried.stderr.strip()}"
+    try:
+        _check(["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "ip", "link", "add", "p", "type", "veth"])
+    except Unavailable as error:
+        return f"namespaces may not be made here: {error}"
     if quotas and not os.access(CGROUP / "cpu.cfs_quota_us", os.W_OK):
         return f"{CGROUP} (cgroup version 1) is not writable, so no host can be made slower"
     return None
@@ -158,18 +143,13 @@ def unavailable(quotas: bool = False) -> str | None:
 
 @contextlib.contextmanager
 def cluster(
-    hosts: int = 2,
-    quotas: Sequence[float | None] | None = None,
-    rate: str | None = None,
-    prefix: str = "host",
-    variables: str = "",
+    hosts: int = 2, quotas: Sequence[float | None] | None = None, rate: str | None = None
 ) -> Iterator[list[Host]]:
     """Builds the hosts `host-a`, `host-b`, ... and takes them down again.
 
     Args:
         quotas: cores' worth of CPU time that each host may use, e.g. (1.0, 0.3); None for no limit.
         rate: of what each host sends, in tc's words, e.g. "200mbit"; None for no limit.
-        variables: NAME=VALUE ..., of all that comes in over ssh, in sshd's words; {disk} is a host's disk.
 
     Raises:
         Unavailable: it cannot be built here.
@@ -180,7 +160,7 @@ def cluster(
     assert quotas is None or len(quotas) == hosts, (quotas, hosts)
     with contextlib.ExitStack() as undo:
         folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="tandem-cluster-")))
-        names = [f"{prefix}-{chr(ord('a') + index)}" for index in range(hosts)]
+        names = [f"host-{chr(ord('a') + index)}" for index in range(hosts)]
         addresses = [f"10.77.0.{index + 1}" for index in range(hosts)]
         _write_configuration(folder, dict(zip(names, addresses, strict=True)))
         switch, switch_pid = _first_process(undo, ["--net"], SWITCH)
@@ -188,15 +168,8 @@ def cluster(
         built = []
         for index, (name, address) in enumerate(zip(names, addresses, strict=True)):
             cgroup = _cgroup(undo, name, None if quotas is None else quotas[index])
-            first, pid = _first_process(
-                undo,
-                ["--net", "--uts", "--mount", "--propagation=private"],
-                HOST,
-                str(folder),
-                name,
-                address,
-                variables.format(disk=folder / "disk"),
-            )
+            namespaces = ["--net", "--uts", "--mount", "--propagation=private"]
+            first, pid = _first_process(undo, namespaces, HOST, str(folder), name, address)
             if cgroup is not None:
                 (cgroup / "cgroup.procs").write_text(str(pid))
             _answer(first, name)
@@ -250,14 +223,10 @@ def _first_process(
         process.communicate()
 
     undo.callback(end)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     for _ in range(500):
-        try:
-            found = children.read_text().split()
-        except OSError as error:
-            raise Unavailable(f"{children}: {error.strerror}") from None
-        if found:
-            return process, int(found[0])
+        with contextlib.suppress(OSError):
+            if found := Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+                return process, int(found[0])
         time.sleep(0.01)
     raise Unavailable("unshare started nothing within 5 s")
 

@@ -112,7 +112,7 @@ def _is_for(marks: list[pytest.Mark], size: int) -> bool:
 
 @pytest.fixture(scope="session")
 def three_hosts() -> Iterator[list[Host]]:
-    """Three hosts for the whole session; whoever unplugs or shapes one mends it again."""
+    """Three hosts for the whole session; a test that unplugs one plugs it in again."""
     try:
         with cluster(hosts=3) as hosts:
             yield hosts

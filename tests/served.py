@@ -1,14 +1,7 @@
-"""A run that can be served, its server in a process of its own, and load on it from another one.
-
-    python -m tests.served --address http://127.0.0.1:8080 --key KEY --streams 200 --requests 400 --max-tokens 40
-
-The load is the real `openai` client's, without retries; the last line tells every request's outcome as JSON.
-"""
+"""A run that can be served, its server in a process of its own, and load on it."""
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import contextlib
 import json
 import shutil
@@ -18,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -111,71 +105,25 @@ def served(*words: str | Path) -> Iterator[Served]:
             server.process.wait()
 
 
-def load(address: str, *words: str) -> subprocess.Popen[str]:
-    """Starts load on a server from another process."""
-    command = [sys.executable, "-m", "tests.served", "--address", address, *words]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-
-
-def outcomes(process: subprocess.Popen[str], seconds: float = 120.0) -> list[dict[str, Any]]:
-    """What became of every request of a load."""
-    found: list[dict[str, Any]] = json.loads(process.communicate(timeout=seconds)[0].splitlines()[-1])
-    return found
-
-
-async def _drive(options: argparse.Namespace) -> list[dict[str, Any]]:
-    import httpx2
+def load(address: str, streams: int, requests: int, max_tokens: int = 40, key: str = "none") -> list[dict[str, Any]]:
+    """What became of each of `requests` requests, `streams` at once: those of the real `openai` client, no retries."""
     import openai
 
-    # No limits of its own: what is slow or lost is the server's.
-    http = httpx2.AsyncClient(limits=httpx2.Limits(max_connections=None))
-    client = openai.AsyncOpenAI(
-        base_url=f"{options.address}/v1", api_key=options.key, max_retries=0, timeout=300, http_client=http
-    )
-    numbers, found = iter(range(options.requests)), []
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0, timeout=300)
+    asked = {"model": "tiny", "messages": QUESTION, "max_tokens": max_tokens, "temperature": 0, "stream": True}
 
-    async def answer(number: int) -> dict[str, Any]:
-        since, finish_reason = time.monotonic(), None
-        outcome: dict[str, Any] = {"error": None}
+    def answer(number: int) -> dict[str, Any]:
+        since, outcome = time.monotonic(), dict[str, Any]({"error": None})
         try:
-            events = await client.chat.completions.create(
-                model=options.model,
-                messages=QUESTION,  # type: ignore[arg-type]
-                max_tokens=options.max_tokens,
-                temperature=0,
-                logit_bias=NEVER_ENDS,
-                stream=True,
-                extra_headers={"x-request-id": f"load-{number}"},
-            )
-            async for event in events:
-                finish_reason = event.choices[0].finish_reason or finish_reason
-            if finish_reason != "length":
-                outcome["error"] = f"the answer broke off: {finish_reason}"
+            events = client.chat.completions.create(**asked, logit_bias=NEVER_ENDS)  # type: ignore[call-overload]
+            if (reason := [event.choices[0].finish_reason for event in events][-1]) != "length":
+                outcome["error"] = f"the answer broke off: {reason}"
         except openai.APIStatusError as error:
-            outcome |= {"error": error.message, "status": error.status_code}
+            outcome = {"error": error.message, "status": error.status_code}
             outcome["retry_after"] = error.response.headers.get("retry-after")
         except Exception as error:
             outcome["error"] = f"{type(error).__name__}: {error} ({error.__cause__!r})"
         return outcome | {"seconds": time.monotonic() - since}
 
-    async def stream() -> None:
-        for number in numbers:
-            found.append(await answer(number))
-
-    await asyncio.gather(*(stream() for _ in range(options.streams)))
-    return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--address", required=True)
-    parser.add_argument("--key", default="none")
-    parser.add_argument("--model", default="tiny")
-    parser.add_argument("--streams", type=int, default=16, help="at once")
-    parser.add_argument("--requests", type=int, default=16, help="in all, at most")
-    parser.add_argument("--max-tokens", type=int, default=40)
-    print(json.dumps(asyncio.run(_drive(parser.parse_args()))))
-
-
-if __name__ == "__main__":
-    main()
+    with ThreadPoolExecutor(streams) as pool:
+        return list(pool.map(answer, range(requests)))

@@ -21,11 +21,7 @@ TWO = (Host("mac-a", 1), Host("root@10.0.0.2", 3, ("10.0.0.2",)))
 
 
 def test_every_form_gives_the_same_hosts() -> None:
-    texts = [
-        "mac-a:1\nroot@10.0.0.2:3",
-        "mac-a\nroot@10.0.0.2 slots=3\n",
-        "# two\n\n  mac-a slots=1 # one\r\nroot@10.0.0.2:3\n",
-    ]
+    texts = ["mac-a:1\nroot@10.0.0.2:3", "# two\n\n  mac-a # one\r\nroot@10.0.0.2 slots=3\n"]
     entries = [{"ssh": "mac-a"}, {"ssh": "root@10.0.0.2", "slots": 3}]
     for text in [*texts, json.dumps(entries), json.dumps({"hosts": entries}), hostfile.to_text(TWO)]:
         assert parse(text, "here") == Hosts(TWO), text
@@ -37,12 +33,14 @@ def test_mlx_own_file_keeps_addresses_devices_backend_and_variables() -> None:
         {"ssh": "a", "ips": ["10.0.0.1", "10.0.1.1"], "rdma": [None, "rdma_en5"]},
         {"ssh": "b", "ips": [], "rdma": ["rdma_en5", None]},
     ]
-    found = parse(
-        json.dumps({"backend": "jaccl", "envs": ["MLX_METAL_FAST_SYNCH=1", "NCCL_IB_HCA=b=c d"], "hosts": entries}),
-        "here",
-    )
+    file = {"backend": "jaccl", "envs": ["MLX_METAL_FAST_SYNCH=1", "NCCL_IB_HCA=b=c d"], "hosts": entries}
+    found = parse(json.dumps(file), "here")
     assert found.hosts[0] == Host("a", 1, ("10.0.0.1", "10.0.1.1"), (None, "rdma_en5"))
     assert found.backend == "jaccl" and found.environment == {"MLX_METAL_FAST_SYNCH": "1", "NCCL_IB_HCA": "b=c d"}
+    job = Job(found.hosts, "jaccl", ("train.py",))
+    assert jobs.rank_commands(job)[1].environment["MLX_JACCL_COORDINATOR"] == "10.0.0.1:32323"
+    alone = jobs.rank_commands(replace(job, hosts=(found.hosts[0], replace(found.hosts[1], index=0))))
+    assert alone[0].files["hosts.json"] == '[[null, null], ["rdma_en5", "rdma_en5"]]', "columns go by the file's order"
 
 
 def test_hosts_may_differ_in_user_port_paths_and_variables() -> None:
@@ -67,36 +65,24 @@ def test_the_example_is_one() -> None:
     ("text", "told"),
     [
         ("# nothing\n\n", "names no host"),
-        ("[]", "names no host"),
         ("a\nb\na slots=2", "names a twice.*slots"),
         ("a slots=0", "line 1: slots '0'.*greater than or equal to 1"),
         ("a:1.5", "slots '1.5'"),
-        ("a:99999999999999999999", "slots"),
         ("a b", "line 1: 'a b' is neither"),
-        ("a:1 slots=2", "is neither"),
         ("a max_slots=2", "max_slots '2': Unexpected.*the keys are ssh, ips, rdma, slots, user, port"),
         ("fe80::1 slots=2", "IPv6"),
+        ("[::1]:2", "IPv6"),
         ("-oProxyCommand=touch${IFS}owned:1", "no host's name"),
-        ("$(touch owned)", "is neither"),
         ("a\x1b[2Jb", "no host's name"),
-        ("a" * 300, "no host's name"),
-        ("a user=-x", "no host's name"),
         ("a port=0", "port '0'"),
         ("a directory=here", "whole path"),
         ("a python=/bin/sh", "'/bin/sh': not the whole path of a Python"),
         ("a map=/x", "HERE:THERE"),
         ("a env=LD_PRELOAD=x", "not a NAME=VALUE that a host file may set"),
-        ("[{", "Invalid JSON"),
         ('[{"ssh": "a", "ports": 22}]', "host 0: ports 22: Unexpected keyword argument; the keys are ssh"),
-        ('[{"ips": []}]', "host 0: name .*required"),
-        ('{"hosts": [{"ssh": "a"}], "env": []}', "env .*not permitted"),
-        ('{"envs": []}', "hosts .*required"),
         ('["a"]', "hosts.0 'a': Input should be an object"),
-        ('[{"ssh": "-v"}]', "no host's name"),
         ('[{"ssh": "a", "ips": ["fe80::1"]}]', "Expected 4 octets"),
-        ('[{"ssh": "a", "ips": "10.0.0.1"}]', "addresses '10.0.0.1'"),
         ('{"backend": "gloo", "hosts": [{"ssh": "a"}]}', "backend 'gloo': Input should be 'ring'"),
-        ('{"envs": {"A": 1}, "hosts": [{"ssh": "a"}]}', "envs"),
         ('{"envs": ["PYTHONPATH=/tmp/x y"], "hosts": [{"ssh": "a"}]}', "PYTHONPATH.* --env NAME=VALUE"),
         ("[" * 100_000, "Invalid JSON"),
     ],
@@ -104,8 +90,6 @@ def test_the_example_is_one() -> None:
 def test_what_is_wrong_is_one_line(text: str, told: str) -> None:
     with pytest.raises(UserError, match=told) as error:
         parse(text, "host file x")
-    with pytest.raises(UserError, match="IPv6"):
-        hostfile.from_words("[::1]:2")
     line = str(error.value)
     assert "\n" not in line and "\x1b" not in line and len(line) < 300 and line.startswith("host file x")
 
@@ -122,11 +106,7 @@ def test_any_text_gives_hosts_or_one_line(text: str) -> None:
 
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    for path, told in (
-        (tmp_path / "none", "No such file"),
-        (tmp_path, "directory"),
-        (tmp_path / "binary", "not UTF-8 text"),
-    ):
+    for path, told in ((tmp_path / "none", "No such file"), (tmp_path / "binary", "not UTF-8 text")):
         with pytest.raises(UserError, match=told):
             hostfile.read(path)
 

@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import tiny
-from tests.cluster import PATH, Host, Unavailable, cluster
+from tests.cluster import PATH, Host
 from tests.tiny import ROOT
 
 pytestmark = pytest.mark.long
@@ -38,13 +38,9 @@ else:
 """
 
 
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[list[Host]]:
-    try:
-        with cluster(hosts=2) as built:
-            yield built
-    except Unavailable as error:
-        pytest.skip(str(error))
+@pytest.fixture
+def hosts(three_hosts: list[Host]) -> list[Host]:
+    return three_hosts[:2]
 
 
 @pytest.fixture
@@ -105,15 +101,6 @@ def test_a_killed_or_stopped_rank_is_named_and_all_start_again(
     assert not ranks(hosts[0], script) and not ranks(hosts[1], script)
 
 
-def test_without_restarts_the_way_on_is_printed(hosts: list[Host], script: Path) -> None:
-    launch = launched(hosts, script, "--max-restarts", "0")
-    hosts[1].signal(ranks(hosts[1], script)[0], signal.SIGKILL)
-    output = launch.communicate(timeout=LIMIT_SECONDS)[0]
-    assert launch.returncode == 128 + signal.SIGKILL, output
-    typed = "./launch --hosts host-a,host-b --no-preflight"
-    assert re.search(rf"go on with: {re.escape(typed)} .* --resume runs/of-a-test", output), output
-
-
 def test_the_others_go_on_without_a_host_that_is_cut_off(hosts: list[Host], script: Path) -> None:
     launch = launched(hosts, script)
     hosts[1].unplug()
@@ -148,6 +135,8 @@ def test_a_rank_that_hangs_is_named_and_one_that_compiles_is_left(hosts: list[Ho
     hangs = launched(hosts, script, "--max-restarts", "0", work="hangs")
     output = hangs.communicate(timeout=LIMIT_SECONDS)[0]
     assert hangs.returncode == 1 and "hangs in a step for" in output, output
+    typed = re.escape("go on with: ./launch --hosts host-a,host-b --no-preflight")
+    assert re.search(rf"{typed} .* --resume runs/of-a-test", output), output
     compiles = launched(hosts, script, work="compiles")  # for longer than --silent-seconds
     output = compiles.communicate(timeout=LIMIT_SECONDS)[0]
     assert compiles.returncode == 0 and "launch:" not in output, output
@@ -162,17 +151,6 @@ def test_no_rank_outlives_its_launcher(hosts: list[Host], script: Path, number: 
     assert launch.returncode in (128 + number, -number)
 
 
-def test_paths_go_to_the_hosts(hosts: list[Host], script: Path) -> None:
-    if shutil.which("rsync") is None:
-        pytest.skip("apt-get install rsync is wanted")
-    (hosts[0].outside / "data").mkdir()
-    (hosts[0].outside / "data" / "rows.jsonl").write_text("{}")
-    words = ["./launch", "--hosts", "host-a,host-b", "--no-preflight", "--sync", f"{hosts[0].disk}/data"]
-    done = hosts[0].run([*words, "--", script, "--resume", "x"])
-    assert done.returncode == 0, done.stderr
-    assert (hosts[1].outside / "data" / "rows.jsonl").read_text() == "{}"
-
-
 def test_hosts_train_together_that_differ_in_port_folder_and_data(hosts: list[Host], tmp_path: Path) -> None:
     if shutil.which("rsync") is None:
         pytest.skip("apt-get install rsync is wanted")
@@ -183,18 +161,19 @@ def test_hosts_train_together_that_differ_in_port_folder_and_data(hosts: list[Ho
     daemon = hosts[1].start([*sshd, "-f", str(cluster_folder / "sshd_config")])
     (hosts[1].outside / "tandem").mkdir()
     (hosts[1].outside / "tandem" / ".venv").symlink_to(sys.prefix)
-    for host, name in zip(hosts, ("data", "elsewhere"), strict=True):
-        (host.outside / name).mkdir(exist_ok=True)
-        tiny.write_jsonl(host.outside / name / "train.jsonl", list(tiny.pairs(16, seed=2)))
+    (hosts[0].outside / "data").mkdir(exist_ok=True)
+    tiny.write_jsonl(hosts[0].outside / "data/train.jsonl", list(tiny.pairs(16, seed=2)))
     differs = f"user=root port=2222 directory={disk}/tandem map={disk}/data:{disk}/elsewhere"
     (tmp_path / "hostfile").write_text(f"host-a\nhost-b {differs} env=OMP_NUM_THREADS=1\n")
     settings = tiny.settings(tmp_path, train__steps=2, data__train=f"{disk}/data/train.jsonl", run__dir=f"{disk}/runs")
-    words = ["./launch", "--hostfile", str(tmp_path / "hostfile"), "--sync", "."]
+    words = ["./launch", "--hostfile", str(tmp_path / "hostfile"), "--sync", ".", "--sync", f"{disk}/data"]
     config = str(tiny.config_file(tmp_path))
     done = hosts[0].run([*words, "--", "train.py", "--config", config, *settings, "run.name=a"])
     daemon.terminate()
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"links +(ok|note) +host-a: to root@host-b, ring: [\d,]+ Mbit/s", done.stderr), done.stderr
+    assert re.search(r"links +(ok|note) +host-a: ring adds up over 2 ranks: 1 MiB in [\d,.]+ ms", done.stderr), (
+        done.stderr
+    )
     settings_there = (hosts[1].outside / "runs/a/config.yaml").read_text()
     assert f"{disk}/elsewhere/train.jsonl" in settings_there, settings_there
 

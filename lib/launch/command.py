@@ -13,50 +13,41 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from lib.config import command_line, load, train_arguments
 from lib.environment import ROOT
 from lib.errors import Stopped, UserError
-from lib.launch import discovery, hostfile, launcher, preflight, role_start, scheduler_jobs, ssh
-from lib.launch import job as jobs
+from lib.launch import discovery, hostfile, launcher, preflight, role_start, ssh
 from lib.launch.hostfile import Host
-from lib.launch.job import Job
+from lib.launch.job import RDMA_BACKENDS, Job, scheduler_file
 from lib.launch.launcher import MAC_RESTARTS
 from lib.system import key_file, terminal
-
-ROLES = ("primary", "secondary")
-LIMITS = {
-    "max_restarts": (0, 10**6),
-    "starting_port": (1024, 65000),
-    "silent_seconds": (3, 10**6),
-    "wedged_seconds": (1, 10**6),
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: the worst rank's, 2 for wrong input, 1 where preflight fails."""
-    words = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        options = parse(words)
+        options = parse(sys.argv[1:] if arguments is None else arguments)
         if options.emit == "hostfile" and options.preflight:
-            return _emit_hostfile(options)
+            named = job_of(options).hosts if options.hostfile or options.hosts else ()
+            print(discovery.hostfile_text(named, options.directory or str(ROOT), launcher.Console().note), end="")
+            return 0
         job = job_of(options)
         if options.emit:
             text = hostfile.to_text(job.hosts) if options.emit == "hostfile" else None
-            print(text or scheduler_jobs.job_file(job, options.emit), end="")
+            print(text or scheduler_file(job, options.emit), end="")
             return 0
         job = checked(job)
         if options.sync:
             ssh.copy_to_hosts(job, options.sync)
         here = this_host(job, options.role) if options.role else None
         if here is None and (options.preflight or options.preflight_only):
-            passed = preflight.run(job, options.typed, options.json)
+            passed = preflight.run(job, options.json)
             if options.preflight_only or not passed:
                 return 0 if passed else 1
         return _train(job, options, here)
@@ -75,31 +66,10 @@ def _train(job: Job, options: argparse.Namespace, here: Host | None) -> int:
     tag = max(len(f"[{job.size - 1} {host.name}] ") for host in job.hosts)
     if width is not None and width - tag >= terminal.NARROW:
         job = replace(job, environment={"TANDEM_COLUMNS": str(width - tag), **job.environment})
-    console = launcher.Console()
-    key = _wait_for_others(job, here, options, console.note) if here and len(job.hosts) > 1 else None
-
-    def way_on(run: str) -> str:
-        before = options.typed[: options.typed.index("--")] if "--" in options.typed else options.typed
-        resumed = jobs.resume_command(job.command, run, same_world=True)
-        return f"go on with: {shlex.join(['./launch', *before, '--', *resumed])}"
-
-    return launcher.supervise(job, console, options.max_restarts, way_on, here, key)
-
-
-def _wait_for_others(job: Job, here: Host, options: argparse.Namespace, note: Callable[[str], None]) -> bytes:
-    """The run's key, when people have started all machines."""
-    names, limit, port = [host.name for host in job.hosts], job.wedged_seconds, job.starting_port
-    is_primary = here == job.hosts[0]
-    path = (options.key or key_file.usual()).expanduser()
-    if is_primary and key_file.make(path):
-        note(f"made {path}: copy it to the other machines, e.g. scp {path} MACHINE:{path}")
-    key = key_file.read(path)
-    others = ", ".join(names[1:] if is_primary else names[:1])
-    other = "secondary" if is_primary else "primary"
-    note(f"waiting for {others}, {limit:.0f} s at most; type the same there, with --role {other}")
-    if is_primary:
-        return role_start.wait_as_primary(names, port, key, limit, note)
-    return role_start.wait_as_secondary(names, here.name, hostfile.address(job.hosts[0]), port, key, limit)
+    console, key = launcher.Console(), None
+    if here is not None and len(job.hosts) > 1:
+        key = role_start.wait_for_others(job, here, options.key or key_file.usual(), console.note)
+    return launcher.supervise(job, console, options.max_restarts, here, key)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -119,14 +89,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     searches = options.emit == "hostfile" and options.preflight and options.hostfile is None and options.hosts is None
     if (options.hostfile is None) == (options.hosts is None) and not searches:
         raise UserError("give --hostfile FILE or --hosts A,B (one of them); hostfile.example shows a file")
-    for name, (least, most) in LIMITS.items():
-        number = getattr(options, name)
-        if number is not None and not least <= number <= most:
-            raise UserError(f"--{name.replace('_', '-')} {number:g} is not in {least} to {most}")
+    if not 1024 <= options.starting_port <= 65000:
+        raise UserError(f"--starting-port {options.starting_port} is not in 1024 to 65000")
     if options.role and options.max_restarts:
         raise UserError("--max-restarts needs ssh, to start all machines again; with --role start them again by hand")
-    if options.key and not options.role:
-        raise UserError("--key is for --role: with ssh, every start has a key of its own")
     return options
 
 
@@ -150,16 +116,18 @@ def _parser() -> command_line.Parser:
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable for every rank")
     copied = "first copy this (`.`: the project) to every host, by rsync"
     add("--sync", action="append", default=[], metavar="PATH", help=copied)
-    add("--role", choices=ROLES, help="without ssh: start this machine's ranks only, the same command on each")
+    add(
+        "--role",
+        choices=("primary", "secondary"),
+        help="without ssh: start this machine's ranks only, the same command on each",
+    )
     key = f"with --role: the key by which machines know each other, the same on all (default: {key_file.usual()})"
     add("--key", type=Path, metavar="FILE", help=key)
     ports = "the first port that ranks listen at (default: %(default)s)"
     add("--starting-port", type=int, default=32323, metavar="PORT", help=ports)
     add("--mpi-arg", action="append", default=[], metavar="WORD", help="a further word for mpirun")
-    emitted = (
-        "print a file and start nothing. hostfile: the machines that answer over ssh, those of --hosts or all that "
-        "are found (~/.ssh/config, mDNS, Thunderbolt; with --no-preflight none is asked); slurm, mpijob: the job"
-    )
+    found = "those of --hosts or all that are found (~/.ssh/config, mDNS, Thunderbolt)"
+    emitted = f"print a file and start nothing. hostfile: the machines that answer over ssh, {found}; else: a job"
     add("--emit", choices=("hostfile", "slurm", "mpijob"), help=emitted)
     add("--directory", help="the project's folder on the hosts (default: as here)")
     add("--python", help="the interpreter on the hosts (default: as here)")
@@ -171,18 +139,13 @@ def job_of(options: argparse.Namespace) -> Job:
     """What the options ask for. Raises UserError: the hosts are wrong, or the backend cannot connect them."""
     listed = hostfile.read(options.hostfile) if options.hostfile else hostfile.from_words(options.hosts)
     backend = options.backend or listed.backend or "ring"
-    for host in listed.hosts if backend in jobs.RDMA_BACKENDS else ():
-        if host.slots != 1 or len(host.rdma) != len(listed.hosts):
-            write = f"mlx.distributed_config --over thunderbolt --backend {backend} writes such a host file"
-            raise UserError(
-                f"{backend} wants one rank a host, and rdma=DEVICE towards each; {host.name} differs; {write}"
-            )
-    for host in listed.hosts if backend == "mpi" else ():
-        if host.port or host.directory or host.python or host.environment or host.map:
-            raise UserError(
-                f"--backend mpi starts {host.name} by mpirun, which has one path and Python for all hosts, and ssh's "
-                "own port (~/.ssh/config); --backend ring takes what the host file says of each"
-            )
+    for host in listed.hosts:
+        if backend in RDMA_BACKENDS and (host.slots != 1 or len(host.rdma) != len(listed.hosts)):
+            wanted = f"{backend} wants one rank a host, and rdma=DEVICE towards each; {host.name} differs"
+            raise UserError(f"{wanted}; mlx.distributed_config --over thunderbolt --backend {backend} writes it")
+        if backend == "mpi" and (host.port or host.directory or host.python or host.environment or host.map):
+            same = "has one path, Python and environment for all hosts, and ssh's own port (~/.ssh/config)"
+            raise UserError(f"{host.name}: mpirun {same}; --backend ring takes what the host file says of each")
     return Job(
         hosts=listed.hosts,
         backend=backend,
@@ -194,17 +157,15 @@ def job_of(options: argparse.Namespace) -> Job:
         mpi_arguments=tuple(options.mpi_arg),
         silent_seconds=options.silent_seconds,
         wedged_seconds=options.wedged_seconds,
+        typed=tuple(options.typed),
     )
 
 
 def checked(job: Job) -> Job:
     """Checks here, once, what every rank would check: that the script exists and the settings are right.
 
-    Returns:
-        The job; where hosts differ in their paths, the configuration's whole paths are words of its command, in which
-        they can differ by host.
-
-    Raises UserError: the script is missing, or a setting is wrong.
+    Returns the job; where hosts differ in their paths, the configuration's whole paths are words of its command, in
+    which they can differ by host. Raises UserError: the script is missing, or a setting is wrong.
     """
     words, script = job.command, ROOT / job.command[0]
     if job.directory != str(ROOT):  # elsewhere there may be other files
@@ -218,17 +179,13 @@ def checked(job: Job) -> Job:
     if options.resume is not None:  # the run may be on other hosts only
         return job
     config = load.load(ROOT / (options.config or train_arguments.QUICKSTART), options.overrides)
-    if not any(host.map or host.directory for host in job.hosts):
-        return job
-    named = {
-        f"{room}.{key}": value
-        for room, values in config.model_dump().items()
-        if isinstance(values, dict)
-        for key, value in values.items()
-    }
-    paths = [f"{key}={value}" for key, value in named.items() if isinstance(value, str) and value.startswith("/")]
-    given = {word.partition("=")[0] for word in words}
-    return replace(job, command=(*words, *(word for word in paths if word.partition("=")[0] not in given)))
+    if any(host.map or host.directory for host in job.hosts):
+        given = {word.partition("=")[0] for word in words}
+        sections = ((name, section) for name, section in config.model_dump().items() if isinstance(section, dict))
+        paths = {f"{name}.{key}": value for name, section in sections for key, value in section.items()}
+        is_path = {key: isinstance(value, str) and value.startswith("/") for key, value in paths.items()}
+        words += tuple(f"{key}={value}" for key, value in paths.items() if is_path[key] and key not in given)
+    return replace(job, command=words)
 
 
 def this_host(job: Job, role: str) -> Host:
@@ -243,18 +200,3 @@ def this_host(job: Job, role: str) -> Host:
         names, here = ", ".join(host.name for host in job.hosts), ", ".join(host.name for host in mine) or "none"
         raise UserError(f"--role {role}: of the hosts {names} this machine is {here}; the first is the primary")
     return mine[0]
-
-
-def _emit_hostfile(options: argparse.Namespace) -> int:
-    """Prints the host file of the machines that answer; the exit status is 1 where none does."""
-    named = job_of(options).hosts if options.hostfile or options.hosts else ()
-
-    def note(line: str) -> None:
-        print(f"launch: {line}", file=sys.stderr, flush=True)
-
-    text = discovery.hostfile_text(named, options.directory or str(ROOT), note)
-    if text is None:
-        terminal.error(f"none of {', '.join(host.name for host in named)} answers; ssh to one of them by hand first")
-        return 1
-    print(text, end="")
-    return 0

@@ -10,19 +10,18 @@ import contextlib
 import re
 import shlex
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.errors import shown
+from lib.errors import Stopped, shown
 from lib.launch import ssh
 from lib.launch.hostfile import NAME, Host, to_text
 from lib.system import os_commands
 
 BROWSE_SECONDS = 3.0  # machines announce themselves at once; dns-sd never ends by itself
 ASK_SECONDS = 10.0
-AT_ONCE = 32
 # For any POSIX shell: a fact a line.
 QUESTION = r"""
 echo "host=$(hostname) $( (cat /etc/machine-id || ioreg -rd1 -c IOPlatformExpertDevice | grep UUID) 2>/dev/null)"
@@ -46,8 +45,6 @@ TOOLS = (
     (("arp", "-an"), r"\(([\d.]+)\) at (?!ff:ff)[0-9a-fA-F]+:\S+(?: \[\w+\])? on (?:bridge0|thunderbolt\d+)\b"),
 )
 
-Run = Callable[[Sequence[str], float], os_commands.Completed]  # a command and its limit in seconds
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -61,48 +58,50 @@ class Machine:
     has_project: bool
 
 
-def hostfile_text(named: Sequence[Host], directory: str, note: Callable[[str], None]) -> str | None:
-    """The host file of the machines that answer; None where none does.
+def hostfile_text(named: Sequence[Host], directory: str, note: Callable[[str], None]) -> str:
+    """The host file of the machines that answer, each under the first of its names.
 
     Args:
         named: ask these and no others; their slots are kept. Empty: this machine, and all that can be found.
         directory: the project's folder on the hosts.
         note: prints what a person should know: who did not answer and why, who lacks the project.
+
+    Raises Stopped: no machine answers.
     """
-    run, here = os_commands.run, socket.gethostname()
-    names = [host.name for host in named] or list(dict.fromkeys([here, *candidates(run, Path.home())]))
+    here = socket.gethostname()
+    names = [host.name for host in named] or list(dict.fromkeys([here, *candidates(Path.home())]))
     note(f"asking {', '.join(names)} ({ASK_SECONDS:.0f} s at most)")
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        answers = list(pool.map(lambda name: ask_machine(name, directory, run, name in (here, "localhost")), names))
-    machines = distinct(machine for machine in answers if isinstance(machine, Machine))
+    with ThreadPoolExecutor(len(names)) as pool:
+        answers = list(pool.map(lambda name: ask_machine(name, directory, name in (here, "localhost")), names))
+    machines: dict[str, Machine] = {}
     for answer in answers:
         if isinstance(answer, str):
             note(f"left out: {answer}")
-    for machine in machines:
-        if not machine.has_project:
-            note(
-                f"{machine.name} has no {directory}/.venv: ./launch --sync . copies the project there, then make setup"
-            )
-    return text_of(machines, {host.name: host.slots for host in named}) if machines else None
+        elif machines.setdefault(answer.host, answer) is answer and not answer.has_project:
+            copy = "./launch --sync . copies the project there, then make setup"
+            note(f"{answer.name} has no {directory}/.venv: {copy}")
+    if not machines:
+        raise Stopped(f"none of {', '.join(names)} answers; ssh to one of them by hand first")
+    return text_of(list(machines.values()), {host.name: host.slots for host in named})
 
 
-def candidates(run: Run, home: Path) -> list[str]:
+def candidates(home: Path) -> list[str]:
     """Names that ssh may know, each once: of its configuration, by mDNS, and of neighbours on a Thunderbolt bridge."""
     names = configured(home / ".ssh" / "config")
     with ThreadPoolExecutor() as pool:
-        outputs = pool.map(lambda tool: run(tool[0], BROWSE_SECONDS).output, TOOLS)
-        for (words, pattern), output in zip(TOOLS, outputs, strict=True):
-            found = [name for match in re.finditer(pattern, output, re.MULTILINE) for name in match.groups()]
-            if words[0] == "dns-sd":  # the machine that people call "Anna's Mac" is Annas-Mac.local
-                found = [name.replace("'", "").replace(" ", "-") + ".local" for name in found]
-            names += found
+        outputs = pool.map(lambda tool: os_commands.run(tool[0], BROWSE_SECONDS).output, TOOLS)
+    for (words, pattern), output in zip(TOOLS, outputs, strict=True):
+        found = [name for match in re.finditer(pattern, output, re.MULTILINE) for name in match.groups()]
+        if words[0] == "dns-sd":  # the machine that people call "Anna's Mac" is Annas-Mac.local
+            found = [name.replace("'", "").replace(" ", "-") + ".local" for name in found]
+        names += found
     return [name for name in dict.fromkeys(names) if NAME.fullmatch(name) and name != "localhost"]
 
 
-def ask_machine(name: str, directory: str, run: Run, is_here: bool) -> Machine | str:
+def ask_machine(name: str, directory: str, is_here: bool) -> Machine | str:
     """A machine's facts, or why there are none, with the remedy."""
     words = ["sh", "-c", QUESTION, "sh", directory]
-    done = run(words if is_here else [*ssh.ssh_command(Host(name)), shlex.join(words)], ASK_SECONDS)
+    done = os_commands.run(words if is_here else [*ssh.ssh_command(Host(name)), shlex.join(words)], ASK_SECONDS)
     fact = dict(shown(line).partition("=")[::2] for line in done.output.splitlines() if "=" in line)
     if {"end", "host"} <= fact.keys():
         gpus = int(fact["gpus"]) if fact.get("gpus", "").isdecimal() else 0
@@ -111,14 +110,6 @@ def ask_machine(name: str, directory: str, run: Run, is_here: bool) -> Machine |
         return f"{name}: no answer within {ASK_SECONDS:.0f} s"
     error = shown((done.errors.strip().splitlines() or ["no shell that answers"])[-1].strip())
     return f"{name}: {error}; {'; '.join(filter(None, ssh.remedy(Host(name), error, directory)[1:]))}"
-
-
-def distinct(machines: Iterable[Machine]) -> list[Machine]:
-    """Each machine once, under the first of its names."""
-    kept: dict[str, Machine] = {}
-    for machine in machines:
-        kept.setdefault(machine.host, machine)
-    return list(kept.values())
 
 
 def text_of(machines: Sequence[Machine], slots: dict[str, int]) -> str:

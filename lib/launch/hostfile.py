@@ -15,8 +15,8 @@ import dataclasses
 import ipaddress
 import re
 import socket
-import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -25,11 +25,10 @@ from pydantic.dataclasses import dataclass
 
 from lib.config import read_file
 from lib.errors import UserError
-from lib.system import network
+from lib.system import network, os_commands
 
 Backend = Literal["ring", "mpi", "jaccl", "jaccl-ring", "nccl"]
 BACKENDS = get_args(Backend)
-SSH_SECONDS = 5  # for ssh to read its own configuration
 NAME = re.compile(r"([A-Za-z_][A-Za-z0-9_.-]{0,31}@)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9])?")
 # What a file may set: numbers and devices. Others (PYTHONPATH, LD_PRELOAD, NCCL_NET_PLUGIN ...) can run code.
 VARIABLES_OF_A_FILE = re.compile(
@@ -70,7 +69,7 @@ class Host:
     slots: Annotated[int, Field(ge=1, le=1024)] = 1
     addresses: tuple[Address, ...] = ()  # one for every link; empty where only the name is known
     rdma: tuple[Devices, ...] = ()  # jaccl: towards every host of the file
-    index: int | None = dataclasses.field(default=None, compare=False)  # in the file; the others' `rdma` is by it
+    index: int | None = field(default=None, compare=False)  # in the file; the others' `rdma` is by it
     port: Annotated[int, Field(ge=1, le=65535)] | None = None  # of its sshd
     directory: Folder | None = None  # of the project
     python: Python | None = None
@@ -87,7 +86,7 @@ class Hosts:
 
     hosts: tuple[Host, ...]
     backend: str | None = None
-    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class JsonFile(BaseModel, extra="forbid"):
@@ -106,22 +105,8 @@ def read(path: Path) -> Hosts:
     try:
         return parse(read_file.read_text(path, "host file"), f"host file {path}")
     except OSError as error:
-        raise UserError(
-            f"host file {path}: {error.strerror}; hostfile.example shows one, and ./launch --hosts A,B needs none"
-        ) from None
-
-
-def parse(text: str, source: str) -> Hosts:
-    """The hosts that a text in any of the forms names; `source` says where it is from. Raises UserError: as `read`."""
-    is_json = re.match(r"\s*(\{|\[\s*[]\[{\"])", text)  # [::1] is none
-    listed = _from_json(text, source) if is_json else Hosts(_from_lines(text, source))
-    if not listed.hosts:
-        raise UserError(f"{source} names no host; one line for each: NAME slots=1")
-    names = [host.name for host in listed.hosts]
-    if twice := [name for index, name in enumerate(names) if name in names[:index]]:
-        raise UserError(f"{source} names {twice[0]} twice; name it once, with as many slots as it takes ranks")
-    hosts = tuple(dataclasses.replace(host, index=index) for index, host in enumerate(listed.hosts))
-    return dataclasses.replace(listed, hosts=hosts)
+        remedy = "hostfile.example shows one, and ./launch --hosts A,B needs none"
+        raise UserError(f"host file {path}: {error.strerror}; {remedy}") from None
 
 
 def from_words(words: str) -> Hosts:
@@ -129,75 +114,39 @@ def from_words(words: str) -> Hosts:
     return parse(words.replace(",", "\n"), "--hosts")
 
 
-def to_text(hosts: Sequence[Host]) -> str:
-    """Open MPI's form, which `read` takes as well."""
-    return "".join(f"{host.name} slots={host.slots}\n" for host in hosts)
+def parse(text: str, source: str) -> Hosts:
+    """The hosts that a text in any of the forms names; `source` says where it is from. Raises UserError: as `read`."""
+    if re.match(r"\s*(\{|\[\s*[]\[{\"])", text):  # [::1] is none
+        try:
+            file = JsonFile.model_validate_json(text if text.lstrip()[0] == "{" else f'{{"hosts": {text}}}')
+        except ValidationError as error:
+            raise _fault(error, source) from None
+        hosts = [_host(entry, f"{source}, host {index}") for index, entry in enumerate(file.hosts)]
+        backend, variables = file.backend, environment(file.envs, source)
+    else:
+        lines = enumerate((line.partition("#")[0] for line in text.splitlines()), 1)
+        hosts = [_of_line(line, f"{source}, line {number}") for number, line in lines if line.strip()]
+        backend, variables = None, {}
+    if not hosts:
+        raise UserError(f"{source} names no host; one line for each: NAME slots=1")
+    names = [host.name for host in hosts]
+    if twice := [name for index, name in enumerate(names) if name in names[:index]]:
+        raise UserError(f"{source} names {twice[0]} twice; name it once, with as many slots as it takes ranks")
+    return Hosts(tuple(replace(host, index=index) for index, host in enumerate(hosts)), backend, variables)
 
 
-def address(host: Host, peers: Sequence[Host] = ()) -> str:
-    """The IPv4 address at which other hosts reach this one: given in the file, or what ssh's name for it resolves to.
-
-    A machine's own name may be a loopback address to itself (Debian writes 127.0.1.1 into /etc/hosts): then it is the
-    address from which this machine would send to the first of its peers. Raises UserError: the name does not resolve to
-    an IPv4 address.
-    """
-    if host.addresses:
-        return host.addresses[0]
-    name = _ssh_name(host.name)
-    try:
-        infos = socket.getaddrinfo(name, None, socket.AF_INET)
-    except (OSError, UnicodeError):
-        raise UserError(
-            f"host {host.name}: {name} does not resolve to an IPv4 address; fix the name, add it to /etc/hosts, "
-            f"or give the address in the host file: {host.name} ips=10.0.0.1"
-        ) from None
-    resolved = network.likeliest_first([str(info[4][0]) for info in infos])
-    candidates = list(resolved)
-    for peer in peers if resolved[0].startswith("127.") else ():
-        with contextlib.suppress(OSError, UserError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address(peer), 9))  # nothing is sent
-            candidates.append(str(probe.getsockname()[0]))
-    return next((each for each in candidates if not each.startswith("127.")), resolved[0])
-
-
-def _ssh_name(name: str) -> str:
-    """The HostName that ~/.ssh/config gives a name; the name itself where ssh is missing."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        ssh = subprocess.run(["ssh", "-G", "--", name], capture_output=True, text=True, timeout=SSH_SECONDS)
-        if hostname := re.search(r"^hostname (\S+)$", ssh.stdout, re.MULTILINE):
-            return hostname[1]
-    return name.rpartition("@")[2]
-
-
-# ---- The forms of a host file
-
-
-def _from_lines(text: str, source: str) -> tuple[Host, ...]:
-    hosts = []
-    for number, line in enumerate(text.splitlines(), 1):
-        words, where = line.partition("#")[0].split(), f"{source}, line {number}"
-        if not words:
-            continue
-        if words[0].count(":") > 1 or words[0].startswith("["):
-            raise UserError(f"{where}: {_short(words[0])}: MLX's ring speaks no IPv6; give an IPv4 address or a name")
-        name, separator, slots = words[0].partition(":")
-        entry: dict[str, Any] = {"ssh": name, **({"slots": slots} if separator else {})}
-        for word in words[1:]:
-            key, equals, value = word.partition("=")
-            if not equals or (key in entry and key not in LISTS):
-                raise UserError(f"{where}: {_short(line)} is neither NAME:SLOTS nor NAME slots=SLOTS (one host a line)")
-            entry[key] = [*entry.get(key, []), value] if key in LISTS else value
-        hosts.append(_host(entry, where))
-    return tuple(hosts)
-
-
-def _from_json(text: str, source: str) -> Hosts:
-    try:
-        file = JsonFile.model_validate_json(text if text.lstrip()[0] == "{" else f'{{"hosts": {text}}}')
-    except ValidationError as error:
-        raise _fault(error, source) from None
-    hosts = [_host(entry, f"{source}, host {index}") for index, entry in enumerate(file.hosts)]
-    return Hosts(tuple(hosts), file.backend, environment(file.envs, source))
+def _of_line(line: str, where: str) -> Host:
+    words = line.split()
+    if words[0].count(":") > 1 or words[0].startswith("["):
+        raise UserError(f"{where}: {_short(words[0])}: MLX's ring speaks no IPv6; give an IPv4 address or a name")
+    name, separator, slots = words[0].partition(":")
+    entry: dict[str, Any] = {"ssh": name, **({"slots": slots} if separator else {})}
+    for word in words[1:]:
+        key, equals, value = word.partition("=")
+        if not equals or (key in entry and key not in LISTS):
+            raise UserError(f"{where}: {_short(line)} is neither NAME:SLOTS nor NAME slots=SLOTS (one host a line)")
+        entry[key] = [*entry.get(key, []), value] if key in LISTS else value
+    return _host(entry, where)
 
 
 def _host(entry: Mapping[str, Any], where: str) -> Host:
@@ -210,7 +159,7 @@ def _host(entry: Mapping[str, Any], where: str) -> Host:
         raise _fault(error, where) from None
     with contextlib.suppress(ValueError):
         own = str(ipaddress.IPv4Address(host.name.rpartition("@")[2]))
-        return host if host.addresses else dataclasses.replace(host, addresses=(own,))
+        return host if host.addresses else replace(host, addresses=(own,))
     return host
 
 
@@ -234,3 +183,39 @@ def _short(value: Any) -> str:
     """A user's own words in a message of one line, with nothing in them that a terminal would obey."""
     text = ascii(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+# ---- Names and addresses
+
+
+def to_text(hosts: Sequence[Host]) -> str:
+    """Open MPI's form, which `read` takes as well."""
+    return "".join(f"{host.name} slots={host.slots}\n" for host in hosts)
+
+
+def address(host: Host, peers: Sequence[Host] = ()) -> str:
+    """The IPv4 address at which other hosts reach this one: given in the file, or what ssh's name for it resolves to.
+
+    A machine's own name may be a loopback address to itself (Debian writes 127.0.1.1 into /etc/hosts): then it is the
+    address from which this machine would send to one of its peers. Raises UserError: the name does not resolve to an
+    IPv4 address.
+    """
+    if host.addresses:
+        return host.addresses[0]
+    name = host.name.rpartition("@")[2]
+    if hostname := re.search(r"^hostname (\S+)$", os_commands.output(["ssh", "-G", "--", host.name]), re.MULTILINE):
+        name = hostname[1]
+    try:
+        infos = socket.getaddrinfo(name, None, socket.AF_INET)
+    except (OSError, UnicodeError):
+        raise UserError(
+            f"host {host.name}: {name} does not resolve to an IPv4 address; fix the name, add it to /etc/hosts, "
+            f"or give the address in the host file: {host.name} ips=10.0.0.1"
+        ) from None
+    resolved = network.likeliest_first([str(info[4][0]) for info in infos])
+    candidates = list(resolved)
+    for peer in peers if resolved[0].startswith("127.") else ():
+        with contextlib.suppress(OSError, UserError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address(peer), 9))  # nothing is sent
+            candidates.append(str(probe.getsockname()[0]))
+    return next((each for each in candidates if not each.startswith("127.")), resolved[0])

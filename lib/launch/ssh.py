@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import shlex
@@ -17,7 +18,7 @@ from lib.errors import UserError
 from lib.launch import hostfile
 from lib.launch.hostfile import Host
 from lib.launch.job import Job
-from lib.system import network, os_commands
+from lib.system import network
 
 CONNECT_SECONDS = 10
 NOT_COPIED = (".git", ".venv", "runs", "__pycache__", ".*_cache")  # of the project
@@ -88,41 +89,29 @@ def is_this_machine(host: Host) -> bool:
         return False
     if host.name in ("localhost", socket.gethostname(), network.own_name()):
         return True
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.bind((hostfile.address(host), 0))  # only an own address can be bound
-    except (OSError, UserError):
-        return False
-    return True
+    with contextlib.suppress(OSError, UserError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.bind((hostfile.address(host), 0))  # only an own address can be bound
+        return True
+    return False
 
 
 def remedy(host: Host, error: str, directory: str = str(ROOT)) -> tuple[str, str, str]:
     """What ssh, or the program that it started, failed at, the command that helps, and what to know of that command.
 
-    Args:
-        error: its last line.
-        directory: the project's folder there.
+    error: its last line; directory: the project's folder there.
     """
-    name, mac = host.name.rpartition("@")[2], os_commands.is_mac()
+    name, there = host.name.rpartition("@")[2], shlex.quote(directory)
     start = "start sshd there: sudo systemctl start ssh; on a Mac: System Settings, General, Sharing, Remote Login"
+    other_python = "or name the Python there: --python, or python= in the host file"
+    reach = "is it on, awake, on this network, and the name right in the host file, /etc/hosts or ~/.ssh/config"
     table = [
-        ("operation not permitted", "project", typed(host, f"ls -ld {shlex.quote(directory)}"), FULL_DISK_ACCESS),
+        ("operation not permitted", "project", typed(host, f"ls -ld {there}"), FULL_DISK_ACCESS),
         (r"\bcd:|can't cd", "project", rsync(host, ROOT, directory), "or name the folder there: --directory"),
         ("permission denied", "ssh", f"ssh-copy-id {host.name}", ""),
         ("host key", "ssh", typed(host, "true"), "compare the key with the host's own, then accept it"),
         ("refused", "ssh", f"nc -z {name} {host.port or 22}", start),
-        (
-            "resolve",
-            "ssh",
-            f"dscacheutil -q host -a name {name}" if mac else f"getent hosts {name}",
-            "correct the name in the host file, or add it to /etc/hosts or ~/.ssh/config",
-        ),
-        (
-            "not found|no such file|no module|error",
-            "packages",
-            typed(host, f"cd {shlex.quote(directory)} && make setup"),
-            "or name the Python there: --python, or python= in the host file",
-        ),
-        ("", "ssh", f"ping -c 3 {name}", "is it on, awake, and on this network"),
+        ("resolve", "ssh", f"ping -c 3 {name}", reach),
+        ("not found|no such file|no module|error", "packages", typed(host, f"cd {there} && make setup"), other_python),
+        ("", "ssh", f"ping -c 3 {name}", reach),
     ]
     return next(row[1:] for row in table if re.search(row[0], error, re.IGNORECASE))

@@ -73,8 +73,7 @@ class Server:
 
     def app(self) -> Starlette:
         routes = [
-            Route("/v1/chat/completions", self.chat, methods=["POST"]),
-            Route("/v1/completions", self.text, methods=["POST"]),
+            *(Route(path, self.complete, methods=["POST"]) for path in COMPLETION_PATHS),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.models),
             Route("/metrics", self.show_metrics),
@@ -109,11 +108,6 @@ class Server:
         self._require_model(request.path_params["name"])
         return JSONResponse(model)
 
-    def _require_model(self, name: str | None) -> None:
-        if name not in (None, self.name):
-            message = f"the model {name!r} does not exist; this server has {self.name}"
-            raise RequestError(404, message, "model_not_found", "model")
-
     async def show_metrics(self, request: Request) -> Response:
         return PlainTextResponse(generate_latest(self.metrics.registry))
 
@@ -124,13 +118,30 @@ class Server:
         self.metrics.labels.labels(str(label.label).lower()).inc()
         return JSONResponse({"id": label.id, "label": label.label})
 
-    async def chat(self, request: Request) -> Response:
-        return await self._complete(request, parse(ChatRequest, await self._body(request)))
-
-    async def text(self, request: Request) -> Response:
-        return await self._complete(request, parse(TextRequest, await self._body(request)))
+    async def complete(self, request: Request) -> Response:
+        body = await self._body(request)
+        wanted: ChatRequest | TextRequest
+        wanted = parse(ChatRequest, body) if "chat" in request.url.path else parse(TextRequest, body)
+        self._require_model(wanted.model)
+        prompt = await asyncio.to_thread(self._prompt_ids, wanted)
+        most = min(wanted.answer_tokens or self.settings.max_tokens, self.model.context_tokens - len(prompt))
+        pieces: asyncio.Queue[Piece] = asyncio.Queue()
+        generation = Generation(request.state.owner, prompt, most, wanted, pieces.put_nowait)
+        answer = Completion(wanted, self.name, len(prompt))
+        answered = self._answered(request, generation, pieces, answer)
+        if wanted.stream:
+            events = answer.events(answered)
+            return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        async for _ in answered:
+            pass
+        return JSONResponse(answer.whole())
 
     # ---- One completion
+
+    def _require_model(self, name: str | None) -> None:
+        if name not in (None, self.name):
+            message = f"the model {name!r} does not exist; this server has {self.name}"
+            raise RequestError(404, message, "model_not_found", "model")
 
     async def _body(self, request: Request) -> bytes:
         """A request's body, within its limits of bytes and time."""
@@ -147,47 +158,24 @@ class Server:
             raise RequestError(CLIENT_LEFT, "the client left") from None
         return bytes(body)
 
-    async def _complete(self, request: Request, asked: ChatRequest | TextRequest) -> Response:
-        self._require_model(asked.model)
-        prompt = await self._prompt(asked)
-        room = self.model.context_tokens - len(prompt)
-        pieces: asyncio.Queue[Piece] = asyncio.Queue()
-        generation = Generation(
-            owner=request.state.owner,
-            prompt=prompt,
-            max_tokens=min(asked.answer_tokens or self.settings.max_tokens, room),
-            sampling=asked,
-            stops=asked.stops,
-            top_logprobs=asked.logprobs_count,
-            tools=asked.tool_definitions,
-            put=pieces.put_nowait,
-        )
-        answer = Completion(asked, self.name, len(prompt))
-        answered = self._answered(request, generation, pieces, answer)
-        if asked.stream:
-            events = answer.events(answered)
-            return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        async for _ in answered:
-            pass
-        return JSONResponse(answer.whole())
-
-    async def _prompt(self, asked: ChatRequest | TextRequest) -> list[int]:
+    def _prompt_ids(self, wanted: ChatRequest | TextRequest) -> list[int]:
         """A request's token ids. Raises RequestError: the template does not take a message, or a limit is exceeded."""
-        model, most, wanted = self.model, self.settings.max_prompt_tokens, asked.answer_tokens or 1
-        if max(map(int, asked.logit_bias or ()), default=0) >= model.vocab_size:
+        model, limits, answer_tokens = self.model, self.settings, wanted.answer_tokens or 1
+        if max(map(int, wanted.logit_bias or ()), default=0) >= model.vocab_size:
             message = f"logit_bias goes beyond the vocabulary of {model.vocab_size}"
             raise RequestError(400, message, "invalid_value", "logit_bias")
-        if wanted > self.settings.max_tokens:
-            message = f"max_tokens is {wanted}, but at most {self.settings.max_tokens} are allowed"
+        if answer_tokens > limits.max_tokens:
+            message = f"max_tokens is {answer_tokens}, but at most {limits.max_tokens} are allowed"
             raise RequestError(400, message, "invalid_value", "max_tokens")
         try:
-            prompt = await asyncio.to_thread(model.prompt_ids, asked)
+            prompt = model.prompt_ids(wanted)
         except UserError as error:
             raise RequestError(400, str(error), "invalid_prompt", "messages") from None
         if not prompt or max(prompt) >= model.vocab_size:
             raise RequestError(400, "the prompt has no tokens, or some that the model lacks", "invalid_prompt")
-        if len(prompt) > most or len(prompt) + wanted > model.context_tokens:
-            message = f"the prompt has {len(prompt)} tokens; at most {most}, with the answer {model.context_tokens}"
+        most = min(limits.max_prompt_tokens, model.context_tokens - answer_tokens)
+        if len(prompt) > most:
+            message = f"the prompt has {len(prompt)} tokens; at most {most} with an answer of {answer_tokens}"
             raise RequestError(400, message, "context_length_exceeded", "messages")
         return prompt
 
@@ -225,14 +213,13 @@ class Server:
         finally:
             leaving.cancel()
             generation.is_cancelled = True
-            counts = {"prompt": len(generation.prompt), "completion": answer.pieces.count}
-            for kind, count in counts.items():
-                metrics.tokens.labels(kind).inc(count)
-            seconds = time.monotonic() - started
+            seconds, usage = time.monotonic() - started, answer.usage
             metrics.seconds.observe(seconds)
+            for kind in ("prompt", "completion"):
+                metrics.tokens.labels(kind).inc(usage[f"{kind}_tokens"])
             record = {"id": request.state.id, "answer": answer.id, "owner": generation.owner, "outcome": outcome}
-            record |= {"prompt_tokens": counts["prompt"], "tokens": counts["completion"], "seconds": round(seconds, 3)}
-            self.log("request", stream=bool(answer.request.stream), **record)
+            record |= {"prompt_tokens": usage["prompt_tokens"], "tokens": usage["completion_tokens"]}
+            self.log("request", **record, seconds=round(seconds, 3), stream=bool(answer.request.stream))
 
     def _remember(self, owner: str, answer: Completion) -> None:
         """Keeps an answer for a label, where training renders such a request as it was served."""
@@ -280,7 +267,7 @@ class Gate:
             await response_of(error)(scope, receive, sending)
 
     def owner(self, request: Request) -> str:
-        """The name of the key that a request brings. Raises RequestError: it has none that is known."""
+        """The name of the key that a request brings. Raises RequestError: it has none, or an unknown one."""
         if self.server.keys is None:
             return "local"
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
@@ -299,18 +286,21 @@ class Metrics:
     """The figures of /metrics, in Prometheus's format."""
 
     def __init__(self, in_flight: Counter[str], concurrency: int) -> None:
-        self.started = int(time.time())
-        self.registry = registry = CollectorRegistry()
-        self.requests = CounterMetric("tandem_requests", "Requests answered", ["path", "status"], registry=registry)
-        self.tokens = CounterMetric("tandem_tokens", "Tokens read and generated", ["kind"], registry=registry)
-        self.labels = CounterMetric("tandem_labels", "Labels of completions", ["label"], registry=registry)
-        self.seconds = self._histogram("tandem_request_seconds", "Completions, from their wait to their end")
-        self.first_token = self._histogram("tandem_first_token_seconds", "From a request to its first token")
-        self.queue_seconds = self._histogram("tandem_queue_seconds", "Wait for a place in the batch")
-        total = Gauge("tandem_in_flight", "Requests in flight and waiting", registry=registry)
-        total.set_function(lambda: in_flight.total())
-        waiting = Gauge("tandem_queue_length", "Requests that wait", registry=registry)
-        waiting.set_function(lambda: max(0, in_flight.total() - concurrency))
+        self.started, self.registry = int(time.time()), CollectorRegistry()
 
-    def _histogram(self, name: str, meaning: str) -> Histogram:
-        return Histogram(name, meaning, buckets=BUCKETS_SECONDS, registry=self.registry)
+        def counter(name: str, meaning: str, *labels: str) -> CounterMetric:
+            return CounterMetric(f"tandem_{name}", meaning, labels, registry=self.registry)
+
+        def histogram(name: str, meaning: str) -> Histogram:
+            return Histogram(f"tandem_{name}_seconds", meaning, buckets=BUCKETS_SECONDS, registry=self.registry)
+
+        self.requests = counter("requests", "Requests answered", "path", "status")
+        self.tokens = counter("tokens", "Tokens read and generated", "kind")
+        self.labels = counter("labels", "Labels of completions", "label")
+        self.seconds = histogram("request", "Completions, from their wait to their end")
+        self.first_token = histogram("first_token", "From a request to its first token")
+        self.queue_seconds = histogram("queue", "Wait for a place in the batch")
+        total = Gauge("tandem_in_flight", "Requests in flight and waiting", registry=self.registry)
+        total.set_function(in_flight.total)
+        waiting = Gauge("tandem_queue_length", "Requests that wait", registry=self.registry)
+        waiting.set_function(lambda: max(0, in_flight.total() - concurrency))

@@ -47,6 +47,34 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = command_line.Parser(prog="python -m lib.server", description=__doc__, epilog=help.help_text("serve"))
+    add = parser.add_argument
+    add("--run", metavar="RUN", help="folder of a finished run")
+    add("--model", metavar="PATH", help="a model without an adapter")
+    add("--make-key", metavar="NAME", help="add a key to --keys, print it, and end")
+    add("--keys", metavar="FILE", default="keys", help="for --make-key (default: %(default)s)")
+    add("--emit", choices=["nginx"], help="print the file of a proxy in front of --hosts, and end")
+    add("--hosts", metavar="HOST:PORT,...", help="for --emit: where servers of this model listen")
+    add("--calibration", metavar="FOLDER", default="calibration", help="for --emit: speeds (default: %(default)s)")
+    add("overrides", nargs="*", metavar="key=value", help="settings, as listed below")
+    options = parser.parse_intermixed_args(arguments)
+    if options.emit is not None and not options.hosts:
+        raise UserError("--emit nginx needs --hosts HOST:PORT,HOST:PORT")
+    if options.make_key is None and options.emit is None and (options.run is None) == (options.model is None):
+        raise UserError("give either --run RUN or --model PATH (make serve RUN=runs/NAME)")
+    return options
+
+
+def _read_config(options: argparse.Namespace) -> Config:
+    if options.run is None:
+        return load.load(None, options.overrides, base={"model": {"path": options.model}, "data": {"train": "none"}})
+    for name in ("config.yaml", model_folder.ADAPTER_WEIGHTS):
+        if not (Path(options.run) / name).is_file():
+            raise UserError(f"--run {options.run}: no run there that has ended: {name} is missing")
+    return load.of_run(Path(options.run) / "config.yaml", options.overrides)
+
+
 def serve(settings: Config, run: Path | None) -> None:
     """Serves until SIGTERM or Ctrl-C.
 
@@ -69,9 +97,9 @@ def serve(settings: Config, run: Path | None) -> None:
         host, port = listening.getsockname()[:2]
         if not ipaddress.ip_address(host).is_loopback:
             if keys is None:
+                remedy = "python -m lib.server --make-key NAME --keys FILE, then serve.keys=FILE"
                 raise UserError(
-                    f"serve.host={options.host} can be reached from other machines, and there are no keys: "
-                    "python -m lib.server --make-key NAME --keys FILE, then serve.keys=FILE"
+                    f"serve.host={host} can be reached from other machines, and there are no keys: {remedy}"
                 )
             print("warning: keys and texts travel unencrypted; --emit nginx writes a proxy's file", file=sys.stderr)
         name = options.name or (run or Path(settings.model.path)).resolve().name
@@ -82,7 +110,7 @@ def serve(settings: Config, run: Path | None) -> None:
         feedback = None if options.feedback is None else Feedback(Path(options.feedback))
         generator = Generator(model.load, options.concurrency)
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        log("start", address=address, model=name, run=None if run is None else str(run))
+        log("start", address=address, model=name, run=run and str(run))
         generator.start()
         generator.is_ready.wait()  # the port opens when the model is loaded
         if generator.failure is None:
@@ -98,15 +126,8 @@ async def _serve(server: Any, listening: socket.socket) -> None:
     """Runs uvicorn until a signal or a failure of the generator; requests under way may finish for a while."""
     import uvicorn
 
-    web = uvicorn.Server(
-        uvicorn.Config(
-            server.app(),
-            log_level="warning",
-            lifespan="off",
-            timeout_graceful_shutdown=DRAIN_SECONDS,
-            server_header=False,
-        )
-    )
+    options: dict[str, Any] = {"log_level": "warning", "lifespan": "off", "server_header": False}
+    web = uvicorn.Server(uvicorn.Config(server.app(), timeout_graceful_shutdown=DRAIN_SECONDS, **options))
     server.generator.deliver = asyncio.get_running_loop().call_soon_threadsafe
     server.generator.on_failure = lambda: setattr(web, "should_exit", True)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -116,10 +137,7 @@ async def _serve(server: Any, listening: socket.socket) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """The socket that uvicorn will listen at.
-
-    Raises UserError: the address is not this machine's, or another process listens there already.
-    """
+    """The socket that uvicorn will listen at. Raises UserError: the address is not this machine's, or is taken."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, protocol)
@@ -165,9 +183,7 @@ upstream tandem {{
 {servers}
     keepalive 64;
 }}
-
 limit_req_zone $http_authorization zone=keys:10m rate=20r/s;
-
 server {{
     listen 443 ssl;
     server_name example.org;
@@ -186,31 +202,3 @@ server {{
     }}
 }}
 """
-
-
-def _read_config(options: argparse.Namespace) -> Config:
-    if options.run is None:
-        return load.load(None, options.overrides, base={"model": {"path": options.model}, "data": {"train": "none"}})
-    for name in ("config.yaml", model_folder.ADAPTER_WEIGHTS):
-        if not (Path(options.run) / name).is_file():
-            raise UserError(f"--run {options.run}: no run there that has ended: {name} is missing")
-    return load.of_run(Path(options.run) / "config.yaml", options.overrides)
-
-
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = command_line.Parser(prog="python -m lib.server", description=__doc__, epilog=help.help_text("serve"))
-    add = parser.add_argument
-    add("--run", metavar="RUN", help="folder of a finished run")
-    add("--model", metavar="PATH", help="a model without an adapter")
-    add("--make-key", metavar="NAME", help="add a key to --keys, print it, and end")
-    add("--keys", metavar="FILE", default="keys", help="for --make-key (default: %(default)s)")
-    add("--emit", choices=["nginx"], help="print the file of a proxy in front of --hosts, and end")
-    add("--hosts", metavar="HOST:PORT,...", help="for --emit: where servers of this model listen")
-    add("--calibration", metavar="FOLDER", default="calibration", help="for --emit: speeds (default: %(default)s)")
-    add("overrides", nargs="*", metavar="key=value", help="settings, as listed below")
-    options = parser.parse_intermixed_args(arguments)
-    if options.emit is not None and not options.hosts:
-        raise UserError("--emit nginx needs --hosts HOST:PORT,HOST:PORT")
-    if options.make_key is None and options.emit is None and (options.run is None) == (options.model is None):
-        raise UserError("give either --run RUN or --model PATH (make serve RUN=runs/NAME)")
-    return options

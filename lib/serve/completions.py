@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 
-from lib.serve.generation import Piece, Token
+from lib.serve.generation import Piece
 from lib.serve.requests import JSON, ChatRequest, RequestError, TextRequest
 
 
@@ -23,28 +23,24 @@ class Completion:
 
     @property
     def usage(self) -> JSON:
-        count = self.pieces.count
-        totals = {"completion_tokens": count, "total_tokens": self.prompt_tokens + count}
-        return {"prompt_tokens": self.prompt_tokens, **totals}
+        prompt, count = self.prompt_tokens, self.pieces.count
+        return {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
 
     def whole(self) -> JSON:
         """The JSON of an answer that has ended."""
-        if not self.is_chat:
-            return self._body("text_completion", self.pieces, text=self.pieces.text) | {"usage": self.usage}
-        return self._body("chat.completion", self.pieces, message=self.message()) | {"usage": self.usage}
-
-    def _body(self, kind: str, piece: Piece, **content: object) -> JSON:
-        logprobs = None
-        if self.request.logprobs_count is not None:
-            logprobs = {"content": [_scored(token) for token in piece.tokens]}
-        choice = {"index": 0, "finish_reason": piece.finish_reason, "logprobs": logprobs, **content}
-        return {**self.head, "object": kind, "choices": [choice]}
+        content = {"message": self.message()} if self.is_chat else {"text": self.pieces.text}
+        return self._body("chat.completion", self.pieces, **content) | {"usage": self.usage}
 
     def message(self) -> JSON:
         piece = self.pieces
         message: JSON = {"role": "assistant", "content": piece.text or None}
         message |= {"reasoning_content": piece.reasoning} if piece.reasoning else {}
         return message | ({"tool_calls": self._calls(piece.tool_calls)} if piece.tool_calls else {})
+
+    def _body(self, kind: str, piece: Piece, **content: object) -> JSON:
+        logprobs = None if self.request.logprobs_count is None else {"content": piece.logprobs}
+        choice = {"index": 0, "finish_reason": piece.finish_reason, "logprobs": logprobs, **content}
+        return {**self.head, "object": kind if self.is_chat else "text_completion", "choices": [choice]}
 
     def _calls(self, calls: list[JSON], first: int = 0) -> list[JSON]:
         """A model's calls as OpenAI has them: with an id, arguments as JSON text."""
@@ -58,7 +54,7 @@ class Completion:
 
     def _event(self, piece: Piece, is_first: bool) -> JSON:
         if not self.is_chat:
-            return self._body("text_completion", piece, text=piece.text)
+            return self._body("", piece, text=piece.text)
         delta: JSON = {"role": "assistant", "content": ""} if is_first else {}
         delta |= {"content": piece.text} if piece.text else {}
         delta |= {"reasoning_content": piece.reasoning} if piece.reasoning else {}
@@ -73,7 +69,8 @@ class Completion:
         is_first = True
         try:
             async for piece in pieces:
-                if is_first or piece.text or piece.reasoning or piece.tool_calls or piece.tokens or piece.finish_reason:
+                content = piece.text, piece.reasoning, piece.tool_calls, piece.logprobs, piece.finish_reason
+                if is_first or any(content):
                     yield f"data: {json.dumps(self._event(piece, is_first))}\n\n"
                     is_first = False
             if (self.request.stream_options or {}).get("include_usage"):
@@ -96,10 +93,3 @@ class Completion:
         row |= {"prompt": [each.fields() for each in self.request.messages]}
         row |= {"completion": message["content"] if is_text else [message]}
         return row | ({"tools": self.request.tool_definitions} if self.request.tool_definitions else {})
-
-
-def _scored(token: Token) -> JSON:
-    def entry(text: str, logprob: float) -> JSON:
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-    return entry(token.text, token.logprob) | {"top_logprobs": [entry(*other) for other in token.top]}

@@ -9,7 +9,6 @@ import json
 import os
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -29,15 +28,6 @@ class Label(RequestPart):
     label: bool
 
 
-@dataclass
-class LabelledCompletion:
-    """A completion that may be labelled, or was: `row` is empty once it is written."""
-
-    owner: str
-    row: JSON
-    label: bool | None = None
-
-
 class Feedback:
     """The recent completions of a server, and the file of those that were labelled.
 
@@ -45,7 +35,8 @@ class Feedback:
     """
 
     def __init__(self, path: Path) -> None:
-        self.recent: OrderedDict[str, LabelledCompletion] = OrderedDict()
+        self.recent: OrderedDict[tuple[str, str], JSON] = OrderedDict()  # training records, by owner and id
+        self.labels: dict[tuple[str, str], bool] = {}
         try:
             self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600), "ab", buffering=0)
         except OSError as error:
@@ -53,37 +44,31 @@ class Feedback:
 
     def remember(self, owner: str, row: JSON) -> None:
         """Keeps a training record for as long as it may be labelled."""
-        self.recent[row["id"]] = LabelledCompletion(owner, row)
+        self.recent[owner, row["id"]] = row
         if len(self.recent) > MOST_COMPLETIONS:
-            self.recent.popitem(last=False)
+            self.labels.pop(self.recent.popitem(last=False)[0], None)
 
     def take(self, owner: str, given: Label) -> None:
-        """Writes a label's row. The same label again changes nothing.
+        """Writes a label's row, all of it or nothing. The same label again changes nothing.
 
         Raises RequestError: the id is unknown to this key, or has the other label; the disk is full.
         """
-        completion = self.recent.get(given.id)
-        if completion is None or completion.owner != owner:
+        name = owner, given.id
+        if name not in self.recent:
             message = f"no completion {given.id!r} can be labelled: it is unknown, too old, or was cut at max_tokens"
             raise RequestError(404, message, "completion_not_found", "id")
-        if completion.label is None:
-            row = completion.row | {"label": given.label, "time": round(time.time(), 3)}
-            try:
-                self._append((json.dumps(row, ensure_ascii=False) + "\n").encode())
-            except OSError as error:
-                raise RequestError(503, f"the label cannot be kept: {error.strerror}", "feedback_not_written") from None
-            completion.label, completion.row = given.label, {}
-        if completion.label != given.label:
-            message = f"completion {given.id!r} has the label {str(completion.label).lower()} already"
+        if self.labels.get(name, given.label) != given.label:
+            message = f"completion {given.id!r} has the label {str(not given.label).lower()} already"
             raise RequestError(409, message, "already_labelled", "id")
-
-    def _append(self, line: bytes) -> None:
-        """Appends a line and flushes it to the disk; all of it or nothing."""
-        size = os.fstat(self._file.fileno()).st_size
+        if name in self.labels:
+            return
+        row = self.recent[name] | {"label": given.label, "time": round(time.time(), 3)}
+        line, size = f"{json.dumps(row, ensure_ascii=False)}\n".encode(), os.fstat(self._file.fileno()).st_size
         try:
             if self._file.write(line) != len(line):
                 raise OSError(28, "No space left on device")
             files.flush(self._file.fileno())
-        except OSError:
+        except OSError as error:
             self._file.truncate(size)
-            raise
+            raise RequestError(503, f"the label cannot be kept: {error.strerror}", "feedback_not_written") from None
+        self.labels[name], self.recent[name] = given.label, {}

@@ -16,7 +16,7 @@ from mlx_lm.generate import BatchGenerator, StopSequences, TextStateMachine, mak
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, greedy_sampler, make_logits_processors
 
-from lib.serve.requests import JSON, SamplingParameters
+from lib.serve.requests import JSON, CompletionRequest, SamplingParameters
 
 IDLE_SECONDS = 0.2  # between two looks at whether the server ends
 PROMPT_CACHE_ENTRIES = 16
@@ -30,13 +30,14 @@ def sampler_of(sampling: SamplingParameters) -> Sampler:
     """
     if not sampling.temperature:
         return greedy_sampler
-    parameters = sampling.temperature, sampling.top_p or 1.0, sampling.top_k or 0, sampling.min_p or 0.0
-    return shared_sampler(*parameters) if sampling.seed is None else make_sampler(*parameters, seed=sampling.seed)
+    make = make_sampler if sampling.seed is not None else shared_sampler
+    top_p, top_k, min_p = sampling.top_p or 1.0, sampling.top_k or 0, sampling.min_p or 0.0
+    return make(sampling.temperature, top_p, top_k, min_p, sampling.seed)
 
 
-def make_sampler(temperature: float, top_p: float, top_k: int, min_p: float, seed: int | None = None) -> Sampler:
+def make_sampler(temperature: float, top_p: float, top_k: int, min_p: float, seed: int | None) -> Sampler:
     """A sampler; with a seed it draws from a stream of random numbers of its own."""
-    keys = None if seed is None else [mx.random.key(seed)]
+    keys = [] if seed is None else [mx.random.key(seed)]
 
     def draw(logprobs: mx.array) -> mx.array:
         if top_p < 1:
@@ -45,24 +46,15 @@ def make_sampler(temperature: float, top_p: float, top_k: int, min_p: float, see
             logprobs = apply_min_p(logprobs, min_p)
         if 0 < top_k < logprobs.shape[-1]:
             logprobs = apply_top_k(logprobs, top_k)
-        if keys is None:
-            return mx.random.categorical(logprobs / temperature)
-        keys[0], key = mx.random.split(keys[0])
+        key = None
+        if keys:
+            keys[0], key = mx.random.split(keys[0])
         return mx.random.categorical(logprobs / temperature, key=key)
 
     return draw
 
 
 shared_sampler = functools.lru_cache(64)(make_sampler)
-
-
-@dataclass(frozen=True)
-class Token:
-    """A token of an answer, with its log-probability in nats and the likeliest tokens at its position."""
-
-    text: str
-    logprob: float
-    top: list[tuple[str, float]]
 
 
 @dataclass
@@ -72,17 +64,14 @@ class Piece:
     text: str = ""
     reasoning: str = ""
     tool_calls: list[JSON] = field(default_factory=list)
-    tokens: list[Token] = field(default_factory=list)
-    count: int = 0
+    logprobs: list[JSON] = field(default_factory=list)  # of each token, in nats, as OpenAI has them
+    count: int = 0  # tokens
     finish_reason: str | None = None
 
     def add(self, piece: Piece) -> None:
         """Appends the next piece."""
-        self.text += piece.text
-        self.reasoning += piece.reasoning
-        self.tool_calls += piece.tool_calls
-        self.tokens += piece.tokens
-        self.count += piece.count
+        for name in ("text", "reasoning", "tool_calls", "logprobs", "count"):
+            setattr(self, name, getattr(self, name) + getattr(piece, name))
         self.finish_reason = piece.finish_reason
 
 
@@ -93,21 +82,15 @@ class Generation:
     owner: str  # whose prompt cache it uses
     prompt: list[int]  # token ids
     max_tokens: int
-    sampling: SamplingParameters
-    stops: tuple[str, ...]  # strings that end the answer and are no part of it
-    top_logprobs: int | None  # likeliest tokens to report of each token; None for no log-probabilities
-    tools: list[JSON] | None
+    request: CompletionRequest
     put: Callable[[Piece], None]  # takes the pieces of the answer
     is_cancelled: bool = False
 
 
 class Generator(threading.Thread):
-    """Answers requests with one model.
+    """Answers requests with one model, `concurrency` at once.
 
-    Args:
-        load: gives mlx-lm's model and tokenizer, and the tokens that end an answer.
-        concurrency: requests that are decoded at once; more wait.
-
+    load: gives mlx-lm's model and tokenizer, and the tokens that end an answer.
     deliver: calls a function with arguments where pieces are wanted: a server has its event loop do so.
     on_failure: is called when generation ends by an error, which `failure` then is.
     """
@@ -123,8 +106,8 @@ class Generator(threading.Thread):
         self.is_ready = threading.Event()
         self.failure: BaseException | None = None
 
-    def submit(self, request: Generation) -> None:
-        self._queue.put(request)
+    def submit(self, generation: Generation) -> None:
+        self._queue.put(generation)
 
     def close(self) -> None:
         """Ends the thread; requests under way end with `error`."""
@@ -139,11 +122,11 @@ class Generator(threading.Thread):
         except BaseException as error:  # the server reports it and ends
             self.failure = error
             traceback.print_exc()
-        left = [answer.request for answer in self._answers.values()]
+        left = [answer.generation for answer in self._answers.values()]
         while not self._queue.empty():
             left.append(self._queue.get())
         with contextlib.suppress(RuntimeError):  # the event loop has ended
-            self.deliver(_put, [(request, Piece(finish_reason="error")) for request in left])
+            self.deliver(_put, [(generation, Piece(finish_reason="error")) for generation in left])
         self.is_ready.set()
         if self.failure is not None:
             self.on_failure()
@@ -155,10 +138,11 @@ class Generator(threading.Thread):
         while not self._ends:
             with contextlib.suppress(queue.Empty):
                 while True:  # all that came; it waits where there is no answer under way
-                    request = self._queue.get(timeout=None if self._answers else IDLE_SECONDS, block=not self._answers)
-                    if not request.is_cancelled:
-                        self._insert(request, batch, cache)
-            if gone := [uid for uid, answer in self._answers.items() if answer.request.is_cancelled]:
+                    timeout = None if self._answers else IDLE_SECONDS
+                    generation = self._queue.get(timeout=timeout, block=not self._answers)
+                    if not generation.is_cancelled:
+                        self._insert(generation, batch, cache)
+            if gone := [uid for uid, answer in self._answers.items() if answer.generation.is_cancelled]:
                 batch.remove(gone)
                 for uid in gone:
                     del self._answers[uid]
@@ -177,23 +161,24 @@ class Generator(threading.Thread):
             except Exception:  # e.g. a padded vocabulary's id, which the tokenizer lacks: the other answers go on
                 traceback.print_exc()
                 piece = Piece(finish_reason="error")
-            pieces.append((answer.request, piece))
+            pieces.append((answer.generation, piece))
             if piece.finish_reason is not None:
                 del self._answers[response.uid]
                 if response.finish_reason is None:  # by a stop string, or an error
                     batch.remove([response.uid])
                 else:
-                    cache.insert_cache(answer.request.owner, list(response.all_tokens), response.prompt_cache)
+                    cache.insert_cache(answer.generation.owner, list(response.all_tokens), response.prompt_cache)
         self.deliver(_put, pieces)
 
-    def _insert(self, request: Generation, batch: BatchGenerator, cache: LRUPromptCache) -> None:
-        sampling, (known, rest) = request.sampling, cache.fetch_nearest_cache(request.owner, request.prompt)
+    def _insert(self, generation: Generation, batch: BatchGenerator, cache: LRUPromptCache) -> None:
+        prompt, sampling = generation.prompt, generation.request
+        known, rest = cache.fetch_nearest_cache(generation.owner, prompt)
         if known is not None and not rest:  # the last token has to be read again, to know what follows it
             if can_trim_prompt_cache(known):
                 trim_prompt_cache(known, 1)
-                rest = request.prompt[-1:]
+                rest = prompt[-1:]
             else:
-                known, rest = None, request.prompt
+                known, rest = None, prompt
         processors = make_logits_processors(
             {int(token): value for token, value in (sampling.logit_bias or {}).items()} or None,
             sampling.repetition_penalty,
@@ -202,30 +187,28 @@ class Generator(threading.Thread):
         )
         (uid,) = batch.insert(
             [list(rest)],
-            max_tokens=[request.max_tokens],
+            max_tokens=[generation.max_tokens],
             caches=None if known is None else [known],
-            all_tokens=[request.prompt[: len(request.prompt) - len(rest)]],
+            all_tokens=[prompt[: len(prompt) - len(rest)]],
             samplers=[sampler_of(sampling)],
             logits_processors=[processors],
             stop_sequences=[StopSequences([(token,) for token in self.end_ids])],
         )
-        self._answers[uid] = AnswerText(request, self.tokenizer)
+        self._answers[uid] = AnswerText(generation, self.tokenizer)
 
 
 def _put(pieces: list[tuple[Generation, Piece]]) -> None:
-    for request, piece in pieces:
-        request.put(piece)
+    for generation, piece in pieces:
+        generation.put(piece)
 
 
 class AnswerText:
-    """Turns the tokens of a request's answer into text, reasoning and tool calls."""
+    """Turns the tokens of an answer into text, reasoning and tool calls."""
 
-    def __init__(self, request: Generation, tokenizer: Any) -> None:
-        self.request, self.tokenizer = request, tokenizer
-        self.detokenizer = tokenizer.detokenizer
-        thinks = tokenizer.has_thinking and (
-            tokenizer.rfind_think_start(request.prompt) > tokenizer.rfind_think_end(request.prompt)
-        )
+    def __init__(self, generation: Generation, tokenizer: Any) -> None:
+        self.generation, self.tokenizer, self.detokenizer = generation, tokenizer, tokenizer.detokenizer
+        prompt, self._request = generation.prompt, generation.request
+        thinks = tokenizer.has_thinking and tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt)
         start = tokenizer.response_initial_state or ("reasoning" if thinks else "normal")
         self._state = make_text_state_machine(tokenizer).make_state(start)
         self._kind = self._state[0]  # normal, reasoning or tool
@@ -233,31 +216,29 @@ class AnswerText:
 
     def piece_of(self, response: Any) -> Piece:
         """Takes in a token; returns the text that it completes."""
-        piece = Piece(count=1, finish_reason=response.finish_reason)
+        piece, is_last = Piece(count=1, finish_reason=response.finish_reason), response.finish_reason is not None
         if response.finish_reason != "stop":
             self.detokenizer.add_token(response.token)
-            if self.request.top_logprobs is not None:
-                piece.tokens.append(self._token(response.token, response.logprobs, self.request.top_logprobs))
-        is_last = response.finish_reason is not None
+            if (count := self._request.logprobs_count) is not None:
+                top = mx.argpartition(-response.logprobs, kth=count)[:count].tolist() if count else []
+                entries = [self._entry(token, response.logprobs) for token in [response.token, *top]]
+                likeliest = sorted(entries[1:], key=lambda entry: -entry["logprob"])
+                piece.logprobs.append(entries[0] | {"top_logprobs": likeliest})
         if is_last:
             self.detokenizer.finalize()
         self._state, segments = TextStateMachine.split(self._state, self.detokenizer.last_segment)
         self._route(piece, segments)
         if is_last:
             self._state, rest, kind = TextStateMachine.flush(self._state)
-            self._route(piece, [(kind or self._kind, rest)])
-            if self._call:
-                self._finish_call(piece)
+            self._route(piece, [(kind or self._kind, rest), ("normal", "")])
         self._cut_at_stop(piece, is_last)
         if piece.finish_reason == "stop" and self._has_called:
             piece.finish_reason = "tool_calls"
         return piece
 
-    def _token(self, token: int, logprobs: mx.array, count: int) -> Token:
-        top = mx.argpartition(-logprobs, kth=count)[:count].tolist() if count else []
-        likeliest = [(self.tokenizer.decode([other]), logprobs[other].item()) for other in top]
-        likeliest.sort(key=lambda pair: -pair[1])
-        return Token(self.tokenizer.decode([token]), logprobs[token].item(), likeliest)
+    def _entry(self, token: int, logprobs: mx.array) -> JSON:
+        text = self.tokenizer.decode([token])
+        return {"token": text, "logprob": logprobs[token].item(), "bytes": list(text.encode())}
 
     def _route(self, piece: Piece, segments: list[tuple[str, str]]) -> None:
         for kind, text in segments:
@@ -274,7 +255,7 @@ class AnswerText:
     def _finish_call(self, piece: Piece) -> None:
         """Parses a call by the model's parser; text that it cannot parse is part of the answer."""
         try:
-            parsed = self.tokenizer.tool_parser(self._call, self.request.tools)
+            parsed = self.tokenizer.tool_parser(self._call, self._request.tool_definitions)
             piece.tool_calls += parsed if isinstance(parsed, list) else [parsed]
             self._has_called = True
         except Exception:  # a model may write anything between the marks of a call
@@ -283,11 +264,8 @@ class AnswerText:
 
     def _cut_at_stop(self, piece: Piece, is_last: bool) -> None:
         """Ends the text at the first stop string; holds back text that may become the beginning of one."""
-        stops, text = self.request.stops, self._held + piece.text
-        if not stops:
-            return
-        positions = [position for stop in stops if (position := text.find(stop)) >= 0]
-        if positions:
+        stops, text = self._request.stops, self._held + piece.text
+        if positions := [position for stop in stops if (position := text.find(stop)) >= 0]:
             piece.text, self._held, piece.finish_reason = text[: min(positions)], "", "stop"
             return
         begun = (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n]))

@@ -19,7 +19,7 @@ LINE = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._@-]{0,63})\s+sha256:(?P<dige
 class KeyFile:
     """The keys of a file, read again whenever it changes: an added or removed line counts at the next request.
 
-    Raises UserError: it cannot be read, or a line has another form; a line's content is never shown.
+    Raises UserError: as `read`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,7 +39,7 @@ class KeyFile:
 def read(path: Path) -> dict[str, str]:
     """Names by the SHA-256 of their keys, in hex.
 
-    Raises UserError: the file cannot be read, or has a line of another form.
+    Raises UserError: the file cannot be read, or a line has another form; a line's content is never shown.
     """
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -48,13 +48,12 @@ def read(path: Path) -> dict[str, str]:
         raise UserError(f"serve.keys {path} cannot be read: {error.strerror}; {remedy}") from None
     owners: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
-        if not line.strip() or line.startswith("#"):
-            continue
-        match = LINE.fullmatch(line.strip())
-        if match is None or match["name"] in owners.values():
-            wanted = "`NAME sha256:HEX`, each name once; keys themselves do not belong here"
-            raise UserError(f"{path}:{number}: not of the form {wanted}")
-        owners[match["digest"]] = match["name"]
+        if line.strip() and not line.startswith("#"):
+            match = LINE.fullmatch(line.strip())
+            if match is None or match["name"] in owners.values():
+                wanted = "`NAME sha256:HEX`, each name once; keys themselves do not belong here"
+                raise UserError(f"{path}:{number}: not of the form {wanted}")
+            owners[match["digest"]] = match["name"]
     return owners
 
 

@@ -22,12 +22,9 @@ from lib.system import model_folder
 
 
 class ServedModel:
-    """A model, with a run's adapter where `run` names one.
+    """A model of a folder, with a run's adapter where `run` names one; fuse: fused into the weights, in memory.
 
-    Args:
-        folder: of the model's files.
-        data: of the run: the chat template and its arguments.
-        fuse: whether the adapter is fused into the weights, in memory.
+    data: of the run: the chat template and its arguments.
 
     Raises UserError: the model has no tokenizer, or data.chat_template cannot be read.
     """
@@ -68,8 +65,8 @@ class ServedModel:
             if not self.has_template:
                 return self.encoder.prompt_ids(request.text)
             return [int(token) for token in self.tokenizer.encode(request.text)]
-        messages = cast(list[Message], [message.fields() for message in request.messages])
         tools = request.tool_definitions
+        messages = cast(list[Message], [message.fields() for message in request.messages])
         rendered = render_prompt(self.encoder, messages, tools)
         lost = [name for tool in tools or () if (name := tool["function"]["name"]) not in rendered.text]
         if lost:

@@ -11,11 +11,12 @@ from lib.config.settings import Fraction
 JSON = dict[str, Any]
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 
 
 class RequestError(Exception):
-    """A request without an answer: the HTTP status, and OpenAI's words for what is wrong."""
+    """A request without an answer: the HTTP status, and OpenAI's JSON of what is wrong."""
 
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -26,7 +27,7 @@ class RequestError(Exception):
 
 
 class RequestPart(BaseModel):
-    """A part of a request. Strict: "1" is not a number; unknown keys are refused."""
+    """A part of a request. Strict: "1" is not a number; unknown keys are refused. Null means absent, as with OpenAI."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -86,15 +87,15 @@ class RequestMessage(RequestPart):
 
 
 class SamplingParameters(RequestPart):
-    """How tokens are drawn. Null means absent, as with OpenAI."""
+    """How tokens are drawn, by mlx-lm's names."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Fraction | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     min_p: Fraction | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
 
@@ -127,7 +128,8 @@ class CompletionRequest(SamplingParameters):
 
     @property
     def tool_definitions(self) -> list[JSON] | None:
-        return None
+        tools = getattr(self, "tools", None) if getattr(self, "tool_choice", None) != "none" else None
+        return [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
 
 
 class ChatRequest(CompletionRequest):
@@ -150,12 +152,6 @@ class ChatRequest(CompletionRequest):
             raise ValueError("top_logprobs needs logprobs to be true")
         return self
 
-    @property
-    def tool_definitions(self) -> list[JSON] | None:
-        if self.tool_choice == "none" or not self.tools:
-            return None
-        return [tool.model_dump(exclude_none=True) for tool in self.tools]
-
 
 class TextRequest(CompletionRequest):
     """POST /v1/completions."""
@@ -168,7 +164,7 @@ class TextRequest(CompletionRequest):
 
     @property
     def text(self) -> str:
-        return self.prompt if isinstance(self.prompt, str) else self.prompt[0]
+        return "".join(self.prompt)  # of a list its only prompt
 
 
 def parse(model: type[SomePart], raw: bytes) -> SomePart:
@@ -182,12 +178,9 @@ def parse(model: type[SomePart], raw: bytes) -> SomePart:
         # Each type that a value may have complains: the deepest complaint is meant.
         fault = max(error.errors(include_url=False, include_context=False), key=lambda fault: len(fault["loc"]))
     # Without pydantic's names of the branches of a union.
-    parts = (str(part) for part in fault["loc"] if isinstance(part, int) or part.isidentifier() and part != "str")
-    place, why = ".".join(parts), fault["msg"].removeprefix("Value error, ")
-    texts = {
-        "json_invalid": f"the body is not JSON: {why}",
-        "extra_forbidden": f"{place} is not a parameter of this server",
-        "missing": f"{place} is missing",
-    }
+    place = ".".join(str(part) for part in fault["loc"] if str(part).replace("_", "a").isalnum() and part != "str")
+    why = fault["msg"].removeprefix("Value error, ")
+    texts = {"json_invalid": f"the body is not JSON: {why}", "missing": f"{place} is missing"}
+    texts["extra_forbidden"] = f"{place} is not a parameter of this server"
     message = texts.get(fault["type"], f"{place or 'the body'}: {why[0].lower()}{why[1:]}")
     raise RequestError(400, message, fault["type"], place or None)
