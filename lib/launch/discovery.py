@@ -12,7 +12,6 @@ import shlex
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from lib.errors import Stopped, shown
@@ -46,18 +45,6 @@ TOOLS = (
 )
 
 
-@dataclass(frozen=True)
-class Machine:
-    """A machine that answered."""
-
-    name: str  # what ssh calls it
-    host: str  # what it calls itself, and its id
-    bridge: str | None  # its address on the Thunderbolt bridge
-    description: str
-    gpus: int
-    has_project: bool
-
-
 def hostfile_text(named: Sequence[Host], directory: str, note: Callable[[str], None]) -> str:
     """The host file of the machines that answer, each under the first of its names.
 
@@ -73,13 +60,13 @@ def hostfile_text(named: Sequence[Host], directory: str, note: Callable[[str], N
     note(f"asking {', '.join(names)} ({ASK_SECONDS:.0f} s at most)")
     with ThreadPoolExecutor(len(names)) as pool:
         answers = list(pool.map(lambda name: ask_machine(name, directory, name in (here, "localhost")), names))
-    machines: dict[str, Machine] = {}
-    for answer in answers:
-        if isinstance(answer, str):
-            note(f"left out: {answer}")
-        elif machines.setdefault(answer.host, answer) is answer and not answer.has_project:
+    machines: dict[str, dict[str, str]] = {}
+    for facts in answers:
+        if error := facts.get("error"):
+            note(f"left out: {error}")
+        elif machines.setdefault(facts["host"], facts) is facts and "project" not in facts:
             copy = "./launch --sync . copies the project there, then make setup"
-            note(f"{answer.name} has no {directory}/.venv: {copy}")
+            note(f"{facts['name']} has no {directory}/.venv: {copy}")
     if not machines:
         raise Stopped(f"none of {', '.join(names)} answers; ssh to one of them by hand first")
     return text_of(list(machines.values()), {host.name: host.slots for host in named})
@@ -98,27 +85,26 @@ def candidates(home: Path) -> list[str]:
     return [name for name in dict.fromkeys(names) if NAME.fullmatch(name) and name != "localhost"]
 
 
-def ask_machine(name: str, directory: str, is_here: bool) -> Machine | str:
-    """A machine's facts, or why there are none, with the remedy."""
+def ask_machine(name: str, directory: str, is_here: bool) -> dict[str, str]:
+    """A machine's facts: `name` as ssh calls it, and what QUESTION prints; or an `error`, with the remedy."""
     words = ["sh", "-c", QUESTION, "sh", directory]
     done = os_commands.run(words if is_here else [*ssh.ssh_command(Host(name)), shlex.join(words)], ASK_SECONDS)
-    fact = dict(shown(line).partition("=")[::2] for line in done.output.splitlines() if "=" in line)
-    if {"end", "host"} <= fact.keys():
-        gpus = int(fact["gpus"]) if fact.get("gpus", "").isdecimal() else 0
-        return Machine(name, fact["host"], fact.get("bridge"), fact["chip"], gpus, "project" in fact)
+    facts = dict(shown(line).partition("=")[::2] for line in done.output.splitlines() if "=" in line)
+    if {"end", "host", "chip", "gpus"} <= facts.keys():
+        return {"name": name, **facts}
     if done.status is None:
-        return f"{name}: no answer within {ASK_SECONDS:.0f} s"
+        return {"error": f"{name}: no answer within {ASK_SECONDS:.0f} s"}
     error = shown((done.errors.strip().splitlines() or ["no shell that answers"])[-1].strip())
-    return f"{name}: {error}; {'; '.join(filter(None, ssh.remedy(Host(name), error, directory)[1:]))}"
+    return {"error": f"{name}: {error}; {'; '.join(filter(None, ssh.remedy(Host(name), error, directory)[1:]))}"}
 
 
-def text_of(machines: Sequence[Machine], slots: dict[str, int]) -> str:
+def text_of(machines: Sequence[dict[str, str]], slots: dict[str, int]) -> str:
     """A host file, with the addresses on the Thunderbolt bridge where all machines are on one."""
-    on_bridge = len(machines) > 1 and all(machine.bridge for machine in machines)
+    on_bridge = len(machines) > 1 and all("bridge" in facts for facts in machines)
     text = ""
-    for machine in machines:
-        line = to_text([Host(machine.name, slots.get(machine.name) or max(1, machine.gpus))]).rstrip()
-        text += f"{line}{f' ips={machine.bridge}' * on_bridge}    # {machine.description}\n"
+    for facts in machines:
+        line = to_text([Host(facts["name"], slots.get(facts["name"]) or max(1, int(facts["gpus"] or 0)))]).rstrip()
+        text += line + (f" ips={facts['bridge']}" if on_bridge else "") + f"    # {facts['chip']}\n"
     return text
 
 

@@ -31,9 +31,8 @@ from lib.config.settings import ServeSettings
 from lib.errors import UserError
 from lib.serve.completions import Completion
 from lib.serve.feedback import Feedback, Label
-from lib.serve.generation import Generation, Generator, Piece
+from lib.serve.generation import Generation, Generator, Piece, ServedModel
 from lib.serve.keys import KeyFile
-from lib.serve.model import ServedModel
 from lib.serve.requests import ChatRequest, RequestError, TextRequest, parse
 
 CLIENT_LEFT = 499  # nginx's status of a client that closed the connection

@@ -83,8 +83,7 @@ def serve(settings: Config, run: Path | None) -> None:
     mpi_and_blas.prepare()  # before MLX is imported: its own BLAS is 17 times as slow
     from lib.serve.app import Server  # brings uvicorn, MLX and transformers: --help answers at once
     from lib.serve.feedback import Feedback
-    from lib.serve.generation import Generator
-    from lib.serve.model import ServedModel
+    from lib.serve.generation import Generator, ServedModel
 
     options = settings.serve
     if settings.model.random_init:

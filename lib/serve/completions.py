@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import secrets
 import time
@@ -35,22 +34,13 @@ class Completion:
         piece = self.pieces
         message: JSON = {"role": "assistant", "content": piece.text or None}
         message |= {"reasoning_content": piece.reasoning} if piece.reasoning else {}
-        return message | ({"tool_calls": self._calls(piece.tool_calls)} if piece.tool_calls else {})
+        calls = [{key: call[key] for key in ("id", "type", "function")} for call in piece.tool_calls]
+        return message | ({"tool_calls": calls} if calls else {})
 
     def _body(self, kind: str, piece: Piece, **content: object) -> JSON:
         logprobs = None if self.request.logprobs_count is None else {"content": piece.logprobs}
         choice = {"index": 0, "finish_reason": piece.finish_reason, "logprobs": logprobs, **content}
         return {**self.head, "object": kind if self.is_chat else "text_completion", "choices": [choice]}
-
-    def _calls(self, calls: list[JSON], first: int = 0) -> list[JSON]:
-        """A model's calls as OpenAI has them: with an id, arguments as JSON text."""
-        named = []
-        for index, call in enumerate(calls, first):
-            arguments = call.get("arguments", {})
-            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-            id = call.get("id") or f"call_{hashlib.sha256(f'{self.id} {index}'.encode()).hexdigest()[:24]}"
-            named.append({"id": id, "type": "function", "function": {"name": call.get("name", ""), "arguments": text}})
-        return named
 
     def _event(self, piece: Piece, is_first: bool) -> JSON:
         if not self.is_chat:
@@ -58,10 +48,7 @@ class Completion:
         delta: JSON = {"role": "assistant", "content": ""} if is_first else {}
         delta |= {"content": piece.text} if piece.text else {}
         delta |= {"reasoning_content": piece.reasoning} if piece.reasoning else {}
-        if piece.tool_calls:
-            first = len(self.pieces.tool_calls) - len(piece.tool_calls)
-            calls = self._calls(piece.tool_calls, first)
-            delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls, first)]
+        delta |= {"tool_calls": piece.tool_calls} if piece.tool_calls else {}
         return self._body("chat.completion.chunk", piece, delta=delta)
 
     async def events(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[str]:

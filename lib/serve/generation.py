@@ -1,26 +1,98 @@
-"""Generation: one thread with mlx-lm's batched generator, which requests join and leave while others are answered."""
+"""The served model, and generation: one thread with mlx-lm's batched generator, which requests join and leave.
+
+Prompts are rendered by the code that renders training rows.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import queue
+import secrets
 import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import BatchGenerator, StopSequences, TextStateMachine, make_text_state_machine
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, greedy_sampler, make_logits_processors
+from mlx_lm.tuner.utils import load_adapters
+from mlx_lm.utils import load_model
 
-from lib.serve.requests import JSON, CompletionRequest, SamplingParameters
+from lib.config.settings import DataSettings, ModelSettings
+from lib.data.record_formats import Message
+from lib.data.tokenize import Encoder, render_prompt
+from lib.data.tokenizer import load_tokenizer_of
+from lib.errors import UserError
+from lib.model.load import compute_type
+from lib.serve.requests import JSON, ChatRequest, CompletionRequest, SamplingParameters, TextRequest
+from lib.system import model_folder
 
 IDLE_SECONDS = 0.2  # between two looks at whether the server ends
 PROMPT_CACHE_ENTRIES = 16
 Sampler = Callable[[mx.array], mx.array]  # tokens, int [B], of log-probabilities [B, V]
+
+
+class ServedModel:
+    """A model of a folder, with a run's adapter where `run` names one; fuse: fused into the weights, in memory.
+
+    data: of the run: the chat template and its arguments.
+
+    Raises UserError: the model has no tokenizer, or data.chat_template cannot be read.
+    """
+
+    def __init__(self, settings: ModelSettings, data: DataSettings, folder: Path, run: Path | None, fuse: bool) -> None:
+        self.settings, self.folder, self.run, self.fuse = settings, folder, run, fuse
+        self.tokenizer: Any = load_tokenizer_of(settings)
+        if self.tokenizer is None:
+            raise UserError(f"model.path {settings.path}: the model has no tokenizer, and requests are texts")
+        self.encoder = Encoder(self.tokenizer, data, None)
+        self.has_template = self.encoder.template.is_used
+        self.computes = compute_type(settings)
+        stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        vocab_size = stored.get("vocab_size") or (stored.get("text_config") or {}).get("vocab_size")
+        self.vocab_size: int = vocab_size or 2**31
+        self.context_tokens: int = model_folder.context_tokens(stored) or 2**31
+
+    def load(self) -> tuple[Any, Any, list[int]]:
+        """The model, the tokenizer, and the tokens that end an answer: the end of turn of training among them."""
+        model, _ = load_model(self.folder, lazy=True, trust_remote_code=self.settings.trust_remote_code)
+        if self.run is not None:
+            load_adapters(model, str(self.run))
+        if self.fuse:
+            fused = [(name, layer.fuse()) for name, layer in model.named_modules() if hasattr(layer, "fuse")]
+            model.update_modules(tree_unflatten(fused))
+        if dtype := self.settings.dtype or ("float32" if self.computes.is_float32 else None):
+            model.set_dtype(getattr(mx, dtype))
+        model.eval()
+        mx.eval([array for _, array in tree_flatten(model.parameters())])
+        return model, self.tokenizer, sorted(self.encoder.end_ids)
+
+    def prompt_ids(self, request: ChatRequest | TextRequest) -> list[int]:
+        """A request's token ids, as a training row's prompt has them.
+
+        Raises UserError: the template does not take a message or tools; names which.
+        """
+        if isinstance(request, TextRequest):
+            if not self.has_template:
+                return self.encoder.prompt_ids(request.text)
+            return [int(token) for token in self.tokenizer.encode(request.text)]
+        tools = request.tool_definitions
+        messages = cast(list[Message], [message.fields() for message in request.messages])
+        rendered = render_prompt(self.encoder, messages, tools)
+        lost = [name for tool in tools or () if (name := tool["function"]["name"]) not in rendered.text]
+        if lost:
+            raise UserError(f"the chat template leaves out tools ({', '.join(lost)}); ask without them")
+        return rendered.ids
+
+
+# ---- Samplers
 
 
 def sampler_of(sampling: SamplingParameters) -> Sampler:
@@ -57,13 +129,16 @@ def make_sampler(temperature: float, top_p: float, top_k: int, min_p: float, see
 shared_sampler = functools.lru_cache(64)(make_sampler)
 
 
+# ---- The generator
+
+
 @dataclass
 class Piece:
     """A part of an answer. finish_reason: stop, length or tool_calls of the last piece; error, left where it broke."""
 
     text: str = ""
     reasoning: str = ""
-    tool_calls: list[JSON] = field(default_factory=list)
+    tool_calls: list[JSON] = field(default_factory=list)  # as OpenAI streams them
     logprobs: list[JSON] = field(default_factory=list)  # of each token, in nats, as OpenAI has them
     count: int = 0  # tokens
     finish_reason: str | None = None
@@ -212,7 +287,7 @@ class AnswerText:
         start = tokenizer.response_initial_state or ("reasoning" if thinks else "normal")
         self._state = make_text_state_machine(tokenizer).make_state(start)
         self._kind = self._state[0]  # normal, reasoning or tool
-        self._call, self._held, self._has_called = "", "", False
+        self._call, self._held, self._call_count = "", "", 0
 
     def piece_of(self, response: Any) -> Piece:
         """Takes in a token; returns the text that it completes."""
@@ -232,7 +307,7 @@ class AnswerText:
             self._state, rest, kind = TextStateMachine.flush(self._state)
             self._route(piece, [(kind or self._kind, rest), ("normal", "")])
         self._cut_at_stop(piece, is_last)
-        if piece.finish_reason == "stop" and self._has_called:
+        if piece.finish_reason == "stop" and self._call_count:
             piece.finish_reason = "tool_calls"
         return piece
 
@@ -256,8 +331,13 @@ class AnswerText:
         """Parses a call by the model's parser; text that it cannot parse is part of the answer."""
         try:
             parsed = self.tokenizer.tool_parser(self._call, self._request.tool_definitions)
-            piece.tool_calls += parsed if isinstance(parsed, list) else [parsed]
-            self._has_called = True
+            for call in parsed if isinstance(parsed, list) else [parsed]:
+                arguments = call.get("arguments", {})
+                text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+                named = {"index": self._call_count, "id": call.get("id") or f"call_{secrets.token_hex(12)}"}
+                function = {"name": call.get("name", ""), "arguments": text}
+                piece.tool_calls.append({**named, "type": "function", "function": function})
+                self._call_count += 1
         except Exception:  # a model may write anything between the marks of a call
             piece.text += self._call
         self._call = ""
