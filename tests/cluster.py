@@ -1,8 +1,7 @@
 """A few hosts on one Linux machine: each has its own network, name, processes, sshd, and its own disk at one path.
 
     with cluster(hosts=2, quotas=(1.0, 0.3), rate="200mbit") as hosts:
-        hosts[0].run([sys.executable, "-c", "print(1)"])        # on the first host, as if one sat before it
-        hosts[0].run(["ssh", hosts[1].name, "hostname"])        # and from there on the second
+        hosts[0].run(["ssh", hosts[1].name, "hostname"])
 
 Nothing outside the new namespaces changes: the switch has one of its own, and `/etc/hosts`, ssh's configuration, `/run`
 and each host's disk are mounts that only that host sees. A host ends, with all its processes, when its first process

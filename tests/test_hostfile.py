@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lib.errors import UserError
 from lib.launch import hostfile, ssh
@@ -92,16 +90,6 @@ def test_what_is_wrong_is_one_line(text: str, told: str) -> None:
         parse(text, "host file x")
     line = str(error.value)
     assert "\n" not in line and "\x1b" not in line and len(line) < 300 and line.startswith("host file x")
-
-
-@given(st.text(alphabet=st.sampled_from(list("ab:1 =-;$`'\"#[]{}\n\t\x00é@.,slots"))) | st.text())
-def test_any_text_gives_hosts_or_one_line(text: str) -> None:
-    try:
-        hosts = parse(text, "here").hosts
-    except UserError as error:
-        assert "\n" not in str(error)
-    else:
-        assert all(hostfile.NAME.fullmatch(host.name) and host.slots >= 1 for host in hosts)
 
 
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:

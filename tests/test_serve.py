@@ -295,15 +295,11 @@ def test_an_instruction_is_rendered_or_refused_by_name(tmp_path: Path, monkeypat
         text(gemma, {"messages": QUESTION, "tools": [TOOL]})
 
 
-def test_the_end_of_turn_that_training_put_ends_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ChatML on a base whose own end is another token."""
-    model = served_model(tmp_path, monkeypatch, "Qwen-Qwen2.5-7B-Instruct")
-    assert model.tokenizer.convert_tokens_to_ids("<|im_end|>") in model.load()[2]
-
-
 def test_an_answer_without_text_ends_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """mlx-lm's detokenizer raises for a padded vocabulary's id; the other requests are answered."""
-    generator = Generator(served_model(tmp_path, monkeypatch, "Qwen-Qwen2.5-7B-Instruct").load, 4)
+    model = served_model(tmp_path, monkeypatch, "Qwen-Qwen2.5-7B-Instruct")
+    assert model.tokenizer.convert_tokens_to_ids("<|im_end|>") in model.load()[2], "the end of turn of training"
+    generator = Generator(model.load, 4)
     make_piece = AnswerText.piece_of
 
     def piece_of(answer: AnswerText, response: Any) -> Piece:
@@ -366,11 +362,6 @@ generator.close()
 def test_a_process_that_ends_right_after_its_generator_is_not_aborted() -> None:
     for _ in range(3):
         assert subprocess.run([sys.executable, "-c", CLOSE], cwd=ROOT).returncode == 0
-
-
-def test_without_keys_it_answers_this_machine_alone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--run", str(run), "serve.host=0.0.0.0", "serve.port=0"]) == 2
-    assert "there are no keys: python -m lib.server --make-key NAME" in capsys.readouterr().err
 
 
 def test_nginx_gets_the_speed_of_each_host(tmp_path: Path) -> None:
