@@ -17,7 +17,7 @@ from lib.config.settings import Config
 from lib.model import adapter_files, adapters
 from lib.model import load as models
 from lib.model.adapter_files import write_arrays
-from lib.model.checkpoint_names import unstacked
+from lib.model.peft_adapters import unstacked
 from tests import tiny
 
 SHAPE: dict[str, Any] = {

@@ -20,13 +20,13 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from lib.errors import Stopped, UserError
-from lib.export import card, command, fuse, gguf_families, mlx_adapter, ollama, peft, proof
+from lib.export import card, command, fuse, gguf, mlx_adapter, ollama, peft, proof
 from lib.export.gguf_tokenizer import tokenizer_of
 from lib.export.trained_run import ChatForm, TrainedRun, open_run
 from lib.model import adapters, peft_adapters
 from lib.model import load as models
 from lib.model.adapter_files import trainable
-from lib.model.checkpoint_names import expert_pattern, stacked_name
+from lib.model.peft_adapters import expert_pattern, stacked_name
 from tests import chat_models, exported, tiny
 
 PEFT = Path(__file__).parent / "peft"
@@ -235,7 +235,7 @@ def test_pefts_other_spellings_are_matched_or_answered(spelling: str, tmp_path: 
     shutil.copytree(PEFT / "llama-lora", tmp_path / "adapter")
     weights = tmp_path / "adapter" / "adapter_model.safetensors"
     arrays = dict(mx.load(str(weights)))
-    plain, _ = peft_adapters.read(tmp_path / "adapter", "model.adapter")
+    plain = peft_adapters.read(tmp_path / "adapter", "model.adapter")
     if spelling == "pickle":
         weights.rename(weights.with_name("adapter_model.bin"))
         with pytest.raises(UserError, match="pickle, which may run code; where torch is installed type: python -c"):
@@ -245,7 +245,7 @@ def test_pefts_other_spellings_are_matched_or_answered(spelling: str, tmp_path: 
         spelling, (".weight", ".default.weight")
     )
     mx.save_safetensors(str(weights), {name.replace(old, new): array for name, array in arrays.items()})
-    other, _ = peft_adapters.read(tmp_path / "adapter", "model.adapter")
+    other = peft_adapters.read(tmp_path / "adapter", "model.adapter")
     model = nn.Module()
     names = {name.rpartition(".")[0] for name in plain.arrays}
     modules = [(name, nn.Linear(1, 1)) for name in names]
@@ -257,7 +257,7 @@ def test_a_torn_or_unknown_file_of_peft_is_refused(tmp_path: Path) -> None:
     shutil.copytree(PEFT / "llama-lora", tmp_path / "adapter")
     weights = tmp_path / "adapter" / "adapter_model.safetensors"
     mx.save_safetensors(str(weights), {"base_model.model.lm_head.weight": mx.zeros((2, 2))})
-    assert list(peft_adapters.read(tmp_path / "adapter", "model.adapter")[1]) == ["lm_head"]
+    assert list(peft_adapters.read(tmp_path / "adapter", "model.adapter").whole) == ["lm_head"]
     weights.write_bytes(weights.read_bytes()[:40])
     with pytest.raises(UserError, match="cannot be read"):
         peft_adapters.read(tmp_path / "adapter", "model.adapter")
@@ -327,7 +327,7 @@ def test_every_form_carries_the_template_and_the_end_of_turn_that_were_trained(
 
 # ---- GGUF and Ollama
 
-MAPPED = [name for name, shape in exported.FAMILIES.items() if shape["model_type"] in gguf_families.FAMILIES]
+MAPPED = [name for name, shape in exported.FAMILIES.items() if shape["model_type"] in gguf.FAMILIES]
 
 
 @pytest.mark.parametrize("family", MAPPED)
@@ -357,13 +357,13 @@ def test_types_round_the_weights_and_nothing_else(tmp_path: Path, capsys: pytest
 def test_rows_that_llama_cpp_rotates_are_neighbours() -> None:
     """A head of four: mlx-lm rotates (0, 2) and (1, 3), llama.cpp (0, 1) and (2, 3)."""
     rows = np.arange(8.0)[:, None]
-    assert gguf_families.neighbouring_pairs(rows, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert gguf.neighbouring_pairs(rows, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
 def test_a_wrong_layout_is_seen_and_leaves_nothing(
     run: TrainedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gguf_families, "neighbouring_pairs", lambda weight, heads: weight)
+    monkeypatch.setattr(gguf, "neighbouring_pairs", lambda weight, heads, is_undone: weight)
     status, folder = export(run, "--to", "gguf")
     assert status == 1 and "Nothing was written" in capsys.readouterr().err and list(folder.iterdir()) == []
 

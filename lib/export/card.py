@@ -27,17 +27,15 @@ def write(run: TrainedRun, folder: Path, to: str, proven: str) -> None:
     """Writes the card into an export's folder; no path of this machine and no row of data is in it."""
     from huggingface_hub import ModelCardData
 
-    library, relation, use = USES[to]
-    settings = run.settings
-    loss, beta, train = settings.train.loss, settings.train.beta, settings.data.train
-    names = [loss] if isinstance(loss, str) else list(loss)
+    (library, relation, use), settings, train = USES[to], run.settings, run.settings.train
+    names = [train.loss] if isinstance(train.loss, str) else list(train.loss)
+    sources = [settings.data.train] if isinstance(settings.data.train, str) else list(settings.data.train)
     base, is_on_hub = base_of(settings.model.path)
     tags = ["tandem", *names, settings.model.method]
     data = ModelCardData(library_name=library, pipeline_tag="text-generation", tags=tags)
     if is_on_hub:  # the hub refuses a path
         data["base_model"], data["base_model_relation"] = base, relation
-    sources = [train] if isinstance(train, str) else list(train)
-    objective = "SFT" if names == ["sft"] else f"{' + '.join(names)} loss, beta {beta}"
+    objective = "SFT" if names == ["sft"] else f"{' + '.join(names)} loss, beta {train.beta}"
     ends = "".join(f" --extra-eos-token {shlex.quote(end)}" for end in run.unnamed_ends())
     summary = run.folder / "summary.json"
     stored = read_file.read_object(summary, "the run's") if summary.exists() else {}
@@ -48,7 +46,7 @@ def write(run: TrainedRun, folder: Path, to: str, proven: str) -> None:
         f"    {use.format(base=shown(base), ends=ends)}\n",
         "## How it was made\n",
         f"- data: {', '.join(_code(each if each.startswith('hf://') else Path(each).name) for each in sources)}",
-        f"- learning rate {settings.train.learning_rate}, seed {settings.train.seed}",
+        f"- learning rate {train.learning_rate}, seed {train.seed}",
         *(f"- {name.replace('_', ' ')}: {value:.4g}" for name, value in figures.items()),
         *["- the chat template is that of training: chat_template.jinja"] * (folder / "chat_template.jinja").exists(),
         f"- {proven}\n",

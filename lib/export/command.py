@@ -74,8 +74,7 @@ def _export(options: argparse.Namespace, terminal: Terminal) -> Path:
             form.write(run, unfinished, wanted)
         if options.prove:
             with terminal.doing("reading it back"):
-                figures = proof.prove(run, form.read(run, unfinished, wanted))
-                proven = proof.sentence(figures)
+                figures, proven = proof.prove(run, form.read(run, unfinished, wanted))
         card.write(run, unfinished, to, proven)
         base = card.base_of(run.settings.model.path)[0]
         facts = {"form": to, "run": run.folder.resolve().name, "checkpoint": run.checkpoint, "base_model": base}

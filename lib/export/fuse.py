@@ -21,7 +21,7 @@ from lib.errors import Stopped, UserError
 from lib.export.proof import ExportOptions, Reading, mlx_logps
 from lib.export.trained_run import ChatForm, TrainedRun
 from lib.model.adapter_files import described, trainable, write_arrays
-from lib.model.checkpoint_names import stacked_name, unstacked
+from lib.model.peft_adapters import stacked_name, unstacked
 from lib.system.model_folder import end_ids
 
 TYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
@@ -31,9 +31,6 @@ ADAPTED = (LoRALinear, LoRASwitchLinear, LoRAEmbedding, DoRALinear, DoRAEmbeddin
 SHARD_GIGABYTES = 5  # of one file of weights
 # What comes along of a base model's folder: configuration, tokenizer, chat template, generation settings, code.
 COMPANIONS = ("*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken")
-
-
-# ---- The export
 
 
 def check(run: TrainedRun, options: ExportOptions) -> None:
@@ -48,7 +45,7 @@ def check(run: TrainedRun, options: ExportOptions) -> None:
 
 def write(run: TrainedRun, folder: Path, options: ExportOptions) -> None:
     """Writes the model as its base is stored: the same names and types of weights, unless others are asked for."""
-    arrays = dict(tree_flatten(_stored(run, options).parameters()))
+    arrays = _stored(run, options)
     if any(stacked_name(name) for path in run.base.glob("model*.safetensors") for name in mx.load(str(path))):
         arrays = dict(unstacked(arrays))
     write_weights(folder, arrays)
@@ -73,28 +70,25 @@ def write(run: TrainedRun, folder: Path, options: ExportOptions) -> None:
 
 
 def read(run: TrainedRun, folder: Path, options: ExportOptions) -> Reading:
-    """The log-probabilities of the rows by mlx-lm, with the text of a conversation by the exported template."""
+    """The log-probabilities of the rows by mlx-lm. Raises Stopped: its tokenizer does not render or end a conversation
+    as training did."""
     types = {array.dtype for file in folder.glob("model*.safetensors") for array in mx.load(str(file)).values()}
-    require_template(run.chat_form(), folder)
+    if (chat := run.chat_form()) is not None:
+        theirs = load_tokenizer(folder, eos_token_ids=sorted(end_ids(folder)) or None)
+        messages = [{"role": "user", "content": "Is 7 a prime?"}]
+        options_of_text: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **chat.arguments}
+        if chat.template is not None:
+            text, wanted = theirs.apply_chat_template(messages, **options_of_text), chat.render(messages)
+            if text != wanted:
+                raise Stopped(f"{folder}: its chat template makes {text!r}, training had {wanted!r}")
+        if not set(chat.end_ids) <= set(theirs.eos_token_ids):
+            raise Stopped(f"{folder}: answers would not end at the tokens {chat.end_ids}, which training put")
     return Reading("mlx_lm.load", mlx_logps(folder, run), is_rounded=types != {mx.float32})
 
 
-def require_template(chat: ChatForm | None, folder: Path) -> None:
-    """Raises Stopped unless a reader of the folder renders and ends a conversation as training did."""
-    if chat is None:
-        return
-    theirs = load_tokenizer(folder, eos_token_ids=sorted(end_ids(folder)) or None)
-    messages = [{"role": "user", "content": "Is 7 a prime?"}]
-    if chat.template is not None:
-        text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **chat.arguments)
-        if text != chat.render(messages):
-            raise Stopped(f"{folder}: its chat template makes {text!r}, training had {chat.render(messages)!r}")
-    if not set(chat.end_ids) <= set(theirs.eos_token_ids):
-        raise Stopped(f"{folder}: answers would not end at the tokens {chat.end_ids}, which training put")
-
-
-def _stored(run: TrainedRun, options: ExportOptions) -> nn.Module:
-    """The model in the types that it is stored in, not evaluated yet: the change is added in float32, rounded once."""
+def _stored(run: TrainedRun, options: ExportOptions) -> dict[str, mx.array]:
+    """The model's weights in the types that they are stored in, not evaluated yet: the change is added in float32, and
+    rounded once."""
     keeps_quantised = run.is_quantised and not options.dequantize
     model = _merged(run, keeps_quantised) if keeps_quantised else fused_model(run)
     base = dict(tree_flatten(run.stored_base().parameters()))
@@ -108,20 +102,16 @@ def _stored(run: TrainedRun, options: ExportOptions) -> nn.Module:
             array = base[f"{name.removesuffix('.weight')}.scales"]
         return array.dtype if mx.issubdtype(array.dtype, mx.floating) else mx.bfloat16  # 8-bit scales say nothing
 
-    arrays = tree_flatten(model.parameters())
-    cast = [(name, array.astype(type_of(name))) for name, array in arrays if mx.issubdtype(array.dtype, mx.floating)]
-    model.update(tree_unflatten(cast))
-    return model
+    arrays = dict(tree_flatten(model.parameters()))
+    return {n: a.astype(type_of(n)) if mx.issubdtype(a.dtype, mx.floating) else a for n, a in arrays.items()}
 
 
 # ---- Merged weights
 
 
 def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers of a model that have low-rank factors, mlx-lm's modules with the base's layer inside, by name.
-
-    Raises UserError: some trained array belongs to none of them; it would be lost.
-    """
+    """The layers of a model that have low-rank factors, mlx-lm's modules with the base's layer inside, by name. Raises
+    UserError: some trained array belongs to none of them; it would be lost."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, ADAPTED)}
     parts = {f"{name}.{part}" for name in layers for part in ("lora_a", "lora_b", "m")}
     if lost := trainable(model).keys() - parts:
@@ -153,9 +143,8 @@ def plain_weight(layer: nn.Module) -> mx.array:
     """A layer's weight, float32, dequantised where it is quantised."""
     weight: mx.array = layer.weight
     if isinstance(layer, QUANTISED):
-        weight = mx.dequantize(
-            weight, layer.scales, layer.get("biases"), layer.group_size, layer.bits, layer.mode, dtype=mx.float32
-        )
+        scales = (layer.scales, layer.get("biases"), layer.group_size, layer.bits, layer.mode)
+        weight = mx.dequantize(weight, *scales, dtype=mx.float32)
     return weight.astype(mx.float32)
 
 
@@ -163,7 +152,7 @@ def fused_model(run: TrainedRun) -> nn.Module:
     """The trained model without an adapter: plain layers, float32, not evaluated yet."""
     model = _merged(run, keeps_quantised=False)
     quantised = [(name, module) for name, module in model.named_modules() if isinstance(module, QUANTISED)]
-    model.update_modules(tree_unflatten([(name, plain_layer(layer, plain_weight(layer))) for name, layer in quantised]))
+    model.update_modules(tree_unflatten([(name, _plain(layer, plain_weight(layer))) for name, layer in quantised]))
     return model
 
 
@@ -173,7 +162,7 @@ def _merged(run: TrainedRun, keeps_quantised: bool) -> nn.Module:
     merged = []
     for name, layer in (adapted_layers(model) if run.settings.model.method != "full" else {}).items():
         base = base_layer(layer)
-        plain: Any = plain_layer(base, merged_weight(layer))
+        plain: Any = _plain(base, merged_weight(layer))
         if keeps_quantised and isinstance(base, QUANTISED):
             plain = plain.to_quantized(group_size=base.group_size, bits=base.bits, mode=base.mode)
         merged.append((name, plain))
@@ -181,11 +170,10 @@ def _merged(run: TrainedRun, keeps_quantised: bool) -> nn.Module:
     return model.eval()
 
 
-def plain_layer(base: nn.Module, weight: mx.array) -> nn.Module:
+def _plain(base: nn.Module, weight: mx.array) -> nn.Module:
     """A layer like the base's, without quantisation, with another weight."""
-    plain: nn.Module
     if isinstance(base, EMBEDDINGS):
-        plain = nn.Embedding(1, 1)
+        plain: nn.Module = nn.Embedding(1, 1)
     elif isinstance(base, SwitchLinear | QuantizedSwitchLinear):
         plain = SwitchLinear(1, 1, 1, bias=False)
     else:

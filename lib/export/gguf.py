@@ -1,12 +1,16 @@
 """One GGUF file, for llama.cpp and what is built on it: the whole model, its tokenizer and its chat template.
 
-Weights, sizes and names are written by gguf's own writer and name maps.
+gguf's own writer and name maps write it. Here are the facts of llama.cpp that differ from mlx-lm's models: names, the
+order of rows, norms, ropes. Sizes are those of the model's own arguments and rope layers.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,16 +22,16 @@ from gguf import (
     GGUFReader,
     GGUFWriter,
     LlamaFileType,
+    RopeScalingType,
     get_tensor_name_map,
 )
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize, quantize
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models import rope_utils
 
 from lib.errors import Stopped, UserError
-from lib.export import gguf_families as families
 from lib.export.fuse import fused_model
-from lib.export.gguf_families import Family
 from lib.export.gguf_tokenizer import GgufTokenizer, tokenizer_of
 from lib.export.proof import ExportOptions, Reading, WeightType, model_logps
 from lib.export.trained_run import TrainedRun
@@ -35,70 +39,117 @@ from lib.export.trained_run import TrainedRun
 TYPES: dict[mx.Dtype, WeightType] = {mx.float32: "f32", mx.bfloat16: "bf16", mx.float16: "f16"}
 FILE = "model.gguf"
 F32 = GGMLQuantizationType.F32
+DEFAULT_CONTEXT = 2048  # where config.json has no max_position_embeddings
+ALL = "full_attention"
+
+
+class Family(NamedTuple):
+    """How a family of mlx-lm's models is stored in GGUF."""
+
+    architecture: str  # its name in GGUF
+    # llama.cpp rotates neighbouring values of a head, mlx-lm the two halves: the rows of q and k are reordered.
+    pairs_neighbours: bool = False
+    needs_head: bool = False  # llama.cpp does not take the embedding for the head
+    norm_offset: float = 0.0  # mlx-lm's norms add this to their weight, llama.cpp's do not
+    norm_topk_prob: bool | None = None  # what llama.cpp does with the shares of experts
+    heads_of: int = 0  # at so many blocks llama.cpp scales Gemma's attention by hidden size over heads
+
+
+_LLAMA, _GEMMA3 = Family("LLAMA", pairs_neighbours=True), Family("GEMMA3", norm_offset=1.0, heads_of=62)
+FAMILIES = {  # by mlx-lm's model_type
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "mixtral": _LLAMA,
+    "qwen2": Family("QWEN2"),
+    "qwen2_moe": Family("QWEN2MOE", needs_head=True, norm_topk_prob=False),
+    "qwen3": Family("QWEN3"),
+    "qwen3_moe": Family("QWEN3MOE", norm_topk_prob=True),
+    "gemma": Family("GEMMA", norm_offset=1.0),
+    "gemma2": Family("GEMMA2", norm_offset=1.0, heads_of=46),
+    "gemma3_text": _GEMMA3,
+    "gemma3": _GEMMA3,
+    "phi3": Family("PHI3"),
+    "olmo2": Family("OLMO2", needs_head=True),
+    "granite": Family("GRANITE", pairs_neighbours=True),
+    "smollm3": Family("SMOLLM3", pairs_neighbours=True),
+}
+# What GGUF's writer calls the arguments of mlx-lm's models; a family has those that its arguments have.
+PARAMETERS = {
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "head_count",
+    "num_key_value_heads": "head_count_kv",
+    "rms_norm_eps": "layer_norm_rms_eps",
+    "vocab_size": "vocab_size",
+    "rope_theta": "rope_freq_base",
+    "num_experts": "expert_count",
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "rope_local_base_freq": "rope_freq_base_swa",
+    "attention_multiplier": "attention_scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
 
 def check(run: TrainedRun, options: ExportOptions) -> None:
-    """Raises UserError for what GGUF or llama.cpp does not have: a family, a rope, a tokenizer."""
+    """Raises UserError for a family, a parameter or a tokenizer that GGUF or llama.cpp does not have."""
     if options.dequantize:
         raise UserError("--dequantize is for --to fused; GGUF has its own types: --type q8_0")
-    family, tokenizer = families.family_of(run.stored_base(), run.settings.model.path), gguf_tokenizer(run)
-    model = fused_model(run)  # not evaluated: only names and shapes of its weights are read
+    model, family, args = _fused(run)  # not evaluated: only names and shapes of its weights are read
     list(tensors(model, family, "f32"))
-    if tokenizer is not None and len(tokenizer.tokens) > families.text_model(model).args.vocab_size:
+    if (tokenizer := gguf_tokenizer(run)) is not None and len(tokenizer.tokens) > args.vocab_size:
         raise UserError(f"--to gguf: the tokenizer of {run.base} has more tokens than the model has embeddings")
 
 
 def write(run: TrainedRun, folder: Path, options: ExportOptions) -> None:
-    """Writes model.gguf: adapters fused in float32, then rounded once to the stored type; one weight is in memory."""
-    model, tokenizer = fused_model(run), gguf_tokenizer(run)
-    plain = families.text_model(run.stored_base()).model.norm.weight.dtype
-    type: WeightType = options.type or TYPES.get(plain, "bf16")
-    family, args = families.family_of(model, run.settings.model.path), families.text_model(model).args
+    """Writes model.gguf: adapters fused in float32, then rounded once to the stored type; one weight is in memory.
+    Raises UserError: a rope that llama.cpp does not compute for this family."""
+    (model, family, args), tokenizer = _fused(run), gguf_tokenizer(run)
+    type = options.type or TYPES.get(text_model(run.stored_base()).model.norm.weight.dtype, "bf16")
     writer = GGUFWriter(folder / FILE, MODEL_ARCH_NAMES[MODEL_ARCH[family.architecture]])
     # "phi-3" in its name tells llama.cpp that special tokens swallow the space behind them.
     strips = tokenizer is not None and tokenizer.strips_right
     writer.add_name(f"{'Phi-3 ' * strips}{run.base.name} {run.folder.resolve().name}")
-    families.write_parameters(writer, model, family, run.base_config)
+    _write_parameters(writer, model, family, run)
     writer.add_file_type(LlamaFileType["ALL_F32" if type == "f32" else f"MOSTLY_{type.upper()}"])
     writer.add_quantization_version(2)  # of the layout of quantised blocks: GGML_QNT_VERSION
     if tokenizer is None:
         writer.add_tokenizer_model("none")
     else:
         tokenizer.write(writer, args.vocab_size)
-    parameters: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
-    factors = families.frequency_factors(model)
-    listed = list(tensors(model, family, type))
+    factors, parameters = frequency_factors(model), dict(tree_flatten(model.parameters()))
+    listed = [*((name, "", each.shape, F32) for name, each in factors.items()), *tensors(model, family, type)]
     model.clear()
-    for name, shape, stored in [
-        *((name, each.shape, F32) for name, each in factors.items()),
-        *((name, shape, stored) for name, _, shape, stored in listed),
-    ]:
+    for name, _, shape, stored in listed:
         block, size = GGML_QUANT_SIZES[stored]
-        writer.add_tensor_info(name, shape, np.dtype(np.float32), int(np.prod(shape)) // block * size, raw_dtype=stored)
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), math.prod(shape) // block * size, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for values in factors.values():
-        writer.write_tensor_data(values)
-    for _, source, shape, stored in listed:
-        values = np.array(parameters.pop(source).astype(mx.float32))
-        values = families.laid_out(source, values, family, args).reshape(shape)
+    for name, source, shape, stored in listed:
+        values = np.array(parameters.pop(source).astype(mx.float32)) if source else factors[name]
+        values = laid_out(source, values, family, args).reshape(shape)
         writer.write_tensor_data(quantize(np.ascontiguousarray(values), stored))
     writer.close()
 
 
 def read(run: TrainedRun, folder: Path, options: ExportOptions) -> Reading:
-    """The log-probabilities by GGUFReader's arrays, put back in mlx-lm's order and names.
-
-    Raises Stopped: the file has another chat template or end of turn.
-    """
-    reader, model = GGUFReader(folder / FILE), fused_model(run)
-    family, args = families.family_of(model, run.settings.model.path), families.text_model(model).args
+    """The log-probabilities by GGUFReader's arrays, put back in mlx-lm's order and names. Raises Stopped: the file has
+    another chat template or end of turn."""
+    reader, (model, family, args) = GGUFReader(folder / FILE), _fused(run)
     shapes = {name: array.shape for name, array in tree_flatten(model.parameters())}
     stored, restored = {tensor.name: tensor for tensor in reader.tensors}, []
     for name, source, shape, _ in tensors(model, family, "f32"):
         values = dequantize(stored[name].data, stored[name].tensor_type).astype(np.float32).reshape(shape)
-        values = families.restored(source, values, family, args)
+        values = laid_out(source, values, family, args, is_undone=True)
         restored.append((source, mx.array(values.reshape(shapes[source]))))
     model.update(tree_unflatten(restored))
     if (chat := run.chat_form()) is not None:
@@ -107,16 +158,13 @@ def read(run: TrainedRun, folder: Path, options: ExportOptions) -> Reading:
         template, *ends = [None if field is None else field.contents() for field in fields]
         if template != chat.template or not {*ends} & {*chat.end_ids}:
             raise Stopped(f"--to gguf: the file has another chat template than training, or ends at {ends} alone")
-    return Reading(
-        "gguf's reader", model_logps(model, run.rows), {each.tensor_type for each in reader.tensors} != {F32}
-    )
+    is_rounded = any(tensor.tensor_type != F32 for tensor in reader.tensors)
+    return Reading("gguf's reader", model_logps(model, run.rows), is_rounded)
 
 
 def gguf_tokenizer(run: TrainedRun) -> GgufTokenizer | None:
-    """The tokenizer with the chat template of training; None for a model without one.
-
-    Raises UserError: llama.cpp has no such tokenizer.
-    """
+    """The tokenizer with the chat template of training; None for a model without one. Raises UserError: llama.cpp has
+    no such tokenizer."""
     chat = run.chat_form()
     return None if chat is None else tokenizer_of(chat, run.settings.model.path)
 
@@ -124,14 +172,15 @@ def gguf_tokenizer(run: TrainedRun) -> GgufTokenizer | None:
 def tensors(
     model: nn.Module, family: Family, type: WeightType
 ) -> Iterator[tuple[str, str, tuple[int, ...], GGMLQuantizationType]]:
-    """Every tensor of the file: its name, the model's parameter, shape, and stored type.
-
-    Raises UserError: the model has a parameter that gguf's name map does not know.
-    """
-    names = get_tensor_name_map(MODEL_ARCH[family.architecture], families.text_model(model).args.num_hidden_layers)
+    """Every tensor of the file: name, the model's parameter, shape, and stored type. Raises UserError: the model has
+    a parameter that gguf's name map does not know."""
+    names = get_tensor_name_map(MODEL_ARCH[family.architecture], text_model(model).args.num_hidden_layers)
     for source, array in tree_flatten(model.parameters()):
-        name = names.get_name(families.tensor_name(source), try_suffixes=(".weight", ".bias"))
-        if name is None:
+        # The maps know the transformers library's names, and the first Mixtral's.
+        plain = source.removeprefix("language_model.").replace(".switch_mlp.", ".experts.")
+        if match := re.fullmatch(r"model\.(.*)\.block_sparse_moe\.experts\.(\w+)\.weight", plain):
+            plain = f"{match[1]}.feed_forward.experts.{MIXTRAL[match[2]]}.weight"
+        if (name := names.get_name(plain, try_suffixes=(".weight", ".bias"))) is None:
             raise UserError(f"--to gguf: GGUF's {family.architecture.lower()} has no {source}; take --to fused")
         shape = (array.size,) if "ffn_gate_inp_shexp" in name else array.shape  # one row, which is a vector there
         stored = GGMLQuantizationType[type.upper()]
@@ -140,3 +189,136 @@ def tensors(
         elif type == "q8_0" and shape[-1] % 32:
             stored = GGMLQuantizationType.F16
         yield name, source, shape, stored
+
+
+# ---- Families
+
+
+def _fused(run: TrainedRun) -> tuple[nn.Module, Family, Any]:
+    """The trained model without an adapter, not evaluated; its family, and the arguments of the part that reads text.
+    Raises UserError: GGUF has no such family here, or llama.cpp computes this model in another way."""
+    model, path = fused_model(run), run.settings.model.path
+    if (family := FAMILIES.get(model.model_type)) is None:
+        raise UserError(
+            f"--to gguf: {path} is of the family {model.model_type}; there are {', '.join(sorted(FAMILIES))}. Others: "
+            "--to fused --dequantize, then llama.cpp's `python convert_hf_to_gguf.py FOLDER`"
+        )
+    args = text_model(model).args
+    if (problem := _problem(family, args)) is not None:
+        raise UserError(f"--to gguf: {path}: {problem}, and GGUF cannot say so; take --to fused")
+    return model, family, args
+
+
+def text_model(model: nn.Module) -> nn.Module:
+    """The part of a model that reads text: of one that also sees pictures its language model."""
+    return getattr(model, "language_model", model)
+
+
+def _problem(family: Family, args: Any) -> str | None:
+    """What llama.cpp computes otherwise for a model of this family."""
+    if family.architecture in ("LLAMA", "SMOLLM3") and {*(getattr(args, "layer_types", None) or [ALL])} != {ALL}:
+        return "some of its blocks attend to a window"
+    if family.needs_head and args.tie_word_embeddings:
+        return "its head is its embedding"
+    if family.heads_of:
+        is_largest, scalar = args.num_hidden_layers == family.heads_of, args.query_pre_attn_scalar
+        size = args.hidden_size // args.num_attention_heads if is_largest else args.head_dim
+        return None if scalar == size else f"query_pre_attn_scalar is {scalar:g}, not {size}"
+    if (norms := family.norm_topk_prob) is not None:
+        if getattr(args, "mlp_only_layers", None) or getattr(args, "decoder_sparse_step", 1) != 1:
+            return "some of its blocks have no experts"
+        return None if getattr(args, "norm_topk_prob", norms) == norms else f"norm_topk_prob is not {norms}".lower()
+    if family.architecture == "SMOLLM3":
+        every_fourth = [int((block + 1) % 4 != 0) for block in range(args.num_hidden_layers)]
+        return None if list(args.no_rope_layers) == every_fourth else "blocks other than every fourth have no rope"
+    return None
+
+
+def laid_out(name: str, weight: np.ndarray, family: Family, args: Any, is_undone: bool = False) -> np.ndarray:
+    """A weight as llama.cpp wants it, float32: the rows of q and k in its order, a norm's offset added. is_undone: the
+    way back."""
+    if name.endswith("norm.weight"):
+        return weight + np.float32(-family.norm_offset if is_undone else family.norm_offset)
+    heads = args.num_attention_heads * (".q_proj." in name) + args.num_key_value_heads * (".k_proj." in name)
+    if not heads or not family.pairs_neighbours or getattr(args, "rope_traditional", False):
+        return weight
+    return neighbouring_pairs(weight, heads, is_undone)
+
+
+def neighbouring_pairs(weight: np.ndarray, heads: int, is_undone: bool = False) -> np.ndarray:
+    """The rows of every head reordered, so that values i and i + d/2, which a rope rotates together, are neighbours."""
+    pairs = (heads, -1, 2) if is_undone else (heads, 2, -1)
+    return weight.reshape(*pairs, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def _write_parameters(writer: GGUFWriter, model: nn.Module, family: Family, run: TrainedRun) -> None:
+    """Writes sizes, norms, rope and experts, and what only the family has."""
+    args, config = text_model(model).args, run.base_config
+    head_size = int(getattr(args, "head_dim", None) or args.hidden_size // args.num_attention_heads)
+    context = int({**config, **config.get("text_config", {})}.get("max_position_embeddings") or DEFAULT_CONTEXT)
+    writer.add_context_length(context)
+    writer.add_key_length(head_size)
+    writer.add_value_length(head_size)
+    for name, key in PARAMETERS.items():
+        if (value := getattr(args, name, None)) is not None:
+            getattr(writer, f"add_{key}")(value)
+    if family.architecture == "GEMMA2":
+        # mlx-lm's Gemma 2 attends to everything. llama.cpp's attends to 4,096 tokens in every other block, unless it
+        # is given a window: the longest context, which no text is longer than.
+        writer.add_sliding_window(context)
+    if (pattern := getattr(args, "sliding_window_pattern", 1)) > 1:
+        writer.add_sliding_window(args.sliding_window)
+        writer.add_sliding_window_pattern([(block + 1) % pattern != 0 for block in range(args.num_hidden_layers)])
+    _write_rope(writer, model, args, family)
+
+
+# ---- Ropes
+
+
+def _rope(model: nn.Module) -> nn.Module:
+    """The rope of the blocks that attend to everything, of which those that attend to a window may differ."""
+    attention = [layer.self_attn for layer in text_model(model).layers]
+    ropes = [each.rope for each in sorted(attention, key=lambda each: bool(getattr(each, "is_sliding", False)))]
+    return next(rope for rope in ropes if isinstance(rope, nn.RoPE) or type(rope).__module__ == rope_utils.__name__)
+
+
+def _write_rope(writer: GGUFWriter, model: nn.Module, args: Any, family: Family) -> None:
+    """Writes the rope's dimensions and scaling, as the model's own rope layers have them. Raises UserError: a kind of
+    scaling that llama.cpp does not compute for this family."""
+    rope = _rope(model)
+    writer.add_rope_dimension_count(rope.dim if isinstance(rope, rope_utils.SuScaledRoPE) else rope.dims)
+    if isinstance(rope, nn.RoPE):
+        if rope.scale != 1.0:
+            writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(1.0 / rope.scale)
+    elif isinstance(rope, rope_utils.Llama3RoPE) and family.architecture in ("LLAMA", "GRANITE"):
+        pass  # a tensor: frequency_factors
+    elif isinstance(rope, rope_utils.SuScaledRoPE) and family.architecture == "PHI3":
+        writer.add_rope_scaling_type(RopeScalingType.LONGROPE)
+        writer.add_rope_scaling_orig_ctx_len(rope.original_max_position_embeddings)
+        writer.add_rope_scaling_attn_factors(rope._scale)
+    elif isinstance(rope, rope_utils.YarnRoPE):  # arXiv:2309.00071
+        scaling, factor = args.rope_scaling, float(args.rope_scaling["factor"])
+        if not math.isclose(rope.mscale, 0.1 * math.log(factor) + 1.0, rel_tol=1e-6):
+            raise UserError("--to gguf: the rope's mscale is not YaRN's own, and GGUF cannot say so; take --to fused")
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(factor)
+        writer.add_rope_scaling_orig_ctx_len(scaling.get("original_max_position_embeddings", 4096))
+        writer.add_rope_scaling_yarn_beta_fast(scaling.get("beta_fast", 32))
+        writer.add_rope_scaling_yarn_beta_slow(scaling.get("beta_slow", 1))
+    else:
+        raise UserError(f"--to gguf: llama.cpp has no {type(rope).__name__} for {family.architecture}; take --to fused")
+
+
+def frequency_factors(model: nn.Module) -> dict[str, np.ndarray]:
+    """What a rope's frequencies are divided by, float32 [dimensions / 2], by the tensor's name in GGUF. mlx-lm scales a
+    "longrope" by its long factors at any length, so the file has these for both."""
+    rope, theta = _rope(model), float(text_model(model).args.rope_theta)
+    if not isinstance(rope, rope_utils.Llama3RoPE | rope_utils.SuScaledRoPE):
+        return {}
+    is_long = isinstance(rope, rope_utils.SuScaledRoPE)
+    dimensions = rope.dim if is_long else rope.dims
+    plain = theta ** (np.arange(0, dimensions, 2) / dimensions)
+    factors = (np.array(rope._freqs, np.float64) / plain).astype(np.float32)
+    names = ("rope_factors_long.weight", "rope_factors_short.weight") if is_long else ("rope_freqs.weight",)
+    return dict.fromkeys(names, factors)

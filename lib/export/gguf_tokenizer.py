@@ -1,7 +1,7 @@
-"""A tokenizer in GGUF: its tokens, their kinds, merges or scores, and how llama.cpp splits a text before them.
+"""A tokenizer in GGUF: its tokens, their kinds, merges or scores, and llama.cpp's name of how it splits a text.
 
-llama.cpp has no regular expressions in its files: it knows the splitters of many models by name. Here the name follows
-from the splitter itself, as tokenizer.json has it, and one that llama.cpp does not have is refused.
+llama.cpp knows the splitters of many models by name. The name follows from the splitter itself, as tokenizer.json has
+it; one that llama.cpp does not have is refused.
 """
 
 from __future__ import annotations
@@ -43,11 +43,9 @@ class GgufTokenizer:
         writer.add_token_list(list(texts))
         writer.add_token_types(list(types))
         if self.is_sentencepiece:  # of two possible merges llama.cpp makes that of the higher score: the earlier one
-            order: dict[str, int] = {}
-            for index, merge in enumerate(self.merges):
-                order.setdefault(merge.replace(" ", ""), index)
+            order = {merge.replace(" ", ""): index for index, merge in reversed([*enumerate(self.merges)])}
             scores = [-float(order.get(text, len(self.merges))) for text, _ in self.tokens]
-            writer.add_token_scores([*scores, *(0.0 for _ in unused)])
+            writer.add_token_scores(scores + [0.0] * len(unused))
         else:
             writer.add_token_merges(self.merges)
         for name, index in self.ids.items():
@@ -59,19 +57,16 @@ class GgufTokenizer:
 
 
 def tokenizer_of(chat: ChatForm, where: str) -> GgufTokenizer:
-    """A tokenizer with the chat template and the end of turn that were trained. where: the model's folder.
-
-    Raises UserError: llama.cpp has no such tokenizer.
-    """
+    """A tokenizer with the chat template and the end of turn that were trained. where: the model's folder. Raises
+    UserError: llama.cpp has no such tokenizer."""
     wrapper: Any = chat.tokenizer  # of mlx-lm, which cannot be called; the tokenizer inside it can
     tokenizer = wrapper if callable(wrapper) else wrapper._tokenizer
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"--to gguf: {where}: its tokenizer has no tokenizer.json, which GGUF's tokens come from")
     stored = json.loads(tokenizer.backend_tokenizer.to_str())
-    model = stored["model"]
+    model, added = stored["model"], {token["id"]: token for token in stored["added_tokens"]}
     if model["type"] != "BPE":
         raise UserError(f"--to gguf: {where}: its tokenizer is a {model['type']}; GGUF takes BPE here")
-    added = {token["id"]: token for token in stored["added_tokens"]}
     ids = {name: index for name in SPECIAL if (index := getattr(tokenizer, f"{name}_token_id", None)) is not None}
     if further := sorted(set(chat.end_ids) - {ids.get("eos")}):
         ids["eot"] = further[0]
@@ -83,7 +78,7 @@ def tokenizer_of(chat: ChatForm, where: str) -> GgufTokenizer:
     if is_sentencepiece:
         adds["space_prefix"] = _adds_space(stored, chat.template)
     return GgufTokenizer(
-        tokens=_tokens(model, added),
+        tokens=_tokens(model, added, is_sentencepiece),
         merges=[merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]],
         is_sentencepiece=is_sentencepiece,
         pre="default" if is_sentencepiece else _pre(stored, where),
@@ -94,21 +89,22 @@ def tokenizer_of(chat: ChatForm, where: str) -> GgufTokenizer:
     )
 
 
-def _tokens(model: Mapping[str, Any], added: Mapping[int, Mapping[str, Any]]) -> list[tuple[str, int]]:
+def _tokens(
+    model: Mapping[str, Any], added: Mapping[int, Mapping[str, Any]], is_sentencepiece: bool
+) -> list[tuple[str, int]]:
     """Every token's text and type, by id; ids that have none are unused."""
     texts = {index: text for text, index in model["vocab"].items()}
     texts |= {index: token["content"] for index, token in added.items()}
-    has_bytes = bool(model.get("byte_fallback"))
     tokens = []
     for index in range(max(texts) + 1):
         text, kind = texts.get(index, f"[PAD{index}]"), TokenType.NORMAL
         if index not in texts:
             kind = TokenType.UNUSED
-        elif index in added and has_bytes and text == model.get("unk_token"):
+        elif index in added and is_sentencepiece and text == model.get("unk_token"):
             kind = TokenType.UNKNOWN
         elif index in added:
             kind = TokenType.CONTROL if added[index]["special"] else TokenType.USER_DEFINED
-        elif has_bytes and re.fullmatch("<0x[0-9A-F]{2}>", text):
+        elif is_sentencepiece and re.fullmatch("<0x[0-9A-F]{2}>", text):
             kind = TokenType.BYTE
         # A token that a user added is compared with the text itself, in which a space is a space.
         tokens.append((text.replace(SPACE, " ") if kind == TokenType.USER_DEFINED else text, int(kind)))
@@ -116,11 +112,8 @@ def _tokens(model: Mapping[str, Any], added: Mapping[int, Mapping[str, Any]]) ->
 
 
 def _adds_space(stored: Mapping[str, Any], chat_template: str | None) -> bool:
-    """Whether llama.cpp is to put a space before a text and behind special tokens.
-
-    llama.cpp knows no scheme that does so before the first word of a text alone. Where there is a chat template texts
-    begin with a special token, so that there is no such word.
-    """
+    """Whether llama.cpp is to put a space before a text and behind special tokens. It cannot do so before the first
+    word of a text alone; with a chat template texts begin with a special token, so that there is no such word."""
     for step in _steps(stored.get("pre_tokenizer"), "pretokenizers"):
         if step["type"] == "Metaspace":
             scheme = step.get("prepend_scheme", "always")

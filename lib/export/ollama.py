@@ -1,8 +1,8 @@
 """A folder that `ollama create` takes: one GGUF file and a Modelfile with the chat template in Ollama's language.
 
-A Jinja template is a program; Ollama's templates are Go's. Most models' templates put the same texts around every
-message of a role. These texts are found by rendering conversations of known words, and written as a Go template.
-Unless they render many conversations as the model's own template does, the template is refused.
+Ollama's templates are Go's, chat templates are Jinja's. Most put the same texts around every message of a role: these
+are read off conversations of known words, and written as a Go template. Unless they render many conversations as the
+model's own template does, it is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Literal
 
 from lib.errors import UserError
 from lib.export import gguf
-from lib.export.proof import ExportOptions, Reading
+from lib.export.gguf import read as read  # the same file
+from lib.export.proof import ExportOptions
 from lib.export.trained_run import TrainedRun
 
 MODELFILE = "Modelfile"
@@ -37,17 +38,10 @@ def write(run: TrainedRun, folder: Path, options: ExportOptions) -> None:
     (folder / MODELFILE).write_text(modelfile(run), encoding="utf-8")
 
 
-def read(run: TrainedRun, folder: Path, options: ExportOptions) -> Reading:
-    return gguf.read(run, folder, options)
-
-
 def modelfile(run: TrainedRun) -> str:
-    """The Modelfile (docs/modelfile.md of Ollama): FROM, TEMPLATE, and where generation stops.
-
-    Raises UserError: the chat template cannot be said in it.
-    """
-    chat = run.chat_form()
-    if chat is None:
+    """The Modelfile (docs/modelfile.md of Ollama): FROM, TEMPLATE, and where generation stops. Raises UserError: the
+    chat template cannot be said in it."""
+    if (chat := run.chat_form()) is None:
         raise UserError(f"--to ollama: {run.base} has no tokenizer, and Ollama reads texts; take --to gguf")
     lines = [f"# {run.folder.resolve().name}, {run.checkpoint}. ollama create NAME -f {MODELFILE}"]
     template = "{{ .Prompt }}"
@@ -81,21 +75,15 @@ def _quoted(text: str) -> str:
 
 @dataclass(frozen=True)
 class ChatShape:
-    """The texts that a chat template puts around messages.
+    """The texts that a chat template puts around messages."""
 
-    Args:
-        head: before a conversation; where a system message has a place before all others, only without one.
-        user, assistant, system: before and behind a message of that role.
-        answer: before the answer that the model is to write.
-        system_goes: a message of its own, or into the first or the last message of the user, then with `system`
-            around it and in place of the text before that message; None: the template takes none.
-    """
-
-    head: str
-    user: tuple[str, str]
+    head: str  # before a conversation; where a system message has a place before all others, only without one
+    user: tuple[str, str]  # before and behind a message of that role
     assistant: tuple[str, str]
-    answer: str
+    answer: str  # before the answer that the model is to write
     system: tuple[str, str] = ("", "")
+    # A message of its own, or into the first or the last message of the user, then with `system` around it and in place
+    # of the text before that message; None: the template takes none.
     system_goes: Literal["alone", "first", "last"] | None = None
 
     def text(self, messages: Messages) -> str:
@@ -133,30 +121,8 @@ class ChatShape:
 
 
 def shape_of(render: Render) -> ChatShape:
-    """The shape of a chat template, which may raise on messages that it does not take.
-
-    Raises ValueError: it has none.
-    """
-    shape = _read_off(render)
-    for roles in ("U", "UAU", "UAUAU", "UAUAUAU", *(("SU", "SUAU", "SUAUAU") if shape.system_goes else ())):
-        messages = _conversation(roles)
-        if shape.text(messages) != render(messages):
-            raise ValueError(
-                f"a conversation of {len(messages)} messages has other texts around them than a longer one"
-            )
-    return shape
-
-
-def _conversation(roles: str) -> Messages:
-    """Messages of roles, each with a word of its own."""
-    return [{"role": ROLES[role], "content": f"Word{index}of{role}"} for index, role in enumerate(roles)]
-
-
-def _read_off(render: Render) -> ChatShape:
-    """The texts around messages, as conversations of three and two turns have them.
-
-    Where a message's closing ends and the next one's opening begins does not matter: they always stand together.
-    """
+    """The shape of a chat template, as conversations of three and two turns have it. Raises ValueError: it has none.
+    Where a message's closing ends and the next one's opening begins does not matter: they always stand together."""
     first, asked, answered, asked_again, answered_again, last = _texts(render, "UAUAU")
     if asked != asked_again or answered != answered_again:
         raise ValueError("the texts around messages change from turn to turn")
@@ -164,6 +130,15 @@ def _read_off(render: Render) -> ChatShape:
     opened = os.path.commonprefix([first[::-1], answered[::-1]])[::-1]
     assistant = asked.removeprefix(closed), answered.removesuffix(opened)
     shape = ChatShape(first.removesuffix(opened), (opened, closed), assistant, last.removeprefix(closed))
+    shape = _with_system(shape, render)
+    for roles in ("U", "UAU", "UAUAU", "UAUAUAU", *(("SU", "SUAU", "SUAUAU") if shape.system_goes else ())):
+        if shape.text(_conversation(roles)) != render(_conversation(roles)):
+            raise ValueError(f"a conversation of {len(roles)} messages has other texts around them than a longer one")
+    return shape
+
+
+def _with_system(shape: ChatShape, render: Render) -> ChatShape:
+    """The shape with the place and the texts of a system message, where the template takes one."""
     try:
         before, between = _texts(render, "SUAU")[:2]
     except ValueError:
@@ -171,17 +146,21 @@ def _read_off(render: Render) -> ChatShape:
             _, _, before, between, _ = _texts(render, "SUAU", order=[1, 2, 0, 3])
         except ValueError:
             return shape
-        return replace(shape, system=(before.removeprefix(assistant[1]), between), system_goes="last")
-    if between.endswith(opened):
-        return replace(shape, system=(before, between.removesuffix(opened)), system_goes="alone")
-    return replace(shape, system=(before, between), system_goes="first")
+        return replace(shape, system=(before.removeprefix(shape.assistant[1]), between), system_goes="last")
+    goes: Literal["alone", "first"] = "alone" if between.endswith(shape.user[0]) else "first"
+    return replace(
+        shape, system=(before, between.removesuffix(shape.user[0]) if goes == "alone" else between), system_goes=goes
+    )
+
+
+def _conversation(roles: str) -> Messages:
+    """Messages of roles, each with a word of its own."""
+    return [{"role": ROLES[role], "content": f"Word{index}of{role}"} for index, role in enumerate(roles)]
 
 
 def _texts(render: Render, roles: str, order: list[int] | None = None) -> list[str]:
-    """The texts before, between and behind the contents of a conversation's messages, which stand in this order.
-
-    Raises ValueError: the template does not take them, or has a content not just once.
-    """
+    """The texts before, between and behind the contents of a conversation's messages, which stand in this order. Raises
+    ValueError: the template does not take them, or has a content not just once."""
     messages = _conversation(roles)
     try:
         text = render(messages)

@@ -18,10 +18,8 @@ from lib.export import mlx_adapter
 from lib.export.fuse import EMBEDDINGS, QUANTISED, adapted_layers, base_layer, write_template
 from lib.export.proof import ExportOptions, Reading, model_logps
 from lib.export.trained_run import TrainedRun
-from lib.model import adapters
 from lib.model.adapter_files import described, trainable, write_arrays
-from lib.model.checkpoint_names import expert_pattern
-from lib.model.peft_adapters import HEAD, peft_arrays
+from lib.model.peft_adapters import HEAD, expert_pattern, peft_arrays
 from lib.system.model_folder import ADAPTER_CONFIG, PEFT_WEIGHTS
 
 LAYERS = (nn.Linear, SwitchLinear, *EMBEDDINGS, *QUANTISED)  # what peft could adapt
@@ -43,17 +41,14 @@ def write(run: TrainedRun, folder: Path, options: ExportOptions) -> None:
         layers[HEAD] = layers[next(iter(embeddings))]
     arrays = dict(sorted(peft_arrays(trainable(model), embeddings, is_tied=HEAD in layers.keys() - embeddings).items()))
     write_arrays(folder / PEFT_WEIGHTS, described(arrays), arrays.items(), kind="pt")
-    config = peft_config(run, layers)
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    config = json.dumps(peft_config(run, layers), indent=2, sort_keys=True)
+    (folder / ADAPTER_CONFIG).write_text(config + "\n", encoding="utf-8")
     write_template(folder, run.chat_form())
 
 
 def read(run: TrainedRun, folder: Path, options: ExportOptions) -> Reading:
     """The rows' log-probabilities by the files, as a run reads an adapter that PEFT made."""
-    model = run.base_model()
-    settings = run.settings.model.model_copy(update={"adapter": str(folder), "gradient_checkpointing": False})
-    adapters.make_trainable(model, settings, run.settings.train.seed)
-    return Reading("PEFT's files", model_logps(model, run.rows))
+    return Reading("PEFT's files", model_logps(run.model(adapter=str(folder)), run.rows))
 
 
 def peft_config(run: TrainedRun, layers: Mapping[str, nn.Module]) -> dict[str, Any]:
@@ -62,13 +57,8 @@ def peft_config(run: TrainedRun, layers: Mapping[str, nn.Module]) -> dict[str, A
     ranks = {name: layer.lora_a.shape[1] for name, layer in named.items()}
     alphas = {name: ranks[name] * layer.scale for name, layer in named.items()}
     (rank, alpha), model = (Counter(each.values()).most_common(1)[0][0] for each in (ranks, alphas)), run.settings.model
-    others = {
-        each
-        for name, layer in run.base_model().named_modules()
-        if isinstance(layer, LAYERS)
-        for each in _peft_names(name, 1)
-    }
-    has_experts = any(expert_pattern(name) is not None for name in layers)
+    plain = (name for name, layer in run.base_model().named_modules() if isinstance(layer, LAYERS))
+    others = {each for name in plain for each in _peft_names(name, 1)}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -81,7 +71,7 @@ def peft_config(run: TrainedRun, layers: Mapping[str, nn.Module]) -> dict[str, A
         "use_rslora": False,
         "use_dora": model.method == "dora",
         "target_modules": target_modules(named.keys(), others | named.keys()),
-        "lora_dropout": 0.0 if has_experts else model.dropout,  # peft has none for experts
+        "lora_dropout": 0.0 if any(map(expert_pattern, layers)) else model.dropout,  # peft has none for experts
         "bias": "none",
         "fan_in_fan_out": False,
         "modules_to_save": None,
@@ -99,13 +89,10 @@ def target_modules(adapted: Set[str], layers: Set[str]) -> list[str]:
 def original_of(run: TrainedRun) -> str:
     """The model that peft would load: of a quantised one that which its card names as its base, where it has a card."""
     card = run.base / "README.md"
-    if run.is_quantised and card.is_file():
-        known = front_matter(card.read_text("utf-8", errors="replace"))
-        named = known.get("base_model") if isinstance(known, dict) else None
-        named = named[0] if isinstance(named, list) and named else named
-        if isinstance(named, str):
-            return named
-    return run.settings.model.path
+    known = front_matter(card.read_text("utf-8", errors="replace")) if run.is_quantised and card.is_file() else None
+    named = known.get("base_model") if isinstance(known, dict) else None
+    named = named[0] if isinstance(named, list) and named else named
+    return named if isinstance(named, str) else run.settings.model.path
 
 
 def _peft_names(name: str, experts: int) -> list[str]:

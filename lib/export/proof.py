@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,16 +21,14 @@ LIMIT = 1e-4  # nats of one token, between two float32 computations of one model
 LIMIT_OF_TRAINING = 0.002  # the same, as a part of what training moved
 
 
-@dataclass(frozen=True)
-class ExportOptions:
+class ExportOptions(NamedTuple):
     """The type of the stored weights (None: the base's), and whether those of a quantised base become plain ones."""
 
     type: WeightType | None = None
     dequantize: bool = False
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """The rows' log-probabilities by the reader of an export, whose weights may have fewer bits than float32."""
 
     reader: str
@@ -39,13 +36,11 @@ class Reading:
     is_rounded: bool = False
 
 
-def prove(run: TrainedRun, reading: Reading) -> dict[str, Any]:
-    """Compares what was read back with the trained model; returns the figures of tandem_export.json.
-
+def prove(run: TrainedRun, reading: Reading) -> tuple[dict[str, Any], str]:
+    """Compares what was read back with the trained model: the figures of tandem_export.json, and a sentence of them.
     `difference`, `trained_difference`: the largest ones of a token's log-probability, in nats, between export and
     trained model, and between trained and base model. Raises Stopped: it is another model, or rounding leaves nothing
-    of what was trained.
-    """
+    of what was trained."""
     trained, base = model_logps(run.model(), run.rows), model_logps(run.base_model(), run.rows)
     difference, moved = largest_difference(reading.logps, trained), largest_difference(trained, base)
     limit = None if reading.is_rounded else max(LIMIT, LIMIT_OF_TRAINING * moved)
@@ -57,33 +52,19 @@ def prove(run: TrainedRun, reading: Reading) -> dict[str, Any]:
             f"({run.checkpoint}), at most {limit:.1e} is allowed. Nothing was written: please report it with the "
             "model's config.json"
         )
-    return {
-        "reader": reading.reader,
-        "rows": len(run.rows),
-        "rows_from": run.rows_from,
-        "tokens": sum(len(ids) - 1 for ids in run.rows),
-        "difference": difference,
-        "limit": limit,
-        "trained_difference": moved,
-    }
-
-
-def sentence(proof: dict[str, Any]) -> str:
-    """The figures of a proof, for people."""
-    limit = proof["limit"]
+    tokens = sum(len(ids) - 1 for ids in run.rows)
+    figures = {"reader": reading.reader, "rows": len(run.rows), "rows_from": run.rows_from, "tokens": tokens}
+    figures |= {"difference": difference, "limit": limit, "trained_difference": moved}
     allowed = "by rounding of the weights" if limit is None else f"at most, {limit:.1e} allowed"
-    return (
-        f"proven: {proof['reader']} gives the log-probabilities of the run on {proof['rows']:,} {proof['rows_from']} "
-        f"({proof['tokens']:,} tokens): {proof['difference']:.1e} apart {allowed}; training moved them by "
-        f"{proof['trained_difference']:.1e}"
+    return figures, (
+        f"proven: {reading.reader} gives the log-probabilities of the run on {len(run.rows):,} {run.rows_from} "
+        f"({tokens:,} tokens): {difference:.1e} apart {allowed}; training moved them by {moved:.1e}"
     )
 
 
 def require_kept(stored: Logps, trained: Logps, base: Logps) -> None:
-    """Raises Stopped where rounding moves the model more than training did, or back to the base.
-
-    Medians are compared: a router that takes another expert moves a few tokens far, however little was trained.
-    """
+    """Raises Stopped where rounding moves the model more than training did, or back to the base. Medians are compared:
+    a router that takes another expert moves a few tokens far, however little was trained."""
 
     def median(left: Logps, right: Logps) -> float:
         return float(np.nan_to_num(np.median(np.abs(np.concatenate(left) - np.concatenate(right))), nan=np.inf))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 from lib.errors import Stopped, UserError, in_one_line
 
@@ -16,11 +15,8 @@ REFUSED = {
 
 
 def push(folder: Path, repository: str, private: bool) -> str:
-    """Sends an export to owner/name, which is made if it is not there; returns its address.
-
-    Raises UserError: the hub refuses the name or the token. Stopped: there is no way to the hub, or no room; the same
-    command goes on.
-    """
+    """Sends an export to owner/name, which is made if it is not there; returns its address. Raises UserError: the hub
+    refuses the name or the token. Stopped: there is no way to the hub, or no room; the same command goes on."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
     from huggingface_hub.utils import disable_progress_bars
@@ -32,16 +28,15 @@ def push(folder: Path, repository: str, private: bool) -> str:
     try:
         made = api.create_repo(repository, private=private or None, exist_ok=True)
         if private and not api.model_info(repository).private:
-            raise UserError(f"--push {repository} --private: that repository is public already; give another name")
+            raise UserError("--private: that repository is public already; give another name")
         api.upload_folder(repo_id=repository, folder_path=folder, commit_message=f"Upload {folder.resolve().name}")
     except (UserError, HFValidationError, LocalTokenNotFoundError) as error:
         raise UserError(f"{what}: {in_one_line(error)}") from None
     except Exception as error:  # the client raises a dozen unrelated types, some wrapped in others
-        cause: Any = error
+        cause: BaseException | None = error
         while cause and not isinstance(cause, HfHubHTTPError):
             cause = cause.__cause__ or cause.__context__
-        status = cause.response.status_code if cause else None
-        if status in REFUSED:
+        if cause and (status := cause.response.status_code) in REFUSED:
             raise UserError(f"{what}: {REFUSED[status]}") from None
         again = f"what was sent stays there, and the same command goes on; the export is in {folder}"
         raise Stopped(f"{what}: {in_one_line(cause or error)}; {again}") from None

@@ -79,10 +79,8 @@ class TrainedRun:
         return unnamed_ends(load_tokenizer_of(model), model, self.settings.data)
 
     def stored_base(self) -> nn.Module:
-        """The model before training in the types that it is stored in, not evaluated yet.
-
-        model.dtype is how a run computes: no export starts from weights that it rounded. Drawn weights are as drawn.
-        """
+        """The model before training in the types that it is stored in, not evaluated yet: model.dtype, by which a run
+        computes, rounds no export. Drawn weights are as drawn."""
         settings = self.settings.model
         changes = {"attention_window": None, "dtype": settings.dtype if settings.random_init else None}
         return models.load(settings.model_copy(update=changes), self.settings.train.seed, lazy=True).eval()
@@ -93,26 +91,23 @@ class TrainedRun:
         model.set_dtype(mx.float32)
         return model
 
-    def model(self) -> nn.Module:
-        """The model as trained, with its adapter beside the base's weights; float32, not evaluated yet.
-
-        Raises UserError: the adapter does not fit the base model.
-        """
+    def model(self, adapter: str | None = None) -> nn.Module:
+        """The model as trained, or with another adapter's folder, beside the base's weights; float32, not evaluated
+        yet. Raises UserError: the adapter does not fit the base model."""
         model = self.base_model()
-        settings = self.settings.model.model_copy(update={"adapter": None, "gradient_checkpointing": False})
+        settings = self.settings.model.model_copy(update={"adapter": adapter, "gradient_checkpointing": False})
         adapters.make_trainable(model, settings, self.settings.train.seed)
-        adapter_files.load_trained(model, self.weights, "run")
+        if adapter is None:
+            adapter_files.load_trained(model, self.weights, "run")
         return model.eval()
 
 
 def open_run(
     folder: Path, checkpoint: str, overrides: Sequence[str], row_count: int, say: Callable[[str], None]
 ) -> TrainedRun:
-    """A run's model at `checkpoint` (final, best, last or a step), and sequences of its held-out data.
-
-    overrides: key=value words, for files that have moved since. Raises UserError: no such run or checkpoint; its model
-    or data cannot be read.
-    """
+    """A run's model at `checkpoint` (final, best, last or a step), and sequences of its held-out data. overrides:
+    key=value words, for files that have moved since. Raises UserError: no such run or checkpoint; its model or data
+    cannot be read."""
     if not (folder / "config.yaml").is_file():
         raise UserError(f"{folder}: no run there (config.yaml is missing); give the folder of a run, runs/NAME")
     settings = config.of_run(folder / "config.yaml", overrides)
@@ -133,18 +128,13 @@ def _rows(settings: Config, folder: Path, count: int, say: Callable[[str], None]
         lines = islice(lines_of(answers[-1], SampleLine), count)
         return [np.array(line["tokens"], np.int32) for line in lines], f"answers of {answers[-1].parent.name}"
     words, kind, tokenizer = vocabulary(settings.model), settings.record_kind, load_tokenizer_of(settings.model)
-    data: Any = None
-    if kind != "group":
-        data = open_held_out(settings.data, kind, tokenizer, tell=say, **words)
-    source = "training rows (none are held out)" if data is None else "held-out rows"
+    data: Any = None if kind == "group" else open_held_out(settings.data, kind, tokenizer, tell=say, **words)
+    source = "held-out rows" if data is not None else "training rows (none are held out)"
     if kind == "group":
         data = load_groups(settings.data, limits_of(words))
     elif data is None:
         data = open_training(settings.data, kind, tokenizer, tell=say, **words)
     indices = np.unique(np.linspace(0, len(data) - 1, min(count, len(data))).astype(int))
-    sequences = [
-        np.concatenate([example.prompt_ids, completion]).astype(np.int32)
-        for example in (data[int(index)] for index in indices)
-        for completion in example.completions
-    ]
+    examples = (data[int(index)] for index in indices)
+    sequences = [np.concatenate([each.prompt_ids, y]).astype(np.int32) for each in examples for y in each.completions]
     return sequences[:count], source

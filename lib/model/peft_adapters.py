@@ -10,23 +10,20 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import ValidationError
 
 from lib.config import read_file
 from lib.config.settings import ModelSettings
 from lib.errors import UserError, in_one_line
 from lib.model.adapter_files import adapter_layers_of, described, fitted, trainable
-from lib.model.adapter_layers import AdapterLayer, first_match
-from lib.model.adapter_layers import scale as scale_by
-from lib.model.checkpoint_names import expert_pattern, stacked_name
+from lib.model.adapter_layers import AdapterLayer, rank_of, scale_of
 from lib.system.model_folder import ADAPTER_CONFIG, PEFT_WEIGHTS
 
 PREFIX = "base_model.model."
@@ -41,10 +38,9 @@ PARTS = {
     "lora_embedding_B": "lora_b",
     "lora_magnitude_vector.weight": "m",
     "lora_magnitude_vector": "m",
-    "base_layer.weight": "weight",
-    "modules_to_save.weight": "weight",
     "weight": "weight",
 }
+SAME_NAMES = ("use_rslora", "rank_pattern", "alpha_pattern")  # in adapter_config.json and in our settings
 # Values of adapter_config.json under which PEFT computes as we do; others are refused.
 PLAIN: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
@@ -56,38 +52,50 @@ PLAIN: Mapping[str, tuple[object, ...]] = {
     "use_bdlora": (None, False),
     "init_lora_weights": (True, False, "gaussian", "eva"),  # others change the base's weights when training starts
 }
+# The part of a stacked layer's name in mlx-lm, and in checkpoints that transformers and peft read, {} for the expert.
+EXPERTS = {f"mlp.switch_mlp.{name}": f"mlp.experts.{{}}.{name}" for name in ("gate_proj", "down_proj", "up_proj")}
+EXPERTS |= {
+    f"block_sparse_moe.switch_mlp.{name}": f"block_sparse_moe.experts.{{}}.{theirs}"
+    for name, theirs in (("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3"))
+}
 
 
-class LoraNumbers(BaseModel):
-    """The numbers of adapter_config.json that decide a layer's rank and scale."""
+class PeftAdapter(NamedTuple):
+    """An adapter that peft saved."""
 
-    r: Annotated[int, Field(gt=0, lt=2**20)] = 8
-    lora_alpha: Annotated[float, Field(allow_inf_nan=False)] = 8
-    use_rslora: bool = False
-    use_dora: bool = False
-    rank_pattern: dict[str, Annotated[int, Field(gt=0, lt=2**20)]] = {}
-    alpha_pattern: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = {}
-
-    def rank(self, layer: str) -> int:
-        return first_match(self.rank_pattern, layer, self.r)
-
-    def scale(self, layer: str) -> float:
-        """alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv:2312.03732)."""
-        return scale_by(first_match(self.alpha_pattern, layer, self.lora_alpha), self.rank(layer), self.use_rslora)
-
-
-@dataclass(frozen=True)
-class PeftAdapter:
-    """The numbers of adapter_config.json, the arrays by our names, and the rank and scale of every layer."""
-
-    numbers: LoraNumbers
-    arrays: dict[str, mx.array]
+    settings: ModelSettings  # method, rank, alpha and patterns of adapter_config.json, which mean the same here
+    arrays: dict[str, mx.array]  # by our names
+    whole: dict[str, mx.array]  # weights that PEFT stored whole beside, by layer
     layers: dict[str, AdapterLayer]
 
 
 def is_peft(folder: Path) -> bool:
     """Whether a folder holds an adapter of PEFT's."""
     return (folder / PEFT_WEIGHTS).is_file() or (folder / PICKLED).is_file()
+
+
+# ---- Names of stacked experts
+
+
+def expert_pattern(name: str) -> str | None:
+    """The name of each expert of a stacked layer, {} for its number; None of another layer."""
+    return next((name.replace(ours, theirs) for ours, theirs in EXPERTS.items() if ours in name), None)
+
+
+def stacked_name(name: str) -> tuple[str, int] | None:
+    """The stacked layer that an expert's layer is a part of, and the expert's number; None of another layer."""
+    for ours, theirs in EXPERTS.items():
+        pattern = re.escape(theirs).replace(r"\{\}", r"(\d+)")
+        if match := re.search(rf"\b{pattern}(?=\.|$)", name):
+            return name[: match.start()] + ours + name[match.end() :], int(match[1])
+    return None
+
+
+def unstacked(arrays: Mapping[str, mx.array]) -> Iterator[tuple[str, mx.array]]:
+    """A model's arrays by their names in a checkpoint, those of stacked experts one by one."""
+    for name, array in arrays.items():
+        pattern = expert_pattern(name)
+        yield from [(name, array)] if pattern is None else ((pattern.format(i), each) for i, each in enumerate(array))
 
 
 # ---- Ours into PEFT's
@@ -120,9 +128,9 @@ def peft_arrays(
 # ---- PEFT's into ours
 
 
-def read(folder: Path, where: str) -> tuple[PeftAdapter, dict[str, mx.array]]:
-    """An adapter that peft saved; and whole weights that it stored beside, by layer. where: the setting that names it.
-    Raises UserError: it cannot be read, or has more than low-rank factors, magnitudes and whole weights."""
+def read(folder: Path, where: str) -> PeftAdapter:
+    """An adapter that peft saved. where: the setting that names it. Raises UserError: it cannot be read, or has more
+    than low-rank factors, magnitudes and whole weights."""
     where, weights = f"{where} {folder}", folder / PEFT_WEIGHTS
     if not weights.exists():
         raise UserError(
@@ -134,11 +142,14 @@ def read(folder: Path, where: str) -> tuple[PeftAdapter, dict[str, mx.array]]:
     try:
         config = read_file.read_object(folder / ADAPTER_CONFIG, where)
         stored = dict(mx.load(str(weights)))
-        numbers = LoraNumbers.model_validate({k: v for k, v in config.items() if v is not None}, strict=True)
-    except (OSError, ValueError, RuntimeError) as error:  # pydantic's is a ValueError, and names key and value
-        fault = error.errors()[0] if isinstance(error, ValidationError) else None
-        why = f"{fault['loc'][0]} of its {ADAPTER_CONFIG}: {fault['msg'].lower()}" if fault else in_one_line(error)
-        raise UserError(f"{where}: it cannot be read: {why}") from None
+        numbers = {"rank": config.get("r", 8), "alpha": config.get("lora_alpha", 8)}
+        numbers |= {name: config[name] for name in SAME_NAMES if config.get(name) is not None}
+        settings = ModelSettings(path=str(folder), method="dora" if config.get("use_dora") else "lora", **numbers)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        raise UserError(f"{where}: {ADAPTER_CONFIG} says {numbers}: {fault['loc'][0]}: {fault['msg']}") from None
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"{where}: it cannot be read: {in_one_line(error)}") from None
     for key, plain in PLAIN.items():
         if config.get(key, plain[0]) not in plain:
             raise UserError(f"{where}: {key}={config[key]} of its {ADAPTER_CONFIG} has no counterpart here")
@@ -149,17 +160,16 @@ def read(folder: Path, where: str) -> tuple[PeftAdapter, dict[str, mx.array]]:
         if layer.endswith((".experts", ".experts.base_layer")):
             raise UserError(f"{where}: {layer} adapts all experts in one array; only adapters of each expert are read")
         if part == "weight":
-            whole[layer] = array
+            whole[layer.removesuffix(".base_layer").removesuffix(".modules_to_save")] = array
         else:
             factors[name] = array
     arrays, layers = our_arrays(factors, where), {}
     for name in (name.removesuffix(".lora_a") for name in arrays if name.endswith(".lora_a")):
-        theirs = (expert_pattern(name) or name).format(0)
-        rank, stored_rank = numbers.rank(theirs), arrays[f"{name}.lora_a"].shape[1]
-        if stored_rank != rank:
-            raise UserError(f"{where}: {theirs} has rank {stored_rank}, but {ADAPTER_CONFIG} says {rank}")
-        layers[name] = AdapterLayer(rank, numbers.scale(theirs))
-    return PeftAdapter(numbers, arrays, layers), whole
+        theirs = (expert_pattern(name) or name).format(0)  # which patterns are of
+        layers[name] = layer_of_it = AdapterLayer(rank_of(settings, theirs), scale_of(settings, theirs))
+        if (rank := arrays[f"{name}.lora_a"].shape[1]) != layer_of_it.rank:
+            raise UserError(f"{where}: {theirs} has rank {rank}, but {ADAPTER_CONFIG} says {layer_of_it.rank}")
+    return PeftAdapter(settings, arrays, whole, layers)
 
 
 def our_arrays(arrays: Mapping[str, mx.array], where: str) -> dict[str, mx.array]:
@@ -196,20 +206,21 @@ def _layer_and_part(name: str, where: str) -> tuple[str, str]:
 def load(model: nn.Module, folder: Path, settings: ModelSettings) -> None:
     """Reads a PEFT adapter into a model with adapters of the same ranks and scales in the same layers. Raises
     UserError: it cannot be read, or wants other settings, which are named as one would type them."""
-    where = f"model.adapter {folder}"
-    adapter, whole = read(folder, "model.adapter")
-    adapter = with_names_of(model, adapter)
-    _require_same_weights(model, whole, where)
+    where, adapter = f"model.adapter {folder}", with_names_of(model, read(folder, "model.adapter"))
+    _require_same_weights(model, adapter.whole, where)
     if HEAD in adapter.layers and HEAD not in dict(model.named_modules()):
         adapter = _with_tied_head(adapter, where)
-    shapes, method = described(trainable(model)), "dora" if adapter.numbers.use_dora else "lora"
-    layers = adapter_layers_of(settings, shapes)
-    words = [] if method == settings.method else [f"model.method={method}"]
-    if layers.keys() != adapter.layers.keys():
-        words += _words_for_layers(list(adapter.layers), len(model.layers))
-    pairs = [(layer, layers.get(name, layer)) for name, layer in adapter.layers.items()]
+    shapes, theirs = described(trainable(model)), adapter.settings
+    layers, wanted = adapter_layers_of(settings, shapes), adapter.layers
+    words = [] if theirs.method == settings.method else [f"model.method={theirs.method}"]
+    if layers.keys() != wanted.keys():
+        words += _words_for_layers(list(wanted), len(model.layers))
+    pairs = [(layer, layers.get(name, layer)) for name, layer in wanted.items()]
     if any(a.rank != b.rank or not math.isclose(a.scale, b.scale, rel_tol=SAME_SCALE) for a, b in pairs):
-        words += _words_for_scales(adapter.numbers)
+        patterns = {"rank_pattern": theirs.rank_pattern, "alpha_pattern": theirs.alpha_pattern}
+        words += [f"model.rank={theirs.rank}", f"model.alpha={theirs.alpha:g}"]
+        words += ["model.use_rslora=true"] * theirs.use_rslora
+        words += [f"'model.{name}={json.dumps(pattern)}'" for name, pattern in patterns.items() if pattern]
     if words:
         raise UserError(f"{where} was made with other settings; add {' '.join(words)}")
     model.update(tree_unflatten(list(fitted(shapes, adapter.arrays, where).items())))
@@ -225,7 +236,7 @@ def with_names_of(model: nn.Module, adapter: PeftAdapter) -> PeftAdapter:
 
     split = ((name.rpartition("."), array) for name, array in adapter.arrays.items())
     arrays = {f"{ours(layer)}.{part}": array for (layer, _, part), array in split}
-    return replace(adapter, arrays=arrays, layers={ours(name): layer for name, layer in adapter.layers.items()})
+    return adapter._replace(arrays=arrays, layers={ours(name): layer for name, layer in adapter.layers.items()})
 
 
 def _require_same_weights(model: nn.Module, whole: Mapping[str, mx.array], where: str) -> None:
@@ -256,30 +267,16 @@ def _with_tied_head(adapter: PeftAdapter, where: str) -> PeftAdapter:
             f"{where}: the model's head is its embedding, which has one adapter here for both uses; "
             "train with ensure_weight_tying=True, or without lm_head"
         )
-    return replace(adapter, arrays=arrays, layers=layers)
+    return adapter._replace(arrays=arrays, layers=layers)
 
 
-def _words_for_layers(layers: list[str], block_count: int) -> list[str]:
+def _words_for_layers(layers: Sequence[str], block_count: int) -> list[str]:
     """The settings that adapt these layers: the same ones of some blocks, or by their full names."""
-    found = [(re.fullmatch(r"(?:\w+\.)*?\w+\.(\d+)\.(.+)", layer), layer) for layer in layers]
-    blocks = sorted({int(match[1]) for match, _ in found if match})
-    keys = {match[2] for match, _ in found if match}
-    if len(keys) * len(blocks) != sum(match is not None for match, _ in found):
-        return [f"model.keys={_list(sorted(layers))}", "model.blocks=null"]
-    keys |= {layer for match, layer in found if match is None}
-    return [
-        f"model.keys={_list(sorted(keys))}",
-        f"model.blocks={'null' if len(blocks) == block_count else _list(blocks)}",
-    ]
-
-
-def _words_for_scales(numbers: LoraNumbers) -> list[str]:
-    """The settings that give every layer its rank and scale: model's patterns are PEFT's."""
-    words = [f"model.rank={numbers.r}", f"model.alpha={numbers.lora_alpha:g}"]
-    words += ["model.use_rslora=true"] * numbers.use_rslora
-    patterns = {"rank_pattern": numbers.rank_pattern, "alpha_pattern": numbers.alpha_pattern}
-    return words + [f"'model.{name}={json.dumps(pattern)}'" for name, pattern in patterns.items() if pattern]
-
-
-def _list(names: Iterable[object]) -> str:
-    return f"[{','.join(map(str, names))}]"
+    split = {layer: re.fullmatch(r"(?:\w+\.)*?\w+\.(\d+)\.(.+)", layer) for layer in layers}
+    in_blocks = {(int(match[1]), match[2]) for match in split.values() if match}
+    blocks, names = sorted({block for block, _ in in_blocks}), {name for _, name in in_blocks}
+    if len(blocks) * len(names) != len(in_blocks):
+        blocks, names = [], set(layers)
+    keys = sorted(names | {layer for layer, match in split.items() if match is None})
+    listed = "null" if len(blocks) in (0, block_count) else f"[{','.join(map(str, blocks))}]"
+    return [f"model.keys=[{','.join(keys)}]", f"model.blocks={listed}"]
