@@ -32,20 +32,15 @@ def test_the_weights_of_a_mixture_of_experts_by_hand() -> None:
     shape = model_shape_of(MIXTURE)
     assert (shape.blocks, shape.expert_blocks, shape.experts, shape.is_tied) == (5, 1, 4, False)
     assert (shape.mlp_columns, shape.expert_columns, shape.group_size) == (20, 6, 1)
-    assert shape.head_parameters == 5 * 8 * 3 * (2 + 2 + 1 + 1)  # two queries, their outputs, a key, a value
-    assert shape.mlp_column_parameters == 3 * 8 * 4 and shape.expert_column_parameters == 3 * 8 * 4
-    assert (
-        shape.vocabulary_row_parameters
-        == 2 * 8
-        == 2 * dataclasses.replace(shape, is_tied=True).vocabulary_row_parameters
-    )
-    assert shape.divided_parameters == 2 * 720 + 20 * 96 + 6 * 96
+    assert 720 == 5 * 8 * 3 * (2 + 2 + 1 + 1), "of a KV head: two queries, their outputs, a key, a value"
     norms, routers = 8 * (2 * 5 + 1), 8 * 4
     for rank, divided in ((0, 1 * 720 + 12 * 96 + 2 * 96), (1, 1 * 720 + 8 * 96 + 4 * 96)):
         division = Division((1, 1), (12, 8), (2, 4))
         assert rank_bytes(shape, division, rank) == (4 * divided, 4 * (11 * 16 + norms + routers))
         rows = dataclasses.replace(division, vocabulary=(5, 6))
         assert rank_bytes(shape, rows, rank) == (4 * (divided + (5, 6)[rank] * 16), 4 * (norms + routers))
+        tied = dataclasses.replace(shape, is_tied=True)
+        assert rank_bytes(tied, division, rank)[1] == 4 * (11 * 8 + norms + routers)
     bare = Division((1, 1), (), ())
     assert rank_bytes(shape, bare, 0)[0] == 4 * 720
 

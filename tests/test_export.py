@@ -363,7 +363,8 @@ def test_rows_that_llama_cpp_rotates_are_neighbours() -> None:
 def test_a_wrong_layout_is_seen_and_leaves_nothing(
     run: TrainedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gguf, "neighbouring_pairs", lambda weight, heads, is_undone: weight)
+    right = gguf.neighbouring_pairs
+    monkeypatch.setattr(gguf, "neighbouring_pairs", lambda w, heads, back: right(w, heads, True) if back else w)
     status, folder = export(run, "--to", "gguf")
     assert status == 1 and "Nothing was written" in capsys.readouterr().err and list(folder.iterdir()) == []
 

@@ -1,13 +1,18 @@
-"""Trained parameters in mlx-lm's adapter layout: written, read, compared."""
+"""Adapters of layers: their ranks and scales; and trained parameters in mlx-lm's layout: written, read, compared.
+
+A layer goes by its full name, e.g. model.layers.3.self_attn.q_proj. Patterns are PEFT's: a regular expression that
+matches the end of a name, from a dot on; the first one that does counts.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,12 +22,74 @@ from mlx.utils import tree_flatten, tree_unflatten
 from lib.config import read_file
 from lib.config.settings import ModelSettings
 from lib.errors import UserError, in_one_line
-from lib.model.adapter_layers import AdapterLayer, scale_of
 from lib.system import files
 from lib.system.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 Described = Mapping[str, tuple[tuple[int, ...], mx.Dtype]]  # shape and dtype by name
 Arrays = Iterable[tuple[str, mx.array | np.ndarray]]  # or the raw bytes
+Value = TypeVar("Value")
+
+
+class AdapterLayer(NamedTuple):
+    """The adapter of one layer."""
+
+    rank: int
+    scale: float
+
+
+# ---- The settings of blocks and layers
+
+
+def trained_blocks(settings: ModelSettings, count: int) -> list[int]:
+    """The indices of the blocks that are trained, of a model with `count`. Raises UserError where it has no such."""
+    chosen = _block_indices(settings, count)
+    if chosen[0] < 0 or chosen[-1] >= count:
+        raise UserError(f"model.blocks={settings.blocks}, but {settings.path} has {count} blocks, 0 to {count - 1}")
+    return chosen
+
+
+def depth(settings: ModelSettings, count: int) -> int:
+    """The blocks that gradients pass through: from the first that is trained to the last of the model."""
+    return count if settings.adapt_embeddings else min(count, max(1, count - _block_indices(settings, count)[0]))
+
+
+def _block_indices(settings: ModelSettings, count: int) -> list[int]:
+    if not isinstance(settings.blocks, tuple):
+        return list(range(count - (settings.blocks or count), count))
+    ranges = (str(part).partition("-") for part in settings.blocks)
+    return sorted({index for first, _, last in ranges for index in range(int(first), int(last or first) + 1)})
+
+
+def rank_of(settings: ModelSettings, layer: str) -> int:
+    """The rank of a layer's adapter."""
+    return _first_match(settings.rank_pattern, layer, settings.rank)
+
+
+def scale_of(settings: ModelSettings, layer: str) -> float:
+    """The factor on a layer's adapter: model.scale; or of its rank and alpha, alpha / rank (LoRA, arXiv:2106.09685,
+    4.1) or alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732, section 3)."""
+    if settings.alpha is None:
+        return settings.scale
+    alpha, rank = _first_match(settings.alpha_pattern, layer, settings.alpha), rank_of(settings, layer)
+    return float(alpha / (math.sqrt(rank) if settings.use_rslora else rank))
+
+
+def _first_match(patterns: Mapping[str, Value], layer: str, default: Value) -> Value:
+    return next((value for pattern, value in patterns.items() if matches(pattern, layer)), default)
+
+
+def matches(pattern: str, layer: str) -> bool:
+    """Whether a pattern matches the end of a layer's name, from a dot on."""
+    return re.fullmatch(rf"(.*\.)?({pattern})", layer) is not None
+
+
+def adapter_layers_of(settings: ModelSettings, shapes: Described) -> dict[str, AdapterLayer]:
+    """The layers with adapters, by name: of a stack of several, its rank."""
+    ranks = {n.removesuffix(".lora_a"): s[_rank_axis(n, s)] for n, (s, _) in shapes.items() if n.endswith(".lora_a")}
+    return {layer: AdapterLayer(rank, scale_of(settings, layer)) for layer, rank in ranks.items()}
+
+
+# ---- Arrays
 
 
 def trainable(model: nn.Module) -> dict[str, mx.array]:
@@ -51,6 +118,9 @@ def raw(arrays: Mapping[str, mx.array]) -> list[tuple[str, np.ndarray]]:
     return [(name, np.array(view)) for name, view in views.items()]
 
 
+# ---- Files
+
+
 def save_trained(
     model: nn.Module,
     settings: ModelSettings,
@@ -72,33 +142,21 @@ def save_trained(
     files.write_atomically(folder / ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n")
 
 
-def write_arrays(
-    path: Path,
-    described: Described,
-    arrays: Arrays,
-    kind: str = "mlx",
-    metadata: Mapping[str, str] | None = None,
-    durable: bool = True,
-) -> None:
+def write_arrays(path: Path, described: Described, arrays: Arrays, kind: str = "mlx", durable: bool = True) -> None:
     """A safetensors file, whole or absent, written array by array: the whole is never in memory. kind: `mlx`, or `pt`
-    where others expect PyTorch's. metadata: further entries of the header. durable: it is on the disk then, and
-    outlasts a power cut."""
-    header: dict[str, object] = {"__metadata__": {"format": kind, **(metadata or {})}}
+    where others expect PyTorch's. durable: it is on the disk then, and outlasts a power cut."""
+    header: dict[str, object] = {"__metadata__": {"format": kind}}
     end = 0
     for name, (shape, dtype) in described.items():
         begin, end = end, end + math.prod(shape) * dtype.size
-        header[name] = {"dtype": _safetensors_name(dtype), "shape": list(shape), "data_offsets": [begin, end]}
+        of_file = str(dtype).rpartition(".")[2].replace("float", "f").replace("uint", "u").replace("int", "i").upper()
+        header[name] = {"dtype": of_file, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with files.replacing(path, durable) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, array in arrays:
             file.write((array if isinstance(array, np.ndarray) else raw({name: array})[0][1]).data)
-
-
-def _safetensors_name(dtype: mx.Dtype) -> str:
-    """E.g. BF16 of mlx.core.bfloat16, U32 of mlx.core.uint32."""
-    return str(dtype).rpartition(".")[2].replace("float", "f").replace("int", "i").replace("ui", "u").upper()
 
 
 def adapter_config(
@@ -127,15 +185,6 @@ def adapter_config(
     return config
 
 
-def adapter_layers_of(settings: ModelSettings, shapes: Described) -> dict[str, AdapterLayer]:
-    """The layers with adapters, by name: of a stack of several, its rank."""
-    return {
-        (layer := name.removesuffix(".lora_a")): AdapterLayer(shape[_rank_axis(name, shape)], scale_of(settings, layer))
-        for name, (shape, _) in shapes.items()
-        if name.endswith(".lora_a")
-    }
-
-
 def load_trained(model: nn.Module, folder: Path, where: str) -> None:
     """Reads trained parameters into a model that `make_trainable` prepared in the same way; the rank may be another."""
     arrays = read_trained(described(trainable(model)), folder, where)
@@ -160,13 +209,13 @@ def read_trained(wanted: Described, folder: Path, where: str) -> dict[str, mx.ar
 def fitted(wanted: Described, loaded: Mapping[str, mx.array], where: str) -> dict[str, mx.array]:
     """Trained parameters in the wanted types; LoRA's factors may have another rank. Raises UserError: they are not
     those of the wanted names and shapes; names the first of them."""
-    for name in sorted(wanted.keys() | loaded.keys()):
-        if name not in loaded or name not in wanted:
-            place = "model" if name in wanted else "adapter"
-            raise UserError(f"{where} does not fit the model: {name} is only in the {place}")
-        shape, needed = loaded[name].shape, wanted[name][0]
-        if _with_rank(name, shape, 0) != _with_rank(name, needed, 0):
-            raise UserError(f"{where} does not fit the model: {name} has shape {shape}, the model wants {needed}")
+    shapes: dict[str, tuple[tuple[int, ...], mx.Dtype]] = {}
+    for name, array in loaded.items():
+        shape, dtype = wanted.get(name, (array.shape, array.dtype))
+        is_same = _with_rank(name, array.shape, 0) == _with_rank(name, shape, 0)
+        shapes[name] = (shape if is_same else array.shape, dtype)
+    if fault := misfit(wanted, shapes):
+        raise UserError(f"{where} does not fit the model: {fault}")
     return {name: array.astype(wanted[name][1]) for name, array in loaded.items()}
 
 

@@ -12,9 +12,8 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from lib.config import read_file
 from lib.config.settings import ModelSettings
 from lib.errors import UserError
-from lib.model import peft_adapters
-from lib.model.adapter_files import adapter_layers_of, described, load_trained, trainable
-from lib.model.adapter_layers import AdapterLayer, matches, rank_of, scale_of, trained_blocks
+from lib.model import adapter_files, peft_adapters
+from lib.model.adapter_files import AdapterLayer, matches, rank_of, scale_of, trained_blocks
 from lib.model.checkpointing import checkpoint_blocks, order_backward
 from lib.model.lora import use_low_rank_linear
 from lib.model.patches import use_lean_swiglu
@@ -45,7 +44,7 @@ def make_trainable(model: nn.Module, settings: ModelSettings, seed: int) -> None
     else:
         _add_adapters(model, settings, seed)
     if settings.adapter is not None:
-        load_adapter(model, settings)
+        _load_adapter(model, Path(settings.adapter), settings)
     order_backward(model)
     if settings.gradient_checkpointing:
         checkpoint_blocks(model)
@@ -54,7 +53,7 @@ def make_trainable(model: nn.Module, settings: ModelSettings, seed: int) -> None
 def _add_adapters(model: nn.Module, settings: ModelSettings, seed: int) -> None:
     """Gives layers mlx-lm's adapters, drawn from `seed`."""
     groups: dict[AdapterLayer, set[str]] = {}
-    for layer in chosen_layers(model, settings):
+    for layer in _chosen_layers(model, settings):
         groups.setdefault(AdapterLayer(rank_of(settings, layer), scale_of(settings, layer)), set()).add(layer)
     mx.random.seed(seed)
     try:
@@ -70,17 +69,15 @@ def _add_adapters(model: nn.Module, settings: ModelSettings, seed: int) -> None:
         raise UserError(f"model.method={settings.method} does not fit {settings.path}: {error}") from None
 
 
-def chosen_layers(model: nn.Module, settings: ModelSettings) -> list[str]:
+def _chosen_layers(model: nn.Module, settings: ModelSettings) -> list[str]:
     """The layers that get adapters, in the order of the model's blocks, those outside of them last. Raises UserError:
     no such blocks or layers; there is no embedding; a pattern that matches no layer."""
-    modules = dict(model.named_modules())
-    names = {id(module): name for name, module in modules.items()}
-    keys, chosen = settings.keys, []
+    modules, keys = dict(model.named_modules()), settings.keys
+    names, chosen = {id(module): name for name, module in modules.items()}, []
     for index in trained_blocks(settings, len(model.layers)):
         block = model.layers[index]
         for name, module in block.named_modules():
-            is_adaptable = hasattr(module, "to_lora") or isinstance(module, ADAPTABLE)
-            if is_adaptable if keys is None else name in keys:
+            if hasattr(module, "to_lora") or isinstance(module, ADAPTABLE) if keys is None else name in keys:
                 chosen.append(f"{names[id(block)]}.{name}")
     inside = {id(module) for block in model.layers for module in block.modules()}
     tables = [n for n, m in modules.items() if id(m) not in inside and isinstance(m, (*EMBEDDINGS, *LINEARS))]
@@ -101,26 +98,25 @@ def chosen_layers(model: nn.Module, settings: ModelSettings) -> list[str]:
     return chosen
 
 
-def load_adapter(model: nn.Module, settings: ModelSettings) -> None:
-    """Reads model.adapter, of mlx-lm's layout or PEFT's, into a model with such adapters. Raises UserError: it cannot
-    be read, or was made with other settings, which are named as one would type them."""
-    folder = Path(settings.adapter or "")
+def _load_adapter(model: nn.Module, folder: Path, settings: ModelSettings) -> None:
+    """Reads an adapter, of mlx-lm's layout or PEFT's, into a model with such adapters. Raises UserError: it cannot be
+    read, or was made with other settings, which are named as one would type them."""
     if peft_adapters.is_peft(folder):
         peft_adapters.load(model, folder, settings)
         return
+    wrong = f"model.adapter {folder} was made with other settings; add"
     try:
         stored = read_file.read_object(folder / ADAPTER_CONFIG, "model.adapter")
     except (OSError, UserError) as error:
         wanted = "give a folder that mlx-lm or a run saved"
         raise UserError(f"model.adapter {folder}: {ADAPTER_CONFIG} cannot be read ({error}); {wanted}") from None
-    wrong = f"model.adapter {folder} was made with other settings"
     if (method := stored.get("fine_tune_type", "lora")) != settings.method:
-        raise UserError(f"{wrong}; add model.method={method}")
-    for name, layer in adapter_layers_of(settings, described(trainable(model))).items():
+        raise UserError(f"{wrong} model.method={method}")
+    shapes = adapter_files.described(adapter_files.trainable(model))
+    for name, layer in adapter_files.adapter_layers_of(settings, shapes).items():
         theirs = (stored["layers"].get(name, {}) if "layers" in stored else stored.get("lora_parameters")) or {}
         rank, scale = theirs.get("rank"), theirs.get("scale")
         if (rank, scale) != layer:
-            words = f"model.rank={rank} model.scale={scale}"
             of_layer = f" (by model.rank_pattern, alpha and alpha_pattern for {name})" if "layers" in stored else ""
-            raise UserError(f"{wrong}; add {words}{of_layer}")
-    load_trained(model, folder, "model.adapter")
+            raise UserError(f"{wrong} model.rank={rank} model.scale={scale}{of_layer}")
+    adapter_files.load_trained(model, folder, "model.adapter")

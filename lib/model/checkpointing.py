@@ -1,7 +1,7 @@
 """How a model's blocks run in training: the order of the backward pass, gradient checkpointing.
 
-MLX evaluates a step's graph in an order of its own, which follows the outputs. Where those are hundreds of gradients it
-may go down through all blocks first, and hold the inputs of every block's own gradients until then.
+MLX evaluates a graph in an order that follows its outputs. Of hundreds of gradients it may go down through all blocks
+first, and hold the inputs of every block's own gradients until then.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ def order_backward(model: nn.Module) -> None:
     def ordered(part: nn.Module) -> nn.Module | None:
         return with_methods(part, {"is_recomputed": False}, __call__=_ordered_call) if id(part) in blocks else None
 
-    if blocks:
-        replace_modules(model, ordered)
+    replace_modules(model, ordered)
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
@@ -38,8 +37,6 @@ def checkpoint_blocks(model: nn.Module) -> None:
 
 
 def _ordered_call(plain: Any) -> Any:
-    """A block's call whose backward pass neither begins early nor leaves anything for later."""
-
     def call(block: Any, *args: Any, **options: Any) -> Any:
         trained = block.trainable_parameters() if block.training else {}
         parameters, is_recomputed = dict(tree_flatten(trained)), block.training and block.is_recomputed
@@ -48,8 +45,7 @@ def _ordered_call(plain: Any) -> Any:
         given: list[mx.array] = []
         tree_map(lambda leaf: given.append(leaf) if _has_gradient(leaf) else None, (args, options))
 
-        def output_of(*arrays: mx.array) -> Any:
-            """arrays: the trained parameters, then the inputs."""
+        def output_of(*arrays: mx.array) -> Any:  # of the trained parameters, then the inputs
             rest = iter(arrays)
             block.update(tree_unflatten([(name, next(rest)) for name in parameters]))
             inputs, words = tree_map(lambda leaf: next(rest) if _has_gradient(leaf) else leaf, (args, options))
@@ -65,8 +61,6 @@ def _ordered_call(plain: Any) -> Any:
 
 
 def _kept(output_of: Callable[..., Any], arrays: Sequence[mx.array], trained: int) -> Any:
-    """output_of(*arrays), the first of which are `trained`."""
-
     @mx.custom_function
     def entry(*arrays: mx.array) -> list[mx.array]:
         return list(arrays)
@@ -79,7 +73,7 @@ def _kept(output_of: Callable[..., Any], arrays: Sequence[mx.array], trained: in
 
 
 def _recomputed(output_of: Callable[..., Any], arrays: Sequence[mx.array], trained: int) -> Any:
-    """The same, of which nothing is kept but the arrays."""
+    """output_of(*arrays), of which nothing is kept but the arrays."""
     form: list[Any] = []  # of the output, without its arrays: a traced one would live as long as the graph
 
     def outputs_of(*arrays: mx.array) -> list[mx.array]:

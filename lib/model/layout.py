@@ -1,7 +1,4 @@
-"""How a loaded model is held and run: its stage, its parts, its window; and where it has its blocks and its embedding.
-
-Blocks are found by what they are, not by name, so that it works for any family.
-"""
+"""How a loaded model is held and run: its stage, its parts, its window; where it has its blocks and its embedding."""
 
 from __future__ import annotations
 
@@ -9,13 +6,14 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 Ranks = Any  # the World whose ranks divide a model
+Neighbours = Any  # the Links that send a stage's activations where no step carries them: in evaluation
 
 
 class VocabularyPart:
@@ -49,8 +47,7 @@ class VocabularyPart:
         return self.ranks.sum_forward(mx.pad(part, around))
 
 
-@dataclass(frozen=True)
-class PositionsPart:
+class PositionsPart(NamedTuple):
     """Of a model whose head every rank holds whole: each applies it to some of the positions, as many as its weight."""
 
     ranks: Ranks
@@ -63,23 +60,16 @@ class PositionsPart:
         return None if is_thin else (ends[self.ranks.rank], ends[self.ranks.rank + 1])
 
 
-Neighbours = Any  # the Links that send a stage's activations where no step carries them: in evaluation
-
-
 @dataclass
 class Stage:
-    """This rank's blocks, [first, last), of a model that ranks hold in stages. dtypes: of the first block's input, and
-    of the array that goes to the next rank. holders: of every parameter of the whole model, by name: the ranks that
-    hold it. first_trained: the first rank that trains something: none before it needs gradients."""
+    """This rank's blocks of a model that ranks hold in stages."""
 
     rank: int
     size: int
-    first: int
-    last: int
     hidden_size: int
-    dtypes: tuple[mx.Dtype, mx.Dtype]
-    holders: dict[str, tuple[int, ...]]
-    first_trained: int
+    dtypes: tuple[mx.Dtype, mx.Dtype]  # of the first block's input, and of the array that goes to the next rank
+    holders: dict[str, tuple[int, ...]]  # of every parameter of the whole model, by name: the ranks that hold it
+    first_trained: int  # the first rank that trains something: none before it needs gradients
     neighbours: Neighbours
     _input: mx.array | None = field(default=None, init=False)
     _runs: bool = field(default=False, init=False)
@@ -104,8 +94,8 @@ class Stage:
         return self.rank > self.first_trained
 
     def run(self, work: Callable[[], mx.array], given: mx.array | None) -> mx.array:
-        """What this rank's blocks make of `given`, [N, D], by work that calls the model; on the last rank, its result.
-        Nothing is sent or received."""
+        """What this rank's blocks make of `given`, [N, D], by work that calls the model; on the last rank its
+        result."""
         self._input, self._runs = given, True
         try:
             result = work()

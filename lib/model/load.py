@@ -17,7 +17,7 @@ from mlx_lm.utils import load_model
 
 from lib.config.settings import ModelSettings
 from lib.errors import UserError
-from lib.model.adapters import make_trainable
+from lib.model.adapters import EMBEDDINGS, make_trainable
 from lib.model.layout import layout_of
 from lib.model.patches import replace_modules, with_methods
 from lib.model.quantised import device, use_fast_layers
@@ -26,7 +26,6 @@ from lib.system.model_folder import ADAPTER_CONFIG, adapter_weights, resolve, wh
 from lib.system.terminal import size_text
 
 FOREIGN = ("bitsandbytes", "gptq", "awq")  # quantisations of PyTorch's; mlx-lm reads some of the last two
-EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 POSITION_TABLE = "wpe"  # its name in mlx-lm's families with learned positions
 SIXTEEN_BITS = {mx.float16: "float16", mx.bfloat16: "bfloat16"}
 PART_OF_MEMORY = 0.6  # of the free memory, for weights that a CPU computes in float32
@@ -76,12 +75,15 @@ def load(settings: ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
 def _narrow(model: nn.Module, window: int, path: str) -> None:
     """Lets the model attend to `window` tokens only, in lib/model/token_stream.py and when it generates. Raises
     UserError: it has layers that are no attention, or attend to a wider window of their own."""
-    caches = make_prompt_cache(model)
-    for cache in caches:
-        if type(cache) not in (KVCache, RotatingKVCache) or getattr(cache, "max_size", 0) > window:
-            own = f"a {type(cache).__name__} of {getattr(cache, 'max_size', 'all')} tokens"
-            raise UserError(f"model.attention_window={window}: {path} has layers with {own}; leave it out, or widen it")
-    sizes = [min(window, cache.max_size) if isinstance(cache, RotatingKVCache) else window for cache in caches]
+    sizes = []
+    for cache in make_prompt_cache(model):
+        size = getattr(cache, "max_size", None)
+        if type(cache) not in (KVCache, RotatingKVCache) or (size or 0) > window:
+            layers = f"a {type(cache).__name__} of {size or 'all'} tokens"
+            raise UserError(
+                f"model.attention_window={window}: {path} has layers with {layers}; leave it out, or widen it"
+            )
+        sizes.append(size or window)
     layout_of(model).attention_window = window
     model.make_cache = lambda: [RotatingKVCache(max_size=size) for size in sizes]
 
@@ -177,11 +179,11 @@ def compute_type(settings: ModelSettings) -> ComputeType:
     if device() != "cpu" or settings.dtype is not None or settings.random_init:
         return ComputeType()
     folders = {resolve(each.path, each.revision) for each in (settings, reference_settings(settings))}
-    files = [path for folder in folders for path in folder.glob("model*.safetensors")]
     try:
-        arrays = [array for path in files for array in mx.load(str(path)).values()]  # whose values are not read
+        files = [mx.load(str(path)) for folder in folders for path in folder.glob("model*.safetensors")]
     except (RuntimeError, ValueError):  # loading the model says what is wrong with the file
         return ComputeType()
+    arrays = [array for file in files for array in file.values()]  # whose values are not read
     stored = next((SIXTEEN_BITS[array.dtype] for array in arrays if array.dtype in SIXTEEN_BITS), None)
     if stored is None:
         return ComputeType()

@@ -22,27 +22,21 @@ LOGITS_BYTES = 2**29  # of float32 logits at a time
 def completion_logps(model: nn.Module, inputs: StreamInputs) -> mx.array:
     """Log-probability of each completion, summed over its tokens: float32 [b, K], in nats. Of a model that ranks hold
     in stages all call this, and the last one gets the result; the others get zeros."""
-    hidden = _head_inputs(model, inputs)
-    if hidden is None:
+    if (hidden := _head_inputs(model, inputs)) is None:
         return mx.zeros(inputs["mask"].shape[:2])
     return _of_completions(token_logps(model, hidden, inputs["targets"]), inputs)
 
 
 def completion_logps_and_weights(model: nn.Module, inputs: StreamInputs) -> tuple[mx.array, mx.array]:
     """`completion_logps`, and how likely the model is to write each completion: float32 [b, K] each. The weights are
-    those of WPO, Zhou et al. 2024, arXiv:2406.11827, eq. 2: exp(mean over y's tokens of log pi(y_t) - log sum_v
-    pi(v)^2). They carry no gradient. Their logits are made a second time."""
-    hidden = _head_inputs(model, inputs)
-    if hidden is None:
+    those of WPO (arXiv:2406.11827, eq. 2): exp(mean over y's tokens of log pi(y_t) - log sum_v pi(v)^2). They carry no
+    gradient. Their logits are made a second time."""
+    if (hidden := _head_inputs(model, inputs)) is None:
         return mx.zeros(inputs["mask"].shape[:2]), mx.zeros(inputs["mask"].shape[:2])
     logps = token_logps(model, hidden, inputs["targets"])
     still = after(mx.stop_gradient(hidden), [logps])  # ranks that hold parts sum both, in this order
-
-    def log_square_sums(hidden: mx.array, targets: mx.array) -> list[mx.array]:
-        return [_log_square_sums(model, hidden)]
-
     with dequantised_once(model, len(hidden), hidden):
-        (squares,) = _of_rank_positions(model, log_square_sums, still, inputs["targets"])
+        (squares,) = _of_rank_positions(model, lambda h, _: [_log_square_sums(model, h)], still, inputs["targets"])
     aligned = _of_completions(logps - squares, inputs)
     weights = mx.exp(aligned / mx.maximum(inputs["mask"].sum(axis=-1), 1))
     return _of_completions(logps, inputs), mx.stop_gradient(weights)
@@ -53,12 +47,11 @@ def completion_token_logps(
 ) -> tuple[mx.array, mx.array]:
     """Log-probability of each completion token, and the entropy where it was chosen: float32 [b, K, C] each, in nats.
     Both are of softmax(logits / temperature), and 0 where masked. The entropy carries no gradient."""
-    hidden = _head_inputs(model, inputs)
-    if hidden is None:
-        return mx.zeros(inputs["mask"].shape), mx.zeros(inputs["mask"].shape)
+    at, mask = inputs["logp_indices"], inputs["mask"]
+    if (hidden := _head_inputs(model, inputs)) is None:
+        return mx.zeros(mask.shape), mx.zeros(mask.shape)
     with dequantised_once(model, len(hidden), hidden):
         figures = _token_logps_and_entropies(model, hidden, inputs["targets"], temperature)
-    at, mask = inputs["logp_indices"], inputs["mask"]
     logps, entropies = (mx.where(mask, mx.take(each, at), 0.0) for each in figures)
     return logps, entropies
 
@@ -111,22 +104,19 @@ def token_logps(model: nn.Module, hidden: mx.array, targets: mx.array) -> mx.arr
     (arXiv:2410.10989, section 3.2). A head that is trained makes its logits a second time."""
     with dequantised_once(model, len(hidden), hidden):
         head = head_of(model)
-        (logps,) = _of_rank_positions(model, lambda h, t: [_token_logps(model, head, h, t)], hidden, targets)
-        return logps
+        return _of_rank_positions(model, lambda h, t: [_token_logps(model, head, h, t)], hidden, targets)[0]
 
 
 def _token_logps(model: nn.Module, head: Head, hidden: mx.array, targets: mx.array) -> mx.array:
-    """`token_logps` of these positions. Where ranks divide the vocabulary every one makes the logits of its own part,
-    which never leave it: for each position they exchange the logarithm of their part of the partition function, and the
-    target's logit."""
+    """`token_logps` of these positions. Where ranks divide the vocabulary, each makes the logits of its part: they
+    exchange the logarithm of that part of the partition function, and the target's logit."""
     part, figures_of = layout_of(model).vocabulary, _logps
     if part is None:
         size = head(hidden[:1]).shape[-1]
     else:
         size, hidden, figures_of = part.size, part.ranks.sum_backward(hidden), functools.partial(_part_figures, part)
         head = part.rank_head(head)
-    chunks = _chunks(hidden, targets, size)
-    figures: list[mx.array] = []
+    chunks, figures = _chunks(hidden, targets, size), list[mx.array]()
     if model.training and not parameters_outside_blocks(model):
         for h, t in chunks:
             figures.append(_logps_and_logits(head, part, h, t, figures[-1:])[0])
@@ -143,9 +133,8 @@ def _token_logps(model: nn.Module, head: Head, hidden: mx.array, targets: mx.arr
 def _token_logps_and_entropies(
     model: nn.Module, hidden: mx.array, targets: mx.array, temperature: float
 ) -> tuple[mx.array, mx.array]:
-    """`token_logps` of softmax(logits / temperature), and the entropy of each of these: float32 [M] each, in nats.
-    Beside a frozen head the entropies are made of the logits that are there; else their logits are made a second
-    time."""
+    """`token_logps` of softmax(logits / temperature), and the entropy of each of these: float32 [M] each, in nats. Of a
+    frozen head the logits are made once for both."""
     plain, is_frozen = head_of(model), model.training and not parameters_outside_blocks(model)
 
     def head(hidden: mx.array) -> mx.array:
@@ -169,8 +158,8 @@ def _token_logps_and_entropies(
 def _of_rank_positions(
     model: nn.Module, figures_of: Callable[[mx.array, mx.array], list[mx.array]], hidden: mx.array, targets: mx.array
 ) -> list[mx.array]:
-    """figures_of(hidden, targets), float32 [M] each; of ranks that hold one head each makes those of some positions.
-    The gradient of a head that is trained is made whole on every rank, as if it were alone."""
+    """figures_of(hidden, targets), float32 [M] each; of ranks that hold one frozen head each makes those of some
+    positions."""
     part = layout_of(model).positions
     bounds = None if part is None else part.bounds(len(targets))
     if part is None or bounds is None or (model.training and parameters_outside_blocks(model)):
@@ -200,11 +189,10 @@ def _chunks(hidden: mx.array, targets: mx.array, vocabulary: int) -> list[tuple[
     return list(zip(mx.split(hidden, starts), mx.split(targets, starts), strict=True))
 
 
-# ---- Log-probabilities of one chunk
+# ---- Log-probabilities of one chunk, float32 [M], and their derivative by the logits, [M, V]
 
 
 def _logps(logits: mx.array, targets: mx.array) -> mx.array:
-    """Log-probabilities of the targets, float32 [M]."""
     if mx.default_device() == mx.cpu:  # elsewhere one kernel, which accumulates in float32 without such a copy
         logits = logits.astype(mx.float32)
     return -mx.fast.cross_entropy(logits, targets)
@@ -224,13 +212,11 @@ def _slope_of_logits(logits: mx.array, targets: mx.array, logps: mx.array) -> mx
 
 @mx.compile
 def _slope_of_part(logits: mx.array, targets: mx.array, partition: mx.array) -> mx.array:
-    """d logp / d logits of a part of the vocabulary; without the one, where the target is another rank's token."""
-    is_target = mx.arange(logits.shape[-1])[None] == targets[:, None]
-    return (is_target - mx.exp(logits.astype(mx.float32) - partition[:, None])).astype(logits.dtype)
+    """Of a part of the vocabulary; without the one, where the target is another rank's token."""
+    return _slope(mx.exp(logits.astype(mx.float32) - partition[:, None]), targets).astype(logits.dtype)
 
 
-def _logps_and_slope_of_logits(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
-    """Log-probabilities of the targets, float32 [M], and their derivative by the logits, [M, V]."""
+def _logps_and_slope(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
     if mx.default_device() != mx.cpu:
         logps = _logps(logits, targets)
         return logps, _slope_of_logits(logits, targets, logps)
@@ -250,7 +236,7 @@ def _logps_and_logits(
     still = after(mx.stop_gradient(hidden), earlier)
     logits = head(still)
     if part is None:
-        logps, by_logits = _logps_and_slope_of_logits(logits, targets)
+        logps, by_logits = _logps_and_slope(logits, targets)
     else:
         logps, partition = _combined(part, _part_figures(part, logits, targets))
         by_logits = _slope_of_part(logits, targets - part.first, partition)
@@ -328,11 +314,11 @@ def _combined(part: VocabularyPart, figures: mx.array) -> tuple[mx.array, mx.arr
     return of_ranks[-1] - partition, partition
 
 
-# ---- Figures of the whole distribution
+# ---- Figures of the whole distribution, float32 [M]
 
 
 def _mean_logp(logits: mx.array) -> tuple[mx.array, mx.array]:
-    """The mean log-probability under the probabilities themselves, and the log partition function: float32 [M] each."""
+    """The mean log-probability under the probabilities themselves, and the log partition function."""
     wide = logits.astype(mx.float32)
     partition = mx.logsumexp(wide, axis=-1, keepdims=True)
     probabilities = mx.exp(wide - partition)
@@ -347,8 +333,8 @@ def _over_vocabulary(
     figures_of: Callable[[mx.array], mx.array],
     combine: Callable[..., mx.array],
 ) -> mx.array:
-    """combine(figures_of(logits) of every part of the vocabulary), float32 [M], without ever holding all logits.
-    hidden: [M, D]; figures_of: [M, V] ➜ [F, M], of one part's logits; combine: F arrays of [parts, M] ➜ [M]."""
+    """combine(figures_of(logits) of every part of the vocabulary), without ever holding all logits. figures_of: [M, V]
+    ➜ [F, M], of one part's logits; combine: F arrays of [parts, M] ➜ [M]."""
     part = layout_of(model).vocabulary
     size = head(hidden[:1]).shape[-1] if part is None else part.size
     rank_head, outputs = head if part is None else part.rank_head(head), list[mx.array]()
@@ -362,8 +348,6 @@ def _over_vocabulary(
 
 
 def _entropies(model: nn.Module, head: Head, hidden: mx.array) -> mx.array:
-    """The entropy of the next token, float32 [M]. hidden: [M, D]."""
-
     def combine(means: mx.array, partitions: mx.array) -> mx.array:
         weights = mx.softmax(partitions, axis=0)
         return mx.logsumexp(partitions, axis=0) - (weights * (means + partitions)).sum(axis=0)
@@ -372,7 +356,7 @@ def _entropies(model: nn.Module, head: Head, hidden: mx.array) -> mx.array:
 
 
 def _log_square_sums(model: nn.Module, hidden: mx.array) -> mx.array:
-    """log sum_v pi(v)^2 over the vocabulary, float32 [M]. hidden: [M, D]."""
+    """log sum_v pi(v)^2 over the vocabulary."""
 
     def figures_of(logits: mx.array) -> mx.array:
         wide = logits.astype(mx.float32)

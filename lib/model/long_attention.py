@@ -65,9 +65,8 @@ def is_fused(device: Device, head_dim: int, item_bytes: int) -> bool:
 
 def block_rows(is_fused: bool, sequences: int, heads: int, queries: int, keys: int, item_bytes: int) -> int:
     """Queries of each sequence that attend at a time; all of them where nothing is gained by blocks. Without a fused
-    kernel MLX's backward pass of attention keeps the scores. cuDNN's keeps none, but takes nearly as long for scores
-    that the causal mask hides: with 8,192 queries at once an H200 took 1.2 times as long as with 2,048 at a time. Where
-    a query sees more keys than there are queries, the mask hides little."""
+    kernel MLX's backward pass keeps the scores. cuDNN's keeps none, but computes those that the causal mask hides: an
+    H200 took 1.2 times as long for 8,192 queries at once as for 2,048 at a time."""
     if is_fused:
         in_blocks = queries >= FUSED_LONG and keys <= 2 * queries
         return -(-queries // FUSED_BLOCKS // TILE) * TILE if in_blocks else queries
@@ -78,10 +77,9 @@ def block_rows(is_fused: bool, sequences: int, heads: int, queries: int, keys: i
 
 
 def causal_attention(queries: mx.array, keys: mx.array, values: mx.array, **options: Any) -> mx.array:
-    """Attention of the last T of S positions to those up to their own: [sequences, heads, T, head_dim]. Where
-    `block_rows` says so, a block of queries after the other. Without a kernel scores are kept for none, and made again
-    in the backward pass (Rabe and Staats, arXiv:2112.05682, section 4). Shapes as in `local_attention`; options: of
-    mx.fast.scaled_dot_product_attention."""
+    """Attention of the last T of S positions to those up to their own: [sequences, heads, T, head_dim], shapes as in
+    `local_attention`. Where `block_rows` says so, a block of queries after the other; without a kernel the backward
+    pass makes the scores again (Rabe and Staats, arXiv:2112.05682, section 4)."""
     (sequences, heads, length, head_dim), positions = queries.shape, keys.shape[2]
     has_kernel = is_fused(device(), head_dim, queries.dtype.size)
     if has_kernel and length % TILE:
@@ -100,7 +98,6 @@ def _causal(queries: mx.array, keys: mx.array, values: mx.array, options: dict[s
 
 
 def _by_kernel(queries: mx.array, keys: mx.array, values: mx.array, rows: int, options: dict[str, Any]) -> mx.array:
-    """So many queries at a time, with the keys up to the last one's: the kernel keeps no scores."""
     length, before = queries.shape[2], keys.shape[2] - queries.shape[2]
     starts = list(range(rows, length, rows))
     outputs: list[mx.array] = []
@@ -112,7 +109,6 @@ def _by_kernel(queries: mx.array, keys: mx.array, values: mx.array, rows: int, o
 
 
 def _recomputed(queries: mx.array, keys: mx.array, values: mx.array, rows: int, options: dict[str, Any]) -> mx.array:
-    """So many queries at a time, whose scores the backward pass makes again."""
     length, before = queries.shape[2], keys.shape[2] - queries.shape[2]
     blocks = [(start, min(start + rows, length)) for start in range(0, length, rows)]
 

@@ -50,9 +50,8 @@ class Siblings:
 
 def low_rank_outputs(layers: Sequence[LowRankLinear], x: mx.array) -> list[mx.array]:
     """The outputs of low-rank layers for one input: [..., in] ➜ [..., out] each. The gradient is written out: the
-    low-rank terms are added where the large products are made, the layers' A are one matrix, x A is kept rather than
-    made again, and no gradient of the frozen W is computed. It is kept as (x A)^T, [r of all layers, tokens]: a layer's
-    own rows are a view, where its columns would be a copy."""
+    low-rank terms are added where the large products are made, the layers' A are one matrix, and (x A)^T, [r of all
+    layers, tokens], is kept: a layer's own rows are a view, where columns would be a copy."""
     linears = [layer.linear for layer in layers]
     ends = np.cumsum([layer.lora_a.shape[1] for layer in layers]).tolist()[:-1]
 
@@ -81,7 +80,6 @@ def low_rank_outputs(layers: Sequence[LowRankLinear], x: mx.array) -> list[mx.ar
 
 
 def _input_gradient(linears: Sequence[nn.Module], x: mx.array, dys: Sequence[mx.array]) -> mx.array:
-    """The sum of the gradients that frozen linear layers pass on to their common input."""
     total = None
     for linear, dy in zip(linears, dys, strict=True):
         weight = matrix_for_gradient(linear, dy, after=dy if total is None else total)
@@ -94,9 +92,8 @@ def _input_gradient(linears: Sequence[nn.Module], x: mx.array, dys: Sequence[mx.
 
 
 class DoRA(DoRALinear):
-    """mlx-lm's, with the same parameters; no weight that is made for it, adapted or dequantised, is kept. y = m (W +
-    scale (A B)^T) x / |W + scale (A B)^T| (DoRA, arXiv:2402.09353, equation 5), where the norm, of each row, is a
-    constant in the gradient (section 4.3)."""
+    """mlx-lm's, with the same parameters; no weight made for it is kept. y = m (W + scale (A B)^T) x / |W + scale (A
+    B)^T| (arXiv:2402.09353, equation 5), where the norm, of each row, is a constant in the gradient (4.3)."""
 
     def __call__(self, x: mx.array) -> mx.array:
         linear = self.linear

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,30 +42,6 @@ class ModelShape:
     other_bytes: int  # of one number that is not quantised
     experts_per_token: int = 0
 
-    # Weights, in all blocks: of a KV head with its query heads, of an MLP column (gate, up and down), of a column of
-    # every expert; of a token in the embedding and the head; of all that is divided in any case.
-
-    @property
-    def head_parameters(self) -> int:
-        return self.blocks * self.hidden_size * self.head_dim * (2 * (self.heads // self.kv_heads) + 2)
-
-    @property
-    def mlp_column_parameters(self) -> int:
-        return 3 * self.hidden_size * (self.blocks - self.expert_blocks)
-
-    @property
-    def expert_column_parameters(self) -> int:
-        return 3 * self.hidden_size * self.experts * self.expert_blocks
-
-    @property
-    def vocabulary_row_parameters(self) -> int:
-        return self.hidden_size * (1 if self.is_tied else 2)
-
-    @property
-    def divided_parameters(self) -> int:
-        columns = self.mlp_columns * self.mlp_column_parameters + self.expert_columns * self.expert_column_parameters
-        return self.kv_heads * self.head_parameters + columns
-
 
 @dataclass(frozen=True)
 class Division:
@@ -84,8 +60,7 @@ class Division:
         return all(len(set(of_ranks)) <= 1 for of_ranks in counts)
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """How an array is divided: rank r keeps [bounds[r], bounds[r + 1]) of an axis, which is counted from the end."""
 
     axis: int
@@ -106,8 +81,7 @@ class Part:
         return tuple(shape)
 
 
-@dataclass(frozen=True)
-class Holders:
+class Holders(NamedTuple):
     """The ranks that hold an array whole, with Part's methods; the others have nothing of it."""
 
     ranks: tuple[int, ...]
@@ -172,14 +146,15 @@ def _quantisation(stored: Mapping[str, Any], number_bytes: int) -> tuple[int, fl
 
 
 def divide(shape: ModelShape, weights: Sequence[float], vocabulary: bool = False) -> Division:
-    """Divides a model in proportion to the ranks' weights, as nearly as whole heads and columns allow. Heads are few:
-    what rounding them costs a rank, its MLP columns make up for. Cuts through o_proj and down_proj fall between
-    quantisation groups. weights: positive, one a rank. vocabulary: divide the embedding and the head as well. Raises
-    UserError: more ranks than heads, or than groups of columns."""
+    """Divides a model in proportion to the ranks' positive weights: what rounding whole heads costs a rank, its MLP
+    columns make up for. Cuts through o_proj and down_proj fall between quantisation groups. vocabulary: divide the
+    embedding and the head as well. Raises UserError: more ranks than heads, or than groups of columns."""
     share = np.asarray(weights, dtype=np.float64) / math.fsum(weights)
     unit = shape.group_size // math.gcd(shape.group_size, shape.heads // shape.kv_heads * shape.head_dim)
     kv_heads = apportion(shape.kv_heads, share, unit, "KV heads")
-    left = np.maximum(share * shape.divided_parameters - np.array(kv_heads) * float(shape.head_parameters), 0)
+    head, mlp, expert = _parameters(shape)
+    total = shape.kv_heads * head + shape.mlp_columns * mlp + shape.expert_columns * expert
+    left = np.maximum(share * total - np.array(kv_heads) * float(head), 0)
 
     def columns(width: int, what: str) -> tuple[int, ...]:
         return apportion(width, left, _tidy_unit(width, shape.group_size, len(share)), what) if width else ()
@@ -189,8 +164,11 @@ def divide(shape: ModelShape, weights: Sequence[float], vocabulary: bool = False
         can_be_even = len(set(weights)) == 1 and shape.vocabulary % len(share) == 0
         unit = 1 if can_be_even else _tidy_unit(shape.vocabulary, 1, len(share))
         rows = apportion(shape.vocabulary, share, unit, "tokens of the vocabulary")
-    mlp, expert = columns(shape.mlp_columns, "MLP columns"), columns(shape.expert_columns, "columns of an expert")
-    return Division(kv_heads, mlp, expert, rows, tuple(map(float, weights)))
+    of_mlp, of_experts = (
+        columns(shape.mlp_columns, "MLP columns"),
+        columns(shape.expert_columns, "columns of an expert"),
+    )
+    return Division(kv_heads, of_mlp, of_experts, rows, tuple(map(float, weights)))
 
 
 def _tidy_unit(width: int, group_size: int, ranks: int) -> int:
@@ -221,12 +199,19 @@ def bounds(counts: Sequence[int], each: int = 1) -> tuple[int, ...]:
     return tuple(each * end for end in itertools.accumulate(counts, initial=0))
 
 
+def _parameters(shape: ModelShape) -> tuple[int, int, int]:
+    """Weights, in all blocks: of a KV head with its query heads, of an MLP column (gate, up and down), of a column of
+    every expert."""
+    heads = shape.blocks * shape.head_dim * (2 * (shape.heads // shape.kv_heads) + 2)
+    columns = 3 * (shape.blocks - shape.expert_blocks), 3 * shape.experts * shape.expert_blocks
+    return shape.hidden_size * heads, shape.hidden_size * columns[0], shape.hidden_size * columns[1]
+
+
 def rank_bytes(shape: ModelShape, division: Division, rank: int) -> tuple[int, int]:
     """Bytes of the weights that a rank holds: those divided, and those that every rank keeps whole."""
-    weights = division.kv_heads[rank] * shape.head_parameters
-    weights += division.mlp_columns[rank] * shape.mlp_column_parameters if division.mlp_columns else 0
-    weights += division.expert_columns[rank] * shape.expert_column_parameters if division.expert_columns else 0
-    table = shape.vocabulary_row_parameters * shape.weight_bytes
+    counts = (division.kv_heads, division.mlp_columns, division.expert_columns)
+    weights = sum(count[rank] * size for count, size in zip(counts, _parameters(shape), strict=True) if count)
+    table = shape.hidden_size * (1 if shape.is_tied else 2) * shape.weight_bytes
     norms = shape.hidden_size * (2 * shape.blocks + 1) * shape.other_bytes
     routers = shape.hidden_size * shape.experts * shape.expert_blocks * shape.weight_bytes
     rows, whole = (division.vocabulary[rank], 0) if division.vocabulary else (0, shape.vocabulary)

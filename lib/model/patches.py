@@ -1,16 +1,12 @@
 """The only file that changes other projects' insides.
 
-Which, why, and until when:
-
 - `scaled_dot_product_attention` of the model's file in mlx_lm.models: a cache that attends by itself (a stream of
   tokens, rows that share prompts) gets queries, keys and values. Until mlx-lm takes an attention object.
 - `swiglu` of that file: MLX keeps four arrays as wide as the MLP for the backward pass, ours two; on a CPU it makes one
   exponential instead of three. Until MLX has a fused SwiGLU with a backward kernel.
 
-Read with mlx-lm 0.32.2; tests/test_forward.py holds both against the originals.
-
-Everything else that a model does differently here comes from a module of its own tree, replaced by one of a derived
-class (`replace_modules`); another project's class stays as it is.
+Read with mlx-lm 0.32.2; tests/test_forward.py holds both against the originals. All else is modules of a model's own
+tree, replaced by others of derived classes (`replace_modules`).
 """
 
 from __future__ import annotations
@@ -72,7 +68,7 @@ def replace_modules(model: nn.Module, replacement: Callable[[nn.Module], nn.Modu
 
 
 def _replace_function(model: nn.Module, name: str, plain: Any, ours: Any) -> None:
-    """Replaces a function in the Python modules in which the classes of a model were written."""
+    """In the Python modules in which the classes of a model were written."""
     files = {sys.modules[kind.__module__] for part in model.modules() for kind in type(part).__mro__[:-1]}
     for file in files - {base, activations}:
         if vars(file).get(name) is plain:
@@ -96,15 +92,13 @@ def _attention_or_cache(
 
 def use_lean_swiglu(model: nn.Module) -> None:
     """Lets the model's family use `lean_swiglu`, or `quick_swiglu` on a CPU: the same values."""
-    is_cpu = mx.default_device() == mx.cpu
-    _replace_function(model, "swiglu", _swiglu, quick_swiglu if is_cpu else lean_swiglu)
+    _replace_function(model, "swiglu", _swiglu, quick_swiglu if mx.default_device() == mx.cpu else lean_swiglu)
 
 
 @mx.custom_function
 def lean_swiglu(gate: mx.array, x: mx.array) -> mx.array:
     """silu(gate) * x (SwiGLU, arXiv:2002.05202), which keeps nothing for the backward pass but its two inputs. The
-    derivative, in float32, is written so that its halves have no expression in common with each other or with the
-    forward pass: `mx.compile` would make such a one once, and keep it as an array as large as the MLP is wide."""
+    derivative's halves have no expression in common with each other or the forward pass: `mx.compile` would keep it."""
     return _swiglu(gate, x)
 
 

@@ -22,8 +22,7 @@ from pydantic import ValidationError
 from lib.config import read_file
 from lib.config.settings import ModelSettings
 from lib.errors import UserError, in_one_line
-from lib.model.adapter_files import adapter_layers_of, described, fitted, trainable
-from lib.model.adapter_layers import AdapterLayer, rank_of, scale_of
+from lib.model.adapter_files import AdapterLayer, adapter_layers_of, described, fitted, rank_of, scale_of, trainable
 from lib.system.model_folder import ADAPTER_CONFIG, PEFT_WEIGHTS
 
 PREFIX = "base_model.model."

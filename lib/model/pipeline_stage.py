@@ -9,9 +9,9 @@ and head) on the last, a tied embedding on both.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +19,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from lib.errors import UserError
-from lib.model.layout import Neighbours, Stage, block_list_of, layout_of
+from lib.model.layout import Neighbours, Stage, layout_of
 from lib.model.partition import bounds
 from lib.model.patches import replace_modules, with_methods
 from lib.model.token_stream import Stream
@@ -37,7 +37,7 @@ def cut(model: nn.Module, blocks: Sequence[int], rank: int, neighbours: Neighbou
     first, last = ends[rank], ends[rank + 1]
     dtypes = outline.dtypes[first], outline.dtypes[min(last, ends[-1] - 1)]
     hidden_size = outline.output.shape[-1]
-    stage = Stage(rank, size, first, last, hidden_size, dtypes, holders, first_trained, neighbours)
+    stage = Stage(rank, size, hidden_size, dtypes, holders, first_trained, neighbours)
     absent: dict[int, nn.Module] = {}
     for i, block in enumerate(model.layers):
         if not first <= i < last:
@@ -64,63 +64,50 @@ class Outline:
     output: Any = None  # of the last block
 
 
-class _Probe:
-    """Stands for a block while its model's code runs once: notes its input."""
-
-    def __init__(self, block: nn.Module, outline: Outline):
-        self.block, self.outline = block, outline
-
-    def __call__(self, x: Any = None, *args: Any, **options: Any) -> mx.array:
-        """The block's output, if it is one array made of the block before's alone."""
-        outline = self.outline
-        others = [each for _, each in tree_flatten((args, options)) if isinstance(each, mx.array)]
-        is_chained = isinstance(x, mx.array) and (outline.output is None or x is outline.output)
-        if not is_chained or any(mx.issubdtype(other.dtype, mx.floating) for other in others):
-            raise TypeError("blocks take something else than the output of the one before")
-        output = self.block(x, *args, **options)
-        if not isinstance(output, mx.array) or output.shape != x.shape:
-            raise TypeError("a block makes more than one array")
-        outline.dtypes.append(x.dtype)
-        outline.output = output
-        return output
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.block, name)
-
-
 def outline_of(model: nn.Module) -> Outline:
     """How a model runs, from one run of its own code: nothing is computed, no weight is read. Raises UserError: the
     input of its blocks is not each other's output alone."""
     cannot = f"strategy=pipelined cannot cut a model of family {type(model).__module__.rpartition('.')[2]}"
-    blocks = block_list_of(model)
-    if blocks is None:
-        raise UserError(f"{cannot}: its blocks are not found in a list")
-    outline, held, units = Outline(), list(blocks), dict(_units(model))
+    outline, units, count = Outline(), dict(_units(model)), len(model.layers)
 
-    def noted(name: str) -> Callable[[Any], Any]:
+    def block_call(plain: Any) -> Any:
+        def call(block: nn.Module, x: Any = None, *args: Any, **options: Any) -> mx.array:
+            others = [each for _, each in tree_flatten((args, options)) if isinstance(each, mx.array)]
+            is_chained = isinstance(x, mx.array) and (outline.output is None or x is outline.output)
+            if not is_chained or any(mx.issubdtype(other.dtype, mx.floating) for other in others):
+                raise TypeError("blocks take something else than the output of the one before")
+            output = plain(block, x, *args, **options)
+            if not isinstance(output, mx.array) or output.shape != x.shape:
+                raise TypeError("a block makes more than one array")
+            outline.dtypes.append(x.dtype)
+            outline.output = output
+            return output
+
+        return call
+
+    def unit_call(name: str) -> Callable[[Any], Any]:
         def make(plain: Any) -> Any:
             def call(module: nn.Module, *args: Any, **options: Any) -> Any:
-                (outline.after if len(outline.dtypes) == len(held) else outline.before).add(name)
+                (outline.after if len(outline.dtypes) == count else outline.before).add(name)
                 return plain(module, *args, **options)
 
             return call
 
         return make
 
-    there = {id(unit): with_methods(unit, **_called_either_way(noted(name))) for name, unit in units.items()}
-    back = {id(there[id(unit)]): unit for unit in units.values()}
+    noted = [(block, with_methods(block, __call__=block_call)) for block in model.layers]
+    noted += [(unit, with_methods(unit, **_called_either_way(unit_call(name)))) for name, unit in units.items()]
+    there, back = {id(old): new for old, new in noted}, {id(new): old for old, new in noted}
     try:
         replace_modules(model, lambda part: there.get(id(part)))
-        blocks[:] = [_Probe(block, outline) for block in held]  # type: ignore[misc]
         model(mx.zeros((1, 2), mx.int32))
     except (TypeError, ValueError, AttributeError, KeyError, IndexError) as reason:
         raise UserError(f"{cannot}: {str(reason).splitlines()[0][:80]}") from None
     finally:
-        blocks[:] = held
         replace_modules(model, lambda part: back.get(id(part)))
     if unknown := sorted(units.keys() - outline.before - outline.after):
         raise UserError(f"{cannot}: {', '.join(unknown)} is used neither before nor after the blocks")
-    if len(outline.dtypes) != len(blocks):
+    if len(outline.dtypes) != count:
         raise UserError(f"{cannot}: it skips blocks")
     return outline
 
@@ -142,16 +129,11 @@ def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _holders(model: nn.Module, outline: Outline, ends: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """The ranks that hold every parameter. Raises UserError where one is trained that belongs to no module."""
-    size = len(ends) - 1
-    names = {id(module): name for name, module in model.named_modules()}
-    ranks: dict[str, tuple[int, ...]] = {
-        f"{names[id(block)]}.": (next(rank for rank, (_, end) in enumerate(pairwise(ends)) if i < end),)
-        for i, block in enumerate(model.layers)
-    }
+    size, names = len(ends) - 1, {id(module): name for name, module in model.named_modules()}
+    ranks = {f"{names[id(block)]}.": (bisect.bisect(ends, i) - 1,) for i, block in enumerate(model.layers)}
     for name, _ in _units(model):
         ranks[f"{name}."] = tuple(sorted({*[0] * (name in outline.before), *[size - 1] * (name in outline.after)}))
-    trained = dict(tree_flatten(model.trainable_parameters()))
-    holders: dict[str, tuple[int, ...]] = {}
+    trained, holders = dict(tree_flatten(model.trainable_parameters())), {}
     for name, _ in tree_flatten(model.parameters()):
         held = next((held for prefix, held in ranks.items() if name.startswith(prefix)), None)
         if held is None and size > 2 and name in trained:

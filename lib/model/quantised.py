@@ -1,16 +1,14 @@
 """Frozen quantised layers, multiplied by as they are stored, or dequantised for one product: whichever is faster here.
 
-MLX multiplies by packed weights directly (`mx.quantized_matmul`). That reads little, which is best for a token or two.
-With many tokens it is several times faster to dequantise a layer's weights, multiply by them and let them go
-(docs/performance.md). Both ways compute x W^T with the same W, and their gradients dy W. The backward pass dequantises
-again, so that no more than one layer's weights are ever held.
+For a token or two MLX's product with packed weights is best; for many it is several times faster to dequantise a
+layer's weights, multiply by them and let them go (docs/performance.md). The backward pass dequantises again, so that no
+more than one layer's weights are ever held.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -37,17 +35,10 @@ def device() -> Device:
 # ---- Layers, with the same parameters as MLX's and mlx-lm's
 
 
-@dataclass(frozen=True)
-class Held:
-    """A dequantised weight; an array as a module's attribute would be one of its parameters."""
-
-    weight: mx.array
-
-
 class FastLinear(nn.QuantizedLinear):
     """A quantised linear layer."""
 
-    held: Held | None = None
+    held: Callable[[], mx.array] | None = None  # its weight while it is kept dequantised; an array would be a parameter
 
     def __call__(self, x: mx.array) -> mx.array:
         y = multiply(self, x)
@@ -57,14 +48,14 @@ class FastLinear(nn.QuantizedLinear):
 class FastEmbedding(nn.QuantizedEmbedding):
     """A quantised embedding; as a head it multiplies as linear layers do."""
 
-    held: Held | None = None
+    held: Callable[[], mx.array] | None = None
 
     def as_linear(self, x: mx.array) -> mx.array:
         return multiply(self, x)
 
 
 class FastExperts(QuantizedSwitchLinear):
-    """A quantised layer of experts. All experts' weights are dequantised, if any are."""
+    """A quantised layer of experts: all experts' weights are dequantised, or none. Shapes as mx.gather_qmm has them."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         y = _multiply_experts(self, x, indices, sorted_indices)
@@ -86,11 +77,6 @@ def use_fast_layers(model: nn.Module) -> None:
 def fast_layer(layer: nn.Module) -> nn.Module | None:
     """A quantised layer of MLX's as one of ours; None of another module."""
     return derived(layer, FAST[type(layer)]) if type(layer) in FAST else None
-
-
-def packed(layer: nn.Module, x: mx.array, transpose: bool = True) -> mx.array:
-    """x W^T (x W without `transpose`) by MLX's product with packed weights."""
-    return mx.quantized_matmul(x, layer["weight"], **_stored(layer), transpose=transpose)
 
 
 def _stored(layer: nn.Module) -> dict[str, Any]:
@@ -119,9 +105,9 @@ def dequantises(layer: nn.Module, tokens: int) -> bool:
 def multiply(layer: nn.Module, x: mx.array) -> mx.array:
     """x W^T of a FastLinear or FastEmbedding: [..., in] ➜ [..., out]."""
     if layer.held is not None:
-        return x @ layer.held.weight.T
+        return x @ layer.held().T
     if not dequantises(layer, x.size // x.shape[-1]):
-        return packed(layer, x)
+        return mx.quantized_matmul(x, layer["weight"], **_stored(layer), transpose=True)
 
     @mx.custom_function
     def product(x: mx.array) -> mx.array:
@@ -135,7 +121,6 @@ def multiply(layer: nn.Module, x: mx.array) -> mx.array:
 
 
 def _multiply_experts(layer: FastExperts, x: mx.array, indices: mx.array, is_sorted: bool) -> mx.array:
-    """x of each token by the W^T of each of its experts; shapes as mx.gather_qmm has them."""
     options: dict[str, Any] = {"rhs_indices": indices, "sorted_indices": is_sorted}
     # nvfp4 may have a scale for each expert besides; MLX dequantises with one for all.
     if not dequantises(layer, indices.size) or layer.global_scale is not None:
@@ -164,7 +149,8 @@ def dequantised_once(model: nn.Module, tokens: int, after: mx.array) -> Iterator
     layers = [part for part in outside if "weight" in part and dequantises(part, tokens)]  # or another stage has it
     try:
         for layer in layers:
-            layer.held = Held(mx.stop_gradient(dequantised(layer, mx.stop_gradient(after))))
+            weight = mx.stop_gradient(dequantised(layer, mx.stop_gradient(after)))
+            layer.held = lambda weight=weight: weight
         yield
     finally:
         for layer in layers:

@@ -1,11 +1,10 @@
 """A loaded model goes in, this rank's part of it comes out: tensor parallelism for unequal ranks.
 
 A block's attention and its MLP each begin with layers that are divided by their outputs (q, k, v; gate, up) and end
-with one that is divided by its inputs (o; down), as in Megatron-LM (arXiv:1909.08053, section 3). So one sum at the
-end, and one of the gradients at the beginning, make of the parts what the whole would have computed; both carry a
-number for every token and hidden unit, however unevenly heads and columns are divided. Within, an array that a rank
-holds whole (LoRA's A in front of a divided B, B after a divided A, norms of heads, routers) gets a part of its gradient
-on each rank, and these are summed; outside, every rank computes the same.
+with one that is divided by its inputs (o; down), as in Megatron-LM (arXiv:1909.08053, section 3). One sum at the end,
+and one of the gradients at the beginning, make of the parts what the whole would have computed. Within, an array that a
+rank holds whole (LoRA's A in front of a divided B, norms of heads, routers) gets a part of its gradient on each rank,
+and these are summed; outside, every rank computes the same.
 """
 
 from __future__ import annotations
@@ -26,15 +25,10 @@ STORED = ("weight", "scales", "biases")
 
 
 def shard(model: nn.Module, division: Division, ranks: Ranks) -> tuple[dict[str, Part], set[str]]:
-    """Leaves this rank's part of a model that may have adapters, and makes the ranks compute together.
-
-    A lazily loaded model is read array by array, and of each no more is kept than this rank's part. Raises UserError: a
-    cut through a quantisation group.
-
-    Returns:
-        How the parameters are divided, by name (the others are whole on every rank); and the names of those that are
-        whole, but of whose gradient every rank makes a part.
-    """
+    """Leaves this rank's part of a model that may have adapters, and makes the ranks compute together. A lazily loaded
+    model is read array by array. Returns how the parameters are divided, by name (the others are whole on every rank);
+    and the names of those that are whole, but of whose gradient every rank makes a part. Raises UserError: a cut
+    through a quantisation group."""
     names = {id(module): name for name, module in model.named_modules()}
     parts: dict[str, Part] = {}
     partial: set[str] = set()
@@ -45,7 +39,7 @@ def shard(model: nn.Module, division: Division, ranks: Ranks) -> tuple[dict[str,
     for layer in model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         heads, kv_heads, held = attention.n_heads, attention.n_kv_heads, division.kv_heads[ranks.rank]
-        head_dim = _output_size(attention.k_proj) // kv_heads
+        head_dim = attention.k_proj.get("linear", attention.k_proj).weight.shape[-2] // kv_heads
         queries = bounds(division.kv_heads, heads // kv_heads * head_dim)
         keys = bounds(division.kv_heads, head_dim)
         attention.n_heads, attention.n_kv_heads = heads // kv_heads * held, held
@@ -56,9 +50,9 @@ def shard(model: nn.Module, division: Division, ranks: Ranks) -> tuple[dict[str,
             (mlp, inner, {"gate_proj": columns, "up_proj": columns}, "down_proj", columns),
         ):
             holder, prefix = (module[part_of_it], f"{part_of_it}.") if part_of_it else (module, "")
-            divided = _by_inputs(holder[last], f"{prefix}{last}", ends)
+            divided = _parts(holder[last], f"{prefix}{last}", ends, by_inputs=True)
             for name, ends_of_outputs in outputs.items():
-                divided |= _by_outputs(holder[name], f"{prefix}{name}", ends_of_outputs)
+                divided |= _parts(holder[name], f"{prefix}{name}", ends_of_outputs)
             path = names[id(module)]
             parts |= {f"{path}.{name}": part for name, part in divided.items()}
             partial |= {f"{path}.{name}" for name, _ in tree_flatten(module.parameters()) if name not in divided}
@@ -78,35 +72,25 @@ def shard(model: nn.Module, division: Division, ranks: Ranks) -> tuple[dict[str,
 # ---- The parts of each array
 
 
-def _output_size(linear: nn.Module) -> int:
-    return (linear.linear if "linear" in linear else linear).weight.shape[-2]
-
-
-def _by_outputs(linear: nn.Module, prefix: str, ends: tuple[int, ...]) -> dict[str, Part]:
-    """A linear layer, plain or with adapters, of whose outputs every rank makes some; A stays whole."""
+def _parts(linear: nn.Module, prefix: str, ends: tuple[int, ...], by_inputs: bool = False) -> dict[str, Part]:
+    """How a linear layer, plain or with adapters, is divided by its outputs (A stays whole), or by its inputs (B stays
+    whole, and the bias is added by rank 0)."""
     parts = {}
     for name, array in tree_flatten(linear.parameters()):
-        leaf = name.rpartition(".")[2]
-        if leaf in STORED or (leaf == "lora_b" and array.ndim == 3):  # of experts: [expert, out, rank]
-            parts[f"{prefix}.{name}"] = Part(-2, ends)
-        elif leaf in ("bias", "lora_b", "m"):
-            parts[f"{prefix}.{name}"] = Part(-1, ends)
-    return parts
-
-
-def _by_inputs(linear: nn.Module, prefix: str, ends: tuple[int, ...]) -> dict[str, Part]:
-    """A linear layer that takes some of its inputs on every rank; B stays whole, and the bias is added by rank 0."""
-    parts = {}
-    for name, array in tree_flatten(linear.parameters()):
-        leaf, width = name.rpartition(".")[2], array.shape[-1]  # in quantised layers less than the inputs
-        if leaf in STORED:
+        leaf, path, width = name.rpartition(".")[2], f"{prefix}.{name}", array.shape[-1]
+        has_experts = array.ndim == 3  # then lora_a is [expert, rank, in], and lora_b [expert, out, rank]
+        if not by_inputs and (leaf in STORED or (leaf == "lora_b" and has_experts)):
+            parts[path] = Part(-2, ends)
+        elif not by_inputs and leaf in ("bias", "lora_b", "m"):
+            parts[path] = Part(-1, ends)
+        elif by_inputs and leaf in STORED:  # of quantised layers the width is less than the inputs
             if any(end * width % ends[-1] for end in ends):
                 raise UserError(f"strategy=sharded: {list(ends)} would cut through a quantisation group of {prefix}")
-            parts[f"{prefix}.{name}"] = Part(-1, tuple(end * width // ends[-1] for end in ends))
-        elif leaf == "bias":
-            parts[f"{prefix}.{name}"] = Part(-1, (0, *[width] * (len(ends) - 1)))
-        elif leaf == "lora_a":  # of experts: [expert, rank, in]
-            parts[f"{prefix}.{name}"] = Part(-1 if array.ndim == 3 else -2, ends)
+            parts[path] = Part(-1, tuple(end * width // ends[-1] for end in ends))
+        elif by_inputs and leaf == "bias":
+            parts[path] = Part(-1, (0, *[width] * (len(ends) - 1)))
+        elif by_inputs and leaf == "lora_a":
+            parts[path] = Part(-1 if has_experts else -2, ends)
     return parts
 
 
@@ -149,10 +133,7 @@ def _divide_vocabulary(model: nn.Module, names: dict[int, str], division: Divisi
 
 def _summed(module: nn.Module, ranks: Ranks) -> nn.Module:
     def summed(plain: Any) -> Any:
-        def call(self: nn.Module, x: mx.array, *args: Any, **options: Any) -> mx.array:
-            return ranks.sum_forward(plain(self, ranks.sum_backward(x), *args, **options))
-
-        return call
+        return lambda self, x, *args, **options: ranks.sum_forward(plain(self, ranks.sum_backward(x), *args, **options))
 
     return with_methods(module, __call__=summed)
 
@@ -162,13 +143,13 @@ def _joined_inputs(linear: nn.Module, ends: tuple[int, ...], ranks: Ranks) -> nn
     dropout = linear.get("dropout")
     if isinstance(dropout, nn.Dropout) and dropout._p_1 < 1:
         linear.dropout = _DropoutOfPart(1 - dropout._p_1, ends, ranks.rank)
-    if isinstance(linear, DoRA):  # whose norms are of whole rows
+    if not isinstance(linear, DoRA):
+        return linear
 
-        def of_whole_rows(squares: Any) -> Any:
-            return lambda self, after: mx.stop_gradient(ranks.sum_forward(squares(self, after)))
+    def of_whole_rows(squares: Any) -> Any:
+        return lambda self, after: mx.stop_gradient(ranks.sum_forward(squares(self, after)))
 
-        return with_methods(linear, squares=of_whole_rows)
-    return linear
+    return with_methods(linear, squares=of_whole_rows)
 
 
 class _DropoutOfPart(nn.Dropout):

@@ -1,16 +1,16 @@
 """A batch through the model's blocks as one stream of tokens, each token once: prompts are shared.
 
 The blocks see the stream of lib/data/batch.py as N sequences of one token: every layer but attention computes each
-token by itself, and the rotary embedding takes an offset for each. Attention recognises a stream by the type of its
-cache: there the stream is laid out as rectangles, all of them causal, so that no mask is needed. The last block gives
-its keys and values for all tokens, and computes what follows attention for those alone that the head sees. No model
-file knows of it.
+token by itself, and the rotary embedding takes an offset for each. Attention finds the stream in its cache, and lays it
+out as rectangles, all of them causal, so that no mask is needed. The last block computes what follows attention for the
+tokens alone that the head sees. No model file knows of it.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -42,7 +42,7 @@ def arrays_of(inputs: Mapping[str, int | np.ndarray]) -> StreamInputs:
 
 def hidden_states(model: nn.Module, inputs: StreamInputs, window: int | None = None) -> mx.array:
     """What the head sees of every token of a batch: [N, D] (or logits, of a model without a backbone). window: tokens
-    that each attends to, itself included; for models that take a stream."""
+    that each attends to, itself included."""
     return _states(model, inputs, window, None)[0]
 
 
@@ -56,7 +56,7 @@ def scored_states(model: nn.Module, inputs: StreamInputs, window: int | None = N
 def _states(
     model: nn.Module, inputs: StreamInputs, window: int | None, scored: mx.array | None
 ) -> tuple[mx.array, bool]:
-    """What the head would see: of every token, or of the scored ones alone, where the last block ends with those."""
+    """What the head would see, and whether of the scored tokens alone: where the last block ends with those."""
     tokens, (rows, completions, _) = inputs["tokens"], inputs["mask"].shape
     with contextlib.ExitStack() as stack:
         if model.training and "noise_keys" in inputs:
@@ -85,11 +85,18 @@ def _noisy(embedding: nn.Module, keys: mx.array, scales: mx.array) -> Callable[[
     return call
 
 
+@dataclass(frozen=True)
+class Window:
+    """Passed to attention as its mask: attention to the last `size` positions only."""
+
+    size: int
+
+
 class Stream:
     """Passed to blocks as their cache: lays the stream out for attention. offset: int32 [N], the name by which blocks
-    ask for the positions. attended: attention's output for all tokens in the block that ran last."""
+    ask for the positions."""
 
-    attended: mx.array
+    attended: mx.array  # attention's output for all tokens in the block that ran last
 
     def __init__(self, inputs: StreamInputs, window: int | None = None):
         self.rows, self.completions, _ = inputs["mask"].shape
@@ -115,7 +122,7 @@ class Stream:
         """[N, heads, 1, head_dim] each: every token attends to its own sequence up to itself."""
         if not (mask is None or isinstance(mask, Window)):
             raise TypeError("this model makes its own attention mask")
-        windows = [window for window in (self.window, mask.size if mask else None) if window is not None]
+        windows = [*([] if self.window is None else [self.window]), *([mask.size] if mask else [])]
 
         def attention(q: mx.array, k: mx.array, v: mx.array) -> mx.array:  # [sequences, heads, length, head_dim]
             out = local_attention(q, k, v, min(windows, default=None), scale=scale, **options)
@@ -145,17 +152,9 @@ class Stream:
         return mx.concatenate([prefixes, tails], axis=3).flatten(0, 1)
 
 
-class Window:
-    """Passed to attention as its mask: attention to the last `size` positions only."""
-
-    def __init__(self, size: int):
-        self.size = size
-
-
 def _move(x: mx.array, index: mx.array, inverse: mx.array) -> mx.array:
-    """x[index] along the first axis (x[0] where the index is -1), whose gradient gathers as well, in a fixed order. MLX
-    would scatter the gradient with atomic additions: slower, and another sum every time. inverse: [len(x), uses], where
-    x's rows went; -1 for nowhere."""
+    """x[index] along the first axis (x[0] where the index is -1), whose gradient gathers as well, in a fixed order:
+    MLX would add it up atomically. inverse: [len(x), uses], where x's rows went; -1 for nowhere."""
 
     @mx.custom_function
     def move(x: mx.array) -> mx.array:
@@ -178,8 +177,8 @@ def _move(x: mx.array, index: mx.array, inverse: mx.array) -> mx.array:
 
 
 def _end_early(model: nn.Module, stream: Stream, scored: mx.array, stack: contextlib.ExitStack) -> bool:
-    """Lets the last block that has parameters give the scored tokens alone, until the stack closes; whether it can. It
-    cannot where its masks are drawn for all tokens, or it is recomputed. Other stages have the later blocks."""
+    """Lets the last block that has parameters give the scored tokens alone, until the stack closes; whether it can: not
+    where its masks are drawn for all tokens, or it is recomputed."""
     blocks = block_list_of(model)
     if blocks is None:
         return False
@@ -195,9 +194,8 @@ def _end_early(model: nn.Module, stream: Stream, scored: mx.array, stack: contex
 
 
 class EndingBlock:
-    """Stands for the last block on a stream, and gives the scored tokens alone. The block runs twice: over all tokens,
-    and over the scored ones with their attention from the first run. MLX computes of the first run what the second
-    needs, its attention, and no queries, keys and values of the second."""
+    """Stands for the last block on a stream, and gives the scored tokens alone. It runs over all tokens, and over the
+    scored ones with their attention from the first run: MLX computes of each what is used."""
 
     def __init__(self, block: nn.Module, stream: Stream, scored: mx.array):
         self.block, self.stream, self.scored = block, stream, scored
@@ -232,9 +230,8 @@ class KnownAttention:
 
 
 def cannot_share_prompts(model: nn.Module) -> str | None:
-    """None for a model to which a stream is the same as whole rows; else why not, in words. It is tried, on random
-    tokens: recurrent layers, or an attention of the family's own, show there. The model's layout has the answer
-    afterwards, and whether its last block may end with the scored tokens alone."""
+    """None for a model to which a stream is the same as whole rows, by a trial on random tokens; else why not. The
+    model's layout has the answer afterwards, and whether its last block may end with the scored tokens alone."""
     attend_by_cache(model)
     was_training, layout = model.training, layout_of(model)
     layout.ends_early = False

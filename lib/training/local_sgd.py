@@ -30,7 +30,7 @@ from lib.distributed.compression import Arrays
 from lib.distributed.world import World, buckets
 from lib.errors import AgreedError, Stopped, UserError
 from lib.model import adapter_files
-from lib.model.adapter_layers import rank_of
+from lib.model.adapter_files import rank_of
 from lib.plan.plan import ClusterPlan
 from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, distribute_work
 from lib.plan.strategy import FIRST_STEPS, default_merge, longest_round, measures_merges, steps_per_round

@@ -22,7 +22,7 @@ from lib.data.prompts import Prompts
 from lib.data.streaming import StreamedDataset
 from lib.distributed.world import World
 from lib.errors import UserError
-from lib.model import adapter_layers
+from lib.model import adapter_files
 from lib.model.partition import FAMILIES, ModelShape, apportion, model_shape_of
 from lib.model.token_stream import length_multiple
 from lib.plan import calibration
@@ -160,8 +160,8 @@ def _training(config: Config, shape: ModelShape, shared_prompts: bool) -> Traini
     model = config.model
     return Training(
         method=model.method,
-        rank=adapter_layers.most_rank(model),
-        blocks=None if model.blocks is None else adapter_layers.depth(model, shape.blocks),
+        rank=max([model.rank, *model.rank_pattern.values()]),
+        blocks=None if model.blocks is None else adapter_files.depth(model, shape.blocks),
         adapts_embeddings=model.adapt_embeddings,
         checkpointing=bool(model.gradient_checkpointing),
         optimizer=OPTIMIZERS.get(config.train.optimizer, ADAM),
