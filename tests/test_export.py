@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 import shutil
@@ -12,16 +11,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 from huggingface_hub.errors import HfHubHTTPError
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from lib.errors import Stopped, UserError
-from lib.export import card, command, fuse, gguf, mlx_adapter, ollama, peft, proof
-from lib.export.gguf_tokenizer import tokenizer_of
+from lib.errors import UserError
+from lib.export import card, command, fuse, gguf, ollama, peft, proof
+from lib.export.gguf import tokenizer_of
 from lib.export.trained_run import ChatForm, TrainedRun, open_run
 from lib.model import adapters, peft_adapters
 from lib.model import load as models
@@ -102,14 +100,6 @@ def test_an_exported_peft_adapter_starts_a_run_with_the_same_model(name: str, tm
     assert proof.largest_difference(found, proof.model_logps(run.model(), run.rows)) <= proof.LIMIT
 
 
-def test_what_rounding_loses_is_not_written() -> None:
-    base, trained = [np.zeros(3, np.float32)], [np.ones(3, np.float32)]
-    proof.require_kept([np.full(3, 0.9, np.float32)], trained, base)
-    for lost in (0.0, 0.4, 3.0):
-        with pytest.raises(Stopped, match="what was learned would be lost; take --dequantize"):
-            proof.require_kept([np.full(3, lost, np.float32)], trained, base)
-
-
 def test_what_four_bits_cannot_hold_is_not_written_in_four_bits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,23 +112,6 @@ def test_what_four_bits_cannot_hold_is_not_written_in_four_bits(
     assert command.main([str(folder), "--to", "fused", "--dequantize", "--type", "f32"]) == 0
     assert command.main([str(folder), "--to", "peft"]) == 2
     assert "how PEFT names the experts of this family is not known" in capsys.readouterr().err
-
-
-def test_a_fused_model_has_its_bases_names_and_types(tmp_path: Path) -> None:
-    run = opened(tmp_path, "qwen3_moe")
-    folder = export(run, "--to", "fused")[1] / "fused"
-    base, stored = (mx.load(str(path / "model.safetensors")) for path in (run.base, folder))
-    assert {name: (array.shape, array.dtype) for name, array in base.items()} == {
-        name: (array.shape, array.dtype) for name, array in stored.items()
-    }
-    assert json.loads((folder / "config.json").read_text()) == json.loads((run.base / "config.json").read_text())
-
-
-def test_a_trained_array_that_no_layer_takes_stops_the_merge(run: TrainedRun) -> None:
-    model = run.model()
-    model.model.norm.unfreeze()
-    with pytest.raises(UserError, match="1 trained arrays belong to no layer that can be merged.*model.norm.weight"):
-        fuse.adapted_layers(model)
 
 
 def test_a_full_run_is_its_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,36 +203,24 @@ def test_what_of_peft_has_no_counterpart_is_named(change: dict[str, Any], words:
         peft_adapters.read(tmp_path / "adapter", "model.adapter")
 
 
-@pytest.mark.parametrize("spelling", ["language_model", "default", "pickle"])
-def test_pefts_other_spellings_are_matched_or_answered(spelling: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "spelling", [(".weight", ".default.weight"), ("model.layers.", "model.language_model.layers.")]
+)
+def test_pefts_other_spellings_are_matched(spelling: tuple[str, str], tmp_path: Path) -> None:
     shutil.copytree(PEFT / "llama-lora", tmp_path / "adapter")
     weights = tmp_path / "adapter" / "adapter_model.safetensors"
-    arrays = dict(mx.load(str(weights)))
-    plain = peft_adapters.read(tmp_path / "adapter", "model.adapter")
-    if spelling == "pickle":
-        weights.rename(weights.with_name("adapter_model.bin"))
-        with pytest.raises(UserError, match="pickle, which may run code; where torch is installed type: python -c"):
-            peft_adapters.read(tmp_path / "adapter", "model.adapter")
-        return
-    old, new = {"language_model": ("model.layers.", "model.language_model.layers.")}.get(
-        spelling, (".weight", ".default.weight")
+    arrays = {name.replace(*spelling): array for name, array in mx.load(str(weights)).items()}
+    mx.save_safetensors(str(weights), arrays)
+    model = models.load(models.ModelSettings(path=str(exported.base_model(tmp_path / "base", "llama"))), 0)
+    plain, other = (
+        peft_adapters.read(folder, "model.adapter") for folder in (PEFT / "llama-lora", tmp_path / "adapter")
     )
-    mx.save_safetensors(str(weights), {name.replace(old, new): array for name, array in arrays.items()})
-    other = peft_adapters.read(tmp_path / "adapter", "model.adapter")
-    model = nn.Module()
-    names = {name.rpartition(".")[0] for name in plain.arrays}
-    modules = [(name, nn.Linear(1, 1)) for name in names]
-    model.named_modules = lambda: modules  # type: ignore[method-assign]
     assert peft_adapters.with_names_of(model, other).arrays.keys() == plain.arrays.keys()
-
-
-def test_a_torn_or_unknown_file_of_peft_is_refused(tmp_path: Path) -> None:
-    shutil.copytree(PEFT / "llama-lora", tmp_path / "adapter")
-    weights = tmp_path / "adapter" / "adapter_model.safetensors"
-    mx.save_safetensors(str(weights), {"base_model.model.lm_head.weight": mx.zeros((2, 2))})
-    assert list(peft_adapters.read(tmp_path / "adapter", "model.adapter").whole) == ["lm_head"]
     weights.write_bytes(weights.read_bytes()[:40])
     with pytest.raises(UserError, match="cannot be read"):
+        peft_adapters.read(tmp_path / "adapter", "model.adapter")
+    weights.rename(weights.with_name("adapter_model.bin"))
+    with pytest.raises(UserError, match="pickle, which may run code"):
         peft_adapters.read(tmp_path / "adapter", "model.adapter")
 
 
@@ -481,43 +442,25 @@ def test_a_wrong_export_is_not_written(
     assert "Nothing was written" in capsys.readouterr().err
 
 
-def test_a_full_disk_leaves_nothing(
-    run: TrainedRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(mlx_adapter, "save_trained", full)
-    status, folder = export(run, "--to", "mlx")
-    assert status == 2 and list(folder.iterdir()) == []
-    assert "No space left on device" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--to", "mlx", "--checkpoint", "7"], "--checkpoint 7"),
-        (["--to", "mlx", "--checkpoint", "newest"], "give best, last, or a step's number"),
-        (["--to", "mlx", "--type", "f16"], "leave --type and --dequantize out"),
-        (["--to", "fused", "--type", "q8_0"], "--type q8_0 is for --to gguf"),
-        (["--to", "fused", "--dequantize"], "is not quantised"),
-        (["--to", "fused", "--rows", "0"], "--rows 0"),
-        (["--to", "onnx"], "invalid choice: 'onnx'"),
-        (["--to", "mlx", "model.path=/nowhere/at/all"], "no such folder"),
+        ("--to mlx --checkpoint 7", "--checkpoint 7"),
+        ("--to mlx --type f16", "leave --type and --dequantize out"),
+        ("--to fused --type q8_0", "--type q8_0 is for --to gguf"),
+        ("--to fused --dequantize", "is not quantised"),
+        ("--to fused --rows 0", "--rows 0"),
+        ("--to onnx", "invalid choice: 'onnx'"),
+        ("--to mlx model.path=/nowhere/at/all", "no such folder"),
+        ("--to mlx --push ann/mo/del", "give OWNER/NAME"),
+        ("--dry-run", "--to: give the form"),
     ],
 )
-def test_wrong_input_is_one_line(
-    words: list[str], message: str, run: TrainedRun, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command.main([str(run.folder), *words]) == 2
+def test_wrong_input_is_one_line(words: str, message: str, run: TrainedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main([str(run.folder), *words.split()]) == 2
     error = capsys.readouterr().err
     assert message in error and len(error.splitlines()) == 1
     assert not (run.folder / "export").exists()
-
-
-def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main([str(tmp_path), "--to", "mlx"]) == 2
-    assert "no run there" in capsys.readouterr().err
 
 
 def test_a_base_that_nobody_has_is_exported_whole_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -544,13 +487,6 @@ def test_experts_have_names_of_their_own() -> None:
     mixtral = "model.layers.0.block_sparse_moe.switch_mlp.up_proj.weight"
     assert stacked_name(str(expert_pattern(mixtral)).format(3)) == (mixtral, 3)
     assert expert_pattern("model.layers.0.mlp.gate_proj") is stacked_name("model.layers.0.mlp.gate_proj") is None
-
-
-def test_targets_mean_exactly_the_adapted_layers() -> None:
-    layers = {f"model.layers.{i}.{name}" for i in range(3) for name in ("attn.q", "attn.v", "mlp.q")} | {"lm_head"}
-    of_last = {name for name in layers if ".2." in name}
-    assert peft.target_modules(layers - {"lm_head"}, layers) == ["q", "v"]
-    assert peft.target_modules(of_last, layers) == sorted(of_last)
 
 
 def test_weights_are_spread_over_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -664,19 +600,3 @@ def test_what_the_hub_refuses_is_one_line(
     assert command.main([str(written_before), "--push", "ann/model"]) == status
     printed = capsys.readouterr().err
     assert words in printed and printed.count("\n") == 1, printed
-
-
-@pytest.mark.parametrize("name", ["ann/mo del", "ann/", "model", "a/b/c"])
-def test_wrong_names_are_one_line(name: str, written_before: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main([str(written_before), "--push", name]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_words_that_do_not_go_together(written_before: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (
-        [str(written_before)],
-        [str(written_before), "--dry-run"],
-        [str(written_before), "--to", "mlx", "--push", "ann/model"],
-    ):
-        assert command.main(words) == 2
-        assert capsys.readouterr().err.count("\n") == 1

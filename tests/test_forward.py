@@ -271,14 +271,14 @@ def test_softcapped_and_quantised_heads_keep_their_gradient(tmp_path: Path) -> N
 
 def test_no_more_than_a_chunk_of_logits_is_made_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, made = load(tmp_path, "llama"), []
-    plain = logps_module._logps_and_slope_of_logits
+    plain = logps_module._logps_and_slope
     monkeypatch.setattr(logps_module, "LOGITS_BYTES", 10 * VOCABULARY * 4)
 
     def listen(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
         made.append(logits.shape)
         return plain(logits, targets)
 
-    monkeypatch.setattr(logps_module, "_logps_and_slope_of_logits", listen)
+    monkeypatch.setattr(logps_module, "_logps_and_slope", listen)
     batch = collate(draw(0, 5), 4, False)
     mx.eval(logps_module.completion_logps(model, token_stream.arrays_of(batch.inputs)))
     assert sum(rows for rows, _ in made) == len(batch.targets) > 40 and max(rows for rows, _ in made) <= 10
@@ -337,7 +337,7 @@ def test_both_forms_of_the_loss_equal_float64(device: mx.DeviceType, monkeypatch
     monkeypatch.setattr(mx, "default_device", lambda: device)
     logits = mx.concatenate([mx.random.normal((6, 50)) * 5, mx.array([[0.0, 300.0, -300.0] + [0.0] * 47])])
     targets = mx.array([0, 49, 7, 7, 3, 2, 2])
-    logps, slope = logps_module._logps_and_slope_of_logits(logits, targets)
+    logps, slope = logps_module._logps_and_slope(logits, targets)
     exact = np.array(logits, np.float64)
     partition = np.log(np.exp(exact - exact.max(1, keepdims=True)).sum(1)) + exact.max(1)
     # A logit less the partition is rounded relatively to them; the partition is a sum of 50 terms.

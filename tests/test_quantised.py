@@ -8,7 +8,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear
 
@@ -115,14 +115,6 @@ def test_inputs_wider_than_the_weights_are_not_rounded(choose: Callable[[int], N
     assert_near(both(linear, x), wanted)
 
 
-def test_a_scale_for_each_expert_is_left_to_mlx(choose: Callable[[int], None]) -> None:
-    layer = QuantizedSwitchLinear(INPUTS, OUTPUTS, EXPERTS, False, 16, 4, "nvfp4", global_scale=True)
-    layer = quantised.fast_layer(layer)
-    choose(ALWAYS)
-    with pytest.raises(ValueError, match="gather_qmm.*Global scale is only supported on the GPU"):
-        layer(mx.random.normal((TOKENS, 1, INPUTS)), mx.array([0, 0, 1, 2, 2]), True)
-
-
 @pytest.mark.parametrize(
     ("keys", "compiled"),
     [(None, False), (None, True), (["self_attn.q_proj", "mlp.down_proj"], False), (["lm_head"], False)],
@@ -218,16 +210,6 @@ def test_no_more_than_a_few_layers_weights_are_held(compiled: bool, choose: Call
 
     few, many = peak_bytes(24), peak_bytes(72)
     assert many - few < 12 * 4 * width**2, (few, many)
-
-
-def test_when_to_dequantise() -> None:
-    linear = quantised.fast_layer(nn.QuantizedLinear(INPUTS, OUTPUTS))
-    experts = quantised.fast_layer(QuantizedSwitchLinear(INPUTS, OUTPUTS, EXPERTS))
-    fewest = quantised.DEQUANTISE_FROM[quantised.device()]
-    for layer, tokens in ((linear, fewest), (experts, EXPERTS * fewest)):
-        assert (
-            layer is not None and not quantised.dequantises(layer, tokens - 1) and quantised.dequantises(layer, tokens)
-        )
 
 
 @pytest.mark.parametrize("bits", [2, 3, 5, 6, 8])

@@ -146,7 +146,7 @@ def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None
     reference, digests = loaded.start if kind == "rewards" else None, [stored.digest()]
     if kind == "rewards" and settings.model.reference != "initial":
         reference = divided_world.load_reference(settings.model, settings.train.seed, world).eval()
-        digests.append(load_module.reference_fingerprint(settings.model, settings.train.seed))
+        digests.append(load_module.fingerprint(load_module.reference_settings(settings.model), settings.train.seed))
     key = score_file.key_of(kind, *digests, score_file.digest_of(records))
     ranks.require_equal("model, data or settings", key)
     do: Callable[[range], Lines]

@@ -20,18 +20,22 @@ import shutil
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 from lib.config import command_line
 from lib.errors import UserError
-from lib.export import card, fuse, gguf, mlx_adapter, ollama, peft, proof, push
+from lib.export import card, fuse, gguf, ollama, peft, proof
 from lib.export.proof import ExportOptions, WeightType
 from lib.export.trained_run import open_run
 from lib.system import files, mpi_and_blas
 from lib.system.terminal import Terminal
 
-# Each module checks, writes and reads one form.
-FORMS: dict[str, ModuleType] = {"mlx": mlx_adapter, "fused": fuse, "peft": peft, "gguf": gguf, "ollama": ollama}
+FORMS = {  # what checks, writes and reads one
+    "mlx": (peft.check_mlx, peft.write_mlx, peft.read_mlx),
+    "fused": (fuse.check, fuse.write, fuse.read),
+    "peft": (peft.check, peft.write, peft.read),
+    "gguf": (gguf.check, gguf.write, gguf.read),
+    "ollama": (ollama.check, ollama.write, gguf.read),
+}
 FACTS = "tandem_export.json"
 
 
@@ -49,21 +53,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             terminal.line(f"{path.relative_to(folder)}  {path.stat().st_size:,} bytes")
         terminal.line(f"nothing was sent to {options.push}: --dry-run")
     elif options.push is not None:
-        terminal.line(f"{push.push(folder, options.push, options.private)}: complete", "bold")
+        terminal.line(f"{card.push(folder, options.push, options.private)}: complete", "bold")
     return 0
 
 
 def _export(options: argparse.Namespace, terminal: Terminal) -> Path:
     """Writes the export and returns its folder, which is whole or absent."""
     to = options.to or "mlx"
-    form, wanted = FORMS[to], ExportOptions(options.type, options.dequantize)
+    (check, write, read), wanted = FORMS[to], ExportOptions(options.type, options.dequantize)
     rows = options.rows * options.prove
     run = open_run(Path(options.run), options.checkpoint, options.overrides, rows, terminal.line)
     name = to if run.checkpoint == "final" else f"{to}-{run.checkpoint.replace(' ', '-')}"
     target = Path(options.out) if options.out else run.folder / "export" / name
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists already; give another folder by --out, or remove it")
-    form.check(run, wanted)
+    check(run, wanted)
     if run.settings.model.attention_window is not None:
         terminal.labelled("warning", "model.attention_window is no part of an export: its reader attends to all tokens")
     unfinished, figures, proven = target.with_name(f".{target.name}.unfinished"), None, "not proven (--no-proof)"
@@ -71,10 +75,10 @@ def _export(options: argparse.Namespace, terminal: Terminal) -> Path:
     try:
         unfinished.mkdir(parents=True)
         with terminal.doing("writing"):
-            form.write(run, unfinished, wanted)
+            write(run, unfinished, wanted)
         if options.prove:
             with terminal.doing("reading it back"):
-                figures, proven = proof.prove(run, form.read(run, unfinished, wanted))
+                figures, proven = proof.prove(run, read(run, unfinished, wanted))
         card.write(run, unfinished, to, proven)
         base = card.base_of(run.settings.model.path)[0]
         facts = {"form": to, "run": run.folder.resolve().name, "checkpoint": run.checkpoint, "base_model": base}

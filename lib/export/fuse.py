@@ -106,9 +106,6 @@ def _stored(run: TrainedRun, options: ExportOptions) -> dict[str, mx.array]:
     return {n: a.astype(type_of(n)) if mx.issubdtype(a.dtype, mx.floating) else a for n, a in arrays.items()}
 
 
-# ---- Merged weights
-
-
 def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers of a model that have low-rank factors, mlx-lm's modules with the base's layer inside, by name. Raises
     UserError: some trained array belongs to none of them; it would be lost."""
@@ -182,9 +179,6 @@ def _plain(base: nn.Module, weight: mx.array) -> nn.Module:
     if "bias" in base:
         plain.bias = base.bias
     return plain
-
-
-# ---- A model's folder
 
 
 def write_weights(folder: Path, arrays: dict[str, mx.array]) -> None:

@@ -1,14 +1,16 @@
 """One GGUF file, for llama.cpp and what is built on it: the whole model, its tokenizer and its chat template.
 
 gguf's own writer and name maps write it. Here are the facts of llama.cpp that differ from mlx-lm's models: names, the
-order of rows, norms, ropes. Sizes are those of the model's own arguments and rope layers.
+order of rows, norms, ropes; and the splitters of texts, whose names follow from tokenizer.json.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ from gguf import (
     GGUFWriter,
     LlamaFileType,
     RopeScalingType,
+    TokenType,
     get_tensor_name_map,
 )
 from gguf.constants import GGML_QUANT_SIZES
@@ -32,9 +35,8 @@ from mlx_lm.models import rope_utils
 
 from lib.errors import Stopped, UserError
 from lib.export.fuse import fused_model
-from lib.export.gguf_tokenizer import GgufTokenizer, tokenizer_of
 from lib.export.proof import ExportOptions, Reading, WeightType, model_logps
-from lib.export.trained_run import TrainedRun
+from lib.export.trained_run import ChatForm, TrainedRun
 
 TYPES: dict[mx.Dtype, WeightType] = {mx.float32: "f32", mx.bfloat16: "bf16", mx.float16: "f16"}
 FILE = "model.gguf"
@@ -96,6 +98,8 @@ PARAMETERS = {
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
 }
+SPACE = "▁"  # what SentencePiece writes for a space
+SPECIAL = ("bos", "eos", "unk", "sep", "pad", "mask")  # by their names in transformers, and in GGUF's writer
 MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
 
@@ -105,14 +109,15 @@ def check(run: TrainedRun, options: ExportOptions) -> None:
         raise UserError("--dequantize is for --to fused; GGUF has its own types: --type q8_0")
     model, family, args = _fused(run)  # not evaluated: only names and shapes of its weights are read
     list(tensors(model, family, "f32"))
-    if (tokenizer := gguf_tokenizer(run)) is not None and len(tokenizer.tokens) > args.vocab_size:
+    tokenizer = tokenizer_of(run.chat_form(), run.settings.model.path)
+    if tokenizer is not None and len(tokenizer.tokens) > args.vocab_size:
         raise UserError(f"--to gguf: the tokenizer of {run.base} has more tokens than the model has embeddings")
 
 
 def write(run: TrainedRun, folder: Path, options: ExportOptions) -> None:
     """Writes model.gguf: adapters fused in float32, then rounded once to the stored type; one weight is in memory.
     Raises UserError: a rope that llama.cpp does not compute for this family."""
-    (model, family, args), tokenizer = _fused(run), gguf_tokenizer(run)
+    (model, family, args), tokenizer = _fused(run), tokenizer_of(run.chat_form(), run.settings.model.path)
     type = options.type or TYPES.get(text_model(run.stored_base()).model.norm.weight.dtype, "bf16")
     writer = GGUFWriter(folder / FILE, MODEL_ARCH_NAMES[MODEL_ARCH[family.architecture]])
     # "phi-3" in its name tells llama.cpp that special tokens swallow the space behind them.
@@ -162,13 +167,6 @@ def read(run: TrainedRun, folder: Path, options: ExportOptions) -> Reading:
     return Reading("gguf's reader", model_logps(model, run.rows), is_rounded)
 
 
-def gguf_tokenizer(run: TrainedRun) -> GgufTokenizer | None:
-    """The tokenizer with the chat template of training; None for a model without one. Raises UserError: llama.cpp has
-    no such tokenizer."""
-    chat = run.chat_form()
-    return None if chat is None else tokenizer_of(chat, run.settings.model.path)
-
-
 def tensors(
     model: nn.Module, family: Family, type: WeightType
 ) -> Iterator[tuple[str, str, tuple[int, ...], GGMLQuantizationType]]:
@@ -189,9 +187,6 @@ def tensors(
         elif type == "q8_0" and shape[-1] % 32:
             stored = GGMLQuantizationType.F16
         yield name, source, shape, stored
-
-
-# ---- Families
 
 
 def _fused(run: TrainedRun) -> tuple[nn.Module, Family, Any]:
@@ -272,9 +267,6 @@ def _write_parameters(writer: GGUFWriter, model: nn.Module, family: Family, run:
     _write_rope(writer, model, args, family)
 
 
-# ---- Ropes
-
-
 def _rope(model: nn.Module) -> nn.Module:
     """The rope of the blocks that attend to everything, of which those that attend to a window may differ."""
     attention = [layer.self_attn for layer in text_model(model).layers]
@@ -322,3 +314,169 @@ def frequency_factors(model: nn.Module) -> dict[str, np.ndarray]:
     factors = (np.array(rope._freqs, np.float64) / plain).astype(np.float32)
     names = ("rope_factors_long.weight", "rope_factors_short.weight") if is_long else ("rope_freqs.weight",)
     return dict.fromkeys(names, factors)
+
+
+@dataclass(frozen=True)
+class GgufTokenizer:
+    """A tokenizer as GGUF stores it."""
+
+    tokens: list[tuple[str, int]]  # every token's text and gguf.TokenType, by id
+    merges: list[str]  # pairs in their order, "left right" each
+    is_sentencepiece: bool  # BPE by scores ("llama"), not byte-level BPE by merges ("gpt2")
+    pre: str  # llama.cpp's name of the splitter
+    ids: dict[str, int]  # of special tokens by their names in GGUF: bos, eos, eot ...
+    adds: dict[str, bool]  # whether a text gets bos and eos, and begins with a space
+    strips_right: bool  # special tokens swallow the white space behind them
+    chat_template: str | None
+
+    def write(self, writer: GGUFWriter, vocab_size: int) -> None:
+        """Writes it for embeddings of `vocab_size` tokens; those without a token are named [PAD17] and unused."""
+        unused = [(f"[PAD{index}]", int(TokenType.UNUSED)) for index in range(len(self.tokens), vocab_size)]
+        texts, types = zip(*self.tokens, *unused, strict=True)
+        writer.add_tokenizer_model("llama" if self.is_sentencepiece else "gpt2")
+        writer.add_tokenizer_pre(self.pre)
+        writer.add_token_list(list(texts))
+        writer.add_token_types(list(types))
+        if self.is_sentencepiece:  # of two possible merges llama.cpp makes that of the higher score: the earlier one
+            order = {merge.replace(" ", ""): index for index, merge in reversed([*enumerate(self.merges)])}
+            scores = [-float(order.get(text, len(self.merges))) for text, _ in self.tokens]
+            writer.add_token_scores(scores + [0.0] * len(unused))
+        else:
+            writer.add_token_merges(self.merges)
+        for name, index in self.ids.items():
+            getattr(writer, f"add_{name}_token_id")(index)
+        for name, is_added in self.adds.items():
+            getattr(writer, f"add_add_{name}")(is_added)
+        if self.chat_template is not None:
+            writer.add_chat_template(self.chat_template)
+
+
+def tokenizer_of(chat: ChatForm | None, where: str) -> GgufTokenizer | None:
+    """A tokenizer with the chat template and the end of turn that were trained; None for a model without one. where:
+    the model's folder. Raises UserError: llama.cpp has no such tokenizer."""
+    if chat is None:
+        return None
+    wrapper: Any = chat.tokenizer  # of mlx-lm, which cannot be called; the tokenizer inside it can
+    tokenizer = wrapper if callable(wrapper) else wrapper._tokenizer
+    if not getattr(tokenizer, "is_fast", False):
+        raise UserError(f"--to gguf: {where}: its tokenizer has no tokenizer.json, which GGUF's tokens come from")
+    stored = json.loads(tokenizer.backend_tokenizer.to_str())
+    model, added = stored["model"], {token["id"]: token for token in stored["added_tokens"]}
+    if model["type"] != "BPE":
+        raise UserError(f"--to gguf: {where}: its tokenizer is a {model['type']}; GGUF takes BPE here")
+    ids = {name: index for name in SPECIAL if (index := getattr(tokenizer, f"{name}_token_id", None)) is not None}
+    if further := sorted(set(chat.end_ids) - {ids.get("eos")}):
+        ids["eot"] = further[0]
+    opened, is_sentencepiece = tokenizer("a")["input_ids"], bool(model.get("byte_fallback"))
+    adds = {
+        "bos_token": "bos" in ids and opened[:1] == [ids["bos"]],
+        "eos_token": "eos" in ids and opened[-1:] == [ids["eos"]],
+    }
+    if is_sentencepiece:
+        adds["space_prefix"] = _adds_space(stored, chat.template)
+    return GgufTokenizer(
+        tokens=_tokens(model, added, is_sentencepiece),
+        merges=[merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]],
+        is_sentencepiece=is_sentencepiece,
+        pre="default" if is_sentencepiece else _pre(stored, where),
+        ids=ids,
+        adds=adds,
+        strips_right=any(token["rstrip"] for token in added.values()),
+        chat_template=chat.template,
+    )
+
+
+def _tokens(
+    model: Mapping[str, Any], added: Mapping[int, Mapping[str, Any]], is_sentencepiece: bool
+) -> list[tuple[str, int]]:
+    """Every token's text and type, by id; ids that have none are unused."""
+    texts = {index: text for text, index in model["vocab"].items()}
+    texts |= {index: token["content"] for index, token in added.items()}
+    tokens = []
+    for index in range(max(texts) + 1):
+        text, kind = texts.get(index, f"[PAD{index}]"), TokenType.NORMAL
+        if index not in texts:
+            kind = TokenType.UNUSED
+        elif index in added and is_sentencepiece and text == model.get("unk_token"):
+            kind = TokenType.UNKNOWN
+        elif index in added:
+            kind = TokenType.CONTROL if added[index]["special"] else TokenType.USER_DEFINED
+        elif is_sentencepiece and re.fullmatch("<0x[0-9A-F]{2}>", text):
+            kind = TokenType.BYTE
+        # A token that a user added is compared with the text itself, in which a space is a space.
+        tokens.append((text.replace(SPACE, " ") if kind == TokenType.USER_DEFINED else text, int(kind)))
+    return tokens
+
+
+def _adds_space(stored: Mapping[str, Any], chat_template: str | None) -> bool:
+    """Whether llama.cpp is to put a space before a text and behind special tokens. It cannot do so before the first
+    word of a text alone; with a chat template texts begin with a special token, so that there is no such word."""
+    for step in _steps(stored.get("pre_tokenizer"), "pretokenizers"):
+        if step["type"] == "Metaspace":
+            scheme = step.get("prepend_scheme", "always")
+            return bool(scheme == "always" or (scheme == "first" and chat_template is None))
+    return any(step["type"] == "Prepend" for step in _steps(stored.get("normalizer"), "normalizers"))
+
+
+def _steps(stored: Mapping[str, Any] | None, key: str) -> list[Mapping[str, Any]]:
+    """The parts of a normaliser or splitter, one after another."""
+    if stored is None:
+        return []
+    return [part for each in stored[key] for part in _steps(each, key)] if stored["type"] == "Sequence" else [stored]
+
+
+def _pre(stored: Mapping[str, Any], where: str) -> str:
+    """llama.cpp's name of a byte-level BPE's splitter. Raises UserError: it has none that splits so."""
+    changes = {step["type"] for step in _steps(stored.get("normalizer"), "normalizers")} - {"NFC"}
+    patterns: list[str] = []
+    for step in _steps(stored.get("pre_tokenizer"), "pretokenizers"):
+        if step["type"] == "ByteLevel" and not step["add_prefix_space"]:
+            patterns += [GPT2] if step["use_regex"] else []
+        elif step["type"] == "Digits" and step["individual_digits"]:
+            patterns.append(r"\p{N}")
+        elif step["type"] == "Split" and step["behavior"] == "Isolated" and "Regex" in step["pattern"]:
+            patterns.append(step["pattern"]["Regex"])
+        else:
+            patterns.append(step["type"])
+    takes_words = bool(stored["model"]["ignore_merges"])
+    name = SPLITTERS.get((tuple(patterns), takes_words))
+    if name is None or changes:
+        how = [*sorted(changes), *patterns, *["whole words that are tokens"] * takes_words]
+        raise UserError(f"--to gguf: {where}: llama.cpp knows no tokenizer that splits texts by {', then '.join(how)}")
+    return name
+
+
+# What the tokenizers library's ByteLevel(use_regex=true) splits by, GPT-2's.
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_END = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT4 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _END
+_QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _END
+_QWEN35 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _END
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+_TEKKEN = "|".join(_CASED) + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _END
+_GPT4O = "|".join(f"{each}{_CONTRACTIONS}?" for each in _CASED) + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _END
+# tiktoken's own spelling of GPT-4's, with possessive quantifiers: it splits the same texts.
+_CL100K = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
+    + _END,
+)
+# llama.cpp's names (llama-vocab.cpp; the best known, where several mean the same) by what splits a text, each pattern
+# what the one before has left, and whether a whole word that is a token is taken without a look at merges.
+SPLITTERS: dict[tuple[tuple[str, ...], bool], str] = {
+    ((_GPT4,), True): "llama-bpe",
+    ((_CL100K,), True): "llama-bpe",
+    ((_GPT4,), False): "dbrx",
+    ((_CL100K,), False): "dbrx",
+    ((_QWEN2,), False): "qwen2",
+    ((_QWEN35,), False): "qwen35",
+    ((GPT2,), False): "gpt-2",
+    ((r"\p{N}", GPT2), False): "smollm",
+    ((_TEKKEN,), True): "tekken",
+    ((_GPT4O,), False): "gpt-4o",
+    (_DEEPSEEK_V3, False): "deepseek-v3",
+}

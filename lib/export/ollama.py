@@ -16,7 +16,6 @@ from typing import Literal
 
 from lib.errors import UserError
 from lib.export import gguf
-from lib.export.gguf import read as read  # the same file
 from lib.export.proof import ExportOptions
 from lib.export.trained_run import TrainedRun
 
@@ -46,7 +45,7 @@ def modelfile(run: TrainedRun) -> str:
     lines = [f"# {run.folder.resolve().name}, {run.checkpoint}. ollama create NAME -f {MODELFILE}"]
     template = "{{ .Prompt }}"
     if chat.template is not None:
-        tokenizer = gguf.gguf_tokenizer(run)
+        tokenizer = gguf.tokenizer_of(chat, run.settings.model.path)
         bos = chat.tokenizer.bos_token if tokenizer is not None and tokenizer.adds["bos_token"] else ""
         try:
             shape = shape_of(lambda messages: chat.render(messages).removeprefix(bos))

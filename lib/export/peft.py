@@ -1,4 +1,4 @@
-"""PEFT's adapter: adapter_model.safetensors and adapter_config.json, for `PeftModel.from_pretrained(base, folder)`."""
+"""Adapters: mlx-lm's, for `mlx_lm.load(model, adapter_path=folder)`, and PEFT's, for `PeftModel.from_pretrained`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,37 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 from lib.config.read_file import front_matter
 from lib.errors import UserError
-from lib.export import mlx_adapter
 from lib.export.fuse import EMBEDDINGS, QUANTISED, adapted_layers, base_layer, write_template
-from lib.export.proof import ExportOptions, Reading, model_logps
+from lib.export.proof import ExportOptions, Reading, mlx_logps, model_logps
 from lib.export.trained_run import TrainedRun
-from lib.model.adapter_files import described, trainable, write_arrays
+from lib.model.adapter_files import described, save_trained, trainable, write_arrays
 from lib.model.peft_adapters import HEAD, expert_pattern, peft_arrays
 from lib.system.model_folder import ADAPTER_CONFIG, PEFT_WEIGHTS
 
 LAYERS = (nn.Linear, SwitchLinear, *EMBEDDINGS, *QUANTISED)  # what peft could adapt
 
 
+def check_mlx(run: TrainedRun, options: ExportOptions) -> None:
+    """Raises UserError where there is no stored base that the adapter could be loaded onto."""
+    if run.settings.model.random_init:
+        raise UserError(f"{run.folder}: model.random_init drew the base model's weights; take --to fused")
+    if options.type is not None or options.dequantize:
+        raise UserError("an adapter is stored as it was trained, in float32; leave --type and --dequantize out")
+
+
+def write_mlx(run: TrainedRun, folder: Path, options: ExportOptions) -> None:
+    """Writes adapters.safetensors and adapter_config.json."""
+    save_trained(run.model(), run.settings.model, folder)
+    write_template(folder, run.chat_form())
+
+
+def read_mlx(run: TrainedRun, folder: Path, options: ExportOptions) -> Reading:
+    return Reading("mlx_lm.load", mlx_logps(run.base, run, adapter=folder))
+
+
 def check(run: TrainedRun, options: ExportOptions) -> None:
     """Raises UserError for a run that is not an adapter of a stored base."""
-    mlx_adapter.check(run, options)
+    check_mlx(run, options)
     if run.settings.model.method == "full":
         raise UserError(f"{run.folder}: model.method=full trains no adapter; take --to fused")
 

@@ -37,9 +37,6 @@ class AdapterLayer(NamedTuple):
     scale: float
 
 
-# ---- The settings of blocks and layers
-
-
 def trained_blocks(settings: ModelSettings, count: int) -> list[int]:
     """The indices of the blocks that are trained, of a model with `count`. Raises UserError where it has no such."""
     chosen = _block_indices(settings, count)
@@ -89,9 +86,6 @@ def adapter_layers_of(settings: ModelSettings, shapes: Described) -> dict[str, A
     return {layer: AdapterLayer(rank, scale_of(settings, layer)) for layer, rank in ranks.items()}
 
 
-# ---- Arrays
-
-
 def trainable(model: nn.Module) -> dict[str, mx.array]:
     """The trained parameters by name."""
     return dict(tree_flatten(model.trainable_parameters()))
@@ -116,9 +110,6 @@ def raw(arrays: Mapping[str, mx.array]) -> list[tuple[str, np.ndarray]]:
     views = {name: mx.view(arrays[name].reshape(-1), mx.uint8) for name in sorted(arrays)}
     mx.eval(views)  # at once: hundreds of small ones, one by one, take ten times as long
     return [(name, np.array(view)) for name, view in views.items()]
-
-
-# ---- Files
 
 
 def save_trained(
@@ -228,9 +219,7 @@ def misfit(wanted: Described, found: Described) -> str | None:
     return None
 
 
-# ---- Ranks. lora_a is [in, r] and lora_b [r, out]; of a layer of experts [E, r, in] and [E, out, r].
-
-
+# lora_a is [in, r] and lora_b [r, out]; of a layer of experts [E, r, in] and [E, out, r].
 def _rank_axis(name: str, shape: tuple[int, ...]) -> int:
     return len(shape) - (1 if name.endswith(".lora_a") == (len(shape) == 2) else 2)
 

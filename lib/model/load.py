@@ -111,19 +111,10 @@ def bounded(model: nn.Module) -> TableSizes:
     return TableSizes(tokens, min((sizes[key] for key in positions), default=None))
 
 
+@functools.lru_cache(8)
 def table_sizes(settings: ModelSettings) -> TableSizes:
     """The sizes of a model's tables; its weights are not read. Raises UserError as `load`."""
-    folder = resolve(settings.path, settings.revision)
-    files = (path.stat() for path in sorted(folder.iterdir()) if path.is_file())
-    return _table_sizes(settings, tuple((facts.st_mtime_ns, facts.st_size) for facts in files))
-
-
-@functools.lru_cache(8)
-def _table_sizes(settings: ModelSettings, files: tuple[tuple[int, int], ...]) -> TableSizes:
     return bounded(load(settings, 0, lazy=True))
-
-
-# ---- The reference model, and digests
 
 
 def load_reference(settings: ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
@@ -143,11 +134,6 @@ def reference_settings(settings: ModelSettings) -> ModelSettings:
     if settings.reference != settings.path:  # another repository has none of its commits
         changes["revision"] = None
     return settings.model_copy(update=changes)
-
-
-def reference_fingerprint(settings: ModelSettings, seed: int) -> str:
-    """`fingerprint` of the model that `load_reference` loads."""
-    return fingerprint(reference_settings(settings), seed)
 
 
 @functools.cache  # hashing many gigabytes takes a while

@@ -82,9 +82,6 @@ def _of_completions(figures: mx.array, inputs: StreamInputs) -> mx.array:
     return mx.where(inputs["mask"], mx.take(figures, inputs["logp_indices"]), 0.0).sum(axis=-1)
 
 
-# ---- The head
-
-
 def head_of(model: nn.Module) -> Head:
     """The model from its backbone's output on: [M, D] ➜ [M, V]."""
     place = backbone_of(model)
@@ -189,9 +186,7 @@ def _chunks(hidden: mx.array, targets: mx.array, vocabulary: int) -> list[tuple[
     return list(zip(mx.split(hidden, starts), mx.split(targets, starts), strict=True))
 
 
-# ---- Log-probabilities of one chunk, float32 [M], and their derivative by the logits, [M, V]
-
-
+# Of one chunk: log-probabilities, float32 [M], and their derivative by the logits, [M, V].
 def _logps(logits: mx.array, targets: mx.array) -> mx.array:
     if mx.default_device() == mx.cpu:  # elsewhere one kernel, which accumulates in float32 without such a copy
         logits = logits.astype(mx.float32)
@@ -296,9 +291,6 @@ def _checkpointed(
     return mx.concatenate(of_all(*before.values(), *(h for h, _ in chunks)), axis=-1)
 
 
-# ---- A vocabulary that ranks divide
-
-
 def _part_figures(part: VocabularyPart, logits: mx.array, targets: mx.array) -> mx.array:
     """The logarithm of this rank's part of the partition function, and the target's logit or 0: float32 [2, M]."""
     wide, local = logits.astype(mx.float32), targets - part.first
@@ -314,9 +306,7 @@ def _combined(part: VocabularyPart, figures: mx.array) -> tuple[mx.array, mx.arr
     return of_ranks[-1] - partition, partition
 
 
-# ---- Figures of the whole distribution, float32 [M]
-
-
+# Of the whole distribution, float32 [M].
 def _mean_logp(logits: mx.array) -> tuple[mx.array, mx.array]:
     """The mean log-probability under the probabilities themselves, and the log partition function."""
     wide = logits.astype(mx.float32)

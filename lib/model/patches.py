@@ -64,9 +64,6 @@ def replace_modules(model: nn.Module, replacement: Callable[[nn.Module], nn.Modu
                 dict.__setitem__(module, name, of(part))
 
 
-# ---- Functions of the model's file in mlx_lm.models
-
-
 def _replace_function(model: nn.Module, name: str, plain: Any, ours: Any) -> None:
     """In the Python modules in which the classes of a model were written."""
     files = {sys.modules[kind.__module__] for part in model.modules() for kind in type(part).__mro__[:-1]}

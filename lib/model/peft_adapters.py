@@ -73,9 +73,6 @@ def is_peft(folder: Path) -> bool:
     return (folder / PEFT_WEIGHTS).is_file() or (folder / PICKLED).is_file()
 
 
-# ---- Names of stacked experts
-
-
 def expert_pattern(name: str) -> str | None:
     """The name of each expert of a stacked layer, {} for its number; None of another layer."""
     return next((name.replace(ours, theirs) for ours, theirs in EXPERTS.items() if ours in name), None)
@@ -95,9 +92,6 @@ def unstacked(arrays: Mapping[str, mx.array]) -> Iterator[tuple[str, mx.array]]:
     for name, array in arrays.items():
         pattern = expert_pattern(name)
         yield from [(name, array)] if pattern is None else ((pattern.format(i), each) for i, each in enumerate(array))
-
-
-# ---- Ours into PEFT's
 
 
 def peft_arrays(
@@ -122,9 +116,6 @@ def peft_arrays(
             if is_tied and layer in embeddings:  # the head multiplies by the transposed embedding
                 theirs[f"{PREFIX}{HEAD}.lora_{'B' if letter == 'A' else 'A'}.weight"] = array
     return theirs
-
-
-# ---- PEFT's into ours
 
 
 def read(folder: Path, where: str) -> PeftAdapter:
@@ -197,9 +188,6 @@ def _layer_and_part(name: str, where: str) -> tuple[str, str]:
         if plain.endswith(f".{theirs}"):
             return plain.removesuffix(f".{theirs}"), ours
     raise UserError(f"{where}: {name} is no part of a low-rank layer; save the adapter without modules_to_save")
-
-
-# ---- A start from PEFT's
 
 
 def load(model: nn.Module, folder: Path, settings: ModelSettings) -> None:

@@ -96,7 +96,9 @@ def outline_of(model: nn.Module) -> Outline:
         return make
 
     noted = [(block, with_methods(block, __call__=block_call)) for block in model.layers]
-    noted += [(unit, with_methods(unit, **_called_either_way(unit_call(name)))) for name, unit in units.items()]
+    noted += [
+        (unit, with_methods(unit, __call__=unit_call(name), as_linear=unit_call(name))) for name, unit in units.items()
+    ]
     there, back = {id(old): new for old, new in noted}, {id(new): old for old, new in noted}
     try:
         replace_modules(model, lambda part: there.get(id(part)))
@@ -172,12 +174,7 @@ def _absent_unit(unit: nn.Module, hidden_size: int, dtype: mx.Dtype) -> nn.Modul
 
         return call
 
-    return _empty(with_methods(unit, **_called_either_way(nothing)))
-
-
-def _called_either_way(make: Callable[[Any], Any]) -> dict[str, Any]:
-    """`with_methods`' arguments for a module that is called, or used as a head."""
-    return {"__call__": make, "as_linear": make}
+    return _empty(with_methods(unit, __call__=nothing, as_linear=nothing))
 
 
 def _empty(module: nn.Module) -> nn.Module:

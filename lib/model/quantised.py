@@ -32,9 +32,6 @@ def device() -> Device:
     return "metal" if mx.metal.is_available() else "cuda"
 
 
-# ---- Layers, with the same parameters as MLX's and mlx-lm's
-
-
 class FastLinear(nn.QuantizedLinear):
     """A quantised linear layer."""
 
@@ -58,8 +55,28 @@ class FastExperts(QuantizedSwitchLinear):
     """A quantised layer of experts: all experts' weights are dequantised, or none. Shapes as mx.gather_qmm has them."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        y = _multiply_experts(self, x, indices, sorted_indices)
+        y = self.multiply(x, indices, sorted_indices)
         return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
+
+    def multiply(self, x: mx.array, indices: mx.array, is_sorted: bool) -> mx.array:
+        options: dict[str, Any] = {"rhs_indices": indices, "sorted_indices": is_sorted}
+        # nvfp4 may have a scale for each expert besides; MLX dequantises with one for all.
+        if not dequantises(self, indices.size) or self.global_scale is not None:
+            options |= {**_stored(self), "transpose": True, "global_scale": self.global_scale}
+            return mx.gather_qmm(x, self["weight"], **options)
+
+        def by_dequantised(x: mx.array, after: mx.array) -> mx.array:
+            return mx.gather_mm(x, dequantised(self, after).swapaxes(-1, -2), **options)
+
+        @mx.custom_function
+        def product(x: mx.array) -> mx.array:
+            return by_dequantised(x, x)
+
+        @product.vjp
+        def product_vjp(x: mx.array, dy: mx.array, _: Any) -> mx.array:
+            return mx.vjp(lambda x: by_dequantised(x, dy), [x], [dy])[1][0]
+
+        return product(x)
 
 
 FAST: dict[type[nn.Module], type[nn.Module]] = {
@@ -116,27 +133,6 @@ def multiply(layer: nn.Module, x: mx.array) -> mx.array:
     @product.vjp
     def product_vjp(x: mx.array, dy: mx.array, _: Any) -> mx.array:
         return (dy @ dequantised(layer, dy)).astype(x.dtype)
-
-    return product(x)
-
-
-def _multiply_experts(layer: FastExperts, x: mx.array, indices: mx.array, is_sorted: bool) -> mx.array:
-    options: dict[str, Any] = {"rhs_indices": indices, "sorted_indices": is_sorted}
-    # nvfp4 may have a scale for each expert besides; MLX dequantises with one for all.
-    if not dequantises(layer, indices.size) or layer.global_scale is not None:
-        options |= {**_stored(layer), "transpose": True, "global_scale": layer.global_scale}
-        return mx.gather_qmm(x, layer["weight"], **options)
-
-    def by_dequantised(x: mx.array, after: mx.array) -> mx.array:
-        return mx.gather_mm(x, dequantised(layer, after).swapaxes(-1, -2), **options)
-
-    @mx.custom_function
-    def product(x: mx.array) -> mx.array:
-        return by_dequantised(x, x)
-
-    @product.vjp
-    def product_vjp(x: mx.array, dy: mx.array, _: Any) -> mx.array:
-        return mx.vjp(lambda x: by_dequantised(x, dy), [x], [dy])[1][0]
 
     return product(x)
 

@@ -69,9 +69,6 @@ def shard(model: nn.Module, division: Division, ranks: Ranks) -> tuple[dict[str,
     return parts, partial
 
 
-# ---- The parts of each array
-
-
 def _parts(linear: nn.Module, prefix: str, ends: tuple[int, ...], by_inputs: bool = False) -> dict[str, Part]:
     """How a linear layer, plain or with adapters, is divided by its outputs (A stays whole), or by its inputs (B stays
     whole, and the bias is added by rank 0)."""
@@ -126,9 +123,6 @@ def _divide_vocabulary(model: nn.Module, names: dict[int, str], division: Divisi
     if head is not None:
         model.lm_head = with_methods(head, __call__=logits)
     return parts
-
-
-# ---- The parts together
 
 
 def _summed(module: nn.Module, ranks: Ranks) -> nn.Module:

@@ -37,9 +37,6 @@ def arrays_of(inputs: Mapping[str, int | np.ndarray]) -> StreamInputs:
     return {name: mx.array(value) if isinstance(value, np.ndarray) else value for name, value in inputs.items()}
 
 
-# ---- The blocks
-
-
 def hidden_states(model: nn.Module, inputs: StreamInputs, window: int | None = None) -> mx.array:
     """What the head sees of every token of a batch: [N, D] (or logits, of a model without a backbone). window: tokens
     that each attends to, itself included."""
@@ -173,9 +170,6 @@ def _move(x: mx.array, index: mx.array, inverse: mx.array) -> mx.array:
     return move(x)
 
 
-# ---- The last block, for the scored tokens alone
-
-
 def _end_early(model: nn.Module, stream: Stream, scored: mx.array, stack: contextlib.ExitStack) -> bool:
     """Lets the last block that has parameters give the scored tokens alone, until the stack closes; whether it can: not
     where its masks are drawn for all tokens, or it is recomputed."""
@@ -224,9 +218,6 @@ class KnownAttention:
 
     def attend(self, *_: Any, **__: Any) -> mx.array:
         return self.output
-
-
-# ---- Whether a model takes a stream
 
 
 def cannot_share_prompts(model: nn.Module) -> str | None:
@@ -287,9 +278,6 @@ def rounding_tolerance(model: nn.Module) -> float:
         return 0.03
     # A GPU multiplies float32 in TF32, whose mantissa has 10 bits, unless MLX_ENABLE_TF32=0.
     return 1e-4 if mx.default_device() == mx.cpu else 0.01
-
-
-# ---- The backbone, called as the model calls it
 
 
 def run_backbone(model: nn.Module, tokens: mx.array, **options: Any) -> mx.array:

@@ -234,7 +234,7 @@ def divided(model: nn.Module, division: Division | Blocks | None, world: World, 
 def load_reference(settings: ModelSettings, seed: int, world: World) -> nn.Module:
     """The reference model; in parts, where the policy is; AgreedError where it cannot be, or ranks have unlike ones."""
     if world.size > 1:
-        world.require_equal("reference model", load.reference_fingerprint(settings, seed))
+        world.require_equal("reference model", load.fingerprint(load.reference_settings(settings), seed))
     weights = world.division.weights if isinstance(world, ShardedWorld) and world.division else None
     division: Division | Blocks | None = None
     with world.agreeing("loading the reference"):
