@@ -72,9 +72,8 @@ def _code(name: str) -> str:
 
 
 def push(folder: Path, repository: str, private: bool) -> str:
-    """Sends an export to owner/name in one commit; returns its address. Files that the hub has are not sent again.
-    Raises UserError: the hub refuses the name or the token. Stopped: there is no way to the hub, or no room; the same
-    command goes on."""
+    """Sends an export to owner/name in one commit; returns its address. Raises UserError: the hub refuses the name or
+    the token; Stopped: there is no way to the hub."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
     from huggingface_hub.utils import disable_progress_bars

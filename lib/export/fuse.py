@@ -70,8 +70,7 @@ def write(run: TrainedRun, folder: Path, options: ExportOptions) -> None:
 
 
 def read(run: TrainedRun, folder: Path, options: ExportOptions) -> Reading:
-    """The log-probabilities of the rows by mlx-lm. Raises Stopped: its tokenizer does not render or end a conversation
-    as training did."""
+    """The log-probabilities by mlx-lm. Raises Stopped: it renders or ends a conversation otherwise than training."""
     types = {array.dtype for file in folder.glob("model*.safetensors") for array in mx.load(str(file)).values()}
     if (chat := run.chat_form()) is not None:
         theirs = load_tokenizer(folder, eos_token_ids=sorted(end_ids(folder)) or None)
@@ -87,8 +86,7 @@ def read(run: TrainedRun, folder: Path, options: ExportOptions) -> Reading:
 
 
 def _stored(run: TrainedRun, options: ExportOptions) -> dict[str, mx.array]:
-    """The model's weights in the types that they are stored in, not evaluated yet: the change is added in float32, and
-    rounded once."""
+    """The weights in the types that they are stored in: the change is added in float32, and rounded once."""
     keeps_quantised = run.is_quantised and not options.dequantize
     model = _merged(run, keeps_quantised) if keeps_quantised else fused_model(run)
     base = dict(tree_flatten(run.stored_base().parameters()))
@@ -107,8 +105,7 @@ def _stored(run: TrainedRun, options: ExportOptions) -> dict[str, mx.array]:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers of a model that have low-rank factors, mlx-lm's modules with the base's layer inside, by name. Raises
-    UserError: some trained array belongs to none of them; it would be lost."""
+    """The layers that have low-rank factors, by name. Raises UserError: a trained array belongs to none of them."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, ADAPTED)}
     parts = {f"{name}.{part}" for name in layers for part in ("lora_a", "lora_b", "m")}
     if lost := trainable(model).keys() - parts:

@@ -115,8 +115,7 @@ def check(run: TrainedRun, options: ExportOptions) -> None:
 
 
 def write(run: TrainedRun, folder: Path, options: ExportOptions) -> None:
-    """Writes model.gguf: adapters fused in float32, then rounded once to the stored type; one weight is in memory.
-    Raises UserError: a rope that llama.cpp does not compute for this family."""
+    """Writes model.gguf, weight by weight: adapters fused in float32, then rounded once. Raises UserError: a rope."""
     (model, family, args), tokenizer = _fused(run), tokenizer_of(run.chat_form(), run.settings.model.path)
     type = options.type or TYPES.get(text_model(run.stored_base()).model.norm.weight.dtype, "bf16")
     writer = GGUFWriter(folder / FILE, MODEL_ARCH_NAMES[MODEL_ARCH[family.architecture]])
@@ -147,8 +146,7 @@ def write(run: TrainedRun, folder: Path, options: ExportOptions) -> None:
 
 
 def read(run: TrainedRun, folder: Path, options: ExportOptions) -> Reading:
-    """The log-probabilities by GGUFReader's arrays, put back in mlx-lm's order and names. Raises Stopped: the file has
-    another chat template or end of turn."""
+    """The log-probabilities by GGUFReader's arrays. Raises Stopped: another chat template or end of turn."""
     reader, (model, family, args) = GGUFReader(folder / FILE), _fused(run)
     shapes = {name: array.shape for name, array in tree_flatten(model.parameters())}
     stored, restored = {tensor.name: tensor for tensor in reader.tensors}, []
@@ -170,8 +168,7 @@ def read(run: TrainedRun, folder: Path, options: ExportOptions) -> Reading:
 def tensors(
     model: nn.Module, family: Family, type: WeightType
 ) -> Iterator[tuple[str, str, tuple[int, ...], GGMLQuantizationType]]:
-    """Every tensor of the file: name, the model's parameter, shape, and stored type. Raises UserError: the model has
-    a parameter that gguf's name map does not know."""
+    """Every tensor: name, the model's parameter, shape, stored type. Raises UserError: GGUF has no such parameter."""
     names = get_tensor_name_map(MODEL_ARCH[family.architecture], text_model(model).args.num_hidden_layers)
     for source, array in tree_flatten(model.parameters()):
         # The maps know the transformers library's names, and the first Mixtral's.
@@ -190,8 +187,7 @@ def tensors(
 
 
 def _fused(run: TrainedRun) -> tuple[nn.Module, Family, Any]:
-    """The trained model without an adapter, not evaluated; its family, and the arguments of the part that reads text.
-    Raises UserError: GGUF has no such family here, or llama.cpp computes this model in another way."""
+    """The trained model, not evaluated, its family and arguments. Raises UserError: llama.cpp does not have it so."""
     model, path = fused_model(run), run.settings.model.path
     if (family := FAMILIES.get(model.model_type)) is None:
         raise UserError(
@@ -230,8 +226,7 @@ def _problem(family: Family, args: Any) -> str | None:
 
 
 def laid_out(name: str, weight: np.ndarray, family: Family, args: Any, is_undone: bool = False) -> np.ndarray:
-    """A weight as llama.cpp wants it, float32: the rows of q and k in its order, a norm's offset added. is_undone: the
-    way back."""
+    """A weight as llama.cpp wants it, float32: q and k in its order, a norm's offset added. is_undone: the way back."""
     if name.endswith("norm.weight"):
         return weight + np.float32(-family.norm_offset if is_undone else family.norm_offset)
     heads = args.num_attention_heads * (".q_proj." in name) + args.num_key_value_heads * (".k_proj." in name)
@@ -275,8 +270,7 @@ def _rope(model: nn.Module) -> nn.Module:
 
 
 def _write_rope(writer: GGUFWriter, model: nn.Module, args: Any, family: Family) -> None:
-    """Writes the rope's dimensions and scaling, as the model's own rope layers have them. Raises UserError: a kind of
-    scaling that llama.cpp does not compute for this family."""
+    """Writes the model's own rope layers. Raises UserError: llama.cpp does not scale so for this family."""
     rope = _rope(model)
     writer.add_rope_dimension_count(rope.dim if isinstance(rope, rope_utils.SuScaledRoPE) else rope.dims)
     if isinstance(rope, nn.RoPE):
@@ -352,8 +346,7 @@ class GgufTokenizer:
 
 
 def tokenizer_of(chat: ChatForm | None, where: str) -> GgufTokenizer | None:
-    """A tokenizer with the chat template and the end of turn that were trained; None for a model without one. where:
-    the model's folder. Raises UserError: llama.cpp has no such tokenizer."""
+    """A tokenizer with the template and the end of turn of training. Raises UserError: llama.cpp has no such one."""
     if chat is None:
         return None
     wrapper: Any = chat.tokenizer  # of mlx-lm, which cannot be called; the tokenizer inside it can

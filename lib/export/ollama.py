@@ -38,8 +38,8 @@ def write(run: TrainedRun, folder: Path, options: ExportOptions) -> None:
 
 
 def modelfile(run: TrainedRun) -> str:
-    """The Modelfile (docs/modelfile.md of Ollama): FROM, TEMPLATE, and where generation stops. Raises UserError: the
-    chat template cannot be said in it."""
+    """The Modelfile: FROM, TEMPLATE, where generation stops. Raises UserError: the chat template cannot be said in
+    it."""
     if (chat := run.chat_form()) is None:
         raise UserError(f"--to ollama: {run.base} has no tokenizer, and Ollama reads texts; take --to gguf")
     lines = [f"# {run.folder.resolve().name}, {run.checkpoint}. ollama create NAME -f {MODELFILE}"]
@@ -158,8 +158,7 @@ def _conversation(roles: str) -> Messages:
 
 
 def _texts(render: Render, roles: str, order: list[int] | None = None) -> list[str]:
-    """The texts before, between and behind the contents of a conversation's messages, which stand in this order. Raises
-    ValueError: the template does not take them, or has a content not just once."""
+    """The texts around the contents of a conversation's messages in this order. Raises ValueError: there are none."""
     messages = _conversation(roles)
     try:
         text = render(messages)

@@ -37,10 +37,9 @@ class Reading(NamedTuple):
 
 
 def prove(run: TrainedRun, reading: Reading) -> tuple[dict[str, Any], str]:
-    """Compares what was read back with the trained model: the figures of tandem_export.json, and a sentence of them.
-    `difference`, `trained_difference`: the largest ones of a token's log-probability, in nats, between export and
-    trained model, and between trained and base model. Raises Stopped: it is another model, or rounding leaves nothing
-    of what was trained."""
+    """Compares what was read back with the trained model: figures and a sentence. `difference`, `trained_difference`:
+    the largest of a token's log-probability, in nats, between export and trained, trained and base model. Raises
+    Stopped: it is another model, or rounding leaves nothing of what was trained."""
     trained, base = model_logps(run.model(), run.rows), model_logps(run.base_model(), run.rows)
     difference, moved = largest_difference(reading.logps, trained), largest_difference(trained, base)
     limit = None if reading.is_rounded else max(LIMIT, LIMIT_OF_TRAINING * moved)

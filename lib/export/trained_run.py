@@ -79,8 +79,7 @@ class TrainedRun:
         return unnamed_ends(load_tokenizer_of(model), model, self.settings.data)
 
     def stored_base(self) -> nn.Module:
-        """The model before training in the types that it is stored in, not evaluated yet: model.dtype, by which a run
-        computes, rounds no export. Drawn weights are as drawn."""
+        """The model before training, not evaluated, as stored, whatever model.dtype; drawn weights are as drawn."""
         settings = self.settings.model
         changes = {"attention_window": None, "dtype": settings.dtype if settings.random_init else None}
         return models.load(settings.model_copy(update=changes), self.settings.train.seed, lazy=True).eval()
@@ -92,8 +91,8 @@ class TrainedRun:
         return model
 
     def model(self, adapter: str | None = None) -> nn.Module:
-        """The model as trained, or with another adapter's folder, beside the base's weights; float32, not evaluated
-        yet. Raises UserError: the adapter does not fit the base model."""
+        """The model as trained, or with another adapter's folder, float32, not evaluated. Raises UserError: a
+        misfit."""
         model = self.base_model()
         settings = self.settings.model.model_copy(update={"adapter": adapter, "gradient_checkpointing": False})
         adapters.make_trainable(model, settings, self.settings.train.seed)
@@ -105,9 +104,8 @@ class TrainedRun:
 def open_run(
     folder: Path, checkpoint: str, overrides: Sequence[str], row_count: int, say: Callable[[str], None]
 ) -> TrainedRun:
-    """A run's model at `checkpoint` (final, best, last or a step), and sequences of its held-out data. overrides:
-    key=value words, for files that have moved since. Raises UserError: no such run or checkpoint; its model or data
-    cannot be read."""
+    """A run's model at `checkpoint` (final, best, last or a step), and sequences of its data. Raises UserError: no such
+    run or checkpoint; its model or data cannot be read."""
     if not (folder / "config.yaml").is_file():
         raise UserError(f"{folder}: no run there (config.yaml is missing); give the folder of a run, runs/NAME")
     settings = config.of_run(folder / "config.yaml", overrides)

@@ -63,8 +63,7 @@ def rank_of(settings: ModelSettings, layer: str) -> int:
 
 
 def scale_of(settings: ModelSettings, layer: str) -> float:
-    """The factor on a layer's adapter: model.scale; or of its rank and alpha, alpha / rank (LoRA, arXiv:2106.09685,
-    4.1) or alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732, section 3)."""
+    """model.scale; or alpha / rank (arXiv:2106.09685, 4.1), or alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732, 3)."""
     if settings.alpha is None:
         return settings.scale
     alpha, rank = _first_match(settings.alpha_pattern, layer, settings.alpha), rank_of(settings, layer)
@@ -153,9 +152,8 @@ def write_arrays(path: Path, described: Described, arrays: Arrays, kind: str = "
 def adapter_config(
     settings: ModelSettings, shapes: Described, block_count: int, is_padded: bool = False
 ) -> dict[str, Any]:
-    """adapter_config.json, as mlx-lm reads it. Where layers are chosen one by one, or have ranks and scales of their
-    own, `layers` has those, which mlx-lm does not read, and `padded` says whether the file's arrays all have
-    lora_parameters' instead. shapes: of the whole model's."""
+    """adapter_config.json, as mlx-lm reads it. Where layers have ranks and scales of their own, `layers` has those, and
+    `padded` says whether the file's arrays all have lora_parameters' instead. shapes: of the whole model's."""
     layers = adapter_layers_of(settings, shapes)
     kinds = set(layers.values())
     rank = max((layer.rank for layer in kinds), default=settings.rank)
@@ -183,8 +181,7 @@ def load_trained(model: nn.Module, folder: Path, where: str) -> None:
 
 
 def read_trained(wanted: Described, folder: Path, where: str) -> dict[str, mx.array]:
-    """Trained parameters from a folder, by name, not evaluated yet. Raises UserError: they are not those of the wanted
-    names and shapes."""
+    """Trained parameters from a folder, by name, not evaluated. Raises UserError: they are not the wanted ones."""
     read_file.require_regular(folder / ADAPTER_WEIGHTS, where)
     path = folder / ADAPTER_CONFIG
     config = read_file.read_object(path, where) if path.exists() else {}
@@ -198,8 +195,8 @@ def read_trained(wanted: Described, folder: Path, where: str) -> dict[str, mx.ar
 
 
 def fitted(wanted: Described, loaded: Mapping[str, mx.array], where: str) -> dict[str, mx.array]:
-    """Trained parameters in the wanted types; LoRA's factors may have another rank. Raises UserError: they are not
-    those of the wanted names and shapes; names the first of them."""
+    """Trained parameters in the wanted types; LoRA's rank may differ. Raises UserError: names the first that does not
+    fit."""
     shapes: dict[str, tuple[tuple[int, ...], mx.Dtype]] = {}
     for name, array in loaded.items():
         shape, dtype = wanted.get(name, (array.shape, array.dtype))
@@ -235,8 +232,8 @@ def _with_rank(name: str, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
 def _padded(
     arrays: Iterable[tuple[str, mx.array]], config: Mapping[str, Any], is_undone: bool = False
 ) -> Iterator[tuple[str, mx.array]]:
-    """The same adapters with one rank and one scale, which is all that mlx-lm knows: zeros behind A and B, B scaled.
-    is_undone: the way back."""
+    """The adapters with one rank and one scale, all that mlx-lm knows: zeros behind A and B, B scaled; or the way
+    back."""
     common, layers = config["lora_parameters"], config["layers"]
     for name, array in arrays:
         layer = layers.get(name.rpartition(".")[0])

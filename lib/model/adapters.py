@@ -70,8 +70,7 @@ def _add_adapters(model: nn.Module, settings: ModelSettings, seed: int) -> None:
 
 
 def _chosen_layers(model: nn.Module, settings: ModelSettings) -> list[str]:
-    """The layers that get adapters, in the order of the model's blocks, those outside of them last. Raises UserError:
-    no such blocks or layers; there is no embedding; a pattern that matches no layer."""
+    """The layers that get adapters, in the blocks' order, others last. Raises UserError: a setting matches none."""
     modules, keys = dict(model.named_modules()), settings.keys
     names, chosen = {id(module): name for name, module in modules.items()}, []
     for index in trained_blocks(settings, len(model.layers)):
@@ -99,8 +98,7 @@ def _chosen_layers(model: nn.Module, settings: ModelSettings) -> list[str]:
 
 
 def _load_adapter(model: nn.Module, folder: Path, settings: ModelSettings) -> None:
-    """Reads an adapter, of mlx-lm's layout or PEFT's, into a model with such adapters. Raises UserError: it cannot be
-    read, or was made with other settings, which are named as one would type them."""
+    """Reads an adapter of mlx-lm or PEFT. Raises UserError: it is unreadable, or of other settings, which are named."""
     if peft_adapters.is_peft(folder):
         peft_adapters.load(model, folder, settings)
         return

@@ -27,9 +27,8 @@ def order_backward(model: nn.Module) -> None:
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
-    """Lets every block keep its input alone, and be recomputed when its output's gradient is there. Chen et al. 2016,
-    arXiv:1604.06174, section 4.1, with blocks for segments. mx.checkpoint does not say when a block is recomputed: MLX
-    may recompute all of them before the first is needed, and hold them all."""
+    """Lets every block keep its input alone, and be recomputed when its output's gradient is there (arXiv:1604.06174,
+    section 4.1). mx.checkpoint does not say when: MLX may recompute all before the first is needed."""
     order_backward(model)
     for block in model.layers:
         if hasattr(block, "is_recomputed"):

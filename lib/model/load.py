@@ -33,8 +33,8 @@ SLOWER = "6 to 10 times"  # 16 bits than float32 (docs/performance.md)
 
 
 def load(settings: ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
-    """The model as stored, or drawn from `seed` with model.random_init, in model.dtype, in evaluation mode. Raises
-    UserError: files missing, or not a model that mlx-lm knows."""
+    """The model as stored, or drawn from `seed`, in model.dtype, in evaluation mode. Raises UserError: mlx-lm cannot
+    load it."""
     folder, where = resolve(settings.path, settings.revision), f"model.path {settings.path}"
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     method = (config.get("quantization_config") or {}).get("quant_method")
@@ -73,8 +73,8 @@ def load(settings: ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
 
 
 def _narrow(model: nn.Module, window: int, path: str) -> None:
-    """Lets the model attend to `window` tokens only, in lib/model/token_stream.py and when it generates. Raises
-    UserError: it has layers that are no attention, or attend to a wider window of their own."""
+    """Lets the model attend to `window` tokens only. Raises UserError: a layer is no attention, or has a wider
+    window."""
     sizes = []
     for cache in make_prompt_cache(model):
         size = getattr(cache, "max_size", None)
@@ -96,8 +96,7 @@ class TableSizes(NamedTuple):
 
 
 def bounded(model: nn.Module) -> TableSizes:
-    """The sizes of a model's tables (MLX checks no index); nothing reads beyond its table of positions from now on. The
-    first and the last row stand for positions beyond them: those of padding, whose outputs are not used."""
+    """The sizes of a model's tables. MLX checks no index: positions beyond the table, of padding, read its last row."""
     sizes = {id(p): int(p["weight"].shape[0]) for p in model.modules() if isinstance(p, EMBEDDINGS)}
     positions = {id(part) for name, part in model.named_modules() if name.rpartition(".")[2] == POSITION_TABLE}
 
@@ -160,8 +159,7 @@ class ComputeType(NamedTuple):
 
 
 def compute_type(settings: ModelSettings) -> ComputeType:
-    """The type that the weights of a model and its reference are computed in, where model.dtype is not set. Raises
-    UserError: there is no such model."""
+    """The type that a model's and its reference's weights are computed in. Raises UserError: there is no such model."""
     if device() != "cpu" or settings.dtype is not None or settings.random_init:
         return ComputeType()
     folders = {resolve(each.path, each.revision) for each in (settings, reference_settings(settings))}

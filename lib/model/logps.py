@@ -28,9 +28,8 @@ def completion_logps(model: nn.Module, inputs: StreamInputs) -> mx.array:
 
 
 def completion_logps_and_weights(model: nn.Module, inputs: StreamInputs) -> tuple[mx.array, mx.array]:
-    """`completion_logps`, and how likely the model is to write each completion: float32 [b, K] each. The weights are
-    those of WPO (arXiv:2406.11827, eq. 2): exp(mean over y's tokens of log pi(y_t) - log sum_v pi(v)^2). They carry no
-    gradient. Their logits are made a second time."""
+    """`completion_logps`, and WPO's weights (arXiv:2406.11827, eq. 2), without gradient: exp(mean over y's tokens of
+    log pi(y_t) - log sum_v pi(v)^2); float32 [b, K] each."""
     if (hidden := _head_inputs(model, inputs)) is None:
         return mx.zeros(inputs["mask"].shape[:2]), mx.zeros(inputs["mask"].shape[:2])
     logps = token_logps(model, hidden, inputs["targets"])
@@ -96,17 +95,16 @@ def head_of(model: nn.Module) -> Head:
 
 
 def token_logps(model: nn.Module, hidden: mx.array, targets: mx.array) -> mx.array:
-    """log softmax(head(hidden))[target] in float32, without ever holding all logits: float32 [M]. hidden: [M, D];
-    targets: int32 [M]. A frozen head's gradient is made in the forward pass, where the logits are, as in Liger Kernel
-    (arXiv:2410.10989, section 3.2). A head that is trained makes its logits a second time."""
+    """log softmax(head(hidden))[target], float32 [M], without ever holding all logits. hidden: [M, D]; targets: int32
+    [M]. A frozen head's gradient is made in the forward pass (Liger Kernel, arXiv:2410.10989, section 3.2); a trained
+    one makes its logits again."""
     with dequantised_once(model, len(hidden), hidden):
         head = head_of(model)
         return _of_rank_positions(model, lambda h, t: [_token_logps(model, head, h, t)], hidden, targets)[0]
 
 
 def _token_logps(model: nn.Module, head: Head, hidden: mx.array, targets: mx.array) -> mx.array:
-    """`token_logps` of these positions. Where ranks divide the vocabulary, each makes the logits of its part: they
-    exchange the logarithm of that part of the partition function, and the target's logit."""
+    """`token_logps` of these positions; of a divided vocabulary from the log partition functions of its parts."""
     part, figures_of = layout_of(model).vocabulary, _logps
     if part is None:
         size = head(hidden[:1]).shape[-1]
@@ -130,8 +128,7 @@ def _token_logps(model: nn.Module, head: Head, hidden: mx.array, targets: mx.arr
 def _token_logps_and_entropies(
     model: nn.Module, hidden: mx.array, targets: mx.array, temperature: float
 ) -> tuple[mx.array, mx.array]:
-    """`token_logps` of softmax(logits / temperature), and the entropy of each of these: float32 [M] each, in nats. Of a
-    frozen head the logits are made once for both."""
+    """`token_logps` of softmax(logits / temperature), and the entropies in nats: float32 [M] each."""
     plain, is_frozen = head_of(model), model.training and not parameters_outside_blocks(model)
 
     def head(hidden: mx.array) -> mx.array:
@@ -155,7 +152,7 @@ def _token_logps_and_entropies(
 def _of_rank_positions(
     model: nn.Module, figures_of: Callable[[mx.array, mx.array], list[mx.array]], hidden: mx.array, targets: mx.array
 ) -> list[mx.array]:
-    """figures_of(hidden, targets), float32 [M] each; of ranks that hold one frozen head each makes those of some
+    """figures_of(hidden, targets), float32 [M] each; each rank with a whole frozen head makes those of some
     positions."""
     part = layout_of(model).positions
     bounds = None if part is None else part.bounds(len(targets))

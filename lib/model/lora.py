@@ -49,9 +49,8 @@ class Siblings:
 
 
 def low_rank_outputs(layers: Sequence[LowRankLinear], x: mx.array) -> list[mx.array]:
-    """The outputs of low-rank layers for one input: [..., in] ➜ [..., out] each. The gradient is written out: the
-    low-rank terms are added where the large products are made, the layers' A are one matrix, and (x A)^T, [r of all
-    layers, tokens], is kept: a layer's own rows are a view, where columns would be a copy."""
+    """The outputs of low-rank layers for one input: [..., in] ➜ [..., out] each. The gradient is written out, the
+    layers' A are one matrix, and (x A)^T, [r of all layers, tokens], is kept, whose rows are views."""
     linears = [layer.linear for layer in layers]
     ends = np.cumsum([layer.lora_a.shape[1] for layer in layers]).tolist()[:-1]
 
@@ -113,8 +112,7 @@ class DoRA(DoRALinear):
 
 
 def use_low_rank_linear(model: nn.Module) -> None:
-    """Replaces mlx-lm's LoRALinear by LowRankLinear, except where there is dropout between x and A, and its DoRALinear.
-    The parameters are the same by the same names."""
+    """Replaces mlx-lm's LoRALinear without dropout and its DoRALinear by ours: the same parameters and names."""
 
     def ours(module: nn.Module) -> nn.Module | None:
         if type(module) is DoRALinear:

@@ -146,9 +146,9 @@ def _quantisation(stored: Mapping[str, Any], number_bytes: int) -> tuple[int, fl
 
 
 def divide(shape: ModelShape, weights: Sequence[float], vocabulary: bool = False) -> Division:
-    """Divides a model in proportion to the ranks' positive weights: what rounding whole heads costs a rank, its MLP
-    columns make up for. Cuts through o_proj and down_proj fall between quantisation groups. vocabulary: divide the
-    embedding and the head as well. Raises UserError: more ranks than heads, or than groups of columns."""
+    """Divides a model in proportion to positive weights: what rounding whole heads costs a rank, its MLP columns make
+    up for. Cuts fall between quantisation groups. vocabulary: divide embedding and head as well. Raises UserError: too
+    many ranks."""
     share = np.asarray(weights, dtype=np.float64) / math.fsum(weights)
     unit = shape.group_size // math.gcd(shape.group_size, shape.heads // shape.kv_heads * shape.head_dim)
     kv_heads = apportion(shape.kv_heads, share, unit, "KV heads")
@@ -177,8 +177,8 @@ def _tidy_unit(width: int, group_size: int, ranks: int) -> int:
 
 
 def apportion(total: int, weights: Sequence[float] | np.ndarray, unit: int = 1, what: str = "parts") -> tuple[int, ...]:
-    """Splits `total` in multiples of `unit` in proportion to weights, by largest remainder; everyone gets one at least.
-    Raises UserError: there are more ranks than units."""
+    """Splits `total` in multiples of `unit` by largest remainder, one at least each. Raises UserError: too many
+    ranks."""
     units, ranks = total // unit, len(weights)
     if units < ranks or total % unit:
         only = f"{total} {what}" + (f" in groups of {unit}" if unit > 1 else "")
@@ -200,8 +200,7 @@ def bounds(counts: Sequence[int], each: int = 1) -> tuple[int, ...]:
 
 
 def _parameters(shape: ModelShape) -> tuple[int, int, int]:
-    """Weights, in all blocks: of a KV head with its query heads, of an MLP column (gate, up and down), of a column of
-    every expert."""
+    """Weights, in all blocks, of a KV head with its query heads, of an MLP column, of a column of every expert."""
     heads = shape.blocks * shape.head_dim * (2 * (shape.heads // shape.kv_heads) + 2)
     columns = 3 * (shape.blocks - shape.expert_blocks), 3 * shape.experts * shape.expert_blocks
     return shape.hidden_size * heads, shape.hidden_size * columns[0], shape.hidden_size * columns[1]

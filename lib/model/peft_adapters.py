@@ -97,8 +97,8 @@ def unstacked(arrays: Mapping[str, mx.array]) -> Iterator[tuple[str, mx.array]]:
 def peft_arrays(
     arrays: Mapping[str, mx.array], embeddings: frozenset[str] = frozenset(), is_tied: bool = False
 ) -> dict[str, mx.array]:
-    """Our arrays by PEFT's names. embeddings: layers that are looked up; is_tied: they are also the head, for which
-    PEFT has an adapter of its own. Raises UserError: stacked experts whose names in a checkpoint are not known."""
+    """Our arrays by PEFT's names. embeddings: layers that are looked up; is_tied: PEFT has an adapter of its own for
+    the head. Raises UserError: experts whose names in a checkpoint are not known."""
     theirs: dict[str, mx.array] = {}
     for name, array in arrays.items():
         layer, _, part = name.rpartition(".")
@@ -119,8 +119,7 @@ def peft_arrays(
 
 
 def read(folder: Path, where: str) -> PeftAdapter:
-    """An adapter that peft saved. where: the setting that names it. Raises UserError: it cannot be read, or has more
-    than low-rank factors, magnitudes and whole weights."""
+    """An adapter that peft saved. Raises UserError: it cannot be read, or has parts that have no counterpart here."""
     where, weights = f"{where} {folder}", folder / PEFT_WEIGHTS
     if not weights.exists():
         raise UserError(
@@ -191,8 +190,8 @@ def _layer_and_part(name: str, where: str) -> tuple[str, str]:
 
 
 def load(model: nn.Module, folder: Path, settings: ModelSettings) -> None:
-    """Reads a PEFT adapter into a model with adapters of the same ranks and scales in the same layers. Raises
-    UserError: it cannot be read, or wants other settings, which are named as one would type them."""
+    """Starts a model from a PEFT adapter. Raises UserError: it cannot be read, or wants other settings, which are
+    named."""
     where, adapter = f"model.adapter {folder}", with_names_of(model, read(folder, "model.adapter"))
     _require_same_weights(model, adapter.whole, where)
     if HEAD in adapter.layers and HEAD not in dict(model.named_modules()):
@@ -241,8 +240,7 @@ def _require_same_weights(model: nn.Module, whole: Mapping[str, mx.array], where
 
 
 def _with_tied_head(adapter: PeftAdapter, where: str) -> PeftAdapter:
-    """The adapter for a model whose head is its embedding: mlx-lm has one adapter for both uses. Raises UserError: PEFT
-    trained two."""
+    """The adapter for a model whose head is its embedding: one for both uses. Raises UserError: PEFT trained two."""
     arrays, layers = dict(adapter.arrays), dict(adapter.layers)
     embedding = next((name for name in layers if name.endswith("embed_tokens")), "")
     is_shared = layers.get(embedding) == layers.pop(HEAD) and f"{HEAD}.m" not in arrays

@@ -1,10 +1,9 @@
 """A loaded model goes in, this rank's consecutive blocks come out: a stage of a pipeline.
 
 The model's own code still runs, over its whole list of blocks. Those of other ranks have neither weights nor work: they
-pass on their input. The one before this rank's first block hands on the output of the rank before, the one after its
-last block sends it to the next rank. So masks, windows and positions are those of the family's own code, and every
-parameter keeps its name. The modules before the blocks (the embedding) are on the first rank, those after them (norm
-and head) on the last, a tied embedding on both.
+pass on their input, the one before this rank's first block the output of the rank before, and the one after its last
+block sends it to the next rank. The modules before the blocks (the embedding) are on the first rank, those after them
+(norm and head) on the last, a tied embedding on both.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ from lib.model.token_stream import Stream
 
 
 def cut(model: nn.Module, blocks: Sequence[int], rank: int, neighbours: Neighbours) -> Stage:
-    """Leaves a rank its blocks of a model that may be loaded lazily: nothing else of it is ever read. blocks: of each
-    rank, in rank order. The model's layout has the stage afterwards. Raises UserError: a model that cannot be cut
-    between its blocks."""
+    """Leaves a rank its blocks (blocks: of each rank) of a model that may be loaded lazily; the model's layout has the
+    stage afterwards. Raises UserError: it cannot be cut between its blocks."""
     outline, ends, size = outline_of(model), bounds(blocks), len(blocks)
     if ends[-1] != len(model.layers):
         raise UserError(f"strategy=pipelined: {list(blocks)} are not the model's {len(model.layers)} blocks")
@@ -65,8 +63,8 @@ class Outline:
 
 
 def outline_of(model: nn.Module) -> Outline:
-    """How a model runs, from one run of its own code: nothing is computed, no weight is read. Raises UserError: the
-    input of its blocks is not each other's output alone."""
+    """How a model runs, by a lazy run of its code. Raises UserError: its blocks take more than the output of the one
+    before."""
     cannot = f"strategy=pipelined cannot cut a model of family {type(model).__module__.rpartition('.')[2]}"
     outline, units, count = Outline(), dict(_units(model)), len(model.layers)
 
@@ -148,33 +146,26 @@ def _absent_block(block: nn.Module, entry: Callable[[mx.array], mx.array] | None
     """Stands for another rank's block: passes on its input, or `entry` of that."""
     draws = sum(isinstance(part, nn.Dropout) and part._p_1 < 1 for part in block.modules())
 
-    def passing(_: Any) -> Any:
-        def call(self: nn.Module, x: mx.array, *args: Any, **options: Any) -> mx.array:
-            if self.training:  # each mask is drawn after those of the blocks before: cuts change none
-                for _ in range(draws):
-                    mx.random.bernoulli(shape=())
-            cache = next((arg for arg in (*args, *options.values()) if hasattr(arg, "update_and_fetch")), None)
-            if cache is not None and not isinstance(cache, Stream):  # any block's cache may be asked for the position
-                nothing = mx.zeros((x.shape[0], 1, x.shape[1], 1), x.dtype)
-                cache.update_and_fetch(nothing, nothing)
-            return x if entry is None else entry(x).reshape(x.shape)
+    def call(self: nn.Module, x: mx.array, *args: Any, **options: Any) -> mx.array:
+        if self.training:  # each mask is drawn after those of the blocks before: cuts change none
+            for _ in range(draws):
+                mx.random.bernoulli(shape=())
+        cache = next((arg for arg in (*args, *options.values()) if hasattr(arg, "update_and_fetch")), None)
+        if cache is not None and not isinstance(cache, Stream):  # any block's cache may be asked for the position
+            nothing = mx.zeros((x.shape[0], 1, x.shape[1], 1), x.dtype)
+            cache.update_and_fetch(nothing, nothing)
+        return x if entry is None else entry(x).reshape(x.shape)
 
-        return call
-
-    return _empty(with_methods(block, __call__=passing))
+    return _empty(with_methods(block, __call__=lambda _: call))
 
 
 def _absent_unit(unit: nn.Module, hidden_size: int, dtype: mx.Dtype) -> nn.Module:
     """Stands for an embedding, a norm or a head: an output of the right shape, which is not used."""
 
-    def nothing(_: Any) -> Any:
-        def call(self: nn.Module, x: mx.array, *args: Any, **options: Any) -> mx.array:
-            is_tokens = not mx.issubdtype(x.dtype, mx.floating)
-            return mx.zeros((*x.shape, hidden_size), dtype) if is_tokens else x
+    def nothing(self: nn.Module, x: mx.array, *args: Any, **options: Any) -> mx.array:
+        return x if mx.issubdtype(x.dtype, mx.floating) else mx.zeros((*x.shape, hidden_size), dtype)
 
-        return call
-
-    return _empty(with_methods(unit, __call__=nothing, as_linear=nothing))
+    return _empty(with_methods(unit, __call__=lambda _: nothing, as_linear=lambda _: nothing))
 
 
 def _empty(module: nn.Module) -> nn.Module:

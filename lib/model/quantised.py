@@ -102,9 +102,8 @@ def _stored(layer: nn.Module) -> dict[str, Any]:
 
 
 def dequantised(layer: nn.Module, after: mx.array) -> mx.array:
-    """W as `after` is multiplied by it, in its type: [out, in], or [expert, out, in]. Made once `after` is there, and
-    for it alone. A compiled graph would else make equal weights once, for the forward and the backward pass, and keep
-    those of all layers in between."""
+    """W in the type of the product with `after`: [out, in], or [expert, out, in]; made once `after` is there: a
+    compiled graph would else make it once for both passes, and keep those of all layers in between."""
     (weight,) = mx.depends([layer["weight"]], [after])
     scales, biases, dtype = layer["scales"], layer.get("biases"), after.dtype
     if layer.mode == "affine":
@@ -139,8 +138,7 @@ def multiply(layer: nn.Module, x: mx.array) -> mx.array:
 
 @contextlib.contextmanager
 def dequantised_once(model: nn.Module, tokens: int, after: mx.array) -> Iterator[None]:
-    """Within it, layers outside of the model's blocks dequantise their weights once, and not for each product. For a
-    head that makes the logits of so many tokens in pieces. Where it would not dequantise, nothing changes."""
+    """Within it, layers outside of the model's blocks dequantise once for all products with so many tokens."""
     outside = (part for part in modules_outside_blocks(model) if isinstance(part, FastLinear | FastEmbedding))
     layers = [part for part in outside if "weight" in part and dequantises(part, tokens)]  # or another stage has it
     try:
@@ -154,8 +152,7 @@ def dequantised_once(model: nn.Module, tokens: int, after: mx.array) -> Iterator
 
 
 def matrix_for_gradient(linear: nn.Module, dy: mx.array, after: mx.array) -> mx.array | None:
-    """W, where dy W [..., in] is the gradient that a frozen linear layer passes on; None where that is made packed.
-    after: the array before a dequantised W."""
+    """W of a frozen linear layer, which passes on dy W, made after another array; None where that is made packed."""
     if type(linear) is nn.Linear:
         weight: mx.array = linear.weight
         return weight

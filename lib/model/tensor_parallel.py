@@ -25,10 +25,9 @@ STORED = ("weight", "scales", "biases")
 
 
 def shard(model: nn.Module, division: Division, ranks: Ranks) -> tuple[dict[str, Part], set[str]]:
-    """Leaves this rank's part of a model that may have adapters, and makes the ranks compute together. A lazily loaded
-    model is read array by array. Returns how the parameters are divided, by name (the others are whole on every rank);
-    and the names of those that are whole, but of whose gradient every rank makes a part. Raises UserError: a cut
-    through a quantisation group."""
+    """Leaves this rank's part of a model, which may be loaded lazily, and makes the ranks compute together. Returns how
+    parameters are divided, by name; and the whole ones of whose gradient every rank makes a part. Raises UserError: a
+    cut through a quantisation group."""
     names = {id(module): name for name, module in model.named_modules()}
     parts: dict[str, Part] = {}
     partial: set[str] = set()
@@ -70,8 +69,7 @@ def shard(model: nn.Module, division: Division, ranks: Ranks) -> tuple[dict[str,
 
 
 def _parts(linear: nn.Module, prefix: str, ends: tuple[int, ...], by_inputs: bool = False) -> dict[str, Part]:
-    """How a linear layer, plain or with adapters, is divided by its outputs (A stays whole), or by its inputs (B stays
-    whole, and the bias is added by rank 0)."""
+    """How a linear layer is divided, by its outputs (A stays whole) or inputs (B stays whole, rank 0 adds the bias)."""
     parts = {}
     for name, array in tree_flatten(linear.parameters()):
         leaf, path, width = name.rpartition(".")[2], f"{prefix}.{name}", array.shape[-1]

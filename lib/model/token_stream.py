@@ -38,8 +38,7 @@ def arrays_of(inputs: Mapping[str, int | np.ndarray]) -> StreamInputs:
 
 
 def hidden_states(model: nn.Module, inputs: StreamInputs, window: int | None = None) -> mx.array:
-    """What the head sees of every token of a batch: [N, D] (or logits, of a model without a backbone). window: tokens
-    that each attends to, itself included."""
+    """What the head sees of every token, [N, D]; of a model without a backbone its logits. window: tokens that each sees."""
     return _states(model, inputs, window, None)[0]
 
 
@@ -90,10 +89,10 @@ class Window:
 
 
 class Stream:
-    """Passed to blocks as their cache: lays the stream out for attention. offset: int32 [N], the name by which blocks
-    ask for the positions."""
+    """Passed to blocks as their cache: lays the stream out for attention. offset: int32 [N], the tokens' positions."""
 
     attended: mx.array  # attention's output for all tokens in the block that ran last
+    known: mx.array | None = None  # the same of the scored tokens alone: what attention gives from now on
 
     def __init__(self, inputs: StreamInputs, window: int | None = None):
         self.rows, self.completions, _ = inputs["mask"].shape
@@ -117,12 +116,14 @@ class Stream:
         self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Window | None, **options: Any
     ) -> mx.array:
         """[N, heads, 1, head_dim] each: every token attends to its own sequence up to itself."""
+        if self.known is not None:
+            return self.known
         if not (mask is None or isinstance(mask, Window)):
             raise TypeError("this model makes its own attention mask")
-        windows = [*([] if self.window is None else [self.window]), *([mask.size] if mask else [])]
+        window = min(filter(None, (self.window, mask and mask.size)), default=None)
 
         def attention(q: mx.array, k: mx.array, v: mx.array) -> mx.array:  # [sequences, heads, length, head_dim]
-            out = local_attention(q, k, v, min(windows, default=None), scale=scale, **options)
+            out = local_attention(q, k, v, window, scale=scale, **options)
             return out.swapaxes(1, 2).flatten(0, 1)
 
         is_ragged, outputs, prefixes = self.suffix_uses is not None, [], []
@@ -171,10 +172,9 @@ def _move(x: mx.array, index: mx.array, inverse: mx.array) -> mx.array:
 
 
 def _end_early(model: nn.Module, stream: Stream, scored: mx.array, stack: contextlib.ExitStack) -> bool:
-    """Lets the last block that has parameters give the scored tokens alone, until the stack closes; whether it can: not
-    where its masks are drawn for all tokens, or it is recomputed."""
-    blocks = block_list_of(model)
-    if blocks is None:
+    """Lets the last block give the scored tokens alone, unless it draws masks for all or is recomputed; whether it
+    does."""
+    if (blocks := block_list_of(model)) is None:
         return False
     index = max(i for i, block in enumerate(blocks) if tree_flatten(block.parameters()))
     block = blocks[index]
@@ -188,18 +188,15 @@ def _end_early(model: nn.Module, stream: Stream, scored: mx.array, stack: contex
 
 
 class EndingBlock:
-    """Stands for the last block on a stream, and gives the scored tokens alone. It runs over all tokens, and over the
-    scored ones with their attention from the first run: MLX computes of each what is used."""
+    """The last block, run over all tokens, and over the scored ones with their attention: MLX computes what is used."""
 
     def __init__(self, block: nn.Module, stream: Stream, scored: mx.array):
         self.block, self.stream, self.scored = block, stream, scored
 
     def __call__(self, x: mx.array, *args: Any, **options: Any) -> mx.array:
+        stream = self.stream
         self.block(x, *args, **options)
-        attended = mx.take(self.stream.attended, self.scored, axis=0)
-        known = KnownAttention(self.stream.offset[self.scored], attended)
-        args = tuple(known if arg is self.stream else arg for arg in args)
-        options = {name: known if value is self.stream else value for name, value in options.items()}
+        stream.known, stream.offset = mx.take(stream.attended, self.scored, axis=0), stream.offset[self.scored]
         output: mx.array = self.block(mx.take(x, self.scored, axis=0), *args, **options)
         return output
 
@@ -207,22 +204,8 @@ class EndingBlock:
         return getattr(self.block, name)
 
 
-class KnownAttention:
-    """Passed to the last block for the scored tokens alone: their attention is known."""
-
-    def __init__(self, offset: mx.array, output: mx.array):
-        self.offset, self.output = offset, output
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        return keys, values
-
-    def attend(self, *_: Any, **__: Any) -> mx.array:
-        return self.output
-
-
 def cannot_share_prompts(model: nn.Module) -> str | None:
-    """None for a model to which a stream is the same as whole rows, by a trial on random tokens; else why not. The
-    model's layout has the answer afterwards, and whether its last block may end with the scored tokens alone."""
+    """None for a model to which a stream is the same as whole rows, by a trial, noted in its layout; else why not."""
     attend_by_cache(model)
     was_training, layout = model.training, layout_of(model)
     layout.ends_early = False
@@ -282,8 +265,7 @@ def rounding_tolerance(model: nn.Module) -> float:
 
 def run_backbone(model: nn.Module, tokens: mx.array, **options: Any) -> mx.array:
     """The backbone's output; of a model without one, the model's."""
-    place = backbone_of(model)
-    if place is None:
+    if (place := backbone_of(model)) is None:
         return model(tokens, **options)
     outputs = []
 
