@@ -563,19 +563,15 @@ def written_before(tmp_path: Path) -> Path:
     return folder
 
 
-def test_an_export_is_pushed_whole_with_its_card(hub: Hub, run: TrainedRun) -> None:
+def test_an_export_is_pushed_whole_with_its_card(
+    hub: Hub, run: TrainedRun, written_before: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main([str(written_before), "--push", "ann/model", "--dry-run"]) == 0
+    assert "a.safetensors  100,000 bytes" in capsys.readouterr().out and not hub.files
     status, folder = export(run, "--to", "mlx", "--push", "ann/model", "--private")
     assert status == 0 and hub.private and hub.files.keys() == {p.name for p in (folder / "mlx").iterdir()}
     text = hub.files[card.CARD].decode()
     assert "library_name: mlx" in text and "valid.jsonl" in text and str(run.folder.parent) not in text
-
-
-def test_a_dry_run_lists_files_and_sends_nothing(
-    hub: Hub, written_before: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command.main([str(written_before), "--push", "ann/model", "--dry-run"]) == 0
-    printed = capsys.readouterr().out
-    assert "a.safetensors" in printed and "100,000 bytes" in printed and not hub.files
 
 
 @pytest.mark.parametrize(

@@ -66,20 +66,10 @@ def test_a_blocks_scores_have_a_limit(sequences: int, heads: int, queries: int, 
     assert blocks == (4 if queries >= 8192 and before <= queries else 1), "more would copy the keys too often"
 
 
-@pytest.mark.parametrize(
-    ("device", "head_dim", "item", "fused"),
-    [
-        ("cuda", 64, 2, True),
-        ("cuda", 128, 2, True),
-        ("cuda", 256, 2, False),
-        ("cuda", 100, 2, False),
-        ("cuda", 64, 4, False),
-        ("metal", 64, 2, False),
-        ("cpu", 64, 2, False),
-    ],
-)
-def test_only_cudnn_keeps_no_scores(device: Device, head_dim: int, item: int, fused: bool) -> None:
-    assert is_fused(device, head_dim, item) == fused
+def test_only_cudnn_keeps_no_scores() -> None:
+    assert is_fused("cuda", 64, 2) and is_fused("cuda", 128, 2)
+    others: list[tuple[Device, int, int]] = [("cuda", 256, 2), ("cuda", 100, 2), ("cuda", 64, 4), ("metal", 64, 2)]
+    assert not any(is_fused(*other) for other in others)
 
 
 @pytest.mark.parametrize(("length", "positions"), [(1, 1), (5, 130), (127, 127), (129, 140)])
@@ -140,15 +130,6 @@ def test_memory_grows_with_the_length_and_not_with_its_square(monkeypatch: pytes
     short, middle, long = (peak_bytes(length) for length in (512, 1024, 2048))
     assert long < 2048**2 * 2 * 4, "less than the scores alone"
     assert long - middle < 3 * (middle - short) + 2**22, (short, middle, long)
-
-
-def test_whole_tiles_with_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs, sinks = drawn(2, 4, 2, 9, 11), mx.array([0.5, -1.0, 0.0, 2.0])
-    wanted = causal_attention(*inputs, scale=0.35, sinks=sinks)
-    monkeypatch.setattr("lib.model.long_attention.is_fused", lambda *_: True)
-    found = causal_attention(*inputs, scale=0.35, sinks=sinks)
-    assert found.shape == wanted.shape
-    assert mx.linalg.norm(found - wanted).item() <= 1e-5 * mx.linalg.norm(wanted).item()
 
 
 def test_a_stream_in_whole_tiles_is_still_as_whole_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def arrays_of(inputs: Mapping[str, int | np.ndarray]) -> StreamInputs:
 
 
 def hidden_states(model: nn.Module, inputs: StreamInputs, window: int | None = None) -> mx.array:
-    """What the head sees of every token, [N, D]; of a model without a backbone its logits. window: tokens that each sees."""
+    """What the head sees of every token, [N, D] (or logits, without a backbone). window: tokens that each sees."""
     return _states(model, inputs, window, None)[0]
 
 
