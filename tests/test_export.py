@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from lib.errors import UserError
-from lib.export import card, command, fuse, gguf, ollama, peft, proof
+from lib.export import card, command, fuse, gguf, ollama, peft, trained_run
 from lib.export.gguf import tokenizer_of
 from lib.export.trained_run import ChatForm, TrainedRun, open_run
 from lib.model import adapters, peft_adapters
@@ -85,7 +85,7 @@ def test_every_form_has_the_runs_log_probabilities(name: str, tmp_path: Path) ->
         assert found["difference"] <= 1e-4 < found["trained_difference"] or (form == "fused" and run.is_quantised)
     if run.is_quantised:
         status, folder = export(run, "--to", "fused", "--dequantize", "--out", str(tmp_path / "plain"))
-        assert status == 0 and proof_of(tmp_path / "plain")["difference"] <= proof.LIMIT
+        assert status == 0 and proof_of(tmp_path / "plain")["difference"] <= trained_run.LIMIT
         assert "quantization" not in json.loads((tmp_path / "plain" / "config.json").read_text())
 
 
@@ -96,8 +96,8 @@ def test_an_exported_peft_adapter_starts_a_run_with_the_same_model(name: str, tm
     settings = run.settings.model.model_copy(update={"adapter": str(folder)})
     model = models.load(settings, 0)
     adapters.make_trainable(model, settings, 0)
-    found = proof.model_logps(model, run.rows)
-    assert proof.largest_difference(found, proof.model_logps(run.model(), run.rows)) <= proof.LIMIT
+    found = trained_run.model_logps(model, run.rows)
+    assert trained_run.largest_difference(found, trained_run.model_logps(run.model(), run.rows)) <= trained_run.LIMIT
 
 
 def test_what_four_bits_cannot_hold_is_not_written_in_four_bits(
@@ -170,7 +170,7 @@ def test_adapters_that_peft_trained_have_its_log_probabilities(name: str, tmp_pa
     model = models.load(settings, 0)
     adapters.make_trainable(model, settings, 0)
     expected = [np.array(row, np.float32) for row in json.loads((PEFT / name / "logps.json").read_text())]
-    assert proof.largest_difference(proof.model_logps(model, sequences()), expected) <= proof.LIMIT
+    assert trained_run.largest_difference(trained_run.model_logps(model, sequences()), expected) <= trained_run.LIMIT
     with pytest.raises(UserError, match="was made with other settings; add model") as error:
         other = settings.model_copy(update={"keys": None, "rank": 8, "method": "lora"})
         adapters.make_trainable(models.load(other, 0), other, 0)

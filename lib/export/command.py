@@ -23,9 +23,8 @@ from pathlib import Path
 
 from lib.config import command_line
 from lib.errors import UserError
-from lib.export import card, fuse, gguf, ollama, peft, proof
-from lib.export.proof import ExportOptions, WeightType
-from lib.export.trained_run import open_run
+from lib.export import card, fuse, gguf, ollama, peft
+from lib.export.trained_run import ExportOptions, WeightType, open_run, prove
 from lib.system import files, mpi_and_blas
 from lib.system.terminal import Terminal
 
@@ -78,7 +77,7 @@ def _export(options: argparse.Namespace, terminal: Terminal) -> Path:
             write(run, unfinished, wanted)
         if options.prove:
             with terminal.doing("reading it back"):
-                figures, proven = proof.prove(run, read(run, unfinished, wanted))
+                figures, proven = prove(run, read(run, unfinished, wanted))
         card.write(run, unfinished, to, proven)
         base = card.base_of(run.settings.model.path)[0]
         facts = {"form": to, "run": run.folder.resolve().name, "checkpoint": run.checkpoint, "base_model": base}

@@ -18,8 +18,7 @@ from mlx_lm.utils import make_shards
 
 from lib.config import read_file
 from lib.errors import Stopped, UserError
-from lib.export.proof import ExportOptions, Reading, mlx_logps
-from lib.export.trained_run import ChatForm, TrainedRun
+from lib.export.trained_run import ChatForm, ExportOptions, Reading, TrainedRun, mlx_logps
 from lib.model.adapter_files import described, trainable, write_arrays
 from lib.model.peft_adapters import stacked_name, unstacked
 from lib.system.model_folder import end_ids

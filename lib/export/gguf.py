@@ -35,8 +35,7 @@ from mlx_lm.models import rope_utils
 
 from lib.errors import Stopped, UserError
 from lib.export.fuse import fused_model
-from lib.export.proof import ExportOptions, Reading, WeightType, model_logps
-from lib.export.trained_run import ChatForm, TrainedRun
+from lib.export.trained_run import ChatForm, ExportOptions, Reading, TrainedRun, WeightType, model_logps
 
 TYPES: dict[mx.Dtype, WeightType] = {mx.float32: "f32", mx.bfloat16: "bf16", mx.float16: "f16"}
 FILE = "model.gguf"

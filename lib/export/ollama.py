@@ -16,8 +16,7 @@ from typing import Literal
 
 from lib.errors import UserError
 from lib.export import gguf
-from lib.export.proof import ExportOptions
-from lib.export.trained_run import TrainedRun
+from lib.export.trained_run import ExportOptions, TrainedRun
 
 MODELFILE = "Modelfile"
 ROLES = {"S": "system", "U": "user", "A": "assistant"}

@@ -38,10 +38,7 @@ def load(settings: ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
     folder, where = resolve(settings.path, settings.revision), f"model.path {settings.path}"
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     method = (config.get("quantization_config") or {}).get("quant_method")
-    foreign = (
-        f"its weights are quantised by {method}, whose packing is PyTorch's; take the base that it was made from, "
-        "or one in MLX's format, which `mlx_lm.convert -q` makes"
-    )
+    foreign = f"it is quantised by {method}, for PyTorch; take its base, or one that `mlx_lm.convert -q` made"
     mx.random.seed(seed)
     options: dict[str, Any] = {"lazy": True, "trust_remote_code": settings.trust_remote_code}
     try:
@@ -54,9 +51,7 @@ def load(settings: ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
         else:
             model, _ = load_model(folder, **options)
     except FileNotFoundError:
-        raise UserError(
-            f"{where}: no model*.safetensors in the folder (model.random_init=true draws new weights)"
-        ) from None
+        raise UserError(f"{where}: no model*.safetensors in the folder; model.random_init=true draws weights") from None
     except Exception as error:  # config.json may say anything, and every model's code trusts it in its own way
         kind = "" if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: "
         reason = foreign if method in FOREIGN else f"{kind}{why_unreadable(folder, error)}"

@@ -122,11 +122,7 @@ def read(folder: Path, where: str) -> PeftAdapter:
     """An adapter that peft saved. Raises UserError: it cannot be read, or has parts that have no counterpart here."""
     where, weights = f"{where} {folder}", folder / PEFT_WEIGHTS
     if not weights.exists():
-        raise UserError(
-            f"{where}: {PICKLED} is a pickle, which may run code; where torch is installed type: python -c "
-            f"\"import torch, safetensors.torch as s; s.save_file(torch.load('{folder / PICKLED}', weights_only=True), "
-            f"'{weights}')\""
-        )
+        raise UserError(f"{where}: {PICKLED} is a pickle, which may run code; save it with safe_serialization=True")
     read_file.require_regular(weights, where)
     try:
         config = read_file.read_object(folder / ADAPTER_CONFIG, where)

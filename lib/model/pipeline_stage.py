@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -34,7 +33,7 @@ def cut(model: nn.Module, blocks: Sequence[int], rank: int, neighbours: Neighbou
     first_trained = min((holders[name][0] for name, _ in tree_flatten(model.trainable_parameters())), default=size)
     first, last = ends[rank], ends[rank + 1]
     dtypes = outline.dtypes[first], outline.dtypes[min(last, ends[-1] - 1)]
-    hidden_size = outline.output.shape[-1]
+    hidden_size = outline.outputs[-1].shape[-1]
     stage = Stage(rank, size, hidden_size, dtypes, holders, first_trained, neighbours)
     absent: dict[int, nn.Module] = {}
     for i, block in enumerate(model.layers):
@@ -52,33 +51,32 @@ def cut(model: nn.Module, blocks: Sequence[int], rank: int, neighbours: Neighbou
     return stage
 
 
-@dataclass
-class Outline:
+class Outline(NamedTuple):
     """How a model runs: its blocks one after the other, with other modules before and after."""
 
-    dtypes: list[mx.Dtype] = field(default_factory=list)  # of each block's input
-    before: set[str] = field(default_factory=set)  # the names of the other modules with parameters, by their use
-    after: set[str] = field(default_factory=set)
-    output: Any = None  # of the last block
+    dtypes: list[mx.Dtype]  # of each block's input
+    outputs: list[mx.array]  # of each block
+    before: set[str]  # the names of the other modules with parameters, by their use
+    after: set[str]
 
 
 def outline_of(model: nn.Module) -> Outline:
     """How a model runs, by a lazy run of its code. Raises UserError: its blocks take more than the output of the one
     before."""
     cannot = f"strategy=pipelined cannot cut a model of family {type(model).__module__.rpartition('.')[2]}"
-    outline, units, count = Outline(), dict(_units(model)), len(model.layers)
+    outline, units, count = Outline([], [], set(), set()), dict(_units(model)), len(model.layers)
 
     def block_call(plain: Any) -> Any:
         def call(block: nn.Module, x: Any = None, *args: Any, **options: Any) -> mx.array:
             others = [each for _, each in tree_flatten((args, options)) if isinstance(each, mx.array)]
-            is_chained = isinstance(x, mx.array) and (outline.output is None or x is outline.output)
+            is_chained = isinstance(x, mx.array) and (not outline.outputs or x is outline.outputs[-1])
             if not is_chained or any(mx.issubdtype(other.dtype, mx.floating) for other in others):
                 raise TypeError("blocks take something else than the output of the one before")
             output = plain(block, x, *args, **options)
             if not isinstance(output, mx.array) or output.shape != x.shape:
                 raise TypeError("a block makes more than one array")
             outline.dtypes.append(x.dtype)
-            outline.output = output
+            outline.outputs.append(output)
             return output
 
         return call
