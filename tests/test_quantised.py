@@ -103,18 +103,6 @@ def test_dequantised_products_round_as_plain_ones(dtype: mx.Dtype, choose: Calla
         assert np.array_equal(found, wanted)
 
 
-def test_inputs_wider_than_the_weights_are_not_rounded(choose: Callable[[int], None]) -> None:
-    linear = nn.QuantizedLinear.from_linear(nn.Linear(INPUTS, OUTPUTS, bias=False), 64, 4)
-    linear.set_dtype(mx.bfloat16)
-    linear = quantised.fast_layer(linear)
-    x = mx.random.normal((TOKENS, INPUTS))
-    choose(NEVER)
-    wanted = both(linear, x)
-    choose(ALWAYS)
-    assert linear(x).dtype == mx.float32
-    assert_near(both(linear, x), wanted)
-
-
 @pytest.mark.parametrize(
     ("keys", "compiled"),
     [(None, False), (None, True), (["self_attn.q_proj", "mlp.down_proj"], False), (["lm_head"], False)],

@@ -23,10 +23,11 @@ from lib.config.settings import Config, ModelSettings, TrainSettings
 from lib.data.batch import Batch, collate
 from lib.data.dataset import Example
 from lib.distributed import world as world_module
+from lib.distributed.links import Links
 from lib.distributed.world import World
 from lib.errors import Stopped, UserError
 from lib.evaluate import command
-from lib.model import adapter_files, partition, tensor_parallel, token_stream
+from lib.model import adapter_files, partition, pipeline_stage, tensor_parallel, token_stream
 from lib.model import adapters as adapters_module
 from lib.model import load as load_module
 from lib.model import logps as logps_module
@@ -480,7 +481,8 @@ def assert_answers_and_metrics_as_alone(
 
 
 @mpi
-def test_a_rank_reads_and_holds_its_planned_part(world: World, folder: Path) -> None:
+@pytest.mark.parametrize("strategy", ["sharded", "pipelined"])
+def test_a_rank_reads_and_holds_its_planned_part(world: World, folder: Path, strategy: str) -> None:
     """Loading piece by piece: never more than 1.2 times what is kept, and that in proportion to the plan within 10 %."""
     path, sizes = folder / "model", {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 64}
@@ -488,25 +490,27 @@ def test_a_rank_reads_and_holds_its_planned_part(world: World, folder: Path) -> 
         model_folder(path, **sizes, **heads)
         save_model(path, load_module.load(ModelSettings(path=str(path), random_init=True), 0))
     world.gather_text("written")
-    weights = UNEVEN[world.size]
-    settings = ModelSettings(path=str(path), rank=4)
-    shape = partition.model_shape_of(json.loads((path / "config.json").read_text()))
-    dealt = partition.divide(shape, weights)
+    weights: tuple[int, ...] = UNEVEN[world.size] if strategy == "sharded" else {2: (9, 3), 3: (2, 7, 3)}[world.size]
     gc.collect()
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    model = load_module.load(settings, 0, lazy=True)
-    adapters_module.make_trainable(model, settings, 0)
-    tensor_parallel.shard(model, dealt, world)
+    model, _ = build(path, random_init=False)
+    whole = 0
+    if strategy == "sharded":
+        division = division_of(path, weights)
+        tensor_parallel.shard(model, division, world)
+        shape = partition.model_shape_of(json.loads((path / "config.json").read_text()))
+        planned, whole = partition.rank_bytes(shape, division, world.rank)
+        whole += sum(array.nbytes for array in adapter_files.trainable(model).values())
+    else:
+        pipeline_stage.cut(model, weights, world.rank, Links(world))
     held, peak = mx.get_active_memory() - before, mx.get_peak_memory() - before
-    planned, whole = partition.rank_bytes(shape, dealt, world.rank)
-    adapters = sum(array.nbytes for array in adapter_files.trainable(model).values())
-    assert held - adapters == pytest.approx(planned + whole, rel=0.02)
+    assert strategy == "pipelined" or held == pytest.approx(planned + whole, rel=0.02)
     assert peak <= 1.2 * held
-    told = [int(text) for text in world.gather_text(str(held - adapters - whole))]
-    for size, weight in zip(told, weights, strict=True):
-        assert size / sum(told) == pytest.approx(weight / sum(weights), rel=0.1)
+    every = [int(text) for text in world.gather_text(str(held - whole))]
+    for size, weight in zip(every, weights, strict=True):
+        assert size / sum(every) == pytest.approx(weight / sum(weights), rel=0.1)
     world.gather_text("checked")
 
 

@@ -20,10 +20,9 @@ from lib.errors import UserError
 from lib.evaluate import answers
 from lib.model import load as load_module
 from lib.model import logps, long_attention, token_stream
-from lib.model.layout import layout_of
 from lib.training import reference_model
 from tests import rounding
-from tests.test_forward import draw, load, results_of, weighted
+from tests.test_forward import draw, load, results_of
 from tests.tiny import ROOT, model_folder, train
 
 QUICKSTART = str(ROOT / "configs/quickstart/model")
@@ -96,27 +95,6 @@ def test_blocks_equal_the_masked_square(window: int, behind: int, length: int) -
     for ours, theirs in zip([out, *gradients], [wanted, *expected], strict=True):
         assert ours.shape == theirs.shape
         assert mx.linalg.norm(ours - theirs).item() <= 1e-5 * mx.linalg.norm(theirs).item() + 1e-6
-
-
-def peak_bytes(model: nn.Module, length: int, shared: bool) -> int:
-    """Of the log-probabilities and gradients of a pair whose prompt and completions are `length` tokens each."""
-    random = np.random.default_rng(0)
-    prompt, one, other = (random.integers(2, 48, length).astype(np.int32) for _ in range(3))
-    inputs = token_stream.arrays_of(collate([Example(0, prompt, (one, other))], 64, shared).inputs)
-    mx.clear_cache()
-    mx.reset_peak_memory()
-    mx.eval(nn.value_and_grad(model, lambda: weighted(logps.completion_logps(model, inputs)))())
-    return mx.get_peak_memory() - mx.get_active_memory()
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_memory_grows_with_the_length_and_not_with_its_square(tmp_path: Path, shared: bool) -> None:
-    model = load(tmp_path, "llama", attention_window=32)
-    assert token_stream.cannot_share_prompts(model) is None
-    short, long = peak_bytes(model, 256, shared), peak_bytes(model, 512, shared)
-    assert long < 2.3 * short
-    layout_of(model).attention_window = None
-    assert peak_bytes(model, 512, shared) > 2 * long  # what it would be without
 
 
 def test_answers_and_scores_of_a_trained_model_look_back_as_far() -> None:
