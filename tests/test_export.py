@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import mlx.core as mx
 import numpy as np
@@ -489,36 +490,7 @@ def test_a_quantised_base_names_its_original(tmp_path: Path) -> None:
     assert peft.original_of(run) == "google/gemma-3-1b-it"
 
 
-# ---- --push: huggingface_hub's HfApi, whose calls answer as the hub does
-
-
-class Hub:
-    """The calls of HfApi that a push makes; `errors`: raised by a call of that name."""
-
-    endpoint = "https://hub.example"
-
-    def __init__(self) -> None:
-        self.private, self.files, self.errors = False, dict[str, bytes](), dict[str, Exception]()
-
-    def __call__(self) -> Hub:
-        return self
-
-    def _answer(self, call: str) -> None:
-        if call in self.errors:
-            raise self.errors[call]
-
-    def create_repo(self, repository: str, private: bool | None, exist_ok: bool) -> str:
-        self._answer("create_repo")
-        self.private = bool(private)
-        return f"{self.endpoint}/{repository}"
-
-    def model_info(self, repository: str) -> Hub:
-        self._answer("model_info")
-        return self
-
-    def upload_folder(self, repo_id: str, folder_path: Path, commit_message: str) -> None:
-        self._answer("upload_folder")
-        self.files = {str(p.relative_to(folder_path)): p.read_bytes() for p in folder_path.rglob("*") if p.is_file()}
+# ---- --push
 
 
 def answered(status: int) -> HfHubHTTPError:
@@ -528,9 +500,10 @@ def answered(status: int) -> HfHubHTTPError:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
-    fake = Hub()
-    monkeypatch.setattr("huggingface_hub.HfApi", fake)
+def hub(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    fake = MagicMock(endpoint="https://hub.example")
+    fake.create_repo.return_value = "https://hub.example/ann/model"
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: fake)
     return fake
 
 
@@ -545,13 +518,14 @@ def written_before(tmp_path: Path) -> Path:
 
 
 def test_an_export_is_pushed_whole_with_its_card(
-    hub: Hub, run: TrainedRun, written_before: Path, capsys: pytest.CaptureFixture[str]
+    hub: MagicMock, run: TrainedRun, written_before: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command.main([str(written_before), "--push", "ann/model", "--dry-run"]) == 0
-    assert "a.safetensors  100,000 bytes" in capsys.readouterr().out and not hub.files
+    assert "a.safetensors  100,000 bytes" in capsys.readouterr().out and not hub.method_calls
     status, folder = export(run, "--to", "mlx", "--push", "ann/model", "--private")
-    assert status == 0 and hub.private and hub.files.keys() == {p.name for p in (folder / "mlx").iterdir()}
-    text = hub.files[card.CARD].decode()
+    assert status == 0 and hub.create_repo.call_args.kwargs["private"]
+    assert hub.upload_folder.call_args.kwargs["folder_path"] == folder / "mlx"
+    text = (folder / "mlx" / card.CARD).read_text()
     assert "library_name: mlx" in text and "valid.jsonl" in text and str(run.folder.parent) not in text
 
 
@@ -569,11 +543,11 @@ def test_what_the_hub_refuses_is_one_line(
     error: Exception,
     status: int,
     words: str,
-    hub: Hub,
+    hub: MagicMock,
     written_before: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    hub.errors = {call: error}
+    getattr(hub, call).side_effect = error
     assert command.main([str(written_before), "--push", "ann/model"]) == status
     printed = capsys.readouterr().err
     assert words in printed and printed.count("\n") == 1, printed

@@ -29,7 +29,14 @@ from lib.training import pipelined_step
 from lib.training.divided_world import InStages, PipelinedWorld, pipelined
 from lib.training.step import MicroBatch, Step
 from tests import rounding, tiny
-from tests.test_shard import assert_answers_and_metrics_as_alone, assert_ranks_leave_together, build, gathered, train
+from tests.test_shard import (
+    assert_answers_and_metrics_as_alone,
+    assert_moves,
+    assert_ranks_leave_together,
+    build,
+    gathered,
+    train,
+)
 from tests.tiny import difference, model_folder, steps_of
 
 mpi = pytest.mark.mpi(min_size=2)
@@ -250,19 +257,8 @@ def test_stages_train_to_the_weights_of_the_whole(world: World, folder: Path, wo
 @mpi
 @pytest.mark.long(ranks=3)
 def test_a_run_moves_between_cuts_and_one_rank(world: World, folder: Path) -> None:
-    common = [*words_of(world, folder, tie_word_embeddings=True), "model.method=full", "train.learning_rate=1e-4"]
-    common += ["train.schedule=constant", "checkpoint.every=1", "strategy=pipelined", "data.valid=null"]
-    first, second = (f"plan.shares={list(blocks)}" for blocks in CUTS[world.size])
-    train(world, folder, [*common, first, "train.steps=2"], "moving")
-    train(world, folder, [*common, second, "train.steps=4"], "moving", resume=True)
-    if world.rank == 0:
-        train(World(), folder, [*common, first, "train.steps=6"], "moving", resume=True)
-    world.gather_text("moved")
-    run = train(world, folder, [*common, "train.steps=8", "plan.micro_batch_sizes=[3]"], "moving", resume=True)
-    straight = rounding.trained_alone(world, [*common, "train.steps=8"], "straight")
-    assert difference(straight.run, run) <= straight.limit
-    assert [r["rows"] for r in steps_of(run)] == [r["rows"] for r in steps_of(straight.run)]
-    world.gather_text("checked")
+    words = [*words_of(world, folder, tie_word_embeddings=True), "strategy=pipelined"]
+    assert_moves(world, folder, words, [f"plan.shares={list(blocks)}" for blocks in CUTS[world.size]])
 
 
 @two

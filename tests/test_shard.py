@@ -403,13 +403,18 @@ def test_equal_parts_compiled_train_to_the_weights_of_the_whole(
 @mpi
 @pytest.mark.long(ranks=3)
 def test_a_run_moves_between_divisions_and_one_rank(world: World, folder: Path) -> None:
-    common = [*words_of(world, folder, mlp_bias=True), "model.method=full", "train.learning_rate=1e-4"]
-    common += ["train.schedule=constant", "checkpoint.every=1", "strategy=sharded", "data.valid=null"]
-    uneven = f"plan.shares={list(UNEVEN[world.size])}"
-    train(world, folder, [*common, "train.steps=2"], "moving")
-    train(world, folder, [*common, "train.steps=4", uneven], "moving", resume=True)
+    words = [*words_of(world, folder, mlp_bias=True), "strategy=sharded"]
+    assert_moves(world, folder, words, [f"plan.shares={list(w)}" for w in ((1,) * world.size, UNEVEN[world.size])])
+
+
+def assert_moves(world: World, folder: Path, words: list[str], cuts: Sequence[str]) -> None:
+    """A run that goes on in other parts, on one rank, and in the plan's parts ends as one that never moved."""
+    common = [*words, "model.method=full", "train.learning_rate=1e-4", "train.schedule=constant"]
+    common += ["checkpoint.every=1", "data.valid=null"]
+    train(world, folder, [*common, cuts[0], "train.steps=2"], "moving")
+    train(world, folder, [*common, cuts[1], "train.steps=4"], "moving", resume=True)
     if world.rank == 0:
-        train(World(), folder, [*common, "train.steps=6", uneven], "moving", resume=True)
+        train(World(), folder, [*common, cuts[0], "train.steps=6"], "moving", resume=True)
     world.gather_text("moved")
     run = train(world, folder, [*common, "train.steps=8", "plan.micro_batch_sizes=[3]"], "moving", resume=True)
     straight = rounding.trained_alone(world, [*common, "train.steps=8"], "straight")
