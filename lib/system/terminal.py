@@ -69,6 +69,10 @@ class Terminal:
         """Says what may be wrong; `step` is the last one before."""
         self.labelled("warning", text)
 
+    def own_warning(self, text: str, step: int = 0, why: str = "") -> None:
+        """A warning of a step that this rank took, which of independent ranks no other knows. why: for the record."""
+        self.labelled("warning", text + why)
+
     @property
     def bar(self) -> str:
         """The signs of a bar, done and to do."""

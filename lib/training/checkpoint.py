@@ -276,14 +276,13 @@ def save(folder: Path, snapshot: Snapshot, world: World, writer: CheckpointWrite
                 arrays = dict(zip(names, wholes, strict=True))
                 adapter_config = adapter_files.adapter_config(snapshot.settings, wholes[0][0], len(model.layers))
                 objects = {adapter_files.ADAPTER_CONFIG: adapter_config, STATE: asdict(progress)}
-                texts = {name: json.dumps(each, indent=2) + "\n" for name, each in objects.items()}
+                own_texts = {name: json.dumps(each, indent=2) + "\n" for name, each in objects.items()}
+                texts = {**snapshot.texts, **own_texts}
                 if not waits:  # out of MLX, whose arrays are this thread's
-                    arrays = {
-                        name: (of_file, adapter_files.raw(dict(each))) for name, (of_file, each) in arrays.items()
-                    }
+                    arrays = {name: (which, adapter_files.raw(dict(each))) for name, (which, each) in arrays.items()}
 
                 def work() -> None:
-                    write_whole(final, arrays, {**snapshot.texts, **texts})
+                    write_whole(final, arrays, texts)
                     prune(folder, keep, best_step)
 
                 writer.write(progress.steps_of(world.rank), final, work, beside=not waits)

@@ -7,6 +7,7 @@ there; until then it holds the activations. A stage that recomputes keeps its in
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -80,9 +81,11 @@ class PipelinedStep(Step):
         self.stages, self.stage, self.pace, self.links = world, stage, pace, world.ranks.links
         self.waited_seconds = 0.0  # of this step, for other stages
         self.sent_error: float | None = None  # what compression left out, of the norm of all sent
-        functions, state = (self._output, self._product, self._last), [model.state, mx.random.state]
-        compiled = [mx.compile(function, inputs=state, outputs=state) for function in functions]
-        self.output, self.product, self.last = compiled if is_compiled(train, world) else functions
+        self.output, self.product, self.last = self._output, self._product, self._last
+        if is_compiled(train, world):
+            state = [model.state, mx.random.state]
+            compiled = functools.partial(mx.compile, inputs=state, outputs=state)
+            self.output, self.product, self.last = map(compiled, (self._output, self._product, self._last))
         self._begin([], None)
 
     def __call__(self, index: int, steps: int, batches: Iterable[MicroBatch]) -> StepRecord:
@@ -99,7 +102,7 @@ class PipelinedStep(Step):
         self.under_way: dict[int, MicroBatchState] = {}
         self.received: dict[int, Message] = {}  # or being received, by micro-batch: what the rank before sends
         self.begun = 0  # of these, so far
-        self.gradients: Tree | None = None
+        self.total: Tree | None = None
         self.sums, self.squares = mx.zeros(len(SUMS)), mx.zeros(2)  # of what compression left out, and of all sent
 
     def forward_backward(
@@ -120,14 +123,14 @@ class PipelinedStep(Step):
                     with links.deadline(what):
                         (self._forward if operation.is_forward else self._backward)(operation.micro_batch)
                 with links.deadline(what):
-                    mx.eval(self.gradients, self.sums)
+                    mx.eval(self.total, self.sums)
                 links.finish(what)
             left_out, sent = self.squares.tolist()
             self.sent_error = math.sqrt(left_out / sent) if sent else None
             self.pace.limit.check(largest)
             self.stages.agree_to_go_on(what)
             self.waited_seconds += links.waited_seconds
-            return self.gradients, self.sums
+            return self.total, self.sums
         finally:
             self._begin([], None)  # frees all
 
@@ -223,11 +226,11 @@ class PipelinedStep(Step):
         by_input = slopes.pop(0) if self.stage.passes_gradients else None
         names = [name for name in self._differentiated(None) if name != INPUT]
         flat = {name: gradient.astype(mx.float32) for name, gradient in zip(names, slopes, strict=True)}
-        before = dict(tree_flatten(self.gradients or {}))
+        before = dict(tree_flatten(self.total or {}))
         if flat:
-            self.gradients = tree_unflatten([(n, before[n] + g if n in before else g) for n, g in flat.items()])
+            self.total = tree_unflatten([(n, before[n] + g if n in before else g) for n, g in flat.items()])
         del micro, slopes, flat, before
-        self.links.evaluate(self.gradients, [] if by_input is None else by_input)
+        self.links.evaluate(self.total, [] if by_input is None else by_input)
         if by_input is not None:
             if self.links.receives_ahead:  # all that the rank before sends until it asks for this gradient
                 self._begin_to_receive(i + self.pace.in_flight[self.stage.rank - 1] - 1)

@@ -84,8 +84,8 @@ def plan_run(
     facts, rates = _gather_facts(config, world, hosts, data, stored["matmul_gflops"])
     with world.agreeing("planning"):
         first = advised(facts.settings, plan(facts))
-        ranks = tuple(replace(rank, blas_threads=of_rank[0]) for rank, of_rank in zip(first.ranks, every, strict=True))
-        first = replace(first, basis=replace(first.basis, matmul_gflops=rates), ranks=ranks)
+        of_ranks = tuple(replace(rank, blas_threads=here[0]) for rank, here in zip(first.ranks, every, strict=True))
+        first = replace(first, basis=replace(first.basis, matmul_gflops=rates), ranks=of_ranks)
     world.require_equal("plan", json.dumps(first.decisions()))  # unlike plans would lose rows, or train them twice
     return replace(first, warnings=(*warnings, *first.warnings))
 
