@@ -167,6 +167,7 @@ def test_settings_that_the_documents_name_exist() -> None:
         "sync.py",
         "evaluate.py",
         "checkpoint.py",
+        "run.py",
         "data.lengths",
     }
     for path in DOCUMENTS:
