@@ -20,7 +20,7 @@ from lib.plan.calibration import BatchCurve, read_published
 from lib.plan.cost import Work, memory_text, outlook
 from lib.plan.facts import RankHost
 from lib.plan.pipeline import Cut, Hop, Keeps, best_cut, cut_at, depths, operations, step_seconds
-from lib.plan.plan import ClusterPlan, plan_cluster, sufficient_global_batch
+from lib.plan.plan import ClusterPlan, plan_cluster
 from lib.plan.sharded import within
 from lib.plan.shares import distribute_work
 from lib.plan.strategy import LEAST_MERGES, MERGE_COST, longest_round, steps_per_round
@@ -146,8 +146,6 @@ def test_wrong_input_is_one_clear_line(options: dict[str, Any], text: str) -> No
 def test_distribute_work() -> None:
     assert distribute_work(128, [0.655, 0.345]) == [84, 44] and distribute_work(10, [1, 1, 1]) == [4, 3, 3]
     assert distribute_work(7, [1] * 3) == [3, 2, 2]
-    enough = sufficient_global_batch(names(2), [M4_MAX, M3_ULTRA], 32)
-    assert enough is not None and enough > 32
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 10), st.floats(0, 2)), min_size=1, max_size=8))

@@ -16,7 +16,6 @@ from lib.plan import shares as work
 from lib.plan.calibration import BatchCurve, CurveKey
 from lib.plan.shares import split_evenly_sized
 
-GOOD_EFFICIENCY = 0.95  # below it, a plan says which global batch would reach it
 DRAWN = {"points", "memory_limit_bytes", "key", "source", "measured_at"}  # of a curve, in plan.json
 
 
@@ -327,17 +326,6 @@ def plan_cluster(
         ranks.append(RankPlan(rank, host, share, sizes, curve, work.solo_pairs_per_second(curve) if curve else None))
     sync_seconds = 0.0 if sum(share > 0 for share in shares) == 1 else sync_seconds
     return ClusterPlan("synchronous", global_batch_size, tuple(ranks), sync_seconds, reason)
-
-
-def sufficient_global_batch(
-    hosts: Sequence[str], curves: Sequence[BatchCurve], global_batch_size: int, sync_seconds: float = 0.0
-) -> int | None:
-    """The first of 1, 2, 4, ... 64 times global_batch_size that the hosts share at GOOD_EFFICIENCY, or None."""
-    for pairs in (global_batch_size * 2**doubling for doubling in range(7)):
-        plan = plan_cluster(hosts, pairs, curves=curves, sync_seconds=sync_seconds)
-        if plan.efficiency is not None and plan.efficiency >= GOOD_EFFICIENCY:
-            return pairs
-    return None
 
 
 def sum_of(numbers: Sequence[object], most: int = 8) -> str:

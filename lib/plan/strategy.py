@@ -30,6 +30,7 @@ LEAST_MERGES = 8  # in a run; after each step, where it has fewer
 FIRST_STEPS = 2  # global batches of the first rounds, where what a merge costs is still to be measured
 MEETING_BYTES = 4096  # of each of the two sums in which ranks exchange how far they are, before they merge
 NOTEWORTHY = 1.1  # times a pipeline's speed, for which `auto` would send several hundred times as much
+GOOD_EFFICIENCY = 0.95  # below it, a plan says which of 2, 4, ... 64 times the global batch would reach it
 SHOWN_ALONE = 8  # single hosts in the table of predictions: the fastest ones
 
 
@@ -154,11 +155,13 @@ def _reason(facts: PlanFacts, chosen: ClusterPlan, sync_seconds: float) -> str:
         return f"{chosen.reason}, in micro-batches of {max(chosen.ranks[0].micro_batch_sizes)} at most: no calibration"
     if len(curves) < len(facts.hosts) or facts.settings.plan.shares is not None:
         return chosen.reason
-    enough = None
-    if len(facts.hosts) in range(2, 65):
-        enough = plans.sufficient_global_batch(facts.names, curves, chosen.global_batch_size, sync_seconds)
-    larger = f"; a global batch of {enough} would reach {plans.GOOD_EFFICIENCY:.0%} of their speed"
-    return f"{chosen.reason} (curves measured for {facts.key})" + larger * ((enough or 0) > chosen.global_batch_size)
+    reason, batch = f"{chosen.reason} (curves measured for {facts.key})", chosen.global_batch_size
+    for pairs in (batch * 2**doubling for doubling in range(7)) if 1 < len(facts.hosts) <= 64 else ():
+        plan = plan_cluster(facts.names, pairs, curves=curves, sync_seconds=sync_seconds)
+        if (plan.efficiency or 0.0) >= GOOD_EFFICIENCY:
+            larger = f"; a global batch of {pairs} would reach {GOOD_EFFICIENCY:.0%} of their speed"
+            return reason + larger * (pairs > batch)
+    return reason
 
 
 # ---- Predictions
