@@ -221,6 +221,6 @@ def prepared(facts: PlanFacts) -> tuple[PlanFacts, tuple[str, ...]]:
     by_host = {"plan.memory_limit_gb": facts.settings.plan.memory_limit_gb, "cost.watts": cost.watts}
     for setting, named in {**by_host, "cost.rent_per_hour": cost.rent_per_hour}.items():
         if isinstance(named, dict) and (strangers := sorted(named.keys() - names)):
-            known = ", ".join(sorted(names))
-            warnings.append(f"{setting}: no host of this run is called {', '.join(strangers)}; its hosts: {known}")
+            ours = ", ".join(sorted(names))
+            warnings.append(f"{setting}: no host of this run is called {', '.join(strangers)}; its hosts: {ours}")
     return replace(facts, hosts=hosts), tuple(dict.fromkeys(warnings))

@@ -103,8 +103,7 @@ class Schedule:
         rates = self._speeds.pairs_per_second(window)
         has_curves, sizes = None not in plan.curves, self.settings.micro_batch_sizes
         if has_curves:
-            times = [rank.predicted_compute_seconds for rank in plan.ranks]
-            each = zip(plan.ranks, plan.curves, rates, times, strict=True)
+            each = zip(plan.ranks, plan.curves, rates, [r.predicted_compute_seconds for r in plan.ranks], strict=True)
             known = [c.slowed(rank.share / rate / t if t else 1.0) for rank, c, rate, t in each if c]
         else:  # a pair takes what it took, in micro-batches no larger than those that ran
             sizes = tuple(max(rank.micro_batch_sizes, default=DEFAULT_MICRO_BATCH_SIZE) for rank in plan.ranks)

@@ -75,7 +75,7 @@ def step_times(tau: np.ndarray, pairs: int) -> np.ndarray:
 
 def fastest_micro_batches(curve: BatchCurve, share: int) -> tuple[int, ...]:
     """The micro-batches that attain t(share), the largest first; of equally fast ones, the largest sizes."""
-    tau, batches = taus(curve), []
+    tau, batches = taus(curve), list[int]()
     times = step_times(tau[None], share)[0]
     while rest := share - sum(batches):
         most = min(rest, len(tau))
