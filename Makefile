@@ -21,7 +21,7 @@ MPI_PYTEST = $(BIN)/python -m pytest -x -p no:cacheprovider
 help:
 	@echo "make setup        install what is needed into .venv (EXTRA=cpu, metal or cuda; PYTHON=/path/to/python)"
 	@echo "make train        train the quickstart, offline, in about two minutes"
-	@echo "make test         the tests, in ten minutes on two cores; make test-long: those that take longer"
+	@echo "make test         the tests, in eight minutes on two cores; make test-long: those that take longer"
 	@echo "make doctor       try this machine part by part"
 	@echo "make preflight    check the machines of HOSTS=hostfile; starts nothing"
 	@echo "make calibrate    measure this machine, or those of HOSTS=hostfile"

@@ -31,7 +31,8 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None) is not None:
 # once, which would take a core from those that it waits for.
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 os.environ.setdefault("OMPI_MCA_threads_pthreads_yield_strategy", "nanosleep")
-os.environ.setdefault("OMPI_MCA_threads_pthreads_nanosleep_time", "1000000")
+os.environ.setdefault("OMPI_MCA_threads_pthreads_nanosleep_time", "200000")
+os.fsync = lambda descriptor: None  # no test cuts the power, and a disk takes hundredths of a second
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # no measurement decides how a test's figures are rounded
 # How long an example took says how busy the machine is. What fails prints how to run it again.
 hypothesis_settings.register_profile(

@@ -9,17 +9,10 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shlex
 import stat
-import sys
 from pathlib import Path
 
 import pytest
-
-SITE = """
-import platform
-platform.system = lambda: "Darwin"
-"""
 
 
 def profile(*displays: tuple[str, bool]) -> str:
@@ -63,20 +56,3 @@ def is_mac(monkeypatch: pytest.MonkeyPatch, folder: Path, displays: str) -> Path
     monkeypatch.setattr("lib.system.metal.SLEEP_SECONDS", 0.0)
     monkeypatch.setattr("lib.system.metal.uses_metal", lambda: True)
     return calls
-
-
-def interpreter(folder: Path, seen_at: Path) -> Path:
-    """An interpreter whose processes believe that they are on a Mac, with a Mac's tools; `seen_at`: the folder's own path."""
-    tool(folder / "bin", "caffeinate")
-    (folder / "site").mkdir(exist_ok=True)
-    (folder / "site" / "sitecustomize.py").write_text(SITE)
-    return _script(
-        folder, f'PATH="{seen_at}/bin:$PATH" PYTHONPATH="{seen_at}/site" exec {shlex.quote(sys.executable)} "$@"'
-    )
-
-
-def _script(folder: Path, line: str) -> Path:
-    program = folder / "python"
-    program.write_text(f"#!/bin/sh\n{line}\n")
-    program.chmod(0o755)
-    return program

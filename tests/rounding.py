@@ -9,6 +9,7 @@ random signs and so reach about 1/sqrt(n) of it: docs/testing.md has measured pa
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -55,12 +56,12 @@ def changed(model: nn.Module, seed: int) -> Any:
 
 
 def expected_and_limits(
-    model: nn.Module, compute: Callable[[], Sequence[Results]]
+    model: nn.Module, compute: Callable[[], Sequence[Results]], world: World | None = None
 ) -> tuple[list[dict[str, np.ndarray]], list[dict[str, float]]]:
     """What `compute` gives of the model, in groups of one kind, and the norm by which each array may be missed.
 
     A gradient that is nothing but rounding (of a bias before a softmax) does not move: none has a limit below n u of its
-    group's largest norm, whose size the terms of its sums have.
+    group's largest norm, whose size the terms of its sums have. The ranks of a world draw in turn.
     """
 
     def computed() -> list[dict[str, np.ndarray]]:
@@ -71,13 +72,15 @@ def expected_and_limits(
         dict.fromkeys(group, roundoff(longest_sum(model)) * max(map(np.linalg.norm, group.values())))
         for group in expected
     ]
-    for seed in range(DRAWS):
+    world = world or World()
+    for seed in range(world.rank, DRAWS, world.size):
         model.update(changed(model, seed))
         for group, limit, moved in zip(expected, limits, computed(), strict=True):
             for name, array in group.items():
                 limit[name] = max(limit[name], float(np.linalg.norm(moved[name] - array)))
         model.update(kept)
-    return expected, limits
+    drawn = [json.loads(text) for text in world.gather_long_text(json.dumps(limits))]
+    return expected, [{name: max(own[i][name] for own in drawn) for name in group} for i, group in enumerate(limits)]
 
 
 def assert_within(

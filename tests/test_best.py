@@ -12,15 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-import train as script
-from lib.config import load
-from lib.distributed.world import start
+from lib.distributed.world import World
 from lib.errors import UserError
-from lib.system import mpi_and_blas
 from lib.system.records import read_records
 from lib.training import checkpoint
 from lib.training.checkpoint import Progress, checkpoints_in, find, step_of
 from tests import tiny
+from tests.ranks import train
 
 STEPS, EVERY, PATIENCE = 16, 2, 2
 WORDS = [f"train.steps={STEPS}", f"evaluate.every={EVERY}", "train.learning_rate=0.03", "train.schedule=constant"]
@@ -184,14 +182,11 @@ def test_where_the_best_found_no_room_on_the_disk_the_last_weights_are_taken(
     "strategy=independent independent.merge=stack",
     "strategy=sharded train.patience=2",
 )
-def test_ranks_end_together_with_the_best(words: list[str], tmp_path: Path) -> None:
-    world = start(mpi_and_blas.launch_environment(), timeout_seconds=120)
+def test_ranks_end_together_with_the_best(words: list[str], world: World, tmp_path: Path) -> None:
     folder = Path(world.broadcast_text(str(tmp_path)))
     common = json.loads(world.broadcast_text(json.dumps(written(folder) if world.rank == 0 else [])))
-    words = [*common, *WORDS, *words, "evaluate.samples=0", "run.name=run"]
-    script.train(load.load(None, words), world, resume=False, dry_run=False)
-    world.gather_text("finished")
-    run = folder / "runs" / "run"
+    words = [*common, *WORDS, *words, "evaluate.samples=0"]
+    run = train(world, folder, words, "run")
     found = dict(enumerate(losses(run).values()))
     if EARLY in words:
         assert summary(run)["steps"] < STEPS and stop_of(found, PATIENCE) == max(found)

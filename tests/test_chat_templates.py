@@ -123,24 +123,17 @@ def test_an_empty_block_of_thinking_is_not_learnt(name):
     )
 
 
-def test_thinking_goes_on_from_the_prompt_that_opens_it():
-    """DeepSeek-R1's template drops it from every answer; the model writes it all the same."""
-    thought = {**GOOD, "reasoning_content": "12 + 30 makes 42"}
-    inline = {"role": "assistant", "content": "<think>\n12 + 30 makes 42\n</think>\n\nThe answer is 42."}
+@pytest.mark.parametrize(
+    "thought, said", [("12 + 30 makes 42", "The answer is 42."), ("2+2=4", "2+2=4, so the answer is 4.")]
+)
+def test_thinking_goes_on_from_the_prompt_that_opens_it(thought, said):
+    """DeepSeek-R1's template drops it from every answer, which may repeat it; the model writes it all the same."""
+    inline = {"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\n{said}"}
     for name in ("deepseek-ai-DeepSeek-R1-Distill-Llama-8B", "Qwen-QwQ-32B"):
-        for answer in (thought, inline):
+        for answer in ({"role": "assistant", "content": said, "reasoning_content": thought}, inline):
             prompt, (text,), learnt = decoded(name, Chat([USER], ([answer],), ""))
             assert prompt.endswith("<think>\n") and learnt == [text]
-            assert text.startswith("12 + 30 makes 42\n</think>\n\nThe answer is 42.<")
-
-
-@pytest.mark.parametrize("name", ["deepseek-ai-DeepSeek-R1-Distill-Llama-8B", "Qwen-QwQ-32B"])
-def test_thinking_that_the_answer_repeats_goes_on_from_the_prompt_too(name):
-    thought = {"role": "assistant", "content": "2+2=4, so the answer is 4.", "reasoning_content": "2+2=4"}
-    inline = {"role": "assistant", "content": "<think>\n2+2=4\n</think>\n\n2+2=4, so the answer is 4."}
-    for answer in (thought, inline):
-        _, (text,), learnt = decoded(name, Chat([USER], ([answer],), ""))
-        assert learnt == [text] and text.startswith("2+2=4\n</think>\n\n2+2=4, so the answer is 4.<")
+            assert text.startswith(f"{thought}\n</think>\n\n{said}<")
 
 
 def test_what_a_template_leaves_out_is_named_although_the_text_has_it_elsewhere():
@@ -150,6 +143,9 @@ def test_what_a_template_leaves_out_is_named_although_the_text_has_it_elsewhere(
     said = {"role": "assistant", "content": "12 + 30", "tool_calls": [chat_rows.CALL]}
     made = encode("meta-llama-Llama-3.1-8B-Instruct", Chat([USER], ([said],), "", tools=chat_rows.TOOLS))
     assert isinstance(made, Unusable) and "leaves out the answer's content" in str(made)
+    called = {"role": "assistant", "content": "", "tool_calls": [chat_rows.CALL]}
+    made = encode("microsoft-Phi-3.5-mini-instruct", Chat([USER], ([called],), "", tools=chat_rows.TOOLS))
+    assert isinstance(made, Unusable) and "leaves out the call of 'get_weather'" in str(made)
 
 
 @pytest.mark.parametrize(
@@ -163,16 +159,6 @@ def test_a_field_of_an_answer_that_a_template_does_not_know_is_named(field):
     about = chat_models.registry()["Qwen-Qwen3-0.6B"]
     encoder = chat_rows.encoder_of(chat_models.tokenizer_of("Qwen-Qwen3-0.6B", template), about)
     assert isinstance(encoder.encode([Chat([USER], ([GOOD | field],), "")])[0], Encoded)
-
-
-def test_what_a_template_leaves_out_is_named():
-    call = chat_rows.CALL
-    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-    made = encode("microsoft-Phi-3.5-mini-instruct", Chat([USER], ([answer],), "", tools=chat_rows.TOOLS))
-    assert isinstance(made, Unusable) and "leaves out the call of 'get_weather'" in str(made)
-    thought = {**GOOD, "reasoning_content": "12 + 30 makes 42"}
-    made = encode("meta-llama-Llama-3.1-8B-Instruct", Chat([USER], ([thought],), ""))
-    assert isinstance(made, Unusable) and "leaves out 'reasoning_content'" in str(made)
 
 
 @pytest.mark.parametrize("name", ["google-gemma-2-2b-it", "mistralai-Mistral-Nemo-Instruct-2407"])
@@ -314,7 +300,10 @@ def test_arguments_of_the_settings_and_of_a_row():
     assert decoded(name, Chat([USER], (), ""))[0].endswith("</think>\n\n")
 
 
-def test_arguments_that_are_not_a_templates_are_refused():
+def test_arguments_and_files_that_are_not_a_templates_are_refused(tmp_path):
+    (tmp_path / "bad.jinja").write_text("{% if %}")
+    with pytest.raises(UserError, match=r"data\.chat_template: not a template: Expected an expression"):
+        encode("Qwen-Qwen3-0.6B", Chat([USER], ([GOOD],), ""), chat_template=str(tmp_path / "bad.jinja"))
     with pytest.raises(UserError, match="data.chat_template_kwargs: 'tokenize'"):
         encode("Qwen-Qwen3-0.6B", Chat([USER], ([GOOD],), ""), chat_template_kwargs={"tokenize": True})
     made = encode("Qwen-Qwen3-0.6B", Chat([USER], ([GOOD],), "", template_arguments={"tools": []}))
@@ -493,9 +482,3 @@ def test_of_two_failures_the_one_that_says_more_is_told():
     calls = [{"type": "function", "id": "call12345", "function": {"name": "get_weather", "arguments": {}}}]
     called = {"role": "assistant", "content": None, "tool_calls": calls}
     assert "leaves out the call of 'get_weather'" in str(encode("phi3_training", Chat([USER], ([called],), "")))
-
-
-def test_a_file_that_is_no_template_is_named_and_not_the_rows(tmp_path):
-    (tmp_path / "bad.jinja").write_text("{% if %}")
-    with pytest.raises(UserError, match=r"data\.chat_template: not a template: Expected an expression"):
-        encode("Qwen-Qwen3-0.6B", Chat([USER], ([GOOD],), ""), chat_template=str(tmp_path / "bad.jinja"))

@@ -303,12 +303,6 @@ def test_types_round_the_weights_and_nothing_else(tmp_path: Path, capsys: pytest
     assert "--type q8_0" in capsys.readouterr().err
 
 
-def test_rows_that_llama_cpp_rotates_are_neighbours() -> None:
-    """A head of four: mlx-lm rotates (0, 2) and (1, 3), llama.cpp (0, 1) and (2, 3)."""
-    rows = np.arange(8.0)[:, None]
-    assert gguf.neighbouring_pairs(rows, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

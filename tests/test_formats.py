@@ -51,7 +51,6 @@ WEATHER = {
     },
 }
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"town": "Bonn"}}}
-CALL_AS_TEXT = CALL | {"function": {"name": "weather", "arguments": '{"town": "Bonn"}'}}
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": '{"sky": "grey"}'}
 
 # ---- Every format: its records as they are published, the name that it is told by, and what becomes of them.

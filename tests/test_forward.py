@@ -25,36 +25,12 @@ from lib.model import load as load_module
 from lib.model import logps as logps_module
 from lib.model.checkpointing import checkpoint_blocks
 from lib.model.layout import layout_of
-from tests import rounding
+from tests import rounding, tiny
 from tests.tiny import model_folder
 
 VOCABULARY = 48
-LIMITS = {"max_position_embeddings": 64, "rope_theta": 10000.0}
-MOE = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 8,
-    "norm_topk_prob": True,
-}
-# A window shorter than the sequences, beside a block that sees everything.
-WINDOW = {"sliding_window": 5, "sliding_window_pattern": 2}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen3": {"head_dim": 4, **LIMITS},
-    "gemma3_text": {"head_dim": 4, "query_pre_attn_scalar": 4, **WINDOW},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 64},
-    "qwen3_moe": {"head_dim": 4, **MOE, **LIMITS},
-    "gpt2": {
-        "n_ctx": 64,
-        "n_embd": 16,
-        "n_head": 4,
-        "n_layer": 2,
-        "n_positions": 64,
-        "layer_norm_epsilon": 1e-5,
-    },
-    "gemma2": {"head_dim": 4, "query_pre_attn_scalar": 4},
+FAMILIES = {
+    name: tiny.FAMILIES[name] for name in ("llama", "qwen3", "gemma3_text", "mixtral", "qwen3_moe", "gpt2", "gemma2")
 }
 STREAMS = [family for family in FAMILIES if family != "gemma2"]
 
@@ -119,7 +95,7 @@ def assert_equal(model: nn.Module, examples: list[Example], batch: Batch, compil
 
 
 @pytest.mark.parametrize("family", STREAMS)
-@pytest.mark.long("mixtral", "qwen3")
+@pytest.mark.long("mixtral", "qwen3", "llama")
 def test_a_stream_gives_the_log_probabilities_and_gradients_of_sequences_alone(tmp_path: Path, family: str) -> None:
     model = load(tmp_path, family)
     assert token_stream.cannot_share_prompts(model) is None
@@ -204,7 +180,7 @@ def test_a_family_with_its_own_attention_is_found_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.long("False-*")
+@pytest.mark.long("False-*", "True-True-full", "True-False-lora")
 def test_chunks_of_the_head_checkpoints_and_compilation_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, checkpointing: bool, compiled: bool
 ) -> None:

@@ -1,16 +1,12 @@
 """The house's own rules: the order of the rooms, the budget of lines, the size of functions, names, and one grip on other projects."""
 
 import ast
-import io
 import re
 import subprocess
 import sys
-import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from tests.tiny import ROOT
 
@@ -56,12 +52,10 @@ def imports_of(name: str) -> Iterator[str]:
 # ---- The order of the rooms --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_imports_go_one_way_through_the_rooms(name: str) -> None:
+def test_imports_go_one_way_through_the_rooms() -> None:
     order = {room: place for place, rooms in enumerate(ROOMS) for room in rooms}
-    room = name.split(".")[0]
-    for imported in imports_of(name):
-        other = imported.split(".")[0]
+    for name, imported in ((module, other) for module in MODULES for other in imports_of(module)):
+        room, other = name.split(".")[0], imported.split(".")[0]
         if room in DOORS:
             assert other == DOORS[room], f"lib/{name}.py is only a door to {DOORS[room]}, and imports lib.{imported}"
         elif other != room:
@@ -98,7 +92,7 @@ def test_plan_is_pure() -> None:
 BUDGET = {
     "lines": 29_600,  # of lib/, train.py and launch: 20,000
     "nodes": 282_000,  # of their syntax trees: 160,000
-    "tests": 19_550,  # lines: 18,000
+    "tests": 19_050,  # lines: 18,000
     "benchmarks": 4_000,  # lines: 4,000
     "benchmark files": 19,  # 20
     "words": 16_050,  # of docs/: 16,000
@@ -142,18 +136,17 @@ TOO_LARGE = {
 }
 
 
-@pytest.mark.parametrize("path", TREES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_functions_and_classes_fit_the_mind(path: Path) -> None:
-    for function in functions(TREES[path]):
-        if f"{path.stem}.{function.name}" in TOO_LARGE:
-            continue
-        assert (function.end_lineno or 0) - function.lineno < 60, f"{function.name} is longer than 60 lines"
-        assert len(parameters(function)) <= 7, f"{function.name} has more than 7 parameters"
-    for node in ast.walk(TREES[path]):
-        if isinstance(node, ast.ClassDef) and not is_record(node) and f"{path.stem}.{node.name}" not in TOO_LARGE:
-            fields = [part for part in node.body if isinstance(part, ast.AnnAssign)]
-            assert len(fields) <= 12, f"{node.name} has {len(fields)} fields"
-    assert max(map(len, path.read_text(encoding="utf-8").splitlines()), default=0) <= 120
+def test_functions_and_classes_fit_the_mind() -> None:
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            name = f"{path.stem}.{getattr(node, 'name', '')}"
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and name not in TOO_LARGE:
+                assert (node.end_lineno or 0) - node.lineno < 60, f"{name} is longer than 60 lines"
+                assert len(parameters(node)) <= 7, f"{name} has more than 7 parameters"
+            if isinstance(node, ast.ClassDef) and not is_record(node) and name not in TOO_LARGE:
+                fields = [part for part in node.body if isinstance(part, ast.AnnAssign)]
+                assert len(fields) <= 12, f"{name} has {len(fields)} fields"
+        assert max(map(len, path.read_text(encoding="utf-8").splitlines()), default=0) <= 120, path
 
 
 def is_record(node: ast.ClassDef) -> bool:
@@ -218,20 +211,15 @@ def test_the_words_are_the_field_s() -> None:
 # ---- One grip on other projects -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", TREES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_other_projects_are_changed_in_one_file(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    code = "".join(
-        token.string if token.type != tokenize.COMMENT else ""
-        for token in tokenize.generate_tokens(io.StringIO(text).readline)
-    )
-    assert not re.search(r"sys\.meta_path|\bdup2\b|\bsyscall\b", code)
-    for node in ast.walk(TREES[path]):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            assert node.attr not in ("__class__", "__call__"), f"line {node.lineno}"
+def test_other_projects_are_changed_in_one_file() -> None:
+    for path, node in ((path, node) for path, tree in TREES.items() for node in ast.walk(tree)):
+        if isinstance(node, ast.Attribute):
+            assert node.attr not in ("meta_path", "dup2", "syscall"), f"{path}:{node.lineno}"
+            is_set = isinstance(node.ctx, ast.Store) and node.attr in ("__class__", "__call__")
+            assert not is_set, f"{path}:{node.lineno}"
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "mlx_lm":
             private = [alias.name for alias in node.names if alias.name.startswith("_")]
-            assert not private, f"private names of mlx_lm: {private}"
+            assert not private, f"{path}: private names of mlx_lm: {private}"
 
 
 def test_nothing_of_other_projects_is_changed_but_by_patches() -> None:
@@ -278,7 +266,8 @@ def text_without_encoding(tree: ast.AST) -> Iterator[ast.Call]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or any(word.arg == "encoding" for word in node.keywords):
             continue
-        name, is_method = ast.unparse(node.func).rpartition(".")[2], isinstance(node.func, ast.Attribute)
+        is_method = isinstance(node.func, ast.Attribute)
+        name = node.func.attr if is_method else getattr(node.func, "id", "")
         mode = [word.value for word in node.keywords if word.arg == "mode"]
         if name in ("open", "fdopen"):
             mode += node.args[0 if is_method and name == "open" else 1 :][:1]
@@ -289,10 +278,9 @@ def text_without_encoding(tree: ast.AST) -> Iterator[ast.Call]:
             yield node
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_text_is_utf_8_in_every_locale(name: str) -> None:
-    calls = [f"line {node.lineno}: {ast.unparse(node)}" for node in text_without_encoding(TREES[MODULES[name]])]
-    assert calls == []
+def test_text_is_utf_8_in_every_locale() -> None:
+    found = [(path, node) for path, tree in TREES.items() for node in text_without_encoding(tree)]
+    assert [f"{path}:{node.lineno}: {ast.unparse(node)}" for path, node in found] == []
 
 
 # ---- The inventory -------------------------------------------------------------------------------------------------------

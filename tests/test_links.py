@@ -15,7 +15,6 @@ import pytest
 from lib.distributed.links import Links, PairLinks, links_of
 from lib.distributed.world import World, neighbour_pairs
 from lib.model import pipeline_stage
-from lib.plan.pipeline import depths, operations
 from lib.training.divided_world import pipelined
 from tests.test_pipeline import CUTS, DPO, SFT, assert_equals_whole, folder_of
 
@@ -119,47 +118,6 @@ def test_stages_compute_what_the_whole_computes_over_any_links(
     method = "full" if recomputes else "lora"  # full training sums what the first and the last rank both train
     assert_equals_whole(world, path, CUTS[world.size][0], SFT if recomputes else DPO, recomputes, method=method)
     world.gather_text("compared")
-
-
-def program(rank: int, in_flight: Sequence[int], micro_batches: int) -> list[tuple[int, str, int, bool]]:
-    """(neighbour, what, micro-batch, whether it is sent) of all messages, in the order of lib/training/pipelined_step.py."""
-    messages, begun, size = [], 0, len(in_flight)
-
-    def receive(last: int) -> None:
-        nonlocal begun
-        for i in range(begun, min(last + 1, micro_batches)):
-            messages.append((rank - 1, "activations", i, False))
-            begun = i + 1
-
-    for is_forward, i in operations(in_flight[rank], micro_batches):
-        if is_forward and rank:
-            receive(i)
-        if rank < size - 1:
-            messages.append((rank + 1, "activations" if is_forward else "gradients", i, is_forward))
-        if not is_forward and rank:
-            receive(i + in_flight[rank - 1] - 1)
-            messages.append((rank - 1, "gradients", i, True))
-    return messages
-
-
-@pytest.mark.parametrize("ranks", range(2, 7))
-def test_messages_have_an_order_in_which_no_rank_waits_for_ever(ranks: int) -> None:
-    """Even where a rank does one at a time, and goes on when the other end has come to the same message."""
-    for micro_batches in range(1, 12):
-        for more in (0, 1, 2, 4):
-            left = [program(rank, depths(ranks, more), micro_batches) for rank in range(ranks)]
-            moved = True
-            while moved:
-                moved = False
-                for rank in range(ranks - 1):
-                    if not (left[rank] and left[rank + 1]):
-                        continue
-                    (to, *mine, sends), (back, *theirs, receives) = left[rank][0], left[rank + 1][0]
-                    if (to, back) == (rank + 1, rank):
-                        assert mine == theirs and sends != receives
-                        del left[rank][0], left[rank + 1][0]
-                        moved = True
-            assert not any(left), (micro_batches, more)
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)

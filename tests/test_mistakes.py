@@ -297,29 +297,27 @@ def test_a_run_that_was_interrupted_before_it_had_a_folder(monkeypatch: pytest.M
     assert said(train.main, ["--resume", str(folder / "runs/new")])[0] == 0
 
 
-def test_a_model_that_lacks_a_tensor(folder: Path, tmp_path: Path) -> None:
-    """mlx-lm names it in its second line."""
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda weights: weights.pop("model.norm.weight"), "cannot load it: Missing 1 parameters: model.norm.weight"),
+        (
+            lambda weights: weights.update({"model.norm.weight": mx.full(64, float("nan"))}),
+            "the held-out loss before the first step is nan: its weights, or .* are not finite",
+        ),
+    ],
+    ids=["a tensor is missing", "NaN"],
+)
+def test_a_model_whose_weights_are_wrong(
+    change: Callable[[dict], None], told: str, folder: Path, tmp_path: Path
+) -> None:
     model = tiny.stored_model(tmp_path)
-    weights = mx.load(str(model / "model.safetensors"))
-    del weights["model.norm.weight"]
+    weights = dict(mx.load(str(model / "model.safetensors")))
+    change(weights)
     mx.save_safetensors(str(model / "model.safetensors"), weights, {"format": "mlx"})
     words = [*words_of("train.py", "", folder), f"model.path={model}", "model.random_init=false", f"run.dir={tmp_path}"]
     status, _, errors = said(train.main, words)
-    check(status, errors, r"mlx-lm cannot load it: Missing 1 parameters: model.norm.weight")
-
-
-def test_a_model_whose_weights_are_no_numbers(folder: Path, tmp_path: Path) -> None:
-    model = tiny.stored_model(tmp_path)
-    weights = mx.load(str(model / "model.safetensors"))
-    weights["model.norm.weight"] *= float("nan")
-    mx.save_safetensors(str(model / "model.safetensors"), weights, {"format": "mlx"})
-    words = [*words_of("train.py", "", folder), f"model.path={model}", "model.random_init=false", f"run.dir={tmp_path}"]
-    status, _, errors = said(train.main, words)
-    check(
-        status,
-        errors,
-        "model.path .*: the held-out loss before the first step is nan: its weights, or .* are not finite",
-    )
+    check(status, errors, f"model.path .*: .*{told}")
 
 
 def test_a_host_that_is_not_there() -> None:

@@ -23,8 +23,8 @@ from lib.training.optimizers import make_optimizer
 from lib.training.run import MicroBatchLimit
 from lib.training.step import Step
 from tests import tiny
+from tests.ranks import settings, train
 from tests.test_step import build
-from tests.test_world import settings, train
 
 RUN: dict[str, Any] = {"rows": 40, "train__steps": 5, "train__global_batch_size": 16, "checkpoint__every": 2}
 
@@ -302,13 +302,11 @@ def test_ranks_agree_on_what_one_of_them_met(world: World, folder: Path, strateg
     words += ["plan.shares=[4,12]"]  # sharded: the larger part of the model
     gc.collect()
     free = train(world, folder, words, "free")
-    world.gather_text("trained")
     peaks = [records(free, "step", rank)[-1]["peak_memory_bytes"] for rank in (0, 1)]
     # What earlier tests left in a process is in both figures; between them rank 1 exceeds it, with half it does not.
     limited = [f"plan.memory_limit_gb={sum(peaks) / 2e9:.7f}", f"plan.calibration_dir={folder}/remembers"]
     gc.collect()
     run = train(world, folder, [*words, *limited], "limited")
-    world.gather_text("trained")
     np.testing.assert_allclose(weights(run), weights(free), atol=1e-5)
     plan = records(run, "plan", 1 if strategy == "independent" else 0)[-1]
     made = [max(rank["micro_batch_sizes"]) for rank in plan["ranks"]]

@@ -561,41 +561,6 @@ def test_the_reference_follows_after_a_round_without_pairs(tmp_path: Path, monke
     assert followed[:2] == [2, 4] and lines(tmp_path / "runs/run/rounds/0001/pairs.jsonl") == []
 
 
-def asks(prompt: Any, completions: list[str], record: dict[str, Any]) -> list[int]:
-    """A judge that reads a prompt as it was asked."""
-    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-    assert text.startswith("Add") and text.endswith("."), prompt
-    return [text.count("1") for text in completions]
-
-
-@pytest.mark.long
-def test_prompts_of_every_format_are_answered_judged_and_shown(tmp_path: Path) -> None:
-    words = tiny.rounds(tmp_path, rollouts__rounds=1, evaluate__judge="tests.test_rollouts:asks")
-    tokenizer = load_tokenizer_of(load(None, words).model)
-    assert tokenizer is not None
-
-    def stored(text: str) -> list[dict[str, Any]]:
-        sides = [f"\n\nHuman: {text}\n\nAssistant: {answer}" for answer in "12"]
-        return [
-            {"instruction": text, "input": "", "output": "1"},
-            {"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": "1"}]},
-            {"messages": [{"from": "human", "value": text}, {"from": "gpt", "value": "1"}]},
-            {"chosen": sides[0], "rejected": sides[1]},
-            {"prompt_ids": tokenizer.encode(text)},
-        ]
-
-    for name in ("prompts", "held-out"):
-        texts = [record["prompt"] for record in lines(tmp_path / f"{name}.jsonl")]
-        tiny.write_jsonl(tmp_path / f"{name}.jsonl", [stored(text)[i % 5] for i, text in enumerate(texts)])
-    tiny.train(tmp_path, [*words, "run.name=run"])
-    run = tmp_path / "runs/run"
-    pairs = lines(run / "rounds/0001/pairs.jsonl")
-    assert (run / "rounds/0001/round.json").exists() and pairs
-    for pair in pairs:
-        prompt = pair["prompt"] if isinstance(pair["prompt"], str) else pair["prompt"][-1]["content"]
-        assert prompt.startswith("Add")
-
-
 def test_groups_train_in_rounds(whole: tuple[Path, list[str]], tmp_path: Path) -> None:
     _, words = whole
     own = ["run.name=grpo", f"run.dir={tmp_path}", "train.loss=grpo", "train.temperature=1.5", "rollouts.rounds=1"]
@@ -680,13 +645,6 @@ def test_wrong_input_is_one_clear_line(own: str, why: str, words: list[str], tmp
     assert result.returncode == 2 and result.stderr.count("\n") == 1
     with pytest.raises(UserError, match=why):
         raise UserError(result.stderr.strip())
-
-
-def test_a_check_has_something_to_check_by(words: list[str], tmp_path: Path) -> None:
-    """Before an hour of sampling, in a dry run too."""
-    tiny.write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "Add 1 and 2."}] * 14)
-    result = tiny.train(tmp_path, [*words, "--dry-run"], check=False)
-    assert result.returncode == 2 and "prompts.jsonl:1: no 'answer' to check completions by" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,10 @@ from lib.config.settings import ModelSettings
 from lib.distributed.world import World
 from lib.evaluate.sample import Sample
 from lib.model import load as models
-from lib.training.checkpoint import MOMENTUM, common_at
 from tests import rounding, tiny
+from tests.ranks import train
 from tests.test_rollouts import lines
 from tests.test_sampler import logps_of
-from tests.test_world import train
 
 pytestmark = pytest.mark.mpi(min_size=2, max_size=2)
 
@@ -30,26 +29,28 @@ class Alone(NamedTuple):
     words: list[str]
 
 
+def trained_alone(world: World, words: list[str], folder: Path, name: str, *own: str) -> Alone:
+    """A run of rank 0; the others wait without taking processor time from it, as in a collective."""
+    if world.rank == 0:
+        train(World(), folder, [*words, *own], name)
+    deadline = time.monotonic() + 100
+    while not (folder / "runs" / name / "summary.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    world.gather_text("trained alone")
+    return Alone(folder / "runs" / name, words)
+
+
 @pytest.fixture(scope="module")
 def alone(world: World, tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    """Two rounds of one rank, the second drawn ahead: both by the policy before the first."""
+    """A round of one rank."""
     folder = Path(world.broadcast_text(str(tmp_path_factory.mktemp("alone"))))
     words = json.loads(world.broadcast_text(json.dumps(tiny.rounds(folder) if world.rank == 0 else [])))
-    run = folder / "runs/alone"
-    if world.rank == 0:
-        train(World(), folder, [*words, "rollouts.overlap=true", "rollouts.rounds=2"], "alone")
-    deadline = time.monotonic() + 100
-    while not (run / "summary.json").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)  # a rank that waits in a collective takes processor time from the one that trains
-    world.gather_text("trained alone")
-    return Alone(run, words)
+    return trained_alone(world, words, folder, "alone", "rollouts.rounds=1")
 
 
 def together(alone: Alone, world: World, folder: Path, *own: str) -> Path:
     """A run of all ranks on the same prompts."""
-    run = train(world, folder, [*alone.words, f"run.dir={folder / 'runs'}", *own], "together")
-    world.gather_text("finished")
-    return run
+    return train(world, folder, [*alone.words, f"run.dir={folder / 'runs'}", *own], "together")
 
 
 def assert_same_files(alone: Alone, run: Path, *rounds: int) -> None:
@@ -68,8 +69,10 @@ def test_unequal_ranks_draw_what_one_draws(alone: Alone, world: World, folder: P
 @pytest.mark.long
 def test_unequal_ranks_draw_ahead_what_one_draws(alone: Alone, world: World, folder: Path) -> None:
     """The first two rounds are of the same weights on any ranks."""
-    own = ["strategy=independent", "plan.shares=[3,1]", "rollouts.rounds=2", "rollouts.overlap=true"]
-    assert_same_files(alone, together(alone, world, folder, *own), 1, 2)
+    own = ["rollouts.rounds=2", "rollouts.overlap=true"]
+    both = trained_alone(world, alone.words, alone.run.parents[1], "both", *own)
+    run = together(alone, world, folder, *own, "strategy=independent", "plan.shares=[3,1]")
+    assert_same_files(both, run, 1, 2)
     world.gather_text("checked")
 
 
@@ -96,18 +99,4 @@ def test_ranks_that_hold_parts_of_the_model_draw_what_one_draws(alone: Alone, wo
             model, lambda: [{str(i): logps_of(model, sample, 1.5) for i, sample in enumerate(samples)}]
         )
         rounding.assert_within([{str(i): np.array(one.logps) for i, one in enumerate(samples)}], expected, limits)
-    world.gather_text("checked")
-
-
-@pytest.mark.long
-def test_every_rank_goes_back_to_the_momentum_before_a_round_that_is_undone(
-    alone: Alone, world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    why = "lib.rollouts.rounds.losses_of"
-    monkeypatch.setattr(why, lambda rounds, latest, tolerance: ["it shall"] * (rounds[-1].round == 1))
-    own = ["strategy=independent", "plan.shares=[2,2]", "rollouts.rounds=2", "independent.merge=outer"]
-    run = together(alone, world, folder, *own)
-    for rank in range(world.size):
-        kept, undone = (common_at(run / f"checkpoints/step-{step:08d}", MOMENTUM, World()) for step in (2, 4))
-        assert kept and all(np.array_equal(undone[name], array) for name, array in kept.items())
     world.gather_text("checked")

@@ -175,7 +175,7 @@ def roomier(examples: list[Example], multiple: int, shared: bool, rows: int) -> 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "qwen3_moe"])
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.long("True-*")
+@pytest.mark.long("True-*", "False-llama", "False-qwen3")
 def test_rows_of_padding_change_no_log_probability_and_no_gradient(tmp_path: Path, family: str, shared: bool) -> None:
     assert family in FAMILIES
     model = load(tmp_path, family)

@@ -299,16 +299,6 @@ def test_a_non_finite_batch_leaves_weights_and_optimizer_alone(tmp_path: Path) -
     assert adapter_files.digest(adapter_files.trainable(model)) != before
 
 
-def test_gradient_checkpointing_changes_no_gradient(tmp_path: Path) -> None:
-    model, settings = build(tmp_path, "train.max_grad_norm=null")
-    expected, limits = rounding.expected_and_limits(
-        model, results_of(model, settings, examples(), reference_logps(3), [3])
-    )
-    model, settings = build(tmp_path, "train.max_grad_norm=null", "model.gradient_checkpointing=true")
-    _, gradients = step_gradients(model, settings, examples(), reference_logps(3), [3])
-    rounding.assert_within([gradients], expected[1:], limits[1:])
-
-
 def test_the_learning_rate_rises_then_falls_as_scheduled() -> None:
     train = TrainSettings(learning_rate=1.0, warmup_steps=4, schedule="linear", final_learning_rate=0.2)
     rates = [learning_rate(train, step, 15) for step in range(15)]

@@ -37,10 +37,9 @@ from lib.system.records import read_records
 from lib.training.run_facts import plan_run
 from tests import rounding, tiny
 from tests.planning import calibrated
-from tests.test_shard import train as train_shard
-from tests.test_shard import words_of
-from tests.test_world import settings, train
-from tests.tiny import difference, rows_of_epochs
+from tests.ranks import settings, train
+from tests.test_shard import HEADS
+from tests.tiny import rows_of_epochs
 
 GB = 10**9
 two = pytest.mark.mpi(min_size=2, max_size=2)
@@ -55,21 +54,15 @@ def merges_of(run: Path, rank: int = 0) -> list[Any]:
 @pytest.mark.parametrize(
     ("rows", "words", "steps"),
     [
-        pytest.param(45, ["train.epochs=6"], 36, marks=two),  # on three: the next test, and fewer rows
         (21, ["train.steps=5"], 5),
         (3, ["train.epochs=10"], 10),  # fewer than a batch, and than a round
-        pytest.param(45, ["train.epochs=4", "data.streaming=true"], 24, marks=two),  # on three: tests/test_streaming.py
+        pytest.param(45, ["train.epochs=6", "data.streaming=true"], 36, marks=two),
         pytest.param(45, ["train.epochs=3", "model.method=full", "sync.compression=int8"], 18, marks=two),
-        pytest.param(
-            21,
-            ["train.epochs=3", "plan.micro_batch_sizes=SIZES", "evaluate.every=2", "checkpoint.every=1"],
-            9,
-            marks=two,
-        ),
+        pytest.param(21, ["train.epochs=3", "evaluate.every=2", "checkpoint.every=1"], 9, marks=two),
     ],
-    ids=["epochs", "short", "few rows", "streaming", "full", "checkpoints"],
+    ids=["short", "few rows", "epochs", "full", "checkpoints"],
 )
-@pytest.mark.long("streaming", "checkpoints", "epochs")
+@pytest.mark.long("checkpoints", "epochs", "full")
 @pytest.mark.long(ranks=3)
 def test_auto_is_independent_on_ranks_of_one_host(
     world: World,
@@ -78,10 +71,8 @@ def test_auto_is_independent_on_ranks_of_one_host(
     words: list[str],
     steps: int,
 ) -> None:
-    words = [word.replace("SIZES", str([3] * world.size)) for word in words]
     words = [*settings(world, folder, rows=rows), *words, f"data.cache_dir={folder}/cache"]
     run = train(world, folder, words, "run")
-    world.gather_text("finished")
     plan = json.loads((run / "plan.json").read_text())
     assert plan["strategy"] == "independent" and "one machine's result" in plan["reason"]
     summary = json.loads((run / "summary.json").read_text())
@@ -99,16 +90,6 @@ def test_auto_is_independent_on_ranks_of_one_host(
     world.gather_text("checked")
 
 
-@two
-@pytest.mark.long
-def test_without_timings_the_same_independent_run_twice_gives_the_same_bits(world: World, folder: Path) -> None:
-    words = [*settings(world, folder), "train.epochs=4", "model.dropout=0.2", "plan.replan=false"]
-    runs = [train(world, folder, words, name) for name in ("a", "b")]
-    world.gather_text("finished")
-    assert difference(*runs) == 0.0 and len(merges_of(runs[0])) == 12, "12 steps: a round of two would be six merges"
-    world.gather_text("checked")
-
-
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_auto_trains_in_parts_where_a_limit_is_written_down(
     world: World,
@@ -116,8 +97,8 @@ def test_auto_trains_in_parts_where_a_limit_is_written_down(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Real ranks: the calibration of this host says that less than the model may be used."""
-    words = words_of(world, folder, "train.schedule=constant", "train.steps=3")
-    whole = train_shard(world, folder, [*words, "strategy=synchronous"], "whole")
+    words = settings(world, folder, "train.schedule=constant", "train.steps=3", shape=HEADS)
+    whole = train(world, folder, [*words, "strategy=synchronous"], "whole")
     shape = partition.model_shape_of(json.loads((folder / "model/config.json").read_text()), "float32")
     limit = 4 * whole_weight_bytes(shape)  # less than weights, adapters, optimizer and one pair
     points = tuple(BatchPoint(batch_size=size, seconds_median=size / 9) for size in (1, 8))
@@ -131,7 +112,7 @@ def test_auto_trains_in_parts_where_a_limit_is_written_down(
     world.gather_text("written")
     capsys.readouterr()
     # Micro-batches are given: of a model this small a pair's activations take more than all weights, and no part of it fits.
-    run = train_shard(world, folder, [*words, "plan.micro_batch_sizes=[8,8]"], "run")
+    run = train(world, folder, [*words, "plan.micro_batch_sizes=[8,8]"], "run")
     if world.rank == 0:
         shown = capsys.readouterr().out
         assert "sharded, because host" in shown and "➜ sharded, " in shown and "synchronous: too large" in shown

@@ -14,13 +14,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-import train as script
 from lib.config import load
 from lib.config.settings import DataSettings
 from lib.data import sources
 from lib.data.dataset import load_dataset
 from lib.data.streaming import StreamedDataset, open_held_out, open_training
-from lib.distributed.world import World
 from lib.errors import UserError
 from tests import rounding, tiny
 from tests.test_data import CORPUS, byte_level
@@ -306,30 +304,6 @@ def test_a_step_of_which_every_row_is_left_out_changes_nothing(tmp_path: Path) -
     result = tiny.train(tmp_path, [*words, "train.steps=30", "run.name=run"])
     pairs = [record["loss"] is not None for record in steps_of(tmp_path / "runs" / "run")]
     assert 0 < sum(pairs) < 24 and "not finite" not in result.stdout
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.long(ranks=3)
-def test_streamed_ranks_end_with_one_ranks_weights_and_move_to_other_worlds(world: World, tmp_path: Path) -> None:
-    folder = Path(world.broadcast_text(str(tmp_path)))
-    words = json.loads(world.broadcast_text(json.dumps(streamed_words(folder, rows=45) if world.rank == 0 else [])))
-    words += ["train.schedule=constant", "checkpoint.every=2"]
-    shares = {2: [6, 2], 3: [5, 2, 1]}.get(world.size, [8 - world.size + 1] + [1] * (world.size - 1))
-
-    def train(members: World, name: str, *more: str, resume: bool = False) -> Path:
-        script.train(load.load(None, [*words, f"run.name={name}", *more]), members, resume=resume, dry_run=False)
-        return folder / "runs" / name
-
-    train(world, "together", "train.steps=5", f"plan.shares={shares}")
-    if world.rank == 0:
-        train(World(), "together", "train.steps=7", resume=True)
-    world.gather_text("moved")
-    run = train(world, "together", "train.steps=14", f"plan.shares={shares[::-1]}", resume=True)
-    alone = rounding.trained_alone(world, [*words, "train.steps=14"])
-    assert difference(alone.run, run) <= alone.limit
-    epochs = rows_of_epochs(run)
-    assert epochs[0] == epochs[1] == list(range(45)), "an example was lost or repeated"
-    world.gather_text("checked")
 
 
 def test_sources_of_every_kind_are_found_in_one_order(tmp_path: Path) -> None:

@@ -1,15 +1,11 @@
 """What ranks do together, on real ranks: `mpirun -n 2 python -m pytest` runs these on all of them at once."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-import train as script
-from lib.config import load
 from lib.config.settings import ModelSettings
 from lib.distributed import world as worlds
 from lib.distributed.world import World
@@ -17,89 +13,17 @@ from lib.errors import AgreedError, Stopped, UserError
 from lib.model import load as models
 from lib.system import records as run_records
 from lib.system.records import PerformanceTracker
-from tests import rounding, tiny
-from tests.tiny import difference, rows_of_epochs, steps_of
+from tests import tiny
+from tests.ranks import settings, train
+from tests.tiny import steps_of
 
 pytestmark = pytest.mark.mpi(min_size=2)
 two = pytest.mark.mpi(min_size=2, max_size=2)  # what a third rank changes is seen without it
 
 
-def train(world: World, folder: Path, words: list[str], name: str, resume: bool = False) -> Path:
-    """A run in this process: with a world of one each rank trains by itself."""
-    words = [*words, f"run.name={name}"]
-    settings = load.load(None, words)
-    script.train(settings, world, resume=resume, dry_run=False)
-    return folder / "runs" / name
-
-
-def settings(world: World, folder: Path, *words: str, **changes: Any) -> list[str]:
-    """The same words on every rank; rank 0 writes the files, before anyone reads them."""
-    mine = tiny.settings(folder, **changes) if world.rank == 0 else []
-    return [*json.loads(world.broadcast_text(json.dumps(mine))), *words]
-
-
-SHARES = {2: [[6, 2], [4, 4], [8, 0]], 3: [[5, 2, 1]]}
-
-
 def unequal(world: World) -> list[int]:
     """Shares of 8 pairs that give every rank something."""
     return [9 - world.size, *[1] * (world.size - 1)]
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("model.method=lora", "train.loss=sigmoid"),
-        ("model.method=full", "train.loss=sft", "train.learning_rate=1e-4"),
-        *(
-            pytest.param(words, marks=two)
-            for words in (
-                ("model.method=full", "train.loss=sigmoid", "train.learning_rate=1e-4"),
-                ("model.method=lora", "train.loss=sft"),
-                ("model.method=dora", "train.loss=orpo"),
-                ("train.loss=[sigmoid,apo_zero,sft]", "train.use_weighting=true", "train.neftune_noise_alpha=5"),
-                ("model.method=full", "train.reference_sync_steps=3", "train.learning_rate=1e-4"),
-                (
-                    "model.adapt_embeddings=true",
-                    "model.rank_pattern={q_proj: 3}",
-                    "model.alpha=4",
-                    "train.loraplus_lr_ratio=8",
-                ),
-            )
-        ),
-    ],
-    ids=lambda words: " ".join(words[:2]),
-)
-@pytest.mark.long(
-    "model.adapt_embeddings=true model.rank_pattern={q_proj: 3}",
-    "model.method=dora train.loss=orpo",
-    "train.loss=[sigmoid,apo_zero,sft] train.use_weighting=true",
-    "model.method=lora train.loss=sft",
-    "model.method=full train.loss=sigmoid",
-)
-def test_unequal_ranks_end_with_one_ranks_weights(world: World, folder: Path, words: tuple[str, ...]) -> None:
-    # 21 rows in batches of 8: an epoch's last batch is ragged, and a rank of three may get nothing of it.
-    is_first = words[:2] == ("model.method=lora", "train.loss=sigmoid")  # how rows are shared is nothing to a method
-    epochs_trained = 3 if is_first else 2
-    common = [*settings(world, folder), *words, f"train.epochs={epochs_trained}"]
-    alone = rounding.trained_alone(world, common)
-    runs = []
-    for shares in SHARES.get(world.size, [unequal(world)])[: None if is_first else 1]:
-        sizes = [max(1, (share + 1) // 2) for share in shares]
-        run = train(
-            world,
-            folder,
-            [*common, f"plan.shares={shares}", f"plan.micro_batch_sizes={sizes}"],
-            "-".join(map(str, ("together", *shares))),
-        )
-        world.gather_text("finished")
-        epochs = dict.fromkeys(range(epochs_trained), list(range(21)))
-        assert rows_of_epochs(run) == epochs, "an example was lost or repeated"
-        for record in steps_of(run, world.rank):
-            assert record["pairs"] == len(record["rows"]) and record["step_seconds"] >= record["compute_seconds"]
-        runs.append(run)
-    rounding.assert_equal_runs(alone, runs, ["loss"])
-    world.gather_text("checked")  # nobody goes on, or cleans up, while another still reads
 
 
 @pytest.mark.parametrize(
@@ -126,32 +50,6 @@ def test_ranks_with_other_files_than_rank_0_stop_together(world: World, folder: 
     words += [f"{place}={folder}/{place}"] * (world.rank == 1 and place.startswith("data."))
     with pytest.raises(AgreedError, match=f"rank 1 has another {what} than rank 0"):
         train(world, folder, words, "run")
-
-
-@pytest.mark.long(ranks=3)
-def test_a_run_moves_from_many_ranks_to_one_and_back(world: World, folder: Path) -> None:
-    common = [*settings(world, folder, rows=27), "strategy=synchronous", "checkpoint.every=2", "checkpoint.final=last"]
-    if world.rank == 0:
-        train(World(rank=0), folder, [*common, "train.steps=12"], "other")
-    run = train(world, folder, [*common, "train.steps=4", "train.schedule=constant"], "moving")
-    if world.rank == 0:
-        train(World(rank=0), folder, [*common, "train.steps=8", "train.schedule=constant"], "moving", resume=True)
-    world.gather_text("moved")
-    train(world, folder, [*common, "train.steps=12", "train.schedule=constant"], "moving", resume=True)
-    world.gather_text("moved back")
-    straight = rounding.trained_alone(world, [*common, "train.steps=12", "train.schedule=constant"], "straight")
-    assert difference(straight.run, run) <= straight.limit < difference(folder / "runs/other", run)
-    assert all(rows == list(range(27)) for rows in list(rows_of_epochs(run).values())[:3])
-    world.gather_text("checked")
-
-
-@pytest.mark.long(ranks=3)
-def test_the_same_run_twice_gives_the_same_bits(world: World, folder: Path) -> None:
-    words = [*settings(world, folder), "train.steps=6", "model.dropout=0.2", f"plan.shares={unequal(world)}"]
-    runs = [train(world, folder, words, name) for name in ("a", "b")]
-    world.gather_text("finished")
-    assert difference(*runs) == 0.0
-    world.gather_text("checked")
 
 
 def test_non_finite_updates_are_left_out_and_then_stop_the_run(world: World, folder: Path) -> None:
@@ -242,26 +140,3 @@ def test_logs_of_other_disks_come_to_rank_0_and_those_of_the_same_disk_do_not(
     own = folder / "there" / "logs" / f"rank-{last:03d}.jsonl"
     assert (here / f"host-{last}" / own.name).read_bytes() == own.read_bytes()
     world.broadcast_text("seen")
-
-
-@pytest.mark.parametrize("loss", ["kto", pytest.param("bco", marks=two)])
-@pytest.mark.long("bco")
-@pytest.mark.long(ranks=3)
-def test_a_baseline_is_exact_over_unequal_ranks_and_ragged_micro_batches(world: World, folder: Path, loss: str) -> None:
-    """21 pairs are 42 rows: batches of 8, the last one of 2, of which a rank may get nothing."""
-    common = [*settings(world, folder), f"train.loss={loss}", "train.steps=12", "train.learning_rate=1e-2"]
-    alone = rounding.trained_alone(world, common)
-    runs = []
-    for shares, sizes in {2: [([5, 3], [2, 3]), ([8, 0], [3, 1])], 3: [([5, 2, 1], [3, 2, 1])]}.get(
-        world.size, [(unequal(world), [2] * world.size)]
-    ):
-        words = [f"plan.shares={shares}", f"plan.micro_batch_sizes={sizes}"]
-        runs.append(train(world, folder, [*common, *words], "-".join(map(str, ("together", *shares)))))
-        world.gather_text("finished")
-    assert any(record["kl"] > 0 for record in steps_of(alone.run)), "no baseline but 0 was tried"
-    rounding.assert_equal_runs(alone, runs, ["loss", "kl"])
-    own = [
-        json.loads((run / "checkpoints/step-00000012/state.json").read_text())["rewards"] for run in (alone.run, *runs)
-    ]
-    assert all(rewards[1] == own[0][1] for rewards in own)
-    world.gather_text("checked")

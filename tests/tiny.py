@@ -34,6 +34,29 @@ LLAMA: dict[str, Any] = {
 }
 
 
+# Families of blocks, by what their config.json has besides; mixtures have one block of each kind, windows are short.
+LIMITS = {"max_position_embeddings": 64, "rope_theta": 10000.0}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True}
+WINDOWS = ["sliding_attention", "full_attention", *["sliding_attention"] * 3]
+LLAMA_4 = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-tied-biased": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    "qwen2": {**LIMITS, "tie_word_embeddings": True},
+    "qwen3": {"head_dim": 4, **LIMITS},
+    "gemma2": {"head_dim": 4, "query_pre_attn_scalar": 4},
+    "gemma3_text": {"head_dim": 4, "query_pre_attn_scalar": 4, "sliding_window": 5, "sliding_window_pattern": 2},
+    "mistral": {"sliding_window": 5, "layer_types": WINDOWS},
+    "ministral3": {
+        "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", **LLAMA_4},
+        "tie_word_embeddings": True,
+        **LIMITS,
+    },
+    "qwen3_moe": {"head_dim": 4, **MOE, **LIMITS, "decoder_sparse_step": 2, "mlp_only_layers": []},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 64},
+    "gpt2": {"n_ctx": 64, "n_embd": 16, "n_head": 4, "n_layer": 2, "n_positions": 64, "layer_norm_epsilon": 1e-5},
+}
+
 WIDTH = 64  # of a stored model, which quantisation wants
 
 
