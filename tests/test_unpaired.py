@@ -23,7 +23,6 @@ from lib.training import step
 from lib.training.losses import (
     SUMS,
     UNPAIRED_LOSSES,
-    Labelled,
     baseline_of_step,
     kl_baseline,
     means_of,
@@ -64,9 +63,9 @@ def test_values_and_gradients_match_float64(name: str, beta: float) -> None:
     train = TrainSettings(loss=name, beta=beta, **weights)
 
     def total(ratios: mx.array) -> mx.array:
-        return unpaired_losses(Labelled(ratios, desirable), mx.array(compared_with), train)[0].sum()
+        return unpaired_losses(ratios, desirable, mx.array(compared_with), train)[0].sum()
 
-    losses, rewards = unpaired_losses(Labelled(ratios, desirable), mx.array(compared_with), train)
+    losses, rewards = unpaired_losses(ratios, desirable, mx.array(compared_with), train)
     assert losses.dtype == rewards.dtype == mx.float32
     slopes = mx.grad(total)(ratios)
     for label in (True, False):
@@ -87,14 +86,14 @@ def test_values_and_gradients_match_float64(name: str, beta: float) -> None:
 @pytest.mark.parametrize("name", UNPAIRED_LOSSES)
 def test_extremes_stay_finite_and_small_gradients_keep_their_digits(name: str) -> None:
     values = [-2e4, -50.0, -1e-6, 0.0, 1e-6, 50.0, 2e4]
-    rows = Labelled(mx.array(values), mx.array([True] * len(values)))
+    log_ratios, desirable = mx.array(values), mx.array([True] * len(values))
     train = TrainSettings(loss=name, beta=1.0)
 
     def total(ratios: mx.array) -> mx.array:
-        return unpaired_losses(Labelled(ratios, rows.desirable), mx.array(0.0), train)[0].sum()
+        return unpaired_losses(ratios, desirable, mx.array(0.0), train)[0].sum()
 
-    slopes = mx.grad(total)(rows.log_ratios)
-    assert np.isfinite(np.array(total(rows.log_ratios))) and np.isfinite(np.array(slopes)).all()
+    slopes = mx.grad(total)(log_ratios)
+    assert np.isfinite(np.array(total(log_ratios))) and np.isfinite(np.array(slopes)).all()
     assert slopes[5].item() == pytest.approx(-math.exp(-50.0), rel=1e-5)
 
 

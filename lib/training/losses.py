@@ -213,50 +213,40 @@ def preference_metrics(
 # ---- Unpaired: completions labelled desirable or not; SFT ------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Labelled:
-    """B completions with a label each. log_ratios: r, float32 [B]; desirable: bool [B]."""
-
-    log_ratios: mx.array
-    desirable: mx.array
-
-    @property
-    def signs(self) -> mx.array:
-        """1 for a desirable completion, -1 for another, float32 [B]."""
-        return mx.where(self.desirable, 1.0, -1.0)
-
-
 def kl_baseline(log_ratios_sum: float, count: float) -> float:
     """KTO's z_0 (arXiv:2402.01306, section 4.1), in nats, never below 0: the mean r of mismatched completions."""
     mean = log_ratios_sum / count if count else 0.0
     return 0.0 if mean < 0 else mean  # NaN stays NaN, so the step is skipped
 
 
-def unpaired_losses(rows: Labelled, baseline: mx.array, train: TrainSettings) -> tuple[mx.array, mx.array]:
-    """(losses, rewards beta r), float32 [B]. baseline: kto's z_0 in nats, bco's delta in rewards: no gradient."""
-    assert rows.log_ratios.dtype == mx.float32, rows.log_ratios.dtype
-    beta, baseline = train.beta, mx.stop_gradient(baseline)
+def unpaired_losses(
+    ratios: mx.array, desirable: mx.array, baseline: mx.array, train: TrainSettings
+) -> tuple[mx.array, mx.array]:
+    """(losses, rewards beta r), float32 [B], of r, float32 [B], and labels, bool [B]. baseline: kto's z_0 in nats,
+    bco's delta in rewards: no gradient."""
+    assert ratios.dtype == mx.float32, ratios.dtype
+    beta, baseline, signs = train.beta, mx.stop_gradient(baseline), mx.where(desirable, 1.0, -1.0)
     # KTO, Ethayarajh et al. 2024, arXiv:2402.01306, eqs. 7 and 8, without lambda: 1 - sigma(beta (r - z_0)) for a
     # desirable completion, 1 - sigma(beta (z_0 - r)) for another. exp(log sigma(-x)) keeps a small gradient's digits.
     if train.loss == "kto":
-        losses = mx.exp(log_sigmoid(-rows.signs * beta * (rows.log_ratios - baseline)))
+        losses = mx.exp(log_sigmoid(-signs * beta * (ratios - baseline)))
     # BCO, Jung et al. 2024, arXiv:2404.04656, section 4, a binary classifier of rewards: -log sigma(beta r - delta), or
     # -log sigma(-(beta r - delta)), without the paper's density ratio (UDM); delta is the mean of all rewards so far.
     else:
-        losses = -log_sigmoid(rows.signs * (beta * rows.log_ratios - baseline))
-    weights = mx.where(rows.desirable, train.desirable_weight, train.undesirable_weight)
-    return weights * losses, mx.stop_gradient(beta * rows.log_ratios)
+        losses = -log_sigmoid(signs * (beta * ratios - baseline))
+    weights = mx.where(desirable, train.desirable_weight, train.undesirable_weight)
+    return weights * losses, mx.stop_gradient(beta * ratios)
 
 
 def unpaired_metrics(
-    rows: Labelled, rewards: mx.array, baseline: mx.array, train: TrainSettings, counted: mx.array
+    ratios: mx.array, labels: mx.array, rewards: mx.array, baseline: mx.array, train: TrainSettings, counted: mx.array
 ) -> dict[str, mx.array]:
     """Sums over rows (float32 scalars). counted: float32 [B], 1 for a row, 0 for padding. reward_chosen and
     reward_rejected are over desirable and over undesirable rows. reward_accuracy counts rows on their side of the
     baseline, a tie as 1/2. kl is z_0 for kto; for bco the mean of -r, as `preference_metrics` has it."""
-    desirable, is_kto = counted * rows.desirable, train.loss == "kto"
-    right = 0.5 * (mx.sign(rows.signs * (rewards - (train.beta * baseline if is_kto else baseline))) + 1)
-    drift = mx.broadcast_to(baseline, counted.shape) if is_kto else -mx.stop_gradient(rows.log_ratios)
+    desirable, is_kto, signs = counted * labels, train.loss == "kto", mx.where(labels, 1.0, -1.0)
+    right = 0.5 * (mx.sign(signs * (rewards - (train.beta * baseline if is_kto else baseline))) + 1)
+    drift = mx.broadcast_to(baseline, counted.shape) if is_kto else -mx.stop_gradient(ratios)
     return {
         "desirable": desirable.sum(),
         "reward_chosen": (desirable * rewards).sum(),
@@ -440,9 +430,8 @@ def objective(
     if train.loss in UNPAIRED_LOSSES:
         assert reference_logps is not None and labels is not None and baseline is not None
         ratios = mx.where(counted > 0, policy_logps[:, 0] - reference_logps[:, 0], 0.0)
-        rows = Labelled(ratios, labels)
-        per_row, rewards = unpaired_losses(rows, baseline, train)
-        metrics = unpaired_metrics(rows, rewards, baseline, train, counted)
+        per_row, rewards = unpaired_losses(ratios, labels, baseline, train)
+        metrics = unpaired_metrics(ratios, labels, rewards, baseline, train, counted)
         return per_row, {"loss": (counted * per_row).sum(), "count": pairs, "pairs": pairs, **metrics}
 
     tokens = mx.where(counted[:, None], tokens, 1)
