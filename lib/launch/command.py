@@ -82,10 +82,8 @@ def _train(job: Job, options: argparse.Namespace, here: Host | None) -> int:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options, with `command`: the words after --, and `typed`: all words.
-
-    Raises UserError: a word is unknown, a value is out of its limits, or two options do not go together.
-    """
+    """The options, with `command`: the words after --, and `typed`: all words. Raises UserError: a word is unknown, a
+    value is out of its limits, or two options do not go together."""
     words = list(arguments)
     script = next((index for index, word in enumerate(words) if word.endswith(".py")), None)
     if "--" not in words and script is not None:  # `./launch --hosts a,b train.py --config X` is as clear
@@ -171,11 +169,9 @@ def job_of(options: argparse.Namespace) -> Job:
 
 
 def checked(job: Job) -> Job:
-    """Checks here, once, what every rank would check: that the script exists and the settings are right.
-
-    Returns the job; where hosts differ in their paths, the configuration's whole paths are words of its command, in
-    which they can differ by host. Raises UserError: the script is missing, or a setting is wrong.
-    """
+    """Checks here, once, what every rank would check: that the script exists and the settings are right. Returns the
+    job; where hosts differ in their paths, the configuration's whole paths are words of its command, in which they can
+    differ by host. Raises UserError: the script is missing, or a setting is wrong."""
     words, script = job.command, ROOT / job.command[0]
     if job.directory != str(ROOT):  # elsewhere there may be other files
         return job
@@ -203,10 +199,8 @@ def checked(job: Job) -> Job:
 
 
 def this_host(job: Job, role: str) -> Host:
-    """The host whose ranks are this machine's, where people start each machine by hand.
-
-    Raises UserError: the backend needs a starter, or this machine is not the host that it should be.
-    """
+    """The host whose ranks are this machine's, where people start each machine by hand. Raises UserError: the backend
+    needs a starter, or this machine is not the host that it should be."""
     if job.backend == "mpi":
         raise UserError("--role is for ring, jaccl and nccl: mpirun reaches the other hosts over ssh")
     mine = [host for host in job.hosts if ssh.is_this_machine(host)]
@@ -217,10 +211,8 @@ def this_host(job: Job, role: str) -> Host:
 
 
 def wait_for_others(job: Job, here: Host, path: Path, note: Callable[[str], None]) -> bytes:
-    """The run's key, when people have started all machines; path: of the key by which machines know each other.
-
-    Raises Stopped: a machine did not come within the job's wedged_seconds. UserError: keys or hosts differ.
-    """
+    """The run's key, when people have started all machines; path: of the key by which machines know each other. Raises
+    Stopped: a machine did not come within the job's wedged_seconds. UserError: keys or hosts differ."""
     names, path, is_primary = [host.name for host in job.hosts], path.expanduser(), here == job.hosts[0]
     if is_primary and key_file.make(path):
         note(f"made {path}: copy it to the other machines, e.g. scp {path} MACHINE:{path}")

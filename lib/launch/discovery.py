@@ -46,15 +46,9 @@ TOOLS = (
 
 
 def hostfile_text(named: Sequence[Host], directory: str, note: Callable[[str], None]) -> str:
-    """The host file of the machines that answer, each under the first of its names.
-
-    Args:
-        named: ask these and no others; their slots are kept. Empty: this machine, and all that can be found.
-        directory: the project's folder on the hosts.
-        note: prints what a person should know: who did not answer and why, who lacks the project.
-
-    Raises Stopped: no machine answers.
-    """
+    """The host file of the machines that answer, each under the first of its names. named: ask these and no others, and
+    keep their slots; empty: this machine, and all that can be found. directory: the project's folder on the hosts.
+    note: prints who did not answer and why, and who lacks the project. Raises Stopped: no machine answers."""
     here = socket.gethostname()
     names = [host.name for host in named] or list(dict.fromkeys([here, *candidates(Path.home())]))
     note(f"asking {', '.join(names)} ({ASK_SECONDS:.0f} s at most)")

@@ -98,10 +98,8 @@ class JsonFile(BaseModel, extra="forbid"):
 
 
 def read(path: Path) -> Hosts:
-    """Reads a host file.
-
-    Raises UserError: it cannot be read, or something in it is wrong: one line that says where, and the remedy.
-    """
+    """Reads a host file. Raises UserError: it cannot be read, or something in it is wrong: one line that says where,
+    and the remedy."""
     try:
         return parse(read_file.read_text(path, "host file"), f"host file {path}")
     except OSError as error:
@@ -194,12 +192,10 @@ def to_text(hosts: Sequence[Host]) -> str:
 
 
 def address(host: Host, peers: Sequence[Host] = ()) -> str:
-    """The IPv4 address at which other hosts reach this one: given in the file, or what ssh's name for it resolves to.
-
-    A machine's own name may be a loopback address to itself (Debian writes 127.0.1.1 into /etc/hosts): then it is the
+    """The IPv4 address at which other hosts reach this one: given in the file, or what ssh's name for it resolves to. A
+    machine's own name may be a loopback address to itself (Debian writes 127.0.1.1 into /etc/hosts): then it is the
     address from which this machine would send to one of its peers. Raises UserError: the name does not resolve to an
-    IPv4 address.
-    """
+    IPv4 address."""
     if host.addresses:
         return host.addresses[0]
     name = host.name.rpartition("@")[2]

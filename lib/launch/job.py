@@ -114,9 +114,7 @@ def ports_of(job: Job) -> dict[str, list[int]]:
 
 def rank_commands(job: Job) -> list[RankCommand]:
     """The processes of a start, in rank order; with mpi: mpirun on the first host, and a connection to each other one.
-
-    Raises UserError: the name of a host does not resolve to an IPv4 address.
-    """
+    Raises UserError: the name of a host does not resolve to an IPv4 address."""
     given = {"PYTHONUNBUFFERED": "1", **job.environment}
     if job.backend == "mpi":
         files = {"hostfile": hostfile.to_text(job.hosts)}
@@ -166,10 +164,8 @@ def _mpirun(job: Job, environment: Mapping[str, str]) -> list[str]:
 
 def scheduler_file(job: Job, kind: str) -> str:
     """The file of a job: `slurm`, an sbatch script; or `mpijob`, a kubeflow.org/v2beta1 MPIJob with a worker a host, as
-    JSON, which is YAML; the user names its image. The ranks learn their world from Open MPI.
-
-    Raises UserError: the hosts have unequal slots, which neither can ask for.
-    """
+    JSON, which is YAML; the user names its image. The ranks learn their world from Open MPI. Raises UserError: the
+    hosts have unequal slots, which neither can ask for."""
     slots, *others = sorted({host.slots for host in job.hosts})
     if others:
         raise UserError(f"--emit {kind}: hosts have {slots} to {others[-1]} slots; a job has as many on each")

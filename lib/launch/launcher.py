@@ -262,9 +262,7 @@ def supervise(
     job: Job, console: Console, restarts: int | None, here: Host | None = None, key: bytes | None = None
 ) -> int:
     """Runs a job, again after faults, `restarts` times at most; returns its exit status. here, key: as Start has them.
-
-    Raises UserError: at the first start, the name of a host does not resolve.
-    """
+    Raises UserError: at the first start, the name of a host does not resolve."""
     interrupts, everyone, first_command = take_signals(), job.hosts, job.command
     starts, run, has_diverged = 1, None, False
     while True:

@@ -294,10 +294,8 @@ def _few(names: Sequence[str]) -> str:
 
 
 def run(job: Job, as_json: bool) -> bool:
-    """Checks every host and prints the findings; returns whether the job can start.
-
-    Raises UserError: the configuration is wrong.
-    """
+    """Checks every host and prints the findings; returns whether the job can start. Raises UserError: the configuration
+    is wrong."""
     began = time.perf_counter()
     findings = examine(job, request_of(job))
     failed, seconds = sum(one.status == "failed" for one in findings), time.perf_counter() - began
@@ -311,10 +309,8 @@ def run(job: Job, as_json: bool) -> bool:
 
 
 def request_of(job: Job) -> Request:
-    """What every host is checked for; of a command that is not train.py little is known.
-
-    Raises UserError: the configuration is wrong.
-    """
+    """What every host is checked for; of a command that is not train.py little is known. Raises UserError: the
+    configuration is wrong."""
     other_port = job.launch_line("--starting-port", str(job.starting_port + 1000))
     request = Request(project=project_digests(), packages=packages(), other_port=other_port)
     if Path(job.command[0]).name != "train.py":

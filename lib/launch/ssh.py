@@ -36,10 +36,8 @@ def remote_command(job: Job, host: Host, module: str, options: Sequence[str] = (
 
 
 def ssh_command(host: Host) -> list[str]:
-    """ssh to a host: it never asks, notices a dead host, and takes nothing in the name for an option.
-
-    It shares no connection of the user's: behind one that died every new session would hang.
-    """
+    """ssh to a host: it never asks, notices a dead host, and takes nothing in the name for an option. It shares no
+    connection of the user's: behind one that died every new session would hang."""
     options = ["BatchMode=yes", f"ConnectTimeout={CONNECT_SECONDS}", "ServerAliveInterval=5", "ServerAliveCountMax=3"]
     options += ["ControlMaster=no", "ControlPath=none", *([f"Port={host.port}"] if host.port else [])]
     return ["ssh", "-T", *(word for option in options for word in ("-o", option)), "--", host.name]
@@ -62,9 +60,7 @@ def rsync(host: Host, source: Path | str, target: str, shell: str = "") -> str:
 
 def copy_to_hosts(job: Job, paths: Sequence[str]) -> None:
     """Copies paths to every other host. Of `.`, the project, runs and environments are left out, and set up there.
-
-    Raises UserError: rsync is missing, or it or the setup fails on a host.
-    """
+    Raises UserError: rsync is missing, or it or the setup fails on a host."""
     if shutil.which("rsync") is None:
         raise UserError("--sync needs rsync; install it (apt-get install rsync, brew install rsync)")
     for host, path in itertools.product(job.hosts, paths):
@@ -97,9 +93,7 @@ def is_this_machine(host: Host) -> bool:
 
 def remedy(host: Host, error: str, directory: str = str(ROOT)) -> tuple[str, str, str]:
     """What ssh, or the program that it started, failed at, the command that helps, and what to know of that command.
-
-    error: its last line; directory: the project's folder there.
-    """
+    error: its last line; directory: the project's folder there."""
     name, there = host.name.rpartition("@")[2], shlex.quote(directory)
     start = "start sshd there: sudo systemctl start ssh; on a Mac: System Settings, General, Sharing, Remote Login"
     other_python = "or name the Python there: --python, or python= in the host file"

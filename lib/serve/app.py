@@ -46,13 +46,8 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class Server:
-    """The routes.
-
-    Args:
-        name: the one model that clients may ask for.
-        keys: None: a client needs none, and has to call the server localhost or by its address.
-        log: writes one record.
-    """
+    """The routes. name: the one model that clients may ask for; without keys, clients have to call the server localhost
+    or by its address; log writes one record."""
 
     def __init__(
         self,
@@ -181,10 +176,8 @@ class Server:
     async def _answered(
         self, request: Request, generation: Generation, pieces: asyncio.Queue[Piece], answer: Completion
     ) -> AsyncIterator[Piece]:
-        """The pieces of an answer as they come, until it ends, its time is over, or its client leaves.
-
-        Raises RequestError: the time is over, the client left, or generation failed.
-        """
+        """The pieces of an answer as they come, until it ends, its time is over, or its client leaves. Raises
+        RequestError: the time is over, the client left, or generation failed."""
         started, outcome, metrics = time.monotonic(), "cancelled", self.metrics
         leaving = asyncio.create_task(_report_leaving(request, pieces))
         try:

@@ -76,10 +76,8 @@ def _read_config(options: argparse.Namespace) -> Config:
 
 
 def serve(settings: Config, run: Path | None) -> None:
-    """Serves until SIGTERM or Ctrl-C.
-
-    Raises UserError: the settings ask for something that cannot be served. Stopped: the model cannot be loaded.
-    """
+    """Serves until SIGTERM or Ctrl-C. Raises UserError: the settings ask for something that cannot be served. Stopped:
+    the model cannot be loaded."""
     mpi_and_blas.prepare()  # before MLX is imported: its own BLAS is 17 times as slow
     from lib.serve.app import Server  # brings uvicorn, MLX and transformers: --help answers at once
     from lib.serve.feedback import Feedback
@@ -154,14 +152,8 @@ def log(kind: str, **fields: object) -> None:
 
 
 def nginx_file(servers: list[str], calibration: Path) -> str:
-    """The file of an nginx in front of several servers: TLS, and the server with the fewest requests for its speed.
-
-    Args:
-        servers: HOST:PORT each.
-        calibration: the folder of HOST.json; a host's weight is its best pairs/s, 1 where it was not measured.
-
-    Raises UserError: a server is not of the form HOST:PORT, or a calibration is malformed.
-    """
+    """The file of an nginx in front of servers, HOST:PORT each: TLS, and the server with the fewest requests for its
+    speed, its best pairs/s in calibration/HOST.json. Raises UserError: a server or a calibration is malformed."""
     speeds = {}
     for server in servers:
         host, _, port = server.rpartition(":")

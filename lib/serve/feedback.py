@@ -29,10 +29,8 @@ class Label(RequestPart):
 
 
 class Feedback:
-    """The recent completions of a server, and the file of those that were labelled.
-
-    Raises UserError: the file cannot be written.
-    """
+    """The recent completions of a server, and the file of those that were labelled. Raises UserError: the file cannot
+    be written."""
 
     def __init__(self, path: Path) -> None:
         self.recent: OrderedDict[tuple[str, str], JSON] = OrderedDict()  # training records, by owner and id
@@ -49,10 +47,8 @@ class Feedback:
             self.labels.pop(self.recent.popitem(last=False)[0], None)
 
     def take(self, owner: str, given: Label) -> None:
-        """Writes a label's row, all of it or nothing. The same label again changes nothing.
-
-        Raises RequestError: the id is unknown to this key, or has the other label; the disk is full.
-        """
+        """Writes a label's row, all of it or nothing. The same label again changes nothing. Raises RequestError: the id
+        is unknown to this key, or has the other label; the disk is full."""
         name = owner, given.id
         if name not in self.recent:
             message = f"no completion {given.id!r} can be labelled: it is unknown, too old, or was cut at max_tokens"

@@ -40,12 +40,9 @@ Sampler = Callable[[mx.array], mx.array]  # tokens, int [B], of log-probabilitie
 
 
 class ServedModel:
-    """A model of a folder, with a run's adapter where `run` names one; fuse: fused into the weights, in memory.
-
-    data: of the run: the chat template and its arguments.
-
-    Raises UserError: the model has no tokenizer, or data.chat_template cannot be read.
-    """
+    """A model of a folder, with a run's adapter where `run` names one; fuse: fused into the weights, in memory. data:
+    of the run: the chat template and its arguments. Raises UserError: the model has no tokenizer, or data.chat_template
+    cannot be read."""
 
     def __init__(self, settings: ModelSettings, data: DataSettings, folder: Path, run: Path | None, fuse: bool) -> None:
         self.settings, self.folder, self.run, self.fuse = settings, folder, run, fuse
@@ -75,10 +72,8 @@ class ServedModel:
         return model, self.tokenizer, sorted(self.encoder.end_ids)
 
     def prompt_ids(self, request: ChatRequest | TextRequest) -> list[int]:
-        """A request's token ids, as a training row's prompt has them.
-
-        Raises UserError: the template does not take a message or tools; names which.
-        """
+        """A request's token ids, as a training row's prompt has them. Raises UserError: the template does not take a
+        message or tools; names which."""
         if isinstance(request, TextRequest):
             if not self.has_template:
                 return self.encoder.prompt_ids(request.text)
@@ -96,10 +91,8 @@ class ServedModel:
 
 
 def sampler_of(sampling: SamplingParameters) -> Sampler:
-    """Greedy without a temperature; with a seed the same tokens again, whatever else is answered.
-
-    Requests without a seed share the sampler of their parameters: mlx-lm calls it once for the whole batch.
-    """
+    """Greedy without a temperature; with a seed the same tokens again, whatever else is answered. Requests without a
+    seed share the sampler of their parameters: mlx-lm calls it once for the whole batch."""
     if not sampling.temperature:
         return greedy_sampler
     make = make_sampler if sampling.seed is not None else shared_sampler
@@ -163,12 +156,9 @@ class Generation:
 
 
 class Generator(threading.Thread):
-    """Answers requests with one model, `concurrency` at once.
-
-    load: gives mlx-lm's model and tokenizer, and the tokens that end an answer.
-    deliver: calls a function with arguments where pieces are wanted: a server has its event loop do so.
-    on_failure: is called when generation ends by an error, which `failure` then is.
-    """
+    """Answers requests with one model, `concurrency` at once. load: gives mlx-lm's model and tokenizer, and the tokens
+    that end an answer. deliver: calls a function with arguments where pieces are wanted: a server has its event loop do
+    so. on_failure: is called when generation ends by an error, which `failure` then is."""
 
     def __init__(self, load: Callable[[], tuple[Any, Any, list[int]]], concurrency: int) -> None:
         super().__init__(daemon=True, name="generation")

@@ -17,10 +17,8 @@ LINE = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._@-]{0,63})\s+sha256:(?P<dige
 
 
 class KeyFile:
-    """The keys of a file, read again whenever it changes: an added or removed line counts at the next request.
-
-    Raises UserError: as `read`.
-    """
+    """The keys of a file, read again whenever it changes: an added or removed line counts at the next request. Raises
+    UserError: as `read`."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._stamp, self._owners = path, _stamp_of(path), read(path)
@@ -37,10 +35,8 @@ class KeyFile:
 
 
 def read(path: Path) -> dict[str, str]:
-    """Names by the SHA-256 of their keys, in hex.
-
-    Raises UserError: the file cannot be read, or a line has another form; a line's content is never shown.
-    """
+    """Names by the SHA-256 of their keys, in hex. Raises UserError: the file cannot be read, or a line has another
+    form; a line's content is never shown."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
@@ -58,10 +54,8 @@ def read(path: Path) -> dict[str, str]:
 
 
 def make(name: str, path: Path) -> str:
-    """Adds a new key to a file, which only its owner may read, and returns the key: it is written nowhere else.
-
-    Raises UserError: the name is malformed or taken, or the file cannot be written.
-    """
+    """Adds a new key to a file, which only its owner may read, and returns the key: it is written nowhere else. Raises
+    UserError: the name is malformed or taken, or the file cannot be written."""
     key = f"sk-{secrets.token_urlsafe(32)}"
     line = f"{name} sha256:{_digest(key)}"
     if LINE.fullmatch(line) is None:

@@ -36,8 +36,6 @@ SomePart = TypeVar("SomePart", bound=RequestPart)
 
 
 class TextPart(RequestPart):
-    """A piece of a message's content."""
-
     type: Literal["text"]
     text: str
 
@@ -53,8 +51,6 @@ class FunctionPart(RequestPart):
 
 
 class ToolPart(RequestPart):
-    """A tool, or a call of one earlier in the conversation."""
-
     type: Literal["function"] = "function"
     function: FunctionPart
     id: str | None = None
@@ -133,8 +129,6 @@ class CompletionRequest(SamplingParameters):
 
 
 class ChatRequest(CompletionRequest):
-    """POST /v1/chat/completions."""
-
     messages: Annotated[list[RequestMessage], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
@@ -154,8 +148,6 @@ class ChatRequest(CompletionRequest):
 
 
 class TextRequest(CompletionRequest):
-    """POST /v1/completions."""
-
     prompt: Text | tuple[Text]
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
@@ -168,10 +160,8 @@ class TextRequest(CompletionRequest):
 
 
 def parse(model: type[SomePart], raw: bytes) -> SomePart:
-    """Checks a body.
-
-    Raises RequestError: the body is not JSON, or a key or value is not served; names the first of them.
-    """
+    """Checks a body. Raises RequestError: the body is not JSON, or a key or value is not served; names the first of
+    them."""
     try:
         return model.model_validate_json(raw)
     except ValidationError as error:
