@@ -75,7 +75,7 @@ class Server:
         ]
         if self.feedback is not None:
             routes.append(Route("/v1/feedback", self.label, methods=["POST"]))
-        middleware = [Middleware(Gate, server=self)]
+        middleware = [Middleware(self.gate)]
         if self.keys is None:  # a web page under another name reaches no server of this machine
             hosts = ["localhost", "127.0.0.1", "[::1]", self.settings.host]
             middleware.insert(0, Middleware(TrustedHostMiddleware, allowed_hosts=hosts))
@@ -220,53 +220,53 @@ class Server:
         if answer.pieces.finish_reason != "length" and (row := answer.row()) is not None:
             self.feedback.remember(owner, row)
 
+    # ---- Around all routes
+
+    def gate(self, app: ASGIApp) -> ASGIApp:
+        """ASGI middleware: keys, requests in flight, the id of a request, and its count."""
+
+        async def gated(scope: Scope, receive: Receive, send: Send) -> None:
+            request = Request(scope)
+            path, given = request.url.path, request.headers.get("x-request-id", "")
+            id = given if REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(8)}"
+
+            async def sending(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    MutableHeaders(scope=message)["x-request-id"] = id
+                    self.metrics.requests.labels(path if path in PATHS else "other", message["status"]).inc()
+                await send(message)
+
+            try:
+                owner = "" if path in OPEN_PATHS else self._owner(request)
+                counts, limit = path in COMPLETION_PATHS, self.settings.max_requests_per_key
+                if counts and self.in_flight[owner] >= limit:
+                    raise RequestError(429, f"{limit} requests of this key are in flight; try again", "queue_full")
+                scope.setdefault("state", {}).update(owner=owner, id=id)
+                self.in_flight[owner] += counts  # until the last byte of the answer
+                try:
+                    await app(scope, receive, sending)
+                finally:
+                    self.in_flight[owner] -= counts
+            except RequestError as error:
+                await response_of(error)(scope, receive, sending)
+
+        return gated
+
+    def _owner(self, request: Request) -> str:
+        """The name of the key that a request brings. Raises RequestError: it has none, or an unknown one."""
+        if self.keys is None:
+            return "local"
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        owner = self.keys.owner(key.strip()) if scheme.lower() == "bearer" else None
+        if owner is None:
+            raise RequestError(401, "no valid API key; send Authorization: Bearer KEY", "invalid_api_key")
+        return owner
+
 
 async def _report_leaving(request: Request, pieces: asyncio.Queue[Piece]) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
     pieces.put_nowait(Piece(finish_reason="left"))
-
-
-class Gate:
-    """ASGI middleware around all routes: keys, requests in flight, the id of a request, and its count."""
-
-    def __init__(self, app: ASGIApp, server: Server) -> None:
-        self.app, self.server = app, server
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        server, request = self.server, Request(scope)
-        path, given = request.url.path, request.headers.get("x-request-id", "")
-        id = given if REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(8)}"
-
-        async def sending(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = id
-                server.metrics.requests.labels(path if path in PATHS else "other", message["status"]).inc()
-            await send(message)
-
-        try:
-            owner = "" if path in OPEN_PATHS else self.owner(request)
-            counts, limit = path in COMPLETION_PATHS, server.settings.max_requests_per_key
-            if counts and server.in_flight[owner] >= limit:
-                raise RequestError(429, f"{limit} requests of this key are in flight; try again", "queue_full")
-            scope.setdefault("state", {}).update(owner=owner, id=id)
-            server.in_flight[owner] += counts  # until the last byte of the answer
-            try:
-                await self.app(scope, receive, sending)
-            finally:
-                server.in_flight[owner] -= counts
-        except RequestError as error:
-            await response_of(error)(scope, receive, sending)
-
-    def owner(self, request: Request) -> str:
-        """The name of the key that a request brings. Raises RequestError: it has none, or an unknown one."""
-        if self.server.keys is None:
-            return "local"
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        owner = self.server.keys.owner(key.strip()) if scheme.lower() == "bearer" else None
-        if owner is None:
-            raise RequestError(401, "no valid API key; send Authorization: Bearer KEY", "invalid_api_key")
-        return owner
 
 
 def response_of(error: RequestError) -> Response:
