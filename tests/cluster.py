@@ -144,19 +144,10 @@ def unavailable(quotas: bool = False) -> str | None:
 def cluster(
     hosts: int = 2, quotas: Sequence[float | None] | None = None, rate: str | None = None
 ) -> Iterator[list[Host]]:
-    """Builds the hosts `host-a`, `host-b`, ... and takes them down again.
-
-    Args:
-        quotas: cores' worth of CPU time that each host may use, e.g. (1.0, 0.3); None for no limit.
-        rate: of what each host sends, in tc's words, e.g. "200mbit"; None for no limit.
-
-    Raises:
-        Unavailable: it cannot be built here.
-    """
-    reason = unavailable(quotas is not None)
-    if reason:
+    """Builds the hosts `host-a`, `host-b`, ... and takes them down again. quotas: cores' worth of CPU time of each, e.g.
+    (1.0, 0.3); rate: of what each sends, in tc's words. Raises Unavailable: it cannot be built here."""
+    if reason := unavailable(quotas is not None):
         raise Unavailable(reason)
-    assert quotas is None or len(quotas) == hosts, (quotas, hosts)
     with contextlib.ExitStack() as undo:
         folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="tandem-cluster-")))
         names = [f"host-{chr(ord('a') + index)}" for index in range(hosts)]

@@ -29,14 +29,12 @@ Match host x
 Include more.d/*
 Include ~/nowhere
 """
-AVAHI = (
-    "=;eth0;IPv6;mac\\045a;_ssh._tcp;local;mac-a.local;fe80::1;22;\n"
-    '=;eth0;IPv4;mac\\045a;_ssh._tcp;local;mac-a.invalid;10.0.0.1;22;"txt"\n'
-    "=;broken\n"
-)
+AVAHI = """=;eth0;IPv6;mac;_ssh._tcp;local;mac-a.local;fe80::1;22;
+=;eth0;IPv4;mac;_ssh._tcp;local;mac-a.invalid;10.0.0.1;22;"txt"
+=;broken
+"""
 BROWSE = """Timestamp     A/R    Flags  if Domain               Service Type         Instance Name
 22:04:52.456  Add        3   4 local.               _ssh._tcp.           Anna's Mac Studio
-22:04:52.457  Add        2   4 local.               _ssh._tcp.           box
 22:04:52.458  Rmv        0   4 local.               _ssh._tcp.           gone
 """
 ARP = """? (192.168.1.1) at 0:11:22:33:44:55 on en0 ifscope [ethernet]
@@ -76,7 +74,6 @@ def test_the_file_of_machines_can_be_read() -> None:
             Completed(255, "", "x\nme@a: Permission denied (publickey).\n"),
             "a: me@a: Permission denied .*; ssh-copy-id a$",
         ),
-        (Completed(255, "", "Host key verification failed.\r\n"), "; ssh a true; compare the key"),
         (Completed(None, "host=a\n", ""), "a: no answer within 10 s$"),
         (Completed(1, "This service allows sftp only\n", ""), "a: no shell that answers; ping"),
     ],
@@ -103,7 +100,7 @@ def test_tools_are_asked_where_they_are(tmp_path: Path, monkeypatch: pytest.Monk
     tool(tmp_path, "arp", f"cat {tmp_path}/arp.txt")
     monkeypatch.setattr(discovery, "BROWSE_SECONDS", 0.7)
     names = discovery.candidates(tmp_path)
-    assert names == ["mac-a.invalid", "10.0.0.1", "Annas-Mac-Studio.local", "box.local", "169.254.12.3", "10.9.0.2"]
+    assert names == ["mac-a.invalid", "10.0.0.1", "Annas-Mac-Studio.local", "169.254.12.3", "10.9.0.2"]
 
 
 def emit(node: Node, home: Path, words: Sequence[str] = ()) -> tuple[int, str, str]:

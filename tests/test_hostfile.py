@@ -65,14 +65,11 @@ def test_the_example_is_one() -> None:
         ("# nothing\n\n", "names no host"),
         ("a\nb\na slots=2", "names a twice.*slots"),
         ("a slots=0", "line 1: slots '0'.*greater than or equal to 1"),
-        ("a:1.5", "slots '1.5'"),
         ("a b", "line 1: 'a b' is neither"),
         ("a max_slots=2", "max_slots '2': Unexpected.*the keys are ssh, ips, rdma, slots, user, port"),
         ("fe80::1 slots=2", "IPv6"),
         ("[::1]:2", "IPv6"),
         ("-oProxyCommand=touch${IFS}owned:1", "no host's name"),
-        ("a\x1b[2Jb", "no host's name"),
-        ("a port=0", "port '0'"),
         ("a directory=here", "whole path"),
         ("a python=/bin/sh", "'/bin/sh': not the whole path of a Python"),
         ("a map=/x", "HERE:THERE"),
@@ -82,7 +79,6 @@ def test_the_example_is_one() -> None:
         ('[{"ssh": "a", "ips": ["fe80::1"]}]', "Expected 4 octets"),
         ('{"backend": "gloo", "hosts": [{"ssh": "a"}]}', "backend 'gloo': Input should be 'ring'"),
         ('{"envs": ["PYTHONPATH=/tmp/x y"], "hosts": [{"ssh": "a"}]}', "PYTHONPATH.* --env NAME=VALUE"),
-        ("[" * 100_000, "Invalid JSON"),
     ],
 )
 def test_what_is_wrong_is_one_line(text: str, told: str) -> None:
