@@ -14,7 +14,7 @@ import re
 import reprlib
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -31,29 +31,25 @@ def serve_function(name: str, limit_seconds: float, pipe: Connection) -> None:
     sys.stdout = sys.stderr  # the parent's standard output is for its results
     sys.path.insert(0, str(Path.cwd()))
     module, _, attribute = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # a user's module may raise anything
-        pipe.send({"fault": f"{type(error).__name__}: {error}"[:LONGEST_FAULT]})
-        return
-    pipe.send({})
+    answer: dict[str, Any] = {}
+    function = None
     while True:
         try:
-            question = json.loads(pipe.recv())
+            if function is None:
+                function = getattr(importlib.import_module(module), attribute)
+            else:
+                question = json.loads(pipe.recv())
+                signal.setitimer(signal.ITIMER_REAL, limit_seconds + GRACE_SECONDS)
+                returned = function(question["prompt"], question["completions"], question["record"])
+                scores = scores_in(returned, len(question["completions"]))
+                answer = {"scores": scores, "returned": reprlib.repr(returned)}
         except EOFError:
             return
-        signal.setitimer(signal.ITIMER_REAL, limit_seconds + GRACE_SECONDS)
-        pipe.send(_answer(function, question))
+        except Exception as error:  # a user's module or function may raise anything
+            fault = f"{type(error).__name__}: {error}"[:LONGEST_FAULT]
+            answer = {"fault": fault, "is_over": function is None}
         signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def _answer(function: Callable[..., Any], question: dict[str, Any]) -> dict[str, Any]:
-    try:
-        returned = function(question["prompt"], question["completions"], question["record"])
-        scores = scores_in(returned, len(question["completions"]))
-        return {"scores": scores, "returned": reprlib.repr(returned)}
-    except Exception as error:  # a user's function may raise anything
-        return {"fault": f"{type(error).__name__}: {error}"[:LONGEST_FAULT]}
+        pipe.send(answer)
 
 
 def scores_in(returned: Any, count: int) -> list[float] | None:

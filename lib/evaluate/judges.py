@@ -14,19 +14,15 @@ import re
 import shlex
 import shutil
 import signal
-import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from decimal import Context, Decimal, localcontext
-from importlib.machinery import PathFinder
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
-from urllib.parse import urlsplit
+from typing import Any, NamedTuple
 
 import httpx2
 import mlx.core as mx
@@ -37,7 +33,7 @@ from mlx_lm.utils import load_tokenizer as load_words
 from lib.config import read_file
 from lib.config.settings import REWARD_MODEL, Config, EvaluateSettings
 from lib.data.prompts import Prompts
-from lib.data.record_formats import ANSWER, Unusable
+from lib.data.record_formats import ANSWER
 from lib.data.tokenizer import ModelLimits
 from lib.errors import UserError
 from lib.evaluate import judge_process
@@ -47,14 +43,16 @@ from lib.model.token_stream import length_multiple
 from lib.system import files, os_commands
 from lib.system.model_folder import resolve, why_unreadable
 
-JudgeKind = Literal["check", "reward", "server", "function", "command"]
-CHECKS = ("exact", "number", "regex", "json_schema")
-JUDGES = f"a judge is {', '.join(CHECKS)}, reward:PATH, MODULE:FUNCTION, an http address, or a command with its path"
+CHECKS = (None, "exact", "number")  # None: by evaluate.answer_pattern
+BROUGHT = ("regex", "json_schema")  # functions of judge_process
+SERVERS = ("http://", "https://")
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:function
+JUDGES = "a judge is exact, number, regex, json_schema, reward:PATH, MODULE:FUNCTION, an http address, or a command"
 DIGITS = r"(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)"  # 1,200 and 1,00,000; "3,4" has 3 and 4
 DECIMAL = rf"(?:{DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
 NUMBER = rf"(?<![\d.])((?:(?<![\w)])[-+])?{DECIMAL})(?:/({DECIMAL}))?"  # "10-5" has 10 and 5; "3/4" is one
 START_SECONDS, END_SECONDS = 60.0, 5.0  # of the process of a function: until it is imported, and until it has ended
+NO_VERDICT = "the judge gave no verdict"
 
 
 @dataclass(frozen=True)
@@ -72,17 +70,17 @@ class Question:
         return json.dumps(asked, default=str)
 
 
-class Judge(ABC):
+class Judge:
     """Scores completions. looks_at_order: whether the order of completions may change the scores."""
 
-    looks_at_order: bool = False
+    looks_at_order = False
 
-    @abstractmethod
     def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
         """A score for each completion of each question."""
+        raise NotImplementedError
 
-    def require_scores(self, question: Question) -> None:  # noqa: B027  (most judges need no trial)
-        """Makes sure that the judge answers, before answers are sampled for it."""
+    def require_scores(self, question: Question) -> None:
+        """Makes sure that the judge answers, before answers are sampled for it; most need no trial."""
 
 
 # ---- Checks of the record's answer
@@ -119,17 +117,15 @@ class Checker(Judge):
         self.is_right = is_right
 
     def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
-        return [[float(self.is_right(text, _answer_of(q))) for text in q.completions] for q in questions]
-
-
-def _answer_of(question: Question) -> str:
-    answer = question.record.get(ANSWER)
-    if not isinstance(answer, str | int | float):
-        raise UserError(
-            f"{question.place}: no {ANSWER!r} to check completions by "
-            f"(columns: {', '.join(question.record)}); add it, or set evaluate.judge"
-        )
-    return str(answer).strip()
+        for question in questions:
+            if not isinstance(question.record.get(ANSWER), str | int | float):
+                raise UserError(
+                    f"{question.place}: no {ANSWER!r} to check completions by "
+                    f"(columns: {', '.join(question.record)}); add it, or set evaluate.judge"
+                )
+        return [
+            [float(self.is_right(text, str(q.record[ANSWER]).strip())) for text in q.completions] for q in questions
+        ]
 
 
 # ---- Functions and commands
@@ -143,18 +139,18 @@ class FunctionJudge(Judge):
     """Calls MODULE:FUNCTION, as (prompt, completions, record) ➜ scores, in a spawned process with a time limit.
 
     A function that takes too long is killed; the next question starts it again. What it prints goes to standard error.
-    shown: how the user named the judge, for errors. limit_seconds: for the completions of one question.
+    name: how the user named the judge, for errors. limit_seconds: for the completions of one question.
     """
 
     looks_at_order = True
 
-    def __init__(self, name: str, shown: str, limit_seconds: float):
-        self.function, self.name, self.limit_seconds = name, shown, limit_seconds
+    def __init__(self, function: str, name: str, limit_seconds: float):
+        self.function, self.name, self.limit_seconds = function, name, limit_seconds
         self._process: BaseProcess | None = None
         try:
             self._start()
         except UserError as error:
-            raise UserError(f"{shown}: {error}; give module:function, importable from this folder") from None
+            raise UserError(f"{name}: {error}; give module:function, importable from this folder") from None
 
     def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
         return [self._scores(question) for question in questions]
@@ -163,10 +159,9 @@ class FunctionJudge(Judge):
         # What a function raises may be about this answer alone: that is left to the round.
         try:
             self([question])
-        except NoScores:
-            raise
-        except UserError:
-            return
+        except UserError as error:
+            if isinstance(error, NoScores):
+                raise
 
     def _scores(self, question: Question) -> list[float]:
         try:
@@ -189,32 +184,27 @@ class FunctionJudge(Judge):
         self._process.start()
         theirs.close()
         self._end_at_exit = Finalize(self, _kill, [self._process], exitpriority=10)
-        try:
-            self._received(START_SECONDS)
-        except UserError:
-            self._end()
-            raise
+        self._received(START_SECONDS)
 
     def _received(self, limit_seconds: float) -> dict[str, Any]:
-        """The process's next message."""
+        """The process's next message. Raises UserError: a fault of the function, or the process's end."""
+        assert self._process is not None
         fault = f"no answer within {limit_seconds:g} s (evaluate.judge_seconds)"
         try:
             if self._pipe.poll(limit_seconds):
                 message: dict[str, Any] = self._pipe.recv()
-                if "fault" in message:
+                if "fault" not in message:
+                    return message
+                if not message["is_over"]:
                     raise UserError(message["fault"])
-                return message
+                fault = message["fault"]
         except (EOFError, OSError):
-            assert self._process is not None
             self._process.join(END_SECONDS)
             fault = f"its process ended with status {self._process.exitcode}"
-        self._end()
-        raise UserError(fault)
-
-    def _end(self) -> None:
         self._end_at_exit()
         self._pipe.close()
         self._process = None
+        raise UserError(fault)
 
 
 def _kill(process: BaseProcess) -> None:
@@ -229,27 +219,28 @@ class CommandJudge(Judge):
 
     looks_at_order = True
 
-    def __init__(self, command: str, timeout_seconds: float):
-        self.command, self.timeout_seconds = command, timeout_seconds
+    def __init__(self, command: str, name: str, timeout_seconds: float):
+        self.command, self.name, self.timeout_seconds = shlex.split(command), name, timeout_seconds
 
     def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
-        text = "".join(f"{question.line()}\n" for question in questions)
-        done = os_commands.run(shlex.split(self.command), self.timeout_seconds, text=text)
-        why, scores, lines = "", [], done.output.splitlines()
+        done = os_commands.run(
+            self.command, self.timeout_seconds, text="".join(f"{question.line()}\n" for question in questions)
+        )
+        lines, scores = done.output.splitlines(), list[list[float]]()
         if done.status is None:
-            why = f"no answer within {self.timeout_seconds:g} s (sync.timeout_seconds)"
-        elif done.status:
-            why = f"ended with status {done.status}: {(done.errors.strip().splitlines() or ['it said nothing'])[-1]}"
-        elif len(lines) != len(questions):
-            why = f"wrote {len(lines)} lines for {len(questions)} questions"
-        for line, question in zip(lines, questions, strict=False) if not why else ():
-            try:
-                scores.append(judge_process.scores_in(json.loads(line), len(question.completions)) or [])
-            except ValueError:
-                scores.append([])
-            why = why if scores[-1] else f"wrote {line[:80]!r}, which is no list of {len(question.completions)} scores"
-        if why:
-            raise UserError(f"evaluate.judge={self.command}: {why}")
+            raise UserError(f"{self.name}: no answer within {self.timeout_seconds:g} s (sync.timeout_seconds)")
+        if done.status:
+            said = (done.errors.strip().splitlines() or ["it said nothing"])[-1]
+            raise UserError(f"{self.name}: ended with status {done.status}: {said}")
+        if len(lines) != len(questions):
+            raise UserError(f"{self.name}: wrote {len(lines)} lines for {len(questions)} questions")
+        for line, question in zip(lines, questions, strict=True):
+            count, of_line = len(question.completions), None
+            with contextlib.suppress(ValueError):
+                of_line = judge_process.scores_in(json.loads(line), count)
+            if of_line is None:
+                raise UserError(f"{self.name}: wrote {line[:80]!r}, which is no list of {count} scores")
+            scores.append(of_line)
         return scores
 
 
@@ -273,6 +264,7 @@ ASKING = f"""Here are a question and an answer to it.
 GRADE = r"\[\[(-?\d+(?:\.\d+)?)\]\]"
 VERDICTS: dict[str | None, list[float]] = {"A": [1.0, 0.0], "B": [0.0, 1.0], "C": [0.5, 0.5]}
 BUSY = (408, 429, 500, 502, 503, 504)  # statuses of a server that is busy, or gone for a moment
+UNREACHED = (httpx2.HTTPError, httpx2.InvalidURL)
 TRIES = 4
 CONNECT_SECONDS = 20.0  # of the first question, whether a server is there
 WAIT_SECONDS = 1.0  # before the second try; doubled for each further one
@@ -281,10 +273,8 @@ WAIT_SECONDS = 1.0  # before the second try; doubled for each further one
 def instructions_of(settings: EvaluateSettings, default: str, places: Sequence[str]) -> str:
     """What a judge model is asked: evaluate.judge_prompt, or the default."""
     path = settings.judge_prompt
-    if path is None:
-        return default
-    text = read_file.read_text(Path(path), "evaluate.judge_prompt")
-    if missing := [place for place in places if place not in text]:
+    text = default if path is None else read_file.read_text(Path(path), "evaluate.judge_prompt")
+    if path is not None and (missing := [place for place in places if place not in text]):
         raise UserError(f"evaluate.judge_prompt={path}: {', '.join(missing)} is missing in it")
     return text
 
@@ -307,53 +297,50 @@ class JudgeServer(Judge):
     The questions are those of MT-bench's judge (arXiv:2306.05685, section 3.1).
     """
 
-    def __init__(self, settings: EvaluateSettings, timeout_seconds: float, grades: bool):
-        self.url, self.timeout_seconds = str(settings.judge).rstrip("/"), timeout_seconds
+    def __init__(self, settings: EvaluateSettings, name: str, timeout_seconds: float, grades: bool):
+        self.url, self.name, self.timeout_seconds = str(settings.judge).rstrip("/"), name, timeout_seconds
         self.model, self.concurrency = settings.judge_model, settings.batch_size
-        self.name, self.grades, self.looks_at_order = f"evaluate.judge={self.url}", grades, not grades
-        places = ("{prompt}", "{answer}") if grades else ("{prompt}", "{first}", "{second}")
-        self.instructions = instructions_of(settings, GRADING if grades else INSTRUCTIONS, places)
+        self.grades, self.looks_at_order = grades, not grades
+        self.places = ("{prompt}", "{answer}") if grades else ("{prompt}", "{first}", "{second}")
+        self.instructions = instructions_of(settings, GRADING if grades else INSTRUCTIONS, self.places)
 
     def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
         """Each answer's grade; or 1 for the better of two and 0 for the other, or 0.5 each; NaN without a verdict."""
         if self.grades:
-            each = [{"{prompt}": text_of(q.prompt), "{answer}": text} for q in questions for text in q.completions]
-            grades = iter([extract(GRADE, text) for text in self._answers(each)])
-            return [[float(next(grades) or math.nan) for _ in question.completions] for question in questions]
+            grades = iter(self._answers([(text_of(q.prompt), text) for q in questions for text in q.completions]))
+            return [[float(extract(GRADE, next(grades)) or math.nan) for _ in q.completions] for q in questions]
         if any(len(question.completions) != 2 for question in questions):
             raise UserError(f"{self.name} compares two answers, for --against")
-        names = ("{prompt}", "{first}", "{second}")
-        pairs = [dict(zip(names, (text_of(q.prompt), *q.completions), strict=True)) for q in questions]
-        verdicts = [extract(r"\[\[([ABC])\]\]", text) for text in self._answers(pairs)]
-        return [VERDICTS.get(verdict, [math.nan, math.nan]) for verdict in verdicts]
+        answers = self._answers([(text_of(q.prompt), *q.completions) for q in questions])
+        return [VERDICTS.get(extract(r"\[\[([ABC])\]\]", text), [math.nan, math.nan]) for text in answers]
 
     def require_scores(self, question: Question) -> None:
         try:
             with self._client(min(self.timeout_seconds, CONNECT_SECONDS)) as client:
                 client.get(f"{self.url}/models")
-        except httpx2.HTTPError as error:
+        except UNREACHED as error:
             raise UserError(f"{self.name}: no server answers ({error}); start it") from None
 
     def _client(self, timeout_seconds: float) -> httpx2.Client:
         key = os.environ.get("OPENAI_API_KEY")
         return httpx2.Client(timeout=timeout_seconds, headers={"Authorization": f"Bearer {key}"} if key else {})
 
-    def _answers(self, asked: Sequence[Mapping[str, str]]) -> list[str]:
-        """What the model answers to its instructions, filled in, some at a time."""
+    def _answers(self, asked: Sequence[tuple[str, ...]]) -> list[str]:
+        """What the model answers to its instructions, their places filled in, some at a time."""
+        texts = [filled_in(self.instructions, dict(zip(self.places, parts, strict=True))) for parts in asked]
         with self._client(self.timeout_seconds) as client, ThreadPoolExecutor(self.concurrency) as threads:
-            return list(threads.map(lambda parts: self._answer(client, parts), asked))
+            return list(threads.map(lambda text: self._answer(client, text), texts))
 
-    def _answer(self, client: httpx2.Client, parts: Mapping[str, str]) -> str:
+    def _answer(self, client: httpx2.Client, text: str) -> str:
         """One answer; a server that is busy, or cannot be reached, is asked again."""
-        message = {"role": "user", "content": filled_in(self.instructions, parts)}
-        body = {"model": self.model, "messages": [message], "temperature": 0}
+        body = {"model": self.model, "messages": [{"role": "user", "content": text}], "temperature": 0}
         why = ""
         for attempt in range(TRIES):
             if attempt:
                 time.sleep(WAIT_SECONDS * 2 ** (attempt - 1))
             try:
                 response = client.post(f"{self.url}/chat/completions", json=body)
-            except httpx2.HTTPError as error:
+            except UNREACHED as error:
                 why = str(error) or type(error).__name__
                 continue
             why = f"status {response.status_code}: {response.text[:200]!r}"
@@ -377,33 +364,31 @@ class RewardModel(Judge):
 
     A classifier (its config.json names an architecture ...ForSequenceClassification, with one label) sees the chat of
     prompt and answer, as transformers' own would: the score is its head's output at the last token. Any other model is
-    asked by evaluate.judge_prompt, and the score is log p(Yes) - log p(No) for its first token.
-
-    Args:
-        multiple: what rows are padded to.
+    asked by evaluate.judge_prompt, and the score is log p(Yes) - log p(No) for its first token. Rows are padded to
+    `multiple`.
     """
 
-    def __init__(self, settings: EvaluateSettings, multiple: int):
-        self.name, self.batch_size, self.multiple = f"evaluate.judge={settings.judge}", settings.batch_size, multiple
-        folder = _reward_folder(str(settings.judge), self.name)
-        stored = read_file.read_object(folder / "config.json", self.name)
-        self.is_classifier = any(name.endswith(CLASSIFIER) for name in stored.get("architectures") or ())
+    def __init__(self, settings: EvaluateSettings, name: str, multiple: int):
+        self.name, self.batch_size, self.multiple = name, settings.batch_size, multiple
+        folder = _reward_folder(str(settings.judge), name)
+        stored = read_file.read_object(folder / "config.json", name)
+        self.is_classifier = any(each.endswith(CLASSIFIER) for each in stored.get("architectures") or ())
         try:
             self.tokenizer: Any = load_words(folder, {"trust_remote_code": False})
             # A classifier has no head over the vocabulary; of tied embeddings none is made.
             changes = {"tie_word_embeddings": True} if self.is_classifier else {}
             self.model, _ = load_model(folder, strict=not self.is_classifier, model_config=changes)
         except Exception as error:  # mlx-lm and transformers raise whatever they meet
-            raise UserError(f"{self.name}: cannot be loaded: {why_unreadable(folder, error)}") from None
+            raise UserError(f"{name}: cannot be loaded: {why_unreadable(folder, error)}") from None
         self.limits = ModelLimits(*bounded(self.model))
         self.model.eval()
         self.instructions = "" if self.is_classifier else instructions_of(settings, ASKING, ("{prompt}", "{answer}"))
-        self.head = _score_head(folder, self.name) if self.is_classifier else self._answers_head()
+        self.head = _score_head(folder, name) if self.is_classifier else self._answers_head()
 
     def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
         rows = [self._row(question, text) for question in questions for text in question.completions]
-        score = lambda part: self._batch([rows[i] for i in part])  # noqa: E731
-        scores = iter(in_batches([len(ids) for ids in rows], self.batch_size, score))
+        lengths = [len(ids) for ids in rows]
+        scores = iter(in_batches(lengths, self.batch_size, lambda part: self._batch([rows[i] for i in part])))
         return [[float(next(scores)) for _ in question.completions] for question in questions]
 
     def _batch(self, rows: list[list[int]]) -> np.ndarray:
@@ -417,27 +402,23 @@ class RewardModel(Judge):
 
     def _row(self, question: Question, text: str) -> list[int]:
         """The tokens whose last one is scored."""
-        if self.is_classifier:
-            prompt = question.prompt
+        prompt, asks = question.prompt, not self.is_classifier
+        if asks:
+            content = filled_in(self.instructions, {"{prompt}": text_of(prompt), "{answer}": text})
+            turns = [{"role": "user", "content": content}]
+        else:
             turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
             turns.append({"role": "assistant", "content": text})
-        else:
-            content = filled_in(self.instructions, {"{prompt}": text_of(question.prompt), "{answer}": text})
-            turns = [{"role": "user", "content": content}]
-        asks = not self.is_classifier
-        if getattr(self.tokenizer, "chat_template", None) is None:
-            ids = self.tokenizer.encode("\n\n".join(str(turn["content"]) for turn in turns) + "\n" * asks)
-        else:
-            try:
-                chat = self.tokenizer.apply_chat_template(turns, add_generation_prompt=asks, tokenize=False)
-            except Exception as error:  # whatever the template's author chose
-                raise UserError(f"{self.name}: its chat template refuses a question: {error}") from None
-            ids = self.tokenizer.encode(str(chat), add_special_tokens=False)
         try:
+            if getattr(self.tokenizer, "chat_template", None) is None:
+                ids = self.tokenizer.encode("\n\n".join(str(turn["content"]) for turn in turns) + "\n" * asks)
+            else:
+                chat = self.tokenizer.apply_chat_template(turns, add_generation_prompt=asks, tokenize=False)
+                ids = self.tokenizer.encode(str(chat), add_special_tokens=False)
             self.limits.check_ids([list(ids)])
             self.limits.check_row(len(ids) + 1, "leave the prompt out, or take another model")
-        except Unusable as why:
-            raise UserError(f"{self.name}: {question.place}: {why}") from None
+        except Exception as error:  # a row that is too long, or what the template's author chose to raise
+            raise UserError(f"{self.name}: {question.place}: {error}") from None
         return list(ids)
 
     def _answers_head(self) -> mx.array:
@@ -471,62 +452,37 @@ def _score_head(folder: Path, name: str) -> mx.array:
 # ---- The judge that a setting names
 
 
-def kind_of(judge: str | None) -> JudgeKind:
-    """What evaluate.judge or rollouts.judge means; None is the check by evaluate.answer_pattern."""
-    if judge is None or judge in CHECKS:
-        return "check"
-    if judge.startswith(REWARD_MODEL):
-        return "reward"
-    if judge.startswith(("http://", "https://")):
-        return "server"
-    return "function" if FUNCTION.fullmatch(judge) else "command"
-
-
 def require_judges(settings: EvaluateSettings, of_rounds: str | None, data: object, held_out: Prompts | None) -> None:
     """Makes sure that a round's answers, and those to held-out prompts, have a judge. of_rounds: rollouts.judge."""
     first = ("evaluate.judge", settings.judge) if of_rounds is None else ("rollouts.judge", of_rounds)
-    for (name, judge), prompts in ((first, data), (("evaluate.judge", settings.judge), held_out)):
+    for (setting, judge), prompts in ((first, data), (("evaluate.judge", settings.judge), held_out)):
         if not isinstance(prompts, Prompts):
             continue
-        require_judge(settings, judge, name)
-        if kind_of(judge) == "check" and all(prompts.record(row).get(ANSWER) is None for row in range(len(prompts))):
+        require_judge(settings, judge, f"{setting}={judge}")
+        is_check = judge in (*CHECKS, *BROUGHT)
+        if is_check and all(prompts.record(row).get(ANSWER) is None for row in range(len(prompts))):
             raise UserError(
                 f"{prompts.location(0)}: no {ANSWER!r} to check completions by, nor in any other record of "
-                f"{prompts.path}; add it, or set {name}"
+                f"{prompts.path}; add it, or set {setting}"
             )
 
 
-def require_judge(settings: EvaluateSettings, judge: str | None, setting: str) -> None:
-    """Makes sure that there is a judge of that name, without starting it. setting: that gave it, for errors."""
-    name, kind, why, host = f"{setting}={judge}", kind_of(judge), "", None
-    if judge is None:
+def require_judge(settings: EvaluateSettings, judge: str | None, name: str) -> None:
+    """Makes sure that a judge can be started, before a model is loaded. name: SETTING=JUDGE, for errors."""
+    if judge in (*CHECKS, *BROUGHT) or judge is None:
         return
-    if judge == "json_schema" and _is_missing("jsonschema"):
-        why = ": json_schema needs the package jsonschema: pip install jsonschema"
-    elif kind == "reward":
+    if judge.startswith(REWARD_MODEL):
         _reward_folder(judge, name)
-    elif kind == "server":
-        why = "" if settings.judge_model else " needs evaluate.judge_model, the name of a model that it serves"
-        with contextlib.suppress(ValueError):
-            host = urlsplit(judge).hostname
-        why = why if host else " is no address; give one like http://HOST:8080/v1"
-    elif kind == "function" and _is_missing(package := re.split("[.:]", judge)[0]):
-        why = f": ModuleNotFoundError: No module named {package!r}; give module:function, importable from this folder"
-    elif kind == "command":
+    elif judge.startswith(SERVERS):
+        if settings.judge_model is None:
+            raise UserError(f"{name} needs evaluate.judge_model, the name of a model that it serves")
+    elif not FUNCTION.fullmatch(judge):
         try:
             command = shlex.split(judge)[0]
-        except (ValueError, IndexError) as error:
-            raise UserError(f"{name}: no command: {str(error).lower()}") from None
+        except (ValueError, IndexError):
+            command = judge
         if shutil.which(command) is None:
-            why = f": cannot be started: no command {command!r} here; {JUDGES}"
-    if why:
-        raise UserError(f"{name}{why}")
-
-
-def _is_missing(package: str) -> bool:
-    """Whether there is no such package here or in this folder. It is looked for alone: to import it runs its code."""
-    is_builtin = package in sys.builtin_module_names or package in sys.modules
-    return not is_builtin and PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]) is None
+            raise UserError(f"{name}: cannot be started: no command {command!r} here; {JUDGES}")
 
 
 def judge_of(settings: Config, setting: str = "evaluate.judge", grades: bool = False) -> Judge:
@@ -536,20 +492,25 @@ def judge_of(settings: Config, setting: str = "evaluate.judge", grades: bool = F
     errors.
     """
     evaluate = settings.evaluate
-    judge, kind, pattern = evaluate.judge, kind_of(evaluate.judge), evaluate.answer_pattern
-    require_judge(evaluate, judge, setting)
+    judge, pattern, name, seconds = (
+        evaluate.judge,
+        evaluate.answer_pattern,
+        f"{setting}={evaluate.judge}",
+        settings.sync,
+    )
+    require_judge(evaluate, judge, name)
     if judge is None:
         return Checker(lambda text, answer: extract(pattern, text) == answer)
-    if judge in ("exact", "number"):
+    if judge in CHECKS:
         return Checker(same_number if judge == "number" else lambda text, answer: text.strip() == answer)
-    if kind == "reward":
-        return RewardModel(evaluate, length_multiple(settings.data))
-    if kind == "server":
-        return JudgeServer(evaluate, settings.sync.timeout_seconds, grades)
-    if kind == "command":
-        return CommandJudge(judge, settings.sync.timeout_seconds)
-    function = judge if kind == "function" else f"lib.evaluate.judge_process:{judge}"
-    return FunctionJudge(function, f"{setting}={judge}", evaluate.judge_seconds)
+    if judge.startswith(REWARD_MODEL):
+        return RewardModel(evaluate, name, length_multiple(settings.data))
+    if judge.startswith(SERVERS):
+        return JudgeServer(evaluate, name, seconds.timeout_seconds, grades)
+    if judge in BROUGHT or FUNCTION.fullmatch(judge):
+        function = f"lib.evaluate.judge_process:{judge}" if judge in BROUGHT else judge
+        return FunctionJudge(function, name, evaluate.judge_seconds)
+    return CommandJudge(judge, name, seconds.timeout_seconds)
 
 
 # ---- Scores of a round
@@ -563,29 +524,29 @@ class Scored(NamedTuple):
 
 
 def scores_of(judge: Judge, questions: Sequence[Question]) -> list[list[Scored]]:
-    """A score for each completion of each question.
+    """A score for each completion of each question. Raises UserError: the judge fails, and scores no answer.
 
-    Where a judge fails on several questions it is asked for each, and where it fails on one for each of its answers.
+    Where it fails on several questions it is asked for each, and where it fails on one for each of its answers.
     """
-    try:
-        return [list(map(_scored, of_texts)) for of_texts in judge(questions)]
-    except UserError as error:
-        fault = error
-    scored = [_each(judge, question) for question in questions]
-    if all(answer.score is None for of_question in scored for answer in of_question):
-        raise UserError(f"no answer is scored: {fault}") from None
+    scored = _scored(judge, questions)
+    each = [answer for of_question in scored for answer in of_question]
+    faults = [answer.fault for answer in each if answer.fault not in ("", NO_VERDICT)]
+    if faults and all(answer.score is None for answer in each):
+        raise UserError(f"no answer is scored: {faults[0]}")
     return scored
 
 
-def _each(judge: Judge, question: Question) -> list[Scored]:
-    """The scores of one question's answers, each by itself where they cannot be had together."""
+def _scored(judge: Judge, questions: Sequence[Question]) -> list[list[Scored]]:
     try:
-        return list(map(_scored, judge([question])[0]))
+        scores = judge(questions)
     except UserError as error:
-        if len(question.completions) == 1:
-            return [Scored(None, str(error))]
-    return [_each(judge, replace(question, completions=[text]))[0] for text in question.completions]
-
-
-def _scored(score: float) -> Scored:
-    return Scored(score) if math.isfinite(score) else Scored(None, "the judge gave no verdict")
+        if len(questions) > 1:
+            return [_scored(judge, [question])[0] for question in questions]
+        texts = questions[0].completions
+        if len(texts) == 1:
+            return [[Scored(None, str(error))]]
+        return [[_scored(judge, [replace(questions[0], completions=[text])])[0][0] for text in texts]]
+    return [
+        [Scored(score) if math.isfinite(score) else Scored(None, NO_VERDICT) for score in of_texts]
+        for of_texts in scores
+    ]
