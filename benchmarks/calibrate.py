@@ -442,9 +442,9 @@ def draw(hosts: Sequence[HostCalibration], key: CurveKey, folder: Path) -> Path:
     """curves.png: measured curves of `key` solid, published ones dashed, which are of an unnamed model."""
     from lib.report import charts, run_report
 
-    curves = [(one.machine.host, curve, ()) for one in hosts for curve in one.curves if curve.key == key]
+    curves = [(one.machine.host, curve) for one in hosts for curve in one.curves if curve.key == key]
     published = [
-        (f"{one.machine.device_name}, published", one.curves[0], ())
+        (f"{one.machine.device_name}, published", one.curves[0])
         for one in calibration.read_published().values()
         if one.curves
     ]

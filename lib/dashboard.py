@@ -1,8 +1,8 @@
-"""python -m lib.dashboard ... (lib/report/page.py)"""
+"""python -m lib.dashboard ... (lib/report/command.py)"""
 
 import sys
 
-from lib.report.page import main
+from lib.report.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

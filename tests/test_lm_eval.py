@@ -18,7 +18,7 @@ import pytest
 from lib.config.settings import Config
 from lib.data.tokenizer import load_tokenizer_of
 from lib.distributed.world import World, start
-from lib.errors import AgreedError, UserError
+from lib.errors import UserError
 from lib.evaluate import command as evaluate
 from lib.evaluate import harness
 from lib.evaluate.harness import HarnessModel, HarnessWorker, fitting, longest_input, rolling_windows
@@ -57,7 +57,7 @@ def adapter_of(model: nn.Module, folder: Path, world: World | None = None) -> tu
     tokenizer = load_tokenizer_of(SETTINGS.model)
     assert tokenizer is not None
     worker = HarnessWorker(model, tokenizer, SETTINGS, world or World(), folder / "kept", "digest")
-    return HarnessModel(worker.ask, tokenizer, SETTINGS, "quickstart"), worker
+    return HarnessModel(worker, "quickstart"), worker
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def greedy(model: nn.Module, adapter: HarnessModel, prompt: str, count: int) -> 
     begin = len(ids)
     while len(ids) < begin + count:
         token = int(mx.argmax(model(mx.array([ids]))[0, -1]))
-        if token in adapter.tokenizer.eos_token_ids:
+        if token == adapter.inner.eos_token_id:
             break
         ids.append(token)
     return str(adapter.inner.decode(ids[begin:], skip_special_tokens=True))
@@ -186,14 +186,9 @@ def test_what_is_finished_is_not_asked_again(model: nn.Module, tmp_path: Path, m
 def test_two_ranks_answer_as_one(model: nn.Module, tmp_path: Path) -> None:
     world = start(mpi_and_blas.launch_environment(), timeout_seconds=120)
     alone = adapter_of(model, tmp_path / "alone")[0].loglikelihood(requests(*PAIRS))
-    adapter, worker = adapter_of(model, tmp_path / "together", world)
-    if world.rank == 0:
-        assert adapter.loglikelihood(requests(*PAIRS)) == alone
-        assert adapter.generate_until(requests(("Add 1 and 2.", {"max_gen_toks": 4}))) is not None
-        worker.end("a task is broken")
-    else:
-        with pytest.raises(AgreedError, match="a task is broken"):
-            worker.follow()
+    adapter = adapter_of(model, Path(world.broadcast_text(str(tmp_path))) / "together", world)[0]
+    assert adapter.loglikelihood(requests(*PAIRS)) == alone
+    assert adapter.generate_until(requests(("Add 1 and 2.", {"max_gen_toks": 4}))) is not None
     world.gather_text("checked")
 
 

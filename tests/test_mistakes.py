@@ -22,11 +22,11 @@ import mlx.core as mx
 import pytest
 
 import train
+from lib import dashboard
 from lib.data import inspect
 from lib.evaluate import command as evaluate
 from lib.export import command as export
 from lib.launch import command as launcher
-from lib.report import page as dashboard
 from lib.serve import cli as server
 from lib.system.network import host_name
 from tests import tiny

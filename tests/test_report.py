@@ -4,8 +4,6 @@ import json
 import re
 import struct
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,9 @@ import dash
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from lib.plan.calibration import BatchCurve
+from lib import dashboard
 from lib.report import charts, page, run_report, trackers
-from lib.report.history import RunHistory, batch_curves, figures
+from lib.report.history import RunHistory, figures
 from lib.system.records import Arithmetic, PerformanceTracker, Tail, read_records, rewind
 from tests import tiny
 from tests.tiny import ROOT
@@ -107,8 +105,7 @@ def plan_of(strategy: str, **more: Any) -> dict[str, Any]:
 
 def test_the_figures_follow_from_the_records(tmp_path: Path) -> None:
     config = {"model": {"path": "m"}, "data": {"train": "t"}, "cost": {"watts": 100, "price_per_kwh": 0.5}}
-    curves = [json.loads(BatchCurve.from_rates({1: 5, 4: 12}).model_dump_json()), None]
-    start = {"kind": "start", "time": 1000.0, "steps": 100, "plan": plan_of("synchronous", curves=curves)}
+    start = {"kind": "start", "time": 1000.0, "steps": 100, "plan": plan_of("synchronous")}
     for rank, (host, share) in enumerate((("a", 6), ("b", 2))):
         steps = [step(n, rank, host, pairs=share) for n in range(1, 41)]
         write(
@@ -123,7 +120,6 @@ def test_the_figures_follow_from_the_records(tmp_path: Path) -> None:
     assert now.summary["cost"]["energy_kwh"] == pytest.approx(2 * 0.1 * 41 / 3600)
     first, second = now.summary["ranks"]
     assert first["planned_pairs_per_second"] == pytest.approx(15.0) and second["host"] == "b"
-    assert batch_curves(read_all(tmp_path)) == [], "a curve of another model is not drawn under this run"
     assert figures(read_all(tmp_path), 5000.0).state == "silent"
     (tmp_path / "logs/rank-001.jsonl").unlink()
     assert figures(read_all(tmp_path), 1041.0).missing == [(1, "b")]
@@ -146,7 +142,7 @@ def test_one_machine_shows_no_efficiency(tmp_path: Path) -> None:
     write(tmp_path / "logs/rank-000.jsonl", [{"kind": "start", "time": 1000.0, "rank": 0, "host": "a", "plan": plan}])
     write(tmp_path / "logs/rank-000.jsonl", [step(n) for n in range(1, 9)])
     now = figures(read_all(tmp_path), 1009.0)
-    assert now.summary["efficiency"] is None and "Efficiency" not in str(page.card_texts(now, "pairs"))
+    assert now.summary["efficiency"] is None and "efficiency" not in dict(page.card_texts(read_all(tmp_path), now))
 
 
 def test_the_time_between_a_stop_and_a_resume_is_none_of_the_runs(tmp_path: Path) -> None:
@@ -202,19 +198,19 @@ def test_the_page_shows_a_run_and_answers_those_alone_who_have_its_token(tmp_pat
     shown = visitor.get("/")
     assert shown.status_code == 200 and "default-src 'self'" in shown.headers["Content-Security-Policy"]
     assert not re.search(rb"https?://(?!127|localhost)", shown.data)
-    update = page.update(dash, watcher, [], None)
+    update = page.update(watcher, [], None)
     text, drawn = str(update["now"]), str(update["charts"])
     assert "4 / 4" in text and "tokens/s" in text and "finished" in str(update["state"])
     assert "Reward accuracy" in drawn and "held out" in drawn and "What happened when" in drawn
     runs = [read_all(tmp_path / "runs/run")] * 2
-    table = str(page.headline(dash.html, runs, [figures(run, 1e10) for run in runs]))
+    table = str(page.headline(runs, [figures(run, 1e10) for run in runs]))
     assert "Runs compared" in table and table.count("synchronous") == 3
-    assert page.update(dash, watcher, [], update["seen"])["charts"] is dash.no_update, "nothing new was read"
+    assert page.update(watcher, [], update["seen"])["charts"] is dash.no_update, "nothing new was read"
 
 
 def test_the_empty_state_is_one_sentence(tmp_path: Path) -> None:
     watcher = page.Watcher(tmp_path)
-    update = page.update(dash, watcher, [], None)
+    update = page.update(watcher, [], None)
     assert update["charts"] == "" and "has logs yet" in str(update["now"])
 
 
@@ -239,7 +235,7 @@ def test_a_run_leaves_one_page_that_needs_no_other_and_a_model_card(tmp_path: Pa
     assert card.data.library_name == "mlx" and card.data.base_model is None, "a local path is no name on the hub"
     assert f"| loss | {evaluations[0]['loss']:.4f} | {best['loss']:.4f} |" in card.text
     (run / "report.html").unlink()
-    assert page.main(["--export", str(run)]) == 0 and (run / "report.html").exists()
+    assert dashboard.main(["--export", str(run)]) == 0 and (run / "report.html").exists()
 
 
 @pytest.mark.parametrize(
@@ -258,7 +254,7 @@ def test_a_folders_name_is_shown_and_not_obeyed(tmp_path: Path, capsys: pytest.C
     tracker = PerformanceTracker(run / "logs" / "rank-000.jsonl", 0, "a")
     tracker.record("start")
     tracker.close()
-    assert page.main(["--export", str(run)]) == 0
+    assert dashboard.main(["--export", str(run)]) == 0
     said = capsys.readouterr().out
     assert "a␛]0;x␇/report.html" in said and "\x1b" not in said
 
@@ -365,20 +361,22 @@ def test_a_missing_package_is_one_line_before_anything_is_written(
 def test_a_failing_sink_is_told_once_and_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breaks: str
 ) -> None:
-    @contextmanager
-    def failing(folder: Path, config: dict[str, Any], resumed_step: int | None) -> Iterator[trackers.Write]:
-        def write(step: int, values: dict[str, float]) -> None:
+    def fault(*_: Any) -> None:
+        raise ConnectionError("no route\nto host")
+
+    class Package:
+        @staticmethod
+        def init(*_: Any, **__: Any) -> Any:
+            return fault() if breaks == "opening" else Package
+
+        @staticmethod
+        def log(values: Any, step: int) -> None:
             if breaks == "writing" and step >= 2:
-                raise ConnectionError("no route\nto host")
+                fault()
 
-        if breaks == "opening":
-            raise ConnectionError("no route\nto host")
-        yield write
-        if breaks == "closing":
-            raise ConnectionError("no route\nto host")
+        finish = staticmethod(fault if breaks == "closing" else lambda: None)
 
-    monkeypatch.setitem(trackers.SINKS, "trackio", failing)
-    monkeypatch.setitem(trackers.PACKAGES, "trackio", "json")
+    monkeypatch.setitem(sys.modules, "trackio", Package)
     run = tmp_path / "runs" / "run"
     words = [*tiny.settings(tmp_path), "run.name=run", "evaluate.samples=0", "train.steps=4"]
     result = tiny.train(tmp_path, [*words, "run.sinks=[trackio,tensorboard]"])

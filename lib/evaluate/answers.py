@@ -27,10 +27,6 @@ class GreedyAnswers(NamedTuple):
     texts: list[str]
     cut: int
 
-    def warning(self, setting: str) -> str:
-        """How many answers were cut; empty where all ended. setting: that limits them, with its value."""
-        return f"{self.cut:,} of {len(self.texts):,} greedy answers have no end within {setting}" if self.cut else ""
-
 
 def greedy(
     model: nn.Module,
@@ -39,8 +35,10 @@ def greedy(
     max_tokens: int,
     world: World,
     shares: Sequence[int] | None = None,
+    say: Terminal | None = None,
 ) -> GreedyAnswers:
-    """The greedy continuation of every prompt, on every rank; ranks take prompts by their shares, or equally many."""
+    """The greedy continuation of every prompt, on every rank; ranks take prompts by their shares, or equally many. say:
+    where it is said how many answers evaluate.max_tokens cut."""
     workers = world.workers
     rows = part_of(len(prompts), shares if shares and workers.size > 1 else [1] * workers.size, workers.rank)
     tokens = np.zeros((len(prompts), max_tokens + 2), np.int32)  # whether it was cut, a length, then that many tokens
@@ -51,8 +49,10 @@ def greedy(
         ids = [token for token in sample.tokens if token not in tokenizer.eos_token_ids]
         tokens[sample.prompt_id, : 2 + len(ids)] = [sample.finish == "length", len(ids), *ids]
     gathered = np.array(workers.all_sum(mx.array(tokens), "greedy answers"))
-    texts = [tokenizer.decode(row[2 : 2 + row[1]].tolist()) for row in gathered]
-    return GreedyAnswers(texts, int(gathered[:, 0].sum()))
+    cut = int(gathered[:, 0].sum())
+    if cut and say is not None:
+        say.line(f"{cut:,} of {len(prompts):,} greedy answers have no end within evaluate.max_tokens={max_tokens}")
+    return GreedyAnswers([tokenizer.decode(row[2 : 2 + row[1]].tolist()) for row in gathered], cut)
 
 
 def part_of(count: int, shares: Sequence[int], rank: int) -> list[int]:
@@ -66,20 +66,15 @@ def part_of(count: int, shares: Sequence[int], rank: int) -> list[int]:
 
 def exact_match(questions: list[Question], texts: list[str], pattern: str) -> float:
     """The share of questions whose continuation gives the right answer; the pattern's last match is what it gives."""
-    return sum(map(is_right, questions, texts, [pattern] * len(texts))) / len(questions)
+    return sum(extract(pattern, text) == q.answer for q, text in zip(questions, texts, strict=True)) / len(questions)
 
 
-def is_right(question: Question, text: str, pattern: str) -> bool:
-    return extract(pattern, text) == question.answer
-
-
-def changes(questions: list[Question], texts: tuple[list[str], list[str]], pattern: str) -> list[dict[str, str]]:
-    """Questions to which the answer turned right or wrong, with both answers. texts: before, and after."""
-    each = zip(questions, *texts, strict=True)
+def changes(questions: list[Question], before: list[str], after: list[str], pattern: str) -> list[dict[str, str]]:
+    """Questions to which the answer turned right or wrong, with both answers."""
     return [
         {"prompt": q.prompt, "before": old, "after": new, "right": q.answer}
-        for q, old, new in each
-        if is_right(q, old, pattern) != is_right(q, new, pattern)
+        for q, old, new in zip(questions, before, after, strict=True)
+        if (extract(pattern, old) == q.answer) != (extract(pattern, new) == q.answer)
     ]
 
 

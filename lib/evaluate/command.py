@@ -28,7 +28,7 @@ from lib.data.prompts import load_questions
 from lib.data.tokenizer import Tokenizer, limits_of
 from lib.distributed.work_queue import Lines
 from lib.distributed.world import World, start
-from lib.errors import UserError
+from lib.errors import AgreedError, UserError
 from lib.evaluate import harness, score_file, win_rate
 from lib.evaluate.answers import exact_match, greedy
 from lib.evaluate.held_out_metrics import digest_of, metrics_of, write_per_pair
@@ -52,20 +52,26 @@ def main(arguments: list[str] | None = None) -> int:
     with world.agreeing("the configuration"):
         settings = _read_config(options)
     world = dataclasses.replace(world, timeout_seconds=settings.sync.timeout_seconds)
-    model = with_compute_type(settings.model, world, Terminal(silent=world.rank != 0).line)
+    say = Terminal(silent=world.rank != 0)
+    model = with_compute_type(settings.model, world, say.line)
     settings = settings.model_copy(update={"model": model})
-    does = against if options.against is not None else on_tasks if options.tasks is not None else evaluate
-    does = in_bulk if options.score is not None or options.make_pairs is not None else does
-    does(settings, options, world)
+    subject = StoredModel(settings, None if options.run is None else Path(options.run))
+    if options.score is not None or options.make_pairs is not None:
+        in_bulk(subject, options, world, say)
+    elif options.against is None and options.tasks is None:
+        evaluate(subject, options, world, say)
+    else:
+        if divides(settings.strategy, world):
+            option = "--tasks" if options.against is None else "--against"
+            raise AgreedError(f"{option}: every rank has the whole model; leave strategy={settings.strategy} out")
+        (on_tasks if options.against is None else against)(subject, options, world, say)
     return 0
 
 
-def evaluate(settings: Config, options: argparse.Namespace, world: World) -> None:
-    """Evaluates a saved run, or a model against a reference; prints a line for people and one of JSON.
-
-    A run of rounds has no held-out pairs: of it, the exact match of its questions.
-    """
-    say, out = Terminal(silent=world.rank != 0), None if options.per_pair is None else Path(options.per_pair)
+def evaluate(subject: StoredModel, options: argparse.Namespace, world: World, say: Terminal) -> None:
+    """Evaluates a saved run, or a model against a reference; prints a line for people and one of JSON. A run of rounds
+    has no held-out pairs: of it, the exact match of its questions."""
+    settings, out = subject.settings, None if options.per_pair is None else Path(options.per_pair)
     named = options.data is not None or any(word.startswith("data.valid=") for word in options.overrides)
     with world.agreeing("reading the data"):
         if out is not None and world.rank == 0:
@@ -86,7 +92,7 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
         with say.counting("reference log-probabilities", len(dataset)) as progress:
             reference = dataset_logps(model, dataset, world, shares, settings, progress)
         del model  # two models need not lie in memory at once
-    loaded = _model_of(settings, options).load(world, parts)
+    loaded = subject.load(world, parts)
     world = loaded.world
     values: Metrics = {}
     if dataset is not None:
@@ -97,10 +103,8 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
                 write_per_pair(out, dataset, policy, reference, settings.train)
     if questions and tokenizer is not None:
         prompts, limit = [question.prompt_ids for question in questions], settings.evaluate.max_tokens
-        made = greedy(loaded.model, tokenizer, prompts, limit, world)
-        if warning := made.warning(f"evaluate.max_tokens={limit}"):
-            say.line(warning)
-        values["exact_match"] = exact_match(questions, made.texts, settings.evaluate.answer_pattern)
+        texts = greedy(loaded.model, tokenizer, prompts, limit, world, say=say).texts
+        values["exact_match"] = exact_match(questions, texts, settings.evaluate.answer_pattern)
     source, count = (settings.evaluate.answers, len(questions)) if dataset is None else (dataset.path, len(dataset))
     unit = "questions" if dataset is None else "rows"
     say.line(f"{options.run or settings.model.path} on {source}, {count:,} {unit}", "bold")
@@ -127,30 +131,28 @@ def _require_records_loss(settings: Config) -> None:
         )
 
 
-def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None:
+def in_bulk(subject: StoredModel, options: argparse.Namespace, world: World, say: Terminal) -> None:
     """--score and --make-pairs: a line for every row of a file, by all ranks."""
-    say, kind = Terminal(silent=world.rank != 0), options.score or "pairs"
-    writes, stored = kind in ("greedy", "samples", "pairs"), _model_of(settings, options)
+    settings, kind = subject.settings, options.score or "pairs"
+    writes = kind in ("greedy", "samples", "pairs")
     with world.agreeing("reading the data"):
         if kind == "rewards" and settings.train.loss == "sft":
             raise UserError("--score rewards is for preference losses, not train.loss=sft; take --score logps")
         if not writes:
             _require_records_loss(settings)
-        tokenizer = tokenizer_module.load_tokenizer_of(settings.model)
-        if writes and tokenizer is None:
-            raise UserError(f"model.path {settings.model.path} has no tokenizer, which writing answers needs")
+        tokenizer = subject.tokenizer() if writes else tokenizer_module.load_tokenizer_of(settings.model)
         records = open_asked(options.data, settings, "prompt" if writes else settings.record_kind, say)
     ranks, (parts, world) = world, parts_of_model(settings, world)
-    loaded = stored.load(world, parts)
+    loaded = subject.load(world, parts)
     world = loaded.world if parts is not None else world.alone()
-    reference, digests = loaded.start if kind == "rewards" else None, [stored.digest()]
+    reference, digests = loaded.start if kind == "rewards" else None, [subject.digest()]
     if kind == "rewards" and settings.model.reference != "initial":
         reference = divided_world.load_reference(settings.model, settings.train.seed, world).eval()
         digests.append(load_module.fingerprint(load_module.reference_settings(settings.model), settings.train.seed))
     key = score_file.key_of(kind, *digests, score_file.digest_of(records))
     ranks.require_equal("model, data or settings", key)
     do: Callable[[range], Lines]
-    if tokenizer is not None and writes:
+    if writes and tokenizer is not None:
         draws = None if kind == "greedy" else settings.rollouts.samples
         writer = score_file.CompletionWriter(loaded.model, tokenizer, records, settings, draws, world)
         do = score_file.PairMaker(writer) if kind == "pairs" else writer
@@ -169,38 +171,23 @@ def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None
         say.record(figures)
 
 
-def against(settings: Config, options: argparse.Namespace, world: World) -> None:
+def against(subject: StoredModel, options: argparse.Namespace, world: World, say: Terminal) -> None:
     """--against: how often the answers of one model are better than those of another."""
-    say = Terminal(silent=world.rank != 0)
     with world.agreeing("reading the prompts"):
-        _need_whole_models(settings.strategy, world, "--against")
-        first, second = _model_of(settings, options), _other(settings, options)
-        records = open_asked(options.data, settings, "prompt", say)
-    result = win_rate.compare(first, second, records, Path(options.out), world)
+        other = _other(subject.settings, options)
+        records = open_asked(options.data, subject.settings, "prompt", say)
+    result = win_rate.compare(subject, other, records, Path(options.out), world)
     if result is not None:
-        win_rate.show(say, first.name, second.name, result)
+        win_rate.show(say, subject.name, other.name, result)
 
 
-def on_tasks(settings: Config, options: argparse.Namespace, world: World) -> None:
+def on_tasks(subject: StoredModel, options: argparse.Namespace, world: World, say: Terminal) -> None:
     """--tasks: what lm-evaluation-harness finds of a model."""
-    with world.agreeing("reading the tasks"):
-        _need_whole_models(settings.strategy, world, "--tasks")
     folder, names = options.tasks_folder and Path(options.tasks_folder), re.findall(r"[^,\s]+", options.tasks)
-    tasks = harness.Tasks(tuple(names), folder, options.shots, options.limit, options.chat)
-    stored, plain_names = _model_of(settings, options), re.sub(r"[^\w.-]+", "-", options.tasks)
+    tasks = harness.Tasks(names, folder, options.shots, options.limit, options.chat)
+    plain_names = re.sub(r"[^\w.-]+", "-", options.tasks)
     out = Path(options.out or options.home / f"tasks-{plain_names}.json")
-    results = harness.evaluate_tasks(stored, tasks, out, world)
-    if results is not None:
-        harness.show(Terminal(silent=world.rank != 0), stored.name, results, out)
-
-
-def _need_whole_models(strategy: str, world: World, option: str) -> None:
-    if divides(strategy, world):
-        raise UserError(f"{option}: every rank has the whole model; leave strategy={strategy} out")
-
-
-def _model_of(settings: Config, options: argparse.Namespace) -> StoredModel:
-    return StoredModel(settings, None if options.run is None else Path(options.run))
+    harness.show(say, subject.name, harness.evaluate_tasks(subject, tasks, out, world), out)
 
 
 def _other(settings: Config, options: argparse.Namespace) -> StoredModel:

@@ -21,10 +21,8 @@ SAMPLE_TOKENS = 32  # of an answer that is only shown: a line of it is
 
 @dataclass
 class Evaluator:
-    """Evaluates a run, records the result and prints it.
-
-    reference: float32 [n, K], of the held-out rows; None for a loss without one.
-    """
+    """Evaluates a run, records the result and prints it. reference: float32 [n, K], of the held-out rows; None for a
+    loss without one."""
 
     run: TrainingRun
     reference: np.ndarray | None
@@ -34,7 +32,6 @@ class Evaluator:
         """Metrics of the held-out pairs, and of greedy answers, by the ranks of a world."""
         run, valid, questions = self.run, self.run.inputs.valid, self.run.inputs.questions
         values: Metrics = {}
-        texts: list[str] = []
         cut: dict[str, int] = {}
         began = time.perf_counter()
         with run.say.doing("evaluating"):
@@ -47,7 +44,7 @@ class Evaluator:
             if questions:
                 texts, cut["answers_cut"] = self._answers(world, shares)
                 values["exact_match"] = answers.exact_match(questions, texts, run.config.evaluate.answer_pattern)
-        self.texts[run.progress.step] = texts
+                self.texts[run.progress.step] = texts
         if values:
             seconds = time.perf_counter() - began
             run.tracker.record("evaluation", step=run.own_step, evaluation_seconds=seconds, **cut, **values)
@@ -59,10 +56,8 @@ class Evaluator:
             self._show_samples("before")
 
     def show_after(self, step: int) -> None:
-        """Prints and records what training changed: in the answers to questions, else in the samples.
-
-        step: whose weights the model has.
-        """
+        """Prints and records what training changed: in the answers to questions, else in the samples. step: whose
+        weights the model has."""
         run, questions, settings = self.run, self.run.inputs.questions, self.run.config.evaluate
         if not questions:
             self._show_samples("after")
@@ -70,8 +65,8 @@ class Evaluator:
             before = next(iter(self.texts.values()))
             # Of a run that was resumed, this process may not have evaluated that step.
             after = self.texts[step] if step in self.texts else self._answers(run.world, None).texts
-            changed = answers.changes(questions, (before, after), settings.answer_pattern)
-            fixed = sum(extract(settings.answer_pattern, one["after"]) == one["right"] for one in changed)
+            changed = answers.changes(questions, before, after, settings.answer_pattern)
+            fixed = sum(extract(settings.answer_pattern, each["after"]) == each["right"] for each in changed)
             counts = f"{fixed} are right now that were wrong, {len(changed) - fixed} wrong that were right"
             if changed:
                 title = f"of {len(questions)} answers {counts}"
@@ -82,11 +77,7 @@ class Evaluator:
         run, tokenizer = self.run, self.run.inputs.tokenizer
         assert tokenizer is not None  # where there are questions
         prompts = [question.prompt_ids for question in run.inputs.questions]
-        limit = run.config.evaluate.max_tokens
-        made = answers.greedy(run.model, tokenizer, prompts, limit, world, shares)
-        if warning := made.warning(f"evaluate.max_tokens={limit}"):
-            run.say.line(warning)
-        return made
+        return answers.greedy(run.model, tokenizer, prompts, run.config.evaluate.max_tokens, world, shares, run.say)
 
     def _show_samples(self, when: str) -> None:
         """Greedy continuations of the first distinct prompts, which are the same before and after."""

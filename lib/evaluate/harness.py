@@ -1,8 +1,8 @@
 """Tasks of lm-evaluation-harness (package `lm_eval`), by a run's model on all ranks.
 
-The harness runs on rank 0 alone and asks `HarnessModel` for log-probabilities and answers; all ranks take chunks of the
-requests from the work queue. What a chunk comes to depends on the chunk alone, not on the rank that does it. mlx-lm's
-own class divides equally among ranks, and has neither windows of long texts nor a task's sampling options.
+Every rank runs the harness, with the same seeds and so with the same requests, and takes chunks of them from the work
+queue. What a chunk comes to depends on the chunk alone, not on the rank that does it. mlx-lm's own class divides
+equally among ranks, and has neither windows of long texts nor a task's sampling options.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,6 @@ import mlx.nn as nn
 import numpy as np
 
 from lib.config.settings import Config
-from lib.data import tokenizer as tokenizer_module
 from lib.data.batch import collate
 from lib.data.chat import ChatTemplate, template_of
 from lib.data.dataset import Example
@@ -31,14 +30,13 @@ from lib.data.tokenize import Encoder
 from lib.data.tokenizer import TextTokens, Tokenizer, limits_of, stored_config
 from lib.distributed.work_queue import Lines
 from lib.distributed.world import World
-from lib.errors import AgreedError, UserError
-from lib.evaluate import score_file
+from lib.errors import UserError
 from lib.evaluate.sample import GreedySampling, Prompt, Sampler, in_batches
-from lib.evaluate.score_file import FileJob, StoredModel
+from lib.evaluate.score_file import FileJob, StoredModel, is_on_rank_0, key_of, pull
 from lib.model import load
 from lib.model.logps import greedy_logps
 from lib.model.token_stream import arrays_of
-from lib.system import files, records
+from lib.system import files
 from lib.system.model_folder import context_tokens
 from lib.system.terminal import Terminal
 from lib.training import reference_model
@@ -50,22 +48,9 @@ LONGEST = 2048  # tokens, where a model does not say how many it can see
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # what tasks call it
 
 
-class AnswerRequest(NamedTuple):
-    """A context to go on from, until one of some texts comes; temperature 0 is greedy."""
-
-    context: list[int]
-    until: list[str]
-    max_tokens: int
-    temperature: float
-
-
 class HarnessWorker:
-    """Does chunks of the work: log-probabilities of continuations, and answers.
-
-    Args:
-        folder: where rank 0 keeps what is finished.
-        digest: of the model, so that what is finished is taken up by the same one only.
-    """
+    """Log-probabilities of continuations, and answers, by all ranks. folder: where rank 0 keeps what is finished.
+    digest: of the model, so that what is finished is taken up by the same one only."""
 
     def __init__(
         self, model: nn.Module, tokenizer: Tokenizer, settings: Config, world: World, folder: Path, digest: str
@@ -73,41 +58,21 @@ class HarnessWorker:
         self.model, self.tokenizer, self.settings, self.world = model, tokenizer, settings, world
         self.folder, self.digest = folder, digest
         self.seconds = 0.0  # of all that was asked
-        self._listens = True  # whether the other ranks wait for what is asked next
         self.multiple, self.shares_prompts, _ = reference_model.layout(model, settings.data, world.alone())
 
     def ask(self, kind: str, items: Sequence[Any]) -> list[Any]:
-        """On rank 0: one result for each item, made by all ranks. kind: scores or answers."""
-        began = time.perf_counter()
-        self.world.broadcast_text(json.dumps({"kind": kind, "items": list(items)}))
-        self._listens = False  # an error in the work is every rank's
-        results = self._work(kind, items)
-        self._listens = True
-        self.seconds += time.perf_counter() - began
-        return results
-
-    def end(self, error: str | None = None) -> None:
-        """On rank 0: nothing more will be asked. error: why it ended before its time."""
-        if self._listens:
-            self.world.broadcast_text(json.dumps({"error": error}))
-
-    def follow(self) -> None:
-        """On all other ranks: works until nothing more is asked. Raises AgreedError: rank 0 ended with an error."""
-        while "kind" in (asked := json.loads(self.world.broadcast_text(""))):
-            self._work(asked["kind"], asked["items"])
-        if asked["error"] is not None:
-            raise AgreedError(asked["error"])
-
-    def _work(self, kind: str, items: Sequence[Any]) -> list[Any]:
+        """One result for each item, on every rank. kind: score or write."""
         if not items:
             return []
-        key = score_file.key_of(kind, items, self.digest)
+        key, began = key_of(kind, items, self.digest), time.perf_counter()
         path = self.folder / f"{kind}-{key[:16]}.jsonl"
-        do = {"scores": self.score, "answers": self.write}[kind]
-        if not json.loads(self.world.broadcast_text(json.dumps(path.exists()))):
+        if not is_on_rank_0(path, self.world):
             job = FileJob(kind, key, len(items), path, self.settings.evaluate.batch_size)
-            score_file.pull(job, self.world, lambda rows: do([items[row] for row in rows]))
-        return [] if self.world.rank else records.read_lines(path)
+            do = self.score if kind == "score" else self.write
+            pull(job, self.world, lambda rows: do([items[row] for row in rows]))
+        text = self.world.broadcast_text(path.read_text(encoding="utf-8") if self.world.rank == 0 else "")
+        self.seconds += time.perf_counter() - began
+        return [json.loads(line) for line in text.split("\n")[:-1]]
 
     def score(self, items: Sequence[Sequence[Any]]) -> Lines:
         """For each context a line: [log-probability, whether greedy decoding writes it] of every continuation."""
@@ -124,37 +89,29 @@ class HarnessWorker:
 
     def _scored(self, examples: Sequence[Example], rows: Sequence[int]) -> list[list[tuple[float, bool]]]:
         batch = collate([examples[row] for row in rows], self.multiple, self.shares_prompts)
-        both = greedy_logps(self.model, arrays_of(batch.inputs))
-        each = zip(*(figures.tolist() for figures in both), strict=True)
-        return [list(zip(logps, are_greedy, strict=True)) for logps, are_greedy in each]
+        logps, are_greedy = (figures.tolist() for figures in greedy_logps(self.model, arrays_of(batch.inputs)))
+        return [list(zip(*of_row, strict=True)) for of_row in zip(logps, are_greedy, strict=True)]
 
     def write(self, items: Sequence[Sequence[Any]]) -> Lines:
-        """For each context its answer, up to the first of its stop texts."""
-        asked = [AnswerRequest(*item) for item in items]
-        seed = (self.settings.train.seed, int(score_file.key_of(items)[:8], 16))
+        """For each (context, stop texts, most tokens, temperature) its answer, up to the first of its stop texts."""
+        seed = (self.settings.train.seed, int(key_of(items)[:8], 16))
         texts: dict[int, str] = {}
-        for (until, most, temperature), rows in itertools.groupby(range(len(asked)), lambda i: asked[i][1:]):
+        for (until, most, temperature), rows in itertools.groupby(range(len(items)), lambda i: items[i][1:]):
             sampling = GreedySampling(most, 1, temperature, stop=tuple(filter(None, until)))
-            samples = Sampler(self.model, self.tokenizer, sampling).sample(
-                [Prompt(i, asked[i].context) for i in rows], seed
-            )
+            prompts = [Prompt(i, items[i][0]) for i in rows]
+            samples = Sampler(self.model, self.tokenizer, sampling).sample(prompts, seed)
             texts |= {sample.prompt_id: sample.text for sample in samples}
-        return [json.dumps(texts[i], ensure_ascii=False) for i in range(len(asked))]
+        return [json.dumps(texts[i], ensure_ascii=False) for i in range(len(items))]
 
 
 class HarnessModel:
-    """The methods of lm_eval.api.model.LM, which it is mixed into where that package is installed.
+    """The methods of lm_eval.api.model.LM, which it is mixed into where that package is installed."""
 
-    ask: `HarnessWorker.ask`.
-    """
-
-    def __init__(
-        self, ask: Callable[[str, Sequence[Any]], list[Any]], tokenizer: Tokenizer, settings: Config, name: str
-    ):
+    def __init__(self, worker: HarnessWorker, name: str):
         super().__init__()
-        self.ask, self.settings, self.name = ask, settings, name
-        self.template = ChatTemplate(tokenizer, settings.data)
-        self.inner, self.tokenizer = TextTokens(tokenizer).inner, tokenizer
+        tokenizer, settings = worker.tokenizer, worker.settings
+        self.ask, self.settings, self.name = worker.ask, settings, name
+        self.template, self.inner = ChatTemplate(tokenizer, settings.data), TextTokens(tokenizer).inner
         self.longest, self.limits = longest_input(settings), limits_of(vocabulary(settings.model))
         start = self.inner.bos_token_id if self.inner.bos_token_id is not None else self.inner.eos_token_id
         self.start_id: int = start
@@ -185,17 +142,15 @@ class HarnessModel:
                 of_context.setdefault(continuation, len(of_context))
         order = sorted(contexts, key=lambda context: -len(context) - max(map(len, contexts[context])))
         items = [(list(context), [list(c) for c in contexts[context]]) for context in order]
-        scores = dict(zip(order, self.ask("scores", items), strict=True))
+        scores = dict(zip(order, self.ask("score", items), strict=True))
         certain = (0.0, True)  # of no token at all
         found = [scores[context][contexts[context][c]] if c else certain for context, c in fitted]
         return [(float(logp), bool(is_greedy)) for logp, is_greedy in found]
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Ids of a text and of what follows it: where tokens begin is decided by both together.
-
-        Spaces at the context's end belong to the continuation, as tokenizers have it. After no context the text opens
-        with the model's first token.
-        """
+        """Ids of a text and of what follows it: where tokens begin is decided by both together. Spaces at the context's
+        end belong to the continuation, as tokenizers have it. After no context the text opens with the model's first
+        token."""
         if not context:
             ids = self.encode(continuation, opens=False)
             return ([self.start_id], ids) if ids[:1] != [self.start_id] else (ids[:1], ids[1:])
@@ -206,8 +161,7 @@ class HarnessModel:
         """Token ids. opens: with the tokenizer's opening tokens; by default unless the text has them already."""
         if opens is None and self.start_text and text.startswith(self.start_text):
             opens = False
-        options = {} if opens is None else {"add_special_tokens": opens}
-        ids = list(self.inner.encode(text, **options))
+        ids = list(self.inner.encode(text, **({} if opens is None else {"add_special_tokens": opens})))
         try:
             self.limits.check_ids([ids])
         except Unusable as why:
@@ -217,11 +171,12 @@ class HarnessModel:
     def generate_until(self, requests: Sequence[Any], **_: object) -> list[str]:
         """What the model writes after each context, up to the first stop text."""
         items = [self._generated(*request.args) for request in requests]
-        order = sorted(range(len(items)), key=lambda i: -len(items[i].context))
-        texts = dict(zip(order, self.ask("answers", [items[index] for index in order]), strict=True))
+        order = sorted(range(len(items)), key=lambda i: -len(items[i][0]))
+        texts = dict(zip(order, self.ask("write", [items[index] for index in order]), strict=True))
         return [texts[i] for i in range(len(items))]
 
-    def _generated(self, context: str, options: dict[str, Any]) -> AnswerRequest:
+    def _generated(self, context: str, options: dict[str, Any]) -> tuple[list[int], list[str], int, float]:
+        """An item for HarnessWorker.write; temperature 0 is greedy."""
         max_tokens = int(next((options[name] for name in LIMITS if options.get(name) is not None), GENERATED))
         until, draws = options.get("until") or [], options.get("do_sample")
         temperature = float(options.get("temperature") or bool(draws))  # 1 by default, as transformers has it
@@ -229,8 +184,12 @@ class HarnessModel:
         if room <= 0:
             raise UserError(f"a task wants {max_tokens} tokens of a model that sees {self.longest}; set max_gen_toks")
         ids = self.encode(context)[-room:] or [self.start_id]
-        stops = [until] if isinstance(until, str) else list(until)
-        return AnswerRequest(ids, stops, max_tokens, 0.0 if draws is False else temperature)
+        return (
+            ids,
+            [until] if isinstance(until, str) else list(until),
+            max_tokens,
+            0.0 if draws is False else temperature,
+        )
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as text, as training rendered it (data.chat_template)."""
@@ -278,58 +237,43 @@ class Tasks(NamedTuple):
     """What is asked of the harness: tasks or groups, a folder with YAML files of further ones, examples before each
     question (None: as many as a task says), most questions of each task, and whether they are asked as chats."""
 
-    names: tuple[str, ...]
+    names: list[str]
     folder: Path | None
     shots: int | None
     limit: int | None
     chat: bool
 
 
-def evaluate_tasks(subject: StoredModel, tasks: Tasks, out: Path, world: World) -> dict[str, Any] | None:
-    """The harness's results, also written to `out`; what is finished is kept beside it until then.
-
-    Returns:
-        On rank 0 the results, as lm_eval.simple_evaluate returns them; elsewhere nothing.
-    """
+def evaluate_tasks(subject: StoredModel, tasks: Tasks, out: Path, world: World) -> dict[str, Any]:
+    """The harness's results, as lm_eval.simple_evaluate returns them; rank 0 writes them to `out`. What is finished is
+    kept beside it until then."""
     settings, kept = subject.settings, out.with_name(f"{out.name}.partial")
     with world.agreeing("reading the model"):
-        if world.rank == 0:
-            if tasks.folder is not None and not tasks.folder.is_dir():
-                raise UserError(f"--tasks-folder {tasks.folder}: no such folder")
-            files.require_absent(out)
-            if importlib.util.find_spec(PACKAGE) is None:
-                install = f".venv/bin/python -m pip install -c constraints.txt {PACKAGE}"
-                raise UserError(f"--tasks needs the package {PACKAGE}; run {install}")
-        tokenizer = tokenizer_module.load_tokenizer_of(settings.model)
-        if tokenizer is None:
-            raise UserError(f"{subject.name} has no tokenizer, which tasks need")
-        model, digest = subject.load(world).model, subject.digest()
+        if tasks.folder is not None and not tasks.folder.is_dir():
+            raise UserError(f"--tasks-folder {tasks.folder}: no such folder")
+        files.require_absent(out)
+        if importlib.util.find_spec(PACKAGE) is None:
+            install = f".venv/bin/python -m pip install -c constraints.txt {PACKAGE}"
+            raise UserError(f"--tasks needs the package {PACKAGE}; run {install}")
+        tokenizer = subject.tokenizer()
         if tasks.chat:
             encoder = Encoder(tokenizer, settings.data, vocabulary(settings.model)["eos_token_id"])
             if not encoder.template.is_used:
                 raise UserError(f"--chat: {settings.model.path} has no chat template; give data.chat_template=FILE")
             encoder.stop_generation()
+        digest = subject.digest()
     world.require_equal("model or settings", digest)
-    worker = HarnessWorker(model, tokenizer, settings, world, kept, digest)
-    if world.rank:
-        worker.follow()
-        return None
-    error: str | None = "rank 0 ended; its own message says why"
-    try:
-        results = _run_harness(worker, tokenizer, subject, tasks)
-        files.write_atomically(out, json.dumps(results, indent=2, default=str) + "\n")
-        error = None
-    except UserError as fault:
-        error = str(fault)
-        raise
-    finally:
-        worker.end(error)
-    shutil.rmtree(kept, ignore_errors=True)
+    worker = HarnessWorker(subject.load(world).model, tokenizer, settings, world, kept, digest)
+    results = _run_harness(worker, subject.name, tasks)
+    with world.agreeing(f"writing {out}"):
+        if world.rank == 0:
+            files.write_atomically(out, json.dumps(results, indent=2, default=str) + "\n")
+            shutil.rmtree(kept, ignore_errors=True)
     return results
 
 
-def _run_harness(worker: HarnessWorker, tokenizer: Tokenizer, subject: StoredModel, tasks: Tasks) -> dict[str, Any]:
-    """What lm_eval finds of the tasks."""
+def _run_harness(worker: HarnessWorker, name: str, tasks: Tasks) -> dict[str, Any]:
+    """What lm_eval finds of the tasks. name: of the model."""
     from lm_eval import simple_evaluate
     from lm_eval.api.model import LM
     from lm_eval.tasks import TaskManager
@@ -337,24 +281,27 @@ def _run_harness(worker: HarnessWorker, tokenizer: Tokenizer, subject: StoredMod
     class Adapter(HarnessModel, LM):
         """The harness takes what is an LM of its own."""
 
-    manager = TaskManager(include_path=None if tasks.folder is None else str(tasks.folder))
-    if unknown := [name for name in tasks.names if not manager.match_tasks([name])]:
-        place = f"{tasks.folder} and {PACKAGE}" if tasks.folder else f"{PACKAGE}; --tasks-folder DIR adds your own"
-        raise UserError(f"--tasks {','.join(unknown)}: no such task in {place}")
-    try:
-        manager.load(list(tasks.names))
-    except Exception as error:  # whatever a task's file or its data are wrong with
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"--tasks {','.join(tasks.names)}: cannot be loaded: {said[-1]}") from error
-    results: dict[str, Any] = simple_evaluate(
-        model=Adapter(worker.ask, tokenizer, subject.settings, subject.name),
-        tasks=list(tasks.names),
-        num_fewshot=tasks.shots,
-        limit=tasks.limit,
-        apply_chat_template=tasks.chat,
-        log_samples=False,
-        task_manager=manager,
-    )
+    names = ",".join(tasks.names)
+    with worker.world.agreeing("loading the tasks"):
+        manager = TaskManager(include_path=None if tasks.folder is None else str(tasks.folder))
+        if unknown := [task for task in tasks.names if not manager.match_tasks([task])]:
+            place = f"{tasks.folder} and {PACKAGE}" if tasks.folder else f"{PACKAGE}; --tasks-folder DIR adds your own"
+            raise UserError(f"--tasks {','.join(unknown)}: no such task in {place}")
+        try:
+            manager.load(tasks.names)
+        except Exception as error:  # whatever a task's file or its data are wrong with
+            said = str(error).strip().splitlines() or [type(error).__name__]
+            raise UserError(f"--tasks {names}: cannot be loaded: {said[-1]}") from error
+    with worker.world.agreeing("the tasks"):
+        results: dict[str, Any] = simple_evaluate(
+            model=Adapter(worker, name),
+            tasks=tasks.names,
+            num_fewshot=tasks.shots,
+            limit=tasks.limit,
+            apply_chat_template=tasks.chat,
+            log_samples=False,
+            task_manager=manager,
+        )
     return {**results, "seconds": worker.seconds}
 
 

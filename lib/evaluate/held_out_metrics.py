@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -24,10 +24,8 @@ def digest_of(valid: Dataset | Prompts | None, questions: list[Question]) -> str
 
 
 def metrics_of(dataset: Dataset, policy: np.ndarray, reference: np.ndarray | None, train: TrainSettings) -> Metrics:
-    """The loss and metrics of a dataset, each pair counted once, whatever the batches were.
-
-    policy, reference: log-probabilities of every completion, float32 [N, K].
-    """
+    """The loss and metrics of a dataset, each pair counted once, whatever the batches were. policy, reference:
+    log-probabilities of every completion, float32 [N, K]."""
     _, sums = _objective(policy, reference, dataset.scored_tokens, dataset.labels, train)
     return means_of({name: sums[name].item() if name in sums else 0.0 for name in SUMS}, train)
 
@@ -35,10 +33,8 @@ def metrics_of(dataset: Dataset, policy: np.ndarray, reference: np.ndarray | Non
 def write_per_pair(
     path: Path, dataset: Dataset, policy: np.ndarray, reference: np.ndarray, train: TrainSettings
 ) -> None:
-    """One JSON line a pair, in the file's order: both models' log-probabilities, the rewards and the loss.
-
-    Of unpaired feedback one line a row: its label first.
-    """
+    """One JSON line a pair, in the file's order: both models' log-probabilities, the rewards and the loss. Of unpaired
+    feedback one line a row: its label first."""
     columns = columns_by_row(policy, reference, dataset.scored_tokens, train)
     columns["loss"] = np.array(_objective(policy, reference, dataset.scored_tokens, dataset.labels, train)[0])
     with files.replacing(path) as file:
@@ -73,13 +69,9 @@ def columns_by_row(
 
 
 def _objective(
-    policy: np.ndarray,
-    reference: np.ndarray | None,
-    tokens: np.ndarray,
-    labels: np.ndarray | Sequence[bool] | None,
-    train: TrainSettings,
+    policy: np.ndarray, reference: np.ndarray | None, tokens: np.ndarray, labels: Any, train: TrainSettings
 ) -> tuple[mx.array, dict[str, mx.array]]:
-    """`objective` of all rows together."""
+    """`objective` of all rows together. labels: of unpaired feedback."""
     arrays = mx.array(policy), mx.array(tokens), None if reference is None else mx.array(reference)
     if labels is None:
         return objective(train, *arrays)

@@ -14,11 +14,13 @@ import re
 import shlex
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from decimal import Context, Decimal, localcontext
+from importlib.machinery import PathFinder
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -136,11 +138,9 @@ class NoScores(UserError):
 
 
 class FunctionJudge(Judge):
-    """Calls MODULE:FUNCTION, as (prompt, completions, record) ➜ scores, in a spawned process with a time limit.
-
-    A function that takes too long is killed; the next question starts it again. What it prints goes to standard error.
-    name: how the user named the judge, for errors. limit_seconds: for the completions of one question.
-    """
+    """Calls MODULE:FUNCTION, as (prompt, completions, record) ➜ scores, in a spawned process with a time limit. A
+    function that takes too long is killed; the next question starts it again. What it prints goes to standard error.
+    name: how the user named the judge, for errors. limit_seconds: for the completions of one question."""
 
     looks_at_order = True
 
@@ -292,10 +292,8 @@ def text_of(prompt: Any) -> str:
 
 
 class JudgeServer(Judge):
-    """A model of an OpenAI-compatible server, asked for verdicts on two answers, or for a grade of each.
-
-    The questions are those of MT-bench's judge (arXiv:2306.05685, section 3.1).
-    """
+    """A model of an OpenAI-compatible server, asked for verdicts on two answers, or for a grade of each. The questions
+    are those of MT-bench's judge (arXiv:2306.05685, section 3.1)."""
 
     def __init__(self, settings: EvaluateSettings, name: str, timeout_seconds: float, grades: bool):
         self.url, self.name, self.timeout_seconds = str(settings.judge).rstrip("/"), name, timeout_seconds
@@ -360,13 +358,10 @@ CLASSIFIER = "ForSequenceClassification"  # how the architectures of such models
 
 
 class RewardModel(Judge):
-    """Scores each answer by itself, in batches of evaluate.batch_size.
-
-    A classifier (its config.json names an architecture ...ForSequenceClassification, with one label) sees the chat of
-    prompt and answer, as transformers' own would: the score is its head's output at the last token. Any other model is
-    asked by evaluate.judge_prompt, and the score is log p(Yes) - log p(No) for its first token. Rows are padded to
-    `multiple`.
-    """
+    """Scores each answer by itself, in batches of evaluate.batch_size. A classifier (its config.json names an
+    architecture ...ForSequenceClassification, with one label) sees the chat of prompt and answer, as transformers' own
+    would: the score is its head's output at the last token. Any other model is asked by evaluate.judge_prompt, and the
+    score is log p(Yes) - log p(No) for its first token. Rows are padded to `multiple`."""
 
     def __init__(self, settings: EvaluateSettings, name: str, multiple: int):
         self.name, self.batch_size, self.multiple = name, settings.batch_size, multiple
@@ -476,7 +471,12 @@ def require_judge(settings: EvaluateSettings, judge: str | None, name: str) -> N
     elif judge.startswith(SERVERS):
         if settings.judge_model is None:
             raise UserError(f"{name} needs evaluate.judge_model, the name of a model that it serves")
-    elif not FUNCTION.fullmatch(judge):
+    elif FUNCTION.fullmatch(judge):  # its package is looked for alone: to import it runs its code
+        package = re.split("[.:]", judge)[0]
+        if package not in sys.modules and PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]) is None:
+            why = f"ModuleNotFoundError: No module named {package!r}"
+            raise UserError(f"{name}: {why}; give module:function, importable from this folder")
+    else:
         try:
             command = shlex.split(judge)[0]
         except (ValueError, IndexError):
@@ -486,11 +486,8 @@ def require_judge(settings: EvaluateSettings, judge: str | None, name: str) -> N
 
 
 def judge_of(settings: Config, setting: str = "evaluate.judge", grades: bool = False) -> Judge:
-    """The judge that evaluate.judge names, ready to be asked.
-
-    grades: of any number of answers, each by itself: else a served model compares two. setting: that gave the name, for
-    errors.
-    """
+    """The judge that evaluate.judge names, ready to be asked. grades: of any number of answers, each by itself: else a
+    served model compares two. setting: that gave the name, for errors."""
     evaluate = settings.evaluate
     judge, pattern, name, seconds = (
         evaluate.judge,
@@ -524,10 +521,8 @@ class Scored(NamedTuple):
 
 
 def scores_of(judge: Judge, questions: Sequence[Question]) -> list[list[Scored]]:
-    """A score for each completion of each question. Raises UserError: the judge fails, and scores no answer.
-
-    Where it fails on several questions it is asked for each, and where it fails on one for each of its answers.
-    """
+    """A score for each completion of each question. Raises UserError: the judge fails, and scores no answer. Where it
+    fails on several questions it is asked for each, and where it fails on one for each of its answers."""
     scored = _scored(judge, questions)
     each = [answer for of_question in scored for answer in of_question]
     faults = [answer.fault for answer in each if answer.fault not in ("", NO_VERDICT)]

@@ -79,23 +79,19 @@ def in_batches(
 
 
 def uniforms(seed: Sequence[int], prompt_id: int, k: int, count: int) -> np.ndarray:
-    """One number in [0, 1) for each position of the k-th sample of a prompt: float32 [count], multiples of 2^-23.
-
-    They follow from these arguments alone (Philox, Salmon et al. 2011), and a longer row begins with the shorter one.
-    """
+    """One number in [0, 1) for each position of the k-th sample of a prompt: float32 [count], multiples of 2^-23. They
+    follow from these arguments alone (Philox, Salmon et al. 2011), and a longer row begins with the shorter one."""
     generator = np.random.Philox(np.random.SeedSequence([*seed, prompt_id, k]))
     numbers: np.ndarray = (generator.random_raw(count) >> np.uint64(41)).astype(np.float32) * np.float32(2.0**-23)
     return numbers
 
 
 def draw(logits: mx.array, numbers: mx.array, temperature: float, top_p: float) -> tuple[mx.array, mx.array]:
-    """The tokens drawn from logits [B, V], int32 [B], and their log-probabilities, float32 [B].
-
-    numbers: float32 [B], in [0, 1): the token is the first whose cumulative probability exceeds its row's. The
-    log-probabilities are those of softmax(logits / temperature), before top_p (nucleus sampling, arXiv:1904.09751,
-    section 3.1) leaves tokens out: the ratio in GRPO's loss compares them with a pass that has no top_p. A temperature
-    of 0 takes the likeliest token; its log-probability is that at temperature 1.
-    """
+    """The tokens drawn from logits [B, V], int32 [B], and their log-probabilities, float32 [B]. numbers: float32 [B],
+    in [0, 1): the token is the first whose cumulative probability exceeds its row's. The log-probabilities are those of
+    softmax(logits / temperature), before top_p (nucleus sampling, arXiv:1904.09751, section 3.1) leaves tokens out: the
+    ratio in GRPO's loss compares them with a pass that has no top_p. A temperature of 0 takes the likeliest token; its
+    log-probability is that at temperature 1."""
     logps = logits.astype(mx.float32) / (temperature or 1.0)
     logps = logps - mx.logsumexp(logps, axis=-1, keepdims=True)
     if temperature:
@@ -108,14 +104,8 @@ def draw(logits: mx.array, numbers: mx.array, temperature: float, top_p: float) 
 
 
 class Sampler:
-    """Samples answers.
-
-    Args:
-        world: whose ranks hold parts of the model, if they do: all sample the same at the same time.
-
-    Attributes:
-        pads: whether prompts of several lengths are answered together.
-    """
+    """Samples answers. world: whose ranks hold parts of the model, if they do: all sample the same at the same time.
+    pads: whether prompts of several lengths are answered together."""
 
     def __init__(
         self,
@@ -148,15 +138,9 @@ class Sampler:
     def sample(
         self, prompts: Sequence[Prompt], seed: Sequence[int] = (), is_wanted: Callable[[], bool] = lambda: True
     ) -> list[Sample]:
-        """`settings.samples` answers to each prompt, in the order of the prompts; fewer once they are not wanted.
-
-        seed: whole numbers that no other call for the same prompts has, e.g. train.seed and the round. is_wanted: asked
-        every few tokens.
-
-        Raises:
-            Stopped: a probability is not finite.
-            OutOfMemory: one prompt's answers do not fit.
-        """
+        """`settings.samples` answers to each prompt, in the order of the prompts; fewer once they are not wanted. seed:
+        whole numbers that no other call for the same prompts has, e.g. train.seed and the round. is_wanted: asked every
+        few tokens. Raises Stopped: a probability is not finite. OutOfMemory: one prompt's answers do not fit."""
         assert all(prompt.tokens for prompt in prompts), "nothing comes before the first token of an empty prompt"
         was_training, size = self.model.training, max(1, self.settings.batch_size // self.settings.samples)
         samples: dict[int, list[Sample]] = {}

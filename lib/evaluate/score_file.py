@@ -6,7 +6,6 @@ and do the same chunk at the same time. What a chunk's rows come to depends on t
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import time
@@ -20,12 +19,12 @@ import numpy as np
 from mlx.utils import tree_unflatten
 
 from lib.config.load import learning_digest
-from lib.config.settings import Config, DataSettings
+from lib.config.settings import Config
 from lib.data import sources
-from lib.data.batch import collate
-from lib.data.dataset import Example, Tokenisation
+from lib.data import tokenizer as tokenizer_module
+from lib.data.dataset import Dataset, Tokenisation, in_memory
 from lib.data.prompts import asked_of, columns_of, ids_of
-from lib.data.record_formats import RecordKind, Unusable
+from lib.data.record_formats import JSON, RecordKind, Unusable
 from lib.data.sources import Records
 from lib.data.tokenize import Encoder
 from lib.data.tokenizer import Tokenizer, limits_of, require_own
@@ -34,16 +33,15 @@ from lib.distributed.world import World, host_names
 from lib.errors import UserError
 from lib.evaluate.held_out_metrics import columns_by_row
 from lib.evaluate.judges import Question, judge_of
-from lib.evaluate.sample import GreedySampling, Prompt, Sample, Sampler, in_batches
+from lib.evaluate.sample import GreedySampling, Prompt, Sample, Sampler
 from lib.model import adapter_files, adapters
 from lib.model import load as load_module
-from lib.model.logps import completion_logps
 from lib.model.partition import Division, Part
-from lib.model.token_stream import arrays_of
 from lib.system.terminal import Terminal
-from lib.training import divided_world, reference_model
+from lib.training import divided_world
 from lib.training.checkpoint import file_sha256
 from lib.training.inputs import vocabulary
+from lib.training.reference_model import dataset_logps
 from lib.training.run_facts import sharded_plan, stage_blocks
 
 KINDS = ("logps", "rewards", "greedy", "samples")
@@ -59,9 +57,13 @@ class FileJob(NamedTuple):
     out: Path
     chunk_rows: int
 
+    @property
+    def chunks(self) -> int:
+        return -(-self.rows // self.chunk_rows)
+
     def open(self, world: World, repeats: bool = True) -> WorkQueue:
         """The queue of what the output lacks. All ranks call it."""
-        return open_queue(world, self.out, self.key, -(-self.rows // self.chunk_rows), repeats)
+        return open_queue(world, self.out, self.key, self.chunks, repeats)
 
     def rows_of(self, chunk: int) -> range:
         return range(chunk * self.chunk_rows, min((chunk + 1) * self.chunk_rows, self.rows))
@@ -75,23 +77,28 @@ def pull(
     queue: WorkQueue | None = None,
 ) -> dict[str, Any] | None:
     """Lines for all rows, in order, into the job's file: by all ranks, each once; what is finished already is taken.
-
-    needs_model: whether ranks that hold parts of a model do each chunk together. queue: the job's, where it is open.
-
-    Returns:
-        On rank 0, the figures for people and machines; elsewhere nothing.
-    """
+    Each rank works at its pace; where they hold parts of a model that is needed, all at the same chunk. queue: the
+    job's, where it is open. Returns: On rank 0, the figures for people and machines; elsewhere nothing."""
     size, say, began = job.chunk_rows, Terminal(silent=world.rank != 0), time.perf_counter()
     queue = queue or job.open(world)
     served = queue if isinstance(queue, ServedQueue) else None
-    before = -(-job.rows // size) - len(served.fresh) if served else 0
+    missing = list(served.fresh) if served else []
+    before = job.chunks - len(missing) if served else 0
     if before:
-        say.line(f"{before:,} of {-(-job.rows // size):,} chunks are there already")
+        say.line(f"{before:,} of {job.chunks:,} chunks are there already")
     with say.counting(job.what, job.rows) as progress:
         if served is not None:
             served.report = lambda done, by_rank: progress(min(done * size, job.rows))
-        together = world if needs_model else world.alone()
-        work_on(queue, together, lambda chunk: do(job.rows_of(chunk)))
+        together = needs_model and world.divides_model
+        if not together:
+            work(queue, lambda chunk: do(job.rows_of(chunk)))
+        for chunk in json.loads(world.broadcast_text(json.dumps(missing))) if together else ():
+            with world.agreeing("a chunk of rows"):
+                lines = do(job.rows_of(chunk))
+                if served is not None and lines is not None:
+                    served.finish(chunk, lines)
+                    if served.fault:
+                        raise UserError(served.fault)
     if served is None:
         queue.close(0)
         return None
@@ -106,34 +113,14 @@ def pull(
     return {"rows": job.rows, "scored": scored, **speed, "chunks_by_rank": by_rank}
 
 
-def work_on(queue: WorkQueue, world: World, do: Callable[[int], Lines | None]) -> None:
-    """Does what a queue lacks: each rank at its pace, or all at the same chunk, where they hold parts of a model."""
-    if not world.divides_model:
-        work(queue, do)
-        return
-    served = queue if isinstance(queue, ServedQueue) else None
-    for chunk in json.loads(world.broadcast_text(json.dumps(list(served.fresh) if served else []))):
-        with world.agreeing("a chunk of rows"):
-            lines = do(chunk)
-            if served is not None and lines is not None:
-                served.finish(chunk, lines)
-                if served.fault:
-                    raise UserError(served.fault)
-
-
 def key_of(*parts: Any) -> str:
     """A digest of all that the lines depend on."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _agreeing(world: World, what: str) -> contextlib.AbstractContextManager[None]:
-    """Where ranks go on together afterwards, an error of one is all ranks'."""
-    return world.agreeing(what) if world.size > 1 else contextlib.nullcontext()
-
-
-def open_rows(source: str, settings: DataSettings, kind: RecordKind, say: Terminal) -> Records:
-    """All usable records of a source, in order."""
-    return sources.open_records(sources.files_of(source, settings, say.line), settings, kind, say.line)
+def is_on_rank_0(path: Path, world: World) -> bool:
+    """Whether rank 0 has a file; all ranks call it."""
+    return world.broadcast_text(str(path.exists())) == "True"
 
 
 def digest_of(records: Records) -> str:
@@ -144,7 +131,7 @@ def open_asked(named: str | None, settings: Config, kind: RecordKind, say: Termi
     """The records of --data, by default those that the run holds out. kind: what the command reads of a record."""
     source, data = named or settings.data.valid, settings.data
     if source is not None:
-        return open_rows(str(source), data, kind, say)
+        return sources.open_records(sources.files_of(str(source), data, say.line), data, kind, say.line)
     trained_as: RecordKind = "prompt" if settings.rollouts.rounds else settings.record_kind
     if not data.holdout or trained_as == "group":
         raise UserError("the run has no held-out records (data.valid, data.holdout); name a file with --data")
@@ -155,20 +142,15 @@ def open_asked(named: str | None, settings: Config, kind: RecordKind, say: Termi
     if kind == trained_as:
         return records.only(rows)
     others = sources.open_records([index.file for index in records.indices], data, kind, say.line)
-    each = zip(records.indices, records.by_file(rows), strict=True)
-    lines = [index.entries["line"][of_file] for index, of_file in each]
-    kept = [np.isin(index.entries["line"], wanted) for index, wanted in zip(others.indices, lines, strict=True)]
+    each = zip(records.indices, records.by_file(rows), others.indices, strict=True)
+    kept = [np.isin(other.entries["line"], index.entries["line"][of_file]) for index, of_file, other in each]
     return others.only(np.flatnonzero(np.concatenate(kept)))
 
 
 class Scorer:
     """Log-probabilities of records' completions, and with a reference DPO's rewards: a line for each of some rows.
-
-    Args:
-        reference: a model; or the policy's trained parameters as they were before training; None for log-probabilities
-            alone.
-        world: of the ranks that hold parts of the models; else of this rank alone.
-    """
+    reference: a model; or the policy's trained parameters as they were before training; None for log-probabilities
+    alone. world: of the ranks that hold parts of the models; else of this rank alone."""
 
     def __init__(
         self,
@@ -180,73 +162,55 @@ class Scorer:
         world: World,
     ):
         self.model, self.reference, self.records, self.settings = model, reference, records, settings
-        self.world, words, data = world, vocabulary(settings.model), settings.data
-        self.tokenisation = Tokenisation.of(data, settings.record_kind, tokenizer, words)
-        self.multiple, self.shares_prompts, _ = reference_model.layout(model, data, world)
+        self.world, kind, words = world, settings.record_kind, vocabulary(settings.model)
+        self.tokenisation = Tokenisation.of(settings.data, kind, tokenizer, words)
 
     def __call__(self, rows: range) -> Lines:
         """Raises UserError: a row is unusable; with data.skip_invalid its line says why."""
         lines: dict[int, dict[str, Any]] = {row: {"row": row, "line": self.records.line(row)} for row in rows}
-        with _agreeing(self.world, "reading rows"):
-            examples = self._read(rows, lines)
-        if examples:
-            columns = self._columns(examples)
-            for i, example in enumerate(examples):
-                lines[example.row] |= {name: float(column[i]) for name, column in columns.items()}
+        usable, pieces = list[int](), list[np.ndarray]()
+        with self.world.agreeing("reading rows"):
+            results = self.tokenisation.rows(self.tokenisation.placed(self.records, rows))
+            for row, (place, record, result) in zip(rows, results, strict=True):
+                if not isinstance(result, Unusable) and not isinstance(record, Unusable):
+                    usable.append(row)
+                    pieces += result[0]
+                    lines[row] |= {} if record.label is None else {"label": record.label}
+                elif self.settings.data.skip_invalid:
+                    lines[row]["error"] = f"{place}: {result}"
+                else:
+                    raise UserError(f"{place}: {result}; data.skip_invalid=true goes on and names it in the output")
+        kind = "preference" if self.tokenisation.kind == "preference" else "sft"
+        columns = self._columns(in_memory("", kind, "", pieces, 0, [], 0)) if usable else {}
+        for i, row in enumerate(usable):
+            lines[row] |= {name: float(column[i]) for name, column in columns.items()}
         return [json.dumps(line) for line in lines.values()]
 
-    def _read(self, rows: range, lines: dict[int, dict[str, Any]]) -> list[Example]:
-        """The usable rows; in the lines of the others, what is wrong with them."""
-        examples: list[Example] = []
-        results = self.tokenisation.rows(self.tokenisation.placed(self.records, rows))
-        for row, (place, record, result) in zip(rows, results, strict=True):
-            if not isinstance(result, Unusable) and not isinstance(record, Unusable):
-                examples.append(Example.of(row, result[0], record.label))
-                lines[row] |= {} if record.label is None else {"label": record.label}
-            elif self.settings.data.skip_invalid:
-                lines[row]["error"] = f"{place}: {result}"
-            else:
-                raise UserError(f"{place}: {result}; data.skip_invalid=true goes on and names it in the output")
-        return examples
-
-    def _columns(self, examples: Sequence[Example]) -> dict[str, np.ndarray]:
-        policy, reference = self._logps(self.model, examples), None
+    def _columns(self, dataset: Dataset) -> dict[str, np.ndarray]:
+        policy, reference = self._logps(self.model, dataset), None
         if isinstance(self.reference, nn.Module):
-            reference = self._logps(self.reference, examples)
+            reference = self._logps(self.reference, dataset)
         elif self.reference is not None:
             trained = adapter_files.trainable(self.model)
             self.model.update(tree_unflatten(list(self.reference.items())))
-            reference = self._logps(self.model, examples)
+            reference = self._logps(self.model, dataset)
             self.model.update(tree_unflatten(list(trained.items())))
-        tokens = np.array([[*map(len, e.scored_indices)] for e in examples])
         names = ("chosen", "rejected") if policy.shape[1] == 2 else ("completion",)
         columns = {f"policy_{name}_logp": policy[:, k] for k, name in enumerate(names)}
-        columns |= {f"{name}_tokens": tokens[:, k] for k, name in enumerate(names)}
+        columns |= {f"{name}_tokens": dataset.scored_tokens[:, k] for k, name in enumerate(names)}
         if reference is not None:
             columns |= {f"reference_{name}_logp": reference[:, k] for k, name in enumerate(names)}
-            rewards = columns_by_row(policy, reference, tokens, self.settings.train)
+            rewards = columns_by_row(policy, reference, dataset.scored_tokens, self.settings.train)
             columns |= {name: column for name, column in rewards.items() if not name.endswith("_logp")}
         return columns
 
-    def _logps(self, model: nn.Module, examples: Sequence[Example]) -> np.ndarray:
-        """float32 [n, K], in nats, the same on every rank."""
-        lengths, workers = [len(e.prompt_ids) + max(map(len, e.completions)) for e in examples], self.world.workers
-
-        def of(indices: Sequence[int]) -> np.ndarray:
-            batch = collate([examples[i] for i in indices], self.multiple, self.shares_prompts)
-            with workers.together("log-probabilities of a batch"):
-                return np.array(completion_logps(model, arrays_of(batch.inputs)))
-
-        mx.eval(model.state)
-        logps = in_batches(lengths, self.settings.evaluate.batch_size, of, not self.world.divides_model)
-        return np.array(workers.all_sum(mx.array(np.stack(logps)), "log-probabilities of some rows"))
+    def _logps(self, model: nn.Module, dataset: Dataset) -> np.ndarray:
+        return dataset_logps(model, dataset, self.world, [1] * self.world.workers.size, self.settings)
 
 
 class CompletionWriter:
-    """Completions of records' prompts, the greedy one or so many drawn ones: a line for each of some rows.
-
-    world: of the ranks that hold parts of the model; else of this rank alone.
-    """
+    """Completions of records' prompts, the greedy one or so many drawn ones: a line for each of some rows. world: of
+    the ranks that hold parts of the model; else of this rank alone."""
 
     def __init__(
         self,
@@ -255,31 +219,30 @@ class CompletionWriter:
         records: Records,
         settings: Config,
         draws: int | None,
-        world: World | None = None,
+        world: World = World(),  # noqa: B008  (frozen)
     ):
         self.tokenizer, self.records, self.settings, self.count = tokenizer, records, settings, draws or 1
-        self.world, self.answers, self.cut = world or World(), 0, 0  # of this rank
-        words, evaluate = vocabulary(settings.model), settings.evaluate
-        self.limits = limits_of(words)
-        self.encoder = Encoder(tokenizer, settings.data, words["eos_token_id"])
+        self.world, self.answers, self.cut = world, 0, 0  # of this rank
+        end_id, evaluate = vocabulary(settings.model)["eos_token_id"], settings.evaluate
+        self.encoder = Encoder(tokenizer, settings.data, end_id)
         self.encoder.stop_generation()
-        self.end_id = words["eos_token_id"] if words["eos_token_id"] is not None else min(self.encoder.end_ids)
-        sampling = GreedySampling(
-            evaluate.max_tokens, self.count, 0.0 if draws is None else settings.rollouts.temperature
-        )
+        self.end_id = end_id if end_id is not None else min(self.encoder.end_ids)
+        limits = limits_of(vocabulary(settings.model))
+        self.tokenisation = Tokenisation(settings.data, "prompt", self.encoder, limits)
+        temperature = 0.0 if draws is None else settings.rollouts.temperature
+        sampling = GreedySampling(evaluate.max_tokens, self.count, temperature)
         self.sampler = Sampler(model, tokenizer, sampling, self.world)
 
     def __call__(self, rows: range) -> Lines:
-        texts = [[sample.text for sample in of_row] for of_row in self.drawn(rows)]
         lines = [
-            {"row": row, "line": self.records.line(row), "completions": of_row}
-            for row, of_row in zip(rows, texts, strict=True)
+            {"row": row, "line": self.records.line(row), "completions": [sample.text for sample in of_row]}
+            for row, of_row in zip(rows, self.drawn(rows), strict=True)
         ]
         return [json.dumps(line, ensure_ascii=False) for line in lines]
 
     def drawn(self, rows: range) -> list[list[Sample]]:
         """The samples of each row's prompt."""
-        with _agreeing(self.world, "reading rows"):
+        with self.world.agreeing("reading rows"):
             prompts = [Prompt(row, self.prompt_ids(row)) for row in rows]
         with self.world.workers.together("answers", passes=len(prompts) * self.count):
             samples = self.sampler.sample(prompts, (self.settings.train.seed,))
@@ -294,67 +257,66 @@ class CompletionWriter:
 
     def prompt_ids(self, row: int) -> list[int]:
         """The tokens of a row's prompt. Raises UserError: it has none, or the model cannot answer it."""
-        tokenisation = Tokenisation(self.settings.data, "prompt", self.encoder, self.limits)
-        ((place, record),) = tokenisation.placed(self.records, [row])
+        ((place, record),) = self.tokenisation.placed(self.records, [row])
+        limits = self.tokenisation.limits
         try:
             require_own(record, self.tokenizer, place)
             ids = ids_of(record, self.encoder)
-            self.limits.check_ids([ids])
-            self.limits.check_answer(len(ids), self.settings.evaluate.max_tokens, "evaluate.max_tokens")
+            limits.check_ids([ids])
+            limits.check_answer(len(ids), self.settings.evaluate.max_tokens, "evaluate.max_tokens")
         except Unusable as why:
             raise UserError(f"{place}: {why}") from None
         return ids
 
+    def question(self, row: int, texts: Sequence[str]) -> Question:
+        """What a judge is asked about some answers to a row's prompt."""
+        record = self.records[row]
+        return Question(self.records.location(row), asked_of(record, self.settings.data, self.tokenizer), texts, record)
+
 
 class PairMaker:
-    """Preference pairs from drawn completions: the best against the worst, where one is better.
-
-    A completion that evaluate.max_tokens cut is in none: training adds an end token to a text, and the model would
-    learn to stop in the middle of a sentence.
-    """
+    """Preference pairs from drawn completions: the best against the worst, where one is better. A completion that
+    evaluate.max_tokens cut is in none: training adds an end token to a text, and the model would learn to stop in the
+    middle of a sentence."""
 
     def __init__(self, writer: CompletionWriter):
         self.writer, self.judge = writer, judge_of(writer.settings, grades=True)
 
     def __call__(self, rows: range) -> Lines:
         """One line for each of some rows: a pair, or nothing where all completions are equally good."""
-        writer, settings, lines = self.writer, self.writer.settings, []
-        drawn = writer.drawn(rows)
-        with _agreeing(writer.world, "judging"):
-            questions, answers = [], []
-            for row, of_row in zip(rows, drawn, strict=True) if writer.world.rank == 0 else ():
+        writer, answers = self.writer, dict[int, list[Sample]]()
+        drawn = zip(rows, writer.drawn(rows), strict=True)
+        with writer.world.agreeing("judging"):
+            if writer.world.rank:
+                return []
+            for row, of_row in drawn:
                 distinct = {sample.text: sample for sample in of_row[::-1] if sample.finish == "stop"}
-                whole = sorted(distinct.values(), key=lambda sample: sample.k)
-                record, texts = writer.records[row], [sample.text for sample in whole]
-                if whole:
-                    prompt = asked_of(record, settings.data, writer.tokenizer)
-                    questions.append(Question(writer.records.location(row), prompt, texts, record))
-                    answers.append(whole)
-            for question, whole, grades in zip(
-                questions, answers, self.judge(questions) if questions else [], strict=True
-            ):
-                lines += self._pair(question, whole, np.array(grades))
-        return lines
+                if distinct:
+                    answers[row] = sorted(distinct.values(), key=lambda sample: sample.k)
+            questions = [writer.question(row, [sample.text for sample in each]) for row, each in answers.items()]
+            grades = self.judge(questions) if questions else []
+            pairs = [self._pair(*each) for each in zip(questions, answers.values(), grades, strict=True)]
+        return [json.dumps(pair, ensure_ascii=False) for pair in pairs if pair]
 
     def summary(self, out: Path, rows: int) -> str:
         """How many prompts gave a pair, of all ranks, and what this rank had to leave out."""
-        with out.open("rb") as file:
-            made = f"{out}: {sum(1 for _ in file):,} of {rows:,} prompts gave a pair"
+        made = f"{out}: {len(out.read_bytes().splitlines()):,} of {rows:,} prompts gave a pair"
         return f"{made}; {cut} and are in none" if (cut := self.writer.warning()) else made
 
-    def _pair(self, question: Question, answers: Sequence[Sample], grades: np.ndarray) -> Lines:
-        """grades: NaN where the judge gave none."""
+    def _pair(self, question: Question, answers: Sequence[Sample], of_answers: Sequence[float]) -> JSON:
+        """Empty where no answer is better. of_answers: grades, NaN where the judge gave none."""
+        grades = np.array(of_answers)
         if np.isnan(grades).all() or np.nanmax(grades) == np.nanmin(grades):
-            return []
+            return {}
         best, worst = answers[int(np.nanargmax(grades))], answers[int(np.nanargmin(grades))]
         if not (best.text.strip() and worst.text.strip()):
-            return []
+            return {}
         pair = columns_of({**question.record}, self.writer.settings.data, self.writer.tokenizer)
         pair |= {"chosen": best.text, "rejected": worst.text}
         if "prompt_ids" in pair:  # an end token is added to text alone
             sides = {"chosen_ids": best, "rejected_ids": worst}
             pair |= {name: [*side.tokens[:-1], self.writer.end_id] for name, side in sides.items()}
-        return [json.dumps(pair, ensure_ascii=False)]
+        return pair
 
 
 # ---- The model that is asked
@@ -397,6 +359,13 @@ class StoredModel(NamedTuple):
     @property
     def name(self) -> str:
         return str(self.adapter or self.settings.model.path)
+
+    def tokenizer(self) -> Tokenizer:
+        """Raises UserError: the model has none."""
+        tokenizer = tokenizer_module.load_tokenizer_of(self.settings.model)
+        if tokenizer is None:
+            raise UserError(f"{self.settings.model.path} has no tokenizer, which asking it for answers needs")
+        return tokenizer
 
     def load(self, world: World, parts: Parts | None = None) -> LoadedModel:
         """The model on every rank. parts, world: of `parts_of_model`."""

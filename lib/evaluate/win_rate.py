@@ -13,17 +13,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lib.data import tokenizer as tokenizer_module
 from lib.data.prompts import asked_of
 from lib.data.record_formats import JSON
 from lib.data.sources import Records
-from lib.data.tokenizer import Tokenizer
 from lib.distributed.work_queue import Lines
 from lib.distributed.world import World
-from lib.errors import UserError
-from lib.evaluate import score_file
 from lib.evaluate.judges import Judge, Question, instructions_of, judge_of
-from lib.evaluate.score_file import FileJob, StoredModel
+from lib.evaluate.score_file import CompletionWriter, FileJob, StoredModel, digest_of, is_on_rank_0, key_of, pull
 from lib.system import files
 from lib.system.records import read_lines
 from lib.system.terminal import Terminal
@@ -33,16 +29,11 @@ Z95 = 1.959963984540054  # the normal distribution has 95 % within so many stand
 
 def compare(first: StoredModel, second: StoredModel, records: Records, out: Path, world: World) -> JSON | None:
     """Both models answer the prompts of all records, greedily, and evaluate.judge compares; a line a prompt in `out`.
-
     Until all is done, both models' answers and the verdicts lie beside `out`, each under a name of its own models, data
-    and judge.
-
-    Returns:
-        On rank 0, the result; elsewhere nothing.
-    """
-    settings, evaluate, data = first.settings, first.settings.evaluate, score_file.digest_of(records)
+    and judge. Returns: On rank 0, the result; elsewhere nothing."""
+    settings, evaluate, models = first.settings, first.settings.evaluate, {"answers": first, "against": second}
     with world.agreeing("reading the models"):
-        keys = {name: _key(model, data) for name, model in {"answers": first, "against": second}.items()}
+        keys = {name: _key(model, digest_of(records)) for name, model in models.items()}
     world.require_equal("model, data or settings", json.dumps(keys))
     parts = {name: out.with_name(f"{out.name}.{name}-{key[:16]}") for name, key in keys.items()}
     comparer: Comparer | None = None
@@ -50,21 +41,21 @@ def compare(first: StoredModel, second: StoredModel, records: Records, out: Path
         if world.rank == 0:
             files.require_absent(out)
             comparer = Comparer(judge_of(settings), records, first)
-    for model, (name, path) in zip((first, second), parts.items(), strict=True):
-        if not json.loads(world.broadcast_text(json.dumps(path.exists()))):
-            tokenizer, loaded = _tokenizer_of(model), model.load(world)
-            do = score_file.CompletionWriter(loaded.model, tokenizer, records, model.settings, None)
+    for name, model in models.items():
+        if not is_on_rank_0(parts[name], world):
+            tokenizer, loaded = model.tokenizer(), model.load(world)
+            do = CompletionWriter(loaded.model, tokenizer, records, model.settings, None)
             what = f"answers of {model.name}"
-            score_file.pull(FileJob(what, keys[name], len(records), path, evaluate.batch_size), world, do)
+            pull(FileJob(what, keys[name], len(records), parts[name], evaluate.batch_size), world, do)
             if warning := do.warning():
                 Terminal(silent=world.rank != 0).line(warning)
     if comparer is None:
         return None
     texts = [[line["completions"][0] for line in read_lines(path)] for path in parts.values()]
-    key = score_file.key_of("verdicts", keys, evaluate.model_dump(), instructions_of(evaluate, "", ()) or None)
+    key = key_of("verdicts", keys, evaluate.model_dump(), instructions_of(evaluate, "", ()) or None)
     judged = out.with_name(f"{out.name}.verdicts-{key[:16]}")
     job = FileJob("verdicts", key, len(records), judged, evaluate.batch_size)
-    score_file.pull(job, world.alone(), lambda rows: comparer.lines(rows, texts))
+    pull(job, world.alone(), lambda rows: comparer.lines(rows, texts))
     judged.replace(out)
     for path in parts.values():
         path.unlink()
@@ -75,14 +66,7 @@ def _key(model: StoredModel, data: str) -> str:
     """Of a model's answers. A change of the judge changes none."""
     evaluate = model.settings.evaluate.model_copy(update={"judge": None, "judge_model": None, "judge_prompt": None})
     unjudged = model._replace(settings=model.settings.model_copy(update={"evaluate": evaluate}))
-    return score_file.key_of("greedy", unjudged.digest(), data)
-
-
-def _tokenizer_of(model: StoredModel) -> Tokenizer:
-    tokenizer = tokenizer_module.load_tokenizer_of(model.settings.model)
-    if tokenizer is None:
-        raise UserError(f"{model.name} has no tokenizer, which writing answers needs")
-    return tokenizer
+    return key_of("greedy", unjudged.digest(), data)
 
 
 class Comparer:
@@ -90,47 +74,43 @@ class Comparer:
 
     def __init__(self, judge: Judge, records: Records, model: StoredModel):
         self.judge, self.records = judge, records
-        self.data, self.tokenizer = model.settings.data, _tokenizer_of(model)
+        self.data, self.tokenizer = model.settings.data, model.tokenizer()
         if not judge.looks_at_order:  # before any answer is written
             judge([self._question(0, ("", ""))])
 
     def lines(self, rows: range, texts: Sequence[Sequence[str]]) -> Lines:
         """Some prompts with both answers and a verdict. texts: both models' answers to all prompts."""
-        questions = [self._question(row, (texts[0][row], texts[1][row])) for row in rows]
+        questions = {row: self._question(row, (texts[0][row], texts[1][row])) for row in rows}
+        both = self.judge.looks_at_order
         # Of two equal answers neither is better: no model is asked.
-        asked = [q for q in questions if not self.judge.looks_at_order or q.completions[0] != q.completions[1]]
-        scores = dict(zip([q.place for q in asked], self.judge(asked), strict=True))
-        swapped: dict[str, list[float]] = {}
-        if self.judge.looks_at_order:
-            reversed_ = self.judge([replace(q, completions=q.completions[::-1]) for q in asked])
-            swapped = {q.place: pair[::-1] for q, pair in zip(asked, reversed_, strict=True)}
+        asked = {row: q for row, q in questions.items() if not both or q.completions[0] != q.completions[1]}
+        scores, swapped = dict(zip(asked, self.judge([*asked.values()]), strict=True)), dict[int, list[float]]()
+        if both:
+            turned = self.judge([replace(q, completions=q.completions[::-1]) for q in asked.values()])
+            swapped = {row: pair[::-1] for row, pair in zip(asked, turned, strict=True)}
         lines = []
-        for row, q in zip(rows, questions, strict=True):
-            own, other = scores.get(q.place), swapped.get(q.place)
+        for row, q in questions.items():
+            own, other = scores.get(row), swapped.get(row)
             line = {"row": row, "line": self.records.line(row), "prompt": q.prompt, "answer": q.completions[0]}
-            line |= {"against": q.completions[1], "scores": _known(own), "swapped_scores": _known(other)}
+            line |= {"against": q.completions[1], "scores": _finite(own), "swapped_scores": _finite(other)}
             line["verdict"] = "tie" if own is None else verdict(own, other)
             lines.append(json.dumps(line, ensure_ascii=False))
         return lines
 
     def _question(self, row: int, completions: tuple[str, str]) -> Question:
         record = self.records[row]
-        prompt = asked_of(record, self.data, self.tokenizer)
-        return Question(self.records.location(row), prompt, completions, record)
+        return Question(self.records.location(row), asked_of(record, self.data, self.tokenizer), completions, record)
 
 
-def _known(scores: Sequence[float] | None) -> list[float | None] | None:
+def _finite(scores: Sequence[float] | None) -> list[float | None] | None:
     return None if scores is None else [None if math.isnan(score) else score for score in scores]  # JSON has no NaN
 
 
 def verdict(scores: Sequence[float], swapped: Sequence[float] | None = None) -> str:
     """Who is better: the first answer wins, or loses, only where both orders say so (arXiv:2306.05685, section 3.4).
-
-    Args:
-        scores: of both answers; NaN where the judge gave none.
-        swapped: of the same answers, where the judge saw the second one first.
-    """
-    orders = [scores, *([swapped] if swapped is not None else [])]
+    scores: of both answers; NaN where the judge gave none. swapped: of the same answers, where the judge saw the second
+    one first."""
+    orders = [scores] if swapped is None else [scores, swapped]
     if any(score is None or math.isnan(score) for order in orders for score in order):
         return "unclear"
     if all(first > second for first, second in orders):
@@ -139,26 +119,21 @@ def verdict(scores: Sequence[float], swapped: Sequence[float] | None = None) -> 
 
 
 def summarise(lines: Sequence[JSON], looks_at_order: bool) -> JSON:
-    """The result, from the first model's side.
-
-    Prompts without a verdict (`unclear`), and those at which the order of the answers decided, count as ties.
-    """
+    """The result, from the first model's side. Prompts without a verdict (`unclear`), and those at which the order of
+    the answers decided, count as ties."""
     counts, prompts = Counter(line["verdict"] for line in lines), len(lines)
     rate = (counts["win"] + (counts["tie"] + counts["unclear"]) / 2) / prompts
-    orders = [
-        {verdict(scores) for scores in (line["scores"], line["swapped_scores"]) if scores}
-        for line in lines
-        if line["verdict"] == "tie"
-    ]
+    ties = [(line["scores"], line["swapped_scores"]) for line in lines if line["verdict"] == "tie"]
+    by_order = sum(len({verdict(scores) for scores in each if scores}) > 1 for each in ties)
     scored = [line["scores"] for line in lines if line["scores"] and None not in line["scores"]]
-    means = [sum(pair[k] for pair in scored) / len(scored) if scored else None for k in range(2)]
+    means = [sum(of_side) / len(scored) for of_side in zip(*scored, strict=True)] or [None, None]
     return {
         "prompts": prompts,
         "wins": counts["win"],
         "losses": counts["loss"],
         "ties": counts["tie"],
         "unclear": counts["unclear"],
-        "order_decided": sum(len(verdicts) > 1 for verdicts in orders) if looks_at_order else None,
+        "order_decided": by_order if looks_at_order else None,
         "win_rate": rate,
         "interval": wilson(rate, prompts),
         "mean_score": means[0],
@@ -167,11 +142,9 @@ def summarise(lines: Sequence[JSON], looks_at_order: bool) -> JSON:
 
 
 def wilson(rate: float, count: int, z: float = Z95) -> tuple[float, float]:
-    """The score interval of a rate over so many prompts (Wilson, JASA 22, 1927, p. 209).
-
-    With ties, which count as a half, it is wider than it has to be: of values between 0 and 1 with mean p none have a
-    larger variance than p (1 - p), that of wins and losses alone.
-    """
+    """The score interval of a rate over so many prompts (Wilson, JASA 22, 1927, p. 209). With ties, which count as a
+    half, it is wider than it has to be: of values between 0 and 1 with mean p none have a larger variance than p (1 -
+    p), that of wins and losses alone."""
     middle = (rate + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * math.sqrt(rate * (1 - rate) / count + z * z / (4 * count * count))
     return max(0.0, middle - half), min(1.0, middle + half)

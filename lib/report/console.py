@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from lib.plan.plan_warnings import long_warm_up, uneven_labels
 from lib.report import tables
 from lib.system import metal
 from lib.system.hardware import device_name, mlx_device
-from lib.system.records import PerformanceTracker, PlanRecord, Record, SettingsRecord
+from lib.system.records import PerformanceTracker, Record
 from lib.system.terminal import (
     GAP,
     SHORTEST_BAR,
@@ -44,21 +44,14 @@ from lib.training.losses import needs_reference
 
 LINE_WIDTH = 80  # of a step's line, in a file
 SHOWN_STEPS = 10  # from one such line to the next
-# Of a step's line: label, key, form, importance, the smaller the greater.
-SHOWN: tuple[tuple[str, str, str, int], ...] = (
-    ("loss", "loss", ".4f", 1),
-    ("acc", "reward_accuracy", ".1%", 3),
-    ("reward", "reward", ".3f", 3),
-)
-SHOWN += (("margin", "reward_margin", ".3f", 4), ("kl", "kl", ".2f", 6))
+# Of a step's line: importance, the smaller the greater; label, key, form.
+SHOWN = [(1, "loss", "loss", ".4f"), (3, "acc", "reward_accuracy", ".1%"), (3, "reward", "reward", ".3f")]
+SHOWN += [(4, "margin", "reward_margin", ".3f"), (6, "kl", "kl", ".2f")]
 
 
 class RunConsole(Terminal):
-    """Prints the records of rank 0; of other ranks what they alone warn of.
-
-    A terminal has one line that changes, a file one now and then. Warnings become records, those before the log began
-    as well.
-    """
+    """Prints the records of rank 0; of other ranks what they alone warn of. A terminal has one line that changes, a
+    file one now and then. Warnings become records, those before the log began as well."""
 
     def __init__(self, rank: int, tried_step_seconds: float | None = None):
         super().__init__(silent=rank != 0)
@@ -85,10 +78,8 @@ class RunConsole(Terminal):
             super().warning(text)
 
     def own_warning(self, text: str, step: int = 0, why: str = "") -> None:
-        """A warning of a step that this rank took, which of independent ranks no other knows.
-
-        why: for the record and rank 0. What other ranks print last may be taken for the reason of their end.
-        """
+        """A warning of a step that this rank took, which of independent ranks no other knows. why: for the record and
+        rank 0. What other ranks print last may be taken for the reason of their end."""
         self.warning(text + why, step)
         if self.tracker is not None and self.rank != 0:
             Terminal(stderr=True).labelled("warning", f"rank {self.rank} on {self.tracker.host}: {text}")
@@ -133,7 +124,7 @@ class RunConsole(Terminal):
             self.close()
         return None
 
-    def _show_step(self, line: ProgressLine, record: Mapping[str, Any]) -> None:
+    def _show_step(self, line: ProgressLine, record: Record) -> None:
         line.add(record)
         if self.is_live and self.live is None:
             draw = lambda: line.shown(self.console.width, self.bar)  # noqa: E731
@@ -151,21 +142,16 @@ class RunConsole(Terminal):
 
 
 class ProgressLine:
-    """The state of training in a line; figures are means of the last few steps.
-
-    Args:
-        start: the record of the run's start, with its plan, steps and loss.
-        window: steps of the means.
-    """
+    """The state of training in a line; figures are means of the last few steps. start: the record of the run's start,
+    with its plan, steps and loss. window: steps of the means."""
 
     def __init__(self, start: Record, window: int):
-        steps, config = start.get("steps"), start.get("config") or SettingsRecord()
-        self.total = steps if isinstance(steps, int) else 0
-        self.plan: PlanRecord | Record = start.get("plan") or PlanRecord()
-        self.unit = tables.loss_unit((config.get("train") or {}).get("loss"))
+        self.total: int = start.get("steps") or 0
+        self.plan: Record = start.get("plan") or Record()
+        self.unit = tables.unit_of(((start.get("config") or {}).get("train") or {}).get("loss"))
         self.done = self.step = start.get("resumed_from_step") or 0
         self.began = self.added = time.perf_counter()
-        self.results: deque[Mapping[str, Any]] = deque(maxlen=window)
+        self.results: deque[Record] = deque(maxlen=window)
         self.pairs, self.taken, self.busy_with = 0.0, 0, ""
 
     @property
@@ -179,7 +165,7 @@ class ProgressLine:
         shares = self.plan.get("shares") or []
         return sum(shares) / shares[0] if len(shares) > 1 and shares[0] else 1.0
 
-    def add(self, record: Mapping[str, Any]) -> None:
+    def add(self, record: Record) -> None:
         """Takes in a step of rank 0's. Independent ranks count their own: their pairs say how far the run is."""
         self.results.append(record)
         self.taken += 1
@@ -194,33 +180,31 @@ class ProgressLine:
         """Importance, the smaller the greater, and text."""
         if not self.results or self.busy_with:
             return [(1, f"{self.busy_with} ...")] if self.busy_with else []
-        seconds = sum(record["step_seconds"] for record in self.results) or math.inf
-        rates = {
-            name: self.factor * sum(record.get(name, 0.0) for record in self.results)
-            for name in ("pairs", "tokens", "tflops")
+        sums = {
+            name: sum(record.get(name, 0.0) for record in self.results)
+            for name in ("pairs", "tokens", "tflops", "step_seconds")
         }
-        tflops = rates["tflops"] / len(self.results)
+        rate = self.factor / (sums["step_seconds"] or math.inf)
+        tflops = self.factor * sums["tflops"] / len(self.results)
         return [
-            *((weight, labelled(label, self._mean(name), form)) for label, name, form, weight in SHOWN),
+            *((weight, labelled(label, self._mean(name), form)) for weight, label, name, form in SHOWN),
             (7, f"lr {self.results[-1]['learning_rate']:.1e}"),
-            (2, f"{three_digits(rates['pairs'] / seconds)} {self.unit}/s"),
-            (9, f"{rates['tokens'] / seconds:,.0f} tokens/s"),
+            (2, f"{three_digits(sums['pairs'] * rate)} {self.unit}/s"),
+            (9, f"{sums['tokens'] * rate:,.0f} tokens/s"),
             (10, f"{tflops:.3g} TFLOP/s" if tflops else ""),
             (8, size_text(max(record["peak_memory_bytes"] for record in self.results))),
         ]
 
     def _mean(self, name: str) -> float | None:
         """Each pair counted once; steps that were left out count nowhere."""
-        known = [(record.get(name), record["pairs"]) for record in self.results]
-        known = [(value, pairs) for value, pairs in known if value is not None and math.isfinite(value)]
+        each = ((record.get(name), record["pairs"]) for record in self.results)
+        known = [(value, pairs) for value, pairs in each if value is not None and math.isfinite(value)]
         pairs = sum(count for _, count in known)
         return sum(value * count for value, count in known) / pairs if pairs else None
 
     def shown(self, width: int, bar: str, lead: str = "") -> Text:
-        """As many figures as fit in a line, the more important first.
-
-        bar: its two signs, done and to do, or none. lead: how the step is written.
-        """
+        """As many figures as fit in a line, the more important first. bar: its two signs, done and to do, or none.
+        lead: how the step is written."""
         step, elapsed = self.step, self.added - self.began
         fields = [(0, lead or f"step {step:,}/{self.total:,}"), *self.fields()]
         if step > self.done:
@@ -243,7 +227,6 @@ def show_run(say: RunConsole, config: Config, plan: ClusterPlan, inputs: Inputs,
     tokens = f"{about}{int(data.lengths.sum()):,} tokens, longest {about}{int(data.lengths.max())}"
     held_out = "" if valid is None else f"{valid.path}: {len(valid):,} rows"
     held_out += f" from {valid.columns}" if valid is not None and valid.columns != data.columns else ""
-    is_predicted = (plan.calibrated or plan.stages) and plan.predicted_step_seconds
     rows = [
         ("model", f"{model.path}, {model.method}" + (f" of rank {ranks}" if model.method != "full" else "")),
         ("loss", train.loss_name if train.loss == "sft" else f"{train.loss_name}, beta {train.beta:g}"),
@@ -254,7 +237,7 @@ def show_run(say: RunConsole, config: Config, plan: ClusterPlan, inputs: Inputs,
         ("steps", f"{steps:,} of {shares}{train.global_batch_size:,} rows, {epochs:.3g} epoch{'s' * (epochs != 1)}"),
         ("plan", plan.reason),
         ("merging", plan.rounds.reason if plan.rounds else ""),
-        ("predicted", _predicted(plan, steps) if is_predicted else ""),
+        ("predicted", _predicted(plan, steps)),
         ("expected", _expected(config, inputs, plan, steps, say.tried_step_seconds)),
         ("folder", str(Path(config.run.dir) / str(config.run.name))),
     ]
@@ -268,39 +251,39 @@ def show_run(say: RunConsole, config: Config, plan: ClusterPlan, inputs: Inputs,
         say.table("", known, [[row[name] for name in known] for row in planned], text_columns=2)
     if plan.predictions:
         _show_predictions(say, config.cost, plan, steps)
-    _warn_of_run(say, config, plan, inputs, steps)
+    for text in _warnings(config, plan, inputs, steps):
+        say.warning(text)
 
 
-def _warn_of_run(say: Terminal, config: Config, plan: ClusterPlan, inputs: Inputs, steps: int) -> None:
+def _warnings(config: Config, plan: ClusterPlan, inputs: Inputs, steps: int) -> Iterator[str]:
     """What a person may believe of the settings or the data that is not so."""
     from lib.config.conflicts import without_effect
 
-    data = inputs.data
-    warnings = [*plan.warnings, *without_effect(config, plan.strategy, len(plan.ranks))]
-    warnings.append(long_warm_up(steps, config.train) or "")
-    if data.labels is not None:
-        warnings.append(uneven_labels(len(data), int(data.labels.sum()), config.train) or "")
+    data, longest = inputs.data, config.data.max_length
+    yield from plan.warnings
+    yield from without_effect(config, plan.strategy, len(plan.ranks))
+    uneven = None if data.labels is None else uneven_labels(len(data), int(data.labels.sum()), config.train)
+    yield from filter(None, (long_warm_up(steps, config.train), uneven))
     sized: list[Any] = [data, inputs.valid]
     for rows in filter(None, sized):
         if rows.truncated_count:
             count = f"{'about ' * rows.is_estimated}{rows.truncated_count} of {len(rows)}"
-            warnings.append(f"{rows.path}: {count} rows cut to data.max_length={config.data.max_length} tokens")
+            yield f"{rows.path}: {count} rows cut to data.max_length={longest} tokens"
         if rows.skipped:
             first = "; ".join(rows.skipped[:5]) + " ..." * (rows.skipped_count > 5)
-            skipped = f"{rows.skipped_count} unusable rows left out (data.skip_invalid): {first}"
-            warnings.append(f"{rows.path}: {skipped}")
-    for text in filter(None, warnings):
-        say.warning(text)
+            yield f"{rows.path}: {rows.skipped_count} unusable rows left out (data.skip_invalid): {first}"
 
 
 def _predicted(plan: ClusterPlan, steps: int) -> str:
-    """What the hosts' curves say of the plan."""
+    """What the hosts' curves say of the plan; empty where there are none."""
     chosen = next((way for way in plan.predictions if way.chosen), None)  # merges included
-    seconds = (chosen and chosen.step_seconds) or plan.predicted_step_seconds or 0.0
-    speed, part = plan.global_batch_size / seconds if seconds else 0.0, chosen.efficiency if chosen else plan.efficiency
-    efficiency = f", {100 * part:.0f} % of what the hosts do alone, added up" if part else ""
-    each = f"{seconds:.3g} s a step, {three_digits(speed)} pairs/s{efficiency if len(plan.ranks) > 1 else ''}"
-    return f"{each}; {duration(steps * seconds)} of training"
+    seconds = (chosen and chosen.step_seconds) or plan.predicted_step_seconds
+    if not (plan.calibrated or plan.stages) or not plan.predicted_step_seconds or not seconds:
+        return ""
+    part = chosen.efficiency if chosen else plan.efficiency
+    efficiency = f", {100 * part:.0f} % of what the hosts do alone, added up" if part and len(plan.ranks) > 1 else ""
+    speed = three_digits(plan.global_batch_size / seconds)
+    return f"{seconds:.3g} s a step, {speed} pairs/s{efficiency}; {duration(steps * seconds)} of training"
 
 
 def _expected(config: Config, inputs: Inputs, plan: ClusterPlan, steps: int, measured: float | None) -> str:
@@ -318,28 +301,27 @@ def _expected(config: Config, inputs: Inputs, plan: ClusterPlan, steps: int, mea
         asks_reference=needs_reference(config.train),
     )
     known, memory = outlook(plan, work, mlx_device()[0], measured), memory_text(plan)
-    memory = memory and f"{memory} of memory"
-    if known is None or not steps:
-        return memory
-    parts = {"start": known.start, "reference": known.reference, "evaluation": known.evaluation}
-    shown = ", ".join(f"{name} {duration(round(seconds, 1))}" for name, seconds in parts.items() if seconds)
-    text = f"about {duration(known.total)} in all (training {duration(known.training)}, {shown}), by {known.basis}"
-    return "; ".join(filter(None, (text, memory)))
+    texts = [f"{memory} of memory"] if memory else []
+    if known is not None and steps:
+        parts = {"start": known.start, "reference": known.reference, "evaluation": known.evaluation}
+        shown = ", ".join(f"{name} {duration(round(seconds, 1))}" for name, seconds in parts.items() if seconds)
+        total, training = duration(known.total), duration(known.training)
+        texts.insert(0, f"about {total} in all (training {training}, {shown}), by {known.basis}")
+    return "; ".join(texts)
 
 
 def _show_predictions(say: Terminal, prices: CostSettings, plan: ClusterPlan, steps: int) -> None:
     """What each strategy would give; its time and cost only where they were measured with this model."""
-    columns = ["", "η", "step", "pairs/s", "memory", "in all", "energy", "cost"]
-    rows = []
+    columns, rows = ["", "η", "step", "pairs/s", "memory", "in all", "energy", "cost"], []
     for candidate in plan.predictions:
         seconds, share, size = candidate.step_seconds, candidate.efficiency, candidate.memory_bytes
         cost = None if seconds is None else hosts_cost(candidate.hosts, steps * seconds, prices)
-        rows.append([f"{'➜' if candidate.chosen else ' '} {candidate.strategy}"])
-        rows[-1] += ["-" if share is None else f"{100 * share:.0f} %"]
-        rows[-1] += [tables.written("{:.3g} s", seconds, "-")]
-        rows[-1] += ["-" if seconds is None else three_digits(plan.global_batch_size / seconds)]
-        rows[-1] += ["-" if size is None else size_text(size), "-" if seconds is None else duration(steps * seconds)]
-        rows[-1] += [f"{cost['energy_kwh']:.3g} kWh", f"{cost['cost']:.2f}"] if cost else []
+        row = [f"{'➜' if candidate.chosen else ' '} {candidate.strategy}"]
+        row.append("-" if share is None else f"{100 * share:.0f} %")
+        speeds = [] if seconds is None else [f"{seconds:.3g} s", three_digits(plan.global_batch_size / seconds)]
+        row += [*(speeds or "--"), "-" if size is None else size_text(size)]
+        row.append("-" if seconds is None else duration(steps * seconds))
+        rows.append([*row, *([f"{cost['energy_kwh']:.3g} kWh", f"{cost['cost']:.2f}"] if cost else [])])
     width = min(map(len, rows)) if plan.calibrated or plan.divides_model else 2
     say.line("")
     title = "strategies, as predicted; η: of what the hosts do alone, added up"
@@ -363,10 +345,8 @@ def show_model(say: Terminal, model: nn.Module) -> None:
 
 
 def show_end(say: Terminal, folder: Path, loss: object, ends: Sequence[str] = ()) -> None:
-    """The closing tables, where the files are, what to type next, and in a file the summary as JSON.
-
-    folder: of a run that has ended with this loss. ends: tokens that end answers and that the base does not name.
-    """
+    """The closing tables, where the files are, what to type next, and in a file the summary as JSON. folder: of a run
+    that has ended with this loss. ends: tokens that end answers and that the base does not name."""
     summary = read_file.read_object(folder / "summary.json", "summary")
     before = {name.removesuffix("_before"): value for name, value in summary.items() if name.endswith("_before")}
     if rows := tables.held_out(before, {**summary, "exact_match": summary["exact_match_after"]}):
@@ -377,7 +357,7 @@ def show_end(say: Terminal, folder: Path, loss: object, ends: Sequence[str] = ()
         say.table("", *tables.ranks(summary["ranks"]), text_columns=2)
     pages = [name for name in ("report.html", "curves.png", "summary.json") if (folder / name).exists()]
     results = ("results", f"{folder}/: {', '.join(['adapter', *pages])}")
-    unit, words = tables.loss_unit(loss), [python(), "-m"]
+    unit, words = tables.unit_of(loss), [python(), "-m"]
     say.line("")
     say.facts(f"{summary['steps']:,} steps, {summary['pairs']:,} {unit}", [*tables.facts(summary, unit), results])
     say.line("")

@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
+from lib.config import read_file
 from lib.config.settings import CostSettings
-from lib.plan.calibration import BatchCurve
-from lib.plan.cost import RunCost, hosts_cost
+from lib.errors import UserError
+from lib.plan.cost import hosts_cost
 from lib.system.records import PlanRecord, Record, SettingsRecord, Tail
 
-STEP_COLUMNS: tuple[str, ...] = ("step", "time", "pairs", "tokens", "loss", "kl", "reward_accuracy", "reward_margin")
-STEP_COLUMNS += ("grad_norm", "learning_rate", "step_seconds", "compute_seconds", "sync_seconds", "wait_seconds")
 ARITHMETIC = ("computed_tokens_per_second", "tflops", "computed_tflops", "matrix_rate_share")
+STEP_COLUMNS = ("step", "time", "pairs", "tokens", "loss", "kl", "reward_accuracy", "reward_margin", "grad_norm")
+STEP_COLUMNS += ("learning_rate", "step_seconds", "compute_seconds", "sync_seconds", "wait_seconds")
 STEP_COLUMNS += ("peak_memory_bytes", *ARITHMETIC)
 POINTS = 2048  # of a curve at most: of longer ones each point is the mean of 2, 4, 8, ... records
 RECENT = 20  # records behind the figures of the moment
@@ -31,14 +32,14 @@ LARGEST = 1e30  # a larger figure is a gap: no axis can show it
 RankHost = tuple[int, str]
 
 
-class NumberTable:
+class StepTable:
     """Steps of one rank as rows of numbers, NaN for what a record does not have."""
 
     def __init__(self) -> None:
         self._rows = np.empty((0, len(STEP_COLUMNS)))
         self._new: list[list[float]] = []
 
-    def append(self, record: dict[str, Any]) -> None:
+    def append(self, record: Record) -> None:
         self._new.append([_number(record.get(name)) for name in STEP_COLUMNS])
 
     @property
@@ -64,7 +65,7 @@ class RunHistory:
     def __init__(self, folder: Path):
         self.folder = Path(folder)
         self.tails: dict[Path, Tail] = {}
-        self.tables: dict[tuple[Path, RankHost], NumberTable] = {}
+        self.tables: dict[tuple[Path, RankHost], StepTable] = {}
         self.others: dict[Path, list[Record]] = {}  # records that are no numbers of a rank
         self.version = 0  # changes when a record was read
         self._events: tuple[int, list[Record]] = -1, []  # of which version
@@ -96,7 +97,7 @@ class RunHistory:
             return
         if record.get("kind") == "step":
             who = record.get("rank", 0), record.get("host", "")
-            self.tables.setdefault((path, who), NumberTable()).append(record)
+            self.tables.setdefault((path, who), StepTable()).append(record)
         elif isinstance(record.get("kind"), str):
             self.others[path].append(record)
 
@@ -119,16 +120,33 @@ class RunHistory:
         return next((event for event in reversed(self.events) if event["kind"] == "start"), Record())
 
     @property
-    def series(self) -> dict[RankHost, NumberTable]:
+    def config(self) -> SettingsRecord:
+        """The settings that the run was started with."""
+        return self.start.get("config") or SettingsRecord()
+
+    @property
+    def plan(self) -> PlanRecord:
+        """The plan that is in force: of the newest start, or made since."""
+        plans = [self.start.get("plan"), *(event for event in self.events if event["kind"] == "plan")]
+        return next((plan for plan in reversed(plans) if plan), PlanRecord())
+
+    @property
+    def stored_summary(self) -> Record:
+        """summary.json; empty where there is none."""
+        try:
+            return read_file.read_object(self.folder / "summary.json", "the run's")
+        except (OSError, UserError):
+            return Record()
+
+    @property
+    def series(self) -> dict[RankHost, StepTable]:
         """Step records by rank and host, in the order of ranks; of two copies of one file the longer."""
         every = [(who, table) for (_, who), table in self.tables.items()]
         return dict(sorted(sorted(every, key=lambda pair: len(pair[1].rows)), key=lambda pair: pair[0]))
 
     def curve(self, who: RankHost, name: str, over: str | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Steps, and a column's means over buckets of them; with `over`, divided by that column's means.
-
-        Steps that a crash undid are left out, where a host that was lost still has them.
-        """
+        """Steps, and a column's means over buckets of them; with `over`, divided by that column's means. Steps that a
+        crash undid are left out, where a host that was lost still has them."""
         table = self.series[who]
         keep = np.ones(len(table.rows), bool)
         for event in self.of_kind("start"):
@@ -161,7 +179,7 @@ class RunFigures:
     """A run, now."""
 
     state: str  # waiting, running, silent, finished
-    plan: PlanRecord | Record
+    plan: PlanRecord
     steps: int | None  # of the whole run
     summary: dict[str, Any]  # so far, under the names of summary.json; of `ranks` means over their last records
     latest: dict[str, float | None]  # of the newest step
@@ -174,76 +192,72 @@ class RunFigures:
 
 def figures(run: RunHistory, now: float) -> RunFigures:
     """Everything that a person asks first. now: Unix seconds."""
-    events, series, start, plan = run.events, run.series, run.start, newest_plan(run)
+    events, series, start, plan = run.events, run.series, run.start, run.plan
     hosts = [rank["host"] for rank in plan.get("ranks") or []]
-    present = {who: table for who, table in series.items() if not hosts or who in list(enumerate(hosts))} or series
+    present = {who: table for who, table in series.items() if not hosts or who in [*enumerate(hosts)]} or series
     ranks = [_rank_figures(who, table, plan) for who, table in present.items()]
     times = [event["time"] for event in (*events[:1], *events[-1:])]
     times += [time for table in series.values() for time in table.of("time")[[0, -1]]]
     first, last = (min(times), max(times)) if times else (0.0, 0.0)
-    ended = any(event["kind"] == "end" and event["time"] > start.get("time", 0.0) for event in events)
-    silent = now - last > max(SILENT_SECONDS, 20 * max((rank["step_seconds"] for rank in ranks), default=0.0))
+    ends = [event for event in events if event["kind"] == "end" and event["time"] > start.get("time", 0.0)]
+    silent = now - last > max(SILENT_SECONDS, 20 * max((rank["seconds"] for rank in ranks), default=0.0))
     steps = total if isinstance(total := start.get("steps"), int) else None
     done = _steps_done(plan, start, present)
-    elapsed = (last if ended or silent else max(now, last)) - first - _paused_seconds(events, series) if last else 0.0
+    is_over = bool(ends) or silent
+    elapsed = (last if is_over else max(now, last)) - first - _paused_seconds(events, series) if last else 0.0
     newest = max(present.values(), key=lambda table: table.of("time")[-1], default=None)
     latest = newest.rows[-1].tolist() if newest else [math.nan] * len(STEP_COLUMNS)
+    sums = {name: sum(rank[name] for rank in ranks) for name in ("pairs_per_second", *ARITHMETIC[:-1])}
+    rate = sum(rank["computed_tflops"] / rank["matrix_rate_share"] for rank in ranks if rank["matrix_rate_share"])
     summary = {
         "steps": min(math.ceil(done), steps or math.ceil(done)),
         "seconds": max((float(np.nansum(table.of("step_seconds"))) for table in series.values()), default=0.0),
         "wall_seconds": elapsed,
-        "pairs_per_second": sum(rank["pairs_per_second"] for rank in ranks),
-        "tokens_per_second": sum(rank["tokens"] / rank["step_seconds"] for rank in ranks if rank["step_seconds"]),
-        **_arithmetic(ranks),
+        "tokens_per_second": sum(rank["tokens"] / rank["seconds"] for rank in ranks if rank["seconds"]),
+        **sums,
+        "matrix_rate_share": sums["computed_tflops"] / rate if rate else 0.0,
         "efficiency": _efficiency(plan, events, present, start.get("time", 0.0)),
         "peak_memory_bytes": max((rank["peak_memory_bytes"] for rank in ranks), default=0.0),
-        "cost": _cost(hosts or [host for _, host in series], elapsed, start),
+        "cost": None,
         "ranks": ranks,
     }
+    with contextlib.suppress(ValidationError):  # prices of another version
+        prices = CostSettings.model_validate(run.config.get("cost") or {})
+        summary["cost"] = hosts_cost(hosts or [host for _, host in series], elapsed, prices)
+    # At its end, a run may go back to the weights of an earlier step.
+    evaluations = [end for end in ends if end.get("rank", 0) == 0 and end.get("final_step") is not None]
     return RunFigures(
-        state="finished" if ended else "waiting" if not last else "silent" if silent else "running",
+        state="finished" if ends else "waiting" if not last else "silent" if silent else "running",
         plan=plan,
         steps=steps,
         summary=summary,
         latest={name: v if math.isfinite(v) else None for name, v in zip(STEP_COLUMNS, latest, strict=True)},
-        held_out=held_out_now(run),
-        left_seconds=elapsed / done * max(0.0, steps - done) if steps and done and not (ended or silent) else None,
+        held_out=(evaluations or run.of_kind("evaluation") or [Record()])[-1],
+        left_seconds=elapsed / done * max(0.0, steps - done) if steps and done and not is_over else None,
         restarts=max(0, len(run.of_kind("start")) - 1),
         warnings=_warnings(events),
         missing=[who for who in enumerate(hosts) if elapsed > LATE_SECONDS and series and who not in series],
     )
 
 
-def _rank_figures(who: RankHost, table: NumberTable, plan: PlanRecord | Record) -> dict[str, Any]:
-    rows, rank = table.rows[-RECENT:], who[0]
+def _rank_figures(who: RankHost, table: StepTable, plan: PlanRecord) -> dict[str, Any]:
+    rows, (rank, host) = table.rows[-RECENT:], who
     known = [column[np.isfinite(column)] for column in rows.T]
     latest = {name: float(v.mean()) if len(v) else 0.0 for name, v in zip(STEP_COLUMNS, known, strict=True)}
     shares, step_seconds, seconds = plan.get("shares") or [], plan.get("predicted_step_seconds"), latest["step_seconds"]
-    share = shares[rank] if rank < len(shares) else None
+    share = shares[rank] if rank < len(shares) and plan.get("calibrated") else None
     return {
         **latest,
         "rank": rank,
-        "host": who[1],
+        "host": host,
         "seconds": seconds,
         "peak_memory_bytes": float(np.nanmax(rows[:, STEP_COLUMNS.index("peak_memory_bytes")], initial=0.0)),
         "pairs_per_second": latest["pairs"] / seconds if seconds else 0.0,
-        "planned_pairs_per_second": share / step_seconds if plan.get("calibrated") and share and step_seconds else None,
+        "planned_pairs_per_second": share / step_seconds if share and step_seconds else None,
     }
 
 
-def _arithmetic(ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
-    sums = {name: sum(rank[name] for rank in ranks) for name in ARITHMETIC[:-1]}
-    rate = sum(rank["computed_tflops"] / rank["matrix_rate_share"] for rank in ranks if rank["matrix_rate_share"])
-    return sums | {"matrix_rate_share": sums["computed_tflops"] / rate if rate else 0.0}
-
-
-def newest_plan(run: RunHistory) -> PlanRecord | Record:
-    """The plan that is in force: of the newest start, or made since."""
-    plans = [run.start.get("plan"), *(event for event in run.events if event["kind"] == "plan")]
-    return next((plan for plan in reversed(plans) if plan), PlanRecord())
-
-
-def _steps_done(plan: PlanRecord | Record, start: Record, present: dict[RankHost, NumberTable]) -> float:
+def _steps_done(plan: PlanRecord, start: Record, present: dict[RankHost, StepTable]) -> float:
     """Global steps. Independent ranks count steps of their own, but all count pairs; epochs end in short batches."""
     batch, rows = plan.get("global_batch_size"), start.get("rows")
     if plan.get("strategy") != "independent" or not batch:
@@ -254,7 +268,7 @@ def _steps_done(plan: PlanRecord | Record, start: Record, present: dict[RankHost
 
 
 def _efficiency(
-    plan: PlanRecord | Record, events: Sequence[Record], present: dict[RankHost, NumberTable], began: float
+    plan: PlanRecord, events: Sequence[Record], present: dict[RankHost, StepTable], began: float
 ) -> float | None:
     """Speed over the sum of what the hosts do alone; waits at rounds' ends and merges count, as in summary.json."""
     solo = plan.get("solo_sum_pairs_per_second")
@@ -272,14 +286,6 @@ def _efficiency(
     return (pairs[0] if is_divided else sum(pairs)) / longest / solo if longest else None
 
 
-def held_out_now(run: RunHistory) -> Record:
-    """Rank 0's newest held-out metrics: at its end, a run may go back to the weights of an earlier step."""
-    ends = [end for end in run.of_kind("end") if end["time"] > run.start.get("time", 0.0)]
-    if ends and ends[-1].get("final_step") is not None:
-        return ends[-1]
-    return next(reversed(run.of_kind("evaluation")), Record())
-
-
 def _warnings(events: Sequence[Record]) -> list[Record]:
     """Each warning once; plans warn as well."""
     distinct: dict[object, Record] = {}
@@ -292,7 +298,7 @@ def _warnings(events: Sequence[Record]) -> list[Record]:
     return list(distinct.values())
 
 
-def _paused_seconds(events: Sequence[Record], series: dict[RankHost, NumberTable]) -> float:
+def _paused_seconds(events: Sequence[Record], series: dict[RankHost, StepTable]) -> float:
     """The time between the last record of a process and the start of the next one, by rank 0's, added up."""
     of_rank_0 = [event for event in events if event.get("rank") == 0]
     again = [event["time"] for event in of_rank_0 if event["kind"] == "start"][1:]
@@ -300,27 +306,3 @@ def _paused_seconds(events: Sequence[Record], series: dict[RankHost, NumberTable
     times = np.sort(np.concatenate([[event["time"] for event in of_rank_0], *steps]))
     before = times[np.maximum(0, np.searchsorted(times, again) - 1)]
     return float(np.sum(again - before)) if again else 0.0
-
-
-def _cost(hosts: Sequence[str], seconds: float, start: Record) -> RunCost | None:
-    """What these hosts cost, by the prices that the run was started with."""
-    try:
-        settings = CostSettings.model_validate((start.get("config") or SettingsRecord()).get("cost") or {})
-    except ValidationError:  # of another version
-        return None
-    return hosts_cost(hosts, seconds, settings)
-
-
-def batch_curves(run: RunHistory) -> list[tuple[RankHost, list[int], BatchCurve]]:
-    """Every rank's micro-batches and measured curve of this model, on which the plan rests; once a host."""
-    plan = run.start.get("plan") or PlanRecord()
-    distinct: dict[tuple[str, str], tuple[RankHost, list[int], BatchCurve]] = {}
-    for rank, (ranks, curve) in enumerate(zip(plan.get("ranks") or [], plan.get("curves") or [], strict=False)):
-        with contextlib.suppress(ValidationError):
-            measured = BatchCurve.model_validate(curve)
-            if measured.key is not None and plan.get("calibrated"):  # else a published curve, of another model
-                sizes = sorted(
-                    {size for size in ranks.get("micro_batch_sizes") or [] if isinstance(size, int) and size}
-                )
-                distinct.setdefault((ranks["host"], str(curve)), ((rank, ranks["host"]), sizes, measured))
-    return list(distinct.values())

@@ -30,19 +30,14 @@ from matplotlib import pyplot  # noqa: E402  (after the backend is chosen)
 
 CARD, CURVES, REPORT = "README.md", "curves.png", "report.html"
 STYLE = Path(__file__).with_suffix(".css")
-MARKERS = {"circle-open": "o", "x": "x", "diamond": "D"}
 DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 PICTURED = 4  # panels of learning
 ON_CARD = ("Held out", "Figures", "Samples before and after", "How it was made")  # sections of the model card
 
 
 def write(folder: Path) -> list[Path]:
-    """Writes a run's curves, its report and, where it has an adapter, its model card; returns what it wrote.
-
-    Raises:
-        UserError: the folder has no records.
-        OSError: the disk is full or not writable.
-    """
+    """Writes a run's curves, its report and, where it has an adapter, its model card; returns what it wrote. Raises
+    UserError: the folder has no records. OSError: the disk is full or not writable."""
     run = RunHistory(folder)
     while run.read():
         pass
@@ -60,32 +55,30 @@ def write(folder: Path) -> list[Path]:
 
 def draw(axis: Any, title: str, figure: Plotly) -> None:
     """The lines and points of a figure, as a panel."""
-    layout = figure["layout"]
+    x_axis, y_axis = figure["layout"]["xaxis"], figure["layout"]["yaxis"]
     for trace in figure["data"]:
-        look, marker = trace["line"], trace.get("marker", {})
-        symbols = marker.get("symbol", "circle-open")
-        symbols = [symbols] if isinstance(symbols, str) else symbols
+        look, symbols = trace["line"], trace.get("marker", {}).get("symbol", "circle")
         values = [float("nan") if value is None else value for value in trace["y"]]
         axis.plot(
             trace["x"],
             values,
             DASHES[look.get("dash", "solid")] if "lines" in trace["mode"] else "",
-            marker=MARKERS.get(symbols[0], "o") if "markers" in trace["mode"] else None,
+            marker="o" if "markers" in trace["mode"] else None,
             color=look["color"],
             linewidth=look.get("width", 1.4),
             markersize=4,
             alpha=trace.get("opacity", 1.0),
             label=html.unescape(trace["name"]).replace("$", r"\$") if trace.get("showlegend", True) else None,
         )
-        undone = [at for at, symbol in enumerate(symbols) if symbol == "x"]
-        axis.plot([trace["x"][at] for at in undone], [values[at] for at in undone], "x", markersize=10)
+        undone = [i for i, symbol in enumerate(symbols if isinstance(symbols, list) else []) if symbol == "x"]
+        axis.plot([trace["x"][i] for i in undone], [values[i] for i in undone], "x", markersize=10)
     axis.set_title(title, fontsize=10)
-    axis.set_xlabel(layout["xaxis"].get("title", {}).get("text", ""), fontsize=9)
-    axis.set_ylabel(layout["yaxis"].get("title", {}).get("text", ""), fontsize=9)
-    if layout["xaxis"].get("type") == "log":
+    axis.set_xlabel(x_axis["title"]["text"], fontsize=9)
+    axis.set_ylabel(y_axis["title"]["text"], fontsize=9)
+    if x_axis.get("type") == "log":
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter("{x:g}")
-    if layout["yaxis"].get("tickformat") == ".1%":
+    if y_axis.get("tickformat") == ".1%":
         axis.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0, decimals=1))
     axis.tick_params(labelsize=8)
     axis.grid(alpha=0.25)
@@ -123,59 +116,47 @@ def svg(title: str, figure: Plotly) -> str:
 
 def report_html(run: RunHistory) -> str:
     """The whole report as one file of HTML."""
-    now, config = figures(run, time.time()), run.start.get("config") or {}
-    base = f"{(config.get('model') or {}).get('path')}, {now.state}. Plan: {now.plan.get('reason') or 'none'}"
-    parts = [f"<h1>{html.escape(run.name)}</h1>", f'<p class="soft">{html.escape(base)}</p>']
+    now, escape = figures(run, time.time()), html.escape
+    base = f"{(run.config.get('model') or {}).get('path')}, {now.state}. Plan: {now.plan.get('reason') or 'none'}"
+    parts = [f'<h1>{escape(run.name)}</h1><p class="soft">{escape(base)}</p>']
     for section in sections.of_runs([run], now):
-        parts.append(f"<h2>{html.escape(section.title)}</h2>")
-        parts += [_table(section.head, section.rows)] if section.rows else []
-        parts += [f"<pre>{html.escape(text)}</pre>" for text in section.texts]
-        # Bars and the time line have no lines; the report has their figures as tables.
-        drawn = [svg(panel.title, panel.figure) for panel in section.panels if _has_lines(panel.figure)]
-        parts += [f'<div class="panels">{"".join(drawn)}</div>']
-    parts += [f"<details><summary>Settings</summary><pre>{html.escape(json.dumps(config, indent=1))}</pre></details>"]
+        parts.append(f"<h2>{escape(section.title)}</h2>")
+        if section.rows:
+            titles = "".join(f"<th>{escape(title)}</th>" for title in section.head or ())
+            rows = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in section.rows]
+            body = "".join(f"<tr>{row}</tr>" for row in [titles, *rows] if row)
+            kind = " class=numbers" if titles else ""
+            parts.append(f'<div class="scroll"><table{kind}>{body}</table></div>')
+        parts += [f"<pre>{escape(text)}</pre>" for text in section.texts]
+        parts.append(f'<div class="panels">{"".join(svg(panel.title, panel.figure) for panel in section.panels)}</div>')
+    settings = escape(json.dumps(run.config, indent=1))
+    parts.append(f"<details><summary>Settings</summary><pre>{settings}</pre></details>")
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    head += f"<title>{html.escape(run.name)}</title><style>{STYLE.read_text(encoding='utf-8')}</style>"
+    head += f"<title>{escape(run.name)}</title><style>{STYLE.read_text(encoding='utf-8')}</style>"
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
-
-
-def _has_lines(figure: Plotly) -> bool:
-    return any(trace.get("line") for trace in figure["data"])
-
-
-def _table(head: Sequence[str] | None, rows: Sequence[Sequence[str]]) -> str:
-    titles = "".join(f"<th>{html.escape(title)}</th>" for title in head or ())
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
-    first = f"<tr>{titles}</tr>" if head else ""
-    return f'<div class="scroll"><table{" class=numbers" if head else ""}>{first}{body}</table></div>'
 
 
 def model_card(run: RunHistory) -> str:
     """The adapter's README.md, with the metadata that the Hugging Face hub reads."""
     from huggingface_hub import ModelCardData
 
-    now, config = figures(run, time.time()), run.start.get("config") or {}
-    model, train = config.get("model") or {}, config.get("train") or {}
-    base, loss = str(sections.summary_of(run.folder).get("model") or model.get("path")), train.get("loss")
+    now, model, train = figures(run, time.time()), run.config.get("model") or {}, run.config.get("train") or {}
+    base, loss = str(run.stored_summary.get("model") or model.get("path")), train.get("loss")
     is_hub_name = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", base)) and not Path(base).exists()
-    tags = ["mlx", "tandem", *["dpo"] * (loss == "sigmoid"), *["preference"] * (loss != "sft")]
     data = ModelCardData(
         base_model=base if is_hub_name else None,  # the hub refuses a path
         library_name="mlx",
         pipeline_tag="text-generation",
-        tags=tags,
+        tags=["mlx", "tandem", *["dpo"] * (loss == "sigmoid"), *["preference"] * (loss != "sft")],
     )
     method = {"lora": "A LoRA adapter", "dora": "A DoRA adapter"}.get(str(model.get("method")), "All weights")
     shown_base = f"[{base}](https://huggingface.co/{base})" if is_hub_name else f"`{_as_text(base)}`"
-    trained = (
-        f"preference-trained with the {loss} loss (beta {train.get('beta')})" if loss != "sft" else "fine-tuned (SFT)"
-    )
+    trained = f"preference-trained with the {loss} loss (beta {train.get('beta')})"
+    trained = "fine-tuned (SFT)" if loss == "sft" else trained
     hosts = _as_text(", ".join(dict.fromkeys(rank["host"] for rank in now.summary["ranks"])))
-    generate = (
-        f"    python -m mlx_lm generate --model {' '.join(shlex.quote(base).split())} --adapter-path . --prompt ..."
-    )
+    command = f"python -m mlx_lm generate --model {' '.join(shlex.quote(base).split())} --adapter-path . --prompt ..."
     parts = [f"---\n{data.to_yaml()}\n---", f"# {_as_text(run.name)}"]
-    parts += [f"{method} of {shown_base}, {trained} by Tandem on {hosts}.", f"![metrics]({CURVES})", generate]
+    parts += [f"{method} of {shown_base}, {trained} by Tandem on {hosts}.", f"![metrics]({CURVES})", f"    {command}"]
     for section in sections.of_runs([run], now):
         if section.title in ON_CARD:
             rows = [[_as_text(cell) for cell in row] for row in section.rows]

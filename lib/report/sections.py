@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from lib.config import read_file
-from lib.errors import UserError
 from lib.report import charts, tables
 from lib.report.charts import Panel
 from lib.report.history import RunFigures, RunHistory
+from lib.system.records import Record
 
 SHOWN_EVENTS, SHOWN_ROUNDS = 200, 30  # the newest
 ROUND_PARTS = ("sampling", "waiting", "judging", "training")  # of a rank's time
@@ -29,66 +27,76 @@ class PageSection(NamedTuple):
 
 def of_runs(runs: Sequence[RunHistory], now: RunFigures) -> list[PageSection]:
     """Curves of learning of all these runs; all else is of the first, whose figures `now` are."""
-    run, summary = runs[0], now.summary | summary_of(runs[0].folder)
-    machine = (charts.seconds(now), charts.speed(run, now), charts.of_batches(run))
+    run, summary = runs[0], now.summary | runs[0].stored_summary
+    train, start = run.config.get("train") or {}, run.start
+    made_with = {"data": (run.config.get("data") or {}).get("train"), "loss": train.get("loss")}
+    made_with |= {"learning rate": train.get("learning_rate"), "seed": train.get("seed")}
+    made_with |= {name: start.get(name) for name in ("commit", "platform")} | (start.get("versions") or {})
     missing = ", ".join(f"rank {rank} ({host})" for rank, host in now.missing)
     elsewhere = [f"Not shown: {missing}. The records are on those hosts and come with the next checkpoint."]
-    events = [event for event in tables.distinct_events(run) if event["kind"] not in ("checkpoint", "warning")]
-    clocks = [time.strftime("%b %d %H:%M:%S", time.localtime(event["time"])) for event in events]
-    happened = list(zip(clocks, map(tables.describe, events), strict=True))[: -SHOWN_EVENTS - 1 : -1]
-    warnings = [(tables.describe(warning),) for warning in now.warnings[-SHOWN_EVENTS:]]
+    before = (run.of_kind("evaluation") or [Record()])[0]
     each = [
-        PageSection("Held out", ("", "before", "after"), tables.held_out(first_evaluation(run), now.held_out)),
-        PageSection("Figures", None, tables.facts(summary, tables.unit_of(run))),
+        PageSection("Held out", ("", "before", "after"), tables.held_out(before, now.held_out)),
+        PageSection("Figures", None, tables.facts(summary, tables.unit_of(train.get("loss")))),
         PageSection("Learning", panels=charts.learning(runs)),
         *of_rounds(run),
         PageSection("Ranks and hosts", *tables.ranks(summary["ranks"]), texts=elsewhere if missing else ()),
-        PageSection("Machines", panels=[panel for panel in machine if panel]),
-        PageSection(f"Warnings ({len(now.warnings)})", None, warnings),
-        PageSection("Samples before and after", texts=tables.samples(run)),
-        PageSection("What happened when", None, happened, [charts.timeline(run)] if events else ()),
-        PageSection("How it was made", None, tables.made_with(run)),
+        PageSection("Machines", panels=[charts.speed(run, now)]),
+        PageSection(
+            f"Warnings ({len(now.warnings)})", None, [(tables.describe(each),) for each in now.warnings[-SHOWN_EVENTS:]]
+        ),
+        PageSection("Samples before and after", texts=samples(run)),
+        PageSection("What happened when", None, happened(run)),
+        PageSection("How it was made", None, [(name, str(of)) for name, of in made_with.items() if of is not None]),
     ]
     return [section for section in each if section.rows or section.panels or section.texts]
 
 
-def first_evaluation(run: RunHistory) -> Any:
-    return (run.of_kind("evaluation") or [{}])[0]
+def happened(run: RunHistory) -> list[tuple[str, str]]:
+    """When each event was, and what, the newest first. Of what all ranks record together, rank 0's record is taken."""
+    events = [
+        event
+        for event in run.events
+        if event["kind"] not in ("checkpoint", "warning", "samples") and event.get("rank", 0) == 0
+    ]
+    return [
+        (time.strftime("%b %d %H:%M:%S", time.localtime(event["time"])), tables.describe(event))
+        for event in events[: -SHOWN_EVENTS - 1 : -1]
+    ]
 
 
-def summary_of(folder: Path) -> dict[str, Any]:
-    """summary.json; empty where there is none."""
-    try:
-        return read_file.read_object(folder / "summary.json", "the run's")
-    except (OSError, UserError):
-        return {}
+def samples(run: RunHistory) -> list[str]:
+    """Prompts with the answers before and after, as rank 0 recorded them."""
+    texts: dict[str, list[str]] = {}
+    for event in run.of_kind("samples"):
+        for sample in event.get("samples") or []:
+            answers = [f"{when}: {sample.get(when)}" for when in ("before", "after") if when in sample]
+            texts.setdefault(sample["prompt"], []).extend(answers)
+    return ["\n".join([prompt, *dict.fromkeys(answers)]) for prompt, answers in texts.items()]
 
 
 def of_rounds(run: RunHistory) -> list[PageSection]:
     """The rounds of a run: figures and verdicts, each host's time, and examples; nothing where it has none."""
-    newest = list(tables.rounds(run).values())[-SHOWN_ROUNDS:]
+    newest = list(tables.rounds(run).values())[: -SHOWN_ROUNDS - 1 : -1]
     if not newest:
         return []
-    head = ("round", "mean score", "held out", "prompts with pairs", "tokens", "duplicates", "entropy", "verdict")
+    figures = tables.OF_ROUNDS
     rows = []
+    for record in newest:
+        held_out = [f"{name.replace('_', ' ')} {value:.3g}" for name, value in record["held_out"].items() if value]
+        verdict = [f"undone: {'; '.join(record.get('why') or [])}"] if record.get("undone") else []
+        cells = [figure.text(record["answers"].get(name)) for name, figure in figures.items()]
+        remarks = "; ".join([*verdict, *(record.get("warnings") or [])]) or "kept"
+        rows.append([str(record["round"]), ", ".join(held_out) or "-", *cells, remarks])
+    seconds = []
     for rank, host in run.series:
-        records: list[dict[str, Any]] = [{**record} for record in tables.rounds(run, rank).values()]
+        records = tables.rounds(run, rank).values()
         sums = [sum(record.get(f"{part}_seconds") or 0.0 for record in records) for part in ROUND_PARTS]
-        rows.append([str(rank), host, *(f"{seconds:.1f} s" for seconds in sums)])
-    pairs = newest[-1].get("examples") or []
+        seconds.append([str(rank), host, *(f"{of_part:.1f} s" for of_part in sums)])
+    pairs = newest[0].get("examples") or []
     texts = ["\n".join((pair["prompt"], f"+ {pair['chosen']}", f"− {pair['rejected']}")) for pair in pairs]
-    figures = [_of_round({**record}) for record in reversed(newest)]
+    head = ("round", "held out", *(figure.label for figure in figures.values()), "verdict")
     return [
-        PageSection("Rounds", head, figures, charts.of_rounds(run)),
-        PageSection("Seconds in rounds", ("rank", "host", *ROUND_PARTS), rows, texts=texts),
+        PageSection("Rounds", head, rows, charts.of_rounds(run)),
+        PageSection("Seconds in rounds", ("rank", "host", *ROUND_PARTS), seconds, texts=texts),
     ]
-
-
-def _of_round(record: dict[str, Any]) -> list[str]:
-    answers, undone = record["answers"], record.get("undone")
-    held_out = [f"{name.replace('_', ' ')} {value:.3g}" for name, value in record["held_out"].items() if value]
-    verdict = [f"undone: {'; '.join(record.get('why') or [])}"] if undone else []
-    forms = {"accepted": "{:.0%}", "tokens": "{:.3g}", "duplicates": "{:.0%}", "entropy": "{:.3g}"}
-    cells = [str(record["round"]), tables.written("{:.3g}", answers.get("score")), ", ".join(held_out) or "–"]
-    cells += [tables.written(form, answers.get(name)) for name, form in forms.items()]
-    return [*cells, "; ".join([*verdict, *(record.get("warnings") or [])]) or "kept"]

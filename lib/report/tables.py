@@ -3,19 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from lib.plan.cost import RunCost
 from lib.report.history import RunHistory
-from lib.system.records import PlanRecord, Record, SettingsRecord
+from lib.system.records import PlanRecord, Record
 from lib.system.terminal import duration, metrics_text, size_text, three_digits
 
-HELD_OUT = {
-    "loss": ("loss", ".4f"),
-    "exact_match": ("exact match", ".1%"),
-    "reward_accuracy": ("reward accuracy", ".1%"),
-    "reward_margin": ("reward margin", ".3f"),
-    "kl": ("KL to the reference", ".2f"),
+
+class Figure(NamedTuple):
+    """A quantity of training: what it is called, the form of a value, the unit of an axis."""
+
+    label: str
+    form: str
+    unit: str | None = None
+
+    def text(self, value: float | None) -> str:
+        return "-" if value is None else f"{value:{self.form}}".replace("%", " %")
+
+
+FIGURES = {
+    "loss": Figure("loss", ".4f"),
+    "exact_match": Figure("exact match", ".1%"),
+    "reward_accuracy": Figure("reward accuracy", ".1%"),
+    "reward_margin": Figure("reward margin", ".3f", "nats"),
+    "kl": Figure("KL to the reference", ".2f", "nats"),
+    "learning_rate": Figure("learning rate", ".3g"),
+    "grad_norm": Figure("gradient norm", ".3g"),
+}
+OF_ROUNDS = {  # of a round's answers
+    "score": Figure("mean score of the answers", ".3g"),
+    "accepted": Figure("prompts with pairs", ".0%"),
+    "tokens": Figure("length of the answers", ".3g", "tokens"),
+    "duplicates": Figure("duplicates", ".0%"),
+    "entropy": Figure("entropy of the policy", ".3g", "nats a token"),
+    "kl": Figure("KL to the reference", ".3g", "nats a token"),
 }
 RANK_COLUMNS = ("rank", "host", "pairs", "a second", "planned", "compute", "sync", "wait", "memory")
 
@@ -50,17 +72,6 @@ def describe(event: Record) -> str:
     return f"{at}{event.get('text') or kind}"
 
 
-def distinct_events(run: RunHistory) -> list[Record]:
-    """Each event once. All ranks record what they do together: rank 0's record is taken, and a warning's first."""
-    distinct: dict[object, Record] = {}
-    for number, event in enumerate(run.events):
-        if event["kind"] == "warning":
-            distinct.setdefault((event.get("step"), event.get("text")), event)
-        elif event["kind"] != "samples" and event.get("rank", 0) == 0:
-            distinct[number] = event
-    return list(distinct.values())
-
-
 def rounds(run: RunHistory, rank: int = 0) -> dict[int, Record]:
     """A rank's records of rounds by their numbers; of a round that was taken again the newest."""
     needed = {"round", "answers", "held_out"}
@@ -70,56 +81,38 @@ def rounds(run: RunHistory, rank: int = 0) -> dict[int, Record]:
 
 def held_out(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Metric, before training, after it, where it is known."""
-
-    def text(value: float | None, form: str) -> str:
-        return "-" if value is None else f"{value:{form}}".replace("%", " %")
-
     return [
-        (label, text(before.get(name), form), text(after.get(name), form))
-        for name, (label, form) in HELD_OUT.items()
+        (figure.label, figure.text(before.get(name)), figure.text(after.get(name)))
+        for name, figure in FIGURES.items()
         if after.get(name) is not None
     ]
 
 
 def facts(summary: Mapping[str, Any], unit: str) -> list[tuple[str, str]]:
-    """How a run went, name and value. summary: of summary.json, or of `RunFigures`."""
-    held, efficiency = summary.get("checkpoint"), summary.get("efficiency")
-    speed = f"{three_digits(summary['pairs_per_second'])} {unit}/s"
+    """How a run went, name and value, after a comma what explains it. summary: of summary.json, or of `RunFigures`."""
+    held, efficiency, computed = map(summary.get, ("checkpoint", "efficiency", "computed_tokens_per_second"))
+    padded, share = f" ({computed:,.0f} with padding)" if computed else "", summary.get("matrix_rate_share")
+    speed = (
+        f"{three_digits(summary['pairs_per_second'])} {unit}/s, {summary['tokens_per_second']:,.0f} tokens/s{padded}"
+    )
+    part = f", {100 * share:.0f} % of the measured matrix rate" if share else ""
+    tflops = f"{summary.get('tflops') or 0:.3g} TFLOP/s ({summary.get('computed_tflops') or 0:.3g} with padding{part})"
     rows = [
         ("steps", f"{summary['steps']:,}"),
         ("ended early", summary.get("early_end")),
         ("weights", f"of step {held['step']}, the {held['which']}" if held else None),
         ("training", f"{duration(summary['seconds'])} of steps, {duration(summary['wall_seconds'])} in all"),
-        ("speed", f"{speed}, {tokens_text(summary)}"),
-        ("arithmetic", flops_text(summary)),
-        ("efficiency", f"{100 * efficiency:.1f} % of what the hosts do alone, added up" if efficiency else None),
+        ("speed", speed),
+        ("arithmetic", tflops if summary.get("tflops") else None),
+        ("efficiency", f"{100 * efficiency:.1f} %, of what the hosts do alone, added up" if efficiency else None),
         ("memory", f"{size_text(summary['peak_memory_bytes'])} at most"),
         *(("cost", text) for text in costs(summary.get("cost"))),
     ]
     return [(name, text) for name, text in rows if text]
 
 
-def tokens_text(summary: Mapping[str, Any]) -> str:
-    """Tokens a second, real and computed ones."""
-    computed = summary.get("computed_tokens_per_second")
-    return f"{summary['tokens_per_second']:,.0f} tokens/s" + (f" ({computed:,.0f} with padding)" if computed else "")
-
-
-def flops_text(summary: Mapping[str, Any]) -> str | None:
-    """TFLOP/s of real and of computed tokens, and the share of the measured matrix rate."""
-    if not summary.get("tflops"):
-        return None
-    share = summary.get("matrix_rate_share")
-    part = f", {100 * share:.0f} % of the measured matrix rate" if share else ""
-    return f"{summary['tflops']:.3g} TFLOP/s ({summary['computed_tflops']:.3g} with padding{part})"
-
-
-def unit_of(run: RunHistory) -> str:
-    """What a run counts: pairs, groups of answers, or rows."""
-    return loss_unit(((run.start.get("config") or SettingsRecord()).get("train") or {}).get("loss"))
-
-
-def loss_unit(loss: object) -> str:
+def unit_of(loss: object) -> str:
+    """What a run of this loss counts: pairs, groups of answers, or rows."""
     return {"grpo": "groups", "sft": "rows", "kto": "rows", "bco": "rows"}.get(str(loss), "pairs")
 
 
@@ -130,9 +123,8 @@ def costs(cost: RunCost | None) -> list[str]:
     named: list[tuple[str, Any]] = [(str(host["host"]), host) for host in cost["hosts"]]
     named += [("all hosts", cost)] if len(named) > 1 else []
     return [
-        f"{name}: {part['energy_kwh']:.3g} kWh for {part['electricity']:.2f}, rent {part['rent']:.2f}, "
-        f"together {part['cost']:.2f}"
-        for name, part in named
+        f"{of['cost']:.2f}, {name}: {of['energy_kwh']:.3g} kWh for {of['electricity']:.2f}, rent {of['rent']:.2f}"
+        for name, of in named
     ]
 
 
@@ -140,35 +132,10 @@ def ranks(totals: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str
     """The columns and rows of the table of ranks; `planned` only where it is known. totals: of summary.json."""
     rows = []
     for rank in totals:
-        seconds = rank["seconds"] or float("nan")
-        planned = rank["planned_pairs_per_second"]
+        seconds, planned = rank["seconds"] or float("nan"), rank["planned_pairs_per_second"]
         row = [str(rank["rank"]), rank["host"], f"{rank['pairs']:,.4g}", three_digits(rank["pairs"] / seconds)]
         row += [three_digits(planned) if planned else "-"]
         row += [f"{100 * rank[f'{part}_seconds'] / seconds:.0f} %" for part in ("compute", "sync", "wait")]
         rows.append([*row, size_text(rank["peak_memory_bytes"])])
     known = [i for i, name in enumerate(RANK_COLUMNS) if name != "planned" or any(row[i] != "-" for row in rows)]
     return [RANK_COLUMNS[i] for i in known], [[row[i] for i in known] for row in rows]
-
-
-def made_with(run: RunHistory) -> list[tuple[str, str]]:
-    """The settings that matter and the environment of a run, name and value."""
-    start = run.start
-    config = start.get("config") or SettingsRecord()
-    train, data = config.get("train") or {}, config.get("data") or {}
-    named = {"data": data.get("train"), "loss": train.get("loss"), "learning rate": train.get("learning_rate")}
-    named |= {"seed": train.get("seed"), "commit": start.get("commit"), "platform": start.get("platform")}
-    return [(name, str(value)) for name, value in (named | (start.get("versions") or {})).items() if value is not None]
-
-
-def samples(run: RunHistory) -> list[str]:
-    """Prompts with the answers before and after, as rank 0 recorded them."""
-    texts: dict[str, list[str]] = {}
-    for event in run.of_kind("samples"):
-        for sample in event.get("samples") or []:
-            answers = [f"{when}: {sample.get(when)}" for when in ("before", "after") if when in sample]
-            texts.setdefault(sample["prompt"], []).extend(answers)
-    return ["\n".join([prompt, *dict.fromkeys(answers)]) for prompt, answers in texts.items()]
-
-
-def written(form: str, value: float | None, missing: str = "–") -> str:
-    return missing if value is None else form.format(value)

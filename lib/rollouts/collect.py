@@ -14,7 +14,7 @@ import json
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, NamedTuple, TypeVar
@@ -33,7 +33,7 @@ from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate.judges import Judge, Question, scores_of, text_of
 from lib.evaluate.sample import Prompt, Sampler
-from lib.evaluate.score_file import FileJob, key_of, pull
+from lib.evaluate.score_file import FileJob, is_on_rank_0, key_of, pull
 from lib.rollouts.pairs import Answer, Group, Pair, pairs_of
 from lib.system import files
 from lib.system.terminal import Terminal
@@ -72,15 +72,16 @@ class ScoreLine(TypedDict):
 Line = TypeVar("Line", SampleLine, ScoreLine)
 
 
-def lines_of(path: Path, kind: type[Line]) -> Iterator[Line]:
+def lines_of(path: Path, kind: type[Line]) -> list[Line]:
     """The lines of a file of a round. Raises UserError: one is not what a round writes."""
-    adapter = TypeAdapter(kind)
+    adapter, lines = TypeAdapter(kind), list[Line]()
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                yield adapter.validate_json(line)
+                lines.append(adapter.validate_json(line))
             except ValueError:
                 raise UserError(f"{path}:{number}: not what a round writes; {REMEDY}") from None
+    return lines
 
 
 class Collected(NamedTuple):
@@ -91,19 +92,19 @@ class Collected(NamedTuple):
     pairs: list[Pair]
 
 
-class Judging:
-    """A thread that judges chunks of a round's answers while the ranks train."""
+class Judging(threading.Thread):
+    """Judges chunks of a round's answers while the ranks train."""
 
     def __init__(self, queue: WorkQueue, scores: Callable[[int], Lines]):
+        super().__init__(name="judging", daemon=True)
         self.queue, self.scores, self.ended = queue, scores, False
         self.fault: BaseException | None = None
-        self.thread = threading.Thread(target=self._work, name="judging", daemon=True)
-        self.thread.start()
+        self.start()
 
-    def _work(self) -> None:
+    def run(self) -> None:
         try:
             work(self.queue, self._scores)
-        except BaseException as error:  # raised again by `join`
+        except BaseException as error:  # raised again by `finish`
             self.fault = error
 
     def _scores(self, chunk: int) -> Lines:
@@ -111,21 +112,18 @@ class Judging:
             raise UserError("the run has ended")
         return self.scores(chunk)
 
-    def join(self) -> None:
+    def finish(self) -> None:
         """Waits until no chunk is left to begin. Raises UserError: the judge failed."""
-        self.thread.join()
+        self.join()
         if self.fault is not None:
             raise self.fault
 
 
 @dataclass(frozen=True)
 class Collector:
-    """Makes the answers, scores and pairs of rounds.
-
-    Args:
-        keeps_disk: whether this rank is the one that keeps the run's files on its disk.
-        judges_beside: whether the judge does not need the device of the model, so that it may score meanwhile.
-    """
+    """Makes the answers, scores and pairs of rounds. keeps_disk: whether this rank is the one that keeps the run's
+    files on its disk. judges_beside: whether the judge does not need the device of the model, so that it may score
+    meanwhile."""
 
     config: Config
     folder: Path
@@ -136,9 +134,7 @@ class Collector:
     judge: Judge
     judges_beside: bool
     say: Terminal
-    seconds: defaultdict[str, float] = field(
-        default_factory=lambda: defaultdict(float)
-    )  # of this rank, of a round, by what it did
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # of this rank in a round
 
     def folder_of(self, number: int) -> Path:
         return self.folder / "rounds" / f"{number:04d}"
@@ -149,7 +145,7 @@ class Collector:
     def _job(self, number: int, name: str, policy: str) -> FileJob | None:
         """The making of a round's file by all ranks; None where it is there."""
         rollouts, evaluate, out = self.config.rollouts, self.config.evaluate, self.folder_of(number) / name
-        journal, rows = out.with_name(f"{name}.partial"), self._rows(number)
+        journal = out.with_name(f"{name}.partial")
         if is_on_rank_0(out, self.world):
             if self.world.rank == 0:  # a process may have been killed before its journal went
                 journal.unlink(missing_ok=True)
@@ -162,28 +158,41 @@ class Collector:
             self.say.warning(f"{journal} is of other weights or settings, and is made again")
             journal.unlink()
         size = max(1, rollouts.batch_size // rollouts.samples)  # prompts that a rank takes at a time
-        return FileJob(f"round {number}: prompts {WHAT[name]}", key, len(rows), out, size)
+        return FileJob(f"round {number}: prompts {WHAT[name]}", key, rollouts.prompts, out, size)
 
     def draw(self, number: int, policy: str, version: int) -> None:
         """samples.jsonl of a round, drawn by all ranks with the weights that they have. policy: their digest."""
         if (job := self._job(number, SAMPLES, policy)) is None:
             return
-        rows, queue, began, before = (
-            self._rows(number),
-            job.open(self.world),
-            time.perf_counter(),
-            self.seconds["sampling"],
-        )
+        rows, queue, seconds = self._rows(number), job.open(self.world), self.seconds
+        began, before, world = time.perf_counter(), self.seconds["sampling"], self.world
 
         def lines(part: range) -> Lines | None:
-            taken = time.perf_counter()
-            is_wanted = (lambda: True) if self.world.divides_model else _watch(queue, part.start // job.chunk_rows)
-            answers = self._samples(number, policy, version, [rows[i] for i in part], is_wanted)
-            self.seconds["sampling"] += time.perf_counter() - taken
-            return None if answers is None else [json.dumps(line, ensure_ascii=False) for line in answers]
+            taken, passes = time.perf_counter(), len(part) * self.config.rollouts.samples
+            is_wanted = (lambda: True) if world.divides_model else _watch(queue, part.start // job.chunk_rows)
+            prompts = [Prompt(rows[i], self.prompts.prompt_ids(rows[i])) for i in part]
+            with world.workers.together("answers of a round", passes):
+                samples = self.sampler.sample(prompts, (self.config.train.seed, number), is_wanted)
+            seconds["sampling"] += time.perf_counter() - taken
+            made = [
+                SampleLine(
+                    round=number,
+                    prompt_id=sample.prompt_id,
+                    k=sample.k,
+                    policy=policy,
+                    version=version,
+                    place=self.prompts.location(sample.prompt_id),
+                    text=sample.text,
+                    finish=str(sample.finish),
+                    tokens=sample.tokens,
+                    logps=sample.logps,
+                )
+                for sample in samples
+            ]
+            return None if len(samples) < passes else [json.dumps(line, ensure_ascii=False) for line in made]
 
-        pull(job, self.world, lines, queue=queue)
-        self.seconds["waiting"] += time.perf_counter() - began - (self.seconds["sampling"] - before)
+        pull(job, world, lines, queue=queue)
+        seconds["waiting"] += time.perf_counter() - began - (seconds["sampling"] - before)
 
     def judge_beside(self, number: int, policy: str) -> Judging | None:
         """Begins to judge a round's answers beside training; None where the judge computes on the model's device."""
@@ -198,16 +207,17 @@ class Collector:
         """A function that gives lines of scores.jsonl for some of a round's prompts."""
         rows, count = self._rows(number), self.config.rollouts.samples
         with self.world.agreeing("reading the answers of a round"):
-            texts = [one["text"] for one in self._lines(number, SAMPLES, SampleLine)]
+            texts = [line["text"] for line in self._lines(number, SAMPLES, SampleLine)]
 
         def lines(part: range) -> Lines:
             began = time.perf_counter()
-            each = [(rows[i], texts[i * count : (i + 1) * count]) for i in part]
-            questions = [question_of(self.prompts, *one, self.config, self.sampler.tokenizer) for one in each]
+            of_rows = {rows[i]: texts[i * count : (i + 1) * count] for i in part}
+            tokenizer = self.sampler.tokenizer
+            questions = [question_of(self.prompts, *each, self.config, tokenizer) for each in of_rows.items()]
             scored = [
-                ScoreLine(prompt_id=row, k=k, score=one.score, fault=one.fault)
-                for (row, _), of_row in zip(each, scores_of(self.judge, questions), strict=True)
-                for k, one in enumerate(of_row)
+                ScoreLine(prompt_id=row, k=k, score=of.score, fault=of.fault)
+                for row, of_row in zip(of_rows, scores_of(self.judge, questions), strict=True)
+                for k, of in enumerate(of_row)
             ]
             self.seconds["judging"] += time.perf_counter() - began
             return [json.dumps(line, ensure_ascii=False) for line in scored]
@@ -217,64 +227,38 @@ class Collector:
     def _lines(self, number: int, name: str, kind: type[Line]) -> list[Line]:
         """The lines of a round's file: of each prompt, in the order of k."""
         path, samples = self.folder_of(number) / name, range(self.config.rollouts.samples)
-        lines = list(lines_of(path, kind))
-        if [(one["prompt_id"], one["k"]) for one in lines] != [(row, k) for row in self._rows(number) for k in samples]:
+        lines = lines_of(path, kind)
+        wanted = [(row, k) for row in self._rows(number) for k in samples]
+        if [(line["prompt_id"], line["k"]) for line in lines] != wanted:
             raise UserError(f"{path} has not {len(samples)} answers to each prompt, in their order; {REMEDY}")
         return lines
 
     def collect(self, number: int, policy: str, judging: Judging | None) -> Collected:
-        """A round's answers with their scores, and their pairs.
-
-        policy: digest of the weights that drew them. judging: the round's, if this process began it.
-        """
-        folder, rows, rollouts = self.folder_of(number), self._rows(number), self.config.rollouts
+        """A round's answers with their scores, and their pairs. policy: digest of the weights that drew them. judging:
+        the round's, if this process began it."""
+        folder, count = self.folder_of(number), self.config.rollouts.samples
         spread(folder / SAMPLES, self.world, self.keeps_disk)
         if judging is not None:
             with self.world.agreeing("judging"):
-                judging.join()
+                judging.finish()
         if (job := self._job(number, SCORES, policy)) is not None:
-            queue = judging.queue if judging is not None else None
+            queue = None if judging is None else judging.queue
             pull(job, self.world, self._judged(number), needs_model=False, queue=queue)
         spread(folder / SCORES, self.world, self.keeps_disk)
         with self.world.agreeing("reading the scores of a round"):
             samples, scores = self._lines(number, SAMPLES, SampleLine), self._lines(number, SCORES, ScoreLine)
-        each = [
-            Answer(one["k"], one["text"], one["tokens"], one["logps"], one["finish"], scored["score"])
-            for one, scored in zip(samples, scores, strict=True)
+        answers = [
+            Answer(of["k"], of["text"], of["tokens"], of["logps"], of["finish"], scored["score"])
+            for of, scored in zip(samples, scores, strict=True)
         ]
-        count = rollouts.samples
-        of_prompts = [(row, each[i * count : (i + 1) * count]) for i, row in enumerate(rows)]
-        groups = [Group(row, self.prompts.prompt_ids(row), of_row) for row, of_row in of_prompts]
-        pairs = [pair for group in groups for pair in pairs_of(group, rollouts)]
+        groups = [
+            Group(row, self.prompts.prompt_ids(row), answers[i * count : (i + 1) * count])
+            for i, row in enumerate(self._rows(number))
+        ]
+        pairs = [pair for group in groups for pair in pairs_of(group, self.config.rollouts)]
         if self.keeps_disk and self.config.record_kind == "preference" and not (folder / PAIRS).exists():
             files.write_atomically(folder / PAIRS, "".join(self._pair_line(pair) + "\n" for pair in pairs))
         return Collected(samples[0]["version"], groups, pairs)
-
-    def _samples(
-        self, number: int, policy: str, version: int, rows: Sequence[int], is_wanted: Callable[[], bool]
-    ) -> list[SampleLine] | None:
-        """A line for each answer to some prompts; None once they are not wanted."""
-        prompts = [Prompt(row, self.prompts.prompt_ids(row)) for row in rows]
-        passes = len(rows) * self.config.rollouts.samples
-        with self.world.workers.together("answers of a round", passes):
-            samples = self.sampler.sample(prompts, (self.config.train.seed, number), is_wanted)
-        if len(samples) < passes:
-            return None
-        return [
-            SampleLine(
-                round=number,
-                prompt_id=drawn.prompt_id,
-                k=drawn.k,
-                policy=policy,
-                version=version,
-                place=self.prompts.location(drawn.prompt_id),
-                text=drawn.text,
-                finish=str(drawn.finish),
-                tokens=drawn.tokens,
-                logps=drawn.logps,
-            )
-            for drawn in samples
-        ]
 
     def examples(self, pairs: Sequence[Pair]) -> list[dict[str, str]]:
         """A few pairs as text, for people."""
@@ -329,14 +313,9 @@ def _first_of(path: Path) -> dict[str, object]:
     """The first line's object; empty where there is none."""
     try:
         with path.open("rb") as file:
-            first = json.loads(file.readline())
-    except (OSError, ValueError):
+            return dict(json.loads(file.readline()))
+    except (OSError, ValueError, TypeError):
         return {}
-    return first if isinstance(first, dict) else {}
-
-
-def is_on_rank_0(path: Path, world: World) -> bool:
-    return bool(json.loads(world.broadcast_text(json.dumps(path.exists()))))
 
 
 def spread(path: Path, world: World, keeps_disk: bool) -> None:

@@ -21,10 +21,8 @@ from lib.training.run import TrainingRun
 
 def kl_of(run: TrainingRun, groups: Sequence[Group]) -> float | None:
     """KL(policy || reference) at the sampling temperature, in nats a token; None for a loss without a reference.
-
-    Estimated as GRPO does (lib/training/losses.py), over the first answer to each prompt. Ranks share the work,
-    and all have the same result.
-    """
+    Estimated as GRPO does (lib/training/losses.py), over the first answer to each prompt. Ranks share the work, and all
+    have the same result."""
     reference = run.asked_reference
     if reference is None:
         return None

@@ -45,39 +45,27 @@ class Pair:
 
 
 def pairs_of(group: Group, settings: RolloutSettings) -> list[Pair]:
-    """The pairs that a prompt's answers make; none where all scores are the same.
-
-    `best_worst`: one of the best and one of the worst answers, of equal scores the first that was drawn. `margin`:
-    every two whose scores differ by the margin. An answer that was drawn several times counts once. With
-    `mask_truncated` one that rollouts.max_tokens cut does not count.
-    """
-    known = [answer for answer in group.answers if answer.score is not None]
-    if settings.mask_truncated:
-        known = [answer for answer in known if answer.finish != "length"]
-    distinct = {tuple(answer.tokens): answer for answer in reversed(known)}
-    answers = sorted(distinct.values(), key=lambda answer: answer.k)
-    if settings.pairs == "best_worst" and answers:
-        best = max(answers, key=_score)
-        answers = [best, min(answers, key=_score)]
-    chosen = [
-        (better, worse)
-        for better, worse in itertools.permutations(answers, 2)
-        if _score(better) > _score(worse) and _score(better) - _score(worse) >= settings.margin
+    """The pairs that a prompt's answers make; none where all scores are the same. `best_worst`: one of the best and one
+    of the worst answers, of equal scores the first that was drawn. `margin`: every two whose scores differ by the
+    margin. An answer that was drawn several times counts once. With `mask_truncated` one that rollouts.max_tokens cut
+    does not count."""
+    cut = "length" if settings.mask_truncated else None
+    known = [(answer, answer.score) for answer in group.answers if answer.score is not None and answer.finish != cut]
+    distinct = {tuple(answer.tokens): (answer, score) for answer, score in reversed(known)}
+    scored = sorted(distinct.values(), key=lambda each: each[0].k)
+    if settings.pairs == "best_worst" and scored:
+        scored = [max(scored, key=lambda each: each[1]), min(scored, key=lambda each: each[1])]
+    return [
+        Pair(group.prompt_id, group.prompt_tokens, better, worse)
+        for (better, high), (worse, low) in itertools.permutations(scored, 2)
+        if high > low and high - low >= settings.margin
     ]
-    return [Pair(group.prompt_id, group.prompt_tokens, better, worse) for better, worse in chosen]
-
-
-def _score(answer: Answer) -> float:
-    assert answer.score is not None
-    return answer.score
 
 
 def groups_of(groups: Sequence[Group], settings: RolloutSettings) -> list[SampledGroup]:
-    """What train.loss=grpo learns from: the answers that have a score; nothing where no prompt teaches anything.
-
-    A prompt does whose scores differ, and of which some answer is learnt. `filter_groups` leaves out the prompts whose
-    scores agree, `mask_truncated` the tokens of answers that were cut.
-    """
+    """What train.loss=grpo learns from: the answers that have a score; nothing where no prompt teaches anything. A
+    prompt does whose scores differ, and of which some answer is learnt. `filter_groups` leaves out the prompts whose
+    scores agree, `mask_truncated` the tokens of answers that were cut."""
     kept, teaches, masks = [], False, settings.mask_truncated
     for group in groups:
         answers = group.answers
@@ -86,9 +74,8 @@ def groups_of(groups: Sequence[Group], settings: RolloutSettings) -> list[Sample
         teaches |= differ and (not masks or any(answer.finish != "length" for answer in scored))
         if scored and (differ or not settings.filter_groups):
             mask = [[answer.finish != "length"] * len(answer.tokens) for answer in answers] if masks else None
-            rewards, logps = [answer.score for answer in answers], [answer.logps for answer in answers]
-            tokens = [answer.tokens for answer in answers]
-            kept.append(SampledGroup(group.prompt_tokens, tokens, rewards, logps=logps, mask=mask))
+            tokens, rewards, logps = zip(*((of.tokens, of.score, of.logps) for of in answers), strict=True)
+            kept.append(SampledGroup(group.prompt_tokens, [*tokens], [*rewards], logps=[*logps], mask=mask))
     return kept if teaches else []
 
 
@@ -161,10 +148,8 @@ LEAST_ENTROPY = 0.1  # of the first round's: nearly every answer is the same the
 
 @dataclass(frozen=True)
 class RoundFigures:
-    """What is known of a finished round.
-
-    held_out: after it, by the names of HELD_OUT; before the first round there is one with number 0.
-    """
+    """What is known of a finished round. held_out: after it, by the names of HELD_OUT; before the first round there is
+    one with number 0."""
 
     round: int
     held_out: Mapping[str, float | None]
@@ -172,26 +157,44 @@ class RoundFigures:
     undone: bool = False
 
 
+def line_of(round_: RoundFigures, settings: RolloutSettings) -> str:
+    """The figures of a round's answers in a line."""
+    figures = round_.samples
+    assert figures is not None
+    cut = round(figures.unended * figures.samples)
+    texts = [
+        f"{figures.samples:,} answers",
+        "none is scored" if figures.score is None else f"mean score {figures.score:.4g}",
+        f"{figures.failed:,} left out by the judge" if figures.failed else "",
+        f"{cut:,} cut by rollouts.max_tokens={settings.max_tokens}" if cut else "",
+        f"{figures.pairs:,} pairs of {figures.accepted:.0%} of the prompts",
+        f"{figures.tokens:.4g} tokens an answer",
+        f"{figures.duplicates:.0%} duplicates, entropy {figures.entropy:.3g}",
+        "" if figures.kl is None else f"KL {figures.kl:.3g}",
+    ]
+    return ", ".join(filter(None, texts))
+
+
+def _best(rounds: Sequence[RoundFigures], name: str) -> tuple[float, int] | None:
+    """The best value of a held-out figure, and the first round that had it."""
+    known = [(value, -of.round) for of in rounds if (value := of.held_out.get(name)) is not None]
+    return (max(known)[0], -max(known)[1]) if known else None
+
+
 def losses_of(rounds: Sequence[RoundFigures], latest: Mapping[str, float | None], tolerance: float | None) -> list[str]:
     """Why a round is to be undone: each held-out figure that is below the best kept one by more than the tolerance.
-
-    rounds: those before it.
-    """
+    rounds: those before it."""
     losses: list[str] = []
-    if tolerance is None:
-        return losses
-    for name, shown in HELD_OUT.items():
-        known = [(one.held_out.get(name), -one.round) for one in rounds if not one.undone]
-        kept, after = [(value, number) for value, number in known if value is not None], latest.get(name)
-        if kept and after is not None and after < max(kept)[0] - tolerance:
-            best, number = max(kept)
-            losses.append(f"{shown} {best:.4g} (after round {-number}) ➜ {after:.4g}")
+    for name, shown in HELD_OUT.items() if tolerance is not None else ():
+        best, after = _best([of for of in rounds if not of.undone], name), latest.get(name)
+        if best and after is not None and after < best[0] - (tolerance or 0.0):
+            losses.append(f"{shown} {best[0]:.4g} (after round {best[1]}) ➜ {after:.4g}")
     return losses
 
 
 def warnings_of(rounds: Sequence[RoundFigures], tolerance: float | None) -> list[str]:
     """What in the last of all rounds so far looks as if the judge were gamed, or the policy collapsed."""
-    sampled = [(one.round, one.samples) for one in rounds if one.samples is not None]
+    sampled = [(of.round, of.samples) for of in rounds if of.samples is not None]
     if not sampled:
         return []
     (since, first), (_, last) = sampled[0], sampled[-1]
@@ -205,17 +208,18 @@ def warnings_of(rounds: Sequence[RoundFigures], tolerance: float | None) -> list
     if last.entropy < LEAST_ENTROPY * first.entropy:
         entropy = f"its entropy went from {first.entropy:.3g} to {last.entropy:.3g} nats a token since round {since}"
         warnings.append(f"the policy collapses: {entropy}, and {last.duplicates:.0%} of the answers are duplicates")
-    least_fall = LEAST_FALL if tolerance is None else tolerance
     for name, shown in HELD_OUT.items():
-        *before, after = ((one.held_out.get(name), one.round) for one in rounds)
-        known = [(value, -number) for value, number in before if value is not None]
-        if not known or after[0] is None:
+        best, after = _best(rounds[:-1], name), rounds[-1].held_out.get(name)
+        if best is None or after is None or last.score is None:
             continue
-        best, number = max(known)
         # What was drawn in the round after it is what that policy wrote.
-        drawn = next((figures.score for at, figures in sampled if at == 1 - number), None)
-        if best - after[0] > least_fall and drawn is not None and last.score is not None and last.score > drawn:
-            rise = f"{drawn:.4g} ➜ {last.score:.4g} since round {1 - number}"
-            fall = f"{shown} {best:.4g} ➜ {after[0]:.4g}"
+        drawn = next((figures.score for number, figures in sampled if number == best[1] + 1), None)
+        if (
+            best[0] - after > (LEAST_FALL if tolerance is None else tolerance)
+            and drawn is not None
+            and drawn < last.score
+        ):
+            rise = f"{drawn:.4g} ➜ {last.score:.4g} since round {best[1] + 1}"
+            fall = f"{shown} {best[0]:.4g} ➜ {after:.4g}"
             warnings.append(f"rewards rise while held-out falls: the judge's mean score {rise}, {fall}")
     return warnings

@@ -20,23 +20,31 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter
 
-from lib.config.settings import REWARD_MODEL, Config
 from lib.data.dataset import Dataset, in_memory
 from lib.data.groups import groups_in_memory
 from lib.data.prompts import Prompts
 from lib.data.record_formats import ANSWER
-from lib.data.tokenizer import Tokenizer
 from lib.distributed.world import World
 from lib.errors import AgreedError, UserError
 from lib.evaluate import answers
 from lib.evaluate.evaluator import Evaluator
-from lib.evaluate.judges import Judge, judge_of, scores_of
+from lib.evaluate.judges import Judge, RewardModel, judge_of, scores_of
 from lib.evaluate.sample import Sampler
 from lib.evaluate.score_file import key_of
 from lib.model import adapter_files
 from lib.rollouts.collect import PAIRS, SAMPLES, Collected, Collector, Judging, policy_of, question_of
 from lib.rollouts.divergence import kl_of
-from lib.rollouts.pairs import Group, Pair, RoundFigures, figures_of, groups_of, losses_of, warnings_of, why_nothing
+from lib.rollouts.pairs import (
+    Group,
+    Pair,
+    RoundFigures,
+    figures_of,
+    groups_of,
+    line_of,
+    losses_of,
+    warnings_of,
+    why_nothing,
+)
 from lib.system import files
 from lib.training.checkpoint import own_part_at, restore_learned
 from lib.training.local_sgd import LocalSGD
@@ -62,15 +70,13 @@ class HeldOut:
             return values
         ids = [prompts.prompt_ids(row) for row in range(min(len(prompts), settings.answers_limit))]
         with run.say.doing("answering held-out prompts"):
-            made = answers.greedy(run.model, tokenizer, ids, settings.max_tokens, world, shares)
-        if warning := made.warning(f"evaluate.max_tokens={settings.max_tokens}"):
-            run.say.line(warning)
+            made = answers.greedy(run.model, tokenizer, ids, settings.max_tokens, world, shares, run.say)
         score = None
         with world.agreeing("judging held-out answers"):
             if world.rank == 0:
                 texts = enumerate(made.texts)
                 questions = [question_of(prompts, row, [text], run.config, tokenizer) for row, text in texts]
-                scores = [one.score for (one,) in scores_of(self.judge, questions) if one.score is not None]
+                scores = [of.score for (of,) in scores_of(self.judge, questions) if of.score is not None]
                 score = sum(scores) / len(scores) if scores else None
         score = json.loads(world.broadcast_text(json.dumps(score)))
         run.tracker.record("evaluation", step=run.own_step, held_out_score=score, answers_cut=made.cut)
@@ -79,12 +85,8 @@ class HeldOut:
 
 @dataclass
 class Rounds:
-    """The rounds of a run, of which `loop` trains each.
-
-    Args:
-        history: of every finished round; number 0 is the policy before the first.
-        judgings: rounds whose answers this process judges while it trains the one before.
-    """
+    """The rounds of a run, of which `loop` trains each. history: of every finished round; number 0 is the policy before
+    the first. judgings: rounds whose answers this process judges while it trains the one before."""
 
     run: TrainingRun
     collector: Collector
@@ -93,19 +95,17 @@ class Rounds:
     judgings: dict[int, Judging | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        config = self.run.config
-        self.settings, self.steps = config.rollouts, config.steps_per_round
+        self.settings, self.steps = self.run.config.rollouts, self.run.config.steps_per_round
 
     def train(self) -> None:
         """Takes all rounds that are left."""
-        run, rounds = self.run, self.settings.rounds
         try:
-            for number in range(self._recall() + 1, rounds + 1):
+            for number in range(self._recall() + 1, self.settings.rounds + 1):
                 self._round(number)
         finally:
             for judging in filter(None, self.judgings.values()):
                 judging.ended = True
-        self.loop.final_step = run.progress.best_step = self._kept().round * self.steps
+        self.loop.final_step = self.run.progress.best_step = self._kept().round * self.steps
 
     def _recall(self) -> int:
         """Takes up what is known of the rounds so far, and returns the last that is finished."""
@@ -142,23 +142,22 @@ class Rounds:
 
     def _round(self, number: int) -> None:
         """One round, from its answers to the verdict."""
-        run, began = self.run, time.perf_counter()
-        first_step, run.steps = (number - 1) * self.steps, number * self.steps
-        run.progress.best_step = self._kept().round * self.steps  # its checkpoint is kept
+        run, began, first_step = self.run, time.perf_counter(), (number - 1) * self.steps
+        run.steps, run.progress.best_step = number * self.steps, self._kept().round * self.steps
         if run.model is not self.collector.sampler.model:  # a pipeline's blocks have moved
             sampler = Sampler(run.model, self.collector.sampler.tokenizer, self.settings, world=run.world)
             self.collector = replace(self.collector, world=run.world, sampler=sampler)
-        collected = self._collected(number)
+        collected = self._collected(number, first_step)
         groups, pairs = collected.groups, collected.pairs
-        figures = figures_of(groups, pairs, kl_of(run, groups))
+        figures = RoundFigures(number, {}, figures_of(groups, pairs, kl_of(run, groups)))
         staleness = int(collected.version != self._kept().round)
-        self._show(RoundFigures(number, {}, figures))
+        run.say.line(f"round {number} of {self.settings.rounds}: {line_of(figures, self.settings)}", "bold")
         begins = run.progress.step == first_step
         if begins:  # an order of its own
             run.progress.epoch, run.progress.cursor = run.progress.epoch + 1, 0
         data = self._data(number, groups, pairs)
         if data is not None:
-            self._prepare(number, data)
+            self._prepare(number, data, first_step)
         if self.settings.overlap and begins and number < self.settings.rounds:
             self._draw(number + 1)
             self.judgings[number + 1] = self.collector.judge_beside(number + 1, self._drawn_by(number + 1))
@@ -174,11 +173,11 @@ class Rounds:
             run.save()
         ended = time.perf_counter()
         self.collector.seconds.update(training=ended - training, round=ended - began)
-        self._judge(RoundFigures(number, self.loop.latest, figures), staleness, self.collector.examples(pairs))
+        self._judge(replace(figures, held_out=self.loop.latest), staleness, self.collector.examples(pairs))
 
-    def _collected(self, number: int) -> Collected:
+    def _collected(self, number: int, first_step: int) -> Collected:
         """A round's answers; drawn here, unless they were drawn before."""
-        run, first_step, folder = self.run, (number - 1) * self.steps, self.collector.folder_of(number)
+        run, folder = self.run, self.collector.folder_of(number)
         if run.progress.step == first_step:
             was_drawn = self.settings.overlap and number > 1
             if was_drawn and not self._drawn_by(number):  # lost with the disk that kept them
@@ -222,13 +221,13 @@ class Rounds:
         pieces = [np.array(piece, np.int32) for of_pair in ids for piece in of_pair]
         return in_memory(str(folder / PAIRS), "preference", "tokens", pieces, 0, [], 0) if pairs else None
 
-    def _prepare(self, number: int, data: Dataset) -> None:
+    def _prepare(self, number: int, data: Dataset, first_step: int) -> None:
         """Makes ready to train on a round's data: independent ranks begin with it, or go on inside of it."""
         run = self.run
         run.world.require_equal(f"answers of round {number}", data.digest)
         run.inputs = replace(run.inputs, data=data)
         if run.local_sgd is not None:
-            merger, first_step = run.local_sgd.merger, (number - 1) * self.steps
+            merger = run.local_sgd.merger
             kept = run.resumed or {"momentum": merger.momentum, "feedback": merger.feedback}
             run.local_sgd = LocalSGD(run.config, run.world, run.plan, run.model, data.lengths, run.steps, first_step)
             run.local_sgd.resume(run.progress, kept)
@@ -275,55 +274,36 @@ class Rounds:
 
     def _kept(self) -> RoundFigures:
         """The last round that was not undone."""
-        return next(one for one in reversed(self.history) if not one.undone)
+        return next(of for of in reversed(self.history) if not of.undone)
 
     def _file_of(self, number: int) -> Path:
         return self.collector.folder_of(number) / ROUND
 
-    def _show(self, round_: RoundFigures) -> None:
-        figures = round_.samples
-        assert figures is not None
-        cut = round(figures.unended * figures.samples)
-        texts = [
-            f"{figures.samples:,} answers",
-            "none is scored" if figures.score is None else f"mean score {figures.score:.4g}",
-            f"{figures.failed:,} left out by the judge" if figures.failed else "",
-            f"{cut:,} cut by rollouts.max_tokens={self.settings.max_tokens}" if cut else "",
-            f"{figures.pairs:,} pairs of {figures.accepted:.0%} of the prompts",
-            f"{figures.tokens:.4g} tokens an answer",
-            f"{figures.duplicates:.0%} duplicates, entropy {figures.entropy:.3g}",
-            "" if figures.kl is None else f"KL {figures.kl:.3g}",
-        ]
-        line = f"round {round_.round} of {self.settings.rounds}: {', '.join(filter(None, texts))}"
-        self.run.say.line(line, "bold")
-
-
-def _judge_of(config: Config, section: str, prompts: Prompts, tokenizer: Tokenizer) -> Judge:
-    """The judge that rollouts.judge or evaluate.judge names, tried on the first prompt with its own answer."""
-    named = config.evaluate.model_copy(update={"judge": getattr(config, section).judge})
-    judge = judge_of(config.model_copy(update={"evaluate": named}), f"{section}.judge", grades=True)
-    answer = prompts.record(0).get(ANSWER)
-    judge.require_scores(question_of(prompts, 0, ["" if answer is None else str(answer)], config, tokenizer))
-    return judge
-
 
 def train(run: TrainingRun, evaluator: Evaluator) -> TrainingLoop:
     """All rounds of a run, resumed or new; its last weights are in the model then."""
-    config, inputs, world = run.config, run.inputs, run.world
-    prompts, tokenizer, rollouts = inputs.data, inputs.tokenizer, config.rollouts
+    config, inputs, world, rollouts = run.config, run.inputs, run.world, run.config.rollouts
+    prompts, tokenizer = inputs.data, inputs.tokenizer
     assert isinstance(prompts, Prompts) and tokenizer is not None
+
+    def judge_of_section(section: str) -> Judge:
+        """The judge that rollouts.judge or evaluate.judge names, tried on the first prompt with its own answer."""
+        named = config.evaluate.model_copy(update={"judge": getattr(config, section).judge})
+        judge = judge_of(config.model_copy(update={"evaluate": named}), f"{section}.judge", grades=True)
+        answer = prompts.record(0).get(ANSWER)
+        judge.require_scores(question_of(prompts, 0, ["" if answer is None else str(answer)], config, tokenizer))
+        return judge
+
     with world.agreeing("opening the prompts"):
         if run.plan.strategy == "sharded":
             raise UserError("the plan is sharded, and ranks draw with whole models, or pipelined; take pipelined")
-        section = "rollouts" if rollouts.judge is not None else "evaluate"
-        judge = judge_of_held_out = _judge_of(config, section, prompts, tokenizer)
+        judge = judge_of_held_out = judge_of_section("evaluate" if rollouts.judge is None else "rollouts")
         is_other = rollouts.judge not in (None, config.evaluate.judge)
         if inputs.held_out is not None and (is_other or rollouts.overlap):  # it may be asked while the first one scores
-            judge_of_held_out = _judge_of(config, "evaluate", prompts, tokenizer)
-        judges_beside = not (rollouts.judge or config.evaluate.judge or "").startswith(REWARD_MODEL)
+            judge_of_held_out = judge_of_section("evaluate")
     loop = TrainingLoop(run, None, HeldOut(run, evaluator, judge_of_held_out))
     sampler = Sampler(run.model, tokenizer, rollouts, world=world)
-    keeps_disk = run.lock is not None
-    collector = Collector(config, run.folder, world, keeps_disk, sampler, prompts, judge, judges_beside, run.say)
+    beside = not isinstance(judge, RewardModel)
+    collector = Collector(config, run.folder, world, run.lock is not None, sampler, prompts, judge, beside, run.say)
     Rounds(run, collector, loop).train()
     return loop
