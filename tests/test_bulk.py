@@ -24,7 +24,6 @@ from lib.config import load
 from lib.config.settings import Config, DataSettings, ModelSettings
 from lib.data.dataset import load_dataset
 from lib.data.prompts import load_questions
-from lib.data.streaming import open_held_out
 from lib.data.tokenizer import load_tokenizer_of
 from lib.distributed.work_queue import Journal
 from lib.distributed.world import World
@@ -377,17 +376,3 @@ def test_by_default_a_runs_held_out_rows_are_scored(tmp_path: Path) -> None:
     tiny.train(tmp_path, [*words, f"data.train={other}", "train.steps=2", "run.name=bare"])
     status, said = bulk(["--run", str(folder / "bare"), cache, "--score", "--out", f"{out}.2"], check=False)
     assert status == 2 and "the run has no held-out records (data.valid, data.holdout); name a file with" in said
-
-
-def test_held_out_conversations_are_asked_on_the_side_where_training_has_them(chatty: Path, tmp_path: Path) -> None:
-    """With data.learn=all a conversation has no prompt to be held out by, though it has one to be asked."""
-    rows = [[{"role": "user", "content": f"{i % 4}?"}, {"role": "assistant", "content": str(i)}] for i in range(40)]
-    data = tiny.write_jsonl(tmp_path / "chats.jsonl", [{"messages": messages} for messages in rows])
-    words = [f"data.train={data}", "data.holdout=0.3", "train.loss=sft", f"data.cache_dir={tmp_path}/cache"]
-    for learn in ("all", "last"):
-        config = config_of(chatty, *words, f"data.learn={learn}")
-        asked = open_asked(None, config, "prompt", Terminal())
-        trained = open_asked(None, config, "sft", Terminal())
-        assert [asked[i] for i in range(len(asked))] == [trained[i] for i in range(len(trained))]
-        held_out = open_held_out(config.data, "sft", load_tokenizer_of(config.model), tell=print, eos_token_id=1)
-        assert held_out is not None and len(held_out) == len(asked) and 0 < len(asked) < 40

@@ -84,20 +84,6 @@ def test_a_function_has_a_process_of_its_own(functions: None, capfd: pytest.Capt
         judge_of(settings("round_judges:absent"), "rollouts.judge")
 
 
-def test_a_function_of_this_folder_is_found_as_long_as_it_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = tmp_path / "here.py"
-    module.write_text("import os\ndef leave(prompt, completions, record):\n    os._exit(3)\n")
-    monkeypatch.chdir(tmp_path)
-    judge = judge_of(settings("here:leave"), "rollouts.judge")
-    with pytest.raises(UserError, match="^rollouts.judge=here:leave: q.jsonl:1: its process ended with status 3$"):
-        judge([asked("a")])
-    module.unlink()
-    with pytest.raises(UserError, match="^rollouts.judge=here:leave: q.jsonl:1: ModuleNotFoundError: .*'here'$"):
-        judge([asked("a")])
-
-
 def test_a_judge_that_fails_on_an_answer_leaves_that_one_out(functions: None) -> None:
     judge = judge_of(settings("round_judges:frail", judge_seconds=0.5), "rollouts.judge")
     scored = scores_of(judge, [asked("a", "b"), asked("bad", "c"), asked("slow", "d"), asked("dead", "e")])
@@ -153,14 +139,6 @@ def test_a_pattern_without_end_is_ended() -> None:
     assert [of_question[0].score for of_question in scored] == [None, 1.0]
 
 
-def test_a_schema_needs_its_package_or_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package is not among those that Tandem needs: where it is missing, the judge says so."""
-    (tmp_path / "jsonschema.py").write_text("raise ImportError('not here')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UserError, match="json_schema needs the package jsonschema: pip install jsonschema"):
-        scorer_of(settings("json_schema"))([asked("{}", answer={"type": "object"})])
-
-
 def save_classifier(folder: Path, labels: int = 1) -> np.ndarray:
     """The quickstart's model as a sequence classifier; returns its head, float32 [labels, hidden]."""
     model = ROOT / "configs/quickstart/model"
@@ -192,12 +170,6 @@ def test_a_classifier_scores_each_answer_as_alone(tmp_path: Path) -> None:
         # A dot product of `hidden` numbers, each rounded once; the padding's shapes round the passes otherwise.
         bound = 64 * np.finfo(np.float32).eps * np.abs(hidden * head[0]).sum()
         assert abs(score - hidden @ head[0]) <= bound and abs(score - other) <= bound
-
-
-def test_a_reward_model_has_one_label(tmp_path: Path) -> None:
-    save_classifier(tmp_path, labels=3)
-    with pytest.raises(UserError, match="has 3 labels; a reward model has one"):
-        scorer_of(settings(f"reward:{tmp_path}"))
 
 
 def test_a_language_model_is_asked_yes_or_no() -> None:

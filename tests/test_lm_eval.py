@@ -5,7 +5,6 @@ The package itself is not installed for tests: it takes 0.7 GB.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,7 @@ from lib.distributed.world import World, start
 from lib.errors import UserError
 from lib.evaluate import command as evaluate
 from lib.evaluate import harness
-from lib.evaluate.harness import HarnessModel, HarnessWorker, fitting, longest_input, rolling_windows
+from lib.evaluate.harness import HarnessModel, HarnessWorker, longest_input, rolling_windows
 from lib.evaluate.score_file import StoredModel
 from lib.system import mpi_and_blas
 from tests import rounding
@@ -89,21 +88,6 @@ def test_continuations_are_scored_as_by_plain_forward_passes(model: nn.Module, a
     assert scored[2] == scored[6]
 
 
-def test_a_context_runs_once_for_all_its_continuations(model: nn.Module, tmp_path: Path) -> None:
-    adapter, worker = adapter_of(model, tmp_path)
-    asked: list[Any] = []
-
-    def ask(kind: str, items: Any) -> list[Any]:
-        asked.extend(items)
-        return worker.ask(kind, items)
-
-    adapter.ask = ask
-    adapter.loglikelihood(requests(*PAIRS))
-    contexts = [tuple(context) for context, _ in asked]
-    assert len(contexts) == len(set(contexts)) == len({context.rstrip() for context, _ in PAIRS}) == 4
-    assert sorted(len(continuations) for _, continuations in asked) == [1, 1, 2, 3]
-
-
 def test_a_pair_is_cut_where_its_text_is(adapter: HarnessModel) -> None:
     for context, continuation in PAIRS:
         first, second = adapter.encode_pair(context, continuation)
@@ -119,25 +103,6 @@ def test_texts_are_scored_in_windows_that_predict_every_token_once(model: nn.Mod
     (scored,) = adapter.loglikelihood_rolling(requests((text,)))
     logps = [plain_logps(model, *window)[0] for window in rolling_windows(ids, adapter.start_id, adapter.longest)]
     assert scored == pytest.approx(sum(logps), abs=limit_of(model, logps) * len(logps))
-
-
-@pytest.mark.parametrize(("count", "longest"), [(0, 4), (3, 4), (4, 4), (5, 4), (10, 4), (9, 1)])
-def test_windows_have_all_the_context_that_fits(count: int, longest: int) -> None:
-    ids = list(range(count))
-    windows = rolling_windows(ids, -1, longest)
-    assert [token for _, predicted in windows for token in predicted] == ids
-    for context, predicted in windows:
-        assert len(context) + len(predicted) == min(longest, predicted[-1] + 1) + 1
-        begin = predicted[0]
-        assert context == [-1, *ids][begin + 1 - len(context) : begin + 1]
-
-
-def test_too_long_a_context_loses_its_beginning() -> None:
-    assert fitting([1, 2, 3], [4, 5], 9) == ([1, 2, 3], [4, 5])
-    assert fitting([1, 2, 3], [4, 5], 3) == ([2, 3], [4, 5])  # the last token is not seen
-    assert fitting([1, 2, 3], [4, 5], 2) == ([3], [4, 5])
-    with pytest.raises(UserError, match="a continuation of 2 tokens does not fit a model that sees 1"):
-        fitting([1, 2, 3], [4, 5], 1)
 
 
 def greedy(model: nn.Module, adapter: HarnessModel, prompt: str, count: int) -> str:
@@ -162,12 +127,6 @@ def test_answers_are_greedy_and_end_before_the_first_stop_text(model: nn.Module,
     assert written == [whole[0], whole[1][: whole[1].index(whole[1][4:6])], whole[2]]
     (short,) = adapter.generate_until(requests((prompts[0], {"until": [], "max_new_tokens": 3, "do_sample": False})))
     assert short == greedy(model, adapter, prompts[0], 3)
-
-
-def test_drawn_answers_follow_from_the_seed(model: nn.Module, tmp_path: Path) -> None:
-    asked = requests(*[("Add 1 and 2. ", {"until": [], "do_sample": True, "temperature": 2.0, "max_gen_toks": 12})])
-    texts = [adapter_of(model, tmp_path / name)[0].generate_until(asked) for name in "ab"]
-    assert texts[0] == texts[1] != [greedy(model, adapter_of(model, tmp_path)[0], "Add 1 and 2. ", 12)]
 
 
 def test_a_task_that_wants_more_than_the_model_sees_is_refused(adapter: HarnessModel) -> None:
@@ -215,15 +174,3 @@ def test_without_the_package_the_command_says_what_to_install(
     said = capsys.readouterr().err
     assert "--tasks needs the package" in said and "-m pip install -c constraints.txt" in said
     assert len(said.splitlines()) == 1 and not list(tmp_path.iterdir())
-
-
-def test_the_table_has_metrics_with_their_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from lib.system.terminal import Terminal
-
-    values = {"alias": "t", "acc,none": 0.5, "acc_stderr,none": 0.1, "exact_match,last-number": 0.25, "sample_len": 3}
-    results = {"results": {"t": values}, "seconds": 1.0}
-    harness.show(Terminal(), "run", results, tmp_path / "out.json")
-    said = capsys.readouterr().out
-    assert json.loads(said.splitlines()[-1])["tasks"]["t"]["acc,none"] == 0.5
-    for cell in ("acc", "0.5000", "0.1000", "exact_match (last-number)", "0.2500"):
-        assert cell in said

@@ -12,9 +12,9 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from lib import dashboard
-from lib.report import charts, page, run_report, trackers
+from lib.report import charts, page, run_report
 from lib.report.history import RunHistory, figures
-from lib.system.records import Arithmetic, PerformanceTracker, Tail, read_records, rewind
+from lib.system.records import PerformanceTracker, Tail, read_records, rewind
 from tests import tiny
 from tests.tiny import ROOT
 
@@ -155,12 +155,6 @@ def test_the_time_between_a_stop_and_a_resume_is_none_of_the_runs(tmp_path: Path
     assert figures(RunHistory(tmp_path / "none"), 5.0).state == "waiting"
 
 
-def test_operations_are_four_a_parameter_and_token_and_six_with_all_weights() -> None:
-    rates = Arithmetic(4 * 8e9, 989e12).rates(tokens=10_000, computed_tokens=12_000, seconds=2.0)
-    assert rates["computed_tokens_per_second"] == 6000 and rates["tflops"] == pytest.approx(4 * 8e9 * 5000 / 1e12)
-    assert rates["matrix_rate_share"] == pytest.approx(4 * 8e9 * 6000 / 989e12)
-
-
 def test_exact_match_stands_beside_the_held_out_loss(tmp_path: Path) -> None:
     evaluations = [
         {
@@ -236,17 +230,6 @@ def test_a_run_leaves_one_page_that_needs_no_other_and_a_model_card(tmp_path: Pa
     assert f"| loss | {evaluations[0]['loss']:.4f} | {best['loss']:.4f} |" in card.text
     (run / "report.html").unlink()
     assert dashboard.main(["--export", str(run)]) == 0 and (run / "report.html").exists()
-
-
-@pytest.mark.parametrize(
-    "words", ["train.loss=sft data.valid=null train.steps=1", "strategy=independent train.steps=2"]
-)
-def test_whatever_a_run_has_no_figures_of_its_pages_are_drawn(tmp_path: Path, words: str) -> None:
-    tiny.train(tmp_path, [*tiny.settings(tmp_path, run__pages="true"), *words.split(), "run.name=run"])
-    run = tmp_path / "runs" / "run"
-    assert (
-        "<svg" in (run / "report.html").read_text() and (run / "curves.png").exists() and (run / "README.md").exists()
-    )
 
 
 def test_a_folders_name_is_shown_and_not_obeyed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -332,18 +315,6 @@ def test_tensorboard_has_the_figures_of_the_logs_and_may_be_asked_for_on_resume(
     shown = scalars(events(run))
     assert {step for step, tag in shown if tag == "train/loss"} == {1, 2, 3, 4, 7, 8}
     assert all(shown[key] == pytest.approx(value) for key, value in logged(run).items() if key[0] not in (5, 6))
-
-
-def test_steps_that_a_crash_undid_are_forgotten(tmp_path: Path) -> None:
-    start: dict[str, Any] = {"kind": "start", "config": {}, "resumed_from_step": None}
-    for resumed, losses in ((None, {1: 0.5, 2: 0.4, 3: 0.9, 4: 0.9}), (2, {3: 0.3})):
-        feed = trackers.Trackers(["tensorboard"], tmp_path)
-        feed.take(start | {"resumed_from_step": resumed})
-        for step, loss in losses.items():
-            feed.take({"kind": "step", "step": step, "time": 1.0, "loss": loss, "kl": None, "grad_norm": float("nan")})
-        feed.take({"kind": "end", "step": 9, "time": 1.0})
-    shown = scalars(events(tmp_path))
-    assert shown == {(step, "train/loss"): pytest.approx(loss) for step, loss in ((1, 0.5), (2, 0.4), (3, 0.3))}
 
 
 def test_a_missing_package_is_one_line_before_anything_is_written(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ from typing import Any
 
 import mlx_lm
 import numpy as np
-import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,7 +48,6 @@ from lib.system.records import read_records
 from lib.training.checkpoint import MOMENTUM, common_at, fault_of, load_part
 from lib.training.checkpoint import part_of as rank_file
 from lib.training.optimizers import learning_rate
-from lib.training.reference_model import AskedReference
 from lib.training.run import Learner
 from tests import tiny
 from tests.test_data import CORPUS, byte_level
@@ -216,16 +213,6 @@ def test_rounds_take_all_prompts_in_turn(tmp_path: Path) -> None:
     for rows in rounds:
         lengths = [len(prompts.prompt_ids(row)) for row in rows]
         assert lengths == sorted(lengths, reverse=True)
-
-
-def test_a_judge_gets_the_whole_record_of_parquet_too(tmp_path: Path) -> None:
-    records = [
-        {"prompt_ids": [2, 3], "tests": ["assert f(1) == 2"], "rubric": "short", "level": row} for row in range(3)
-    ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "prompts.parquet")
-    data = load(None, [], {"model": {"path": "m"}, "data": {"train": "d", "cache_dir": str(tmp_path / "cache")}}).data
-    prompts = open_prompts(str(tmp_path / "prompts.parquet"), data, None, RolloutSettings(), 2, None, print)
-    assert [prompts.record(row) for row in range(3)] == records
 
 
 # ---- Held-out prompts
@@ -422,18 +409,6 @@ def test_answers_drawn_ahead_are_one_round_old_at_most_and_say_so(
         assert one == other, name
 
 
-@pytest.mark.long
-def test_answers_that_went_with_a_disk_are_drawn_again(overlapping: tuple[Path, list[str]], tmp_path: Path) -> None:
-    """At step 4 of 6 the third round was drawn long ago, by weights that have learnt since."""
-    run = tmp_path / "run"
-    shutil.copytree(overlapping[0], run)
-    for lost in ("checkpoints/step-00000005", "checkpoints/step-00000006", "rounds/0003"):
-        shutil.rmtree(run / lost)
-    told = " ".join(tiny.train(tmp_path, ["--resume", str(run)]).stdout.split())
-    assert "0003 lacks answers that were drawn before; the weights as they are draw them" in told
-    assert len(lines(run / "rounds/0003/samples.jsonl")) == 6 * 4
-
-
 def test_a_judge_beside_the_ranks_reports_its_fault(tmp_path: Path) -> None:
     def scores(chunk: int) -> list[str]:
         if chunk == 2:
@@ -525,11 +500,6 @@ def test_pairs_of_a_round_are_trained_by_their_ids_and_by_no_other_tokenizer(
     assert texts == [pair["chosen"] for pair in lines(pairs)]
 
 
-def alike(prompt: Any, completions: list[str], record: dict[str, Any]) -> list[int]:
-    """A judge that prefers nothing."""
-    return [1] * len(completions)
-
-
 @pytest.mark.long
 def test_ragged_rounds_take_the_learning_rates_of_the_schedule_over_all_rounds(tmp_path: Path) -> None:
     words = [
@@ -549,17 +519,6 @@ def test_ragged_rounds_take_the_learning_rates_of_the_schedule_over_all_rounds(t
         for record in tiny.steps_of(run, rank):
             found[record["learning_rate"]] += len(record["rows"])
     assert found == expected
-
-
-@pytest.mark.long
-def test_the_reference_follows_after_a_round_without_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it would be that of the rounds before, until its next turn."""
-    followed: list[int] = []
-    monkeypatch.setattr(AskedReference, "follow", lambda self, step: followed.append(step))
-    judge = "tests.test_rollouts:alike"
-    words = tiny.rounds(tmp_path, rollouts__rounds=2, evaluate__judge=judge, rollouts__reference_every=1)
-    tiny.train(tmp_path, [*words, "run.name=run"])
-    assert followed[:2] == [2, 4] and lines(tmp_path / "runs/run/rounds/0001/pairs.jsonl") == []
 
 
 def test_groups_train_in_rounds(whole: tuple[Path, list[str]], tmp_path: Path) -> None:
@@ -645,20 +604,3 @@ def test_wrong_input_is_one_clear_line(own: str, why: str, words: list[str], tmp
     assert result.returncode == 2 and result.stderr.count("\n") == 1
     with pytest.raises(UserError, match=why):
         raise UserError(result.stderr.strip())
-
-
-@pytest.mark.parametrize(
-    ("judge", "said"),
-    [
-        ("http://127.0.0.1:1/v1", "no server answers"),
-        ("builtins:print", r"print: \S*prompts.jsonl:1: returned None; it has to be a list of 1 scores"),
-    ],
-)
-def test_a_server_is_asked_whether_it_is_there_and_a_function_tried(
-    judge: str, said: str, words: list[str], tmp_path: Path
-) -> None:
-    """Before the first answer is drawn."""
-    own = [f"rollouts.judge={judge}", "evaluate.judge_model=x", "evaluate.answers_limit=1"]
-    result = tiny.train(tmp_path, [*words, *own, "run.name=r"], check=False)
-    assert result.returncode == 2 and re.search(said, result.stderr)
-    assert not (tmp_path / "runs/r/rounds").exists()

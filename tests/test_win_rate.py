@@ -75,22 +75,6 @@ def test_an_answer_wins_only_where_both_orders_say_so(
     assert win_rate.verdict(scores, swapped) == verdict
 
 
-def test_ties_that_the_order_made_are_counted_apart_from_others() -> None:
-    def line(scores: Any, swapped: Any, verdict: str) -> Any:
-        return {"scores": scores, "swapped_scores": swapped, "verdict": verdict}
-
-    lines = [
-        line([1, 0], [0, 1], "tie"),
-        line([3, 3], [2, 2], "tie"),
-        line(None, None, "tie"),
-        line([2, 1], [5, 4], "win"),
-    ]
-    lines += [line([None, None], [1, 0], "unclear")]
-    result = win_rate.summarise(lines, looks_at_order=True)
-    assert (result["order_decided"], result["ties"], result["unclear"], result["wins"]) == (1, 3, 1, 1)
-    assert result["win_rate"] == (1 + 4 / 2) / 5 and result["mean_score"] == (1 + 3 + 2) / 3
-
-
 # ---- Who judges
 
 
@@ -123,27 +107,6 @@ def test_ties_that_the_order_made_are_counted_apart_from_others() -> None:
 )
 def test_answers_are_checked(judge: str | None, text: str, answer: str, is_right: bool) -> None:
     assert judge_of(settings(judge=judge))(asked((text, "?"), answer=answer))[0][0] == is_right
-
-
-def test_a_python_function_is_a_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "own_judge.py").write_text(
-        "def length(prompt, completions, record):\n    return [len(text) for text in completions]\n"
-        "def wrong(prompt, completions, record):\n    return [1]\n"
-        "def broken(prompt, completions, record):\n    return record['grade']\n"
-    )
-    assert judge_of(settings(judge="own_judge:length"))(asked(("a", "abc"))) == [[1.0, 3.0]]
-    for name, why in (
-        (
-            "own_judge:wrong",
-            r"evaluate.judge=own_judge:wrong: q.jsonl:1: returned \[1\]; it has to be a list of 2 scores",
-        ),
-        ("own_judge:broken", "q.jsonl:1: KeyError: 'grade'"),
-        ("own_judge:absent", "give module:function, importable from this folder"),
-        ("no_such_module:f", "give module:function, importable from this folder"),
-    ):
-        with pytest.raises(UserError, match=why):
-            judge_of(settings(judge=name))(asked(("a", "abc")))
 
 
 @contextmanager
@@ -344,25 +307,3 @@ def test_what_is_finished_is_kept_and_no_judge_is_asked_twice(
     count = len((tmp_path / "asked").read_text())
     assert count - before < 2 * differ <= count
     assert told["order_decided"] == differ and told["ties"] == PROMPTS and told["win_rate"] == 0.5
-
-
-@pytest.mark.parametrize(
-    ("more", "why"),
-    [
-        (["--score"], "--score and --against go one at a time"),
-        (["--tasks", "x"], "--against and --tasks go one at a time"),
-        (["--limit", "3"], "are for --tasks NAMES"),
-        (["--checkpoint", "best"], "has no evaluation"),
-        (["--against", "no/such/model"], "no/such/model"),
-        (
-            ["--data", str(ROOT / "configs/quickstart/train.jsonl")],
-            "train.jsonl:1: no 'answer' to check completions by",
-        ),
-    ],
-)
-def test_wrong_words_are_one_line(
-    more: list[str], why: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert evaluate.main([*words(folder, tmp_path / "out.jsonl", "base"), *more]) == 2
-    said = capsys.readouterr().err
-    assert why in said and len(said.splitlines()) == 1
