@@ -1,4 +1,4 @@
-"""Settings that do not go together are refused; those that merely do nothing beside others are told, and it trains."""
+"""Settings that do not go together are refused; those that merely do nothing beside others are reported."""
 
 from __future__ import annotations
 
