@@ -410,7 +410,7 @@ def test_what_is_no_message_or_tool_is_named(change: dict[str, Any], words: str)
 def test_an_unknown_speaker_is_named() -> None:
     record = {"conversations": [{"from": "narrator", "value": "a"}, {"from": "gpt", "value": "b"}]}
     assert "conversations[0] has the unknown role 'narrator'" in reason(record, "sft")
-    assert "conversations[0].value is null" in reason({"conversations": [{"from": "human"}]}, "sft")
+    assert "conversations[0] has no content" in reason({"conversations": [{"from": "human"}]}, "sft")
     calls = [{"from": "human", "value": "a"}, {"from": "function_call", "value": "weather"}]
     assert "conversations[1].value is a string that is not JSON" in reason({"conversations": calls}, "sft")
 

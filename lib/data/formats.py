@@ -26,11 +26,9 @@ from lib.data.record_formats import (
     RecordKind,
     Tokens,
     Unusable,
-    check_completion,
+    check_json,
     check_messages,
     check_tools,
-    check_unicode,
-    learnt_part,
     name_of_type,
     parse_json_text,
 )
@@ -39,21 +37,18 @@ from lib.data.record_formats import (
 class Draft(NamedTuple):
     """What a record says, unchecked. A value that is a list is a list of messages."""
 
-    prompt: object = None  # a string or messages; None: all of it is in `completions`
-    completions: tuple[Any, ...] = ()  # One answer, or the better and the worse one
-    names: tuple[str, ...] = ()  # The column of each completion, for errors
+    prompt: object  # a string or messages; None: all of it is in `completions`
+    completions: tuple[Any, ...]  # One answer, or the better and the worse one
+    names: tuple[str, ...]  # The column of each completion, for errors
     tools: object = None
     is_text: bool = False  # All of it is learnt: there is no prompt, and no conversation
-
-
-Has = Literal["pair", "answer", "label", "prompt"]
 
 
 class Format(NamedTuple):
     """How records with these columns are read."""
 
     name: str  # Of a published format; empty for columns that data.prompt, data.chosen, ... name.
-    has: Has
+    has: Literal["pair", "answer", "label", "prompt"]
     needs: tuple[str, ...]
     read: Callable[[JSON], Draft]  # Raises Unusable
     uses: tuple[str, ...] = ()  # Columns that it reads besides, where they are there
@@ -62,7 +57,30 @@ class Format(NamedTuple):
 # ---- Published formats
 
 
-def _best_and_worst(prompt: str, column: str, text: str, score: str, sign: int) -> Callable[[JSON], Draft]:
+def transcript(text: Any) -> Any:
+    """Anthropic's "\\n\\nHuman: ... \\n\\nAssistant: ..." as messages; anything else as it is."""
+    if not isinstance(text, str) or not text.startswith("\n\nHuman:") or "\n\nAssistant:" not in text:
+        return text
+    return _turns(re.split(r"\n\n(Human|Assistant):", text)[1:])
+
+
+def _nvidia_turns(text: Any) -> Any:
+    """HelpSteer's turns, between lines "<extra_id_1>Assistant" and "<extra_id_1>User", as messages."""
+    if not isinstance(text, str) or "<extra_id_1>" not in text:
+        return text
+    return _turns(["User", *re.split(r"\n?<extra_id_1>(User|Assistant)\n", text)])
+
+
+def _turns(pieces: list[str]) -> list[JSON]:
+    """Messages of speaker, text, speaker, text, ...; without an assistant's turn at the end that is empty."""
+    turns = [
+        {"role": "assistant" if speaker == "Assistant" else "user", "content": said.strip()}
+        for speaker, said in zip(pieces[::2], pieces[1::2], strict=True)
+    ]
+    return turns[:-1] if turns[-1] == {"role": "assistant", "content": ""} else turns
+
+
+def _ranked(prompt: str, column: str, text: str, score: str, sign: int) -> Callable[[JSON], Draft]:
     """A list of answers with a number each, higher (sign 1) or lower (-1) for better ones."""
 
     def read(record: JSON) -> Draft:
@@ -77,25 +95,26 @@ def _best_and_worst(prompt: str, column: str, text: str, score: str, sign: int) 
     return read
 
 
-def _by_number(prompt: str, names: tuple[str, str], column: str, of_first: tuple[int, ...]) -> Callable[[JSON], Draft]:
+def _preferred(name: str, prompt: str, first: str, second: str, column: str, of_first: tuple[int, ...] = ()) -> Format:
     """Two answers and a number: which is better. of_first: the numbers of the first and the second; () for the sign."""
 
     def read(record: JSON) -> Draft:
         number = record[column]
         if not _is_finite(number) or (number not in of_first if of_first else number == 0):
             raise Unusable(f"column {column!r} is {number!r}, which prefers neither: nothing to prefer")
-        order = names if (number == of_first[0] if of_first else number < 0) else names[::-1]
-        return Draft(_nvidia_turns(record[prompt]), (record[order[0]], record[order[1]]), order)
+        is_first = number == of_first[0] if of_first else number < 0
+        return _behind(prompt, *((first, second) if is_first else (second, first)))(record)
 
-    return read
+    return Format(name, "pair", (prompt, first, second, column), read)
 
 
 def _is_finite(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _answers_behind(prompt: str, *names: str) -> Callable[[JSON], Draft]:
-    return lambda record: Draft(_nvidia_turns(record[prompt]), tuple(record[name] for name in names), names)
+def _behind(prompt: str, *names: str, turns: Callable[[Any], Any] = _nvidia_turns) -> Callable[[JSON], Draft]:
+    """Answers to a prompt's column."""
+    return lambda record: Draft(turns(record[prompt]), tuple(record[name] for name in names), names)
 
 
 def _conversation_in(name: str) -> Callable[[JSON], Draft]:
@@ -157,7 +176,7 @@ def _both(record: JSON, first: str, second: str, between: str) -> Any:
 def _text_in(record: JSON, name: str) -> str:
     if not isinstance(record[name], str):
         raise Unusable(f"column {name!r} is {name_of_type(record[name])}, not a string")
-    return check_unicode(record[name], name)
+    return str(check_json(record[name], name))
 
 
 def _messages_of(turns: list[Any]) -> list[JSON]:
@@ -165,56 +184,23 @@ def _messages_of(turns: list[Any]) -> list[JSON]:
     return [{"role": role, "content": text} for pair in pairs for role, text in pair]
 
 
-def transcript(text: Any) -> Any:
-    """Anthropic's "\\n\\nHuman: ... \\n\\nAssistant: ..." as messages; anything else as it is."""
-    if not isinstance(text, str) or not text.startswith("\n\nHuman:") or "\n\nAssistant:" not in text:
-        return text
-    return _turns(re.split(r"\n\n(Human|Assistant):", text)[1:])
-
-
-def _nvidia_turns(text: Any) -> Any:
-    """HelpSteer's turns, between lines "<extra_id_1>Assistant" and "<extra_id_1>User", as messages."""
-    if not isinstance(text, str) or "<extra_id_1>" not in text:
-        return text
-    return _turns(["User", *re.split(r"\n?<extra_id_1>(User|Assistant)\n", text)])
-
-
-def _turns(pieces: list[str]) -> list[JSON]:
-    """Messages of speaker, text, speaker, text, ...; without an assistant's turn at the end that is empty."""
-    turns = [
-        {"role": "assistant" if speaker == "Assistant" else "user", "content": text.strip()}
-        for speaker, text in zip(pieces[::2], pieces[1::2], strict=True)
-    ]
-    return turns[:-1] if turns[-1] == {"role": "assistant", "content": ""} else turns
-
-
 PAIR, LABEL, ALPACA = ("chosen", "rejected"), "kto_tag", ("input", "history")
 OUTPUTS = ("input", "preferred_output", "non_preferred_output")
-
-
-def _preferred(name: str, prompt: str, one: str, other: str, number: str, *of_first: int) -> Format:
-    """A published format of two answers and a number that prefers one."""
-    read = _by_number(prompt, (one, other), number, of_first)
-    return Format(name, "pair", (prompt, one, other, number), read)
-
-
-def _ranked(name: str, prompt: str, column: str, text: str, score: str, sign: int) -> Format:
-    return Format(name, "pair", (prompt, column), _best_and_worst(prompt, column, text, score, sign))
-
+ULTRAFEEDBACK = _ranked("instruction", "completions", "response", "overall_score", 1)
 
 # The first one whose columns are all there is taken.
 PUBLISHED = (
     Format("OpenAI preference", "pair", OUTPUTS, _openai_preference),
-    _ranked("UltraFeedback", "instruction", "completions", "response", "overall_score", 1),
-    _ranked("Nectar", "prompt", "answers", "answer", "rank", -1),
+    Format("UltraFeedback", "pair", ("instruction", "completions"), ULTRAFEEDBACK),
+    Format("Nectar", "pair", ("prompt", "answers"), _ranked("prompt", "answers", "answer", "rank", -1)),
     _preferred("HelpSteer2 preference", "prompt", "response_1", "response_2", "preference_strength"),
     _preferred("HelpSteer3", "context", "response1", "response2", "overall_preference"),
-    _preferred("SHP", "history", "human_ref_A", "human_ref_B", "labels", 1, 0),
-    _preferred("PKU-SafeRLHF", "prompt", "response_0", "response_1", "better_response_id", 0, 1),
+    _preferred("SHP", "history", "human_ref_A", "human_ref_B", "labels", (1, 0)),
+    _preferred("PKU-SafeRLHF", "prompt", "response_0", "response_1", "better_response_id", (0, 1)),
     Format("ShareGPT pairs", "pair", ("conversations", *PAIR), _sharegpt_pair),
-    Format("orca_dpo_pairs", "pair", ("question", *PAIR), _answers_behind("question", *PAIR)),
+    Format("orca_dpo_pairs", "pair", ("question", *PAIR), _behind("question", *PAIR)),
     Format("Alpaca pairs", "pair", ("instruction", *PAIR), _alpaca(*PAIR), ALPACA),
-    Format("distilabel pairs", "pair", ("input", *PAIR), _answers_behind("input", *PAIR)),
+    Format("distilabel pairs", "pair", ("input", *PAIR), _behind("input", *PAIR)),
     Format("Alpaca KTO", "label", ("instruction", "output", LABEL), _alpaca("output"), ALPACA),
     Format("ShareGPT KTO", "label", ("conversations", LABEL), _conversation_in("conversations")),
     Format("OpenAI messages KTO", "label", ("messages", LABEL), _conversation_in("messages")),
@@ -222,7 +208,7 @@ PUBLISHED = (
     Format("Capybara, LMSYS-Chat", "answer", ("conversation",), _capybara),
     Format("Alpaca", "answer", ("instruction", "output"), _alpaca("output"), ALPACA),
     Format("Dolly", "answer", ("instruction", "response"), _dolly, ("context",)),
-    Format("HelpSteer", "answer", ("prompt", "response", "helpfulness"), _answers_behind("prompt", "response")),
+    Format("HelpSteer", "answer", ("prompt", "response", "helpfulness"), _behind("prompt", "response")),
 )
 
 
@@ -241,61 +227,44 @@ MEANINGFUL = {
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"  # column of further arguments of the chat template
 
 
-@functools.cache
-def _named(columns: Columns) -> dict[str, Format]:
-    """The formats of the columns that the settings name."""
+def _candidates(there: frozenset[str], columns: Columns, kind: RecordKind) -> Iterator[Format]:
+    """The formats that may be meant by these columns, the likeliest first."""
     prompt, chosen, rejected, completion, messages, text = columns[:6]
 
-    def form(has: Has, asked: str | None, *names: str) -> Format:
-        """Answers behind a prompt's column, or each a whole conversation: messages, or a transcript."""
+    def form(has: Any, asked: str, *names: str) -> Format:
+        turns: Callable[[Any], Any] = (lambda text: text) if columns.are_named else transcript
+        return Format("", has, (asked, *names), _behind(asked, *names, turns=turns))
+
+    def whole(*names: str) -> Format:
+        """Answers that are a whole conversation each: messages, or a transcript."""
 
         def read(record: JSON) -> Draft:
-            if asked is not None:
-                given = record[asked] if columns.are_named else transcript(record[asked])
-                return Draft(given, tuple(record[name] for name in names), names)
             answers = tuple(transcript(record[name]) for name in names)
             if any(isinstance(answer, str) for answer in answers):
                 raise Unusable(_missing(record, columns, "preference", (prompt,)))
             return Draft(None, answers, names)
 
-        return Format("", has, names if asked is None else (asked, *names), read)
+        return Format("", "pair", names, read)
 
-    def plain(record: JSON) -> Draft:
-        return Draft(None, (_text_in(record, text),), ("text",), is_text=True)
-
-    return {
-        "pair": form("pair", prompt, chosen, rejected),
-        "whole pair": form("pair", None, chosen, rejected),
-        "answer": form("answer", prompt, completion),
-        "answer behind messages": form("answer", messages, completion),
-        "conversation": Format("", "answer", (messages,), _conversation_in(messages)),
-        "text": Format("", "answer", (text,), plain),
-        "chosen": form("pair", prompt, chosen),
-        "whole chosen": form("pair", None, chosen),
-        "prompt": form("prompt", prompt),
-    }
-
-
-def _candidates(there: frozenset[str], columns: Columns, kind: RecordKind) -> Iterator[Format]:
-    """The formats that may be meant by these columns, the likeliest first."""
-    named = _named(columns)
-    own = [named["answer"], named["answer behind messages"]]
-    own += [named["conversation"]] if columns.completion not in there else []
-    known = () if columns.are_named else PUBLISHED
-    pairs, answers, labels = ([form for form in known if form.has == has] for has in ("pair", "answer", "label"))
+    ours = [form("answer", prompt, completion), form("answer", messages, completion)]
+    if completion not in there:
+        ours = [Format("", "answer", (messages,), _conversation_in(messages))]
+    published = () if columns.are_named else PUBLISHED
+    pairs, answers, labels = ([known for known in published if known.has == has] for has in ("pair", "answer", "label"))
     if kind == "preference":
-        yield from (named["pair"], *pairs, named["whole pair"])
+        yield from (form("pair", prompt, chosen, rejected), *pairs, whole(chosen, rejected))
     elif kind == "unpaired":
-        yield from (*own, *answers) if columns.label in there else labels
+        yield from (*ours, *answers) if columns.label in there else labels
     elif kind == "prompt":
-        published = next((form for form in (*pairs, *answers, *labels) if there.issuperset(form.needs)), None)
-        reads_prompt = published is not None and columns.prompt in published.needs
-        yield from () if reads_prompt else (named["prompt"],)
-        yield from (*([published] if published else []), *own, named["whole pair"])
-    elif columns.completion in there:
-        yield from own
+        fit = [known for known in (*pairs, *answers, *labels) if there.issuperset(known.needs)][:1]
+        reads_prompt = any(prompt in known.needs for known in fit)
+        yield from (*fit, *ours) if reads_prompt else (form("prompt", prompt), *fit, *ours)
+        yield whole(chosen, rejected)
     else:
-        yield from (*own, *pairs, *answers, named["text"], named["chosen"], named["whole chosen"])
+        yield from ours
+        if completion not in there:
+            plain = Format("", "answer", (text,), lambda r: Draft(None, (_text_in(r, text),), ("text",), is_text=True))
+            yield from (*pairs, *answers, plain, form("pair", prompt, chosen), whole(chosen))
 
 
 class Reader(NamedTuple):
@@ -321,7 +290,8 @@ def reader_of(names: tuple[str, ...], columns: Columns, kind: RecordKind) -> Rea
         used = form.needs[-1:]
     if kind == "unpaired" and form.has == "answer":
         used = (*used, columns.label)
-    beside = () if form is _named(columns)["text"] else (columns.system, columns.tools, TEMPLATE_ARGUMENTS)
+    is_text = form.needs == (columns.text,) and kind == "sft"
+    beside = () if is_text else (columns.system, columns.tools, TEMPLATE_ARGUMENTS)
     extras = tuple(name for name in beside if name in there and name not in (*used, *columns.ignore))
     lost = there & MEANINGFUL.keys() - {*used, *extras, *columns.ignore}
     if kind == "prompt":
@@ -330,6 +300,10 @@ def reader_of(names: tuple[str, ...], columns: Columns, kind: RecordKind) -> Rea
     title += " (preference records: the other completion is not used)" * is_half
     known = {*form.needs, *used, *extras, *columns.ignore, *MEANINGFUL, VOCABULARY, *[columns.rejected] * is_half}
     return Reader(title, form, tuple(sorted(lost)), bool(extras), tuple(name for name in names if name not in known))
+
+
+def _names_there(record: JSON) -> tuple[str, ...]:
+    return tuple([name for name, value in record.items() if value is not None])
 
 
 WANTED: dict[str, tuple[str, ...]] = {
@@ -346,10 +320,9 @@ def _missing(record: JSON, columns: Columns, kind: RecordKind, wanted: tuple[str
     if null := next((name for name in names.values() if name in record and record[name] is None), None):
         return f"column {null!r} is null"
     absent = {role: name for role, name in names.items() if name not in record or name in wanted}
-    others = "".join(f" or {name!r}" for name in (columns.messages, columns.text) if "completion" in absent)
-    where = f"(columns: {', '.join(map(str, record)) or 'none'})"
-    why = f"no column {next(iter(absent.values()))!r}{others * (kind == 'sft')} {where}"
-    present = tuple(name for name, value in record.items() if value is not None)
+    others = f" or {columns.messages!r} or {columns.text!r}" if kind == "sft" and "completion" in absent else ""
+    why = f"no column {next(iter(absent.values()))!r}{others} (columns: {', '.join(map(str, record)) or 'none'})"
+    present = _names_there(record)
     if kind == "preference" and {columns.label, LABEL} & set(present):
         return f"{why}; labelled answers are not pairs: train.loss=kto"
     if kind == "preference" and (other := reader_of(present, columns, "sft")) and other.form.has == "answer":
@@ -369,19 +342,17 @@ def parse(record: JSON, settings: DataSettings, kind: RecordKind) -> Record:
     if (names := _token_columns(record, kind)) is not None:
         tokens = _parse_tokens(record, names)
         return tokens if kind != "unpaired" else replace(tokens, label=_label(record, columns.label))
-    reader = reader_of(tuple([name for name, value in record.items() if value is not None]), columns, kind)
+    reader = reader_of(_names_there(record), columns, kind)
     if reader is None:
         raise Unusable(_missing(record, columns, kind))
-    for name in reader.lost:
-        if _says_something(record[name]):
-            meant = f"set {MEANINGFUL[name]}, or " if MEANINGFUL[name] else ""
-            raise Unusable(
-                f"column {name!r} would be lost: {reader.name} does not read it; {meant}leave it out with "
-                f"data.ignore=[{name}]"
-            )
-    for name in reader.unread:
-        if _is_media(name, record[name]):
-            raise Unusable(f"column {name!r} holds media, which is not trained on: data.ignore=[{name}] leaves it out")
+    for name in filter(lambda name: _says_something(record[name]), reader.lost):
+        meant = f"set {MEANINGFUL[name]}, or " if MEANINGFUL[name] else ""
+        raise Unusable(
+            f"column {name!r} would be lost: {reader.name} does not read it; {meant}leave it out with "
+            f"data.ignore=[{name}]"
+        )
+    for name in filter(lambda name: _is_media(name, record[name]), reader.unread):
+        raise Unusable(f"column {name!r} holds media, which is not trained on: data.ignore=[{name}] leaves it out")
     draft, label = reader.form.read(record), None
     if kind == "unpaired":
         label = _label(record, columns.label if columns.label in record else LABEL)
@@ -393,21 +364,24 @@ def parse(record: JSON, settings: DataSettings, kind: RecordKind) -> Record:
         draft = draft._replace(completions=draft.completions[:1], names=draft.names[:1])
     is_plain = draft.is_text or isinstance(draft.prompt, str)
     if is_plain and not reader.is_chat and all(isinstance(text, str) for text in draft.completions):
-        prompt = check_unicode(draft.prompt, "prompt") if isinstance(draft.prompt, str) else None
-        return Plain(prompt, tuple(map(check_completion, draft.completions, draft.names)), reader.name, label)
+        prompt = check_json(draft.prompt, "prompt") if isinstance(draft.prompt, str) else None
+        return Plain(prompt, tuple(map(_check_completion, draft.completions, draft.names)), reader.name, label)
     return _chat(draft, record, reader.name, columns, kind, label)
 
 
-def parse_rows(record: JSON, settings: DataSettings, kind: RecordKind) -> list[Record]:
-    """The rows of a record: one; of a pair two, where labels are wanted: chosen is desirable, rejected is not."""
-    columns = Columns.of(settings)
-    there = tuple(name for name, value in record.items() if value is not None)
-    is_pair = {"chosen_ids", "rejected_ids"} <= set(there) or (
-        reader_of(there, columns, "unpaired") is None and reader_of(there, columns, "preference") is not None
-    )
-    if kind != "unpaired" or settings.label in record or not is_pair:
-        return [parse(record, settings, kind)]
-    pair = parse(record, settings, "preference")
+def rows_of(record: JSON | Unusable, settings: DataSettings, kind: RecordKind) -> Sequence[Record | Unusable]:
+    """The form of each row that a record gives, or why it has none.
+
+    It gives one; of a pair two, where labels are wanted: chosen is desirable, rejected is not.
+    """
+    try:
+        if isinstance(record, Unusable):
+            return [record]
+        if kind != "unpaired" or settings.label in record or not _is_pair(record, Columns.of(settings)):
+            return [parse(record, settings, kind)]
+        pair = parse(record, settings, "preference")
+    except Unusable as why:
+        return [why]
     title = f"{pair.columns} (each pair gives two rows: chosen is desirable, rejected is not)"
     rows: list[Record] = []
     for k, label in enumerate((True, False)):
@@ -418,12 +392,11 @@ def parse_rows(record: JSON, settings: DataSettings, kind: RecordKind) -> list[R
     return rows
 
 
-def rows_of(record: JSON | Unusable, settings: DataSettings, kind: RecordKind) -> Sequence[Record | Unusable]:
-    """The form of each row that a record gives, or why it has none."""
-    try:
-        return [record] if isinstance(record, Unusable) else parse_rows(record, settings, kind)
-    except Unusable as why:
-        return [why]
+def _is_pair(record: JSON, columns: Columns) -> bool:
+    """Whether a record has two answers, and nothing that is read as one with a label."""
+    there = _names_there(record)
+    is_known = [reader_of(there, columns, kind) is not None for kind in ("unpaired", "preference")]
+    return {"chosen_ids", "rejected_ids"} <= set(there) or is_known == [False, True]
 
 
 def _token_columns(record: JSON, kind: RecordKind) -> tuple[str, ...] | None:
@@ -438,79 +411,62 @@ def _token_columns(record: JSON, kind: RecordKind) -> tuple[str, ...] | None:
 
 
 def _parse_tokens(record: JSON, names: tuple[str, ...]) -> Tokens:
+    title, learnt = " + ".join(("prompt_ids", *names)), []
     for name in ("prompt_ids", *names):
-        ids = record.get(name)
+        ids, of_mask = record.get(name), name.replace("_ids", "_mask")
         if not isinstance(ids, list):
             why = f"column {name!r} is {name_of_type(ids)}, not a list of token ids"
             raise Unusable(why if name in record else f"no column {name!r}")
         for index, token in enumerate(ids):
             if type(token) is not int or token < 0:
                 raise Unusable(f"{name}[{index}] is {json.dumps(token, default=str)}, not a token id")
-        if not ids and name != "prompt_ids":
+        if name == "prompt_ids":
+            continue
+        if not ids:
             raise Unusable(f"empty completion: {name!r} has no tokens")
-    title, learnt = " + ".join(("prompt_ids", *names)), []
-    for name in names:
-        of_mask = name.replace("_ids", "_mask")
         mask = record.get(of_mask)
-        if mask is None:
-            mask = [True] * len(record[name])
-        elif (
-            not isinstance(mask, list) or len(mask) != len(record[name]) or not {0, 1}.issuperset(mask) or 1 not in mask
-        ):
+        title += "" if mask is None else f" + {of_mask}"
+        mask = [1] * len(ids) if mask is None else mask
+        if not isinstance(mask, list) or len(mask) != len(ids) or not {0, 1}.issuperset(mask) or 1 not in mask:
             raise Unusable(f"{of_mask} is not a list of 0 and 1, one for each of {name}, with a 1 for what is learnt")
-        else:
-            title += f" + {of_mask}"
         learnt.append([*map(bool, mask)])
     masks = None if all(map(all, learnt)) else tuple(learnt)
-    return Tokens(
-        record["prompt_ids"],
-        tuple(record[name] for name in names),
-        title,
-        learnt=masks,
-        vocabulary=str(record.get(VOCABULARY) or ""),
-    )
+    completions, vocabulary = tuple(record[name] for name in names), str(record.get(VOCABULARY) or "")
+    return Tokens(record["prompt_ids"], completions, title, learnt=masks, vocabulary=vocabulary)
 
 
 def _label(record: JSON, column: str) -> bool:
     """Whether a completion is desirable. Raises Unusable."""
-    if record.get(column) not in (True, False):  # 1 and 0, too
-        if column not in record:
-            raise Unusable(f"no column {column!r}; name yours with data.label=COLUMN")
+    if column not in record:
+        raise Unusable(f"no column {column!r}; name yours with data.label=COLUMN")
+    if record[column] not in (True, False):  # 1 and 0, too
         raise Unusable(f"column {column!r} is {json.dumps(record[column], default=str)}, not true or false")
     return bool(record[column])
 
 
 # ---- Conversations
 
+Learnt = tuple[tuple[bool, ...], ...]  # of each completion's messages, which are learnt
+
 
 def _chat(draft: Draft, record: JSON, name: str, columns: Columns, kind: RecordKind, label: bool | None) -> Chat:
     """A draft as messages."""
-    learnt: tuple[list[bool], ...] = ()
     completions: tuple[list[Message], ...] = ()
+    learnt: Learnt = ()
     if not draft.completions:
         prompt = _opened(record, _as_messages(draft.prompt, "user", "prompt", columns), columns)
     elif len(draft.completions) == 1 and draft.prompt is None:
-        messages = _opened(record, check_messages(draft.completions[0], draft.names[0], columns.ignore), columns)
-        if kind == "prompt":
-            is_answered = messages[-1]["role"] == "assistant" and len(messages) > 1
-            prompt = messages[:-1] if is_answered else messages
-        elif len(messages) < 2:
-            raise Unusable(f"column {draft.names[0]!r} has one message; it needs a prompt and an answer")
-        else:
-            learn = columns.learn if kind == "sft" else "last"
-            prompt, completion, flags = learnt_part(messages, learn, draft.names[0])
-            completions, learnt = (completion,), (flags,)
+        prompt = _opened(record, check_messages(draft.completions[0], draft.names[0], columns.ignore), columns)
+        if kind != "prompt":
+            prompt, completions, learnt = _split(prompt, columns.learn if kind == "sft" else "last", draft.names[0])
+        elif prompt[-1]["role"] == "assistant" and len(prompt) > 1:
+            prompt = prompt[:-1]
     else:
-        prompt, answers, common = _answers(draft, columns)
-        if any("weight" in message for part in (prompt, *answers) for message in part):
+        prompt, completions, learnt = _answers(draft, columns)
+        if any("weight" in message for part in (prompt, *completions) for message in part):
             raise Unusable("'weight' of a message is for SFT on conversations; leave it out with data.ignore=[weight]")
         prompt = _opened(record, prompt, columns)
-        if kind != "prompt":
-            completions = answers
-            learnt = tuple(
-                [message["role"] == "assistant" and i >= common for i, message in enumerate(answer)]
-                for answer in answers
-            )
+        completions, learnt = ((), ()) if kind == "prompt" else (completions, learnt)
     for answer, of_answer in zip(completions, draft.names, strict=False):
         if prompt and prompt[-1]["role"] == answer[0]["role"] == "assistant":
             raise Unusable("the prompt ends with an assistant message; it has to end before the answer")
@@ -522,15 +478,9 @@ def _chat(draft: Draft, record: JSON, name: str, columns: Columns, kind: RecordK
         if not (last["content"] or "").strip() and not last.get("tool_calls"):
             raise Unusable(f"empty completion: {of_answer!r} is blank")
     tools = draft.tools if draft.tools is not None else record.get(columns.tools)
-    return Chat(
-        prompt,
-        completions,
-        name,
-        None if all(flags == [True] for flags in learnt) else tuple(map(tuple, learnt)),
-        None if columns.tools in columns.ignore else check_tools(tools, columns.tools),
-        _template_arguments(record, columns),
-        label,
-    )
+    tools = None if columns.tools in columns.ignore else check_tools(tools, columns.tools)
+    masks = None if all(flags == (True,) for flags in learnt) else learnt
+    return Chat(prompt, completions, name, masks, tools, _template_arguments(record, columns), label)
 
 
 def _opened(record: JSON, messages: list[Message], columns: Columns) -> list[Message]:
@@ -539,30 +489,60 @@ def _opened(record: JSON, messages: list[Message], columns: Columns) -> list[Mes
     if columns.system in columns.ignore or not _says_something(system):
         return messages
     opening = _text_in(record, columns.system)
-    if messages and messages[0]["role"] in ("system", "developer"):
-        if messages[0]["content"] == opening:
-            return messages
-        raise Unusable(
-            f"column {columns.system!r} says something else than the conversation's own system message; leave it "
-            f"out with data.ignore=[{columns.system}]"
-        )
-    return [{"role": "system", "content": opening}, *messages]
+    if not messages or messages[0]["role"] not in ("system", "developer"):
+        return [{"role": "system", "content": opening}, *messages]
+    if messages[0]["content"] == opening:
+        return messages
+    raise Unusable(
+        f"column {columns.system!r} says something else than the conversation's own system message; leave it "
+        f"out with data.ignore=[{columns.system}]"
+    )
 
 
 def _as_messages(value: object, role: str, name: str, columns: Columns) -> list[Message]:
     if not isinstance(value, str):
         return check_messages(value, name, columns.ignore)
-    checked = check_unicode(value, name) if role == "user" else check_completion(value, name)
-    return [{"role": role, "content": checked}]
+    return [{"role": role, "content": check_json(value, name) if role == "user" else _check_completion(value, name)}]
 
 
-def _answers(draft: Draft, columns: Columns) -> tuple[list[Message], tuple[list[Message], ...], int]:
-    """The messages of the prompt, those of each completion, and how many of these the completions have in common.
+def _check_completion(text: str, name: str) -> str:
+    if not text.strip():
+        raise Unusable(f"empty completion: {name!r} is blank")
+    return str(check_json(text, name))
+
+
+def _split(messages: list[Message], learn: str, name: str) -> tuple[list[Message], tuple[list[Message], ...], Learnt]:
+    """A conversation's messages before the first learnt one, those up to the last, and which of these are learnt.
+
+    learn: see data.learn. Weights 0 and 1 of messages (OpenAI's) decide, where there are any. Raises Unusable.
+    """
+    if len(messages) < 2:
+        raise Unusable(f"column {name!r} has one message; it needs a prompt and an answer")
+    if learn != "all" and messages[-1]["role"] != "assistant":
+        raise Unusable(
+            f"{name!r} ends with a message of {messages[-1]['role']!r}, and no answer follows it: give it one, or end "
+            "the conversation with the assistant's last message"
+        )
+    bare: list[Any] = [{key: item for key, item in message.items() if key != "weight"} for message in messages]
+    weights: list[Any] = [message.get("weight") for message in messages]
+    by_role = learn == "assistant" or any(weight is not None for weight in weights)
+    learnt = [
+        weight != 0 and (learn == "all" or (message["role"] == "assistant" if by_role else i == len(bare) - 1))
+        for i, (message, weight) in enumerate(zip(bare, weights, strict=True))
+    ]
+    if not any(learnt):
+        raise Unusable(f"nothing of {name!r} is learnt: every message that could be has weight 0")
+    first, last = learnt.index(True), len(learnt) - learnt[::-1].index(True)
+    return bare[:first], (bare[first:last],), (tuple(learnt[first:last]),)
+
+
+def _answers(draft: Draft, columns: Columns) -> tuple[list[Message], tuple[list[Message], ...], Learnt]:
+    """The messages of the prompt, those of each completion, and which of these are learnt: the model's.
 
     Of two whole conversations the common leading messages are the prompt, and a prompt's column has to be among them.
     """
     both = zip(draft.completions, draft.names, strict=True)
-    answers = [_as_messages(said, "assistant", name, columns) for said, name in both]
+    answers, common = [_as_messages(said, "assistant", name, columns) for said, name in both], 0
     are_whole = all(answer[0]["role"] != "assistant" for answer in answers)
     if draft.prompt is None or isinstance(draft.prompt, str) and are_whole:
         shortest = min(map(len, answers)) - 1  # one message at least is left of each
@@ -571,20 +551,22 @@ def _answers(draft: Draft, columns: Columns) -> tuple[list[Message], tuple[list[
         # A prompt is what a model is asked: the completions begin where an assistant speaks.
         while length and any(answer[length]["role"] != "assistant" for answer in answers):
             length -= 1
-        prompt = answers[0][:length]
+        common, prompt = common - length, answers[0][:length]
         asked = draft.prompt.strip() if isinstance(draft.prompt, str) else ""
         if asked and not any(asked in str(message["content"]) for message in prompt):
             raise Unusable(f"column {columns.prompt!r} is not in the conversation of {draft.names[0]!r}")
         if not prompt:
             raise Unusable(f"{' and '.join(map(repr, draft.names))} have no first message in common: no prompt")
-        return prompt, tuple(answer[length:] for answer in answers), common - length
-    prompt, rests = _as_messages(draft.prompt, "user", "prompt", columns), []
-    for answer, name in zip(answers, draft.names, strict=True):
-        is_whole = answer[0]["role"] != "assistant"
-        if is_whole and answer[: len(prompt)] != prompt or len(answer) == len(prompt) * is_whole:
-            raise Unusable(f"{name!r} has {len(answer)} messages that do not begin with the prompt")
-        rests.append(answer[len(prompt) * is_whole :])
-    return prompt, tuple(rests), 0
+        rests = [answer[length:] for answer in answers]
+    else:
+        prompt, rests = _as_messages(draft.prompt, "user", "prompt", columns), []
+        for answer, name in zip(answers, draft.names, strict=True):
+            start = len(prompt) if answer[0]["role"] != "assistant" else 0
+            if answer[:start] != prompt[:start] or len(answer) == start:
+                raise Unusable(f"{name!r} has {len(answer)} messages that do not begin with the prompt")
+            rests.append(answer[start:])
+    learnt = [tuple(m["role"] == "assistant" and i >= common for i, m in enumerate(rest)) for rest in rests]
+    return prompt, tuple(rests), tuple(learnt)
 
 
 def _template_arguments(record: JSON, columns: Columns) -> JSON:
@@ -611,8 +593,8 @@ MEDIA_FILES = re.compile(
 
 def unread_columns(record: JSON, settings: DataSettings, kind: RecordKind) -> list[str]:
     """The columns of a record that hold text, lists or objects, and that neither its format nor data.ignore names."""
-    present = tuple(name for name, value in record.items() if value is not None)
-    reader = None if _token_columns(record, kind) is not None else reader_of(present, Columns.of(settings), kind)
+    is_tokenised = _token_columns(record, kind) is not None
+    reader = None if is_tokenised else reader_of(_names_there(record), Columns.of(settings), kind)
     unread = reader.unread if reader else ()
     return [name for name in unread if isinstance(record[name], str | list | dict) and _says_something(record[name])]
 

@@ -6,7 +6,7 @@ A record that fits no form raises Unusable with the reason; the caller names the
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypedDict, cast
 
@@ -122,13 +122,23 @@ ROLES = {
 CALLERS = ("function_call", "tool_call")  # ShareGPT's speakers whose text is a call
 
 
-def role_of(name: str, where: str) -> str:
-    """The role that a speaker's name means. Raises Unusable."""
-    role = ROLES.get(name) or ROLES.get(name.strip().lower())
-    if role is None:
-        known = "system, developer, user, assistant, tool"
-        raise Unusable(f"{where} has the unknown role {name!r}; call it one of {known}")
-    return role
+def check_json(value: Any, name: str, default: Any = None) -> Any:
+    """The value, which templates write as text or JSON: parquet has bytes and dates, JSON half surrogate pairs."""
+    try:
+        (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=default)).encode()
+    except TypeError as error:
+        raise Unusable(f"{name!r} has a value that JSON does not have: {error}") from error
+    except UnicodeEncodeError as error:
+        raise Unusable(f"{name!r} has half a surrogate pair") from error
+    return value
+
+
+def parse_json_text(text: str, name: str) -> Any:
+    """What the JSON in a string says. Raises Unusable."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Unusable(f"{name} is a string that is not JSON: {str(error).splitlines()[0]}") from None
 
 
 def check_messages(value: object, name: str, ignore: Collection[str] = ()) -> list[Message]:
@@ -146,14 +156,15 @@ def _message(message: object, where: str, ignore: Collection[str]) -> Message:
     # A file that was parquet once has null for each field that a message lacks; templates ask whether one is there.
     fields = {key: item for key, item in message.items() if item is not None and key not in ignore}
     if "role" not in fields and "from" in fields:  # ShareGPT's {from, value}
-        speaker, value = fields.pop("from"), fields.pop("value", None)
-        if not isinstance(value, str):
-            raise Unusable(f"{where}.value is {name_of_type(value)}, not a string")
-        calls = parse_json_text(value, f"{where}.value") if speaker in CALLERS else None
-        said = {"content": value} if calls is None else {"tool_calls": calls if isinstance(calls, list) else [calls]}
-        fields = {"role": speaker} | said | fields
-    if not isinstance(role := fields.pop("role", None), str):
+        fields = {"role": fields.pop("from"), "content": fields.pop("value", None)} | fields
+        if fields["role"] in CALLERS and isinstance(fields["content"], str):
+            calls = parse_json_text(fields.pop("content"), f"{where}.value")
+            fields["tool_calls"] = calls if isinstance(calls, list) else [calls]
+    if not isinstance(name := fields.pop("role", None), str):
         raise Unusable(f"{where} has no 'role' and 'content' (it has: {', '.join(map(str, message))})")
+    if (role := ROLES.get(name.strip().lower())) is None:
+        known = "system, developer, user, assistant, tool"
+        raise Unusable(f"{where} has the unknown role {name!r}; call it one of {known}")
     if "function_call" in fields:  # OpenAI's, before tools
         fields["tool_calls"] = [{"type": "function", "function": fields.pop("function_call")}]
     calls = _check_calls(fields.pop("tool_calls", None), f"{where}.tool_calls")
@@ -164,63 +175,57 @@ def _message(message: object, where: str, ignore: Collection[str]) -> Message:
         raise Unusable(f"{where} has no content and no tool_calls (it has: {', '.join(map(str, message))})")
     if content is not None and not isinstance(content, str):
         raise Unusable(f"{where}.content is {name_of_type(content)}, not a string")
-    for name in {"train", "training", "loss_weight"} & fields.keys():  # axolotl's and LLaMA-Factory's names
-        fields["weight"] = fields.pop(name)
+    for other in {"train", "training", "loss_weight"} & fields.keys():  # axolotl's and LLaMA-Factory's names
+        fields["weight"] = fields.pop(other)
     if fields.get("weight", 1) not in (0, 1):
         raise Unusable(f"{where}.weight is {json.dumps(fields['weight'], default=str)}, not 0 or 1")
-    check_unicode((content or "") + json.dumps(fields, ensure_ascii=False, default=str), where)
-    head: JSON = {"role": role_of(role, where), "content": content}
+    check_json([content, fields], where, default=str)
+    head: JSON = {"role": role, "content": content}
     return cast(Message, head | ({"tool_calls": calls} if calls else {}) | fields)
 
 
-def _check_calls(value: object, where: str) -> list[JSON]:
-    """Tool calls with a name and an object of arguments each."""
-    calls = []
-    for index, call in enumerate(_as_list(value, where, "calls")):
-        function = _function_of(call, f"{where}[{index}]")
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            arguments = parse_json_text(arguments.strip() or "{}", f"{where}[{index}].arguments")
-        arguments = {} if arguments is None else arguments
-        if not isinstance(arguments, dict):
-            raise Unusable(f"{where}[{index}].arguments is {name_of_type(arguments)}, not an object")
-        others = {} if function is call else {key: item for key, item in call.items() if item is not None}
-        calls.append(others | {"type": "function", "function": {**function, "arguments": arguments}})
-    return cast(list[JSON], _as_json(calls, where))
-
-
-def _as_list(value: object, where: str, what: str) -> list[Any]:
-    """A list, or the one that a JSON text spells; nothing for nothing."""
-    value = parse_json_text(value, where) if isinstance(value, str) and value.strip() else value
-    if value and not isinstance(value, list | str):
-        raise Unusable(f"{where} is {name_of_type(value)}, not a list of {what}")
-    return value if isinstance(value, list) else []
-
-
-def _function_of(value: Any, where: str) -> JSON:
-    """{name, ...} of a call or a definition, which may stand within {function: ...}."""
-    function = value.get("function", value) if isinstance(value, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Unusable(f"{where} has no function with a name")
-    return function
-
-
 def _text_of_part(part: object, where: str) -> str:
-    kind = part.get("type") if isinstance(part, dict) else name_of_type(part)
-    text = part.get("text") if isinstance(part, dict) else None
+    kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (name_of_type(part), None)
     if kind not in ("text", "input_text", "output_text") or not isinstance(text, str):
         raise Unusable(f"{where} is of type {kind!r}, and only text is trained on")
     return text
 
 
+def _functions(value: object, where: str, what: str) -> Iterator[tuple[str, JSON, JSON]]:
+    """Place, whole and function {name, ...} of calls or definitions: in a list, or the JSON text of one."""
+    value = parse_json_text(value, where) if isinstance(value, str) and value.strip() else value
+    if value and not isinstance(value, list | str):
+        raise Unusable(f"{where} is {name_of_type(value)}, not a list of {what}")
+    for index, item in enumerate(value if isinstance(value, list) else ()):
+        place = f"{where}[{index}]"
+        item = parse_json_text(item, place) if isinstance(item, str) and what == "tools" else item
+        function = item.get("function", item) if isinstance(item, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise Unusable(f"{place} has no function with a name")
+        yield place, item, function
+
+
+def _check_calls(value: object, where: str) -> list[JSON]:
+    """Tool calls with a name and an object of arguments each."""
+    calls = []
+    for place, call, function in _functions(value, where, "calls"):
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            arguments = parse_json_text(arguments.strip() or "{}", f"{place}.arguments")
+        arguments = {} if arguments is None else arguments
+        if not isinstance(arguments, dict):
+            raise Unusable(f"{place}.arguments is {name_of_type(arguments)}, not an object")
+        others = {} if function is call else {key: item for key, item in call.items() if item is not None}
+        calls.append(others | {"type": "function", "function": {**function, "arguments": arguments}})
+    return cast(list[JSON], check_json(calls, where))
+
+
 def check_tools(value: object, name: str) -> list[JSON] | None:
     """The definitions of tools, a list or its JSON text, as OpenAI has them; None for none. Raises Unusable."""
     tools = []
-    for index, tool in enumerate(_as_list(value, name, "tools")):
-        tool = parse_json_text(tool, f"{name}[{index}]") if isinstance(tool, str) else tool
-        function = _function_of(tool, f"{name}[{index}]")
+    for _, tool, function in _functions(value, name, "tools"):
         tools.append(_without_nulls({"type": "function", "function": tool} if function is tool else tool))
-    return cast(list[JSON], _as_json(tools, name)) or None
+    return check_json(tools, name) or None
 
 
 def _without_nulls(schema: Any) -> Any:
@@ -232,58 +237,3 @@ def _without_nulls(schema: Any) -> Any:
     kept = {key: item for key, item in schema.items() if item is not None or key in ("default", "const")}
     data = ("default", "const", "enum", "examples")
     return {key: item if key in data else _without_nulls(item) for key, item in kept.items()}
-
-
-def parse_json_text(text: str, name: str) -> Any:
-    """What the JSON in a string says. Raises Unusable."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise Unusable(f"{name} is a string that is not JSON: {str(error).splitlines()[0]}") from None
-
-
-def learnt_part(messages: list[Message], learn: str, name: str) -> tuple[list[Message], list[Message], list[bool]]:
-    """A conversation's messages before the first learnt one, those up to the last, and which of these are learnt.
-
-    learn: see data.learn. Weights 0 and 1 of messages (OpenAI's) decide, where there are any. Raises Unusable.
-    """
-    if learn != "all" and messages[-1]["role"] != "assistant":
-        raise Unusable(
-            f"{name!r} ends with a message of {messages[-1]['role']!r}, and no answer follows it: give it one, or end "
-            "the conversation with the assistant's last message"
-        )
-    weights = [cast(JSON, message).get("weight") for message in messages]
-    by_role = learn == "assistant" or any(weight is not None for weight in weights)
-    learnt = [
-        weight != 0 and (learn == "all" or (message["role"] == "assistant" if by_role else message is messages[-1]))
-        for message, weight in zip(messages, weights, strict=True)
-    ]
-    if not any(learnt):
-        raise Unusable(f"nothing of {name!r} is learnt: every message that could be has weight 0")
-    messages = [cast(Message, {key: item for key, item in m.items() if key != "weight"}) for m in messages]
-    first, last = learnt.index(True), len(learnt) - learnt[::-1].index(True)
-    return messages[:first], messages[first:last], learnt[first:last]
-
-
-def check_completion(text: str, name: str) -> str:
-    if not text.strip():
-        raise Unusable(f"empty completion: {name!r} is blank")
-    return check_unicode(text, name)
-
-
-def _as_json(value: object, name: str) -> object:
-    """Templates write it as JSON, which has no bytes and no dates; parquet has. Raises Unusable."""
-    try:
-        check_unicode(json.dumps(value, ensure_ascii=False), name)
-    except TypeError as error:
-        raise Unusable(f"{name!r} has a value that JSON does not have: {error}") from error
-    return value
-
-
-def check_unicode(text: str, name: str) -> str:
-    """JSON can spell half a surrogate pair, which no tokenizer takes."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise Unusable(f"{name!r} has half a surrogate pair at character {error.start + 1}") from error
-    return text
