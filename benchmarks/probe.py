@@ -207,7 +207,7 @@ def passes(request: dict[str, Any]) -> dict[str, Any]:
     evaluating = config.evaluate.model_copy(update={"batch_size": request["batch_size"]})
     passes_config = config.model_copy(update={"evaluate": evaluating})
     mismatched = losses.needs_mismatched(config.train.loss)
-    known = ("random tokens", config.record_kind, "", 0, list[str](), "")
+    known = ("random tokens", config.record_kind, "", "")
     dataset = Dataset(*known, np.concatenate(pieces), bounds, has_mismatched=mismatched)
 
     def reference() -> None:

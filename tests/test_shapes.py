@@ -42,7 +42,7 @@ def dataset(count: int, seed: int, *quantiles: tuple[float, ...]) -> Dataset:
     pieces = np.stack(columns, axis=1).astype(int).reshape(-1)
     bounds = np.concatenate([[0], np.cumsum(pieces)])
     tokens = random.integers(2, 48, bounds[-1]).astype(np.int32)
-    return Dataset("drawn", "preference", "", 0, [], "", tokens, bounds)
+    return Dataset("drawn", "preference", "", "", tokens, bounds)
 
 
 # Tokens of PandaLM's and GSM8K's pairs under a tokenizer of 4,096 tokens.

@@ -273,7 +273,7 @@ def labelled_dataset(count: int) -> Dataset:
 
     records = labelled(count, vocab_size=20, longest=5)
     pieces = [np.array(r[key], np.int32) for r in records for key in ("prompt_ids", "completion_ids")]
-    return in_memory("-", "unpaired", "-", pieces, 0, [], 0, [r["label"] for r in records])
+    return in_memory("-", "unpaired", "-", pieces, np.array([r["label"] for r in records]))
 
 
 def read(folder: Path, records: list[Any], **settings: Any) -> Dataset:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Unpack
 import numpy as np
 
 from lib.config.settings import DataSettings
-from lib.data import formats, record_files, sources
+from lib.data import formats, sources
 from lib.data.chat import Encoded
 from lib.data.record_formats import Record, RecordKind, Tokens, Unusable, Unwanted
 from lib.data.tokenize import Encoder, encode_records, truncate
@@ -131,15 +131,18 @@ class Dataset(Sized):
     path: str
     kind: RecordKind
     columns: str  # What was read, for people: `prompt + chosen + rejected`
-    truncated_count: int  # Rows that lost tokens to data.max_length
-    skipped: list[str]  # `file:line: why` for every record left out (data.skip_invalid)
     digest: str  # sha256 over kind, token ids and lengths, in order: covers tokenizer, template, data and truncation
     tokens: np.ndarray
     """int32 [T]: prompt, completions of row 0, prompt, completions of row 1, ...; -1 - id where it is not learnt."""
     bounds: np.ndarray  # int64 [n * (1 + K) + 1]: where each of these pieces begins in `tokens`, and the end
-    unwanted_count: int = 0  # Records that the filters left out: lengths, duplicates
     labels: np.ndarray | None = None
     has_mismatched: bool = False
+    truncated_count: int = 0  # Rows that lost tokens to data.max_length
+    skipped: Sequence[
+        str
+    ] = ()  # `file:line: why` for records left out (data.skip_invalid), the first ones of each file
+    skipped_count: int = 0
+    unwanted_count: int = 0  # Records that the filters left out: lengths, duplicates
 
     is_estimated = False
 
@@ -175,14 +178,9 @@ class Dataset(Sized):
         """The examples of some rows."""
         return [self[row] for row in rows]
 
-    @property
-    def skipped_count(self) -> int:
-        return len(self.skipped)
-
 
 Pieces = list[np.ndarray]
 """int32: the ids of a prompt, and of its completions, in which -1 - id is a token that is not learnt."""
-Placed = tuple[str, Record | Unusable]  # `file:line` and form of a record
 
 
 def load_dataset(
@@ -202,32 +200,11 @@ def load_dataset(
     Raises UserError: a file cannot be read, is empty, has text without a tokenizer or, without data.skip_invalid, a bad
     record.
     """
-    weights, placed, skipped, ends = sources.weights_of(path), list[Placed](), list[str](), list[int]()
-    for source in weights:
-        for file in sources.files_of(source, settings, tell):
-            for line, record in record_files.read(str(file)):
-                for row in formats.rows_of(record, settings, kind):
-                    if isinstance(row, Unusable):
-                        skipped.append(f"{file}:{line}: {row}")
-                    else:
-                        placed.append((f"{file}:{line}", row))
-        ends.append(len(placed))
-    name = " + ".join(weights)
-    require_usable(name, skipped, len(placed), settings)
-    keys = np.array([sources.keys_of(record) for _, record in placed if not isinstance(record, Unusable)], np.uint64)
-    numbers = sources.chosen_rows(keys[:, 0], keys[:, 1], ends, weights, settings, held_out)
     tokenisation = Tokenisation.of(settings, kind, tokenizer, vocabulary)
-    dataset = tokenisation.dataset(name, placed, numbers, skipped)
+    records, numbers = sources.open_sources(path, settings, kind, held_out, tell)
+    dataset = tokenisation.dataset(" + ".join(sources.weights_of(path)), records, numbers)
     tokenisation.tell_notes(tell)
     return dataset
-
-
-def require_usable(name: str, skipped: list[str], usable: int, settings: DataSettings) -> None:
-    """Raises UserError where records are unusable, unless data.skip_invalid leaves them out; or where none is left."""
-    if skipped and (not settings.skip_invalid or not usable):
-        raise UserError(record_files.refusal(skipped, len(skipped), usable))
-    if not usable:
-        raise UserError(f"{name} is empty: it has no records; name another file")
 
 
 class Tokenisation(NamedTuple):
@@ -251,35 +228,31 @@ class Tokenisation(NamedTuple):
         for note in self.encoder.notes if self.encoder else ():
             tell(note)
 
-    def placed(self, records: Any, numbers: Iterable[int]) -> Iterator[Placed]:
-        """Some records by number, with their places."""
+    def placed(self, records: Any, numbers: Iterable[int]) -> Iterator[tuple[str, Record | Unusable]]:
+        """`file:line` and form of some records by number."""
         for number in map(int, numbers):
             rows, label = formats.rows_of(records[number], self.settings, self.kind), records.label(number)
-            is_single = len(rows) == 1
-            yield (
-                records.location(number),
-                next(row for row in rows if is_single or (not isinstance(row, Unusable) and row.label == label)),
-            )
+            place = records.location(number)
+            own = next((row for row in rows if not isinstance(row, Unusable) and row.label == label), rows[0])
+            require_own(own, self.encoder.tokenizer if self.encoder else None, place)
+            yield place, own
 
-    def rows(self, placed: Iterable[Placed]) -> Iterator[tuple[str, Record | Unusable, tuple[Pieces, bool] | Unusable]]:
-        """Place, record, and its ids with whether they were cut; or why there are none. Some thousand at a time."""
-        iterator = iter(placed)
+    def rows(self, records: Any, numbers: Iterable[int]) -> Iterator[tuple[str, tuple[Pieces, bool] | Unusable]]:
+        """Of some records by number the place, and ids with whether they were cut; or why there are none."""
+        iterator = self.placed(records, numbers)
         while chunk := list(islice(iterator, CHUNK_RECORDS)):
             encoded = encode_records([record for _, record in chunk], self.encoder, chunk[0][0].rpartition(":")[0])
             for (place, record), ids in zip(chunk, encoded, strict=True):
-                require_own(record, self.encoder.tokenizer if self.encoder else None, place)
                 try:
-                    yield place, record, self._finish(record, ids)
+                    yield place, self._finish(record, ids)
                 except Unusable as why:
-                    yield place, record, why
+                    yield place, why
 
-    def dataset(
-        self, name: str, records: Sequence[Placed], numbers: np.ndarray, skipped: Sequence[str] = ()
-    ) -> Dataset:
+    def dataset(self, name: str, records: sources.Records, numbers: np.ndarray) -> Dataset:
         """The records of these numbers, int64 [n], in memory; one may be there twice. Raises as `load_dataset`."""
         wanted = list(dict.fromkeys(numbers.tolist()))
-        pieces, refused, cut, unwanted = dict[int, Pieces](), [*skipped], 0, 0
-        for number, (place, _, result) in zip(wanted, self.rows(records[n] for n in wanted), strict=True):
+        pieces, refused, cut, unwanted = dict[int, Pieces](), list[str](), 0, 0
+        for number, (place, result) in zip(wanted, self.rows(records, wanted), strict=True):
             if isinstance(result, Unwanted):
                 unwanted += 1
             elif isinstance(result, Unusable):
@@ -287,15 +260,15 @@ class Tokenisation(NamedTuple):
             else:
                 pieces[number], is_cut = result
                 cut += is_cut
-        require_usable(name, refused, len(pieces) + unwanted, self.settings)
+        skipped, count = [*records.unusable, *refused], records.unusable_count + len(refused)
+        sources.require_usable(name, skipped, count, len(pieces) + unwanted, self.settings)
         if not pieces:
             raise UserError(f"{name}: no row is left, {unwanted:,} are filtered by data.shortest and data.longest")
         rows = [number for number in numbers.tolist() if number in pieces]
-        forms = [record for number in rows if not isinstance(record := records[number][1], Unusable)]
-        columns = "; ".join(dict.fromkeys(record.columns for record in forms))
-        labels = [record.label for record in forms if record.label is not None]
         flat = [piece for number in rows for piece in pieces[number]]
-        return in_memory(name, self.kind, columns, flat, cut, refused, unwanted, labels)
+        labels = records.column("label")[rows] > 0 if self.kind == "unpaired" else None
+        counts = {"truncated_count": cut, "skipped": skipped, "skipped_count": count, "unwanted_count": unwanted}
+        return replace(in_memory(name, self.kind, records.formats, flat, labels), **counts)
 
     def _finish(self, record: Record | Unusable, encoded: Encoded | Unusable) -> tuple[Pieces, bool]:
         """Check and truncate one example: ([prompt, completion, ...] int32, was it cut). Raises Unusable."""
@@ -318,8 +291,9 @@ class Tokenisation(NamedTuple):
             raise Unusable(
                 f"the prompt alone has {len(prompt)} tokens, more than data.max_length={max_length}; raise it"
             )
-        bos_token_id = encoder.bos_token_id if encoder else None
-        prompt, cut, is_cut = truncate(short.prompt, short.completions, max_length, bos_token_id)
+        prompt, cut, is_cut = truncate(
+            short.prompt, short.completions, max_length, encoder.bos_token_id if encoder else None
+        )
         limits.check_row(len(prompt) + max(map(len, cut)))
         if len(cut) > 1 and cut[0] == cut[1]:
             raise Unusable(f"chosen and rejected are equal once cut to data.max_length={max_length}; raise it")
@@ -334,20 +308,10 @@ class Tokenisation(NamedTuple):
         return pieces, is_cut or short is not encoded
 
 
-def in_memory(
-    name: str,
-    kind: RecordKind,
-    columns: str,
-    pieces: Pieces,
-    truncated_count: int,
-    skipped: list[str],
-    unwanted_count: int,
-    labels: Sequence[bool] = (),
-) -> Dataset:
-    """A data set of these pieces: prompt, completions of row 0, ... labels: of every row, for unpaired feedback."""
-    of_rows = np.array(labels, bool) if kind == "unpaired" else None
-    tokens, bounds, digest = pack(kind, pieces, of_rows)
-    return Dataset(name, kind, columns, truncated_count, skipped, digest, tokens, bounds, unwanted_count, of_rows)
+def in_memory(name: str, kind: RecordKind, columns: str, pieces: Pieces, labels: np.ndarray | None = None) -> Dataset:
+    """A data set of these pieces: prompt, completions of row 0, ... labels: bool [n], for unpaired feedback."""
+    tokens, bounds, digest = pack(kind, pieces, labels)
+    return Dataset(name, kind, columns, digest, tokens, bounds, labels)
 
 
 def pack(kind: RecordKind, pieces: Pieces, labels: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, str]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from lib.config.settings import DataSettings
 from lib.data import record_files, sources
-from lib.data.dataset import Dataset, Example, pack, require_usable
+from lib.data.dataset import Dataset, Example, pack
 from lib.data.record_formats import JSON, Unusable, name_of_type
 from lib.data.tokenizer import LARGEST_ID, ModelLimits
 from lib.errors import UserError
@@ -84,7 +84,7 @@ def load_groups(settings: DataSettings, limits: ModelLimits) -> GroupedDataset:
                 groups.append(_parse(record, settings.max_length, limits))
             except Unusable as why:
                 skipped.append(f"{file}:{line}: {why}")
-    require_usable(name, skipped, len(groups), settings)
+    sources.require_usable(name, skipped, len(skipped), len(groups), settings)
     if len({group.logps is None for group in groups}) > 1:
         raise UserError(f"{name}: some groups have logps and some have none; give them to all, or to none")
     if not any(len({r for r in group.rewards if r is not None}) > 1 for group in groups):
@@ -171,16 +171,15 @@ def groups_in_memory(name: str, groups: list[Group], skipped: list[str]) -> Grou
     of_all = hashlib.sha256(digest.encode() + rewards.tobytes() + (b"" if flat is None else flat.tobytes()))
     known = rewards[~np.isnan(rewards)].astype(np.float64)
     deviation = float(known.std(ddof=1)) if len(known) > 1 else 0.0
-    columns = " + ".join(COLUMNS + ("logps",) * has_logps)
     return GroupedDataset(
         name,
         "group",
-        columns,
-        0,
-        skipped,
+        " + ".join(COLUMNS + ("logps",) * has_logps),
         of_all.hexdigest(),
         tokens,
         bounds,
+        skipped=skipped,
+        skipped_count=len(skipped),
         samples=samples,
         rewards=rewards,
         completion_lengths=lengths,

@@ -160,10 +160,8 @@ def inspect(files: Sequence[str], settings: Config, tokenizer: Tokenizer | None,
     if kind == "preference":
         facts |= _suspicions(records, pieces, data)
     if tokenizer is not None:
-        placed = list(tokenisation.placed(records, range(len(records))))
-        rows = tokenisation.dataset(" + ".join(files), placed, np.arange(len(records)))
-        pieces, unusable = rows.pieces, [*unusable, *rows.skipped]
-        unusable_count += rows.skipped_count
+        rows = tokenisation.dataset(" + ".join(files), records, np.arange(len(records)))
+        pieces, unusable, unusable_count = rows.pieces, [*rows.skipped], rows.skipped_count
         facts["trained"] = f"{len(rows):,}, {rows.truncated_count:,} cut to data.max_length={data.max_length} tokens"
         facts["filtered"] = f"{rows.unwanted_count:,} (data.shortest={data.shortest}, data.longest={data.longest})"
     say.facts(" + ".join(files), [*facts.items(), ("unusable", f"{unusable_count:,}")])

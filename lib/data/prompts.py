@@ -13,7 +13,7 @@ import numpy as np
 from lib.config.settings import Config, DataSettings, RolloutSettings
 from lib.data import record_files, sources
 from lib.data import tokenizer as tokenizer_module
-from lib.data.dataset import Example, Sized, Tokenisation, require_usable
+from lib.data.dataset import Example, Sized, Tokenisation
 from lib.data.formats import TEMPLATE_ARGUMENTS, parse
 from lib.data.record_formats import (
     ANSWER,
@@ -29,7 +29,7 @@ from lib.data.record_formats import (
 )
 from lib.data.sources import Records, Tell
 from lib.data.tokenize import Encoder, encode_records
-from lib.data.tokenizer import NO_LIMITS, ModelLimits, Tokenizer, require_own, vocabulary_digest
+from lib.data.tokenizer import NO_LIMITS, ModelLimits, Tokenizer, vocabulary_digest
 from lib.errors import UserError
 
 
@@ -199,7 +199,6 @@ def open_prompts(
     tokenisation = Tokenisation(settings, "prompt", encoder, limits)
     kept, ids, skipped = list[int](), list[list[int]](), [*records.unusable]
     for row, (place, record) in zip(rows.tolist(), tokenisation.placed(records, rows), strict=True):
-        require_own(record, encoder.tokenizer if encoder else None, place)
         try:
             prompt = ids_of(record, encoder, name)
             if len(prompt) + rollouts.max_tokens > settings.max_length:
@@ -214,6 +213,6 @@ def open_prompts(
         else:
             ids.append(prompt)
             kept.append(row)
-    require_usable(name, skipped, len(kept), settings)
+    sources.require_usable(name, skipped, len(skipped), len(kept), settings)
     own = records.only(np.array(kept))
     return Prompts(name, records.formats, own, ids, rollouts.max_tokens, completions, skipped)

@@ -164,11 +164,3 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_nulls(item) for name, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def refusal(skipped: list[str], count: int, usable: int = 1) -> str:
-    """What is said of records that cannot be used; skipped: `file:line: why`. usable: how many can be."""
-    if not usable:
-        return f"{skipped[0]}; none of its {count:,} records can be used: fix the file"
-    total = f"; {count:,} records in all cannot be used" if count > 1 else ""
-    return f"{skipped[0]}{total}; fix the file, or leave them out with data.skip_invalid=true"

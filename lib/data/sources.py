@@ -1,7 +1,7 @@
 """The records of a source as one numbered list that is never in memory; which of them are a data set's rows.
 
 A source is a file, a folder or a glob of them, or a data set of the Hugging Face hub. Each file has an index in
-data.cache_dir, by which a record is read from the disk when it is asked for.
+data.cache_dir, made in one pass that checks every record; by it a record is read from the disk when it is asked for.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def sizes_of(record: Record) -> list[int]:
 # ---- One file's index
 
 META, ENTRIES, LINES = "index.json", "entries.bin", "lines.jsonl"
-VERSION = 9  # of what an index holds
+VERSION = 10  # of what an index holds
 
 
 @dataclass(frozen=True)
@@ -136,20 +136,21 @@ def index(file: Path, settings: DataSettings, kind: RecordKind, tell: Tell = lam
             meta = _build(file, stamp, folder, settings, kind)
     lines = folder / LINES if meta["sizes"][LINES] else file
     entries = np.memmap(folder / ENTRIES, ENTRY, "r") if meta["sizes"][ENTRIES] else np.zeros(0, ENTRY)
-    return Index(file, lines, entries, _stamp(lines), *meta["facts"])
+    unusable = [f"{file}:{line}: {why}" for line, why in meta["unusable"]]
+    return Index(file, lines, entries, _stamp(lines), meta["digest"], meta["formats"], unusable, meta["count"])
 
 
 def _build(file: Path, stamp: list[int], folder: Path, settings: DataSettings, kind: RecordKind) -> JSON:
     """Indexes a file in one pass: checks every record, and enters the usable ones."""
     folder.mkdir(parents=True, exist_ok=True)
-    digest, seen, named = hashlib.sha256(), dict[str, list[int]](), list[str]()
+    digest, seen, unusable = hashlib.sha256(), dict[str, list[int]](), list[tuple[int, str]]()
     count = unusable_count = 0
     with (folder / ENTRIES).open("wb") as entries, (folder / LINES).open("wb") as lines:
         for line, offset, raw, record in record_files.scan(file):
             rows = formats.rows_of(record, settings, kind)
             if isinstance(why := rows[0], Unusable) or isinstance(record, Unusable):
                 unusable_count += 1
-                named += [f"{file}:{line}: {why}"] if len(named) < NAMED else []
+                unusable += [(line, str(why))] if len(unusable) < NAMED else []
                 continue
             if file.suffix == ".gz" or not raw:
                 values = {name: value for name, value in record.items() if value is not None}
@@ -167,7 +168,8 @@ def _build(file: Path, stamp: list[int], folder: Path, settings: DataSettings, k
         sizes = {ENTRIES: entries.tell(), LINES: lines.tell()}
     if [*_stamp(file), file.stat().st_ctime_ns] != stamp:
         raise UserError(f"{file} changed while it was indexed; start again when it is complete")
-    meta = {"stamp": stamp, "sizes": sizes, "facts": [digest.hexdigest(), seen, named, unusable_count]}
+    meta = {"stamp": stamp, "sizes": sizes, "digest": digest.hexdigest(), "formats": seen}
+    meta |= {"unusable": unusable, "count": unusable_count}
     files.write_atomically(folder / META, json.dumps(meta) + "\n")  # last: where it is, the index is whole
     return meta
 
@@ -225,6 +227,9 @@ class Records:
         self.indices = list(indices)
         self.starts = [0, *itertools.accumulate(len(index.entries) for index in self.indices)]
         self.digests = [f"{index.digest} {len(index.entries)}" for index in self.indices]
+        self.formats = "; ".join(dict.fromkeys(name for index in self.indices for name in index.formats))
+        self.unusable = [text for index in self.indices for text in index.unusable]
+        self.unusable_count = sum(index.unusable_count for index in self.indices)
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -249,20 +254,6 @@ class Records:
         """Whether the completion of a record is desirable; None for a record without a label."""
         label = int(self._place(number)[1]["label"])
         return None if label < 0 else bool(label)
-
-    @property
-    def formats(self) -> str:
-        """What the records were recognised as."""
-        return "; ".join(dict.fromkeys(name for index in self.indices for name in index.formats))
-
-    @property
-    def unusable(self) -> list[str]:
-        """`file:line: why` of the first unusable records."""
-        return [text for index in self.indices for text in index.unusable]
-
-    @property
-    def unusable_count(self) -> int:
-        return sum(index.unusable_count for index in self.indices)
 
     def only(self, rows: np.ndarray) -> Records:
         """Some records alone, ascending by number, and numbered anew."""
@@ -293,11 +284,23 @@ def open_records(
 ) -> Records:
     """The records of these files, each indexed. Raises UserError: none; unusable ones without data.skip_invalid."""
     records = Records([index(file, settings, kind, tell) for file in paths])
-    if records.unusable and (not settings.skip_invalid or not len(records)):
-        raise UserError(record_files.refusal(records.unusable, records.unusable_count, len(records)))
-    if not len(records):
-        raise UserError(f"{', '.join(map(str, paths[:3]))}: there are no records; name another file")
+    name = ", ".join(map(str, paths[:3]))
+    require_usable(name, records.unusable, records.unusable_count, len(records), settings)
     return records
+
+
+def require_usable(name: str, unusable: Sequence[str], count: int, usable: int, settings: DataSettings) -> None:
+    """Raises UserError where records are unusable, unless data.skip_invalid leaves them out; or where none is left.
+
+    unusable: `file:line: why`, of `count` records the first few.
+    """
+    if unusable and not usable:
+        raise UserError(f"{unusable[0]}; none of its {count:,} records can be used: fix the file")
+    if unusable and not settings.skip_invalid:
+        total = f"; {count:,} records in all cannot be used" if count > 1 else ""
+        raise UserError(f"{unusable[0]}{total}; fix the file, or leave them out with data.skip_invalid=true")
+    if not usable:
+        raise UserError(f"{name} is empty: it has no records; name another file")
 
 
 # ---- Which records are rows
@@ -306,31 +309,17 @@ def open_records(
 def open_sources(
     train: str | Mapping[str, float], settings: DataSettings, kind: RecordKind, held_out: bool | None, tell: Tell
 ) -> tuple[Records, np.ndarray]:
-    """The records of some sources, and those of them that are a data set's rows, int64 [n]. Raises UserError."""
+    """The records of some sources, and the numbers of those that are a data set's rows, int64 [n].
+
+    Duplicates go first, then one side of the holdout is kept, then each source's rows are repeated by its weight: 2.5
+    takes all of them twice, and half of them, chosen by hash, once more. held_out: the side of data.holdout, True for
+    the held-out rows, which are not repeated; None for all rows. Raises UserError: no row is left; as `open_records`.
+    """
     weights = weights_of(train)
     paths = [files_of(source, settings, tell) for source in weights]
     records = open_records(list(itertools.chain(*paths)), settings, kind, tell)
-    ends = [records.starts[end] for end in itertools.accumulate(map(len, paths))]
-    keys = records.column("prompt_key"), records.column("content_key")
-    return records, chosen_rows(*keys, ends, weights, settings, held_out)
-
-
-def chosen_rows(
-    prompt_keys: np.ndarray,
-    content_keys: np.ndarray,
-    ends: Sequence[int],
-    weights: Mapping[str, float],
-    settings: DataSettings,
-    held_out: bool | None,
-) -> np.ndarray:
-    """The records that are a data set's rows, by number: int64 [n]. Raises UserError: no row is left.
-
-    Duplicates go first, then one side of the holdout is kept, then each source's rows are repeated by its weight: 2.5
-    takes all of them twice, and half of them, chosen by hash, once more.
-    prompt_keys, content_keys: uint64 [records]. ends: int [sources], records up to the end of each. held_out: the side
-    of data.holdout, True for the held-out rows, which are not repeated; None for all rows.
-    """
-    rows = np.arange(len(prompt_keys))
+    prompt_keys, content_keys = records.column("prompt_key"), records.column("content_key")
+    rows = np.arange(len(records))
     if settings.deduplicate:
         rows = np.sort(np.unique(content_keys, return_index=True)[1])
     if held_out is not None:
@@ -338,11 +327,12 @@ def chosen_rows(
     if not len(rows):
         side = "held out" if held_out else "left"
         raise UserError(
-            f"{' + '.join(weights)}: of {len(prompt_keys):,} records none is {side} (data.holdout="
+            f"{' + '.join(weights)}: of {len(records):,} records none is {side} (data.holdout="
             f"{settings.holdout:g}); set another data.holdout, or name held-out records with data.valid=FILE"
         )
     if held_out or all(weight == 1 for weight in weights.values()):
-        return rows
+        return records, rows
+    ends = [records.starts[end] for end in itertools.accumulate(map(len, paths))]
     chosen = []
     for part, weight in zip(np.split(rows, np.searchsorted(rows, ends[:-1])), weights.values(), strict=True):
         # The hashes are mixed anew (the end of SplitMix64): the holdout took its part by the same ones.
@@ -351,7 +341,7 @@ def chosen_rows(
         keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         once_more = is_held_out(keys ^ (keys >> np.uint64(31)), weight % 1)
         chosen += [part] * int(weight) + [part[once_more]]
-    return np.concatenate(chosen)
+    return records, np.concatenate(chosen)
 
 
 def is_held_out(prompt_keys: np.ndarray, holdout: float) -> np.ndarray:

@@ -25,7 +25,7 @@ from lib.data import formats, hub, record_files, sources
 from lib.data.dataset import Dataset, Example, Pieces, Sized, Tokenisation, load_dataset, partners, with_mismatched
 from lib.data.record_formats import JSON, Columns, RecordKind, Unusable, Unwanted
 from lib.data.sources import Records, Tell
-from lib.data.tokenizer import Tokenizer, Vocabulary
+from lib.data.tokenizer import Tokenizer, Vocabulary, limits_of
 from lib.errors import UserError
 from lib.system import files
 
@@ -58,18 +58,18 @@ def open_training(
         tell(f"{settings.train}: the whole set is fetched first; only pairs and answers in parquet stream from the hub")
     tell_unread(settings, kind, tell)
     data: Dataset | StreamedDataset
-    if is_streamed(settings, tell):
-        if longest_row < settings.max_length:
-            raise UserError(
-                f"data.max_length={settings.max_length} is more than the {limits.positions} positions of the model's "
-                f"table, and streamed rows are read only when they are trained; set data.max_length={limits.positions}"
-            )
+    if not _is_streamed(settings, tell):
+        data = load_dataset(settings.train, settings, kind, tokenizer, held_out=held_out, tell=tell, **vocabulary)
+    elif longest_row < settings.max_length:
+        raise UserError(
+            f"data.max_length={settings.max_length} is more than the {limits.positions} positions of the model's "
+            f"table, and streamed rows are read only when they are trained; set data.max_length={limits.positions}"
+        )
+    else:
         records, rows = sources.open_sources(settings.train, settings, kind, held_out, tell)
         name = " + ".join(sources.weights_of(settings.train))
         data = StreamedDataset(name, records, rows, tokenisation, mismatched)
         tokenisation.tell_notes(tell)
-    else:
-        data = load_dataset(settings.train, settings, kind, tokenizer, held_out=held_out, tell=tell, **vocabulary)
     longest, context = int(data.lengths.max()), vocabulary.get("context")
     if context is not None and longest > context:
         tell(
@@ -95,11 +95,8 @@ def with_splits(settings: DataSettings, tell: Tell = lambda text: None) -> DataS
     if not train or len(train) == len(splits):
         return settings
     start = os.path.commonprefix([*map(str, valid)])
-    if (
-        settings.valid is not None
-        or settings.holdout
-        or [path for path in splits if str(path).startswith(start)] != valid
-    ):
+    is_told = settings.valid is not None or settings.holdout
+    if is_told or [path for path in splits if str(path).startswith(start)] != valid:
         valid = []
     together = start.rstrip("/") if len(valid) == 1 or start.endswith("/") else f"{glob.escape(start)}*"
     left = [path for path in splits if path not in (*train, *valid)]
@@ -134,26 +131,20 @@ def open_held_out(
 ) -> Dataset | None:
     """data.valid, or what data.holdout keeps of data.train, in memory; None without. Raises as `load_dataset`."""
     settings = with_splits(settings)
-    tokenisation = Tokenisation.of(settings, kind, tokenizer, vocabulary)
-    if settings.valid is not None:
-        if not re.search(r"[*?\[]|://", settings.valid) and not Path(settings.valid).exists():
-            raise UserError(
-                f"data.valid={settings.valid} does not exist (looked from {Path.cwd()}); name held-out "
-                "records, or hold a part of data.train out with data.valid=null data.holdout=0.05"
-            )
-        dataset = load_dataset(settings.valid, settings, kind, tokenizer, tell=tell, **vocabulary)
-    elif not settings.holdout:
+    if settings.valid is None and not settings.holdout:
         return None
-    elif not is_streamed(settings, tell):
-        dataset = load_dataset(settings.train, settings, kind, tokenizer, held_out=True, tell=tell, **vocabulary)
-    else:
-        records, rows = sources.open_sources(settings.train, settings, kind, True, tell)
-        name, placed = " + ".join(sources.weights_of(settings.train)), tokenisation.placed(records, rows)
-        dataset = tokenisation.dataset(name, list(placed), np.arange(len(rows)))
-    return with_mismatched(dataset, tokenisation.limits.row_tokens(settings.max_length)) if mismatched else dataset
+    if settings.valid and not re.search(r"[*?\[]|://", settings.valid) and not Path(settings.valid).exists():
+        raise UserError(
+            f"data.valid={settings.valid} does not exist (looked from {Path.cwd()}); name held-out "
+            "records, or hold a part of data.train out with data.valid=null data.holdout=0.05"
+        )
+    path, held_out = (settings.train, True) if settings.valid is None else (settings.valid, None)
+    dataset = load_dataset(path, settings, kind, tokenizer, held_out=held_out, tell=tell, **vocabulary)
+    longest_row = limits_of(vocabulary).row_tokens(settings.max_length)
+    return with_mismatched(dataset, longest_row) if mismatched else dataset
 
 
-def is_streamed(settings: DataSettings, tell: Tell = lambda text: None) -> bool:
+def _is_streamed(settings: DataSettings, tell: Tell) -> bool:
     """Whether data.train is read as it is needed."""
     if settings.streaming is not None:
         return settings.streaming
@@ -250,15 +241,15 @@ class StreamedDataset(Sized):
             raise UserError(f"{path}: none of {len(sample)} rows drawn can be used{why}")
         tokens = np.array([[len(e.prompt_ids), *map(len, e.completions)] for e in examples], np.int64)
         sampled = self._characters(rows[[e.row for e in examples]])
-        self._pieces = _estimated(self._characters(rows), tokens.sum(axis=0), sampled.sum(axis=0), settings.max_length)
+        self._pieces = _estimated(self._characters(rows), tokens.sum(axis=0), sampled.sum(axis=0), self.max_length)
         if mismatched:  # every row gets another prompt's completion
             self._prompt_keys = records.column("prompt_key")[rows]
             self._partners = partners(self._prompt_keys, path)
-            theirs = np.minimum(self._pieces[self._partners, 1], settings.max_length - self._pieces[:, 0])
+            theirs = np.minimum(self._pieces[self._partners, 1], self.max_length - self._pieces[:, 0])
             self._pieces = np.column_stack([self._pieces, theirs]).astype(np.int32)
             self.has_mismatched = True
         whole = tokens[:, 0] + tokens[:, 1:].max(axis=1)
-        self.truncated_count = int((whole == settings.max_length).sum()) * len(rows) // len(examples)
+        self.truncated_count = int((whole == self.max_length).sum()) * len(rows) // len(examples)
         what = [kind, settings.max_length, settings.shortest, settings.longest, limits.vocab_size]
         made_by = [what, Columns.of(settings), None if encoder is None else encoder.fingerprint()]
         digest = hashlib.sha256(repr(made_by).encode() + " ".join(records.digests).encode())
@@ -289,25 +280,17 @@ class StreamedDataset(Sized):
         Raises UserError: a row cannot be used, unless data.skip_invalid; a file has changed.
         """
         pieces = self._pieces_of(rows)
-        labels = {row: None if self.labels is None else bool(self.labels[row]) for row in pieces}
-        examples = [Example.of(row, pieces[row], labels[row]) for row in rows if row in pieces]
-        return self._with_mismatched(examples) if self.has_mismatched else examples
+        usable = [row for row in rows if row in pieces]
+        if self.has_mismatched:
+            theirs = self._completions_beside(usable)
+            for row in set(usable):
+                pieces[row] = [*pieces[row], theirs[row][: self.max_length - len(pieces[row][0])]]
+        labels = self.labels
+        return [Example.of(row, pieces[row], None if labels is None else bool(labels[row])) for row in usable]
 
-    def _pieces_of(self, rows: Sequence[int]) -> dict[int, Pieces]:
-        """Some rows' prompts and own completions, without those that are left out."""
-        wanted, found = list(dict.fromkeys(rows)), dict[int, Pieces]()
-        results = self.tokenisation.rows(self.tokenisation.placed(self.records, self.rows[wanted]))
-        for row, (place, _, result) in zip(wanted, results, strict=True):
-            if isinstance(result, Unusable):
-                self._leave_out(int(self.rows[row]), place, result)
-            else:
-                found[row] = result[0]
-        return found
-
-    def _with_mismatched(self, examples: list[Example]) -> list[Example]:
-        """With another prompt's completion each; where its row is left out, that of the row after it."""
-        others = {example.row: int(self._partners[example.row]) for example in examples}
-        found: dict[int, Pieces] = {}
+    def _completions_beside(self, rows: Sequence[int]) -> dict[int, np.ndarray]:
+        """Another prompt's completion for each row; where its row is left out, that of the row after it."""
+        others, found = {row: int(self._partners[row]) for row in rows}, dict[int, Pieces]()
         for _ in range(len(self)):
             found |= self._pieces_of([other for other in others.values() if other not in found])
             keys = self._prompt_keys
@@ -315,28 +298,29 @@ class StreamedDataset(Sized):
             if not lost:
                 break
             others |= {row: int(self._partners[others[row]]) for row in lost}
-        result = []
-        for example in examples:
-            room = self.max_length - len(example.prompt_ids)
-            pieces = [*example.stored, found[others[example.row]][1][:room]]
-            result.append(Example.of(example.row, pieces, example.label))
-        return result
+        return {row: found[other][1] for row, other in others.items()}
 
-    def _leave_out(self, number: int, place: str, why: Unusable) -> None:
-        """Counts and names a row that is left out, once."""
-        name = f"{place}: {why}"
-        if not isinstance(why, Unwanted) and not self.tokenisation.settings.skip_invalid:
-            raise UserError(
-                f"{record_files.refusal([name], 1)} (python -m lib.data --inspect finds all such rows beforehand)"
-            )
-        if number in self._left_out:  # another row asked for its completion
-            return
-        self._left_out.add(number)
-        if isinstance(why, Unwanted):
-            self.unwanted_count += 1
-            return
-        self.skipped_count += 1
-        self.skipped = [*self.skipped[: sources.NAMED - 1], name]
+    def _pieces_of(self, rows: Sequence[int]) -> dict[int, Pieces]:
+        """Some rows' prompts and own completions, without those left out: these are counted and named, once."""
+        wanted, found = list(dict.fromkeys(rows)), dict[int, Pieces]()
+        results = self.tokenisation.rows(self.records, self.rows[wanted])
+        for row, (place, result) in zip(wanted, results, strict=True):
+            if not isinstance(result, Unusable):
+                found[row] = result[0]
+                continue
+            name, number = f"{place}: {result}", int(self.rows[row])
+            if not isinstance(result, Unwanted) and not self.tokenisation.settings.skip_invalid:
+                raise UserError(
+                    f"{name}; fix the file, or leave such rows out with data.skip_invalid=true (python -m lib.data "
+                    "--inspect finds all of them beforehand)"
+                )
+            if number not in self._left_out:  # else another row asked for its completion
+                self._left_out.add(number)
+                self.unwanted_count += isinstance(result, Unwanted)
+                self.skipped_count += not isinstance(result, Unwanted)
+                if not isinstance(result, Unwanted):
+                    self.skipped = [*self.skipped[: sources.NAMED - 1], name]
+        return found
 
 
 def _estimated(characters: np.ndarray, tokens: np.ndarray, of_characters: np.ndarray, max_length: int) -> np.ndarray:

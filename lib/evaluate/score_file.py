@@ -170,18 +170,18 @@ class Scorer:
         lines: dict[int, dict[str, Any]] = {row: {"row": row, "line": self.records.line(row)} for row in rows}
         usable, pieces = list[int](), list[np.ndarray]()
         with self.world.agreeing("reading rows"):
-            results = self.tokenisation.rows(self.tokenisation.placed(self.records, rows))
-            for row, (place, record, result) in zip(rows, results, strict=True):
-                if not isinstance(result, Unusable) and not isinstance(record, Unusable):
+            for row, (place, result) in zip(rows, self.tokenisation.rows(self.records, rows), strict=True):
+                label = self.records.label(row)
+                if not isinstance(result, Unusable):
                     usable.append(row)
                     pieces += result[0]
-                    lines[row] |= {} if record.label is None else {"label": record.label}
+                    lines[row] |= {} if label is None else {"label": label}
                 elif self.settings.data.skip_invalid:
                     lines[row]["error"] = f"{place}: {result}"
                 else:
                     raise UserError(f"{place}: {result}; data.skip_invalid=true goes on and names it in the output")
         kind = "preference" if self.tokenisation.kind == "preference" else "sft"
-        columns = self._columns(in_memory("", kind, "", pieces, 0, [], 0)) if usable else {}
+        columns = self._columns(in_memory("", kind, "", pieces)) if usable else {}
         for i, row in enumerate(usable):
             lines[row] |= {name: float(column[i]) for name, column in columns.items()}
         return [json.dumps(line) for line in lines.values()]

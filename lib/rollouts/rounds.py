@@ -219,7 +219,7 @@ class Rounds:
             return groups_in_memory(str(folder / SAMPLES), learnt, []) if learnt else None
         ids = [(pair.prompt_tokens, pair.chosen.tokens, pair.rejected.tokens) for pair in pairs]
         pieces = [np.array(piece, np.int32) for of_pair in ids for piece in of_pair]
-        return in_memory(str(folder / PAIRS), "preference", "tokens", pieces, 0, [], 0) if pairs else None
+        return in_memory(str(folder / PAIRS), "preference", "tokens", pieces) if pairs else None
 
     def _prepare(self, number: int, data: Dataset, first_step: int) -> None:
         """Makes ready to train on a round's data: independent ranks begin with it, or go on inside of it."""
