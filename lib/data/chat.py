@@ -84,10 +84,8 @@ def lost(message: Message, text: str, is_earlier: bool = False) -> str | None:
     if role != "assistant":
         if isinstance(content, str) and not _is_said(content.strip(), text):
             return f"the content of a message from {role!r}"
-        for name, value in message.items():
-            if name not in FIELDS and _says_something(value) and not _is_said(str(value), text):
-                return _field(name, role)
-        return None
+        others = ((name, value) for name, value in message.items() if name not in FIELDS and _says_something(value))
+        return next((_field(name, role) for name, value in others if not _is_said(str(value), text)), None)
     parts: list[tuple[str, str]] = []
     if not is_earlier:
         names = [repr(name) for name in REASONING if isinstance(message.get(name), str)]
@@ -95,9 +93,8 @@ def lost(message: Message, text: str, is_earlier: bool = False) -> str | None:
     if isinstance(content, str):
         parts.append(("the answer's content", INLINE_THINKING.sub("", content, count=1).strip()))
     calls: Any = message.get("tool_calls") or ()
-    for call in calls:
-        called = str((call.get("function") or call).get("name"))
-        parts.append((f"the call of {called!r}", called))
+    called = [str((call.get("function") or call).get("name")) for call in calls]
+    parts += [(f"the call of {name!r}", name) for name in called]
     # Each found part is taken out, the longest first: what is said twice has to stand there twice.
     for name, part in sorted(parts, key=lambda part: -len(part[1])):
         if part not in text:
@@ -125,15 +122,11 @@ def _with(message: Message, **fields: Any) -> Message:
     return cast(Message, {**message, **fields})
 
 
+def _said(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
 # ---- The template
-
-
-class Conversation(NamedTuple):
-    """Messages, with what else the template is given."""
-
-    messages: list[Message]
-    tools: list[JSON] | None
-    arguments: JSON
 
 
 class Rendering(NamedTuple):
@@ -161,8 +154,7 @@ class ChatTemplate:
         self.tokenizer, self.settings = tokenizer, settings
         if reserved := RESERVED & settings.chat_template_kwargs.keys():
             raise UserError(f"data.chat_template_kwargs: {min(reserved)!r} is no argument of a template")
-        given = template_of(settings)
-        stored = getattr(tokenizer, "chat_template", None)
+        given, stored = template_of(settings), getattr(tokenizer, "chat_template", None)
         has_template = getattr(tokenizer, "has_chat_template", stored is not None)
         self.is_used = given is not None or (bool(settings.chat_template) and has_template)
         # Some models have several, by name: that of tools is taken where there are any.
@@ -178,11 +170,9 @@ class ChatTemplate:
         if given is not None:
             try:
                 jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).lex(self.text)
-                self.apply(Conversation([{"role": "user", "content": "a"}], None, self.arguments_without_answer))
+                self.text_of([{"role": "user", "content": "a"}])
             except jinja2.TemplateSyntaxError as error:
                 raise UserError(f"data.chat_template: not a template: {error}") from None
-            except Unusable:  # it may refuse this conversation
-                pass
 
     def fingerprint(self) -> str:
         """What decides the text of a conversation."""
@@ -195,43 +185,41 @@ class ChatTemplate:
         default = {**self.arguments_without_answer, "enable_thinking": thinks}
         return {**default, **self.settings.chat_template_kwargs, **chat.template_arguments}
 
-    def apply(self, conversation: Conversation, is_prompt: bool = False) -> str:
-        """The text of a conversation, "" without messages. Raises Unusable where the template refuses it."""
-        messages, tools, arguments = conversation
+    def apply(self, chat: Chat, messages: Sequence[Message], is_prompt: bool = False) -> str:
+        """The text of messages with a chat's tools and arguments, "" without any. Raises Unusable: it refuses them."""
         if not messages:
             return ""
-        options = {**arguments, "tokenize": False, "add_generation_prompt": is_prompt, "chat_template": self.text}
-        if tools:
-            options |= {"tools": tools, "chat_template": self._named.get("tool_use", self.text)}
+        options = {**self.arguments(chat), "tokenize": False, "add_generation_prompt": is_prompt}
+        options["chat_template"] = self.text
+        if chat.tools:
+            options |= {"tools": chat.tools, "chat_template": self._named.get("tool_use", self.text)}
         try:
-            return str(self.tokenizer.apply_chat_template(messages, **options))
+            return str(self.tokenizer.apply_chat_template(list(messages), **options))
         except jinja2.TemplateSyntaxError:
             raise
         except Exception as error:  # a template raises whatever its author chose
             raise Unusable(f"the chat template refuses the conversation: {' '.join(str(error).split())}") from None
 
-    def conversation(self, chat: Chat, answer: Sequence[Message]) -> Conversation:
-        """A chat's prompt with some messages behind it."""
-        return Conversation([*chat.prompt, *answer], chat.tools, self.arguments(chat))
-
-    def apply_or_none(self, conversation: Conversation, is_prompt: bool = False) -> str | None:
-        """`apply`, or None where the template refuses the conversation."""
+    def apply_or_none(self, chat: Chat, messages: Sequence[Message], is_prompt: bool = False) -> str | None:
+        """`apply`, or None where the template refuses the messages."""
         try:
-            return self.apply(conversation, is_prompt)
+            return self.apply(chat, messages, is_prompt)
         except Unusable:
             return None
+
+    def text_of(self, messages: Sequence[Any], is_prompt: bool = False, tools: Any = None, **arguments: Any) -> str:
+        """The text of messages alone, to see what the template makes of them; "" where it refuses them."""
+        return self.apply_or_none(Chat([], (), "", None, tools, arguments), messages, is_prompt) or ""
 
     def render(self, chat: Chat) -> Rendering:
         """The texts of a chat, adapted to the template where it does not take it as it is. Raises Unusable."""
         if reserved := RESERVED & chat.template_arguments.keys():
             raise Unusable(f"chat_template_kwargs: {min(reserved)!r} is no argument of a template")
-        if self.refuses_system:
-            chat = replace(chat, prompt=_fold_system(chat.prompt))
         losses, refusals = list[Unusable](), list[Unusable]()
         for form in (chat, *_adaptions(chat)):
             try:
-                prompt = self.apply(self.conversation(form, []), is_prompt=True)
-                wholes = [self.apply(self.conversation(form, answer)) for answer in form.completions]
+                prompt = self.apply(form, form.prompt, is_prompt=True)
+                wholes = [self.apply(form, [*form.prompt, *answer]) for answer in form.completions]
             except Unusable as why:
                 refusals.append(why)
                 continue
@@ -255,8 +243,8 @@ class ChatTemplate:
                 for name, value in message.items():
                     if message["role"] == "assistant" and name not in FIELDS and _says_something(value):
                         without = cast(Message, {key: item for key, item in message.items() if key != name})
-                        messages = [*answer[:index], without, *answer[index + 1 :]]
-                        is_lost = self.apply_or_none(self.conversation(made.chat, messages)) == whole
+                        messages = [*made.chat.prompt, *answer[:index], without, *answer[index + 1 :]]
+                        is_lost = self.apply_or_none(made.chat, messages) == whole
                         found.append(_field(name, "assistant") if is_lost else None)
         return next((name for name in found if name is not None), None)
 
@@ -265,11 +253,10 @@ class ChatTemplate:
 
         DeepSeek-R1's and QwQ's do: they are made for prompts alone.
         """
-        opened = OPENED_THINKING.search(made.prompt)
-        wholes = list(made.wholes)
+        opened, wholes = OPENED_THINKING.search(made.prompt), list(made.wholes)
         for k, answer in enumerate(made.chat.completions):
             thinking = (reasoning_of(answer[-1]) or "").strip()
-            whole = self.apply_or_none(self.conversation(made.chat, [_said(SENTINEL)])) or ""
+            whole = self.apply_or_none(made.chat, [*made.chat.prompt, _said(SENTINEL)]) or ""
             if opened is None or len(answer) > 1 or not thinking or "tool_calls" in answer[0] or SENTINEL not in whole:
                 continue
             content = INLINE_THINKING.sub("", str(answer[0].get("content") or ""), count=1)
@@ -279,24 +266,10 @@ class ChatTemplate:
         return made._replace(wholes=wholes)
 
     @cached_property
-    def refuses_system(self) -> bool:
-        """Whether the template takes a question, and refuses or leaves out a system prompt before it."""
-        if not self.is_used:
-            return False
-        question: Message = {"role": "user", "content": "a"}
-        system: Message = {"role": "system", "content": SENTINEL}
-        alone, both = (
-            self.apply_or_none(Conversation(messages, None, self.arguments_without_answer))
-            for messages in ([question], [system, question])
-        )
-        return alone is not None and SENTINEL not in (both or "")
-
-    @cached_property
     def marks(self) -> frozenset[str]:
         """What the template writes around a question and an answer: <|im_start|>, [INST] and the like."""
-        turns: list[Message] = [{"role": "user", "content": SENTINEL}, {"role": "assistant", "content": SENTINEL}]
-        text = self.apply_or_none(Conversation(turns, None, self.arguments_without_answer)) if self.is_used else None
-        return frozenset(TURN_MARKS.findall(text or ""))
+        turns: list[Message] = [{"role": "user", "content": SENTINEL}, _said(SENTINEL)]
+        return frozenset(TURN_MARKS.findall(self.text_of(turns) if self.is_used else ""))
 
     def is_rendered(self, prompt: str) -> bool:
         """Whether a text is one of the template's already: it begins with a mark, or a BOS token and a mark."""
@@ -306,31 +279,26 @@ class ChatTemplate:
 
     # ---- Where things are in a rendering
 
-    def place_of(self, conversation: Conversation, index: int, whole: str) -> tuple[int, int] | None:
+    def place_of(self, chat: Chat, messages: Sequence[Message], index: int, whole: str) -> tuple[int, int] | None:
         """Begin and end of message `index`'s content in the whole text, by rendering it again; None where unclear."""
-        messages = list(conversation.messages)
         content = messages[index].get("content")
         if not isinstance(content, str) or not content.strip():
             return None
-        messages[index] = _with(messages[index], content=SENTINEL)
-        other = self.apply_or_none(conversation._replace(messages=messages)) or ""
-        if other.count(SENTINEL) != 1:
-            return None
-        before, after = other.split(SENTINEL)
-        if not whole.startswith(before) or not whole.endswith(after) or len(before) + len(after) > len(whole):
-            return None
-        return len(before), len(whole) - len(after)
+        others = [*messages[:index], _with(messages[index], content=SENTINEL), *messages[index + 1 :]]
+        before, found, after = (self.apply_or_none(chat, others) or "").partition(SENTINEL)
+        is_clear = found and SENTINEL not in after and whole.startswith(before) and whole.endswith(after)
+        return (len(before), len(whole) - len(after)) if is_clear and len(before) + len(after) <= len(whole) else None
 
-    def marked(self, conversation: Conversation) -> list[tuple[int, int]]:
+    def marked(self, chat: Chat, messages: Sequence[Message]) -> list[tuple[int, int]]:
         """Begin and end of each part of the text that the template marks as the model's; none where it refuses it."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         inner: Any = getattr(self.tokenizer, "_tokenizer", self.tokenizer)
-        messages: list[Any] = [{k: v for k, v in m.items() if v is not None} for m in conversation.messages]
-        options: Any = {"tools": conversation.tools or None, "return_assistant_tokens_mask": True}
-        given = {**options, **inner.special_tokens_map, **conversation.arguments}
+        given: Any = {"tools": chat.tools or None, "return_assistant_tokens_mask": True}
+        given |= {**inner.special_tokens_map, **self.arguments(chat)}
+        bare: Any = [{k: v for k, v in message.items() if v is not None} for message in messages]
         try:
-            rendered: Any = render_jinja_template([messages], chat_template=self.text, **given)
+            rendered: Any = render_jinja_template([bare], chat_template=self.text, **given)
         except Exception:  # a template raises whatever its author chose
             return []
         return [(begin, end) for begin, end in rendered[1][0]]
@@ -343,8 +311,7 @@ def _fold_system(messages: list[Message]) -> list[Message]:
     """A leading system prompt as the beginning of the first question: where Gemma and Mistral v0.3 were taught it."""
     if [message["role"] for message in messages[:2]] != ["system", "user"]:
         return messages
-    texts = [message["content"] for message in messages[:2]]
-    return [_with(messages[1], content="\n\n".join(texts)), *messages[2:]]
+    return [_with(messages[1], content=f"{messages[0]['content']}\n\n{messages[1]['content']}"), *messages[2:]]
 
 
 def _with_text_arguments(message: Message) -> Message:
@@ -404,15 +371,14 @@ class ChatTokens:
 
     def encode(self, chats: Sequence[Chat]) -> list[Encoded | Unusable]:
         """Ids of each chat; or why there are none. The tokenizer is asked for all of them at once."""
-        result: list[Encoded | Unusable] = []
+        result: list[Encoded | Unusable] = [Encoded([], [])] * len(chats)
         usable: list[tuple[int, Rendering, list[tuple[str, int]]]] = []
         for number, chat in enumerate(chats):
             try:
                 made = self.template.render(chat)
                 usable.append((number, made, [self._place_of_completion(made, k) for k in range(len(made.wholes))]))
-                result.append(Encoded([], []))  # until its tokens are known
             except Unusable as why:
-                result.append(why)
+                result[number] = why
         prompts = self.tokens.ids([made.prompt for _, made, _ in usable])
         behind = iter(self.tokens.behind([place for _, _, places in usable for place in places]))
         for (number, made, places), prompt in zip(usable, prompts, strict=True):
@@ -438,13 +404,13 @@ class ChatTokens:
         answer = chat.completions[k]
         if whole.startswith(made.prompt):
             return whole, len(made.prompt)
-        place = self.template.place_of(self.template.conversation(chat, answer), len(chat.prompt), whole)
+        place = self.template.place_of(chat, [*chat.prompt, *answer], len(chat.prompt), whole)
         if place is not None:
             low, high = place
             stop = high + self._end_of_turn(whole[high:]) if len(answer) == 1 else len(whole)
             return whole[:stop], self._behind_header(made.prompt, whole, low)
         # A call without a text, or an answer that the template takes apart: what a plain answer has before it.
-        other = self.template.apply_or_none(self.template.conversation(chat, [_said(SENTINEL)])) or SENTINEL
+        other = self.template.apply_or_none(chat, [*chat.prompt, _said(SENTINEL)]) or SENTINEL
         before = other.partition(SENTINEL)[0]
         is_before = before and whole.startswith(before)
         start = self._behind_header(made.prompt, whole, len(before)) if is_before else self._common(made.prompt, whole)
@@ -467,10 +433,10 @@ class ChatTokens:
         That is behind the prompt's end, where the whole has it further on; else with a header that the prompt does not
         have, unless that says no more than that there is no thinking.
         """
-        common = self._common(prompt, whole[:start])
-        for at in range(start, common, -1):
-            if whole.endswith(prompt[-HEADER_CHARACTERS:], 0, at):
-                return at
+        common, end = self._common(prompt, whole[:start]), prompt[-HEADER_CHARACTERS:]
+        at = whole.rfind(end, 0, start) + len(end)
+        if end in whole[:start] and at > common:
+            return at
         header = whole[common:start]
         is_header = any(mark in header for mark in self.tokens.special.values())
         return common if is_header and not EMPTY_THINKING.search(header) else start
@@ -479,29 +445,16 @@ class ChatTokens:
 
     def _finish(self, made: Rendering, k: int, start: int, ids: list[int]) -> tuple[list[int], list[bool] | None]:
         """A completion up to its end of turn, and which of its tokens are learnt, None for all. Raises Unusable."""
-        answer, learnt = made.chat.completions[k], self._learnt(made.chat, k)
+        answer, learnt = made.chat.completions[k], _learnt(made.chat, k)
         is_whole = all(learnt) and not all(map(_is_model, answer))  # data.learn=all: every token, headers, too
         if not is_whole and (len(answer) > 1 or not all(learnt)):
             return self._finish_turns(made, k, ids)
         ids = self._ended(ids)
-        written = start if is_whole else self._written_by_template(made.wholes[k], start, answer[0])
+        written = start if is_whole else _written_by_template(made.wholes[k], start, answer[0])
         if written == start:
             return ids, None
         count = len(ids) - len(self._ended(self.tokens.behind([(made.wholes[k], written)])[0]))
         return ids, [index >= count for index in range(len(ids))]
-
-    def _written_by_template(self, whole: str, start: int, message: Message) -> int:
-        """Where the block of no thinking ends that a template puts before an answer; `start` where there is none."""
-        content = message.get("content")
-        match = EMPTY_THINKING.match(whole, start)
-        if match is None or has_reasoning(message) or not isinstance(content, str):
-            return start
-        behind = whole[match.end() :]
-        for text in (content, content.lstrip()):
-            at = behind.find(text) if text else -1
-            if at >= 0 and not behind[:at].strip():
-                return match.end() + at
-        return match.end()
 
     def _ended(self, ids: list[int]) -> list[int]:
         """Up to the first token of the trailing ones that ends the turn; with one, where the template wrote none."""
@@ -518,8 +471,12 @@ class ChatTokens:
             raise Unusable("its turns cannot be separated: the prompt's end and the answer's begin share a token")
         spans = self._spans(made, k)
         learnt = [any(low <= at < high for low, high in spans) for at in begins]
-        for _, high in spans:
-            self._learn_end(every, learnt, bisect.bisect_left(begins, high))
+        for _, high in spans:  # and where generation stops, if only special tokens stand between it and the text
+            behind = bisect.bisect_left(begins, high)
+            is_end = [token in self.end_ids or not self._is_filler(token) for token in every[behind:]]
+            end = behind + is_end.index(True) if True in is_end else len(every)
+            if end < len(every) and every[end] in self.end_ids:
+                learnt[behind : end + 1] = [True] * (end + 1 - behind)
         learnt = learnt[first:]
         if not any(learnt):
             raise Unusable("none of its tokens is learnt")
@@ -528,42 +485,26 @@ class ChatTokens:
             return [*ids, self.eos_token_id], [*learnt, True]
         return ids[:length], learnt[:length]
 
-    def _learn_end(self, ids: list[int], learnt: list[bool], first: int) -> None:
-        """Learns the token at which generation stops, too, where only special tokens stand between it and the text."""
-        for index in range(first, len(ids)):
-            if ids[index] in self.end_ids:
-                learnt[first : index + 1] = [True] * (index + 1 - first)
-                return
-            if not self._is_filler(ids[index]):
-                return
-
     def _is_filler(self, token: int) -> bool:
         return self.tokens.is_blank(token) or token in self.tokens.special
-
-    def _learnt(self, chat: Chat, k: int) -> Sequence[bool]:
-        """Of a completion's messages, which are learnt."""
-        return chat.learnt[k] if chat.learnt is not None else [False] * (len(chat.completions[k]) - 1) + [True]
 
     def _as_marked(self, made: Rendering) -> Encoded | None:
         """A conversation of which is learnt what the template marks as the model's; None where it marks nothing."""
         chat = made.chat
         if not GENERATION.search(self.template.text) or chat.learnt is None or len(made.wholes) != 1:
             return None
-        conversation = self.template.conversation(chat, chat.completions[0])
-        wanted = [*[False] * len(chat.prompt), *self._learnt(chat, 0)]
-        both = list(zip(conversation.messages, wanted, strict=True))
-        if any(is_learnt and not _is_model(message) for message, is_learnt in both):
+        messages, wanted = [*chat.prompt, *chat.completions[0]], [*[False] * len(chat.prompt), *_learnt(chat, 0)]
+        if not all(map(_is_model, itertools.compress(messages, wanted))):
             return None
-        spans = self.template.marked(conversation)
-        of_model = [is_learnt for message, is_learnt in both if _is_model(message)]
+        spans = self.template.marked(chat, messages)
+        of_model = list(itertools.compress(wanted, map(_is_model, messages)))
         if all(of_model):
             of_model = [True] * len(spans)  # Phi-3's template marks an end of the text, too
         ids, begins = self.tokens.starts(made.wholes[0])
         learnt = [False] * len(ids)
-        if len(spans) == len(of_model):
-            for low, high in itertools.compress(spans, of_model):
-                first, last = bisect.bisect_right(begins, low) - 1, bisect.bisect_left(begins, high)
-                learnt[first:last] = [True] * (last - first)
+        for low, high in itertools.compress(spans, of_model if len(spans) == len(of_model) else ()):
+            first, last = bisect.bisect_right(begins, low) - 1, bisect.bisect_left(begins, high)
+            learnt[first:last] = [True] * (last - first)
         if not any(learnt):
             return None
         start, stop = learnt.index(True), len(learnt) - learnt[::-1].index(True)
@@ -572,21 +513,15 @@ class ChatTokens:
 
     def _spans(self, made: Rendering, k: int) -> list[tuple[int, int]]:
         """Begin and end in the text of what the model writes in learnt messages, by rendering what comes before."""
-        chat, whole = made.chat, made.wholes[k]
-        conversation = self.template.conversation(chat, chat.completions[k])
-        messages, spans = conversation.messages, []
-        for index in itertools.compress(range(len(chat.prompt), len(messages)), self._learnt(chat, k)):
-            place = self.template.place_of(conversation, index, whole)
-            low = high = -1
-            before = conversation._replace(messages=messages[:index])
-            header = self.template.apply_or_none(before, is_prompt=_is_model(messages[index]))
+        chat, whole, spans = made.chat, made.wholes[k], list[tuple[int, int]]()
+        messages = [*chat.prompt, *chat.completions[k]]
+        for index in itertools.compress(range(len(chat.prompt), len(messages)), _learnt(chat, k)):
+            low, high = self.template.place_of(chat, messages, index, whole) or (-1, -1)
+            if high < 0 or messages[index].get("tool_calls"):
+                high = self._end_of(self.template.apply(chat, messages[: index + 1]), whole)
+            header = self.template.apply_or_none(chat, messages[:index], is_prompt=_is_model(messages[index]))
             if header is not None and whole.startswith(header):
-                low = self._written_by_template(whole, len(header), messages[index])
-            if place is not None:
-                low = place[0] if low < 0 else low
-                high = place[1]
-            if place is None or messages[index].get("tool_calls"):
-                high = self._end_of(conversation._replace(messages=messages[: index + 1]), whole)
+                low = _written_by_template(whole, len(header), messages[index])
             if low < 0 or high <= low:
                 raise Unusable(
                     f"message {index + 1}: the chat template writes it differently once others follow, so that its "
@@ -595,9 +530,9 @@ class ChatTokens:
             spans.append((low, high))
         return spans
 
-    def _end_of(self, until: Conversation, whole: str) -> int:
-        """Where in the whole the last message of `until` ends, without the end of its turn. Raises Unusable."""
-        common = len(os.path.commonprefix([self.template.apply(until), whole]))
+    def _end_of(self, until: str, whole: str) -> int:
+        """Where in the whole the last message of the text `until` ends, without the end of its turn."""
+        common = len(os.path.commonprefix([until, whole]))
         ids, begins = self.tokens.starts(whole[:common])
         while ids and (ids[-1] in self.end_ids or self._is_filler(ids[-1])):
             common = begins[-1]
@@ -617,10 +552,8 @@ class ChatTokens:
 
     def _suffix(self, thinks: bool) -> list[int]:
         """What stands behind a plain answer."""
-        arguments = {**self.template.arguments_without_answer, "enable_thinking": thinks}
-        messages: list[Message] = [{"role": "user", "content": "a"}, _said(SENTINEL)]
-        arguments |= self.template.settings.chat_template_kwargs
-        text = self.template.apply_or_none(Conversation(messages, None, arguments)) or ""
+        arguments = {"enable_thinking": thinks, **self.template.settings.chat_template_kwargs}
+        text = self.template.text_of([{"role": "user", "content": "a"}, _said(SENTINEL)], **arguments)
         return self.tokens.ids([text.partition(SENTINEL)[2]])[0]
 
 
@@ -633,9 +566,23 @@ def ended(ids: list[int], end_ids: set[int], tokens: TextTokens, eos_token_id: i
     return ids[:cut] if cut is not None else [*ids, eos_token_id]
 
 
+def _written_by_template(whole: str, start: int, message: Message) -> int:
+    """Where the block of no thinking ends that a template puts before an answer; `start` where there is none."""
+    content, match = message.get("content"), EMPTY_THINKING.match(whole, start)
+    if match is None or has_reasoning(message) or not isinstance(content, str):
+        return start
+    behind = whole[match.end() :]
+    for text in filter(None, (content, content.lstrip())):
+        before, found, _ = behind.partition(text)
+        if found and not before.strip():
+            return match.end() + len(before)
+    return match.end()
+
+
+def _learnt(chat: Chat, k: int) -> Sequence[bool]:
+    """Of a completion's messages, which are learnt."""
+    return chat.learnt[k] if chat.learnt is not None else [False] * (len(chat.completions[k]) - 1) + [True]
+
+
 def _is_model(message: Message) -> bool:
     return message["role"] == "assistant"
-
-
-def _said(text: str) -> Message:
-    return {"role": "assistant", "content": text}

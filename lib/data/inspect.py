@@ -12,7 +12,6 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.text import Text
@@ -20,9 +19,8 @@ from rich.text import Text
 from lib.config import command_line, help, load
 from lib.config.settings import Config, DataSettings
 from lib.data import sources
-from lib.data.chat import OPENED_THINKING, SENTINEL, Conversation
+from lib.data.chat import OPENED_THINKING, SENTINEL
 from lib.data.dataset import Example, Tokenisation, load_dataset
-from lib.data.record_formats import JSON
 from lib.data.sources import Records
 from lib.data.streaming import tell_unread, with_splits
 from lib.data.tokenize import Encoder
@@ -42,23 +40,19 @@ def facts_of(encoder: Encoder) -> str | None:
     if not template.is_used:
         return None
 
-    def text(messages: list[Any], is_prompt: bool, tools: list[JSON] | None = None, **given: bool) -> str:
-        arguments = template.arguments_without_answer | given
-        return template.apply_or_none(Conversation(messages, tools, arguments), is_prompt) or ""
-
-    question = {"role": "user", "content": "a"}
-    thought = {"role": "assistant", "content": "b", "reasoning_content": SENTINEL}
+    question, text = {"role": "user", "content": "a"}, template.text_of
     off, on = (text([question], True, enable_thinking=thinks) for thinks in (False, True))
-    thinking = "unknown to it"
+    thinking, thought = "unknown to it", {"role": "assistant", "content": "b", "reasoning_content": SENTINEL}
     if OPENED_THINKING.search(off):
         thinking = "always opened by the prompt"
     elif off != on:
         thinking = "off, unless an answer thinks or data.chat_template_kwargs.enable_thinking=true"
-    elif SENTINEL in text([question, thought], False, enable_thinking=True):
+    elif SENTINEL in text([question, thought], enable_thinking=True):
         thinking = "kept where an answer has it"
     tool = {"type": "function", "function": {"name": SENTINEL, "description": "d", "parameters": {"type": "object"}}}
     tools = "known" if SENTINEL in text([question], True, [tool]) else "unknown to it"
-    system = "open the first question" if template.refuses_system else "have a turn of their own"
+    is_folded = text([question]) and SENTINEL not in text([{"role": "system", "content": SENTINEL}, question])
+    system = "open the first question" if is_folded else "have a turn of their own"
     end = " or ".join(encoder.tokenizer.decode([token]) for token in sorted(encoder.end_ids))
     return f"chat template: system prompts {system}; thinking {thinking}; tools {tools}; turns end with {end}"
 
