@@ -32,7 +32,6 @@ SPLIT_WORDS = {
     "test": {"test", "testing", "eval", "evaluation"},
 }
 CONVERTED = "refs/convert/parquet"  # where the hub keeps what it has made of data sets in other forms
-CARD = "README.md"
 NO_RECORDS = {"dataset_infos.json", "dataset_info.json", "state.json", "config.json"}
 
 
@@ -53,7 +52,19 @@ def fetch(source: str, settings: DataSettings, tell: Callable[[str], None]) -> l
         split, options = _open_split(source)
         tell(f"fetching {source}: {len(split.files):,} files")
         paths = [*map(split.path_of, split.files)]
-        return [_first_rows(source, paths, int(options["rows"]), settings)] if "rows" in options else paths
+        if "rows" not in options:
+            return paths
+        key = f"{source} {[(str(path), path.stat().st_mtime_ns) for path in paths]}"
+        kept = Path(settings.cache_dir) / f"hub-{hashlib.sha256(key.encode()).hexdigest()[:24]}.jsonl"
+        if not kept.exists():
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            lines = ((path, line) for path in paths for line in record_files.read(str(path)))
+            with files.replacing(kept) as file:
+                for path, (number, record) in itertools.islice(lines, int(options["rows"])):
+                    if isinstance(record, Unusable):
+                        raise UserError(f"{path}:{number}: {record}")
+                    file.write(json.dumps(record, ensure_ascii=False, default=str).encode() + b"\n")
+        return [kept]
 
 
 @contextlib.contextmanager
@@ -66,14 +77,10 @@ def _reaching(source: str) -> Iterator[None]:
         raise UserError(f"{source}: cannot be opened: {in_one_line(error)}; what was fetched is kept") from None
 
 
-def _named(source: str) -> tuple[str, dict[str, str]]:
-    name, _, query = source.removeprefix(PREFIX).partition("?")
-    return name, dict(parse_qsl(query, keep_blank_values=True))
-
-
 def _open_split(source: str) -> tuple[Split, dict[str, str]]:
     """The split that a source names, and its options. Raises UserError: an option that is none, or as `fetch`."""
-    name, options = _named(source)
+    name, _, query = source.removeprefix(PREFIX).partition("?")
+    options = dict(parse_qsl(query, keep_blank_values=True))
     unknown = sorted(options.keys() - {"config", "split", "revision", "rows"})
     if not name or unknown or not re.fullmatch(r"[1-9][0-9]{0,17}", options.get("rows", "1")):
         known = "hf://OWNER/NAME?config=C&split=S&revision=R&rows=N"
@@ -86,42 +93,24 @@ def _open_split(source: str) -> tuple[Split, dict[str, str]]:
         split = Split(names, root.joinpath, lambda file: str(root / file))
     else:
         split = _open_hub(name, options.get("revision"))
-    card = split.path_of(CARD).read_text(encoding="utf-8", errors="replace") if CARD in split.files else ""
-    chosen = files_of_split(split.files, card, options.get("config"), options.get("split", "train"))
+        if "revision" not in options and not any(map(is_data, split.files)):
+            split = _open_hub(name, CONVERTED)
+    card = "README.md"
+    text = split.path_of(card).read_text(encoding="utf-8", errors="replace") if card in split.files else ""
+    chosen = _files_of_split(split.files, text, options.get("config"), options.get("split", "train"))
     return split._replace(files=chosen), options
 
 
 def _open_hub(name: str, revision: str | None) -> Split:
-    """All files of a data set on the hub."""
+    """All files of a data set on the hub, by its commit: a download that goes on later has the same files."""
     from huggingface_hub import HfApi, hf_hub_download
 
-    hub = HfApi()
-    for branch in (revision, CONVERTED) if revision is None else (revision,):
-        # By its commit: a download that goes on later has the same files.
-        commit = hub.repo_info(name, revision=branch, repo_type="dataset").sha or ""
-        names = sorted(hub.list_repo_files(name, revision=commit, repo_type="dataset"))
-        if any(map(is_data, names)):
-            break
+    commit = HfApi().repo_info(name, revision=revision, repo_type="dataset").sha or ""
     return Split(
-        names,
+        sorted(HfApi().list_repo_files(name, revision=commit, repo_type="dataset")),
         lambda file: Path(hf_hub_download(name, file, revision=commit, repo_type="dataset")),
         lambda file: f"datasets/{name}@{quote(commit, safe='')}/{file}",
     )
-
-
-def _first_rows(source: str, paths: list[Path], count: int, settings: DataSettings) -> Path:
-    key = f"{source} {[(str(path), path.stat().st_mtime_ns) for path in paths]}"
-    kept = Path(settings.cache_dir) / f"hub-{hashlib.sha256(key.encode()).hexdigest()[:24]}.jsonl"
-    if kept.exists():
-        return kept
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    lines = ((path, line) for path in paths for line in record_files.read(str(path)))
-    with files.replacing(kept) as file:
-        for path, (number, record) in itertools.islice(lines, count):
-            if isinstance(record, Unusable):
-                raise UserError(f"{path}:{number}: {record}")
-            file.write(json.dumps(record, ensure_ascii=False, default=str).encode() + b"\n")
-    return kept
 
 
 # ---- Parquet that is read a row group at a time
@@ -147,14 +136,13 @@ def parquet_files(source: str) -> dict[str, str]:
 
     with _reaching(source):
         split, options = _open_split(source)
-        if "rows" in options:
+        is_parquet, is_local = all(file.endswith(".parquet") for file in split.files), source[len(PREFIX)] in "/.~"
+        if "rows" in options or not is_parquet and ("revision" in options or is_local):
             return {}
-        if not all(file.endswith(".parquet") for file in split.files):
-            name, folder = _named(source)[0], f"{options.get('config', 'default')}/{options.get('split', 'train')}/"
-            if "revision" in options or not split.url_of("").startswith("datasets/"):
-                return {}
+        if not is_parquet:
+            folder = f"{options.get('config', 'default')}/{options.get('split', 'train')}/"
             try:  # CONFIG/SPLIT/0000.parquet
-                split = _open_hub(name, CONVERTED)
+                split = _open_hub(source.removeprefix(PREFIX).partition("?")[0], CONVERTED)
             except HfHubHTTPError:
                 return {}
             split = split._replace(files=[file for file in split.files if file.startswith(folder)])
@@ -164,7 +152,7 @@ def parquet_files(source: str) -> dict[str, str]:
 # ---- Which files
 
 
-def files_of_split(names: Sequence[str], card: str, config: str | None, split: str) -> list[str]:
+def _files_of_split(names: Sequence[str], card: str, config: str | None, split: str) -> list[str]:
     """The files of a configuration's split, by names and README.md. Raises UserError: it names what there is."""
     known = front_matter(card)
     entries = known.get("configs") if isinstance(known, dict) else None
@@ -177,11 +165,11 @@ def files_of_split(names: Sequence[str], card: str, config: str | None, split: s
         data = [name for name in data if name.startswith(f"{config}/")]
         if not data:
             raise UserError(f"no config {config!r}; there are {', '.join([*named, *folders]) or 'none'}")
+    if not data:
+        raise UserError(f"no file of it ends with {', '.join(ENDINGS)}")
     splits = {name: split_of(name) for name in data}
     if not any(splits.values()):  # no name says anything: all of it is for training
         splits = dict.fromkeys(data, "train")
-    if not splits:
-        raise UserError(f"no file of it ends with {', '.join(ENDINGS)}")
     found = [name for name in data if splits[name] == split]
     if not found:
         raise UserError(f"no split {split!r}; there are {', '.join(dict.fromkeys(filter(None, splits.values())))}")

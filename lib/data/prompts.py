@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -15,18 +15,7 @@ from lib.data import record_files, sources
 from lib.data import tokenizer as tokenizer_module
 from lib.data.dataset import Example, Sized, Tokenisation
 from lib.data.formats import TEMPLATE_ARGUMENTS, parse
-from lib.data.record_formats import (
-    ANSWER,
-    JSON,
-    VOCABULARY,
-    Message,
-    Plain,
-    Record,
-    RecordKind,
-    Tokens,
-    Unusable,
-    name_of_type,
-)
+from lib.data.record_formats import ANSWER, JSON, VOCABULARY, Message, Plain, Record, Tokens, Unusable, name_of_type
 from lib.data.sources import Records, Tell
 from lib.data.tokenize import Encoder, encode_records
 from lib.data.tokenizer import NO_LIMITS, ModelLimits, Tokenizer, vocabulary_digest
@@ -37,15 +26,12 @@ def columns_of(record: JSON, data: DataSettings, tokenizer: Tokenizer) -> JSON:
     """The columns of a prompt, under the names that every reader knows; a text stays a text. Raises Unusable."""
     parsed, stored = parse(record, data, "prompt"), record.get(data.prompt)
     if isinstance(parsed, Tokens):
-        return {
-            "prompt": str(tokenizer.decode(parsed.prompt)),
-            "prompt_ids": parsed.prompt,
-            VOCABULARY: vocabulary_digest(tokenizer),
-        }
+        columns: JSON = {"prompt": str(tokenizer.decode(parsed.prompt)), "prompt_ids": parsed.prompt}
+        return columns | {VOCABULARY: vocabulary_digest(tokenizer)}
     if isinstance(parsed, Plain):
         return {"prompt": parsed.prompt or ""}
     is_text = isinstance(stored, str) and parsed.prompt == [{"role": "user", "content": stored}]
-    columns: JSON = {"prompt": stored if is_text else parsed.prompt}
+    columns = {"prompt": stored if is_text else parsed.prompt}
     columns |= {"tools": parsed.tools} if parsed.tools else {}
     return columns | ({TEMPLATE_ARGUMENTS: parsed.template_arguments} if parsed.template_arguments else {})
 
@@ -56,13 +42,20 @@ def asked_of(record: JSON, data: DataSettings, tokenizer: Tokenizer) -> str | li
     return prompt
 
 
-def ids_of(parsed: Record | Unusable, encoder: Encoder | None, place: str = "") -> list[int]:
-    """The tokens that a model is sent for a parsed prompt, tools and template arguments included. Raises Unusable."""
-    (encoded,) = encode_records([parsed], encoder, place)
+def ids_of(
+    parsed: Record | Unusable, encoder: Encoder | None, limits: ModelLimits, max_tokens: int, setting: str
+) -> list[int]:
+    """The tokens that a model is sent for a parsed prompt, tools and template arguments included.
+
+    Raises Unusable: the model, of these limits, cannot answer it with max_tokens, which that setting says.
+    """
+    (encoded,) = encode_records([parsed], encoder, "a prompt")
     if isinstance(encoded, Unusable):
         raise encoded
     if not encoded.prompt:
         raise Unusable("the prompt is empty")
+    limits.check_ids([encoded.prompt])
+    limits.check_answer(len(encoded.prompt), max_tokens, setting)
     return encoded.prompt
 
 
@@ -80,7 +73,7 @@ def load_questions(settings: Config, tokenizer: Tokenizer | None, limits: ModelL
 
     Raises UserError: a record without a prompt or an answer, or a prompt that the model cannot answer; no tokenizer.
     """
-    path, data = settings.evaluate.answers, settings.data
+    path, data, evaluate = settings.evaluate.answers, settings.data, settings.evaluate
     if path is None:
         return []
     if tokenizer is None:
@@ -88,7 +81,7 @@ def load_questions(settings: Config, tokenizer: Tokenizer | None, limits: ModelL
     encoder = Encoder(tokenizer, data, tokenizer_module.vocabulary(settings.model)["eos_token_id"])
     encoder.stop_generation()
     questions: list[Question] = []
-    for line, record in itertools.islice(record_files.read(path), settings.evaluate.answers_limit):
+    for line, record in itertools.islice(record_files.read(path), evaluate.answers_limit):
         try:
             if isinstance(record, Unusable):
                 raise record
@@ -98,9 +91,8 @@ def load_questions(settings: Config, tokenizer: Tokenizer | None, limits: ModelL
                     f"a question's {ANSWER!r} is {name_of_type(answer)}, neither text nor a number: give it an answer, "
                     "or leave the line out"
                 )
-            ids = ids_of(parse(record, data, "prompt"), encoder)
-            limits.check_ids([ids])
-            limits.check_answer(len(ids), settings.evaluate.max_tokens, "evaluate.max_tokens")
+            parsed = parse(record, data, "prompt")
+            ids = ids_of(parsed, encoder, limits, evaluate.max_tokens, "evaluate.max_tokens")
             asked = asked_of(record, data, tokenizer)
         except Unusable as why:
             raise UserError(f"{path}:{line}: {why}") from None
@@ -116,13 +108,12 @@ class Prompts(Sized):
     """Prompts in the files' order. To a plan they are rows whose completions are as long as they may become."""
 
     path: str
-    columns: str
     records: Records
     ids: list[list[int]]  # the tokens of each prompt
     max_tokens: int  # of an answer
     completions: int  # of a row that is trained
-    skipped: list[str] = field(default_factory=list)
-    kind: RecordKind = "prompt"
+    skipped: Sequence[str]
+    kind = "prompt"
 
     is_estimated = True
     truncated_count = 0
@@ -140,6 +131,11 @@ class Prompts(Sized):
         """int64 [n, 1 + K]: tokens of each prompt, and the most that its answers may have."""
         answers = [self.max_tokens] * self.completions
         return np.array([[len(prompt), *answers] for prompt in self.ids])
+
+    @property
+    def columns(self) -> str:
+        """What was read, for people."""
+        return self.records.formats
 
     @property
     def skipped_count(self) -> int:
@@ -200,19 +196,16 @@ def open_prompts(
     kept, ids, skipped = list[int](), list[list[int]](), [*records.unusable]
     for row, (place, record) in zip(rows.tolist(), tokenisation.placed(records, rows), strict=True):
         try:
-            prompt = ids_of(record, encoder, name)
+            prompt = ids_of(record, encoder, limits, rollouts.max_tokens, "rollouts.max_tokens")
             if len(prompt) + rollouts.max_tokens > settings.max_length:
                 raise Unusable(
                     f"a prompt of {len(prompt)} tokens and rollouts.max_tokens={rollouts.max_tokens} are more than "
                     f"data.max_length={settings.max_length}; raise it"
                 )
-            limits.check_ids([prompt])
-            limits.check_answer(len(prompt), rollouts.max_tokens, "rollouts.max_tokens")
         except Unusable as why:
             skipped.append(f"{place}: {why}")
         else:
             ids.append(prompt)
             kept.append(row)
     sources.require_usable(name, skipped, len(skipped), len(kept), settings)
-    own = records.only(np.array(kept))
-    return Prompts(name, records.formats, own, ids, rollouts.max_tokens, completions, skipped)
+    return Prompts(name, records.only(np.array(kept)), ids, rollouts.max_tokens, completions, skipped)

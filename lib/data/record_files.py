@@ -58,10 +58,8 @@ def scan(file: Path) -> Iterator[Line]:
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         why = f"the gzip stream is cut short or damaged, or it is none ({error}); copy the file again"
         yield line + 1, 0, b"", Unusable(why)
-    except csv.Error as error:
+    except (csv.Error, UnicodeDecodeError) as error:
         yield line + 1, 0, b"", Unusable(f"broken CSV: {error}")
-    except UnicodeDecodeError as error:
-        yield line + 1, 0, b"", Unusable(f"not valid UTF-8: {error}")
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror or error}") from error
 
@@ -69,9 +67,13 @@ def scan(file: Path) -> Iterator[Line]:
 def _lines_of(file: Path) -> Iterator[Line]:
     if file.suffix == ".parquet":
         yield from ((line, 0, b"", record) for line, record in read_parquet(file))
-    elif file.suffix in (".csv", ".tsv"):
+    elif file.suffix in (".csv", ".tsv"):  # the first line names the columns; an empty field is none
         with file.open(encoding="utf-8-sig", newline="") as text:
-            yield from _scan_csv(csv.DictReader(text, delimiter="\t" if file.suffix == ".tsv" else ",", restkey=""))
+            rows = csv.DictReader(text, delimiter="\t" if file.suffix == ".tsv" else ",", restkey="")
+            for row in rows:
+                record = {name: value for name, value in row.items() if value}
+                why = Unusable("more fields than columns are named")
+                yield rows.line_num, 0, b"", why if "" in record else record
     else:
         with cast(IO[bytes], gzip.open(file) if file.suffix == ".gz" else file.open("rb")) as stream:
             start = stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip() if ".json" in file.suffixes else b""
@@ -88,13 +90,6 @@ def _scan_list(stream: IO[bytes]) -> Iterator[Line]:
     for number, item in enumerate(items, 1):
         is_known = isinstance(item, dict | Unusable)
         yield number, 0, b"", item if is_known else Unusable(f"{name_of_type(item)} instead of a JSON object")
-
-
-def _scan_csv(reader: csv.DictReader[str]) -> Iterator[Line]:
-    """The rows of CSV, whose first line names the columns; an empty field is none."""
-    for row in reader:
-        record = {name: value for name, value in row.items() if value}
-        yield reader.line_num, 0, b"", Unusable("more fields than columns are named") if "" in record else record
 
 
 def _scan_lines(stream: IO[bytes]) -> Iterator[Line]:

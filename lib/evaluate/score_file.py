@@ -27,7 +27,7 @@ from lib.data.prompts import asked_of, columns_of, ids_of
 from lib.data.record_formats import JSON, RecordKind, Unusable
 from lib.data.sources import Records
 from lib.data.tokenize import Encoder
-from lib.data.tokenizer import Tokenizer, limits_of, require_own
+from lib.data.tokenizer import Tokenizer, limits_of
 from lib.distributed.work_queue import Lines, ServedQueue, WorkQueue, open_queue, work
 from lib.distributed.world import World, host_names
 from lib.errors import UserError
@@ -260,13 +260,9 @@ class CompletionWriter:
         ((place, record),) = self.tokenisation.placed(self.records, [row])
         limits = self.tokenisation.limits
         try:
-            require_own(record, self.tokenizer, place)
-            ids = ids_of(record, self.encoder)
-            limits.check_ids([ids])
-            limits.check_answer(len(ids), self.settings.evaluate.max_tokens, "evaluate.max_tokens")
+            return ids_of(record, self.encoder, limits, self.settings.evaluate.max_tokens, "evaluate.max_tokens")
         except Unusable as why:
             raise UserError(f"{place}: {why}") from None
-        return ids
 
     def question(self, row: int, texts: Sequence[str]) -> Question:
         """What a judge is asked about some answers to a row's prompt."""
