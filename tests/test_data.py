@@ -391,15 +391,6 @@ def test_truncation_keeps_the_prompts_end_and_the_completions_beginning(limit, p
         assert len(short) == min(len(prompt), max(1, limit // 4))
 
 
-def test_truncated_rows_are_counted(load):
-    records = [PAIR, PAIR | {"prompt": "What is the answer there " * 4}]
-    assert load(records).truncated_count == 0
-    lengths = load(records).lengths + 1
-    dataset = load(records, max_length=int(lengths[1]) - 3)
-    assert dataset.truncated_count == 1 and dataset.lengths[1] == dataset.lengths.max() == lengths[1] - 4
-    assert dataset[1].completions[0][-1] == 1
-
-
 # -------------------------------------------------------------------------------------------------- bad input
 
 
@@ -411,7 +402,6 @@ BAD_RECORDS: list[tuple[Any, str, list[str]]] = [
         "preference",
         ["'prompt'", "half a surrogate"],
     ),
-    (b"[" * 100_000, "preference", ["broken JSON"]),
     (
         b'{"prompt": "a", "chosen": "b", "rejected": "c", "chosen": "d"}',
         "preference",
@@ -419,11 +409,6 @@ BAD_RECORDS: list[tuple[Any, str, list[str]]] = [
     ),
     (b'{"messages": [{"role": "user", "role": "assistant", "content": "a"}]}', "sft", ["key 'role' is there twice"]),
     ([PAIR], "preference", ["a list instead of a JSON object"]),
-    (
-        {"problem": "a", "chosen": "b", "rejected": "c"},
-        "preference",
-        ["no column 'prompt'", "name yours with data.prompt=COLUMN"],
-    ),
     (
         {"prompt": "a", "chosne": "b", "rejected": "c"},
         "preference",
@@ -433,22 +418,13 @@ BAD_RECORDS: list[tuple[Any, str, list[str]]] = [
     ({"completion": "b", "instruction": "a"}, "sft", ["no column 'prompt'", "data.prompt=COLUMN"]),
     (PAIR | {"prompt": 3}, "preference", ["column 'prompt' is a number"]),
     (PAIR | {"chosen": None}, "preference", ["column 'chosen' is null"]),
-    (PAIR | {"chosen": {"a": 1}}, "preference", ["column 'chosen' is an object"]),
     (PAIR | {"prompt": []}, "preference", ["'prompt' is an empty list"]),
-    (PAIR | {"prompt": ["a"]}, "preference", ["prompt[0] is a string"]),
-    (
-        PAIR | {"prompt": [{"speaker": "human", "value": "a"}]},
-        "preference",
-        ["prompt[0] has no 'role'", "speaker, value"],
-    ),
     (PAIR | {"prompt": [USER, GOOD]}, "preference", ["the prompt ends with an assistant message"]),
     (PAIR | {"rejected": PAIR["chosen"]}, "preference", ["'chosen' is equal to 'rejected'"]),
     (PAIR | {"prompt": [USER], "rejected": [GOOD]}, "preference", ["data.chat_template=FILE"]),
     (PAIR | {"rejected": " \n"}, "preference", ["empty completion: 'rejected' is blank"]),
     ({"prompt_ids": [], "chosen_ids": [5], "rejected_ids": [6, 7]}, "preference", ["one token and no prompt"]),
     ({"prompt": "a", "completion": ""}, "sft", ["empty completion: 'completion' is blank"]),
-    ({"text": " "}, "sft", ["empty completion: 'text' is blank"]),
-    ({"text": ["a"]}, "sft", ["column 'text' is a list, not a string"]),
     ({"messages": [GOOD]}, "sft", ["one message"]),
     ({"messages": "hi"}, "sft", ["'messages' is a string"]),
     ({"messages": [USER, GOOD, GOOD]}, "sft", ["the prompt ends with an assistant"]),
@@ -466,7 +442,6 @@ BAD_RECORDS: list[tuple[Any, str, list[str]]] = [
     (PAIR | {"prompt": "word " * 99}, "preference", ["the prompt alone has", "data.max_length=64; raise it"]),
     ({"prompt_ids": [1], "chosen_ids": [2]}, "preference", ["no column 'rejected_ids'"]),
     ({"prompt_ids": [1], "completion_ids": [2, -1]}, "sft", ["completion_ids[1] is -1, not a token id"]),
-    ({"prompt_ids": [1], "completion_ids": [2.5]}, "sft", ["completion_ids[0] is 2.5"]),
     ({"prompt_ids": [True], "completion_ids": [2]}, "sft", ["prompt_ids[0] is true"]),
     ({"prompt_ids": "12", "completion_ids": [2]}, "sft", ["'prompt_ids' is a string"]),
     ({"prompt_ids": [1], "completion_ids": []}, "sft", ["empty completion: 'completion_ids'"]),
@@ -475,8 +450,6 @@ BAD_RECORDS: list[tuple[Any, str, list[str]]] = [
         "sft",
         ["token id 999 is not below the vocabulary's size, 500"],
     ),
-    ({"prompt_ids": [1], "completion_ids": [10**30]}, "sft", ["is not below the vocabulary's size"]),
-    ({"prompt_ids": [], "completion_ids": [9]}, "sft", ["one token and no prompt"]),
     ({"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [2]}, "preference", ["the same tokens"]),
     (
         {"prompt_ids": [1] * 40, "chosen_ids": [2] * 64, "rejected_ids": [2] * 63},
@@ -593,13 +566,6 @@ def test_lengths_are_padded_little_and_to_few_shapes(length, multiple, steps):
     assert padded >= max(length, 1) and padded % multiple == 0
     assert padded - length <= max(multiple, 2 * length / steps)
     assert pad_length(padded, multiple, steps) == padded
-
-
-def test_the_number_of_shapes_is_bounded():
-    assert len({pad_length(length, 64, 16) for length in range(1, 1025)}) == 16
-    assert len({pad_length(length, 64, 16) for length in range(1, 32769)}) == 16 + 5 * 8
-    assert len({pad_length(length, 64, 8) for length in range(1, 1025)}) == 8 + 4
-    assert pad_length(1023, 64, 16) == pad_length(1024, 64, 16) == 1024
 
 
 # --------------------------------------------------------------------------------------------------- prefetch

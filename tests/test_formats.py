@@ -5,18 +5,16 @@ Every record here was written for these tests, in the columns and the nesting of
 
 from __future__ import annotations
 
-import datetime
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lib.config.settings import DataSettings
-from lib.data import formats, inspect, sources
+from lib.data import formats, sources
 from lib.data.formats import parse
-from lib.data.record_formats import Chat, Plain, RecordKind, Tokens, Unusable, check_messages, check_tools
+from lib.data.record_formats import Chat, Plain, RecordKind, Tokens, Unusable
 from tests import tiny
 
 
@@ -55,12 +53,128 @@ RESULT = {"role": "tool", "tool_call_id": "c1", "content": '{"sky": "grey"}'}
 
 # ---- Every format: its records as they are published, the name that it is told by, and what becomes of them.
 
+<<<<<<< HEAD
 PUBLISHED = [json.loads(line) for line in (tiny.ROOT / "tests/golden/formats.jsonl").read_text().splitlines()]
 PAIRS = {case["name"]: case["record"] for case in PUBLISHED if case["kind"] == "pair"}
 ALPACA, OPENAI = (
     next(case["record"] for case in PUBLISHED if case["kind"] == "single" and case["name"] == name)
     for name in ("Alpaca", "OpenAI")
 )
+=======
+HH = {
+    "chosen": "\n\nHuman: Name a river.\n\nAssistant: The Rhine.\n\nHuman: Where?\n\nAssistant: In Europe.",
+    "rejected": "\n\nHuman: Name a river.\n\nAssistant: The Rhine.\n\nHuman: Where?\n\nAssistant: Look it up.",
+}
+ULTRAFEEDBACK = {
+    "source": "sharegpt",
+    "instruction": "Name a river.",
+    "models": ["a", "b", "c"],
+    "completions": [
+        {
+            "model": model,
+            "response": text,
+            "fine-grained_score": score,
+            "overall_score": score,
+        }
+        for model, text, score in (("a", "Some river.", 4.0), ("b", "The Rhine.", 8.5), ("c", "No.", 1.0))
+    ],
+    "correct_answers": ["None"],
+    "incorrect_answers": ["None"],
+}
+ULTRAFEEDBACK_BINARIZED = {
+    "prompt": "Name a river.",
+    "prompt_id": "f0e37e9f",
+    "chosen": [user("Name a river."), assistant("The Rhine.")],
+    "rejected": [user("Name a river."), assistant("No.")],
+    "messages": [user("Name a river."), assistant("The Rhine.")],
+    "score_chosen": 8.5,
+    "score_rejected": 1.0,
+}
+NECTAR = {
+    "prompt": "\n\nHuman: Name a river.\n\nAssistant: ",
+    "answers": [
+        {"answer": "Some river.", "model": "a", "rank": 2.0},
+        {"answer": "The Rhine.", "model": "b", "rank": 1.0},
+        {"answer": "No.", "model": "c", "rank": 3.0},
+    ],
+    "turns": 1,
+    "num_responses": 3,
+    "source": ["lmsys-chat-1m"],
+    "good_natured": True,
+}
+HELPSTEER2_PREFERENCE = {
+    "split": "train",
+    "prompt": "Name a river.",
+    "response_1": "No.",
+    "response_2": "The Rhine.",
+    "preference_strength": 2,
+    "all_preferences_unprocessed": [{"strength": 2}],
+}
+HELPSTEER3 = {
+    "domain": "general",
+    "language": "english",
+    "context": [user("Hello"), assistant("Hi!"), user("Name a river.")],
+    "response1": "The Rhine.",
+    "response2": "No.",
+    "overall_preference": -2,
+    "individual_preference": [{"score": -2, "reasoning": "It answers.", "feedback1": "Good", "feedback2": "Bad"}],
+}
+SHP = {
+    "post_id": "x1",
+    "domain": "askgeography_test",
+    "upvote_ratio": 0.9,
+    "history": "Name a river.",
+    "score_A": 3,
+    "score_B": 30,
+    "human_ref_A": "No.",
+    "human_ref_B": "The Rhine.",
+    "labels": 0,
+}
+SAFE_RLHF = {
+    "prompt": "Name a river.",
+    "response_0": "The Rhine.",
+    "response_1": "No.",
+    "is_response_0_safe": True,
+    "is_response_1_safe": True,
+    "better_response_id": 0,
+    "safer_response_id": 1,
+}
+ORCA = {"system": "Be brief.", "question": "Name a river.", "chosen": "The Rhine.", "rejected": "No."}
+DISTILABEL = {
+    "system": "Be brief.",
+    "input": "Name a river.",
+    "chosen": "The Rhine.",
+    "rejected": "No.",
+    "generations": ["The Rhine.", "No."],
+    "order": ["a", "b"],
+    "rating": [9.0, 2.0],
+    "status": "tie",
+    "in_gsm8k_train": False,
+}
+ALPACA_PAIR = {"instruction": "Name one.", "input": "A river", "chosen": "The Rhine.", "rejected": "No."}
+SHAREGPT_PAIR = {
+    "conversations": [{"from": "human", "value": "Name a river."}],
+    "chosen": {"from": "gpt", "value": "The Rhine."},
+    "rejected": {"from": "gpt", "value": "No."},
+}
+OPENAI_PREFERENCE = {
+    "input": {"messages": [user("Name a river.")], "tools": [], "parallel_tool_calls": True},
+    "preferred_output": [assistant("The Rhine.")],
+    "non_preferred_output": [assistant("No.")],
+}
+TULU_PREFERENCE = {
+    "id": "t1",
+    "source": "ultrafeedback",
+    "prompt": "Name a river.",
+    "chosen": [user("Name a river."), assistant("The Rhine.")],
+    "rejected": [user("Name a river."), assistant("No.")],
+    "chosen_model": "a",
+    "rejected_model": "b",
+    "chosen_rating": 4.5,
+    "rejected_rating": 2.0,
+}
+
+>>>>>>> 2de28e9 (Encode an example at a time; drop tests of rare input)
 ASKED = [user("Name a river.")]
 TURNS = [user("Name a river."), assistant("The Rhine."), user("Where?")]
 BARE_CALL = {"type": "function", "function": {"name": "weather", "arguments": {"town": "Bonn"}}}
@@ -119,11 +233,6 @@ def test_labelled_answers_are_recognised(case: dict[str, Any]) -> None:
     assert f"set train.loss=kto, or leave it out with data.ignore=[{column}]" in reason(record, "sft")
     assert as_chat(read(record, "sft", ignore=[column])).prompt == ASKED
     assert "labelled answers are not pairs: train.loss=kto" in reason(record)
-
-
-def test_a_tokenised_record_has_a_label_too() -> None:
-    parsed = read({"prompt_ids": [1], "completion_ids": [2], "label": False}, "unpaired")
-    assert parsed == Tokens([1], ([2],), "prompt_ids + completion_ids", label=False)
 
 
 # ---- Which answer is the better one
@@ -341,35 +450,6 @@ def test_messages_in_every_spelling_become_the_same() -> None:
     assert chat.prompt[1] == assistant(None, tool_calls=[BARE_CALL]) and chat.prompt[2]["role"] == "tool"
 
 
-def test_arguments_are_parsed_once_and_their_nulls_are_theirs() -> None:
-    text = json.dumps({"town": json.dumps({"name": "Bonn"}), "day": None})
-    messages = [user("a"), assistant(None, tool_calls=[{"name": "weather", "arguments": text}])]
-    chat = as_chat(read({"messages": messages}, "sft"))
-    (answer,) = chat.completions[0]
-    assert answer["tool_calls"][0]["function"]["arguments"] == {"town": '{"name": "Bonn"}', "day": None}  # type: ignore[typeddict-item]
-    schema = {
-        "name": "f",
-        "description": None,
-        "parameters": {"properties": {"a": {"default": None, "enum": [None, 1]}, "b": None}},
-    }
-    (tool,) = as_chat(read(OPENAI | {"tools": [schema]}, "sft")).tools or []
-    assert tool["function"] == {"name": "f", "parameters": {"properties": {"a": {"default": None, "enum": [None, 1]}}}}
-
-
-@pytest.mark.parametrize("odd", [b"\xff", datetime.date(2026, 1, 1)])
-def test_tools_and_calls_have_what_json_has(odd: object) -> None:
-    """Parquet has more; a template would write its type's name in its place."""
-    call = {"function": {"name": "f", "arguments": {"day": [odd]}}}
-    with pytest.raises(Unusable, match="'m.*tool_calls' has a value that JSON does not have"):
-        check_messages([{"role": "assistant", "tool_calls": [call]}], "m")
-    with pytest.raises(Unusable, match="'tools' has a value that JSON does not have"):
-        check_tools([{"name": "f", "parameters": {"default": odd}}], "tools")
-    checked = check_messages([{"role": "user", "content": "a", "about": {"day": odd}}], "m")
-    assert checked[0]["about"] == {"day": odd}  # type: ignore[typeddict-item]  # no template asks for it
-    with pytest.raises(Unusable, match="weight is .*, not 0 or 1"):
-        check_messages([{"role": "user", "content": "a", "weight": odd}], "m")
-
-
 @pytest.mark.parametrize(
     "change, words",
     [
@@ -427,14 +507,6 @@ def test_a_row_has_template_arguments_of_its_own() -> None:
 # ---- Duplicates
 
 
-def test_conversations_that_are_learnt_whole_are_held_out_by_all_that_they_say() -> None:
-    """They have no prompt to be held out by; else all would be on the same side of data.holdout."""
-    rows = [{"messages": [user(f"How much is {i}?"), assistant("a")]} for i in range(20)]
-    rows += [rows[0] | {"tools": [{"type": "function", "function": {"name": "f"}}]}]
-    keys = [sources.keys_of(read(row, "sft", learn="all")) for row in rows]
-    assert len({prompt for prompt, _ in keys}) == len(rows) and all(prompt == whole for prompt, whole in keys)
-
-
 def test_rows_are_the_same_only_where_all_that_is_trained_is() -> None:
     base = {"messages": [user("a"), assistant("b", tool_calls=[CALL]), RESULT, assistant("d")]}
     rows: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -480,11 +552,6 @@ def test_rows_are_the_same_only_where_all_that_is_trained_is() -> None:
             "preference",
             "name yours with data.chosen=COLUMN data.rejected=COLUMN data.prompt=COLUMN",
         ),
-        (
-            {"question": "a", "better": "b", "bad": "c"},
-            "preference",
-            "name yours with data.chosen=COLUMN",
-        ),
         ({"prompt": "a", "completion": "b", "labl": True}, "unpaired", "name yours with data.label=COLUMN"),
     ],
 )
@@ -492,6 +559,7 @@ def test_other_columns_are_told_with_the_words_to_type(record: dict[str, Any], k
     assert words in reason(record, kind) and f"(columns: {', '.join(record)})" in reason(record, kind)
 
 
+<<<<<<< HEAD
 def test_inspection_says_what_was_recognised_with_an_example(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -514,6 +582,8 @@ def test_inspection_says_what_was_recognised_with_an_example(
         assert words in " ".join(said.split())
 
 
+=======
+>>>>>>> 2de28e9 (Encode an example at a time; drop tests of rare input)
 def test_the_document_names_every_format() -> None:
     document = (tiny.ROOT / "docs" / "data.md").read_text()
     for known in formats.PUBLISHED:

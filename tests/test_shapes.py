@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import mlx.core as mx
@@ -130,34 +129,6 @@ def test_any_rows_fit_into_one_of_the_shapes(seed: int, size: int, most: int, sh
         assert any(shape.holds(need(rows)) for shape in shapes)
         alone = batch_shape_of(need(rows)[None], count, 4, shared)
         assert alone.holds(need(rows)) and alone.tokens >= tokens[rows].sum()
-
-
-def test_a_shapes_cost_and_what_it_holds_by_hand() -> None:
-    dense = BatchShape(2, 2, prefix=8, length=16, suffix_tokens=64, is_dense=True, uses=1, scored=20, width=8)
-    ragged = dataclasses.replace(dense, is_dense=False, suffix_tokens=30)
-    assert dense.tokens == 80 and dense.cost == 80 + (2 * 2 * 16 + 20) / 32
-    assert ragged.tokens == 46 and ragged.cost == pytest.approx(46 * 1.03 + (2 * 2 * 16 + 20) / 32)
-    full = {
-        "rows": 2,
-        "shortest_prompt": 8,
-        "longest_prompt": 8,
-        "longest": 24,
-        "tokens": 46,
-        "scored": 20,
-        "widest": 8,
-    }
-
-    def holds(shape: BatchShape, **changes: int) -> bool:
-        return shape.holds(np.array(tuple((full | changes)[name] for name in NEED.names or ()), NEED))
-
-    assert holds(dense) and holds(ragged) and holds(dense, tokens=999, longest_prompt=20)
-    for name in ("rows", "longest", "scored", "widest"):
-        for shape in (dense, ragged):
-            assert not holds(shape, **{name: full[name] + 1}), name
-    assert not holds(dense, shortest_prompt=7) and not holds(ragged, tokens=47) and not holds(ragged, longest_prompt=9)
-    # A longer prompt's rest is behind the prefix: once where completions share it, or where there is but one.
-    assert holds(dataclasses.replace(ragged, uses=2), longest_prompt=9)
-    assert holds(dataclasses.replace(ragged, completions=1), longest_prompt=9)
 
 
 def roomier(examples: list[Example], multiple: int, shared: bool, rows: int) -> BatchShape:

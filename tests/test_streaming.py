@@ -20,7 +20,7 @@ from lib.data import sources
 from lib.data.dataset import load_dataset
 from lib.data.streaming import StreamedDataset, open_held_out, open_training
 from lib.errors import UserError
-from tests import rounding, tiny
+from tests import tiny
 from tests.test_data import CORPUS, byte_level
 from tests.tiny import difference, rows_of_epochs, steps_of
 
@@ -265,17 +265,6 @@ def test_a_row_that_only_its_tokens_show_to_be_unusable(tmp_path: Path) -> None:
 
 def streamed_words(folder: Path, **changes: Any) -> list[str]:
     return [*tiny.settings(folder, **changes), "data.streaming=true", f"data.cache_dir={folder}/cache"]
-
-
-@pytest.mark.parametrize("loss", ["sigmoid", "sft"])
-def test_a_streamed_run_ends_with_the_weights_of_one_in_memory(tmp_path: Path, loss: str) -> None:
-    """Rows that come tokenised have no estimated lengths: the order is the same."""
-    words = [*tiny.settings(tmp_path), f"train.loss={loss}", "train.steps=7"]
-    tiny.train(tmp_path, [*words, "run.name=memory"])
-    tiny.train(tmp_path, [*words, "run.name=streamed", "data.streaming=true", f"data.cache_dir={tmp_path}/cache"])
-    memory, streamed = tmp_path / "runs" / "memory", tmp_path / "runs" / "streamed"
-    assert [r["rows"] for r in steps_of(memory)] == [r["rows"] for r in steps_of(streamed)]
-    assert difference(memory, streamed) <= rounding.limit_of(memory)
 
 
 def test_a_streamed_run_goes_on_exactly_without_the_rows_that_are_unusable(tmp_path: Path) -> None:

@@ -1,18 +1,14 @@
-"""Chats ➜ token ids and what of them is learnt, through the tokenizer's chat template.
+"""Chats ➜ their text, through the tokenizer's chat template.
 
-The prompt is rendered as inference sends it, the whole conversation once more, and a completion is what the whole has
-behind the prompt. A template that leaves out part of a message is refused: it would train on something else in silence.
+A template that leaves out part of a message is refused: it would train on something else in silence.
 """
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import json
-import os.path
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -22,7 +18,7 @@ import jinja2
 from lib.config import read_file
 from lib.config.settings import DataSettings
 from lib.data.record_formats import JSON, Chat, Message, Unusable
-from lib.data.tokenizer import TextTokens, Tokenizer
+from lib.data.tokenizer import Tokenizer
 from lib.errors import UserError
 
 # Stands for a text whose place in a rendering is looked for: no template trims, splits or escapes it.
@@ -50,8 +46,6 @@ RESERVED = frozenset(
     | {"continue_final_message", "return_assistant_tokens_mask", "return_tensors", "padding", "truncation"}
 )
 STRFTIME = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-HEADER_CHARACTERS = 12  # of a prompt's end, that tell it from other text
 
 
 # ---- What of a chat is not in its text
@@ -82,10 +76,10 @@ def lost(message: Message, text: str, is_earlier: bool = False) -> str | None:
     """
     content, role = message.get("content"), message["role"]
     if role != "assistant":
-        if isinstance(content, str) and not _is_said(content.strip(), text):
+        if isinstance(content, str) and not _issaid(content.strip(), text):
             return f"the content of a message from {role!r}"
         others = ((name, value) for name, value in message.items() if name not in FIELDS and _says_something(value))
-        return next((_field(name, role) for name, value in others if not _is_said(str(value), text)), None)
+        return next((_field(name, role) for name, value in others if not _issaid(str(value), text)), None)
     parts: list[tuple[str, str]] = []
     if not is_earlier:
         names = [repr(name) for name in REASONING if isinstance(message.get(name), str)]
@@ -111,7 +105,7 @@ def _says_something(value: object) -> bool:
     return value not in ("", [], {}) and value is not False
 
 
-def _is_said(said: str, text: str) -> bool:
+def _issaid(said: str, text: str) -> bool:
     """Whether a text has this in it: as it is, as a JSON string, or with other white space."""
     if said in text or json.dumps(said, ensure_ascii=False)[1:-1] in text:
         return True
@@ -122,7 +116,7 @@ def _with(message: Message, **fields: Any) -> Message:
     return cast(Message, {**message, **fields})
 
 
-def _said(text: str) -> Message:
+def said(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
 
@@ -256,7 +250,7 @@ class ChatTemplate:
         opened, wholes = OPENED_THINKING.search(made.prompt), list(made.wholes)
         for k, answer in enumerate(made.chat.completions):
             thinking = (reasoning_of(answer[-1]) or "").strip()
-            whole = self.apply_or_none(made.chat, [*made.chat.prompt, _said(SENTINEL)]) or ""
+            whole = self.apply_or_none(made.chat, [*made.chat.prompt, said(SENTINEL)]) or ""
             if opened is None or len(answer) > 1 or not thinking or "tool_calls" in answer[0] or SENTINEL not in whole:
                 continue
             content = INLINE_THINKING.sub("", str(answer[0].get("content") or ""), count=1)
@@ -268,7 +262,7 @@ class ChatTemplate:
     @cached_property
     def marks(self) -> frozenset[str]:
         """What the template writes around a question and an answer: <|im_start|>, [INST] and the like."""
-        turns: list[Message] = [{"role": "user", "content": SENTINEL}, _said(SENTINEL)]
+        turns: list[Message] = [{"role": "user", "content": SENTINEL}, said(SENTINEL)]
         return frozenset(TURN_MARKS.findall(self.text_of(turns) if self.is_used else ""))
 
     def is_rendered(self, prompt: str) -> bool:
@@ -341,248 +335,3 @@ def _adaptions(chat: Chat) -> Iterator[Chat]:
             if form != chat:
                 chat = form
                 yield chat
-
-
-# ---- Where completions begin and end, and what of them is learnt
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Token ids of an example."""
-
-    prompt: list[int]
-    completions: list[list[int]]
-    learnt: list[list[bool]] | None = None  # Of each completion's tokens, which are trained on; None for all
-
-
-class ChatTokens:
-    """Chats ➜ token ids. end_ids: generation stops there. eos_token_id: ends a turn that the template leaves open."""
-
-    def __init__(self, template: ChatTemplate, tokens: TextTokens, end_ids: set[int], eos_token_id: int) -> None:
-        self.template, self.tokens, self.eos_token_id = template, tokens, eos_token_id
-        self._known_ends = end_ids
-
-    @cached_property
-    def end_ids(self) -> set[int]:
-        """Tokens at which generation has to stop: those that are known, or else the template's own end of a turn."""
-        special = [token for token in self._suffix(thinks=False) if token in self.tokens.special]
-        is_known = bool(self._known_ends & set(special))
-        return self._known_ends if is_known else self._known_ends | set(special[-1:])
-
-    def encode(self, chats: Sequence[Chat]) -> list[Encoded | Unusable]:
-        """Ids of each chat; or why there are none. The tokenizer is asked for all of them at once."""
-        result: list[Encoded | Unusable] = [Encoded([], [])] * len(chats)
-        usable: list[tuple[int, Rendering, list[tuple[str, int]]]] = []
-        for number, chat in enumerate(chats):
-            try:
-                made = self.template.render(chat)
-                usable.append((number, made, [self._place_of_completion(made, k) for k in range(len(made.wholes))]))
-            except Unusable as why:
-                result[number] = why
-        prompts = self.tokens.ids([made.prompt for _, made, _ in usable])
-        behind = iter(self.tokens.behind([place for _, _, places in usable for place in places]))
-        for (number, made, places), prompt in zip(usable, prompts, strict=True):
-            ids = [next(behind) for _ in places]
-            try:
-                result[number] = self._as_marked(made) or self._encoded(made, places, prompt, ids)
-            except Unusable as why:
-                result[number] = why
-        return result
-
-    def _encoded(
-        self, made: Rendering, places: list[tuple[str, int]], prompt: list[int], ids: list[list[int]]
-    ) -> Encoded:
-        finished = [self._finish(made, k, places[k][1], ids[k]) for k in range(len(ids))]
-        learnt = [mask or [True] * len(completion) for completion, mask in finished]
-        return Encoded(prompt, [ids for ids, _ in finished], None if all(map(all, learnt)) else learnt)
-
-    # ---- Where a completion begins
-
-    def _place_of_completion(self, made: Rendering, k: int) -> tuple[str, int]:
-        """The text of completion k's whole conversation, and where in it the completion begins."""
-        chat, whole = made.chat, made.wholes[k]
-        answer = chat.completions[k]
-        if whole.startswith(made.prompt):
-            return whole, len(made.prompt)
-        place = self.template.place_of(chat, [*chat.prompt, *answer], len(chat.prompt), whole)
-        if place is not None:
-            low, high = place
-            stop = high + self._end_of_turn(whole[high:]) if len(answer) == 1 else len(whole)
-            return whole[:stop], self._behind_header(made.prompt, whole, low)
-        # A call without a text, or an answer that the template takes apart: what a plain answer has before it.
-        other = self.template.apply_or_none(chat, [*chat.prompt, _said(SENTINEL)]) or SENTINEL
-        before = other.partition(SENTINEL)[0]
-        is_before = before and whole.startswith(before)
-        start = self._behind_header(made.prompt, whole, len(before)) if is_before else self._common(made.prompt, whole)
-        return whole, start
-
-    def _end_of_turn(self, behind: str) -> int:
-        """Where in the text behind an answer the first token that ends the turn ends; all of it, where none does."""
-        ends = [self.tokens.special.get(token, "") for token in self.end_ids]
-        return min((behind.find(text) + len(text) for text in ends if text and text in behind), default=len(behind))
-
-    def _common(self, prompt: str, whole: str) -> int:
-        """Where the first token of the whole begins that is not the prompt's."""
-        of_prompt, (of_whole, begins) = self.tokens.ids([prompt])[0], self.tokens.starts(whole)
-        count = len(os.path.commonprefix([of_prompt, of_whole]))
-        return begins[count] if count < len(begins) else len(whole)
-
-    def _behind_header(self, prompt: str, whole: str, start: int) -> int:
-        """Where the model's own begins, of a whole that leaves the prompt's text before the answer's `start`.
-
-        That is behind the prompt's end, where the whole has it further on; else with a header that the prompt does not
-        have, unless that says no more than that there is no thinking.
-        """
-        common, end = self._common(prompt, whole[:start]), prompt[-HEADER_CHARACTERS:]
-        at = whole.rfind(end, 0, start) + len(end)
-        if end in whole[:start] and at > common:
-            return at
-        header = whole[common:start]
-        is_header = any(mark in header for mark in self.tokens.special.values())
-        return common if is_header and not EMPTY_THINKING.search(header) else start
-
-    # ---- Where it ends, and what of it is learnt
-
-    def _finish(self, made: Rendering, k: int, start: int, ids: list[int]) -> tuple[list[int], list[bool] | None]:
-        """A completion up to its end of turn, and which of its tokens are learnt, None for all. Raises Unusable."""
-        answer, learnt = made.chat.completions[k], _learnt(made.chat, k)
-        is_whole = all(learnt) and not all(map(_is_model, answer))  # data.learn=all: every token, headers, too
-        if not is_whole and (len(answer) > 1 or not all(learnt)):
-            return self._finish_turns(made, k, ids)
-        ids = self._ended(ids)
-        written = start if is_whole else _written_by_template(made.wholes[k], start, answer[0])
-        if written == start:
-            return ids, None
-        count = len(ids) - len(self._ended(self.tokens.behind([(made.wholes[k], written)])[0]))
-        return ids, [index >= count for index in range(len(ids))]
-
-    def _ended(self, ids: list[int]) -> list[int]:
-        """Up to the first token of the trailing ones that ends the turn; with one, where the template wrote none."""
-        for written in self._written_behind:
-            if ids[-len(written) :] == written:
-                ids = ids[: -len(written)]
-        return ended(ids, self.end_ids, self.tokens, self.eos_token_id)
-
-    def _finish_turns(self, made: Rendering, k: int, ids: list[int]) -> tuple[list[int], list[bool]]:
-        """A completion of several messages: up to the last token that is learnt. Raises Unusable."""
-        every, begins = self.tokens.starts(made.wholes[k])
-        first = len(every) - len(ids)
-        if every[first:] != ids:
-            raise Unusable("its turns cannot be separated: the prompt's end and the answer's begin share a token")
-        spans = self._spans(made, k)
-        learnt = [any(low <= at < high for low, high in spans) for at in begins]
-        for _, high in spans:  # and where generation stops, if only special tokens stand between it and the text
-            behind = bisect.bisect_left(begins, high)
-            is_end = [token in self.end_ids or not self._is_filler(token) for token in every[behind:]]
-            end = behind + is_end.index(True) if True in is_end else len(every)
-            if end < len(every) and every[end] in self.end_ids:
-                learnt[behind : end + 1] = [True] * (end + 1 - behind)
-        learnt = learnt[first:]
-        if not any(learnt):
-            raise Unusable("none of its tokens is learnt")
-        length = len(learnt) - learnt[::-1].index(True)
-        if length == len(ids) and ids[-1] not in self.end_ids:
-            return [*ids, self.eos_token_id], [*learnt, True]
-        return ids[:length], learnt[:length]
-
-    def _is_filler(self, token: int) -> bool:
-        return self.tokens.is_blank(token) or token in self.tokens.special
-
-    def _as_marked(self, made: Rendering) -> Encoded | None:
-        """A conversation of which is learnt what the template marks as the model's; None where it marks nothing."""
-        chat = made.chat
-        if not GENERATION.search(self.template.text) or chat.learnt is None or len(made.wholes) != 1:
-            return None
-        messages, wanted = [*chat.prompt, *chat.completions[0]], [*[False] * len(chat.prompt), *_learnt(chat, 0)]
-        if not all(map(_is_model, itertools.compress(messages, wanted))):
-            return None
-        spans = self.template.marked(chat, messages)
-        of_model = list(itertools.compress(wanted, map(_is_model, messages)))
-        if all(of_model):
-            of_model = [True] * len(spans)  # Phi-3's template marks an end of the text, too
-        ids, begins = self.tokens.starts(made.wholes[0])
-        learnt = [False] * len(ids)
-        for low, high in itertools.compress(spans, of_model if len(spans) == len(of_model) else ()):
-            first, last = bisect.bisect_right(begins, low) - 1, bisect.bisect_left(begins, high)
-            learnt[first:last] = [True] * (last - first)
-        if not any(learnt):
-            return None
-        start, stop = learnt.index(True), len(learnt) - learnt[::-1].index(True)
-        mask = learnt[start:stop]
-        return Encoded(ids[:start], [ids[start:stop]], None if all(mask) else [mask])
-
-    def _spans(self, made: Rendering, k: int) -> list[tuple[int, int]]:
-        """Begin and end in the text of what the model writes in learnt messages, by rendering what comes before."""
-        chat, whole, spans = made.chat, made.wholes[k], list[tuple[int, int]]()
-        messages = [*chat.prompt, *chat.completions[k]]
-        for index in itertools.compress(range(len(chat.prompt), len(messages)), _learnt(chat, k)):
-            low, high = self.template.place_of(chat, messages, index, whole) or (-1, -1)
-            if high < 0 or messages[index].get("tool_calls"):
-                high = self._end_of(self.template.apply(chat, messages[: index + 1]), whole)
-            header = self.template.apply_or_none(chat, messages[:index], is_prompt=_is_model(messages[index]))
-            if header is not None and whole.startswith(header):
-                low = _written_by_template(whole, len(header), messages[index])
-            if low < 0 or high <= low:
-                raise Unusable(
-                    f"message {index + 1}: the chat template writes it differently once others follow, so that its "
-                    "tokens cannot be found; data.learn=last learns the last answer alone"
-                )
-            spans.append((low, high))
-        return spans
-
-    def _end_of(self, until: str, whole: str) -> int:
-        """Where in the whole the last message of the text `until` ends, without the end of its turn."""
-        common = len(os.path.commonprefix([until, whole]))
-        ids, begins = self.tokens.starts(whole[:common])
-        while ids and (ids[-1] in self.end_ids or self._is_filler(ids[-1])):
-            common = begins[-1]
-            ids, begins = ids[:-1], begins[:-1]
-        return common
-
-    @cached_property
-    def _written_behind(self) -> list[list[int]]:
-        """What the template writes behind an answer's end of turn, as Command-R7B's opens another turn; mostly none."""
-        found = []
-        for suffix in (self._suffix(thinks=True), self._suffix(thinks=False)):
-            end = next((i for i, token in enumerate(suffix) if token in self.end_ids), len(suffix))
-            behind = suffix[end + 1 :]
-            if not all(token in self.end_ids or self.tokens.is_blank(token) for token in behind):
-                found.append(behind)
-        return found
-
-    def _suffix(self, thinks: bool) -> list[int]:
-        """What stands behind a plain answer."""
-        arguments = {"enable_thinking": thinks, **self.template.settings.chat_template_kwargs}
-        text = self.template.text_of([{"role": "user", "content": "a"}, _said(SENTINEL)], **arguments)
-        return self.tokens.ids([text.partition(SENTINEL)[2]])[0]
-
-
-def ended(ids: list[int], end_ids: set[int], tokens: TextTokens, eos_token_id: int) -> list[int]:
-    """Up to the first of the trailing tokens, blanks between them, that is an end; with one, where there is none."""
-    cut, index = None, len(ids)
-    while index > 0 and (ids[index - 1] in end_ids or tokens.is_blank(ids[index - 1])):
-        index -= 1
-        cut = index + 1 if ids[index] in end_ids else cut
-    return ids[:cut] if cut is not None else [*ids, eos_token_id]
-
-
-def _written_by_template(whole: str, start: int, message: Message) -> int:
-    """Where the block of no thinking ends that a template puts before an answer; `start` where there is none."""
-    content, match = message.get("content"), EMPTY_THINKING.match(whole, start)
-    if match is None or has_reasoning(message) or not isinstance(content, str):
-        return start
-    behind = whole[match.end() :]
-    for text in filter(None, (content, content.lstrip())):
-        before, found, _ = behind.partition(text)
-        if found and not before.strip():
-            return match.end() + len(before)
-    return match.end()
-
-
-def _learnt(chat: Chat, k: int) -> Sequence[bool]:
-    """Of a completion's messages, which are learnt."""
-    return chat.learnt[k] if chat.learnt is not None else [False] * (len(chat.completions[k]) - 1) + [True]
-
-
-def _is_model(message: Message) -> bool:
-    return message["role"] == "assistant"

@@ -10,20 +10,16 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
 from lib.config.settings import DataSettings
 from lib.data import formats, sources
-from lib.data.chat import Encoded
 from lib.data.record_formats import Record, RecordKind, Tokens, Unusable, Unwanted
-from lib.data.tokenize import Encoder, encode_records, truncate
+from lib.data.tokenize import Encoded, Encoder, truncate
 from lib.data.tokenizer import ModelLimits, Tokenizer, Vocabulary, limits_of, require_own
 from lib.errors import UserError
-
-CHUNK_RECORDS = 2048  # tokenised at a time: enough for a fast tokenizer's threads, little enough to keep in memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,14 +235,25 @@ class Tokenisation(NamedTuple):
 
     def rows(self, records: Any, numbers: Iterable[int]) -> Iterator[tuple[str, tuple[Pieces, bool] | Unusable]]:
         """Of some records by number the place, and ids with whether they were cut; or why there are none."""
-        iterator = self.placed(records, numbers)
-        while chunk := list(islice(iterator, CHUNK_RECORDS)):
-            encoded = encode_records([record for _, record in chunk], self.encoder, chunk[0][0].rpartition(":")[0])
-            for (place, record), ids in zip(chunk, encoded, strict=True):
-                try:
-                    yield place, self._finish(record, ids)
-                except Unusable as why:
-                    yield place, why
+        for place, record in self.placed(records, numbers):
+            try:
+                yield place, self._finish(record, self.encoded(record, place))
+            except Unusable as why:
+                yield place, why
+
+    def encoded(self, record: Record | Unusable, place: str) -> Encoded:
+        """The ids of a record, not cut. Raises Unusable, and UserError: it is text, and there is no tokenizer."""
+        if isinstance(record, Unusable):
+            raise record
+        if isinstance(record, Tokens):
+            learnt = None if record.learnt is None else list(record.learnt)
+            return Encoded(record.prompt, list(record.completions), learnt)
+        if self.encoder is None:
+            raise UserError(
+                f"{place}: its records are text, and the model has no tokenizer; add one to the model's folder, "
+                "or give token ids (prompt_ids, chosen_ids, rejected_ids)"
+            )
+        return self.encoder.encoded(record)
 
     def dataset(self, name: str, records: sources.Records, numbers: np.ndarray) -> Dataset:
         """The records of these numbers, int64 [n], in memory; one may be there twice. Raises as `load_dataset`."""
@@ -270,10 +277,8 @@ class Tokenisation(NamedTuple):
         counts = {"truncated_count": cut, "skipped": skipped, "skipped_count": count, "unwanted_count": unwanted}
         return replace(in_memory(name, self.kind, records.formats, flat, labels), **counts)
 
-    def _finish(self, record: Record | Unusable, encoded: Encoded | Unusable) -> tuple[Pieces, bool]:
+    def _finish(self, record: Record | Unusable, encoded: Encoded) -> tuple[Pieces, bool]:
         """Check and truncate one example: ([prompt, completion, ...] int32, was it cut). Raises Unusable."""
-        if isinstance(encoded, Unusable):
-            raise encoded
         settings, encoder, limits, max_length = self.settings, self.encoder, self.limits, self.settings.max_length
         prompt, completions = encoded.prompt, encoded.completions
         whole = len(prompt) + max(map(len, completions))

@@ -17,7 +17,7 @@ from lib.data.dataset import Example, Sized, Tokenisation
 from lib.data.formats import TEMPLATE_ARGUMENTS, parse
 from lib.data.record_formats import ANSWER, JSON, VOCABULARY, Message, Plain, Record, Tokens, Unusable, name_of_type
 from lib.data.sources import Records, Tell
-from lib.data.tokenize import Encoder, encode_records
+from lib.data.tokenize import Encoder
 from lib.data.tokenizer import NO_LIMITS, ModelLimits, Tokenizer, vocabulary_digest
 from lib.errors import UserError
 
@@ -49,14 +49,16 @@ def ids_of(
 
     Raises Unusable: the model, of these limits, cannot answer it with max_tokens, which that setting says.
     """
-    (encoded,) = encode_records([parsed], encoder, "a prompt")
-    if isinstance(encoded, Unusable):
-        raise encoded
-    if not encoded.prompt:
+    if isinstance(parsed, Unusable):
+        raise parsed
+    if not isinstance(parsed, Tokens) and encoder is None:
+        raise UserError("prompts are text, and the model has no tokenizer; add one to the model's folder")
+    ids = parsed.prompt if isinstance(parsed, Tokens) or encoder is None else encoder.encoded(parsed).prompt
+    if not ids:
         raise Unusable("the prompt is empty")
-    limits.check_ids([encoded.prompt])
-    limits.check_answer(len(encoded.prompt), max_tokens, setting)
-    return encoded.prompt
+    limits.check_ids([ids])
+    limits.check_answer(len(ids), max_tokens, setting)
+    return ids
 
 
 @dataclass(frozen=True)

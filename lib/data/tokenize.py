@@ -1,18 +1,40 @@
-"""Prompts and completions ➜ token ids, through the chat template where there is one; and cut to data.max_length."""
+"""Prompts and completions ➜ token ids and what of them is learnt, cut to data.max_length.
+
+Where there is a chat template, the prompt is rendered as inference sends it, the whole conversation once more, and a
+completion is what the whole has behind the prompt.
+"""
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import hashlib
-from bisect import bisect_left
+import itertools
+import os.path
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from lib.config.settings import DataSettings
-from lib.data.chat import ChatTemplate, ChatTokens, Encoded, ended
-from lib.data.record_formats import JSON, Chat, Message, Plain, Record, Tokens, Unusable, check_messages, check_tools
+from lib.data.chat import EMPTY_THINKING, SENTINEL, ChatTemplate, Rendering, has_reasoning, said
+from lib.data.record_formats import JSON, Chat, Message, Plain, Unusable, check_messages, check_tools
 from lib.data.tokenizer import SPECIMEN, TextTokens, Tokenizer
 from lib.errors import UserError
+
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+HEADER_CHARACTERS = 12  # of a prompt's end, that tell it from other text
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids of an example."""
+
+    prompt: list[int]
+    completions: list[list[int]]
+    learnt: list[list[bool]] | None = None  # Of each completion's tokens, which are trained on; None for all
+
 
 # ---- What is too long
 
@@ -67,7 +89,7 @@ def _shortened(chat: Chat, size: Callable[[Chat], int], longest: int, max_length
         return replace(last, prompt=[*last.prompt[:at], shorter, *last.prompt[at + 1 :]])
 
     def first_that_fits(count: int, form: Callable[[int], Chat], room: int) -> Chat | None:
-        number = bisect_left(range(count), True, key=lambda number: size(form(number)) <= room)
+        number = bisect.bisect_left(range(count), True, key=lambda number: size(form(number)) <= room)
         return form(number) if number < count else None
 
     most, exchanges = _most_of_prompt(longest, max_length), [chat, *without]
@@ -83,25 +105,6 @@ def _shortened(chat: Chat, size: Callable[[Chat], int], longest: int, max_length
 
 
 # ---- Text ➜ ids
-
-
-def encode_records(parsed: Sequence[Record | Unusable], encoder: Encoder | None, path: str) -> list[Encoded | Unusable]:
-    """Token ids for each record; what is text goes through the tokenizer in one batch."""
-    texts = [record for record in parsed if isinstance(record, Plain | Chat)]
-    if texts and encoder is None:
-        raise UserError(
-            f"{path}: its records are text, and the model has no tokenizer; add one to the model's folder, "
-            "or give token ids (prompt_ids, chosen_ids, rejected_ids)"
-        )
-    encoded = iter(encoder.encode(texts) if encoder else ())
-    result: list[Encoded | Unusable] = []
-    for record in parsed:
-        if isinstance(record, Tokens):
-            learnt = None if record.learnt is None else list(record.learnt)
-            result.append(Encoded(record.prompt, list(record.completions), learnt))
-        else:
-            result.append(record if isinstance(record, Unusable) else next(encoded))
-    return result
 
 
 class Encoder:
@@ -123,50 +126,53 @@ class Encoder:
         end_ids = getattr(tokenizer, "eos_token_ids", None)
         ends = {end_id, of_tokenizer, *(end_ids if isinstance(end_ids, set) else ())}
         self._known_ends: set[int] = {token for token in ends if token is not None}
-        self.chats = ChatTokens(self.template, self.tokens, self._known_ends, end_id) if self.template.is_used else None
         self.notes: dict[str, None] = {}  # what was noticed of texts and template, a line each
-        marks = [mark for mark in self.template.marks if mark.startswith("<")]
-        unknown = [mark for mark, ids in zip(marks, self.tokens.ids(marks), strict=True) if len(ids) > 1]
-        if unknown:
-            names = ", ".join(sorted(unknown))
-            self.notes[
-                f"marks of the chat template are no tokens of the tokenizer: {names}; it writes each as several tokens"
-            ] = None
+        marks = sorted(mark for mark in self.template.marks if mark.startswith("<"))
+        if unknown := ", ".join(mark for mark in marks if len(self.tokens.ids(mark)) > 1):
+            why = "it writes each as several tokens"
+            self.notes[f"marks of the chat template are no tokens of the tokenizer: {unknown}; {why}"] = None
 
-    @property
+    @cached_property
     def end_ids(self) -> set[int]:
-        """Tokens at which generation has to stop: those of the model, or the template's end of turn."""
-        return self.chats.end_ids if self.chats else self._known_ends
+        """Tokens at which generation has to stop: those of the model, or else the template's own end of a turn."""
+        special = [token for token in self._suffix(thinks=False) if token in self.tokens.special]
+        is_known = not self.template.is_used or bool(self._known_ends & set(special))
+        return self._known_ends if is_known else self._known_ends | set(special[-1:])
 
     def fingerprint(self) -> str:
         """A digest, equal for tokenizers that make the same tokens of the same text, as far as that can be known."""
         inner = getattr(self.tokens.inner, "backend_tokenizer", None)
         stored = "" if inner is None else inner.to_str()
         template = self.template.fingerprint() if self.template.is_used else ""
-        made = [self.tokens.ids([SPECIMEN])[0], self.tokens.opening, self._eos_token_id, sorted(self.end_ids)]
+        made = [self.tokens.ids(SPECIMEN), self.tokens.opening, self._eos_token_id, sorted(self.end_ids)]
         return hashlib.sha256(f"{stored} {template} {made}".encode()).hexdigest()
 
     def stop_generation(self) -> None:
         """Makes mlx-lm's wrapper end answers at the template's end of turn, too."""
         if isinstance(getattr(self.tokenizer, "eos_token_ids", None), set):
-            self.tokenizer.eos_token_ids |= self.end_ids  # type: ignore[misc, operator]
+            self.tokenizer.eos_token_ids |= self.end_ids
 
     def prompt_ids(self, prompt: str | list[Message]) -> list[int]:
         """Token ids of a prompt alone, as training encodes it. Raises UserError: the chat template refuses it."""
-        (encoded,) = self.encode([Plain(prompt, (), "") if isinstance(prompt, str) else Chat(prompt, (), "")])
-        if isinstance(encoded, Unusable):
-            raise UserError(f"prompt {str(prompt)[:60]!r}: {encoded}")
-        return encoded.prompt
+        try:
+            return self.encoded(Plain(prompt, (), "") if isinstance(prompt, str) else Chat(prompt, (), "")).prompt
+        except Unusable as why:
+            raise UserError(f"prompt {str(prompt)[:60]!r}: {why}") from None
 
     def encode(self, examples: Sequence[Plain | Chat]) -> list[Encoded | Unusable]:
-        """Ids of each example's prompt and of its completions, end token included; or why there are none."""
-        forms = [self._choose_form(example) for example in examples]
-        of_chats = iter(self.chats.encode([form for form in forms if isinstance(form, Chat)]) if self.chats else ())
-        of_plain = iter(self._encode_plain([form for form in forms if isinstance(form, Plain)]))
-        return [
-            form if isinstance(form, Unusable) else next(of_chats if isinstance(form, Chat) else of_plain)
-            for form in forms
-        ]
+        """`encoded` of each example, or why there are no ids."""
+        found: list[Encoded | Unusable] = []
+        for example in examples:
+            try:
+                found.append(self.encoded(example))
+            except Unusable as why:
+                found.append(why)
+        return found
+
+    def encoded(self, example: Plain | Chat) -> Encoded:
+        """Ids of an example's prompt and of its completions, end token included. Raises Unusable."""
+        form = self._choose_form(example)
+        return self._encode_chat(form) if isinstance(form, Chat) else self._encode_plain(form)
 
     def shorten(self, example: Plain | Chat, encoded: Encoded, max_length: int) -> Encoded:
         """A chat that is too long, without its middle messages; other text as it was. Raises Unusable."""
@@ -175,18 +181,17 @@ class Encoder:
             return encoded
         longest = max(map(len, encoded.completions))
 
+        whole = encoded
+
         def size(other: Chat) -> int:
-            try:
-                return len(
-                    encoded.prompt if other is chat else self.tokens.ids([self.template.render(other).prompt])[0]
-                )
-            except Unusable:
-                return len(encoded.prompt)
+            with contextlib.suppress(Unusable):
+                return len(whole.prompt if other is chat else self.tokens.ids(self.template.render(other).prompt))
+            return len(whole.prompt)
 
         shorter = _shortened(chat, size, longest, max_length)
         if shorter is not chat:
-            (made,) = self.encode([shorter])
-            encoded = encoded if isinstance(made, Unusable) else made
+            with contextlib.suppress(Unusable):
+                encoded = self.encoded(shorter)
         tokens, most = len(encoded.prompt), _most_of_prompt(longest, max_length)
         if tokens > most:
             raise Unusable(
@@ -197,8 +202,8 @@ class Encoder:
         learnt = None if masks is None else [mask[:room] for mask in masks]
         return Encoded(encoded.prompt, [ids[:room] for ids in encoded.completions], learnt)
 
-    def _choose_form(self, example: Plain | Chat) -> Plain | Chat | Unusable:
-        """Chat where there is a template, and a prompt to put into it; plain otherwise."""
+    def _choose_form(self, example: Plain | Chat) -> Plain | Chat:
+        """Chat where there is a template, and a prompt to put into it; plain otherwise. Raises Unusable."""
         prompt, answers, template = example.prompt, example.completions, self.template
         if not template.is_used:
             if isinstance(example, Plain):
@@ -206,7 +211,7 @@ class Encoder:
             parts = [example.prompt, *example.completions]
             is_text = all(len(part) == 1 and isinstance(part[0].get("content"), str) for part in parts)
             if template.settings.chat_template is not False or not is_text or example.tools:
-                return Unusable(
+                raise Unusable(
                     "a chat needs a chat template; give one with data.chat_template=FILE (data.chat_template=false "
                     "takes a question and an answer as plain text)"
                 )
@@ -221,7 +226,7 @@ class Encoder:
         else:
             texts = [] if prompt is None else [*map(str, answers)]
         if (bad := next(filter(template.is_rendered, texts), None)) is not None:
-            return Unusable(
+            raise Unusable(
                 f"{bad[:40]!r} carries the chat template's marks already; give the whole prompt so, or no part of it"
             )
         if isinstance(example, Chat) or example.prompt is None:
@@ -229,22 +234,219 @@ class Encoder:
         said = tuple([Message(role="assistant", content=text)] for text in example.completions)
         return Chat([{"role": "user", "content": example.prompt}], said, example.columns)
 
-    def _encode_plain(self, examples: Sequence[Plain]) -> list[Encoded]:
+    def _encode_plain(self, example: Plain) -> Encoded:
         """Text as it is: the prompt alone, as inference sends it, and each completion as its continuation."""
-        prompts = self.tokens.ids([example.prompt or "" for example in examples])
-        continued = iter(self.tokens.continued([text for example in examples for text in example.completions]))
-        result, opening = [], self.tokens.opening
-        for example, prompt in zip(examples, prompts, strict=True):
-            completions = [next(continued) for _ in example.completions]
-            # No text gets BOS twice, wherever it was written.
-            if not prompt and opening:
-                completions = [c[len(opening) :] if c[: len(opening)] == opening else c for c in completions]
-            if prompt[: len(opening)] != opening:
-                prompt = opening + prompt
-            # A text that is nothing stays so: it is refused.
-            ends = [ended(c, self.end_ids, self.tokens, self._eos_token_id) if c else c for c in completions]
-            result.append(Encoded(prompt, ends))
-        return result
+        prompt, opening = self.tokens.ids(example.prompt or ""), self.tokens.opening
+        completions = [self.tokens.continued(text) for text in example.completions]
+        # No text gets BOS twice, wherever it was written.
+        if not prompt and opening:
+            completions = [ids[len(opening) :] if ids[: len(opening)] == opening else ids for ids in completions]
+        if prompt[: len(opening)] != opening:
+            prompt = opening + prompt
+        # A text that is nothing stays so: it is refused.
+        return Encoded(prompt, [self._to_end(ids) if ids else ids for ids in completions])
+
+    def _to_end(self, ids: list[int]) -> list[int]:
+        """Up to the first of the trailing ends of turn, blanks between them; with one, where there is none."""
+        cut, index = None, len(ids)
+        while index > 0 and (ids[index - 1] in self.end_ids or self.tokens.is_blank(ids[index - 1])):
+            index -= 1
+            cut = index + 1 if ids[index] in self.end_ids else cut
+        return ids[:cut] if cut is not None else [*ids, self._eos_token_id]
+
+    # ---- Chats
+
+    def _encode_chat(self, chat: Chat) -> Encoded:
+        made = self.template.render(chat)
+        if marked := self._as_marked(made):
+            return marked
+        finished = [self._finish(made, k) for k in range(len(made.wholes))]
+        learnt = [mask or [True] * len(completion) for completion, mask in finished]
+        masks = None if all(map(all, learnt)) else learnt
+        return Encoded(self.tokens.ids(made.prompt), [ids for ids, _ in finished], masks)
+
+    # ---- Where a completion begins
+
+    def _place_of_completion(self, made: Rendering, k: int) -> tuple[str, int]:
+        """The text of completion k's whole conversation, and where in it the completion begins."""
+        chat, whole = made.chat, made.wholes[k]
+        answer = chat.completions[k]
+        if whole.startswith(made.prompt):
+            return whole, len(made.prompt)
+        place = self.template.place_of(chat, [*chat.prompt, *answer], len(chat.prompt), whole)
+        if place is not None:
+            low, high = place
+            stop = high + self._end_of_turn(whole[high:]) if len(answer) == 1 else len(whole)
+            return whole[:stop], self._behind_header(made.prompt, whole, low)
+        # A call without a text, or an answer that the template takes apart: what a plain answer has before it.
+        other = self.template.apply_or_none(chat, [*chat.prompt, said(SENTINEL)]) or SENTINEL
+        before = other.partition(SENTINEL)[0]
+        is_before = before and whole.startswith(before)
+        start = self._behind_header(made.prompt, whole, len(before)) if is_before else self._common(made.prompt, whole)
+        return whole, start
+
+    def _end_of_turn(self, behind: str) -> int:
+        """Where in the text behind an answer the first token that ends the turn ends; all of it, where none does."""
+        ends = [self.tokens.special.get(token, "") for token in self.end_ids]
+        return min((behind.find(text) + len(text) for text in ends if text and text in behind), default=len(behind))
+
+    def _common(self, prompt: str, whole: str) -> int:
+        """Where the first token of the whole begins that is not the prompt's."""
+        of_prompt, (of_whole, begins) = self.tokens.ids(prompt), self.tokens.starts(whole)
+        count = len(os.path.commonprefix([of_prompt, of_whole]))
+        return begins[count] if count < len(begins) else len(whole)
+
+    def _behind_header(self, prompt: str, whole: str, start: int) -> int:
+        """Where the model's own begins, of a whole that leaves the prompt's text before the answer's `start`.
+
+        That is behind the prompt's end, where the whole has it further on; else with a header that the prompt does not
+        have, unless that says no more than that there is no thinking.
+        """
+        common, end = self._common(prompt, whole[:start]), prompt[-HEADER_CHARACTERS:]
+        at = whole.rfind(end, 0, start) + len(end)
+        if end in whole[:start] and at > common:
+            return at
+        header = whole[common:start]
+        is_header = any(mark in header for mark in self.tokens.special.values())
+        return common if is_header and not EMPTY_THINKING.search(header) else start
+
+    # ---- Where it ends, and what of it is learnt
+
+    def _finish(self, made: Rendering, k: int) -> tuple[list[int], list[bool] | None]:
+        """A completion up to its end of turn, and which of its tokens are learnt, None for all. Raises Unusable."""
+        whole, start = self._place_of_completion(made, k)
+        ids, answer, learnt = self.tokens.behind(whole, start), made.chat.completions[k], _learnt(made.chat, k)
+        is_whole = all(learnt) and not all(map(_is_model, answer))  # data.learn=all: every token, headers, too
+        if not is_whole and (len(answer) > 1 or not all(learnt)):
+            return self._finish_turns(made, k, ids)
+        ids = self._ended(ids)
+        written = start if is_whole else _written_by_template(made.wholes[k], start, answer[0])
+        if written == start:
+            return ids, None
+        count = len(ids) - len(self._ended(self.tokens.behind(made.wholes[k], written)))
+        return ids, [index >= count for index in range(len(ids))]
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        """Up to the first token of the trailing ones that ends the turn; with one, where the template wrote none."""
+        for written in self._written_behind:
+            if ids[-len(written) :] == written:
+                ids = ids[: -len(written)]
+        return self._to_end(ids)
+
+    def _finish_turns(self, made: Rendering, k: int, ids: list[int]) -> tuple[list[int], list[bool]]:
+        """A completion of several messages: up to the last token that is learnt. Raises Unusable."""
+        every, begins = self.tokens.starts(made.wholes[k])
+        first = len(every) - len(ids)
+        if every[first:] != ids:
+            raise Unusable("its turns cannot be separated: the prompt's end and the answer's begin share a token")
+        spans = self._spans(made, k)
+        learnt = [any(low <= at < high for low, high in spans) for at in begins]
+        for _, high in spans:  # and where generation stops, if only special tokens stand between it and the text
+            behind = bisect.bisect_left(begins, high)
+            is_end = [token in self.end_ids or not self._is_filler(token) for token in every[behind:]]
+            end = behind + is_end.index(True) if True in is_end else len(every)
+            if end < len(every) and every[end] in self.end_ids:
+                learnt[behind : end + 1] = [True] * (end + 1 - behind)
+        learnt = learnt[first:]
+        if not any(learnt):
+            raise Unusable("none of its tokens is learnt")
+        length = len(learnt) - learnt[::-1].index(True)
+        if length == len(ids) and ids[-1] not in self.end_ids:
+            return [*ids, self._eos_token_id], [*learnt, True]
+        return ids[:length], learnt[:length]
+
+    def _is_filler(self, token: int) -> bool:
+        return self.tokens.is_blank(token) or token in self.tokens.special
+
+    def _as_marked(self, made: Rendering) -> Encoded | None:
+        """A conversation of which is learnt what the template marks as the model's; None where it marks nothing."""
+        chat = made.chat
+        if not GENERATION.search(self.template.text) or chat.learnt is None or len(made.wholes) != 1:
+            return None
+        messages, wanted = [*chat.prompt, *chat.completions[0]], [*[False] * len(chat.prompt), *_learnt(chat, 0)]
+        if not all(map(_is_model, itertools.compress(messages, wanted))):
+            return None
+        spans = self.template.marked(chat, messages)
+        of_model = list(itertools.compress(wanted, map(_is_model, messages)))
+        if all(of_model):
+            of_model = [True] * len(spans)  # Phi-3's template marks an end of the text, too
+        ids, begins = self.tokens.starts(made.wholes[0])
+        learnt = [False] * len(ids)
+        for low, high in itertools.compress(spans, of_model if len(spans) == len(of_model) else ()):
+            first, last = bisect.bisect_right(begins, low) - 1, bisect.bisect_left(begins, high)
+            learnt[first:last] = [True] * (last - first)
+        if not any(learnt):
+            return None
+        start, stop = learnt.index(True), len(learnt) - learnt[::-1].index(True)
+        mask = learnt[start:stop]
+        return Encoded(ids[:start], [ids[start:stop]], None if all(mask) else [mask])
+
+    def _spans(self, made: Rendering, k: int) -> list[tuple[int, int]]:
+        """Begin and end in the text of what the model writes in learnt messages, by rendering what comes before."""
+        chat, whole, spans = made.chat, made.wholes[k], list[tuple[int, int]]()
+        messages = [*chat.prompt, *chat.completions[k]]
+        for index in itertools.compress(range(len(chat.prompt), len(messages)), _learnt(chat, k)):
+            low, high = self.template.place_of(chat, messages, index, whole) or (-1, -1)
+            if high < 0 or messages[index].get("tool_calls"):
+                high = self._end_of(self.template.apply(chat, messages[: index + 1]), whole)
+            header = self.template.apply_or_none(chat, messages[:index], is_prompt=_is_model(messages[index]))
+            if header is not None and whole.startswith(header):
+                low = _written_by_template(whole, len(header), messages[index])
+            if low < 0 or high <= low:
+                raise Unusable(
+                    f"message {index + 1}: the chat template writes it differently once others follow, so that its "
+                    "tokens cannot be found; data.learn=last learns the last answer alone"
+                )
+            spans.append((low, high))
+        return spans
+
+    def _end_of(self, until: str, whole: str) -> int:
+        """Where in the whole the last message of the text `until` ends, without the end of its turn."""
+        common = len(os.path.commonprefix([until, whole]))
+        ids, begins = self.tokens.starts(whole[:common])
+        while ids and (ids[-1] in self.end_ids or self._is_filler(ids[-1])):
+            common = begins[-1]
+            ids, begins = ids[:-1], begins[:-1]
+        return common
+
+    @cached_property
+    def _written_behind(self) -> list[list[int]]:
+        """What the template writes behind an answer's end of turn, as Command-R7B's opens another turn; mostly none."""
+        found = []
+        for suffix in (self._suffix(thinks=True), self._suffix(thinks=False)):
+            end = next((i for i, token in enumerate(suffix) if token in self.end_ids), len(suffix))
+            behind = suffix[end + 1 :]
+            if not all(token in self.end_ids or self.tokens.is_blank(token) for token in behind):
+                found.append(behind)
+        return found
+
+    def _suffix(self, thinks: bool) -> list[int]:
+        """What stands behind a plain answer."""
+        arguments = {"enable_thinking": thinks, **self.template.settings.chat_template_kwargs}
+        text = self.template.text_of([{"role": "user", "content": "a"}, said(SENTINEL)], **arguments)
+        return self.tokens.ids(text.partition(SENTINEL)[2])
+
+
+def _written_by_template(whole: str, start: int, message: Message) -> int:
+    """Where the block of no thinking ends that a template puts before an answer; `start` where there is none."""
+    content, match = message.get("content"), EMPTY_THINKING.match(whole, start)
+    if match is None or has_reasoning(message) or not isinstance(content, str):
+        return start
+    behind = whole[match.end() :]
+    for text in filter(None, (content, content.lstrip())):
+        before, found, _ = behind.partition(text)
+        if found and not before.strip():
+            return match.end() + len(before)
+    return match.end()
+
+
+def _learnt(chat: Chat, k: int) -> Sequence[bool]:
+    """Of a completion's messages, which are learnt."""
+    return chat.learnt[k] if chat.learnt is not None else [False] * (len(chat.completions[k]) - 1) + [True]
+
+
+def _is_model(message: Message) -> bool:
+    return message["role"] == "assistant"
 
 
 class RenderedPrompt(NamedTuple):
@@ -264,9 +466,7 @@ def render_prompt(
     """
     try:
         checked, known = check_messages(messages, "messages"), check_tools(tools, "tools")
-        (encoded,) = encoder.encode([Chat(checked, (), "messages", None, known, arguments or {})])
-        if isinstance(encoded, Unusable):
-            raise encoded
+        ids = encoder.encoded(Chat(checked, (), "messages", None, known, arguments or {})).prompt
     except Unusable as why:
         raise UserError(str(why)) from None
-    return RenderedPrompt(encoder.tokenizer.decode(encoded.prompt), encoded.prompt)
+    return RenderedPrompt(encoder.tokenizer.decode(ids), ids)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NotRequired, Protocol, TypedDict
+from typing import Any, NotRequired, TypeAlias, TypedDict
 
 from lib.config.settings import ModelSettings
 from lib.data.record_formats import JSON, Unusable
@@ -27,8 +27,7 @@ class ModelLimits:
 
     def check_ids(self, pieces: Iterable[Sequence[int]]) -> None:
         """Raises Unusable where a token, 0 or more, has no row in the model's embedding."""
-        limit = min(self.vocab_size or LARGEST_ID, LARGEST_ID)
-        largest = max(map(max, filter(None, pieces)), default=0)
+        limit, largest = self.vocab_size or LARGEST_ID, max(map(max, filter(None, pieces)), default=0)
         if largest >= limit:
             raise Unusable(f"token id {largest} is not below the vocabulary's size, {limit}")
 
@@ -72,16 +71,7 @@ def limits_of(vocabulary: Vocabulary) -> ModelLimits:
     return ModelLimits(vocabulary.get("vocab_size"), vocabulary.get("positions"))
 
 
-class Tokenizer(Protocol):
-    """What is needed of a transformers tokenizer, or of mlx-lm's TokenizerWrapper around one."""
-
-    @property
-    def eos_token_ids(self) -> Collection[int]:
-        """mlx-lm's wrapper alone has them: greedy answers end there."""
-
-    def encode(self, text: str, **options: Any) -> list[int]: ...
-    def decode(self, ids: list[int]) -> str: ...
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
+Tokenizer: TypeAlias = Any  # of transformers, or mlx-lm's TokenizerWrapper around one
 
 
 class TextTokens:
@@ -93,14 +83,17 @@ class TextTokens:
         self.inner: Any = tokenizer if callable(tokenizer) else getattr(tokenizer, "_tokenizer", None)
         self._is_fast = self.inner is not None and getattr(self.inner, "is_fast", False)
         self._is_blank: dict[int, bool] = {}
+        self._kept = functools.lru_cache(maxsize=16)(self._ask)  # a prompt is asked for with each of its completions
 
-    def ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text."""
-        if not self._is_fast or not texts:
-            return [list(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+    def _ask(self, text: str) -> tuple[int, ...]:
+        if not self._is_fast:
+            return tuple(self.tokenizer.encode(text, add_special_tokens=False))
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-        found: list[list[int]] = self.inner(list(texts), **options)["input_ids"]
-        return found
+        return tuple(self.inner(text, **options)["input_ids"])
+
+    def ids(self, text: str) -> list[int]:
+        """Ids of a text."""
+        return list(self._kept(text))
 
     def starts(self, text: str) -> tuple[list[int], list[int]]:
         """Ids of a text, and for each the character that it begins at; a slow tokenizer is asked by prefixes."""
@@ -108,33 +101,25 @@ class TextTokens:
             options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
             made = self.inner(text, **options)
             return made["input_ids"], [start for start, _ in made["offset_mapping"]]
-        ids, begins = self.ids([text])[0], [0]
+        ids, begins = self.ids(text), [0]
         for count in range(1, len(ids)):
             begins.append(max(begins[-1], len(self.tokenizer.decode(ids[:count]))))
         return ids, begins[: len(ids)]
 
-    def behind(self, texts: Sequence[tuple[str, int]]) -> list[list[int]]:
-        """Of each (text, start): the ids that stand behind text[:start] in the tokens of the whole text.
+    def behind(self, text: str, start: int) -> list[int]:
+        """The ids that stand behind text[:start] in the tokens of the whole text.
 
-        Where a token reaches over `start`, the rest is tokenised as a continuation, as a model goes on from
-        text[:start].
+        Where a token reaches over `start`, the rest is tokenised as a continuation, as a model goes on from there.
         """
-        heads = list(dict.fromkeys(text[:start] for text, start in texts))
-        ids_of = dict(zip(heads, self.ids(heads), strict=True))
-        found = []
-        for (text, start), ids in zip(texts, self.ids([text for text, _ in texts]), strict=True):
-            head = ids_of[text[:start]]
-            found.append(ids[len(head) :] if ids[: len(head)] == head else self.continued([text[start:]])[0])
-        return found
+        head, ids = self.ids(text[:start]), self.ids(text)
+        return ids[len(head) :] if ids[: len(head)] == head else self.continued(text[start:])
 
-    def continued(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text as the continuation of another."""
-        anchor_ids, anchor = self._anchor
-        if not anchor:
-            return self.ids(texts)
-        anchored = self.ids([anchor + text for text in texts])
-        assert all(ids[: len(anchor_ids)] == anchor_ids for ids in anchored)
-        return [ids[len(anchor_ids) :] for ids in anchored]
+    def continued(self, text: str) -> list[int]:
+        """Ids of a text as the continuation of another."""
+        ids, anchor = self._anchor
+        found = self.ids(anchor + text)
+        assert found[: len(ids)] == ids
+        return found[len(ids) :]
 
     def is_blank(self, token: int) -> bool:
         """Whether a token is nothing but white space."""
@@ -152,7 +137,7 @@ class TextTokens:
     def opening(self) -> list[int]:
         """The special tokens that the tokenizer puts before a text (BOS, mostly)."""
         with_special = list(self.tokenizer.encode("a"))
-        plain = self.ids(["a"])[0]
+        plain = self.ids("a")
         bos_token_id = getattr(self.tokenizer, "bos_token_id", None)
         if not plain:
             return with_special[:1] if with_special[:1] == [bos_token_id] else []
@@ -162,7 +147,7 @@ class TextTokens:
     @cached_property
     def _anchor(self) -> tuple[list[int], str]:
         """A text to put before a continuation, and its ids, where SentencePiece opens every text with a space."""
-        anchor, letter, both = self.ids(["\n", "a", "\na"])
+        anchor, letter, both = map(self.ids, ("\n", "a", "\na"))
         is_needed = anchor + letter != both and both[: len(anchor)] == anchor and len(anchor) > 0
         return (anchor, "\n") if is_needed else ([], "")
 
@@ -189,38 +174,26 @@ def load_tokenizer_of(settings: ModelSettings) -> Tokenizer | None:
         ) from None
 
 
-def vocabulary(settings: ModelSettings) -> Vocabulary:
-    """From the model's config.json; of several eos_token_ids the first."""
-    stored = stored_config(settings)
-    text = {**stored, **(stored.get("text_config") or {})}  # models that also see pictures keep these one level down
-    end = text.get("eos_token_id")
-    return {
-        "vocab_size": text.get("vocab_size"),
-        "eos_token_id": next(iter(end), None) if isinstance(end, list) else end,
-        "context": text.get("max_position_embeddings"),
-    }
-
-
 def stored_config(settings: ModelSettings) -> JSON:
     """The model's config.json."""
     stored: JSON = json.loads((resolve(settings.path, settings.revision) / "config.json").read_text(encoding="utf-8"))
     return stored
 
 
-# ---- Whose token ids a record has
+def vocabulary(settings: ModelSettings) -> Vocabulary:
+    """From the model's config.json; of several eos_token_ids the first."""
+    stored = stored_config(settings)
+    text = {**stored, **(stored.get("text_config") or {})}  # models that also see pictures keep these one level down
+    end = text.get("eos_token_id")
+    end = next(iter(end), None) if isinstance(end, list) else end
+    return {"vocab_size": text.get("vocab_size"), "eos_token_id": end, "context": text.get("max_position_embeddings")}
 
 
 @functools.lru_cache(maxsize=4)
-def _digest_of(tokenizer: Any) -> str:
-    """A digest of all tokens and their ids; empty where a tokenizer does not tell them."""
+def vocabulary_digest(tokenizer: Tokenizer) -> str:
+    """Of all tokens and their ids, in the column VOCABULARY; empty where a tokenizer does not tell them."""
     tokens: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
     return hashlib.sha256(json.dumps(sorted(tokens.items())).encode()).hexdigest()[:16] if tokens else ""
-
-
-def vocabulary_digest(tokenizer: Tokenizer) -> str:
-    """Says whose ids a record has: the column VOCABULARY."""
-    hashable: Any = tokenizer  # as any object is, though its protocol does not say so
-    return _digest_of(hashable)
 
 
 def require_own(record: object, tokenizer: Tokenizer | None, place: str) -> None:
