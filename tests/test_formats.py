@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from lib.config.settings import DataSettings
-from lib.data import formats, sources
-from lib.data.formats import parse
-from lib.data.record_formats import Chat, Plain, RecordKind, Tokens, Unusable
+from lib.data import sources
+from lib.data.record_formats import PUBLISHED, Chat, Plain, RecordKind, Tokens, Unusable, parse
 from tests import tiny
 
 
@@ -586,6 +585,6 @@ def test_inspection_says_what_was_recognised_with_an_example(
 >>>>>>> 2de28e9 (Encode an example at a time; drop tests of rare input)
 def test_the_document_names_every_format() -> None:
     document = (tiny.ROOT / "docs" / "data.md").read_text()
-    for known in formats.PUBLISHED:
+    for known in PUBLISHED:
         assert known.name in document, known.name
         assert all(f"`{column}`" in document for column in (*known.needs, *known.uses)), known.name

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Unpack
 import numpy as np
 
 from lib.config.settings import DataSettings
-from lib.data import formats, sources
-from lib.data.record_formats import Record, RecordKind, Tokens, Unusable, Unwanted
+from lib.data import sources
+from lib.data.record_formats import Record, RecordKind, Tokens, Unusable, Unwanted, rows_of
 from lib.data.tokenize import Encoded, Encoder, truncate
 from lib.data.tokenizer import ModelLimits, Tokenizer, Vocabulary, limits_of, require_own
 from lib.errors import UserError
@@ -227,7 +227,7 @@ class Tokenisation(NamedTuple):
     def placed(self, records: Any, numbers: Iterable[int]) -> Iterator[tuple[str, Record | Unusable]]:
         """`file:line` and form of some records by number."""
         for number in map(int, numbers):
-            rows, label = formats.rows_of(records[number], self.settings, self.kind), records.label(number)
+            rows, label = rows_of(records[number], self.settings, self.kind), records.label(number)
             place = records.location(number)
             own = next((row for row in rows if not isinstance(row, Unusable) and row.label == label), rows[0])
             require_own(own, self.encoder.tokenizer if self.encoder else None, place)

@@ -14,8 +14,19 @@ from lib.config.settings import Config, DataSettings, RolloutSettings
 from lib.data import record_files, sources
 from lib.data import tokenizer as tokenizer_module
 from lib.data.dataset import Example, Sized, Tokenisation
-from lib.data.formats import TEMPLATE_ARGUMENTS, parse
-from lib.data.record_formats import ANSWER, JSON, VOCABULARY, Message, Plain, Record, Tokens, Unusable, name_of_type
+from lib.data.record_formats import (
+    ANSWER,
+    JSON,
+    TEMPLATE_ARGUMENTS,
+    VOCABULARY,
+    Message,
+    Plain,
+    Record,
+    Tokens,
+    Unusable,
+    name_of_type,
+    parse,
+)
 from lib.data.sources import Records, Tell
 from lib.data.tokenize import Encoder
 from lib.data.tokenizer import NO_LIMITS, ModelLimits, Tokenizer, vocabulary_digest

@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from lib.config.settings import DataSettings
-from lib.data import formats, hub, record_files
-from lib.data.record_formats import JSON, Chat, Columns, Plain, Record, RecordKind, Tokens, Unusable
+from lib.data import hub, record_files
+from lib.data.record_formats import JSON, Chat, Columns, Plain, Record, RecordKind, Tokens, Unusable, rows_of
 from lib.errors import UserError
 from lib.system import files
 
@@ -147,7 +147,7 @@ def _build(file: Path, stamp: list[int], folder: Path, settings: DataSettings, k
     count = unusable_count = 0
     with (folder / ENTRIES).open("wb") as entries, (folder / LINES).open("wb") as lines:
         for line, offset, raw, record in record_files.scan(file):
-            rows = formats.rows_of(record, settings, kind)
+            rows = rows_of(record, settings, kind)
             if isinstance(why := rows[0], Unusable) or isinstance(record, Unusable):
                 unusable_count += 1
                 unusable += [(line, str(why))] if len(unusable) < NAMED else []

@@ -21,9 +21,9 @@ from typing import Unpack
 import numpy as np
 
 from lib.config.settings import DataSettings
-from lib.data import formats, hub, record_files, sources
+from lib.data import hub, record_files, sources
 from lib.data.dataset import Dataset, Example, Pieces, Sized, Tokenisation, load_dataset, partners, with_mismatched
-from lib.data.record_formats import JSON, Columns, RecordKind, Unusable, Unwanted
+from lib.data.record_formats import JSON, Columns, RecordKind, Unusable, Unwanted, rows_of, unread_columns
 from lib.data.sources import Records, Tell
 from lib.data.tokenizer import Tokenizer, Vocabulary, limits_of
 from lib.errors import UserError
@@ -113,7 +113,7 @@ def tell_unread(settings: DataSettings, kind: RecordKind, tell: Tell) -> None:
     for source in sources.weights_of(settings.train):
         for file in sources.files_of(source, settings, tell):
             for _, record in itertools.islice(record_files.read(str(file)), 64):
-                names = [] if isinstance(record, Unusable) else formats.unread_columns(record, settings, kind)
+                names = [] if isinstance(record, Unusable) else unread_columns(record, settings, kind)
                 unread |= dict.fromkeys(names)
     if unread:
         listed = ", ".join(unread)
@@ -174,7 +174,7 @@ class RowGroups:
         self.segments = np.cumsum(sizes)
         self._read = functools.lru_cache(maxsize=4)(self._read_group)
         tell(f"{source}: {len(self):,} rows in {len(self._groups):,} row groups, fetched one after the other")
-        first = formats.rows_of(self[0], settings, kind)[0]
+        first = rows_of(self[0], settings, kind)[0]
         self.formats = "parquet" if isinstance(first, Unusable) else first.columns
 
     def __len__(self) -> int:
