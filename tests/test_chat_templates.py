@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import gzip
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from lib.data.streaming import open_training
 from lib.data.tokenize import Encoded, Encoder
 from lib.data.tokenizer import load_tokenizer_of
 from lib.errors import UserError
-from tests import chat_models, chat_rows, tiny
+from tests import chat_models, chat_rows
 
 GOLDEN: dict[str, Any] = json.loads(gzip.decompress((chat_models.FOLDER / "golden.json.gz").read_bytes()))
 NAMES = list(chat_models.registry())
@@ -411,41 +410,6 @@ def test_tokens_that_are_not_learnt_are_kept_and_are_not_scored(tmp_path):
             assert np.array_equal(value, other.inputs[key]), key
 
 
-def test_thinking_follows_the_arguments_streamed_or_not(tmp_path):
-    """enable_thinking=false and its absence render a question alike, and an answer that thinks otherwise."""
-    name = "Qwen-Qwen3-0.6B"
-    wrapped = chat_rows.encoder_of(chat_models.tokenizer_of(name), chat_models.registry()[name]).tokenizer
-    file = tmp_path / "rows.jsonl"
-    thought = {**GOOD, "reasoning_content": "12 + 30 makes 42"}
-    file.write_text(json.dumps({"messages": [USER, thought]}) + "\n")
-
-    def prompt_of(**changes: Any) -> list[int]:
-        settings = DataSettings(train=str(file), cache_dir=str(tmp_path / "cache"), **changes)
-        data = open_training(settings, "sft", wrapped, tell=print, eos_token_id=None)
-        ids: list[int] = data[0].prompt_ids.tolist()
-        return ids
-
-    off = {"chat_template_kwargs": {"enable_thinking": False}}
-    assert prompt_of() != prompt_of(**off)
-    assert prompt_of(streaming=True) == prompt_of()
-    assert prompt_of(streaming=True, **off) == prompt_of(**off)
-
-
-def test_tokens_of_ones_own_may_have_a_mask(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    record = {"prompt_ids": [5, 6], "completion_ids": [7, 8, 9, 10], "completion_mask": [1, 0, 0, 1]}
-    file.write_text(json.dumps(record) + "\n")
-    settings = DataSettings(train=str(file))
-    (example,) = load_dataset(str(file), settings, "sft", None, eos_token_id=1)
-    assert example.completions[0].tolist() == [7, 8, 9, 10]
-    batch = collate([example], 16, True)
-    assert batch.targets[batch.logp_indices[batch.mask]].tolist() == [7, 10]
-    for mask in ([1, 0, 0], [0, 0, 0, 0], [1, 0, 2, 0], "1001"):
-        file.write_text(json.dumps(record | {"completion_mask": mask}) + "\n")
-        with pytest.raises(UserError, match=r"rows.jsonl:1: completion_mask"):
-            load_dataset(str(file), settings, "sft", None, eos_token_id=1)
-
-
 def test_ends_of_generation_config_stop_answers_in_evaluation_and_serving(tmp_path):
     """Phi-3's config.json names <|endoftext|>, its generation_config.json <|end|>: both end an answer."""
     name = "microsoft-Phi-3.5-mini-instruct"
@@ -468,16 +432,3 @@ def test_a_template_of_its_own_end_ends_generation():
     tokenizer.eos_token = "<|im_start|>"  # anything else
     encoder = Encoder(tokenizer, DataSettings(train="-"), None)
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in encoder.end_ids
-
-
-def test_a_run_says_what_its_template_does_and_shows_a_row(tmp_path):
-    words = ["--dry-run", "--config", str(tiny.ROOT / "configs/quickstart.yaml"), f"run.dir={tmp_path}"]
-    shown = tiny.train(tmp_path, [*words, f"data.cache_dir={tmp_path}/cache"]).stdout
-    assert "chat template: system prompts have a turn of their own" in shown
-    assert re.search(r"^row 1: <\|user\|>Add \d+ and \d+\.<\|end\|><\|assistant\|>⟦.*<\|end\|>⟧$", shown, re.M)
-
-
-def test_of_two_failures_the_one_that_says_more_is_told():
-    calls = [{"type": "function", "id": "call12345", "function": {"name": "get_weather", "arguments": {}}}]
-    called = {"role": "assistant", "content": None, "tool_calls": calls}
-    assert "leaves out the call of 'get_weather'" in str(encode("phi3_training", Chat([USER], ([called],), "")))

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from lib.config.settings import DataSettings
-from lib.data import sources
-from lib.data.record_formats import PUBLISHED, Chat, Plain, RecordKind, Tokens, Unusable, parse
+from lib.data import record_formats, sources
+from lib.data.record_formats import Chat, Plain, RecordKind, Tokens, Unusable, parse
 from tests import tiny
 
 
@@ -52,128 +52,12 @@ RESULT = {"role": "tool", "tool_call_id": "c1", "content": '{"sky": "grey"}'}
 
 # ---- Every format: its records as they are published, the name that it is told by, and what becomes of them.
 
-<<<<<<< HEAD
 PUBLISHED = [json.loads(line) for line in (tiny.ROOT / "tests/golden/formats.jsonl").read_text().splitlines()]
 PAIRS = {case["name"]: case["record"] for case in PUBLISHED if case["kind"] == "pair"}
 ALPACA, OPENAI = (
     next(case["record"] for case in PUBLISHED if case["kind"] == "single" and case["name"] == name)
     for name in ("Alpaca", "OpenAI")
 )
-=======
-HH = {
-    "chosen": "\n\nHuman: Name a river.\n\nAssistant: The Rhine.\n\nHuman: Where?\n\nAssistant: In Europe.",
-    "rejected": "\n\nHuman: Name a river.\n\nAssistant: The Rhine.\n\nHuman: Where?\n\nAssistant: Look it up.",
-}
-ULTRAFEEDBACK = {
-    "source": "sharegpt",
-    "instruction": "Name a river.",
-    "models": ["a", "b", "c"],
-    "completions": [
-        {
-            "model": model,
-            "response": text,
-            "fine-grained_score": score,
-            "overall_score": score,
-        }
-        for model, text, score in (("a", "Some river.", 4.0), ("b", "The Rhine.", 8.5), ("c", "No.", 1.0))
-    ],
-    "correct_answers": ["None"],
-    "incorrect_answers": ["None"],
-}
-ULTRAFEEDBACK_BINARIZED = {
-    "prompt": "Name a river.",
-    "prompt_id": "f0e37e9f",
-    "chosen": [user("Name a river."), assistant("The Rhine.")],
-    "rejected": [user("Name a river."), assistant("No.")],
-    "messages": [user("Name a river."), assistant("The Rhine.")],
-    "score_chosen": 8.5,
-    "score_rejected": 1.0,
-}
-NECTAR = {
-    "prompt": "\n\nHuman: Name a river.\n\nAssistant: ",
-    "answers": [
-        {"answer": "Some river.", "model": "a", "rank": 2.0},
-        {"answer": "The Rhine.", "model": "b", "rank": 1.0},
-        {"answer": "No.", "model": "c", "rank": 3.0},
-    ],
-    "turns": 1,
-    "num_responses": 3,
-    "source": ["lmsys-chat-1m"],
-    "good_natured": True,
-}
-HELPSTEER2_PREFERENCE = {
-    "split": "train",
-    "prompt": "Name a river.",
-    "response_1": "No.",
-    "response_2": "The Rhine.",
-    "preference_strength": 2,
-    "all_preferences_unprocessed": [{"strength": 2}],
-}
-HELPSTEER3 = {
-    "domain": "general",
-    "language": "english",
-    "context": [user("Hello"), assistant("Hi!"), user("Name a river.")],
-    "response1": "The Rhine.",
-    "response2": "No.",
-    "overall_preference": -2,
-    "individual_preference": [{"score": -2, "reasoning": "It answers.", "feedback1": "Good", "feedback2": "Bad"}],
-}
-SHP = {
-    "post_id": "x1",
-    "domain": "askgeography_test",
-    "upvote_ratio": 0.9,
-    "history": "Name a river.",
-    "score_A": 3,
-    "score_B": 30,
-    "human_ref_A": "No.",
-    "human_ref_B": "The Rhine.",
-    "labels": 0,
-}
-SAFE_RLHF = {
-    "prompt": "Name a river.",
-    "response_0": "The Rhine.",
-    "response_1": "No.",
-    "is_response_0_safe": True,
-    "is_response_1_safe": True,
-    "better_response_id": 0,
-    "safer_response_id": 1,
-}
-ORCA = {"system": "Be brief.", "question": "Name a river.", "chosen": "The Rhine.", "rejected": "No."}
-DISTILABEL = {
-    "system": "Be brief.",
-    "input": "Name a river.",
-    "chosen": "The Rhine.",
-    "rejected": "No.",
-    "generations": ["The Rhine.", "No."],
-    "order": ["a", "b"],
-    "rating": [9.0, 2.0],
-    "status": "tie",
-    "in_gsm8k_train": False,
-}
-ALPACA_PAIR = {"instruction": "Name one.", "input": "A river", "chosen": "The Rhine.", "rejected": "No."}
-SHAREGPT_PAIR = {
-    "conversations": [{"from": "human", "value": "Name a river."}],
-    "chosen": {"from": "gpt", "value": "The Rhine."},
-    "rejected": {"from": "gpt", "value": "No."},
-}
-OPENAI_PREFERENCE = {
-    "input": {"messages": [user("Name a river.")], "tools": [], "parallel_tool_calls": True},
-    "preferred_output": [assistant("The Rhine.")],
-    "non_preferred_output": [assistant("No.")],
-}
-TULU_PREFERENCE = {
-    "id": "t1",
-    "source": "ultrafeedback",
-    "prompt": "Name a river.",
-    "chosen": [user("Name a river."), assistant("The Rhine.")],
-    "rejected": [user("Name a river."), assistant("No.")],
-    "chosen_model": "a",
-    "rejected_model": "b",
-    "chosen_rating": 4.5,
-    "rejected_rating": 2.0,
-}
-
->>>>>>> 2de28e9 (Encode an example at a time; drop tests of rare input)
 ASKED = [user("Name a river.")]
 TURNS = [user("Name a river."), assistant("The Rhine."), user("Where?")]
 BARE_CALL = {"type": "function", "function": {"name": "weather", "arguments": {"town": "Bonn"}}}
@@ -551,6 +435,11 @@ def test_rows_are_the_same_only_where_all_that_is_trained_is() -> None:
             "preference",
             "name yours with data.chosen=COLUMN data.rejected=COLUMN data.prompt=COLUMN",
         ),
+        (
+            {"question": "a", "better": "b", "bad": "c"},
+            "preference",
+            "name yours with data.chosen=COLUMN",
+        ),
         ({"prompt": "a", "completion": "b", "labl": True}, "unpaired", "name yours with data.label=COLUMN"),
     ],
 )
@@ -558,33 +447,8 @@ def test_other_columns_are_told_with_the_words_to_type(record: dict[str, Any], k
     assert words in reason(record, kind) and f"(columns: {', '.join(record)})" in reason(record, kind)
 
 
-<<<<<<< HEAD
-def test_inspection_says_what_was_recognised_with_an_example(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "data"
-    folder.mkdir()
-    tiny.write_jsonl(
-        folder / "a.jsonl",
-        [PAIRS["hh-rlhf"], {"chosen": PAIRS["hh-rlhf"]["rejected"], "rejected": PAIRS["hh-rlhf"]["chosen"]}],
-    )
-    tiny.write_jsonl(folder / "b.jsonl", [PAIRS["orca_dpo_pairs"]])
-    assert inspect.main(["--inspect", str(folder), f"data.cache_dir={tmp_path}/cache"]) == 0
-    said = capsys.readouterr().out
-    for words in (
-        "chosen + rejected, 2 rows",
-        "orca_dpo_pairs (question, chosen, rejected, system), 1 rows",
-        f"{folder}/b.jsonl:1",
-        'prompt: [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a river."}]',
-        'completions: [[{"role": "assistant", "content": "The Rhine."}], [{"role": "assistant", "content": "No."}]]',
-    ):
-        assert words in " ".join(said.split())
-
-
-=======
->>>>>>> 2de28e9 (Encode an example at a time; drop tests of rare input)
 def test_the_document_names_every_format() -> None:
     document = (tiny.ROOT / "docs" / "data.md").read_text()
-    for known in PUBLISHED:
+    for known in record_formats.PUBLISHED:
         assert known.name in document, known.name
         assert all(f"`{column}`" in document for column in (*known.needs, *known.uses)), known.name

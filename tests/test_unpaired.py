@@ -19,7 +19,6 @@ from lib.data.dataset import Dataset, Example, load_dataset, partners, with_mism
 from lib.data.streaming import StreamedDataset, open_training
 from lib.distributed.world import World
 from lib.evaluate.command import main as evaluate
-from lib.training import step
 from lib.training.losses import (
     SUMS,
     UNPAIRED_LOSSES,
@@ -385,26 +384,6 @@ def test_per_pair_writes_a_line_a_row_from_which_the_loss_follows(tmp_path: Path
     assert figures["loss"] == pytest.approx(np.mean([line["loss"] for line in lines]), rel=1e-6)
     summary = json.loads((tmp_path / "runs/run/summary.json").read_text())
     assert summary["loss"] == pytest.approx(figures["loss"], rel=1e-6)
-
-
-@pytest.mark.parametrize("loss", UNPAIRED_LOSSES)
-def test_a_step_that_runs_out_of_memory_is_taken_again_with_the_same_baseline(
-    tmp_path: Path, loss: str, monkeypatch: Any
-) -> None:
-    words = [*run_words(tmp_path, loss), "train.steps=3", "plan.micro_batch_sizes=[8]", "train.learning_rate=1e-2"]
-    tiny.train(tmp_path, [*words, "run.name=plain"])
-    logps, failures = step.completion_logps, [1]
-
-    def fails_once(*arguments: Any) -> mx.array:
-        made = logps(*arguments)
-        if failures and failures.pop():
-            raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
-        return made
-
-    monkeypatch.setattr(step, "completion_logps", fails_once)
-    tiny.train(tmp_path, [*words, "run.name=again"])
-    assert not failures
-    rounding.assert_equal_runs(tmp_path / "runs/plain", [tmp_path / "runs/again"], ["loss"])
 
 
 def test_prompts_that_are_not_shared_change_no_result(tmp_path: Path) -> None:
