@@ -15,20 +15,28 @@ time: see `exchange`, and what lib/training/pipelined_step.py receives before it
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 
 from lib.distributed.world import World, host_names, neighbour_pairs
 
+READ = """
+unsigned long long now;
+asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+nanoseconds[0] = now;
+"""
+
 
 @dataclass
 class Links:
     """What ranks send to each other, in order; each direction has a stream of its own, so that none waits for another.
-    Shapes and types are known to the receiver. `finish` comes before any collective, which uses the same connection."""
+    Shapes and types are known to the receiver. `finish` comes before any collective: it would use the same
+    connection."""
 
     ranks: World
     # Most arrays on their way to one rank; a rank that is ahead waits until the first of them is there. In a step no
@@ -119,12 +127,12 @@ class Links:
 @dataclass
 class PairLinks(Links):
     """Links of ranks on GPUs, where two ranks gather each other's arrays; the receiver gives zeros. Messages are
-    operations of the same stream as the computation, in the order of the program: the host runs ahead of all of them,
-    so what a rank waits for another counts as its computation."""
+    operations of the same stream as the computation, in the order of the program: the host runs ahead of all of them. A
+    message begins when both ranks have come to it; what a rank waits is measured by the GPU's clock."""
 
     pairs: Mapping[int, World] = field(default_factory=dict)  # by the other rank
     expected: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict)  # by identity: array, and gathered
-    begun: list[mx.array] = field(default_factory=list)  # the last message: one stream has all of them in order
+    times: list[tuple[mx.array, mx.array]] = field(default_factory=list)  # nanoseconds before and after messages
 
     @property
     def _has_order(self) -> bool:
@@ -136,8 +144,7 @@ class PairLinks(Links):
     def send(self, array: mx.array, rank: int, what: str) -> None:
         mx.async_eval(array)  # in another graph than the message: the message comes after everything before it
         self.ranks.traffic.bytes_sent += array.nbytes
-        self.begun = [self.pairs[rank].gather_lazily(array)]
-        mx.async_eval(self.begun)
+        self._pass(self.pairs[rank].gather_lazily(array))
 
     def expect(self, shape: Sequence[int], dtype: mx.Dtype, rank: int) -> mx.array:
         pair = self.pairs[rank]
@@ -148,20 +155,26 @@ class PairLinks(Links):
 
     def begin(self, *arrays: mx.array) -> None:
         for array in arrays:
-            if (known := self.expected.pop(id(array), None)) is not None:
-                self.begun = [known[1]]
-                mx.async_eval(self.begun)
+            known = self.expected.pop(id(array), None)
+            if known is not None:
+                self._pass(known[1])
 
     def wait(self, *arrays: mx.array, rank: int, what: str) -> None:
         self.begin(*arrays)
 
     def finish(self, what: str) -> None:
         with self.ranks.deadline(what):
-            mx.eval(self.begun)
-        self.begun.clear()
+            mx.eval(self.times)
+        self.waited_seconds += sum(after.item() - before.item() for before, after in self.times) / 1e9
+        self.times.clear()
 
     def deadline(self, what: str) -> contextlib.AbstractContextManager[None]:
         return self.ranks.deadline(what)
+
+    def _pass(self, gathered: mx.array) -> None:
+        before = device_nanoseconds()
+        mx.async_eval(gathered)
+        self.times.append((before, device_nanoseconds()))
 
 
 def links_of(world: World) -> Links:
@@ -170,3 +183,24 @@ def links_of(world: World) -> Links:
     if world.backend == "nccl":
         return PairLinks(world, hosts=hosts, pairs=neighbour_pairs(world))
     return Links(world, hosts=hosts)
+
+
+def device_nanoseconds() -> mx.array:
+    """Nanoseconds, uint64 [1], once everything is done that was begun on the default stream before: being computed.
+    Only CUDA lets a program read such a clock; elsewhere the host waits, and reads its own."""
+    if not mx.cuda.is_available():
+        mx.synchronize()
+        return mx.array([time.perf_counter_ns()], mx.uint64)
+    read, nothing = _kernel()
+    (nanoseconds,) = read(
+        inputs=[nothing], output_shapes=[(1,)], output_dtypes=[mx.uint64], grid=(1, 1, 1), threadgroup=(1, 1, 1)
+    )
+    mx.async_eval(nanoseconds)  # a graph by itself: within one, kernels that share no array may run in any order
+    return nanoseconds
+
+
+@functools.cache
+def _kernel() -> tuple[Callable[..., list[mx.array]], mx.array]:
+    nothing = mx.zeros(1)
+    mx.eval(nothing)
+    return mx.fast.cuda_kernel("device_clock", ["nothing"], ["nanoseconds"], READ), nothing
