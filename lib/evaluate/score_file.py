@@ -180,7 +180,7 @@ class Scorer:
                     lines[row]["error"] = f"{place}: {result}"
                 else:
                     raise UserError(f"{place}: {result}; data.skip_invalid=true goes on and names it in the output")
-        kind = "preference" if self.tokenisation.kind == "preference" else "sft"
+        kind: RecordKind = "preference" if self.tokenisation.kind == "preference" else "sft"
         columns = self._columns(in_memory("", kind, "", pieces)) if usable else {}
         for i, row in enumerate(usable):
             lines[row] |= {name: float(column[i]) for name, column in columns.items()}

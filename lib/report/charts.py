@@ -114,12 +114,12 @@ def of_rounds(run: RunHistory) -> list[Panel]:
     before = [event for event in run.of_kind("evaluation") if event.get("step") == 0][:1]  # of the first round
     held_out = [(0, event) for event in before] + [(number, record["held_out"]) for number, record in records.items()]
     answers = [(number, record["answers"]) for number, record in records.items()]
-    charted = [
+    charted: list[Any] = [
         ("held out after each round", None, {"exact_match": "exact match", "held_out_score": "judge's score"}, held_out)
     ]
     charted += [(of.label, of.unit, {name: of.label}, answers) for name, of in tables.OF_ROUNDS.items()]
     for title, unit, names, points in charted if records else ():
-        traces = []
+        traces: list[Plotly] = []
         for name, label in names.items():
             known = [(number, of[name]) for number, of in points if of.get(name) is not None]
             if known:

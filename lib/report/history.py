@@ -20,7 +20,17 @@ from lib.plan.cost import hosts_cost
 from lib.system.records import PlanRecord, Record, SettingsRecord, Tail
 
 ARITHMETIC = ("computed_tokens_per_second", "tflops", "computed_tflops", "matrix_rate_share")
-STEP_COLUMNS = ("step", "time", "pairs", "tokens", "loss", "kl", "reward_accuracy", "reward_margin", "grad_norm")
+STEP_COLUMNS: tuple[str, ...] = (
+    "step",
+    "time",
+    "pairs",
+    "tokens",
+    "loss",
+    "kl",
+    "reward_accuracy",
+    "reward_margin",
+    "grad_norm",
+)
 STEP_COLUMNS += ("learning_rate", "step_seconds", "compute_seconds", "sync_seconds", "wait_seconds")
 STEP_COLUMNS += ("peak_memory_bytes", *ARITHMETIC)
 POINTS = 2048  # of a curve at most: of longer ones each point is the mean of 2, 4, 8, ... records

@@ -12,12 +12,13 @@ from typing import Any
 
 import dash
 import flask
-from dash import dcc, html
 
 from lib.report import charts, sections, tables
 from lib.report.history import RunFigures, RunHistory, figures, runs_in
 from lib.system.terminal import duration
 
+html: Any = dash.html  # whose parts take more than their types say
+dcc: Any = dash.dcc
 READ_SECONDS = 0.5
 REFRESH_SECONDS = 1.0  # between looks of a page at this process
 LISTED_RUNS = 40
@@ -128,20 +129,26 @@ def headline(runs: Sequence[RunHistory], each: Sequence[RunFigures]) -> list[Any
     """The figures of the moment as cards, and the plan; of several runs a row a run."""
     plan, cards = each[0].plan, []
     for title, text in card_texts(runs[0], each[0]):
-        value, *note = re.split(r", | (?=\()", text, maxsplit=1)
+        value, note = split(text)
         cards.append(html.Section([html.H3(title), html.Strong(value), html.Small(note)], className="panel card"))
     shares = " + ".join(map(str, plan.get("shares") or []))
-    title = html.H2(f"Plan: {plan['strategy']}, shares {shares}" if plan.get("strategy") else "Plan")
+    head = html.H2(f"Plan: {plan['strategy']}, shares {shares}" if plan.get("strategy") else "Plan")
     reason = html.P(plan.get("reason") or "none yet", className="note")
-    parts = [html.Div(cards, className="cards"), html.Section([title, reason], className="panel")]
+    parts = [html.Div(cards, className="cards"), html.Section([head, reason], className="panel")]
     if len(runs) > 1:
-        note = html.P("Curves of learning are of all of them; all else is of the first.", className="note")
-        parts.append(html.Section([html.H2("Runs compared"), comparison(runs, each), note], className="panel"))
+        about = html.P("Curves of learning are of all of them; all else is of the first.", className="note")
+        parts.append(html.Section([html.H2("Runs compared"), comparison(runs, each), about], className="panel"))
     return parts
 
 
+def split(text: str) -> tuple[str, str]:
+    """The number with its unit that a text begins with, and what follows: 17.4 s | of steps, 44 s in all."""
+    found = re.match(r"([\d.,]*\d(?: / [\d,]*\d| [^\s,]+)?),? ?(.*)", text)
+    return (found[1], found[2]) if found else (text, "")
+
+
 def card_texts(run: RunHistory, now: RunFigures) -> list[tuple[str, str]]:
-    """Title and text of each card: its figure up to the first comma, and a note."""
+    """Title and text of each card: its figure, and a note."""
     unit, loss = tables.unit_of((run.config.get("train") or {}).get("loss")), tables.FIGURES["loss"]
     (_, steps), *facts = tables.facts(now.summary, unit)
     steps += f" / {now.steps:,}" if now.steps else ""
@@ -164,7 +171,7 @@ def comparison(runs: Sequence[RunHistory], each: Sequence[RunFigures]) -> Any:
         key = html.I(className="key", style={"borderTop": f"3px {border} {look['color']}"})
         held_out = tables.FIGURES["loss"].text(now.held_out.get("loss"))
         rows.append([[key, run.name], now.state, now.plan.get("strategy") or "-", held_out])
-        rows[-1] += [values.get(title, "-").partition(", ")[0] for title in titles]
+        rows[-1] += [split(values.get(title, "-"))[0] for title in titles]
     return _table(("run", "state", "strategy", "held-out loss", *titles), rows)
 
 
