@@ -77,8 +77,8 @@ def _recomputed(output_of: Callable[..., Any], arrays: Sequence[mx.array], train
 
     def outputs_of(*arrays: mx.array) -> list[mx.array]:
         output = output_of(*arrays)
-        form[:] = [tree_map(lambda _: None, output)]
-        return [array for _, array in tree_flatten([output])]
+        form[:] = [tree_map(lambda leaf: isinstance(leaf, mx.array), output)]
+        return [leaf for _, leaf in tree_flatten([output]) if isinstance(leaf, mx.array)]
 
     block = mx.custom_function(outputs_of)
 
@@ -89,7 +89,7 @@ def _recomputed(output_of: Callable[..., Any], arrays: Sequence[mx.array], train
         return _parameters_first(gradients, trained)
 
     outputs: Iterator[mx.array] = iter(block(*arrays))
-    return tree_map(lambda _: next(outputs), form[0])
+    return tree_map(lambda is_array: next(outputs) if is_array else None, form[0])
 
 
 def _parameters_first(gradients: Sequence[mx.array], trained: int) -> list[mx.array]:

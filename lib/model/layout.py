@@ -147,13 +147,18 @@ def layout_of(model: nn.Module) -> ModelLayout:
     return known[1]
 
 
+def family_of(model: nn.Module) -> str:
+    """The name of its file in mlx_lm.models."""
+    return type(model).__module__.rpartition(".")[2]
+
+
 def backbone_of(model: nn.Module) -> tuple[nn.Module, str] | None:
     """The module that holds the backbone (the part that owns the blocks), and its name there; None without one."""
     blocks = [*map(id, model.layers)]  # which may be a new list at every look
     for holder in modules_outside_blocks(model):
         for name, part in holder.children().items():
-            owned = isinstance(part, nn.Module) and part is not model and part.get("layers")
-            if owned and [*map(id, owned)] == blocks:
+            is_called = isinstance(part, nn.Module) and part is not model and callable(part)
+            if is_called and any(isinstance(own, list) and [*map(id, own)] == blocks for own in part.values()):
                 return holder, name
     return None
 

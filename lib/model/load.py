@@ -52,10 +52,13 @@ def load(settings: ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
             model, _ = load_model(folder, **options)
     except FileNotFoundError:
         raise UserError(f"{where}: no model*.safetensors in the folder; model.random_init=true draws weights") from None
-    except Exception as error:  # config.json may say anything, and every model's code trusts it in its own way
+    except (Exception, SystemExit) as error:  # config.json may say anything, and every model's code trusts it
         kind = "" if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: "
         reason = foreign if method in FOREIGN else f"{kind}{why_unreadable(folder, error)}"
         raise UserError(f"{where}: mlx-lm cannot load it: {reason}") from None
+    if not hasattr(model, "_no_grad"):  # as in recurrent_gemma
+        nn.Module.__init__(model)
+        model.eval()
     if settings.attention_window is not None:
         _narrow(model, settings.attention_window, settings.path)
     if settings.dtype is not None:

@@ -180,6 +180,8 @@ def apportion(total: int, weights: Sequence[float] | np.ndarray, unit: int = 1, 
     """Splits `total` in multiples of `unit` by largest remainder, one at least each. Raises UserError: too many
     ranks."""
     units, ranks = total // unit, len(weights)
+    if ranks == 1:  # nothing is cut
+        return (total,)
     if units < ranks or total % unit:
         only = f"{total} {what}" + (f" in groups of {unit}" if unit > 1 else "")
         raise UserError(f"strategy=sharded: {ranks} ranks, but the model has only {only}; use fewer ranks")

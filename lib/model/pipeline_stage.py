@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 
 from lib.errors import UserError
-from lib.model.layout import Neighbours, Stage, layout_of
+from lib.model.layout import Neighbours, Stage, family_of, layout_of
 from lib.model.partition import bounds
-from lib.model.patches import replace_modules, with_methods
+from lib.model.patches import derived, replace_modules, with_methods
 from lib.model.token_stream import Stream
 
 
@@ -60,19 +60,25 @@ class Outline(NamedTuple):
     after: set[str]
 
 
+def _unknown(output: Any) -> Any:
+    """An array that marks all that is made of it: no weight is read where one looks."""
+    is_floating = isinstance(output, mx.array) and mx.issubdtype(output.dtype, mx.floating)
+    return mx.full(output.shape, mx.nan, output.dtype) if is_floating else output
+
+
 def outline_of(model: nn.Module) -> Outline:
     """How a model runs, by a lazy run of its code. Raises UserError: its blocks take more than the output of the one
     before."""
-    cannot = f"strategy=pipelined cannot cut a model of family {type(model).__module__.rpartition('.')[2]}"
+    cannot = f"strategy=pipelined cannot cut a model of family {family_of(model)}"
     outline, units, count = Outline([], [], set(), set()), dict(_units(model)), len(model.layers)
 
     def block_call(plain: Any) -> Any:
         def call(block: nn.Module, x: Any = None, *args: Any, **options: Any) -> mx.array:
             others = [each for _, each in tree_flatten((args, options)) if isinstance(each, mx.array)]
             is_chained = isinstance(x, mx.array) and (not outline.outputs or x is outline.outputs[-1])
-            if not is_chained or any(mx.issubdtype(other.dtype, mx.floating) for other in others):
+            if not is_chained or any(mx.isnan(other).any().item() for other in others):
                 raise TypeError("blocks take something else than the output of the one before")
-            output = plain(block, x, *args, **options)
+            output = _unknown(plain(block, x, *args, **options))
             if not isinstance(output, mx.array) or output.shape != x.shape:
                 raise TypeError("a block makes more than one array")
             outline.dtypes.append(x.dtype)
@@ -85,7 +91,7 @@ def outline_of(model: nn.Module) -> Outline:
         def make(plain: Any) -> Any:
             def call(module: nn.Module, *args: Any, **options: Any) -> Any:
                 (outline.after if len(outline.dtypes) == count else outline.before).add(name)
-                return plain(module, *args, **options)
+                return _unknown(plain(module, *args, **options))
 
             return call
 
@@ -167,9 +173,14 @@ def _absent_unit(unit: nn.Module, hidden_size: int, dtype: mx.Dtype) -> nn.Modul
 
 
 def _empty(module: nn.Module) -> nn.Module:
-    """The module without parameters and modules; settings stay."""
+    """The module without arrays, its modules copied without theirs; settings stay."""
+
+    def emptied(leaf: Any) -> Any:
+        return _empty(derived(leaf, type(leaf))) if isinstance(leaf, nn.Module) else leaf
+
     for name, value in list(module.items()):
-        leaves = [leaf for _, leaf in tree_flatten([value], is_leaf=nn.Module.is_module)]
-        if any(isinstance(leaf, mx.array | nn.Module) for leaf in leaves):
+        if any(isinstance(leaf, mx.array) for _, leaf in tree_flatten([value], is_leaf=nn.Module.is_module)):
             dict.__delitem__(module, name)
+        else:
+            dict.__setitem__(module, name, tree_map(emptied, value, is_leaf=nn.Module.is_module))
     return module

@@ -17,11 +17,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from lib.config.settings import DataSettings
-from lib.model.layout import backbone_of, block_list_of, embedding_of, layout_of
+from lib.errors import UserError
+from lib.model.layout import backbone_of, block_list_of, embedding_of, family_of, layout_of
 from lib.model.long_attention import local_attention
-from lib.model.patches import attend_by_cache
+from lib.model.patches import attend_by_cache, replace_modules, with_methods
 
 
 def length_multiple(settings: DataSettings) -> int:
@@ -204,17 +206,25 @@ class EndingBlock:
         return getattr(self.block, name)
 
 
+KEYS_AND_VALUES = {KVCache.__name__, RotatingKVCache.__name__}  # caches of attention alone
+
+
 def cannot_share_prompts(model: nn.Module) -> str | None:
-    """None for a model to which a stream is the same as whole rows, by a trial, noted in its layout; else why not."""
+    """None for a model to which a stream is the same as whole rows, by a trial, noted in its layout; else why not.
+    Raises UserError: the family's code has no gradient, wants another device, or lets tokens see later ones."""
     attend_by_cache(model)
     was_training, layout = model.training, layout_of(model)
     layout.ends_early = False
     model.eval()
+    kinds: list[str] = []
     try:
+        kinds = sorted({type(cache).__name__ for cache in make_prompt_cache(model)} - KEYS_AND_VALUES)
         fault = _stream_fault(model)
+    except UserError:
+        raise
     except Exception as reason:  # a family's own code may raise anything on inputs that it does not expect
-        why = f"{type(reason).__name__}: {str(reason).splitlines()[0][:80]}"
-        fault = f"its blocks do not take a stream of tokens ({why})"
+        why = f"keep {', '.join(kinds)} beside keys and values" if kinds else f"do not take a stream: {_line(reason)}"
+        fault = f"its blocks {why}"
     finally:
         model.train(was_training)
     layout.stream_fault = fault or ""
@@ -246,13 +256,50 @@ def _stream_fault(model: nn.Module) -> str | None:
     def error(found: mx.array, wanted: mx.array) -> float:
         return float((mx.linalg.norm(found - wanted) / mx.linalg.norm(wanted)).item())
 
-    wanted = states(rows)[mx.array([*range(8), 13])]
+    whole = _trained_states(model, lambda: states(rows))
+    if error(whole[8:13], whole[:5]) > tolerance:
+        raise UserError(f"mlx-lm's {family_of(model)} cannot be trained: its tokens see later ones")
+    wanted = whole[mx.array([*range(8), 13])]
     if (found := error(states(stream), wanted)) > tolerance:
         return f"a stream of tokens would change its outputs by {found:.2g} of their norm"
     if stage is None or stage.is_last:
         with contextlib.suppress(Exception):  # of a family's own code, where its blocks give fewer tokens
             layout.ends_early = error(states(stream, scored), wanted[scored]) <= tolerance
     return None
+
+
+def _trained_states(model: nn.Module, states: Callable[[], mx.array]) -> mx.array:
+    """What `states` gives. Their gradient is made as well, but not computed. Raises UserError: the family's code cannot
+    do one of them here."""
+    trained = model.trainable_parameters()
+
+    held = [(module, name, value) for module in model.modules() for name, value in module.items()]
+    try:
+        if tree_flatten(trained) and layout_of(model).stage is None:
+            nn.value_and_grad(model, lambda: states().sum())()
+            model.update(trained)
+        found = states()
+    except Exception as reason:
+        model.update(trained)
+        raise UserError(f"mlx-lm's {family_of(model)} cannot be trained here: {_line(reason)}") from None
+    # gemma3n clips some weights at every call: once is enough, and a compiled call would leave a trace in them.
+    changed = {id(module) for module, name, value in held if module[name] is not value}
+    if changed:
+        mx.eval(found)
+        replace_modules(model, lambda part: with_methods(part, __setattr__=_no_array) if id(part) in changed else None)
+    return found
+
+
+def _no_array(plain: Any) -> Any:
+    def assign(module: nn.Module, name: str, value: Any) -> None:
+        if not isinstance(value, mx.array):
+            plain(module, name, value)
+
+    return assign
+
+
+def _line(reason: Exception) -> str:
+    return f"{type(reason).__name__}: {' '.join(str(reason).split())[:80]}"
 
 
 def rounding_tolerance(model: nn.Module) -> float:

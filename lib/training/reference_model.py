@@ -88,18 +88,17 @@ class Layout(NamedTuple):
 
 def layout(model: nn.Module, settings: DataSettings, world: World) -> Layout:
     """How batches for a model are laid out; UserError where it cannot attend to model.attention_window tokens alone."""
-    why_not, window, is_divided = None, layout_of(model).attention_window, world.divides_model
-    if settings.shared_prompts or window is not None:
-        with world.workers.together("a look at how the model takes prompts"):
-            known = None if is_divided else layout_of(model).stream_fault  # it may be from before it was divided
-            why_not = cannot_share_prompts(model) if known is None else known or None
+    window, is_divided = layout_of(model).attention_window, world.divides_model
+    with world.workers.together("a look at how the model takes prompts"):
+        known = None if is_divided else layout_of(model).stream_fault  # it may be from before it was divided
+        why_not = cannot_share_prompts(model) if known is None else known or None
     if is_divided:  # ranks may hold unlike parts of the model
         why_not = next(filter(None, world.gather_text(why_not or "", "how the model takes prompts")), None)
     if why_not and window is not None:
         raise UserError(f"model.attention_window={window} is not for this model: {why_not}; leave it out")
     own = mx.array([length_multiple(settings), int(settings.shared_prompts and why_not is None)])
     multiple, share = world.workers.decide(own).tolist()
-    return Layout(multiple, bool(share), why_not)
+    return Layout(multiple, bool(share), why_not if settings.shared_prompts else None)
 
 
 class References(NamedTuple):
