@@ -92,7 +92,7 @@ def test_plan_is_pure() -> None:
 BUDGET = {
     "lines": 28_850,  # of lib/, train.py and launch: 20,000
     "nodes": 277_500,  # of their syntax trees: 160,000
-    "tests": 18_550,  # lines: 18,000
+    "tests": 18_910,  # lines: 18,000
     "benchmarks": 4_000,  # lines: 4,000
     "benchmark files": 19,  # 20
     "words": 16_050,  # of docs/: 16,000
