@@ -40,6 +40,7 @@ SIZES: dict[int, str] = {
     " ff_intermediate_size dense_intermediate_size block_dim block_ff_dim mamba_d_ssm",
     WINDOW: "sliding_window sliding_window_size window_size attention_window_size loop_window_size index_topk"
     " attention_chunk_size floor_scale",
+    30: "final_logit_softcapping attn_logit_softcapping logits_soft_cap",
     48: "vocab_size num_vocab vocab_size_per_layer_input",
     256: "max_position_embeddings n_positions n_ctx block_size model_max_length",
     10_000: "rope_theta swa_rope_theta rotary_emb_base rope_freq_constant rope_local_base_freq rope_embedding_base",

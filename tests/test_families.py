@@ -104,8 +104,6 @@ def test_a_family_equals_itself_shared_and_in_stages(tmp_path: Path, family: str
         return draw.integers(2, 48, draw.integers(low, high)).astype(np.int32)
 
     examples = [Example(i, ids(14, 20), (ids(2, 12), ids(4, 9))) for i in range(3)]
-    if family in ("gemma3n", "recurrent_gemma"):
-        pytest.xfail("gemma3n: gradients after the trial differ by 6 %; recurrent_gemma: its tiny model has none")
     if family in CANNOT:
         with pytest.raises(UserError, match=CANNOT[family]):
             token_stream.cannot_share_prompts(build(path))
@@ -115,7 +113,8 @@ def test_a_family_equals_itself_shared_and_in_stages(tmp_path: Path, family: str
     inputs = token_stream.arrays_of(collate(examples, 4, shares).inputs)
     wanted = dict(tree_flatten(nn.value_and_grad(model, lambda: weighted(plain_logps(model, examples)))()[1]))
     found = dict(tree_flatten(nn.value_and_grad(model, lambda: weighted(completion_logps(model, inputs)))()[1]))
-    assert error(found, wanted) < LIMIT
+    limit = 5e-4 if family == "gemma3n" else LIMIT  # weights changed by rounding move its gradient by 6e-4
+    assert error(found, wanted) < limit
     blocks = [1, len(model.layers) - 1]
     if family in UNCUT:
         with pytest.raises(UserError):
