@@ -20,12 +20,12 @@ from lib.config import read_file
 from lib.errors import Stopped, UserError
 from lib.export.trained_run import ChatForm, ExportOptions, Reading, TrainedRun, mlx_logps
 from lib.model.adapter_files import described, trainable, write_arrays
+from lib.model.adapters import EMBEDDINGS
 from lib.model.peft_adapters import stacked_name, unstacked
 from lib.system.model_folder import end_ids
 
 TYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 QUANTISED = (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear)
-EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 ADAPTED = (LoRALinear, LoRASwitchLinear, LoRAEmbedding, DoRALinear, DoRAEmbedding)
 SHARD_GIGABYTES = 5  # of one file of weights
 # What comes along of a base model's folder: configuration, tokenizer, chat template, generation settings, code.

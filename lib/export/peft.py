@@ -14,9 +14,10 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 from lib.config.read_file import front_matter
 from lib.errors import UserError
-from lib.export.fuse import EMBEDDINGS, QUANTISED, adapted_layers, base_layer, write_template
+from lib.export.fuse import QUANTISED, adapted_layers, base_layer, write_template
 from lib.export.trained_run import ExportOptions, Reading, TrainedRun, mlx_logps, model_logps
 from lib.model.adapter_files import described, save_trained, trainable, write_arrays
+from lib.model.adapters import EMBEDDINGS
 from lib.model.peft_adapters import HEAD, expert_pattern, peft_arrays
 from lib.system.model_folder import ADAPTER_CONFIG, PEFT_WEIGHTS
 

@@ -19,7 +19,7 @@ from lib.model.layout import family_of
 from lib.model.lora import use_low_rank_linear
 from lib.model.patches import use_lean_swiglu
 from lib.model.quantised import use_fast_layers
-from lib.system.model_folder import ADAPTER_CONFIG
+from lib.system.model_folder import ADAPTER_CONFIG, PEFT_WEIGHTS
 
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 LINEARS = (nn.Linear, nn.QuantizedLinear)
@@ -102,7 +102,7 @@ def _chosen_layers(model: nn.Module, settings: ModelSettings) -> list[str]:
 
 def _load_adapter(model: nn.Module, folder: Path, settings: ModelSettings) -> None:
     """Reads an adapter of mlx-lm or PEFT. Raises UserError: it is unreadable, or of other settings, which are named."""
-    if peft_adapters.is_peft(folder):
+    if any((folder / name).is_file() for name in (PEFT_WEIGHTS, peft_adapters.PICKLED)):
         peft_adapters.load(model, folder, settings)
         return
     wrong = f"model.adapter {folder} was made with other settings; add"

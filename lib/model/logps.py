@@ -152,8 +152,7 @@ def _token_logps_and_entropies(
 def _of_rank_positions(
     model: nn.Module, figures_of: Callable[[mx.array, mx.array], list[mx.array]], hidden: mx.array, targets: mx.array
 ) -> list[mx.array]:
-    """figures_of(hidden, targets), float32 [M] each; each rank with a whole frozen head makes those of some
-    positions."""
+    """figures_of(hidden, targets), float32 [M] each; ranks with a whole frozen head make some positions' each."""
     part = layout_of(model).positions
     bounds = None if part is None else part.bounds(len(targets))
     if part is None or bounds is None or (model.training and parameters_outside_blocks(model)):

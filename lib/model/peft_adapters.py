@@ -68,11 +68,6 @@ class PeftAdapter(NamedTuple):
     layers: dict[str, AdapterLayer]
 
 
-def is_peft(folder: Path) -> bool:
-    """Whether a folder holds an adapter of PEFT's."""
-    return (folder / PEFT_WEIGHTS).is_file() or (folder / PICKLED).is_file()
-
-
 def expert_pattern(name: str) -> str | None:
     """The name of each expert of a stacked layer, {} for its number; None of another layer."""
     return next((name.replace(ours, theirs) for ours, theirs in EXPERTS.items() if ours in name), None)
