@@ -134,10 +134,12 @@ def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _holders(model: nn.Module, outline: Outline, ends: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """The ranks that hold every parameter. Raises UserError where one is trained that belongs to no module."""
     size, names = len(ends) - 1, {id(module): name for name, module in model.named_modules()}
-    ranks = {f"{names[id(block)]}.": (bisect.bisect(ends, i) - 1,) for i, block in enumerate(model.layers)}
+    ranks: dict[str, tuple[int, ...]] = {}
+    for i, block in enumerate(model.layers):
+        ranks[f"{names[id(block)]}."] = (bisect.bisect(ends, i) - 1,)
     for name, _ in _units(model):
         ranks[f"{name}."] = tuple(sorted({*[0] * (name in outline.before), *[size - 1] * (name in outline.after)}))
-    trained, holders = dict(tree_flatten(model.trainable_parameters())), {}
+    trained, holders = dict(tree_flatten(model.trainable_parameters())), dict[str, tuple[int, ...]]()
     for name, _ in tree_flatten(model.parameters()):
         held = next((held for prefix, held in ranks.items() if name.startswith(prefix)), None)
         if held is None and size > 2 and name in trained:

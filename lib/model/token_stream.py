@@ -122,7 +122,8 @@ class Stream:
             return self.known
         if not (mask is None or isinstance(mask, Window)):
             raise TypeError("this model makes its own attention mask")
-        window = min(filter(None, (self.window, mask and mask.size)), default=None)
+        windows = [size for size in (self.window, mask.size if mask else None) if size is not None]
+        window = min(windows, default=None)
 
         def attention(q: mx.array, k: mx.array, v: mx.array) -> mx.array:  # [sequences, heads, length, head_dim]
             out = local_attention(q, k, v, window, scale=scale, **options)
