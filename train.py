@@ -106,7 +106,7 @@ def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run
     from lib.evaluate import judges
     from lib.evaluate.held_out_metrics import digest_of
     from lib.report import console, trackers
-    from lib.training import checkpoint, inputs, kernels, run, run_facts
+    from lib.training import checkpoint, inputs, kernels, run, run_facts, trial
 
     folder = Path(config.run.dir) / str(config.run.name)
 
@@ -135,7 +135,8 @@ def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run
     with world.agreeing("loading the model"), say.doing("loading the model"), compiled:
         lazy, recomputes = dry_run or plan.divides_model, plan.checkpoints_blocks(world.rank)
         model = inputs.load_policy(config.model, config.train.seed, lazy, recomputes)
-    console.show_model(say, model)
+    pace = trial.pace(config, world, plan, model, read.data, say.tried_step_seconds)
+    console.show_model(say, model, console.expected(config, read, plan, pace))
     if dry_run:
         say.line("dry run: nothing is trained or written")
         return None

@@ -17,7 +17,7 @@ from lib.model.partition import model_shape_of
 from lib.plan import __main__ as machines
 from lib.plan import plan_warnings
 from lib.plan.calibration import BatchCurve, read_published
-from lib.plan.cost import Work, memory_text, outlook
+from lib.plan.cost import Work, memory_text, outlook, pace_of
 from lib.plan.facts import RankHost
 from lib.plan.pipeline import Cut, Hop, Keeps, best_cut, cut_at, depths, operations, step_seconds
 from lib.plan.plan import ClusterPlan, plan_cluster
@@ -264,17 +264,19 @@ def test_hosts_without_a_curve() -> None:
 def test_what_a_run_will_take() -> None:
     """Curves: 32 pairs in 1.6 s; matrix products: an H200's 8B at 512 + 512 tokens, which made 10.9 pairs/s."""
     known = planned([calibrated("a", {1: 10.0, 8: 20.0})])
-    work = Work(
-        steps=100, rows=1000, held_out=160, evaluations=3, answer_tokens=500, method="lora", asks_reference=True
-    )
-    found = outlook(known, work, "cpu")
-    assert found is not None and found.training == pytest.approx(160) and found.basis == "curves"
+    work = Work(steps=100, trained=1000, held_out=160, evaluations=3, answer_tokens=500, asks_reference=True)
+    pace = pace_of(known, "lora", "cpu", None, True)
+    assert pace is not None and pace.basis == "curves"
+    found = outlook(pace, work, "cpu")
+    assert found.training == pytest.approx(160)
     assert found.reference == pytest.approx((1000 + 160) * 1.6 / 32 / 2)
     assert found.evaluation == pytest.approx(3 * (160 * 1.6 / 32 / 2 + 2.0))
     assert found.total == pytest.approx(found.start + 160 + found.reference + found.evaluation)
-    assert outlook(planned([None]), work, "cpu") is None
-    tried = outlook(known, work, "cpu", measured=2.0)
-    assert tried is not None and tried.training == 200 and tried.reference == pytest.approx(160 * 2 / 32 / 3)
+    assert pace_of(planned([None]), "lora", "cpu", None, True) is None
+    pace = pace_of(known, "lora", "cpu", 2.0, True)
+    assert pace is not None
+    tried = outlook(pace, work, "cpu")
+    assert tried.training == 200 and tried.reference == pytest.approx(160 * 2 / 32 / 3)
     host = RankHost("a", device_name="NVIDIA H200", device="cuda", memory_bytes=140 * GB)
     published = list(read_published().values())
     plan = planned([host], memory=MEMORY, published=published)

@@ -57,46 +57,56 @@ class Work:
     """What a run does."""
 
     steps: int
-    rows: int  # of the training data
+    trained: int  # distinct rows of the training data that the steps take
     held_out: int  # rows, at each evaluation
     evaluations: int
     answer_tokens: int  # generated one after another at each evaluation: batches of answers times their length
-    method: str
     asks_reference: bool
 
 
 @dataclass(frozen=True)
+class Pace:
+    """Seconds of what a run repeats, and what they rest on."""
+
+    step: float
+    row: float  # a forward pass alone
+    answer_token: float  # of a batch of answers
+    basis: str
+    asks_reference: bool = False  # whether a step's seconds hold its rows' reference
+
+
+def pace_of(plan: ClusterPlan, method: str, device: Device, tried: float | None, asks_reference: bool) -> Pace | None:
+    """By a step that was tried (its seconds, with its rows' reference), else by curves or matrix products; None where
+    nothing is known of the speed. A forward pass alone takes its part of a step's operations."""
+    step = tried or plan.basis.step_seconds
+    if step is None:
+        return None
+    basis = "a step that was tried" if tried else "curves" if plan.calibrated else "matrix products, no calibration"
+    asks_reference = asks_reference and tried is not None
+    row = step / plan.global_batch_size / (1 + BACKWARD[method] + asks_reference)
+    return Pace(step, row, TOKEN_SECONDS[device], basis, asks_reference)
+
+
+@dataclass(frozen=True)
 class Outlook:
-    """Seconds of a run's parts, and what they rest on."""
+    """Seconds of a run's parts."""
 
     start: float
     training: float
     reference: float
     evaluation: float
-    basis: str
 
     @property
     def total(self) -> float:
         return self.start + self.training + self.reference + self.evaluation
 
 
-def outlook(plan: ClusterPlan, work: Work, device: Device, measured: float | None = None) -> Outlook | None:
-    """The time that a run takes; None where nothing is known of its speed.
-
-    A forward pass alone takes its part of a step's operations. The reference is asked once for each row.
-
-    measured: seconds of a step, where one was tried: it has asked the reference for its rows.
-    """
-    step = measured or plan.basis.step_seconds
-    if step is None:
-        return None
-    passes = 1 + BACKWARD[work.method] + (measured is not None and work.asks_reference)
-    a_row = step / plan.global_batch_size / passes
-    asked = work.held_out + (0 if measured else min(work.rows, work.steps * plan.global_batch_size))
-    basis = "a step that was tried" if measured else "curves" if plan.calibrated else "matrix products, no calibration"
-    evaluation = work.evaluations * (work.held_out * a_row + work.answer_tokens * TOKEN_SECONDS[device])
-    reference = work.asks_reference * asked * a_row
-    return Outlook(START_SECONDS[device], work.steps * step, reference, evaluation, basis)
+def outlook(pace: Pace, work: Work, device: Device) -> Outlook:
+    """The time that a run takes. The reference is asked once for each row."""
+    asked = work.held_out + (0 if pace.asks_reference else work.trained)
+    evaluation = work.evaluations * (work.held_out * pace.row + work.answer_tokens * pace.answer_token)
+    reference = work.asks_reference * asked * pace.row
+    return Outlook(START_SECONDS[device], work.steps * pace.step, reference, evaluation)
 
 
 def memory_text(plan: ClusterPlan) -> str:

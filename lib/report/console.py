@@ -19,7 +19,7 @@ from rich.text import Text
 from lib.config import read_file
 from lib.config.settings import Config, CostSettings, MetalSettings
 from lib.distributed.world import World
-from lib.plan.cost import Work, hosts_cost, memory_text, outlook
+from lib.plan.cost import Pace, Work, hosts_cost, memory_text, outlook
 from lib.plan.plan import ClusterPlan
 from lib.plan.plan_warnings import long_warm_up, uneven_labels
 from lib.report import tables
@@ -238,7 +238,6 @@ def show_run(say: RunConsole, config: Config, plan: ClusterPlan, inputs: Inputs,
         ("plan", plan.reason),
         ("merging", plan.rounds.reason if plan.rounds else ""),
         ("predicted", _predicted(plan, steps)),
-        ("expected", _expected(config, inputs, plan, steps, say.tried_step_seconds)),
         ("folder", str(Path(config.run.dir) / str(config.run.name))),
     ]
     say.facts(f"run {config.run.name}", [row for row in rows if row[1]])
@@ -286,28 +285,25 @@ def _predicted(plan: ClusterPlan, steps: int) -> str:
     return f"{seconds:.3g} s a step, {speed} pairs/s{efficiency}; {duration(steps * seconds)} of training"
 
 
-def _expected(config: Config, inputs: Inputs, plan: ClusterPlan, steps: int, measured: float | None) -> str:
+def expected(config: Config, inputs: Inputs, plan: ClusterPlan, pace: Pace | None) -> str:
     """The run's whole wall time by its parts, and the fullest rank's memory; of a run of rounds the memory alone."""
-    evaluate, data = config.evaluate, inputs.data
-    steps = 0 if config.rollouts.rounds else steps  # its rounds take an unknown time
+    evaluate, data, steps = config.evaluate, inputs.data, config.steps_over(len(inputs.data))
     batches = -(-min(len(inputs.questions), evaluate.answers_limit) // evaluate.batch_size)
     work = Work(
         steps=steps,
-        rows=len(data),
+        trained=min(len(data), steps * config.train.global_batch_size),
         held_out=len(inputs.valid) if inputs.valid is not None else 0,
         evaluations=1 + -(-steps // (evaluate.every or steps or 1)),
         answer_tokens=round(batches * min(evaluate.max_tokens, float(data.lengths.mean()))),
-        method=config.model.method,
         asks_reference=needs_reference(config.train),
     )
-    known, memory = outlook(plan, work, mlx_device()[0], measured), memory_text(plan)
-    texts = [f"{memory} of memory"] if memory else []
-    if known is not None and steps:
+    memory, text = memory_text(plan), ""
+    if pace is not None and steps and not config.rollouts.rounds:  # rounds take an unknown time
+        known = outlook(pace, work, mlx_device()[0])
         parts = {"start": known.start, "reference": known.reference, "evaluation": known.evaluation}
         shown = ", ".join(f"{name} {duration(round(seconds, 1))}" for name, seconds in parts.items() if seconds)
-        total, training = duration(known.total), duration(known.training)
-        texts.insert(0, f"about {total} in all (training {training}, {shown}), by {known.basis}")
-    return "; ".join(texts)
+        text = f"about {duration(known.total)} in all (training {duration(known.training)}, {shown}), by {pace.basis}"
+    return "; ".join(filter(None, (text, memory and f"{memory} of memory")))
 
 
 def _show_predictions(say: Terminal, prices: CostSettings, plan: ClusterPlan, steps: int) -> None:
@@ -337,11 +333,13 @@ def attend_displays(say: Terminal, settings: MetalSettings, world: World, hosts:
         say.warning(advice)
 
 
-def show_model(say: Terminal, model: nn.Module) -> None:
-    """How much of the model is trained."""
+def show_model(say: Terminal, model: nn.Module, expected: str) -> None:
+    """How much of the model is trained, and what the run will take."""
     total = sum(array.size for _, array in tree_flatten(model.parameters()))
     trained = sum(array.size for _, array in tree_flatten(model.trainable_parameters()))
     say.line(f"training {trained:,} of {total:,} parameters ({100 * trained / total:.2f} %) on {device_name()}")
+    if expected:
+        say.line(f"expected: {expected}")
 
 
 def show_end(say: Terminal, folder: Path, loss: object, ends: Sequence[str] = ()) -> None:
