@@ -274,8 +274,8 @@ class Tokenisation(NamedTuple):
         rows = [number for number in numbers.tolist() if number in pieces]
         flat = [piece for number in rows for piece in pieces[number]]
         labels = records.column("label")[rows] > 0 if self.kind == "unpaired" else None
-        counts = {"truncated_count": cut, "skipped": skipped, "skipped_count": count, "unwanted_count": unwanted}
-        return replace(in_memory(name, self.kind, records.formats, flat, labels), **counts)
+        made = in_memory(name, self.kind, records.formats, flat, labels)
+        return replace(made, truncated_count=cut, skipped=skipped, skipped_count=count, unwanted_count=unwanted)
 
     def _finish(self, record: Record | Unusable, encoded: Encoded) -> tuple[Pieces, bool]:
         """Check and truncate one example: ([prompt, completion, ...] int32, was it cut). Raises Unusable."""

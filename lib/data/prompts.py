@@ -62,9 +62,12 @@ def ids_of(
     """
     if isinstance(parsed, Unusable):
         raise parsed
-    if not isinstance(parsed, Tokens) and encoder is None:
+    if isinstance(parsed, Tokens):
+        ids = parsed.prompt
+    elif encoder is None:
         raise UserError("prompts are text, and the model has no tokenizer; add one to the model's folder")
-    ids = parsed.prompt if isinstance(parsed, Tokens) or encoder is None else encoder.encoded(parsed).prompt
+    else:
+        ids = encoder.encoded(parsed).prompt
     if not ids:
         raise Unusable("the prompt is empty")
     limits.check_ids([ids])

@@ -168,7 +168,7 @@ def _build(file: Path, stamp: list[int], folder: Path, settings: DataSettings, k
         sizes = {ENTRIES: entries.tell(), LINES: lines.tell()}
     if [*_stamp(file), file.stat().st_ctime_ns] != stamp:
         raise UserError(f"{file} changed while it was indexed; start again when it is complete")
-    meta = {"stamp": stamp, "sizes": sizes, "digest": digest.hexdigest(), "formats": seen}
+    meta: dict[str, object] = {"stamp": stamp, "sizes": sizes, "digest": digest.hexdigest(), "formats": seen}
     meta |= {"unusable": unusable, "count": unusable_count}
     files.write_atomically(folder / META, json.dumps(meta) + "\n")  # last: where it is, the index is whole
     return meta

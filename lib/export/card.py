@@ -93,7 +93,7 @@ def push(folder: Path, repository: str, private: bool) -> str:
         cause: BaseException | None = error
         while cause and not isinstance(cause, HfHubHTTPError):
             cause = cause.__cause__ or cause.__context__
-        if cause and (status := cause.response.status_code) in REFUSED:
+        if isinstance(cause, HfHubHTTPError) and (status := cause.response.status_code) in REFUSED:
             raise UserError(f"{what}: {REFUSED[status]}") from None
         again = f"what was sent stays there, and the same command goes on; the export is in {folder}"
         raise Stopped(f"{what}: {in_one_line(cause or error)}; {again}") from None
