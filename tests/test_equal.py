@@ -163,7 +163,8 @@ def test_a_rank_reads_and_holds_its_planned_part(world: World, large: Path, way:
     assert peak <= 1.2 * held
     own = held - sum(array.nbytes for array in adapter_files.trainable(model).values()) - whole
     if way == "parts":
-        assert own + whole == pytest.approx(planned + whole, rel=0.02)
+        # An allocation may be rounded up to whole pages, which counts in arrays as small as these.
+        assert own + whole == pytest.approx(planned + whole, rel=0.05)
     told = [int(text) for text in world.gather_text(str(own))]
     for size, weight in zip(told, weights, strict=True):
         assert size / sum(told) == pytest.approx(weight / sum(weights), rel=0.1)
