@@ -135,7 +135,7 @@ def large(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = Path(world.broadcast_text(str(tmp_path_factory.mktemp("large"))))
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 64}
     if world.rank == 0:
-        model_folder(path, hidden_size=256, intermediate_size=768, num_hidden_layers=8, **heads)
+        model_folder(path, hidden_size=512, intermediate_size=1536, num_hidden_layers=8, **heads)
         save_model(path, models.load(ModelSettings(path=str(path), random_init=True), 0))
     world.gather_text("written")
     return path

@@ -401,5 +401,6 @@ def test_a_rank_trains_in_its_planned_memory(world: World, folder: Path) -> None
     ]
     for peak, own, part in zip(peaks, beyond, parts, strict=True):
         assert own / sum(beyond) == pytest.approx(part["share"], rel=0.1)
-        assert peak == pytest.approx(sum(part[f"{kind}_bytes"] for kind in ("divided", "whole", "training")), rel=0.1)
+        planned = sum(part[f"{kind}_bytes"] for kind in ("divided", "whole", "training"))
+        assert 0.98 * planned <= peak <= planned + part["activation_bytes"], "activations come beside what is kept"
     world.gather_text("checked")
