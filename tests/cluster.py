@@ -98,7 +98,7 @@ class Host:
     def processes(self) -> dict[int, str]:
         """Process id, as seen on this host, and command line of all that run here; kernel, sshd and shell left out."""
         found = {}
-        for entry in Path(f"/proc/{self._pid}/root/proc").glob("[0-9]*"):
+        for entry in Path("/proc", str(self._pid), "root", "proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it has ended
                 words = (entry / "cmdline").read_bytes().decode(errors="replace").replace("\n", " ").replace("\0", " ")
                 if words.strip() and entry.name != "1" and "sshd" not in words.split()[0]:
