@@ -19,7 +19,7 @@ from lib.config.settings import ModelSettings
 from lib.errors import UserError
 from lib.model.adapters import EMBEDDINGS, make_trainable
 from lib.model.layout import layout_of
-from lib.model.patches import replace_modules, with_methods
+from lib.model.patches import complete_module, replace_modules, with_methods
 from lib.model.quantised import device, use_fast_layers
 from lib.system import hardware
 from lib.system.model_folder import ADAPTER_CONFIG, adapter_weights, resolve, why_unreadable
@@ -56,9 +56,7 @@ def load(settings: ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
         kind = "" if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: "
         reason = foreign if method in FOREIGN else f"{kind}{why_unreadable(folder, error)}"
         raise UserError(f"{where}: mlx-lm cannot load it: {reason}") from None
-    if not hasattr(model, "_no_grad"):  # as in recurrent_gemma
-        nn.Module.__init__(model)
-        model.eval()
+    complete_module(model)
     if settings.attention_window is not None:
         _narrow(model, settings.attention_window, settings.path)
     if settings.dtype is not None:

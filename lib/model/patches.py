@@ -42,6 +42,13 @@ def with_methods(
     return derived(module, type(plain.__name__, (plain,), content))
 
 
+def complete_module(model: nn.Module) -> None:
+    """Makes a model a module whose class forgot to, as recurrent_gemma's does: it could not be frozen."""
+    if not hasattr(model, "_no_grad"):
+        nn.Module.__init__(model)
+        model.eval()
+
+
 def replace_modules(model: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> None:
     """Puts other modules into a model's tree: replacement(module), unless that is None."""
     new: dict[int, nn.Module] = {}
