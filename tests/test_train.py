@@ -20,12 +20,15 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.models import base
 
+from lib.config import load
 from lib.distributed import compression as exchange
 from lib.errors import UserError
 from lib.evaluate import command as evaluate
+from lib.model.layout import block_list_of
+from lib.model.quantised import device
 from lib.system import mpi_and_blas
 from lib.system.records import PerformanceTracker, read_records
-from lib.training import checkpoint
+from lib.training import checkpoint, inputs, trial
 from lib.training import reference_model as scoring
 from tests import float64, rounding, tiny
 from tests.tiny import ROOT, difference, weights
@@ -223,6 +226,23 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     shown = tiny.train(tmp_path, [*tiny.settings(tmp_path), "--dry-run", "--measure"]).stdout
     assert "dry run" in shown and re.search(r"expected: about .* in all \(.*by a step that was tried", shown)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.skipif(device() != "cpu", reason="a GPU's time comes from the formula")
+def test_blocks_are_tried_with_the_model_as_it_was(tmp_path: Path) -> None:
+    """Also where a family's code fails with a few of its blocks."""
+    config = load.load(None, tiny.settings(tmp_path))
+    read = inputs.read_inputs(config, str)
+    model = inputs.load_policy(config.model, 0, False, False)
+    blocks = block_list_of(model)
+    assert blocks is not None
+    before = list(blocks)
+    tried = trial.BlockTrial(config, model, blocks, read.data)
+    both, forward = tried.row_seconds(4)
+    assert both > 0 and forward > 0 and tried.answer_seconds(2) > 0
+    with pytest.raises(ZeroDivisionError):
+        tried._whole(lambda: 1 / 0)
+    assert list(map(id, blocks)) == list(map(id, before))
 
 
 def test_a_run_continues_from_an_earlier_adapter(tmp_path: Path) -> None:
