@@ -17,7 +17,6 @@ import hashlib
 import itertools
 import json
 import os
-import platform
 import queue
 import re
 import shlex
@@ -44,6 +43,7 @@ from lib.launch import ssh
 from lib.launch.hostfile import Host
 from lib.launch.job import RDMA_BACKENDS, Job, ports_of
 from lib.launch.launcher import Console, Start, is_local
+from lib.plan.shares import listed
 from lib.system import files, hardware, mpi_and_blas, network, os_commands, terminal
 
 CONNECT_SECONDS = 0.5
@@ -118,31 +118,25 @@ def project_digests() -> dict[str, str]:
 
 
 def packages() -> dict[str, str]:
-    """Versions of Python and of the packages that have to agree."""
-    versions = {"python": ".".join(platform.python_version_tuple()[:2])}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "missing"
-    return versions
+    """Versions of the installed packages that have to agree."""
+    installed = {found.name.lower(): found.version for found in metadata.distributions()}
+    return {name: installed.get(name, "missing") for name in PACKAGES}
 
 
 def digest(path: Path) -> str | None:
     """A hash of a file, or of a folder's files and their names; None if it is not there. Large files are sampled."""
     path = path.expanduser()
-    if not path.exists():
-        return None
-    total = hashlib.sha256()
-    inside = (file for file in path.rglob("*") if file.is_file() and not any(map(files.is_litter, file.parts)))
-    for file in [path] if path.is_file() else sorted(inside):
+    total, inside = hashlib.sha256(), [path] if path.is_file() else sorted(path.rglob("*"))
+    for file in inside:
+        if not file.is_file() or (file != path and any(map(files.is_litter, file.parts))):
+            continue
         size = file.stat().st_size
-        total.update(f"{'' if file == path else file.relative_to(path)} {size}\n".encode())
+        total.update(f"{file.relative_to(path)} {size}\n".encode())
         with file.open("rb") as stream:
             total.update(stream.read(SAMPLED_BYTES))
             stream.seek(max(SAMPLED_BYTES, size - 2**20))
             total.update(stream.read())
-    return total.hexdigest()[:16]
+    return total.hexdigest()[:16] if path.exists() else None
 
 
 # ---- The project, its packages and its files
@@ -150,22 +144,21 @@ def digest(path: Path) -> str | None:
 
 def check_project(request: Request) -> Finding:
     """The same source files as on the launching machine."""
-    here, there = request.project, project_digests()
-    differ = sorted(name for name in {**here, **there} if here.get(name) != there.get(name))
+    differ = sorted({name for name, _ in request.project.items() ^ project_digests().items()})
     copy = ssh.rsync(request.host, ROOT, request.directory)
-    return Finding("failed", f"{_few(differ)} not as on this machine", copy) if differ else Finding("ok")
+    return Finding("failed", f"{listed(differ, 3)} not as on this machine", copy) if differ else Finding("ok")
 
 
 def check_packages(request: Request) -> Finding:
-    """All are there, in the same versions as on the launching machine. Pythons may differ."""
+    """All are there, in the same versions as on the launching machine."""
     if hardware.is_translated():
         remedy = request.there(f"{SETUP} PYTHON=/opt/homebrew/bin/python3")
         return Finding("failed", "Python for Intel, under Rosetta: MLX finds no GPU", remedy)
     there = packages()
-    differ = [name for name in PACKAGES if there[name] != request.packages.get(name, there[name])]
+    wanted = {name: request.packages.get(name, there[name]) for name in PACKAGES}
+    differ = [f"{name} {there[name]} (here {wanted[name]})" for name in PACKAGES if there[name] != wanted[name]]
     if differ or there["mlx"] == "missing":
-        texts = [f"{name} {there[name]} (here {request.packages[name]})" for name in differ]
-        return Finding("failed", _few(texts) or "mlx is missing", request.there(SETUP))
+        return Finding("failed", listed(differ, 3) or "mlx is missing", request.there(SETUP))
     return Finding("ok", ", ".join(f"{name} {version}" for name, version in there.items()))
 
 
@@ -189,24 +182,25 @@ def check_files(request: Request) -> Finding:
 def check_memory(request: Request) -> Finding:
     """Memory for the weights of this host's ranks; the plan decides what fits."""
     free, needed = hardware.free_memory_bytes(), request.weight_bytes * request.host.slots
+    message = f"{terminal.size_text(free)} free" if free else ""
     if free is None or free >= max(needed, LEAST_FREE_BYTES):
-        return Finding("ok", f"{terminal.size_text(free)} free" if free else "")
-    message = f"{terminal.size_text(free)} free, {terminal.size_text(needed)} for the weights"
-    look = request.there("ps aux | sort -rnk4 | head -3")
-    return Finding("note", message, look, "end what takes most, or take fewer slots; a model may be divided over ranks")
+        return Finding("ok", message)
+    look, note = request.there("ps aux | sort -rnk4 | head -3"), "end what takes most, or take fewer slots"
+    return Finding("note", f"{message}, {terminal.size_text(needed)} for the weights", look, note)
 
 
 def check_disk(request: Request) -> Finding:
     """The runs' folder can be written, and has room for the checkpoints."""
     folder = Path(request.run_dir).expanduser().absolute()
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    free, is_writable = shutil.disk_usage(there).free, os.access(there, os.W_OK)
-    message = f"{terminal.size_text(free)} free"
-    if is_writable and free >= request.disk_bytes:
-        return Finding("ok", message)
-    message += f" at {there}, checkpoints want {terminal.size_text(request.disk_bytes)}"
-    remedy, note = request.there(f"du -sh {shlex.quote(str(there))}"), "remove old runs, or take another run.dir"
-    return Finding("failed", message if is_writable else f"{there} cannot be written", remedy, note)
+    free, message = shutil.disk_usage(there).free, f"{there} cannot be written"
+    if os.access(there, os.W_OK):
+        message = f"{terminal.size_text(free)} free at {there}"
+        if free >= request.disk_bytes:
+            return Finding("ok", message)
+        message += f", checkpoints want {terminal.size_text(request.disk_bytes)}"
+    remedy = request.there(f"du -sh {shlex.quote(str(there))}")
+    return Finding("failed", message, remedy, "remove old runs, or take another run.dir")
 
 
 def check_load(request: Request) -> Finding:
@@ -222,19 +216,13 @@ def check_load(request: Request) -> Finding:
 
 def check_ports(request: Request) -> Finding:
     """Nothing listens at the ports of the run, on any address of this host."""
-
-    def is_taken(port: int, address: str) -> bool:
-        with contextlib.suppress(OSError):
-            socket.create_connection((address, port), CONNECT_SECONDS).close()
-            return True
-        return False
-
-    addresses = ["127.0.0.1", *request.host.addresses]
-    taken = [port for port in request.ports if any(is_taken(port, address) for address in addresses)]
-    if not taken:
-        return Finding("ok")
-    note = f"or end what listens there; {request.there(f'lsof -nP -i :{taken[0]}')} names it"
-    return Finding("failed", f"port {', '.join(map(str, taken))} is taken", request.other_port, note)
+    for port, address in itertools.product(request.ports, ["127.0.0.1", *request.host.addresses]):
+        with socket.socket() as probe:
+            probe.settimeout(CONNECT_SECONDS)
+            if probe.connect_ex((address, port)) == 0:
+                note = f"or end what listens there; {request.there(f'lsof -nP -i :{port}')} names it"
+                return Finding("failed", f"port {port} is taken", request.other_port, note)
+    return Finding("ok")
 
 
 # ---- What MLX does here
@@ -242,10 +230,10 @@ def check_ports(request: Request) -> Finding:
 
 def check_compute(request: Request) -> Finding:
     """MLX in a process of its own, which alone ends where it crashes or hangs."""
-    status, output, why = _run(["-m", "lib.launch.preflight", "compute"], 120)
-    if status != 0:
-        return Finding("failed", why or f"MLX ended with status {status}", SETUP)
-    device, name, gflops = json.loads(output.splitlines()[-1])
+    done, why = _run(["-m", "lib.launch.preflight", "compute"], 120)
+    if done.status != 0:
+        return Finding("failed", why or f"MLX ended with status {done.status}", SETUP)
+    device, name, gflops = json.loads(done.output.splitlines()[-1])
     message = f"{name} ({device}): {gflops:,.0f} GFLOP/s"
     if device == "cpu" and os_commands.is_mac():
         return Finding("note", f"{message}; this Mac's GPU is not used", f"{SETUP} EXTRA=metal")
@@ -255,9 +243,8 @@ def check_compute(request: Request) -> Finding:
 def compute() -> None:
     """Prints what MLX computes on and how fast: matrix products, for a second."""
     mpi_and_blas.prepare()
-    device, facts = hardware.mlx_device()
-    name = (facts.get("device_name") if device != "cpu" else None) or hardware.processor_name()
-    print(json.dumps([device, name, hardware.quick_gflops(1.0)]))
+    machine = hardware.identify("")
+    print(json.dumps([machine.device, machine.device_name, hardware.quick_gflops(1.0)]))
 
 
 def sum_of_two(request: Request, backend: str) -> Finding:
@@ -265,9 +252,9 @@ def sum_of_two(request: Request, backend: str) -> Finding:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = min(probe.getsockname()[1], 64_000)
     words = ["launch", "--hosts", "localhost:2", "--no-preflight", "--backend", backend, "--starting-port", str(port)]
-    status, _, why = _run([*words, "--", "-m", "lib.launch.preflight", "sum", "2"], 60)
+    done, why = _run([*words, "--", "-m", "lib.launch.preflight", "sum", "2"], 60)
     note = "./launch uses ring, not MPI" if backend == "mpi" else "is a firewall on"
-    return Finding("failed", why or "no answer", SETUP, note) if status else Finding("ok", "two ranks added up")
+    return Finding("failed", why or "no answer", SETUP, note) if done.status else Finding("ok", "two ranks added up")
 
 
 CHECKS: dict[str, Check] = {"project": check_project, "packages": check_packages, "files": check_files}
@@ -278,16 +265,12 @@ OF_A_HOST = ("project", "packages", "files", "memory", "disk", "ports", "load")
 NEEDED = ("packages", "compute", "memory", "disk")  # for training on this machine alone
 
 
-def _run(words: Sequence[str], limit_seconds: float) -> tuple[int | None, str, str]:
-    """Runs Python: its status (None: killed at the limit), its output, and the line that says why it failed."""
+def _run(words: Sequence[str], limit_seconds: float) -> tuple[os_commands.Completed, str]:
+    """Runs Python: how it ended, and the line of its output that says why it failed."""
     done = os_commands.run([sys.executable, *words], limit_seconds, ROOT)
-    lines = [line.strip() for line in (done.output + "\n" + done.errors).splitlines() if line.strip(" -=*\t")]
+    lines = [line.strip() for line in f"{done.output}\n{done.errors}".splitlines() if line.strip(" -=*\t")]
     errors = [line for line in lines if re.search(r"\b(\w*Error|error|warning|fatal)\b:? ", line)]
-    return done.status, done.output, (errors or lines or [""])[-1]
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return done, (errors or lines or [""])[-1]
 
 
 # ---- All hosts of a job
@@ -302,9 +285,8 @@ def run(job: Job, as_json: bool) -> bool:
     if as_json:
         print(json.dumps({"passed": not failed, "seconds": seconds, "findings": [asdict(one) for one in findings]}))
     else:
-        title = f"preflight of {len(job.hosts)} host{'s' * (len(job.hosts) != 1)}, {seconds:.1f} s"
         verdict = f"{failed} failed: nothing was started" if failed else "nothing stands in the way"
-        show(findings, title, verdict, terminal.Terminal(stderr=True))
+        show(findings, f"preflight, {seconds:.1f} s", verdict, terminal.Terminal(stderr=True))
     return not failed
 
 
@@ -380,12 +362,12 @@ def try_backend(job: Job) -> list[Finding]:
     timer.cancel()
     names = [host.name for host in job.hosts]
     if outcome.status == 0:
-        works = [Finding("ok", job.backend, check="backend", host=name) for name in names]
         speeds = [json.loads(line.removeprefix(SPEED)) for line in lines if line.startswith(SPEED)]
+        works = [Finding("ok", job.backend, check="backend", host=name) for name in names]
         return works + [speed_finding(job, *speed) for speed in speeds]
     said = [outcome.message or f"no sum within {2 * TRIAL_SECONDS:g} s", *(line for line in lines if line.strip())]
     remedy = job.launch_line("--backend", "mpi" if job.backend == "ring" else "ring")
-    note = f"whether it is this backend: only ring joins Macs and Linux; is a firewall on at port {job.starting_port}"
+    note = f"only ring joins Macs and Linux; is a firewall on at port {job.starting_port}"
     message = f"{job.backend}: {said[-1]}"
     return [Finding("failed", message, remedy, note, "backend", name) for name in outcome.hosts or names]
 
@@ -408,17 +390,17 @@ def add_up(ranks: int) -> int:
     from lib.distributed import world as distributed
 
     world = distributed.start(launch, timeout_seconds=TRIAL_SECONDS)
-    total = world.all_sum(mx.array([2**world.rank % 97, 1], dtype=mx.int32), "the check's sum").tolist()
-    if total != [sum(2**rank % 97 for rank in range(ranks)), ranks]:
+    total, speed = world.all_sum(mx.array([2**world.rank % 97]), "the check's sum").item(), []
+    if world.size != ranks or total != sum(2**rank % 97 for rank in range(ranks)):
         print(f"error: the sum over {ranks} ranks is {total}, in a world of {world.size}")
         return 1
-
-    def seconds_of(size: int) -> float:
-        began = time.perf_counter()
-        mx.eval(world.all_sum(mx.zeros(size // 4), "the check of the network's speed"))
-        return time.perf_counter() - began
-
-    speed = [min(seconds_of(size) for _ in range(5)) for size in (4, MESSAGE_BYTES)]
+    for size in (4, MESSAGE_BYTES):
+        seconds = []
+        for _ in range(5):
+            began = time.perf_counter()
+            mx.eval(world.all_sum(mx.zeros(size // 4), "the check of the network's speed"))
+            seconds.append(time.perf_counter() - began)
+        speed.append(min(seconds))
     if world.rank == 0 and world.size > 1:
         print(SPEED + json.dumps(speed), flush=True)
     return 0

@@ -7,10 +7,11 @@ comes from replaying these orders: each operation starts as soon as its stage is
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, permutations, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -48,12 +49,10 @@ class Hop(NamedTuple):
 def operations(in_flight: int, micro_batches: int) -> list[Operation]:
     """What a stage does in a step, in order, with at most so many micro-batches gone forward and not yet backward."""
     ahead = min(in_flight - 1, micro_batches)
-    order = [Operation(True, index) for index in range(ahead)]
-    for index in range(micro_batches):
-        if index + ahead < micro_batches:
-            order.append(Operation(True, index + ahead))
-        order.append(Operation(False, index))
-    return order
+    forward = [Operation(True, index) for index in range(micro_batches)]
+    backward = [Operation(False, index) for index in range(micro_batches)]
+    pairs = zip_longest(forward[ahead:], backward)
+    return forward[:ahead] + [operation for pair in pairs for operation in pair if operation]
 
 
 def depths(stages: int, more: int = 0) -> tuple[int, ...]:
@@ -72,31 +71,22 @@ def step_seconds(
 
     forward, backward (of one micro-batch), in_flight (never more than the stage before): one a stage. hops: one a cut.
     """
-    stages = len(forward)
-    orders = [operations(depth, micro_batches) for depth in in_flight]
-    # When inputs arrive: [stage][micro-batch], of activations and of gradients, as far as replayed.
-    activations: list[list[float]] = [[0.0] * micro_batches, *([] for _ in range(stages - 1))]
-    gradients: list[list[float]] = [[] for _ in range(stages)]
-    free, down, up = [0.0] * stages, [0.0] * stages, [0.0] * stages  # stages, and links in both directions
-    finished = [0] * stages
-    while sum(finished) < 2 * micro_batches * stages:
-        for stage in range(stages):
-            while finished[stage] < len(orders[stage]):
-                is_forward, micro_batch = orders[stage][finished[stage]]
-                arrivals = activations[stage] if is_forward else gradients[stage]
-                if micro_batch >= len(arrivals):
-                    break
-                now = max(free[stage], arrivals[micro_batch]) + (forward if is_forward else backward)[stage]
-                free[stage] = now
-                if is_forward and stage == stages - 1:
-                    gradients[stage].append(now)
-                elif is_forward:
-                    down[stage] = max(down[stage], now) + hops[stage].seconds
-                    activations[stage + 1].append(down[stage] + hops[stage].latency_seconds)
-                elif stage:
-                    up[stage] = max(up[stage], now) + hops[stage - 1].seconds
-                    gradients[stage - 1].append(up[stage] + hops[stage - 1].latency_seconds)
-                finished[stage] += 1
+    stages, free = len(forward), [0.0] * len(forward)
+    orders = [deque(operations(depth, micro_batches)) for depth in in_flight]
+    inputs = {(True, 0, index): 0.0 for index in range(micro_batches)}  # when the input of each pass arrives
+    links: dict[tuple[int, int], float] = {}  # until when a link is busy, from stage to stage
+    while any(orders):
+        for stage, order in enumerate(orders):
+            while order and (arrived := inputs.get((order[0].is_forward, stage, order[0].micro_batch))) is not None:
+                is_forward, index = order.popleft()
+                free[stage] = max(free[stage], arrived) + (forward if is_forward else backward)[stage]
+                target = stage + 1 if is_forward else stage - 1
+                if target == stages:
+                    inputs[False, stage, index] = free[stage]
+                elif target >= 0:
+                    hop, link = hops[min(stage, target)], (stage, target)
+                    links[link] = max(links.get(link, 0.0), free[stage]) + hop.seconds
+                    inputs[is_forward, target, index] = links[link] + hop.latency_seconds
     return max(free)
 
 
@@ -192,16 +182,15 @@ def _bounds(costs: CutCosts, blocks: np.ndarray) -> np.ndarray:
 
 def _improved(best: Cut) -> Cut:
     """The cut from which no move of 1, 2, 4, ... blocks to another stage shortens the replayed schedule."""
-    unit = np.eye(len(best.blocks), dtype=int)
-    moves = (unit[:, None] - unit[None, :]).reshape(-1, len(unit))
-    moves = np.concatenate([2**power * moves[moves.any(axis=1)] for power in range(best.costs.blocks.bit_length())])
+    unit, costs = np.eye(len(best.blocks), dtype=int), best.costs
+    moves = np.array(
+        [2**power * (to - of) for power in range(costs.blocks.bit_length()) for to, of in permutations(unit, 2)]
+    )
     while True:
-        cuts = np.array(best.blocks) + moves
-        cuts = cuts[(cuts > 0).all(axis=1)]
-        bounds = _bounds(best.costs, cuts)
-        near = [index for index in np.argsort(bounds, kind="stable")[:REPLAYED] if np.isfinite(bounds[index])]
-        near_cuts = [cut_at(best.costs, cuts[index].tolist()) for index in near]
-        better = min((best, *near_cuts), key=lambda cut: cut.step_seconds)
+        cuts = np.array(best.blocks) + moves.reshape(-1, len(unit))
+        bounds = np.where((cuts > 0).all(axis=1), _bounds(costs, cuts), np.inf)
+        near = [cuts[index] for index in np.argsort(bounds, kind="stable")[:REPLAYED] if np.isfinite(bounds[index])]
+        better = min((best, *(cut_at(costs, cut.tolist()) for cut in near)), key=lambda cut: cut.step_seconds)
         if better.step_seconds >= best.step_seconds * (1 - 1e-12):
             return best
         best = better
@@ -316,15 +305,12 @@ def _choose(facts: PlanFacts, speeds: HostSpeeds, blocks: tuple[int, ...] | None
     choices = [choice for choice in map(candidate, sizes) if choice]
     if not choices:
         fitting = cut_costs(facts, speeds, min(sizes)).most.max(axis=0).astype(int).tolist()
-        total, fits = speeds.memory.shape.blocks, sum(fitting)
-        per_block = speeds.memory.held_bytes(1)[0] / (1 - MEMORY_HEADROOM) / 1e9
-        hosts = zip(facts.hosts, fitting, strict=True)
-        held = ", ".join(f"{host.name} {count} in {(host.memory_bytes or 0) / 1e9:.2f} GB" for host, count in hosts)
+        total, per_block = speeds.memory.shape.blocks, speeds.memory.held_bytes(1)[0] / (1 - MEMORY_HEADROOM) / 1e9
+        held = ", ".join(f"{name} {count}" for name, count in zip(facts.names, fitting, strict=True))
         raise UserError(
-            f"strategy=pipelined: of {total} blocks the hosts hold {fits} ({held}, each less {MEMORY_HEADROOM:.0%} "
-            f"headroom) in micro-batches of {min(sizes)}; lower plan.micro_batch_sizes, add "
-            f"{max(total - fits, fitting.count(0)) * per_block:.2f} GB of memory with another host, or take a "
-            "quantised model with model.method=lora"
+            f"strategy=pipelined: of {total} blocks the hosts hold {sum(fitting)} ({held}) in micro-batches of "
+            f"{min(sizes)}; add {max(total - sum(fitting), fitting.count(0)) * per_block:.2f} GB of memory with "
+            "another host, or take a quantised model with model.method=lora"
         )
     best = min(choices, key=lambda choice: (not choice.fits, choice.step_seconds, choice.costs.pairs))
     for more in DEEPER if any(map(sum, best.costs.hops)) else ():
