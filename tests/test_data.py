@@ -412,10 +412,10 @@ BAD_RECORDS: list[tuple[Any, str, list[str]]] = [
     (
         {"prompt": "a", "chosne": "b", "rejected": "c"},
         "preference",
-        ["(columns: prompt, chosne", "data.chosen=COLUMN"],
+        ["(columns: prompt, chosne", "data.columns={chosen: COLUMN}"],
     ),
     ({"prompt": "a", "completion": "b"}, "preference", ["no column 'chosen'", "train.loss=sft"]),
-    ({"completion": "b", "instruction": "a"}, "sft", ["no column 'prompt'", "data.prompt=COLUMN"]),
+    ({"completion": "b", "instruction": "a"}, "sft", ["no column 'prompt'", "data.columns={prompt: COLUMN}"]),
     (PAIR | {"prompt": 3}, "preference", ["column 'prompt' is a number"]),
     (PAIR | {"chosen": None}, "preference", ["column 'chosen' is null"]),
     (PAIR | {"prompt": []}, "preference", ["'prompt' is an empty list"]),

@@ -213,7 +213,7 @@ def test_a_named_column_wins_over_every_format() -> None:
     parsed = read({"ask": "\n\nHuman: a\n\nAssistant:", "chosen": "b", "rejected": "c"}, prompt="ask")
     assert isinstance(parsed, Plain) and parsed.prompt == "\n\nHuman: a\n\nAssistant:"
     system_prompt = {"prompt": "a", "completion": "b", "system_prompt": "Be brief."}
-    assert "set data.system=system_prompt, or" in reason(system_prompt, "sft")
+    assert "set data.columns={system: system_prompt}, or" in reason(system_prompt, "sft")
     assert as_chat(read(system_prompt, "sft", system="system_prompt")).prompt == [system("Be brief."), user("a")]
 
 
@@ -429,18 +429,18 @@ def test_rows_are_the_same_only_where_all_that_is_trained_is() -> None:
             "ShareGPT has one answer a record, not a pair: train.loss=sft",
         ),
         ({"mesages": [user("a")]}, "sft", "no column 'completion' or 'messages' or 'text'"),
-        ({"convos": 1}, "sft", "name yours with data.completion=COLUMN data.prompt=COLUMN"),
+        ({"convos": 1}, "sft", "name yours with data.columns={completion: COLUMN, prompt: COLUMN}"),
         (
             {"question": "a", "better": "b", "worse": "c"},
             "preference",
-            "name yours with data.chosen=COLUMN data.rejected=COLUMN data.prompt=COLUMN",
+            "name yours with data.columns={chosen: COLUMN, rejected: COLUMN, prompt: COLUMN}",
         ),
         (
             {"question": "a", "better": "b", "bad": "c"},
             "preference",
-            "name yours with data.chosen=COLUMN",
+            "name yours with data.columns={chosen: COLUMN}",
         ),
-        ({"prompt": "a", "completion": "b", "labl": True}, "unpaired", "name yours with data.label=COLUMN"),
+        ({"prompt": "a", "completion": "b", "labl": True}, "unpaired", "name yours with data.columns={label: COLUMN}"),
     ],
 )
 def test_other_columns_are_told_with_the_words_to_type(record: dict[str, Any], kind: RecordKind, words: str) -> None:

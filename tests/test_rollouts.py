@@ -80,14 +80,14 @@ def test_the_best_and_the_worst_make_a_pair(scores: tuple[float | None, ...], pa
 
 
 def test_all_above_a_margin_make_pairs() -> None:
-    settings = RolloutSettings(pairs="margin", margin=0.5)
+    settings = RolloutSettings(margin=0.5)
     assert chosen_and_rejected(pairs_of(group(0.0, 0.4, 1.0, None), settings)) == [(2, 0), (2, 1)]
     assert chosen_and_rejected(pairs_of(group(0.0, 0.4), settings)) == []
 
 
 def test_an_answer_that_was_drawn_twice_counts_once() -> None:
     same = [[2, 1], [3, 1], [2, 1]]
-    settings = RolloutSettings(pairs="margin", margin=0.5)
+    settings = RolloutSettings(margin=0.5)
     assert chosen_and_rejected(pairs_of(group(0.0, 1.0, 0.0, tokens=same), settings)) == [(1, 0)]
     assert pairs_of(group(1.0, 0.0, tokens=[[2, 1], [2, 1]]), settings) == [], "nothing to prefer between equals"
 
@@ -580,7 +580,6 @@ def words(tmp_path: Path) -> Iterator[list[str]]:
         ("independent.merge=stack", "independent.merge=stack is not for rounds"),
         ("rollouts.overlap=true; rollouts.judge=reward:x", "rollouts.overlap=true has answers judged while the ranks"),
         ("rollouts.samples=1", "rollouts.samples: input should be greater than or equal to 2"),
-        ("rollouts.pairs=margin", "rollouts.pairs=margin needs rollouts.margin"),
         ("rollouts.stop=['']", "rollouts.stop has an empty text"),
         ("rollouts.prompts=15", "rollouts.prompts=15, but .*prompts.jsonl has 14; set rollouts.prompts=14"),
         ("rollouts.max_tokens=60", "a prompt of .* tokens and rollouts.max_tokens=60 are more than data.max_length=64"),

@@ -1,4 +1,4 @@
-"""Settings that do not go together are refused; those that merely do nothing beside others are reported."""
+"""Settings that do not go together are refused, each conflict in one line."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 Rule = tuple[object, str]  # refused where the first is true
-Idle = tuple[object, str, str, str]  # where the first is true, these settings of a section do nothing, and why
+Misplaced = tuple[object, str, str]  # where the first is true, none of these settings may be given, and why
 MATRIX_OPTIMIZERS = ("adafactor", "muon", "adamw_8bit")  # they look at whole matrices
-OF_ADAPTERS = "alpha use_rslora rank_pattern alpha_pattern adapt_embeddings"
-OF_GROUPS = "loss_type advantages ratio epsilon epsilon_high temperature max_completion_length"
+OF_ADAPTERS = "model.alpha model.use_rslora model.rank_pattern model.alpha_pattern model.adapt_embeddings"
+OF_ADAPTERS += " train.loraplus_lr_ratio"
+OF_GROUPS = "train.loss_type train.advantages train.ratio train.epsilon train.epsilon_high train.temperature"
+OF_GROUPS += " train.max_completion_length"
 
 
 def first_conflict(config: Any) -> str | None:
@@ -17,82 +19,52 @@ def first_conflict(config: Any) -> str | None:
     losses, weights = config.train.loss, config.train.loss_weights or ()
     if isinstance(losses, tuple) and len(weights) not in (0, len(losses)):
         return f"train.loss_weights has {len(weights)} numbers, train.loss {len(losses)} losses; give one each"
-    for is_idle, section, names, why in _misplaced(config):
-        if is_idle and (given := _given(config, section, names)):
-            return f"{given[0].partition('=')[0]} {why}; leave it out"
+    for is_misplaced, names, why in _misplaced(config):
+        given = [name for name in names.split() if _is_given(config, *name.split("."))] if is_misplaced else []
+        if given:
+            return f"{given[0]} {why}; leave it out"
     rules = (_of_learning, _of_references, _of_rounds, _of_ranks)
     return next((message for of_part in rules for is_conflict, message in of_part(config) if is_conflict), None)
 
 
-def without_effect(config: Any, strategy: str, ranks: int) -> list[str]:
-    """A line for each reason that leaves settings without effect which are not at their defaults.
-
-    strategy: what strategy=auto came to. ranks: of the run; one alone leaves open what several would do.
-    """
-    idle = [rule for rule in _idle(config, strategy, ranks) if rule[0] and _given(config, *rule[1:3])]
-    return [f"without effect: {', '.join(_given(config, section, names))}; {why}" for _, section, names, why in idle]
+def _is_given(config: Any, section: str, name: str) -> bool:
+    values = getattr(config, section)
+    return getattr(values, name) not in (type(values).model_fields[name].get_default(), (), {})
 
 
-def _given(config: Any, section: str, names: str) -> list[str]:
-    """Settings that are not at their defaults. names: with blanks between; none: all of the section."""
-    values, fields = getattr(config, section), type(getattr(config, section)).model_fields
-    changed = [name for name in names.split() or fields if getattr(values, name) != fields[name].get_default()]
-    return [f"{section}.{name}={getattr(values, name)}" for name in changed if getattr(values, name) not in ((), {})]
-
-
-def _misplaced(config: Any) -> Iterator[Idle]:
+def _misplaced(config: Any) -> Iterator[Misplaced]:
     train, method, kind, strategy = config.train, config.model.method, config.train.record_kind, config.strategy
     terms, name, has_rounds = {term for term, _ in train.loss_terms}, train.loss_name, config.rollouts.rounds > 0
-    is_streaming, is_pairs = bool(config.data.streaming), kind == "preference"
-    yield method == "full", "model", OF_ADAPTERS, "is for adapters, and model.method=full has none"
-    yield method == "full", "train", "loraplus_lr_ratio", "is for adapters, and model.method=full has none"
-    yield method == "dora", "model", "adapt_embeddings", "is for model.method=lora, not dora"
-    yield strategy != "sharded", "model", "shard_vocabulary", f"is for strategy=sharded, not {strategy}"
-    yield isinstance(train.loss, str), "train", "loss_weights", f"weighs a sum of losses, and {name} is one alone"
+    is_streaming, is_pairs, is_group = bool(config.data.streaming), kind == "preference", kind == "group"
+    yield method == "full", OF_ADAPTERS, "is for adapters, and model.method=full has none"
+    yield method == "dora", "model.adapt_embeddings", "is for model.method=lora, not dora"
+    yield strategy != "sharded", "model.shard_vocabulary", f"is for strategy=sharded, not {strategy}"
+    yield isinstance(train.loss, str), "train.loss_weights", f"weighs a sum of losses, and {name} is one alone"
     is_smooth = bool(terms & {"sigmoid", "robust"})
-    yield not is_smooth, "train", "label_smoothing", f"is for the losses sigmoid and robust, not {name}"
-    yield not is_pairs or "sft" in terms, "train", "rpo_alpha", f"adds SFT to a preference loss, which {name} is not"
-    yield not is_pairs, "train", "use_weighting", f"is for losses of pairs, not {name}"
-    labels = "desirable_weight undesirable_weight"
-    yield kind != "unpaired", "train", labels, f"is for the losses kto and bco, not {name}"
-    yield kind != "group", "train", OF_GROUPS, f"is for train.loss=grpo, not {name}"
-    from_file = kind == "group" and not has_rounds  # others' completions are no measure of this policy
+    yield not is_smooth, "train.label_smoothing", f"is for the losses sigmoid and robust, not {name}"
+    yield not is_pairs or "sft" in terms, "train.rpo_alpha", f"adds SFT to a preference loss, which {name} is not"
+    yield not is_pairs, "train.use_weighting", f"is for losses of pairs, not {name}"
+    labels = "train.desirable_weight train.undesirable_weight"
+    yield kind != "unpaired", labels, f"is for the losses kto and bco, not {name}"
+    yield not is_group, OF_GROUPS, f"is for train.loss=grpo, not {name}"
+    from_file = is_group and not has_rounds  # others' completions are no measure of this policy
     held_out = "is not for train.loss=grpo, which has no held-out loss; give questions to evaluate.answers"
-    yield from_file, "data", "valid holdout", held_out
-    yield from_file and is_streaming, "data", "streaming", "is not for train.loss=grpo, whose groups are read whole"
+    yield from_file, "data.valid data.holdout", held_out
+    yield from_file and is_streaming, "data.streaming", "is not for train.loss=grpo, whose groups are read whole"
     steps = "is not for rounds: a run has rollouts.rounds times rollouts.steps of them"
-    yield has_rounds, "train", "steps epochs", steps
-    yield has_rounds, "train", "patience", "is not for rounds, which rollouts.tolerance guards"
-    yield has_rounds, "train", "reference_sync_steps", "is not for rounds: rollouts.reference_every moves the reference"
-    yield has_rounds, "evaluate", "every", "is not for rounds: every round ends with an evaluation"
-    yield has_rounds and is_streaming, "data", "streaming", "is not for rounds: prompts are kept in memory"
+    yield has_rounds, "train.steps train.epochs", steps
+    yield has_rounds, "train.patience", "is not for rounds, which rollouts.tolerance guards"
+    yield has_rounds, "train.reference_sync_steps", "is not for rounds: rollouts.reference_every moves the reference"
+    yield has_rounds, "evaluate.every", "is not for rounds: every round ends with an evaluation"
+    yield has_rounds and is_streaming, "data.streaming", "is not for rounds: prompts are kept in memory"
     groups = "is for train.loss=grpo: answers of equal scores make no pair"
-    yield has_rounds and kind != "group", "rollouts", "filter_groups", groups
-
-
-def _idle(config: Any, strategy: str, ranks: int) -> Iterator[Idle]:
-    train, name, compression = config.train, config.train.loss_name, config.sync.compression
-    yield config.model.method == "full", "model", "rank scale dropout keys", "model.method=full trains no adapters"
-    yield train.loss == "sft", "train", "beta", "train.loss=sft compares nothing with a reference"
-    for loss, setting in (("simpo", "simpo_gamma"), ("dpop", "dpop_lambda"), ("cpo", "cpo_alpha")):
-        yield loss not in dict(train.loss_terms), "train", setting, f"it belongs to the loss {loss}, not {name}"
-    is_constant = train.schedule == "constant"
-    yield is_constant, "train", "final_learning_rate", "train.schedule=constant ends where it began"
-    yield train.steps is not None, "train", "epochs", f"train.steps={train.steps} overrules it"
-    yield train.record_kind != "sft", "data", "learn", f"it belongs to train.loss=sft, not {name}"
-    # lib.evaluate draws answers by samples and temperature, too.
-    others = " ".join(name for name in type(config.rollouts).model_fields if name not in ("samples", "temperature"))
-    yield not config.rollouts.rounds, "rollouts", others, "rollouts.rounds is 0"
-    yield compression != "topk", "sync", "topk_fraction", f"it belongs to sync.compression=topk, not {compression}"
-    merges, outer = strategy == "independent" or ranks == 1, "outer_learning_rate outer_momentum"
-    yield not merges, "independent", "", f"strategy={strategy} merges nothing"
-    yield merges and config.independent.merge != "outer", "independent", outer, "they belong to independent.merge=outer"
+    yield has_rounds and not is_group, "rollouts.filter_groups", groups
 
 
 def _of_learning(config: Any) -> Iterator[Rule]:
     model, train, data, merge = config.model, config.train, config.data, config.independent.merge
-    is_scaled = model.scale != type(model).model_fields["scale"].default
-    yield model.alpha is not None and is_scaled, "model.alpha and model.scale both scale the adapters; leave one out"
+    both = "model.alpha and model.scale both scale the adapters; leave one out"
+    yield model.alpha is not None and _is_given(config, "model", "scale"), both
     for name in ("use_rslora", "alpha_pattern"):
         needs = f"model.{name} needs model.alpha, e.g. model.alpha={model.scale * model.rank:g}"
         yield getattr(model, name) and model.alpha is None, needs
@@ -110,8 +82,8 @@ def _of_learning(config: Any) -> Iterator[Rule]:
     yield (train.loss_type == "dr_grpo") != (train.max_completion_length is not None), both
     is_scaled = train.learning_rate_scaling != "none" and train.learning_rate_batch_size is None
     yield is_scaled, "train.learning_rate_scaling needs train.learning_rate_batch_size, which the rate was chosen for"
-    place = f"data.valid={data.valid} takes the place of what data.holdout={data.holdout:g} keeps from training; "
-    yield data.holdout and data.valid is not None, place + "leave one of them out (data.valid=null, data.holdout=0)"
+    both = "data.valid takes the place of what data.holdout keeps from training; leave one of them out "
+    yield data.holdout and data.valid is not None, both + "(data.valid=null, data.holdout=0)"
     needs = "train.patience compares held-out losses: it needs evaluate.every, and data.valid or data.holdout"
     yield train.patience and (config.evaluate.every is None or not (data.valid or data.holdout)), needs
     apart = "train.patience with independent.merge=none: every rank has a held-out loss of its own; leave it out"
@@ -140,8 +112,6 @@ def _of_references(config: Any) -> Iterator[Rule]:
 
 def _of_rounds(config: Any) -> Iterator[Rule]:
     rollouts, train, merge = config.rollouts, config.train, config.independent.merge
-    margin = "rollouts.pairs=margin needs rollouts.margin, the least difference of scores, e.g. 0.5"
-    yield rollouts.pairs == "margin" and not rollouts.margin, margin
     yield "" in rollouts.stop, "rollouts.stop has an empty text, at which every answer would end; leave it out"
     if not rollouts.rounds:
         return

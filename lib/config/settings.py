@@ -141,6 +141,9 @@ class ModelSettings(Section):
         return self.gradient_checkpointing is None and not self.dropout
 
 
+Column = Literal["prompt", "chosen", "rejected", "completion", "messages", "text", "label", "system", "tools"]
+
+
 class DataSettings(Section):
     """The records, their columns, and how they become tokens."""
 
@@ -171,24 +174,9 @@ class DataSettings(Section):
     """Further arguments of the chat template, e.g. {enable_thinking: true} (by default where an answer thinks)."""
     template_date: datetime.date = datetime.date(2024, 7, 26)
     """The day that chat templates which write one are given, so that a run makes the same tokens tomorrow."""
-    prompt: str = "prompt"
-    """Column of the prompt."""
-    chosen: str = "chosen"
-    """Column of the preferred completion."""
-    rejected: str = "rejected"
-    """Column of the other completion."""
-    completion: str = "completion"
-    """Column of the completion (SFT)."""
-    messages: str = "messages"
-    """Column of a conversation (SFT); data.learn says what of it is learnt."""
-    text: str = "text"
-    """Column of plain text (SFT)."""
-    label: str = "label"
-    """Column of unpaired feedback: true for a desirable completion, false for another."""
-    system: str = "system"
-    """Column of a system prompt beside the prompt or the conversation."""
-    tools: str = "tools"
-    """Column of the tools that the model may call: a list of definitions, or its JSON text."""
+    columns: dict[Column, str] = Field(default_factory=dict)
+    """Names of columns that are called otherwise, e.g. {prompt: question, completion: answer}; as they are called here:
+    prompt, chosen, rejected, completion, messages, text, label, system, tools."""
     learn: Literal["last", "assistant", "all"] = "last"
     """What SFT learns of a conversation, unless messages have weights: the assistant's last one, all its, or all."""
     ignore: tuple[str, ...] = ()
@@ -197,6 +185,13 @@ class DataSettings(Section):
     """Lengths the model sees are padded to a multiple of this; by default 64 on a GPU and 16 on a CPU."""
     shared_prompts: bool = True
     """Run a prompt once for all its completions, and no padding, where the model's family allows it exactly."""
+
+    def column(self, name: Column) -> str:
+        """What a column is called in the records."""
+        return self.columns.get(name, name)
+
+    def __hash__(self) -> int:  # which mappings have none of
+        return hash(self.model_dump_json())
 
 
 # ---- Training and rounds ----
@@ -377,10 +372,8 @@ class RolloutSettings(Section):
     """Answers that a rank draws at a time."""
     judge: str | None = None
     """Who scores the answers, as evaluate.judge says; by default evaluate.judge, which scores the held-out ones."""
-    pairs: Literal["best_worst", "margin"] = "best_worst"
-    """Which answers to a prompt become pairs: the best and the worst, or all whose scores differ by rollouts.margin."""
-    margin: NonNegative = 0.0
-    """Least difference of two scores that makes a pair; answers of equal scores never do."""
+    margin: PositiveFloat | None = None
+    """Least difference of two scores: all such answers to a prompt make pairs; by default its best and its worst."""
     filter_groups: bool = False
     """Of grpo: leave out prompts whose answers all have the same score, and so no advantage (DAPO)."""
     mask_truncated: bool = False

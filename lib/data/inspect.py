@@ -193,7 +193,7 @@ def _suspicions(records: Records, pieces: np.ndarray, data: DataSettings) -> dic
     for number, prompt in enumerate(of_prompt.tolist()):
         if counts[prompt] > 1:
             record = records[number]
-            pairs.add((prompt, str(record.get(data.chosen)), str(record.get(data.rejected))))
+            pairs.add((prompt, str(record.get(data.column("chosen"))), str(record.get(data.column("rejected")))))
     contrary = sum((prompt, rejected, chosen) in pairs for prompt, chosen, rejected in pairs) // 2
     return {
         "chosen is longer": f"{longer:.1%} of pairs, {means}{note}",

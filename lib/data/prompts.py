@@ -35,7 +35,7 @@ from lib.errors import UserError
 
 def columns_of(record: JSON, data: DataSettings, tokenizer: Tokenizer) -> JSON:
     """The columns of a prompt, under the names that every reader knows; a text stays a text. Raises Unusable."""
-    parsed, stored = parse(record, data, "prompt"), record.get(data.prompt)
+    parsed, stored = parse(record, data, "prompt"), record.get(data.column("prompt"))
     if isinstance(parsed, Tokens):
         columns: JSON = {"prompt": str(tokenizer.decode(parsed.prompt)), "prompt_ids": parsed.prompt}
         return columns | {VOCABULARY: vocabulary_digest(tokenizer)}

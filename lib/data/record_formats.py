@@ -13,9 +13,9 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, TypedDict, cast
+from typing import Any, Literal, NamedTuple, TypedDict, cast, get_args
 
-from lib.config.settings import DataSettings
+from lib.config.settings import Column, DataSettings
 
 RecordKind = Literal["preference", "unpaired", "sft", "prompt", "group"]
 JSON = dict[str, Any]  # A record as its file has it: any columns
@@ -98,7 +98,7 @@ class Columns(NamedTuple):
 
     @classmethod
     def of(cls, data: DataSettings) -> Columns:
-        return cls(*(getattr(data, name) for name in cls._fields))
+        return cls(*map(data.column, get_args(Column)), data.ignore, data.learn)
 
     @property
     def are_named(self) -> bool:
@@ -260,7 +260,7 @@ class Draft(NamedTuple):
 class Format(NamedTuple):
     """How records with these columns are read."""
 
-    name: str  # Of a published format; empty for columns that data.prompt, data.chosen, ... name.
+    name: str  # Of a published format; empty for columns that data.columns names.
     has: Literal["pair", "answer", "label", "prompt"]
     needs: tuple[str, ...]
     read: Callable[[JSON], Draft]  # Raises Unusable
@@ -430,9 +430,9 @@ PUBLISHED = (
 # Columns that mean something where no format reads them, and the setting that does, if one does.
 MEANINGFUL = {
     "system": None,
-    "system_prompt": "data.system=system_prompt",
+    "system_prompt": "data.columns={system: system_prompt}",
     "tools": None,
-    "functions": "data.tools=functions",
+    "functions": "data.columns={tools: functions}",
     "label": "train.loss=kto",
     LABEL: "train.loss=kto",
     **dict.fromkeys(("input", "weight", "history", "context", "images", "image")),
@@ -540,7 +540,7 @@ def _missing(record: JSON, columns: Columns, kind: RecordKind, wanted: tuple[str
         return f"{why}; labelled answers are not pairs: train.loss=kto"
     if kind == "preference" and (other := reader_of(present, columns, "sft")) and other.form.has == "answer":
         return f"{why}; {other.form.name or 'this'} has one answer a record, not a pair: train.loss=sft"
-    return f"{why}; name yours with {' '.join(f'data.{role}=COLUMN' for role in absent)}"
+    return f"{why}; name yours with data.columns={{{', '.join(f'{role}: COLUMN' for role in absent)}}}"
 
 
 # ---- A record's form
@@ -590,7 +590,7 @@ def rows_of(record: JSON | Unusable, settings: DataSettings, kind: RecordKind) -
     try:
         if isinstance(record, Unusable):
             return [record]
-        if kind != "unpaired" or settings.label in record or not _is_pair(record, Columns.of(settings)):
+        if kind != "unpaired" or settings.column("label") in record or not _is_pair(record, Columns.of(settings)):
             return [parse(record, settings, kind)]
         pair = parse(record, settings, "preference")
     except Unusable as why:
@@ -651,7 +651,7 @@ def _parse_tokens(record: JSON, names: tuple[str, ...]) -> Tokens:
 def _label(record: JSON, column: str) -> bool:
     """Whether a completion is desirable. Raises Unusable."""
     if column not in record:
-        raise Unusable(f"no column {column!r}; name yours with data.label=COLUMN")
+        raise Unusable(f"no column {column!r}; name yours with data.columns={{label: COLUMN}}")
     if record[column] not in (True, False):  # 1 and 0, too
         raise Unusable(f"column {column!r} is {json.dumps(record[column], default=str)}, not true or false")
     return bool(record[column])
