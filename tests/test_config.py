@@ -8,7 +8,6 @@ import yaml
 
 from lib.config import help
 from lib.config import load as load_module
-from lib.config.conflicts import without_effect
 from lib.config.settings import Config
 from lib.errors import UserError
 from lib.plan import plan_warnings
@@ -148,47 +147,12 @@ def test_a_section_whose_settings_are_all_commented_out_has_its_defaults(tmp_pat
     assert load_module.load(path).checkpoint.keep == 3 and load_module.load(path, ["train.beta=0.3"]).train.beta == 0.3
 
 
-@pytest.mark.parametrize(
-    ("words", "idle"),
-    [
-        ("", []),
-        ("model.rank=16 model.keys=[a]", []),
-        ("model.rank=16 model.keys=[a] model.method=full", ["model.rank=16, model.keys=('a',); model.method=full"]),
-        (
-            "train.simpo_gamma=1 train.dpop_lambda=5",
-            ["train.simpo_gamma=1.0; it belongs to the loss simpo", "the loss dpop"],
-        ),
-        ("train.loss=sft train.beta=0.2 data.learn=all", ["train.beta=0.2; train.loss=sft compares nothing"]),
-        ("data.learn=all", ["data.learn=all; it belongs to train.loss=sft, not sigmoid"]),
-        ("train.final_learning_rate=1e-6 train.schedule=constant", ["train.final_learning_rate=1e-06; train.schedule"]),
-        ("train.epochs=3 train.steps=7", ["train.epochs=3; train.steps=7 overrules it"]),
-        ("rollouts.samples=4 rollouts.max_tokens=64", ["rollouts.max_tokens=64; rollouts.rounds is 0"]),
-        ("sync.topk_fraction=0.1", ["sync.topk_fraction=0.1; it belongs to sync.compression=topk, not none"]),
-        ("independent.outer_momentum=0.9", ["independent.outer_momentum=0.9; they belong to independent.merge=outer"]),
-        (
-            "independent.merge=average strategy=synchronous",
-            ["independent.merge=average; strategy=synchronous merges nothing"],
-        ),
-    ],
-)
-def test_what_other_settings_leave_without_effect_is_said(words: str, idle: list[str]) -> None:
-    config = load(*words.split())
-    strategy = "independent" if config.strategy == "auto" else config.strategy
-    lines = without_effect(config, strategy, 2)
-    assert len(lines) == len(idle) and all(part in line for part, line in zip(idle, lines, strict=True)), lines
-
-
 @pytest.mark.parametrize(("steps", "is_told"), [(20, True), (21, False)])
 def test_a_warm_up_that_takes_the_whole_run_is_told(steps: int, is_told: bool) -> None:
     told = plan_warnings.long_warm_up(
         steps, load("train.warmup_steps=21" if is_told else "train.warmup_steps=20").train
     )
     assert (told is not None) == is_told and "never reaches 5e-05" in (told or "never reaches 5e-05")
-
-
-def test_one_rank_leaves_open_what_several_would_do() -> None:
-    config = load("independent.merge=average", "independent.pairs_per_round=64")
-    assert not without_effect(config, "synchronous", 1) and without_effect(config, "synchronous", 2)
 
 
 def test_a_dump_loads_as_the_same_settings(tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ def test_a_sentencepiece_completion_begins_without_a_space_of_its_own(load):
         ({"messages": [USER, GOOD], "prompt": "ignored"}, {}, "messages"),
         (
             {"question": PAIR["prompt"], "answer": PAIR["chosen"]},
-            {"prompt": "question", "completion": "answer"},
+            {"columns": {"prompt": "question", "completion": "answer"}},
             "question + answer",
         ),
         (PAIR, {}, "chosen (preference records: the other completion is not used)"),
@@ -412,7 +412,7 @@ BAD_RECORDS: list[tuple[Any, str, list[str]]] = [
     (
         {"prompt": "a", "chosne": "b", "rejected": "c"},
         "preference",
-        ["(columns: prompt, chosne", "data.columns={chosen: COLUMN}"],
+        ["(columns: prompt, chosne", "data.columns={chosen: COLUMN"],
     ),
     ({"prompt": "a", "completion": "b"}, "preference", ["no column 'chosen'", "train.loss=sft"]),
     ({"completion": "b", "instruction": "a"}, "sft", ["no column 'prompt'", "data.columns={prompt: COLUMN}"]),

@@ -206,15 +206,18 @@ def test_a_column_that_would_be_lost_stops_the_run(record: dict[str, Any], kind:
 
 def test_a_named_column_wins_over_every_format() -> None:
     record = ALPACA | {"question": "Which?", "answer": "This."}
-    assert read(record, "sft", prompt="question", completion="answer", ignore=["input"]) == Plain(
+    assert read(record, "sft", columns={"prompt": "question", "completion": "answer"}, ignore=["input"]) == Plain(
         "Which?", ("This.",), "question + answer"
     )
     # The text of a transcript stays a text.
-    parsed = read({"ask": "\n\nHuman: a\n\nAssistant:", "chosen": "b", "rejected": "c"}, prompt="ask")
+    parsed = read({"ask": "\n\nHuman: a\n\nAssistant:", "chosen": "b", "rejected": "c"}, columns={"prompt": "ask"})
     assert isinstance(parsed, Plain) and parsed.prompt == "\n\nHuman: a\n\nAssistant:"
     system_prompt = {"prompt": "a", "completion": "b", "system_prompt": "Be brief."}
     assert "set data.columns={system: system_prompt}, or" in reason(system_prompt, "sft")
-    assert as_chat(read(system_prompt, "sft", system="system_prompt")).prompt == [system("Be brief."), user("a")]
+    assert as_chat(read(system_prompt, "sft", columns={"system": "system_prompt"})).prompt == [
+        system("Be brief."),
+        user("a"),
+    ]
 
 
 def test_two_system_prompts_have_to_agree() -> None:
@@ -438,7 +441,7 @@ def test_rows_are_the_same_only_where_all_that_is_trained_is() -> None:
         (
             {"question": "a", "better": "b", "bad": "c"},
             "preference",
-            "name yours with data.columns={chosen: COLUMN}",
+            "name yours with data.columns={chosen: COLUMN",
         ),
         ({"prompt": "a", "completion": "b", "labl": True}, "unpaired", "name yours with data.columns={label: COLUMN}"),
     ],

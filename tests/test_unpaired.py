@@ -333,7 +333,7 @@ def test_streamed_rows_are_those_in_memory_with_the_same_mismatched_completions(
         ({"label": 2}, "is 2, not true or false"),
         ({"label": []}, "is [], not true or false"),
         ({}, "no column 'label'"),
-        ({"rating": True}, "data.label="),
+        ({"rating": True}, "data.columns={label: COLUMN}"),
     ],
 )
 @pytest.mark.parametrize("streaming", [False, True])

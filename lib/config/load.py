@@ -9,7 +9,7 @@ import re
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from lib.config import help, read_file
 from lib.config.help import accepts, known_settings, setting_types, type_parts
-from lib.config.settings import Config, TrainSettings
+from lib.config.settings import Column, Config, TrainSettings
 from lib.errors import UserError
 
 # What a resumed run may change: how it is spread, watched and ended, never what it has been learning.
@@ -95,10 +95,11 @@ def resume(path: Path, overrides: list[str]) -> Config:
 def of_run(path: Path, overrides: Sequence[str] = ()) -> Config:
     """A run's own config.yaml with what the words overrule. Settings that only earlier versions had are left out."""
     tree, _ = _read_yaml(path)
-    for key in help.REMOVED:
-        section, _, name = key.partition(".")
-        if isinstance(tree.get(section), dict):
-            tree[section].pop(name, None)
+    for section, name in (key.split(".") for key in help.REMOVED):
+        stored = tree.get(section)
+        value = stored.pop(name, name) if isinstance(stored, dict) else name
+        if value != name and name in get_args(Column):  # an earlier version's data.prompt=question
+            tree[section].setdefault("columns", {})[name] = value
     config = load(None, overrides, tree)
     given = {word.partition("=")[0] for word in overrides}
     code = {key: value for key, value in _code_settings(config).items() if key not in given}

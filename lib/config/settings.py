@@ -190,9 +190,6 @@ class DataSettings(Section):
         """What a column is called in the records."""
         return self.columns.get(name, name)
 
-    def __hash__(self) -> int:  # which mappings have none of
-        return hash(self.model_dump_json())
-
 
 # ---- Training and rounds ----
 
@@ -372,8 +369,8 @@ class RolloutSettings(Section):
     """Answers that a rank draws at a time."""
     judge: str | None = None
     """Who scores the answers, as evaluate.judge says; by default evaluate.judge, which scores the held-out ones."""
-    margin: PositiveFloat | None = None
-    """Least difference of two scores: all such answers to a prompt make pairs; by default its best and its worst."""
+    margin: NonNegative = 0.0
+    """All answers to a prompt make pairs whose scores differ by this or more; 0: its best and its worst one do."""
     filter_groups: bool = False
     """Of grpo: leave out prompts whose answers all have the same score, and so no advantage (DAPO)."""
     mask_truncated: bool = False

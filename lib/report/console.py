@@ -256,11 +256,8 @@ def show_run(say: RunConsole, config: Config, plan: ClusterPlan, inputs: Inputs,
 
 def _warnings(config: Config, plan: ClusterPlan, inputs: Inputs, steps: int) -> Iterator[str]:
     """What a person may believe of the settings or the data that is not so."""
-    from lib.config.conflicts import without_effect
-
     data, longest = inputs.data, config.data.max_length
     yield from plan.warnings
-    yield from without_effect(config, plan.strategy, len(plan.ranks))
     uneven = None if data.labels is None else uneven_labels(len(data), int(data.labels.sum()), config.train)
     yield from filter(None, (long_warm_up(steps, config.train), uneven))
     sized: list[Any] = [data, inputs.valid]

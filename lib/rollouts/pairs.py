@@ -46,18 +46,18 @@ class Pair:
 
 def pairs_of(group: Group, settings: RolloutSettings) -> list[Pair]:
     """The pairs that a prompt's answers make; none where all scores are the same: one of the best and one of the worst
-    answers, of equal scores the first that was drawn; with a margin every two whose scores differ by it. An answer that was drawn several times counts once. With `mask_truncated` one that rollouts.max_tokens cut
-    does not count."""
+    answers, of equal scores the first that was drawn; with a margin every two whose scores differ by it. An answer that
+    was drawn several times counts once. With `mask_truncated` one that rollouts.max_tokens cut does not count."""
     cut = "length" if settings.mask_truncated else None
     known = [(answer, answer.score) for answer in group.answers if answer.score is not None and answer.finish != cut]
     distinct = {tuple(answer.tokens): (answer, score) for answer, score in reversed(known)}
     scored = sorted(distinct.values(), key=lambda each: each[0].k)
-    if settings.margin is None and scored:
+    if not settings.margin and scored:
         scored = [max(scored, key=lambda each: each[1]), min(scored, key=lambda each: each[1])]
     return [
         Pair(group.prompt_id, group.prompt_tokens, better, worse)
         for (better, high), (worse, low) in itertools.permutations(scored, 2)
-        if high > low and high - low >= (settings.margin or 0.0)
+        if high > low and high - low >= settings.margin
     ]
 
 
