@@ -258,7 +258,7 @@ def test_hosts_without_a_curve() -> None:
     assert planned([None, None]).shares == [16, 16]
     refusing = sections("plan.require_calibration=true")
     with pytest.raises(UserError, match="plan.require_calibration: no calibration of b"):
-        plan_warnings.advised(refusing, planned([known, None]))
+        plan_warnings.advised(refusing.plan, refusing.train, "auto", planned([known, None]))
 
 
 def test_what_a_run_will_take() -> None:
@@ -402,7 +402,9 @@ def test_warnings_of_likely_mistakes() -> None:
     hosts = [calibrated("fast", {1: 20.0, 8: 60.0}), calibrated("slow", {1: 10.0, 8: 20.0})]
 
     def warned(*words: str, some: Any = hosts, **more: Any) -> str:
-        advised = plan_warnings.advised(sections(*words), planned(some, *words, **more))
+        settings = sections(*words)
+        plan = planned(some, *words, **more)
+        advised = plan_warnings.advised(settings.plan, settings.train, settings.strategy, plan)
         return " | ".join(advised.warnings)
 
     assert not warned()

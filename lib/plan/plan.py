@@ -260,6 +260,12 @@ class ClusterPlan:
         )
         return replace(self, ranks=tuple(ranks), reason=reason, warnings=(), predictions=())
 
+    def in_pieces(self, most: Sequence[int | None]) -> ClusterPlan:
+        """Every rank's share in micro-batches of so many pairs; None: as it is."""
+        pairs = zip(self.ranks, most, strict=True)
+        sizes = [split_evenly_sized(rank.share, size) if size else rank.micro_batch_sizes for rank, size in pairs]
+        return self.with_micro_batches(sizes, self.reason)
+
     def within(self, most: Sequence[int | None]) -> ClusterPlan:
         """The plan with micro-batches of at most so many pairs, one number a rank; each rank keeps its share."""
         ranks = []
@@ -271,18 +277,15 @@ class ClusterPlan:
 
     def halved(self, ranks: Sequence[int]) -> ClusterPlan:
         """The plan with half the largest micro-batch on these ranks, and with every smaller one as it was."""
-        most = [rank.max_micro_batch_size for rank in self.ranks]
-        for rank in ranks:
-            most[rank] = max(1, max(self.ranks[rank].micro_batch_sizes, default=1) // 2)
-        return self.within(most)
+        halves = {rank: max(1, max(self.ranks[rank].micro_batch_sizes, default=1) // 2) for rank in ranks}
+        return self.within([halves.get(rank.rank, rank.max_micro_batch_size) for rank in self.ranks])
 
 
 def plan_cluster(
     hosts: Sequence[str],
     global_batch_size: int,
-    *,
-    curves: Sequence[BatchCurve | None] | None = None,
     shares: Sequence[int] | None = None,
+    curves: Sequence[BatchCurve | None] | None = None,
     micro_batch_sizes: Sequence[int] | None = None,
     sync_seconds: float = 0.0,
     speeds: Sequence[float] | None = None,
@@ -292,38 +295,34 @@ def plan_cluster(
     hosts, curves (comparable ones), speeds (in any unit; for where a curve is missing): one a rank. Raises UserError:
     the settings do not fit the world; TooLarge: a host's memory does not hold one pair.
     """
-    curves = curves or [None] * len(hosts)
+    size, curves = len(hosts), curves or [None] * len(hosts)
     measured = [curve for curve in curves if curve is not None]
     for host, curve in zip(hosts, curves, strict=True):
-        first = curve.points[0] if curve and curve.max_batch_size == 0 else None
-        if curve and first and first.peak_memory_bytes and curve.memory_limit_bytes:
-            raise work.TooLarge(host, first.batch_size, first.peak_memory_bytes, curve.memory_limit_bytes)
-    for name, numbers in (("shares", shares), ("micro_batch_sizes", micro_batch_sizes)):
-        if numbers is not None:
-            work.check_count(f"plan.{name}", numbers, len(hosts))
+        if curve is not None and curve.max_batch_size == 0:
+            first = curve.points[0]
+            needed, limit = first.peak_memory_bytes or 0, curve.memory_limit_bytes or 0
+            raise work.TooLarge(host, first.batch_size, needed, limit)
+    work.check_count("plan.shares", shares, size)
+    work.check_count("plan.micro_batch_sizes", micro_batch_sizes, size)
     reason = "shares as plan.shares has them"
-    if shares is None and len(measured) == len(hosts) > 1:
+    if shares is None and len(measured) == size > 1:
         shares, reason = work.best_shares(hosts, measured, global_batch_size, sync_seconds, micro_batch_sizes)
-    elif shares is None and len(hosts) == 1:
-        shares, reason = [global_batch_size], "one rank does all"
-    elif shares is None and speeds is not None:
-        shares = work.distribute_work(global_batch_size, speeds)
-        reason = "shares in proportion to the hosts' matrix-product rates, which the first steps correct"
     elif shares is None:
-        shares, reason = (
-            work.distribute_work(global_batch_size, [1] * len(hosts)),
-            "equal shares, as nothing is measured",
-        )
+        shares, reason = work.distribute_work(global_batch_size, speeds or [1] * size), "one rank does all"
+        if size > 1:
+            reason = "equal shares, as nothing is measured"
+        if size > 1 and speeds is not None:
+            reason = "shares in proportion to the hosts' matrix-product rates, which the first steps correct"
     fastest: dict[object, tuple[int, ...]] = {}  # of equal ranks
     ranks = []
     for rank, (host, curve, share) in enumerate(zip(hosts, curves, map(int, shares), strict=True)):
         if micro_batch_sizes is not None or curve is None:
-            size = micro_batch_sizes[rank] if micro_batch_sizes is not None else work.DEFAULT_MICRO_BATCH_SIZE
-            sizes = split_evenly_sized(share, size)
+            most = micro_batch_sizes[rank] if micro_batch_sizes is not None else work.DEFAULT_MICRO_BATCH_SIZE
+            sizes = split_evenly_sized(share, most)
         else:
             identity = work.curve_identity(curve), share
             sizes = fastest.get(identity) or fastest.setdefault(identity, work.fastest_micro_batches(curve, share))
-        ranks.append(RankPlan(rank, host, share, sizes, curve, work.solo_pairs_per_second(curve) if curve else None))
+        ranks.append(RankPlan(rank, host, share, sizes, curve, curve and work.solo_pairs_per_second(curve)))
     sync_seconds = 0.0 if sum(share > 0 for share in shares) == 1 else sync_seconds
     return ClusterPlan("synchronous", global_batch_size, tuple(ranks), sync_seconds, reason)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lib.config.settings import Config, PlanSettings, TrainSettings
+from lib.config.settings import PlanSettings, TrainSettings
 from lib.errors import UserError
 from lib.plan.facts import DIVIDED
 from lib.plan.plan import ClusterPlan, plan_cluster
@@ -15,11 +15,10 @@ STRAYED_NATS = 100.0  # of KL to the reference, a completion
 ROOM_FOR_ACTIVATIONS = 0.5  # of a host's memory, left free beside weights, gradients and optimizer
 
 
-def advised(settings: Config, plan: ClusterPlan) -> ClusterPlan:
-    """The plan, with a warning for each practice that it goes against."""
-    warnings = [slow_shares(settings.plan, plan), needless_division(settings.strategy, plan)]
-    warnings += [not_calibrated(settings.plan, plan), *learning_rate(settings.train)]
-    return replace(plan, warnings=(*plan.warnings, *filter(None, warnings)))
+def advised(settings: PlanSettings, train: TrainSettings, strategy: str, plan: ClusterPlan) -> ClusterPlan:
+    """The plan, with a warning for each practice that it goes against. strategy: as the settings have it."""
+    warnings = [slow_shares(settings, plan), needless_division(strategy, plan), not_calibrated(settings, plan)]
+    return replace(plan, warnings=(*plan.warnings, *filter(None, warnings), *learning_rate(train)))
 
 
 def slow_shares(settings: PlanSettings, plan: ClusterPlan) -> str:
@@ -38,15 +37,14 @@ def slow_shares(settings: PlanSettings, plan: ClusterPlan) -> str:
 
 def needless_division(strategy: str, plan: ClusterPlan) -> str:
     """A model that is divided although the smallest host could hold and train all of it; "auto" has its reasons."""
-    memory = [rank.memory_bytes for rank in plan.ranks if rank.part and rank.memory_bytes]
-    if strategy not in DIVIDED or len(plan.ranks) < 2 or len(memory) < len(plan.ranks):
+    smallest = min((rank.memory_bytes or 0 for rank in plan.ranks), default=0)
+    if strategy not in DIVIDED or len(plan.ranks) < 2:
         return ""
-    needed = sum(stage.held_bytes for stage in plan.stages)
-    needed += sum(part.held_bytes - part.whole_bytes for part in plan.parts)
-    needed += max((part.whole_bytes for part in plan.parts), default=0)
-    if needed > (1 - ROOM_FOR_ACTIVATIONS) * min(memory):
+    needed = sum(part.held_bytes for part in (*plan.stages, *plan.parts))
+    needed -= sum(part.whole_bytes for part in plan.parts[1:])
+    if needed > (1 - ROOM_FOR_ACTIVATIONS) * smallest:
         return ""
-    sizes = f"the whole model takes {needed / 1e9:.3g} GB and the smallest host has {min(memory) / 1e9:.3g} GB"
+    sizes = f"the whole model takes {needed / 1e9:.3g} GB and the smallest host has {smallest / 1e9:.3g} GB"
     return f"strategy={strategy}: {sizes}; parts wait for each other, replicas do not: strategy=auto"
 
 
@@ -68,11 +66,10 @@ def not_calibrated(settings: PlanSettings, plan: ClusterPlan) -> str:
 
 def learning_rate(train: TrainSettings) -> list[str]:
     """A rate that was chosen for another global batch and is not scaled, or one that no model survives under Adam."""
-    warnings, rate = [], f"train.learning_rate={train.learning_rate:g}"
-    chosen_for, batch = train.learning_rate_batch_size, train.global_batch_size
-    if train.learning_rate_scaling == "none" and chosen_for not in (None, batch):
+    warnings, rate, batch = [], f"train.learning_rate={train.learning_rate:g}", train.global_batch_size
+    if train.learning_rate_scaling == "none" and train.learning_rate_batch_size not in (None, batch):
         rule = "linear" if train.optimizer == "sgd" else "sqrt"  # arXiv:1706.02677 and arXiv:2205.10287
-        was = f"train.global_batch_size is {batch}, but {rate} was chosen for {chosen_for}"
+        was = f"train.global_batch_size is {batch}, but {rate} was chosen for {train.learning_rate_batch_size}"
         warnings.append(f"{was}; train.learning_rate_scaling={rule} scales it, train.learning_rate=... sets another")
     if train.optimizer != "sgd" and train.learning_rate > HIGHEST_RATE:
         usual = "LoRA takes 1e-5 to 1e-3, full training 1e-7 to 1e-4, DPO the lower end of it"

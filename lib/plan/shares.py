@@ -40,9 +40,9 @@ def distribute_work(total_examples: int, ratios: Sequence[float]) -> list[int]:
     return list(map(int, shares))
 
 
-def check_count(setting: str, numbers: Sequence[int], world_size: int) -> None:
+def check_count(setting: str, numbers: Sequence[int] | None, world_size: int) -> None:
     """Raises UserError where a setting has not one number a rank."""
-    if len(numbers) != world_size:
+    if numbers is not None and len(numbers) != world_size:
         counts = f"has {len(numbers)} numbers, but there are {world_size} ranks"
         raise UserError(f"{setting} {list(numbers)} {counts}; give one a rank")
 

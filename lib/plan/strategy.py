@@ -11,18 +11,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from lib.config.load import with_strategy
 from lib.config.settings import IndependentSettings, ModelSettings, PlanSettings
 from lib.errors import UserError
-from lib.plan import plan as plans
 from lib.plan.calibration import BatchCurve, CurveKey
 from lib.plan.facts import DIVIDED, PlanFacts, prepared
 from lib.plan.pipeline import plan_pipelined
-from lib.plan.plan import ClusterPlan, Merging, Prediction, RankPlan, plan_cluster, sum_of
+from lib.plan.plan import Basis, ClusterPlan, Merging, Prediction, RankPlan, plan_cluster, sum_of
 from lib.plan.sharded import plan_sharded
-from lib.plan.shares import TooLarge, distribute_work, split_evenly_sized
+from lib.plan.shares import TooLarge, distribute_work
 from lib.plan.speeds import HostSpeeds
 
 MERGE_COST = 0.01  # of the time of a run
@@ -52,19 +49,17 @@ def plan(facts: PlanFacts) -> ClusterPlan:
                 raise
             chosen = _plan_divided(facts, None, too_large)
     if chosen.calibrated:
-        others = [candidate for candidate, _ in map(_divided_by, [facts] * 2, reversed(DIVIDED)) if candidate]
-        added = [replace(way, chosen=False) for other in others for way in other.predictions]
+        others = [_divided_by(facts, strategy)[0] for strategy in reversed(DIVIDED)]
+        added = [replace(way, chosen=False) for other in others if other for way in other.predictions]
         chosen = replace(chosen, predictions=(*chosen.predictions[:2], *added, *chosen.predictions[2:]))
     # A step's time as predicted by curves, else by matrix products and the model's operations.
     seconds = next((way.step_seconds for way in chosen.predictions if way.chosen), None)
     if seconds is None and facts.memory is not None and not chosen.divides_model:
         hosts = [replace(host, gflops=host.gflops or facts.usual_gflops) for host in facts.hosts]
         curves = HostSpeeds.of(replace(facts, hosts=hosts)).whole_curves(chosen.gradient_checkpointing)
-        ranks = zip(chosen.ranks, curves, strict=False)
-        times = (float(curve.seconds(np.array(rank.micro_batch_sizes)).sum()) for rank, curve in ranks)
-        seconds = max(times, default=None)
-    basis = plans.Basis(facts.key, step_seconds=seconds)
-    return replace(chosen, basis=basis, warnings=(*warnings, *chosen.warnings))
+        with_curves = (replace(rank, curve=curve) for rank, curve in zip(chosen.ranks, curves, strict=False))
+        seconds = max((rank.predicted_compute_seconds or 0.0 for rank in with_curves), default=None)
+    return replace(chosen, basis=Basis(facts.key, step_seconds=seconds), warnings=(*warnings, *chosen.warnings))
 
 
 # ---- The whole model on every host
@@ -72,14 +67,13 @@ def plan(facts: PlanFacts) -> ClusterPlan:
 
 def _plan_replicas(facts: PlanFacts) -> ClusterPlan:
     """The plan of hosts that all keep the whole model, with the predictions of both strategies."""
-    settings, key = facts.settings, facts.key
-    warnings: list[str] = []
+    key, warnings = facts.key, list[str]()
     try:
         together = _divided_batch(facts, key, True)
     except TooLarge as too_large:
         key = key.model_copy(update={"gradient_checkpointing": True})
         is_known = facts.memory is not None or None not in facts.measured_curves(key)
-        if not settings.model.may_turn_on_checkpointing or not is_known:
+        if not facts.settings.model.may_turn_on_checkpointing or not is_known:
             raise
         together = _divided_batch(facts, key, True)
         warnings.append(f"gradient checkpointing is turned on: {str(too_large).partition(';')[0]} without")
@@ -88,40 +82,42 @@ def _plan_replicas(facts: PlanFacts) -> ClusterPlan:
     chosen = apart if strategy == "independent" else together
     sync_seconds, several = _sync_seconds(facts, chosen.curves), len(facts.hosts) > 1
     ranks = []
-    for rank, curve, host in zip(chosen.ranks, chosen.curves, facts.hosts, strict=True):
-        pairs = max(rank.micro_batch_sizes, default=0)
-        planned = (curve and curve.peak_bytes(pairs)) or facts.needed_bytes(rank.rank, pairs, key) if pairs else None
+    for rank, host in zip(chosen.ranks, facts.hosts, strict=True):
+        pairs, planned = max(rank.micro_batch_sizes, default=0), None
+        if pairs:
+            planned = (rank.curve and rank.curve.peak_bytes(pairs)) or facts.needed_bytes(rank.rank, pairs, key)
         ranks.append(replace(rank, planned_bytes=planned, memory_bytes=host.memory_bytes))
-    reason = f"{strategy}, {why}; " * several + _reason(facts, chosen, sync_seconds)
-    chosen = replace(chosen, ranks=tuple(ranks), strategy=strategy, reason=reason, warnings=tuple(warnings))
-    chosen = replace(chosen, gradient_checkpointing=key != facts.key)
+    chosen = replace(
+        chosen,
+        strategy=strategy,
+        ranks=tuple(ranks),
+        reason=f"{strategy}, {why}; " * several + _reason(facts, chosen, sync_seconds),
+        warnings=tuple(warnings),
+        gradient_checkpointing=key != facts.key,
+    )
     merge_seconds = _merge_seconds(facts, apart) if chosen.calibrated and facts.link_is_known else None
     merging = plan_merging(facts, merge_seconds, _independent_seconds(apart) if merge_seconds is not None else None)
-    predictions = _predictions(facts, chosen, apart, sync_seconds, (merging, merge_seconds))
+    predictions = _predictions(facts, chosen, apart, sync_seconds, (merging, merge_seconds or 0.0))
     return replace(chosen, predictions=predictions, rounds=merging if strategy == "independent" and several else None)
 
 
 def _divided_batch(facts: PlanFacts, key: CurveKey, syncs: bool) -> ClusterPlan:
     """The global batch among replicas."""
     settings, curves = facts.settings.plan, facts.measured_curves(key)
+    given = settings.micro_batch_sizes
     divided = plan_cluster(
         facts.names,
         facts.batch_size,
         curves=curves,
         shares=settings.shares,
-        micro_batch_sizes=settings.micro_batch_sizes,
+        micro_batch_sizes=given,
         sync_seconds=_sync_seconds(facts, curves) if syncs else 0.0,
         speeds=facts.relative_speeds(),
     )
-    is_open = facts.settings.strategy == "auto" and len(curves) > 1
-    if None not in curves or (settings.micro_batch_sizes is not None and not is_open):
+    if given is not None and (facts.settings.strategy != "auto" or len(curves) == 1):
         return divided
     most = [None if curve else facts.default_size(rank, key) for rank, curve in enumerate(curves)]  # or TooLarge
-    if settings.micro_batch_sizes is not None:
-        return divided
-    ranks = zip(divided.ranks, most, strict=True)
-    sizes = [split_evenly_sized(rank.share, size) if size else rank.micro_batch_sizes for rank, size in ranks]
-    return divided.with_micro_batches(sizes, divided.reason)
+    return divided if given is not None else divided.in_pieces(most)
 
 
 def _gradient_bytes(facts: PlanFacts, curves: Sequence[BatchCurve | None]) -> float:
@@ -150,17 +146,17 @@ def _choose_replicas(facts: PlanFacts) -> tuple[str, str]:
 
 def _reason(facts: PlanFacts, chosen: ClusterPlan, sync_seconds: float) -> str:
     """Why the shares are what they are, and which global batch would use the hosts better."""
-    curves = [curve for curve in chosen.curves if curve is not None]
-    if not curves and len(facts.hosts) == 1:
+    size, curves = len(facts.hosts), [curve for curve in chosen.curves if curve is not None]
+    if not curves and size == 1:
         return f"{chosen.reason}, in micro-batches of {max(chosen.ranks[0].micro_batch_sizes)} at most: no calibration"
-    if len(curves) < len(facts.hosts) or facts.settings.plan.shares is not None:
+    if len(curves) < size or facts.settings.plan.shares is not None:
         return chosen.reason
-    reason, batch = f"{chosen.reason} (curves measured for {facts.key})", chosen.global_batch_size
-    for pairs in (batch * 2**doubling for doubling in range(7)) if 1 < len(facts.hosts) <= 64 else ():
+    reason, batches = f"{chosen.reason} (curves measured for {facts.key})", [2**n * facts.batch_size for n in range(7)]
+    for pairs in batches if 1 < size <= 64 else ():
         plan = plan_cluster(facts.names, pairs, curves=curves, sync_seconds=sync_seconds)
         if (plan.efficiency or 0.0) >= GOOD_EFFICIENCY:
             larger = f"; a global batch of {pairs} would reach {GOOD_EFFICIENCY:.0%} of their speed"
-            return reason + larger * (pairs > batch)
+            return reason + larger * (pairs > facts.batch_size)
     return reason
 
 
@@ -181,12 +177,11 @@ def _merge_seconds(facts: PlanFacts, apart: ClusterPlan) -> float | None:
         return None
     is_sum = facts.settings.model.method == "full" and facts.settings.sync.compression in ("none", "bf16")
     # A sum passes 2 (n - 1) / n of its bytes, a gather of all adapters n - 1.
-    merge = facts.sum_seconds(message if is_sum else message * size / 2)
-    return merge + 2 * facts.sum_seconds(MEETING_BYTES)
+    return facts.sum_seconds(message if is_sum else message * size / 2) + 2 * facts.sum_seconds(MEETING_BYTES)
 
 
 def _predictions(
-    facts: PlanFacts, chosen: ClusterPlan, apart: ClusterPlan, sync_seconds: float, merges: tuple[Merging, float | None]
+    facts: PlanFacts, chosen: ClusterPlan, apart: ClusterPlan, sync_seconds: float, merges: tuple[Merging, float]
 ) -> tuple[Prediction, ...]:
     """Both strategies, equal shares, and the fastest hosts each alone; nothing without curves.
 
@@ -204,23 +199,19 @@ def _predictions(
 
     alone = []
     for rank in sorted(chosen.ranks, key=lambda rank: -(rank.solo_pairs_per_second or 0.0))[:SHOWN_ALONE]:
-        name = f"{rank.host} alone" if hosts.count(rank.host) == 1 else f"rank {rank.rank} ({rank.host}) alone"
-        single = plan_cluster([rank.host], batch, curves=[chosen.curves[rank.rank]])
-        alone.append(prediction(name, [rank], single.predicted_step_seconds))
+        name = rank.host if hosts.count(rank.host) == 1 else f"rank {rank.rank} ({rank.host})"
+        single = plan_cluster([rank.host], batch, curves=[rank.curve])
+        alone.append(prediction(f"{name} alone", [rank], single.predicted_step_seconds))
     if size == 1:
         return (replace(alone[0], chosen=True),)
-    shares = distribute_work(batch, [1] * size)
-    equal = plan_cluster(hosts, batch, shares=shares, curves=chosen.curves, sync_seconds=sync_seconds)
+    equal = plan_cluster(hosts, batch, distribute_work(batch, [1] * size), chosen.curves, sync_seconds=sync_seconds)
     of_equal = prediction("synchronous, equal shares", chosen.ranks, equal.predicted_step_seconds)
-    working = [rank for rank in chosen.ranks if rank.share]
+    working, at_work = ([rank for rank in each.ranks if rank.share] for each in (chosen, apart))
     seconds = step_seconds - chosen.sync_seconds + sync_seconds * (len(working) > 1)
     together = prediction(f"synchronous, {sum_of(chosen.shares)}", working, seconds)
     merging, merge_seconds = merges
-    a_step = 1 / merging.steps_per_round if merging.merges else 0.0
-    seconds = _independent_seconds(apart) + (merge_seconds or 0.0) * a_step
-    in_rounds = prediction(
-        f"independent, {sum_of(apart.shares)}", [rank for rank in apart.ranks if rank.share], seconds
-    )
+    seconds = _independent_seconds(apart) + merge_seconds * (1 / merging.steps_per_round if merging.merges else 0.0)
+    in_rounds = prediction(f"independent, {sum_of(apart.shares)}", at_work, seconds)
     first, second = (in_rounds, together) if chosen.strategy == "independent" else (together, in_rounds)
     return replace(first, chosen=True), second, of_equal, *alone
 
@@ -244,23 +235,23 @@ def steps_per_round(steps: int, merge_seconds: float, step_seconds: float) -> in
 
 def plan_merging(facts: PlanFacts, merge_seconds: float | None, step_seconds: float | None) -> Merging:
     """How often independent ranks merge: as the settings say, else as predicted, else as will be measured."""
-    independent, settings, steps = facts.settings.independent, facts.settings.plan, facts.steps
-    given = independent.pairs_per_round
+    independent, steps = facts.settings.independent, facts.steps
     if independent.merge == "none":
         return Merging(steps, 0, "never, as independent.merge=none has it")
-    if given is not None:
-        size, reason = math.ceil(given / facts.batch_size), "as independent.pairs_per_round has it"
+    if independent.pairs_per_round is not None:
+        size, reason = (
+            math.ceil(independent.pairs_per_round / facts.batch_size),
+            "as independent.pairs_per_round has it",
+        )
     elif merge_seconds is not None and step_seconds:
         size = steps_per_round(steps, merge_seconds, step_seconds)
         part = merge_seconds / (merge_seconds + size * step_seconds)
-        least = f", at least {LEAST_MERGES} merges a run" * (part > MERGE_COST)
-        reason = f"a merge is predicted to take {merge_seconds:.2g} s, {part:.2%} of the time{least}"
-    elif measures_merges(independent, settings):
+        reason = f"a merge is predicted to take {merge_seconds:.2g} s, {part:.2%} of the time"
+    elif measures_merges(independent, facts.settings.plan):
         size = min(FIRST_STEPS, longest_round(steps))
         reason = f"until the first merges are timed, then as often as costs {MERGE_COST:.0%} of the time"
     else:
-        size = longest_round(steps)
-        reason = "what a merge costs is not calibrated, and plan.replan=false or plan.shares keeps it from measuring"
+        size, reason = longest_round(steps), "what a merge costs is neither calibrated nor measured"
     merges = math.ceil(steps / size)
     often = "after every step" if size == 1 else f"every {size:,} steps"
     return Merging(size, merges, f"{often} ({merges:,} merge{'s' * (merges != 1)}): {reason}")
@@ -283,13 +274,14 @@ def default_merge(independent: IndependentSettings, model: ModelSettings) -> str
 def _divided_by(facts: PlanFacts, strategy: str) -> tuple[ClusterPlan | None, str]:
     """The plan of one way to divide the model; or None, and why not."""
     settings = facts.settings
-    unset = settings.plan.model_copy(update={"shares": None, "micro_batch_sizes": None})  # given for another strategy
-    without = settings.model_copy(update={"plan": unset})
+    if settings.strategy != strategy:  # what was given of shares and sizes is for another strategy
+        unset = settings.plan.model_copy(update={"shares": None, "micro_batch_sizes": None})
+        settings = settings.model_copy(update={"plan": unset})
     try:
-        with_strategy(settings if settings.strategy == strategy else without, strategy)
+        with_strategy(settings, strategy)
         if not facts.can_divide(strategy):
             return None, ""
-        facts = facts if settings.strategy in ("auto", strategy) else replace(facts, settings=without)
+        facts = facts if facts.settings.strategy == "auto" else replace(facts, settings=settings)
         return plan_pipelined(facts) if strategy == "pipelined" else plan_sharded(facts), ""
     except UserError as error:
         return None, str(error)
@@ -298,7 +290,7 @@ def _divided_by(facts: PlanFacts, strategy: str) -> tuple[ClusterPlan | None, st
 def _plan_divided(facts: PlanFacts, asked: str | None, too_large: TooLarge | None) -> ClusterPlan:
     """The plan of a run whose model is divided, as configured, or because the whole is too large for a host."""
     candidates = {strategy: _divided_by(facts, strategy) for strategy in DIVIDED}
-    possible = [found for name, (found, _) in candidates.items() if found and asked in (None, name)]
+    possible = [plan for name, (plan, _) in candidates.items() if plan and asked in (None, name)]
     if not possible:
         why_not = "; ".join(why for name, (_, why) in candidates.items() if why and asked in (None, name))
         raise UserError(why_not if asked else f"{too_large}; nor can it be divided: {why_not}")

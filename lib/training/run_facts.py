@@ -83,7 +83,7 @@ def plan_run(
             warnings.append(f"{host}: {hosts.count(host)} ranks compute on {count} cores; start at most {count} there")
     facts, rates = _gather_facts(config, world, hosts, data, stored["matmul_gflops"])
     with world.agreeing("planning"):
-        first = advised(facts.settings, plan(facts))
+        first = advised(config.plan, config.train, config.strategy, plan(facts))
         of_ranks = tuple(replace(rank, blas_threads=here[0]) for rank, here in zip(first.ranks, every, strict=True))
         first = replace(first, basis=replace(first.basis, matmul_gflops=rates), ranks=of_ranks)
     world.require_equal("plan", json.dumps(first.decisions()))  # unlike plans would lose rows, or train them twice
