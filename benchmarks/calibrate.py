@@ -517,7 +517,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = measure_together(found, key, rows[0], prober, world, hosts, options.quick)
         with world.agreeing("writing the calibration"):
             calibration.write_calibration(options.folder / f"{host}.json", found)
-        texts = world.gather_long_text(found.model_dump_json(), "calibrations")
+        texts = world.gather_text(found.model_dump_json(), "calibrations")
         every = [HostCalibration.model_validate_json(text) for text in texts]
     if world.rank > 0:
         return 0

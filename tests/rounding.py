@@ -79,7 +79,7 @@ def expected_and_limits(
             for name, array in group.items():
                 limit[name] = max(limit[name], float(np.linalg.norm(moved[name] - array)))
         model.update(kept)
-    drawn = [json.loads(text) for text in world.gather_long_text(json.dumps(limits))]
+    drawn = [json.loads(text) for text in world.gather_text(json.dumps(limits))]
     return expected, [{name: max(own[i][name] for own in drawn) for name in group} for i, group in enumerate(limits)]
 
 

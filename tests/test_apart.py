@@ -126,7 +126,7 @@ def test_ranks_leave_a_round_with_the_same_weights(
     run = train(world, folder, [*words, "independent.pairs_per_round=16", "train.steps=4"], "run")
     held_out = [r for r in read_records(run / "logs" / f"rank-{world.rank:03d}.jsonl") if r["kind"] == "evaluation"]
     told = json.dumps([held_out[-1]["loss"], [r["error"] for r in merges_of(run, world.rank)]])
-    assert world.gather_long_text(told) == [told] * world.size
+    assert world.gather_text(told) == [told] * world.size
     record = merges_of(run)[0]
     size = sum(array.nbytes for array in weights(run).values())
     fractions = {"none": (1, 1), "bf16": (0.5, 0.5), "int8": (0.25, 0.36), "topk": (0.4, 0.5)}
@@ -307,7 +307,7 @@ def test_compressed_gradients_of_synchronous_ranks(world: World, folder: Path, s
         run = train(world, folder, [*words, f"sync.compression={kind}"], kind)
         sent[kind] = [r["bytes_sent"] for r in steps_of(run)]
         losses = [r["loss"] for r in steps_of(run)]
-        assert world.gather_long_text(json.dumps(losses)) == [json.dumps(losses)] * world.size
+        assert world.gather_text(json.dumps(losses)) == [json.dumps(losses)] * world.size
         if kind != "topk":
             plain = weights(folder / "runs" / "none")
             moved = {name: np.linalg.norm(array) for name, array in plain.items()}

@@ -153,7 +153,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("train.py", "plan.calibration_dir={d}/calibration.bad", "json: cannot be read .*line 1.*make calibrate"),
     ("train.py", "--resume {d}/none", "no run there .it has no config.yaml"),
     ("train.py", "--resume {d}/train.jsonl", "no run there .it has no config.yaml"),
-    ("train.py", "--resume {d}/runs/done/config.yaml", "a file; give the run's folder, --resume .*/runs/done$"),
+    ("train.py", "--resume {d}/runs/done/config.yaml", "no run there"),
     ("train.py", "--resume {d}/run.empty", "no run there .it has no config.yaml"),
     (
         "train.py",

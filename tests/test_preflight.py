@@ -71,14 +71,6 @@ def test_memory_and_disk_that_do_not_suffice() -> None:
     fails(preflight.check_disk(large), "checkpoints want", "du -sh")
 
 
-def test_another_users_training_is_shown_and_no_remedy_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    listing = "  12 root sshd\n 345 ada /usr/bin/python3 train.py --config x.yaml\n"
-    monkeypatch.setattr(preflight.os_commands, "output", lambda *_: listing)
-    finding = preflight.check_load(AWAY)
-    assert finding.status == "note" and "process 345 of ada" in finding.message
-    assert "kill" not in finding.remedy + finding.note
-
-
 @pytest.mark.parametrize(
     ("error", "check", "remedy"),
     [

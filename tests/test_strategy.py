@@ -194,7 +194,7 @@ def test_two_hosts_plan_the_same_where_one_was_never_calibrated(
         return plan_run(config, world, hosts, data, resumed)
 
     first = planned(["fast", "new"])
-    texts = world.gather_long_text(json.dumps(first.to_dict()))
+    texts = world.gather_text(json.dumps(first.to_dict()))
     assert texts[0] == texts[1] and first.shares == [12, 4]
     assert any("no calibration of new" in warning for warning in first.warnings)
     assert read_calibration(path).machine.host == "fast"

@@ -146,13 +146,14 @@ def of_value(key: str, value: object) -> str:
 
 
 def closest(key: str, known: Sequence[str]) -> str | None:
-    """The setting whose name is nearest: under any section, else of the same one, else as a whole."""
+    """The setting whose name is nearest: in the same section, as a whole, or under any section."""
     section, _, leaf = key.rpartition(".")
-    leaves = {k.rpartition(".")[2]: k for k in reversed(known)}
-    siblings = {name: k for k in known if section and k.startswith(f"{section}.") for name in (k.rpartition(".")[2],)}
+    leaves = {name.rpartition(".")[2]: name for name in reversed(known)}
     if leaf in leaves and leaves[leaf] != key:
         return leaves[leaf]
-    for names, name in ((siblings, leaf), ({k: k for k in known}, key), (leaves, leaf)):
-        if not (siblings and name == key) and (close := difflib.get_close_matches(name, names, n=1, cutoff=0.65)):
+    siblings = {name.removeprefix(f"{section}."): name for name in known if section and name.startswith(f"{section}.")}
+    whole = {} if siblings else {name: name for name in known}
+    for names, name in ((siblings, leaf), (whole, key), (leaves, leaf)):
+        if close := difflib.get_close_matches(name, names, n=1, cutoff=0.65):
             return names[close[0]]
     return None

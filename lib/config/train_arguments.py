@@ -39,8 +39,6 @@ def read_config(options: argparse.Namespace) -> Config:
         return config.model_copy(update={"run": config.run.model_copy(update=run)})
     folder = Path(options.resume)
     path = folder / "config.yaml"
-    if folder.name == path.name and folder.is_file():
-        raise UserError(f"--resume {folder}: a file; give the run's folder, --resume {folder.parent}")
     if not path.is_file():
         raise UserError(f"--resume {folder}: no run there (it has no config.yaml); runs are folders in run.dir")
     if (folder / read_file.MANIFEST).exists():  # a run in it would write over the checkpoint

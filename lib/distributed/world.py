@@ -202,8 +202,6 @@ class World:
         gathered = bytes(np.array(self.all_sum(mx.array(flat), what)).astype(np.uint8))
         return [gathered[start:end].decode() for start, end in zip([0, *ends.tolist()], ends.tolist(), strict=False)]
 
-    gather_long_text = gather_text
-
     def broadcast_text(self, text: str) -> str:
         """Rank 0's text, on every rank."""
         return self.gather_text(text if self.rank == 0 else "", "rank 0's text")[0]

@@ -203,17 +203,6 @@ def check_disk(request: Request) -> Finding:
     return Finding("failed", message, remedy, "remove old runs, or take another run.dir")
 
 
-def check_load(request: Request) -> Finding:
-    """Other work on this host. A training there may be another user's: no remedy ends it."""
-    message = f"{os.getloadavg()[0]:.1f} on {os_commands.own_cores()} cores"
-    listing = os_commands.output(["ps", "-axo", "pid=,user=,args="])
-    training = r"^\s*(\d+) (\S+) \S*[Pp]ython\S* ((?:\S*/)?(?:train|calibrate)\.py\b.*)$"
-    if found := re.search(training, listing, re.MULTILINE):
-        message += f", and a training runs there already: process {found[1]} of {found[2]}, {found[3][:80]}"
-        return Finding("note", message, request.there("uptime"), "wait for its end")
-    return Finding("ok", message)
-
-
 def check_ports(request: Request) -> Finding:
     """Nothing listens at the ports of the run, on any address of this host."""
     for port, address in itertools.product(request.ports, ["127.0.0.1", *request.host.addresses]):
@@ -258,10 +247,10 @@ def sum_of_two(request: Request, backend: str) -> Finding:
 
 
 CHECKS: dict[str, Check] = {"project": check_project, "packages": check_packages, "files": check_files}
-CHECKS |= {"memory": check_memory, "disk": check_disk, "ports": check_ports, "load": check_load}
+CHECKS |= {"memory": check_memory, "disk": check_disk, "ports": check_ports}
 CHECKS |= {"compute": check_compute, "mpi": functools.partial(sum_of_two, backend="mpi")}
 CHECKS |= {"ring": functools.partial(sum_of_two, backend="ring")}
-OF_A_HOST = ("project", "packages", "files", "memory", "disk", "ports", "load")
+OF_A_HOST = ("project", "packages", "files", "memory", "disk", "ports")
 NEEDED = ("packages", "compute", "memory", "disk")  # for training on this machine alone
 
 

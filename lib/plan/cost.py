@@ -87,26 +87,12 @@ def pace_of(plan: ClusterPlan, method: str, device: Device, tried: float | None,
     return Pace(step, row, TOKEN_SECONDS[device], basis, asks_reference)
 
 
-@dataclass(frozen=True)
-class Outlook:
-    """Seconds of a run's parts."""
-
-    start: float
-    training: float
-    reference: float
-    evaluation: float
-
-    @property
-    def total(self) -> float:
-        return self.start + self.training + self.reference + self.evaluation
-
-
-def outlook(pace: Pace, work: Work, device: Device) -> Outlook:
-    """The time that a run takes. The reference is asked once for each row."""
+def outlook(pace: Pace, work: Work, device: Device) -> dict[str, float]:
+    """Seconds of a run's parts: start, training, reference and evaluation. The reference is asked once for each row."""
     asked = work.held_out + (0 if pace.asks_reference else work.trained)
     evaluation = work.evaluations * (work.held_out * pace.row + work.answer_tokens * pace.answer_token)
-    reference = work.asks_reference * asked * pace.row
-    return Outlook(START_SECONDS[device], work.steps * pace.step, reference, evaluation)
+    parts = {"start": START_SECONDS[device], "training": work.steps * pace.step}
+    return {**parts, "reference": work.asks_reference * asked * pace.row, "evaluation": evaluation}
 
 
 def memory_text(plan: ClusterPlan) -> str:

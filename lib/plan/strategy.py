@@ -27,7 +27,6 @@ LEAST_MERGES = 8  # in a run; after each step, where it has fewer
 FIRST_STEPS = 2  # global batches of the first rounds, where what a merge costs is still to be measured
 MEETING_BYTES = 4096  # of each of the two sums in which ranks exchange how far they are, before they merge
 NOTEWORTHY = 1.1  # times a pipeline's speed, for which `auto` would send several hundred times as much
-GOOD_EFFICIENCY = 0.95  # below it, a plan says which of 2, 4, ... 64 times the global batch would reach it
 SHOWN_ALONE = 8  # single hosts in the table of predictions: the fastest ones
 
 
@@ -91,7 +90,7 @@ def _plan_replicas(facts: PlanFacts) -> ClusterPlan:
         chosen,
         strategy=strategy,
         ranks=tuple(ranks),
-        reason=f"{strategy}, {why}; " * several + _reason(facts, chosen, sync_seconds),
+        reason=f"{strategy}, {why}; " * several + chosen.reason,
         warnings=tuple(warnings),
         gradient_checkpointing=key != facts.key,
     )
@@ -142,22 +141,6 @@ def _choose_replicas(facts: PlanFacts) -> tuple[str, str]:
     if facts.settings.reference_sync_steps is not None:
         return "synchronous", "since all ranks follow one policy, which becomes the reference"
     return "independent", "as every host can hold the model (strategy=synchronous: one machine's result, to rounding)"
-
-
-def _reason(facts: PlanFacts, chosen: ClusterPlan, sync_seconds: float) -> str:
-    """Why the shares are what they are, and which global batch would use the hosts better."""
-    size, curves = len(facts.hosts), [curve for curve in chosen.curves if curve is not None]
-    if not curves and size == 1:
-        return f"{chosen.reason}, in micro-batches of {max(chosen.ranks[0].micro_batch_sizes)} at most: no calibration"
-    if len(curves) < size or facts.settings.plan.shares is not None:
-        return chosen.reason
-    reason, batches = f"{chosen.reason} (curves measured for {facts.key})", [2**n * facts.batch_size for n in range(7)]
-    for pairs in batches if 1 < size <= 64 else ():
-        plan = plan_cluster(facts.names, pairs, curves=curves, sync_seconds=sync_seconds)
-        if (plan.efficiency or 0.0) >= GOOD_EFFICIENCY:
-            larger = f"; a global batch of {pairs} would reach {GOOD_EFFICIENCY:.0%} of their speed"
-            return reason + larger * (pairs > facts.batch_size)
-    return reason
 
 
 # ---- Predictions

@@ -297,9 +297,8 @@ def expected(config: Config, inputs: Inputs, plan: ClusterPlan, pace: Pace | Non
     memory, text = memory_text(plan), ""
     if pace is not None and steps and not config.rollouts.rounds:  # rounds take an unknown time
         known = outlook(pace, work, mlx_device()[0])
-        parts = {"start": known.start, "reference": known.reference, "evaluation": known.evaluation}
-        shown = ", ".join(f"{name} {duration(round(seconds, 1))}" for name, seconds in parts.items() if seconds)
-        text = f"about {duration(known.total)} in all (training {duration(known.training)}, {shown}), by {pace.basis}"
+        shown = ", ".join(f"{name} {duration(round(seconds, 1))}" for name, seconds in known.items() if seconds)
+        text = f"about {duration(sum(known.values()))} in all ({shown}), by {pace.basis}"
     return "; ".join(filter(None, (text, memory and f"{memory} of memory")))
 
 

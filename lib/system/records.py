@@ -175,7 +175,7 @@ class LogCopies:
         if self._missed is None:
             offset, line = self.began
             facts = json.dumps([offset, len(line), hashlib.sha256(line).hexdigest()])
-            ranks = enumerate(map(json.loads, world.gather_long_text(facts, "the beginning of every rank's log")))
+            ranks = enumerate(map(json.loads, world.gather_text(facts, "the beginning of every rank's log")))
             missed = [rank for rank, began in ranks if not self._has(rank, *began)] if world.rank == 0 else []
             self._missed = json.loads(world.broadcast_text(json.dumps(missed)))
         while self._missed:
@@ -183,7 +183,7 @@ class LogCopies:
             if world.rank in self._missed:
                 begins, lines = self._tail.read(PIECE_BYTES)
                 piece = json.dumps([host, begins, lines.decode("latin-1")]) if lines else ""
-            pieces = world.gather_long_text(piece, "every rank's records")
+            pieces = world.gather_text(piece, "every rank's records")
             for rank, text in enumerate(pieces if world.rank == 0 else ()):
                 if text:
                     self._write(rank, *json.loads(text))

@@ -529,7 +529,7 @@ def _fetch_newest(folder: Path, world: World, is_keeper: bool) -> None:
     saved = checkpoints_in(folder) if is_keeper and world.size > 1 else []
     newest = next((path for path in saved if not inside_a_round(path) and fault_of(path) is None), None)
     mine = [0, []] if newest is None else [step_of(newest), read_progress(newest).resume_ids]
-    texts = world.gather_long_text(json.dumps(mine), "every disk's newest checkpoint")
+    texts = world.gather_text(json.dumps(mine), "every disk's newest checkpoint")
     every = [(len(ids), step, -rank, ids) for rank, (step, ids) in enumerate(map(json.loads, texts))]
     ids = every[0][3]
     _, step, source, _ = max(entry for entry in every if entry[3][: len(ids)] == ids)
@@ -541,7 +541,7 @@ def _fetch_newest(folder: Path, world: World, is_keeper: bool) -> None:
         if world.rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
-    while text := world.gather_long_text(next(pieces, ""), "a checkpoint of another disk")[-source]:
+    while text := world.gather_text(next(pieces, ""), "a checkpoint of another disk")[-source]:
         if world.rank == 0:
             name, content = json.loads(text)
             with (unfinished / Path(name).name).open("ab") as copy:

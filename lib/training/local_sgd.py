@@ -515,7 +515,7 @@ class LocalSGD:
         own = self._work(round.stream, queues[self.world.rank], local_step, progress.rewards)
         own.skipped_in_row, arrived = progress.skipped_in_row, time.perf_counter()
         own.elapsed_seconds = arrived - began
-        texts = self.world.gather_long_text(json.dumps(asdict(own)), "the other ranks to train their part of the round")
+        texts = self.world.gather_text(json.dumps(asdict(own)), "the other ranks to train their part of the round")
         round.last_wait_seconds = time.perf_counter() - arrived
         round.waited_seconds += round.last_wait_seconds
         reports = [RankReport(**json.loads(text)) for text in texts]

@@ -606,7 +606,7 @@ class TrainingLoop:
             run.say.warning(text, run.own_step)
         reason = self.early_end()
         totals = tracker.totals() | (self.latest if run.is_never_merged else {})
-        each = world.gather_long_text(json.dumps(totals), "every rank's figures")
+        each = world.gather_text(json.dumps(totals), "every rank's figures")
         if not run.is_finite():
             raise Stopped(
                 f"the weights after step {run.progress.step} are not finite, and no adapter is made of them (the "
