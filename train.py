@@ -87,9 +87,9 @@ def train(config: Config, world: World, resume: bool, dry_run: bool, measure: bo
             loop = TrainingLoop(run, references.data, evaluator)
             if run.is_new:
                 loop.evaluate_before()
-                evaluator.show_before()
+                evaluator.show("before")
             loop.train()
-        evaluator.show_after(loop.final_step)
+        evaluator.show("after")
 
         # Finish: the adapter where mlx-lm finds it, the figures, the curves.
         loop.finish()

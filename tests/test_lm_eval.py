@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 
 from lib.config.settings import Config
-from lib.data.tokenizer import load_tokenizer_of
 from lib.distributed.world import World, start
 from lib.errors import UserError
 from lib.evaluate import command as evaluate
 from lib.evaluate import harness
-from lib.evaluate.harness import HarnessModel, HarnessWorker, longest_input, rolling_windows
+from lib.evaluate.harness import HarnessModel, longest_input, rolling_windows
 from lib.evaluate.score_file import StoredModel
 from lib.system import mpi_and_blas
 from tests import rounding
@@ -52,16 +51,13 @@ def model() -> nn.Module:
     return StoredModel(SETTINGS, None).load(World()).model
 
 
-def adapter_of(model: nn.Module, folder: Path, world: World | None = None) -> tuple[HarnessModel, HarnessWorker]:
-    tokenizer = load_tokenizer_of(SETTINGS.model)
-    assert tokenizer is not None
-    worker = HarnessWorker(model, tokenizer, SETTINGS, world or World(), folder / "kept", "digest")
-    return HarnessModel(worker, "quickstart"), worker
+def adapter_of(model: nn.Module, folder: Path, world: World | None = None) -> HarnessModel:
+    return HarnessModel(model, StoredModel(SETTINGS, None), world or World(), folder / "kept", "digest")
 
 
 @pytest.fixture
 def adapter(model: nn.Module, tmp_path: Path) -> HarnessModel:
-    return adapter_of(model, tmp_path)[0]
+    return adapter_of(model, tmp_path)
 
 
 def plain_logps(model: nn.Module, context: list[int], continuation: list[int]) -> tuple[float, bool]:
@@ -136,16 +132,16 @@ def test_a_task_that_wants_more_than_the_model_sees_is_refused(adapter: HarnessM
 
 
 def test_what_is_finished_is_not_asked_again(model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = adapter_of(model, tmp_path)[0].loglikelihood(requests(*PAIRS))
-    monkeypatch.setattr(HarnessWorker, "score", None)
-    assert adapter_of(model, tmp_path)[0].loglikelihood(requests(*PAIRS)) == first
+    first = adapter_of(model, tmp_path).loglikelihood(requests(*PAIRS))
+    monkeypatch.setattr(HarnessModel, "score", None)
+    assert adapter_of(model, tmp_path).loglikelihood(requests(*PAIRS)) == first
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_two_ranks_answer_as_one(model: nn.Module, tmp_path: Path) -> None:
     world = start(mpi_and_blas.launch_environment(), timeout_seconds=120)
-    alone = adapter_of(model, tmp_path / "alone")[0].loglikelihood(requests(*PAIRS))
-    adapter = adapter_of(model, Path(world.broadcast_text(str(tmp_path))) / "together", world)[0]
+    alone = adapter_of(model, tmp_path / "alone").loglikelihood(requests(*PAIRS))
+    adapter = adapter_of(model, Path(world.broadcast_text(str(tmp_path))) / "together", world)
     assert adapter.loglikelihood(requests(*PAIRS)) == alone
     assert adapter.generate_until(requests(("Add 1 and 2.", {"max_gen_toks": 4}))) is not None
     world.gather_text("checked")

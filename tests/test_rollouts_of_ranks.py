@@ -67,23 +67,12 @@ def test_unequal_ranks_draw_what_one_draws(alone: Alone, world: World, folder: P
 
 
 @pytest.mark.long
-def test_unequal_ranks_draw_ahead_what_one_draws(alone: Alone, world: World, folder: Path) -> None:
-    """The first two rounds are of the same weights on any ranks."""
-    own = ["rollouts.rounds=2", "rollouts.overlap=true"]
-    both = trained_alone(world, alone.words, alone.run.parents[1], "both", *own)
-    run = together(alone, world, folder, *own, "strategy=independent", "plan.shares=[3,1]")
-    assert_same_files(both, run, 1, 2)
-    world.gather_text("checked")
-
-
-@pytest.mark.long
 def test_ranks_that_hold_parts_of_the_model_draw_what_one_draws(alone: Alone, world: World, folder: Path) -> None:
-    run = together(alone, world, folder, "strategy=pipelined", "rollouts.rounds=2", "rollouts.overlap=true")
+    run = together(alone, world, folder, "strategy=pipelined", "rollouts.rounds=2")
     one, parts = (lines(each / "rounds/0001/samples.jsonl") for each in (alone.run, run))
     same = [first["tokens"] == second["tokens"] for first, second in zip(one, parts, strict=True)]
     assert sum(same) >= len(same) - 1, "a rounding may change a token, though hardly ever"
-    versions = [{one["version"] for one in lines(run / f"rounds/{n:04d}/samples.jsonl")} for n in (1, 2)]
-    assert versions == [{0}, {0}] and len(tiny.steps_of(run)) == 4
+    assert len(tiny.steps_of(run)) == 4
     if world.rank == 0:
         model = models.load(ModelSettings(path=str(tiny.ROOT / "configs/quickstart/model")), 0)
         prompts = {one["prompt_id"]: one["prompt_ids"] for one in lines(run / "rounds/0001/pairs.jsonl")}

@@ -55,15 +55,6 @@ def test_a_lost_rank_gives_its_item_back_and_a_slow_one_is_overtaken(tmp_path: P
     queue.close(5)
 
 
-def test_without_repetition_an_idle_rank_is_done_at_once(tmp_path: Path) -> None:
-    queue = ServedQueue(Journal(tmp_path / "out", "a", 1), repeats=False)
-    other = remote(queue, 1)
-    assert other.take() == 0
-    assert queue.take() is None
-    other.close(1)
-    queue.close(5)
-
-
 def test_a_failure_ends_the_work_of_all(tmp_path: Path) -> None:
     queue = ServedQueue(Journal(tmp_path / "out", "a", 2))
     other = remote(queue, 1)

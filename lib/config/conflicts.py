@@ -125,9 +125,6 @@ def _of_rounds(config: Any) -> Iterator[Rule]:
     yield merge in ("none", "stack"), sampled
     parts = "strategy=sharded is not for rounds: ranks draw with whole models, or pipelined; take pipelined"
     yield config.strategy == "sharded", parts
-    busy = "rollouts.overlap=true has answers judged while the ranks learn, and reward:PATH needs the same devices; "
-    is_busy = rollouts.overlap and (rollouts.judge or config.evaluate.judge or "").startswith("reward:")
-    yield is_busy, busy + "leave rollouts.overlap out, or serve that model and name its address"
 
 
 def _of_ranks(config: Any) -> Iterator[Rule]:

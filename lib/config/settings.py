@@ -377,8 +377,6 @@ class RolloutSettings(Section):
     """Learn nothing from answers that rollouts.max_tokens cut; in a group of grpo their scores count."""
     reference_every: Positive | None = None
     """Rounds after which the reference becomes the policy; by default it stays what it was before training."""
-    overlap: bool = False
-    """Draw the next round's answers before a round is learnt from, so that a judge elsewhere scores them meanwhile."""
     tolerance: NonNegative | None = 0.05
     """A round is undone after which the exact match of evaluate.answers, or the mean score of the held-out prompts, is
     lower than the best so far by more than this; null for never."""

@@ -134,11 +134,10 @@ class WorkQueue:
 
 
 class ServedQueue(WorkQueue):
-    """Rank 0's queue, which serves other ranks over TCP. repeats: whether an idle rank repeats what others have not
-    finished; else `take` gives it None at once. report: takes the number of finished items, and those of each rank."""
+    """Rank 0's queue, which serves other ranks over TCP. report: takes the number of finished items, and those of each rank."""
 
-    def __init__(self, journal: Journal, repeats: bool = True):
-        self.journal, self.repeats = journal, repeats
+    def __init__(self, journal: Journal):
+        self.journal = journal
         self.report: Callable[[int, dict[int, int]], None] = lambda done, by_rank: None
         self.fresh: deque[int] = deque(journal.missing)
         self.begun: dict[int, list[int]] = {}  # item ➜ ranks that work at it
@@ -207,11 +206,11 @@ class ServedQueue(WorkQueue):
         """An item for a rank, None where none is left, or that it has to ask again."""
         while not self.fault:
             again = (item for item, ranks in self.begun.items() if len(ranks) < 2 and rank not in ranks)
-            item = self.fresh.popleft() if self.fresh else next(again, None) if self.repeats else None
+            item = self.fresh.popleft() if self.fresh else next(again, None)
             if item is not None:
                 self.begun.setdefault(item, []).append(rank)
                 return {"item": item}
-            if not self.begun or not self.repeats:
+            if not self.begun:
                 return {"item": None}
             if not self._changed.wait(deadline - time.monotonic()):
                 return {"is_waiting": True}
@@ -246,14 +245,14 @@ class RemoteQueue(WorkQueue):
         raise UserError("rank 0, which has the work queue, left; start again: finished work is kept")
 
 
-def open_queue(world: World, out: Path, key: str, count: int, repeats: bool = True) -> WorkQueue:
+def open_queue(world: World, out: Path, key: str, count: int) -> WorkQueue:
     """The queue of what an output lacks. All ranks call it; afterwards none waits for another in a collective. Raises
     AgreedError: the journal is of another key or cannot be written, or rank 0 is not reached."""
     served: ServedQueue | None = None
     hosts, port, secret = list[str](), 0, run_key() or new_key()
     with world.agreeing(f"opening {out}"):
         if world.rank == 0:
-            served = ServedQueue(Journal(out, key, count), repeats)
+            served = ServedQueue(Journal(out, key, count))
             if world.size > 1:
                 hosts, port = own_addresses()[::-1], served.listen("", secret)
     offered = "" if run_key() else secret.decode()

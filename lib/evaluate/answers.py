@@ -1,4 +1,4 @@
-"""Greedy answers to questions, and what training changed in them."""
+"""Greedy answers to questions, and how many are right."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from lib.data.tokenizer import Tokenizer
 from lib.distributed.world import World
 from lib.evaluate.judges import extract
 from lib.evaluate.sample import GreedySampling, Prompt, Sampler
-from lib.system.records import PerformanceTracker
 from lib.system.terminal import Terminal
-
-SAMPLE_WIDTH = 160  # columns of a sample's line, in a file
 
 
 class GreedyAnswers(NamedTuple):
@@ -67,25 +64,3 @@ def part_of(count: int, shares: Sequence[int], rank: int) -> list[int]:
 def exact_match(questions: list[Question], texts: list[str], pattern: str) -> float:
     """The share of questions whose continuation gives the right answer; the pattern's last match is what it gives."""
     return sum(extract(pattern, text) == q.answer for q, text in zip(questions, texts, strict=True)) / len(questions)
-
-
-def changes(questions: list[Question], before: list[str], after: list[str], pattern: str) -> list[dict[str, str]]:
-    """Questions to which the answer turned right or wrong, with both answers."""
-    return [
-        {"prompt": q.prompt, "before": old, "after": new, "right": q.answer}
-        for q, old, new in zip(questions, before, after, strict=True)
-        if (extract(pattern, old) == q.answer) != (extract(pattern, new) == q.answer)
-    ]
-
-
-def show_samples(say: Terminal, tracker: PerformanceTracker, title: str, samples: list[dict[str, str]]) -> None:
-    """Prints and records prompts with their answers, one line each: a long text's beginning and end."""
-    say.line(title, "bold")
-    limit = (say.width or SAMPLE_WIDTH) - 10
-    for sample in samples:
-        for name, text in sample.items():
-            line = " ".join(text.split())
-            if len(line) > limit:
-                line = f"{line[: limit // 2 - 3]} ... {line[len(line) + 2 - limit + limit // 2 :]}"
-            say.line(f"  {name:8}{line}")
-    tracker.record("samples", samples=samples)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from lib.config import command_line, load, train_arguments
@@ -26,7 +25,6 @@ from lib.data import tokenizer as tokenizer_module
 from lib.data.dataset import Dataset, load_dataset, with_mismatched
 from lib.data.prompts import load_questions
 from lib.data.tokenizer import Tokenizer, limits_of
-from lib.distributed.work_queue import Lines
 from lib.distributed.world import World, start
 from lib.errors import AgreedError, UserError
 from lib.evaluate import harness, score_file, win_rate
@@ -56,15 +54,17 @@ def main(arguments: list[str] | None = None) -> int:
     model = with_compute_type(settings.model, world, say.line)
     settings = settings.model_copy(update={"model": model})
     subject = StoredModel(settings, None if options.run is None else Path(options.run))
-    if options.score is not None or options.make_pairs is not None:
+    if (options.against or options.tasks) and divides(settings.strategy, world):
+        what = f"--against and --tasks: every rank has the whole model; leave strategy={settings.strategy} out"
+        raise AgreedError(what)
+    if options.score or options.make_pairs:
         in_bulk(subject, options, world, say)
-    elif options.against is None and options.tasks is None:
-        evaluate(subject, options, world, say)
+    elif options.against:
+        against(subject, options, world, say)
+    elif options.tasks:
+        on_tasks(subject, options, world, say)
     else:
-        if divides(settings.strategy, world):
-            option = "--tasks" if options.against is None else "--against"
-            raise AgreedError(f"{option}: every rank has the whole model; leave strategy={settings.strategy} out")
-        (on_tasks if options.against is None else against)(subject, options, world, say)
+        evaluate(subject, options, world, say)
     return 0
 
 
@@ -133,7 +133,7 @@ def _require_records_loss(settings: Config) -> None:
 
 def in_bulk(subject: StoredModel, options: argparse.Namespace, world: World, say: Terminal) -> None:
     """--score and --make-pairs: a line for every row of a file, by all ranks."""
-    settings, kind = subject.settings, options.score or "pairs"
+    settings, kind, out = subject.settings, options.score or "pairs", Path(options.out or options.make_pairs)
     writes = kind in ("greedy", "samples", "pairs")
     with world.agreeing("reading the data"):
         if kind == "rewards" and settings.train.loss == "sft":
@@ -151,23 +151,20 @@ def in_bulk(subject: StoredModel, options: argparse.Namespace, world: World, say
         digests.append(load_module.fingerprint(load_module.reference_settings(settings.model), settings.train.seed))
     key = score_file.key_of(kind, *digests, score_file.digest_of(records))
     ranks.require_equal("model, data or settings", key)
-    do: Callable[[range], Lines]
+    do: score_file.Scorer | score_file.CompletionWriter | score_file.PairMaker
     if writes and tokenizer is not None:
         draws = None if kind == "greedy" else settings.rollouts.samples
         writer = score_file.CompletionWriter(loaded.model, tokenizer, records, settings, draws, world)
         do = score_file.PairMaker(writer) if kind == "pairs" else writer
     else:
         do = score_file.Scorer(loaded.model, reference, records, settings, tokenizer, world)
-    out = Path(options.out or options.make_pairs)
     job = FileJob(kind, key, len(records), out, settings.evaluate.batch_size)
     figures = score_file.pull(job, ranks if parts is None else world, do)
     if figures is not None:
         speed = f"{figures['rows_per_second']:.1f} rows/s"
         say.line(f"{out}: {figures['rows']:,} rows in {figures['seconds']:.1f} s ({speed})")
-        if isinstance(do, score_file.PairMaker):
-            say.line(do.summary(out, figures["rows"]))
-        elif isinstance(do, score_file.CompletionWriter) and (warning := do.warning()):
-            say.line(warning)
+        if not isinstance(do, score_file.Scorer) and (text := do.summary(out, figures["rows"])):
+            say.line(text)
         say.record(figures)
 
 
@@ -211,39 +208,35 @@ def _need_adapter(option: str, folder: Path) -> None:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = command_line.Parser(prog="python -m lib.evaluate", description=__doc__)
+    works = parser.add_mutually_exclusive_group()
     add = parser.add_argument
     add("--run", metavar="RUN", help="folder of a finished run")
     add("--model", metavar="PATH", help="policy to evaluate")
     add("--reference", metavar="PATH", help="reference model (default: the policy itself, as it stands)")
     add("--data", metavar="FILE", help="records to evaluate on (default: the run's held-out ones)")
-    add("--per-pair", metavar="OUT", help="write one JSON line a pair")
+    works.add_argument("--per-pair", metavar="OUT", help="write one JSON line a pair")
     what = "rewards and log-probabilities, log-probabilities alone, the greedy answer, or drawn ones"
     score = f"a line for every row of --data: {what}"
-    add("--score", choices=score_file.KINDS, nargs="?", const="rewards", help=score)
+    works.add_argument("--score", choices=score_file.KINDS, nargs="?", const="rewards", help=score)
     add("--out", metavar="OUT", help="where --score, --against and --tasks write")
-    add("--make-pairs", metavar="OUT", help="preference pairs of answers drawn to the prompts of --data")
+    works.add_argument("--make-pairs", metavar="OUT", help="preference pairs of answers drawn to the prompts of --data")
     add("--checkpoint", metavar="WHICH", help="of --run: best, last or a step (default: what the run's folder holds)")
     other = "another run, a model, or `base`: the run's model before it was trained; evaluate.judge says who compares"
-    add("--against", metavar="OTHER", help=f"compare answers to --data with those of {other}")
-    add("--tasks", metavar="NAMES", help="tasks of lm-evaluation-harness (package lm_eval)")
+    works.add_argument("--against", metavar="OTHER", help=f"compare answers to --data with those of {other}")
+    works.add_argument("--tasks", metavar="NAMES", help="tasks of lm-evaluation-harness (package lm_eval)")
     add("--tasks-folder", metavar="DIR", help="folder with YAML files of tasks of your own")
     add("--shots", type=int, metavar="N", help="of --tasks: examples before each question")
     add("--limit", type=int, metavar="N", help="of --tasks: most questions of each task")
     add("--chat", action="store_true", help="of --tasks: ask by the model's chat template")
     add("overrides", nargs="*", metavar="key=value", help="settings, as train.py --help lists them")
     options = parser.parse_intermixed_args(arguments)
-    names = ("score", "make_pairs", "per_pair", "against", "tasks")
-    works = [name for name in names if getattr(options, name) is not None]
-    of_tasks = options.tasks_folder or options.shots is not None or options.limit is not None or options.chat
-    goes_out = {"score", "against", "tasks"} & {*works}
+    needs_out = options.score or options.against
     for is_wrong, why in (
         ((options.run is None) == (options.model is None), "give either --run RUN or --model PATH"),
         (options.model and not options.data and not options.tasks, "--model needs --data FILE"),
-        (len(works) > 1, f"{' and '.join('--' + name.replace('_', '-') for name in works)} go one at a time"),
-        (not options.out and goes_out - {"tasks"}, f"--{works[0] if works else ''} needs --out OUT"),
-        (options.out and not goes_out, "--out is for --score, --against and --tasks; the others name their own file"),
+        (needs_out and not options.out, "--score and --against need --out OUT"),
+        (options.out and not (needs_out or options.tasks), "--out is for --score, --against and --tasks"),
         (options.tasks and not (options.run or options.out), "--tasks with --model needs --out OUT, e.g. tasks.json"),
-        (options.tasks is None and of_tasks, "--tasks-folder, --shots, --limit and --chat are for --tasks NAMES"),
         (options.checkpoint and not options.run, "--checkpoint is of --run RUN"),
     ):
         if is_wrong:

@@ -27,7 +27,7 @@ from lib.data.chat import ChatTemplate, template_of
 from lib.data.dataset import Example
 from lib.data.record_formats import Unusable
 from lib.data.tokenize import Encoder
-from lib.data.tokenizer import TextTokens, Tokenizer, limits_of, stored_config
+from lib.data.tokenizer import TextTokens, limits_of, stored_config
 from lib.distributed.work_queue import Lines
 from lib.distributed.world import World
 from lib.errors import UserError
@@ -48,17 +48,29 @@ LONGEST = 2048  # tokens, where a model does not say how many it can see
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # what tasks call it
 
 
-class HarnessWorker:
-    """Log-probabilities of continuations, and answers, by all ranks. folder: where rank 0 keeps what is finished.
-    digest: of the model, so that what is finished is taken up by the same one only."""
+class HarnessModel:
+    """The methods of lm_eval.api.model.LM, which it is mixed into where that package is installed: log-probabilities of
+    continuations, and answers, by all ranks. folder: where rank 0 keeps what is finished. digest: of the model, so that
+    what is finished is taken up by the same one only."""
 
-    def __init__(
-        self, model: nn.Module, tokenizer: Tokenizer, settings: Config, world: World, folder: Path, digest: str
-    ):
-        self.model, self.tokenizer, self.settings, self.world = model, tokenizer, settings, world
-        self.folder, self.digest = folder, digest
+    def __init__(self, loaded: nn.Module, subject: StoredModel, world: World, folder: Path, digest: str):
+        super().__init__()
+        settings, self.model, self.world, self.folder, self.digest = subject.settings, loaded, world, folder, digest
+        self.settings, self.name, self.tokenizer = settings, subject.name, subject.tokenizer()
         self.seconds = 0.0  # of all that was asked
-        self.multiple, self.shares_prompts, _ = reference_model.layout(model, settings.data, world.alone())
+        self.multiple, self.shares_prompts, _ = reference_model.layout(loaded, settings.data, world.alone())
+        self.template, self.inner = ChatTemplate(self.tokenizer, settings.data), TextTokens(self.tokenizer).inner
+        self.longest, self.limits = longest_input(settings), limits_of(vocabulary(settings.model))
+        bos = self.inner.bos_token_id
+        self.start_id: int = self.inner.eos_token_id if bos is None else bos
+        self.start_text = str(self.inner.decode([self.start_id]))
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What requests are kept by."""
+        return self.name
+
+    # ---- All ranks: results of items, by the work queue
 
     def ask(self, kind: str, items: Sequence[Any]) -> list[Any]:
         """One result for each item, on every rank. kind: score or write."""
@@ -103,24 +115,7 @@ class HarnessWorker:
             texts |= {sample.prompt_id: sample.text for sample in samples}
         return [json.dumps(texts[i], ensure_ascii=False) for i in range(len(items))]
 
-
-class HarnessModel:
-    """The methods of lm_eval.api.model.LM, which it is mixed into where that package is installed."""
-
-    def __init__(self, worker: HarnessWorker, name: str):
-        super().__init__()
-        tokenizer, settings = worker.tokenizer, worker.settings
-        self.ask, self.settings, self.name = worker.ask, settings, name
-        self.template, self.inner = ChatTemplate(tokenizer, settings.data), TextTokens(tokenizer).inner
-        self.longest, self.limits = longest_input(settings), limits_of(vocabulary(settings.model))
-        start = self.inner.bos_token_id if self.inner.bos_token_id is not None else self.inner.eos_token_id
-        self.start_id: int = start
-        self.start_text = str(self.inner.decode([start]))
-
-    @property
-    def tokenizer_name(self) -> str:
-        """What requests are kept by."""
-        return self.name
+    # ---- What the harness asks
 
     def loglikelihood(self, requests: Sequence[Any], **_: object) -> list[tuple[float, bool]]:
         """Log-probability of each (context, continuation), and whether greedy decoding would write it."""
@@ -133,19 +128,21 @@ class HarnessModel:
         return [sum(next(scores)[0] for _ in of_text) for of_text in windows]
 
     def _scores(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """Of (context, continuation) in token ids. Each context is asked once, the longest first."""
-        fitted = [tuple(map(tuple, fitting(*pair, self.longest))) for pair in pairs]
-        contexts: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
-        for context, continuation in fitted:
-            if continuation:
-                of_context = contexts.setdefault(context, {})
-                of_context.setdefault(continuation, len(of_context))
+        """Of (context, continuation) in token ids. Each context is asked once, the longest first. The beginning of a
+        context that is too long is left out: the last token is predicted and not seen."""
+        contexts: dict[tuple[int, ...], dict[tuple[int, ...], tuple[float, bool]]] = {}
+        fitted = []
+        for context, continuation in pairs:
+            if (room := self.longest + 1 - len(continuation)) <= 0:
+                raise UserError(f"a continuation of {len(continuation):,} tokens: the model sees {self.longest:,}")
+            fitted.append((tuple(context[-room:]), tuple(continuation)))
+            contexts.setdefault(fitted[-1][0], {})[fitted[-1][1]] = (0.0, True)  # of no token at all
         order = sorted(contexts, key=lambda context: -len(context) - max(map(len, contexts[context])))
-        items = [(list(context), [list(c) for c in contexts[context]]) for context in order]
-        scores = dict(zip(order, self.ask("score", items), strict=True))
-        certain = (0.0, True)  # of no token at all
-        found = [scores[context][contexts[context][c]] if c else certain for context, c in fitted]
-        return [(float(logp), bool(is_greedy)) for logp, is_greedy in found]
+        items = [(context, [each for each in contexts[context] if each]) for context in order]
+        items = [item for item in items if item[1]]
+        for (context, continuations), scores in zip(items, self.ask("score", items), strict=True):
+            contexts[context] |= {c: (float(s[0]), bool(s[1])) for c, s in zip(continuations, scores, strict=True)}
+        return [contexts[context][continuation] for context, continuation in fitted]
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Ids of a text and of what follows it: where tokens begin is decided by both together. Spaces at the context's
@@ -176,33 +173,23 @@ class HarnessModel:
         return [texts[i] for i in range(len(items))]
 
     def _generated(self, context: str, options: dict[str, Any]) -> tuple[list[int], list[str], int, float]:
-        """An item for HarnessWorker.write; temperature 0 is greedy."""
-        max_tokens = int(next((options[name] for name in LIMITS if options.get(name) is not None), GENERATED))
+        """An item of `write`; temperature 0 is greedy."""
+        most = int(next((options[name] for name in LIMITS if options.get(name) is not None), GENERATED))
         until, draws = options.get("until") or [], options.get("do_sample")
         temperature = float(options.get("temperature") or bool(draws))  # 1 by default, as transformers has it
-        room = self.longest - max_tokens
-        if room <= 0:
-            raise UserError(f"a task wants {max_tokens} tokens of a model that sees {self.longest}; set max_gen_toks")
-        ids = self.encode(context)[-room:] or [self.start_id]
-        return (
-            ids,
-            [until] if isinstance(until, str) else list(until),
-            max_tokens,
-            0.0 if draws is False else temperature,
-        )
+        if (room := self.longest - most) <= 0:
+            raise UserError(f"a task wants {most} tokens of a model that sees {self.longest}; set max_gen_toks")
+        ids, stops = self.encode(context)[-room:] or [self.start_id], [until] if isinstance(until, str) else [*until]
+        return ids, stops, most, 0.0 if draws is False else temperature
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as text, as training rendered it (data.chat_template)."""
-        own = template_of(self.settings.data)
-        options = {
-            "tokenize": False,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": not add_generation_prompt,
-            **({} if own is None else {"chat_template": own}),
-            **self.template.arguments_without_answer,
-        }
+        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        options |= self.template.arguments_without_answer
+        if (stored := template_of(self.settings.data)) is not None:
+            options["chat_template"] = stored
         try:
-            return str(self.inner.apply_chat_template(chat_history, **options))
+            return str(self.inner.apply_chat_template(chat_history, tokenize=False, **options))
         except Exception as error:  # whatever the template's author chose
             raise UserError(f"--chat: the chat template refuses a task's conversation: {error}") from error
 
@@ -215,13 +202,6 @@ def longest_input(settings: Config) -> int:
     """How many tokens the model can see at once, by its config.json and its table of positions."""
     known = (context_tokens(stored_config(settings.model)), load.table_sizes(settings.model).positions)
     return min((tokens for tokens in known if tokens is not None), default=LONGEST)
-
-
-def fitting(context: list[int], continuation: list[int], longest: int) -> tuple[list[int], list[int]]:
-    """The pair, without the beginning of a context that is too long: the last token is predicted and not seen."""
-    if len(continuation) > longest:
-        raise UserError(f"a continuation of {len(continuation):,} tokens does not fit a model that sees {longest:,}")
-    return context[-(longest + 1 - len(continuation)) :], continuation
 
 
 def rolling_windows(ids: list[int], start_id: int, longest: int) -> list[tuple[list[int], list[int]]]:
@@ -255,16 +235,14 @@ def evaluate_tasks(subject: StoredModel, tasks: Tasks, out: Path, world: World) 
         if importlib.util.find_spec(PACKAGE) is None:
             install = f".venv/bin/python -m pip install -c constraints.txt {PACKAGE}"
             raise UserError(f"--tasks needs the package {PACKAGE}; run {install}")
-        tokenizer = subject.tokenizer()
         if tasks.chat:
-            encoder = Encoder(tokenizer, settings.data, vocabulary(settings.model)["eos_token_id"])
+            encoder = Encoder(subject.tokenizer(), settings.data, vocabulary(settings.model)["eos_token_id"])
             if not encoder.template.is_used:
                 raise UserError(f"--chat: {settings.model.path} has no chat template; give data.chat_template=FILE")
             encoder.stop_generation()
         digest = subject.digest()
     world.require_equal("model or settings", digest)
-    worker = HarnessWorker(subject.load(world).model, tokenizer, settings, world, kept, digest)
-    results = _run_harness(worker, subject.name, tasks)
+    results = _run_harness((subject.load(world).model, subject, world, kept, digest), tasks)
     with world.agreeing(f"writing {out}"):
         if world.rank == 0:
             files.write_atomically(out, json.dumps(results, indent=2, default=str) + "\n")
@@ -272,17 +250,14 @@ def evaluate_tasks(subject: StoredModel, tasks: Tasks, out: Path, world: World) 
     return results
 
 
-def _run_harness(worker: HarnessWorker, name: str, tasks: Tasks) -> dict[str, Any]:
-    """What lm_eval finds of the tasks. name: of the model."""
+def _run_harness(parts: tuple[Any, ...], tasks: Tasks) -> dict[str, Any]:
+    """What lm_eval finds of the tasks. parts: of HarnessModel."""
     from lm_eval import simple_evaluate
     from lm_eval.api.model import LM
     from lm_eval.tasks import TaskManager
 
-    class Adapter(HarnessModel, LM):
-        """The harness takes what is an LM of its own."""
-
-    names = ",".join(tasks.names)
-    with worker.world.agreeing("loading the tasks"):
+    model: Any = type("Adapter", (HarnessModel, LM), {})(*parts)  # the harness takes what is an LM of its own
+    with model.world.agreeing("loading the tasks"):
         manager = TaskManager(include_path=None if tasks.folder is None else str(tasks.folder))
         if unknown := [task for task in tasks.names if not manager.match_tasks([task])]:
             place = f"{tasks.folder} and {PACKAGE}" if tasks.folder else f"{PACKAGE}; --tasks-folder DIR adds your own"
@@ -290,35 +265,21 @@ def _run_harness(worker: HarnessWorker, name: str, tasks: Tasks) -> dict[str, An
         try:
             manager.load(tasks.names)
         except Exception as error:  # whatever a task's file or its data are wrong with
-            said = str(error).strip().splitlines() or [type(error).__name__]
-            raise UserError(f"--tasks {names}: cannot be loaded: {said[-1]}") from error
-    with worker.world.agreeing("the tasks"):
-        results: dict[str, Any] = simple_evaluate(
-            model=Adapter(worker, name),
-            tasks=tasks.names,
-            num_fewshot=tasks.shots,
-            limit=tasks.limit,
-            apply_chat_template=tasks.chat,
-            log_samples=False,
-            task_manager=manager,
-        )
-    return {**results, "seconds": worker.seconds}
+            last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+            raise UserError(f"--tasks {','.join(tasks.names)}: cannot be loaded: {last}") from error
+    asked = {"num_fewshot": tasks.shots, "limit": tasks.limit, "apply_chat_template": tasks.chat}
+    with model.world.agreeing("the tasks"):
+        results = simple_evaluate(model=model, tasks=tasks.names, log_samples=False, task_manager=manager, **asked)
+    return {**results, "seconds": model.seconds}
 
 
 def show(say: Terminal, name: str, results: dict[str, Any], out: Path) -> None:
     """A table for people, and a line of JSON: {"tasks": {"arc": {"acc,none": 0.5, ...}}}."""
-    rows: list[Sequence[str]] = []
     metrics = {
         task: {name: value for name, value in of_task.items() if isinstance(value, int | float)}
         for task, of_task in results["results"].items()
     }
-    for task, values in metrics.items():
-        for metric, value in values.items():
-            measure, _, which = metric.partition(",")
-            if which and not measure.endswith("_stderr"):
-                error = values.get(f"{measure}_stderr,{which}")
-                shown = measure if which == "none" else f"{measure} ({which})"
-                rows.append([task, shown, f"{value:.4f}", "-" if error is None else f"{error:.4f}"])
-    say.table(f"{name} on tasks of lm-evaluation-harness", ["task", "metric", "value", "standard error"], rows, 2)
+    rows = [(task, name, f"{value:.4f}") for task, values in metrics.items() for name, value in values.items()]
+    say.table(f"{name} on tasks of lm-evaluation-harness", ["task", "metric", "value"], rows, 2)
     say.line(f"{out}: all results")
     say.record({"run": name, "tasks": metrics, "seconds": results["seconds"]})

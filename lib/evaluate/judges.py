@@ -42,7 +42,7 @@ from lib.evaluate import judge_process
 from lib.evaluate.sample import in_batches
 from lib.model.load import bounded
 from lib.model.token_stream import length_multiple
-from lib.system import files, os_commands
+from lib.system import os_commands
 from lib.system.model_folder import resolve, why_unreadable
 
 CHECKS = (None, "exact", "number")  # None: by evaluate.answer_pattern
@@ -68,8 +68,7 @@ class Question:
 
     def line(self) -> str:
         """JSON, as functions and commands read it."""
-        asked = {"prompt": self.prompt, "completions": list(self.completions), "record": self.record}
-        return json.dumps(asked, default=str)
+        return json.dumps({name: value for name, value in vars(self).items() if name != "place"}, default=str)
 
 
 class Judge:
@@ -119,15 +118,14 @@ class Checker(Judge):
         self.is_right = is_right
 
     def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
-        for question in questions:
-            if not isinstance(question.record.get(ANSWER), str | int | float):
-                raise UserError(
-                    f"{question.place}: no {ANSWER!r} to check completions by "
-                    f"(columns: {', '.join(question.record)}); add it, or set evaluate.judge"
-                )
-        return [
-            [float(self.is_right(text, str(q.record[ANSWER]).strip())) for text in q.completions] for q in questions
-        ]
+        return [[float(self.is_right(text, self._answer(q))) for text in q.completions] for q in questions]
+
+    def _answer(self, question: Question) -> str:
+        answer = question.record.get(ANSWER)
+        if not isinstance(answer, str | int | float):
+            columns = f"(columns: {', '.join(question.record)}); add it, or set evaluate.judge"
+            raise UserError(f"{question.place}: no {ANSWER!r} to check completions by {columns}")
+        return str(answer).strip()
 
 
 # ---- Functions and commands
@@ -156,12 +154,12 @@ class FunctionJudge(Judge):
         return [self._scores(question) for question in questions]
 
     def require_scores(self, question: Question) -> None:
-        # What a function raises may be about this answer alone: that is left to the round.
         try:
             self([question])
-        except UserError as error:
-            if isinstance(error, NoScores):
-                raise
+        except NoScores:
+            raise
+        except UserError:  # it may be about this answer alone: that is left to the round
+            pass
 
     def _scores(self, question: Question) -> list[float]:
         try:
@@ -189,22 +187,23 @@ class FunctionJudge(Judge):
     def _received(self, limit_seconds: float) -> dict[str, Any]:
         """The process's next message. Raises UserError: a fault of the function, or the process's end."""
         assert self._process is not None
-        fault = f"no answer within {limit_seconds:g} s (evaluate.judge_seconds)"
+        message: dict[str, Any] = {
+            "is_over": True,
+            "fault": f"no answer within {limit_seconds:g} s (evaluate.judge_seconds)",
+        }
         try:
             if self._pipe.poll(limit_seconds):
-                message: dict[str, Any] = self._pipe.recv()
-                if "fault" not in message:
-                    return message
-                if not message["is_over"]:
-                    raise UserError(message["fault"])
-                fault = message["fault"]
+                message = self._pipe.recv()
         except (EOFError, OSError):
             self._process.join(END_SECONDS)
-            fault = f"its process ended with status {self._process.exitcode}"
-        self._end_at_exit()
-        self._pipe.close()
-        self._process = None
-        raise UserError(fault)
+            message["fault"] = f"its process ended with status {self._process.exitcode}"
+        if message.get("is_over"):
+            self._end_at_exit()
+            self._pipe.close()
+            self._process = None
+        if "fault" in message:
+            raise UserError(message["fault"])
+        return message
 
 
 def _kill(process: BaseProcess) -> None:
@@ -223,25 +222,23 @@ class CommandJudge(Judge):
         self.command, self.name, self.timeout_seconds = shlex.split(command), name, timeout_seconds
 
     def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
-        done = os_commands.run(
-            self.command, self.timeout_seconds, text="".join(f"{question.line()}\n" for question in questions)
-        )
-        lines, scores = done.output.splitlines(), list[list[float]]()
+        text = "".join(f"{question.line()}\n" for question in questions)
+        done = os_commands.run(self.command, self.timeout_seconds, text=text)
+        lines = done.output.splitlines()
         if done.status is None:
             raise UserError(f"{self.name}: no answer within {self.timeout_seconds:g} s (sync.timeout_seconds)")
         if done.status:
-            said = (done.errors.strip().splitlines() or ["it said nothing"])[-1]
-            raise UserError(f"{self.name}: ended with status {done.status}: {said}")
+            last = (done.errors.strip().splitlines() or ["it said nothing"])[-1]
+            raise UserError(f"{self.name}: ended with status {done.status}: {last}")
         if len(lines) != len(questions):
             raise UserError(f"{self.name}: wrote {len(lines)} lines for {len(questions)} questions")
-        for line, question in zip(lines, questions, strict=True):
-            count, of_line = len(question.completions), None
-            with contextlib.suppress(ValueError):
-                of_line = judge_process.scores_in(json.loads(line), count)
-            if of_line is None:
-                raise UserError(f"{self.name}: wrote {line[:80]!r}, which is no list of {count} scores")
-            scores.append(of_line)
-        return scores
+        return [self._scores(line, len(q.completions)) for line, q in zip(lines, questions, strict=True)]
+
+    def _scores(self, line: str, count: int) -> list[float]:
+        with contextlib.suppress(ValueError):
+            if (scores := judge_process.scores_in(json.loads(line), count)) is not None:
+                return scores
+        raise UserError(f"{self.name}: wrote {line[:80]!r}, which is no list of {count} scores")
 
 
 # ---- A model behind an OpenAI-compatible server
@@ -266,7 +263,6 @@ VERDICTS: dict[str | None, list[float]] = {"A": [1.0, 0.0], "B": [0.0, 1.0], "C"
 BUSY = (408, 429, 500, 502, 503, 504)  # statuses of a server that is busy, or gone for a moment
 UNREACHED = (httpx2.HTTPError, httpx2.InvalidURL)
 TRIES = 4
-CONNECT_SECONDS = 20.0  # of the first question, whether a server is there
 WAIT_SECONDS = 1.0  # before the second try; doubled for each further one
 
 
@@ -313,26 +309,22 @@ class JudgeServer(Judge):
         return [VERDICTS.get(extract(r"\[\[([ABC])\]\]", text), [math.nan, math.nan]) for text in answers]
 
     def require_scores(self, question: Question) -> None:
-        try:
-            with self._client(min(self.timeout_seconds, CONNECT_SECONDS)) as client:
-                client.get(f"{self.url}/models")
-        except UNREACHED as error:
-            raise UserError(f"{self.name}: no server answers ({error}); start it") from None
-
-    def _client(self, timeout_seconds: float) -> httpx2.Client:
-        key = os.environ.get("OPENAI_API_KEY")
-        return httpx2.Client(timeout=timeout_seconds, headers={"Authorization": f"Bearer {key}"} if key else {})
+        self([question])
 
     def _answers(self, asked: Sequence[tuple[str, ...]]) -> list[str]:
         """What the model answers to its instructions, their places filled in, some at a time."""
         texts = [filled_in(self.instructions, dict(zip(self.places, parts, strict=True))) for parts in asked]
-        with self._client(self.timeout_seconds) as client, ThreadPoolExecutor(self.concurrency) as threads:
+        key = os.environ.get("OPENAI_API_KEY")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        with (
+            httpx2.Client(timeout=self.timeout_seconds, headers=headers) as client,
+            ThreadPoolExecutor(self.concurrency) as threads,
+        ):
             return list(threads.map(lambda text: self._answer(client, text), texts))
 
     def _answer(self, client: httpx2.Client, text: str) -> str:
         """One answer; a server that is busy, or cannot be reached, is asked again."""
         body = {"model": self.model, "messages": [{"role": "user", "content": text}], "temperature": 0}
-        why = ""
         for attempt in range(TRIES):
             if attempt:
                 time.sleep(WAIT_SECONDS * 2 ** (attempt - 1))
@@ -399,11 +391,9 @@ class RewardModel(Judge):
         """The tokens whose last one is scored."""
         prompt, asks = question.prompt, not self.is_classifier
         if asks:
-            content = filled_in(self.instructions, {"{prompt}": text_of(prompt), "{answer}": text})
-            turns = [{"role": "user", "content": content}]
-        else:
-            turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-            turns.append({"role": "assistant", "content": text})
+            prompt = filled_in(self.instructions, {"{prompt}": text_of(prompt), "{answer}": text})
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        turns += [] if asks else [{"role": "assistant", "content": text}]
         try:
             if getattr(self.tokenizer, "chat_template", None) is None:
                 ids = self.tokenizer.encode("\n\n".join(str(turn["content"]) for turn in turns) + "\n" * asks)
@@ -434,12 +424,11 @@ def _reward_folder(judge: str, name: str) -> Path:
 
 def _score_head(folder: Path, name: str) -> mx.array:
     """float32 [hidden]: a classifier's head of one label."""
-    for file in sorted(path for path in folder.glob("*.safetensors") if not files.is_litter(path.name)):
+    for file in folder.glob("*.safetensors"):
         weights: Any = mx.load(str(file))
         for head in (weights[key] for key in ("score.weight", "classifier.weight") if key in weights):
             if head.ndim != 2 or head.shape[0] != 1:
                 raise UserError(f"{name}: has {head.shape[0]} labels; a reward model has one")
-            mx.eval(head)
             return head[0].astype(mx.float32)
     raise UserError(f"{name}: no score.weight in its files, which a sequence classifier has")
 
@@ -456,10 +445,8 @@ def require_judges(settings: EvaluateSettings, of_rounds: str | None, data: obje
         require_judge(settings, judge, f"{setting}={judge}")
         is_check = judge in (*CHECKS, *BROUGHT)
         if is_check and all(prompts.record(row).get(ANSWER) is None for row in range(len(prompts))):
-            raise UserError(
-                f"{prompts.location(0)}: no {ANSWER!r} to check completions by, nor in any other record of "
-                f"{prompts.path}; add it, or set {setting}"
-            )
+            where = f"nor in any other record of {prompts.path}; add it, or set {setting}"
+            raise UserError(f"{prompts.location(0)}: no {ANSWER!r} to check completions by, {where}")
 
 
 def require_judge(settings: EvaluateSettings, judge: str | None, name: str) -> None:
@@ -488,26 +475,21 @@ def require_judge(settings: EvaluateSettings, judge: str | None, name: str) -> N
 def judge_of(settings: Config, setting: str = "evaluate.judge", grades: bool = False) -> Judge:
     """The judge that evaluate.judge names, ready to be asked. grades: of any number of answers, each by itself: else a
     served model compares two. setting: that gave the name, for errors."""
-    evaluate = settings.evaluate
-    judge, pattern, name, seconds = (
-        evaluate.judge,
-        evaluate.answer_pattern,
-        f"{setting}={evaluate.judge}",
-        settings.sync,
-    )
+    evaluate, judge, timeout = settings.evaluate, settings.evaluate.judge, settings.sync.timeout_seconds
+    name = f"{setting}={judge}"
     require_judge(evaluate, judge, name)
     if judge is None:
-        return Checker(lambda text, answer: extract(pattern, text) == answer)
+        return Checker(lambda text, answer: extract(evaluate.answer_pattern, text) == answer)
     if judge in CHECKS:
         return Checker(same_number if judge == "number" else lambda text, answer: text.strip() == answer)
     if judge.startswith(REWARD_MODEL):
         return RewardModel(evaluate, name, length_multiple(settings.data))
     if judge.startswith(SERVERS):
-        return JudgeServer(evaluate, name, seconds.timeout_seconds, grades)
+        return JudgeServer(evaluate, name, timeout, grades)
     if judge in BROUGHT or FUNCTION.fullmatch(judge):
         function = f"lib.evaluate.judge_process:{judge}" if judge in BROUGHT else judge
         return FunctionJudge(function, name, evaluate.judge_seconds)
-    return CommandJudge(judge, name, seconds.timeout_seconds)
+    return CommandJudge(judge, name, timeout)
 
 
 # ---- Scores of a round
@@ -525,9 +507,9 @@ def scores_of(judge: Judge, questions: Sequence[Question]) -> list[list[Scored]]
     fails on several questions it is asked for each, and where it fails on one for each of its answers."""
     scored = _scored(judge, questions)
     each = [answer for of_question in scored for answer in of_question]
-    faults = [answer.fault for answer in each if answer.fault not in ("", NO_VERDICT)]
-    if faults and all(answer.score is None for answer in each):
-        raise UserError(f"no answer is scored: {faults[0]}")
+    fault = next((answer.fault for answer in each if answer.fault not in ("", NO_VERDICT)), "")
+    if fault and all(answer.score is None for answer in each):
+        raise UserError(f"no answer is scored: {fault}")
     return scored
 
 
@@ -535,13 +517,11 @@ def _scored(judge: Judge, questions: Sequence[Question]) -> list[list[Scored]]:
     try:
         scores = judge(questions)
     except UserError as error:
+        alone = [replace(question, completions=[text]) for question in questions for text in question.completions]
         if len(questions) > 1:
             return [_scored(judge, [question])[0] for question in questions]
-        texts = questions[0].completions
-        if len(texts) == 1:
+        if len(alone) == 1:
             return [[Scored(None, str(error))]]
-        return [[_scored(judge, [replace(questions[0], completions=[text])])[0][0] for text in texts]]
-    return [
-        [Scored(score) if math.isfinite(score) else Scored(None, NO_VERDICT) for score in of_texts]
-        for of_texts in scores
-    ]
+        return [[_scored(judge, [question])[0][0] for question in alone]]
+    missing = Scored(None, NO_VERDICT)
+    return [[Scored(score) if math.isfinite(score) else missing for score in of_texts] for of_texts in scores]

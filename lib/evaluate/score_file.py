@@ -61,9 +61,9 @@ class FileJob(NamedTuple):
     def chunks(self) -> int:
         return -(-self.rows // self.chunk_rows)
 
-    def open(self, world: World, repeats: bool = True) -> WorkQueue:
+    def open(self, world: World) -> WorkQueue:
         """The queue of what the output lacks. All ranks call it."""
-        return open_queue(world, self.out, self.key, self.chunks, repeats)
+        return open_queue(world, self.out, self.key, self.chunks)
 
     def rows_of(self, chunk: int) -> range:
         return range(chunk * self.chunk_rows, min((chunk + 1) * self.chunk_rows, self.rows))
@@ -79,8 +79,7 @@ def pull(
     """Lines for all rows, in order, into the job's file: by all ranks, each once; what is finished already is taken.
     Each rank works at its pace; where they hold parts of a model that is needed, all at the same chunk. queue: the
     job's, where it is open. Returns: On rank 0, the figures for people and machines; elsewhere nothing."""
-    size, say, began = job.chunk_rows, Terminal(silent=world.rank != 0), time.perf_counter()
-    queue = queue or job.open(world)
+    say, began, queue = Terminal(silent=world.rank != 0), time.perf_counter(), queue or job.open(world)
     served = queue if isinstance(queue, ServedQueue) else None
     missing = list(served.fresh) if served else []
     before = job.chunks - len(missing) if served else 0
@@ -88,7 +87,7 @@ def pull(
         say.line(f"{before:,} of {job.chunks:,} chunks are there already")
     with say.counting(job.what, job.rows) as progress:
         if served is not None:
-            served.report = lambda done, by_rank: progress(min(done * size, job.rows))
+            served.report = lambda done, by_rank: progress(min(done * job.chunk_rows, job.rows))
         together = needs_model and world.divides_model
         if not together:
             work(queue, lambda chunk: do(job.rows_of(chunk)))
@@ -106,7 +105,7 @@ def pull(
         served.journal.finish(job.out)
     except OSError as error:
         raise UserError(f"{job.out}: {error.strerror}; free some space and start again, nothing is lost") from None
-    seconds, scored = time.perf_counter() - began, job.rows - min(before * size, job.rows)
+    seconds, scored = time.perf_counter() - began, job.rows - min(before * job.chunk_rows, job.rows)
     served.close(world.timeout_seconds)
     by_rank = {str(rank): count for rank, count in sorted(served.finished_by.items())}
     speed = {"seconds": seconds, "rows_per_second": scored / seconds}
@@ -161,9 +160,9 @@ class Scorer:
         tokenizer: Tokenizer | None,
         world: World,
     ):
-        self.model, self.reference, self.records, self.settings = model, reference, records, settings
-        self.world, kind, words = world, settings.record_kind, vocabulary(settings.model)
-        self.tokenisation = Tokenisation.of(settings.data, kind, tokenizer, words)
+        self.model, self.reference, self.records, self.settings, self.world = model, reference, records, settings, world
+        words = vocabulary(settings.model)
+        self.tokenisation = Tokenisation.of(settings.data, settings.record_kind, tokenizer, words)
 
     def __call__(self, rows: range) -> Lines:
         """Raises UserError: a row is unusable; with data.skip_invalid its line says why."""
@@ -171,11 +170,11 @@ class Scorer:
         usable, pieces = list[int](), list[np.ndarray]()
         with self.world.agreeing("reading rows"):
             for row, (place, result) in zip(rows, self.tokenisation.rows(self.records, rows), strict=True):
-                label = self.records.label(row)
                 if not isinstance(result, Unusable):
                     usable.append(row)
                     pieces += result[0]
-                    lines[row] |= {} if label is None else {"label": label}
+                    if (label := self.records.label(row)) is not None:
+                        lines[row]["label"] = label
                 elif self.settings.data.skip_invalid:
                     lines[row]["error"] = f"{place}: {result}"
                 else:
@@ -187,7 +186,7 @@ class Scorer:
         return [json.dumps(line) for line in lines.values()]
 
     def _columns(self, dataset: Dataset) -> dict[str, np.ndarray]:
-        policy, reference = self._logps(self.model, dataset), None
+        policy, reference, tokens = self._logps(self.model, dataset), None, dataset.scored_tokens
         if isinstance(self.reference, nn.Module):
             reference = self._logps(self.reference, dataset)
         elif self.reference is not None:
@@ -195,14 +194,12 @@ class Scorer:
             self.model.update(tree_unflatten(list(self.reference.items())))
             reference = self._logps(self.model, dataset)
             self.model.update(tree_unflatten(list(trained.items())))
-        names = ("chosen", "rejected") if policy.shape[1] == 2 else ("completion",)
-        columns = {f"policy_{name}_logp": policy[:, k] for k, name in enumerate(names)}
-        columns |= {f"{name}_tokens": dataset.scored_tokens[:, k] for k, name in enumerate(names)}
-        if reference is not None:
-            columns |= {f"reference_{name}_logp": reference[:, k] for k, name in enumerate(names)}
-            rewards = columns_by_row(policy, reference, dataset.scored_tokens, self.settings.train)
-            columns |= {name: column for name, column in rewards.items() if not name.endswith("_logp")}
-        return columns
+        columns: dict[str, np.ndarray] = {}
+        for k, name in enumerate(("chosen", "rejected") if policy.shape[1] == 2 else ("completion",)):
+            columns |= {f"policy_{name}_logp": policy[:, k], f"{name}_tokens": tokens[:, k]}
+            columns |= {} if reference is None else {f"reference_{name}_logp": reference[:, k]}
+        rewards = {} if reference is None else columns_by_row(policy, reference, tokens, self.settings.train)
+        return columns | {name: column for name, column in rewards.items() if not name.endswith("_logp")}
 
     def _logps(self, model: nn.Module, dataset: Dataset) -> np.ndarray:
         return dataset_logps(model, dataset, self.world, [1] * self.world.workers.size, self.settings)
@@ -250,7 +247,7 @@ class CompletionWriter:
         self.cut += sum(sample.finish == "length" for sample in samples)
         return [samples[start : start + self.count] for start in range(0, len(samples), self.count)]
 
-    def warning(self) -> str:
+    def summary(self, out: Path, rows: int) -> str:
         """How many of this rank's answers were cut; empty where all ended."""
         text = f"{self.cut:,} of the {self.answers:,} answers that rank {self.world.rank} drew have no end within "
         return f"{text}evaluate.max_tokens={self.settings.evaluate.max_tokens}" if self.cut else ""
@@ -280,24 +277,24 @@ class PairMaker:
 
     def __call__(self, rows: range) -> Lines:
         """One line for each of some rows: a pair, or nothing where all completions are equally good."""
-        writer, answers = self.writer, dict[int, list[Sample]]()
-        drawn = zip(rows, writer.drawn(rows), strict=True)
+        writer, questions, answers = self.writer, list[Question](), list[list[Sample]]()
+        drawn = writer.drawn(rows)
         with writer.world.agreeing("judging"):
             if writer.world.rank:
                 return []
-            for row, of_row in drawn:
+            for row, of_row in zip(rows, drawn, strict=True):
                 distinct = {sample.text: sample for sample in of_row[::-1] if sample.finish == "stop"}
                 if distinct:
-                    answers[row] = sorted(distinct.values(), key=lambda sample: sample.k)
-            questions = [writer.question(row, [sample.text for sample in each]) for row, each in answers.items()]
+                    answers.append(sorted(distinct.values(), key=lambda sample: sample.k))
+                    questions.append(writer.question(row, [sample.text for sample in answers[-1]]))
             grades = self.judge(questions) if questions else []
-            pairs = [self._pair(*each) for each in zip(questions, answers.values(), grades, strict=True)]
+            pairs = [self._pair(*each) for each in zip(questions, answers, grades, strict=True)]
         return [json.dumps(pair, ensure_ascii=False) for pair in pairs if pair]
 
     def summary(self, out: Path, rows: int) -> str:
         """How many prompts gave a pair, of all ranks, and what this rank had to leave out."""
         made = f"{out}: {len(out.read_bytes().splitlines()):,} of {rows:,} prompts gave a pair"
-        return f"{made}; {cut} and are in none" if (cut := self.writer.warning()) else made
+        return f"{made}; {cut} and are in none" if (cut := self.writer.summary(out, rows)) else made
 
     def _pair(self, question: Question, answers: Sequence[Sample], of_answers: Sequence[float]) -> JSON:
         """Empty where no answer is better. of_answers: grades, NaN where the judge gave none."""

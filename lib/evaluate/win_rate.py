@@ -25,6 +25,7 @@ from lib.system.records import read_lines
 from lib.system.terminal import Terminal
 
 Z95 = 1.959963984540054  # the normal distribution has 95 % within so many standard deviations
+COUNTS = ("wins", "losses", "ties", "unclear", "order_decided")
 
 
 def compare(first: StoredModel, second: StoredModel, records: Records, out: Path, world: World) -> JSON | None:
@@ -47,7 +48,7 @@ def compare(first: StoredModel, second: StoredModel, records: Records, out: Path
             do = CompletionWriter(loaded.model, tokenizer, records, model.settings, None)
             what = f"answers of {model.name}"
             pull(FileJob(what, keys[name], len(records), parts[name], evaluate.batch_size), world, do)
-            if warning := do.warning():
+            if warning := do.summary(parts[name], len(records)):
                 Terminal(silent=world.rank != 0).line(warning)
     if comparer is None:
         return None
@@ -80,30 +81,29 @@ class Comparer:
 
     def lines(self, rows: range, texts: Sequence[Sequence[str]]) -> Lines:
         """Some prompts with both answers and a verdict. texts: both models' answers to all prompts."""
-        questions = {row: self._question(row, (texts[0][row], texts[1][row])) for row in rows}
-        both = self.judge.looks_at_order
+        questions = [self._question(row, (texts[0][row], texts[1][row])) for row in rows]
         # Of two equal answers neither is better: no model is asked.
-        asked = {row: q for row, q in questions.items() if not both or q.completions[0] != q.completions[1]}
-        scores, swapped = dict(zip(asked, self.judge([*asked.values()]), strict=True)), dict[int, list[float]]()
-        if both:
-            turned = self.judge([replace(q, completions=q.completions[::-1]) for q in asked.values()])
-            swapped = {row: pair[::-1] for row, pair in zip(asked, turned, strict=True)}
+        is_asked = [not self.judge.looks_at_order or q.completions[0] != q.completions[1] for q in questions]
+        asked = [question for question, is_one in zip(questions, is_asked, strict=True) if is_one]
+        scores, swapped = iter(self.judge(asked)), iter([])
+        if self.judge.looks_at_order:
+            swapped = iter(self.judge([replace(q, completions=q.completions[::-1]) for q in asked]))
         lines = []
-        for row, q in questions.items():
-            own, other = scores.get(row), swapped.get(row)
+        for row, q, is_one in zip(rows, questions, is_asked, strict=True):
+            orders = (
+                [next(scores), *([] if (turned := next(swapped, None)) is None else [turned[::-1]])] if is_one else []
+            )
             line = {"row": row, "line": self.records.line(row), "prompt": q.prompt, "answer": q.completions[0]}
-            line |= {"against": q.completions[1], "scores": _finite(own), "swapped_scores": _finite(other)}
-            line["verdict"] = "tie" if own is None else verdict(own, other)
+            line |= {"against": q.completions[1], "verdict": verdict(*orders) if is_one else "tie"}
+            # JSON has no NaN.
+            finite = [[None if math.isnan(score) else score for score in order] for order in orders]
+            line |= dict(zip(("scores", "swapped_scores"), [*finite, None, None], strict=False))
             lines.append(json.dumps(line, ensure_ascii=False))
         return lines
 
     def _question(self, row: int, completions: tuple[str, str]) -> Question:
         record = self.records[row]
         return Question(self.records.location(row), asked_of(record, self.data, self.tokenizer), completions, record)
-
-
-def _finite(scores: Sequence[float] | None) -> list[float | None] | None:
-    return None if scores is None else [None if math.isnan(score) else score for score in scores]  # JSON has no NaN
 
 
 def verdict(scores: Sequence[float], swapped: Sequence[float] | None = None) -> str:
@@ -125,8 +125,6 @@ def summarise(lines: Sequence[JSON], looks_at_order: bool) -> JSON:
     rate = (counts["win"] + (counts["tie"] + counts["unclear"]) / 2) / prompts
     ties = [(line["scores"], line["swapped_scores"]) for line in lines if line["verdict"] == "tie"]
     by_order = sum(len({verdict(scores) for scores in each if scores}) > 1 for each in ties)
-    scored = [line["scores"] for line in lines if line["scores"] and None not in line["scores"]]
-    means = [sum(of_side) / len(scored) for of_side in zip(*scored, strict=True)] or [None, None]
     return {
         "prompts": prompts,
         "wins": counts["win"],
@@ -136,8 +134,6 @@ def summarise(lines: Sequence[JSON], looks_at_order: bool) -> JSON:
         "order_decided": by_order if looks_at_order else None,
         "win_rate": rate,
         "interval": wilson(rate, prompts),
-        "mean_score": means[0],
-        "against_mean_score": means[1],
     }
 
 
@@ -152,10 +148,8 @@ def wilson(rate: float, count: int, z: float = Z95) -> tuple[float, float]:
 
 def show(say: Terminal, first: str, second: str, result: JSON) -> None:
     """A line for people, and one of JSON."""
-    parts = [f"{result[name]:,} {name}" for name in ("wins", "losses", "ties")]
-    parts += [f"{result['unclear']:,} without a verdict"] if result["unclear"] else []
-    parts += [f"{result['order_decided']:,} decided by the order"] if result["order_decided"] else []
+    counts = ", ".join(f"{result[name] or 0:,} {name.replace('_', ' ')}" for name in COUNTS)
     rate, low, high = (f"{100 * value:.1f} %" for value in (result["win_rate"], *result["interval"]))
     say.line(f"{first} against {second}, {result['prompts']:,} prompts", "bold")
-    say.line(f"win rate {rate} (95 %: {low} to {high}): {', '.join(parts)}")
+    say.line(f"win rate {rate} (95 %: {low} to {high}): {counts}")
     say.record({"run": first, "against": second, **result})

@@ -37,7 +37,6 @@ OF_ROUNDS = {  # of a round's answers
     "tokens": Figure("length of the answers", ".3g", "tokens"),
     "duplicates": Figure("duplicates", ".0%"),
     "entropy": Figure("entropy of the policy", ".3g", "nats a token"),
-    "kl": Figure("KL to the reference", ".3g", "nats a token"),
 }
 RANK_COLUMNS = ("rank", "host", "pairs", "a second", "planned", "compute", "sync", "wait", "memory")
 

@@ -11,7 +11,6 @@ is sampled twice where a run goes on after a fault. Rank 0 makes the files, and 
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ from lib.config.settings import Config
 from lib.data.prompts import Prompts, asked_of, columns_of
 from lib.data.record_formats import VOCABULARY
 from lib.data.tokenizer import Tokenizer, vocabulary_digest
-from lib.distributed.work_queue import Lines, WorkQueue, work
+from lib.distributed.work_queue import Lines, WorkQueue
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate.judges import Judge, Question, scores_of, text_of
@@ -42,17 +41,17 @@ ASK_SECONDS = 0.25  # between two questions whether a chunk is still wanted: a m
 SAMPLES, SCORES, PAIRS = "samples.jsonl", "scores.jsonl", "pairs.jsonl"
 WHAT = {SAMPLES: "answered", SCORES: "judged"}
 SHOWN_CHARACTERS = 400  # of each text of an example
+OF_SAMPLE = ("prompt_id", "k", "text", "finish", "tokens", "logps")
 REMEDY = "remove the folder, and what was drawn is drawn again"
 
 
 class SampleLine(TypedDict):
-    """A line of samples.jsonl. version: the last round that the policy has learnt, and that was kept; 0 before it."""
+    """A line of samples.jsonl. policy: a digest of its weights."""
 
     round: int
     prompt_id: int
     k: int
     policy: str
-    version: int
     place: str
     text: str
     finish: str
@@ -85,45 +84,16 @@ def lines_of(path: Path, kind: type[Line]) -> list[Line]:
 
 
 class Collected(NamedTuple):
-    """The answers of a round, the same on every rank. version: of the policy that drew them (`SampleLine`)."""
+    """The answers of a round, the same on every rank."""
 
-    version: int
     groups: list[Group]
     pairs: list[Pair]
-
-
-class Judging(threading.Thread):
-    """Judges chunks of a round's answers while the ranks train."""
-
-    def __init__(self, queue: WorkQueue, scores: Callable[[int], Lines]):
-        super().__init__(name="judging", daemon=True)
-        self.queue, self.scores, self.ended = queue, scores, False
-        self.fault: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            work(self.queue, self._scores)
-        except BaseException as error:  # raised again by `finish`
-            self.fault = error
-
-    def _scores(self, chunk: int) -> Lines:
-        if self.ended:
-            raise UserError("the run has ended")
-        return self.scores(chunk)
-
-    def finish(self) -> None:
-        """Waits until no chunk is left to begin. Raises UserError: the judge failed."""
-        self.join()
-        if self.fault is not None:
-            raise self.fault
 
 
 @dataclass(frozen=True)
 class Collector:
     """Makes the answers, scores and pairs of rounds. keeps_disk: whether this rank is the one that keeps the run's
-    files on its disk. judges_beside: whether the judge does not need the device of the model, so that it may score
-    meanwhile."""
+    files on its disk."""
 
     config: Config
     folder: Path
@@ -132,7 +102,6 @@ class Collector:
     sampler: Sampler
     prompts: Prompts
     judge: Judge
-    judges_beside: bool
     say: Terminal
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # of this rank in a round
 
@@ -160,7 +129,7 @@ class Collector:
         size = max(1, rollouts.batch_size // rollouts.samples)  # prompts that a rank takes at a time
         return FileJob(f"round {number}: prompts {WHAT[name]}", key, rollouts.prompts, out, size)
 
-    def draw(self, number: int, policy: str, version: int) -> None:
+    def draw(self, number: int, policy: str) -> None:
         """samples.jsonl of a round, drawn by all ranks with the weights that they have. policy: their digest."""
         if (job := self._job(number, SAMPLES, policy)) is None:
             return
@@ -174,34 +143,16 @@ class Collector:
             with world.workers.together("answers of a round", passes):
                 samples = self.sampler.sample(prompts, (self.config.train.seed, number), is_wanted)
             seconds["sampling"] += time.perf_counter() - taken
+            place = self.prompts.location
             made = [
-                SampleLine(
-                    round=number,
-                    prompt_id=sample.prompt_id,
-                    k=sample.k,
-                    policy=policy,
-                    version=version,
-                    place=self.prompts.location(sample.prompt_id),
-                    text=sample.text,
-                    finish=str(sample.finish),
-                    tokens=sample.tokens,
-                    logps=sample.logps,
-                )
+                {"round": number, "policy": policy, "place": place(sample.prompt_id)}
+                | {name: getattr(sample, name) for name in OF_SAMPLE}
                 for sample in samples
             ]
             return None if len(samples) < passes else [json.dumps(line, ensure_ascii=False) for line in made]
 
         pull(job, world, lines, queue=queue)
         seconds["waiting"] += time.perf_counter() - began - (seconds["sampling"] - before)
-
-    def judge_beside(self, number: int, policy: str) -> Judging | None:
-        """Begins to judge a round's answers beside training; None where the judge computes on the model's device."""
-        job = self._job(number, SCORES, policy) if self.judges_beside else None
-        if job is None:
-            return None
-        spread(self.folder_of(number) / SAMPLES, self.world, self.keeps_disk)
-        lines = self._judged(number)
-        return Judging(job.open(self.world, repeats=False), lambda chunk: lines(job.rows_of(chunk)))
 
     def _judged(self, number: int) -> Callable[[range], Lines]:
         """A function that gives lines of scores.jsonl for some of a round's prompts."""
@@ -212,15 +163,15 @@ class Collector:
         def lines(part: range) -> Lines:
             began = time.perf_counter()
             of_rows = {rows[i]: texts[i * count : (i + 1) * count] for i in part}
-            tokenizer = self.sampler.tokenizer
-            questions = [question_of(self.prompts, *each, self.config, tokenizer) for each in of_rows.items()]
-            scored = [
+            asked = (self.prompts, self.config, self.sampler.tokenizer)
+            scored = scores_of(self.judge, [question_of(row, each, *asked) for row, each in of_rows.items()])
+            made = [
                 ScoreLine(prompt_id=row, k=k, score=of.score, fault=of.fault)
-                for row, of_row in zip(of_rows, scores_of(self.judge, questions), strict=True)
+                for row, of_row in zip(of_rows, scored, strict=True)
                 for k, of in enumerate(of_row)
             ]
             self.seconds["judging"] += time.perf_counter() - began
-            return [json.dumps(line, ensure_ascii=False) for line in scored]
+            return [json.dumps(line, ensure_ascii=False) for line in made]
 
         return lines
 
@@ -228,27 +179,23 @@ class Collector:
         """The lines of a round's file: of each prompt, in the order of k."""
         path, samples = self.folder_of(number) / name, range(self.config.rollouts.samples)
         lines = lines_of(path, kind)
-        wanted = [(row, k) for row in self._rows(number) for k in samples]
-        if [(line["prompt_id"], line["k"]) for line in lines] != wanted:
+        if [(line["prompt_id"], line["k"]) for line in lines] != [
+            (row, k) for row in self._rows(number) for k in samples
+        ]:
             raise UserError(f"{path} has not {len(samples)} answers to each prompt, in their order; {REMEDY}")
         return lines
 
-    def collect(self, number: int, policy: str, judging: Judging | None) -> Collected:
-        """A round's answers with their scores, and their pairs. policy: digest of the weights that drew them. judging:
-        the round's, if this process began it."""
+    def collect(self, number: int, policy: str) -> Collected:
+        """A round's answers with their scores, and their pairs. policy: digest of the weights that drew them."""
         folder, count = self.folder_of(number), self.config.rollouts.samples
         spread(folder / SAMPLES, self.world, self.keeps_disk)
-        if judging is not None:
-            with self.world.agreeing("judging"):
-                judging.finish()
         if (job := self._job(number, SCORES, policy)) is not None:
-            queue = None if judging is None else judging.queue
-            pull(job, self.world, self._judged(number), needs_model=False, queue=queue)
+            pull(job, self.world, self._judged(number), needs_model=False)
         spread(folder / SCORES, self.world, self.keeps_disk)
         with self.world.agreeing("reading the scores of a round"):
             samples, scores = self._lines(number, SAMPLES, SampleLine), self._lines(number, SCORES, ScoreLine)
         answers = [
-            Answer(of["k"], of["text"], of["tokens"], of["logps"], of["finish"], scored["score"])
+            Answer(**{name: of[name] for name in OF_SAMPLE[1:]}, score=scored["score"])  # type: ignore[literal-required]
             for of, scored in zip(samples, scores, strict=True)
         ]
         groups = [
@@ -258,7 +205,7 @@ class Collector:
         pairs = [pair for group in groups for pair in pairs_of(group, self.config.rollouts)]
         if self.keeps_disk and self.config.record_kind == "preference" and not (folder / PAIRS).exists():
             files.write_atomically(folder / PAIRS, "".join(self._pair_line(pair) + "\n" for pair in pairs))
-        return Collected(samples[0]["version"], groups, pairs)
+        return Collected(groups, pairs)
 
     def examples(self, pairs: Sequence[Pair]) -> list[dict[str, str]]:
         """A few pairs as text, for people."""
@@ -285,7 +232,7 @@ class Collector:
         return json.dumps(record, ensure_ascii=False)
 
 
-def question_of(prompts: Prompts, row: int, texts: Sequence[str], config: Config, tokenizer: Tokenizer) -> Question:
+def question_of(row: int, texts: Sequence[str], prompts: Prompts, config: Config, tokenizer: Tokenizer) -> Question:
     """What a judge is asked about some answers to a prompt."""
     record = prompts.record(row)
     return Question(prompts.location(row), asked_of(record, config.data, tokenizer), texts, record)

@@ -105,12 +105,11 @@ class SampleFigures:
     tokens: float  # of an answer, the mean
     unended: float  # the part of the answers that max_tokens cut
     entropy: float  # of the policy, in nats a token: the mean of -log p over what it drew
-    kl: float | None = None  # of the policy to the reference, in nats a token (lib/rollouts/divergence.py)
     length_correlation: float | None = None  # of scores and tokens among a prompt's answers (Pearson's)
 
 
-def figures_of(groups: Sequence[Group], pairs: Sequence[Pair], kl: float | None = None) -> SampleFigures:
-    """The figures of a round's answers, each a sum over a count; and `kl`, which is known beside them."""
+def figures_of(groups: Sequence[Group], pairs: Sequence[Pair]) -> SampleFigures:
+    """The figures of a round's answers, each a sum over a count."""
     answers = [answer for group in groups for answer in group.answers]
     scores = [answer.score for answer in answers if answer.score is not None]
     tokens = sum(len(answer.tokens) for answer in answers)
@@ -132,7 +131,6 @@ def figures_of(groups: Sequence[Group], pairs: Sequence[Pair], kl: float | None 
         tokens=tokens / len(answers),
         unended=sum(answer.finish == "length" for answer in answers) / len(answers),
         entropy=-sum(sum(answer.logps) for answer in answers) / max(tokens, 1),
-        kl=kl,
         length_correlation=both / math.sqrt(of_scores * of_tokens) if of_scores * of_tokens > 0 else None,
     )
 
@@ -141,7 +139,6 @@ HELD_OUT = {"exact_match": "held-out exact match", "held_out_score": "held-out s
 GROWTH = 1.5  # times the tokens of the first round's answers: they grow
 LEAST_PAIRS = 16  # of which a correlation means something
 FOLLOWS = 0.8  # correlation of scores and lengths: two thirds of the differences of scores are those of length
-LEAST_FALL = 0.05  # of a held-out figure, where there is no rollouts.tolerance: less may be chance
 LEAST_ENTROPY = 0.1  # of the first round's: nearly every answer is the same then
 
 
@@ -169,15 +166,8 @@ def line_of(round_: RoundFigures, settings: RolloutSettings) -> str:
         f"{figures.pairs:,} pairs of {figures.accepted:.0%} of the prompts",
         f"{figures.tokens:.4g} tokens an answer",
         f"{figures.duplicates:.0%} duplicates, entropy {figures.entropy:.3g}",
-        "" if figures.kl is None else f"KL {figures.kl:.3g}",
     ]
     return ", ".join(filter(None, texts))
-
-
-def _best(rounds: Sequence[RoundFigures], name: str) -> tuple[float, int] | None:
-    """The best value of a held-out figure, and the first round that had it."""
-    known = [(value, -of.round) for of in rounds if (value := of.held_out.get(name)) is not None]
-    return (max(known)[0], -max(known)[1]) if known else None
 
 
 def losses_of(rounds: Sequence[RoundFigures], latest: Mapping[str, float | None], tolerance: float | None) -> list[str]:
@@ -185,13 +175,14 @@ def losses_of(rounds: Sequence[RoundFigures], latest: Mapping[str, float | None]
     rounds: those before it."""
     losses: list[str] = []
     for name, shown in HELD_OUT.items() if tolerance is not None else ():
-        best, after = _best([of for of in rounds if not of.undone], name), latest.get(name)
-        if best and after is not None and after < best[0] - (tolerance or 0.0):
-            losses.append(f"{shown} {best[0]:.4g} (after round {best[1]}) ➜ {after:.4g}")
+        known = [(value, -of.round) for of in rounds if not of.undone and (value := of.held_out.get(name)) is not None]
+        best, before = max(known, default=(0.0, 0))
+        if known and (after := latest.get(name)) is not None and after < best - (tolerance or 0.0):
+            losses.append(f"{shown} {best:.4g} (after round {-before}) ➜ {after:.4g}")
     return losses
 
 
-def warnings_of(rounds: Sequence[RoundFigures], tolerance: float | None) -> list[str]:
+def warnings_of(rounds: Sequence[RoundFigures]) -> list[str]:
     """What in the last of all rounds so far looks as if the judge were gamed, or the policy collapsed."""
     sampled = [(of.round, of.samples) for of in rounds if of.samples is not None]
     if not sampled:
@@ -207,18 +198,4 @@ def warnings_of(rounds: Sequence[RoundFigures], tolerance: float | None) -> list
     if last.entropy < LEAST_ENTROPY * first.entropy:
         entropy = f"its entropy went from {first.entropy:.3g} to {last.entropy:.3g} nats a token since round {since}"
         warnings.append(f"the policy collapses: {entropy}, and {last.duplicates:.0%} of the answers are duplicates")
-    for name, shown in HELD_OUT.items():
-        best, after = _best(rounds[:-1], name), rounds[-1].held_out.get(name)
-        if best is None or after is None or last.score is None:
-            continue
-        # What was drawn in the round after it is what that policy wrote.
-        drawn = next((figures.score for number, figures in sampled if number == best[1] + 1), None)
-        if (
-            best[0] - after > (LEAST_FALL if tolerance is None else tolerance)
-            and drawn is not None
-            and drawn < last.score
-        ):
-            rise = f"{drawn:.4g} ➜ {last.score:.4g} since round {best[1] + 1}"
-            fall = f"{shown} {best[0]:.4g} ➜ {after:.4g}"
-            warnings.append(f"rewards rise while held-out falls: the judge's mean score {rise}, {fall}")
     return warnings

@@ -3,9 +3,6 @@
 Round r takes the steps from (r - 1) * steps to r * steps, whatever becomes of it, so a step says which round it is in.
 What a round came to is rounds/NNNN/round.json; with the checkpoints and the files of lib/rollouts/collect.py it is all
 that a run needs to go on, inside a round as well.
-
-With rollouts.overlap a round's answers are drawn just before the round before it is trained, by the policy as it is
-then, and judged while that is trained. So a run that goes on anywhere knows what was drawn.
 """
 
 from __future__ import annotations
@@ -28,12 +25,11 @@ from lib.distributed.world import World
 from lib.errors import AgreedError, UserError
 from lib.evaluate import answers
 from lib.evaluate.evaluator import Evaluator
-from lib.evaluate.judges import Judge, RewardModel, judge_of, scores_of
+from lib.evaluate.judges import Judge, judge_of, scores_of
 from lib.evaluate.sample import Sampler
 from lib.evaluate.score_file import key_of
 from lib.model import adapter_files
-from lib.rollouts.collect import PAIRS, SAMPLES, Collected, Collector, Judging, policy_of, question_of
-from lib.rollouts.divergence import kl_of
+from lib.rollouts.collect import PAIRS, SAMPLES, Collected, Collector, policy_of, question_of
 from lib.rollouts.pairs import (
     Group,
     Pair,
@@ -75,7 +71,7 @@ class HeldOut:
         with world.agreeing("judging held-out answers"):
             if world.rank == 0:
                 texts = enumerate(made.texts)
-                questions = [question_of(prompts, row, [text], run.config, tokenizer) for row, text in texts]
+                questions = [question_of(row, [text], prompts, run.config, tokenizer) for row, text in texts]
                 scores = [of.score for (of,) in scores_of(self.judge, questions) if of.score is not None]
                 score = sum(scores) / len(scores) if scores else None
         score = json.loads(world.broadcast_text(json.dumps(score)))
@@ -86,25 +82,20 @@ class HeldOut:
 @dataclass
 class Rounds:
     """The rounds of a run, of which `loop` trains each. history: of every finished round; number 0 is the policy before
-    the first. judgings: rounds whose answers this process judges while it trains the one before."""
+    the first."""
 
     run: TrainingRun
     collector: Collector
     loop: TrainingLoop
     history: list[RoundFigures] = field(default_factory=list)
-    judgings: dict[int, Judging | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.settings, self.steps = self.run.config.rollouts, self.run.config.steps_per_round
 
     def train(self) -> None:
         """Takes all rounds that are left."""
-        try:
-            for number in range(self._recall() + 1, self.settings.rounds + 1):
-                self._round(number)
-        finally:
-            for judging in filter(None, self.judgings.values()):
-                judging.ended = True
+        for number in range(self._recall() + 1, self.settings.rounds + 1):
+            self._round(number)
         self.loop.final_step = self.run.progress.best_step = self._kept().round * self.steps
 
     def _recall(self) -> int:
@@ -147,20 +138,14 @@ class Rounds:
         if run.model is not self.collector.sampler.model:  # a pipeline's blocks have moved
             sampler = Sampler(run.model, self.collector.sampler.tokenizer, self.settings, world=run.world)
             self.collector = replace(self.collector, world=run.world, sampler=sampler)
-        collected = self._collected(number, first_step)
-        groups, pairs = collected.groups, collected.pairs
-        figures = RoundFigures(number, {}, figures_of(groups, pairs, kl_of(run, groups)))
-        staleness = int(collected.version != self._kept().round)
+        groups, pairs = self._collected(number, first_step)
+        figures = RoundFigures(number, {}, figures_of(groups, pairs))
         run.say.line(f"round {number} of {self.settings.rounds}: {line_of(figures, self.settings)}", "bold")
-        begins = run.progress.step == first_step
-        if begins:  # an order of its own
+        if run.progress.step == first_step:  # an order of its own
             run.progress.epoch, run.progress.cursor = run.progress.epoch + 1, 0
         data = self._data(number, groups, pairs)
         if data is not None:
             self._prepare(number, data, first_step)
-        if self.settings.overlap and begins and number < self.settings.rounds:
-            self._draw(number + 1)
-            self.judgings[number + 1] = self.collector.judge_beside(number + 1, self._drawn_by(number + 1))
         training = time.perf_counter()
         if data is not None:
             self.loop.train()
@@ -173,25 +158,19 @@ class Rounds:
             run.save()
         ended = time.perf_counter()
         self.collector.seconds.update(training=ended - training, round=ended - began)
-        self._judge(replace(figures, held_out=self.loop.latest), staleness, self.collector.examples(pairs))
+        self._judge(replace(figures, held_out=self.loop.latest), self.collector.examples(pairs))
 
     def _collected(self, number: int, first_step: int) -> Collected:
-        """A round's answers; drawn here, unless they were drawn before."""
+        """A round's answers; drawn here, unless this round's training has begun."""
         run, folder = self.run, self.collector.folder_of(number)
         if run.progress.step == first_step:
-            was_drawn = self.settings.overlap and number > 1
-            if was_drawn and not self._drawn_by(number):  # lost with the disk that kept them
-                text = f"{folder} lacks answers that were drawn before; the weights as they are draw them"
-                run.say.warning(text, run.progress.step)
-                was_drawn = False
-            if not was_drawn:
-                self._draw(number)
+            self._draw(number)
         if not (drawn_by := self._drawn_by(number)):
             raise AgreedError(
                 f"{folder} lacks the answers that step {run.progress.step} was trained on; put them back, or "
                 f"remove the checkpoints after step {first_step}"
             )
-        return self.collector.collect(number, drawn_by, self.judgings.pop(number, None))
+        return self.collector.collect(number, drawn_by)
 
     def _drawn_by(self, number: int) -> str:
         """Digest of the weights that drew a round's answers; nothing where there are none."""
@@ -209,7 +188,7 @@ class Rounds:
             if run.lock is not None:
                 shutil.rmtree(folder, ignore_errors=True)
             world.gather_text("gone", "every disk's round")
-        self.collector.draw(number, digest, self._kept().round)
+        self.collector.draw(number, digest)
 
     def _data(self, number: int, groups: list[Group], pairs: list[Pair]) -> Dataset | None:
         """What a round trains on: its pairs, or for train.loss=grpo its groups; None where it has nothing to learn."""
@@ -235,15 +214,15 @@ class Rounds:
         self.loop.batches = Batches(run, None)
         self.loop.learner.make = self.loop.batches.make
 
-    def _judge(self, figures: RoundFigures, staleness: int, examples: list[dict[str, str]]) -> None:
-        """Keeps a round or undoes it, and writes down why. staleness: rounds learnt between drawing and training."""
+    def _judge(self, figures: RoundFigures, examples: list[dict[str, str]]) -> None:
+        """Keeps a round or undoes it, and writes down why."""
         run, number, tolerance = self.run, figures.round, self.settings.tolerance
         lost = losses_of(self.history, figures.held_out, tolerance)
         self.history.append(replace(figures, undone=bool(lost)))
-        warnings = warnings_of(self.history, tolerance)
+        warnings = warnings_of(self.history)
         for warning in warnings:
             run.say.warning(f"round {number}: {warning}", run.own_step)
-        verdict: dict[str, Any] = {"round": number, "staleness": staleness, "undone": bool(lost), "why": lost}
+        verdict: dict[str, Any] = {"round": number, "undone": bool(lost), "why": lost}
         verdict |= {"warnings": warnings, "held_out": figures.held_out}
         samples = figures.samples and asdict(figures.samples)
         seconds = {f"{name}_seconds": self.collector.seconds[name] for name in TIMED}
@@ -291,19 +270,17 @@ def train(run: TrainingRun, evaluator: Evaluator) -> TrainingLoop:
         named = config.evaluate.model_copy(update={"judge": getattr(config, section).judge})
         judge = judge_of(config.model_copy(update={"evaluate": named}), f"{section}.judge", grades=True)
         answer = prompts.record(0).get(ANSWER)
-        judge.require_scores(question_of(prompts, 0, ["" if answer is None else str(answer)], config, tokenizer))
+        judge.require_scores(question_of(0, ["" if answer is None else str(answer)], prompts, config, tokenizer))
         return judge
 
     with world.agreeing("opening the prompts"):
         if run.plan.strategy == "sharded":
             raise UserError("the plan is sharded, and ranks draw with whole models, or pipelined; take pipelined")
         judge = judge_of_held_out = judge_of_section("evaluate" if rollouts.judge is None else "rollouts")
-        is_other = rollouts.judge not in (None, config.evaluate.judge)
-        if inputs.held_out is not None and (is_other or rollouts.overlap):  # it may be asked while the first one scores
+        if inputs.held_out is not None and rollouts.judge not in (None, config.evaluate.judge):
             judge_of_held_out = judge_of_section("evaluate")
     loop = TrainingLoop(run, None, HeldOut(run, evaluator, judge_of_held_out))
     sampler = Sampler(run.model, tokenizer, rollouts, world=world)
-    beside = not isinstance(judge, RewardModel)
-    collector = Collector(config, run.folder, world, run.lock is not None, sampler, prompts, judge, beside, run.say)
+    collector = Collector(config, run.folder, world, run.lock is not None, sampler, prompts, judge, run.say)
     Rounds(run, collector, loop).train()
     return loop
