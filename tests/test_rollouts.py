@@ -13,8 +13,6 @@ from typing import Any
 import mlx_lm
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lib.config.load import load
 from lib.config.settings import RolloutSettings, TrainSettings
@@ -26,7 +24,6 @@ from lib.distributed.work_queue import Journal
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate import command as evaluate
-from lib.evaluate.answers import part_of
 from lib.report import charts, run_report, sections, tables
 from lib.report.history import RunHistory
 from lib.rollouts.pairs import (
@@ -123,25 +120,6 @@ def test_figures_are_sums_over_counts() -> None:
     assert (figures.entropy, figures.unended) == (0.5, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("scores", "lengths", "expected"),
-    [
-        ([[1, 2, 3], [None, None], [50, 60]], [[5, 6, 7], [9, 1], [1, 11]], 1.0),
-        ([[1, 2], [7, 7]], [[6, 5], [1, 9]], -0.5 / np.sqrt(0.5 * 32.5)),
-        ([[1, 1], [None, 2]], [[6, 5], [1, 9]], None),
-        ([[0, 1, None]], [[3, 3, 9]], None),
-    ],
-    ids=str,
-)
-def test_scores_that_follow_length_correlate_with_it(
-    scores: list[list[float | None]], lengths: list[list[int]], expected: float | None
-) -> None:
-    groups = [
-        group(*own, tokens=[[2] * count for count in of_group]) for own, of_group in zip(scores, lengths, strict=True)
-    ]
-    assert figures_of(groups, []).length_correlation == (None if expected is None else pytest.approx(expected))
-
-
 def test_a_round_that_teaches_nothing_says_why() -> None:
     settings, equal = RolloutSettings(max_tokens=8), group(1.0, 1.0)
     cut = replace(equal, answers=[replace(answer, finish="length") for answer in equal.answers])
@@ -182,12 +160,6 @@ def test_what_looks_like_a_gamed_judge_is_named() -> None:
 
     assert said(samples(), samples()) == []
     assert "answers grow: 40 ➜ 70 tokens since round 1" in said(samples(), samples(tokens=70.0))[0]
-    following = samples(length_correlation=0.85)
-    assert "the judge's scores follow length: their correlation is 0.85" in said(following, following)[0]
-    assert said(following, samples(length_correlation=0.75)) == []
-    few, enough = (samples(length_correlation=0.85, pairs=pairs) for pairs in (15, 16))
-    against = samples(length_correlation=-0.85)
-    assert said(few, few) == said(against, against) == [] and len(said(enough, enough)) == 1
     assert "the policy collapses" in said(samples(), samples(entropy=0.01))[0]
 
 
@@ -207,19 +179,6 @@ def test_rounds_take_all_prompts_in_turn(tmp_path: Path) -> None:
     for rows in rounds:
         lengths = [len(prompts.prompt_ids(row)) for row in rows]
         assert lengths == sorted(lengths, reverse=True)
-
-
-# ---- Held-out prompts
-
-
-@settings(max_examples=60)
-@given(st.integers(0, 40), st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any))
-def test_ranks_answer_held_out_prompts_by_their_shares(count: int, shares: list[int]) -> None:
-    parts = [part_of(count, shares, rank) for rank in range(len(shares))]
-    assert sorted(index for part in parts for index in part) == list(range(count))
-    for part, share in zip(parts, shares, strict=True):
-        assert abs(len(part) - count * share / sum(shares)) < 1
-    assert part_of(count, [2, 2], 1) == list(range(1, count, 2))
 
 
 # ---- Runs
@@ -289,7 +248,7 @@ def test_the_dashboard_shows_rounds(whole: tuple[Path, list[str]]) -> None:
     while history.read():
         pass
     shown = str(sections.of_rounds(history))
-    assert "undone: it shall" in shown and "Seconds in rounds" in shown
+    assert "undone: it shall" in shown
     empty = RunHistory(whole[0] / "rounds")
     assert sections.of_rounds(empty) == [] == charts.of_rounds(empty)
     verdicts = [json.loads((whole[0] / f"rounds/{number:04d}/round.json").read_text()) for number in (1, 2, 3)]
@@ -302,7 +261,7 @@ def test_the_dashboard_shows_rounds(whole: tuple[Path, list[str]]) -> None:
     held_out = panels["Held out after each round"]["data"][0]
     assert held_out["x"] == [0, 1, 2, 3], "and the policy before the first round"
     assert held_out["y"][1:] == [one["held_out"]["held_out_score"] for one in verdicts]
-    assert "<svg" in run_report.svg("score", panels["Mean score of the answers"])
+    assert run_report.png([("score", panels["Mean score of the answers"])]).startswith(b"\x89PNG")
 
 
 class Stop(KeyboardInterrupt):

@@ -134,7 +134,8 @@ class WorkQueue:
 
 
 class ServedQueue(WorkQueue):
-    """Rank 0's queue, which serves other ranks over TCP. report: takes the number of finished items, and those of each rank."""
+    """Rank 0's queue, which serves other ranks over TCP. report: takes the number of finished items, and
+    those of each rank."""
 
     def __init__(self, journal: Journal):
         self.journal = journal

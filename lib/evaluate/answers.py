@@ -37,7 +37,8 @@ def greedy(
     """The greedy continuation of every prompt, on every rank; ranks take prompts by their shares, or equally many. say:
     where it is said how many answers evaluate.max_tokens cut."""
     workers = world.workers
-    rows = part_of(len(prompts), shares if shares and workers.size > 1 else [1] * workers.size, workers.rank)
+    ends = np.cumsum(divide_rows(len(prompts), shares if shares and workers.size > 1 else [1] * workers.size)).tolist()
+    rows = range(ends[workers.rank - 1] if workers.rank else 0, ends[workers.rank])
     tokens = np.zeros((len(prompts), max_tokens + 2), np.int32)  # whether it was cut, a length, then that many tokens
     sampler = Sampler(model, tokenizer, GreedySampling(max_tokens), world)
     with workers.together("greedy answers", passes=len(rows)):
@@ -50,15 +51,6 @@ def greedy(
     if cut and say is not None:
         say.line(f"{cut:,} of {len(prompts):,} greedy answers have no end within evaluate.max_tokens={max_tokens}")
     return GreedyAnswers([tokenizer.decode(row[2 : 2 + row[1]].tolist()) for row in gathered], cut)
-
-
-def part_of(count: int, shares: Sequence[int], rank: int) -> list[int]:
-    """The indices below `count` that a rank takes: a part by its share, spread evenly over all of them."""
-    counts = divide_rows(count, shares)
-    quantiles = np.concatenate([(np.arange(n) + 0.5) / max(n, 1) for n in counts])
-    owners = np.repeat(np.arange(len(shares)), counts)[np.argsort(quantiles, kind="stable")]
-    indices: list[int] = np.flatnonzero(owners == rank).tolist()
-    return indices
 
 
 def exact_match(questions: list[Question], texts: list[str], pattern: str) -> float:

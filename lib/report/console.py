@@ -180,18 +180,12 @@ class ProgressLine:
         """Importance, the smaller the greater, and text."""
         if not self.results or self.busy_with:
             return [(1, f"{self.busy_with} ...")] if self.busy_with else []
-        sums = {
-            name: sum(record.get(name, 0.0) for record in self.results)
-            for name in ("pairs", "tokens", "tflops", "step_seconds")
-        }
-        rate = self.factor / (sums["step_seconds"] or math.inf)
-        tflops = self.factor * sums["tflops"] / len(self.results)
+        pairs, seconds = (sum(record[name] for record in self.results) for name in ("pairs", "step_seconds"))
+        rate = self.factor * pairs / (seconds or math.inf)
         return [
             *((weight, labelled(label, self._mean(name), form)) for weight, label, name, form in SHOWN),
             (7, f"lr {self.results[-1]['learning_rate']:.1e}"),
-            (2, f"{three_digits(sums['pairs'] * rate)} {self.unit}/s"),
-            (9, f"{sums['tokens'] * rate:,.0f} tokens/s"),
-            (10, f"{tflops:.3g} TFLOP/s" if tflops else ""),
+            (2, f"{three_digits(rate)} {self.unit}/s"),
             (8, size_text(max(record["peak_memory_bytes"] for record in self.results))),
         ]
 
@@ -237,7 +231,6 @@ def show_run(say: RunConsole, config: Config, plan: ClusterPlan, inputs: Inputs,
         ("steps", f"{steps:,} of {shares}{train.global_batch_size:,} rows, {epochs:.3g} epoch{'s' * (epochs != 1)}"),
         ("plan", plan.reason),
         ("merging", plan.rounds.reason if plan.rounds else ""),
-        ("predicted", _predicted(plan, steps)),
         ("folder", str(Path(config.run.dir) / str(config.run.name))),
     ]
     say.facts(f"run {config.run.name}", [row for row in rows if row[1]])
@@ -268,18 +261,6 @@ def _warnings(config: Config, plan: ClusterPlan, inputs: Inputs, steps: int) -> 
         if rows.skipped:
             first = "; ".join(rows.skipped[:5]) + " ..." * (rows.skipped_count > 5)
             yield f"{rows.path}: {rows.skipped_count} unusable rows left out (data.skip_invalid): {first}"
-
-
-def _predicted(plan: ClusterPlan, steps: int) -> str:
-    """What the hosts' curves say of the plan; empty where there are none."""
-    chosen = next((way for way in plan.predictions if way.chosen), None)  # merges included
-    seconds = (chosen and chosen.step_seconds) or plan.predicted_step_seconds
-    if not (plan.calibrated or plan.stages) or not plan.predicted_step_seconds or not seconds:
-        return ""
-    part = chosen.efficiency if chosen else plan.efficiency
-    efficiency = f", {100 * part:.0f} % of what the hosts do alone, added up" if part and len(plan.ranks) > 1 else ""
-    speed = three_digits(plan.global_batch_size / seconds)
-    return f"{seconds:.3g} s a step, {speed} pairs/s{efficiency}; {duration(steps * seconds)} of training"
 
 
 def expected(config: Config, inputs: Inputs, plan: ClusterPlan, pace: Pace | None) -> str:

@@ -6,6 +6,7 @@ All are made from the run's records and `summary.json`, so they can be made agai
 
 from __future__ import annotations
 
+import base64
 import html
 import io
 import json
@@ -99,19 +100,10 @@ def png(panels: Sequence[tuple[str, Plotly]], width: float = 3.4) -> bytes:
     return content.getvalue()
 
 
-def svg(title: str, figure: Plotly) -> str:
-    """A figure as an SVG element: text takes the page's colour, nothing is fetched."""
-    picture, axis = pyplot.subplots(figsize=(4, 2.8), layout="constrained")
-    draw(axis, title, figure)
-    content = io.StringIO()
-    with pyplot.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": "tandem"}):
-        picture.savefig(content, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    pyplot.close(picture)
-    text = content.getvalue()
-    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    text = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", text)
-    text = text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(title)}" ', 1)
-    return text.replace("#000000", "currentColor").replace("<text ", '<text fill="currentColor" ')
+def _image(title: str, figure: Plotly) -> str:
+    """A figure as an element that holds its picture: nothing is fetched."""
+    content = base64.b64encode(png([(title, figure)], width=4)).decode()
+    return f'<img alt="{html.escape(title)}" src="data:image/png;base64,{content}">'
 
 
 def report_html(run: RunHistory) -> str:
@@ -128,7 +120,9 @@ def report_html(run: RunHistory) -> str:
             kind = " class=numbers" if titles else ""
             parts.append(f'<div class="scroll"><table{kind}>{body}</table></div>')
         parts += [f"<pre>{escape(text)}</pre>" for text in section.texts]
-        parts.append(f'<div class="panels">{"".join(svg(panel.title, panel.figure) for panel in section.panels)}</div>')
+        parts.append(
+            f'<div class="panels">{"".join(_image(panel.title, panel.figure) for panel in section.panels)}</div>'
+        )
     settings = escape(json.dumps(run.config, indent=1))
     parts.append(f"<details><summary>Settings</summary><pre>{settings}</pre></details>")
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'

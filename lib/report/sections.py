@@ -12,7 +12,6 @@ from lib.report.history import RunFigures, RunHistory
 from lib.system.records import Record
 
 SHOWN_EVENTS, SHOWN_ROUNDS = 200, 30  # the newest
-ROUND_PARTS = ("sampling", "waiting", "judging", "training")  # of a rank's time
 
 
 class PageSection(NamedTuple):
@@ -76,7 +75,7 @@ def samples(run: RunHistory) -> list[str]:
 
 
 def of_rounds(run: RunHistory) -> list[PageSection]:
-    """The rounds of a run: figures and verdicts, each host's time, and examples; nothing where it has none."""
+    """The rounds of a run: figures, verdicts and examples; nothing where it has none."""
     newest = list(tables.rounds(run).values())[: -SHOWN_ROUNDS - 1 : -1]
     if not newest:
         return []
@@ -88,15 +87,7 @@ def of_rounds(run: RunHistory) -> list[PageSection]:
         cells = [figure.text(record["answers"].get(name)) for name, figure in figures.items()]
         remarks = "; ".join([*verdict, *(record.get("warnings") or [])]) or "kept"
         rows.append([str(record["round"]), ", ".join(held_out) or "-", *cells, remarks])
-    seconds = []
-    for rank, host in run.series:
-        records = tables.rounds(run, rank).values()
-        sums = [sum(record.get(f"{part}_seconds") or 0.0 for record in records) for part in ROUND_PARTS]
-        seconds.append([str(rank), host, *(f"{of_part:.1f} s" for of_part in sums)])
     pairs = newest[0].get("examples") or []
     texts = ["\n".join((pair["prompt"], f"+ {pair['chosen']}", f"− {pair['rejected']}")) for pair in pairs]
     head = ("round", "held out", *(figure.label for figure in figures.values()), "verdict")
-    return [
-        PageSection("Rounds", head, rows, charts.of_rounds(run)),
-        PageSection("Seconds in rounds", ("rank", "host", *ROUND_PARTS), seconds, texts=texts),
-    ]
+    return [PageSection("Rounds", head, rows, charts.of_rounds(run), texts)]

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from lib.config.settings import RolloutSettings
 from lib.data.groups import Group as SampledGroup
@@ -105,7 +102,6 @@ class SampleFigures:
     tokens: float  # of an answer, the mean
     unended: float  # the part of the answers that max_tokens cut
     entropy: float  # of the policy, in nats a token: the mean of -log p over what it drew
-    length_correlation: float | None = None  # of scores and tokens among a prompt's answers (Pearson's)
 
 
 def figures_of(groups: Sequence[Group], pairs: Sequence[Pair]) -> SampleFigures:
@@ -114,12 +110,6 @@ def figures_of(groups: Sequence[Group], pairs: Sequence[Pair]) -> SampleFigures:
     scores = [answer.score for answer in answers if answer.score is not None]
     tokens = sum(len(answer.tokens) for answer in answers)
     distinct = sum(len({tuple(answer.tokens) for answer in group.answers}) for group in groups)
-    products = np.zeros(3)  # scores times tokens, and the squares of either, each less its mean of the prompt
-    for group in groups:
-        if known := [(answer.score, len(answer.tokens)) for answer in group.answers if answer.score is not None]:
-            x, y = (np.array(own, np.float64) - np.mean(own) for own in zip(*known, strict=True))
-            products += [x @ y, x @ x, y @ y]
-    both, of_scores, of_tokens = products.tolist()
     return SampleFigures(
         prompts=len(groups),
         samples=len(answers),
@@ -131,14 +121,11 @@ def figures_of(groups: Sequence[Group], pairs: Sequence[Pair]) -> SampleFigures:
         tokens=tokens / len(answers),
         unended=sum(answer.finish == "length" for answer in answers) / len(answers),
         entropy=-sum(sum(answer.logps) for answer in answers) / max(tokens, 1),
-        length_correlation=both / math.sqrt(of_scores * of_tokens) if of_scores * of_tokens > 0 else None,
     )
 
 
 HELD_OUT = {"exact_match": "held-out exact match", "held_out_score": "held-out score"}  # by what a round is judged
 GROWTH = 1.5  # times the tokens of the first round's answers: they grow
-LEAST_PAIRS = 16  # of which a correlation means something
-FOLLOWS = 0.8  # correlation of scores and lengths: two thirds of the differences of scores are those of length
 LEAST_ENTROPY = 0.1  # of the first round's: nearly every answer is the same then
 
 
@@ -192,9 +179,6 @@ def warnings_of(rounds: Sequence[RoundFigures]) -> list[str]:
     if last.tokens >= GROWTH * first.tokens:
         grown = f"{first.tokens:.4g} ➜ {last.tokens:.4g} tokens since round {since}"
         warnings.append(f"answers grow: {grown}; the judge may prefer length")
-    if last.pairs >= LEAST_PAIRS and (last.length_correlation or 0) >= FOLLOWS:
-        correlation = f"their correlation is {last.length_correlation:.2f} among the answers to a prompt"
-        warnings.append(f"the judge's scores follow length: {correlation}")
     if last.entropy < LEAST_ENTROPY * first.entropy:
         entropy = f"its entropy went from {first.entropy:.3g} to {last.entropy:.3g} nats a token since round {since}"
         warnings.append(f"the policy collapses: {entropy}, and {last.duplicates:.0%} of the answers are duplicates")
