@@ -53,7 +53,7 @@ from tests.test_data import CORPUS, byte_level
 
 def group(*scores: float | None, tokens: list[list[int]] | None = None) -> Group:
     ids = tokens or [[k + 2, 1] for k in range(len(scores))]
-    answers = [Answer(k, str(k), ids[k], [-0.5] * len(ids[k]), "stop", score) for k, score in enumerate(scores)]
+    answers = [Answer(7, k, str(k), "stop", ids[k], [-0.5] * len(ids[k]), score) for k, score in enumerate(scores)]
     return Group(7, [2, 3], answers)
 
 
@@ -90,11 +90,11 @@ def test_an_answer_that_was_drawn_twice_counts_once() -> None:
 
 def test_what_was_cut_teaches_nothing_if_asked() -> None:
     whole = group(0.0, 1.0, 2.0)
-    cut = replace(whole, answers=[*whole.answers[:2], replace(whole.answers[2], finish="length")])
+    cut = whole._replace(answers=[*whole.answers[:2], replace(whole.answers[2], finish="length")])
     assert chosen_and_rejected(pairs_of(cut, RolloutSettings(mask_truncated=True))) == [(1, 0)]
     (made,) = groups_of([cut], RolloutSettings(mask_truncated=True))
     assert made.rewards == [0.0, 1.0, 2.0] and made.mask == [[True, True], [True, True], [False, False]]
-    nothing = replace(whole, answers=[replace(answer, finish="length") for answer in whole.answers])
+    nothing = whole._replace(answers=[replace(answer, finish="length") for answer in whole.answers])
     assert groups_of([nothing, group(1.0, 1.0)], RolloutSettings(mask_truncated=True)) == []
     assert len(groups_of([nothing, cut], RolloutSettings(mask_truncated=True))) == 2
     shorter = group(0.0, 1.0, tokens=[[2, 4, 1], [1]])
@@ -122,7 +122,7 @@ def test_figures_are_sums_over_counts() -> None:
 
 def test_a_round_that_teaches_nothing_says_why() -> None:
     settings, equal = RolloutSettings(max_tokens=8), group(1.0, 1.0)
-    cut = replace(equal, answers=[replace(answer, finish="length") for answer in equal.answers])
+    cut = equal._replace(answers=[replace(answer, finish="length") for answer in equal.answers])
     assert why_nothing([equal], settings) == "no prompt has answers of different scores to learn from"
     count = "2 of 4 answers were cut by rollouts.max_tokens=8"
     assert why_nothing([equal, cut], settings).endswith(f"different scores to learn from; {count}")

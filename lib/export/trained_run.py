@@ -23,7 +23,7 @@ from lib.data.tokenizer import limits_of, load_tokenizer_of, stored_config
 from lib.errors import Stopped, UserError
 from lib.model import adapter_files, adapters
 from lib.model import load as models
-from lib.rollouts.collect import SampleLine, lines_of
+from lib.rollouts.collect import Answer, lines_of
 from lib.system.model_folder import ADAPTER_WEIGHTS, resolve
 from lib.training import checkpoint as checkpoints
 from lib.training.inputs import unnamed_ends, vocabulary
@@ -145,8 +145,8 @@ def open_run(
 def _rows(settings: Config, folder: Path, count: int, say: Callable[[str], None]) -> tuple[list[np.ndarray], str]:
     """Sequences evenly over the held-out rows (training rows without those); of rounds, answers of the last one."""
     if answers := sorted(folder.glob("rounds/*/samples.jsonl")):
-        lines = islice(lines_of(answers[-1], SampleLine), count)
-        return [np.array(line["tokens"], np.int32) for line in lines], f"answers of {answers[-1].parent.name}"
+        lines = islice(lines_of(answers[-1], Answer), count)
+        return [np.array(line.tokens, np.int32) for line in lines], f"answers of {answers[-1].parent.name}"
     words, kind, tokenizer = vocabulary(settings.model), settings.record_kind, load_tokenizer_of(settings.model)
     data: Any = None if kind == "group" else open_held_out(settings.data, kind, tokenizer, tell=say, **words)
     source = "held-out rows" if data is not None else "training rows (none are held out)"

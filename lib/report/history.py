@@ -19,10 +19,9 @@ from lib.errors import UserError
 from lib.plan.cost import hosts_cost
 from lib.system.records import PlanRecord, Record, SettingsRecord, Tail
 
-STEP_COLUMNS = tuple(
-    "step time pairs tokens loss kl reward_accuracy reward_margin grad_norm learning_rate step_seconds compute_seconds "
-    "sync_seconds wait_seconds peak_memory_bytes".split()
-)
+STEP_COLUMNS: tuple[str, ...] = ("step", "time", "pairs", "tokens", "loss", "kl", "reward_accuracy", "reward_margin")
+STEP_COLUMNS += ("grad_norm", "learning_rate", "step_seconds", "compute_seconds", "sync_seconds", "wait_seconds")
+STEP_COLUMNS += ("peak_memory_bytes",)
 POINTS = 2048  # of a curve at most: of longer ones each point is the mean of 2, 4, 8, ... records
 RECENT = 20  # records behind the figures of the moment
 SILENT_SECONDS = 300.0

@@ -14,14 +14,13 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import mlx.core as mx
 import numpy as np
-from pydantic import Field, FiniteFloat, TypeAdapter
-from typing_extensions import TypedDict
+from pydantic import FiniteFloat, TypeAdapter
 
 from lib.config.settings import Config
 from lib.data.prompts import Prompts, asked_of, columns_of
@@ -45,21 +44,8 @@ OF_SAMPLE = ("prompt_id", "k", "text", "finish", "tokens", "logps")
 REMEDY = "remove the folder, and what was drawn is drawn again"
 
 
-class SampleLine(TypedDict):
-    """A line of samples.jsonl. policy: a digest of its weights."""
-
-    round: int
-    prompt_id: int
-    k: int
-    policy: str
-    place: str
-    text: str
-    finish: str
-    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
-    logps: list[FiniteFloat]
-
-
-class ScoreLine(TypedDict):
+@dataclass(frozen=True)
+class ScoreLine:
     """A line of scores.jsonl."""
 
     prompt_id: int
@@ -68,7 +54,7 @@ class ScoreLine(TypedDict):
     fault: str
 
 
-Line = TypeVar("Line", SampleLine, ScoreLine)
+Line = TypeVar("Line", Answer, ScoreLine)
 
 
 def lines_of(path: Path, kind: type[Line]) -> list[Line]:
@@ -143,9 +129,10 @@ class Collector:
             with world.workers.together("answers of a round", passes):
                 samples = self.sampler.sample(prompts, (self.config.train.seed, number), is_wanted)
             seconds["sampling"] += time.perf_counter() - taken
-            place = self.prompts.location
+            facts = {"round": number, "policy": policy}
             made = [
-                {"round": number, "policy": policy, "place": place(sample.prompt_id)}
+                facts
+                | {"place": self.prompts.location(sample.prompt_id)}
                 | {name: getattr(sample, name) for name in OF_SAMPLE}
                 for sample in samples
             ]
@@ -158,7 +145,7 @@ class Collector:
         """A function that gives lines of scores.jsonl for some of a round's prompts."""
         rows, count = self._rows(number), self.config.rollouts.samples
         with self.world.agreeing("reading the answers of a round"):
-            texts = [line["text"] for line in self._lines(number, SAMPLES, SampleLine)]
+            texts = [answer.text for answer in self._lines(number, SAMPLES, Answer)]
 
         def lines(part: range) -> Lines:
             began = time.perf_counter()
@@ -171,7 +158,7 @@ class Collector:
                 for k, of in enumerate(of_row)
             ]
             self.seconds["judging"] += time.perf_counter() - began
-            return [json.dumps(line, ensure_ascii=False) for line in made]
+            return [json.dumps(asdict(line), ensure_ascii=False) for line in made]
 
         return lines
 
@@ -179,9 +166,7 @@ class Collector:
         """The lines of a round's file: of each prompt, in the order of k."""
         path, samples = self.folder_of(number) / name, range(self.config.rollouts.samples)
         lines = lines_of(path, kind)
-        if [(line["prompt_id"], line["k"]) for line in lines] != [
-            (row, k) for row in self._rows(number) for k in samples
-        ]:
+        if [(line.prompt_id, line.k) for line in lines] != [(row, k) for row in self._rows(number) for k in samples]:
             raise UserError(f"{path} has not {len(samples)} answers to each prompt, in their order; {REMEDY}")
         return lines
 
@@ -193,11 +178,8 @@ class Collector:
             pull(job, self.world, self._judged(number), needs_model=False)
         spread(folder / SCORES, self.world, self.keeps_disk)
         with self.world.agreeing("reading the scores of a round"):
-            samples, scores = self._lines(number, SAMPLES, SampleLine), self._lines(number, SCORES, ScoreLine)
-        answers = [
-            Answer(**{name: of[name] for name in OF_SAMPLE[1:]}, score=scored["score"])  # type: ignore[literal-required]
-            for of, scored in zip(samples, scores, strict=True)
-        ]
+            samples, scores = self._lines(number, SAMPLES, Answer), self._lines(number, SCORES, ScoreLine)
+        answers = [replace(answer, score=of.score) for answer, of in zip(samples, scores, strict=True)]
         groups = [
             Group(row, self.prompts.prompt_ids(row), answers[i * count : (i + 1) * count])
             for i, row in enumerate(self._rows(number))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated, NamedTuple
+
+from pydantic import Field, FiniteFloat
 
 from lib.config.settings import RolloutSettings
 from lib.data.groups import Group as SampledGroup
@@ -12,18 +15,18 @@ from lib.data.groups import Group as SampledGroup
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer that was drawn, with its score."""
+    """One answer that was drawn, a line of samples.jsonl, with its score."""
 
+    prompt_id: int
     k: int
     text: str
-    tokens: list[int]  # the end token included
-    logps: list[float]  # of the tokens, under the policy that drew them, in nats
     finish: str
-    score: float | None  # None where the judge failed on it
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]  # the end token included
+    logps: list[FiniteFloat]  # of the tokens, under the policy that drew them, in nats
+    score: float | None = None  # None where the judge failed on it
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """The answers to one prompt."""
 
     prompt_id: int
@@ -31,8 +34,7 @@ class Group:
     answers: list[Answer]
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """A better and a worse answer to one prompt."""
 
     prompt_id: int
