@@ -258,7 +258,7 @@ def test_the_dashboard_shows_rounds(whole: tuple[Path, list[str]]) -> None:
         (line,) = panels[label[0].upper() + label[1:]]["data"]
         assert line["x"] == [1, 2, 3] and line["y"] == [one["samples"][name] for one in verdicts]
         assert line["marker"]["symbol"] == ["circle", "x", "circle"], "a cross on what was undone"
-    held_out = panels["Held out after each round"]["data"][0]
+    held_out = panels["Held-out score"]["data"][0]
     assert held_out["x"] == [0, 1, 2, 3], "and the policy before the first round"
     assert held_out["y"][1:] == [one["held_out"]["held_out_score"] for one in verdicts]
     assert run_report.png([("score", panels["Mean score of the answers"])]).startswith(b"\x89PNG")

@@ -69,13 +69,14 @@ def in_batches(
     do: Callable[[Sequence[int]], Iterable[T]],
     can_halve: bool = True,
 ) -> list[T]:
-    """What `do` makes of rows, given by index in batches of about one length, which halve where memory is short."""
+    """What `do` makes of rows, given by index in batches of about one length, which halve where memory is short; rows
+    of which it makes nothing are left out."""
     results: dict[int, T] = {}
     for part in micro_batches(np.argsort(lengths, kind="stable"), batch_size):
         rows = part.tolist()
         for start, made in out_of_memory.in_pieces(rows, do, can_halve):
             results |= zip(rows[start:], made, strict=False)
-    return [results[row] for row in range(len(lengths))]
+    return [results[row] for row in range(len(lengths)) if row in results]
 
 
 def uniforms(seed: Sequence[int], prompt_id: int, k: int, count: int) -> np.ndarray:
@@ -143,28 +144,20 @@ class Sampler:
         few tokens. Raises Stopped: a probability is not finite. OutOfMemory: one prompt's answers do not fit."""
         assert all(prompt.tokens for prompt in prompts), "nothing comes before the first token of an empty prompt"
         was_training, size = self.model.training, max(1, self.settings.batch_size // self.settings.samples)
+        before = -np.array([len(prompt.tokens) for prompt in prompts])  # the longest first
         samples: dict[int, list[Sample]] = {}
         self.model.eval()
         mx.eval(self.model.state)
-        answered = lambda rows: self._batch([prompts[i] for i in rows], seed, is_wanted)  # noqa: E731
         try:
-            for batch in self._batches(prompts, size):
-                for start, made in out_of_memory.in_pieces(batch, answered, can_halve=not self.world.divides_model):
-                    samples |= zip(batch[start:], made, strict=False)
+            # Of exactly one length, where rows cannot be padded.
+            for same in [np.arange(len(prompts))] if self.pads else [before == one for one in np.unique(before)]:
+                rows = np.arange(len(prompts))[same].tolist()
+                do = lambda part, rows=rows: self._batch([prompts[rows[i]] for i in part], seed, is_wanted)  # noqa: E731
+                made = in_batches(before[rows], size, do, can_halve=not self.world.divides_model)
+                samples |= zip(rows, made, strict=False)
         finally:
             self.model.train(was_training)
         return [sample for i in range(len(prompts)) for sample in samples.get(i, [])]
-
-    def _batches(self, prompts: Sequence[Prompt], size: int) -> list[list[int]]:
-        """Indices of prompts of about one length; of exactly one, where rows cannot be padded."""
-        lengths = [len(prompt.tokens) for prompt in prompts]
-        batches: list[list[int]] = []
-        for i in sorted(range(len(prompts)), key=lambda i: -lengths[i]):
-            is_full = not batches or len(batches[-1]) == size
-            if is_full or (not self.pads and lengths[batches[-1][0]] != lengths[i]):
-                batches.append([])
-            batches[-1].append(i)
-        return batches
 
     def _batch(
         self, prompts: Sequence[Prompt], seed: Sequence[int], is_wanted: Callable[[], bool]

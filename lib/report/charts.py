@@ -110,27 +110,21 @@ def curves_figure(curves: Sequence[tuple[str, BatchCurve]]) -> Plotly:
 
 def of_rounds(run: RunHistory) -> list[Panel]:
     """What is measured of rounds, a point a round, with a cross on rounds that were undone."""
-    records, panels = tables.rounds(run), []
+    records, panels = tables.rounds(run), list[Panel]()
     before = [event for event in run.of_kind("evaluation") if event.get("step") == 0][:1]  # of the first round
     held_out = [(0, event) for event in before] + [(number, record["held_out"]) for number, record in records.items()]
     answers = [(number, record["answers"]) for number, record in records.items()]
-    charted: list[Any] = [
-        ("held out after each round", None, {"exact_match": "exact match", "held_out_score": "judge's score"}, held_out)
-    ]
-    charted += [(of.label, of.unit, {name: of.label}, answers) for name, of in tables.OF_ROUNDS.items()]
-    for title, unit, names, points in charted if records else ():
-        traces: list[Plotly] = []
-        for name, label in names.items():
-            known = [(number, of[name]) for number, of in points if of.get(name) is not None]
-            if known:
-                numbers, values = zip(*known, strict=True)
-                symbols = ["x" if records.get(number, {}).get("undone") else "circle" for number in numbers]
-                look: Plotly = {"mode": "lines+markers", "marker": {"symbol": symbols, "size": 8}}
-                traces.append(line(numbers, values, label, style(len(traces)), **look))
-        if traces:
-            drawn = figure(traces, "round", unit, rangemode="tozero")
+    charted = [(name, of, held_out) for name, of in tables.HELD_OUT.items()]
+    charted += [(name, of, answers) for name, of in tables.OF_ROUNDS.items()]
+    for name, quantity, points in charted if records else ():
+        if known := [(number, of[name]) for number, of in points if of.get(name) is not None]:
+            numbers, values = zip(*known, strict=True)
+            symbols = ["x" if records.get(number, {}).get("undone") else "circle" for number in numbers]
+            look: Plotly = {"mode": "lines+markers", "marker": {"symbol": symbols, "size": 8}}
+            trace = line(numbers, values, quantity.label, style(0), **look)
+            drawn = figure([trace], "round", quantity.unit, rangemode="tozero")
             drawn["layout"]["xaxis"] |= {"tickformat": "d", "nticks": 8}
-            panels.append(Panel(_title(title), drawn, ", ".join(f"{trace['y'][-1]:.3g}" for trace in traces)))
+            panels.append(Panel(_title(quantity.label), drawn, quantity.text(values[-1])))
     return panels
 
 

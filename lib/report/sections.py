@@ -75,7 +75,7 @@ def samples(run: RunHistory) -> list[str]:
 
 
 def of_rounds(run: RunHistory) -> list[PageSection]:
-    """The rounds of a run: figures, verdicts and examples; nothing where it has none."""
+    """The rounds of a run: figures and verdicts; nothing where it has none."""
     newest = list(tables.rounds(run).values())[: -SHOWN_ROUNDS - 1 : -1]
     if not newest:
         return []
@@ -87,7 +87,5 @@ def of_rounds(run: RunHistory) -> list[PageSection]:
         cells = [figure.text(record["answers"].get(name)) for name, figure in figures.items()]
         remarks = "; ".join([*verdict, *(record.get("warnings") or [])]) or "kept"
         rows.append([str(record["round"]), ", ".join(held_out) or "-", *cells, remarks])
-    pairs = newest[0].get("examples") or []
-    texts = ["\n".join((pair["prompt"], f"+ {pair['chosen']}", f"− {pair['rejected']}")) for pair in pairs]
     head = ("round", "held out", *(figure.label for figure in figures.values()), "verdict")
-    return [PageSection("Rounds", head, rows, charts.of_rounds(run), texts)]
+    return [PageSection("Rounds", head, rows, charts.of_rounds(run))]

@@ -31,6 +31,10 @@ FIGURES = {
     "learning_rate": Figure("learning rate", ".3g"),
     "grad_norm": Figure("gradient norm", ".3g"),
 }
+HELD_OUT = {  # after a round
+    "exact_match": Figure("held-out exact match", ".1%"),
+    "held_out_score": Figure("held-out score", ".3g"),
+}
 OF_ROUNDS = {  # of a round's answers
     "score": Figure("mean score of the answers", ".3g"),
     "accepted": Figure("prompts with pairs", ".0%"),

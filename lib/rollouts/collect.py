@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -29,7 +28,7 @@ from lib.data.tokenizer import Tokenizer, vocabulary_digest
 from lib.distributed.work_queue import Lines, WorkQueue
 from lib.distributed.world import World
 from lib.errors import UserError
-from lib.evaluate.judges import Judge, Question, scores_of, text_of
+from lib.evaluate.judges import Judge, Question, scores_of
 from lib.evaluate.sample import Prompt, Sampler
 from lib.evaluate.score_file import FileJob, is_on_rank_0, key_of, pull
 from lib.rollouts.pairs import Answer, Group, Pair, pairs_of
@@ -39,7 +38,6 @@ from lib.system.terminal import Terminal
 ASK_SECONDS = 0.25  # between two questions whether a chunk is still wanted: a message to rank 0 each
 SAMPLES, SCORES, PAIRS = "samples.jsonl", "scores.jsonl", "pairs.jsonl"
 WHAT = {SAMPLES: "answered", SCORES: "judged"}
-SHOWN_CHARACTERS = 400  # of each text of an example
 OF_SAMPLE = ("prompt_id", "k", "text", "finish", "tokens", "logps")
 REMEDY = "remove the folder, and what was drawn is drawn again"
 
@@ -89,7 +87,6 @@ class Collector:
     prompts: Prompts
     judge: Judge
     say: Terminal
-    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # of this rank in a round
 
     def folder_of(self, number: int) -> Path:
         return self.folder / "rounds" / f"{number:04d}"
@@ -119,16 +116,14 @@ class Collector:
         """samples.jsonl of a round, drawn by all ranks with the weights that they have. policy: their digest."""
         if (job := self._job(number, SAMPLES, policy)) is None:
             return
-        rows, queue, seconds = self._rows(number), job.open(self.world), self.seconds
-        began, before, world = time.perf_counter(), self.seconds["sampling"], self.world
+        rows, queue, world = self._rows(number), job.open(self.world), self.world
 
         def lines(part: range) -> Lines | None:
-            taken, passes = time.perf_counter(), len(part) * self.config.rollouts.samples
+            passes = len(part) * self.config.rollouts.samples
             is_wanted = (lambda: True) if world.divides_model else _watch(queue, part.start // job.chunk_rows)
             prompts = [Prompt(rows[i], self.prompts.prompt_ids(rows[i])) for i in part]
             with world.workers.together("answers of a round", passes):
                 samples = self.sampler.sample(prompts, (self.config.train.seed, number), is_wanted)
-            seconds["sampling"] += time.perf_counter() - taken
             facts = {"round": number, "policy": policy}
             made = [
                 facts
@@ -139,7 +134,6 @@ class Collector:
             return None if len(samples) < passes else [json.dumps(line, ensure_ascii=False) for line in made]
 
         pull(job, world, lines, queue=queue)
-        seconds["waiting"] += time.perf_counter() - began - (seconds["sampling"] - before)
 
     def _judged(self, number: int) -> Callable[[range], Lines]:
         """A function that gives lines of scores.jsonl for some of a round's prompts."""
@@ -148,7 +142,6 @@ class Collector:
             texts = [answer.text for answer in self._lines(number, SAMPLES, Answer)]
 
         def lines(part: range) -> Lines:
-            began = time.perf_counter()
             of_rows = {rows[i]: texts[i * count : (i + 1) * count] for i in part}
             asked = (self.prompts, self.config, self.sampler.tokenizer)
             scored = scores_of(self.judge, [question_of(row, each, *asked) for row, each in of_rows.items()])
@@ -157,7 +150,6 @@ class Collector:
                 for row, of_row in zip(of_rows, scored, strict=True)
                 for k, of in enumerate(of_row)
             ]
-            self.seconds["judging"] += time.perf_counter() - began
             return [json.dumps(asdict(line), ensure_ascii=False) for line in made]
 
         return lines
@@ -188,15 +180,6 @@ class Collector:
         if self.keeps_disk and self.config.record_kind == "preference" and not (folder / PAIRS).exists():
             files.write_atomically(folder / PAIRS, "".join(self._pair_line(pair) + "\n" for pair in pairs))
         return Collected(groups, pairs)
-
-    def examples(self, pairs: Sequence[Pair]) -> list[dict[str, str]]:
-        """A few pairs as text, for people."""
-        shown = []
-        for pair in pairs[: self.config.evaluate.samples]:
-            prompt = asked_of(self.prompts.record(pair.prompt_id), self.config.data, self.sampler.tokenizer)
-            texts = {"prompt": text_of(prompt), "chosen": pair.chosen.text, "rejected": pair.rejected.text}
-            shown.append({name: text[:SHOWN_CHARACTERS] for name, text in texts.items()})
-        return shown
 
     def _pair_line(self, pair: Pair) -> str:
         record = {

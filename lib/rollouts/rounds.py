@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,6 @@ from lib.training.losses import Metrics
 from lib.training.run import Batches, TrainingLoop, TrainingRun
 
 ROUND = "round.json"
-TIMED = ("sampling", "waiting", "judging", "training", "round")
 
 
 @dataclass
@@ -133,7 +131,7 @@ class Rounds:
 
     def _round(self, number: int) -> None:
         """One round, from its answers to the verdict."""
-        run, began, first_step = self.run, time.perf_counter(), (number - 1) * self.steps
+        run, first_step = self.run, (number - 1) * self.steps
         run.steps, run.progress.best_step = number * self.steps, self._kept().round * self.steps
         if run.model is not self.collector.sampler.model:  # a pipeline's blocks have moved
             sampler = Sampler(run.model, self.collector.sampler.tokenizer, self.settings, world=run.world)
@@ -146,7 +144,6 @@ class Rounds:
         data = self._data(number, groups, pairs)
         if data is not None:
             self._prepare(number, data, first_step)
-        training = time.perf_counter()
         if data is not None:
             self.loop.train()
         else:
@@ -156,9 +153,7 @@ class Rounds:
                 run.reference.follow(run.progress.step)
             self.loop.latest = dict(self._kept().held_out)
             run.save()
-        ended = time.perf_counter()
-        self.collector.seconds.update(training=ended - training, round=ended - began)
-        self._judge(replace(figures, held_out=self.loop.latest), self.collector.examples(pairs))
+        self._judge(replace(figures, held_out=self.loop.latest))
 
     def _collected(self, number: int, first_step: int) -> Collected:
         """A round's answers; drawn here, unless this round's training has begun."""
@@ -214,7 +209,7 @@ class Rounds:
         self.loop.batches = Batches(run, None)
         self.loop.learner.make = self.loop.batches.make
 
-    def _judge(self, figures: RoundFigures, examples: list[dict[str, str]]) -> None:
+    def _judge(self, figures: RoundFigures) -> None:
         """Keeps a round or undoes it, and writes down why."""
         run, number, tolerance = self.run, figures.round, self.settings.tolerance
         lost = losses_of(self.history, figures.held_out, tolerance)
@@ -225,9 +220,7 @@ class Rounds:
         verdict: dict[str, Any] = {"round": number, "undone": bool(lost), "why": lost}
         verdict |= {"warnings": warnings, "held_out": figures.held_out}
         samples = figures.samples and asdict(figures.samples)
-        seconds = {f"{name}_seconds": self.collector.seconds[name] for name in TIMED}
-        self.collector.seconds.clear()
-        run.tracker.record("round", step=run.own_step, **verdict, answers=samples, examples=examples, **seconds)
+        run.tracker.record("round", step=run.own_step, **verdict, answers=samples)
         with run.world.agreeing(f"writing {ROUND}"):
             if run.lock is not None:
                 text = json.dumps(verdict | {"samples": samples}, indent=2)

@@ -17,20 +17,17 @@ LINE = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._@-]{0,63})\s+sha256:(?P<dige
 
 
 class KeyFile:
-    """The keys of a file, read again whenever it changes: an added or removed line counts at the next request. Raises
-    UserError: as `read`."""
+    """The keys of a file, read at each request: a changed line counts at once. Raises UserError: as `read`."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._stamp, self._owners = path, _stamp_of(path), read(path)
+        self.path, self._owners = path, read(path)
 
     def owner(self, key: str) -> str | None:
         """The name that a key belongs to, or None."""
-        if (stamp := _stamp_of(self.path)) != self._stamp:
-            self._stamp = stamp
-            try:
-                self._owners = read(self.path) if stamp else {}
-            except UserError as error:  # valid keys stay so until the line is corrected
-                print(f"warning: {error}", flush=True)
+        try:
+            self._owners = read(self.path) if self.path.exists() else {}
+        except UserError as error:  # valid keys stay so until the line is corrected
+            print(f"warning: {error}", flush=True)
         return self._owners.get(_digest(key))
 
 
@@ -68,10 +65,6 @@ def make(name: str, path: Path) -> str:
     except OSError as error:
         raise UserError(f"--keys {path} cannot be written: {error.strerror}") from None
     return key
-
-
-def _stamp_of(path: Path) -> tuple[int, int] | None:
-    return (path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None
 
 
 def _digest(key: str) -> str:
