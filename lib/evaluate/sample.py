@@ -152,7 +152,7 @@ class Sampler:
             # Of exactly one length, where rows cannot be padded.
             for same in [np.arange(len(prompts))] if self.pads else [before == one for one in np.unique(before)]:
                 rows = np.arange(len(prompts))[same].tolist()
-                do = lambda part, rows=rows: self._batch([prompts[rows[i]] for i in part], seed, is_wanted)  # noqa: E731
+                do = lambda part, of=rows: self._batch([prompts[of[i]] for i in part], seed, is_wanted)  # noqa: E731
                 made = in_batches(before[rows], size, do, can_halve=not self.world.divides_model)
                 samples |= zip(rows, made, strict=False)
         finally:
