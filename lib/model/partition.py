@@ -18,6 +18,12 @@ from lib.errors import UserError
 FAMILIES = ("llama", "ministral3", "mistral", "qwen2", "qwen3", "qwen3_moe")  # tensor_parallel.py can divide these
 TIED = ("llama", "mistral", "ministral3", "qwen2")  # their head is the embedding, where config.json does not say
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of their number
+OTHER_NAMES = {  # of dimensions, in older families' config.json
+    **dict.fromkeys(("n_head", "n_heads", "num_heads"), "num_attention_heads"),
+    **dict.fromkeys(("n_embd", "d_model", "hidden_dim", "model_dim"), "hidden_size"),
+    **dict.fromkeys(("n_layer", "n_layers", "num_layers", "num_transformer_layers"), "num_hidden_layers"),
+    **dict.fromkeys(("n_inner", "ffn_hidden_size", "ff_intermediate_size"), "intermediate_size"),
+}
 TIDY_COLUMNS = 64  # GPUs are slow on other widths; taken where it leaves a rank this many parts to choose from
 CHOICES = 16
 
@@ -100,7 +106,10 @@ def model_shape_of(stored: Mapping[str, Any], dtype: str | None = None, to_divid
     """The dimensions in a config.json. dtype: of the weights, where it is not the stored one. Raises UserError: a
     dimension is missing, or (to_divide) lib/model/tensor_parallel.py cannot divide the family."""
     stored = {**stored, **stored.get("text_config", {})}  # models that also see pictures keep these one level down
+    stored = {**{name: stored[other] for other, name in OTHER_NAMES.items() if stored.get(other)}, **stored}
     family = stored.get("model_type")
+    if not to_divide:  # a recurrence has no heads; GPT's MLP is four times as wide by default
+        stored = {"num_attention_heads": 1, "intermediate_size": 4 * int(stored.get("hidden_size", 0)), **stored}
     if to_divide and family not in FAMILIES:
         raise UserError(f"strategy=sharded cannot divide a model of type {family}; it knows {', '.join(FAMILIES)}")
     try:
@@ -130,7 +139,7 @@ def model_shape_of(stored: Mapping[str, Any], dtype: str | None = None, to_divid
             experts_per_token=int(stored.get("num_experts_per_tok") or 0),
         )
     except KeyError as error:
-        raise UserError(f"strategy=sharded needs {error.args[0]} in the model's config.json") from None
+        raise UserError(f"dividing a model needs {error.args[0]} in the model's config.json") from None
 
 
 def _quantisation(stored: Mapping[str, Any], number_bytes: int) -> tuple[int, float]:
