@@ -39,7 +39,7 @@ def cut(model: nn.Module, blocks: Sequence[int], rank: int, neighbours: Neighbou
     for i, block in enumerate(model.layers):
         if not first <= i < last:
             entry = stage.enter if i == first - 1 else stage.leave if i == last else None
-            absent[id(block)] = _absent_block(block, entry)
+            absent[id(block)] = _absent_block(block, entry, outline.counts[i])
     for name, unit in _units(model):
         if not ((rank == 0 and name in outline.before) or (rank == size - 1 and name in outline.after)):
             absent[id(unit)] = _absent_unit(unit, hidden_size, outline.dtypes[0])
@@ -56,6 +56,7 @@ class Outline(NamedTuple):
 
     dtypes: list[mx.Dtype]  # of each block's input
     outputs: list[mx.array]  # of each block
+    counts: list[int]  # of the values in the tuple that each block returns; 0: it returns an array
     before: set[str]  # the names of the other modules with parameters, by their use
     after: set[str]
 
@@ -70,20 +71,23 @@ def outline_of(model: nn.Module) -> Outline:
     """How a model runs, by a lazy run of its code. Raises UserError: its blocks take more than the output of the one
     before."""
     cannot = f"strategy=pipelined cannot cut a model of family {family_of(model)}"
-    outline, units, count = Outline([], [], set(), set()), dict(_units(model)), len(model.layers)
+    outline, units, count = Outline([], [], [], set(), set()), dict(_units(model)), len(model.layers)
 
     def block_call(plain: Any) -> Any:
-        def call(block: nn.Module, x: Any = None, *args: Any, **options: Any) -> mx.array:
-            others = [each for _, each in tree_flatten((args, options)) if isinstance(each, mx.array)]
-            is_chained = isinstance(x, mx.array) and (not outline.outputs or x is outline.outputs[-1])
+        def call(block: nn.Module, *args: Any, **options: Any) -> Any:
+            x, *others = [each for _, each in tree_flatten((args, options)) if isinstance(each, mx.array)] or [None]
+            is_chained = x is not None and (not outline.outputs or x is outline.outputs[-1])
             if not is_chained or any(mx.isnan(other).any().item() for other in others):
                 raise TypeError("blocks take something else than the output of the one before")
-            output = _unknown(plain(block, x, *args, **options))
-            if not isinstance(output, mx.array) or output.shape != x.shape:
-                raise TypeError("a block makes more than one array")
+            whole = tree_map(_unknown, plain(block, *args, **options))  # of several arrays the first goes on
+            output = whole[0] if isinstance(whole, tuple) else whole
+            are_plain = all(isinstance(each, mx.array | int | None) for _, each in tree_flatten([whole]))
+            if not isinstance(output, mx.array) or output.shape != x.shape or not are_plain:
+                raise TypeError("a block makes something else than its input's next state")
             outline.dtypes.append(x.dtype)
             outline.outputs.append(output)
-            return output
+            outline.counts.append(len(whole) if isinstance(whole, tuple) else 0)
+            return whole
 
         return call
 
@@ -148,11 +152,12 @@ def _holders(model: nn.Module, outline: Outline, ends: Sequence[int]) -> dict[st
     return holders
 
 
-def _absent_block(block: nn.Module, entry: Callable[[mx.array], mx.array] | None) -> nn.Module:
-    """Stands for another rank's block: passes on its input, or `entry` of that."""
+def _absent_block(block: nn.Module, entry: Callable[[mx.array], mx.array] | None, count: int) -> nn.Module:
+    """Stands for another rank's block: passes on its input, or `entry` of that. count: of values, as in Outline."""
     draws = sum(isinstance(part, nn.Dropout) and part._p_1 < 1 for part in block.modules())
 
-    def call(self: nn.Module, x: mx.array, *args: Any, **options: Any) -> mx.array:
+    def call(self: nn.Module, *args: Any, **options: Any) -> Any:
+        x = next(each for _, each in tree_flatten((args, options)) if isinstance(each, mx.array))
         if self.training:  # each mask is drawn after those of the blocks before: cuts change none
             for _ in range(draws):
                 mx.random.bernoulli(shape=())
@@ -160,7 +165,8 @@ def _absent_block(block: nn.Module, entry: Callable[[mx.array], mx.array] | None
         if cache is not None and not isinstance(cache, Stream):  # any block's cache may be asked for the position
             nothing = mx.zeros((x.shape[0], 1, x.shape[1], 1), x.dtype)
             cache.update_and_fetch(nothing, nothing)
-        return x if entry is None else entry(x).reshape(x.shape)
+        output = x if entry is None else entry(x).reshape(x.shape)
+        return (output, *[None] * (count - 1)) if count else output
 
     return _empty(with_methods(block, __call__=lambda _: call))
 
