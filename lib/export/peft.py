@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from lib.config.read_file import front_matter
-from lib.errors import UserError
+from lib.errors import UserError, in_one_line
 from lib.export.fuse import QUANTISED, adapted_layers, base_layer, write_template
 from lib.export.trained_run import ExportOptions, Reading, TrainedRun, mlx_logps, model_logps
 from lib.model.adapter_files import described, save_trained, trainable, write_arrays
@@ -39,7 +39,11 @@ def write_mlx(run: TrainedRun, folder: Path, options: ExportOptions) -> None:
 
 
 def read_mlx(run: TrainedRun, folder: Path, options: ExportOptions) -> Reading:
-    return Reading("mlx_lm.load", mlx_logps(run.base, run, adapter=folder))
+    try:
+        return Reading("mlx_lm.load", mlx_logps(run.base, run, adapter=folder))
+    except (ValueError, AttributeError) as error:
+        fault = f"mlx-lm cannot load an adapter of this family: {in_one_line(error)[:160]}"
+        raise UserError(f"--to mlx: {fault}; model.adapter={run.folder} still reads it here") from None
 
 
 def check(run: TrainedRun, options: ExportOptions) -> None:
