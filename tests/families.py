@@ -5,10 +5,27 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.resources
+import json
 import pkgutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
 import mlx_lm.models
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.utils import _get_classes as classes_of
+from mlx_lm.utils import save_model
+
+from lib.config.settings import ModelSettings
+from lib.errors import UserError
+from lib.export import fuse, gguf
+from lib.model import adapter_files, adapters, partition, peft_adapters, pipeline_stage, token_stream
+from lib.model import load as load_module
+from tests.tiny import ROOT
+
+YES, NO, REFUSED = "✓", "–", "|{}|refused|"
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 WINDOW = 12  # more tokens than lib/model/token_stream.py tries, fewer than a row of the tests has
@@ -103,7 +120,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "altup_correct_scale": True,
     },
     "gemma4": GEMMA4,
-    "gemma4_text": GEMMA4,
+    "gemma4_text": {
+        **ALTERNATING,
+        "enable_moe_block": True,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+    },
     "glm4": {"partial_rotary_factor": 0.5},
     "glm4_moe": {"rope_scaling": None, "partial_rotary_factor": 0.5},
     "glm_moe_dsa": {
@@ -121,7 +143,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "use_mixed_mlp_moe": True,
     },
     "jamba": {"num_hidden_layers": 4, "attn_layer_offset": 1, "expert_layer_period": 2},
-    "kimi_k3": {**HYBRID, "linear_attn_config": KIMI},
+    "kimi_k3": {**HYBRID, "linear_attn_config": KIMI, "attn_res_block_size": 2},
     "kimi_linear": {**HYBRID, "linear_attn_config": KIMI},
     "laguna": ALTERNATING,
     "lfm2": LFM2,
@@ -157,6 +179,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "nemotron": {"hidden_act": "relu2"},
     "nemotron-nas": {"block_configs": [BLOCK, {"attention": {"no_op": True}, "ffn": {"replace_with_linear": True}}]},
     "nemotron_h": {"num_hidden_layers": 4, "hybrid_override_pattern": ["M", "-", "*", "E"], "mamba_num_heads": 4},
+    "olmo2": {"tie_word_embeddings": False},
     "olmo3": ALTERNATING,
     "olmo_hybrid": HYBRID,
     "openelm": {"num_query_heads": [4, 4], "num_kv_heads": [2, 2], "ffn_multipliers": [1.0, 2.0], "ffn_dim_divisor": 8},
@@ -165,13 +188,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "plamo2": {"num_hidden_layers": 4, "full_attention_idx": [1]},
     "plamo3": {"sliding_window_pattern": 2},
     "prism_hadamard_qwen35": {**QWEN, "hidden_size": 128},
-    "qwen3_5": QWEN,
+    "qwen3_5": {**QWEN, "num_experts": 0},
     "qwen3_5_moe": QWEN,
-    "qwen3_moe": {"mlp_only_layers": []},
+    "qwen3_moe": {"mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": True},
     "qwen3_next": {**QWEN, "mlp_only_layers": [], "partial_rotary_factor": 0.5},
     "qwen3_vl_moe": {"mlp_only_layers": []},
     "recurrent_gemma": {"num_hidden_layers": 4, "block_types": ["recurrent", "attention"]},
-    "smollm3": {"no_rope_layer_interval": 2},
+    "seed_oss": {"tie_word_embeddings": False},
+    "smollm3": {"no_rope_layer_interval": 4, "num_hidden_layers": 4},
     "solar_open": {"partial_rotary_factor": 0.5},
     "spark2_5": {**ALTERNATING, "rope_parameters": {SLIDING: ROPE, FULL: ROPE}},
     "stablelm": {"partial_rotary_factor": 0.5},
@@ -245,3 +269,78 @@ def configuration(family: str) -> dict[str, Any]:
             "text_config": values,
         }
     return values | {"eos_token_id": 1}
+
+
+def stored(folder: Path, family: str) -> Path:
+    """A tiny model of a family with drawn weights, as mlx-lm stores it."""
+    folder.mkdir()
+    text = json.dumps(configuration(family))
+    (folder / "config.json").write_text(text)
+    mx.random.seed(0)
+    model_class, args_class = classes_of(config=json.loads(text))
+    model = model_class(args_class.from_dict(json.loads(text)))
+    floats = [(n, a) for n, a in tree_flatten(model.parameters()) if mx.issubdtype(a.dtype, mx.floating)]
+    model.update(tree_unflatten([(n, (a + 0.05 * mx.random.normal(a.shape)).astype(a.dtype)) for n, a in floats]))
+    save_model(folder, model)
+    return folder
+
+
+def build(path: Path, spread: float = 0.1) -> nn.Module:
+    """The model with an adapter on every layer that takes one, moved at random."""
+    settings = ModelSettings(path=str(path))
+    model = load_module.load(settings, 0)
+    adapters.make_trainable(model, settings, 0)
+    mx.random.seed(1)
+    trained = adapter_files.trainable(model).items()
+    model.update(tree_unflatten([(name, a + spread * mx.random.normal(a.shape)) for name, a in trained]))
+    return model.train()
+
+
+def stages(path: Path) -> list[nn.Module] | None:
+    """The model in two stages, the first of one block; None: it cannot be cut."""
+    parts = [build(path), build(path)]
+    try:
+        for rank, part in enumerate(parts):
+            pipeline_stage.cut(part, [1, len(part.layers) - 1], rank, None)
+    except UserError:
+        return None
+    return parts
+
+
+# ---- docs/families.md: python -m tests.families
+
+
+def documented() -> list[str]:
+    """The table's rows."""
+    lines = (ROOT / "docs/families.md").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line.startswith("|") and not line.startswith(("|family|", "|---|"))]
+
+
+def row(path: Path, family: str) -> str:
+    """What a family can do: prompts shared, pipelined, sharded, exported as PEFT's adapter, fused, as GGUF."""
+
+    def can(work: Any) -> bool:
+        try:
+            return work() is not False
+        except UserError:
+            return False
+
+    if not can(lambda: token_stream.cannot_share_prompts(build(path))):
+        return REFUSED.format(family)
+    model, config = build(path), configuration(family)
+    able = (
+        token_stream.cannot_share_prompts(model) is None,
+        stages(path) is not None and can(lambda: partition.model_shape_of(config, to_divide=False)),
+        can(lambda: partition.model_shape_of(config)),
+        can(lambda: peft_adapters.peft_arrays(adapter_files.trainable(model)) and fuse.adapted_layers(model)),
+        can(lambda: fuse.adapted_layers(model)),
+        family in gguf.FAMILIES,
+    )
+    return f"|{family}|{'|'.join(YES if each else NO for each in able)}|"
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names():
+            is_known = name != "olmo"  # which wants ai2-olmo
+            print(row(stored(Path(folder) / name, name), name) if is_known else REFUSED.format(name))

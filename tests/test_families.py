@@ -1,28 +1,35 @@
-"""Every text model of mlx-lm, tiny: loads, trains on shared prompts where it can, runs in two stages, or says why not."""
+"""Every text model of mlx-lm, tiny: what docs/families.md says of it, and a step of it equal to whole rows; or why not."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx.optimizers as optim
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.utils import _get_classes as classes_of
-from mlx_lm.utils import save_model
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from lib.config.settings import ModelSettings
+from lib.config.settings import ModelSettings, SyncSettings, TrainSettings
 from lib.data.batch import collate
 from lib.data.dataset import Example
+from lib.distributed.links import Links
+from lib.distributed.world import World
 from lib.errors import UserError
-from lib.model import adapter_files, adapters, pipeline_stage, token_stream
+from lib.export import command
+from lib.model import adapter_files, adapters, token_stream
 from lib.model import load as load_module
 from lib.model.layout import layout_of
 from lib.model.logps import completion_logps
-from tests import families
-from tests.test_forward import plain_logps, weighted
+from lib.system.out_of_memory import Limit
+from lib.training.divided_world import pipelined
+from lib.training.pipelined_step import PipelinedStep, StagePace
+from lib.training.step import Step, arrays_beside
+from tests import exported, families
+from tests.test_forward import plain_logps
 
 COMMON = [
     "llama",
@@ -36,22 +43,12 @@ COMMON = [
     "phi3",
     "deepseek_v3",
 ]
+EVERY = [pytest.param(n, marks=() if n in COMMON else pytest.mark.long) for n in families.names() if n != "olmo"]
 CANNOT = {"bitnet": "adapter", "deepseek_v41": "VJP", "muse_spark": "Metal", "phi3small": "later", "olmo": "load"}
-UNCUT = {
-    "afm7",
-    "gemma3n",
-    "gemma4",
-    "gemma4_text",
-    "gptj",
-    "hunyuan",
-    "iquestloopcoder",
-    "kimi_k3",
-    "nanbeige",
-    "rwkv7",
-    "talkie",
-    "seed_oss",
-}
+NOT_IN_MLX = {"afm7", "gemma3n", "kimi_k3"}  # mlx-lm's own loading of adapters fails
+NEW = ("qwen3_5", "gemma4_text", "gpt_oss", "deepseek_v3")  # tests/test_export.py has others
 LIMIT = 5e-5  # of the norm, in float32
+TRAIN = TrainSettings(optimizer="sgd", schedule="constant", learning_rate=1e-2, max_grad_norm=None)
 
 
 def test_every_family_has_a_configuration() -> None:
@@ -62,29 +59,7 @@ def test_every_family_has_a_configuration() -> None:
         except (KeyError, AttributeError, SystemExit):
             missing.append(family)
     assert missing == ["olmo"]  # which wants ai2-olmo
-
-
-def stored(folder: Path, family: str) -> Path:
-    folder.mkdir()
-    text = json.dumps(families.configuration(family))
-    (folder / "config.json").write_text(text)
-    mx.random.seed(0)
-    model_class, args_class = classes_of(config=json.loads(text))
-    model = model_class(args_class.from_dict(json.loads(text)))
-    floats = [(n, a) for n, a in tree_flatten(model.parameters()) if mx.issubdtype(a.dtype, mx.floating)]
-    model.update(tree_unflatten([(n, (a + 0.05 * mx.random.normal(a.shape)).astype(a.dtype)) for n, a in floats]))
-    save_model(folder, model)
-    return folder
-
-
-def build(path: Path) -> nn.Module:
-    settings = ModelSettings(path=str(path))
-    model = load_module.load(settings, 0)
-    adapters.make_trainable(model, settings, 0)
-    mx.random.seed(1)
-    trained = adapter_files.trainable(model).items()
-    model.update(tree_unflatten([(name, a + 0.1 * mx.random.normal(a.shape)) for name, a in trained]))
-    return model.train()
+    assert [line.split("|")[1] for line in families.documented()] == families.names()
 
 
 def error(found: dict[str, mx.array], wanted: dict[str, mx.array]) -> float:
@@ -93,41 +68,129 @@ def error(found: dict[str, mx.array], wanted: dict[str, mx.array]) -> float:
     return float(np.sqrt(sum(a for a, _ in squares) / sum(b for _, b in squares)))
 
 
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(n, marks=() if n in COMMON else pytest.mark.long) for n in families.names() if n != "olmo"],
-)
-def test_a_family_equals_itself_shared_and_in_stages(tmp_path: Path, family: str) -> None:
-    path, draw = stored(tmp_path / "stored", family), np.random.default_rng(3)
+def pairs(seed: int = 3) -> list[Example]:
+    draw = np.random.default_rng(seed)
 
     def ids(low: int, high: int) -> np.ndarray:
         return draw.integers(2, 48, draw.integers(low, high)).astype(np.int32)
 
-    examples = [Example(i, ids(14, 20), (ids(2, 12), ids(4, 9))) for i in range(3)]
+    return [Example(i, ids(14, 20), (ids(2, 12), ids(4, 9))) for i in range(3)]
+
+
+def plain_loss(model: nn.Module, examples: list[Example], reference: mx.array) -> mx.array:
+    """DPO (arXiv:2305.18290, equation 7), summed over pairs: one row at a time through the model's own call."""
+    ratios = plain_logps(model, examples) - reference
+    return -nn.log_sigmoid(TRAIN.beta * (ratios[:, 0] - ratios[:, 1])).sum()
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_a_family_equals_itself_shared_and_in_stages(tmp_path: Path, family: str) -> None:
+    path, examples = families.stored(tmp_path / "stored", family), pairs()
+    assert families.row(path, family) in families.documented()
     if family in CANNOT:
         with pytest.raises(UserError, match=CANNOT[family]):
-            token_stream.cannot_share_prompts(build(path))
+            token_stream.cannot_share_prompts(families.build(path))
         return
-    model = build(path)
-    shares = token_stream.cannot_share_prompts(model) is None
-    inputs = token_stream.arrays_of(collate(examples, 4, shares).inputs)
-    wanted = dict(tree_flatten(nn.value_and_grad(model, lambda: weighted(plain_logps(model, examples)))()[1]))
-    found = dict(tree_flatten(nn.value_and_grad(model, lambda: weighted(completion_logps(model, inputs)))()[1]))
+    model = families.build(path)
+    batch = collate(examples, 4, token_stream.cannot_share_prompts(model) is None)
+    reference = plain_logps(model, examples) + mx.random.normal((3, 2))
+    loss, wanted = nn.value_and_grad(model, lambda: plain_loss(model, examples, reference))()
+    wanted, before = dict(tree_flatten(wanted)), adapter_files.trainable(model)
+    micro = (batch, np.array(reference))
+    found, _ = (step := Step(model, optim.SGD(TRAIN.learning_rate), TRAIN, World())).gradients(*micro, None)
     limit = 5e-4 if family == "gemma3n" else LIMIT  # weights changed by rounding move its gradient by 6e-4
-    assert error(found, wanted) < limit
-    blocks = [1, len(model.layers) - 1]
-    if family in UNCUT:
-        with pytest.raises(UserError):
-            token_stream.cannot_share_prompts([_cut(path, blocks, rank) for rank in (0, 1)][1])
+    assert error(dict(tree_flatten(found)), wanted) < limit
+
+    if (stages := families.stages(path)) is not None:
+        first, last = (
+            PipelinedStep(
+                stage.train(),
+                optim.SGD(TRAIN.learning_rate),
+                TRAIN,
+                pipelined(World(rank, 2), (), layout_of(stage).stage, Links(World())).workers,
+                SyncSettings(),
+                StagePace([2, 1], False, Limit()),
+            )
+            for rank, stage in enumerate(stages)
+        )
+        inputs = token_stream.arrays_of(batch.inputs)
+        _, slopes = last.last(inputs, first.output(inputs, None), *arrays_beside(*micro), None)
+        by_input, *of_last = slopes
+        _, of_first = first.product(inputs, None, by_input)
+        trained = [name for stage in stages for name in sorted(adapter_files.trainable(stage))]
+        assert error(dict(zip(trained, [*of_first, *of_last], strict=True)), wanted) < limit
+
+    record = step(0, 1, [micro])
+    assert record.means["loss"] == pytest.approx(loss.item() / 3, rel=1e-3) and not record.skipped
+    after = {name: before[name] - array for name, array in adapter_files.trainable(model).items()}
+    assert error(after, {name: TRAIN.learning_rate / 3 * array for name, array in wanted.items()}) < 100 * limit
+
+    settings = ModelSettings(path=str(path))
+    adapter_files.save_trained(model, settings, tmp_path)
+    again = load_module.load(settings, 0)
+    adapters.make_trainable(again, settings.model_copy(update={"adapter": str(tmp_path)}), 0)
+    inputs = token_stream.arrays_of(collate(examples, 4, False).inputs)
+    assert mx.array_equal(completion_logps(again.eval(), inputs), completion_logps(model.eval(), inputs))
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(n, marks=() if n in NEW else pytest.mark.long) for n in families.names() if n != "olmo"]
+)
+def test_a_family_s_exports_are_proven_or_refused(
+    tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All that docs/families.md says of them, read back; by --to mlx also what mlx-lm makes of the adapter."""
+    path = families.stored(tmp_path / "stored", family)
+    if family in CANNOT:
         return
-    first, last = (_cut(path, blocks, rank) for rank in (0, 1))
-    assert shares == (not any([token_stream.cannot_share_prompts(first), token_stream.cannot_share_prompts(last)]))
-    given = layout_of(first).stage.run(lambda: completion_logps(first, inputs), None)
-    logps = layout_of(last).stage.run(lambda: completion_logps(last, inputs), given)
-    assert error({"": logps}, {"": plain_logps(model, examples)}) < LIMIT
+    run = exported.run_of(tmp_path / "run", path)
+    line = next(line for line in families.documented() if line.startswith(f"|{family}|"))
+    cells = dict(zip(("peft", "fused", "gguf"), line.split("|")[5:], strict=False))
+    cells["mlx"] = families.NO if family in NOT_IN_MLX else families.YES
+    for form, cell in cells.items():
+        status = command.main([str(run), "--to", form])
+        text = capsys.readouterr().err
+        assert status == (0 if cell == families.YES else 2), text
+        assert status == 0 or text.count("\n") == 1, text
 
 
-def _cut(path: Path, blocks: list[int], rank: int) -> nn.Module:
-    model = build(path)
-    pipeline_stage.cut(model, blocks, rank, None)
-    return model
+# ---- Gradients in float64
+
+
+def gather(a: mx.array, b: mx.array, lhs_indices: None = None, rhs_indices: Any = None, **_: Any) -> mx.array:
+    """mx.gather_mm, which MLX has for float32 alone."""
+    return a @ b[rhs_indices]
+
+
+def convolve(x: mx.array, weight: mx.array, *_: Any) -> mx.array:
+    """mx.conv1d of each channel by itself."""
+    length = x.shape[1] - weight.shape[1] + 1
+    return sum(x[:, i : i + length] * weight[:, i, 0] for i in range(weight.shape[1]))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "gpt_oss", "qwen3_moe", "deepseek_v3", "glm4_moe"])
+def test_gradients_are_those_of_whole_rows_in_float64(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, examples = families.stored(tmp_path / "stored", family), pairs()
+    model = families.build(path, spread=0.03)
+    batch = collate(examples, 4, token_stream.cannot_share_prompts(model) is None)
+    reference = plain_logps(model, examples) + mx.random.normal((3, 2))
+    step = Step(model, optim.SGD(1.0), TRAIN, World())
+    found = dict(tree_flatten(step.gradients(batch, np.array(reference), None)[0]))
+    assert any(name.count(".experts.") + name.count(".switch_mlp.") for name in found) == (family != "qwen3_5")
+
+    settings = ModelSettings(path=str(path))
+    whole = load_module.load(settings, 0)
+    whole.freeze()
+    linear_to_lora_layers(whole, len(whole.layers), {"rank": settings.rank, "scale": settings.scale, "dropout": 0.0})
+    whole.load_weights(list(adapter_files.trainable(model).items()), strict=False)
+    whole.set_dtype(mx.float64)
+    monkeypatch.setattr(mx, "gather_mm", gather)
+    monkeypatch.setattr(mx, "conv1d", convolve)
+    monkeypatch.setattr(mx, "float32", mx.float64)
+    with mx.stream(mx.cpu):
+        wide = reference.astype(mx.float64)
+        wanted = dict(tree_flatten(nn.value_and_grad(whole.train(), lambda: plain_loss(whole, examples, wide))()[1]))
+        assert {array.dtype for array in wanted.values()} == {mx.float64}
+        assert error(found, wanted) < 1e-5
