@@ -265,7 +265,7 @@ def rows_of(config: Config, options: argparse.Namespace) -> list[Rows]:
         return [Rows(n, [[n + 1 - n // 2, *[n // 2] * completions]]) for n in options.lengths]
     words = tokenizer.vocabulary(config.model)
     loaded = tokenizer.load_tokenizer_of(config.model)
-    data = load_dataset(config.data.train, config.data, config.record_kind, loaded, **words)
+    data = load_dataset(config.data.train, config.data, config.record_kind, loaded, vocabulary=words)
     pieces = np.diff(data.bounds).reshape(len(data), -1)  # tokens of a prompt and its completions
     padded, totals = padded_lengths(data.lengths, length_multiple(config.data)), pieces.sum(axis=1)
 

@@ -96,7 +96,7 @@ def _certain(times: dict[Name, list[float]]) -> bool:
 def examples(count: int, request: dict[str, Any], config: Config) -> list[Example]:
     """Random tokens of the lengths that `rows` has, [prompt, completion, ...] each, over and over."""
     rng = np.random.default_rng(config.train.seed)
-    vocab_size = tokenizer.vocabulary(config.model)["vocab_size"] or 256
+    vocab_size = tokenizer.vocabulary(config.model).vocab_size or 256
 
     def ids(length: int) -> np.ndarray:
         return rng.integers(0, vocab_size, length, dtype=np.int32)

@@ -24,7 +24,7 @@ from lib.config import load
 from lib.config.settings import Config, DataSettings, ModelSettings
 from lib.data.dataset import load_dataset
 from lib.data.prompts import load_questions
-from lib.data.tokenizer import load_tokenizer_of
+from lib.data.tokenizer import Vocabulary, load_tokenizer_of
 from lib.distributed.work_queue import Journal
 from lib.distributed.world import World
 from lib.errors import UserError
@@ -81,7 +81,7 @@ def test_scores_are_those_of_the_data_set_and_go_on_to_the_same_bytes(tmp_path: 
     settings = load.load(
         None, [f"model.path={tmp_path}/model", "model.random_init=true", f"data.train={data}", "data.length_multiple=8"]
     )
-    dataset = load_dataset(data, settings.data, "preference", None, eos_token_id=1)
+    dataset = load_dataset(data, settings.data, "preference", None, vocabulary=Vocabulary(1))
     for prefix, folder in (("policy", "model"), ("reference", "other")):
         drawn = folder == "model"
         path = settings.model.model_copy(update={"path": str(tmp_path / folder), "random_init": drawn})
@@ -237,7 +237,7 @@ def test_pairs_are_trained_behind_the_prompts_that_were_answered(
     config = config_of(chatty)
     records = open_asked(str(data), config, "prompt", Terminal())
     asked = score_file.CompletionWriter(models.load(config.model, 0), tokenizer, records, config, None)
-    trained = load_dataset(str(out), config.data, "preference", tokenizer, eos_token_id=1)
+    trained = load_dataset(str(out), config.data, "preference", tokenizer, vocabulary=Vocabulary(1))
     assert [one.prompt_ids.tolist() for one in trained] == [asked.prompt_ids(row) for row in range(len(records))]
     assert [(pair["chosen"], pair["rejected"]) for pair in scored(out)] == [("Three.", "One.")] * len(records)
     assert [ids.tolist() for ids in trained[len(BESIDE)].completions] == [[21, 1], [20, 1]], "with their end"
@@ -279,7 +279,7 @@ def test_pairs_are_made_by_an_answer_or_by_a_judge(
         DataSettings(train="-"),
         "preference",
         byte_level(CORPUS),
-        eos_token_id=1,
+        vocabulary=Vocabulary(1),
     )
     assert len(dataset) == 20
     judge = tmp_path / "judge.py"

@@ -224,7 +224,7 @@ def test_a_long_chat_loses_its_middle_messages(name, tmp_path):
     for kept, length in enumerate(lengths[:-1]):
         for limit in (length, lengths[kept + 1] - 1):
             settings = DataSettings(train=str(file), max_length=limit)
-            data = load_dataset(str(file), settings, "preference", wrapped, eos_token_id=None)
+            data = load_dataset(str(file), settings, "preference", wrapped)
             (short,) = encoder.encode([Chat([chat_rows.SYSTEM, *turns[2 * (8 - kept) :], USER], ([GOOD], [BAD]), "")])
             assert isinstance(short, Encoded) and data.truncated_count == 1
             assert data[0].prompt_ids.tolist() == short.prompt
@@ -238,7 +238,7 @@ def test_a_long_question_is_cut_at_its_beginning_and_stays_well_formed(tmp_path)
     name = "Qwen-Qwen2.5-7B-Instruct"
     wrapped = chat_rows.encoder_of(chat_models.tokenizer_of(name), chat_models.registry()[name]).tokenizer
     settings = DataSettings(train=str(file), max_length=90)
-    data = load_dataset(str(file), settings, "preference", wrapped, eos_token_id=None)
+    data = load_dataset(str(file), settings, "preference", wrapped)
     text = wrapped.decode(data[0].prompt_ids.tolist())
     assert text.startswith("<|im_start|>system\nYou are terse.<|im_end|>\n<|im_start|>user\nword1")
     assert text.endswith(" word199 and?<|im_end|>\n<|im_start|>assistant\n") and 80 < data.lengths[0] <= 89
@@ -249,7 +249,7 @@ def one_row(name: str, row: dict[str, Any], kind: Any, folder: Path, **settings:
     file = folder / "rows.jsonl"
     file.write_text(json.dumps(row) + "\n")
     wrapped = chat_rows.encoder_of(chat_models.tokenizer_of(name), chat_models.registry()[name]).tokenizer
-    data = load_dataset(str(file), DataSettings(train=str(file), **settings), kind, wrapped, eos_token_id=None)
+    data = load_dataset(str(file), DataSettings(train=str(file), **settings), kind, wrapped)
     return wrapped.decode(data[0].prompt_ids.tolist()), wrapped.decode(data[0].completions[0].tolist())
 
 
@@ -395,7 +395,7 @@ def test_tokens_that_are_not_learnt_are_kept_and_are_not_scored(tmp_path):
     batches = []
     for streaming in (False, True, True):
         settings = DataSettings(train=str(file), streaming=streaming, cache_dir=str(tmp_path / "cache"))
-        data = open_training(settings, "preference", encoder.tokenizer, tell=print, eos_token_id=None)
+        data = open_training(settings, "preference", encoder.tokenizer, tell=print)
         examples = data.examples(range(3))
         batches.append(collate(examples, 16, True))
         counts = [[*map(len, example.scored_indices)] for example in examples]

@@ -27,7 +27,7 @@ from lib.data.dataset import Dataset, Example, load_dataset
 from lib.data.groups import load_groups
 from lib.data.order import prefetch
 from lib.data.tokenize import truncate
-from lib.data.tokenizer import ModelLimits
+from lib.data.tokenizer import Vocabulary
 from lib.errors import UserError
 
 CORPUS = [
@@ -121,7 +121,7 @@ def load(tmp_path):
         path = write(tmp_path / "data.jsonl", records)
         eos = None if tokenizer is None else tokenizer.eos_token_id
         options = DataSettings(train=path, **settings)
-        return load_dataset(path, options, kind, tokenizer, eos_token_id=eos, vocab_size=vocab_size)  # type: ignore[arg-type]
+        return load_dataset(path, options, kind, tokenizer, vocabulary=Vocabulary(eos, vocab_size))  # type: ignore[arg-type]
 
     return call
 
@@ -300,7 +300,7 @@ def test_every_file_format_gives_the_same_data(load, tmp_path, name):
             if name.startswith("bom"):
                 path.write_bytes(b"\xef\xbb\xbf" + content)
         settings = DataSettings(train=str(path), chat_template=False)
-        dataset = load_dataset(str(path), settings, "preference", PLAIN, eos_token_id=1)
+        dataset = load_dataset(str(path), settings, "preference", PLAIN, vocabulary=Vocabulary(1))
         assert dataset.digest == expected.digest and len(dataset) == len(rows)
 
 
@@ -308,11 +308,11 @@ def test_parquet_keeps_the_masks_and_figures_of_tokens(tmp_path):
     path, settings = tmp_path / "data.parquet", DataSettings(train=str(tmp_path / "data.parquet"))
     masked = {"prompt_ids": [5, 6], "completion_ids": [7, 8, 9], "completion_mask": [0, 0, 1]}
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([masked]), path)
-    dataset = load_dataset(str(path), settings, "sft", None, eos_token_id=None)
+    dataset = load_dataset(str(path), settings, "sft", None)
     assert dataset[0].stored[1].tolist() == [~7, ~8, 9]
     group = {"prompt_ids": [5], "completion_ids": [[7, 8], [9]], "rewards": [1.0, 0.5], "logps": [[-1.0, -2.0], [0.0]]}
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([group | {"completion_mask": [[0, 1], [1]]}]), path)
-    groups = load_groups(settings, ModelLimits(48))
+    groups = load_groups(settings, Vocabulary(vocab_size=48))
     assert groups[0].stored[1].tolist() == [~7, 8] and groups[0].rewards.tolist()[0] == 1.0
     assert groups[0].sampling_logps[0].tolist() == [-1.0, -2.0]
 
@@ -327,7 +327,7 @@ def test_parquet_leaves_a_message_without_the_fields_it_lacks(load, tmp_path):
     rows = [{"messages": [USER, GOOD]}, {"messages": [USER | {"name": "x"}, GOOD]}]
     path = tmp_path / "data.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    dataset = load_dataset(str(path), DataSettings(train=str(path)), "sft", tokenizer, eos_token_id=1)
+    dataset = load_dataset(str(path), DataSettings(train=str(path)), "sft", tokenizer, vocabulary=Vocabulary(1))
     assert dataset.digest == load(rows, "sft", tokenizer).digest
     assert texts(dataset, tokenizer)[1] == "['content', 'role']The answer is 42.</s>"
 
@@ -440,10 +440,18 @@ BAD_RECORDS: list[tuple[Any, str, list[str]]] = [
         ["'chosen' has 3 messages that do not begin with the prompt"],
     ),
     (PAIR | {"prompt": "word " * 99}, "preference", ["the prompt alone has", "data.max_length=64; raise it"]),
-    ({"prompt_ids": [1], "chosen_ids": [2]}, "preference", ["no column 'rejected_ids'"]),
-    ({"prompt_ids": [1], "completion_ids": [2, -1]}, "sft", ["completion_ids[1] is -1, not a token id"]),
-    ({"prompt_ids": [True], "completion_ids": [2]}, "sft", ["prompt_ids[0] is true"]),
-    ({"prompt_ids": "12", "completion_ids": [2]}, "sft", ["'prompt_ids' is a string"]),
+    ({"prompt_ids": [1], "chosen_ids": [2]}, "preference", ["rejected_ids: Input should be a valid list, not None"]),
+    (
+        {"prompt_ids": [1], "completion_ids": [2, -1]},
+        "sft",
+        ["completion_ids[1]: Input should be greater than or equal to 0, not -1"],
+    ),
+    (
+        {"prompt_ids": [True], "completion_ids": [2]},
+        "sft",
+        ["prompt_ids[0]: Input should be a valid integer, not True"],
+    ),
+    ({"prompt_ids": "12", "completion_ids": [2]}, "sft", ["prompt_ids: Input should be a valid list, not '12'"]),
     ({"prompt_ids": [1], "completion_ids": []}, "sft", ["empty completion: 'completion_ids'"]),
     (
         {"prompt_ids": [1], "completion_ids": [999]},
@@ -454,7 +462,7 @@ BAD_RECORDS: list[tuple[Any, str, list[str]]] = [
     (
         {"prompt_ids": [1] * 40, "chosen_ids": [2] * 64, "rejected_ids": [2] * 63},
         "preference",
-        ["equal once cut to data.max_length=64"],
+        ["the same tokens, within data.max_length=64"],
     ),
 ]
 
@@ -494,7 +502,9 @@ def test_a_template_that_refuses_or_reshapes_a_conversation_is_named(load):
 
 def read_error(path: Path | str, tokenizer: Any = PLAIN, **settings: Any) -> str:
     with pytest.raises(UserError) as error:
-        load_dataset(str(path), DataSettings(train=str(path), **settings), "preference", tokenizer, eos_token_id=1)
+        load_dataset(
+            str(path), DataSettings(train=str(path), **settings), "preference", tokenizer, vocabulary=Vocabulary(1)
+        )
     assert "\n" not in str(error.value) and str(path) in str(error.value)
     return str(error.value)
 
@@ -517,7 +527,7 @@ def test_text_needs_a_tokenizer_and_an_end_token(tmp_path):
     endless = byte_level(CORPUS)
     endless.eos_token = None
     with pytest.raises(UserError, match="no end token"):
-        load_dataset(path, DataSettings(train=path), "preference", endless, eos_token_id=None)
+        load_dataset(path, DataSettings(train=path), "preference", endless)
 
 
 # ---------------------------------------------------------------------------------------------------- batches

@@ -13,12 +13,12 @@ import pytest
 
 from lib.config.settings import DataSettings
 from lib.data import record_formats, sources
-from lib.data.record_formats import Chat, Plain, RecordKind, Tokens, Unusable, parse
+from lib.data.record_formats import Chat, Columns, Plain, RecordKind, Tokens, Unusable, parse
 from tests import tiny
 
 
 def read(record: dict[str, Any], kind: RecordKind = "preference", **settings: Any) -> Tokens | Plain | Chat:
-    return parse(record, DataSettings(train="-", **settings), kind)
+    return parse(record, Columns.of(DataSettings(train="-", **settings)), kind)
 
 
 def reason(record: dict[str, Any], kind: RecordKind = "preference", **settings: Any) -> str:

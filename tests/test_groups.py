@@ -16,7 +16,7 @@ from lib.config.settings import Config, DataSettings, TrainSettings
 from lib.data.batch import BatchShape, collate
 from lib.data.dataset import Example
 from lib.data.groups import Group, groups_in_memory, load_groups
-from lib.data.tokenizer import ModelLimits
+from lib.data.tokenizer import Vocabulary
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.model import logps as logps_module
@@ -404,7 +404,7 @@ def test_masked_tokens_are_not_learnt_and_rewards_of_masked_completions_count(tm
     smaller = {"completion_ids": [[4, 1], [2]], "rewards": [2.0, 1.0], "logps": [[-6, -7], [-8]]}
     made.append({"prompt_ids": [5], **smaller, "completion_mask": [[1, 1], [1]]})
     settings = DataSettings(train=str(tiny.write_jsonl(tmp_path / "groups.jsonl", made)), max_length=64)
-    groups = load_groups(settings, ModelLimits(48))
+    groups = load_groups(settings, Vocabulary(vocab_size=48))
     assert [[len(ids) for ids in group.completions] for group in (groups[0], groups[1])] == [[3, 1, 1], [2, 1, 1]]
     batch = collate([groups[0], groups[1]], 4, True)
     assert batch.mask is not None and batch.mask.sum(axis=-1).tolist() == [[2, 0, 0], [2, 1, 0]]
@@ -435,22 +435,22 @@ GOOD = {"prompt_ids": [5, 6], "completion_ids": [[7, 1], [8]], "rewards": [1.0, 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"completion_ids": None}, "have a list 'completion_ids', and it is null"),
-        ({"prompt_ids": []}, "prompt_ids is empty"),
-        ({"completion_ids": [[7, 1], []]}, "completion_ids[1] is empty"),
-        ({"completion_ids": [[7, True], [8]]}, "completion_ids[0] has True"),
-        ({"completion_ids": [[7, 48], [8]]}, "48, which is no token id below 48"),
+        ({"completion_ids": None}, "completion_ids: Input should be a valid list"),
+        ({"prompt_ids": []}, "prompt_ids: List should have at least 1 item"),
+        ({"completion_ids": [[7, 1], []]}, "completion_ids[1]: List should have at least 1 item"),
+        ({"completion_ids": [[7, True], [8]]}, "completion_ids[0][1]: Input should be a valid integer, not True"),
+        ({"completion_ids": [[7, 48], [8]]}, "token id 48 is not below the vocabulary's size, 48"),
         ({"rewards": [1.0]}, "2 completion_ids and 1 rewards"),
-        ({"rewards": [1.0, "good"]}, "rewards[1] is 'good', neither a number nor null"),
-        ({"rewards": [1.0, float("nan")]}, "rewards[1] is nan"),
-        ({"rewards": [1.0, 10**400]}, "neither a number nor null"),
-        ({"rewards": [1e39, 0.0]}, "rewards[0] is 1e+39"),
+        ({"rewards": [1.0, "good"]}, "rewards[1]: Input should be a valid number, not 'good'"),
+        ({"rewards": [1.0, float("nan")]}, "rewards[1]: "),
+        ({"rewards": [1.0, 10**400]}, "rewards[1]: "),
+        ({"rewards": [1e39, 0.0]}, "rewards[0]: "),
         ({"logps": [[-1.0], [0]]}, "logps has to be lists of 2, 1 numbers"),
-        ({"logps": [[-1.0, 0.5], [0]]}, "logps[0] has something else than log-prob"),
+        ({"logps": [[-1.0, 0.5], [0]]}, "logps[0][1]: "),
         ({"completion_mask": [[1, 0], [1, 1]]}, "completion_mask has to be lists of 2, 1 numbers"),
-        ({"completion_mask": [["1", 0], [1]]}, "completion_mask[0] has something else than 0 and 1"),
-        ({"logps": [3, [0]]}, "logps has to be lists of 2, 1 numbers"),
-        ({"logps": [[-1.0, None], [0]]}, "logps[0] has something else than log-prob"),
+        ({"completion_mask": [["1", 0], [1]]}, "completion_mask[0][0]: "),
+        ({"logps": [3, [0]]}, "logps[0]: Input should be a valid list, not 3"),
+        ({"logps": [[-1.0, None], [0]]}, "logps[0][1]: "),
         ({"prompt_ids": [5] * 63}, "data.max_length=64"),
     ],
     ids=str,
@@ -459,6 +459,6 @@ def test_a_record_that_is_no_group_is_one_clear_line(tmp_path: Path, change: dic
     file = tiny.write_jsonl(tmp_path / "groups.jsonl", [GOOD, GOOD | change])
     settings = DataSettings(train=str(file), max_length=64)
     with pytest.raises(UserError) as error:
-        load_groups(settings, ModelLimits(48))
+        load_groups(settings, Vocabulary(vocab_size=48))
     assert expected in str(error.value) and f"{file}:2" in str(error.value) and "\n" not in str(error.value)
-    assert len(load_groups(settings.model_copy(update={"skip_invalid": True}), ModelLimits(48))) == 1
+    assert len(load_groups(settings.model_copy(update={"skip_invalid": True}), Vocabulary(vocab_size=48))) == 1

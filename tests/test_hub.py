@@ -21,7 +21,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from lib.config.settings import DataSettings
 from lib.data import hub, record_files, sources
 from lib.errors import UserError
 from tests.tiny import ROOT
@@ -103,7 +102,7 @@ WRONG = [
         "no split 'validation'; there are train, test|no split 'validation'; there are test, train",
     ),
     ("parquet?config=nope", "no config 'nope'; there are data"),
-    ("card?config=nope", "no config 'nope'; there are one, two, extra, one, two"),
+    ("card?config=nope", "no config 'nope'; there are one, two, extra"),
     ("card?split=hidden", "no split 'hidden'; there are train"),
     ("nowhere", "cannot be opened: |there is no folder"),
 ]
@@ -178,13 +177,11 @@ def served() -> Iterator[str]:
 
 READ = """
 import json, sys
-from lib.config.settings import DataSettings
 from lib.data import sources, record_files
 from lib.errors import UserError
-settings = DataSettings(train="-", cache_dir=sys.argv[1])
 for source in sys.argv[2:]:
     try:
-        rows = [record for file in sources.files_of(source, settings) for _, record in record_files.read(str(file))]
+        rows = [record for file in sources.files_of(source, sys.argv[1]) for _, record in record_files.read(str(file))]
     except UserError as error:
         rows = str(error)
     print(json.dumps(rows))
@@ -218,8 +215,9 @@ from pathlib import Path
 from lib.config.settings import DataSettings
 from lib.data.order import epoch_order
 from lib.data.streaming import open_training
+from lib.data.tokenizer import Vocabulary
 settings = DataSettings(train=sys.argv[2], cache_dir=sys.argv[1], streaming=True)
-data = open_training(settings, "preference", None, tell=lambda text: None, eos_token_id=1)
+data = open_training(settings, "preference", None, tell=lambda text: None)
 order = epoch_order(data.lengths, 0, 0, 4, segments=data.segments)
 first = [example.prompt_ids.tolist() for example in data.examples(order[:4].tolist())]
 fetched = len(list(Path(sys.argv[1]).glob("hub-*.parquet")))
@@ -257,26 +255,26 @@ def test_a_local_folder_of_the_same_layout_gives_the_same_rows(name: str, tmp_pa
         file = tmp_path / name / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content)
-    settings = DataSettings(train="-", cache_dir=str(tmp_path / "cache"))
+    cache = str(tmp_path / "cache")
     for options, rows in asked.items():
-        found = sources.files_of(f"hf://{tmp_path}/{name}{options}", settings)
+        found = sources.files_of(f"hf://{tmp_path}/{name}{options}", cache)
         assert [record for file in found for _, record in record_files.read(str(file))] == rows
     for wrong, words in WRONG:
         if wrong.startswith(name):
             with pytest.raises(UserError) as error:
-                sources.files_of(f"hf://{tmp_path}/{wrong}", settings)
+                sources.files_of(f"hf://{tmp_path}/{wrong}", cache)
             assert any(word in str(error.value) for word in words.split("|"))
 
 
 def test_a_broken_line_of_a_hub_is_named(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_bytes(json_lines(PAIRS[:2]) + b"{broken\n")
-    settings = DataSettings(train="-", cache_dir=str(tmp_path / "cache"))
+    cache = str(tmp_path / "cache")
     with pytest.raises(UserError, match=r"train.jsonl:3: broken JSON"):
-        hub.fetch(f"hf://{tmp_path}?rows=9", settings, print)
+        hub.fetch(f"hf://{tmp_path}?rows=9", cache, print)
     with pytest.raises(UserError, match="sliter: a data set is hf://OWNER/NAME"):
-        hub.fetch("hf://x/y?sliter=7", settings, print)
+        hub.fetch("hf://x/y?sliter=7", cache, print)
     with pytest.raises(UserError, match="there is no folder /no/where"):
-        hub.fetch("hf:///no/where", settings, print)
+        hub.fetch("hf:///no/where", cache, print)
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="no file of it ends with .jsonl"):
-        hub.fetch(f"hf://{tmp_path}/empty", settings, print)
+        hub.fetch(f"hf://{tmp_path}/empty", cache, print)

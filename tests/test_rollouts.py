@@ -19,7 +19,7 @@ from lib.config.settings import RolloutSettings, TrainSettings
 from lib.data.dataset import load_dataset
 from lib.data.prompts import load_questions, open_prompts
 from lib.data.tokenize import Encoder
-from lib.data.tokenizer import load_tokenizer_of
+from lib.data.tokenizer import Vocabulary, load_tokenizer_of
 from lib.distributed.work_queue import Journal
 from lib.distributed.world import World
 from lib.errors import UserError
@@ -390,7 +390,7 @@ def test_pairs_of_a_round_are_trained_by_their_ids_and_by_no_other_tokenizer(
 
     def read(path: Path, tokenizer: Any) -> list[list[int]]:
         data = config.data.model_copy(update={"max_length": 1024})
-        rows = load_dataset(str(path), data, "preference", tokenizer, eos_token_id=1)
+        rows = load_dataset(str(path), data, "preference", tokenizer, vocabulary=Vocabulary(1))
         return [row.completions[0].tolist() for row in rows]
 
     assert read(pairs, own) == [pair["chosen_ids"] for pair in lines(pairs)]

@@ -167,7 +167,10 @@ def test_a_client_labels_a_completion_and_the_row_trains(
     assert (row["prompt"], row["completion"], row["label"]) == (QUESTION, text, stream)
     model = settings.load(ROOT / "configs/quickstart-kto.yaml").model
     data = settings.load(ROOT / "configs/quickstart-kto.yaml", [f"data.train={file}"]).data
-    assert len(load_dataset(str(file), data, "unpaired", load_tokenizer_of(model), **vocabulary(model))) == before + 1
+    assert (
+        len(load_dataset(str(file), data, "unpaired", load_tokenizer_of(model), vocabulary=vocabulary(model)))
+        == before + 1
+    )
     plain = client.completions.create(model="tiny", prompt="Add 1", temperature=0)
     assert label({"id": plain.id, "label": True}, key) == 404, "training would put its prompt through the template"
     cut = client.chat.completions.create(**asked, max_tokens=2, logit_bias=NEVER_ENDS)

@@ -272,7 +272,7 @@ def test_the_reference_is_what_the_paper_makes_of_the_policies_before(
     words += ["train.reference_sync_steps=2", f"train.reference_mixup_alpha={alpha}"]
     tiny.train(tmp_path, [*words, "run.name=run"])
     run, settings = tmp_path / "runs/run", load.load(None, words)
-    data = load_dataset(settings.data.train, settings.data, "preference", None, **vocabulary(settings.model))
+    data = load_dataset(settings.data.train, settings.data, "preference", None, vocabulary=vocabulary(settings.model))
     model = models.load(settings.model, settings.train.seed)
     adapters.make_trainable(model, settings.model, settings.train.seed)
 

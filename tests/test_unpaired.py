@@ -16,7 +16,8 @@ from lib import errors
 from lib.config.settings import Config, DataSettings, TrainSettings
 from lib.data.batch import MicroBatches, collate
 from lib.data.dataset import Dataset, Example, load_dataset, partners, with_mismatched
-from lib.data.streaming import StreamedDataset, open_training
+from lib.data.streaming import open_training
+from lib.data.tokenizer import Vocabulary
 from lib.distributed.world import World
 from lib.evaluate.command import main as evaluate
 from lib.training.losses import (
@@ -278,7 +279,7 @@ def labelled_dataset(count: int) -> Dataset:
 def read(folder: Path, records: list[Any], **settings: Any) -> Dataset:
     path = tiny.write_jsonl(folder / "rows.jsonl", records)
     data = DataSettings(train=str(path), cache_dir=str(folder / "cache"), **settings)
-    return load_dataset(str(path), data, "unpaired", None, eos_token_id=1, vocab_size=48)
+    return load_dataset(str(path), data, "unpaired", None, vocabulary=Vocabulary(1, 48))
 
 
 @pytest.mark.parametrize("count", [2, 3, 10, 997])
@@ -306,24 +307,6 @@ def test_mismatched_completions_keep_the_prompt_and_fit_the_length(tmp_path: Pat
     assert seen.shape == scored.shape == (40, 1) and (trained_prompts == plain.prompts).all()
 
 
-def test_streamed_rows_are_those_in_memory_with_the_same_mismatched_completions(tmp_path: Path) -> None:
-    path = tiny.write_jsonl(tmp_path / "rows.jsonl", labelled(60))
-    settings = DataSettings(train=str(path), max_length=18, streaming=True, cache_dir=str(tmp_path / "cache"))
-    whole = with_mismatched(load_dataset(str(path), settings, "unpaired", None, eos_token_id=1), 18)
-    for _ in range(2):  # the second time from the cache
-        data = open_training(settings, "unpaired", None, tell=print, mismatched=True, eos_token_id=1)
-        assert isinstance(data, StreamedDataset) and data.pieces.shape == (60, 3)
-        for own, other in zip(data.examples(list(range(60))), whole, strict=True):
-            assert own.row == other.row and own.label == other.label
-            for one, two in zip(
-                (own.prompt_ids, *own.completions), (other.prompt_ids, *other.completions), strict=True
-            ):
-                assert one.tolist() == two.tolist()
-        assert (data.labels == whole.labels).all()
-    alone = open_training(settings, "unpaired", None, tell=print, eos_token_id=1)
-    assert alone.digest != data.digest and alone.completions_per_example == 1
-
-
 @pytest.mark.parametrize("row", [{"prompt_ids": [5, 6], "completion_ids": [7, 1]}, {"prompt": "a", "completion": "b"}])
 @pytest.mark.parametrize(
     ("record", "expected"),
@@ -343,7 +326,7 @@ def test_what_is_no_label_is_one_clear_line(
     path = tiny.write_jsonl(tmp_path / "rows.jsonl", [*labelled(4), row | record])
     settings = DataSettings(train=str(path), streaming=streaming, cache_dir=str(tmp_path / "cache"))
     with pytest.raises(errors.UserError) as told:
-        open_training(settings, "unpaired", None, tell=print, eos_token_id=1)
+        open_training(settings, "unpaired", None, tell=print, vocabulary=Vocabulary(1))
     assert expected in str(told.value) and "rows.jsonl:5" in str(told.value)
 
 
@@ -360,7 +343,7 @@ def run_words(folder: Path, loss: str, **changes: Any) -> list[str]:
 def test_a_compiled_step_asks_the_reference_of_fewer_rows_than_its_shape(tmp_path: Path) -> None:
     """Batches are padded to shapes, and completions beside others' prompts, of KTO, to none."""
     words = [*run_words(tmp_path, "kto"), "train.steps=4", "plan.micro_batch_sizes=[4]"]
-    words += ["train.global_batch_size=7", "train.max_traces=1", f"data.cache_dir={tmp_path}/c", "data.streaming=true"]
+    words += ["train.global_batch_size=7", "train.max_traces=1"]
     for name, compiled in (("plain", "false"), ("compiled", "true")):
         tiny.train(tmp_path, [*words, f"run.name={name}", f"train.compile={compiled}"])
     rounding.assert_equal_runs(tmp_path / "runs/plain", [tmp_path / "runs/compiled"], ["loss"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,14 +56,12 @@ class BatchShape:
 
     def holds(self, need: np.ndarray) -> bool:
         """Whether a micro-batch of this need can be padded to this shape."""
-        suffix_tokens = need["tokens"] - need["rows"] * self.prefix
+        limits = {"rows": self.rows, "longest": self.prefix + self.length, "scored": self.scored, "widest": self.width}
+        fits = need["shortest_prompt"] >= self.prefix and all(need[name] <= limits[name] for name in limits)
+        if self.is_dense or not fits:
+            return bool(fits)
         is_shared = self.uses > 1 or self.completions == 1 or need["longest_prompt"] <= self.prefix
-        sizes = (self.rows, self.prefix + self.length, self.scored, self.width)
-        return bool(
-            all(need[name] <= size for name, size in zip(("rows", "longest", "scored", "widest"), sizes, strict=True))
-            and need["shortest_prompt"] >= self.prefix
-            and (self.is_dense or (suffix_tokens <= self.suffix_tokens and is_shared))
-        )
+        return bool(is_shared and need["tokens"] - need["rows"] * self.prefix <= self.suffix_tokens)
 
 
 @dataclass(frozen=True)
@@ -125,48 +124,41 @@ def few_shapes(
     and cut into groups so that the cost of all and of the traces is least (dynamic programming). Each shape serves the
     first epoch.
     """
-
-    def bounds(needs: np.ndarray) -> np.ndarray:
-        """Two needs with a shape of their own that holds all of these."""
-        both = np.empty(2, NEED)
-        for name in FIGURES:
-            both[name] = needs[name].max()
-        both["shortest_prompt"], both["rows"][1] = needs["shortest_prompt"].min(), needs["rows"].min()
-        return both
-
     together = np.concatenate(needs)
     together["widest"] = largest["widest"]  # costs nothing, and is one thing less that may not fit
     size = together["tokens"] if shared_prompts else together["rows"] * together["longest"]
     runs = np.array_split(together[np.argsort(size, kind="stable")], min(RUNS, len(together)))
-    ends = np.concatenate([*map(bounds, runs), largest[None]])  # two a run; the last run has to hold the largest, too
+    # Of each run two needs with a shape of their own that holds all of it; the last run holds the largest, too.
+    ends = np.array([tuple(run[name].max() for name in FIGURES) for run in runs for _ in range(2)], NEED)
+    ends["shortest_prompt"] = np.repeat([run["shortest_prompt"].min() for run in runs], 2)
+    ends["rows"][1::2] = [run["rows"].min() for run in runs]
+    ends, count = np.append(ends, largest), len(runs)
 
     def of_runs(start: int, end: int) -> BatchShape:
-        needs = ends[2 * start : 2 * end if end < len(runs) else None]
-        return batch_shape_of(needs, completions, length_multiple, shared_prompts)
+        held = ends[2 * start : 2 * end if end < count else None]
+        return batch_shape_of(held, completions, length_multiple, shared_prompts)
 
     # cheapest[g, j]: the first j runs in g groups; costs[i, j]: runs i to j - 1 in one.
-    costs = np.full((len(runs) + 1, len(runs) + 1), np.inf)
-    for i in range(len(runs)):
-        for j in range(i, len(runs)):
-            cost = max(of_runs(i, j + 1).cost, trace.least_tokens)
-            costs[i, j + 1] = cost * sum(map(len, runs[i : j + 1])) + trace.tokens
-    cheapest, cuts = np.full((most + 1, len(runs) + 1), np.inf), np.zeros((most + 1, len(runs) + 1), np.int64)
+    costs = np.full((count + 1, count + 1), np.inf)
+    for i, j in itertools.combinations(range(count + 1), 2):
+        cost = max(of_runs(i, j).cost, trace.least_tokens)
+        costs[i, j] = cost * sum(map(len, runs[i:j])) + trace.tokens
+    cheapest, cuts = np.full((most + 1, count + 1), np.inf), np.zeros((most + 1, count + 1), np.int64)
     cheapest[0, 0] = 0
     for groups in range(1, most + 1):
         ways = cheapest[groups - 1][:, None] + costs
         cuts[groups], cheapest[groups] = ways.argmin(axis=0), ways.min(axis=0)
-    shapes, end = set(), len(runs)
+    shapes, end = set[BatchShape](), count
     for groups in range(int(cheapest[:, -1].argmin()), 0, -1):
         start = int(cuts[groups, end])
         shapes.add(of_runs(start, end))
         end = start
     ascending = sorted(shapes, key=lambda shape: shape.cost)
     # What holds everything has to stay: it replaces the largest of those that the first epoch uses, and so is used.
-    used = {shape for need in needs[0] if (shape := first_that_holds(ascending, need)) is not None}
+    used = {first_that_holds(ascending, need) for need in needs[0]} - {None}
     holds_all = next(shape for shape in ascending if shape.holds(largest))
-    if holds_all not in used:
-        used = used - {max(used, key=lambda shape: shape.cost)} | {holds_all}
-    return sorted(used, key=lambda shape: shape.cost)
+    used = sorted(used, key=lambda shape: shape.cost)
+    return used if holds_all in used else sorted([*used[:-1], holds_all], key=lambda shape: shape.cost)
 
 
 def first_that_holds(shapes: Sequence[BatchShape], need: np.ndarray) -> BatchShape | None:
@@ -176,9 +168,7 @@ def first_that_holds(shapes: Sequence[BatchShape], need: np.ndarray) -> BatchSha
 
 def padded_lengths(lengths: np.ndarray, length_multiple: int) -> np.ndarray:
     """What whole rows of these lengths are padded to: int64, of the same shape."""
-    distinct, inverse = np.unique(lengths, return_inverse=True)
-    padded: np.ndarray = np.array([pad_length(n, length_multiple) for n in distinct.tolist()])[inverse]
-    return padded
+    return np.array([pad_length(length, length_multiple) for length in lengths.ravel().tolist()]).reshape(lengths.shape)
 
 
 def pad_length(length: int, multiple: int, steps: int = 16) -> int:
@@ -272,33 +262,26 @@ def _batch(examples: Sequence[Example], shape: BatchShape, seen: np.ndarray, rea
     mask = np.zeros(logp_indices.shape, bool)
     free = first = 0  # of the suffix, ragged; of the scored tokens
     for row, e in enumerate(examples):
-        prompt, start, earlier = e.prompt_ids, row * prefix, 0
-        tokens[start : start + prefix] = prompt[:prefix]
-        offsets[start : start + prefix] = places[start : start + prefix, 1] = np.arange(prefix)
-        places[start : start + prefix, 0] = row
-        shared = len(prompt) - prefix  # tokens of the suffix that the completions share, where it is ragged
+        prompt, earlier = len(e.prompt_ids), 0
+        shared = prompt - prefix  # tokens of the suffix that the completions share, where it is ragged
         shared_at, free = free, free + shared
-        for k, (completion, indices) in enumerate(zip(e.completions, e.scored_indices, strict=True)):
-            positions = np.arange(prefix, seen[row, k])
-            suffix = np.arange(len(positions))
-            if shape.is_dense:
-                at = (row * completions + k) * length + suffix
-            else:
-                at = np.where(suffix < shared, shared_at, free - shared) + suffix
+        for k, (completion, scored_of) in enumerate(zip(e.completions, e.scored_indices, strict=True)):
+            positions = np.arange(seen[row, k])
+            behind, dense = np.arange(seen[row, k] - prefix), (row * completions + k) * length
+            suffix = dense + behind  # where the sequence's tokens behind the prefix are in the suffix
+            if not shape.is_dense:
+                suffix = np.where(behind < shared, shared_at, free - shared) + behind
                 free += len(completion) - 1
-                suffix_indices[row, k, : len(at)] = at
-                column = np.where(suffix < shared, k, 0) if shape.uses > 1 else 0
-                suffix_uses[at, column] = (row * completions + k) * length + suffix
-            where = b * prefix + at
-            tokens[where] = np.concatenate([prompt[prefix:], completion[:-1]])
-            offsets[where], places[where, 0] = positions, row
-            places[where, 1] = positions + earlier * (positions >= len(prompt))
+                suffix_indices[row, k, : len(suffix)] = suffix
+                suffix_uses[suffix, (behind < shared) * k % shape.uses] = dense + behind
+            at = np.concatenate([row * prefix + positions[:prefix], b * prefix + suffix])
+            tokens[at], offsets[at] = np.concatenate([e.prompt_ids, completion[:-1]]), positions
+            places[at, 0], places[at, 1] = row, positions + earlier * (positions >= prompt)
             earlier += len(completion)
-            predicting = len(prompt) - 1 + indices  # the token before predicts it
-            in_stream = np.concatenate([start + np.arange(prefix), where])
-            last = first + len(indices)
-            scored[first:last], targets[first:last] = in_stream[predicting], completion[indices]
-            logp_indices[row, k, : len(indices)], mask[row, k, : len(indices)] = np.arange(first, last), True
+            last = first + len(scored_of)
+            scored[first:last], targets[first:last] = at[prompt - 1 + scored_of], completion[scored_of]
+            of_completion = row, k, slice(len(scored_of))
+            logp_indices[of_completion], mask[of_completion] = np.arange(first, last), True
             first = last
     return Batch(
         rows=np.array([e.row for e in examples], np.int64),
@@ -338,19 +321,17 @@ def collate_trained(
 
 def _of_groups(examples: Sequence[Example], mask: np.ndarray) -> dict[str, Any]:
     """Batch's `rewards` and what else groups have; nothing for other examples."""
-    if examples[0].rewards is None:
-        return {}
-    found: dict[str, np.ndarray] = {}
+    first, found = examples[0], dict[str, np.ndarray]()
     for name, filler in (("rewards", np.nan), ("completion_lengths", 0.0)):
-        if getattr(examples[0], name) is not None:
+        if getattr(first, name) is not None:
             found[name] = np.full(mask.shape[:2], filler, np.float32)
             found[name][: len(examples)] = [getattr(example, name) for example in examples]
-    if examples[0].reward_deviation is not None:
-        found["reward_deviations"] = np.full(len(mask), examples[0].reward_deviation, np.float32)
-    if examples[0].sampling_logps is not None:
-        both = [zip(e.sampling_logps or (), e.scored_indices, strict=True) for e in examples]
+    if first.reward_deviation is not None:
+        found["reward_deviations"] = np.full(len(mask), first.reward_deviation, np.float32)
+    if first.sampling_logps is not None:
+        both = [pair for e in examples for pair in zip(e.sampling_logps or (), e.scored_indices, strict=True)]
         found["sampling_logps"] = np.zeros(mask.shape, np.float32)
-        found["sampling_logps"][mask] = np.concatenate([logps[at] for pairs in both for logps, at in pairs])
+        found["sampling_logps"][mask] = np.concatenate([logps[scored] for logps, scored in both])
     return found
 
 
@@ -381,8 +362,7 @@ class MicroBatches:
         is_compiled: bool,
         trace: TraceCost = TraceCost(),
     ):
-        self.trace = trace
-        self.data, self.reference, self.config = data, reference, config
+        self.data, self.reference, self.config, self.trace = data, reference, config, trace
         self.length_multiple, self.shared_prompts, self.is_compiled = length_multiple, shared_prompts, is_compiled
         self._shapes = functools.cache(self._few_shapes)
 
@@ -401,49 +381,37 @@ class MicroBatches:
     ) -> list[tuple[Batch, np.ndarray | None]]:
         """The same rows in micro-batches of at most so many; those that are small enough stay as they are."""
         smaller = []
-        for batch, reference in made:
-            if most is None or len(batch.rows) <= most:
-                smaller.append((batch, reference))
-            else:
-                ends = np.cumsum(pieces(len(batch.rows), most))
-                smaller += self.of(np.split(batch.rows, ends[:-1]), most)
+        for pair in made:
+            rows = pair[0].rows
+            ends = np.cumsum(pieces(len(rows), most))
+            smaller += [pair] if len(ends) == 1 else self.of(np.split(rows, ends[:-1]), most or len(rows))
         return smaller
 
     def _few_shapes(self, micro_batch_size: int) -> list[BatchShape]:
         """Shapes for micro-batches of up to so many rows, whichever they are: from data, seed and settings alone."""
-        train, data = self.config.train, self.data
+        train, data, batch_size = self.config.train, self.data, self.config.train.global_batch_size
         prompts, seen, scored = data.trained
         tokens = real_tokens(prompts, seen)
         lengths = tokens if self.shared_prompts else data.lengths
         needs, steps = [], 0
         for epoch in range(EPOCHS):
-            order = epoch_order(data.lengths, train.seed, epoch, train.global_batch_size)
-            starts = range(0, len(order), train.global_batch_size)
-            starts = starts[:: -(-len(starts) // STEPS)]
-            steps += len(starts)
-            parts = [
-                part
-                for start in starts
-                for rows in [order[start : start + train.global_batch_size]]
-                for part in micro_batches(rows[np.argsort(lengths[rows], kind="stable")], micro_batch_size)
-            ]
+            batches = micro_batches(epoch_order(data.lengths, train.seed, epoch, batch_size), batch_size)
+            batches = batches[:: -(-len(batches) // STEPS)]
+            steps += len(batches)
+            ascending = [rows[np.argsort(lengths[rows], kind="stable")] for rows in batches]
+            parts = itertools.chain(*[micro_batches(rows, micro_batch_size) for rows in ascending])
             needs.append(np.array([need_of(prompts[part], seen[part], scored[part]) for part in parts], NEED))
-
         most, count = self.config.data.max_length, seen.shape[1]
-
-        def of_largest(figures: np.ndarray, bound: int) -> int:
-            total = int(np.sort(figures)[-micro_batch_size:].sum())
-            return min(int(MARGIN * total), micro_batch_size * bound) if data.is_estimated else total
-
-        shortest, longest_prompt, longest, widest = prompts.min(), prompts.max(), seen.max(), scored.max()
+        in_all = [int(np.sort(figures)[-micro_batch_size:].sum()) for figures in (tokens, scored.sum(axis=1))]
+        bounds = [prompts.min(), prompts.max(), seen.max(), *in_all, scored.max()]
         if data.is_estimated:
-            shortest, longest_prompt, longest, widest = 0, most, most - 1, most - 1
-        in_all = of_largest(tokens, count * most), of_largest(scored.sum(axis=1), count * most)
-        largest = np.array((micro_batch_size, shortest, longest_prompt, longest, *in_all, widest), NEED)
+            in_all = [min(int(MARGIN * total), micro_batch_size * count * most) for total in in_all]
+            bounds = [0, most, most - 1, *in_all, most - 1]
         # Of one epoch, however many the run has: more steps, later, change no shape, and so no bit.
-        epochs = steps / -(-len(data) // train.global_batch_size)
-        trace = TraceCost(self.trace.tokens * epochs, self.trace.least_tokens)
-        return few_shapes(needs, largest, train.max_traces, count, self.length_multiple, self.shared_prompts, trace)
+        epochs = steps / -(-len(data) // batch_size)
+        trace, largest = replace(self.trace, tokens=self.trace.tokens * epochs), (micro_batch_size, *map(int, bounds))
+        layout = train.max_traces, count, self.length_multiple, self.shared_prompts
+        return few_shapes(needs, np.array(largest, NEED), *layout, trace)
 
 
 def pieces(size: int, most: int | None) -> list[int]:
@@ -465,10 +433,7 @@ def lengths_and_cost(
         need = need_of(prompts[rows], seen[rows], scored[rows])
         return batch_shape_of(need[None], seen.shape[1], length_multiple, shared_prompts).cost
 
-    def cost(rows: np.ndarray) -> float:
-        trained = cost_of(rows, seen, scored)
-        if not dataset.has_mismatched:
-            return trained
-        return trained + FORWARD_COST * cost_of(rows, dataset.seen[:, -1:], dataset.scored_tokens[:, -1:])
-
-    return lengths, cost
+    if not dataset.has_mismatched:
+        return lengths, lambda rows: cost_of(rows, seen, scored)
+    beside = dataset.seen[:, -1:], dataset.scored_tokens[:, -1:]
+    return lengths, lambda rows: cost_of(rows, seen, scored) + FORWARD_COST * cost_of(rows, *beside)

@@ -10,15 +10,15 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lib.config.settings import DataSettings
 from lib.data import sources
-from lib.data.record_formats import Record, RecordKind, Tokens, Unusable, Unwanted, rows_of
+from lib.data.record_formats import Columns, Record, RecordKind, Tokens, Unusable, Unwanted, rows_of
 from lib.data.tokenize import Encoded, Encoder, truncate
-from lib.data.tokenizer import ModelLimits, Tokenizer, Vocabulary, limits_of, require_own
+from lib.data.tokenizer import NO_LIMITS, Tokenizer, Vocabulary, require_own
 from lib.errors import UserError
 
 
@@ -28,9 +28,8 @@ class Example:
 
     row: int  # Its index in the data set, the same in every run over the same file and settings
     prompt_ids: np.ndarray  # int32 [P]; of plain text the tokens alone that the tokenizer opens a text with
-    completions: tuple[
-        np.ndarray, ...
-    ]  # int32 [C_k] each, end token included; (chosen, rejected); a mismatched one last
+    completions: tuple[np.ndarray, ...]
+    """int32 [C_k] each, end token included; (chosen, rejected); a mismatched one last."""
     label: bool | None = None  # Of unpaired feedback: whether the completion is desirable
     learnt: tuple[np.ndarray, ...] | None = None  # bool [C_k] each: the tokens that are trained on; None for all
     # Of a group (lib/data/groups.py):
@@ -96,8 +95,7 @@ class Sized:
     @property
     def lengths(self) -> np.ndarray:
         """int64 [n]: positions that the model sees of a row's longest sequence, prompt + completion - 1."""
-        lengths: np.ndarray = self.seen.max(axis=1)
-        return lengths
+        return np.asarray(self.seen.max(axis=1))
 
     @property
     def prompts(self) -> np.ndarray:
@@ -134,9 +132,8 @@ class Dataset(Sized):
     labels: np.ndarray | None = None
     has_mismatched: bool = False
     truncated_count: int = 0  # Rows that lost tokens to data.max_length
-    skipped: Sequence[
-        str
-    ] = ()  # `file:line: why` for records left out (data.skip_invalid), the first ones of each file
+    skipped: Sequence[str] = ()
+    """`file:line: why` for records left out (data.skip_invalid), the first ones of each file."""
     skipped_count: int = 0
     unwanted_count: int = 0  # Records that the filters left out: lengths, duplicates
 
@@ -144,18 +141,14 @@ class Dataset(Sized):
 
     @property
     def pieces(self) -> np.ndarray:
-        return np.diff(self.bounds).reshape(len(self), 1 + self.completions_per_example)
+        return np.diff(self.bounds).reshape(-1, 1 + self.completions_per_example)
 
     @cached_property
     def scored_tokens(self) -> np.ndarray:
-        not_learnt = np.concatenate([[0], np.cumsum(self.tokens < 0)])
-        if not not_learnt[-1]:
-            return super().scored_tokens
-        width = 1 + self.completions_per_example
-        without = np.diff(not_learnt[self.bounds]).reshape(len(self), width)[:, 1:]
-        is_first_scored = self.tokens[self.bounds[:-1].reshape(len(self), width)[:, 1:]] >= 0
-        counts: np.ndarray = self.pieces[:, 1:] - without - ((self.pieces[:, :1] == 0) & is_first_scored)
-        return counts
+        learnt = np.concatenate([[0], np.cumsum(self.tokens >= 0)])
+        counts = np.diff(learnt[self.bounds]).reshape(self.pieces.shape)[:, 1:]
+        first = self.tokens[self.bounds[:-1].reshape(self.pieces.shape)[:, 1:]]
+        return np.asarray(counts - ((self.pieces[:, :1] == 0) & (first >= 0)))
 
     def __len__(self) -> int:
         return (len(self.bounds) - 1) // (1 + self.completions_per_example)
@@ -185,9 +178,9 @@ def load_dataset(
     kind: RecordKind,
     tokenizer: Tokenizer | None,
     *,
+    vocabulary: Vocabulary = NO_LIMITS,
     held_out: bool | None = None,
-    tell: Callable[[str], None] = lambda text: None,
-    **vocabulary: Unpack[Vocabulary],
+    tell: Callable[[str], None] = sources.silent,
 ) -> Dataset:
     """Read, tokenise, truncate and check the records of `path`, or of several sources with their weights.
 
@@ -209,15 +202,15 @@ class Tokenisation(NamedTuple):
     settings: DataSettings
     kind: RecordKind
     encoder: Encoder | None  # None without a tokenizer
-    limits: ModelLimits
+    vocabulary: Vocabulary
 
     @classmethod
     def of(
         cls, settings: DataSettings, kind: RecordKind, tokenizer: Tokenizer | None, vocabulary: Vocabulary
     ) -> Tokenisation:
         """Raises UserError: see Encoder."""
-        encoder = None if tokenizer is None else Encoder(tokenizer, settings, vocabulary["eos_token_id"])
-        return cls(settings, kind, encoder, limits_of(vocabulary))
+        encoder = None if tokenizer is None else Encoder(tokenizer, settings, vocabulary.eos_token_id)
+        return cls(settings, kind, encoder, vocabulary)
 
     def tell_notes(self, tell: Callable[[str], None]) -> None:
         """Says what was noticed of texts and template."""
@@ -226,49 +219,42 @@ class Tokenisation(NamedTuple):
 
     def placed(self, records: Any, numbers: Iterable[int]) -> Iterator[tuple[str, Record | Unusable]]:
         """`file:line` and form of some records by number."""
+        columns = Columns.of(self.settings)
         for number in map(int, numbers):
-            rows, label = rows_of(records[number], self.settings, self.kind), records.label(number)
-            place = records.location(number)
-            own = next((row for row in rows if not isinstance(row, Unusable) and row.label == label), rows[0])
-            require_own(own, self.encoder.tokenizer if self.encoder else None, place)
-            yield place, own
+            rows = rows_of(records[number], columns, self.kind)
+            place, label = records.location(number), records.label(number)
+            form = next((row for row in rows if getattr(row, "label", None) == label), rows[0])
+            require_own(form, self.encoder.tokenizer if self.encoder else None, place)
+            yield place, form
 
     def rows(self, records: Any, numbers: Iterable[int]) -> Iterator[tuple[str, tuple[Pieces, bool] | Unusable]]:
         """Of some records by number the place, and ids with whether they were cut; or why there are none."""
         for place, record in self.placed(records, numbers):
+            if self.encoder is None and not isinstance(record, Tokens | Unusable):
+                raise UserError(
+                    f"{place}: its records are text, and the model has no tokenizer; add one to the model's folder, "
+                    "or give token ids (prompt_ids, chosen_ids, rejected_ids)"
+                )
             try:
-                yield place, self._finish(record, self.encoded(record, place))
+                yield place, self._finish(record)
             except Unusable as why:
                 yield place, why
-
-    def encoded(self, record: Record | Unusable, place: str) -> Encoded:
-        """The ids of a record, not cut. Raises Unusable, and UserError: it is text, and there is no tokenizer."""
-        if isinstance(record, Unusable):
-            raise record
-        if isinstance(record, Tokens):
-            learnt = None if record.learnt is None else list(record.learnt)
-            return Encoded(record.prompt, list(record.completions), learnt)
-        if self.encoder is None:
-            raise UserError(
-                f"{place}: its records are text, and the model has no tokenizer; add one to the model's folder, "
-                "or give token ids (prompt_ids, chosen_ids, rejected_ids)"
-            )
-        return self.encoder.encoded(record)
 
     def dataset(self, name: str, records: sources.Records, numbers: np.ndarray) -> Dataset:
         """The records of these numbers, int64 [n], in memory; one may be there twice. Raises as `load_dataset`."""
         wanted = list(dict.fromkeys(numbers.tolist()))
-        pieces, refused, cut, unwanted = dict[int, Pieces](), list[str](), 0, 0
+        pieces, skipped, cut, unwanted = dict[int, Pieces](), [*records.unusable], 0, 0
+        count = records.unusable_count - len(skipped)  # those without a name
         for number, (place, result) in zip(wanted, self.rows(records, wanted), strict=True):
             if isinstance(result, Unwanted):
                 unwanted += 1
             elif isinstance(result, Unusable):
-                refused.append(f"{place}: {result}")
+                skipped.append(f"{place}: {result}")
             else:
                 pieces[number], is_cut = result
                 cut += is_cut
-        skipped, count = [*records.unusable, *refused], records.unusable_count + len(refused)
-        sources.require_usable(name, skipped, count, len(pieces) + unwanted, self.settings)
+        count += len(skipped)
+        sources.require_usable(name, skipped, count, len(pieces) + unwanted, self.settings.skip_invalid)
         if not pieces:
             raise UserError(f"{name}: no row is left, {unwanted:,} are filtered by data.shortest and data.longest")
         rows = [number for number in numbers.tolist() if number in pieces]
@@ -277,37 +263,38 @@ class Tokenisation(NamedTuple):
         made = in_memory(name, self.kind, records.formats, flat, labels)
         return replace(made, truncated_count=cut, skipped=skipped, skipped_count=count, unwanted_count=unwanted)
 
-    def _finish(self, record: Record | Unusable, encoded: Encoded) -> tuple[Pieces, bool]:
-        """Check and truncate one example: ([prompt, completion, ...] int32, was it cut). Raises Unusable."""
-        settings, encoder, limits, max_length = self.settings, self.encoder, self.limits, self.settings.max_length
-        prompt, completions = encoded.prompt, encoded.completions
-        whole = len(prompt) + max(map(len, completions))
+    def _finish(self, record: Record | Unusable) -> tuple[Pieces, bool]:
+        """Encode, check and truncate an example: ([prompt, completion, ...] int32, was it cut). Raises Unusable."""
+        if isinstance(record, Unusable):
+            raise record
+        encoder, settings, max_length = self.encoder, self.settings, self.settings.max_length
+        if isinstance(record, Tokens):
+            encoded = Encoded(record.prompt, [*record.completions], record.learnt and [*record.learnt])
+        else:
+            assert encoder is not None
+            encoded = encoder.encoded(record)
+        short, whole = encoded, len(encoded.prompt) + max(map(len, encoded.completions))
         if whole < settings.shortest or whole > (settings.longest or whole):
             raise Unwanted(f"{whole} tokens: data.shortest={settings.shortest}, data.longest={settings.longest}")
-        limits.check_ids([prompt, *completions])
-        if not all(completions):
+        self.vocabulary.check_ids([encoded.prompt, *encoded.completions])
+        if not all(encoded.completions):
             raise Unusable("empty completion: the tokenizer makes no tokens of it")
-        if len(completions) > 1 and completions[0] == completions[1]:
-            raise Unusable("chosen and rejected are the same tokens: nothing to prefer")
-        short = encoded
-        if whole > max_length and encoder is not None and not isinstance(record, Tokens | Unusable):
+        if whole > max_length and encoder is not None and not isinstance(record, Tokens):
             short = encoder.shorten(record, encoded, max_length)
         if len(short.prompt) > max_length:
-            raise Unusable(
-                f"the prompt alone has {len(prompt)} tokens, more than data.max_length={max_length}; raise it"
-            )
-        prompt, cut, is_cut = truncate(
-            short.prompt, short.completions, max_length, encoder.bos_token_id if encoder else None
-        )
-        limits.check_row(len(prompt) + max(map(len, cut)))
+            why = f"the prompt alone has {len(encoded.prompt)} tokens, more than data.max_length={max_length}; raise it"
+            raise Unusable(why)
+        bos_token_id = encoder.bos_token_id if encoder else None
+        prompt, cut, is_cut = truncate(short.prompt, short.completions, max_length, bos_token_id)
+        self.vocabulary.check_row(len(prompt) + max(map(len, cut)))
         if len(cut) > 1 and cut[0] == cut[1]:
-            raise Unusable(f"chosen and rejected are equal once cut to data.max_length={max_length}; raise it")
+            raise Unusable(f"chosen and rejected are the same tokens, within data.max_length={max_length}")
         pieces = [np.asarray(piece, np.int32) for piece in (prompt, *cut)]
-        if short.learnt is not None:
-            masks = [np.asarray(mask[: len(ids)], bool) for mask, ids in zip(short.learnt, cut, strict=True)]
-            if not all(mask.any() for mask in masks):
+        for k, mask in enumerate(short.learnt or (), 1):
+            is_learnt = np.asarray(mask[: len(pieces[k])], bool)
+            if not is_learnt.any():
                 raise Unusable(f"no token is learnt of the {max_length} of data.max_length={max_length}; raise it")
-            pieces[1:] = [np.where(mask, ids, ~ids) for mask, ids in zip(masks, pieces[1:], strict=True)]
+            pieces[k] = np.where(is_learnt, pieces[k], ~pieces[k])
         if not all(map(len, Example.of(0, pieces).scored_indices)):  # a mean over none would make the whole step NaN
             raise Unusable("one token and no prompt: nothing comes before it to predict it from")
         return pieces, is_cut or short is not encoded
@@ -366,23 +353,21 @@ def with_mismatched(dataset: Dataset, max_length: int) -> Dataset:
 def require_apart(train: Dataset, valid: Dataset, tell: Callable[[str], None]) -> None:
     """Counts and names held-out rows that are training rows. Raises UserError: all of them are."""
 
-    def whole(row: Example) -> bytes:
-        pieces = row.stored[: len(row.stored) - valid.has_mismatched]
-        return b"|".join(piece.tobytes() for piece in pieces)
+    def pieces_of(row: Example) -> list[bytes]:
+        return [piece.tobytes() for piece in row.stored[: len(row.stored) - valid.has_mismatched]]
 
-    prompts, wholes = {row.prompt_ids.tobytes() for row in train if len(row.prompt_ids) > 1}, set(map(whole, train))
-    rows = list(valid)
-    same_prompts = [row.row for row in rows if row.prompt_ids.tobytes() in prompts]
-    same_rows = [row.row for row in rows if whole(row) in wholes]
-    if len(same_rows) == len(rows):
+    rows = [*map(pieces_of, train)]
+    prompts, wholes = {row[0] for row in rows if len(row[0]) > 4}, set(map(tuple, rows))  # not of BOS alone
+    held_out = [*enumerate(map(pieces_of, valid), 1)]
+    same_prompts = [number for number, row in held_out if row[0] in prompts]
+    same_rows = [number for number, row in held_out if tuple(row) in wholes]
+    if len(same_rows) == len(valid):
         raise UserError(
-            f"{valid.path}: all {len(rows):,} held-out rows are training rows of {train.path}, too; name others with "
+            f"{valid.path}: all {len(valid):,} held-out rows are training rows of {train.path}, too; name others with "
             "data.valid=FILE, or hold some out with data.holdout=0.1"
         )
     for numbers, what in ((same_prompts, "have a prompt of"), (same_rows, "are rows of")):
         if numbers:
-            named = ", ".join(str(number + 1) for number in numbers[:5])
-            tell(
-                f"{valid.path}: {len(numbers):,} of {len(rows):,} held-out rows {what} the training data "
-                f"({named}{', ...' if len(numbers) > 5 else ''})"
-            )
+            named = ", ".join(map(str, numbers[:5])) + ", ..." * (len(numbers) > 5)
+            of_all = f"{len(numbers):,} of {len(valid):,} held-out rows"
+            tell(f"{valid.path}: {of_all} {what} the training data ({named})")

@@ -12,22 +12,38 @@ learnt; a completion of which none is still counts, and so does its reward.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
+from annotated_types import Ge, Le, MinLen
+from pydantic import BaseModel, Strict, TypeAdapter
 
 from lib.config.settings import DataSettings
 from lib.data import record_files, sources
 from lib.data.dataset import Dataset, Example, pack
-from lib.data.record_formats import JSON, Unusable, name_of_type
-from lib.data.tokenizer import LARGEST_ID, ModelLimits
+from lib.data.record_formats import JSON, Unusable, checked
+from lib.data.tokenizer import Vocabulary
 from lib.errors import UserError
 
 COLUMNS = ("prompt_ids", "completion_ids", "rewards")
 LARGEST = float(np.finfo(np.float32).max)
-ROUNDED = 1e-4  # what another sampler's log-probability of a certain token may be rounded to
+Ids = Annotated[list[Annotated[int, Strict(), Ge(0)]], MinLen(1)]
+Number = Annotated[float, Ge(-LARGEST), Le(LARGEST)]
+Bit = Annotated[int, Ge(0), Le(1)] | bool
+
+
+class GroupRecord(BaseModel, strict=True):
+    """A record as its file has it."""
+
+    prompt_ids: Ids
+    completion_ids: Annotated[list[Ids], MinLen(1)]
+    rewards: list[Number | None]
+    logps: list[list[Annotated[Number, Le(1e-4)]]] | None = None  # another sampler may have rounded that of 1
+    completion_mask: list[list[Bit]] | None = None
+
+
+RECORD = TypeAdapter(GroupRecord)
 LEFT_OUT = ~0  # the one token, which is not learnt, of a completion of which none is
 
 
@@ -72,22 +88,22 @@ class GroupedDataset(Dataset):
         )
 
 
-def load_groups(settings: DataSettings, limits: ModelLimits) -> GroupedDataset:
+def load_groups(settings: DataSettings, limits: Vocabulary) -> GroupedDataset:
     """The groups of data.train. Raises UserError: as `load_dataset`."""
     groups, skipped, weights = list[Group](), list[str](), sources.weights_of(settings.train)
     name = " + ".join(weights)
     if any(weight != 1 for weight in weights.values()):
         raise UserError(f"data.train={weights}: groups of train.loss=grpo have no weights; name them without")
-    for file in (file for source in weights for file in sources.files_of(source, settings)):
+    for file in (file for source in weights for file in sources.files_of(source, settings.cache_dir)):
         for line, record in record_files.read(str(file)):
             try:
                 groups.append(_parse(record, settings.max_length, limits))
             except Unusable as why:
                 skipped.append(f"{file}:{line}: {why}")
-    sources.require_usable(name, skipped, len(skipped), len(groups), settings)
+    sources.require_usable(name, skipped, len(skipped), len(groups), settings.skip_invalid)
     if len({group.logps is None for group in groups}) > 1:
         raise UserError(f"{name}: some groups have logps and some have none; give them to all, or to none")
-    if not any(len({r for r in group.rewards if r is not None}) > 1 for group in groups):
+    if not any(len({*group.rewards} - {None}) > 1 for group in groups):
         raise UserError(
             f"{name}: nothing can be learnt of its {len(groups):,} groups: in each all rewards are equal, null, or one "
             "alone; sample several completions of a prompt, and rewards that tell them apart"
@@ -95,82 +111,49 @@ def load_groups(settings: DataSettings, limits: ModelLimits) -> GroupedDataset:
     return groups_in_memory(name, groups, skipped)
 
 
-def _parse(record: JSON | Unusable, max_length: int, limits: ModelLimits) -> Group:
+def _parse(record: JSON | Unusable, max_length: int, limits: Vocabulary) -> Group:
     if isinstance(record, Unusable):
         raise record
-    for name in COLUMNS:
-        if not isinstance(record.get(name), list):
-            shown = "there is none" if name not in record else f"it is {name_of_type(record[name])}"
-            raise Unusable(f"train.loss=grpo reads groups, which have a list {name!r}, and {shown}")
-    prompt, completions, rewards = (record[name] for name in COLUMNS)
-    if not completions or len(rewards) != len(completions):
-        raise Unusable(f"{len(completions)} completion_ids and {len(rewards)} rewards; give one each")
-    limit = limits.vocab_size or LARGEST_ID
-    for ids, where in [(prompt, "prompt_ids"), *((ids, f"completion_ids[{k}]") for k, ids in enumerate(completions))]:
-        if not isinstance(ids, list) or not ids:
-            raise Unusable(f"{where} is {name_of_type(ids) if ids != [] else 'empty'}, not a list of token ids")
-        wrong = next((token for token in ids if type(token) is not int or not 0 <= token < limit), None)
-        if wrong is not None:
-            raise Unusable(f"{where} has {repr(wrong)[:40]}, which is no token id below {limit}")
-        end = len(ids) + (len(prompt) if ids is not prompt else 0)
-        if end > max_length:
-            raise Unusable(f"{where} ends behind data.max_length={max_length}; raise it: what was sampled is not cut")
-        limits.check_row(end, "leave it out: what was sampled is not cut")
-    for k, reward in enumerate(rewards):
-        if reward is not None and not _is_finite(reward):
-            raise Unusable(f"rewards[{k}] is {repr(reward)[:40]}, neither a number nor null")
-    logps = _of_tokens(record, "logps", completions, lambda logp: _is_finite(logp) and logp <= ROUNDED)
-    mask = _of_tokens(record, "completion_mask", completions, lambda bit: bit in (0, 1))
-    return Group(prompt, completions, rewards, logps, mask and [[*map(bool, bits)] for bits in mask])
-
-
-def _of_tokens(
-    record: JSON, name: str, completions: list[list[int]], is_valid: Callable[[Any], bool]
-) -> list[list[Any]] | None:
-    """A list for each completion, with something for each of its tokens."""
-    value, sizes = record.get(name), [len(ids) for ids in completions]
-    if value is None:
-        return None
-    if not isinstance(value, list) or [len(v) if isinstance(v, list) else -1 for v in value] != sizes:
-        raise Unusable(f"{name} has to be lists of {', '.join(map(str, sizes))} numbers, one a token of completion_ids")
-    for k, of_completion in enumerate(value):
-        if not all(map(is_valid, of_completion)):
-            wanted = "log-probabilities: numbers up to 0" if name == "logps" else "0 and 1"
-            raise Unusable(f"{name}[{k}] has something else than {wanted}")
-    return value
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+    given: GroupRecord = checked(RECORD, record, "")
+    prompt, completions, logps, mask = given.prompt_ids, given.completion_ids, given.logps, given.completion_mask
+    if len(given.rewards) != len(completions):
+        raise Unusable(f"{len(completions)} completion_ids and {len(given.rewards)} rewards; give one each")
+    limits.check_ids([prompt, *completions])
+    end, sizes = len(prompt) + max(map(len, completions)), [*map(len, completions)]
+    if end > max_length:
+        raise Unusable(f"{end} tokens are beyond data.max_length={max_length}; raise it: what was sampled is not cut")
+    limits.check_row(end, "leave it out: what was sampled is not cut")
+    for name, lists in (("logps", logps), ("completion_mask", mask)):
+        if lists is not None and [*map(len, lists)] != sizes:
+            wanted = f"lists of {', '.join(map(str, sizes))} numbers, one a token of completion_ids"
+            raise Unusable(f"{name} has to be {wanted}")
+    return Group(prompt, completions, given.rewards, logps, mask and [[*map(bool, bits)] for bits in mask])
 
 
 def groups_in_memory(name: str, groups: list[Group], skipped: list[str]) -> GroupedDataset:
     """A data set of these groups."""
-    samples = max(len(group.completions) for group in groups)
-    pieces, logps, has_logps = list[np.ndarray](), list[np.ndarray](), groups[0].logps is not None
+    samples, has_logps = max(len(group.completions) for group in groups), groups[0].logps is not None
+    pieces, flat = list[np.ndarray](), list[np.ndarray]()
     rewards = np.full((len(groups), samples), np.nan, np.float32)
     lengths = np.zeros_like(rewards)
-    for row, group in enumerate(groups):
-        pieces.append(np.array(group.prompt, np.int32))
-        logps.append(np.zeros(len(group.prompt), np.float32))
-        for k in range(samples):
-            piece, of_piece = np.array([LEFT_OUT], np.int32), np.zeros(1, np.float32)
-            reward = group.rewards[k] if k < len(group.rewards) else None
-            if reward is not None:
-                ids = np.array(group.completions[k], np.int32)
-                rewards[row, k], lengths[row, k] = reward, len(ids)
-                mask = np.ones(len(ids), bool) if group.mask is None else np.array(group.mask[k])
-                if mask.any():
-                    piece = np.where(mask, ids, ~ids).astype(np.int32)
-                if len(piece) == len(ids):
-                    of_piece = np.array(group.logps[k] if group.logps is not None else ids * 0, np.float32)
-            pieces.append(piece)
-            logps.append(of_piece)
+    for row, (prompt, completions, given, logps, mask) in enumerate(groups):
+        of_group = [np.array(prompt, np.int32)] + [np.array([LEFT_OUT], np.int32)] * samples
+        of_tokens = [np.zeros(len(piece), np.float32) for piece in of_group]
+        for k, (completion, reward) in enumerate(zip(completions, given, strict=True)):
+            if reward is None:
+                continue
+            rewards[row, k], lengths[row, k] = reward, len(completion)
+            ids, learnt = np.array(completion, np.int32), np.array(mask[k] if mask else [True] * len(completion))
+            if learnt.any() or len(ids) == 1:
+                of_tokens[k + 1] = np.array(logps[k] if logps else ids * 0, np.float32)
+            if learnt.any():
+                of_group[k + 1] = np.where(learnt, ids, ~ids)
+        pieces += of_group
+        flat += of_tokens
     tokens, bounds, digest = pack("group", pieces, None)
-    flat = np.concatenate(logps) if has_logps else None
-    of_all = hashlib.sha256(digest.encode() + rewards.tobytes() + (b"" if flat is None else flat.tobytes()))
+    all_logps = np.concatenate(flat) if has_logps else None
+    of_all = hashlib.sha256(digest.encode() + rewards.tobytes() + (all_logps.tobytes() if has_logps else b""))
     known = rewards[~np.isnan(rewards)].astype(np.float64)
-    deviation = float(known.std(ddof=1)) if len(known) > 1 else 0.0
     return GroupedDataset(
         name,
         "group",
@@ -183,6 +166,6 @@ def groups_in_memory(name: str, groups: list[Group], skipped: list[str]) -> Grou
         samples=samples,
         rewards=rewards,
         completion_lengths=lengths,
-        deviation=deviation,
-        logps=flat,
+        deviation=float(known.std(ddof=1)) if len(known) > 1 else 0.0,
+        logps=all_logps,
     )

@@ -8,7 +8,6 @@ configuration is a folder, and words in the names of files and folders say of wh
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import json
 import re
@@ -18,7 +17,6 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, quote
 
 from lib.config.read_file import front_matter
-from lib.config.settings import DataSettings
 from lib.data import record_files
 from lib.data.record_files import ENDINGS
 from lib.data.record_formats import Unusable
@@ -43,24 +41,24 @@ class Split(NamedTuple):
     url_of: Callable[[str], str]  # its name for HfFileSystem, or its path
 
 
-def fetch(source: str, settings: DataSettings, tell: Callable[[str], None]) -> list[Path]:
+def fetch(address: str, cache_dir: str, tell: Callable[[str], None]) -> list[Path]:
     """The files of a data set's split on this disk, fetched where they are missing; of ?rows=N the first N records.
 
     Raises UserError: no such data set, configuration or split; the message names what there is.
     """
-    with _reaching(source):
-        split, options = _open_split(source)
-        tell(f"fetching {source}: {len(split.files):,} files")
+    with _reaching(address):
+        split, options = _open_split(address)
+        tell(f"fetching {address}: {len(split.files):,} files")
         paths = [*map(split.path_of, split.files)]
         if "rows" not in options:
             return paths
-        key = f"{source} {[(str(path), path.stat().st_mtime_ns) for path in paths]}"
-        kept = Path(settings.cache_dir) / f"hub-{hashlib.sha256(key.encode()).hexdigest()[:24]}.jsonl"
+        key = f"{address} {[(str(path), path.stat().st_mtime_ns) for path in paths]}"
+        kept = record_files.cached(cache_dir, "hub", key).with_suffix(".jsonl")
         if not kept.exists():
             kept.parent.mkdir(parents=True, exist_ok=True)
-            lines = ((path, line) for path in paths for line in record_files.read(str(path)))
+            lines = ((path, *line) for path in paths for line in record_files.read(str(path)))
             with files.replacing(kept) as file:
-                for path, (number, record) in itertools.islice(lines, int(options["rows"])):
+                for path, number, record in itertools.islice(lines, int(options["rows"])):
                     if isinstance(record, Unusable):
                         raise UserError(f"{path}:{number}: {record}")
                     file.write(json.dumps(record, ensure_ascii=False, default=str).encode() + b"\n")
@@ -68,24 +66,24 @@ def fetch(source: str, settings: DataSettings, tell: Callable[[str], None]) -> l
 
 
 @contextlib.contextmanager
-def _reaching(source: str) -> Iterator[None]:
+def _reaching(address: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(f"{source}: {error}") from None
+        raise UserError(f"{address}: {error}") from None
     except Exception as error:  # not found, not allowed, offline: a dozen unrelated types
-        raise UserError(f"{source}: cannot be opened: {in_one_line(error)}; what was fetched is kept") from None
+        raise UserError(f"{address}: cannot be opened: {in_one_line(error)}; what was fetched is kept") from None
 
 
-def _open_split(source: str) -> tuple[Split, dict[str, str]]:
-    """The split that a source names, and its options. Raises UserError: an option that is none, or as `fetch`."""
-    name, _, query = source.removeprefix(PREFIX).partition("?")
+def _open_split(address: str) -> tuple[Split, dict[str, str]]:
+    """The split that an address names, and its options. Raises UserError: an option that is none, or as `fetch`."""
+    name, _, query = address.removeprefix(PREFIX).partition("?")
     options = dict(parse_qsl(query, keep_blank_values=True))
     unknown = sorted(options.keys() - {"config", "split", "revision", "rows"})
     if not name or unknown or not re.fullmatch(r"[1-9][0-9]{0,17}", options.get("rows", "1")):
         known = "hf://OWNER/NAME?config=C&split=S&revision=R&rows=N"
         raise UserError(f"{', '.join(unknown) or 'name or rows'}: a data set is {known}")
-    if name.startswith(("/", ".", "~")):
+    if name[0] in "/.~":
         root = Path(name).expanduser().absolute()
         if not root.is_dir():
             raise UserError(f"there is no folder {name}")
@@ -97,7 +95,7 @@ def _open_split(source: str) -> tuple[Split, dict[str, str]]:
             split = _open_hub(name, CONVERTED)
     card = "README.md"
     text = split.path_of(card).read_text(encoding="utf-8", errors="replace") if card in split.files else ""
-    chosen = _files_of_split(split.files, text, options.get("config"), options.get("split", "train"))
+    chosen = _chosen(split.files, text, options.get("config"), options.get("split", "train"))
     return split._replace(files=chosen), options
 
 
@@ -117,85 +115,84 @@ def _open_hub(name: str, revision: str | None) -> Split:
 
 
 @contextlib.contextmanager
-def opened_parquet(source: str, url: str) -> Iterator[Any]:
+def opened_parquet(address: str, url: str) -> Iterator[Any]:
     """A file of `parquet_files`, read by ranges."""
     import pyarrow.parquet
     from huggingface_hub import HfFileSystem
 
     open_file: Any = HfFileSystem().open if url.startswith("datasets/") else open
-    with _reaching(source), open_file(url, "rb") as file:
+    with _reaching(address), open_file(url, "rb") as file:
         yield pyarrow.parquet.ParquetFile(file)
 
 
-def parquet_files(source: str) -> dict[str, str]:
+def parquet_files(address: str) -> dict[str, str]:
     """Names and places of a split's parquet files, not fetched, or of those that the hub has made of other files.
 
     None where there are none, or rows=N takes a few. Raises UserError: as `fetch`.
     """
     from huggingface_hub.errors import HfHubHTTPError
 
-    with _reaching(source):
-        split, options = _open_split(source)
-        is_parquet, is_local = all(file.endswith(".parquet") for file in split.files), source[len(PREFIX)] in "/.~"
-        if "rows" in options or not is_parquet and ("revision" in options or is_local):
-            return {}
-        if not is_parquet:
+    with _reaching(address):
+        split, options = _open_split(address)
+        if not all(file.endswith(".parquet") for file in split.files):
+            if "revision" in options or address[len(PREFIX)] in "/.~":
+                return {}
             folder = f"{options.get('config', 'default')}/{options.get('split', 'train')}/"
             try:  # CONFIG/SPLIT/0000.parquet
-                split = _open_hub(source.removeprefix(PREFIX).partition("?")[0], CONVERTED)
+                split = _open_hub(address.removeprefix(PREFIX).partition("?")[0], CONVERTED)
             except HfHubHTTPError:
                 return {}
             split = split._replace(files=[file for file in split.files if file.startswith(folder)])
-    return {file: split.url_of(file) for file in split.files}
+    return {} if "rows" in options else {file: split.url_of(file) for file in split.files}
 
 
 # ---- Which files
 
 
-def _files_of_split(names: Sequence[str], card: str, config: str | None, split: str) -> list[str]:
+def _chosen(names: Sequence[str], card: str, config: str | None, split: str) -> list[str]:
     """The files of a configuration's split, by names and README.md. Raises UserError: it names what there is."""
-    known = front_matter(card)
-    entries = known.get("configs") if isinstance(known, dict) else None
+    about = front_matter(card)
+    entries = about.get("configs") if isinstance(about, dict) else None
     named = {str(e.get("config_name")): e for e in entries or () if isinstance(e, dict) and e.get("data_files")}
-    if named and (config is None or config in named):
-        return _of_card(names, named, config, split)
     data = [name for name in names if is_data(name)]
-    if config is not None:
-        folders = sorted({name.partition("/")[0] for name in data if "/" in name})
-        data = [name for name in data if name.startswith(f"{config}/")]
-        if not data:
-            raise UserError(f"no config {config!r}; there are {', '.join([*named, *folders]) or 'none'}")
-    if not data:
-        raise UserError(f"no file of it ends with {', '.join(ENDINGS)}")
-    splits = {name: split_of(name) for name in data}
-    if not any(splits.values()):  # no name says anything: all of it is for training
-        splits = dict.fromkeys(data, "train")
-    found = [name for name in data if splits[name] == split]
-    if not found:
-        raise UserError(f"no split {split!r}; there are {', '.join(dict.fromkeys(filter(None, splits.values())))}")
+    if named and (config is None or config in named):
+        default = [name for name, entry in named.items() if entry.get("default") or name == "default"] or [*named]
+        if config is None and len(default) > 1 and default == [*named]:
+            raise UserError(f"name one of its configurations with ?config=: {', '.join(named)}")
+        splits = _splits_of_card(names, named[config or default[0]])
+    else:
+        folders = dict.fromkeys([*named, *(name.partition("/")[0] for name in data if "/" in name)])
+        data = [name for name in data if config is None or name.startswith(f"{config}/")]
+        if not data and config is not None:
+            raise UserError(f"no config {config!r}; there are {', '.join(folders) or 'none'}")
+        splits = dict[str, list[str]]()
+        for name in data:
+            splits.setdefault(split_of(name) or "", []).append(name)
+        unnamed = splits.pop("", [])
+        splits = splits or {"train": unnamed}  # no name says anything: all of it is for training
+    if split not in splits:
+        raise UserError(f"no split {split!r}; there are {', '.join(splits)}")
+    found = splits[split]
+    if not found or not all(map(is_data, found)):
+        raise UserError(
+            f"no file of it ends with {', '.join(ENDINGS)}: split {split!r} is {', '.join(found) or 'empty'}"
+        )
     return found
 
 
-def _of_card(names: Sequence[str], named: dict[str, dict[str, Any]], config: str | None, split: str) -> list[str]:
-    """The files that a configuration of the README.md gives a split."""
+def _splits_of_card(names: Sequence[str], entry: dict[str, Any]) -> dict[str, list[str]]:
+    """The files of each split of a configuration of the README.md."""
     from fsspec.utils import glob_translate
 
-    default = [name for name, entry in named.items() if entry.get("default") or name == "default"]
-    if config is None and not default and len(named) > 1:
-        raise UserError(f"name one of its configurations with ?config=: {', '.join(named)}")
-    entry = named[config or (default or list(named))[0]]
     given, folder = entry["data_files"], str(entry.get("data_dir") or "").strip("/")
     is_by_split = isinstance(given, list) and all(isinstance(part, dict) for part in given)
-    parts = {str(part.get("split", "train")): part.get("path") for part in given} if is_by_split else {"train": given}
-    if split not in parts:
-        raise UserError(f"no split {split!r}; there are {', '.join(parts)}")
-    patterns = parts[split] if isinstance(parts[split], list) else [parts[split]]
-    wanted = [re.compile(glob_translate(f"{folder}/{pattern}".lstrip("/"))) for pattern in patterns]
-    found = [name for name in names if any(pattern.fullmatch(name) for pattern in wanted)]
-    if not found or not all(map(is_data, found)):
-        shown = ", ".join(map(str, found or patterns))
-        raise UserError(f"split {split!r} is {shown}; only {', '.join(ENDINGS)} are read")
-    return found
+    splits = {}
+    for part in given if is_by_split else [{"path": given}]:
+        paths = part.get("path")
+        patterns = [f"{folder}/{path}".lstrip("/") for path in (paths if isinstance(paths, list) else [paths])]
+        wanted = re.compile("|".join(map(glob_translate, patterns)))
+        splits[str(part.get("split", "train"))] = [name for name in names if wanted.fullmatch(name)]
+    return splits
 
 
 def is_data(name: str) -> bool:

@@ -20,9 +20,9 @@ from lib.config import command_line, help, load
 from lib.config.settings import Config, DataSettings
 from lib.data import sources
 from lib.data.chat import OPENED_THINKING, SENTINEL
-from lib.data.dataset import Example, Tokenisation, load_dataset
+from lib.data.dataset import Example, Tokenisation
 from lib.data.sources import Records
-from lib.data.streaming import tell_unread, with_splits
+from lib.data.streaming import open_training
 from lib.data.tokenize import Encoder
 from lib.data.tokenizer import Tokenizer, Vocabulary, load_tokenizer_of, vocabulary
 from lib.errors import UserError
@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
     settings = load.load(None, words, base=base)
     if settings.record_kind == "group":
         raise UserError("groups of train.loss=grpo are tokenised already: train.py --dry-run looks at them")
-    tokenizer, about = None, Vocabulary(eos_token_id=None)
+    tokenizer, about = None, Vocabulary()
     if options.model is not None:
         mpi_and_blas.prepare()
         tokenizer, about = load_tokenizer_of(settings.model), vocabulary(settings.model)
@@ -113,20 +113,17 @@ def write_tokens(
 ) -> None:
     """Writes a line a row, as training reads it: ids, and masks with 1 for each learnt token. Raises UserError."""
     require_absent(out)
-    kind = settings.record_kind
     train = files[0] if len(files) == 1 else dict.fromkeys(files, 1.0)
-    data = with_splits(settings.data.model_copy(update={"train": train}), _tell)
-    tell_unread(data, kind, _tell)
-    held_out = False if data.holdout else None
-    rows = load_dataset(data.train, data, kind, tokenizer, held_out=held_out, tell=_tell, **about)
-    names = ("chosen", "rejected") if kind == "preference" else ("completion",)
+    data = settings.data.model_copy(update={"train": train, "streaming": False})
+    rows = open_training(data, settings.record_kind, tokenizer, tell=_tell, vocabulary=about)
+    names = ("chosen", "rejected") if settings.record_kind == "preference" else ("completion",)
     with out.open("w", encoding="utf-8") as file:
-        for row in rows:
+        for row in rows.examples(range(len(rows))):
             line: dict[str, object] = {"prompt_ids": row.prompt_ids.tolist()}
             for k, name in enumerate(names):
                 ids = row.completions[k].tolist()
-                line[f"{name}_ids"] = ids
-                line[f"{name}_mask"] = [1] * len(ids) if row.learnt is None else row.learnt[k].astype(int).tolist()
+                mask = [1] * len(ids) if row.learnt is None else row.learnt[k].astype(int).tolist()
+                line |= {f"{name}_ids": ids, f"{name}_mask": mask}
             file.write(json.dumps(line if row.label is None else line | {"label": row.label}) + "\n")
     print(f"{out}: {len(rows):,} {rows.unit} from {rows.columns}")
 
@@ -135,37 +132,32 @@ def inspect(files: Sequence[str], settings: Config, tokenizer: Tokenizer | None,
     """Prints the report. Raises UserError: there is nothing to read; unusable records are counted and named."""
     say, kind = Terminal(), settings.record_kind
     data = settings.data.model_copy(update={"skip_invalid": True})
-    paths = [path for source in files for path in sources.files_of(source, data, _tell)]
+    paths = [path for source in files for path in sources.files_of(source, data.cache_dir, _tell)]
     records = sources.open_records(paths, data, kind, _tell)
     tokenisation = Tokenisation.of(data, kind, tokenizer, about)
     names = ["prompt", "chosen", "rejected"] if kind == "preference" else ["prompt", "completion"]
-    pieces = records.column("pieces")[:, : len(names)].astype(np.int64)
+    pieces, unit = records.column("pieces")[:, : len(names)].astype(np.int64), "token ids or characters"
     unusable, unusable_count, rows = records.unusable, records.unusable_count, None
-    prompts, contents = records.column("prompt_key"), records.column("content_key")
+    prompts, contents = (len(np.unique(records.column(f"{part}_key"))) for part in ("prompt", "content"))
     facts = {
-        "files": f"{len(records.indices):,}",
+        "files": f"{len(paths):,}",
         "usable": f"{len(records):,} {'pairs' if kind == 'preference' else 'examples'} from {records.formats}",
-        "duplicates": f"{len(records) - len(np.unique(contents)):,} (data.deduplicate)",
-        "distinct prompts": f"{len(np.unique(prompts)):,}",
+        "duplicates": f"{len(records) - contents:,} (data.deduplicate)",
+        "distinct prompts": f"{prompts:,}",
     }
-    if data.holdout:
-        held_out = int(sources.is_held_out(prompts, data.holdout).sum())
-        facts["held out"] = f"{held_out:,} (data.holdout={data.holdout:g})"
     if kind == "preference":
         facts |= _suspicions(records, pieces, data)
     if tokenizer is not None:
-        rows = tokenisation.dataset(" + ".join(files), records, np.arange(len(records)))
+        rows, unit = tokenisation.dataset(" + ".join(files), records, np.arange(len(records))), "tokens"
         pieces, unusable, unusable_count = rows.pieces, [*rows.skipped], rows.skipped_count
         facts["trained"] = f"{len(rows):,}, {rows.truncated_count:,} cut to data.max_length={data.max_length} tokens"
         facts["filtered"] = f"{rows.unwanted_count:,} (data.shortest={data.shortest}, data.longest={data.longest})"
     say.facts(" + ".join(files), [*facts.items(), ("unusable", f"{unusable_count:,}")])
     for name in unusable[:NAMED]:
         say.line(f"  {name}", "magenta")
-    lengths = {name: pieces[:, k] for k, name in enumerate(names)}
-    lengths["whole"] = pieces[:, 0] + pieces[:, 1:].max(axis=1)
-    unit = "tokens" if rows is not None else "token ids or characters"
-    marks = {name: np.percentile(values, PERCENTILES).astype(int).tolist() for name, values in lengths.items()}
-    lines = [[n, *(f"{mark:,}" for mark in marks[n]), f"{values.mean():,.1f}"] for n, values in lengths.items()]
+    lengths = dict(zip([*names, "whole"], [*pieces.T, pieces[:, 0] + pieces[:, 1:].max(axis=1)], strict=True))
+    marks = {name: np.percentile(values, PERCENTILES).astype(int) for name, values in lengths.items()}
+    lines = [[name, *(f"{mark:,}" for mark in marks[name]), f"{lengths[name].mean():,.1f}"] for name in lengths]
     say.table(f"lengths in {unit}, by percentile", ["", *(f"{p} %" for p in PERCENTILES), "mean"], lines)
     for start, index in zip(records.starts, records.indices, strict=False):
         for name, (count, number) in index.formats.items():
@@ -175,7 +167,7 @@ def inspect(files: Sequence[str], settings: Config, tokenizer: Tokenizer | None,
                 shown = part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)
                 if part and title != "columns":
                     say.line(f"  {title}: {shown[:SHOWN_CHARACTERS]}{' ...' * (len(shown) > SHOWN_CHARACTERS)}")
-    if rows is not None and tokenisation.encoder is not None and tokenizer is not None:
+    if rows is not None and tokenisation.encoder is not None:
         say.line(facts_of(tokenisation.encoder) or "no chat template")
         for example in rows.examples(range(min(SHOWN, len(rows)))):
             for k, (name, colour) in enumerate(zip(names[1:], ("green", "red"), strict=False)):
@@ -185,17 +177,15 @@ def inspect(files: Sequence[str], settings: Config, tokenizer: Tokenizer | None,
 
 def _suspicions(records: Records, pieces: np.ndarray, data: DataSettings) -> dict[str, str]:
     """What makes pairs suspicious: a preference for length, and pairs that contradict each other."""
-    longer = float((pieces[:, 1] > pieces[:, 2]).mean())
+    longer, (chosen, rejected) = float((pieces[:, 1] > pieces[:, 2]).mean()), pieces[:, 1:].mean(axis=0)
     note = "; length alone tells them apart, and will be learnt" if abs(longer - 0.5) > 0.25 else ""
-    means = f"mean {pieces[:, 1].mean():.1f} against {pieces[:, 2].mean():.1f} characters"
     _, of_prompt, counts = np.unique(records.column("prompt_key"), return_inverse=True, return_counts=True)
     pairs = set()
-    for number, prompt in enumerate(of_prompt.tolist()):
-        if counts[prompt] > 1:
-            record = records[number]
-            pairs.add((prompt, str(record.get(data.column("chosen"))), str(record.get(data.column("rejected")))))
-    contrary = sum((prompt, rejected, chosen) in pairs for prompt, chosen, rejected in pairs) // 2
+    for number in np.flatnonzero(counts[of_prompt] > 1).tolist():
+        texts = (str(records[number].get(name)) for name in map(data.column, ("chosen", "rejected")))
+        pairs.add((int(of_prompt[number]), *texts))
+    contrary = sum((prompt, worse, better) in pairs for prompt, better, worse in pairs) // 2
     return {
-        "chosen is longer": f"{longer:.1%} of pairs, {means}{note}",
+        "chosen is longer": f"{longer:.1%} of pairs, mean {chosen:.1f} against {rejected:.1f} characters{note}",
         "contradictions": f"{contrary:,} pairs are there the other way round, too",
     }

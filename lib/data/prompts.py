@@ -19,6 +19,7 @@ from lib.data.record_formats import (
     JSON,
     TEMPLATE_ARGUMENTS,
     VOCABULARY,
+    Columns,
     Message,
     Plain,
     Record,
@@ -29,22 +30,21 @@ from lib.data.record_formats import (
 )
 from lib.data.sources import Records, Tell
 from lib.data.tokenize import Encoder
-from lib.data.tokenizer import NO_LIMITS, ModelLimits, Tokenizer, vocabulary_digest
+from lib.data.tokenizer import NO_LIMITS, Tokenizer, Vocabulary, vocabulary_digest
 from lib.errors import UserError
 
 
 def columns_of(record: JSON, data: DataSettings, tokenizer: Tokenizer) -> JSON:
     """The columns of a prompt, under the names that every reader knows; a text stays a text. Raises Unusable."""
-    parsed, stored = parse(record, data, "prompt"), record.get(data.column("prompt"))
+    parsed, stored = parse(record, Columns.of(data), "prompt"), record.get(data.column("prompt"))
     if isinstance(parsed, Tokens):
-        columns: JSON = {"prompt": str(tokenizer.decode(parsed.prompt)), "prompt_ids": parsed.prompt}
-        return columns | {VOCABULARY: vocabulary_digest(tokenizer)}
+        text = str(tokenizer.decode(parsed.prompt))
+        return {"prompt": text, "prompt_ids": parsed.prompt, VOCABULARY: vocabulary_digest(tokenizer)}
     if isinstance(parsed, Plain):
         return {"prompt": parsed.prompt or ""}
     is_text = isinstance(stored, str) and parsed.prompt == [{"role": "user", "content": stored}]
-    columns = {"prompt": stored if is_text else parsed.prompt}
-    columns |= {"tools": parsed.tools} if parsed.tools else {}
-    return columns | ({TEMPLATE_ARGUMENTS: parsed.template_arguments} if parsed.template_arguments else {})
+    extras = {"tools": parsed.tools, TEMPLATE_ARGUMENTS: parsed.template_arguments}
+    return {"prompt": stored if is_text else parsed.prompt} | {name: extra for name, extra in extras.items() if extra}
 
 
 def asked_of(record: JSON, data: DataSettings, tokenizer: Tokenizer) -> str | list[Message]:
@@ -54,7 +54,7 @@ def asked_of(record: JSON, data: DataSettings, tokenizer: Tokenizer) -> str | li
 
 
 def ids_of(
-    parsed: Record | Unusable, encoder: Encoder | None, limits: ModelLimits, max_tokens: int, setting: str
+    parsed: Record | Unusable, encoder: Encoder | None, limits: Vocabulary, max_tokens: int, setting: str
 ) -> list[int]:
     """The tokens that a model is sent for a parsed prompt, tools and template arguments included.
 
@@ -62,13 +62,10 @@ def ids_of(
     """
     if isinstance(parsed, Unusable):
         raise parsed
-    if isinstance(parsed, Tokens):
-        ids = parsed.prompt
-    elif encoder is None:
+    if encoder is None and not isinstance(parsed, Tokens):
         raise UserError("prompts are text, and the model has no tokenizer; add one to the model's folder")
-    else:
-        ids = encoder.encoded(parsed).prompt
-    if not ids:
+    ids = parsed.prompt if encoder is None or isinstance(parsed, Tokens) else encoder.encoded(parsed).prompt
+    if not isinstance(ids, list) or not ids:
         raise Unusable("the prompt is empty")
     limits.check_ids([ids])
     limits.check_answer(len(ids), max_tokens, setting)
@@ -84,7 +81,7 @@ class Question:
     answer: str
 
 
-def load_questions(settings: Config, tokenizer: Tokenizer | None, limits: ModelLimits = NO_LIMITS) -> list[Question]:
+def load_questions(settings: Config, tokenizer: Tokenizer | None, limits: Vocabulary = NO_LIMITS) -> list[Question]:
     """The records of evaluate.answers, at most evaluate.answers_limit. limits: of the model that answers.
 
     Raises UserError: a record without a prompt or an answer, or a prompt that the model cannot answer; no tokenizer.
@@ -94,9 +91,9 @@ def load_questions(settings: Config, tokenizer: Tokenizer | None, limits: ModelL
         return []
     if tokenizer is None:
         raise UserError(f"evaluate.answers={path} needs a tokenizer, but model.path {settings.model.path} has none")
-    encoder = Encoder(tokenizer, data, tokenizer_module.vocabulary(settings.model)["eos_token_id"])
+    encoder = Encoder(tokenizer, data, tokenizer_module.vocabulary(settings.model).eos_token_id)
     encoder.stop_generation()
-    questions: list[Question] = []
+    questions, columns = list[Question](), Columns.of(data)
     for line, record in itertools.islice(record_files.read(path), evaluate.answers_limit):
         try:
             if isinstance(record, Unusable):
@@ -107,8 +104,8 @@ def load_questions(settings: Config, tokenizer: Tokenizer | None, limits: ModelL
                     f"a question's {ANSWER!r} is {name_of_type(answer)}, neither text nor a number: give it an answer, "
                     "or leave the line out"
                 )
-            parsed = parse(record, data, "prompt")
-            ids = ids_of(parsed, encoder, limits, evaluate.max_tokens, "evaluate.max_tokens")
+            parsed, setting = parse(record, columns, "prompt"), "evaluate.max_tokens"
+            ids = ids_of(parsed, encoder, limits, evaluate.max_tokens, setting)
             asked = asked_of(record, data, tokenizer)
         except Unusable as why:
             raise UserError(f"{path}:{line}: {why}") from None
@@ -129,8 +126,8 @@ class Prompts(Sized):
     max_tokens: int  # of an answer
     completions: int  # of a row that is trained
     skipped: Sequence[str]
-    kind = "prompt"
 
+    kind = "prompt"
     is_estimated = True
     truncated_count = 0
     unit = "prompts"
@@ -197,13 +194,13 @@ def open_prompts(
     completions: int,
     held_out: bool | None,
     tell: Tell,
-    limits: ModelLimits = NO_LIMITS,
+    limits: Vocabulary = NO_LIMITS,
 ) -> Prompts:
     """The prompts of some sources, tokenised. completions: of a row that is trained. held_out: see `load_dataset`.
 
     Raises UserError: a file cannot be read, or, unless settings.skip_invalid, a prompt cannot be used.
     """
-    weights = sources.weights_of(source)
+    weights, most = sources.weights_of(source), rollouts.max_tokens
     name = " + ".join(weights)
     if any(weight != 1 for weight in weights.values()):
         raise UserError(f"data.train={weights}: weights are for records that are trained; name prompts without")
@@ -212,10 +209,10 @@ def open_prompts(
     kept, ids, skipped = list[int](), list[list[int]](), [*records.unusable]
     for row, (place, record) in zip(rows.tolist(), tokenisation.placed(records, rows), strict=True):
         try:
-            prompt = ids_of(record, encoder, limits, rollouts.max_tokens, "rollouts.max_tokens")
-            if len(prompt) + rollouts.max_tokens > settings.max_length:
+            prompt = ids_of(record, encoder, limits, most, "rollouts.max_tokens")
+            if len(prompt) + most > settings.max_length:
                 raise Unusable(
-                    f"a prompt of {len(prompt)} tokens and rollouts.max_tokens={rollouts.max_tokens} are more than "
+                    f"a prompt of {len(prompt)} tokens and rollouts.max_tokens={most} are more than "
                     f"data.max_length={settings.max_length}; raise it"
                 )
         except Unusable as why:
@@ -223,5 +220,5 @@ def open_prompts(
         else:
             ids.append(prompt)
             kept.append(row)
-    sources.require_usable(name, skipped, len(skipped), len(kept), settings)
-    return Prompts(name, records.only(np.array(kept)), ids, rollouts.max_tokens, completions, skipped)
+    sources.require_usable(name, skipped, len(skipped), len(kept), settings.skip_invalid)
+    return Prompts(name, records.only(np.array(kept)), ids, most, completions, skipped)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import difflib
 import gzip
+import hashlib
 import json
 import os.path
 import zlib
@@ -20,7 +21,6 @@ from lib.data.record_formats import JSON, Unusable, name_of_type
 from lib.errors import UserError
 
 ENDINGS = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".csv", ".tsv", ".parquet")
-LINE_BYTES = 8 * 2**20  # a longer record is an error in the file
 
 Line = tuple[int, int, bytes, JSON | Unusable]
 """Number from 1, offset in bytes, raw line (empty where the file has no lines of JSON), record."""
@@ -35,6 +35,11 @@ def read(path: str) -> Iterator[tuple[int, JSON | Unusable]]:
     require(Path(path))
     for line, _, _, record in scan(Path(path)):
         yield line, record
+
+
+def cached(cache_dir: str, what: str, key: str) -> Path:
+    """The file or folder of data.cache_dir that keeps what is known by a key."""
+    return Path(cache_dir) / f"{what}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
 
 
 def require(file: Path) -> None:
@@ -93,16 +98,11 @@ def _scan_list(stream: IO[bytes]) -> Iterator[Line]:
 
 
 def _scan_lines(stream: IO[bytes]) -> Iterator[Line]:
-    line = offset = 0
-    while raw := stream.readline(LINE_BYTES):
-        line, size, is_first = line + 1, len(raw), line == 0
-        if size == LINE_BYTES and not raw.endswith(b"\n"):  # never in memory as a whole
-            while not raw.endswith(b"\n") and (raw := stream.readline(LINE_BYTES)):
-                size += len(raw)
-            yield line, offset, b"", Unusable(f"a line of {size:,} bytes: is a line break missing?")
-        elif (text := raw.removeprefix(b"\xef\xbb\xbf") if is_first else raw).strip():
-            yield line, offset + size - len(text), text, parse_json(text)
-        offset += size
+    offset = 0
+    for line, raw in enumerate(stream, 1):
+        if (text := raw.removeprefix(b"\xef\xbb\xbf") if line == 1 else raw).strip():
+            yield line, offset + len(raw) - len(text), text, parse_json(text)
+        offset += len(raw)
 
 
 def _unique(pairs: list[tuple[str, object]]) -> JSON:

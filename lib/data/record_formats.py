@@ -1,19 +1,22 @@
 """Formats of records, recognised by their columns: a record ➜ Tokens, Plain or Chat.
 
-First what a record becomes, and its messages; then the published formats, each of which reads a Draft, the prompt and
-answers wherever the record had them; then how drafts are checked. A record that fits no form raises Unusable with the
-reason; the caller names the line.
+A format reads a Draft, the prompt and answers wherever the record had them; then drafts are checked. A record that
+fits no form raises Unusable with the reason; the caller names the line.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, TypedDict, cast, get_args
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, cast, get_args
+
+from annotated_types import Ge, Le
+from pydantic import Strict, TypeAdapter, ValidationError
 
 from lib.config.settings import Column, DataSettings
 
@@ -79,6 +82,7 @@ class Chat:
 Record = Tokens | Plain | Chat
 VOCABULARY = "ids_of_vocabulary"  # column of Tokens.vocabulary
 ANSWER = "answer"  # column of what a program can check an answer by
+TEMPLATE_ARGUMENTS = "chat_template_kwargs"  # column of further arguments of the chat template
 
 
 class Columns(NamedTuple):
@@ -114,23 +118,25 @@ def name_of_type(value: object) -> str:
     return "null" if value is None else NAMES_OF_TYPES.get(type(value), f"a {type(value).__name__}")
 
 
+# ---- Messages and tools
+
 # Who speaks, by the names that other formats have; capitals do not count.
-ROLES = {
-    **dict.fromkeys(("user", "human", "prompter", "customer", "question", "instruction"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "bot", "chatbot", "ai", "claude", "llm"), "assistant"),
-    **dict.fromkeys(("bard", "bing", "answer", "response", "function_call", "tool_call"), "assistant"),
-    **dict.fromkeys(("tool", "function", "observation", "ipython", "tool_result"), "tool"),
-    **dict.fromkeys(("function_response", "tool_response"), "tool"),
+SPEAKERS = {
+    "user": "user human prompter customer question instruction",
+    "assistant": "assistant gpt chatgpt model bot chatbot ai claude llm "
+    "bard bing answer response function_call tool_call",
+    "tool": "tool function observation ipython tool_result function_response tool_response",
     "system": "system",
     "developer": "developer",
 }
+ROLES = {name: role for role, names in SPEAKERS.items() for name in names.split()}
 CALLERS = ("function_call", "tool_call")  # ShareGPT's speakers whose text is a call
 
 
-def check_json(value: Any, name: str, default: Any = None) -> Any:
+def check_json(value: Any, name: str) -> Any:
     """The value, which templates write as text or JSON: parquet has bytes and dates, JSON half surrogate pairs."""
     try:
-        (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=default)).encode()
+        json.dumps(value, ensure_ascii=False).encode()
     except TypeError as error:
         raise Unusable(f"{name!r} has a value that JSON does not have: {error}") from error
     except UnicodeEncodeError as error:
@@ -160,33 +166,34 @@ def _message(message: object, where: str, ignore: Collection[str]) -> Message:
         raise Unusable(f"{where} is {name_of_type(message)}, not a message {{role, content}}")
     # A file that was parquet once has null for each field that a message lacks; templates ask whether one is there.
     fields = {key: item for key, item in message.items() if item is not None and key not in ignore}
+    there = f"(it has: {', '.join(map(str, message))})"
     if "role" not in fields and "from" in fields:  # ShareGPT's {from, value}
         fields = {"role": fields.pop("from"), "content": fields.pop("value", None)} | fields
         if fields["role"] in CALLERS and isinstance(fields["content"], str):
             calls = parse_json_text(fields.pop("content"), f"{where}.value")
             fields["tool_calls"] = calls if isinstance(calls, list) else [calls]
     if not isinstance(name := fields.pop("role", None), str):
-        raise Unusable(f"{where} has no 'role' and 'content' (it has: {', '.join(map(str, message))})")
+        raise Unusable(f"{where} has no 'role' and 'content' {there}")
     if (role := ROLES.get(name.strip().lower())) is None:
-        known = "system, developer, user, assistant, tool"
-        raise Unusable(f"{where} has the unknown role {name!r}; call it one of {known}")
+        raise Unusable(
+            f"{where} has the unknown role {name!r}; call it one of system, developer, user, assistant, tool"
+        )
     if "function_call" in fields:  # OpenAI's, before tools
-        fields["tool_calls"] = [{"type": "function", "function": fields.pop("function_call")}]
+        fields["tool_calls"] = [fields.pop("function_call")]
     calls = _check_calls(fields.pop("tool_calls", None), f"{where}.tool_calls")
     content = fields.pop("content", None)
     if isinstance(content, list):
         content = "".join(_text_of_part(part, f"{where}.content[{i}]") for i, part in enumerate(content))
     if content is None and not calls:
-        raise Unusable(f"{where} has no content and no tool_calls (it has: {', '.join(map(str, message))})")
-    if content is not None and not isinstance(content, str):
+        raise Unusable(f"{where} has no content and no tool_calls {there}")
+    if not isinstance(content, str | None):
         raise Unusable(f"{where}.content is {name_of_type(content)}, not a string")
     for other in {"train", "training", "loss_weight"} & fields.keys():  # axolotl's and LLaMA-Factory's names
         fields["weight"] = fields.pop(other)
     if fields.get("weight", 1) not in (0, 1):
         raise Unusable(f"{where}.weight is {json.dumps(fields['weight'], default=str)}, not 0 or 1")
-    check_json([content, fields], where, default=str)
-    head: JSON = {"role": role, "content": content}
-    return cast(Message, head | ({"tool_calls": calls} if calls else {}) | fields)
+    head: JSON = {"role": role, "content": content} | ({"tool_calls": calls} if calls else {})
+    return cast(Message, check_json(head | fields, where))
 
 
 def _text_of_part(part: object, where: str) -> str:
@@ -198,10 +205,10 @@ def _text_of_part(part: object, where: str) -> str:
 
 def _functions(value: object, where: str, what: str) -> Iterator[tuple[str, JSON, JSON]]:
     """Place, whole and function {name, ...} of calls or definitions: in a list, or the JSON text of one."""
-    value = parse_json_text(value, where) if isinstance(value, str) and value.strip() else value
-    if value and not isinstance(value, list | str):
+    value = parse_json_text(value.strip() or "[]", where) if isinstance(value, str) else value or []
+    if not isinstance(value, list):
         raise Unusable(f"{where} is {name_of_type(value)}, not a list of {what}")
-    for index, item in enumerate(value if isinstance(value, list) else ()):
+    for index, item in enumerate(value):
         place = f"{where}[{index}]"
         item = parse_json_text(item, place) if isinstance(item, str) and what == "tools" else item
         function = item.get("function", item) if isinstance(item, dict) else None
@@ -212,17 +219,17 @@ def _functions(value: object, where: str, what: str) -> Iterator[tuple[str, JSON
 
 def _check_calls(value: object, where: str) -> list[JSON]:
     """Tool calls with a name and an object of arguments each."""
-    calls = []
+    calls = list[JSON]()
     for place, call, function in _functions(value, where, "calls"):
-        arguments = function.get("arguments")
+        arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
             arguments = parse_json_text(arguments.strip() or "{}", f"{place}.arguments")
-        arguments = {} if arguments is None else arguments
         if not isinstance(arguments, dict):
             raise Unusable(f"{place}.arguments is {name_of_type(arguments)}, not an object")
         others = {} if function is call else {key: item for key, item in call.items() if item is not None}
         calls.append(others | {"type": "function", "function": {**function, "arguments": arguments}})
-    return cast(list[JSON], check_json(calls, where))
+    check_json(calls, where)
+    return calls
 
 
 def check_tools(value: object, name: str) -> list[JSON] | None:
@@ -244,7 +251,7 @@ def _without_nulls(schema: Any) -> Any:
     return {key: item if key in data else _without_nulls(item) for key, item in kept.items()}
 
 
-# ---- What a format reads of a record
+# ---- Published formats
 
 
 class Draft(NamedTuple):
@@ -254,20 +261,16 @@ class Draft(NamedTuple):
     completions: tuple[Any, ...]  # One answer, or the better and the worse one
     names: tuple[str, ...]  # The column of each completion, for errors
     tools: object = None
-    is_text: bool = False  # All of it is learnt: there is no prompt, and no conversation
 
 
 class Format(NamedTuple):
     """How records with these columns are read."""
 
     name: str  # Of a published format; empty for columns that data.columns names.
-    has: Literal["pair", "answer", "label", "prompt"]
+    has: Literal["pair", "answer", "label", "prompt", "text"]
     needs: tuple[str, ...]
     read: Callable[[JSON], Draft]  # Raises Unusable
     uses: tuple[str, ...] = ()  # Columns that it reads besides, where they are there
-
-
-# ---- Published formats
 
 
 def transcript(text: Any) -> Any:
@@ -286,11 +289,19 @@ def _nvidia_turns(text: Any) -> Any:
 
 def _turns(pieces: list[str]) -> list[JSON]:
     """Messages of speaker, text, speaker, text, ...; without an assistant's turn at the end that is empty."""
-    turns = [
-        {"role": "assistant" if speaker == "Assistant" else "user", "content": said.strip()}
-        for speaker, said in zip(pieces[::2], pieces[1::2], strict=True)
-    ]
+    roles = ["assistant" if speaker == "Assistant" else "user" for speaker in pieces[::2]]
+    turns = [{"role": role, "content": said.strip()} for role, said in zip(roles, pieces[1::2], strict=True)]
     return turns[:-1] if turns[-1] == {"role": "assistant", "content": ""} else turns
+
+
+def _exchanges(pairs: list[Any]) -> list[JSON]:
+    """Messages of question, answer, question, answer, ..."""
+    both = [({"role": "user", "content": asked}, {"role": "assistant", "content": said}) for asked, said in pairs]
+    return list(itertools.chain(*both))
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _ranked(prompt: str, column: str, text: str, score: str, sign: int) -> Callable[[JSON], Draft]:
@@ -298,12 +309,11 @@ def _ranked(prompt: str, column: str, text: str, score: str, sign: int) -> Calla
 
     def read(record: JSON) -> Draft:
         items = record[column] if isinstance(record[column], list) else []
-        items = [item for item in items if isinstance(item, dict) and item.get(text) is not None]
-        ranked = sorted((item for item in items if _is_finite(item.get(score))), key=lambda item: -sign * item[score])
-        if not ranked or ranked[0][score] == ranked[-1][score]:
+        items = [i for i in items if isinstance(i, dict) and i.get(text) is not None and _is_finite(i.get(score))]
+        best, worst = (pick(items, key=lambda item: sign * item[score], default={}) for pick in (max, min))
+        if best.get(score) == worst.get(score):
             raise Unusable(f"{column!r} has no two answers with another {score}: nothing to prefer")
-        worst = next(item for item in ranked if item[score] == ranked[-1][score])
-        return Draft(transcript(record[prompt]), (ranked[0][text], worst[text]), (f"{column}.{text}",) * 2)
+        return Draft(transcript(record[prompt]), (best[text], worst[text]), (f"{column}.{text}",) * 2)
 
     return read
 
@@ -316,17 +326,12 @@ def _preferred(name: str, prompt: str, first: str, second: str, column: str, of_
         if not _is_finite(number) or (number not in of_first if of_first else number == 0):
             raise Unusable(f"column {column!r} is {number!r}, which prefers neither: nothing to prefer")
         is_first = number == of_first[0] if of_first else number < 0
-        return _behind(prompt, *((first, second) if is_first else (second, first)))(record)
+        return _answers_to(prompt, *((first, second) if is_first else (second, first)))(record)
 
     return Format(name, "pair", (prompt, first, second, column), read)
 
 
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _behind(prompt: str, *names: str, turns: Callable[[Any], Any] = _nvidia_turns) -> Callable[[JSON], Draft]:
-    """Answers to a prompt's column."""
+def _answers_to(prompt: str, *names: str, turns: Callable[[Any], Any] = _nvidia_turns) -> Callable[[JSON], Draft]:
     return lambda record: Draft(turns(record[prompt]), tuple(record[name] for name in names), names)
 
 
@@ -338,14 +343,13 @@ def _openai_preference(record: JSON) -> Draft:
     given, names = record["input"], OUTPUTS[1:]
     if not isinstance(given, dict) or given.get("messages") is None:
         raise Unusable("column 'input' is not an object with messages")
-    tools = given.get("tools") or record.get("tools")
-    return Draft(given["messages"], (record[names[0]], record[names[1]]), names, tools)
+    return Draft(given["messages"], tuple(map(record.get, names)), names, given.get("tools") or record.get("tools"))
 
 
 def _sharegpt_pair(record: JSON) -> Draft:
     """Each answer is one message {from, value}."""
-    answers = tuple([record[name]] if isinstance(record[name], dict) else record[name] for name in PAIR)
-    return Draft(record["conversations"], answers, PAIR)
+    answers = (record[name] for name in PAIR)
+    return Draft(record["conversations"], tuple([a] if isinstance(a, dict) else a for a in answers), PAIR)
 
 
 def _alpaca(*names: str) -> Callable[[JSON], Draft]:
@@ -356,12 +360,9 @@ def _alpaca(*names: str) -> Callable[[JSON], Draft]:
         history = record.get("history") or []
         if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
             raise Unusable("column 'history' is not a list of [question, answer]")
-        if not history:
-            return Draft(asked, answers, names)
-        messages = [*_messages_of(history), {"role": "user", "content": asked}]
-        if len(names) > 1:
-            return Draft(messages, answers, names)
-        return Draft(None, ([*messages, {"role": "assistant", "content": answers[0]}],), names)
+        if history and len(names) == 1:
+            return Draft(None, (_exchanges([*history, (asked, answers[0])]),), names)
+        return Draft([*_exchanges(history), {"role": "user", "content": asked}] if history else asked, answers, names)
 
     return read
 
@@ -370,7 +371,7 @@ def _capybara(record: JSON) -> Draft:
     """A conversation of {input, output} turns; also one of messages."""
     turns = record["conversation"]
     if isinstance(turns, list) and all(isinstance(turn, dict) and "input" in turn for turn in turns):
-        turns = _messages_of([(turn["input"], turn.get("output")) for turn in turns])
+        turns = _exchanges([(turn["input"], turn.get("output")) for turn in turns])
     return Draft(None, (turns,), ("conversation",))
 
 
@@ -392,11 +393,6 @@ def _text_in(record: JSON, name: str) -> str:
     return str(check_json(record[name], name))
 
 
-def _messages_of(turns: list[Any]) -> list[JSON]:
-    pairs = [(("user", question), ("assistant", answer)) for question, answer in turns]
-    return [{"role": role, "content": text} for pair in pairs for role, text in pair]
-
-
 PAIR, LABEL, ALPACA = ("chosen", "rejected"), "kto_tag", ("input", "history")
 OUTPUTS = ("input", "preferred_output", "non_preferred_output")
 ULTRAFEEDBACK = _ranked("instruction", "completions", "response", "overall_score", 1)
@@ -411,9 +407,9 @@ PUBLISHED = (
     _preferred("SHP", "history", "human_ref_A", "human_ref_B", "labels", (1, 0)),
     _preferred("PKU-SafeRLHF", "prompt", "response_0", "response_1", "better_response_id", (0, 1)),
     Format("ShareGPT pairs", "pair", ("conversations", *PAIR), _sharegpt_pair),
-    Format("orca_dpo_pairs", "pair", ("question", *PAIR), _behind("question", *PAIR)),
+    Format("orca_dpo_pairs", "pair", ("question", *PAIR), _answers_to("question", *PAIR)),
     Format("Alpaca pairs", "pair", ("instruction", *PAIR), _alpaca(*PAIR), ALPACA),
-    Format("distilabel pairs", "pair", ("input", *PAIR), _behind("input", *PAIR)),
+    Format("distilabel pairs", "pair", ("input", *PAIR), _answers_to("input", *PAIR)),
     Format("Alpaca KTO", "label", ("instruction", "output", LABEL), _alpaca("output"), ALPACA),
     Format("ShareGPT KTO", "label", ("conversations", LABEL), _conversation_in("conversations")),
     Format("OpenAI messages KTO", "label", ("messages", LABEL), _conversation_in("messages")),
@@ -421,7 +417,7 @@ PUBLISHED = (
     Format("Capybara, LMSYS-Chat", "answer", ("conversation",), _capybara),
     Format("Alpaca", "answer", ("instruction", "output"), _alpaca("output"), ALPACA),
     Format("Dolly", "answer", ("instruction", "response"), _dolly, ("context",)),
-    Format("HelpSteer", "answer", ("prompt", "response", "helpfulness"), _behind("prompt", "response")),
+    Format("HelpSteer", "answer", ("prompt", "response", "helpfulness"), _answers_to("prompt", "response")),
 )
 
 
@@ -429,24 +425,21 @@ PUBLISHED = (
 
 # Columns that mean something where no format reads them, and the setting that does, if one does.
 MEANINGFUL = {
-    "system": None,
     "system_prompt": "data.columns={system: system_prompt}",
-    "tools": None,
     "functions": "data.columns={tools: functions}",
     "label": "train.loss=kto",
     LABEL: "train.loss=kto",
-    **dict.fromkeys(("input", "weight", "history", "context", "images", "image")),
+    **dict.fromkeys(("system", "tools", "input", "weight", "history", "context", "images", "image")),
 }
-TEMPLATE_ARGUMENTS = "chat_template_kwargs"  # column of further arguments of the chat template
 
 
 def _candidates(there: frozenset[str], columns: Columns, kind: RecordKind) -> Iterator[Format]:
     """The formats that may be meant by these columns, the likeliest first."""
     prompt, chosen, rejected, completion, messages, text = columns[:6]
 
-    def form(has: Any, asked: str, *names: str) -> Format:
+    def form(has: Any, *names: str) -> Format:
         turns: Callable[[Any], Any] = (lambda text: text) if columns.are_named else transcript
-        return Format("", has, (asked, *names), _behind(asked, *names, turns=turns))
+        return Format("", has, names, _answers_to(*names, turns=turns))
 
     def whole(*names: str) -> Format:
         """Answers that are a whole conversation each: messages, or a transcript."""
@@ -454,7 +447,7 @@ def _candidates(there: frozenset[str], columns: Columns, kind: RecordKind) -> It
         def read(record: JSON) -> Draft:
             answers = tuple(transcript(record[name]) for name in names)
             if any(isinstance(answer, str) for answer in answers):
-                raise Unusable(_missing(record, columns, "preference", (prompt,)))
+                raise Unusable(_missing(record, columns, "preference"))
             return Draft(None, answers, names)
 
         return Format("", "pair", names, read)
@@ -469,14 +462,12 @@ def _candidates(there: frozenset[str], columns: Columns, kind: RecordKind) -> It
     elif kind == "unpaired":
         yield from (*ours, *answers) if columns.label in there else labels
     elif kind == "prompt":
-        fit = [known for known in (*pairs, *answers, *labels) if there.issuperset(known.needs)][:1]
-        reads_prompt = any(prompt in known.needs for known in fit)
-        yield from (*fit, *ours) if reads_prompt else (form("prompt", prompt), *fit, *ours)
-        yield whole(chosen, rejected)
+        yield from (known for known in (*pairs, *answers) if prompt in known.needs)
+        yield from (form("prompt", prompt), *pairs, *answers, *labels, *ours, whole(chosen, rejected))
     else:
         yield from ours
         if completion not in there:
-            plain = Format("", "answer", (text,), lambda r: Draft(None, (_text_in(r, text),), ("text",), is_text=True))
+            plain = Format("", "text", (text,), lambda record: Draft(None, (_text_in(record, text),), (text,)))
             yield from (*pairs, *answers, plain, form("pair", prompt, chosen), whole(chosen))
 
 
@@ -485,9 +476,8 @@ class Reader(NamedTuple):
 
     name: str  # For people: `prompt + chosen + rejected`, or `Alpaca (instruction, input, output)`
     form: Format
-    lost: tuple[str, ...]  # Columns that mean something and that nothing reads
     is_chat: bool  # Whether a system prompt, tools or template arguments make a conversation of any text
-    unread: tuple[str, ...]  # Other columns, which nothing reads and data.ignore does not name
+    unread: tuple[str, ...]  # Columns that nothing reads and data.ignore does not name
 
 
 @functools.lru_cache(4096)
@@ -497,22 +487,17 @@ def reader_of(names: tuple[str, ...], columns: Columns, kind: RecordKind) -> Rea
     form = next((form for form in _candidates(there, columns, kind) if there.issuperset(form.needs)), None)
     if form is None:
         return None
-    used = (*form.needs, *(name for name in form.uses if name in there))
-    is_half = kind == "sft" and form.has == "pair"
-    if is_half and not form.name:
-        used = form.needs[-1:]
+    used, is_half = [*form.needs, *(name for name in form.uses if name in there)], kind == "sft" and form.has == "pair"
     if kind == "unpaired" and form.has == "answer":
-        used = (*used, columns.label)
-    is_text = form.needs == (columns.text,) and kind == "sft"
-    beside = () if is_text else (columns.system, columns.tools, TEMPLATE_ARGUMENTS)
-    extras = tuple(name for name in beside if name in there and name not in (*used, *columns.ignore))
-    lost = there & MEANINGFUL.keys() - {*used, *extras, *columns.ignore}
-    if kind == "prompt":
-        lost -= {columns.label, LABEL, "weight"}
-    title = f"{form.name} ({', '.join((*used, *extras))})" if form.name else " + ".join((*used, *extras))
+        used.append(columns.label)
+    beside = () if form.has == "text" else (columns.system, columns.tools, TEMPLATE_ARGUMENTS)
+    extras = [name for name in beside if name in there and name not in (*used, *columns.ignore)]
+    known = {*used, *extras, *columns.ignore, VOCABULARY, *[columns.rejected] * is_half}
+    known |= {columns.label, LABEL, "weight"} if kind == "prompt" else set()
+    shown = [*(form.needs[-1:] if is_half and not form.name else used), *extras]
+    title = f"{form.name} ({', '.join(shown)})" if form.name else " + ".join(shown)
     title += " (preference records: the other completion is not used)" * is_half
-    known = {*form.needs, *used, *extras, *columns.ignore, *MEANINGFUL, VOCABULARY, *[columns.rejected] * is_half}
-    return Reader(title, form, tuple(sorted(lost)), bool(extras), tuple(name for name in names if name not in known))
+    return Reader(title, form, bool(extras), tuple(name for name in names if name not in known))
 
 
 def _names_there(record: JSON) -> tuple[str, ...]:
@@ -527,18 +512,18 @@ WANTED: dict[str, tuple[str, ...]] = {
 }
 
 
-def _missing(record: JSON, columns: Columns, kind: RecordKind, wanted: tuple[str, ...] = ()) -> str:
+def _missing(record: JSON, columns: Columns, kind: RecordKind) -> str:
     """Names the columns that are absent, those that are there, and what to type."""
-    names = {role: getattr(columns, role) for role in WANTED[kind]}
-    if null := next((name for name in names.values() if name in record and record[name] is None), None):
-        return f"column {null!r} is null"
-    absent = {role: name for role, name in names.items() if name not in record or name in wanted}
-    others = f" or {columns.messages!r} or {columns.text!r}" if kind == "sft" and "completion" in absent else ""
-    why = f"no column {next(iter(absent.values()))!r}{others} (columns: {', '.join(map(str, record)) or 'none'})"
-    present = _names_there(record)
+    names, present = {role: getattr(columns, role) for role in WANTED[kind]}, _names_there(record)
+    absent = [role for role, name in names.items() if name not in present]
+    first = names[absent[0]]
+    if first in record:
+        return f"column {first!r} is null"
+    others = f" or {columns.messages!r} or {columns.text!r}" if kind == "sft" and absent[0] == "completion" else ""
+    why = f"no column {first!r}{others} (columns: {', '.join(map(str, record)) or 'none'})"
     if kind == "preference" and {columns.label, LABEL} & set(present):
         return f"{why}; labelled answers are not pairs: train.loss=kto"
-    if kind == "preference" and (other := reader_of(present, columns, "sft")) and other.form.has == "answer":
+    if kind == "preference" and (other := reader_of(present, columns, "sft")) and other.form.has != "pair":
         return f"{why}; {other.form.name or 'this'} has one answer a record, not a pair: train.loss=sft"
     return f"{why}; name yours with data.columns={{{', '.join(f'{role}: COLUMN' for role in absent)}}}"
 
@@ -546,43 +531,35 @@ def _missing(record: JSON, columns: Columns, kind: RecordKind, wanted: tuple[str
 # ---- A record's form
 
 
-def parse(record: JSON, settings: DataSettings, kind: RecordKind) -> Record:
+def parse(record: JSON, columns: Columns, kind: RecordKind) -> Record:
     """The record's prompt and completions: (chosen, rejected), one for SFT or a label, none for a prompt.
 
     The first form wins: token ids; prompt and completion; messages; a published format; text; for SFT a pair's better.
     """
-    columns = Columns.of(settings)
     if (names := _token_columns(record, kind)) is not None:
         tokens = _parse_tokens(record, names)
         return tokens if kind != "unpaired" else replace(tokens, label=_label(record, columns.label))
     reader = reader_of(_names_there(record), columns, kind)
     if reader is None:
         raise Unusable(_missing(record, columns, kind))
-    for name in filter(lambda name: _says_something(record[name]), reader.lost):
-        meant = f"set {MEANINGFUL[name]}, or " if MEANINGFUL[name] else ""
-        raise Unusable(
-            f"column {name!r} would be lost: {reader.name} does not read it; {meant}leave it out with "
-            f"data.ignore=[{name}]"
-        )
-    for name in filter(lambda name: _is_media(name, record[name]), reader.unread):
-        raise Unusable(f"column {name!r} holds media, which is not trained on: data.ignore=[{name}] leaves it out")
-    draft, label = reader.form.read(record), None
+    for name in reader.unread:
+        _require_unimportant(name, record[name], reader.name)
+    draft, label, most = reader.form.read(record), None, 1 if kind == "sft" else None
     if kind == "unpaired":
         label = _label(record, columns.label if columns.label in record else LABEL)
     if len(draft.completions) == 2 and draft.completions[0] == draft.completions[1]:
         raise Unusable(f"{draft.names[0]!r} is equal to {draft.names[1]!r}: nothing to prefer")
     if kind == "prompt" and draft.prompt is not None:
-        draft = draft._replace(completions=(), names=())
-    if kind == "sft":  # of a pair the better one
-        draft = draft._replace(completions=draft.completions[:1], names=draft.names[:1])
-    is_plain = draft.is_text or isinstance(draft.prompt, str)
+        most = 0
+    draft = draft._replace(completions=draft.completions[:most], names=draft.names[:most])
+    is_plain = reader.form.has == "text" or isinstance(draft.prompt, str)
     if is_plain and not reader.is_chat and all(isinstance(text, str) for text in draft.completions):
-        prompt = check_json(draft.prompt, "prompt") if isinstance(draft.prompt, str) else None
+        prompt = None if draft.prompt is None else str(check_json(draft.prompt, "prompt"))
         return Plain(prompt, tuple(map(_check_completion, draft.completions, draft.names)), reader.name, label)
     return _chat(draft, record, reader.name, columns, kind, label)
 
 
-def rows_of(record: JSON | Unusable, settings: DataSettings, kind: RecordKind) -> Sequence[Record | Unusable]:
+def rows_of(record: JSON | Unusable, columns: Columns, kind: RecordKind) -> Sequence[Record | Unusable]:
     """The form of each row that a record gives, or why it has none.
 
     It gives one; of a pair two, where labels are wanted: chosen is desirable, rejected is not.
@@ -590,9 +567,9 @@ def rows_of(record: JSON | Unusable, settings: DataSettings, kind: RecordKind) -
     try:
         if isinstance(record, Unusable):
             return [record]
-        if kind != "unpaired" or settings.column("label") in record or not _is_pair(record, Columns.of(settings)):
-            return [parse(record, settings, kind)]
-        pair = parse(record, settings, "preference")
+        if kind != "unpaired" or columns.label in record or not _is_pair(record, columns):
+            return [parse(record, columns, kind)]
+        pair = parse(record, columns, "preference")
     except Unusable as why:
         return [why]
     title = f"{pair.columns} (each pair gives two rows: chosen is desirable, rejected is not)"
@@ -608,8 +585,8 @@ def rows_of(record: JSON | Unusable, settings: DataSettings, kind: RecordKind) -
 def _is_pair(record: JSON, columns: Columns) -> bool:
     """Whether a record has two answers, and nothing that is read as one with a label."""
     there = _names_there(record)
-    is_known = [reader_of(there, columns, kind) is not None for kind in ("unpaired", "preference")]
-    return {"chosen_ids", "rejected_ids"} <= set(there) or is_known == [False, True]
+    is_labelled, is_pair = (reader_of(there, columns, kind) for kind in ("unpaired", "preference"))  # type: ignore[arg-type]
+    return {"chosen_ids", "rejected_ids"} <= set(there) or bool(is_pair and not is_labelled)
 
 
 def _token_columns(record: JSON, kind: RecordKind) -> tuple[str, ...] | None:
@@ -623,29 +600,38 @@ def _token_columns(record: JSON, kind: RecordKind) -> tuple[str, ...] | None:
     return () if kind == "prompt" and "prompt_ids" in record else None
 
 
+TOKEN_IDS = TypeAdapter(list[Annotated[int, Strict(), Ge(0)]])
+MASK = TypeAdapter(
+    list[Annotated[int, Strict(), Ge(0), Le(1)] | Annotated[bool, Strict()]]
+)  # of tokens, what is learnt
+
+
+def checked(form: TypeAdapter[Any], value: object, name: str) -> Any:
+    """A value that has a form. Raises Unusable, which names the place in it."""
+    try:
+        return form.validate_python(value)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = (name or fault["loc"][0], *(f"[{part}]" for part in fault["loc"] if isinstance(part, int)))
+        raise Unusable(f"{''.join(where)}: {fault['msg']}, not {repr(fault['input'])[:40]}") from None
+
+
 def _parse_tokens(record: JSON, names: tuple[str, ...]) -> Tokens:
-    title, learnt = " + ".join(("prompt_ids", *names)), []
-    for name in ("prompt_ids", *names):
-        ids, of_mask = record.get(name), name.replace("_ids", "_mask")
-        if not isinstance(ids, list):
-            why = f"column {name!r} is {name_of_type(ids)}, not a list of token ids"
-            raise Unusable(why if name in record else f"no column {name!r}")
-        for index, token in enumerate(ids):
-            if type(token) is not int or token < 0:
-                raise Unusable(f"{name}[{index}] is {json.dumps(token, default=str)}, not a token id")
-        if name == "prompt_ids":
-            continue
+    title, learnt = " + ".join(("prompt_ids", *names)), list[list[bool]]()
+    prompt, *completions = (checked(TOKEN_IDS, record.get(name), name) for name in ("prompt_ids", *names))
+    for name, ids in zip(names, completions, strict=True):
         if not ids:
             raise Unusable(f"empty completion: {name!r} has no tokens")
-        mask = record.get(of_mask)
-        title += "" if mask is None else f" + {of_mask}"
-        mask = [1] * len(ids) if mask is None else mask
-        if not isinstance(mask, list) or len(mask) != len(ids) or not {0, 1}.issuperset(mask) or 1 not in mask:
-            raise Unusable(f"{of_mask} is not a list of 0 and 1, one for each of {name}, with a 1 for what is learnt")
-        learnt.append([*map(bool, mask)])
-    masks = None if all(map(all, learnt)) else tuple(learnt)
-    completions, vocabulary = tuple(record[name] for name in names), str(record.get(VOCABULARY) or "")
-    return Tokens(record["prompt_ids"], completions, title, learnt=masks, vocabulary=vocabulary)
+        bits, of_mask = [True] * len(ids), name.replace("_ids", "_mask")
+        if record.get(of_mask) is not None:
+            bits, title = [*map(bool, checked(MASK, record[of_mask], of_mask))], f"{title} + {of_mask}"
+        if len(bits) != len(ids) or not any(bits):
+            raise Unusable(
+                f"{of_mask} has {len(bits)} bits for {len(ids)} tokens of {name}, or no 1 for what is learnt"
+            )
+        learnt.append(bits)
+    masks, vocabulary = None if all(map(all, learnt)) else tuple(learnt), str(record.get(VOCABULARY) or "")
+    return Tokens(prompt, tuple(completions), title, learnt=masks, vocabulary=vocabulary)
 
 
 def _label(record: JSON, column: str) -> bool:
@@ -660,23 +646,22 @@ def _label(record: JSON, column: str) -> bool:
 # ---- Conversations
 
 Learnt = tuple[tuple[bool, ...], ...]  # of each completion's messages, which are learnt
+Parts = tuple[list[Message], tuple[list[Message], ...], Learnt]  # of a chat: prompt, completions, what is learnt
 
 
 def _chat(draft: Draft, record: JSON, name: str, columns: Columns, kind: RecordKind, label: bool | None) -> Chat:
     """A draft as messages."""
-    completions: tuple[list[Message], ...] = ()
-    learnt: Learnt = ()
-    if not draft.completions:
-        prompt = _opened(record, _as_messages(draft.prompt, "user", "prompt", columns), columns)
-    elif len(draft.completions) == 1 and draft.prompt is None:
-        prompt = _opened(record, check_messages(draft.completions[0], draft.names[0], columns.ignore), columns)
+    learn = columns.learn if kind == "sft" else "last"
+    if draft.prompt is None and len(draft.completions) == 1:
+        whole = _opened(record, check_messages(draft.completions[0], draft.names[0], columns.ignore), columns)
+        is_answered = whole[-1]["role"] == "assistant" and len(whole) > 1
+        prompt = whole[:-1] if is_answered else whole
+        completions, learnt = (), ()
         if kind != "prompt":
-            prompt, completions, learnt = _split(prompt, columns.learn if kind == "sft" else "last", draft.names[0])
-        elif prompt[-1]["role"] == "assistant" and len(prompt) > 1:
-            prompt = prompt[:-1]
+            prompt, completions, learnt = _split(whole, learn, draft.names[0])
     else:
         prompt, completions, learnt = _answers(draft, columns)
-        if any("weight" in message for part in (prompt, *completions) for message in part):
+        if any("weight" in message for part in (prompt, *completions) for message in part) and draft.completions:
             raise Unusable("'weight' of a message is for SFT on conversations; leave it out with data.ignore=[weight]")
         prompt = _opened(record, prompt, columns)
         completions, learnt = ((), ()) if kind == "prompt" else (completions, learnt)
@@ -684,11 +669,9 @@ def _chat(draft: Draft, record: JSON, name: str, columns: Columns, kind: RecordK
         if prompt and prompt[-1]["role"] == answer[0]["role"] == "assistant":
             raise Unusable("the prompt ends with an assistant message; it has to end before the answer")
         last = answer[-1]
-        if columns.learn == "all" and kind == "sft":
-            continue
-        if last["role"] != "assistant":
+        if learn != "all" and last["role"] != "assistant":
             raise Unusable(f"the last message of {of_answer!r} is from {last['role']!r}, not from 'assistant'")
-        if not (last["content"] or "").strip() and not last.get("tool_calls"):
+        if learn != "all" and not (last["content"] or "").strip() and not last.get("tool_calls"):
             raise Unusable(f"empty completion: {of_answer!r} is blank")
     tools = draft.tools if draft.tools is not None else record.get(columns.tools)
     tools = None if columns.tools in columns.ignore else check_tools(tools, columns.tools)
@@ -698,8 +681,7 @@ def _chat(draft: Draft, record: JSON, name: str, columns: Columns, kind: RecordK
 
 def _opened(record: JSON, messages: list[Message], columns: Columns) -> list[Message]:
     """Messages behind the system prompt of its own column; one that both have stands there once."""
-    system = record.get(columns.system)
-    if columns.system in columns.ignore or not _says_something(system):
+    if columns.system in columns.ignore or not _says_something(record.get(columns.system)):
         return messages
     opening = _text_in(record, columns.system)
     if not messages or messages[0]["role"] not in ("system", "developer"):
@@ -724,7 +706,7 @@ def _check_completion(text: str, name: str) -> str:
     return str(check_json(text, name))
 
 
-def _split(messages: list[Message], learn: str, name: str) -> tuple[list[Message], tuple[list[Message], ...], Learnt]:
+def _split(messages: list[Message], learn: str, name: str) -> Parts:
     """A conversation's messages before the first learnt one, those up to the last, and which of these are learnt.
 
     learn: see data.learn. Weights 0 and 1 of messages (OpenAI's) decide, where there are any. Raises Unusable.
@@ -736,36 +718,37 @@ def _split(messages: list[Message], learn: str, name: str) -> tuple[list[Message
             f"{name!r} ends with a message of {messages[-1]['role']!r}, and no answer follows it: give it one, or end "
             "the conversation with the assistant's last message"
         )
-    bare: list[Any] = [{key: item for key, item in message.items() if key != "weight"} for message in messages]
-    weights: list[Any] = [message.get("weight") for message in messages]
-    by_role = learn == "assistant" or any(weight is not None for weight in weights)
-    learnt = [
-        weight != 0 and (learn == "all" or (message["role"] == "assistant" if by_role else i == len(bare) - 1))
-        for i, (message, weight) in enumerate(zip(bare, weights, strict=True))
-    ]
+    weights = [cast(JSON, message).pop("weight", None) for message in messages]
+    if learn == "all":
+        wanted = [True] * len(messages)
+    elif learn == "assistant" or any(weight is not None for weight in weights):
+        wanted = [message["role"] == "assistant" for message in messages]
+    else:
+        wanted = [False] * (len(messages) - 1) + [True]
+    learnt = [is_wanted and weight != 0 for is_wanted, weight in zip(wanted, weights, strict=True)]
     if not any(learnt):
         raise Unusable(f"nothing of {name!r} is learnt: every message that could be has weight 0")
     first, last = learnt.index(True), len(learnt) - learnt[::-1].index(True)
-    return bare[:first], (bare[first:last],), (tuple(learnt[first:last]),)
+    return messages[:first], (messages[first:last],), (tuple(learnt[first:last]),)
 
 
-def _answers(draft: Draft, columns: Columns) -> tuple[list[Message], tuple[list[Message], ...], Learnt]:
+def _answers(draft: Draft, columns: Columns) -> Parts:
     """The messages of the prompt, those of each completion, and which of these are learnt: the model's.
 
     Of two whole conversations the common leading messages are the prompt, and a prompt's column has to be among them.
     """
-    both = zip(draft.completions, draft.names, strict=True)
-    answers, common = [_as_messages(said, "assistant", name, columns) for said, name in both], 0
-    are_whole = all(answer[0]["role"] != "assistant" for answer in answers)
+    both, common = zip(draft.completions, draft.names, strict=True), 0
+    answers = [_as_messages(said, "assistant", name, columns) for said, name in both]
+    asked = draft.prompt.strip() if isinstance(draft.prompt, str) else ""
+    are_whole = answers and all(answer[0]["role"] != "assistant" for answer in answers)
     if draft.prompt is None or isinstance(draft.prompt, str) and are_whole:
         shortest = min(map(len, answers)) - 1  # one message at least is left of each
-        alike = [all(answer[i] == answers[0][i] for answer in answers) for i in range(shortest)]
-        length = common = alike.index(False) if False in alike else shortest
+        different = (i for i in range(shortest) if any(answer[i] != answers[0][i] for answer in answers))
+        length = common = next(different, shortest)
         # A prompt is what a model is asked: the completions begin where an assistant speaks.
         while length and any(answer[length]["role"] != "assistant" for answer in answers):
             length -= 1
         common, prompt = common - length, answers[0][:length]
-        asked = draft.prompt.strip() if isinstance(draft.prompt, str) else ""
         if asked and not any(asked in str(message["content"]) for message in prompt):
             raise Unusable(f"column {columns.prompt!r} is not in the conversation of {draft.names[0]!r}")
         if not prompt:
@@ -792,10 +775,6 @@ def _template_arguments(record: JSON, columns: Columns) -> JSON:
     return {name: item for name, item in value.items() if item is not None}
 
 
-def _says_something(value: object) -> bool:
-    return bool(value.strip()) if isinstance(value, str) else value is not None and value != [] and value != {}
-
-
 # ---- Columns that nothing reads
 
 MEDIA_NAMES = re.compile(r"^(image|img|picture|photo|video|audio|speech|sound)s?($|_)", re.IGNORECASE)
@@ -804,11 +783,26 @@ MEDIA_FILES = re.compile(
 )
 
 
-def unread_columns(record: JSON, settings: DataSettings, kind: RecordKind) -> list[str]:
+def _says_something(value: object) -> bool:
+    return bool(value.strip()) if isinstance(value, str) else value is not None and value != [] and value != {}
+
+
+def _require_unimportant(name: str, value: object, title: str) -> None:
+    """Raises Unusable where a column that nothing reads changes what its row means."""
+    if name in MEANINGFUL:
+        if _says_something(value):
+            meant = f"set {MEANINGFUL[name]}, or " if MEANINGFUL[name] else ""
+            how = f"{title} does not read it; {meant}leave it out with data.ignore=[{name}]"
+            raise Unusable(f"column {name!r} would be lost: {how}")
+    elif _is_media(name, value):
+        raise Unusable(f"column {name!r} holds media, which is not trained on: data.ignore=[{name}] leaves it out")
+
+
+def unread_columns(record: JSON, columns: Columns, kind: RecordKind) -> list[str]:
     """The columns of a record that hold text, lists or objects, and that neither its format nor data.ignore names."""
     is_tokenised = _token_columns(record, kind) is not None
-    reader = None if is_tokenised else reader_of(_names_there(record), Columns.of(settings), kind)
-    unread = reader.unread if reader else ()
+    reader = None if is_tokenised else reader_of(_names_there(record), columns, kind)
+    unread = [name for name in reader.unread if name not in MEANINGFUL] if reader else []
     return [name for name in unread if isinstance(record[name], str | list | dict) and _says_something(record[name])]
 
 

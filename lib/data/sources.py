@@ -22,13 +22,25 @@ import numpy as np
 
 from lib.config.settings import DataSettings
 from lib.data import hub, record_files
-from lib.data.record_formats import JSON, Chat, Columns, Plain, Record, RecordKind, Tokens, Unusable, rows_of
+from lib.data.record_formats import (
+    JSON,
+    Chat,
+    Columns,
+    Plain,
+    Record,
+    RecordKind,
+    Tokens,
+    Unusable,
+    rows_of,
+    unread_columns,
+)
 from lib.errors import UserError
 from lib.system import files
 
 Tell = Callable[[str], None]
 STREAMED_BYTES = 64 * 2**20  # larger sources are read as they are needed, smaller ones whole
 NAMED = 20  # unusable records of a file that are named
+LOOKED_AT = 64  # records of a file whose unread columns are named
 ENTRY = np.dtype(
     [
         ("offset", "<i8"),
@@ -43,6 +55,10 @@ ENTRY = np.dtype(
 """A row: where its line is in the file, and its length, in bytes; its line number; hashes of its prompt, and of prompt
 and completions; characters (token ids, where it came tokenised) of its prompt and completions; 1 for a desirable
 completion, 0 for another, -1 without a label. A pair that is read as two labelled rows has two entries."""
+
+
+def silent(text: str) -> None:
+    """Tells no one."""
 
 
 # ---- What a record is, whatever its form
@@ -67,14 +83,14 @@ def keys_of(record: Record) -> tuple[int, int]:
 def _text_of_chat(chat: Chat) -> tuple[str, str]:
     """All that is trained of a conversation, as text: what is asked, and what is learnt."""
     dumped = functools.partial(json.dumps, sort_keys=True, default=str)
-    extras = [extra for extra in (chat.tools, chat.template_arguments) if extra]
+    extras, bare = [extra for extra in (chat.tools, chat.template_arguments) if extra], {"role", "content"}
     if not chat.prompt:  # its first message is learnt (data.learn=all)
         return "", dumped([*extras, chat.completions, chat.learnt])
     only = chat.prompt[0]
     # A prompt is the same one whether it came as a string or as the user's only message.
-    is_plain = len(chat.prompt) == 1 and only["role"] == "user" and only.keys() == {"role", "content"} and not extras
+    is_plain = len(chat.prompt) == 1 and only["role"] == "user" and only.keys() == bare and not extras
     prompt = only["content"] if is_plain else dumped((*chat.prompt, *extras))
-    if all(len(answer) == 1 and answer[0].keys() == {"role", "content"} for answer in chat.completions):
+    if all(len(answer) == 1 and answer[0].keys() == bare for answer in chat.completions):
         return prompt, "\0".join(answer[0]["content"] for answer in chat.completions)
     return prompt, dumped([chat.completions, chat.learnt])
 
@@ -93,7 +109,7 @@ def sizes_of(record: Record) -> list[int]:
 # ---- One file's index
 
 META, ENTRIES, LINES = "index.json", "entries.bin", "lines.jsonl"
-VERSION = 10  # of what an index holds
+VERSION = 11  # of what an index holds
 
 
 @dataclass(frozen=True)
@@ -106,6 +122,7 @@ class Index:
     stamp: list[int]  # Size and time of the last change (ns) of `lines`
     digest: str  # sha256 of the usable records' lines
     formats: dict[str, list[int]]  # What its records were recognised as: how many, and the first one's number
+    unread: list[str]  # Columns of the first records that nothing reads
     unusable: list[str]  # `file:line: why`, the first few
     unusable_count: int
 
@@ -115,39 +132,45 @@ def _stamp(file: Path) -> list[int]:
     return [about.st_size, about.st_mtime_ns]
 
 
-def index(file: Path, settings: DataSettings, kind: RecordKind, tell: Tell = lambda text: None) -> Index:
+def index(file: Path, cache_dir: str, columns: Columns, kind: RecordKind, tell: Tell) -> Index:
     """The index of a file, made where there is none, or the file has changed.
 
     Raises UserError: the file cannot be read. OSError: data.cache_dir is full or not writable.
     """
     stamp = [*_stamp(file), file.stat().st_ctime_ns]
-    about = (str(file.resolve()), kind, Columns.of(settings), VERSION)
-    folder = Path(settings.cache_dir) / f"index-{hashlib.sha256(repr(about).encode()).hexdigest()[:24]}"
-    tell = tell if stamp[0] > STREAMED_BYTES else lambda text: None
-    with locked(folder.with_suffix(".lock"), tell, f"indexes {file}"):
-        try:
-            meta = json.loads((folder / META).read_text(encoding="utf-8"))
-            sizes = {name: (folder / name).stat().st_size for name in (ENTRIES, LINES)}
-            is_whole = meta["stamp"] == stamp and meta["sizes"] == sizes
-        except (OSError, ValueError, KeyError, TypeError):
-            is_whole = False
-        if not is_whole:
+    folder = record_files.cached(cache_dir, "index", repr((str(file.resolve()), kind, columns, VERSION)))
+    tell = tell if stamp[0] > STREAMED_BYTES else silent
+    with locked(folder, tell, f"indexes {file}"):
+        meta = _stored(folder, stamp)
+        if meta is None:
             tell(f"indexing {file} ({stamp[0] / 1e6:,.0f} MB)")
-            meta = _build(file, stamp, folder, settings, kind)
+            meta = _build(file, stamp, folder, columns, kind)
     lines = folder / LINES if meta["sizes"][LINES] else file
     entries = np.memmap(folder / ENTRIES, ENTRY, "r") if meta["sizes"][ENTRIES] else np.zeros(0, ENTRY)
     unusable = [f"{file}:{line}: {why}" for line, why in meta["unusable"]]
-    return Index(file, lines, entries, _stamp(lines), meta["digest"], meta["formats"], unusable, meta["count"])
+    figures = (meta["digest"], meta["formats"], meta["unread"], unusable, meta["unusable_count"])
+    return Index(file, lines, entries, _stamp(lines), *figures)
 
 
-def _build(file: Path, stamp: list[int], folder: Path, settings: DataSettings, kind: RecordKind) -> JSON:
+def _stored(folder: Path, stamp: list[int]) -> JSON | None:
+    """What is known of a file by its index; None where that is not whole, or the file has changed."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        meta: JSON = json.loads((folder / META).read_text(encoding="utf-8"))
+        sizes = {name: (folder / name).stat().st_size for name in (ENTRIES, LINES)}
+        return meta if (meta["stamp"], meta["sizes"]) == (stamp, sizes) else None
+    return None
+
+
+def _build(file: Path, stamp: list[int], folder: Path, columns: Columns, kind: RecordKind) -> JSON:
     """Indexes a file in one pass: checks every record, and enters the usable ones."""
     folder.mkdir(parents=True, exist_ok=True)
-    digest, seen, unusable = hashlib.sha256(), dict[str, list[int]](), list[tuple[int, str]]()
+    digest, seen, unread, unusable = hashlib.sha256(), dict[str, list[int]](), dict[str, None](), []
     count = unusable_count = 0
     with (folder / ENTRIES).open("wb") as entries, (folder / LINES).open("wb") as lines:
         for line, offset, raw, record in record_files.scan(file):
-            rows = rows_of(record, settings, kind)
+            rows = rows_of(record, columns, kind)
+            if not isinstance(record, Unusable) and count + unusable_count < LOOKED_AT:
+                unread |= dict.fromkeys(unread_columns(record, columns, kind))
             if isinstance(why := rows[0], Unusable) or isinstance(record, Unusable):
                 unusable_count += 1
                 unusable += [(line, str(why))] if len(unusable) < NAMED else []
@@ -168,17 +191,17 @@ def _build(file: Path, stamp: list[int], folder: Path, settings: DataSettings, k
         sizes = {ENTRIES: entries.tell(), LINES: lines.tell()}
     if [*_stamp(file), file.stat().st_ctime_ns] != stamp:
         raise UserError(f"{file} changed while it was indexed; start again when it is complete")
-    meta: dict[str, object] = {"stamp": stamp, "sizes": sizes, "digest": digest.hexdigest(), "formats": seen}
-    meta |= {"unusable": unusable, "count": unusable_count}
+    meta: JSON = {"stamp": stamp, "sizes": sizes, "digest": digest.hexdigest(), "formats": seen}
+    meta |= {"unread": [*unread], "unusable": unusable, "unusable_count": unusable_count}
     files.write_atomically(folder / META, json.dumps(meta) + "\n")  # last: where it is, the index is whole
     return meta
 
 
 @contextlib.contextmanager
 def locked(path: Path, tell: Tell, doing: str) -> Iterator[None]:
-    """One process of a host at a time; the lock of one that dies is free again. Raises OSError."""
+    """One process of a host at a time makes what `path` keeps; the lock of one that dies is free again."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as lock:
+    with path.with_suffix(".lock").open("a", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -190,12 +213,11 @@ def locked(path: Path, tell: Tell, doing: str) -> Iterator[None]:
 # ---- Which files
 
 
-def files_of(source: str, settings: DataSettings, tell: Tell = lambda text: None) -> list[Path]:
+def files_of(source: str, cache_dir: str, tell: Tell = silent) -> list[Path]:
     """The files of a source, in the same order on every host. Raises UserError: there is none."""
     if source.startswith(hub.PREFIX):
-        lock = Path(settings.cache_dir) / f"hub-{hashlib.sha256(source.encode()).hexdigest()[:24]}.lock"
-        with locked(lock, tell, f"fetches {source}"):
-            return hub.fetch(source, settings, tell)
+        with locked(record_files.cached(cache_dir, "hub", source), tell, f"fetches {source}"):
+            return hub.fetch(source, cache_dir, tell)
     path = Path(source)
     if path.is_dir():
         matched = [file for file in path.rglob("*") if hub.is_data(file.relative_to(path).as_posix())]
@@ -279,24 +301,23 @@ class Records:
         )
 
 
-def open_records(
-    paths: Sequence[Path], settings: DataSettings, kind: RecordKind, tell: Tell = lambda text: None
-) -> Records:
+def open_records(paths: Sequence[Path], settings: DataSettings, kind: RecordKind, tell: Tell) -> Records:
     """The records of these files, each indexed. Raises UserError: none; unusable ones without data.skip_invalid."""
-    records = Records([index(file, settings, kind, tell) for file in paths])
+    columns = Columns.of(settings)
+    records = Records([index(file, settings.cache_dir, columns, kind, tell) for file in paths])
     name = ", ".join(map(str, paths[:3]))
-    require_usable(name, records.unusable, records.unusable_count, len(records), settings)
+    require_usable(name, records.unusable, records.unusable_count, len(records), settings.skip_invalid)
     return records
 
 
-def require_usable(name: str, unusable: Sequence[str], count: int, usable: int, settings: DataSettings) -> None:
+def require_usable(name: str, unusable: Sequence[str], count: int, usable: int, skip_invalid: bool) -> None:
     """Raises UserError where records are unusable, unless data.skip_invalid leaves them out; or where none is left.
 
     unusable: `file:line: why`, of `count` records the first few.
     """
     if unusable and not usable:
         raise UserError(f"{unusable[0]}; none of its {count:,} records can be used: fix the file")
-    if unusable and not settings.skip_invalid:
+    if unusable and not skip_invalid:
         total = f"; {count:,} records in all cannot be used" if count > 1 else ""
         raise UserError(f"{unusable[0]}{total}; fix the file, or leave them out with data.skip_invalid=true")
     if not usable:
@@ -315,20 +336,19 @@ def open_sources(
     takes all of them twice, and half of them, chosen by hash, once more. held_out: the side of data.holdout, True for
     the held-out rows, which are not repeated; None for all rows. Raises UserError: no row is left; as `open_records`.
     """
-    weights = weights_of(train)
-    paths = [files_of(source, settings, tell) for source in weights]
+    weights, holdout = weights_of(train), settings.holdout
+    paths = [files_of(source, settings.cache_dir, tell) for source in weights]
     records = open_records(list(itertools.chain(*paths)), settings, kind, tell)
     prompt_keys, content_keys = records.column("prompt_key"), records.column("content_key")
     rows = np.arange(len(records))
     if settings.deduplicate:
         rows = np.sort(np.unique(content_keys, return_index=True)[1])
     if held_out is not None:
-        rows = rows[is_held_out(prompt_keys[rows], settings.holdout) == held_out]
+        rows = rows[is_held_out(prompt_keys[rows], holdout) == held_out]
     if not len(rows):
-        side = "held out" if held_out else "left"
         raise UserError(
-            f"{' + '.join(weights)}: of {len(records):,} records none is {side} (data.holdout="
-            f"{settings.holdout:g}); set another data.holdout, or name held-out records with data.valid=FILE"
+            f"{' + '.join(weights)}: of {len(records):,} records none is {'held out' if held_out else 'left'} "
+            f"(data.holdout={holdout:g}); set another data.holdout, or name held-out records with data.valid=FILE"
         )
     if held_out or all(weight == 1 for weight in weights.values()):
         return records, rows

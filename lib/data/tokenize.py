@@ -76,32 +76,33 @@ def _shortened(chat: Chat, size: Callable[[Chat], int], longest: int, max_length
     """
     asked = [index for index, message in enumerate(chat.prompt) if message["role"] == "user"]
     opening = [m for m in chat.prompt[: (asked or [0])[0]] if m["role"] in ("system", "developer")]
-    without = [replace(chat, prompt=[*opening, *chat.prompt[start:]]) for start in asked[1:]]
-    last = [chat, *without][-1]
-    at = max((i for i, message in enumerate(last.prompt) if message["role"] == "user"), default=-1)
-    text = last.prompt[at]["content"] if asked else None
+    exchanges = [chat, *(replace(chat, prompt=[*opening, *chat.prompt[start:]]) for start in asked[1:])]
+    last, at = exchanges[-1].prompt, len(exchanges[-1].prompt) - len(chat.prompt) + (asked or [0])[-1]
+    text = last[at]["content"] if asked else None
     question = text if isinstance(text, str) else ""
     words = [i for i in range(1, len(question)) if question[i - 1].isspace() and not question[i].isspace()]
     starts = words or list(range(1, len(question)))  # some languages write without spaces
+    count, most = len(exchanges) + len(starts), _most_of_prompt(longest, max_length)
 
-    def cut(number: int) -> Chat:
-        shorter: Message = {**last.prompt[at], "content": question[starts[number] :]}
-        return replace(last, prompt=[*last.prompt[:at], shorter, *last.prompt[at + 1 :]])
+    def form(number: int) -> Chat:
+        if number < len(exchanges):
+            return exchanges[number]
+        shorter: Message = {**last[at], "content": question[starts[number - len(exchanges)] :]}
+        return replace(chat, prompt=[*last[:at], shorter, *last[at + 1 :]])
 
-    def first_that_fits(count: int, form: Callable[[int], Chat], room: int) -> Chat | None:
-        number = bisect.bisect_left(range(count), True, key=lambda number: size(form(number)) <= room)
-        return form(number) if number < count else None
-
-    most, exchanges = _most_of_prompt(longest, max_length), [chat, *without]
+    # The forms to choose from, the longest first, and the room that a prompt has.
+    whole, ways = len(exchanges), [(len(exchanges), count, most)]
     if any(len(answer) > 1 for answer in chat.completions):
-        shorter = first_that_fits(len(without), without.__getitem__, max_length - longest)
-        shorter = shorter or first_that_fits(len(exchanges), exchanges.__getitem__, most)
+        ways = [(1, whole, max_length - longest), (0, whole, most), *ways]
     else:
         room = _prompt_room(size(chat), longest, max_length)
-        shorter = first_that_fits(len(exchanges), exchanges.__getitem__, room)
-        shorter = shorter or first_that_fits(len(starts), cut, room)
-        shorter = shorter or first_that_fits(1, lambda _: last, most)
-    return shorter or first_that_fits(len(starts), cut, most) or last
+        ways = [(0, whole, room), (whole, count, room), (whole - 1, whole, most), *ways]
+    for start, end, room in ways:
+        numbers = range(start, end)
+        fitting = bisect.bisect_left(numbers, True, key=lambda number: size(form(number)) <= room)  # noqa: B023
+        if fitting < len(numbers):
+            return form(numbers[fitting])
+    return exchanges[-1]
 
 
 # ---- Text ➜ ids

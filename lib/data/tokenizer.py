@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NotRequired, TypeAlias, TypedDict
+from typing import Any, TypeAlias
 
 from lib.config.settings import ModelSettings
 from lib.data.record_formats import JSON, Unusable
@@ -19,11 +19,13 @@ LARGEST_ID = 2**31  # ids are int32
 
 
 @dataclass(frozen=True)
-class ModelLimits:
-    """The limits of one model, or of all that see the same rows."""
+class Vocabulary:
+    """What a model, or all that see the same rows, knows of ids and positions."""
 
+    eos_token_id: int | None = None
     vocab_size: int | None = None  # ids from there on are refused; None takes any
     positions: int | None = None  # rows of a table of learned positions; None for a model without one
+    context: int | None = None  # max_position_embeddings: what the model was made for
 
     def check_ids(self, pieces: Iterable[Sequence[int]]) -> None:
         """Raises Unusable where a token, 0 or more, has no row in the model's embedding."""
@@ -54,23 +56,7 @@ class ModelLimits:
         return max_length if self.positions is None else min(max_length, self.positions + 1)
 
 
-NO_LIMITS = ModelLimits()
-
-
-class Vocabulary(TypedDict):
-    """What a model knows of ids and positions."""
-
-    eos_token_id: int | None
-    vocab_size: NotRequired[int | None]  # None: any id is taken
-    positions: NotRequired[int | None]  # of a table of learned positions; None: a row may have any length
-    context: NotRequired[int | None]  # max_position_embeddings: what the model was made for
-
-
-def limits_of(vocabulary: Vocabulary) -> ModelLimits:
-    """What ids and lengths are checked by."""
-    return ModelLimits(vocabulary.get("vocab_size"), vocabulary.get("positions"))
-
-
+NO_LIMITS = Vocabulary()
 Tokenizer: TypeAlias = Any  # of transformers, or mlx-lm's TokenizerWrapper around one
 
 
@@ -186,7 +172,7 @@ def vocabulary(settings: ModelSettings) -> Vocabulary:
     text = {**stored, **(stored.get("text_config") or {})}  # models that also see pictures keep these one level down
     end = text.get("eos_token_id")
     end = next(iter(end), None) if isinstance(end, list) else end
-    return {"vocab_size": text.get("vocab_size"), "eos_token_id": end, "context": text.get("max_position_embeddings")}
+    return Vocabulary(end, text.get("vocab_size"), context=text.get("max_position_embeddings"))
 
 
 @functools.lru_cache(maxsize=4)

@@ -24,7 +24,7 @@ from lib.config.settings import Config
 from lib.data import tokenizer as tokenizer_module
 from lib.data.dataset import Dataset, load_dataset, with_mismatched
 from lib.data.prompts import load_questions
-from lib.data.tokenizer import Tokenizer, limits_of
+from lib.data.tokenizer import Tokenizer
 from lib.distributed.world import World, start
 from lib.errors import AgreedError, UserError
 from lib.evaluate import harness, score_file, win_rate
@@ -78,7 +78,7 @@ def evaluate(subject: StoredModel, options: argparse.Namespace, world: World, sa
             files.require_absent(out)
         tokenizer = tokenizer_module.load_tokenizer_of(settings.model)
         dataset = _held_out_rows(settings, tokenizer) if named or not settings.rollouts.rounds else None
-        questions = load_questions(settings, tokenizer, limits_of(vocabulary(settings.model)))
+        questions = load_questions(settings, tokenizer, vocabulary(settings.model))
         if dataset is None and (not questions or out is not None):
             way = "name some with --data" if out is not None else "name some with --data, or evaluate.answers=FILE"
             raise UserError(f"a run of rounds has no held-out pairs; {way}")
@@ -117,9 +117,9 @@ def _held_out_rows(settings: Config, tokenizer: Tokenizer | None) -> Dataset:
     words, data = vocabulary(settings.model), settings.data
     held_out = True if data.holdout and not data.valid else None
     source, kind = data.valid or data.train, settings.record_kind
-    dataset = load_dataset(source, data, kind, tokenizer, held_out=held_out, **words)
+    dataset = load_dataset(source, data, kind, tokenizer, vocabulary=words, held_out=held_out)
     if losses.needs_mismatched(settings.train.loss):
-        return with_mismatched(dataset, limits_of(words).row_tokens(data.max_length))
+        return with_mismatched(dataset, words.row_tokens(data.max_length))
     return dataset
 
 

@@ -27,7 +27,7 @@ from lib.data.chat import ChatTemplate, template_of
 from lib.data.dataset import Example
 from lib.data.record_formats import Unusable
 from lib.data.tokenize import Encoder
-from lib.data.tokenizer import TextTokens, limits_of, stored_config
+from lib.data.tokenizer import TextTokens, stored_config
 from lib.distributed.work_queue import Lines
 from lib.distributed.world import World
 from lib.errors import UserError
@@ -60,7 +60,7 @@ class HarnessModel:
         self.seconds = 0.0  # of all that was asked
         self.multiple, self.shares_prompts, _ = reference_model.layout(loaded, settings.data, world.alone())
         self.template, self.inner = ChatTemplate(self.tokenizer, settings.data), TextTokens(self.tokenizer).inner
-        self.longest, self.limits = longest_input(settings), limits_of(vocabulary(settings.model))
+        self.longest, self.limits = longest_input(settings), vocabulary(settings.model)
         bos = self.inner.bos_token_id
         self.start_id: int = self.inner.eos_token_id if bos is None else bos
         self.start_text = str(self.inner.decode([self.start_id]))
@@ -236,7 +236,7 @@ def evaluate_tasks(subject: StoredModel, tasks: Tasks, out: Path, world: World) 
             install = f".venv/bin/python -m pip install -c constraints.txt {PACKAGE}"
             raise UserError(f"--tasks needs the package {PACKAGE}; run {install}")
         if tasks.chat:
-            encoder = Encoder(subject.tokenizer(), settings.data, vocabulary(settings.model)["eos_token_id"])
+            encoder = Encoder(subject.tokenizer(), settings.data, vocabulary(settings.model).eos_token_id)
             if not encoder.template.is_used:
                 raise UserError(f"--chat: {settings.model.path} has no chat template; give data.chat_template=FILE")
             encoder.stop_generation()

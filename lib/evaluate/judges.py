@@ -36,7 +36,7 @@ from lib.config import read_file
 from lib.config.settings import REWARD_MODEL, Config, EvaluateSettings
 from lib.data.prompts import Prompts
 from lib.data.record_formats import ANSWER
-from lib.data.tokenizer import ModelLimits
+from lib.data.tokenizer import Vocabulary
 from lib.errors import UserError
 from lib.evaluate import judge_process
 from lib.evaluate.sample import in_batches
@@ -367,7 +367,7 @@ class RewardModel(Judge):
             self.model, _ = load_model(folder, strict=not self.is_classifier, model_config=changes)
         except Exception as error:  # mlx-lm and transformers raise whatever they meet
             raise UserError(f"{name}: cannot be loaded: {why_unreadable(folder, error)}") from None
-        self.limits = ModelLimits(*bounded(self.model))
+        self.limits = Vocabulary(None, *bounded(self.model))
         self.model.eval()
         self.instructions = "" if self.is_classifier else instructions_of(settings, ASKING, ("{prompt}", "{answer}"))
         self.head = _score_head(folder, name) if self.is_classifier else self._answers_head()

@@ -27,7 +27,7 @@ from lib.data.prompts import asked_of, columns_of, ids_of
 from lib.data.record_formats import JSON, RecordKind, Unusable
 from lib.data.sources import Records
 from lib.data.tokenize import Encoder
-from lib.data.tokenizer import Tokenizer, limits_of
+from lib.data.tokenizer import Tokenizer
 from lib.distributed.work_queue import Lines, ServedQueue, WorkQueue, open_queue, work
 from lib.distributed.world import World, host_names
 from lib.errors import UserError
@@ -130,7 +130,7 @@ def open_asked(named: str | None, settings: Config, kind: RecordKind, say: Termi
     """The records of --data, by default those that the run holds out. kind: what the command reads of a record."""
     source, data = named or settings.data.valid, settings.data
     if source is not None:
-        return sources.open_records(sources.files_of(str(source), data, say.line), data, kind, say.line)
+        return sources.open_records(sources.files_of(str(source), data.cache_dir, say.line), data, kind, say.line)
     trained_as: RecordKind = "prompt" if settings.rollouts.rounds else settings.record_kind
     if not data.holdout or trained_as == "group":
         raise UserError("the run has no held-out records (data.valid, data.holdout); name a file with --data")
@@ -220,11 +220,11 @@ class CompletionWriter:
     ):
         self.tokenizer, self.records, self.settings, self.count = tokenizer, records, settings, draws or 1
         self.world, self.answers, self.cut = world, 0, 0  # of this rank
-        end_id, evaluate = vocabulary(settings.model)["eos_token_id"], settings.evaluate
+        end_id, evaluate = vocabulary(settings.model).eos_token_id, settings.evaluate
         self.encoder = Encoder(tokenizer, settings.data, end_id)
         self.encoder.stop_generation()
         self.end_id = end_id if end_id is not None else min(self.encoder.end_ids)
-        limits = limits_of(vocabulary(settings.model))
+        limits = vocabulary(settings.model)
         self.tokenisation = Tokenisation(settings.data, "prompt", self.encoder, limits)
         temperature = 0.0 if draws is None else settings.rollouts.temperature
         sampling = GreedySampling(evaluate.max_tokens, self.count, temperature)
@@ -255,7 +255,7 @@ class CompletionWriter:
     def prompt_ids(self, row: int) -> list[int]:
         """The tokens of a row's prompt. Raises UserError: it has none, or the model cannot answer it."""
         ((place, record),) = self.tokenisation.placed(self.records, [row])
-        limits = self.tokenisation.limits
+        limits = self.tokenisation.vocabulary
         try:
             return ids_of(record, self.encoder, limits, self.settings.evaluate.max_tokens, "evaluate.max_tokens")
         except Unusable as why:

@@ -19,7 +19,7 @@ from lib.config.settings import Config
 from lib.data.groups import load_groups
 from lib.data.streaming import open_held_out, open_training
 from lib.data.tokenize import Encoder
-from lib.data.tokenizer import limits_of, load_tokenizer_of, stored_config
+from lib.data.tokenizer import load_tokenizer_of, stored_config
 from lib.errors import Stopped, UserError
 from lib.model import adapter_files, adapters
 from lib.model import load as models
@@ -148,12 +148,12 @@ def _rows(settings: Config, folder: Path, count: int, say: Callable[[str], None]
         lines = islice(lines_of(answers[-1], Answer), count)
         return [np.array(line.tokens, np.int32) for line in lines], f"answers of {answers[-1].parent.name}"
     words, kind, tokenizer = vocabulary(settings.model), settings.record_kind, load_tokenizer_of(settings.model)
-    data: Any = None if kind == "group" else open_held_out(settings.data, kind, tokenizer, tell=say, **words)
+    data: Any = None if kind == "group" else open_held_out(settings.data, kind, tokenizer, tell=say, vocabulary=words)
     source = "held-out rows" if data is not None else "training rows (none are held out)"
     if kind == "group":
-        data = load_groups(settings.data, limits_of(words))
+        data = load_groups(settings.data, words)
     elif data is None:
-        data = open_training(settings.data, kind, tokenizer, tell=say, **words)
+        data = open_training(settings.data, kind, tokenizer, tell=say, vocabulary=words)
     indices = np.unique(np.linspace(0, len(data) - 1, min(count, len(data))).astype(int))
     examples = (data[int(index)] for index in indices)
     sequences = [np.concatenate([each.prompt_ids, y]).astype(np.int32) for each in examples for y in each.completions]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.nn as nn
@@ -19,7 +19,7 @@ from lib.data.prompts import Prompts, Question, load_questions, open_prompts
 from lib.data.record_formats import Unusable
 from lib.data.streaming import StreamedDataset, open_held_out, open_training
 from lib.data.tokenize import Encoder
-from lib.data.tokenizer import NO_LIMITS, ModelLimits, Tokenizer, Vocabulary, limits_of
+from lib.data.tokenizer import Tokenizer, Vocabulary
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.model import adapters, checkpointing, load
@@ -40,7 +40,7 @@ class Inputs:
     questions: list[Question]
     first_row: Text | None = None  # as the model sees it
     held_out: Prompts | None = None  # of a run of rounds
-    limits: ModelLimits = NO_LIMITS  # of the policy and the reference
+    limits: Vocabulary = Vocabulary()  # of the policy and the reference
 
 
 def vocabulary(settings: ModelSettings) -> Vocabulary:
@@ -48,14 +48,9 @@ def vocabulary(settings: ModelSettings) -> Vocabulary:
     known = tokenizer.vocabulary(settings)
     models = [settings] if settings.reference == "initial" else [settings, load.reference_settings(settings)]
     sizes = [load.table_sizes(model) for model in models]
-    ids = [size for size in (known["vocab_size"], *(tables.tokens for tables in sizes)) if size is not None]
+    ids = [size for size in (known.vocab_size, *(tables.tokens for tables in sizes)) if size is not None]
     positions = [tables.positions for tables in sizes if tables.positions is not None]
-    return {
-        "eos_token_id": known["eos_token_id"],
-        "vocab_size": min(ids, default=None),
-        "positions": min(positions, default=None),
-        "context": known.get("context"),
-    }
+    return replace(known, vocab_size=min(ids, default=None), positions=min(positions, default=None))
 
 
 def with_compute_type(model: ModelSettings, world: World, say: Callable[[str], None]) -> ModelSettings:
@@ -90,10 +85,10 @@ def load_policy(settings: ModelSettings, seed: int, lazy: bool, recomputes: bool
 
 def read_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     """Reads and tokenises the rows, the held-out rows and the questions."""
-    words, limits = vocabulary(config.model), None
+    words = vocabulary(config.model)
     of_model = tokenizer.load_tokenizer_of(config.model)
     if of_model is not None:
-        encoder = Encoder(of_model, config.data, words["eos_token_id"])
+        encoder = Encoder(of_model, config.data, words.eos_token_id)
         encoder.stop_generation()
         if facts := facts_of(encoder):
             say(str(facts))
@@ -102,20 +97,19 @@ def read_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     if config.rollouts.rounds:
         data, held_out = _prompts(config, of_model, words, say)
     elif config.record_kind == "group":
-        data = load_groups(config.data, limits_of(words))
+        data = load_groups(config.data, words)
     else:
         kind, mismatched = config.record_kind, losses.needs_mismatched(config.train.loss)
-        data = open_training(config.data, kind, of_model, tell=say, mismatched=mismatched, **words)
-        valid = open_held_out(config.data, kind, of_model, tell=say, mismatched=mismatched, **words)
+        data = open_training(config.data, kind, of_model, tell=say, mismatched=mismatched, vocabulary=words)
+        valid = open_held_out(config.data, kind, of_model, tell=say, mismatched=mismatched, vocabulary=words)
         if isinstance(data, Dataset) and valid is not None:
             require_apart(data, valid, say)
-    limits = limits_of(words)
-    questions = load_questions(config, of_model, limits)
+    questions = load_questions(config, of_model, words)
     first_row = None
     if of_model is not None and (examples := data.examples([0])):  # in one line, cut at its beginning where it is long
         text = Text("↵").join(picture(examples[0], of_model, 0, "green").split("\n", allow_blank=True))
         first_row = Text("... ").append_text(text[-SHOWN_CHARACTERS:]) if len(text) > SHOWN_CHARACTERS else text
-    inputs = Inputs(of_model, data, valid, questions, first_row, held_out, limits)
+    inputs = Inputs(of_model, data, valid, questions, first_row, held_out, words)
     _require_room(config.evaluate, inputs)
     return inputs
 
@@ -146,11 +140,11 @@ def _prompts(
     data, rollouts = config.data, config.rollouts
     if of_model is None:
         raise UserError(f"rollouts.rounds={rollouts.rounds} needs a tokenizer, but {config.model.path} has none")
-    encoder = Encoder(of_model, data, words["eos_token_id"])
+    encoder = Encoder(of_model, data, words.eos_token_id)
     completions = rollouts.samples if config.record_kind == "group" else 2
 
     def opened(source: str | dict[str, float], held_out: bool | None) -> Prompts:
-        return open_prompts(source, data, encoder, rollouts, completions, held_out, say, limits_of(words))
+        return open_prompts(source, data, encoder, rollouts, completions, held_out, say, words)
 
     prompts = opened(data.train, False if data.holdout else None)
     if rollouts.prompts > len(prompts):
