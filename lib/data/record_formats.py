@@ -585,8 +585,9 @@ def rows_of(record: JSON | Unusable, columns: Columns, kind: RecordKind) -> Sequ
 def _is_pair(record: JSON, columns: Columns) -> bool:
     """Whether a record has two answers, and nothing that is read as one with a label."""
     there = _names_there(record)
-    is_labelled, is_pair = (reader_of(there, columns, kind) for kind in ("unpaired", "preference"))  # type: ignore[arg-type]
-    return {"chosen_ids", "rejected_ids"} <= set(there) or bool(is_pair and not is_labelled)
+    is_labelled = reader_of(there, columns, "unpaired") is not None
+    is_pair = not is_labelled and reader_of(there, columns, "preference") is not None
+    return is_pair or {"chosen_ids", "rejected_ids"} <= set(there)
 
 
 def _token_columns(record: JSON, kind: RecordKind) -> tuple[str, ...] | None:
