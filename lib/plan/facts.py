@@ -18,9 +18,11 @@ from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, TooLarge
 from lib.system.hardware import Device
 
 DIVIDED = ("pipelined", "sharded")
+ASSUMED_LINK = Link(backend="ring", latency_seconds=5e-4, bandwidth_bytes_per_second=1.1e8)  # where none is measured
 MESSAGE_BYTES = 2**23  # by which links are compared: the activations of 1,000 tokens of a large model
 SAME_SPEED = 1.15  # ratio of two matrix-product rates below which they are equal
 USUAL_MEMORY_SPEED: dict[Device, float] = {"cpu": 3e9, "metal": 2e11, "cuda": 1e12}  # bytes a second, as MLX reaches
+UNKNOWN_BYTES = 10**18  # of a host whose memory is not known
 CORRECTION = (0.8, 1.5)  # measured over planned peak memory: beyond it something else was measured
 
 
@@ -34,6 +36,16 @@ class RankHost:
     device: Device | None = None  # what MLX computes on there
     gflops: float | None = None  # of matrix products, measured as the run started
     memory_bytes: int | None = None  # that the rank may use
+
+    @property
+    def room_bytes(self) -> float:
+        """What may be planned for: as much as is needed, where the memory is not known."""
+        return (1 - MEMORY_HEADROOM) * (self.memory_bytes or UNKNOWN_BYTES)
+
+    @property
+    def kind(self) -> Device:
+        """What MLX computes on; where it is not known, a Mac's GPU."""
+        return self.device or "metal"
 
 
 @dataclass(frozen=True)
@@ -93,7 +105,7 @@ class PlanFacts:
         return max(sums, default=0.0) * (len(self.hosts) > 1)
 
     def link_between(self, rank: int) -> Link | None:
-        """A rank's link to the next one, one way; None where none was measured.
+        """A rank's link to the next one, one way: as measured, else assumed; None within a host.
 
         Where no ping-pong was measured, a sum says it: it passes 2 (n - 1) / n of its bytes over each of n links.
         """
@@ -105,7 +117,8 @@ class PlanFacts:
             changed = {"latency_seconds": link.latency_seconds / passes, "transfers": ()}
             changed["bandwidth_bytes_per_second"] = link.bandwidth_bytes_per_second * passes / peers
             candidates += [link.model_copy(update=changed)] * (link.operation == "all_sum")
-        return max(candidates, key=lambda link: link.seconds(MESSAGE_BYTES), default=None)
+        usual = None if len(pair) == 1 else ASSUMED_LINK
+        return max(candidates, key=lambda link: link.seconds(MESSAGE_BYTES), default=usual)
 
     # ---- Speeds
 
@@ -129,7 +142,7 @@ class PlanFacts:
         host = self.hosts[rank]
         published = {chip.machine.device_name: chip.memory_bytes_per_second for chip in self.published}
         measured = host.calibration and host.calibration.memory_bytes_per_second
-        return measured or published.get(host.device_name or "") or USUAL_MEMORY_SPEED[host.device or "metal"]
+        return measured or published.get(host.device_name or "") or USUAL_MEMORY_SPEED[host.kind]
 
     def relative_speeds(self) -> list[float] | None:
         """The ranks' relative speeds, where no curves compare them; None where all are equal, or one is not known."""
@@ -185,11 +198,10 @@ class PlanFacts:
         host = self.hosts[rank]
         if self.memory is None or host.device is None:
             return DEFAULT_MICRO_BATCH_SIZE
-        most, limit = min(self.batch_size, self.memory.most_pairs(host.device)), host.memory_bytes
-        for pairs in range(most, 0, -1):
-            if limit is None or (self.needed_bytes(rank, pairs, key) or 0) <= (1 - MEMORY_HEADROOM) * limit:
+        for pairs in range(min(self.batch_size, self.memory.most_pairs(host.device)), 0, -1):
+            if (self.needed_bytes(rank, pairs, key) or 0) <= host.room_bytes:
                 return pairs
-        raise TooLarge(host.name, 1, self.needed_bytes(rank, 1, key) or 0, limit or 0)
+        raise TooLarge(host.name, 1, self.needed_bytes(rank, 1, key) or 0, host.memory_bytes or 0)
 
 
 def prepared(facts: PlanFacts) -> tuple[PlanFacts, tuple[str, ...]]:

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from lib.errors import UserError
-from lib.plan.calibration import MEMORY_HEADROOM, Link
-from lib.plan.facts import PlanFacts
+from lib.plan.calibration import MEMORY_HEADROOM
+from lib.plan.facts import ASSUMED_LINK, PlanFacts
 from lib.plan.memory import head_bytes
 from lib.plan.plan import ClusterPlan, PartOfModel, Prediction, RankPlan, StagePlan, sum_of
 from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, check_count, split_evenly_sized
@@ -27,8 +27,6 @@ from lib.plan.speeds import BACKWARD, HostSpeeds
 SIZES = (1, 2, 3, 4, 6, 8)  # of micro-batches, in pairs, that are compared
 DEEPER = (1, 2, 4)  # more micro-batches in flight, over links that a stage would wait for
 WORTH_IT = 0.01  # of a step's time, that more micro-batches in flight have to save
-UNKNOWN_BYTES = 10**18  # of a host whose memory is not known: as much as is needed
-ASSUMED_LINK = Link(backend="ring", latency_seconds=5e-4, bandwidth_bytes_per_second=1.1e8)  # where none is measured
 REPLAYED = 16  # neighbours of a cut whose schedule is replayed, those with the lowest bounds
 
 
@@ -207,9 +205,9 @@ def cut_costs(facts: PlanFacts, speeds: HostSpeeds, pairs: int, more_in_flight: 
     of_block, of_head = np.array([speeds.parts(rank, pairs) for rank in range(ranks)]).T * mean / pairs
     is_last = np.arange(ranks) == ranks - 1
     held, ends = memory.held_bytes(ranks)
-    kept, inputs, work = np.array([memory.block_bytes(host.device or "metal", pairs) for host in hosts]).T
+    kept, inputs, work = np.array([memory.block_bytes(host.kind, pairs) for host in hosts]).T
     batch = memory.rows.batch(pairs, memory.training.shared_prompts)
-    work[-1] += head_bytes(memory.shape, memory.training, batch, hosts[-1].device or "metal")
+    work[-1] += head_bytes(memory.shape, memory.training, batch, hosts[-1].kind)
     must, flying = bool(model.gradient_checkpointing), np.array(in_flight)
     message = batch.tokens * memory.shape.hidden_size * facts.item_bytes
     fixed = ends + work
@@ -217,14 +215,8 @@ def cut_costs(facts: PlanFacts, speeds: HostSpeeds, pairs: int, more_in_flight: 
     item = facts.item_bytes
     sent_item = min({"bf16": 2, "int8": 1 + 4 / 256}.get(facts.settings.sync.compression, item), item)
     sent = facts.tokens(pairs)[0] * mean / pairs * (memory.shape.hidden_size * sent_item)
-    hops = []
-    for rank in range(ranks - 1):
-        link = facts.link_between(rank)
-        if link is None and facts.names[rank] == facts.names[rank + 1]:
-            hops.append(Hop())
-            continue
-        link = link or ASSUMED_LINK
-        hops.append(Hop(max(0.0, link.seconds(sent) - link.latency_seconds), link.latency_seconds))
+    links = [facts.link_between(rank) for rank in range(ranks - 1)]
+    passes = [(link.seconds(sent), link.latency_seconds) if link else (0.0, 0.0) for link in links]
     return CutCosts(  # in the order of Keeps
         blocks=memory.shape.blocks,
         block_seconds=of_block,
@@ -232,8 +224,8 @@ def cut_costs(facts: PlanFacts, speeds: HostSpeeds, pairs: int, more_in_flight: 
         backward=BACKWARD[model.method],
         block_bytes=held + np.array([flying * kept, flying * inputs, kept]),
         fixed_bytes=np.where(forbidden, np.inf, [fixed, fixed + kept, fixed + flying * message]),
-        room=np.array([(1 - MEMORY_HEADROOM) * (host.memory_bytes or UNKNOWN_BYTES) for host in hosts]),
-        hops=tuple(hops),
+        room=np.array([host.room_bytes for host in hosts]),
+        hops=tuple(Hop(max(0.0, seconds - latency), latency) for seconds, latency in passes),
         in_flight=in_flight,
         micro_batches=micro_batches,
         pairs=pairs,
@@ -250,9 +242,9 @@ def plan_pipelined(facts: PlanFacts) -> ClusterPlan:
     updates = [curve.step_overhead_seconds for curve in speeds.curves]
     parts = [o * b / speeds.memory.shape.blocks for o, b in zip(updates, cut.blocks, strict=False)]
     seconds = cut.step_seconds + max(parts, default=0.0) if known else None
-    links = enumerate(pairwise(names))
-    warnings = list(plan.warnings)
-    if unknown := [f"{a} to {b}" for rank, (a, b) in links if a != b and not facts.link_between(rank)]:
+    warnings, pairs = list(plan.warnings), pairwise(names)
+    unknown = [f"{a} to {b}" for rank, (a, b) in enumerate(pairs) if facts.link_between(rank) is ASSUMED_LINK]
+    if unknown:
         warnings.append(
             f"link {', '.join(dict.fromkeys(unknown))}: not calibrated, planned with 110 MB/s and 0.5 ms of latency "
             "(1 Gbit/s); make calibrate measures it"
@@ -268,10 +260,10 @@ def plan_of_parts(
     """The plan of a divided model in micro-batches of `size` pairs; warns where a part does not fit its host."""
     batch, ranks, warnings = facts.batch_size, [], []
     for rank, (host, part) in enumerate(zip(facts.hosts, parts, strict=True)):
-        needed, limit = part.held_bytes + part.activation_bytes, host.memory_bytes
+        needed, limit = part.needed_bytes, host.memory_bytes
         work = RankPlan(rank, host.name, batch, split_evenly_sized(batch, size), part=part)
         ranks.append(replace(work, planned_bytes=needed, memory_bytes=limit))
-        if limit and needed > (1 - MEMORY_HEADROOM) * limit:
+        if limit and needed > host.room_bytes:
             warnings.append(f"host {host.name}: its part needs {needed / 1e9:.2f} GB, of {limit / 1e9:.2f} GB")
     return ClusterPlan(strategy, batch, tuple(ranks), 0.0, reason, tuple(warnings))
 
@@ -299,7 +291,7 @@ def _choose(facts: PlanFacts, speeds: HostSpeeds, blocks: tuple[int, ...] | None
         return cut_at(costs, blocks) if blocks else best_cut(costs)
 
     configured = facts.settings.plan.micro_batch_sizes
-    most = min(speeds.memory.most_pairs(host.device or "metal") for host in facts.hosts)
+    most = min(speeds.memory.most_pairs(host.kind) for host in facts.hosts)
     most = min(most, facts.batch_size, DEFAULT_MICRO_BATCH_SIZE)
     sizes = list(configured[:1]) if configured else [size for size in SIZES if size <= most]
     choices = [choice for choice in map(candidate, sizes) if choice]

@@ -35,6 +35,10 @@ class PartOfModel:
     def held_bytes(self) -> int:
         return self.divided_bytes + self.whole_bytes + self.training_bytes
 
+    @property
+    def needed_bytes(self) -> int:
+        return self.held_bytes + self.activation_bytes
+
 
 @dataclass(frozen=True)
 class StagePlan:
@@ -50,6 +54,10 @@ class StagePlan:
     forward_seconds: float | None = None  # of one micro-batch; None: not known
     backward_seconds: float | None = None  # with the second forward pass, where it recomputes
     idle_fraction: float | None = None  # of a step: the bubble, and waiting for slower stages
+
+    @property
+    def needed_bytes(self) -> int:
+        return self.held_bytes + self.activation_bytes
 
 
 @dataclass(frozen=True)

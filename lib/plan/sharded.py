@@ -6,7 +6,6 @@ activations of one pair gives some of it to the others.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,9 +14,9 @@ import numpy as np
 from lib.errors import UserError
 from lib.model.partition import Division, divide, rank_bytes
 from lib.plan.calibration import MEMORY_HEADROOM
-from lib.plan.facts import PlanFacts
+from lib.plan.facts import ASSUMED_LINK, PlanFacts
 from lib.plan.memory import StepBytes, rank_shape
-from lib.plan.pipeline import ASSUMED_LINK, plan_of_parts
+from lib.plan.pipeline import plan_of_parts
 from lib.plan.plan import ClusterPlan, PartOfModel, Prediction, sum_of
 from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, check_count, solo_pairs_per_second
 from lib.plan.speeds import PASSES_OF_ALL, HostSpeeds
@@ -75,28 +74,26 @@ def _part_weights(facts: PlanFacts) -> tuple[list[float], str]:
 def _fitting(facts: PlanFacts, weights: Sequence[float], pairs: int, may_move: bool) -> Division:
     """The division by these weights; a host that does not hold its part, and so many pairs' activations, gets less."""
     assert facts.shape is not None
-    model = facts.settings.model
+    model, room = facts.settings.model, [host.room_bytes for host in facts.hosts]
     checkpointing = bool(model.gradient_checkpointing) or model.may_turn_on_checkpointing
-    room = [(1 - MEMORY_HEADROOM) * (host.memory_bytes or math.inf) for host in facts.hosts]
-    caps, needed, shares = [1.0] * len(room), [0.0], tuple(weights)
+    caps, parts, shares = [1.0] * len(room), list[PartOfModel](), tuple(weights)
     for _ in range(MOST_DIVISIONS):
         division = divide(facts.shape, shares, model.shard_vocabulary)
         parts = _parts(facts, division, pairs, checkpointing)
-        needed = [part.held_bytes + part.activation_bytes for part in parts]
-        over = [rank for rank, need in enumerate(needed) if need > room[rank]]
+        over = [rank for rank, part in enumerate(parts) if part.needed_bytes > room[rank]]
         if not over or not may_move:
             return division
         for rank in over:
             whole, now = parts[rank].whole_bytes, shares[rank] / sum(shares)
-            caps[rank] = 0.999 * now * max(0.0, room[rank] - whole) / (needed[rank] - whole)
+            caps[rank] = 0.999 * now * max(0.0, room[rank] - whole) / (parts[rank].needed_bytes - whole)
         if sum(caps) < 1:
             break
         shares = tuple(within(weights, caps))
+    needed, held = sum(part.needed_bytes for part in parts), sum(host.memory_bytes or 0 for host in facts.hosts)
     raise UserError(
-        f"strategy=sharded: {len(room)} ranks need {sum(needed) / 1e9:.2f} GB together for weights"
-        f"{' and the activations of one pair' * bool(pairs)}, but have {sum(room) / (1 - MEMORY_HEADROOM) / 1e9:.2f} "
-        f"GB less {MEMORY_HEADROOM:.0%} headroom; add a host, lower data.max_length, or take a quantised model with "
-        "model.method=lora"
+        f"strategy=sharded: {len(room)} ranks need {needed / 1e9:.2f} GB together for weights and the activations of "
+        f"one pair, but have {held / 1e9:.2f} GB less {MEMORY_HEADROOM:.0%} headroom; add a rank, or take a quantised "
+        "model with model.method=lora"
     )
 
 
@@ -117,16 +114,14 @@ def _parts(facts: PlanFacts, division: Division, pairs: int, checkpointing: bool
     """What each rank keeps, and what micro-batches of so many pairs take beside it by the formula."""
     assert facts.shape is not None
     sizes = [rank_bytes(facts.shape, division, rank) for rank in range(len(facts.hosts))]
-    total, columns = sum(divided for divided, _ in sizes), division.mlp_columns or division.expert_columns
-    parts = []
+    total, columns, parts = sum(divided for divided, _ in sizes), division.mlp_columns or division.expert_columns, []
     for rank, (host, (divided, whole)) in enumerate(zip(facts.hosts, sizes, strict=True)):
         step = StepBytes(divided + whole, 0, 0, 0)
         if facts.memory is not None:
             shape = rank_shape(facts.memory.shape, division, rank)
-            step = facts.memory.of_part(shape, divided + whole, max(1, pairs), host.device or "metal", checkpointing)
-        training, activations = step.trained + step.gradients, step.activations if pairs else 0
-        kept = division.kv_heads[rank], columns[rank], divided / total, divided, whole
-        parts.append(PartOfModel(*kept, training, activations))
+            step = facts.memory.of_part(shape, divided + whole, max(1, pairs), host.kind, checkpointing)
+        kept = division.kv_heads[rank], columns[rank], divided / total, divided, whole, step.trained + step.gradients
+        parts.append(PartOfModel(*kept, step.activations if pairs else 0))
     return parts
 
 
@@ -134,11 +129,10 @@ def _largest_size(facts: PlanFacts, division: Division, checkpointing: bool) -> 
     """The most pairs of a micro-batch that fit every rank by the formula; 0: one pair does not."""
     most = DEFAULT_MICRO_BATCH_SIZE
     if facts.memory is not None:
-        most = min(most, *(facts.memory.most_pairs(host.device or "metal") for host in facts.hosts))
+        most = min(most, *(facts.memory.most_pairs(host.kind) for host in facts.hosts))
     for pairs in range(most, 0, -1):
-        parts = zip(facts.hosts, _parts(facts, division, pairs, checkpointing), strict=True)
-        needed = [(host.memory_bytes, part.held_bytes + part.activation_bytes) for host, part in parts]
-        if all(not limit or size <= (1 - MEMORY_HEADROOM) * limit for limit, size in needed):
+        parts = _parts(facts, division, pairs, checkpointing)
+        if all(part.needed_bytes <= host.room_bytes for host, part in zip(facts.hosts, parts, strict=True)):
             return pairs
     return 0
 
@@ -153,34 +147,29 @@ def _prediction(facts: PlanFacts, plan: ClusterPlan, division: Division) -> Pred
     What every rank does for all hidden units is bound by memory.
     """
     shape, model, parts = facts.shape, facts.settings.model, plan.parts
-    assert shape is not None
-    adapted = model.adapt_embeddings or any("lm_head" in key for key in model.keys or ())
-    divides_head = bool(division.vocabulary) or (model.method != "full" and not adapted)
-    of_head = np.array(division.vocabulary or division.weights, dtype=np.float64)
-    of_head = of_head / of_head.sum() if divides_head else np.ones(len(parts))
-    sizes = plan.ranks[0].micro_batch_sizes
-    messages = np.array([facts.tokens(size)[0] for size in sizes]) * shape.hidden_size * shape.other_bytes
-    seconds, efficiency = None, None
-    if facts.memory is not None and (speeds := HostSpeeds.of(facts)).are_known:
-        curves = speeds.whole_curves(plan.gradient_checkpointing)
-        computes, sums = [], 0.0
+    label, seconds, efficiency = f"sharded, {sum_of([f'{part.share:.0%}' for part in parts])}", None, None
+    if facts.memory is not None and shape is not None and (speeds := HostSpeeds.of(facts)).are_known:
+        adapted = model.adapt_embeddings or any("lm_head" in key for key in model.keys or ())
+        divides_head = bool(division.vocabulary) or (model.method != "full" and not adapted)
+        of_head = np.array(division.vocabulary or division.weights, dtype=np.float64)
+        of_head = of_head / of_head.sum() if divides_head else np.ones(len(parts))
+        sizes = np.array(plan.ranks[0].micro_batch_sizes)
+        messages = np.array([facts.tokens(size)[0] for size in sizes.tolist()]) * shape.hidden_size * shape.other_bytes
+        curves, computes = speeds.whole_curves(plan.gradient_checkpointing), []
         for rank, (part, curve) in enumerate(zip(parts, curves, strict=True)):
-            block, head = speeds.parts(rank, max(sizes))
-            blocks = block * shape.blocks
-            for_all = PASSES_OF_ALL * shape.blocks * messages.sum() / facts.memory_speed(rank)
-            alone = float(curve.seconds(np.array(sizes)).sum())
+            block, head = speeds.parts(rank, int(sizes.max()))
+            blocks, alone = block * shape.blocks, float(curve.seconds(sizes).sum())
+            for_all = min(alone, PASSES_OF_ALL * shape.blocks * messages.sum() / facts.memory_speed(rank))
             fraction = (part.share * blocks + of_head[rank] * head) / (blocks + head)
-            computes.append(fraction * max(0.0, alone - for_all) + min(for_all, alone) + curve.step_overhead_seconds)
-        sums_per_batch = 4 * shape.blocks + bool(division.vocabulary) + divides_head
+            computes.append(fraction * (alone - for_all) + for_all + curve.step_overhead_seconds)
         # Over NCCL what was measured as latency is the host's, which runs ahead within a pass.
         links = [link for host in facts.hosts if host.calibration for link in host.calibration.links]
         latency = min((link.latency_seconds for link in links if link.backend == "nccl"), default=0.0)
         latency *= facts.backend == "nccl"
-        for size in map(float, messages):
-            one = facts.sum_seconds(size) - latency if facts.link_is_known else ASSUMED_LINK.seconds(size)
-            sums += max(0.0, one)
-        seconds = max(computes) + sums_per_batch * sums
+        sums = [facts.sum_seconds(size) - latency for size in messages.tolist()]
+        sums = sums if facts.link_is_known else [ASSUMED_LINK.seconds(size) for size in messages.tolist()]
+        sums_per_batch = 4 * shape.blocks + bool(division.vocabulary) + divides_head
+        seconds = max(computes) + sums_per_batch * sum(max(0.0, each) for each in sums)
         efficiency = plan.global_batch_size / seconds / sum(map(solo_pairs_per_second, curves))
     largest = max(rank.planned_bytes or 0 for rank in plan.ranks)
-    label = f"sharded, {sum_of([f'{part.share:.0%}' for part in parts])}"
     return Prediction(label, tuple(facts.names), seconds, efficiency, True, largest)
