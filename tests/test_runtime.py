@@ -152,14 +152,14 @@ def test_nobody_launched_us(launched):
 def test_mpirun(launched):
     local = {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
     launch = launched(OMPI_COMM_WORLD_RANK="2", OMPI_COMM_WORLD_SIZE="3", PMIX_RANK="2", **local)
-    assert launch == Launch("mpi", 2, 3, 2, 1)
+    assert launch == Launch("mpi", 2, 3, 2)
 
 
 def test_ring(launched, tmp_path):
     hostfile = tmp_path / "hosts.json"
     hostfile.write_text(json.dumps([["10.0.0.1:1"], ["10.0.0.2:2", "10.0.1.2:3"], ["10.0.0.2:4"]]))
-    assert launched(MLX_HOSTFILE=str(hostfile), MLX_RANK="1") == Launch("ring", 1, 3, 2, 0)
-    assert launched(MLX_HOSTFILE=str(hostfile), MLX_RANK="2") == Launch("ring", 2, 3, 2, 1)
+    assert launched(MLX_HOSTFILE=str(hostfile), MLX_RANK="1") == Launch("ring", 1, 3, 2)
+    assert launched(MLX_HOSTFILE=str(hostfile), MLX_RANK="2") == Launch("ring", 2, 3, 2)
     hostfile.write_text("")  # mlx.launch -n 1
     assert launched(MLX_HOSTFILE=str(hostfile), MLX_RANK="0") == Launch()
 

@@ -137,8 +137,6 @@ def _of_ranks(config: Any) -> Iterator[Rule]:
     yield is_divided and len(set(sizes)) > 1, same
     sums = f"plan.shares {list(shares)} sum to {sum(shares)}, but train.global_batch_size is {batch}; make them equal"
     yield not is_divided and shares and sum(shares) != batch, sums
-    counts = f"plan.shares has {len(shares)} numbers and plan.micro_batch_sizes {len(sizes)}; give one a rank"
-    yield not is_divided and shares and sizes and len(sizes) != len(shares), counts
     activations = "sync.compression=topk is not for activations: with strategy=pipelined take bf16 or int8"
     yield strategy == "pipelined" and compression == "topk", activations
     exact = f"sync.compression={compression} is not for strategy=sharded, whose activations are exact; take none"

@@ -307,19 +307,15 @@ class World:
         return mx.pad(array, around)
 
     def scattered(self, whole: dict[str, mx.array]) -> Iterator[tuple[str, mx.array]]:
-        """This rank's part of every array that rank 0 has whole, by name, some at a time; `whole` is emptied."""
-        described = self.described_by(0, World.whole(self, whole))
-        names = list(described)
-        for bucket in buckets([math.prod(shape) * dtype.size for shape, dtype in described.values()]):
-            mine = [whole.pop(names[i]) if self.rank == 0 else mx.zeros(*described[names[i]]) for i in bucket]
-            for i, array in zip(bucket, self.broadcast(mine), strict=True):
-                part = self.part(names[i])
-                if part is None:
-                    yield names[i], array
-                elif part.size(self.rank):
-                    array = mx.contiguous(part.of(array, self.rank))  # the whole can be let go
-                    mx.eval(array)
-                    yield names[i], array
+        """This rank's part of every array that rank 0 has whole, by name, one at a time; `whole` is emptied."""
+        for name, (shape, dtype) in self.described_by(0, World.whole(self, whole)).items():
+            array, part = self.broadcast(whole.pop(name) if self.rank == 0 else mx.zeros(shape, dtype)), self.part(name)
+            if part is None:
+                yield name, array
+            elif part.size(self.rank):
+                array = mx.contiguous(part.of(array, self.rank))  # the whole can be let go
+                mx.eval(array)
+                yield name, array
 
     def described_by(self, last: int, own: Described) -> Described:
         """What the ranks from 0 to `last` describe, together."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
 
 from lib.config.settings import CostSettings
 from lib.plan.plan import ClusterPlan
@@ -15,17 +15,6 @@ START_SECONDS: dict[Device, float] = {"cpu": 9.0, "metal": 8.0, "cuda": 20.0}  #
 TOKEN_SECONDS: dict[Device, float] = {"cpu": 0.004, "metal": 0.01, "cuda": 0.01}  # of a batch of answers, at least
 
 
-class RunCost(TypedDict):
-    """What all hosts of a run cost together, in the currency of the settings, and each."""
-
-    hours: float
-    energy_kwh: float
-    electricity: float
-    rent: float
-    cost: float
-    hosts: list[dict[str, Any]]  # host, and the same sums
-
-
 def calculate_training_cost(total_examples: int, throughput: float, cost_per_hour: float = 0.0) -> dict[str, float]:
     """Time and cost of training on `total_examples` at `throughput` examples a second, by the hour."""
     hours = total_examples / throughput / 3600
@@ -33,23 +22,22 @@ def calculate_training_cost(total_examples: int, throughput: float, cost_per_hou
     return {**found, "estimated_cost_usd": hours * cost_per_hour}
 
 
-def hosts_cost(hosts: Sequence[str], seconds: float, cost: CostSettings) -> RunCost | None:
-    """What hosts that are held for `seconds` cost, each and together; None without any price.
+def hosts_cost(hosts: Sequence[str], seconds: float, cost: CostSettings) -> dict[str, Any] | None:
+    """What hosts that are held for `seconds` cost, each (`hosts`) and together; None without any price.
 
     A host pays while it waits, too. A host of several ranks is named several times and pays once.
     """
     if not (cost.watts or cost.rent_per_hour):
         return None
-    hours, sums = seconds / 3600, {"energy_kwh": 0.0, "electricity": 0.0, "rent": 0.0, "cost": 0.0}
-    each: list[dict[str, Any]] = []
+    hours, each = seconds / 3600, []
     for host in dict.fromkeys(hosts):
         watts, rent = (s.get(host, 0.0) if isinstance(s, dict) else s for s in (cost.watts, cost.rent_per_hour))
         energy, rented = watts / 1000 * hours, rent * hours
         electricity = energy * cost.price_per_kwh
-        of_host = dict(zip(sums, (energy, electricity, rented, electricity + rented), strict=True))
-        sums = {name: total + of_host[name] for name, total in sums.items()}
-        each.append({"host": host, **of_host})
-    return RunCost(hours=hours, hosts=each, **sums)  # type: ignore[typeddict-item]
+        sums = {"energy_kwh": energy, "electricity": electricity, "rent": rented, "cost": electricity + rented}
+        each.append({"host": host, **sums})
+    names = ("energy_kwh", "electricity", "rent", "cost")
+    return {"hours": hours, "hosts": each, **{name: sum(of_host[name] for of_host in each) for name in names}}
 
 
 @dataclass(frozen=True)

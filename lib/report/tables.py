@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lib.plan.cost import RunCost
 from lib.report.history import RunHistory
 from lib.system.records import PlanRecord, Record
 from lib.system.terminal import duration, metrics_text, size_text, three_digits
@@ -119,7 +118,7 @@ def unit_of(loss: object) -> str:
     return {"grpo": "groups", "sft": "rows", "kto": "rows", "bco": "rows"}.get(str(loss), "pairs")
 
 
-def costs(cost: RunCost | None) -> list[str]:
+def costs(cost: dict[str, Any] | None) -> list[str]:
     """A line a host, and one for all."""
     if cost is None:
         return []

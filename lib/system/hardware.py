@@ -35,8 +35,6 @@ class Machine(BaseModel):
     host: str
     device_name: str  # the chip, e.g. "Apple M4 Max"
     device: Device
-    gpu_cores: PositiveInt | None = None
-    cpu_cores: PositiveInt | None = None
     memory_bytes: PositiveInt | None = None  # of the machine; a discrete GPU's own
     os: str | None = None
 
@@ -49,8 +47,6 @@ def identify(host: str) -> Machine:
         host=host,
         device_name=str(name or processor_name()),
         device=device,
-        gpu_cores=apple_gpu_cores() if device == "metal" else None,
-        cpu_cores=os_commands.own_cores(),
         memory_bytes=facts.get("total_memory") if device == "cuda" else host_memory_bytes(),
         os=operating_system(),
     )
@@ -78,12 +74,6 @@ def processor_name() -> str:
         return os_commands.sysctl("machdep.cpu.brand_string") or platform.machine()
     named = re.search(r"^model name\s*:\s*(.+)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)
     return named[1].strip() if named else platform.machine()
-
-
-def apple_gpu_cores() -> int | None:
-    registry = os_commands.output(["ioreg", "-rc", "AGXAccelerator", "-d", "1"])
-    cores = re.search(r'"gpu-core-count"\s*=\s*(\d+)', registry)
-    return int(cores[1]) if cores else None
 
 
 def operating_system() -> str:

@@ -66,7 +66,6 @@ class Launch:
     rank: int = 0
     size: int = 1
     local_size: int = 1
-    local_rank: int = 0  # among them
 
 
 def prepare() -> None:
@@ -186,8 +185,8 @@ def _launch_of(variables: Mapping[str, str]) -> Launch:
         if size > 1 and "PMIX_RANK" not in variables:  # mpirun sets both; a shell may have kept the first
             why = "is set, but no mpirun started this process; unset OMPI_COMM_WORLD_SIZE"
             raise UserError(f"OMPI_COMM_WORLD_SIZE={size} {why}")
-        local = int(variables.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1)), int(variables.get("OMPI_COMM_WORLD_LOCAL_RANK", 0))
-        return Launch("mpi", int(variables["OMPI_COMM_WORLD_RANK"]), size, *local)
+        local_size = int(variables.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1))
+        return Launch("mpi", int(variables["OMPI_COMM_WORLD_RANK"]), size, local_size)
     rank = int(variables.get("MLX_RANK", 0))
     if "MLX_IBV_DEVICES" in variables or "MLX_JACCL_COORDINATOR" in variables:
         return Launch("jaccl", rank, len(json.loads(Path(variables["MLX_IBV_DEVICES"]).read_text(encoding="utf-8"))))
@@ -199,7 +198,7 @@ def _launch_of(variables: Mapping[str, str]) -> Launch:
         ips = [str(addresses[0]).rpartition(":")[0] for addresses in hosts]
         if len(hosts) < 2:
             return Launch()
-        return Launch("ring", rank, len(hosts), ips.count(ips[rank]), ips[:rank].count(ips[rank]))
+        return Launch("ring", rank, len(hosts), ips.count(ips[rank]))
     for name in FOREIGN_SIZES:
         if int(variables.get(name, 1)) > 1:
             raise UserError(
