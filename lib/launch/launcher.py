@@ -82,7 +82,6 @@ class Outcome:
     message: str = ""
     hosts: tuple[str, ...] = ()  # at fault
     run: str | None = None  # the folder to resume from
-    diverged: bool = False  # another start would end the same
     has_mac: bool = False
 
 
@@ -179,13 +178,13 @@ class Start:
             outcome = self._watch(watcher, interrupts)
         finally:
             self._end(outcome.status - 128 if outcome.kind == "interrupted" else signal.SIGTERM, interrupts)
-            run, diverged = watcher.fact("run"), bool(watcher.fact("diverged"))
+            run = watcher.fact("run")
             watcher.close()
         for directory in map(self.job.directory_of, self.job.hosts):  # below the project, which may differ by host
             if run and Path(run).is_relative_to(directory):
                 run = str(Path(run).relative_to(directory))
         has_mac = any(link.system == "Darwin" for link in self.links)
-        return replace(outcome, run=run, diverged=diverged, has_mac=has_mac)
+        return replace(outcome, run=run, has_mac=has_mac)
 
     def _start(self, command: RankCommand, port: int) -> None:
         words = [self.job.python, "-m", "lib.launch.rank_process"]
@@ -264,7 +263,7 @@ def supervise(
     """Runs a job, again after faults, `restarts` times at most; returns its exit status. here, key: as Start has them.
     Raises UserError: at the first start, the name of a host does not resolve."""
     interrupts, everyone, first_command = take_signals(), job.hosts, job.command
-    starts, run, has_diverged = 1, None, False
+    starts, run = 1, None
     while True:
         outcome = Start(job, console, here, key).run(interrupts)
         broken, run = time.monotonic(), outcome.run or run
@@ -283,16 +282,14 @@ def supervise(
         way_on = "nothing was saved"
         if run is not None:
             way_on = f"go on with: {job.launch_line(command=jobs.resume_command(first_command, run, same_world=True))}"
-        if outcome.diverged and has_diverged:
-            way_on = "not started again: the updates are not finite, as before; lower train.learning_rate"
-        elif starts <= restarts:
+        if starts <= restarts:
             hosts = answering_hosts(job, everyone, console, interrupts)
         if not interrupts.empty():
             return 128 + interrupts.get()
         if not hosts:
             console.note(way_on)
             return outcome.status
-        starts, has_diverged = starts + 1, outcome.diverged
+        starts += 1
         command = jobs.resume_command(job.command, run, hosts == everyone) if run is not None else job.command
         job = replace(job, hosts=hosts, command=command)
         without = ", ".join(host.name for host in everyone if host not in hosts)

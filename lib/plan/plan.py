@@ -6,6 +6,7 @@ what the machines do alone, R_i = max over b of b / tau_i(b) (lib/plan/shares.py
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
@@ -87,9 +88,8 @@ class RankPlan:
 
     def row(self, batch_size: int) -> dict[str, str]:
         """For the plan's table; "-" where something is not known."""
-        counts = {size: self.micro_batch_sizes.count(size) for size in self.micro_batch_sizes}
-        seconds, part = self.predicted_compute_seconds, self.part
-        share = f"{self.share} ({100 * self.share / batch_size:.0f} %)"
+        counts, part = Counter(self.micro_batch_sizes), self.part
+        seconds, share = self.predicted_compute_seconds, f"{self.share} ({100 * self.share / batch_size:.0f} %)"
         if isinstance(part, PartOfModel):
             share = f"{100 * part.share:.1f} %: {part.kv_heads} KV heads, {part.columns} columns"
         elif part is not None:
@@ -97,13 +97,11 @@ class RankPlan:
             if part.forward_seconds is not None and part.backward_seconds is not None:
                 seconds = len(self.micro_batch_sizes) * (part.forward_seconds + part.backward_seconds)
                 share += f", idle {part.idle_fraction:.0%}"
-        names = {"rank": str(self.rank), "host": self.host, "share": share}
-        names["micro-batches"] = ", ".join(f"{n} x {s}" if n > 1 else str(s) for s, n in counts.items()) or "none"
+        sizes = ", ".join(f"{count} x {size}" if count > 1 else str(size) for size, count in counts.items()) or "none"
         planned, memory = (size and size / 1e9 for size in (self.planned_bytes, self.memory_bytes))
-        numbers = {"alone pairs/s": self.solo_pairs_per_second, "compute s": seconds}
-        numbers |= {"planned GB": planned, "of GB": memory}
-        digits = {"planned GB": 3, "of GB": 3}
-        return names | {k: "-" if v is None else f"{v:.{digits.get(k, 4)}g}" for k, v in numbers.items()}
+        numbers = {"alone pairs/s": self.solo_pairs_per_second, "compute s": seconds, "planned GB": planned}
+        shown = {name: "-" if of is None else f"{of:.4g}" for name, of in {**numbers, "of GB": memory}.items()}
+        return {"rank": str(self.rank), "host": self.host, "share": share, "micro-batches": sizes, **shown}
 
 
 @dataclass(frozen=True)
@@ -247,16 +245,18 @@ class ClusterPlan:
         stored = asdict(replace(self, ranks=bare, rounds=None, basis=Basis()))
         for rank, of_rank in zip(self.ranks, stored["ranks"], strict=True):
             of_rank["predicted_compute_seconds"] = rank.predicted_compute_seconds
-        del stored["basis"]
         derived = ["calibrated", "steps_per_round", "shares", "blocks", "predicted_step_seconds", "efficiency"]
-        for name in (*derived, "predicted_pairs_per_second", "solo_sum_pairs_per_second"):
-            stored[name] = getattr(self, name)
-        stored["parts"], stored["stages"] = ([asdict(part) for part in some] for some in (self.parts, self.stages))
-        stored["merges"], stored["merging"] = (self.rounds.merges, self.rounds.reason) if self.rounds else (None, "")
-        stored["key"] = self.basis.key and self.basis.key.model_dump(mode="json")
-        stored["matmul_gflops"] = dict(self.basis.matmul_gflops)
-        stored["curves"] = [curve and curve.model_dump(mode="json", include=DRAWN) for curve in self.curves]
-        return stored
+        derived += ["predicted_pairs_per_second", "solo_sum_pairs_per_second"]
+        return {name: value for name, value in stored.items() if name != "basis"} | {
+            **{name: getattr(self, name) for name in derived},
+            "parts": [asdict(part) for part in self.parts],
+            "stages": [asdict(stage) for stage in self.stages],
+            "merges": self.rounds and self.rounds.merges,
+            "merging": self.rounds.reason if self.rounds else "",
+            "key": self.basis.key and self.basis.key.model_dump(mode="json"),
+            "matmul_gflops": dict(self.basis.matmul_gflops),
+            "curves": [curve and curve.model_dump(mode="json", include=DRAWN) for curve in self.curves],
+        }
 
     # ---- Other micro-batches for the same hosts
 

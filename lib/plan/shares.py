@@ -98,35 +98,32 @@ def best_shares(
     micro_batch_sizes: Sequence[int] | None = None,
 ) -> tuple[list[int], str]:
     """The shares of the shortest step, and why: all hosts together, or the best one alone, without a sync."""
-    kinds = _Kinds(curves, micro_batch_sizes, global_batch_size)
+    kinds = _Kinds(curves, micro_batch_sizes or [None] * len(curves), global_batch_size)
     shares, shortest = kinds.divide()
-    seconds = kinds.seconds(shares)
-    together, alone = seconds + sync_seconds, float(kinds.times[:, -1].min())
-    if alone <= together:
-        best = int(np.flatnonzero(kinds.of_rank == kinds.times[:, -1].argmin())[0])
+    seconds, alone = kinds.seconds(shares), kinds.times[:, -1]
+    if alone.min() <= seconds + sync_seconds:
+        best = int(np.flatnonzero(kinds.of_rank == alone.argmin())[0])
         others = listed([f"{host} (rank {rank})" for rank, host in enumerate(hosts) if rank != best])
-        times = f"{hosts[best]} alone takes {alone:.4g} s a step, together they take {together:.4g} s"
-        reason = f"leave out {others}: {times}; a larger train.global_batch_size may help"
+        times = f"{hosts[best]} alone takes {alone.min():.4g} s a step, together they take {seconds + sync_seconds:.4g}"
+        reason = f"leave out {others}: {times} s; a larger train.global_batch_size may help"
         return [global_batch_size * (rank == best) for rank in range(len(hosts))], reason
     above = f"; in whole micro-batches of one size a host, {seconds / shortest - 1:.1%} above the least"
-    return shares, "shares from the hosts' curves" + above * (seconds > shortest * (1 + 1e-9))
+    return shares.tolist(), "shares from the hosts' curves" + above * (seconds > shortest * (1 + 1e-9))
 
 
 class _Kinds:
     """Hosts grouped by equal curves, and how long each of K kinds takes for 0..pairs pairs."""
 
-    def __init__(self, curves: Sequence[BatchCurve], micro_batch_sizes: Sequence[int] | None, pairs: int) -> None:
-        sizes: Sequence[int | None] = micro_batch_sizes or [None] * len(curves)
-        identities = [(curve_identity(curve), size) for curve, size in zip(curves, sizes, strict=True)]
-        numbers = {identity: number for number, identity in enumerate(dict.fromkeys(identities))}
-        self.of_rank = np.array([numbers[identity] for identity in identities])
-        first = np.unique(self.of_rank, return_index=True)[1]
-        self.pairs, self.counts = pairs, np.bincount(self.of_rank)
-        self.curves, self.fixed = [curves[rank] for rank in first], [sizes[rank] for rank in first]
+    def __init__(self, curves: Sequence[BatchCurve], sizes: Sequence[int | None], pairs: int) -> None:
+        known: dict[Hashable, int] = {}  # the first rank of each kind
+        pairwise = enumerate(zip(curves, sizes, strict=True))
+        firsts = [known.setdefault((curve_identity(curve), size), rank) for rank, (curve, size) in pairwise]
+        ranks, self.of_rank, self.counts = np.unique(firsts, return_inverse=True, return_counts=True)
+        self.pairs, self.curves, self.fixed = pairs, [curves[rank] for rank in ranks], [sizes[rank] for rank in ranks]
         tau = [taus(curve, size) for curve, size in zip(self.curves, self.fixed, strict=True)]
-        self.tau = np.array(
-            [np.pad(of_kind, (0, max(map(len, tau)) - len(of_kind)), constant_values=np.inf) for of_kind in tau]
-        )
+        self.tau = np.full((len(tau), max(map(len, tau))), np.inf)
+        for kind, of_kind in enumerate(tau):
+            self.tau[kind, : len(of_kind)] = of_kind
         self.times = step_times(self.tau, pairs)  # t(0..pairs) + o, float64 [K, pairs + 1]
         for kind, size in enumerate(self.fixed):
             if size:  # whole micro-batches of that size, and the rest
@@ -134,30 +131,27 @@ class _Kinds:
                 self.times[kind] = whole * tau[kind][size - 1] + np.concatenate([[0.0], tau[kind]])[rest]
         self.times += np.array([[curve.step_overhead_seconds] for curve in self.curves])
 
-    def seconds(self, shares: Sequence[int]) -> float:
+    def seconds(self, shares: np.ndarray) -> float:
         """max t_i(n_i) + o_i."""
-        return float(self.times[self.of_rank, np.asarray(shares)].max())
+        return float(self.times[self.of_rank, shares].max())
 
-    def divide(self) -> tuple[list[int], float]:
-        """argmin of max t_i(n_i) over sum n_i = pairs, up to TIDY_TOLERANCE; and the least time."""
+    def divide(self) -> tuple[np.ndarray, float]:
+        """argmin of max t_i(n_i) over sum n_i = pairs, up to TIDY_TOLERANCE: int [ranks]; and the least time."""
         rising = np.minimum.accumulate(self.times[:, ::-1], axis=1)[:, ::-1]  # a noisy curve may fall
-        moments = np.unique(rising)
-        low, high = -1, len(moments) - 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            enough = _capacity(rising, moments[middle]) @ self.counts >= self.pairs
-            low, high = (low, middle) if enough else (middle, high)
+        moments = rising[:, 1:].ravel()  # each one pair more of all hosts of a kind
+        order = np.argsort(moments)
+        done = np.cumsum(np.repeat(self.counts, self.pairs)[order])
+        last = moments[order[np.searchsorted(done, self.pairs)]]
         # Each host's capacity just before the last moment, then one more pair each in turn, by rank.
-        most = _capacity(rising, moments[high])
-        base = _capacity(rising, moments[low]) if low >= 0 else np.zeros_like(most)
-        shares, room = base[self.of_rank], (most - base)[self.of_rank]
+        before, within = (np.maximum(fit.sum(axis=1) - 1, 0) for fit in (rising < last, rising <= last))
+        shares, room = before[self.of_rank], (within - before)[self.of_rank]
         while left := self.pairs - int(shares.sum()):
             takers = np.flatnonzero(room)[:left]
             shares[takers] += 1
             room[takers] -= 1
         seconds = self.seconds(shares)
         tidy = self._tidy_shares(seconds)
-        return (shares if tidy is None else tidy).tolist(), seconds
+        return (shares if tidy is None else tidy), seconds
 
     def _tidy_shares(self, seconds: float) -> np.ndarray | None:
         """Shares of whole micro-batches, one measured size a host, if some fit within the tolerance.
@@ -181,12 +175,6 @@ class _Kinds:
             if np.array(most_of) @ self.counts == self.pairs:
                 return np.array(most_of)[self.of_rank]
         return None
-
-
-def _capacity(rising: np.ndarray, seconds: float) -> np.ndarray:
-    """The most pairs of each kind that are done within `seconds`: int [K]."""
-    within: np.ndarray = np.maximum(np.sum(rising <= seconds, axis=1) - 1, 0)
-    return within
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:

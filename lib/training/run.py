@@ -356,10 +356,9 @@ class Learner:
         if in_row:
             run.say.own_warning(f"step {step}: not finite again; update {in_row} in a row left out", step)
         if in_row and in_row >= train.max_skipped_steps:
-            diverged = f"{in_row} updates in a row were not finite, the last at step {step}"
-            heartbeat.report(diverged=diverged)
+            last = f"the last at step {step} (train.max_skipped_steps={train.max_skipped_steps})"
             raise Stopped(
-                f"{diverged} (train.max_skipped_steps={train.max_skipped_steps}); lower train.learning_rate "
+                f"{in_row} updates in a row were not finite, {last}; lower train.learning_rate "
                 f"({train.learning_rate:g}) or look at the rows in {run.tracker.log_path}"
             )
         return result
