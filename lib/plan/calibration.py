@@ -99,16 +99,14 @@ class BatchCurve(Stored):
 
     @classmethod
     def from_rates(
-        cls,
-        pairs_per_second: Mapping[int, float],
-        peak_memory_bytes: Mapping[int, int] | None = None,
-        memory_limit_bytes: int | None = None,
+        cls, pairs_per_second: Mapping[int, float], peaks: Mapping[int, int] | None = None, limit: int | None = None
     ) -> BatchCurve:
-        """The curve of {batch size: pairs/s}."""
-        peaks, points = peak_memory_bytes or {}, []
-        for size, rate in sorted(pairs_per_second.items()):
-            points.append(BatchPoint(batch_size=size, seconds_median=size / rate, peak_memory_bytes=peaks.get(size)))
-        return cls(points=tuple(points), memory_limit_bytes=memory_limit_bytes)
+        """The curve of {batch size: pairs/s}. peaks, limit: of memory, in bytes."""
+        points = [
+            BatchPoint(batch_size=size, seconds_median=size / rate, peak_memory_bytes=(peaks or {}).get(size))
+            for size, rate in sorted(pairs_per_second.items())
+        ]
+        return cls(points=tuple(points), memory_limit_bytes=limit)
 
     def seconds(self, batch_sizes: np.ndarray) -> np.ndarray:
         """tau(b), float64, linear between measured sizes; below them the smallest's time, above the largest's rate."""
@@ -210,21 +208,22 @@ class HostCalibration(Stored):
 
 def read_calibration(path: Path) -> HostCalibration:
     """Reads and checks one file; raises UserError with the file, the key and the versions that wrote it."""
-    remedy, stored = f"delete {path.name} and run make calibrate", None
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
+        versions = stored.get("versions") if isinstance(stored, dict) else None
         return HostCalibration.model_validate(stored)
     except FileNotFoundError:
         raise UserError(f"calibration {path} does not exist; make calibrate writes it") from None
     except ValidationError as error:
         first = error.errors()[0]
         shown = f", not {repr(first['input'])[:60]}" if isinstance(first["input"], int | float | str) else ""
-        versions = (stored.get("versions") if isinstance(stored, dict) else None) or {}
-        written = f" (written with {', '.join(f'{k} {v}' for k, v in versions.items())})" if versions else ""
-        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}{shown}{written}"
+        written = ", ".join(f"{name} {version}" for name, version in (versions or {}).items())
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}{shown}" + f" (written with {written})" * bool(
+            written
+        )
     except (OSError, ValueError, RecursionError) as error:
         why = f"cannot be read ({error})"
-    raise UserError(f"{path}: {why}; {remedy}")
+    raise UserError(f"{path}: {why}; delete {path.name} and run make calibrate")
 
 
 def calibration_path(folder: Path, hosts: Sequence[str], rank: int) -> Path:
@@ -260,12 +259,12 @@ def read_published(folder: Path = FOLDER / "published") -> dict[str, HostCalibra
 
 def nearest_curve(curves: Sequence[BatchCurve], key: CurveKey) -> BatchCurve | None:
     """The curve of the same model, method and dtype whose sequence length is nearest, by ratio."""
-    same = [
-        (abs(math.log(curve.key.sequence_length / key.sequence_length)), curve.key.sequence_length, curve)
-        for curve in curves
+    lengths = [
+        (abs(math.log(curve.key.sequence_length / key.sequence_length)), curve.key.sequence_length, index)
+        for index, curve in enumerate(curves)
         if curve.key and curve.key.at_length(key.sequence_length) == key
     ]
-    return min(same, key=lambda entry: entry[:2])[2] if same else None
+    return curves[min(lengths)[2]] if lengths else None
 
 
 def curve_key(

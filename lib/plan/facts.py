@@ -155,19 +155,16 @@ class PlanFacts:
 
     def measured_curves(self, key: CurveKey) -> list[BatchCurve | None]:
         """Each host's curve of this very model, with the times of typical rows and the memory of the longest."""
-        found: list[BatchCurve | None] = []
-        for host in self.hosts:
-            curves = host.calibration.curves if host.calibration else ()
-            typical, longest = nearest_curve(curves, key), nearest_curve(curves, key.at_length(self.longest))
-            if typical is None or longest is None:
-                found.append(None)
-                continue
-            typical, longest = typical.at_length(key.sequence_length), longest.at_length(self.longest)
-            peaks = [{"peak_memory_bytes": longest.peak_bytes(point.batch_size)} for point in typical.points]
-            points = tuple(p.model_copy(update=peak) for p, peak in zip(typical.points, peaks, strict=True))
-            changed = {"points": points, "memory_limit_bytes": longest.memory_limit_bytes}
-            found.append(typical.model_copy(update=changed))
-        return found
+        return [self._measured_curve(host.calibration.curves if host.calibration else (), key) for host in self.hosts]
+
+    def _measured_curve(self, curves: Sequence[BatchCurve], key: CurveKey) -> BatchCurve | None:
+        typical, longest = nearest_curve(curves, key), nearest_curve(curves, key.at_length(self.longest))
+        if typical is None or longest is None:
+            return None
+        typical, longest = typical.at_length(key.sequence_length), longest.at_length(self.longest)
+        peaks = [{"peak_memory_bytes": longest.peak_bytes(point.batch_size)} for point in typical.points]
+        points = tuple(p.model_copy(update=peak) for p, peak in zip(typical.points, peaks, strict=True))
+        return typical.model_copy(update={"points": points, "memory_limit_bytes": longest.memory_limit_bytes})
 
     # ---- Memory
 
@@ -210,29 +207,26 @@ def prepared(facts: PlanFacts) -> tuple[PlanFacts, tuple[str, ...]]:
     Curves are slower as measured, else by the number of ranks that share a machine; HOST-0.json, ... (whose machine is
     not called HOST) stand as they are, and on CUDA every rank has its own GPU.
     """
-    hosts, warnings = [], []
+    hosts, warnings, names, settings = [], list[str](), facts.names, facts.settings
     for host in facts.hosts:
-        known = host.calibration
-        if known is None:
-            hosts.append(host)
-            continue
-        sharing = facts.names.count(host.name)
-        if known.machine.host != host.name or known.machine.device == "cuda":
-            sharing = 1
-        factors = [curve.slowdown_together or sharing if len(facts.hosts) > 1 else 1.0 for curve in known.curves]
-        curves = tuple(curve.slowed(factor, sharing) for curve, factor in zip(known.curves, factors, strict=True))
-        if sharing > 1 and any(curve.slowdown_together is None for curve in curves):
-            warnings.append(
-                f"{sharing} ranks share {host.name}, which was measured for one: each is planned with 1/{sharing} of "
-                f"its speed and memory; {host.name}-0.json, ... would say what each has"
+        if (known := host.calibration) is not None:
+            is_shared = known.machine.host == host.name and known.machine.device != "cuda"
+            sharing, is_alone = names.count(host.name) if is_shared else 1, len(names) == 1
+            curves = tuple(
+                curve.slowed(1.0 if is_alone else curve.slowdown_together or sharing, sharing) for curve in known.curves
             )
-        limits = [size for size in (host.memory_bytes, *(curve.memory_limit_bytes for curve in curves)) if size]
-        known = known.model_copy(update={"curves": curves, "gflops": known.gflops and known.gflops / sharing})
-        hosts.append(replace(host, calibration=known, memory_bytes=min(limits, default=None)))
-    cost, names = facts.settings.cost, set(facts.names)
-    by_host = {"plan.memory_limit_gb": facts.settings.plan.memory_limit_gb, "cost.watts": cost.watts}
-    for setting, named in {**by_host, "cost.rent_per_hour": cost.rent_per_hour}.items():
-        if isinstance(named, dict) and (strangers := sorted(named.keys() - names)):
-            ours = ", ".join(sorted(names))
+            if sharing > 1 and any(curve.slowdown_together is None for curve in curves):
+                warnings.append(
+                    f"{sharing} ranks share {host.name}, which was measured for one: each is planned with 1/{sharing} "
+                    f"of its speed and memory; {host.name}-0.json, ... would say what each has"
+                )
+            limits = [size for size in (host.memory_bytes, *(curve.memory_limit_bytes for curve in curves)) if size]
+            known = known.model_copy(update={"curves": curves, "gflops": known.gflops and known.gflops / sharing})
+            host = replace(host, calibration=known, memory_bytes=min(limits, default=None))
+        hosts.append(host)
+    by_host = {"plan.memory_limit_gb": settings.plan.memory_limit_gb, "cost.watts": settings.cost.watts}
+    for setting, named in {**by_host, "cost.rent_per_hour": settings.cost.rent_per_hour}.items():
+        if isinstance(named, dict) and (strangers := sorted(named.keys() - set(names))):
+            ours = ", ".join(sorted(set(names)))
             warnings.append(f"{setting}: no host of this run is called {', '.join(strangers)}; its hosts: {ours}")
     return replace(facts, hosts=hosts), tuple(dict.fromkeys(warnings))
