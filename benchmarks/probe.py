@@ -153,7 +153,7 @@ def step(request: dict[str, Any]) -> dict[str, Any]:
     peaks = []
 
     def run(batches: Generator[list[MicroBatch], None, None]) -> None:
-        peaks.append(take_step(0, 1, next(batches)).peak_memory_bytes)
+        peaks.append(take_step(0, 1, next(batches)).figures["peak_memory_bytes"])
 
     with ExitStack() as stack:
         runs = {}

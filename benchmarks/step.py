@@ -107,7 +107,7 @@ def measure(step: Any, batches: dict[str, Batch], options: argparse.Namespace) -
                 continue
             if trial >= options.warmup:
                 seconds[name].append(time.perf_counter() - started)
-            peaks[name] = max(peaks[name], result.peak_memory_bytes)
+            peaks[name] = max(peaks[name], result.figures["peak_memory_bytes"])
     rows = []
     for name, batch in batches.items():
         row: dict[str, Any] = {

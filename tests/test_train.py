@@ -305,8 +305,6 @@ def test_checkpoints_come_by_time_or_by_steps() -> None:
     writer = checkpoint.CheckpointWriter(seconds=10.0)
     assert [writer.is_due(step, 1.0) for step in range(1, 11)] == [False] * 9 + [True], "one more step would exceed it"
     writer.unsaved_seconds = 0.0
-    writer.paused(2.0)
-    assert not writer.is_due(1, 19.0) and writer.is_due(2, 19.0), "writing takes at most a twentieth of the time"
     writer = checkpoint.CheckpointWriter(every=3)
     assert [writer.is_due(step, 1e9) for step in (1, 2, 3, 4)] == [False, False, True, False]
 

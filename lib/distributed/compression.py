@@ -102,4 +102,4 @@ def sum_gradients(
     else:
         theirs, left_out = gather(world, leaves, settings, feedback, what)
         total = {name: sum((one[name] for one in theirs[1:]), theirs[0][name]) for name in leaves}
-    return tree_unflatten(list(total.items())), sums, left_out
+    return tree_unflatten(total), sums, left_out

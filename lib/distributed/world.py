@@ -206,6 +206,14 @@ class World:
         """Rank 0's text, on every rank."""
         return self.gather_text(text if self.rank == 0 else "", "rank 0's text")[0]
 
+    def gather_values(self, value: Any, what: str = "a message from every rank") -> list[Any]:
+        """Every rank's value, of JSON's types, in rank order."""
+        return [json.loads(text) for text in self.gather_text(json.dumps(value), what)]
+
+    def broadcast_value(self, value: Any) -> Any:
+        """Rank 0's value, of JSON's types, on every rank."""
+        return json.loads(self.broadcast_text(json.dumps(value)))
+
     def require_equal(self, what: str, value: str) -> None:
         """Raises AgreedError where a rank was given another value than rank 0, a digest for instance."""
         values = self.gather_text(value, f"every rank's {what}")
@@ -327,8 +335,8 @@ class World:
     def align(self, tree: Any) -> Any:
         """The tree with rank 0's arrays where ranks hold the same, which on unlike machines drifts by roundings."""
         flat = dict(tree_flatten(tree))
-        whole = tree_unflatten(list(self.replicated(flat).items()))
-        return tree_unflatten(list((flat | dict(tree_flatten(self.broadcast(whole)))).items()))
+        whole = tree_unflatten(self.replicated(flat))
+        return tree_unflatten(flat | dict(tree_flatten(self.broadcast(whole))))
 
 
 def _with_gradient(

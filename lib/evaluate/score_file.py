@@ -191,9 +191,9 @@ class Scorer:
             reference = self._logps(self.reference, dataset)
         elif self.reference is not None:
             trained = adapter_files.trainable(self.model)
-            self.model.update(tree_unflatten(list(self.reference.items())))
+            self.model.update(tree_unflatten(self.reference))
             reference = self._logps(self.model, dataset)
-            self.model.update(tree_unflatten(list(trained.items())))
+            self.model.update(tree_unflatten(trained))
         columns: dict[str, np.ndarray] = {}
         for k, name in enumerate(("chosen", "rejected") if policy.shape[1] == 2 else ("completion",)):
             columns |= {f"policy_{name}_logp": policy[:, k], f"{name}_tokens": tokens[:, k]}
@@ -327,7 +327,7 @@ def parts_of_model(settings: Config, world: World) -> tuple[Parts | None, World]
     if not divides(settings.strategy, world):
         return None, world
     if settings.strategy == "pipelined":
-        blocks = stage_blocks(settings, world, host_names(world))
+        blocks = stage_blocks(settings.plan, settings.model, world, host_names(world))
         return blocks, divided_world.pipelined(world, blocks)
     division = sharded_plan(settings, world, host_names(world)).division
     assert division is not None

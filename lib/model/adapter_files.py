@@ -37,6 +37,11 @@ class AdapterLayer(NamedTuple):
     scale: float
 
 
+def layer_of(settings: ModelSettings, layer: str) -> AdapterLayer:
+    """The adapter of a layer, by its name."""
+    return AdapterLayer(rank_of(settings, layer), scale_of(settings, layer))
+
+
 def trained_blocks(settings: ModelSettings, count: int) -> list[int]:
     """The indices of the blocks that are trained, of a model with `count`. Raises UserError where it has no such."""
     chosen = _block_indices(settings, count)
@@ -177,7 +182,7 @@ def adapter_config(
 def load_trained(model: nn.Module, folder: Path, where: str) -> None:
     """Reads trained parameters into a model that `make_trainable` prepared in the same way; the rank may be another."""
     arrays = read_trained(described(trainable(model)), folder, where)
-    model.update(tree_unflatten(list(arrays.items())))
+    model.update(tree_unflatten(arrays))
 
 
 def read_trained(wanted: Described, folder: Path, where: str) -> dict[str, mx.array]:

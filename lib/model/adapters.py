@@ -13,7 +13,7 @@ from lib.config import read_file
 from lib.config.settings import ModelSettings
 from lib.errors import UserError
 from lib.model import adapter_files, peft_adapters
-from lib.model.adapter_files import AdapterLayer, matches, rank_of, scale_of, trained_blocks
+from lib.model.adapter_files import AdapterLayer, layer_of, matches, trained_blocks
 from lib.model.checkpointing import checkpoint_blocks, order_backward
 from lib.model.layout import family_of
 from lib.model.lora import use_low_rank_linear
@@ -55,7 +55,7 @@ def _add_adapters(model: nn.Module, settings: ModelSettings, seed: int) -> None:
     """Gives layers mlx-lm's adapters, drawn from `seed`."""
     groups: dict[AdapterLayer, set[str]] = {}
     for layer in _chosen_layers(model, settings):
-        groups.setdefault(AdapterLayer(rank_of(settings, layer), scale_of(settings, layer)), set()).add(layer)
+        groups.setdefault(layer_of(settings, layer), set()).add(layer)
     mx.random.seed(seed)
     try:
         for (rank, scale), names in groups.items():

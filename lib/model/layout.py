@@ -23,6 +23,11 @@ class VocabularyPart:
         self.ranks, self.first, self.last, self.size = ranks, rows[ranks.rank], rows[ranks.rank + 1], rows[-1]
         self.keeps_logits = False
 
+    @property
+    def rank_row(self) -> mx.array:
+        """Which of the ranks this is: bool [ranks]."""
+        return mx.arange(self.ranks.size) == self.ranks.rank
+
     def rank_head(self, head: Callable[[mx.array], mx.array]) -> Callable[[mx.array], mx.array]:
         """A head that gives this rank's logits, instead of those of all."""
 

@@ -29,7 +29,7 @@ FOREIGN = ("bitsandbytes", "gptq", "awq")  # quantisations of PyTorch's; mlx-lm 
 POSITION_TABLE = "wpe"  # its name in mlx-lm's families with learned positions
 SIXTEEN_BITS = {mx.float16: "float16", mx.bfloat16: "bfloat16"}
 PART_OF_MEMORY = 0.6  # of the free memory, for weights that a CPU computes in float32
-SLOWER = "6 to 10 times"  # 16 bits than float32 (docs/performance.md)
+SLOWER = "6 to 10 times slower"  # 16 bits than float32 on a CPU (docs/performance.md)
 
 
 def load(settings: ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
@@ -168,9 +168,8 @@ def compute_type(settings: ModelSettings) -> ComputeType:
     if stored is None:
         return ComputeType()
     needed = sum(array.nbytes * (2 if array.dtype in SIXTEEN_BITS else 1) for array in arrays)
-    free = hardware.free_memory_bytes()
+    free, size = hardware.free_memory_bytes(), size_text(needed)
     if free is None or needed <= PART_OF_MEMORY * free:
-        note = f"weights stored in {stored} are computed in float32 (model.dtype={stored}: as stored, {SLOWER} slower)"
-        return ComputeType(True, note)
-    note = f"weights are computed in {stored}, {SLOWER} slower than float32 on a CPU: float32 takes {size_text(needed)}"
-    return ComputeType(False, f"{note}, {size_text(free)} are free (model.dtype=float32 takes it all the same)")
+        return ComputeType(True, f"weights stored in {stored} are computed in float32 (model.dtype={stored}: {SLOWER})")
+    why = f"float32, which takes {size}, would be faster, but {size_text(free)} are free"
+    return ComputeType(False, f"weights are computed in {stored}, {SLOWER}: {why} (model.dtype=float32 takes it)")

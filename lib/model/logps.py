@@ -127,7 +127,7 @@ def _token_logps(model: nn.Module, head: Head, hidden: mx.array, targets: mx.arr
 
 def _token_logps_and_entropies(
     model: nn.Module, hidden: mx.array, targets: mx.array, temperature: float
-) -> tuple[mx.array, mx.array]:
+) -> tuple[mx.array, ...]:
     """`token_logps` of softmax(logits / temperature), and the entropies in nats: float32 [M] each."""
     plain, is_frozen = head_of(model), model.training and not parameters_outside_blocks(model)
 
@@ -138,15 +138,14 @@ def _token_logps_and_entropies(
         if layout_of(model).vocabulary is not None or not is_frozen:
             entropies = _entropies(model, head, mx.stop_gradient(hidden))
             return [_token_logps(model, head, hidden, targets), mx.stop_gradient(entropies)]
-        both: list[tuple[mx.array, mx.array]] = []
+        logps, entropies = list[mx.array](), list[mx.array]()
         for h, t in _chunks(hidden, targets, head(hidden[:1]).shape[-1]):
-            logps, logits = _logps_and_logits(head, None, h, t, both[-1] if both else ())
-            both.append((logps, -_mean_logp(logits)[0]))
-        of_logps, of_entropies = map(mx.concatenate, map(list, zip(*both, strict=True)))
-        return [of_logps, mx.stop_gradient(of_entropies)]
+            of_chunk, logits = _logps_and_logits(head, None, h, t, [*logps[-1:], *entropies[-1:]])
+            logps.append(of_chunk)
+            entropies.append(-_mean_logp(logits)[0])
+        return [mx.concatenate(logps), mx.stop_gradient(mx.concatenate(entropies))]
 
-    logps, entropies = _of_rank_positions(model, of_both, hidden, targets)
-    return logps, entropies
+    return tuple(_of_rank_positions(model, of_both, hidden, targets))
 
 
 def _of_rank_positions(
@@ -154,8 +153,8 @@ def _of_rank_positions(
 ) -> list[mx.array]:
     """figures_of(hidden, targets), float32 [M] each; ranks with a whole frozen head make some positions' each."""
     part = layout_of(model).positions
-    bounds = None if part is None else part.bounds(len(targets))
-    if part is None or bounds is None or (model.training and parameters_outside_blocks(model)):
+    bounds = part and part.bounds(len(targets))
+    if not part or not bounds or (model.training and parameters_outside_blocks(model)):
         return figures_of(hidden, targets)
     begin, end = bounds
     ranks, around = part.ranks, [(0, 0), (begin, len(targets) - end)]
@@ -257,11 +256,11 @@ def _checkpointed(
     names, targets = list(before), [t for _, t in chunks]
 
     def made_again(parameters: Sequence[mx.array], hidden: mx.array, targets: mx.array) -> mx.array:
-        model.update(tree_unflatten(list(zip(names, parameters, strict=True))))
+        model.update(tree_unflatten(dict(zip(names, parameters, strict=True))))
         try:
             return of(head(hidden), targets)
         finally:
-            model.update(tree_unflatten(list(before.items())))
+            model.update(tree_unflatten(before))
 
     @mx.custom_function
     def of_all(*arrays: mx.array) -> list[mx.array]:
@@ -296,8 +295,8 @@ def _part_figures(part: VocabularyPart, logits: mx.array, targets: mx.array) -> 
 
 def _combined(part: VocabularyPart, figures: mx.array) -> tuple[mx.array, mx.array]:
     """Log-probabilities and log partition functions of all ranks' `_part_figures`: float32 [M] each."""
-    rank_row = (mx.arange(part.ranks.size) == part.ranks.rank)[:, None]
-    of_ranks = part.ranks.sum_forward(mx.concatenate([mx.where(rank_row, figures[:1], 0.0), figures[1:]]))
+    own = mx.where(part.rank_row[:, None], figures[:1], 0.0)
+    of_ranks = part.ranks.sum_forward(mx.concatenate([own, figures[1:]]))
     partition = mx.logsumexp(of_ranks[:-1], axis=0)
     return of_ranks[-1] - partition, partition
 
@@ -327,8 +326,7 @@ def _over_vocabulary(
     for h, _ in _chunks(hidden, hidden, size):
         figures = figures_of(rank_head(after(h, outputs[-1:])))[:, None]
         if part is not None:  # each rank's in rows of its own: [F, ranks, M]
-            rank_row = (mx.arange(part.ranks.size) == part.ranks.rank)[None, :, None]
-            figures = part.ranks.sum_forward(mx.where(rank_row, figures, 0.0))
+            figures = part.ranks.sum_forward(mx.where(part.rank_row[None, :, None], figures, 0.0))
         outputs.append(combine(*figures))
     return mx.concatenate(outputs)
 

@@ -22,7 +22,14 @@ from pydantic import ValidationError
 from lib.config import read_file
 from lib.config.settings import ModelSettings
 from lib.errors import UserError, in_one_line
-from lib.model.adapter_files import AdapterLayer, adapter_layers_of, described, fitted, rank_of, scale_of, trainable
+from lib.model.adapter_files import (
+    AdapterLayer,
+    adapter_layers_of,
+    described,
+    fitted,
+    layer_of,
+    trainable,
+)
 from lib.system.model_folder import ADAPTER_CONFIG, PEFT_WEIGHTS
 
 PREFIX = "base_model.model."
@@ -146,9 +153,9 @@ def read(folder: Path, where: str) -> PeftAdapter:
     arrays, layers = our_arrays(factors, where), {}
     for name in (name.removesuffix(".lora_a") for name in arrays if name.endswith(".lora_a")):
         theirs = (expert_pattern(name) or name).format(0)  # which patterns are of
-        layers[name] = layer_of_it = AdapterLayer(rank_of(settings, theirs), scale_of(settings, theirs))
-        if (rank := arrays[f"{name}.lora_a"].shape[1]) != layer_of_it.rank:
-            raise UserError(f"{where}: {theirs} has rank {rank}, but {ADAPTER_CONFIG} says {layer_of_it.rank}")
+        layers[name] = layer_of(settings, theirs)
+        if (rank := arrays[f"{name}.lora_a"].shape[1]) != layers[name].rank:
+            raise UserError(f"{where}: {theirs} has rank {rank}, but {ADAPTER_CONFIG} says {layers[name].rank}")
     return PeftAdapter(settings, arrays, whole, layers)
 
 
@@ -194,13 +201,12 @@ def load(model: nn.Module, folder: Path, settings: ModelSettings) -> None:
         words += _words_for_layers(list(wanted), len(model.layers))
     pairs = [(layer, layers.get(name, layer)) for name, layer in wanted.items()]
     if any(a.rank != b.rank or not math.isclose(a.scale, b.scale, rel_tol=SAME_SCALE) for a, b in pairs):
-        patterns = {"rank_pattern": theirs.rank_pattern, "alpha_pattern": theirs.alpha_pattern}
         words += [f"model.rank={theirs.rank}", f"model.alpha={theirs.alpha:g}"]
-        words += ["model.use_rslora=true"] * theirs.use_rslora
-        words += [f"'model.{name}={json.dumps(pattern)}'" for name, pattern in patterns.items() if pattern]
+        given = {name: getattr(theirs, name) for name in SAME_NAMES}
+        words += [f"'model.{name}={json.dumps(value)}'" for name, value in given.items() if value]
     if words:
         raise UserError(f"{where} was made with other settings; add {' '.join(words)}")
-    model.update(tree_unflatten(list(fitted(shapes, adapter.arrays, where).items())))
+    model.update(tree_unflatten(fitted(shapes, adapter.arrays, where)))
 
 
 def with_names_of(model: nn.Module, adapter: PeftAdapter) -> PeftAdapter:

@@ -122,10 +122,6 @@ class Progress:
         self.evaluations_since_best = 0
         return True
 
-    def has_stalled(self, patience: int | None) -> bool:
-        """Whether so many evaluations in a row brought no improvement."""
-        return patience is not None and self.evaluations_since_best >= patience
-
 
 # ---- The run's folder: its owner, and what a killed process left there -----------------------------------------------
 
@@ -207,10 +203,6 @@ class CheckpointWriter:
             return step % self.every == 0
         return self.unsaved_seconds + elapsed_seconds > self.seconds
 
-    def paused(self, seconds: float) -> None:
-        """Takes in how long the last checkpoint held up training, as all ranks know it."""
-        self.seconds = max(self.seconds, seconds / PAUSE_PART)
-
     def write(self, step: int, path: Path, work: Callable[[], None], beside: bool) -> None:
         """Does the work once the one before is done; beside: in a thread, where an error becomes a warning."""
         self.wait()
@@ -290,7 +282,7 @@ def save(folder: Path, snapshot: Snapshot, world: World, writer: CheckpointWrite
         if is_last:
             raise
         return f"training goes on without {error}"
-    writer.paused(float(world.broadcast_text(repr(time.perf_counter() - began))))
+    writer.seconds = max(writer.seconds, world.broadcast_value(time.perf_counter() - began) / PAUSE_PART)
     return ""
 
 
@@ -343,8 +335,7 @@ def prune(folder: Path, keep: int, best_step: int | None) -> None:
                 discard(path)
     kept = {path.name for path in checkpoints_in(folder)}
     for path in (folder / "ranks").glob("step-*-rank-*.safetensors"):
-        named = re.fullmatch(r"(step-[0-9]+)-rank-[0-9]+", path.stem)  # a copy's name has more behind it
-        if named and named[1] not in kept:
+        if path.name.partition("-rank-")[0] not in kept:
             path.unlink(missing_ok=True)
 
 
@@ -378,7 +369,7 @@ def are_finite(world: World, model: nn.Module, optimizer: optim.Optimizer) -> bo
     held = [*adapter_files.trainable(model).values(), *flat_state(optimizer).values()]
     checks = [mx.isfinite(array).all() for array in held if mx.issubdtype(array.dtype, mx.floating)]
     mx.eval(checks)
-    return not any(world.gather_text("" if all(check.item() for check in checks) else "not finite", "finite weights"))
+    return all(world.gather_values(all(check.item() for check in checks), "finite weights"))
 
 
 def share_weights(
@@ -393,7 +384,7 @@ def share_weights(
     digests = world.gather_text(digest, "every rank's weights")
     others = [rank for rank, theirs in enumerate(digests) if theirs != digests[0]]
     if others:
-        moving = dict(tree_flatten(world.align(tree_unflatten(list(moving.items()))))) if moving else moving
+        moving = dict(tree_flatten(world.align(tree_unflatten(moving)))) if moving else moving
         model.update(world.align(model.trainable_parameters()))
         optimizer.state = world.align(optimizer.state)
     return others, moving
@@ -501,16 +492,16 @@ def choose(folder: Path, world: World, is_keeper: bool) -> tuple[Path | None, li
             offers.append([str(path), read_progress(path).parts, inside_a_round(path)])
         if offers and not offers[-1][2]:
             break
-    for name, parts, is_inside in json.loads(world.broadcast_text(json.dumps(offers))):
+    for name, parts, is_inside in world.broadcast_value(offers):
         path = Path(name)
         if not (any(parts) or is_inside) or not (missing := _ranks_without_part(path, parts, world)):
             return path, warnings
         is_same_size = len(parts) == world.size
-        why = f"rank {', '.join(missing)}" if is_same_size else f"{len(parts)} ranks instead of {world.size}"
+        why = f"no part of rank {', '.join(missing)}" if is_same_size else f"{len(parts)} ranks instead of {world.size}"
         if not is_inside:
-            lost = "all ranks go on from rank 0's optimizer state, and what compression had left out so far is lost"
-            return path, [*warnings, f"{path}: no part of {why}; {lost}"]
-        warnings.append(f"{path} is inside a round, and has no part of {why}; one at a round's end is taken")
+            lost = "all ranks go on from rank 0's optimizer state, without what compression had left out"
+            return path, [*warnings, f"{path}: {why}; {lost}"]
+        warnings.append(f"{path} is inside a round: {why}; one at a round's end is taken")
     return None, warnings
 
 
@@ -520,8 +511,8 @@ def _ranks_without_part(path: Path, parts: Sequence[str], world: World) -> list[
     if has_part and (expected := parts[world.rank]):
         part = part_of(path.parent, step_of(path), world.rank)
         has_part = part.is_file() and file_sha256(part) == expected
-    answers = world.gather_text("" if has_part else "missing", "every rank's part of the checkpoint")
-    return [str(rank) for rank, answer in enumerate(answers) if answer]
+    answers = world.gather_values(has_part, "every rank's part of the checkpoint")
+    return [str(rank) for rank, answer in enumerate(answers) if not answer]
 
 
 def _fetch_newest(folder: Path, world: World, is_keeper: bool) -> None:
@@ -529,34 +520,32 @@ def _fetch_newest(folder: Path, world: World, is_keeper: bool) -> None:
     saved = checkpoints_in(folder) if is_keeper and world.size > 1 else []
     newest = next((path for path in saved if not inside_a_round(path) and fault_of(path) is None), None)
     mine = [0, []] if newest is None else [step_of(newest), read_progress(newest).resume_ids]
-    texts = world.gather_text(json.dumps(mine), "every disk's newest checkpoint")
-    every = [(len(ids), step, -rank, ids) for rank, (step, ids) in enumerate(map(json.loads, texts))]
-    ids = every[0][3]
-    _, step, source, _ = max(entry for entry in every if entry[3][: len(ids)] == ids)
+    every = world.gather_values(mine, "every disk's newest checkpoint")
+    ids = every[0][1]
+    _, step, source = max((len(own), step, -i) for i, (step, own) in enumerate(every) if own[: len(ids)] == ids)
     if not source or not step:
         return
     final, unfinished = folder / f"step-{step:08d}", folder / f".unfinished-{step:08d}"
-    pieces = _pieces_of(final) if world.rank == -source else iter(())
-    with world.agreeing(f"copying {final} from rank {-source}"):
+    what, pieces = f"copying {final} from rank {-source}", _pieces_of(final) if world.rank == -source else iter(())
+    with world.agreeing(what):
         if world.rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
-    while text := world.gather_text(next(pieces, ""), "a checkpoint of another disk")[-source]:
+    while piece := world.gather_values(next(pieces, None), what)[-source]:
         if world.rank == 0:
-            name, content = json.loads(text)
-            with (unfinished / Path(name).name).open("ab") as copy:
-                copy.write(base64.b64decode(content))
-    with world.agreeing(f"copying {final} from rank {-source}"):
+            with (unfinished / Path(piece[0]).name).open("ab") as copy:
+                copy.write(base64.b64decode(piece[1]))
+    with world.agreeing(what):
         if world.rank == 0:
             _put_in_place(unfinished, final)
 
 
-def _pieces_of(path: Path) -> Iterator[str]:
-    """Every file of a folder, as JSON of its name and some of its bytes."""
+def _pieces_of(path: Path) -> Iterator[tuple[str, str]]:
+    """Every file of a folder: its name, and some of its bytes in base64."""
     for file in sorted(path.iterdir()):
         with file.open("rb") as stream:
             while piece := stream.read(PIECE_BYTES):
-                yield json.dumps([file.name, base64.b64encode(piece).decode()])
+                yield file.name, base64.b64encode(piece).decode()
 
 
 def read_arrays(path: Path) -> Arrays:
@@ -579,7 +568,7 @@ def restore_all(
             if progress.data_digest != start.data_digest:
                 remedy = f"put the file back, or start a new run with model.adapter={path}"
                 raise UserError(f"{path}: data.train is no longer what this run was trained on; {remedy}")
-    progress = Progress(**json.loads(world.broadcast_text(json.dumps(asdict(progress)))))
+    progress = Progress(**world.broadcast_value(asdict(progress)))
     if path is not None and progress.step:
         restore_learned(path, model, optimizer, world)
     return progress
@@ -601,7 +590,7 @@ def restore_learned(path: Path, model: nn.Module, optimizer: optim.Optimizer, wo
     restore_weights(path, model, world)
     if step_of(path):  # before the first step there need not be any
         state = common_at(path, OPTIMIZER, world, world.whole(flat_state(optimizer)))
-        optimizer.state = tree_unflatten(list(state.items()))
+        optimizer.state = tree_unflatten(state)
 
 
 def common_at(path: Path | None, name: str, world: World, wanted: Described | None = None) -> Arrays:
@@ -621,7 +610,7 @@ def own_part_at(path: Path, world: World) -> RankArrays:
     """What this rank alone had at a checkpoint, unless a rank has lost its part; and the merges' momentum."""
     own: RankArrays = {}
     offered = read_progress(path).parts if world.rank == 0 else []
-    if not _ranks_without_part(path, json.loads(world.broadcast_text(json.dumps(offered))), world):
+    if not _ranks_without_part(path, world.broadcast_value(offered), world):
         with world.agreeing("reading every rank's part of a checkpoint"):
             own = load_part(part_of(path.parent, step_of(path), world.rank))
     return own | {"momentum": common_at(path, MOMENTUM, world)}

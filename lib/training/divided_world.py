@@ -32,7 +32,7 @@ SHARED = "what the first and the last rank hold"
 
 
 def _unflattened(arrays: Mapping[str, mx.array]) -> Any:
-    return tree_unflatten(list(arrays.items())) or {}  # of a rank that trains nothing; else a list
+    return tree_unflatten(arrays) or {}  # of a rank that trains nothing; else a list
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Lockstep(World):
         flat = dict(tree_flatten(gradients))
         parts = tree_unflatten([(name, g) for name, g in flat.items() if name in self.ranks.partial])
         total, sums = self.ranks.sum_gradients(parts, sums if self.ranks.rank == 0 else mx.zeros_like(sums))
-        return tree_unflatten(list((flat | dict(tree_flatten(total))).items())), sums
+        return tree_unflatten(flat | dict(tree_flatten(total))), sums
 
     def sum_of_all(self, values: Mapping[str, mx.array]) -> mx.array:
         parts = self.ranks.parts.keys() - self.ranks.partial

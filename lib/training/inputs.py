@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,7 +56,7 @@ def with_compute_type(model: ModelSettings, world: World, say: Callable[[str], N
     """The settings with the type that weights are computed in, the same on all ranks: float32 where all want it."""
     with world.agreeing("reading the model's types"):
         here = compute_type(model)
-    every = [json.loads(text) for text in world.gather_text(json.dumps([here.is_float32, here.note]))]
+    every = world.gather_values(here)
     is_float32 = all(wanted for wanted, _ in every)
     if note := next((note for wanted, note in every if note and wanted == is_float32), ""):
         say(note)

@@ -8,7 +8,6 @@ global batch, and the same run gives the same bits.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -28,7 +27,7 @@ from lib.data.order import Position, divide_rows, epoch_order, global_batch
 from lib.distributed import compression
 from lib.distributed.compression import Arrays
 from lib.distributed.world import World, buckets
-from lib.errors import AgreedError, Stopped, UserError
+from lib.errors import Stopped
 from lib.model import adapter_files
 from lib.model.adapter_files import rank_of
 from lib.plan.plan import ClusterPlan
@@ -118,7 +117,6 @@ class RankReport:
     timed_seconds: float = 0.0
     elapsed_seconds: float = 0.0  # since the last synchronisation
     stopped: str | None = None  # why training cannot go on
-    failed: str | None = None  # a user's error, or a disk's
     skipped_in_row: int = 0  # updates that were not finite, the last ones of this rank
 
 
@@ -336,7 +334,7 @@ class Merger:
             feedback = {name: self.feedback[name] for name in own if name in self.feedback}
             arrived, left_out = compression.gather(world, own, self.sync, feedback, "the merge")
             self.feedback |= left_out
-            lost = sum(_square(own[name] - arrived[world.rank][name]) for name in own)
+            lost = _squares({name: own[name] - arrived[world.rank][name] for name in own})
             if is_compressed:
                 arrived = [{name: begun[name] + change[name] for name in own} for change in arrived]
             adapters = [_numpy(arrived[rank]) for rank in took_part]
@@ -350,9 +348,9 @@ class Merger:
                 merged = average(adapters, parts)
             else:
                 merged = (stack if method == "stack" else svd)(adapters, parts)
-            errors += [*distance(merged, _numpy(begun), adapters, parts), lost, sum(map(_square, own.values()))]
+            errors += [*distance(merged, _numpy(begun), adapters, parts), lost, _squares(own)]
             new |= {name: mx.array(array).astype(now[name].dtype) for name, array in merged.items()}
-        self.model.update(tree_unflatten(list(new.items())))
+        self.model.update(tree_unflatten(new))
         mx.eval(self.model.trainable_parameters(), self.momentum, self.feedback)
         missed, exact, lost, whole = errors.tolist()
         if self.model_method != "dora":
@@ -362,8 +360,8 @@ class Merger:
         return record | {"bytes_sent": world.traffic.bytes_sent - bytes_before}
 
 
-def _square(array: mx.array) -> float:
-    return float(mx.square(array).sum().item())
+def _squares(arrays: Arrays) -> float:
+    return sum(float(mx.square(array).sum().item()) for array in arrays.values())
 
 
 def _numpy(arrays: Arrays) -> dict[str, np.ndarray]:
@@ -509,24 +507,22 @@ class LocalSGD:
         self, round: OpenRound, progress: Progress, local_step: LocalStep, target: int, writer: CheckpointWriter
     ) -> float:
         """Local steps until the ranks synchronise; rank 0's seconds. target: the step of the next checkpoint."""
-        began, ranks, size = time.perf_counter(), self.ranks, self.world.size
+        began, ranks, what = time.perf_counter(), self.ranks, "the other ranks to train their part of the round"
         last = round.trained + min(self._batches_at_once(round, writer), max(1, target - progress.step))
         queues = ranks.assign(round.stream, (round.trained, last))
-        own = self._work(round.stream, queues[self.world.rank], local_step, progress.rewards)
-        own.skipped_in_row, arrived = progress.skipped_in_row, time.perf_counter()
-        own.elapsed_seconds = arrived - began
-        texts = self.world.gather_text(json.dumps(asdict(own)), "the other ranks to train their part of the round")
+        with self.world.agreeing(what):
+            own = self._work(round.stream, queues[self.world.rank], local_step, progress.rewards)
+            own.skipped_in_row, arrived = progress.skipped_in_row, time.perf_counter()
+            own.elapsed_seconds = arrived - began
+        reports = [RankReport(**report) for report in self.world.gather_values(asdict(own), what)]
         round.last_wait_seconds = time.perf_counter() - arrived
         round.waited_seconds += round.last_wait_seconds
-        reports = [RankReport(**json.loads(text)) for text in texts]
-        for kind, faults in (Stopped, [r.stopped for r in reports]), (AgreedError, [r.failed for r in reports]):
-            met = [f"rank {rank}: " * (size > 1) + fault for rank, fault in enumerate(faults) if fault is not None]
-            if met:
-                raise kind("; ".join(met))
+        if stopped := [f"rank {rank}: {report.stopped}" for rank, report in enumerate(reports) if report.stopped]:
+            raise Stopped("; ".join(stopped) if self.world.size > 1 else reports[0].stopped)
         steps, pairs = [len(queue) for queue in queues], [sum(map(len, queue)) for queue in queues]
         round.trained, round.pairs, round.steps = last, _sums(round.pairs, pairs), _sums(round.steps, steps)
         if self.own_end is not None:
-            end = sum(report.round_end_seconds or 0.0 for report in reports) / size
+            end = sum(report.round_end_seconds or 0.0 for report in reports) / self.world.size
             self.round_ends, self.own_end = [*self.round_ends, end][-ROUND_ENDS:], None
         ranks.take_in(reports, pairs, steps)
         progress.pairs += sum(pairs)
@@ -565,8 +561,6 @@ class LocalSGD:
                 result = local_step(step, index, int(stream.epochs[chunk[0]]), stream.rows[chunk], micro_batch_size)
             except Stopped as stop:
                 return replace(report, stopped=str(stop))
-            except (UserError, OSError) as error:
-                return replace(report, failed=str(error))
             report.max_micro_batch_size = ranks.max_micro_batch_sizes[rank]  # memory may have run out
             report.tokens += result.tokens
             if ranks.is_warm:

@@ -92,9 +92,11 @@ class PipelinedStep(Step):
         """One step, as Step's; the seconds are this rank's own."""
         self.waited_seconds = -self.links.waited_seconds
         result = super().__call__(index, steps, batches)
-        compute = max(0.0, result.compute_seconds[0] - self.waited_seconds)
-        wait = result.wait_seconds + self.waited_seconds
-        return replace(result, compute_seconds=[compute], wait_seconds=wait, sent_error=self.sent_error)
+        compute, figures = max(0.0, result.compute_seconds[0] - self.waited_seconds), dict(result.figures)
+        figures |= {"compute_seconds": compute, "wait_seconds": figures["wait_seconds"] + self.waited_seconds}
+        if self.sent_error is not None:
+            figures["sent_error"] = self.sent_error
+        return replace(result, compute_seconds=[compute], figures=figures)
 
     def _begin(self, batches: list[MicroBatch], baseline: mx.array | None) -> None:
         """What one step's passes add to."""

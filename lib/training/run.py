@@ -83,9 +83,9 @@ class TrainingRun:
         self.local_sgd: LocalSGD | None = None  # where ranks are independent; else they take every step together
         if plan.strategy == "independent":
             self.local_sgd = LocalSGD(config, world, plan, self.model, data.lengths, self.steps)
-        host = self.hosts[world.rank]
-        self.tracker = PerformanceTracker(self.folder / "logs" / f"rank-{world.rank:03d}.jsonl", world.rank, host)
-        rates = plan.basis.matmul_gflops.get(host, ())[self.hosts[: world.rank].count(host) :]
+        rank, host = world.rank, self.hosts[world.rank]
+        self.tracker = PerformanceTracker(self.folder / "logs" / f"rank-{rank:03d}.jsonl", rank, host)
+        rates = plan.basis.matmul_gflops.get(host, ())[self.hosts[:rank].count(host) :]
         flops = (6 if config.model.method == "full" else 4) * get_total_parameters(self.model)
         self.tracker.arithmetic = Arithmetic(flops, 1e9 * (rates[0] if rates else gflops()))
         self.writer = CheckpointWriter(False, config.checkpoint.every)
@@ -160,32 +160,30 @@ class TrainingRun:
         """Whether all steps are taken, or evaluations improve no more; never inside a round."""
         if self.local_sgd is not None and self.local_sgd.round is not None:
             return False
-        return self.progress.step >= self.steps or self.progress.has_stalled(self.config.train.patience)
-
-    def is_finite(self) -> bool:
-        """Whether every rank's weights and optimizer state are finite; all ranks ask together."""
-        return checkpoint.are_finite(self.world, self.model, self.optimizer)
+        patience = self.config.train.patience
+        return self.progress.step >= self.steps or self.progress.evaluations_since_best >= (patience or math.inf)
 
     def save(self) -> bool:
         """Writes a checkpoint, or begins to; where none can be written, says why, and returns False."""
         self.count_wall_seconds()
-        progress, asked, common, own = self.progress, self.asked_reference, dict[str, Arrays](), None
+        progress, reference, asked, own = self.progress, self.reference, self.asked_reference, None
+        common: dict[str, Arrays] = {}
         if self.local_sgd is not None:
             own = self.local_sgd.rank_arrays(self.optimizer)
             if momentum := self.local_sgd.merger.momentum:
                 common[checkpoint.MOMENTUM] = momentum
         else:  # replicas on unlike machines drift by roundings, so all take rank 0's weights
-            moving = self.reference.arrays if self.reference is not None else {}
+            moving = reference.arrays if reference else {}
             others, moving = checkpoint.share_weights(self.world, self.model, self.optimizer, moving)
-            if self.reference is not None:
-                self.reference.arrays = moving
+            if reference:
+                reference.arrays = moving
             if others:
                 text = f"rank {', '.join(map(str, others))} had other weights than rank 0 by rounding; took rank 0's"
                 self.say.warning(text, self.own_step)
             own = {"feedback": self.feedback} if self.config.sync.compression != "none" else None
-        if self.reference is not None:
-            common[checkpoint.REFERENCE] = self.reference.arrays
-        elif asked is not None and asked.logps is not None:
+        if reference:
+            common[checkpoint.REFERENCE] = reference.arrays
+        elif asked and asked.logps is not None:
             common[checkpoint.REFERENCE_LOGPS] = asked.of_all_ranks()
         plan = json.dumps(self.schedule.at(progress.step + 1).to_dict(), indent=2) + "\n"
         texts = {"plan.json": plan, "config.yaml": dump(self.config)}
@@ -214,9 +212,9 @@ class TrainingRun:
             raise AgreedError(f"{self.folder} is a run of independent ranks; go on with strategy=independent")
         try:  # all ranks read the same
             own = self.resumed = checkpoint.own_part_at(path, world) if path is not None else {}
-            self.model.update(tree_unflatten(list(own.get("weights", {}).items())) or {})
+            self.model.update(tree_unflatten(own.get("weights", {})) or {})
             if "optimizer" in own:
-                self.optimizer.state = tree_unflatten(list(own["optimizer"].items()))
+                self.optimizer.state = tree_unflatten(own["optimizer"])
             self.feedback = own.get("feedback", {})
             if self.local_sgd is not None and not self.config.rollouts.rounds:
                 self.local_sgd.resume(progress, own)
@@ -240,15 +238,9 @@ class TrainingRun:
 
     def _say_rate(self) -> None:
         """Says what the learning rate does where a run is resumed with other steps."""
-        step, steps, progress = self.progress.step, self.steps, self.progress
-        now, last = (learning_rate(self.config.train, *progress.rate_position(i)) for i in (step, steps - 1))
-        if now or last:
-            rates = f"{now:.3g} at step {step + 1}, {last:.3g} at {steps}"
-            self.say.line(f"the learning rate goes on without a jump: {rates}")
-        else:
-            nothing = f"its last rate is 0: steps {step + 1} to {steps} learn nothing"
-            remedy = f"for another rate start a new run with model.adapter={self.folder}"
-            self.say.warning(f"the learning rate's schedule ended at step {step}, and {nothing}; {remedy}")
+        step, progress, train = self.progress.step, self.progress, self.config.train
+        now, last = (learning_rate(train, *progress.rate_position(i)) for i in (step, self.steps - 1))
+        self.say.line(f"learning rate: {now:.3g} at step {step + 1}, {last:.3g} at step {self.steps}, without a jump")
 
 
 def open_run(
@@ -316,11 +308,10 @@ class Learner:
         plan = run.schedule.at(run.progress.step + 1)
         self.worker = 0 if plan.divides_model else run.world.rank
         self.recomputes = bool(run.config.model.gradient_checkpointing or plan.checkpoints_blocks(run.world.rank))
-        # Pairs in a micro-batch of this rank, as memory leaves it.
-        sizes = [run.schedule.most_at(self.worker), self.memory.size]
-        if plan.divides_model:  # every rank takes the same micro-batches
-            sizes += [int(text) for text in run.world.gather_text(str(self.memory.size or "")) if text]
-        self.max_micro_batch_size = min((size for size in sizes if size is not None), default=None)
+        # Pairs in a micro-batch of this rank, as memory leaves it; of a divided model every rank takes the same ones.
+        limit = str(self.memory.size or "")
+        limits = map(int, filter(None, run.world.gather_text(limit) if plan.divides_model else [limit]))
+        self.max_micro_batch_size = min(filter(None, [run.schedule.most_at(self.worker), *limits]), default=None)
         turns_on = self.memory.recomputes and run.config.model.may_turn_on_checkpointing and not self.recomputes
         self._make_step(turns_on)
 
@@ -350,8 +341,7 @@ class Learner:
         if result.skipped:
             run.say.own_warning(f"step {step}: loss or gradient is not finite; computed once more", step)
             result = self._take(step, index, batches)
-        figures = result.means | result.measurements()
-        run.tracker.log_batch(step, len(rows), result.seconds, **figures, epoch=epoch, rows=rows)
+        run.tracker.log_batch(step, len(rows), result.seconds, **result.means, **result.figures, epoch=epoch, rows=rows)
         run.progress.skipped_in_row = in_row = run.progress.skipped_in_row + 1 if result.skipped else 0
         if in_row:
             run.say.own_warning(f"step {step}: not finite again; update {in_row} in a row left out", step)
@@ -373,7 +363,8 @@ class Learner:
             self.memory.begin(size)
             mx.async_eval(run.model.trainable_parameters(), run.optimizer.state)  # a lazy array belongs to its thread
             try:
-                result = out_of_memory.attempt(partial(self._attempt, index, fitting))
+                asked = (run.asked_reference or iter)(fitting)
+                result = out_of_memory.attempt(partial(self.step, index, run.schedule.steps, asked))
             except OutOfMemory as error:
                 if not error.ranks:
                     self.memory.record(max(1, size // 2), self.recomputes)
@@ -384,9 +375,6 @@ class Learner:
                 return result
             self._halve(step, failure)
 
-    def _attempt(self, index: int, batches: list[MicroBatch]) -> StepRecord:
-        return self.step(index, self.run.schedule.steps, (self.run.asked_reference or iter)(batches))
-
     def _halve(self, step: int, failure: OutOfMemory) -> None:
         """Half the micro-batch for the ranks that ran out of memory; gradient checkpointing where that is one pair."""
         run, schedule, model = self.run, self.run.schedule, self.run.config.model
@@ -396,12 +384,9 @@ class Learner:
         held = f"held {', '.join(f'{size / 1e9:.4g} GB' for size in failure.needed_bytes)}"
         if at_one and (self.recomputes or not (model.may_turn_on_checkpointing and hasattr(run.model, "layers"))):
             hosts = ", ".join(f"rank {rank} ({before.ranks[rank].host})" for rank in at_one)
-            remedies = "a smaller data.max_length, a quantised or smaller model, strategy=sharded over several hosts"
-            if not self.recomputes:
-                dropout = "model.dropout=0 with " if model.dropout else ""
-                remedies = f"{dropout}model.gradient_checkpointing=true, {remedies}"
-            remedies = f"model.method=lora, {remedies}" if model.method == "full" else remedies
             what = f"a single pair{' and gradient checkpointing' * self.recomputes}"
+            remedies = "model.method=lora, model.gradient_checkpointing=true (with model.dropout=0), a smaller "
+            remedies += "data.max_length, a quantised or smaller model, strategy=sharded over several hosts"
             raise AgreedError(f"{hosts} ran out of memory with {what}: {held} ({failure}); try {remedies}")
         plan = schedule.halve(step, hit, gradient_checkpointing=bool(at_one))
         if at_one:
@@ -591,8 +576,9 @@ class TrainingLoop:
         if evaluation_due:
             self.latest = self.evaluate()
             # Rank 0's: ranks that are never merged have metrics of their own.
-            metrics: Metrics = json.loads(run.world.broadcast_text(json.dumps(self.latest)))
-            may_be_saved = run.is_finite() and not any(in_row)  # what is not saved is never the best
+            metrics: Metrics = run.world.broadcast_value(self.latest)
+            is_finite = checkpoint.are_finite(run.world, run.model, run.optimizer)
+            may_be_saved = is_finite and not any(in_row)  # what is not saved is never the best
             is_best = progress.is_best(metrics, run.best_by, may_be_saved)
             checkpoint_due = is_best or run.is_over or checkpoint_due
         if checkpoint_due and not run.save() and is_best:
@@ -605,8 +591,8 @@ class TrainingLoop:
             run.say.warning(text, run.own_step)
         reason = self.early_end()
         totals = tracker.totals() | (self.latest if run.is_never_merged else {})
-        each = world.gather_text(json.dumps(totals), "every rank's figures")
-        if not run.is_finite():
+        every = world.gather_values(totals, "every rank's figures")
+        if not checkpoint.are_finite(world, run.model, run.optimizer):
             raise Stopped(
                 f"the weights after step {run.progress.step} are not finite, and no adapter is made of them (the "
                 f"checkpoints in {run.folder} have finite ones); start a new run with a smaller train.learning_rate"
@@ -619,7 +605,7 @@ class TrainingLoop:
             if world.rank == 0:
                 adapter_files.save_trained(run.model, run.config.model, run.folder, *weights)
                 run.count_wall_seconds()
-                result = self._summary(reason, [json.loads(totals) for totals in each])
+                result = self._summary(reason, every)
                 files.write_atomically(run.folder / "summary.json", records.dumps(result, indent=2) + "\n")
         run.writer.record(tracker)
         tracker.record("end", step=run.own_step, final_step=self.final_step, reason=reason, **self.latest)

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from lib.config.settings import Config, ModelSettings, PlanSettings
 from lib.data import tokenizer
@@ -46,6 +46,7 @@ TRIAL: dict[str, dict[str, object]] = {  # what a trial changes
     "checkpoint": {"every": None},
     "plan": {"replan": False},
 }
+RATES = "every rank's matrix-product rate"
 
 
 def plan_run(
@@ -60,28 +61,26 @@ def plan_run(
     warnings = []
     if config.strategy in ("sharded", "pipelined") and world.size == 1:
         sizes, shares = config.plan.micro_batch_sizes, config.plan.shares or ()
-        if len(shares) > 1:
-            warnings = [f"plan.shares {list(shares)} has {len(shares)} numbers, but there is 1 rank, which holds all"]
-            if resumed is None:
-                ranks = f"start {len(shares)} ranks (mpirun -n {len(shares)})"
-                raise UserError(f"{warnings[0]}; leave it out, or {ranks}")
+        if len(shares) > 1 and resumed is None:
+            remedy = f"leave it out, or start {len(shares)} ranks (mpirun -n {len(shares)})"
+            raise UserError(f"plan.shares {list(shares)} has {len(shares)} numbers, but 1 rank holds all; {remedy}")
         alone = config.plan.model_copy(update={"shares": None, "micro_batch_sizes": sizes and sizes[:1]})
         config = config.model_copy(update={"plan": alone})
-    stored: dict[str, Any] = {"ranks": [], "matmul_gflops": {}}  # of the run's plan.json on rank 0's disk
+    stored: dict[str, Any] = {}  # the run's plan.json on rank 0's disk
     if resumed is not None and world.rank == 0:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            read = json.loads((resumed / "plan.json").read_text(encoding="utf-8"))
-            stored = {name: read.get(name) or empty for name, empty in stored.items()}
-    stored = json.loads(world.broadcast_text(json.dumps(stored)))
+        with contextlib.suppress(OSError, ValueError):
+            stored = json.loads((resumed / "plan.json").read_text(encoding="utf-8"))
+    before, rates = world.broadcast_value([stored.get("ranks") or [], stored.get("matmul_gflops") or {}])
     # Every rank's threads: as when the run started that goes on, else as is faster now.
-    before = next((rank.get("blas_threads") for rank in stored["ranks"] if rank["host"] == hosts[world.rank]), None)
-    threads = hardware.choose_threads(before, hosts.count(hosts[world.rank]) == 1, config.plan.replan)
+    host = hosts[world.rank]
+    threads = next((rank.get("blas_threads") for rank in before if rank["host"] == host), None)
+    threads = hardware.choose_threads(threads, hosts.count(host) == 1, config.plan.replan)
     cores = os.cpu_count() if hardware.mlx_device()[0] == "cpu" else None
-    every = list(map(json.loads, world.gather_text(json.dumps([threads, cores]), "every rank's threads and cores")))
+    every = world.gather_values([threads, cores], "every rank's threads and cores")
     for host, (_, count) in dict(zip(hosts, every, strict=True)).items():
         if count and hosts.count(host) > count:
             warnings.append(f"{host}: {hosts.count(host)} ranks compute on {count} cores; start at most {count} there")
-    facts, rates = _gather_facts(config, world, hosts, data, stored["matmul_gflops"])
+    facts, rates = _gather_facts(config, world, hosts, data, rates)
     with world.agreeing("planning"):
         first = advised(config.plan, config.train, config.strategy, plan(facts))
         of_ranks = tuple(replace(rank, blas_threads=here[0]) for rank, here in zip(first.ranks, every, strict=True))
@@ -101,41 +100,47 @@ def _gather_facts(
     rates: those of a run that goes on, which divides the work as before."""
     with world.agreeing("reading the calibration"):
         rank_calibration = calibration.read_of_rank(Path(config.plan.calibration_dir), hosts, world.rank)
-        of_model = tokenizer.stored_config(config.model)
-        dtype, divided = model_dtype(config.model), config.strategy if world.size > 1 else ""
-        block_shape = _shape(of_model, dtype, False, divided == "pipelined")
-        shape = _shape(of_model, dtype, True, divided == "sharded")
+        divided = config.strategy if world.size > 1 else ""
+        block_shape = _shape(config.model, False, divided == "pipelined")
+        shape = _shape(config.model, True, divided == "sharded")
         multiple, folder = length_multiple(config.data), model_folder.resolve(config.model.path, config.model.revision)
         padded = padded_lengths(data.lengths, multiple)
         key = calibration.curve_key(config.model, config.record_kind, folder, round(float(padded.mean())))
     # Unlike devices pad unlike: rank 0's lengths are the ones that all plan with. Rows: the largest, for memory; and of
     # mean sizes, for the times of divided models.
-    rows = [asdict(Rows.of(*data.trained, multiple)), asdict(Rows.mean(*data.trained, multiple))]
-    agreed = json.loads(world.broadcast_text(json.dumps([key.model_dump(), int(padded.max()), rows])))
-    key, longest, (largest, typical) = CurveKey(**agreed[0]), agreed[1], (Rows(**some) for some in agreed[2])
+    rows = [asdict(rows_of(*data.trained, multiple)) for rows_of in (Rows.of, Rows.mean)]
+    stored_key, longest, rows = world.broadcast_value([key.model_dump(), int(padded.max()), rows])
+    key, (largest, typical) = CurveKey(**stored_key), (Rows(**some) for some in rows)
     limit = memory_limit(config.plan, hosts, world)
     if limit.is_configured and rank_calibration is not None:
-        limits = [filter(None, (curve.memory_limit_bytes, limit.size_bytes)) for curve in rank_calibration.curves]
-        changed = [
-            curve.model_copy(update={"memory_limit_bytes": min(sizes, default=None)})
-            for curve, sizes in zip(rank_calibration.curves, limits, strict=True)
-        ]
-        rank_calibration = rank_calibration.model_copy(update={"curves": tuple(changed)})
+        curves = []
+        for curve in rank_calibration.curves:
+            least = min(filter(None, (curve.memory_limit_bytes, limit.size_bytes)))
+            curves.append(curve.model_copy(update={"memory_limit_bytes": least}))
+        rank_calibration = rank_calibration.model_copy(update={"curves": tuple(curves)})
     ranks, usual = _gather_hosts(world, hosts, rank_calibration, limit), None
     if None not in [host.calibration and nearest_curve(host.calibration.curves, key) for host in ranks]:
         rates = {}
     elif len(set(hosts)) > 1:
         if any(len(rates.get(host, ())) != hosts.count(host) for host in hosts):
-            measured = _gathered(world, hardware.quick_gflops())
-            rates = {host: [rate for name, rate in zip(hosts, measured, strict=True) if name == host] for host in hosts}
-        left = {host: list(of_host) for host, of_host in rates.items()}
-        ranks = [replace(rank, gflops=left[rank.name].pop(0)) for rank in ranks]
+            rates = {}
+            for host, rate in zip(hosts, world.gather_values(hardware.quick_gflops(), RATES), strict=True):
+                rates.setdefault(host, []).append(rate)
+        left = {host: iter(of_host) for host, of_host in rates.items()}
+        ranks = [replace(rank, gflops=next(left[rank.name])) for rank in ranks]
     else:
-        rates, usual = {}, statistics.fmean(_gathered(world, hardware.gflops()))
+        rates, usual = {}, statistics.fmean(world.gather_values(hardware.gflops(), RATES))
     memory = None
     if block_shape is not None:
-        shares = config.data.shared_prompts and of_model.get("model_type") in FAMILIES
-        memory = MemoryModel(block_shape, _training(config, block_shape, shares), largest, typical)
+        family, follows = (
+            tokenizer.stored_config(config.model).get("model_type"),
+            config.reference_sync_steps is not None,
+        )
+        training = _training(config.model, config.train.optimizer, block_shape.blocks)
+        training = replace(
+            training, moving_reference=follows, shared_prompts=config.data.shared_prompts and family in FAMILIES
+        )
+        memory = MemoryModel(block_shape, training, largest, typical)
     facts = PlanFacts(
         settings=config,
         hosts=ranks,
@@ -151,68 +156,55 @@ def _gather_facts(
     return facts, rates
 
 
-def _gathered(world: World, gflops: float) -> list[float]:
-    return [float(text) for text in world.gather_text(repr(gflops), "every rank's matrix-product rate")]
-
-
-def _training(config: Config, shape: ModelShape, shared_prompts: bool) -> Training:
+def _training(model: ModelSettings, optimizer: str, blocks: int) -> Training:
     """What of the settings decides how much memory a step needs."""
-    model = config.model
     return Training(
         method=model.method,
         rank=max([model.rank, *model.rank_pattern.values()]),
-        blocks=None if model.blocks is None else adapter_files.depth(model, shape.blocks),
+        blocks=None if model.blocks is None else adapter_files.depth(model, blocks),
         adapts_embeddings=model.adapt_embeddings,
         checkpointing=bool(model.gradient_checkpointing),
-        optimizer=OPTIMIZERS.get(config.train.optimizer, ADAM),
-        moving_reference=config.reference_sync_steps is not None,
-        shared_prompts=shared_prompts,
+        optimizer=OPTIMIZERS.get(optimizer, ADAM),
     )
-
-
-def model_dtype(model: ModelSettings) -> str | None:
-    """Of the weights, where it is not the stored one."""
-    return model.dtype or ("float32" if model.random_init else None)
 
 
 def memory_limit(settings: PlanSettings, hosts: Sequence[str], world: World) -> Limit:
     """What this rank may use."""
-    configured = settings.memory_limit_gb
+    configured, host = settings.memory_limit_gb, hosts[world.rank]
     if isinstance(configured, dict):
-        configured = configured.get(hosts[world.rank])
+        configured = configured.get(host)
     if configured is not None:
         return Limit(round(configured * 1e9), is_configured=True)
     memory = hardware.memory_limit_bytes()
-    if memory and hardware.mlx_device()[0] != "cuda":  # there, each rank has a GPU of its own
-        memory //= hosts.count(hosts[world.rank])
-    return Limit(memory)
+    has_own_gpu = hardware.mlx_device()[0] == "cuda"
+    return Limit(memory if has_own_gpu or not memory else memory // hosts.count(host))
 
 
 def sharded_plan(config: Config, world: World, hosts: Sequence[str]) -> ClusterPlan:
     """The division of a model for forward passes alone: by memory and calibrated rates; AgreedError where it fails."""
     with world.agreeing("reading the calibration"):
         rank_calibration = calibration.read_of_rank(Path(config.plan.calibration_dir), hosts, world.rank)
-        shape = model_shape_of(tokenizer.stored_config(config.model), model_dtype(config.model))
+        shape = _shape(config.model, True, is_needed=True)
     ranks = _gather_hosts(world, hosts, rank_calibration, memory_limit(config.plan, hosts, world))
     key = CurveKey(model=config.model.path, method=config.model.method, dtype="", sequence_length=1)
     with world.agreeing("planning"):
         return plan_sharded(PlanFacts(config, ranks, key, 1, world.backend, 1, shape=shape))
 
 
-def stage_blocks(config: Config, world: World, hosts: Sequence[str]) -> tuple[int, ...]:
+def stage_blocks(settings: PlanSettings, model: ModelSettings, world: World, hosts: Sequence[str]) -> tuple[int, ...]:
     """Consecutive blocks of each rank for forward passes alone: as plan.shares says, else by memory; AgreedError."""
-    limit = memory_limit(config.plan, hosts, world).size_bytes
-    memory = [float(text or 0) for text in world.gather_text(str(limit or ""), "every host's memory")]
+    memory = world.gather_values(memory_limit(settings, hosts, world).size_bytes, "every host's memory")
     with world.agreeing("planning"):
-        blocks = model_shape_of(tokenizer.stored_config(config.model), to_divide=False).blocks
-        given = configured_blocks(config.plan.shares, world.size, blocks)
+        blocks = model_shape_of(tokenizer.stored_config(model), to_divide=False).blocks
+        given = configured_blocks(settings.shares, world.size, blocks)
         return given or apportion(blocks, memory if all(memory) else [1.0] * world.size)
 
 
-def _shape(stored: Mapping[str, object], dtype: str | None, to_divide: bool, is_needed: bool) -> ModelShape | None:
+def _shape(model: ModelSettings, to_divide: bool, is_needed: bool) -> ModelShape | None:
     """A model's dimensions; None where its config.json has other names for them, and no setting needs them."""
+    dtype = model.dtype or ("float32" if model.random_init else None)
     try:
-        return model_shape_of(stored, dtype, to_divide=to_divide)
+        return model_shape_of(tokenizer.stored_config(model), dtype, to_divide=to_divide)
     except (UserError, ValueError, TypeError):
         if is_needed:
             raise
@@ -224,24 +216,24 @@ def _gather_hosts(
 ) -> list[RankHost]:
     """What every rank knows of its own host. rank_calibration, limit: this rank's."""
     stored, identity = rank_calibration and rank_calibration.model_dump_json(), hardware.identify(hosts[world.rank])
-    facts, ranks = [stored, identity.device_name, identity.device, limit.size_bytes], []
-    texts = world.gather_text(json.dumps(facts), "every host's calibration, chip and memory")
-    for host, (text, chip, device, memory_bytes) in zip(hosts, map(json.loads, texts), strict=True):
-        read = HostCalibration.model_validate_json(text) if text else None
-        ranks.append(RankHost(host, read, chip, cast(hardware.Device, device), memory_bytes=memory_bytes))
-    return ranks
+    facts = [stored, identity.device_name, identity.device, limit.size_bytes]
+    every = world.gather_values(facts, "every host's calibration, chip and memory")
+    return [
+        RankHost(host, text and HostCalibration.model_validate_json(text), chip, device, memory_bytes=memory_bytes)
+        for host, (text, chip, device, memory_bytes) in zip(hosts, every, strict=True)
+    ]
 
 
 def trial_step_seconds(config: Config, world: World, train: Callable[[Config, World, bool, bool], None]) -> float:
     """Seconds of a step in a run of three, in a folder that is deleted: the slowest rank's mean without the first."""
-    folder = Path(world.broadcast_text(tempfile.mkdtemp(prefix="tandem-trial-") if world.rank == 0 else ""))
-    changes = {name: getattr(config, name).model_copy(update=values) for name, values in TRIAL.items()}
-    changes["run"] = changes["run"].model_copy(update={"dir": str(folder)})
+    folder = world.broadcast_text(tempfile.mkdtemp(prefix="tandem-trial-") if world.rank == 0 else "")
+    values = TRIAL | {"run": TRIAL["run"] | {"dir": folder}}
+    changes = {name: getattr(config, name).model_copy(update=section) for name, section in values.items()}
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             train(config.model_copy(update=changes), world, False, False)
-        records = read_records(folder / "trial" / "logs" / f"rank-{world.rank:03d}.jsonl")
-        steps = [float(str(record.get("step_seconds"))) for record in records if record["kind"] == "step"]
+        records = read_records(Path(folder, "trial", "logs", f"rank-{world.rank:03d}.jsonl"))
+        steps: list[Any] = [record["step_seconds"] for record in records if record["kind"] == "step"]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return max(float(text) for text in world.gather_text(repr(statistics.fmean(steps[1:] or steps)), "a trial's steps"))
+    return float(max(world.gather_values(statistics.fmean(steps[1:] or steps), "a trial's steps")))

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -42,34 +43,14 @@ class StepRecord:
     """What one step did; means are over all ranks. skipped: a non-finite update was left out."""
 
     means: Metrics
-    grad_norm: float
-    learning_rate: float
+    figures: dict[str, Any]  # of this rank alone, as its record has them
     skipped: bool
     seconds: float
     pairs: int  # of all ranks
     tokens: int  # of all ranks, without padding
-    rank_tokens: int
-    padded_tokens: int
-    rank: int  # this rank's index in compute_seconds
     compute_seconds: list[float]  # of every rank that took part
-    sync_seconds: float
-    wait_seconds: float
-    peak_memory_bytes: int
     bytes_sent: int
     elapsed_seconds: float  # rank 0's, from the step before to this one: the same number on every rank
-    traces: int  # distinct batch shapes so far: each is compiled once
-    sent_error: float | None = None  # of compressed activations: what was left out, relative to their norm
-
-    def measurements(self) -> dict[str, float]:
-        """The fields of this rank's step record."""
-        same = "padded_tokens grad_norm learning_rate skipped sync_seconds wait_seconds peak_memory_bytes bytes_sent"
-        return {
-            "tokens": self.rank_tokens,
-            "tokens_per_second": self.rank_tokens / self.seconds,
-            "compute_seconds": self.compute_seconds[self.rank],
-            **{name: getattr(self, name) for name in (*same.split(), "traces")},
-            **({} if self.sent_error is None else {"sent_error": self.sent_error}),
-        }
 
 
 @dataclass
@@ -152,25 +133,23 @@ class Step:
                 self.rewards[:] = self.rewards[0] + self.train.beta * total, self.rewards[1] + count
             self.update.take(mean, norm, rate)
         wait_seconds = min(max(ranks_seconds) - ranks_seconds[self.world.rank], sync_seconds)
-        return StepRecord(
-            seconds=time.perf_counter() - started,
-            pairs=int(sums["pairs"]),
-            means=means_of(sums, self.train),
-            grad_norm=norm.item(),
-            learning_rate=rate,
-            skipped=skipped,
-            tokens=int(totals[-2]),
-            rank_tokens=tokens,
-            padded_tokens=sum(batch.computed_tokens for batch in counted),
-            rank=self.world.rank,
-            compute_seconds=ranks_seconds,
-            sync_seconds=sync_seconds - wait_seconds,
-            wait_seconds=wait_seconds,
-            peak_memory_bytes=mx.get_peak_memory(),
-            bytes_sent=self.world.traffic.bytes_sent - bytes_before,
-            elapsed_seconds=totals[-1],
-            traces=len(self.shapes),
-        )
+        seconds, bytes_sent = time.perf_counter() - started, self.world.traffic.bytes_sent - bytes_before
+        figures = {
+            "tokens": tokens,
+            "tokens_per_second": tokens / seconds,
+            "padded_tokens": sum(batch.computed_tokens for batch in counted),
+            "grad_norm": norm.item(),
+            "learning_rate": rate,
+            "skipped": skipped,
+            "compute_seconds": ranks_seconds[self.world.rank],
+            "sync_seconds": sync_seconds - wait_seconds,
+            "wait_seconds": wait_seconds,
+            "peak_memory_bytes": mx.get_peak_memory(),
+            "bytes_sent": bytes_sent,
+            "traces": len(self.shapes),  # distinct batch shapes so far: each is compiled once
+        }
+        means, pairs, all_tokens = means_of(sums, self.train), int(sums["pairs"]), int(totals[-2])
+        return StepRecord(means, figures, skipped, seconds, pairs, all_tokens, ranks_seconds, bytes_sent, totals[-1])
 
     def forward_backward(
         self, what: str, batches: Iterable[MicroBatch], counted: list[Batch], baseline: mx.array | None
