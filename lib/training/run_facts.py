@@ -94,7 +94,7 @@ def _gather_facts(
     world: World,
     hosts: Sequence[str],
     data: Dataset | StreamedDataset | Prompts,
-    rates: Mapping[str, list[float]],
+    rates: dict[str, list[float]],
 ) -> tuple[PlanFacts, Mapping[str, Sequence[float]]]:
     """What a plan depends on, the same on all ranks; and the matrix-product rates by host that were measured for it.
     rates: those of a run that goes on, which divides the work as before."""
@@ -113,11 +113,7 @@ def _gather_facts(
     key, (largest, typical) = CurveKey(**stored_key), (Rows(**some) for some in rows)
     limit = memory_limit(config.plan, hosts, world)
     if limit.is_configured and rank_calibration is not None:
-        curves = []
-        for curve in rank_calibration.curves:
-            least = min(filter(None, (curve.memory_limit_bytes, limit.size_bytes)))
-            curves.append(curve.model_copy(update={"memory_limit_bytes": least}))
-        rank_calibration = rank_calibration.model_copy(update={"curves": tuple(curves)})
+        rank_calibration = _within(rank_calibration, limit.size_bytes)
     ranks, usual = _gather_hosts(world, hosts, rank_calibration, limit), None
     if None not in [host.calibration and nearest_curve(host.calibration.curves, key) for host in ranks]:
         rates = {}
@@ -132,14 +128,9 @@ def _gather_facts(
         rates, usual = {}, statistics.fmean(world.gather_values(hardware.gflops(), RATES))
     memory = None
     if block_shape is not None:
-        family, follows = (
-            tokenizer.stored_config(config.model).get("model_type"),
-            config.reference_sync_steps is not None,
-        )
+        shares = config.data.shared_prompts and tokenizer.stored_config(config.model).get("model_type") in FAMILIES
         training = _training(config.model, config.train.optimizer, block_shape.blocks)
-        training = replace(
-            training, moving_reference=follows, shared_prompts=config.data.shared_prompts and family in FAMILIES
-        )
+        training = replace(training, moving_reference=config.reference_sync_steps is not None, shared_prompts=shares)
         memory = MemoryModel(block_shape, training, largest, typical)
     facts = PlanFacts(
         settings=config,
@@ -154,6 +145,15 @@ def _gather_facts(
         usual_gflops=usual,
     )
     return facts, rates
+
+
+def _within(calibration: HostCalibration, limit_bytes: int | None) -> HostCalibration:
+    """With a memory limit that was configured."""
+    curves = []
+    for curve in calibration.curves:
+        least = min(filter(None, (curve.memory_limit_bytes, limit_bytes)), default=None)
+        curves.append(curve.model_copy(update={"memory_limit_bytes": least}))
+    return calibration.model_copy(update={"curves": tuple(curves)})
 
 
 def _training(model: ModelSettings, optimizer: str, blocks: int) -> Training:
