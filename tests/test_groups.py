@@ -17,15 +17,14 @@ from lib.data.batch import BatchShape, collate
 from lib.data.dataset import Example
 from lib.data.groups import Group, groups_in_memory, load_groups
 from lib.data.tokenizer import Vocabulary
-from lib.distributed.world import World
 from lib.errors import UserError
 from lib.model import logps as logps_module
 from lib.model.logps import completion_token_logps
 from lib.model.token_stream import arrays_of
 from lib.training.losses import SUMS, Groups, advantages, group_loss, means_of
-from lib.training.step import Step, StepRecord
+from lib.training.step import StepRecord
 from tests import float64, rounding, tiny
-from tests.test_step import HEADS, KV_HEADS, Spy, build, merged
+from tests.test_step import HEADS, KV_HEADS, build, gradients_of, merged, parts_of
 from tests.test_step import means_of as finite_means
 
 LOSS_TYPES = ("grpo", "dr_grpo", "bnpo", "dapo")
@@ -267,13 +266,8 @@ def step_gradients(
     shared: bool = True,
     shapes: Sequence[BatchShape] = (),
 ) -> tuple[StepRecord, dict[str, np.ndarray]]:
-    spy, batches, start = Spy(learning_rate=0.0), [], 0
-    for size in sizes:
-        batch = collate(rows[start : start + size], 4, shared, shapes)
-        batches.append((batch, reference_of(batch)))
-        start += size
-    result = Step(model, spy, settings.train, World())(0, 10, batches)
-    return result, {name: np.array(g, np.float64) for name, g in tree_flatten(spy.state["seen"])}
+    made = [collate(rows[part], 4, shared, shapes) for part in parts_of(sizes)]
+    return gradients_of(model, settings, [(batch, reference_of(batch)) for batch in made])
 
 
 WORDS = ("train.loss=grpo", "train.max_grad_norm=null", "train.beta=0.5", "train.temperature=0.7")
@@ -418,15 +412,6 @@ def test_masked_tokens_are_not_learnt_and_rewards_of_masked_completions_count(tm
     assert groups_in_memory("one", [one], []).deviation == 0.0
     others = one._replace(rewards=[2.0, None]), one._replace(logps=[[-2], [-1]]), one._replace(mask=[[False], [True]])
     assert len({groups_in_memory("one", [group], []).digest for group in (one, *others)}) == 4
-
-
-def test_a_completions_length_counts_its_masked_tokens(tmp_path: Path) -> None:
-    record = {"prompt_ids": [5, 6], "completion_ids": [[7] * 9 + [1], [8] * 4 + [1]], "rewards": [1.0, 0.0]}
-    masked = record | {"completion_mask": [[0] * 10, [1] * 5]}
-    tiny.write_jsonl(tmp_path / "groups.jsonl", [masked] * 8)
-    words = [*tiny.settings(tmp_path), "train.loss=grpo", "data.valid=null", "train.steps=1", "run.name=masked"]
-    tiny.train(tmp_path, [*words, f"data.train={tmp_path / 'groups.jsonl'}"])
-    assert tiny.steps_of(tmp_path / "runs/masked")[0]["completion_length"] == 7.5
 
 
 GOOD = {"prompt_ids": [5, 6], "completion_ids": [[7, 1], [8]], "rewards": [1.0, 0], "logps": [[-1, -2.0], [0]]}

@@ -22,7 +22,7 @@ from lib.distributed.world import World
 from lib.model import adapter_files, adapters, token_stream
 from lib.model import load as load_module
 from lib.training.optimizers import UpdateRule, learning_rate, make_optimizer
-from lib.training.step import Step
+from lib.training.step import MicroBatch, Step, StepRecord
 from tests import float64, rounding
 from tests.tiny import LLAMA, model_folder, pairs
 
@@ -115,6 +115,22 @@ class Spy(optim.SGD):
         return parameters
 
 
+def parts_of(sizes: Sequence[int]) -> list[slice]:
+    """Consecutive parts of these sizes."""
+    return [slice(end - size, end) for size, end in zip(sizes, np.cumsum(sizes).tolist(), strict=True)]
+
+
+def gradients_of(
+    model: nn.Module, settings: Config, batches: list[MicroBatch], rewards: list[float] | None = None
+) -> tuple[StepRecord, dict[str, np.ndarray]]:
+    """A step's result and its gradients; rewards: changed as the step does."""
+    spy = Spy(learning_rate=0.0)
+    step = Step(model, spy, settings.train, World())
+    step.rewards = rewards or step.rewards
+    result = step(0, 10, batches)
+    return result, {name: np.array(g, np.float64) for name, g in tree_flatten(spy.state["seen"])}
+
+
 def step_gradients(
     model: nn.Module,
     settings: Config,
@@ -123,16 +139,10 @@ def step_gradients(
     sizes: list[int],
     shared: bool = True,
 ) -> tuple[Any, dict[str, np.ndarray]]:
-    spy, batches, start = Spy(learning_rate=0.0), [], 0
-    for size in sizes:
-        part = batch[start : start + size]
-        if settings.train.loss == "sft":
-            part = [dataclasses.replace(example, completions=example.completions[:1]) for example in part]
-        batches.append((collate(part, 4, shared), reference[start : start + size]))
-        start += size
-    step = Step(model, spy, settings.train, World())
-    result = step(0, 10, batches)
-    return result, {name: np.array(g, np.float64) for name, g in tree_flatten(spy.state["seen"])}
+    if settings.train.loss == "sft":
+        batch = [dataclasses.replace(example, completions=example.completions[:1]) for example in batch]
+    batches = [(collate(batch[part], 4, shared), reference[part]) for part in parts_of(sizes)]
+    return gradients_of(model, settings, batches)
 
 
 def means_of(result: Any) -> dict[str, float]:

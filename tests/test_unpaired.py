@@ -32,7 +32,7 @@ from lib.training.losses import (
 from lib.training.step import Step, StepRecord
 from tests import float64, rounding, tiny
 from tests.test_losses import close, derivative64, log_sigmoid64
-from tests.test_step import HEADS, KV_HEADS, Spy, build, merged
+from tests.test_step import HEADS, KV_HEADS, Spy, build, gradients_of, merged, parts_of
 from tests.test_step import means_of as finite_means
 
 BETA, WEIGHTS = 0.3, (1.25, 0.75)
@@ -155,19 +155,15 @@ def step_gradients(
     model: Any, settings: Config, rows: list[Example], reference: np.ndarray, sizes: list[int], rewards: list[float]
 ) -> tuple[StepRecord, dict[str, np.ndarray]]:
     """A step's result and its gradients; rewards: changed as the step does."""
-    spy, batches, start = Spy(learning_rate=0.0), [], 0
-    for size in sizes:
-        own = rows[start : start + size]
-        parts = [[dataclasses.replace(row, completions=row.completions[k : k + 1]) for row in own] for k in (0, 1)]
-        batch, mismatched = (collate(part, 4, True) for part in parts)
-        with_other = settings.train.loss == "kto"
-        batch = dataclasses.replace(batch, mismatched=mismatched if with_other else None)
-        batches.append((batch, reference[start : start + size, : 1 + with_other]))
-        start += size
-    step = Step(model, spy, settings.train, World())
-    step.rewards = rewards
-    result = step(0, 10, batches)
-    return result, {name: np.array(g, np.float64) for name, g in tree_flatten(spy.state["seen"])}
+    with_other, batches = settings.train.loss == "kto", []
+    for part in parts_of(sizes):
+        own, mismatched = (
+            collate([dataclasses.replace(row, completions=row.completions[k : k + 1]) for row in rows[part]], 4, True)
+            for k in (0, 1)
+        )
+        batch = dataclasses.replace(own, mismatched=mismatched if with_other else None)
+        batches.append((batch, reference[part, : 1 + with_other]))
+    return gradients_of(model, settings, batches, rewards)
 
 
 @pytest.mark.parametrize("loss", UNPAIRED_LOSSES)
@@ -367,10 +363,3 @@ def test_per_pair_writes_a_line_a_row_from_which_the_loss_follows(tmp_path: Path
     assert figures["loss"] == pytest.approx(np.mean([line["loss"] for line in lines]), rel=1e-6)
     summary = json.loads((tmp_path / "runs/run/summary.json").read_text())
     assert summary["loss"] == pytest.approx(figures["loss"], rel=1e-6)
-
-
-def test_prompts_that_are_not_shared_change_no_result(tmp_path: Path) -> None:
-    common = [*run_words(tmp_path, "kto"), "train.steps=4", "train.learning_rate=1e-2"]
-    tiny.train(tmp_path, [*common, "run.name=plain"])
-    tiny.train(tmp_path, [*common, "data.shared_prompts=false", "run.name=other"])
-    rounding.assert_equal_runs(tmp_path / "runs/plain", [tmp_path / "runs/other"], ["loss", "kl"])

@@ -237,8 +237,8 @@ class Snapshot:
     model: nn.Module
     optimizer: optim.Optimizer
     settings: ModelSettings
-    texts: Mapping[str, str]
-    common: Mapping[str, Arrays]
+    texts: dict[str, str]
+    common: dict[str, Arrays]
     own: RankArrays | None
 
 
@@ -268,8 +268,7 @@ def save(folder: Path, snapshot: Snapshot, world: World, writer: CheckpointWrite
                 arrays = dict(zip(names, wholes, strict=True))
                 adapter_config = adapter_files.adapter_config(snapshot.settings, wholes[0][0], len(model.layers))
                 objects = {adapter_files.ADAPTER_CONFIG: adapter_config, STATE: asdict(progress)}
-                own_texts = {name: json.dumps(each, indent=2) + "\n" for name, each in objects.items()}
-                texts = {**snapshot.texts, **own_texts}
+                texts = {name: json.dumps(each, indent=2) + "\n" for name, each in objects.items()} | snapshot.texts
                 if not waits:  # out of MLX, whose arrays are this thread's
                     arrays = {name: (which, adapter_files.raw(dict(each))) for name, (which, each) in arrays.items()}
 

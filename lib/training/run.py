@@ -240,7 +240,8 @@ class TrainingRun:
         """Says what the learning rate does where a run is resumed with other steps."""
         step, progress, train = self.progress.step, self.progress, self.config.train
         now, last = (learning_rate(train, *progress.rate_position(i)) for i in (step, self.steps - 1))
-        self.say.line(f"learning rate: {now:.3g} at step {step + 1}, {last:.3g} at step {self.steps}, without a jump")
+        rates = f"{now:.3g} at step {step + 1}, {last:.3g} at {self.steps}"
+        self.say.line(f"the learning rate goes on without a jump: {rates}")
 
 
 def open_run(
@@ -334,9 +335,9 @@ class Learner:
         self.step.rewards, self.step.feedback = progress.rewards, run.feedback
         self.step.rate_of = lambda index, _: learning_rate(train, *progress.rate_position(index))
 
-    def learn(self, step: int, index: int, epoch: int, rows: list[int], batches: list[MicroBatch]) -> StepRecord:
+    def learn(self, step: int, index: int, epoch: int, batches: list[MicroBatch]) -> StepRecord:
         """One optimizer step, recorded. index: of the global step that decides the learning rate, from 0."""
-        run, train = self.run, self.run.config.train
+        run, train, rows = self.run, self.run.config.train, [int(row) for batch, _ in batches for row in batch.rows]
         result = self._take(step, index, batches)
         if result.skipped:
             run.say.own_warning(f"step {step}: loss or gradient is not finite; computed once more", step)
@@ -409,8 +410,7 @@ class StepBatch(NamedTuple):
     position: Position  # after it
     pairs: int  # of all ranks
     costs: list[float]  # of every rank's part, in tokens
-    rows: list[int]  # of this rank
-    micro_batches: list[MicroBatch]
+    micro_batches: list[MicroBatch]  # of this rank
 
 
 class Batches:
@@ -439,13 +439,12 @@ class Batches:
             parts, costs = assign_micro_batches(rows, self.lengths, sizes, self.cost)
             position = advance(position, len(rows), len(data))
             made = self.make.of(parts[rank], max(sizes[rank], default=1))
-            rank_rows = [int(row) for batch, _ in made for row in batch.rows]
-            yield StepBatch(step, epoch, position, len(rows), costs, rank_rows, made)
+            yield StepBatch(step, epoch, position, len(rows), costs, made)
 
-    def of(self, rows: np.ndarray, micro_batch_size: int) -> tuple[list[int], list[MicroBatch]]:
-        """Some rows, ascending in length, and their micro-batches."""
+    def of(self, rows: np.ndarray, micro_batch_size: int) -> list[MicroBatch]:
+        """Micro-batches of some rows, ascending in length."""
         rows = rows[np.argsort(self.lengths[rows], kind="stable")]
-        return rows.tolist(), self.make.of(micro_batches(rows, micro_batch_size), micro_batch_size)
+        return self.make.of(micro_batches(rows, micro_batch_size), micro_batch_size)
 
 
 # ---- The loop --------------------------------------------------------------------------------------------------------
@@ -523,7 +522,7 @@ class TrainingLoop:
         with contextlib.closing(prefetch(self.batches.upcoming(run), PREFETCHED)) as upcoming:
             for batch in upcoming:
                 step = batch.step
-                result = self.learner.learn(step, step - 1, batch.epoch, batch.rows, batch.micro_batches)
+                result = self.learner.learn(step, step - 1, batch.epoch, batch.micro_batches)
                 if run.reference is not None:
                     run.reference.follow(step)
                 progress.step, progress.epoch, progress.cursor = step, batch.position.epoch, batch.position.cursor
@@ -546,7 +545,7 @@ class TrainingLoop:
         assert local_sgd is not None
 
         def local_step(step: int, index: int, epoch: int, rows: np.ndarray, micro_batch_size: int) -> StepRecord:
-            result = self.learner.learn(step, index, epoch, *self.batches.of(rows, micro_batch_size))
+            result = self.learner.learn(step, index, epoch, self.batches.of(rows, micro_batch_size))
             local_sgd.ranks.limit(run.world.rank, self.learner.max_micro_batch_size)
             return result
 
