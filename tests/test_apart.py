@@ -7,17 +7,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_map
-from mlx_lm.utils import load_adapters, load_model
 
 from lib.distributed.world import World
 from lib.errors import AgreedError, Stopped
 from lib.system.records import read_records
 from lib.training import checkpoint, local_sgd, step
-from tests import rounding, tiny
+from tests import rounding
 from tests.ranks import settings, train
 from tests.tiny import difference, rows_of_epochs, steps_of, weights
 
@@ -284,24 +282,8 @@ def test_a_stacked_run_goes_on_at_its_rank(
 
 
 @pytest.mark.long(ranks=3)
-def test_a_merged_adapter_loads_in_mlx_lm(world: World, folder: Path, shares: str) -> None:
-    words = [*settings(world, folder), "strategy=independent", shares, "train.steps=3"]
-    stored = folder / "stored"
-    if world.rank == 0:
-        assert tiny.stored_model(folder) == stored
-    world.gather_text("written")
-    stored_words = ["model.random_init=false", f"model.path={stored}", "independent.merge=stack"]
-    run = train(world, folder, [*words, *stored_words], "run")
-    model, _ = load_model(stored)
-    before = np.array(model(mx.array([[3, 4, 5]])))
-    model = load_adapters(model, str(run))
-    assert not np.array_equal(before, np.array(model(mx.array([[3, 4, 5]]))))
-    world.gather_text("checked")
-
-
-@pytest.mark.long(ranks=3)
 def test_compressed_gradients_of_synchronous_ranks(world: World, folder: Path, shares: str) -> None:
-    words = [*settings(world, folder), "train.steps=3", shares]
+    words = [*settings(world, folder), "train.steps=2", "data.valid=null", shares]
     sent = {}
     for kind in ("none", "bf16", "int8", "topk"):
         run = train(world, folder, [*words, f"sync.compression={kind}"], kind)

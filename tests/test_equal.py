@@ -71,7 +71,7 @@ def words_of(world: World, folder: Path, **changes: Any) -> list[str]:
 def test_ranks_train_to_the_weights_of_one(world: World, folder: Path, case: str) -> None:
     """21 rows in batches of 8: an epoch's last batch is ragged, and a rank of three may get nothing of it."""
     words, ways = CASES[case]
-    common = [*words_of(world, folder), "train.steps=4", "checkpoint.final=last", *words]
+    common = [*words_of(world, folder), "train.steps=3", "checkpoint.final=last", *words]
     common += [] if case == "DPO" else ["data.valid=null", "evaluate.samples=0"]  # evaluations take half of a short run
     common += [f"data.train={folder}/groups.jsonl"] if case == "GRPO" else []
     alone = rounding.trained_alone(world, common)
@@ -121,9 +121,9 @@ def test_a_stopped_run_has_the_bits_of_one_that_never_stopped(world: World, fold
     """Of replicas, with what compression left out; of stages, of which the first trains nothing."""
     own = {"replicas": ["sync.compression=topk", "model.dropout=0.1"], "stages": ["model.blocks=1"]}.get(way, [])
     words = [*words_of(world, folder), *WAYS[way][2], *own, "train.schedule=constant", "data.valid=null"]
-    straight = train(world, folder, [*words, "train.steps=4"], "straight")
+    straight = train(world, folder, [*words, "train.steps=3"], "straight")
     train(world, folder, [*words, "train.steps=2"], "stopped")
-    stopped = train(world, folder, [*words, "train.steps=4"], "stopped", resume=True)
+    stopped = train(world, folder, [*words, "train.steps=3"], "stopped", resume=True)
     assert difference(straight, stopped) == 0.0
     world.gather_text("checked")
 

@@ -15,7 +15,6 @@ from lib.errors import UserError
 from lib.model import adapter_files, peft_adapters
 from lib.model.adapter_files import AdapterLayer, layer_of, matches, trained_blocks
 from lib.model.checkpointing import checkpoint_blocks, order_backward
-from lib.model.layout import family_of
 from lib.model.lora import use_low_rank_linear
 from lib.model.patches import use_lean_swiglu
 from lib.model.quantised import use_fast_layers
@@ -85,14 +84,11 @@ def _chosen_layers(model: nn.Module, settings: ModelSettings) -> list[str]:
         raise UserError(f"model.adapt_embeddings: {settings.path} has no embedding outside of its blocks")
     more = [name for name in modules if name in (keys or ())] + (sorted(tables) if settings.adapt_embeddings else [])
     chosen += [name for name in dict.fromkeys(more) if name not in chosen]
-    if not chosen and keys is None:
-        raise UserError(f"model.method={settings.method}: {family_of(model)} has no layer that takes an adapter")
     if not chosen:
         layers = (each for layer in model.layers for each in layer.named_modules())
         linears = ", ".join(sorted({name for name, module in layers if isinstance(module, LINEARS)}))
-        raise UserError(
-            f"model.keys {list(keys or [])}: no such layer in {settings.path}; its linear layers are {linears}"
-        )
+        wanted = "no layer takes an adapter" if keys is None else f"model.keys {list(keys)}: no such layer"
+        raise UserError(f"{wanted} in {settings.path}; its linear layers are {linears or 'none'}")
     for setting, patterns in (("rank_pattern", settings.rank_pattern), ("alpha_pattern", settings.alpha_pattern)):
         for pattern in patterns:
             if not any(matches(pattern, layer) for layer in chosen):

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.nn as nn
 from rich.text import Text
 
-from lib.config.settings import Config, DataSettings, EvaluateSettings, ModelSettings
+from lib.config.settings import Config, DataSettings, EvaluateSettings, ModelSettings, RolloutSettings
 from lib.data import tokenizer
 from lib.data.dataset import Dataset, require_apart
 from lib.data.groups import load_groups
@@ -84,8 +84,7 @@ def load_policy(settings: ModelSettings, seed: int, lazy: bool, recomputes: bool
 
 def read_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     """Reads and tokenises the rows, the held-out rows and the questions."""
-    words = vocabulary(config.model)
-    of_model = tokenizer.load_tokenizer_of(config.model)
+    words, of_model, encoder = vocabulary(config.model), tokenizer.load_tokenizer_of(config.model), None
     if of_model is not None:
         encoder = Encoder(of_model, config.data, words.eos_token_id)
         encoder.stop_generation()
@@ -94,7 +93,10 @@ def read_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     data: Dataset | StreamedDataset | Prompts
     valid = held_out = None
     if config.rollouts.rounds:
-        data, held_out = _prompts(config, of_model, words, say)
+        if encoder is None:
+            raise UserError(f"rollouts.rounds={config.rollouts.rounds}: {config.model.path} has no tokenizer")
+        completions = config.rollouts.samples if config.record_kind == "group" else 2
+        data, held_out = _prompts(config.data, config.rollouts, encoder, completions, words, say)
     elif config.record_kind == "group":
         data = load_groups(config.data, words)
     else:
@@ -133,14 +135,14 @@ def _require_room(settings: EvaluateSettings, inputs: Inputs) -> None:
 
 
 def _prompts(
-    config: Config, of_model: Tokenizer | None, words: Vocabulary, say: Callable[[str], None]
+    data: DataSettings,
+    rollouts: RolloutSettings,
+    encoder: Encoder,
+    completions: int,
+    words: Vocabulary,
+    say: Callable[[str], None],
 ) -> tuple[Prompts, Prompts | None]:
     """The prompts of a run of rounds, and those held out: of data.valid, or what data.holdout keeps; None without."""
-    data, rollouts = config.data, config.rollouts
-    if of_model is None:
-        raise UserError(f"rollouts.rounds={rollouts.rounds} needs a tokenizer, but {config.model.path} has none")
-    encoder = Encoder(of_model, data, words.eos_token_id)
-    completions = rollouts.samples if config.record_kind == "group" else 2
 
     def opened(source: str | dict[str, float], held_out: bool | None) -> Prompts:
         return open_prompts(source, data, encoder, rollouts, completions, held_out, say, words)
