@@ -31,7 +31,7 @@ from lib.training.losses import (
 )
 from lib.training.step import Step, StepRecord
 from tests import float64, rounding, tiny
-from tests.test_losses import close, derivative64, log_sigmoid64
+from tests.test_losses import log_sigmoid64
 from tests.test_step import HEADS, KV_HEADS, Spy, build, gradients_of, merged, parts_of
 from tests.test_step import means_of as finite_means
 
@@ -50,37 +50,6 @@ def loss64(
     if name == "kto":
         return weight * (1 - 1 / (1 + math.exp(-sign * beta * (ratio - baseline))))
     return -weight * log_sigmoid64(sign * (beta * ratio - baseline))
-
-
-@pytest.mark.parametrize("name", UNPAIRED_LOSSES)
-@pytest.mark.parametrize("beta", [0.1, 2.0])
-def test_values_and_gradients_match_float64(name: str, beta: float) -> None:
-    rng = np.random.default_rng(0)
-    points = [(float(np.float32(r)), bool(rng.random() < 0.5)) for r in rng.normal(0, 3, 20)]
-    ratios, desirable = mx.array([r for r, _ in points]), mx.array([label for _, label in points])
-    compared_with = float(np.float32(0.7))
-    weights = dict(zip(("desirable_weight", "undesirable_weight"), WEIGHTS, strict=True))
-    train = TrainSettings(loss=name, beta=beta, **weights)
-
-    def total(ratios: mx.array) -> mx.array:
-        return unpaired_losses(ratios, desirable, mx.array(compared_with), train)[0].sum()
-
-    losses, rewards = unpaired_losses(ratios, desirable, mx.array(compared_with), train)
-    assert losses.dtype == rewards.dtype == mx.float32
-    slopes = mx.grad(total)(ratios)
-    for label in (True, False):
-        chosen = [i for i, (_, own) in enumerate(points) if own == label]
-
-        def loss(ratio: float, compared_with: float, label: bool = label) -> float:
-            return loss64(name, ratio, label, compared_with, beta, WEIGHTS)
-
-        def slope(ratio: float, compared_with: float, label: bool = label) -> float:
-            return derivative64(lambda value: loss64(name, value, label, compared_with, beta, WEIGHTS), ratio)
-
-        of_label = [(points[i][0], compared_with) for i in chosen]
-        close(losses[mx.array(chosen)], loss, of_label)
-        close(slopes[mx.array(chosen)], slope, of_label)
-    close(rewards, lambda ratio: beta * ratio, [(ratio,) for ratio, _ in points])
 
 
 @pytest.mark.parametrize("name", UNPAIRED_LOSSES)
