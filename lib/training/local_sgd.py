@@ -331,8 +331,7 @@ class Merger:
             begun, own = ({name: arrays[name].astype(mx.float32) for name in names} for arrays in (start, now))
             if is_compressed:  # what has changed travels: it is smaller, and so is its error
                 own = {name: own[name] - begun[name] for name in own}
-            feedback = {name: self.feedback[name] for name in own if name in self.feedback}
-            arrived, left_out = compression.gather(world, own, self.sync, feedback, "the merge")
+            arrived, left_out = compression.gather(world, own, self.sync, self.feedback, "the merge")
             self.feedback |= left_out
             lost = _squares({name: own[name] - arrived[world.rank][name] for name in own})
             if is_compressed:
