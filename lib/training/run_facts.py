@@ -63,7 +63,7 @@ def plan_run(
         sizes, shares = config.plan.micro_batch_sizes, config.plan.shares or ()
         if len(shares) > 1 and resumed is None:
             remedy = f"leave it out, or start {len(shares)} ranks (mpirun -n {len(shares)})"
-            raise UserError(f"plan.shares {list(shares)} has {len(shares)} numbers, but 1 rank holds all; {remedy}")
+            raise UserError(f"plan.shares {list(shares)} has {len(shares)} numbers, but there is 1 rank; {remedy}")
         alone = config.plan.model_copy(update={"shares": None, "micro_batch_sizes": sizes and sizes[:1]})
         config = config.model_copy(update={"plan": alone})
     stored: dict[str, Any] = {}  # the run's plan.json on rank 0's disk
