@@ -50,15 +50,28 @@ LocalStep = Callable[[int, int, int, np.ndarray, int], StepRecord]
 # ---- Assignment: indices into a round's stream, each trained exactly once (pure) -------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class Round:
-    """The stream of one round: its rows, their epochs, and where its global batches begin and end."""
+    """The stream of one round: its rows, their epochs, where its global batches begin and end; how far the ranks are in
+    it."""
 
     first_step: int  # global batches before it
     last_step: int  # global batches up to its end
     rows: np.ndarray  # int64 [n]
     epochs: np.ndarray  # int64 [n]
     edges: np.ndarray  # int64 [batches + 1]
+    trained: int = 0  # global batches of it
+    pairs: list[int] = field(default_factory=list)  # that each rank trained, and its steps
+    steps: list[int] = field(default_factory=list)
+    start: Arrays = field(default_factory=dict)  # the weights with which it began
+    rewards: list[float] = field(default_factory=list)  # of train.loss=bco: sum and count of all ranks when it began
+    waited_seconds: float = 0.0
+    last_wait_seconds: float = 0.0  # at its last synchronisation
+
+    @property
+    def left(self) -> int:
+        """Global batches that are not trained yet."""
+        return len(self.edges) - 1 - self.trained
 
     def batch_of(self, index: int) -> int:
         """The global batch, from 0 in the round, that an index into the stream belongs to: epochs end in short ones."""
@@ -392,25 +405,6 @@ def _groups(arrays: Arrays) -> list[list[str]]:
 # ---- The rounds of a run ---------------------------------------------------------------------------------------------
 
 
-@dataclass
-class OpenRound:
-    """The round that goes on."""
-
-    stream: Round
-    trained: int  # global batches of it
-    pairs: list[int]  # that each rank trained, and its steps
-    steps: list[int]
-    start: Arrays  # the weights with which it began
-    rewards: list[float]  # of train.loss=bco: sum and count of all ranks when it began
-    waited_seconds: float = 0.0
-    last_wait_seconds: float = 0.0  # at its last synchronisation
-
-    @property
-    def left(self) -> int:
-        """Global batches that are not trained yet."""
-        return len(self.stream.edges) - 1 - self.trained
-
-
 class LocalSGD:
     """The rounds of a run. lengths: int [n], of its rows. first_step: that the data begin with."""
 
@@ -425,7 +419,7 @@ class LocalSGD:
         self.method = settings.merge or default_merge(settings, config.model)
         self.ranks = RankSpeeds(plan, follows=config.plan.replan and config.plan.shares is None and several)
         self.merger = Merger(world, model, settings, config.sync, config.model.method)
-        self.round: OpenRound | None = None  # None between rounds
+        self.round: Round | None = None  # None between rounds
         self.saved_whole = 0  # the step of the last checkpoint at a round's end
         # Global batches in a round: as planned, or as often as measured merges may come.
         self.steps_per_round = plan.steps_per_round or longest_round(steps)
@@ -445,8 +439,8 @@ class LocalSGD:
             round = self.round = self.round or self._open(progress.step, progress.rewards)
             while round.left:
                 target = sys.maxsize if every is None else (saved // every + 1) * every
-                if every is not None and round.stream.last_step - target < every:
-                    target = round.stream.last_step
+                if every is not None and round.last_step - target < every:
+                    target = round.last_step
                 elapsed = self._work_and_synchronise(round, progress, local_step, target, writer)
                 writer.unsaved_seconds += elapsed
                 whole_seconds += elapsed
@@ -461,7 +455,7 @@ class LocalSGD:
                 progress.rounds = self.state()
             yield record, is_due
 
-    def _end_round(self, round: OpenRound, progress: Progress) -> dict[str, Any]:
+    def _end_round(self, round: Round, progress: Progress) -> dict[str, Any]:
         began = time.perf_counter()
         method = self.method if self.method != "stack" or progress.step >= self.steps else "svd"
         record = self.merger.merge(method, round.start, round.pairs, round.steps)
@@ -490,27 +484,28 @@ class LocalSGD:
             part, often = seconds / (seconds + now * step_seconds), "step" if now == 1 else f"{now:,} steps"
             self.remark = f"merges from here on every {often}: one takes {seconds:.2g} s, {part:.1%} of the time"
 
-    def _open(self, step: int, rewards: Sequence[float]) -> OpenRound:
+    def _open(self, step: int, rewards: list[float]) -> Round:
         last_step = self.steps if self.pairs_per_round else min(self.steps, step + self.steps_per_round)
-        stream = self._stream(step, last_step, self.pairs_per_round or sys.maxsize)
-        none, start = [0] * self.world.size, adapter_files.trainable(self.model)
-        return OpenRound(stream, 0, none, none, start, list(rewards))
+        round = self._round(step, last_step, rewards, self.pairs_per_round or sys.maxsize)
+        round.start = adapter_files.trainable(self.model)
+        return round
 
-    def _stream(self, first_step: int, last_step: int, pairs: int = sys.maxsize) -> Round:
+    def _round(self, first_step: int, last_step: int, rewards: list[float], pairs: int = sys.maxsize) -> Round:
         """The round that ends with `last_step`, or before it, once it has so many pairs."""
-        steps = (first_step - self.first_step, last_step - self.first_step)
-        stream = open_round(steps, pairs, self.lengths, self.seed, self.batch_size)
-        return replace(stream, first_step=first_step, last_step=stream.last_step + self.first_step)
+        steps, none = (first_step - self.first_step, last_step - self.first_step), [0] * self.world.size
+        round = open_round(steps, pairs, self.lengths, self.seed, self.batch_size)
+        last_step = round.last_step + self.first_step
+        return replace(round, first_step=first_step, last_step=last_step, pairs=none, steps=none, rewards=list(rewards))
 
     def _work_and_synchronise(
-        self, round: OpenRound, progress: Progress, local_step: LocalStep, target: int, writer: CheckpointWriter
+        self, round: Round, progress: Progress, local_step: LocalStep, target: int, writer: CheckpointWriter
     ) -> float:
         """Local steps until the ranks synchronise; rank 0's seconds. target: the step of the next checkpoint."""
         began, ranks, what = time.perf_counter(), self.ranks, "the other ranks to train their part of the round"
         last = round.trained + min(self._batches_at_once(round, writer), max(1, target - progress.step))
-        queues = ranks.assign(round.stream, (round.trained, last))
+        queues = ranks.assign(round, (round.trained, last))
         with self.world.agreeing(what):
-            own = self._work(round.stream, queues[self.world.rank], local_step, progress.rewards)
+            own = self._work(round, queues[self.world.rank], local_step, progress.rewards)
             own.skipped_in_row, arrived = progress.skipped_in_row, time.perf_counter()
             own.elapsed_seconds = arrived - began
         reports = [RankReport(**report) for report in self.world.gather_values(asdict(own), what)]
@@ -527,13 +522,13 @@ class LocalSGD:
         progress.pairs += sum(pairs)
         progress.tokens += sum(report.tokens for report in reports)
         progress.seconds += time.perf_counter() - began
-        progress.step = round.stream.first_step + last
+        progress.step = round.first_step + last
         progress.epoch, batches = divmod(progress.step - self.first_step, -(-len(self.lengths) // self.batch_size))
         progress.cursor = batches * self.batch_size
         progress.rounds = self.state()
         return reports[0].elapsed_seconds
 
-    def _batches_at_once(self, round: OpenRound, writer: CheckpointWriter) -> int:
+    def _batches_at_once(self, round: Round, writer: CheckpointWriter) -> int:
         """Global batches until the ranks synchronise."""
         ranks, patience = self.ranks, PATIENCE * self.world.timeout_seconds
         if writer.every is None:
@@ -580,8 +575,8 @@ class LocalSGD:
         state["rewards"] = ranks.rewards or [[0.0, 0.0]] * self.world.size
         state["rewards_before"] = [0.0, 0.0] if round is None else round.rewards
         if round is not None:
-            state |= {"first_step": round.stream.first_step, "last_step": round.stream.last_step}
-            state |= {"batches": round.trained, "pairs": round.pairs, "steps": round.steps}
+            state |= {"first_step": round.first_step, "last_step": round.last_step, "batches": round.trained}
+            state |= {"pairs": round.pairs, "steps": round.steps}
         return state
 
     def rank_arrays(self, optimizer: optim.Optimizer) -> RankArrays:
@@ -615,7 +610,7 @@ class LocalSGD:
                 ranks.rewards, before = state["rewards"], state["rewards_before"]
                 progress.rewards = list(ranks.rewards[self.world.rank])
             if "last_step" in state:
-                stream = self._stream(state["first_step"], min(self.steps, state["last_step"]))
-                trained = min(state["batches"], len(stream.edges) - 1)
-                self.round = OpenRound(stream, trained, state["pairs"], state["steps"], own["start"], before)
+                round = self.round = self._round(state["first_step"], min(self.steps, state["last_step"]), before)
+                round.trained, round.start = min(state["batches"], round.left), own["start"]
+                round.pairs, round.steps = state["pairs"], state["steps"]
         progress.rounds = self.state()

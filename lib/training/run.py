@@ -550,7 +550,7 @@ class TrainingLoop:
             return result
 
         # Of the last merge, from which the next evaluation counts: a resume may be inside a round.
-        evaluated = progress.step if local_sgd.round is None else local_sgd.round.stream.first_step
+        evaluated = progress.step if local_sgd.round is None else local_sgd.round.first_step
         for merged, checkpoint_due in local_sgd.train(progress, local_step, run.writer):
             evaluation_due = False
             if merged is not None:  # else inside a round
