@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -56,17 +56,12 @@ class ShardedWorld(World):
         return self.parts.get(name) or self.parts.get(name.rpartition(".")[0])
 
 
-def _with(world: World, kind: Any, **others: Any) -> Any:
-    """The world as another kind."""
-    return kind(**{of_world.name: getattr(world, of_world.name) for of_world in fields(World)}, **others)
-
-
 def sharded(
     world: World, division: Division, parts: Mapping[str, Part] | None = None, partial: Iterable[str] = ()
 ) -> ShardedWorld:
     """The world, once its ranks hold parts of a model."""
-    made: ShardedWorld = _with(world, ShardedWorld, division=division, parts=parts or {}, partial=frozenset(partial))
-    return made
+    divided = {"division": division, "parts": parts or {}, "partial": frozenset(partial)}
+    return ShardedWorld(**(vars(world) | divided))
 
 
 @dataclass(frozen=True)
@@ -166,9 +161,8 @@ def pipelined(
     world: World, blocks: Sequence[int], stage: Stage | None = None, links: Links | None = None
 ) -> PipelinedWorld:
     """The world, once its ranks hold their blocks of a model."""
-    holders, links = stage.holders if stage else {}, links or links_of(world)
-    made: PipelinedWorld = _with(world, PipelinedWorld, links=links, blocks=tuple(blocks), holders=holders)
-    return made
+    links, holders = links or links_of(world), stage.holders if stage else {}
+    return PipelinedWorld(**(vars(world) | {"links": links, "blocks": tuple(blocks), "holders": holders}))
 
 
 @dataclass(frozen=True)
