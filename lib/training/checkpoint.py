@@ -333,7 +333,7 @@ def prune(folder: Path, keep: int, best_step: int | None) -> None:
             if step_of(path) != best_step and path != newest_whole:
                 discard(path)
     kept = {path.name for path in checkpoints_in(folder)}
-    for path in (folder / "ranks").glob("step-*-rank-*.safetensors"):
+    for path in (folder / "ranks").glob("step-*-rank-[0-9][0-9][0-9].safetensors"):  # a copy has more in its name
         if path.name.partition("-rank-")[0] not in kept:
             path.unlink(missing_ok=True)
 
