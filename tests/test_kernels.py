@@ -20,6 +20,7 @@ from lib.config import load
 from lib.data.batch import collate
 from lib.data.dataset import Example, load_dataset
 from lib.distributed.world import World
+from lib.model.token_stream import cannot_share_prompts
 from lib.training import kernels, losses
 from lib.training.optimizers import make_optimizer
 from lib.training.step import Step
@@ -42,7 +43,9 @@ def test_the_parts_of_a_step_have_every_kernel_of_the_whole(
     )
     count = 1 if settings.train.loss == "sft" else 2
     tokens = [np.arange(20 + n, dtype=np.int32) for n in range(count + 1)]
-    rows = [Example(row, tokens[0], tuple(tokens[1:])) for row in range(2)]
+    rows = [
+        Example(row, tokens[0][: 20 - 9 * row], tuple(each[: 30 - 9 * row] for each in tokens[1:])) for row in (0, 1)
+    ]
 
     @contextlib.contextmanager
     def evaluated() -> Iterator[set[str]]:
@@ -58,6 +61,7 @@ def test_the_parts_of_a_step_have_every_kernel_of_the_whole(
             kernels.compile_part(part, settings, rows)
 
     model = kernels.small_model(settings.model, 0)
+    assert cannot_share_prompts(model) is None
     step = Step(model, make_optimizer(settings.train), settings.train, World())
     model.train()
     batch = collate(rows, 16, True)

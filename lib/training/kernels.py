@@ -34,7 +34,15 @@ from lib.errors import UserError
 from lib.model import adapters, load
 from lib.model.layout import backbone_of
 from lib.model.quantised import device
-from lib.model.token_stream import Replaced, arrays_of, hidden_states, length_multiple, scored_states
+from lib.model.token_stream import (
+    Replaced,
+    Stream,
+    StreamInputs,
+    arrays_of,
+    hidden_states,
+    length_multiple,
+    scored_states,
+)
 from lib.system import model_folder
 from lib.training import losses
 from lib.training.losses import figures_of, loss_and_sums
@@ -44,7 +52,7 @@ from lib.training.step import Step, arrays_beside, is_compiled
 # A part's process: its name is the argument, and its work comes on the standard input.
 START = "from lib.system import mpi_and_blas; mpi_and_blas.prepare(); from lib.training import kernels; kernels.main()"
 ROOT = Path(__file__).resolve().parents[2]
-BLOCKS, VOCABULARY = 2, 256  # of the small model
+BLOCKS, VOCABULARY, HEAD_SIZE = 2, 256, 64  # of the small model
 BLOCK_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_transformer_layers")
 RAGGED = 4  # times as long as another row: micro-batches are ragged, as those of a run are
 LARGEST_BYTES = 2**32  # of a part's weights: the model itself takes the device's memory meanwhile
@@ -163,6 +171,19 @@ def blocks(step: Step, batch: Batch) -> None:
     mx.eval(mx.compile(run, inputs=[model.state, mx.random.state])(arrays_of(batch.inputs)))
 
 
+def stream(step: Step, batch: Batch) -> None:
+    """Attention's way from a stream of tokens to rectangles and back."""
+    inputs = arrays_of(batch.inputs)
+    if not (batch.prefix_length or "suffix_indices" in inputs):
+        return
+    each = mx.zeros((len(batch.tokens), 1, 1, HEAD_SIZE), hidden_states(step.model, inputs).dtype)
+
+    def attended(queries: mx.array, keys: mx.array, values: mx.array, inputs: StreamInputs) -> mx.array:
+        return Stream(inputs).attend(queries, keys, values, 1.0, None).square().sum()
+
+    mx.eval(mx.compile(mx.value_and_grad(attended, (0, 1, 2)))(each, each, each, inputs))
+
+
 def head(step: Step, batch: Batch) -> None:
     """The head's log-probabilities, and back to what the blocks give."""
     place, inputs = backbone_of(step.model), arrays_of(batch.inputs)
@@ -179,7 +200,16 @@ def head(step: Step, batch: Batch) -> None:
 
 
 def loss(step: Step, batch: Batch) -> None:
-    """The loss of log-probabilities, and its gradient."""
+    """The loss of log-probabilities."""
+    mx.eval(_of_logps(step, batch)[0])
+
+
+def gradient(step: Step, batch: Batch) -> None:
+    """The loss's gradient for log-probabilities."""
+    mx.eval(_of_logps(step, batch)[1])
+
+
+def _of_logps(step: Step, batch: Batch) -> tuple[mx.array, mx.array]:
     inputs = arrays_of(batch.inputs)
     figures = inputs["mask"].shape[: 3 if step.train.record_kind == "group" else 2]  # of tokens, or of completions
     reference = mx.full(figures, -10.0) if losses.needs_reference(step.train) else None
@@ -190,7 +220,8 @@ def loss(step: Step, batch: Batch) -> None:
     def of_logps(logps: mx.array) -> mx.array:
         return loss_and_sums(step.train, (logps, *others), inputs, reference, labels, baseline)[0]
 
-    mx.eval(mx.compile(mx.value_and_grad(of_logps))(mx.contiguous(logps)))
+    both: tuple[mx.array, mx.array] = mx.compile(mx.value_and_grad(of_logps))(mx.contiguous(logps))
+    return both
 
 
 def reference(step: Step, batch: Batch) -> None:
@@ -209,7 +240,7 @@ def update(step: Step, batch: Batch) -> None:
 
 
 PARTS: dict[str, Callable[[Step, Batch], None]] = {
-    part.__name__: part for part in (blocks, head, loss, reference, update)
+    part.__name__: part for part in (blocks, stream, head, loss, gradient, reference, update)
 }
 
 

@@ -71,10 +71,17 @@ class LogProbs:
         return self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
 
 
+@mx.custom_function
 def log_sigmoid(x: mx.array) -> mx.array:
-    """log sigma(x), of two branches: the gradient of MLX's logaddexp is good to 1e-8 only."""
-    positive, negative = mx.where(x > 0, x, 0), mx.where(x > 0, 0, x)
-    return mx.where(x > 0, -mx.log1p(mx.exp(-positive)), negative - mx.log1p(mx.exp(negative)))
+    """log sigma(x). The gradient of MLX's logaddexp is good to 1e-8 only."""
+    return mx.minimum(x, 0) - mx.log1p(mx.exp(-mx.abs(x)))
+
+
+@log_sigmoid.vjp
+def _log_sigmoid_vjp(x: mx.array, cotangent: mx.array, _: mx.array) -> mx.array:
+    e = mx.exp(-mx.abs(x))
+    part = cotangent / (1 + e) * e
+    return mx.where(x > 0, part, cotangent - part)
 
 
 def log_odds(logp: mx.array) -> mx.array:
