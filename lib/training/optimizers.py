@@ -180,7 +180,9 @@ def apply_gradients(
 
 
 def update_rule(model: nn.Module, optimizer: optim.Optimizer, train: TrainSettings, is_divided: bool) -> UpdateRule:
-    """The rule for what is trained of a model. is_divided: whether ranks hold parts of one model."""
+    """The rule for what is trained of a model; the same again. is_divided: whether ranks hold parts of one model."""
+    if isinstance(optimizer, UpdateRule):
+        return optimizer
     arrays = [array for _, array in tree_flatten(model.trainable_parameters())]
     has_decay = bool(getattr(optimizer, "weight_decay", 0.0))
     is_joined = (
@@ -195,16 +197,32 @@ def update_rule(model: nn.Module, optimizer: optim.Optimizer, train: TrainSettin
     return (JoinedUpdateRule if is_joined else UpdateRule)(model, optimizer, train)
 
 
-class UpdateRule:
-    """The update array by array; compiled on a GPU."""
+class UpdateRule(optim.Optimizer):
+    """The update array by array; compiled on a GPU. To others it is the optimizer, whose state it has."""
 
     def __init__(self, model: nn.Module, optimizer: optim.Optimizer, train: TrainSettings):
         self.model, self.optimizer, self.train = model, optimizer, train
+        mx.eval(optimizer.state)  # a lazy array belongs to its thread
         self.optimizer_state: list[Any] = [optimizer.state]  # which a compiled update reads and writes
         self.mean, self._new = self._mean, self._new_parameters
         if compiles(train):
             self.mean = mx.compile(self._mean)
             self._new = mx.compile(self._new_parameters, inputs=self.optimizer_state, outputs=self.optimizer_state)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The optimizer's, by the arrays' names."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: dict[str, Any]) -> None:
+        mx.eval(state)
+        self.optimizer.state = state
+
+    def init(self, parameters: dict[str, Any]) -> None:
+        """Begins what the state does not have yet."""
+        self.optimizer.init(parameters)
+        mx.eval(self.state)
 
     def _mean(self, gradients: Tree, count: mx.array) -> tuple[Tree, dict[str, mx.array]]:
         """Mean gradients, and their squared norms by name."""
@@ -234,14 +252,38 @@ class UpdateRule:
 
 class JoinedUpdateRule(UpdateRule):
     """The update of all arrays as one: 1B and 8B are 8 to 14 % slower on an H200 without it. Between steps the model
-    and the optimizer's state hold views under their usual names; others that are put there (a resume, a merge) are
-    joined anew."""
+    holds views; other arrays that are put there (a resume, a merge) are joined anew. The state by name is made when
+    somebody reads it: hundreds of views take milliseconds, in which a GPU has no work."""
 
     def __init__(self, model: nn.Module, optimizer: optim.Optimizer, train: TrainSettings):
         super().__init__(model, copy.copy(optimizer), train)
-        self.by_name, self.trained = optimizer, TrainedArrays(model)
-        self.parameters, self.views = mx.array(0.0), list[mx.array]()
-        self.state: Any = None  # by name, as the last update left it
+        self.trained, self.parameters, self.views = TrainedArrays(model), mx.array(0.0), list[mx.array]()
+        self.by_name: dict[str, Any] | None = optimizer.state  # None: not made since the last update
+        self.is_joined = False  # whether the optimizer has that state
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The optimizer's, by the arrays' names; evaluated."""
+        if self.by_name is None:
+            state = dict(self.optimizer.state)
+            moments = {key: self._split(array) for key, array in state.pop(JOINED).items()}
+            names = enumerate(self.trained.names)
+            by_name = [(f"{name}.{key}", views[i]) for i, name in names for key, views in moments.items()]
+            self.by_name = state | (tree_unflatten(by_name) if by_name else {})
+            mx.eval(self.by_name)
+        return self.by_name
+
+    @state.setter
+    def state(self, state: dict[str, Any]) -> None:
+        mx.eval(state)
+        self.by_name, self.is_joined = state, False
+
+    def init(self, parameters: dict[str, Any]) -> None:
+        """Begins what the state does not have yet."""
+        begun = copy.copy(self.optimizer)
+        begun.state = self.state
+        begun.init(parameters)
+        self.state = begun.state
 
     def _mean(self, gradients: Tree, count: mx.array) -> tuple[Tree, dict[str, mx.array]]:
         by_name = dict(tree_flatten(gradients))  # in the order of a sum over ranks
@@ -251,24 +293,20 @@ class JoinedUpdateRule(UpdateRule):
         arrays, names = self.trained.read(), self.trained.names
         if [*map(id, arrays)] != [*map(id, self.views)]:
             self.parameters = _joined(arrays)
-        if self.by_name.state is not self.state:
-            flat = dict(tree_flatten(self.by_name.state))
+        if not self.is_joined:
+            flat = dict(tree_flatten(self.state))
             joined: dict[str, Any] = {name: array for name, array in flat.items() if "." not in name}
             if keys := sorted({name.rpartition(".")[2] for name in flat if name.startswith(f"{names[0]}.")}):
                 joined[JOINED] = {key: _joined([flat[f"{name}.{key}"] for name in names]) for key in keys}
-            self.optimizer.state = joined
+            self.optimizer.state, self.is_joined = joined, True
             self.optimizer.init({JOINED: self.parameters})
         self.optimizer.learning_rate = rate
         self.optimizer_state[0] = self.optimizer.state
-        self.parameters = self._new({JOINED: self.parameters}, gradients, norm)[JOINED]
+        self.parameters, self.by_name = self._new({JOINED: self.parameters}, gradients, norm)[JOINED], None
         mx.async_eval(self.parameters, self.optimizer.state)  # the device has its work before the views are made
         self.views = self._split(self.parameters)
         self.trained.write(self.views)
-        state = dict(self.optimizer.state)
-        moments = {key: self._split(array) for key, array in state.pop(JOINED).items()}
-        by_name = [(f"{name}.{key}", views[i]) for i, name in enumerate(names) for key, views in moments.items()]
-        self.by_name.state = self.state = state | (tree_unflatten(by_name) if by_name else {})
-        mx.async_eval(self.views, self.state)
+        mx.async_eval(self.views)
 
     def _split(self, joined: mx.array) -> list[mx.array]:
         """Views of a joined array, in the order of the trained arrays."""

@@ -331,7 +331,10 @@ class Learner:
         else:
             rank = None if run.local_sgd is None else run.world.rank
             self.step = Step(run.model, run.optimizer, train, world, sync, rank, limit)
-        progress = run.progress  # not the run: a step is freed late, and would keep the run's folder locked
+        run.optimizer, progress = (
+            self.step.update,
+            run.progress,
+        )  # not the run: a step is freed late, and would keep the run's folder locked
         self.step.rewards, self.step.feedback = progress.rewards, run.feedback
         self.step.rate_of = lambda index, _: learning_rate(train, *progress.rate_position(index))
 
@@ -356,13 +359,12 @@ class Learner:
 
     def _take(self, step: int, index: int, batches: list[MicroBatch]) -> StepRecord:
         """The step, with smaller micro-batches each time that memory runs out."""
-        run = self.run
         while True:
             fitting = self.make.within(batches, self.max_micro_batch_size)  # those made in advance may be larger
             size = max((len(batch.rows) for batch, _ in fitting), default=0)
             heartbeat.report(micro_batch_size=size, gradient_checkpointing=self.recomputes, machine=network.host_name())
             self.memory.begin(size)
-            mx.async_eval(run.model.trainable_parameters(), run.optimizer.state)  # a lazy array belongs to its thread
+            mx.async_eval(self.step.trained.read())  # a lazy array belongs to its thread
             try:
                 asked = (run.asked_reference or iter)(fitting)
                 result = out_of_memory.attempt(partial(self.step, index, run.schedule.steps, asked))
