@@ -183,8 +183,9 @@ def test_a_setting_of_an_earlier_version_is_named_and_an_old_run_goes_on(
     with pytest.raises(UserError, match="serve.wings, which an earlier version had; fly by hand"):
         load_module.load(None, ["serve.wings=5"], {"model": {"path": "x"}, "data": {"train": "y"}})
     path = tmp_path / "config.yaml"
-    path.write_text("model: {path: x}\ndata: {train: y}\nserve: {wings: 5}\n")
-    assert load_module.resume(path, ["train.epochs=5"]).train.epochs == 5
+    path.write_text("model: {path: x}\ndata: {train: y, prompt: question, chosen: chosen}\nserve: {wings: 5}\n")
+    resumed = load_module.resume(path, ["train.epochs=5"])
+    assert resumed.train.epochs == 5 and resumed.data.columns == {"prompt": "question"}
 
 
 def test_code_that_a_run_s_folder_names_runs_only_where_the_run_was_started(

