@@ -39,6 +39,8 @@ def _ordered_call(plain: Any) -> Any:
     def call(block: Any, *args: Any, **options: Any) -> Any:
         trained = block.trainable_parameters() if block.training else {}
         parameters, is_recomputed = dict(tree_flatten(trained)), block.training and block.is_recomputed
+        # Later blocks of AFM7 read keys from a cache that a block fills: outputs that a recomputed one would not have.
+        is_recomputed = is_recomputed and not any(hasattr(each, "state") for _, each in tree_flatten((args, options)))
         if not (parameters or is_recomputed):
             return plain(block, *args, **options)
         given: list[mx.array] = []
