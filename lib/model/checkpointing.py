@@ -14,6 +14,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from lib.model.patches import replace_modules, with_methods
+from lib.model.token_stream import Stream, Window
+
+PLAIN = (mx.array, str, int, float, type(None), Stream, Window)  # arguments in which a block leaves no outputs
 
 
 def order_backward(model: nn.Module) -> None:
@@ -39,8 +42,8 @@ def _ordered_call(plain: Any) -> Any:
     def call(block: Any, *args: Any, **options: Any) -> Any:
         trained = block.trainable_parameters() if block.training else {}
         parameters, is_recomputed = dict(tree_flatten(trained)), block.training and block.is_recomputed
-        # Later blocks of AFM7 read keys from a cache that a block fills: outputs that a recomputed one would not have.
-        is_recomputed = is_recomputed and not any(hasattr(each, "state") for _, each in tree_flatten((args, options)))
+        # AFM7's last blocks read keys from a cache that another filled, Kimi K3's add to a list of residuals.
+        is_recomputed = is_recomputed and all(isinstance(each, PLAIN) for _, each in tree_flatten((args, options)))
         if not (parameters or is_recomputed):
             return plain(block, *args, **options)
         given: list[mx.array] = []
@@ -79,7 +82,7 @@ def _recomputed(output_of: Callable[..., Any], arrays: Sequence[mx.array], train
 
     def outputs_of(*arrays: mx.array) -> list[mx.array]:
         output = output_of(*arrays)
-        form[:] = [tree_map(lambda leaf: isinstance(leaf, mx.array), output)]
+        form[:] = [tree_map(lambda leaf: ... if isinstance(leaf, mx.array) else leaf, output)]
         return [leaf for _, leaf in tree_flatten([output]) if isinstance(leaf, mx.array)]
 
     block = mx.custom_function(outputs_of)
@@ -91,7 +94,7 @@ def _recomputed(output_of: Callable[..., Any], arrays: Sequence[mx.array], train
         return _parameters_first(gradients, trained)
 
     outputs: Iterator[mx.array] = iter(block(*arrays))
-    return tree_map(lambda is_array: next(outputs) if is_array else None, form[0])
+    return tree_map(lambda leaf: next(outputs) if leaf is ... else leaf, form[0])
 
 
 def _parameters_first(gradients: Sequence[mx.array], trained: int) -> list[mx.array]:
