@@ -30,6 +30,9 @@ def make_trainable(model: nn.Module, settings: ModelSettings, seed: int) -> None
     parameters are float32 whatever the model's type: an update of 1e-5 of a weight would vanish in bfloat16. Raises
     UserError: no layer matches, or the adapter to start from does not fit."""
     blocks = trained_blocks(settings, len(model.layers))
+    experts = (part.weight for part in model.modules() if isinstance(part, SwitchLinear))
+    if mx.default_device() == mx.cpu and any(weight.dtype != mx.float32 for weight in experts):
+        raise UserError(f"{settings.path}: on a CPU MLX multiplies experts in float32 alone; add model.dtype=float32")
     model.freeze()
     use_lean_swiglu(model)
     use_fast_layers(model)
