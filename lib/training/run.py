@@ -359,6 +359,7 @@ class Learner:
 
     def _take(self, step: int, index: int, batches: list[MicroBatch]) -> StepRecord:
         """The step, with smaller micro-batches each time that memory runs out."""
+        run = self.run
         while True:
             fitting = self.make.within(batches, self.max_micro_batch_size)  # those made in advance may be larger
             size = max((len(batch.rows) for batch, _ in fitting), default=0)
