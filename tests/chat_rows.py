@@ -7,7 +7,7 @@ from typing import Any
 from lib.config.settings import DataSettings
 from lib.data.chat import has_reasoning, lost
 from lib.data.record_formats import Chat, Unusable
-from lib.data.tokenize import Encoder
+from lib.data.tokenize import Encoded, Encoder
 from tests import chat_models
 
 SYSTEM = {"role": "system", "content": "You are terse."}
@@ -101,11 +101,19 @@ def encoder_of(tokenizer: Any, about: dict[str, Any], **settings: Any) -> Encode
     return Encoder(wrapped, DataSettings(train="-", **settings), None)
 
 
+def encode(encoder: Encoder, chat: Chat) -> Encoded | Unusable:
+    """A chat's ids, or why there are none."""
+    try:
+        return encoder.encoded(chat)
+    except Unusable as why:
+        return why
+
+
 def differences(name: str, tokenizer: Any, about: dict[str, Any], golden: dict[str, Any]) -> dict[str, str]:
     """Kinds of rows that differ from TRL's ids, and how."""
     encoder = encoder_of(tokenizer, about)
     kinds = rows()
-    made = encoder.encode([chat_of(row) for row in kinds.values()])
+    made = [encode(encoder, chat_of(row)) for row in kinds.values()]
     found = {}
     for (kind, row), ours in zip(kinds.items(), made, strict=True):
         theirs = golden[f"{name} {kind}"]

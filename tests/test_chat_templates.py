@@ -35,8 +35,7 @@ BAD = {"role": "assistant", "content": "Blue."}
 
 def encode(name: str, chat: Chat, **settings: Any) -> Encoded | Unusable:
     encoder = chat_rows.encoder_of(chat_models.tokenizer_of(name), chat_models.registry()[name], **settings)
-    (made,) = encoder.encode([chat])
-    return made
+    return chat_rows.encode(encoder, chat)
 
 
 def decoded(name: str, chat: Chat, **settings: Any) -> tuple[str, list[str], list[str]]:
@@ -77,7 +76,7 @@ def test_a_space_before_an_answer_is_the_whole_conversations(style, kind):
     for name, row in chat_rows.rows().items():
         if row["tools"] or "thinking" in name or "system" in name:
             continue
-        (made,) = encoder.encode([chat_rows.chat_of(row)])
+        made = chat_rows.encode(encoder, chat_rows.chat_of(row))
         assert isinstance(made, Encoded)
         prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
         assert made.prompt == prompt, name
@@ -156,7 +155,7 @@ def test_a_field_of_an_answer_that_a_template_does_not_know_is_named(field):
     template = "{% for m in messages %}{{ m.content }}{{ m." + name + " }}<|im_end|>{% endfor %}"
     about = chat_models.registry()["Qwen-Qwen3-0.6B"]
     encoder = chat_rows.encoder_of(chat_models.tokenizer_of("Qwen-Qwen3-0.6B", template), about)
-    assert isinstance(encoder.encode([Chat([USER], ([GOOD | field],), "")])[0], Encoded)
+    assert isinstance(encoder.encoded(Chat([USER], ([GOOD | field],), "")), Encoded)
 
 
 @pytest.mark.parametrize("name", ["google-gemma-2-2b-it", "mistralai-Mistral-Nemo-Instruct-2407"])
@@ -215,7 +214,7 @@ def test_a_long_chat_loses_its_middle_messages(name, tmp_path):
     encoder = chat_rows.encoder_of(tokenizer, about)
     lengths = []
     for kept in range(9):
-        (short,) = encoder.encode([Chat([chat_rows.SYSTEM, *turns[2 * (8 - kept) :], USER], ([GOOD], [BAD]), "")])
+        short = encoder.encoded(Chat([chat_rows.SYSTEM, *turns[2 * (8 - kept) :], USER], ([GOOD], [BAD]), ""))
         assert isinstance(short, Encoded)
         lengths.append(len(short.prompt) + max(map(len, short.completions)))
     file = tmp_path / "rows.jsonl"
@@ -225,7 +224,7 @@ def test_a_long_chat_loses_its_middle_messages(name, tmp_path):
         for limit in (length, lengths[kept + 1] - 1):
             settings = DataSettings(train=str(file), max_length=limit)
             data = load_dataset(str(file), settings, "preference", wrapped)
-            (short,) = encoder.encode([Chat([chat_rows.SYSTEM, *turns[2 * (8 - kept) :], USER], ([GOOD], [BAD]), "")])
+            short = encoder.encoded(Chat([chat_rows.SYSTEM, *turns[2 * (8 - kept) :], USER], ([GOOD], [BAD]), ""))
             assert isinstance(short, Encoded) and data.truncated_count == 1
             assert data[0].prompt_ids.tolist() == short.prompt
             assert [ids.tolist() for ids in data[0].completions] == short.completions
@@ -323,7 +322,7 @@ def test_a_model_may_have_templates_by_name():
     dated = "{{ strftime_now('%Y') }}: {{ messages[0].content }}{% if tools %} TOOLS{% endif %}"
     tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": dated}
     encoder = chat_rows.encoder_of(tokenizer, chat_models.registry()["meta-llama-Llama-3.2-3B-Instruct"])
-    plain, with_tools = encoder.encode([Chat([USER], (), ""), Chat([USER], (), "", tools=chat_rows.TOOLS)])
+    plain, with_tools = (encoder.encoded(Chat([USER], (), "", tools=tools)) for tools in (None, chat_rows.TOOLS))
     assert isinstance(plain, Encoded) and isinstance(with_tools, Encoded)
     assert "<|start_header_id|>" in tokenizer.decode(plain.prompt)
     assert tokenizer.decode(with_tools.prompt) == "2024: What is 12 + 30? TOOLS"
@@ -422,7 +421,7 @@ def test_ends_of_generation_config_stop_answers_in_evaluation_and_serving(tmp_pa
     wrapped = load_tokenizer_of(settings.model)
     assert wrapped is not None and {text, turn} <= set(wrapped.eos_token_ids)
     encoder = Encoder(wrapped, settings.data, text)
-    (made,) = encoder.encode([Chat([USER], ([GOOD],), "")])
+    made = encoder.encoded(Chat([USER], ([GOOD],), ""))
     assert isinstance(made, Encoded) and made.completions[0][-1] == turn and text not in made.completions[0]
 
 

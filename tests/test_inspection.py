@@ -39,11 +39,10 @@ def test_everything_is_counted_once(file: Path, tmp_path: Path, capsys: pytest.C
     assert main(["--inspect", *words]) == 0
     said = capsys.readouterr().out
     table = dict(re.findall(r"^([a-z ]+?)  +(.+?) *$", said, re.MULTILINE))
-    assert table["usable"] == "45 pairs from prompt + chosen + rejected" and table["unusable"] == "2"
-    assert table["duplicates"].startswith("2 ") and table["distinct prompts"] == "42"
+    assert table["usable"] == "45 records from prompt + chosen + rejected" and table["unusable"] == "2"
+    assert table["duplicates"].startswith("2 ")
     assert table["trained"] == "44, 1 cut to data.max_length=64 tokens"
     assert f"{file}:46: empty completion: 'rejected' is blank" in said and f"{file}:45: the prompt alone has" in said
-    assert table["chosen is longer"].startswith("97.8% of pairs") and "length alone tells them apart" in said
     assert table["contradictions"].startswith("1 pairs are there the other way round")
     assert "chosen: What is 0 + 30?⟦The answer is 42. 0</s>⟧" in said
 

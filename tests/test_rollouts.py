@@ -177,7 +177,7 @@ def test_rounds_take_all_prompts_in_turn(tmp_path: Path) -> None:
     assert len(set(sum(rounds[:3], []))) == 12 == len(set(sum(rounds[3:], [])))
     assert rounds == [prompts.of_round(number, 4, seed=0) for number in range(1, 7)] and rounds[0] != rounds[3]
     for rows in rounds:
-        lengths = [len(prompts.prompt_ids(row)) for row in rows]
+        lengths = [len(prompts.ids[row]) for row in rows]
         assert lengths == sorted(lengths, reverse=True)
 
 

@@ -130,62 +130,52 @@ def write_tokens(
 
 def inspect(files: Sequence[str], settings: Config, tokenizer: Tokenizer | None, about: Vocabulary) -> None:
     """Prints the report. Raises UserError: there is nothing to read; unusable records are counted and named."""
-    say, kind = Terminal(), settings.record_kind
+    say, kind, title = Terminal(), settings.record_kind, " + ".join(files)
     data = settings.data.model_copy(update={"skip_invalid": True})
     paths = [path for source in files for path in sources.files_of(source, data.cache_dir, _tell)]
     records = sources.open_records(paths, data, kind, _tell)
-    tokenisation = Tokenisation.of(data, kind, tokenizer, about)
-    names = ["prompt", "chosen", "rejected"] if kind == "preference" else ["prompt", "completion"]
-    pieces, unit = records.column("pieces")[:, : len(names)].astype(np.int64), "token ids or characters"
-    unusable, unusable_count, rows = records.unusable, records.unusable_count, None
-    prompts, contents = (len(np.unique(records.column(f"{part}_key"))) for part in ("prompt", "content"))
+    tokenisation, names, examples = Tokenisation.of(data, kind, tokenizer, about), ["prompt", "completion"], []
+    contents = len(np.unique(records.column("content_key")))
     facts = {
-        "files": f"{len(paths):,}",
-        "usable": f"{len(records):,} {'pairs' if kind == 'preference' else 'examples'} from {records.formats}",
+        "usable": f"{len(records):,} records from {records.formats}",
         "duplicates": f"{len(records) - contents:,} (data.deduplicate)",
-        "distinct prompts": f"{prompts:,}",
     }
     if kind == "preference":
-        facts |= _suspicions(records, pieces, data)
+        names = ["prompt", "chosen", "rejected"]
+        facts["contradictions"] = f"{_contradictions(records, data):,} pairs are there the other way round, too"
+    pieces, unit = records.column("pieces")[:, : len(names)].astype(np.int64), "token ids or characters"
+    unusable, count = records.unusable, records.unusable_count
     if tokenizer is not None:
-        rows, unit = tokenisation.dataset(" + ".join(files), records, np.arange(len(records))), "tokens"
-        pieces, unusable, unusable_count = rows.pieces, [*rows.skipped], rows.skipped_count
+        rows = tokenisation.dataset(title, records, np.arange(len(records)))
+        pieces, unit, unusable, count = rows.pieces, "tokens", [*rows.skipped], rows.skipped_count
         facts["trained"] = f"{len(rows):,}, {rows.truncated_count:,} cut to data.max_length={data.max_length} tokens"
         facts["filtered"] = f"{rows.unwanted_count:,} (data.shortest={data.shortest}, data.longest={data.longest})"
-    say.facts(" + ".join(files), [*facts.items(), ("unusable", f"{unusable_count:,}")])
-    for name in unusable[:NAMED]:
-        say.line(f"  {name}", "magenta")
-    lengths = dict(zip([*names, "whole"], [*pieces.T, pieces[:, 0] + pieces[:, 1:].max(axis=1)], strict=True))
-    marks = {name: np.percentile(values, PERCENTILES).astype(int) for name, values in lengths.items()}
-    lines = [[name, *(f"{mark:,}" for mark in marks[name]), f"{lengths[name].mean():,.1f}"] for name in lengths]
-    say.table(f"lengths in {unit}, by percentile", ["", *(f"{p} %" for p in PERCENTILES), "mean"], lines)
+        examples = rows.examples(range(min(SHOWN, len(rows))))
+    say.facts(title, [*facts.items(), ("unusable", f"{count:,}")])
+    for text in unusable[:NAMED]:
+        say.line(f"  {text}", "magenta")
+    marks = np.percentile([*pieces.T, pieces[:, 0] + pieces[:, 1:].max(axis=1)], PERCENTILES, axis=1).astype(int).T
+    lines = [[name, *map("{:,}".format, of_name)] for name, of_name in zip([*names, "whole"], marks, strict=True)]
+    say.table(f"lengths in {unit}, by percentile", ["", *map("{} %".format, PERCENTILES)], lines)
     for start, index in zip(records.starts, records.indices, strict=False):
         for name, (count, number) in index.formats.items():
             say.line(f"{name}, {count:,} rows, the first: {records.location(start + number)}", "bold")
             ((_, record),) = tokenisation.placed(records, [start + number])
-            for title, part in vars(record).items():
-                shown = part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)
-                if part and title != "columns":
-                    say.line(f"  {title}: {shown[:SHOWN_CHARACTERS]}{' ...' * (len(shown) > SHOWN_CHARACTERS)}")
-    if rows is not None and tokenisation.encoder is not None:
+            for part in (vars(record)["prompt"], *vars(record)["completions"]):
+                say.line(f"  {json.dumps(part, ensure_ascii=False)[:SHOWN_CHARACTERS]}")
+    if tokenisation.encoder is not None:
         say.line(facts_of(tokenisation.encoder) or "no chat template")
-        for example in rows.examples(range(min(SHOWN, len(rows)))):
-            for k, (name, colour) in enumerate(zip(names[1:], ("green", "red"), strict=False)):
-                say.line(Text(f"  {name}: ").append_text(picture(example, tokenizer, k, colour)))
-        say.line("the loss is on what stands in ⟦⟧ alone")
+    for example in examples:
+        for k, (name, colour) in enumerate(zip(names[1:], ("green", "red"), strict=False)):
+            say.line(Text(f"  {name}: ").append_text(picture(example, tokenizer, k, colour)))
+    say.line("the loss is on what stands in ⟦⟧ alone")
 
 
-def _suspicions(records: Records, pieces: np.ndarray, data: DataSettings) -> dict[str, str]:
-    """What makes pairs suspicious: a preference for length, and pairs that contradict each other."""
-    longer, (chosen, rejected) = float((pieces[:, 1] > pieces[:, 2]).mean()), pieces[:, 1:].mean(axis=0)
-    note = "; length alone tells them apart, and will be learnt" if abs(longer - 0.5) > 0.25 else ""
-    _, of_prompt, counts = np.unique(records.column("prompt_key"), return_inverse=True, return_counts=True)
+def _contradictions(records: Records, data: DataSettings) -> int:
+    """How many pairs have another one of their prompt that prefers the other answer."""
+    _, prompts, counts = np.unique(records.column("prompt_key"), return_inverse=True, return_counts=True)
     pairs = set()
-    for number in np.flatnonzero(counts[of_prompt] > 1).tolist():
-        texts = (str(records[number].get(name)) for name in map(data.column, ("chosen", "rejected")))
-        pairs.add((int(of_prompt[number]), *texts))
-    contrary = sum((prompt, worse, better) in pairs for prompt, better, worse in pairs) // 2
-    return {
-        "chosen is longer": f"{longer:.1%} of pairs, mean {chosen:.1f} against {rejected:.1f} characters{note}",
-        "contradictions": f"{contrary:,} pairs are there the other way round, too",
-    }
+    for number in np.flatnonzero(counts[prompts] > 1).tolist():
+        better, worse = (str(records[number].get(data.column(side))) for side in ("chosen", "rejected"))
+        pairs.add((int(prompts[number]), better, worse))
+    return sum((prompt, worse, better) in pairs for prompt, better, worse in pairs) // 2

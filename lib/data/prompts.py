@@ -121,7 +121,7 @@ class Prompts(Sized):
     """Prompts in the files' order. To a plan they are rows whose completions are as long as they may become."""
 
     path: str
-    records: Records
+    records: Records  # of the prompts, whole, e.g. with their answers
     ids: list[list[int]]  # the tokens of each prompt
     max_tokens: int  # of an answer
     completions: int  # of a row that is trained
@@ -158,18 +158,6 @@ class Prompts(Sized):
     def digest(self) -> str:
         """sha256 of all prompts' tokens and records, in order."""
         return hashlib.sha256(repr((self.records.digests, self.ids)).encode()).hexdigest()
-
-    def prompt_ids(self, row: int) -> list[int]:
-        """The tokens of a prompt."""
-        return self.ids[row]
-
-    def record(self, row: int) -> JSON:
-        """The whole record of a prompt, e.g. with its answer."""
-        return self.records[row]
-
-    def location(self, row: int) -> str:
-        """`file:line` of a prompt."""
-        return self.records.location(row)
 
     def examples(self, rows: object) -> list[Example]:
         """None: there is nothing to train before prompts are answered."""

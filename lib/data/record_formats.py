@@ -274,21 +274,18 @@ class Format(NamedTuple):
 
 
 def transcript(text: Any) -> Any:
-    """Anthropic's "\\n\\nHuman: ... \\n\\nAssistant: ..." as messages; anything else as it is."""
-    if not isinstance(text, str) or not text.startswith("\n\nHuman:") or "\n\nAssistant:" not in text:
+    """Anthropic's "\\n\\nHuman: ... \\n\\nAssistant: ..." and HelpSteer's "<extra_id_1>User\\n..." as messages.
+
+    Anything else as it is. An assistant's turn at the end that is empty is none.
+    """
+    if not isinstance(text, str):
         return text
-    return _turns(re.split(r"\n\n(Human|Assistant):", text)[1:])
-
-
-def _nvidia_turns(text: Any) -> Any:
-    """HelpSteer's turns, between lines "<extra_id_1>Assistant" and "<extra_id_1>User", as messages."""
-    if not isinstance(text, str) or "<extra_id_1>" not in text:
+    if text.startswith("\n\nHuman:") and "\n\nAssistant:" in text:
+        pieces = re.split(r"\n\n(Human|Assistant):", text)[1:]
+    elif "<extra_id_1>" in text:
+        pieces = ["User", *re.split(r"\n?<extra_id_1>(User|Assistant)\n", text)]
+    else:
         return text
-    return _turns(["User", *re.split(r"\n?<extra_id_1>(User|Assistant)\n", text)])
-
-
-def _turns(pieces: list[str]) -> list[JSON]:
-    """Messages of speaker, text, speaker, text, ...; without an assistant's turn at the end that is empty."""
     roles = ["assistant" if speaker == "Assistant" else "user" for speaker in pieces[::2]]
     turns = [{"role": role, "content": said.strip()} for role, said in zip(roles, pieces[1::2], strict=True)]
     return turns[:-1] if turns[-1] == {"role": "assistant", "content": ""} else turns
@@ -331,7 +328,7 @@ def _preferred(name: str, prompt: str, first: str, second: str, column: str, of_
     return Format(name, "pair", (prompt, first, second, column), read)
 
 
-def _answers_to(prompt: str, *names: str, turns: Callable[[Any], Any] = _nvidia_turns) -> Callable[[JSON], Draft]:
+def _answers_to(prompt: str, *names: str, turns: Callable[[Any], Any] = transcript) -> Callable[[JSON], Draft]:
     return lambda record: Draft(turns(record[prompt]), tuple(record[name] for name in names), names)
 
 

@@ -160,16 +160,6 @@ class Encoder:
         except Unusable as why:
             raise UserError(f"prompt {str(prompt)[:60]!r}: {why}") from None
 
-    def encode(self, examples: Sequence[Plain | Chat]) -> list[Encoded | Unusable]:
-        """`encoded` of each example, or why there are no ids."""
-        found: list[Encoded | Unusable] = []
-        for example in examples:
-            try:
-                found.append(self.encoded(example))
-            except Unusable as why:
-                found.append(why)
-        return found
-
     def encoded(self, example: Plain | Chat) -> Encoded:
         """Ids of an example's prompt and of its completions, end token included. Raises Unusable."""
         form = self._choose_form(example)
@@ -205,7 +195,7 @@ class Encoder:
 
     def _choose_form(self, example: Plain | Chat) -> Plain | Chat:
         """Chat where there is a template, and a prompt to put into it; plain otherwise. Raises Unusable."""
-        prompt, answers, template = example.prompt, example.completions, self.template
+        template = self.template
         if not template.is_used:
             if isinstance(example, Plain):
                 return example
@@ -219,21 +209,22 @@ class Encoder:
             asked, *texts = (part[0]["content"] for part in parts)
             return Plain(asked, tuple(texts), example.columns)
         if isinstance(example, Chat):
-            messages = (message for part in (example.prompt, *example.completions) for message in part)
+            messages = itertools.chain(example.prompt, *example.completions)
             texts = [message.get("content") or "" for message in messages]
-        elif template.is_rendered(str(answers[0] if prompt is None else prompt)):
-            self.notes["texts carry the chat template's marks already: taken as they are, not rendered again"] = None
-            return example
         else:
-            texts = [] if prompt is None else [*map(str, answers)]
+            texts = [text for text in (example.prompt, *example.completions) if text is not None]
+            if template.is_rendered(texts[0]):
+                note = "texts carry the chat template's marks already: taken as they are, not rendered again"
+                self.notes[note] = None
+                return example
         if (bad := next(filter(template.is_rendered, texts), None)) is not None:
             raise Unusable(
                 f"{bad[:40]!r} carries the chat template's marks already; give the whole prompt so, or no part of it"
             )
         if isinstance(example, Chat) or example.prompt is None:
             return example
-        said = tuple([Message(role="assistant", content=text)] for text in example.completions)
-        return Chat([{"role": "user", "content": example.prompt}], said, example.columns)
+        answers = tuple([said(text)] for text in example.completions)
+        return Chat([{"role": "user", "content": example.prompt}], answers, example.columns)
 
     def _encode_plain(self, example: Plain) -> Encoded:
         """Text as it is: the prompt alone, as inference sends it, and each completion as its continuation."""

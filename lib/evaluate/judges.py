@@ -444,9 +444,9 @@ def require_judges(settings: EvaluateSettings, of_rounds: str | None, data: obje
             continue
         require_judge(settings, judge, f"{setting}={judge}")
         is_check = judge in (*CHECKS, *BROUGHT)
-        if is_check and all(prompts.record(row).get(ANSWER) is None for row in range(len(prompts))):
+        if is_check and all(prompts.records[row].get(ANSWER) is None for row in range(len(prompts))):
             where = f"nor in any other record of {prompts.path}; add it, or set {setting}"
-            raise UserError(f"{prompts.location(0)}: no {ANSWER!r} to check completions by, {where}")
+            raise UserError(f"{prompts.records.location(0)}: no {ANSWER!r} to check completions by, {where}")
 
 
 def require_judge(settings: EvaluateSettings, judge: str | None, name: str) -> None:

@@ -121,13 +121,13 @@ class Collector:
         def lines(part: range) -> Lines | None:
             passes = len(part) * self.config.rollouts.samples
             is_wanted = (lambda: True) if world.divides_model else _watch(queue, part.start // job.chunk_rows)
-            prompts = [Prompt(rows[i], self.prompts.prompt_ids(rows[i])) for i in part]
+            prompts = [Prompt(rows[i], self.prompts.ids[rows[i]]) for i in part]
             with world.workers.together("answers of a round", passes):
                 samples = self.sampler.sample(prompts, (self.config.train.seed, number), is_wanted)
             facts = {"round": number, "policy": policy}
             made = [
                 facts
-                | {"place": self.prompts.location(sample.prompt_id)}
+                | {"place": self.prompts.records.location(sample.prompt_id)}
                 | {name: getattr(sample, name) for name in OF_SAMPLE}
                 for sample in samples
             ]
@@ -173,7 +173,7 @@ class Collector:
             samples, scores = self._lines(number, SAMPLES, Answer), self._lines(number, SCORES, ScoreLine)
         answers = [replace(answer, score=of.score) for answer, of in zip(samples, scores, strict=True)]
         groups = [
-            Group(row, self.prompts.prompt_ids(row), answers[i * count : (i + 1) * count])
+            Group(row, self.prompts.ids[row], answers[i * count : (i + 1) * count])
             for i, row in enumerate(self._rows(number))
         ]
         pairs = [pair for group in groups for pair in pairs_of(group, self.config.rollouts)]
@@ -186,7 +186,7 @@ class Collector:
             "prompt_id": pair.prompt_id,
             "k": [pair.chosen.k, pair.rejected.k],
             "scores": [pair.chosen.score, pair.rejected.score],
-            **columns_of(self.prompts.record(pair.prompt_id), self.config.data, self.sampler.tokenizer),
+            **columns_of(self.prompts.records[pair.prompt_id], self.config.data, self.sampler.tokenizer),
             "chosen": pair.chosen.text,
             "rejected": pair.rejected.text,
             VOCABULARY: vocabulary_digest(self.sampler.tokenizer),
@@ -199,8 +199,8 @@ class Collector:
 
 def question_of(row: int, texts: Sequence[str], prompts: Prompts, config: Config, tokenizer: Tokenizer) -> Question:
     """What a judge is asked about some answers to a prompt."""
-    record = prompts.record(row)
-    return Question(prompts.location(row), asked_of(record, config.data, tokenizer), texts, record)
+    record = prompts.records[row]
+    return Question(prompts.records.location(row), asked_of(record, config.data, tokenizer), texts, record)
 
 
 def policy_of(folder: Path) -> str:

@@ -62,7 +62,7 @@ class HeldOut:
         prompts, tokenizer, settings = run.inputs.held_out, run.inputs.tokenizer, run.config.evaluate
         if prompts is None or tokenizer is None:
             return values
-        ids = [prompts.prompt_ids(row) for row in range(min(len(prompts), settings.answers_limit))]
+        ids = [prompts.ids[row] for row in range(min(len(prompts), settings.answers_limit))]
         with run.say.doing("answering held-out prompts"):
             made = answers.greedy(run.model, tokenizer, ids, settings.max_tokens, world, shares, run.say)
         score = None
@@ -262,7 +262,7 @@ def train(run: TrainingRun, evaluator: Evaluator) -> TrainingLoop:
         """The judge that rollouts.judge or evaluate.judge names, tried on the first prompt with its own answer."""
         named = config.evaluate.model_copy(update={"judge": getattr(config, section).judge})
         judge = judge_of(config.model_copy(update={"evaluate": named}), f"{section}.judge", grades=True)
-        answer = prompts.record(0).get(ANSWER)
+        answer = prompts.records[0].get(ANSWER)
         judge.require_scores(question_of(0, ["" if answer is None else str(answer)], prompts, config, tokenizer))
         return judge
 

@@ -123,7 +123,7 @@ def _require_room(settings: EvaluateSettings, inputs: Inputs) -> None:
     asked: list[tuple[str, int]] = []
     if (prompts := inputs.held_out) is not None:
         count = min(len(prompts), settings.answers_limit)
-        asked = [(prompts.location(row), len(prompts.prompt_ids(row))) for row in range(count)]
+        asked = [(prompts.records.location(row), len(prompts.ids[row])) for row in range(count)]
     elif not inputs.questions:
         examples = rows.examples(range(min(settings.samples, len(rows))))
         asked = [(f"{rows.path}, row {one.row} (evaluate.samples)", len(one.prompt_ids)) for one in examples]
