@@ -141,10 +141,6 @@ def test_the_direction_of_a_preference_decides_which_is_chosen(record: dict[str,
     [
         (PAIRS["HelpSteer2"] | {"preference_strength": 0}, "'preference_strength' is 0, which prefers neither"),
         (PAIRS["HelpSteer3"] | {"overall_preference": "1"}, "'overall_preference' is '1', which prefers"),
-        (
-            PAIRS["HelpSteer2"] | {"preference_strength": math.nan},
-            "'preference_strength' is nan, which prefers neither",
-        ),
         (PAIRS["SHP"] | {"labels": 2}, "'labels' is 2, which prefers neither"),
         (PAIRS["PKU-SafeRLHF"] | {"better_response_id": -1}, "'better_response_id' is -1"),
         (
@@ -155,11 +151,6 @@ def test_the_direction_of_a_preference_decides_which_is_chosen(record: dict[str,
             {"prompt": "a", "answers": [{"answer": "b", "rank": math.nan}, {"answer": "c", "rank": 1}]},
             "'answers' has no two answers with another rank",
         ),
-        (
-            PAIRS["UltraFeedback"] | {"completions": [PAIRS["UltraFeedback"]["completions"][0]] * 2},
-            "'completions' has no two answers with another overall_score",
-        ),
-        (PAIRS["UltraFeedback"] | {"completions": "none"}, "'completions' has no two answers"),
         (PAIRS["Nectar"] | {"answers": []}, "'answers' has no two answers"),
         (PAIRS["Alpaca pairs"] | {"input": 3}, "'input' is a number, not a string"),
         (PAIRS["orca_dpo_pairs"] | {"system": ["a"]}, "'system' is a list, not a string"),
@@ -268,7 +259,6 @@ def test_what_is_learnt_of_a_conversation(
         ([user("a"), assistant("b", weight=0.5)], "last", "messages[1].weight is 0.5, not 0 or 1"),
         ([user("a"), assistant(" ")], "assistant", "empty completion"),
         ([user("a"), assistant(None)], "last", "messages[1] has no content and no tool_calls"),
-        ([user("a"), {"role": "assistant"}], "last", "messages[1] has no content and no tool_calls (it has: role)"),
         ([user({"text": "a"}), assistant("b")], "last", "messages[0].content is an object, not a string"),
         ([user("a"), assistant("b", reasoning_content="\ud800")], "last", "half a surrogate pair"),
     ],
@@ -342,7 +332,6 @@ def test_messages_in_every_spelling_become_the_same() -> None:
         ({"tools": "[{"}, "tools is a string that is not JSON"),
         ({"tools": {"name": "f"}}, "tools is an object, not a list of tools"),
         ({"tools": [{"type": "web_search"}]}, "tools[0] has no function with a name"),
-        ({"tools": [3]}, "tools[0] has no function with a name"),
         ({"tools": [{"name": "f", "description": "\ud800"}]}, "'tools' has half a surrogate pair"),
         (
             {"messages": [user("a"), assistant(None, tool_calls=[{"name": "f", "arguments": {"a": "\ud800"}}])]},
@@ -353,19 +342,9 @@ def test_messages_in_every_spelling_become_the_same() -> None:
             "arguments is a string that is not JSON",
         ),
         (
-            {"messages": [user("a"), assistant(None, tool_calls=[{"function": {"name": "f", "arguments": "3"}}])]},
-            "arguments is a number, not an object",
-        ),
-        ({"messages": [user("a"), assistant(None, tool_calls=["f"])]}, "tool_calls[0] has no function with a name"),
-        (
-            {"messages": [user("a"), assistant(None, tool_calls={"name": "f"})]},
-            "tool_calls is an object, not a list of calls",
-        ),
-        (
             {"messages": [user([{"type": "image_url", "image_url": {"url": "x"}}]), assistant("b")]},
             "messages[0].content[0] is of type 'image_url', and only text",
         ),
-        ({"messages": [user(["a"]), assistant("b")]}, "messages[0].content[0] is of type 'a string'"),
         ({"chat_template_kwargs": 3}, "'chat_template_kwargs' is a number, not an object"),
     ],
 )
@@ -437,11 +416,6 @@ def test_rows_are_the_same_only_where_all_that_is_trained_is() -> None:
             {"question": "a", "better": "b", "worse": "c"},
             "preference",
             "name yours with data.columns={chosen: COLUMN, rejected: COLUMN, prompt: COLUMN}",
-        ),
-        (
-            {"question": "a", "better": "b", "bad": "c"},
-            "preference",
-            "name yours with data.columns={chosen: COLUMN",
         ),
         ({"prompt": "a", "completion": "b", "labl": True}, "unpaired", "name yours with data.columns={label: COLUMN}"),
     ],

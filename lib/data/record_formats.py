@@ -739,7 +739,10 @@ def _answers(draft: Draft, columns: Columns) -> Parts:
     answers = [_as_messages(said, "assistant", name, columns) for said, name in both]
     asked = draft.prompt.strip() if isinstance(draft.prompt, str) else ""
     are_whole = answers and all(answer[0]["role"] != "assistant" for answer in answers)
-    if draft.prompt is None or isinstance(draft.prompt, str) and are_whole:
+    has_prompt = draft.prompt is not None and not (isinstance(draft.prompt, str) and are_whole)
+    if has_prompt:
+        prompt = _as_messages(draft.prompt, "user", "prompt", columns)
+    else:
         shortest = min(map(len, answers)) - 1  # one message at least is left of each
         different = (i for i in range(shortest) if any(answer[i] != answers[0][i] for answer in answers))
         length = common = next(different, shortest)
@@ -751,14 +754,12 @@ def _answers(draft: Draft, columns: Columns) -> Parts:
             raise Unusable(f"column {columns.prompt!r} is not in the conversation of {draft.names[0]!r}")
         if not prompt:
             raise Unusable(f"{' and '.join(map(repr, draft.names))} have no first message in common: no prompt")
-        rests = [answer[length:] for answer in answers]
-    else:
-        prompt, rests = _as_messages(draft.prompt, "user", "prompt", columns), []
-        for answer, name in zip(answers, draft.names, strict=True):
-            start = len(prompt) if answer[0]["role"] != "assistant" else 0
-            if answer[:start] != prompt[:start] or len(answer) == start:
-                raise Unusable(f"{name!r} has {len(answer)} messages that do not begin with the prompt")
-            rests.append(answer[start:])
+    rests = []
+    for answer, name in zip(answers, draft.names, strict=True):
+        start = 0 if has_prompt and answer[0]["role"] == "assistant" else len(prompt)
+        if answer[:start] != prompt[:start] or len(answer) == start:
+            raise Unusable(f"{name!r} has {len(answer)} messages that do not begin with the prompt")
+        rests.append(answer[start:])
     learnt = [tuple(m["role"] == "assistant" and i >= common for i, m in enumerate(rest)) for rest in rests]
     return prompt, tuple(rests), tuple(learnt)
 
