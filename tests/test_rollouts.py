@@ -24,7 +24,7 @@ from lib.distributed.work_queue import Journal
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate import command as evaluate
-from lib.report import charts, run_report, sections, tables
+from lib.report import charts, run_report, tables
 from lib.report.history import RunHistory
 from lib.rollouts.pairs import (
     Answer,
@@ -247,12 +247,12 @@ def test_the_dashboard_shows_rounds(whole: tuple[Path, list[str]]) -> None:
     history = RunHistory(whole[0])
     while history.read():
         pass
-    shown = str(sections.of_rounds(history))
+    shown = str(charts.round_sections(history))
     assert "undone: it shall" in shown
     empty = RunHistory(whole[0] / "rounds")
-    assert sections.of_rounds(empty) == [] == charts.of_rounds(empty)
+    assert charts.round_sections(empty) == [] == charts.round_panels(empty)
     verdicts = [json.loads((whole[0] / f"rounds/{number:04d}/round.json").read_text()) for number in (1, 2, 3)]
-    panels = {panel.title: panel.figure for panel in charts.of_rounds(history)}
+    panels = {panel.title: panel.figure for panel in charts.round_panels(history)}
     for name in ("score", "tokens", "entropy"):
         label = tables.OF_ROUNDS[name].label
         (line,) = panels[label[0].upper() + label[1:]]["data"]

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 from pathlib import Path
 
 from lib.config import command_line, load, train_arguments
@@ -28,7 +27,7 @@ from lib.data.tokenizer import Tokenizer
 from lib.distributed.world import World, start
 from lib.errors import AgreedError, UserError
 from lib.evaluate import harness, score_file, win_rate
-from lib.evaluate.answers import exact_match, greedy
+from lib.evaluate.evaluator import exact_match, greedy
 from lib.evaluate.held_out_metrics import digest_of, metrics_of, write_per_pair
 from lib.evaluate.score_file import FileJob, StoredModel, divides, open_asked, parts_of_model
 from lib.model import adapter_files
@@ -62,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     elif options.against:
         against(subject, options, world, say)
     elif options.tasks:
-        on_tasks(subject, options, world, say)
+        harness.evaluate_tasks(subject, options, world, say)
     else:
         evaluate(subject, options, world, say)
     return 0
@@ -176,15 +175,6 @@ def against(subject: StoredModel, options: argparse.Namespace, world: World, say
     result = win_rate.compare(subject, other, records, Path(options.out), world)
     if result is not None:
         win_rate.show(say, subject.name, other.name, result)
-
-
-def on_tasks(subject: StoredModel, options: argparse.Namespace, world: World, say: Terminal) -> None:
-    """--tasks: what lm-evaluation-harness finds of a model."""
-    folder, names = options.tasks_folder and Path(options.tasks_folder), re.findall(r"[^,\s]+", options.tasks)
-    tasks = harness.Tasks(names, folder, options.shots, options.limit, options.chat)
-    plain_names = re.sub(r"[^\w.-]+", "-", options.tasks)
-    out = Path(options.out or options.home / f"tasks-{plain_names}.json")
-    harness.show(say, subject.name, harness.evaluate_tasks(subject, tasks, out, world), out)
 
 
 def _other(settings: Config, options: argparse.Namespace) -> StoredModel:

@@ -7,15 +7,17 @@ equally among ranks, and has neither windows of long texts nor a task's sampling
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import itertools
 import json
+import re
 import shutil
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -213,73 +215,59 @@ def rolling_windows(ids: list[int], start_id: int, longest: int) -> list[tuple[l
     return windows
 
 
-class Tasks(NamedTuple):
-    """What is asked of the harness: tasks or groups, a folder with YAML files of further ones, examples before each
-    question (None: as many as a task says), most questions of each task, and whether they are asked as chats."""
-
-    names: list[str]
-    folder: Path | None
-    shots: int | None
-    limit: int | None
-    chat: bool
-
-
-def evaluate_tasks(subject: StoredModel, tasks: Tasks, out: Path, world: World) -> dict[str, Any]:
-    """The harness's results, as lm_eval.simple_evaluate returns them; rank 0 writes them to `out`. What is finished is
-    kept beside it until then."""
-    settings, kept = subject.settings, out.with_name(f"{out.name}.partial")
+def evaluate_tasks(subject: StoredModel, options: argparse.Namespace, world: World, say: Terminal) -> None:
+    """--tasks: what the harness finds of a model, as lm_eval.simple_evaluate returns it, in the file --out. What is
+    finished is kept beside it until then."""
+    settings, folder, names = subject.settings, options.tasks_folder, re.findall(r"[^,\s]+", options.tasks)
+    out = Path(options.out or options.home / f"tasks-{'-'.join(names).replace('/', '-')}.json")
+    kept = out.with_name(f"{out.name}.partial")
     with world.agreeing("reading the model"):
-        if tasks.folder is not None and not tasks.folder.is_dir():
-            raise UserError(f"--tasks-folder {tasks.folder}: no such folder")
+        if folder is not None and not Path(folder).is_dir():
+            raise UserError(f"--tasks-folder {folder}: no such folder")
         files.require_absent(out)
         if importlib.util.find_spec(PACKAGE) is None:
             install = f".venv/bin/python -m pip install -c constraints.txt {PACKAGE}"
             raise UserError(f"--tasks needs the package {PACKAGE}; run {install}")
-        if tasks.chat:
+        if options.chat:
             encoder = Encoder(subject.tokenizer(), settings.data, vocabulary(settings.model).eos_token_id)
             if not encoder.template.is_used:
                 raise UserError(f"--chat: {settings.model.path} has no chat template; give data.chat_template=FILE")
             encoder.stop_generation()
         digest = subject.digest()
     world.require_equal("model or settings", digest)
-    results = _run_harness((subject.load(world).model, subject, world, kept, digest), tasks)
+    asked = {"num_fewshot": options.shots, "limit": options.limit, "apply_chat_template": options.chat}
+    results = _run_harness((subject.load(world).model, subject, world, kept, digest), names, folder, asked)
     with world.agreeing(f"writing {out}"):
         if world.rank == 0:
             files.write_atomically(out, json.dumps(results, indent=2, default=str) + "\n")
             shutil.rmtree(kept, ignore_errors=True)
-    return results
+    metrics = {
+        task: {name: value for name, value in of_task.items() if isinstance(value, int | float)}
+        for task, of_task in results["results"].items()
+    }
+    rows = [(task, name, f"{value:.4f}") for task, values in metrics.items() for name, value in values.items()]
+    say.table(f"{subject.name} on tasks of lm-evaluation-harness", ["task", "metric", "value"], rows, 2)
+    say.line(f"{out}: all results")
+    say.record({"run": subject.name, "tasks": metrics, "seconds": results["seconds"]})
 
 
-def _run_harness(parts: tuple[Any, ...], tasks: Tasks) -> dict[str, Any]:
-    """What lm_eval finds of the tasks. parts: of HarnessModel."""
+def _run_harness(parts: tuple[Any, ...], names: list[str], folder: str | None, asked: dict[str, Any]) -> dict[str, Any]:
+    """What lm_eval finds of the tasks. parts: of HarnessModel; asked: of lm_eval.simple_evaluate."""
     from lm_eval import simple_evaluate
     from lm_eval.api.model import LM
     from lm_eval.tasks import TaskManager
 
     model: Any = type("Adapter", (HarnessModel, LM), {})(*parts)  # the harness takes what is an LM of its own
     with model.world.agreeing("loading the tasks"):
-        manager = TaskManager(include_path=None if tasks.folder is None else str(tasks.folder))
-        if unknown := [task for task in tasks.names if not manager.match_tasks([task])]:
-            place = f"{tasks.folder} and {PACKAGE}" if tasks.folder else f"{PACKAGE}; --tasks-folder DIR adds your own"
+        manager = TaskManager(include_path=folder)
+        if unknown := [task for task in names if not manager.match_tasks([task])]:
+            place = f"{folder} and {PACKAGE}" if folder else f"{PACKAGE}; --tasks-folder DIR adds your own"
             raise UserError(f"--tasks {','.join(unknown)}: no such task in {place}")
         try:
-            manager.load(tasks.names)
+            manager.load(names)
         except Exception as error:  # whatever a task's file or its data are wrong with
             last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-            raise UserError(f"--tasks {','.join(tasks.names)}: cannot be loaded: {last}") from error
-    asked = {"num_fewshot": tasks.shots, "limit": tasks.limit, "apply_chat_template": tasks.chat}
+            raise UserError(f"--tasks {','.join(names)}: cannot be loaded: {last}") from error
     with model.world.agreeing("the tasks"):
-        results = simple_evaluate(model=model, tasks=tasks.names, log_samples=False, task_manager=manager, **asked)
+        results = simple_evaluate(model=model, tasks=names, log_samples=False, task_manager=manager, **asked)
     return {**results, "seconds": model.seconds}
-
-
-def show(say: Terminal, name: str, results: dict[str, Any], out: Path) -> None:
-    """A table for people, and a line of JSON: {"tasks": {"arc": {"acc,none": 0.5, ...}}}."""
-    metrics = {
-        task: {name: value for name, value in of_task.items() if isinstance(value, int | float)}
-        for task, of_task in results["results"].items()
-    }
-    rows = [(task, name, f"{value:.4f}") for task, values in metrics.items() for name, value in values.items()]
-    say.table(f"{name} on tasks of lm-evaluation-harness", ["task", "metric", "value"], rows, 2)
-    say.line(f"{out}: all results")
-    say.record({"run": name, "tasks": metrics, "seconds": results["seconds"]})

@@ -21,11 +21,7 @@ USES = {
     "ollama": ("gguf", "quantized", "ollama create NAME -f FOLDER/Modelfile"),
 }
 FIGURES = ("loss", "reward_accuracy", "reward_margin", "exact_match_before", "exact_match_after", "steps", "pairs")
-REFUSED = {
-    401: "it does not take the token: `hf auth login` with one that may write, or set HF_TOKEN",
-    403: "the token may not write there: take one with write access, or a name of your own",
-    404: "there is no such owner, or the token may not see it",
-}
+REFUSED = (401, 403, 404)
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -94,7 +90,8 @@ def push(folder: Path, repository: str, private: bool) -> str:
         while cause and not isinstance(cause, HfHubHTTPError):
             cause = cause.__cause__ or cause.__context__
         if isinstance(cause, HfHubHTTPError) and (status := cause.response.status_code) in REFUSED:
-            raise UserError(f"{what}: {REFUSED[status]}") from None
+            remedy = "take one with write access (`hf auth login`, HF_TOKEN), or another name"
+            raise UserError(f"{what}: status {status}, the token may not write there; {remedy}") from None
         again = f"what was sent stays there, and the same command goes on; the export is in {folder}"
         raise Stopped(f"{what}: {in_one_line(cause or error)}; {again}") from None
     return str(made)

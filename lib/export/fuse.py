@@ -36,8 +36,6 @@ def check(run: TrainedRun, options: ExportOptions) -> None:
     """Raises UserError for a type that plain weights cannot have."""
     if options.type is not None and options.type not in TYPES:
         raise UserError(f"--type {options.type} is for --to gguf; --to fused has {', '.join(TYPES)}")
-    if options.dequantize and not run.is_quantised:
-        raise UserError(f"--dequantize: {run.base} is not quantised; leave it out")
     if options.type is not None and run.is_quantised and not options.dequantize:
         raise UserError(f"--type {options.type}: {run.base} stays quantised; --dequantize stores plain weights")
 

@@ -67,7 +67,6 @@ class RunHistory:
         self.tables: dict[tuple[Path, RankHost], StepTable] = {}
         self.others: dict[Path, list[Record]] = {}  # records that are no numbers of a rank
         self.version = 0  # changes when a record was read
-        self._events: tuple[int, list[Record]] = -1, []  # of which version
 
     @property
     def name(self) -> str:
@@ -103,11 +102,9 @@ class RunHistory:
     @property
     def events(self) -> list[Record]:
         """All records that are no measurements, by time; of two copies of one file each record once."""
-        if self._events[0] != self.version:
-            every = [event for _, records in sorted(self.others.items()) for event in records]
-            distinct = {(e["time"], e["kind"], e.get("rank"), e.get("host"), e.get("text")): e for e in every}
-            self._events = self.version, sorted(distinct.values(), key=lambda event: event["time"])
-        return self._events[1]
+        every = [event for _, records in sorted(self.others.items()) for event in records]
+        distinct = {(e["time"], e["kind"], e.get("rank"), e.get("host"), e.get("text")): e for e in every}
+        return sorted(distinct.values(), key=lambda event: event["time"])
 
     def of_kind(self, kind: str) -> list[Record]:
         """Rank 0's records of a kind: all ranks record what they do together."""

@@ -13,7 +13,7 @@ from typing import Any
 import dash
 import flask
 
-from lib.report import charts, sections, tables
+from lib.report import charts, tables
 from lib.report.history import RunFigures, RunHistory, figures, runs_in
 from lib.system.terminal import duration
 
@@ -118,7 +118,7 @@ def update(watcher: Watcher, chosen: list[str], seen: Any) -> dict[str, object]:
             text = f"No run in {watcher.folder.resolve()} has logs yet; this page shows the first one as it begins."
             empty = html.Section(html.P(text, className="note"), className="panel")
             return {"options": options, "chosen": "Runs", "state": "", "now": empty, "charts": "", "seen": None}
-        drawn = dash.no_update if versions == seen else [_shown(each_) for each_ in sections.of_runs(runs, each[0])]
+        drawn = dash.no_update if versions == seen else [_shown(each_) for each_ in charts.sections_of(runs, each[0])]
         state = html.Span(each[0].state, className=f"badge {each[0].state}")
         names = ", ".join(run.name for run in runs)
         now = headline(runs, each)
@@ -175,7 +175,7 @@ def comparison(runs: Sequence[RunHistory], each: Sequence[RunFigures]) -> Any:
     return _table(("run", "state", "strategy", "held-out loss", *titles), rows)
 
 
-def _shown(section: sections.PageSection) -> Any:
+def _shown(section: charts.PageSection) -> Any:
     """A section: its table, its charts with their newest values in words beside them, its paragraphs."""
     parts = [_table(section.head, section.rows)] if section.rows else []
     parts += [html.P(text, className="note text") for text in section.texts]

@@ -20,7 +20,7 @@ from typing import Any
 import matplotlib
 
 from lib.errors import UserError, shown
-from lib.report import charts, sections
+from lib.report import charts
 from lib.report.charts import Plotly
 from lib.report.history import RunHistory, figures
 from lib.system import files
@@ -111,7 +111,7 @@ def report_html(run: RunHistory) -> str:
     now, escape = figures(run, time.time()), html.escape
     base = f"{(run.config.get('model') or {}).get('path')}, {now.state}. Plan: {now.plan.get('reason') or 'none'}"
     parts = [f'<h1>{escape(run.name)}</h1><p class="soft">{escape(base)}</p>']
-    for section in sections.of_runs([run], now):
+    for section in charts.sections_of([run], now):
         parts.append(f"<h2>{escape(section.title)}</h2>")
         if section.rows:
             titles = "".join(f"<th>{escape(title)}</th>" for title in section.head or ())
@@ -151,7 +151,7 @@ def model_card(run: RunHistory) -> str:
     command = f"python -m mlx_lm generate --model {' '.join(shlex.quote(base).split())} --adapter-path . --prompt ..."
     parts = [f"---\n{data.to_yaml()}\n---", f"# {_as_text(run.name)}"]
     parts += [f"{method} of {shown_base}, {trained} by Tandem on {hosts}.", f"![metrics]({CURVES})", f"    {command}"]
-    for section in sections.of_runs([run], now):
+    for section in charts.sections_of([run], now):
         if section.title in ON_CARD:
             rows = [[_as_text(cell) for cell in row] for row in section.rows]
             head = section.head or [""] * len(rows[0]) if rows else []

@@ -22,8 +22,7 @@ from lib.data.prompts import Prompts
 from lib.data.record_formats import ANSWER
 from lib.distributed.world import World
 from lib.errors import AgreedError, UserError
-from lib.evaluate import answers
-from lib.evaluate.evaluator import Evaluator
+from lib.evaluate.evaluator import Evaluator, greedy
 from lib.evaluate.judges import Judge, judge_of, scores_of
 from lib.evaluate.sample import Sampler
 from lib.evaluate.score_file import key_of
@@ -64,7 +63,7 @@ class HeldOut:
             return values
         ids = [prompts.ids[row] for row in range(min(len(prompts), settings.answers_limit))]
         with run.say.doing("answering held-out prompts"):
-            made = answers.greedy(run.model, tokenizer, ids, settings.max_tokens, world, shares, run.say)
+            made = greedy(run.model, tokenizer, ids, settings.max_tokens, world, shares, run.say)
         score = None
         with world.agreeing("judging held-out answers"):
             if world.rank == 0:
