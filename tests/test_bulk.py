@@ -130,17 +130,7 @@ def test_answers_are_written_in_order_and_draws_follow_the_seed(writer: Path, tm
     greedy = scored(tmp_path / "greedy.jsonl")
     assert [row["row"] for row in greedy] == list(range(20)) and all(len(row["completions"]) == 1 for row in greedy)
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        bulk(
-            [
-                *words,
-                "--score",
-                "samples",
-                "--out",
-                str(tmp_path / name),
-                "rollouts.samples=3",
-                f"train.seed={seed}",
-            ]
-        )
+        bulk([*words, "--score", "samples", "--out", str(tmp_path / name), "rollouts.samples=3", f"train.seed={seed}"])
     a, b = scored(tmp_path / "a"), scored(tmp_path / "b")
     assert a == b and len(set(map(len, (row["completions"] for row in a)))) == 1 and len(a[0]["completions"]) == 3
     assert [row["completions"] for row in scored(tmp_path / "c")] != [row["completions"] for row in a]
@@ -275,11 +265,7 @@ def test_pairs_are_made_by_an_answer_or_by_a_judge(
     assert [pair["chosen"] for pair in pairs] == [f"It is {i % 3}." for i in range(20)]
     assert all(pair["rejected"] in drawn and pair["rejected"] != pair["chosen"] for pair in pairs)
     dataset = load_dataset(
-        str(tmp_path / "checked.jsonl"),
-        DataSettings(train="-"),
-        "preference",
-        byte_level(CORPUS),
-        vocabulary=Vocabulary(1),
+        str(tmp_path / "checked.jsonl"), DataSettings(train="-"), "preference", byte_level(CORPUS), vocabulary=Vocabulary(1)
     )
     assert len(dataset) == 20
     judge = tmp_path / "judge.py"

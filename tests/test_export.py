@@ -424,7 +424,6 @@ def test_a_wrong_export_is_not_written(
         ("--to mlx --checkpoint 7", "--checkpoint 7"),
         ("--to mlx --type f16", "leave --type and --dequantize out"),
         ("--to fused --type q8_0", "--type q8_0 is for --to gguf"),
-        ("--to fused --dequantize", "is not quantised"),
         ("--to fused --rows 0", "--rows 0"),
         ("--to onnx", "invalid choice: 'onnx'"),
         ("--to mlx model.path=/nowhere/at/all", "no such folder"),

@@ -130,7 +130,6 @@ TOO_LARGE = {
     "score_file.pull",
     "batch.Batch",
     "partition.ModelShape",
-    "pairs.SampleFigures",
     "requests.CompletionRequest",  # OpenAI's own keys
     "checkpoint.Progress",
 }

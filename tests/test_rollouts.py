@@ -302,8 +302,7 @@ STOPS: dict[str, list[Moment]] = {
 
 @pytest.mark.parametrize("moments", STOPS)
 @pytest.mark.long(
-    "judging; before a round is undone",
-    "after the answers, before their journal goes; before the verdict",
+    "judging; before a round is undone", "after the answers, before their journal goes; before the verdict"
 )
 def test_a_run_that_was_stopped_is_one_that_never_was(
     moments: str, whole: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -46,11 +46,7 @@ def asked(*pairs: tuple[str, str], answer: str | None = None) -> list[Question]:
 
 @pytest.mark.parametrize(
     ("rate", "count", "low", "high"),
-    [
-        (0.5, 10, 0.2365931, 0.7634069),
-        (0.0, 10, 0.0, 0.2775328),
-        (1.0, 10, 0.7224672, 1.0),
-    ],
+    [(0.5, 10, 0.2365931, 0.7634069), (0.0, 10, 0.0, 0.2775328), (1.0, 10, 0.7224672, 1.0)],
 )
 def test_the_interval_is_wilsons(rate: float, count: int, low: float, high: float) -> None:
     assert win_rate.wilson(rate, count) == pytest.approx((low, high), abs=5e-5)

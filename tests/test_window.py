@@ -101,7 +101,7 @@ def test_answers_and_scores_of_a_trained_model_look_back_as_far() -> None:
     settings = ModelSettings(path=QUICKSTART, attention_window=6)
     model, tokenizer = load_module.load(settings, 0), tokenizer_module.load_tokenizer_of(settings)
     prompts = [tokenizer.encode(text) for text in ("Add 797 and 370.", "Add 12 and 5 and then some more of it.")]
-    texts = greedy(model, tokenizer, prompts, 12, World()).texts
+    texts = greedy(model, tokenizer, prompts, 12, World())[0]
     for prompt, text in zip(prompts, texts, strict=True):
         ids = list(prompt)
         for _ in range(12):
@@ -112,7 +112,7 @@ def test_answers_and_scores_of_a_trained_model_look_back_as_far() -> None:
                 break
         assert text == tokenizer.decode(ids[len(prompt) :])
     wide = load_module.load(ModelSettings(path=QUICKSTART), 0)
-    assert texts != greedy(wide, tokenizer, prompts, 12, World()).texts
+    assert texts != greedy(wide, tokenizer, prompts, 12, World())[0]
     assert load_module.fingerprint(settings, 0) != load_module.fingerprint(ModelSettings(path=QUICKSTART), 0)
 
 

@@ -102,7 +102,7 @@ def evaluate(subject: StoredModel, options: argparse.Namespace, world: World, sa
                 write_per_pair(out, dataset, policy, reference, settings.train)
     if questions and tokenizer is not None:
         prompts, limit = [question.prompt_ids for question in questions], settings.evaluate.max_tokens
-        texts = greedy(loaded.model, tokenizer, prompts, limit, world, say=say).texts
+        texts, _ = greedy(loaded.model, tokenizer, prompts, limit, world, say=say)
         values["exact_match"] = exact_match(questions, texts, settings.evaluate.answer_pattern)
     source, count = (settings.evaluate.answers, len(questions)) if dataset is None else (dataset.path, len(dataset))
     unit = "questions" if dataset is None else "rows"

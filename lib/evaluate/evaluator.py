@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,13 +26,6 @@ SAMPLE_TOKENS = 64  # of an answer that is only shown
 SAMPLE_WIDTH = 160  # columns of a sample's line, in a file
 
 
-class GreedyAnswers(NamedTuple):
-    """Greedy continuations of some prompts. cut: those without an end within max_tokens."""
-
-    texts: list[str]
-    cut: int
-
-
 def greedy(
     model: nn.Module,
     tokenizer: Tokenizer,
@@ -42,9 +34,9 @@ def greedy(
     world: World,
     shares: Sequence[int] | None = None,
     say: Terminal | None = None,
-) -> GreedyAnswers:
-    """The greedy continuation of every prompt, on every rank; ranks take prompts by their shares, or equally many. say:
-    where it is said how many answers evaluate.max_tokens cut."""
+) -> tuple[list[str], int]:
+    """The greedy continuation of every prompt, on every rank, and how many have no end within max_tokens, which `say`
+    prints. Ranks take prompts by their shares, or equally many."""
     workers = world.workers
     ends = np.cumsum(divide_rows(len(prompts), shares if shares and workers.size > 1 else [1] * workers.size)).tolist()
     rows = range(ends[workers.rank - 1] if workers.rank else 0, ends[workers.rank])
@@ -59,7 +51,7 @@ def greedy(
     cut = int(gathered[:, 0].sum())
     if cut and say is not None:
         say.line(f"{cut:,} of {len(prompts):,} greedy answers have no end within evaluate.max_tokens={max_tokens}")
-    return GreedyAnswers([tokenizer.decode(row[2 : 2 + row[1]].tolist()) for row in gathered], cut)
+    return [tokenizer.decode(row[2 : 2 + row[1]].tolist()) for row in gathered], cut
 
 
 def exact_match(questions: list[Question], texts: list[str], pattern: str) -> float:
@@ -88,9 +80,10 @@ class Evaluator:
                 values |= metrics_of(valid, policy, self.reference, settings.train)
             if questions and run.inputs.tokenizer is not None:
                 prompts, most = [question.prompt_ids for question in questions], settings.evaluate.max_tokens
-                made = greedy(run.model, run.inputs.tokenizer, prompts, most, world, shares, run.say)
-                values["exact_match"] = exact_match(questions, made.texts, settings.evaluate.answer_pattern)
-                cut["answers_cut"] = made.cut
+                texts, cut["answers_cut"] = greedy(
+                    run.model, run.inputs.tokenizer, prompts, most, world, shares, run.say
+                )
+                values["exact_match"] = exact_match(questions, texts, settings.evaluate.answer_pattern)
         if values:
             seconds = time.perf_counter() - began
             run.tracker.record("evaluation", step=run.own_step, evaluation_seconds=seconds, **cut, **values)
@@ -107,7 +100,7 @@ class Evaluator:
         prompts = [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts))][: settings.samples]
         if tokenizer is None or not prompts or not all(prompts):
             return
-        texts = greedy(run.model, tokenizer, prompts, min(settings.max_tokens, SAMPLE_TOKENS), run.world).texts
+        texts, _ = greedy(run.model, tokenizer, prompts, min(settings.max_tokens, SAMPLE_TOKENS), run.world)
         samples = [{"prompt": tokenizer.decode(p), when: text} for p, text in zip(prompts, texts, strict=True)]
         run.say.line(f"greedy answers {when} training", "bold")
         half = ((run.say.width or SAMPLE_WIDTH) - 15) // 2

@@ -61,10 +61,6 @@ class FileJob(NamedTuple):
     def chunks(self) -> int:
         return -(-self.rows // self.chunk_rows)
 
-    def open(self, world: World) -> WorkQueue:
-        """The queue of what the output lacks. All ranks call it."""
-        return open_queue(world, self.out, self.key, self.chunks)
-
     def rows_of(self, chunk: int) -> range:
         return range(chunk * self.chunk_rows, min((chunk + 1) * self.chunk_rows, self.rows))
 
@@ -79,7 +75,11 @@ def pull(
     """Lines for all rows, in order, into the job's file: by all ranks, each once; what is finished already is taken.
     Each rank works at its pace; where they hold parts of a model that is needed, all at the same chunk. queue: the
     job's, where it is open. Returns: On rank 0, the figures for people and machines; elsewhere nothing."""
-    say, began, queue = Terminal(silent=world.rank != 0), time.perf_counter(), queue or job.open(world)
+    say, began, queue = (
+        Terminal(silent=world.rank != 0),
+        time.perf_counter(),
+        queue or open_queue(world, job.out, job.key, job.chunks),
+    )
     served = queue if isinstance(queue, ServedQueue) else None
     missing = list(served.fresh) if served else []
     before = job.chunks - len(missing) if served else 0

@@ -89,14 +89,10 @@ def peft_config(run: TrainedRun, layers: Mapping[str, nn.Module]) -> dict[str, A
         "lora_alpha": alpha,
         "rank_pattern": {re.escape(name): value for name, value in ranks.items() if value != rank},
         "alpha_pattern": {re.escape(name): value for name, value in alphas.items() if value != alpha},
-        "use_rslora": False,
         "use_dora": model.method == "dora",
         "target_modules": target_modules(named.keys(), others | named.keys()),
         "lora_dropout": 0.0 if any(map(expert_pattern, layers)) else model.dropout,  # peft has none for experts
         "bias": "none",
-        "fan_in_fan_out": False,
-        "modules_to_save": None,
-        "init_lora_weights": True,
         "inference_mode": True,
     }
 

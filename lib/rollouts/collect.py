@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -25,7 +25,7 @@ from lib.config.settings import Config
 from lib.data.prompts import Prompts, asked_of, columns_of
 from lib.data.record_formats import VOCABULARY
 from lib.data.tokenizer import Tokenizer, vocabulary_digest
-from lib.distributed.work_queue import Lines, WorkQueue
+from lib.distributed.work_queue import Lines, WorkQueue, open_queue
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate.judges import Judge, Question, scores_of
@@ -65,13 +65,6 @@ def lines_of(path: Path, kind: type[Line]) -> list[Line]:
             except ValueError:
                 raise UserError(f"{path}:{number}: not what a round writes; {REMEDY}") from None
     return lines
-
-
-class Collected(NamedTuple):
-    """The answers of a round, the same on every rank."""
-
-    groups: list[Group]
-    pairs: list[Pair]
 
 
 @dataclass(frozen=True)
@@ -116,7 +109,7 @@ class Collector:
         """samples.jsonl of a round, drawn by all ranks with the weights that they have. policy: their digest."""
         if (job := self._job(number, SAMPLES, policy)) is None:
             return
-        rows, queue, world = self._rows(number), job.open(self.world), self.world
+        rows, queue, world = self._rows(number), open_queue(self.world, job.out, job.key, job.chunks), self.world
 
         def lines(part: range) -> Lines | None:
             passes = len(part) * self.config.rollouts.samples
@@ -162,8 +155,8 @@ class Collector:
             raise UserError(f"{path} has not {len(samples)} answers to each prompt, in their order; {REMEDY}")
         return lines
 
-    def collect(self, number: int, policy: str) -> Collected:
-        """A round's answers with their scores, and their pairs. policy: digest of the weights that drew them."""
+    def collect(self, number: int, policy: str) -> tuple[list[Group], list[Pair]]:
+        """A round's answers with their scores, and their pairs, the same on every rank. policy: digest of the weights that drew them."""
         folder, count = self.folder_of(number), self.config.rollouts.samples
         spread(folder / SAMPLES, self.world, self.keeps_disk)
         if (job := self._job(number, SCORES, policy)) is not None:
@@ -179,7 +172,7 @@ class Collector:
         pairs = [pair for group in groups for pair in pairs_of(group, self.config.rollouts)]
         if self.keeps_disk and self.config.record_kind == "preference" and not (folder / PAIRS).exists():
             files.write_atomically(folder / PAIRS, "".join(self._pair_line(pair) + "\n" for pair in pairs))
-        return Collected(groups, pairs)
+        return groups, pairs
 
     def _pair_line(self, pair: Pair) -> str:
         record = {

@@ -27,7 +27,7 @@ from lib.evaluate.judges import Judge, judge_of, scores_of
 from lib.evaluate.sample import Sampler
 from lib.evaluate.score_file import key_of
 from lib.model import adapter_files
-from lib.rollouts.collect import PAIRS, SAMPLES, Collected, Collector, policy_of, question_of
+from lib.rollouts.collect import PAIRS, SAMPLES, Collector, policy_of, question_of
 from lib.rollouts.pairs import (
     Group,
     Pair,
@@ -63,16 +63,16 @@ class HeldOut:
             return values
         ids = [prompts.ids[row] for row in range(min(len(prompts), settings.answers_limit))]
         with run.say.doing("answering held-out prompts"):
-            made = greedy(run.model, tokenizer, ids, settings.max_tokens, world, shares, run.say)
+            texts, cut = greedy(run.model, tokenizer, ids, settings.max_tokens, world, shares, run.say)
         score = None
         with world.agreeing("judging held-out answers"):
             if world.rank == 0:
-                texts = enumerate(made.texts)
-                questions = [question_of(row, [text], prompts, run.config, tokenizer) for row, text in texts]
+                each = enumerate(texts)
+                questions = [question_of(row, [text], prompts, run.config, tokenizer) for row, text in each]
                 scores = [of.score for (of,) in scores_of(self.judge, questions) if of.score is not None]
                 score = sum(scores) / len(scores) if scores else None
         score = json.loads(world.broadcast_text(json.dumps(score)))
-        run.tracker.record("evaluation", step=run.own_step, held_out_score=score, answers_cut=made.cut)
+        run.tracker.record("evaluation", step=run.own_step, held_out_score=score, answers_cut=cut)
         return values | {"held_out_score": score}
 
 
@@ -154,35 +154,25 @@ class Rounds:
             run.save()
         self._judge(replace(figures, held_out=self.loop.latest))
 
-    def _collected(self, number: int, first_step: int) -> Collected:
+    def _collected(self, number: int, first_step: int) -> tuple[list[Group], list[Pair]]:
         """A round's answers; drawn here, unless this round's training has begun."""
-        run, folder = self.run, self.collector.folder_of(number)
-        if run.progress.step == first_step:
-            self._draw(number)
-        if not (drawn_by := self._drawn_by(number)):
-            raise AgreedError(
-                f"{folder} lacks the answers that step {run.progress.step} was trained on; put them back, or "
-                f"remove the checkpoints after step {first_step}"
-            )
-        return self.collector.collect(number, drawn_by)
-
-    def _drawn_by(self, number: int) -> str:
-        """Digest of the weights that drew a round's answers; nothing where there are none."""
-        folder, world = self.collector.folder_of(number), self.run.world
-        return world.broadcast_text(policy_of(folder) if world.rank == 0 else "")
-
-    def _draw(self, number: int) -> None:
-        """Draws a round's answers with the weights as they are; files of other weights go."""
         run, world, folder = self.run, self.run.world, self.collector.folder_of(number)
+        drawn_by = world.broadcast_text(policy_of(folder) if world.rank == 0 else "")
+        if run.progress.step > first_step:
+            if not drawn_by:
+                lost = f"{folder} lacks the answers that step {run.progress.step} was trained on; put them back, or"
+                raise AgreedError(f"{lost} remove the checkpoints after step {first_step}")
+            return self.collector.collect(number, drawn_by)
         digest = adapter_files.digest(adapter_files.trainable(run.model))
         if world.divides_model:  # the parts of all ranks together
             digest = key_of(world.gather_text(digest, "digests of the weights"))
-        if (sampled := self._drawn_by(number)) and sampled != digest:
+        if drawn_by not in ("", digest):
             run.say.warning(f"{folder} is of other weights, and is made again", run.progress.step)
             if run.lock is not None:
                 shutil.rmtree(folder, ignore_errors=True)
             world.gather_text("gone", "every disk's round")
         self.collector.draw(number, digest)
+        return self.collector.collect(number, digest)
 
     def _data(self, number: int, groups: list[Group], pairs: list[Pair]) -> Dataset | None:
         """What a round trains on: its pairs, or for train.loss=grpo its groups; None where it has nothing to learn."""

@@ -33,8 +33,7 @@ class Feedback:
     be written."""
 
     def __init__(self, path: Path) -> None:
-        self.recent: OrderedDict[tuple[str, str], JSON] = OrderedDict()  # training records, by owner and id
-        self.labels: dict[tuple[str, str], bool] = {}
+        self.recent: OrderedDict[tuple[str, str], JSON | bool] = OrderedDict()  # training record or label, by owner, id
         try:
             self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600), "ab", buffering=0)
         except OSError as error:
@@ -44,21 +43,21 @@ class Feedback:
         """Keeps a training record for as long as it may be labelled."""
         self.recent[owner, row["id"]] = row
         if len(self.recent) > MOST_COMPLETIONS:
-            self.labels.pop(self.recent.popitem(last=False)[0], None)
+            self.recent.popitem(last=False)
 
     def take(self, owner: str, given: Label) -> None:
         """Writes a label's row, all of it or nothing. The same label again changes nothing. Raises RequestError: the id
         is unknown to this key, or has the other label; the disk is full."""
-        name = owner, given.id
-        if name not in self.recent:
+        kept = self.recent.get((owner, given.id))
+        if kept is None:
             message = f"no completion {given.id!r} can be labelled: it is unknown, too old, or was cut at max_tokens"
             raise RequestError(404, message, "completion_not_found", "id")
-        if self.labels.get(name, given.label) != given.label:
-            message = f"completion {given.id!r} has the label {str(not given.label).lower()} already"
-            raise RequestError(409, message, "already_labelled", "id")
-        if name in self.labels:
+        if isinstance(kept, bool):
+            if kept != given.label:
+                message = f"completion {given.id!r} has the label {str(kept).lower()} already"
+                raise RequestError(409, message, "already_labelled", "id")
             return
-        row = self.recent[name] | {"label": given.label, "time": round(time.time(), 3)}
+        row = kept | {"label": given.label, "time": round(time.time(), 3)}
         line, size = f"{json.dumps(row, ensure_ascii=False)}\n".encode(), os.fstat(self._file.fileno()).st_size
         try:
             if self._file.write(line) != len(line):
@@ -67,4 +66,4 @@ class Feedback:
         except OSError as error:
             self._file.truncate(size)
             raise RequestError(503, f"the label cannot be kept: {error.strerror}", "feedback_not_written") from None
-        self.labels[name], self.recent[name] = given.label, {}
+        self.recent[owner, given.id] = given.label
