@@ -178,7 +178,7 @@ class RunFigures:
     plan: PlanRecord
     steps: int | None  # of the whole run
     summary: dict[str, Any]  # so far, under the names of summary.json; of `ranks` means over their last records
-    latest: dict[str, float | None]  # of the newest step
+    loss: float | None  # of the newest step
     held_out: Record  # metrics of the newest evaluation; of a finished run, of the weights in its folder
     left_seconds: float | None
     restarts: int
@@ -202,7 +202,7 @@ def figures(run: RunHistory, now: float) -> RunFigures:
     is_over = bool(ends) or silent
     elapsed = (last if is_over else max(now, last)) - first - _paused_seconds(events, series) if last else 0.0
     newest = max(present.values(), key=lambda table: table.of("time")[-1], default=None)
-    latest = newest.rows[-1].tolist() if newest else [math.nan] * len(STEP_COLUMNS)
+    loss = float(newest.of("loss")[-1]) if newest else math.nan
     summary = {
         "steps": min(math.ceil(done), steps or math.ceil(done)),
         "seconds": max((float(np.nansum(table.of("step_seconds"))) for table in series.values()), default=0.0),
@@ -224,7 +224,7 @@ def figures(run: RunHistory, now: float) -> RunFigures:
         plan=plan,
         steps=steps,
         summary=summary,
-        latest={name: v if math.isfinite(v) else None for name, v in zip(STEP_COLUMNS, latest, strict=True)},
+        loss=loss if math.isfinite(loss) else None,
         held_out=(evaluations or run.of_kind("evaluation") or [Record()])[-1],
         left_seconds=elapsed / done * max(0.0, steps - done) if steps and done and not is_over else None,
         restarts=max(0, len(run.of_kind("start")) - 1),

@@ -154,7 +154,7 @@ def card_texts(run: RunHistory, now: RunFigures) -> list[tuple[str, str]]:
     steps += f" / {now.steps:,}" if now.steps else ""
     steps += "" if now.left_seconds is None else f", {duration(now.left_seconds)} left"
     held_out = now.held_out.get("loss")
-    losses = loss.text(now.latest["loss"]) + ("" if held_out is None else f", held out {loss.text(held_out)}")
+    losses = loss.text(now.loss) + ("" if held_out is None else f", held out {loss.text(held_out)}")
     hosts = {rank["host"] for rank in now.summary["ranks"]} | {host for _, host in now.missing}
     troubles = f"{len(hosts)}, warnings: {len(now.warnings)}, restarts: {now.restarts}"
     return [("step", steps), ("loss", losses), *facts, ("hosts", troubles)]

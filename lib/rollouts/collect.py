@@ -156,7 +156,7 @@ class Collector:
         return lines
 
     def collect(self, number: int, policy: str) -> tuple[list[Group], list[Pair]]:
-        """A round's answers with their scores, and their pairs, the same on every rank. policy: digest of the weights that drew them."""
+        """A round's scored answers and their pairs, on every rank. policy: digest of the weights that drew them."""
         folder, count = self.folder_of(number), self.config.rollouts.samples
         spread(folder / SAMPLES, self.world, self.keeps_disk)
         if (job := self._job(number, SCORES, policy)) is not None:
