@@ -60,7 +60,6 @@ class RunConsole(Terminal):
         self.early: list[str] = []  # warnings before the log began
         self.progress: ProgressLine | None = None
         self.live: Live | None = None
-        self.merge_shown = 0  # the step of the last merge that was shown
 
     def record_in(self, tracker: PerformanceTracker, step: int, each_rank: bool) -> None:
         """Records warnings from now on, and those before: of rank 0, or of each rank where ranks are independent."""
@@ -115,11 +114,8 @@ class RunConsole(Terminal):
         elif kind == "plan":
             line.plan = record
             self.line(tables.describe(record), "bold")
-        elif kind == "merge":  # where merges are frequent, one in SHOWN_STEPS
-            step = line.step = record.get("global_step") or line.step
-            if step == line.total or step // SHOWN_STEPS != self.merge_shown // SHOWN_STEPS:
-                self.merge_shown = step
-                self.line(tables.describe({**record, "step": step}))
+        elif kind == "merge":
+            line.step = record.get("global_step") or line.step
         elif kind == "end":
             self.close()
         return None
