@@ -81,22 +81,23 @@ class Comparer:
 
     def lines(self, rows: range, texts: Sequence[Sequence[str]]) -> Lines:
         """Some prompts with both answers and a verdict. texts: both models' answers to all prompts."""
-        questions = [self._question(row, (texts[0][row], texts[1][row])) for row in rows]
+        questions = {row: self._question(row, (texts[0][row], texts[1][row])) for row in rows}
+        both = self.judge.looks_at_order
         # Of two equal answers neither is better: no model is asked.
-        is_asked = [not self.judge.looks_at_order or q.completions[0] != q.completions[1] for q in questions]
-        asked = [question for question, is_one in zip(questions, is_asked, strict=True) if is_one]
-        scores, swapped = iter(self.judge(asked)), iter([])
-        if self.judge.looks_at_order:
-            swapped = iter(self.judge([replace(q, completions=q.completions[::-1]) for q in asked]))
+        asked = {row: q for row, q in questions.items() if not both or q.completions[0] != q.completions[1]}
+        orders = {row: [scores] for row, scores in zip(asked, self.judge([*asked.values()]), strict=True)}
+        if both:
+            turned = self.judge([replace(q, completions=q.completions[::-1]) for q in asked.values()])
+            for row, scores in zip(asked, turned, strict=True):
+                orders[row].append(scores[::-1])
         lines = []
-        for row, q, is_one in zip(rows, questions, is_asked, strict=True):
-            orders = (
-                [next(scores), *([] if (turned := next(swapped, None)) is None else [turned[::-1]])] if is_one else []
-            )
+        for row, q in questions.items():
+            of_row = orders.get(row, [])
             line = {"row": row, "line": self.records.line(row), "prompt": q.prompt, "answer": q.completions[0]}
-            line |= {"against": q.completions[1], "verdict": verdict(*orders) if is_one else "tie"}
-            # JSON has no NaN.
-            finite = [[None if math.isnan(score) else score for score in order] for order in orders]
+            line |= {"against": q.completions[1], "verdict": verdict(*of_row) if of_row else "tie"}
+            finite = [
+                [None if math.isnan(score) else score for score in scores] for scores in of_row
+            ]  # JSON has no NaN
             line |= dict(zip(("scores", "swapped_scores"), [*finite, None, None], strict=False))
             lines.append(json.dumps(line, ensure_ascii=False))
         return lines
