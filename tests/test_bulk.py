@@ -265,7 +265,11 @@ def test_pairs_are_made_by_an_answer_or_by_a_judge(
     assert [pair["chosen"] for pair in pairs] == [f"It is {i % 3}." for i in range(20)]
     assert all(pair["rejected"] in drawn and pair["rejected"] != pair["chosen"] for pair in pairs)
     dataset = load_dataset(
-        str(tmp_path / "checked.jsonl"), DataSettings(train="-"), "preference", byte_level(CORPUS), vocabulary=Vocabulary(1)
+        str(tmp_path / "checked.jsonl"),
+        DataSettings(train="-"),
+        "preference",
+        byte_level(CORPUS),
+        vocabulary=Vocabulary(1),
     )
     assert len(dataset) == 20
     judge = tmp_path / "judge.py"
