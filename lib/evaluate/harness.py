@@ -140,11 +140,11 @@ class HarnessModel:
             fitted.append((tuple(context[-room:]), tuple(continuation)))
             contexts.setdefault(fitted[-1][0], {})[fitted[-1][1]] = (0.0, True)  # of no token at all
         order = sorted(contexts, key=lambda context: -len(context) - max(map(len, contexts[context])))
-        items = [(context, [each for each in contexts[context] if each]) for context in order]
+        items = [(ids, [each for each in contexts[ids] if each]) for ids in order]
         items = [item for item in items if item[1]]
-        for (context, continuations), scores in zip(items, self.ask("score", items), strict=True):
-            contexts[context] |= {c: (float(s[0]), bool(s[1])) for c, s in zip(continuations, scores, strict=True)}
-        return [contexts[context][continuation] for context, continuation in fitted]
+        for (ids, continuations), scores in zip(items, self.ask("score", items), strict=True):
+            contexts[ids] |= {c: (float(s[0]), bool(s[1])) for c, s in zip(continuations, scores, strict=True)}
+        return [contexts[ids][continuation] for ids, continuation in fitted]
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Ids of a text and of what follows it: where tokens begin is decided by both together. Spaces at the context's
@@ -186,7 +186,8 @@ class HarnessModel:
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as text, as training rendered it (data.chat_template)."""
-        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt}
+        options["continue_final_message"] = not add_generation_prompt
         options |= self.template.arguments_without_answer
         if (stored := template_of(self.settings.data)) is not None:
             options["chat_template"] = stored
