@@ -330,7 +330,7 @@ def plan_cluster(
         else:
             identity = work.curve_identity(curve), share
             sizes = fastest.get(identity) or fastest.setdefault(identity, work.fastest_micro_batches(curve, share))
-        ranks.append(RankPlan(rank, host, share, sizes, curve, curve and work.solo_pairs_per_second(curve)))
+        ranks.append(RankPlan(rank, host, share, sizes, curve, work.solo_pairs_per_second(curve) if curve else None))
     sync_seconds = 0.0 if sum(share > 0 for share in shares) == 1 else sync_seconds
     return ClusterPlan("synchronous", global_batch_size, tuple(ranks), sync_seconds, reason)
 

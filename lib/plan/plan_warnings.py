@@ -40,7 +40,7 @@ def needless_division(strategy: str, plan: ClusterPlan) -> str:
     smallest = min((rank.memory_bytes or 0 for rank in plan.ranks), default=0)
     if strategy not in DIVIDED or len(plan.ranks) < 2:
         return ""
-    needed = sum(part.held_bytes for part in (*plan.stages, *plan.parts))
+    needed = sum(rank.part.held_bytes for rank in plan.ranks if rank.part)
     needed -= sum(part.whole_bytes for part in plan.parts[1:])
     if needed > (1 - ROOM_FOR_ACTIVATIONS) * smallest:
         return ""
