@@ -121,7 +121,7 @@ def parts_of(sizes: Sequence[int]) -> list[slice]:
 
 
 def gradients_of(
-    model: nn.Module, settings: Config, batches: list[MicroBatch], rewards: list[float] | None = None
+    model: nn.Module, settings: Config, batches: Sequence[MicroBatch], rewards: list[float] | None = None
 ) -> tuple[StepRecord, dict[str, np.ndarray]]:
     """A step's result and its gradients; rewards: changed as the step does."""
     spy = Spy(learning_rate=0.0)
