@@ -170,27 +170,24 @@ class Encoder:
         chat = self._choose_form(example)
         if not isinstance(chat, Chat) or not encoded.completions:
             return encoded
-        longest = max(map(len, encoded.completions))
-
-        whole = encoded
+        longest, tokens = max(map(len, encoded.completions)), len(encoded.prompt)
 
         def size(other: Chat) -> int:
             with contextlib.suppress(Unusable):
-                return len(whole.prompt if other is chat else self.tokens.ids(self.template.render(other).prompt))
-            return len(whole.prompt)
+                return tokens if other is chat else len(self.tokens.ids(self.template.render(other).prompt))
+            return tokens
 
         shorter = _shortened(chat, size, longest, max_length)
         if shorter is not chat:
             with contextlib.suppress(Unusable):
                 encoded = self.encoded(shorter)
-        tokens, most = len(encoded.prompt), _most_of_prompt(longest, max_length)
-        if tokens > most:
+        room, least = max_length - len(encoded.prompt), max_length - _most_of_prompt(longest, max_length)
+        if room < least:
             raise Unusable(
-                f"the prompt alone has {tokens} tokens, and what is not cut of it (system prompt, tools) leaves less "
-                f"than {max_length - most} of data.max_length={max_length} for the answer; raise it"
+                f"the prompt alone has {len(encoded.prompt)} tokens, and what is not cut of it (system prompt, tools) "
+                f"leaves less than {least} of data.max_length={max_length} for the answer; raise it"
             )
-        room, masks = max_length - tokens, encoded.learnt
-        learnt = None if masks is None else [mask[:room] for mask in masks]
+        learnt = encoded.learnt and [mask[:room] for mask in encoded.learnt]
         return Encoded(encoded.prompt, [ids[:room] for ids in encoded.completions], learnt)
 
     def _choose_form(self, example: Plain | Chat) -> Plain | Chat:
