@@ -155,9 +155,9 @@ def few_shapes(
         end = start
     ascending = sorted(shapes, key=lambda shape: shape.cost)
     # What holds everything has to stay: it replaces the largest of those that the first epoch uses, and so is used.
-    used = {first_that_holds(ascending, need) for need in needs[0]} - {None}
+    first = {shape for need in needs[0] if (shape := first_that_holds(ascending, need)) is not None}
     holds_all = next(shape for shape in ascending if shape.holds(largest))
-    used = sorted(used, key=lambda shape: shape.cost)
+    used = sorted(first, key=lambda shape: shape.cost)
     return used if holds_all in used else sorted([*used[:-1], holds_all], key=lambda shape: shape.cost)
 
 

@@ -269,7 +269,8 @@ class Tokenisation(NamedTuple):
             raise record
         encoder, settings, max_length = self.encoder, self.settings, self.settings.max_length
         if isinstance(record, Tokens):
-            encoded = Encoded(record.prompt, [*record.completions], record.learnt and [*record.learnt])
+            learnt = [*record.learnt] if record.learnt else None
+            encoded = Encoded(record.prompt, [*record.completions], learnt)
         else:
             assert encoder is not None
             encoded = encoder.encoded(record)

@@ -127,7 +127,8 @@ def _parse(record: JSON | Unusable, max_length: int, limits: Vocabulary) -> Grou
         if lists is not None and [*map(len, lists)] != sizes:
             wanted = f"lists of {', '.join(map(str, sizes))} numbers, one a token of completion_ids"
             raise Unusable(f"{name} has to be {wanted}")
-    return Group(prompt, completions, given.rewards, logps, mask and [[*map(bool, bits)] for bits in mask])
+    learnt = None if mask is None else [[*map(bool, bits)] for bits in mask]
+    return Group(prompt, completions, given.rewards, logps, learnt)
 
 
 def groups_in_memory(name: str, groups: list[Group], skipped: list[str]) -> GroupedDataset:
@@ -152,7 +153,7 @@ def groups_in_memory(name: str, groups: list[Group], skipped: list[str]) -> Grou
         flat += of_tokens
     tokens, bounds, digest = pack("group", pieces, None)
     all_logps = np.concatenate(flat) if has_logps else None
-    of_all = hashlib.sha256(digest.encode() + rewards.tobytes() + (all_logps.tobytes() if has_logps else b""))
+    of_all = hashlib.sha256(digest.encode() + rewards.tobytes() + (b"" if all_logps is None else all_logps.tobytes()))
     known = rewards[~np.isnan(rewards)].astype(np.float64)
     return GroupedDataset(
         name,

@@ -62,10 +62,13 @@ def ids_of(
     """
     if isinstance(parsed, Unusable):
         raise parsed
-    if encoder is None and not isinstance(parsed, Tokens):
+    if isinstance(parsed, Tokens):
+        ids = parsed.prompt
+    elif encoder is None:
         raise UserError("prompts are text, and the model has no tokenizer; add one to the model's folder")
-    ids = parsed.prompt if encoder is None or isinstance(parsed, Tokens) else encoder.encoded(parsed).prompt
-    if not isinstance(ids, list) or not ids:
+    else:
+        ids = encoder.encoded(parsed).prompt
+    if not ids:
         raise Unusable("the prompt is empty")
     limits.check_ids([ids])
     limits.check_answer(len(ids), max_tokens, setting)

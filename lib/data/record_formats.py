@@ -102,7 +102,8 @@ class Columns(NamedTuple):
 
     @classmethod
     def of(cls, data: DataSettings) -> Columns:
-        return cls(*map(data.column, get_args(Column)), data.ignore, data.learn)
+        fields: list[Any] = [*map(data.column, get_args(Column)), data.ignore, data.learn]
+        return cls(*fields)
 
     @property
     def are_named(self) -> bool:
@@ -307,7 +308,8 @@ def _ranked(prompt: str, column: str, text: str, score: str, sign: int) -> Calla
     def read(record: JSON) -> Draft:
         items = record[column] if isinstance(record[column], list) else []
         items = [i for i in items if isinstance(i, dict) and i.get(text) is not None and _is_finite(i.get(score))]
-        best, worst = (pick(items, key=lambda item: sign * item[score], default={}) for pick in (max, min))
+        best: JSON = max(items, key=lambda item: sign * item[score], default={})
+        worst: JSON = min(items, key=lambda item: sign * item[score], default={})
         if best.get(score) == worst.get(score):
             raise Unusable(f"{column!r} has no two answers with another {score}: nothing to prefer")
         return Draft(transcript(record[prompt]), (best[text], worst[text]), (f"{column}.{text}",) * 2)
@@ -610,7 +612,7 @@ def checked(form: TypeAdapter[Any], value: object, name: str) -> Any:
         return form.validate_python(value)
     except ValidationError as error:
         fault = error.errors()[0]
-        where = (name or fault["loc"][0], *(f"[{part}]" for part in fault["loc"] if isinstance(part, int)))
+        where = (name or str(fault["loc"][0]), *(f"[{part}]" for part in fault["loc"] if isinstance(part, int)))
         raise Unusable(f"{''.join(where)}: {fault['msg']}, not {repr(fault['input'])[:40]}") from None
 
 
@@ -650,11 +652,12 @@ Parts = tuple[list[Message], tuple[list[Message], ...], Learnt]  # of a chat: pr
 def _chat(draft: Draft, record: JSON, name: str, columns: Columns, kind: RecordKind, label: bool | None) -> Chat:
     """A draft as messages."""
     learn = columns.learn if kind == "sft" else "last"
+    completions: tuple[list[Message], ...] = ()
+    learnt: Learnt = ()
     if draft.prompt is None and len(draft.completions) == 1:
         whole = _opened(record, check_messages(draft.completions[0], draft.names[0], columns.ignore), columns)
         is_answered = whole[-1]["role"] == "assistant" and len(whole) > 1
         prompt = whole[:-1] if is_answered else whole
-        completions, learnt = (), ()
         if kind != "prompt":
             prompt, completions, learnt = _split(whole, learn, draft.names[0])
     else:

@@ -164,7 +164,8 @@ def _stored(folder: Path, stamp: list[int]) -> JSON | None:
 def _build(file: Path, stamp: list[int], folder: Path, columns: Columns, kind: RecordKind) -> JSON:
     """Indexes a file in one pass: checks every record, and enters the usable ones."""
     folder.mkdir(parents=True, exist_ok=True)
-    digest, seen, unread, unusable = hashlib.sha256(), dict[str, list[int]](), dict[str, None](), []
+    digest, seen, unread = hashlib.sha256(), dict[str, list[int]](), dict[str, None]()
+    unusable = list[tuple[int, str]]()
     count = unusable_count = 0
     with (folder / ENTRIES).open("wb") as entries, (folder / LINES).open("wb") as lines:
         for line, offset, raw, record in record_files.scan(file):

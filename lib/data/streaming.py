@@ -56,18 +56,20 @@ def open_training(
     name, streams = " + ".join(sources.weights_of(train)), settings.streaming
     if streams is None:
         streams = sum(index.stamp[0] for index in records.indices) >= sources.STREAMED_BYTES
-    longest_row, data = vocabulary.row_tokens(settings.max_length), None
+    longest_row = vocabulary.row_tokens(settings.max_length)
+    data: Dataset | StreamedDataset
     if streams and mismatched:
         tell(f"{name}: read whole, not as it is needed: train.loss=kto compares each row with others")
     if mismatched or not streams:
-        data = tokenisation.dataset(name, records, rows)
-        data = with_mismatched(data, longest_row) if mismatched else data
+        plain = tokenisation.dataset(name, records, rows)
+        data = with_mismatched(plain, longest_row) if mismatched else plain
     elif longest_row < settings.max_length:
         raise UserError(
             f"data.max_length={settings.max_length} is more than the {vocabulary.positions} positions of the model's "
             f"table, and streamed rows are read only when they are trained; set data.max_length={vocabulary.positions}"
         )
-    data = data or StreamedDataset(name, records, rows, tokenisation)
+    else:
+        data = StreamedDataset(name, records, rows, tokenisation)
     tokenisation.tell_notes(tell)
     longest, context = int(data.lengths.max()), vocabulary.context
     if context is not None and longest > context:
