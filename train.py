@@ -63,9 +63,10 @@ def train(config: Config, world: World, resume: bool, dry_run: bool, measure: bo
     launched, say = time.perf_counter(), console.RunConsole(world.rank, tried)
     if not resume:
         config = config.model_copy(update={"model": inputs.with_compute_type(config.model, world, say.line)})
-    if (run := prepare(config, world, say, resume, dry_run)) is None:
-        return
-    with contextlib.closing(run):  # frees its folder, whatever ends it
+    with contextlib.ExitStack() as compiling, contextlib.ExitStack() as ending:
+        if (run := prepare(config, world, say, resume, dry_run, compiling)) is None:
+            return
+        ending.callback(run.close)  # frees its folder, whatever ends it
         run.counted_until = launched
 
         # Reference: the policy before training, or another model.
@@ -82,12 +83,14 @@ def train(config: Config, world: World, resume: bool, dry_run: bool, measure: bo
         # Training: once in a while the model is evaluated, and a checkpoint is written.
         evaluator = Evaluator(run, references.valid)
         if config.rollouts.rounds:
+            compiling.close()
             loop = rounds.train(run, evaluator)
         else:
             loop = TrainingLoop(run, references.data, evaluator)
             if run.is_new:
                 loop.evaluate_before()
                 evaluator.show("before")
+            compiling.close()  # the first step finds its kernels
             loop.train()
         evaluator.show("after")
 
@@ -100,8 +103,11 @@ def train(config: Config, world: World, resume: bool, dry_run: bool, measure: bo
             console.show_end(say, run.folder, config.train.loss, ends)
 
 
-def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run: bool) -> TrainingRun | None:
-    """Data, plan and model, the same on all ranks, and the run's folder; None where nothing is to be trained."""
+def prepare(
+    config: Config, world: World, say: RunConsole, resume: bool, dry_run: bool, compiling: contextlib.ExitStack
+) -> TrainingRun | None:
+    """Data, plan and model, the same on all ranks, and the run's folder; None where nothing is to be trained.
+    compiling: ends when a step's kernels are compiled."""
     from lib.distributed.world import host_names
     from lib.evaluate import judges
     from lib.evaluate.held_out_metrics import digest_of
@@ -131,8 +137,8 @@ def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run
     console.attend_displays(say, config.metal, world, hosts, dry_run)
 
     # Model: the base, and what is trained of it; in parts, where the plan divides it.
-    compiled = kernels.compiled(config, None if dry_run else read.data, world, hosts, say.line)
-    with world.agreeing("loading the model"), say.doing("loading the model"), compiled:
+    compiling.enter_context(kernels.compiled(config, None if dry_run else read.data, world, hosts, say.line))
+    with world.agreeing("loading the model"), say.doing("loading the model"):
         lazy, recomputes = dry_run or plan.divides_model, plan.checkpoints_blocks(world.rank)
         model = inputs.load_policy(config.model, config.train.seed, lazy, recomputes)
     pace = trial.pace(config, world, plan, model, read.data, say.tried_step_seconds)
