@@ -21,10 +21,11 @@ from lib.data.dataset import Example
 from lib.distributed.compression import BLOCK
 from lib.distributed.links import Links
 from lib.distributed.world import World
-from lib.evaluate import command
+from lib.evaluate import command, score_file
 from lib.model import checkpointing, pipeline_stage, token_stream
 from lib.model.layout import layout_of
 from lib.system.out_of_memory import Limit
+from lib.system.terminal import Terminal
 from lib.training import pipelined_step
 from lib.training.divided_world import InStages, PipelinedWorld, pipelined
 from lib.training.step import MicroBatch, Step
@@ -219,7 +220,7 @@ def assert_scored_as_on_one_rank(world: World, folder: Path, settings: Config, r
         judged = settings.evaluate.model_copy(update={"judge": "tests.test_pipeline:by_letters"})
         strategy = "pipelined" if name == "stages" else "synchronous"
         own = settings.model_copy(update={"strategy": strategy, "evaluate": judged})
-        command.in_bulk(own, options, ranks)
+        command.in_bulk(score_file.StoredModel(own, run), options, ranks, Terminal(silent=True))
         world.gather_text("written")
         lines.append([json.loads(line) for line in out.read_text().splitlines()])
     stages, alone = lines

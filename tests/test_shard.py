@@ -25,11 +25,12 @@ from lib.data.dataset import Example
 from lib.distributed import world as world_module
 from lib.distributed.world import World
 from lib.errors import UserError
-from lib.evaluate import command
+from lib.evaluate import command, score_file
 from lib.model import adapter_files, partition, tensor_parallel, token_stream
 from lib.model import adapters as adapters_module
 from lib.model import load as load_module
 from lib.model import logps as logps_module
+from lib.system.terminal import Terminal
 from lib.training import step as step_module
 from lib.training.divided_world import ShardedWorld, sharded
 from tests import rounding, tiny
@@ -366,7 +367,7 @@ def assert_answers_and_metrics_as_alone(
     options = argparse.Namespace(
         run=str(parts), model=None, data=None, overrides=[], per_pair=str(folder / "pairs.jsonl")
     )
-    command.evaluate(settings, options, world)
+    command.evaluate(score_file.StoredModel(settings, parts), options, world, Terminal(silent=world.rank != 0))
     if world.rank == 0:
         told = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
         assert told["loss"] == pytest.approx(summaries[1]["loss"], rel=1e-4)
