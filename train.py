@@ -56,17 +56,16 @@ def train(config: Config, world: World, resume: bool, dry_run: bool, measure: bo
     from lib.evaluate.evaluator import Evaluator
     from lib.report import console, run_report
     from lib.rollouts import rounds
-    from lib.training import inputs, reference_model, run_facts
+    from lib.training import inputs, kernels, reference_model, run_facts
     from lib.training.run import TrainingLoop
 
     tried = run_facts.trial_step_seconds(config, world, train) if measure else None
     launched, say = time.perf_counter(), console.RunConsole(world.rank, tried)
     if not resume:
         config = config.model_copy(update={"model": inputs.with_compute_type(config.model, world, say.line)})
-    with contextlib.ExitStack() as compiling, contextlib.ExitStack() as ending:
-        if (run := prepare(config, world, say, resume, dry_run, compiling)) is None:
-            return
-        ending.callback(run.close)  # frees its folder, whatever ends it
+    if (run := prepare(config, world, say, resume, dry_run)) is None:
+        return
+    with contextlib.closing(run):  # frees its folder, whatever ends it
         run.counted_until = launched
 
         # Reference: the policy before training, or another model.
@@ -83,14 +82,13 @@ def train(config: Config, world: World, resume: bool, dry_run: bool, measure: bo
         # Training: once in a while the model is evaluated, and a checkpoint is written.
         evaluator = Evaluator(run, references.valid)
         if config.rollouts.rounds:
-            compiling.close()
             loop = rounds.train(run, evaluator)
         else:
             loop = TrainingLoop(run, references.data, evaluator)
-            if run.is_new:
-                loop.evaluate_before()
-                evaluator.show("before")
-            compiling.close()  # the first step finds its kernels
+            with kernels.compiled(config, run.inputs.data, world, run.hosts, say.line):  # while the model is evaluated
+                if run.is_new:
+                    loop.evaluate_before()
+                    evaluator.show("before")
             loop.train()
         evaluator.show("after")
 
@@ -103,16 +101,13 @@ def train(config: Config, world: World, resume: bool, dry_run: bool, measure: bo
             console.show_end(say, run.folder, config.train.loss, ends)
 
 
-def prepare(
-    config: Config, world: World, say: RunConsole, resume: bool, dry_run: bool, compiling: contextlib.ExitStack
-) -> TrainingRun | None:
-    """Data, plan and model, the same on all ranks, and the run's folder; None where nothing is to be trained.
-    compiling: ends when a step's kernels are compiled."""
+def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run: bool) -> TrainingRun | None:
+    """Data, plan and model, the same on all ranks, and the run's folder; None where nothing is to be trained."""
     from lib.distributed.world import host_names
     from lib.evaluate import judges
     from lib.evaluate.held_out_metrics import digest_of
     from lib.report import console, trackers
-    from lib.training import checkpoint, inputs, kernels, run, run_facts, trial
+    from lib.training import checkpoint, inputs, run, run_facts, trial
 
     folder = Path(config.run.dir) / str(config.run.name)
 
@@ -137,7 +132,6 @@ def prepare(
     console.attend_displays(say, config.metal, world, hosts, dry_run)
 
     # Model: the base, and what is trained of it; in parts, where the plan divides it.
-    compiling.enter_context(kernels.compiled(config, None if dry_run else read.data, world, hosts, say.line))
     with world.agreeing("loading the model"), say.doing("loading the model"):
         lazy, recomputes = dry_run or plan.divides_model, plan.checkpoints_blocks(world.rank)
         model = inputs.load_policy(config.model, config.train.seed, lazy, recomputes)

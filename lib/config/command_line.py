@@ -6,7 +6,7 @@ import argparse
 import difflib
 from typing import Any, NoReturn
 
-from lib.config import help
+from lib.config import help, unknown_names
 from lib.errors import UserError
 
 UNKNOWN_OPTIONS = "unrecognized arguments: "  # what argparse writes before them
@@ -29,6 +29,6 @@ class Parser(argparse.ArgumentParser):
             if close := difflib.get_close_matches(unknown[0], options, n=1, cutoff=0.75):
                 hint = f"did you mean {close[0]}?"
             elif self.settings_place or any(action.dest == "overrides" for action in self._actions):
-                meant = help.of_setting(unknown[0].lstrip("-").replace("-", "_"), help.known_settings())
+                meant = unknown_names.of_setting(unknown[0].lstrip("-").replace("-", "_"), help.known_settings())
                 hint = f"settings are words without dashes, as train.beta=0.2{self.settings_place}{meant}"
         raise UserError(f"{message}; {hint}")

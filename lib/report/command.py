@@ -57,11 +57,11 @@ def serve(runs: Path, given: Sequence[Path], host: str, port: int) -> None:
     try:
         from werkzeug.serving import make_server
 
-        from lib.report import page
+        from lib.report import dashboard_page
     except ImportError as error:
         raise UserError("the dashboard needs Dash; run pip install -c constraints.txt dash") from error
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    watcher, token = page.Watcher(runs, given), secrets.token_urlsafe(24)
+    watcher, token = dashboard_page.Watcher(runs, given), secrets.token_urlsafe(24)
     if not watcher.listed():
         print(f"dashboard: no run in {runs}/ yet; one that starts is shown", flush=True)
     try:
@@ -70,7 +70,7 @@ def serve(runs: Path, given: Sequence[Path], host: str, port: int) -> None:
         why = os.strerror(error.errno or 0)
         raise UserError(f"cannot listen at {host}:{port} ({why}); give another --port") from None
     port = listener.getsockname()[1]
-    app = page.make_app(watcher, token)
+    app = dashboard_page.make_app(watcher, token)
     server = make_server(host, port, app.server, threaded=True, fd=listener.fileno())
     print(f"dashboard: http://{host}:{port}/?token={token}    (Ctrl-C ends it)", flush=True)
     if host not in ("127.0.0.1", "localhost", "::1"):

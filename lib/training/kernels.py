@@ -1,8 +1,8 @@
 """CUDA's kernels, compiled by several processes at once before the first step on a machine.
 
 MLX compiles every fused kernel where it is first used, one after another, three seconds each: the fifty of a step took
-an H200 more than two minutes. Their code depends on no size. So while the model is loaded and evaluated, each part
-of a step runs in a process of its own, on two blocks of such a model, and MLX keeps on the disk what it compiled
+an H200 more than two minutes. Their code depends on no size. So while the model is evaluated, each part of a
+step runs in a process of its own, on two blocks of such a model, and MLX keeps on the disk what it compiled
 (MLX_PTX_CACHE_DIR). What none of them needed is compiled in the first step.
 """
 
