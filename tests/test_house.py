@@ -23,7 +23,7 @@ ROOMS = [
     ("rollouts",),
     ("report", "export", "launch", "serve"),
 ]
-DOORS = {"dashboard": "report", "doctor": "launch", "server": "serve"}  # `python -m lib.X` stands in front of a room
+DOORS = {"dashboard": "report", "server": "serve"}  # `python -m lib.X` stands in front of a room
 MODULES = {
     ".".join(path.relative_to(ROOT / "lib").with_suffix("").parts): path
     for path in sorted((ROOT / "lib").rglob("*.py"))
@@ -181,7 +181,7 @@ NAMED_TWICE = {
     "Sampling",
     "Link",
 }
-NAMED_TWICE |= {"Machine", "Load", "Ranks", "Ended", "Verdict", "Part", "Answer", "load.py", "doctor.py", "command.py"}
+NAMED_TWICE |= {"Machine", "Load", "Ranks", "Ended", "Verdict", "Part", "Answer", "load.py", "command.py"}
 
 
 def test_no_name_twice() -> None:

@@ -84,9 +84,10 @@ def _of_learning(config: Any) -> Iterator[Rule]:
     yield is_scaled, "train.learning_rate_scaling needs train.learning_rate_batch_size, which the rate was chosen for"
     both = "data.valid takes the place of what data.holdout keeps from training; leave one of them out "
     yield data.holdout and data.valid is not None, both + "(data.valid=null, data.holdout=0)"
-    needs = "train.patience compares held-out losses: it needs evaluate.every, and data.valid or data.holdout"
-    yield train.patience and (config.evaluate.every is None or not (data.valid or data.holdout)), needs
-    apart = "train.patience with independent.merge=none: every rank has a held-out loss of its own; leave it out"
+    needs = "train.patience needs evaluate.every, and data.valid, data.holdout or evaluate.answers to compare"
+    is_compared = config.evaluate.every and (data.valid or data.holdout or config.evaluate.answers)
+    yield train.patience and not is_compared, needs
+    apart = "train.patience with independent.merge=none: every rank has figures of its own; leave it out"
     yield train.patience and merge == "none", apart
 
 

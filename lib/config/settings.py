@@ -148,10 +148,10 @@ class DataSettings(Section):
     """The records, their columns, and how they become tokens."""
 
     train: str | dict[str, PositiveFloat]
-    """Training records: a file (.jsonl, .jsonl.gz, .parquet), a folder or glob, or hf://OWNER/NAME?split=train; or
+    """Training records: a file (.jsonl, .csv, .parquet ...), a folder or glob, or hf://OWNER/NAME?split=train; or
     several with weights, {a.jsonl: 2, b.jsonl: 0.5}: how often an epoch takes each row."""
     valid: str | None = None
-    """Held-out records, in the same form."""
+    """Held-out records: a file, a folder or glob, or hf://OWNER/NAME?split=validation."""
     holdout: Annotated[Fraction, Field(le=0.5)] = 0.0
     """Part of data.train that is held out in the place of data.valid, by a hash of the prompt."""
     deduplicate: bool = False
@@ -254,7 +254,7 @@ class TrainSettings(Section):
     steps: Positive | None = None
     """Optimizer steps."""
     patience: Positive | None = None
-    """End the run after so many evaluations in a row without a lower held-out loss; by default never."""
+    """End the run after so many evaluations in a row without a better figure (checkpoint.best_by); by default never."""
     global_batch_size: Size = 16
     """Pairs (rows, where records are no pairs) of one optimizer step, over all ranks."""
     learning_rate: PositiveFloat = 5e-5
@@ -321,7 +321,7 @@ class EvaluateSettings(Section):
     every: Positive | None = None
     """Steps between evaluations; by default only at the start and the end."""
     batch_size: Size = 16
-    """Pairs per forward pass, here and in the reference pass."""
+    """Pairs per forward pass, here and in the reference pass; requests to a judge's server at a time."""
     answers: str | None = None
     """Records with a `prompt` and an `answer`: greedy generations are scored by exact match."""
     answer_pattern: Pattern = r"([^\s].*?)\s*$"

@@ -273,7 +273,7 @@ def _batch(examples: Sequence[Example], shape: BatchShape, seen: np.ndarray, rea
                 suffix = np.where(behind < shared, shared_at, free - shared) + behind
                 free += len(completion) - 1
                 suffix_indices[row, k, : len(suffix)] = suffix
-                suffix_uses[suffix, (behind < shared) * k % shape.uses] = dense + behind
+                suffix_uses[suffix, np.where(behind < shared, k % shape.uses, 0)] = dense + behind
             at = np.concatenate([row * prefix + positions[:prefix], b * prefix + suffix])
             tokens[at], offsets[at] = np.concatenate([e.prompt_ids, completion[:-1]]), positions
             places[at, 0], places[at, 1] = row, positions + earlier * (positions >= prompt)

@@ -331,10 +331,8 @@ class Learner:
         else:
             rank = None if run.local_sgd is None else run.world.rank
             self.step = Step(run.model, run.optimizer, train, world, sync, rank, limit)
-        run.optimizer, progress = (
-            self.step.update,
-            run.progress,
-        )  # not the run: a step is freed late, and would keep the run's folder locked
+        run.optimizer = self.step.update
+        progress = run.progress  # not the run: a step is freed late, and would keep the run's folder locked
         self.step.rewards, self.step.feedback = progress.rewards, run.feedback
         self.step.rate_of = lambda index, _: learning_rate(train, *progress.rate_position(index))
 
@@ -462,7 +460,6 @@ class TrainingLoop:
         self.learner = Learner(run, self.batches.make)
         self.latest: Metrics = {}  # held-out metrics of the model as it is
         self.final_step = run.steps  # whose weights the run's folder holds at the end
-        self.ended: str | None = None  # why there are no further rounds
 
     def evaluate(self) -> Metrics:
         """Held-out metrics and greedy answers, over all ranks; each rank's own where ranks are never merged."""
@@ -499,7 +496,7 @@ class TrainingLoop:
         """Why training ended before the run's last step, if it did."""
         run, progress = self.run, self.run.progress
         if progress.step >= run.steps:
-            return self.ended
+            return None
         count, best = progress.evaluations_since_best, progress.best_metrics.get(run.best_by)
         shown = "" if best is None else f" (best {run.best_by} {best:.4f} at step {progress.best_step})"
         return f"no improvement for {count} evaluations{shown}; train.patience={run.config.train.patience}"
