@@ -46,7 +46,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "KTO": (("train.loss=kto", "train.learning_rate=3e-2", "train.seed=4"), ALL),
     "BCO": (("train.loss=bco", "train.learning_rate=1e-2"), ALL),
     "DoRA, ORPO": (("model.method=dora", "train.loss=orpo", "model.gradient_checkpointing=true"), ALL),
-    "dropout": (("model.dropout=0.1",), MODEL_DIVIDED),  # a mask follows the micro-batch
+    "dropout": (("model.dropout=0.1",), ALL),
     "noise": (("train.loss=[sigmoid,apo_zero,sft]", "train.use_weighting=true", "train.neftune_noise_alpha=5"), ALL),
     "embeddings": (
         ("model.adapt_embeddings=true", "model.rank_pattern={up_proj: 3}", "train.loraplus_lr_ratio=8")

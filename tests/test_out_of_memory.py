@@ -189,7 +189,7 @@ def test_the_same_in_threads_that_are_given_up_as_on_cuda(
     free: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, words = free
-    # Dropout's masks follow the micro-batches: both runs have to halve alike. So the limit is far from what either size takes.
+    # Roundings follow the micro-batches: both runs have to halve alike. So the limit is far from what either size takes.
     words = [*words, f"run.dir={tmp_path}/runs", "train.compile=true", "evaluate.every=2", "model.dropout=0.1"]
     taken = []
     for size in (4, 8):

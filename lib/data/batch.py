@@ -209,7 +209,7 @@ class Batch:
     real_tokens: int  # The fewest that would do: every prompt once, every completion without its last token
     labels: np.ndarray | None = None  # bool [examples], of unpaired feedback: whether each completion is desirable
     mismatched: Batch | None = None  # the same prompts with another prompt's completion each, without gradient
-    noise_keys: np.ndarray | None = None  # uint32 [N, 2]: of the noise on each token's embedding
+    noise_keys: np.ndarray | None = None  # uint32 [N, 2]: of each token's dropout and noise
     noise_scales: np.ndarray | None = None  # float32 [N]: of the noise
     # Of groups (lib/data/groups.py):
     rewards: np.ndarray | None = None  # float32 [b, K]; NaN for completions that are left out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear
 
+from lib.model.layout import ModelLayout, layout_of
 from lib.model.patches import derived, replace_modules
 from lib.model.quantised import FastLinear, dequantised, matrix_for_gradient, multiply
 
@@ -117,8 +119,38 @@ class DoRA(DoRALinear):
         return mx.stop_gradient(mx.square(adapted.astype(mx.float32)).sum(axis=1))
 
 
+class TokenDropout(nn.Dropout):
+    """Dropout whose mask follows from the step, the row and the token, by the keys in the model's layout, and from the
+    layer: so not from how rows are laid out, nor over which ranks; of experts, from their order in a micro-batch, too.
+    Where there are no keys, the mask is MLX's next one."""
+
+    def __init__(self, p: float, layer: str, layout: ModelLayout):
+        super().__init__(p)
+        self._salt, self._layout = zlib.crc32(layer.encode()), layout
+        self._size, self._part = 0, slice(None)  # of the inputs, where a rank sees a part of them
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if self._p_1 == 1 or not self.training:
+            return x
+        keys, size, width = self._layout.token_keys, self._size or x.shape[-1], x.shape[-1]
+        rows, rest = divmod(x.size // width, 1 if keys is None else len(keys))  # of a token, among experts
+        if keys is None or rest or not rows:
+            mask = mx.random.bernoulli(self._p_1, (x.size // width, size))
+        else:
+            salted = keys ^ mx.array([self._salt, 0], mx.uint32)
+            mask = mx.vmap(lambda key: mx.random.bernoulli(self._p_1, (rows * size,), key=key))(salted)
+        mask = mask.reshape(-1, size)[:, self._part]
+        return (1 / self._p_1) * mask.reshape(x.shape) * x
+
+
 def use_low_rank_linear(model: nn.Module) -> None:
-    """Replaces mlx-lm's LoRALinear without dropout and its DoRALinear by ours: the same parameters and names."""
+    """Replaces mlx-lm's LoRALinear without dropout, its DoRALinear and its dropout by ours, of the same parameters and
+    names."""
+    layers, layout = {id(module): name for name, module in model.named_modules()}, layout_of(model)
+
+    def of_tokens(module: nn.Module) -> nn.Module | None:
+        is_used = type(module) is nn.Dropout and module._p_1 < 1
+        return TokenDropout(1 - module._p_1, layers[id(module)], layout) if is_used else None
 
     def ours(module: nn.Module) -> nn.Module | None:
         if type(module) is DoRALinear:
@@ -135,6 +167,7 @@ def use_low_rank_linear(model: nn.Module) -> None:
             return layer
         return None
 
+    replace_modules(model, of_tokens)
     replace_modules(model, ours)
     for parent in model.modules():
         for names in SIBLINGS:

@@ -154,13 +154,9 @@ def _holders(model: nn.Module, outline: Outline, ends: Sequence[int]) -> dict[st
 
 def _absent_block(block: nn.Module, entry: Callable[[mx.array], mx.array] | None, count: int) -> nn.Module:
     """Stands for another rank's block: passes on its input, or `entry` of that. count: of values, as in Outline."""
-    draws = sum(isinstance(part, nn.Dropout) and part._p_1 < 1 for part in block.modules())
 
     def call(self: nn.Module, *args: Any, **options: Any) -> Any:
         x = next(each for _, each in tree_flatten((args, options)) if isinstance(each, mx.array))
-        if self.training:  # each mask is drawn after those of the blocks before: cuts change none
-            for _ in range(draws):
-                mx.random.bernoulli(shape=())
         cache = next((arg for arg in (*args, *options.values()) if hasattr(arg, "update_and_fetch")), None)
         if cache is not None and not isinstance(cache, Stream):  # any block's cache may be asked for the position
             nothing = mx.zeros((x.shape[0], 1, x.shape[1], 1), x.dtype)

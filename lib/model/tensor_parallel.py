@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 
 from lib.errors import UserError
 from lib.model.layout import PositionsPart, Ranks, VocabularyPart, layout_of
-from lib.model.lora import DoRA
+from lib.model.lora import DoRA, TokenDropout
 from lib.model.partition import Division, Part, bounds
 from lib.model.patches import with_methods
 
@@ -132,9 +132,8 @@ def _summed(module: nn.Module, ranks: Ranks) -> nn.Module:
 
 def _joined_inputs(linear: nn.Module, ends: tuple[int, ...], ranks: Ranks) -> nn.Module:
     """An adapted layer where a rank sees some of the inputs only."""
-    dropout = linear.get("dropout")
-    if isinstance(dropout, nn.Dropout) and dropout._p_1 < 1:
-        linear.dropout = _DropoutOfPart(1 - dropout._p_1, ends, ranks.rank)
+    if isinstance(dropout := linear.get("dropout"), TokenDropout):  # ranks together drop what one machine would
+        dropout._size, dropout._part = ends[-1], slice(*ends[ranks.rank : ranks.rank + 2])
     if not isinstance(linear, DoRA):
         return linear
 
@@ -142,17 +141,3 @@ def _joined_inputs(linear: nn.Module, ends: tuple[int, ...], ranks: Ranks) -> nn
         return lambda self, after: mx.stop_gradient(ranks.sum_forward(squares(self, after)))
 
     return with_methods(linear, squares=of_whole_rows)
-
-
-class _DropoutOfPart(nn.Dropout):
-    """The mask of all inputs, of which the rank's part is taken: ranks together drop what one machine would."""
-
-    def __init__(self, p: float, ends: tuple[int, ...], rank: int):
-        super().__init__(p)
-        self._size, self._part = ends[-1], slice(*ends[rank : rank + 2])
-
-    def __call__(self, x: mx.array) -> mx.array:
-        if self._p_1 == 1 or not self.training:
-            return x
-        mask = mx.random.bernoulli(self._p_1, (*x.shape[:-1], self._size))
-        return (1 / self._p_1) * mask[..., self._part] * x

@@ -58,6 +58,10 @@ def _states(
     tokens, (rows, completions, _) = inputs["tokens"], inputs["mask"].shape
     with contextlib.ExitStack() as stack:
         if model.training and "noise_keys" in inputs:
+            layout = layout_of(model)
+            layout.token_keys = inputs["noise_keys"]
+            stack.callback(setattr, layout, "token_keys", None)
+        if model.training and "noise_scales" in inputs:
             place = embedding_of(model)
             assert place is not None, "a step without an embedding was made"
             noisy = _noisy(place[0][place[1]], inputs["noise_keys"], inputs["noise_scales"])

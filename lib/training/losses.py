@@ -498,9 +498,9 @@ def baseline_of_rows(train: TrainSettings, policy: np.ndarray, reference: np.nda
 
 
 def noisy(
-    batches: Iterable[tuple[Batch, np.ndarray | None]], alpha: float, seed: int, step: int
+    batches: Iterable[tuple[Batch, np.ndarray | None]], alpha: float | None, seed: int, step: int
 ) -> Iterator[tuple[Batch, np.ndarray | None]]:
-    """Micro-batches with NEFTune's noise on the embeddings: keys and scales of every token; sqrt(D) is the model's.
+    """Micro-batches with every token's key, for dropout, and the scale of NEFTune's noise, but for the model's sqrt(D).
     Jain et al. 2023, arXiv:2310.05914, algorithm 1: each number of a token's embedding gets alpha / sqrt(L D) times a
     number drawn evenly from [-1, 1], L being the row's longest sequence. The seed, the step, the row and the token's
     index decide it, so not how rows are laid out."""
@@ -508,5 +508,7 @@ def noisy(
         rows, numbers = batch.places.T
         seeds = [np.random.SeedSequence([seed, step, int(row)]).generate_state(1)[0] for row in batch.rows]
         keys = np.stack([np.array(seeds, np.uint32)[rows], numbers.astype(np.uint32)], axis=1)
-        scales = np.where(rows >= 0, alpha / np.sqrt(batch.longest[rows]), 0).astype(np.float32)
+        scales = None
+        if alpha is not None:
+            scales = np.where(rows >= 0, alpha / np.sqrt(batch.longest[rows]), 0).astype(np.float32)
         yield replace(batch, noise_keys=keys, noise_scales=scales), reference

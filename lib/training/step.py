@@ -90,6 +90,8 @@ class Step:
         self.last_started = time.perf_counter()
         self.rate_of: Callable[[int, int], float] = partial(learning_rate, train)
         self.trained = TrainedArrays(model)
+        has_dropout = any(isinstance(part, nn.Dropout) and part._p_1 < 1 for part in model.modules())
+        self.draws = has_dropout or train.neftune_noise_alpha is not None
         self.is_compiled = is_compiled(train, world)
         self._value_and_grad = nn.value_and_grad(model, self._loss)
         if self.is_compiled:
@@ -103,9 +105,9 @@ class Step:
         self.last_started = started
         mx.reset_peak_memory()
         self.model.train()
-        # Dropout masks follow from the seed, the step and the rank alone: a resumed run draws the same ones.
+        # Masks of dropout that no token's key decides: a resumed run draws the same ones.
         mx.random.seed(int(np.random.SeedSequence([self.train.seed, index, self.rank]).generate_state(1)[0]))
-        if self.train.neftune_noise_alpha is not None:
+        if self.draws:
             batches = losses.noisy(batches, self.train.neftune_noise_alpha, self.train.seed, index)
         what, part, ratios, baseline, waited_seconds = f"step {index + 1}", None, None, None, 0.0
         if self.train.loss in losses.UNPAIRED_LOSSES:
