@@ -7,15 +7,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_map
+from mlx_lm.utils import load_adapters, load_model
 
 from lib.distributed.world import World
 from lib.errors import AgreedError, Stopped
 from lib.system.records import read_records
 from lib.training import checkpoint, local_sgd, step
-from tests import rounding
+from tests import rounding, tiny
 from tests.ranks import settings, train
 from tests.tiny import difference, rows_of_epochs, steps_of, weights
 
@@ -278,6 +280,20 @@ def test_a_stacked_run_goes_on_at_its_rank(
     if world.rank == 0:
         train(World(), folder, [*words, "train.epochs=2"], "run", resume=True)
         assert weights(run)[name].shape[1] == 8 and rows_of_epochs(run)[1] == list(range(21))
+    world.gather_text("checked")
+
+
+@pytest.mark.long(ranks=3)
+def test_a_merged_adapter_loads_in_mlx_lm(world: World, folder: Path, shares: str) -> None:
+    stored = folder / "stored"
+    if world.rank == 0:
+        assert tiny.stored_model(folder) == stored
+    world.gather_text("written")
+    words = [*settings(world, folder), "strategy=independent", shares, "train.steps=3", "independent.merge=stack"]
+    run = train(world, folder, [*words, "model.random_init=false", f"model.path={stored}"], "run")
+    model, _ = load_model(stored)
+    before = np.array(model(mx.array([[3, 4, 5]])))
+    assert not np.array_equal(before, np.array(load_adapters(model, str(run))(mx.array([[3, 4, 5]]))))
     world.gather_text("checked")
 
 

@@ -12,7 +12,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from lib import dashboard
-from lib.report import charts, page, run_report
+from lib.report import charts, dashboard_page, run_report
 from lib.report.history import RunHistory, figures
 from lib.system.records import PerformanceTracker, Tail, read_records, rewind
 from tests import tiny
@@ -142,7 +142,9 @@ def test_one_machine_shows_no_efficiency(tmp_path: Path) -> None:
     write(tmp_path / "logs/rank-000.jsonl", [{"kind": "start", "time": 1000.0, "rank": 0, "host": "a", "plan": plan}])
     write(tmp_path / "logs/rank-000.jsonl", [step(n) for n in range(1, 9)])
     now = figures(read_all(tmp_path), 1009.0)
-    assert now.summary["efficiency"] is None and "efficiency" not in dict(page.card_texts(read_all(tmp_path), now))
+    assert now.summary["efficiency"] is None and "efficiency" not in dict(
+        dashboard_page.card_texts(read_all(tmp_path), now)
+    )
 
 
 def test_the_time_between_a_stop_and_a_resume_is_none_of_the_runs(tmp_path: Path) -> None:
@@ -183,8 +185,8 @@ def test_exact_match_stands_beside_the_held_out_loss(tmp_path: Path) -> None:
 
 def test_the_page_shows_a_run_and_answers_those_alone_who_have_its_token(tmp_path: Path) -> None:
     tiny.train(tmp_path, [*tiny.settings(tmp_path), "train.steps=4", "evaluate.every=2", "run.name=run"])
-    watcher = page.Watcher(tmp_path / "runs")
-    app = page.make_app(watcher, "secret")
+    watcher = dashboard_page.Watcher(tmp_path / "runs")
+    app = dashboard_page.make_app(watcher, "secret")
     visitor = app.server.test_client()
     assert visitor.get("/").status_code == 401 and visitor.get("/_dash-layout?token=x").status_code == 401
     let_in = visitor.get("/?token=secret")
@@ -192,19 +194,19 @@ def test_the_page_shows_a_run_and_answers_those_alone_who_have_its_token(tmp_pat
     shown = visitor.get("/")
     assert shown.status_code == 200 and "default-src 'self'" in shown.headers["Content-Security-Policy"]
     assert not re.search(rb"https?://(?!127|localhost)", shown.data)
-    update = page.update(watcher, [], None)
+    update = dashboard_page.update(watcher, [], None)
     text, drawn = str(update["now"]), str(update["charts"])
     assert "4 / 4" in text and "tokens/s" in text and "finished" in str(update["state"])
     assert "Reward accuracy" in drawn and "held out" in drawn and "What happened when" in drawn
     runs = [read_all(tmp_path / "runs/run")] * 2
-    table = str(page.headline(runs, [figures(run, 1e10) for run in runs]))
+    table = str(dashboard_page.headline(runs, [figures(run, 1e10) for run in runs]))
     assert "Runs compared" in table and table.count("synchronous") == 3
-    assert page.update(watcher, [], update["seen"])["charts"] is dash.no_update, "nothing new was read"
+    assert dashboard_page.update(watcher, [], update["seen"])["charts"] is dash.no_update, "nothing new was read"
 
 
 def test_the_empty_state_is_one_sentence(tmp_path: Path) -> None:
-    watcher = page.Watcher(tmp_path)
-    update = page.update(watcher, [], None)
+    watcher = dashboard_page.Watcher(tmp_path)
+    update = dashboard_page.update(watcher, [], None)
     assert update["charts"] == "" and "has logs yet" in str(update["now"])
 
 

@@ -95,6 +95,8 @@ def resume(path: Path, overrides: list[str]) -> Config:
 def of_run(path: Path, overrides: Sequence[str] = ()) -> Config:
     """A run's own config.yaml with what the words overrule. Settings that only earlier versions had are left out."""
     tree, _ = _read_yaml(path)
+    if (tree.get("rollouts") or {}).get("pairs") == "best_worst":
+        tree["rollouts"]["margin"] = 0.0  # as it is written now
     for section, name in (key.split(".") for key in unknown_names.REMOVED):
         stored = tree.get(section)
         value = stored.pop(name, name) if isinstance(stored, dict) else name

@@ -612,6 +612,9 @@ def checked(form: TypeAdapter[Any], value: object, name: str) -> Any:
         return form.validate_python(value)
     except ValidationError as error:
         fault = error.errors()[0]
+        if fault["type"] == "missing":
+            reads = "groups of prompt_ids, completion_ids and rewards"
+            raise Unusable(f"no column {fault['loc'][0]!r}: train.loss=grpo reads {reads}") from None
         where = (name or str(fault["loc"][0]), *(f"[{part}]" for part in fault["loc"] if isinstance(part, int)))
         raise Unusable(f"{''.join(where)}: {fault['msg']}, not {repr(fault['input'])[:40]}") from None
 

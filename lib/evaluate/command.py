@@ -221,12 +221,14 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("overrides", nargs="*", metavar="key=value", help="settings, as train.py --help lists them")
     options = parser.parse_intermixed_args(arguments)
     needs_out = options.score or options.against
+    of_tasks = options.tasks_folder or options.chat or options.shots is not None or options.limit is not None
     for is_wrong, why in (
         ((options.run is None) == (options.model is None), "give either --run RUN or --model PATH"),
         (options.model and not options.data and not options.tasks, "--model needs --data FILE"),
         (needs_out and not options.out, "--score and --against need --out OUT"),
         (options.out and not (needs_out or options.tasks), "--out is for --score, --against and --tasks"),
         (options.tasks and not (options.run or options.out), "--tasks with --model needs --out OUT, e.g. tasks.json"),
+        (of_tasks and not options.tasks, "--tasks-folder, --shots, --limit and --chat are for --tasks NAMES"),
         (options.checkpoint and not options.run, "--checkpoint is of --run RUN"),
     ):
         if is_wrong:

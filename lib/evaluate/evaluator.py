@@ -15,7 +15,7 @@ from lib.training.losses import Metrics
 from lib.training.reference_model import dataset_logps
 from lib.training.run import TrainingRun
 
-SAMPLE_TOKENS = 24  # of an answer that is only shown: each takes a GPU as long as a step
+ANSWER_TOKENS, SAMPLE_TOKENS = 64, 24  # of an answer that is shown; without a right one: each takes a GPU a step's time
 SAMPLE_WIDTH = 160  # columns of a sample's line, in a file
 
 
@@ -60,7 +60,8 @@ class Evaluator:
         prompts = [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts))][: settings.samples]
         if tokenizer is None or not prompts or not all(prompts):
             return
-        texts, _ = greedy(run.model, tokenizer, prompts, min(settings.max_tokens, SAMPLE_TOKENS), run.world)
+        most = min(settings.max_tokens, ANSWER_TOKENS if run.inputs.questions else SAMPLE_TOKENS)
+        texts, _ = greedy(run.model, tokenizer, prompts, most, run.world)
         samples = [{"prompt": tokenizer.decode(p), when: text} for p, text in zip(prompts, texts, strict=True)]
         run.say.line(f"greedy answers {when} training", "bold")
         half = ((run.say.width or SAMPLE_WIDTH) - 15) // 2

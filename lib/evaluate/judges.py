@@ -42,7 +42,7 @@ from lib.evaluate import judge_process
 from lib.evaluate.sample import in_batches
 from lib.model.load import bounded
 from lib.model.token_stream import length_multiple
-from lib.system import os_commands
+from lib.system import files, os_commands
 from lib.system.model_folder import resolve, why_unreadable
 
 CHECKS = (None, "exact", "number")  # None: by evaluate.answer_pattern
@@ -317,7 +317,7 @@ class JudgeServer(Judge):
         key = os.environ.get("OPENAI_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         with (
-            httpx2.Client(timeout=self.timeout_seconds, headers=headers) as client,
+            httpx2.Client(timeout=httpx2.Timeout(self.timeout_seconds, connect=20.0), headers=headers) as client,
             ThreadPoolExecutor(self.concurrency) as threads,
         ):
             return list(threads.map(lambda text: self._answer(client, text), texts))
@@ -424,7 +424,7 @@ def _reward_folder(judge: str, name: str) -> Path:
 
 def _score_head(folder: Path, name: str) -> mx.array:
     """float32 [hidden]: a classifier's head of one label."""
-    for file in folder.glob("*.safetensors"):
+    for file in sorted(file for file in folder.glob("*.safetensors") if not files.is_litter(file.name)):
         weights: Any = mx.load(str(file))
         for head in (weights[key] for key in ("score.weight", "classifier.weight") if key in weights):
             if head.ndim != 2 or head.shape[0] != 1:

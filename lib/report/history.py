@@ -21,7 +21,8 @@ from lib.system.records import PlanRecord, Record, SettingsRecord, Tail
 
 STEP_COLUMNS: tuple[str, ...] = ("step", "time", "pairs", "tokens", "loss", "kl", "reward_accuracy", "reward_margin")
 STEP_COLUMNS += ("grad_norm", "learning_rate", "step_seconds", "compute_seconds", "sync_seconds", "wait_seconds")
-STEP_COLUMNS += ("peak_memory_bytes",)
+ARITHMETIC = ("computed_tokens_per_second", "tflops", "computed_tflops", "matrix_rate_share")
+STEP_COLUMNS += ("peak_memory_bytes", *ARITHMETIC)
 POINTS = 2048  # of a curve at most: of longer ones each point is the mean of 2, 4, 8, ... records
 RECENT = 20  # records behind the figures of the moment
 SILENT_SECONDS = 300.0
@@ -203,12 +204,15 @@ def figures(run: RunHistory, now: float) -> RunFigures:
     elapsed = (last if is_over else max(now, last)) - first - _paused_seconds(events, series) if last else 0.0
     newest = max(present.values(), key=lambda table: table.of("time")[-1], default=None)
     loss = float(newest.of("loss")[-1]) if newest else math.nan
+    sums = {name: sum(rank[name] for rank in ranks) for name in ("pairs_per_second", *ARITHMETIC[:-1])}
+    rate = sum(rank["computed_tflops"] / rank["matrix_rate_share"] for rank in ranks if rank["matrix_rate_share"])
     summary = {
         "steps": min(math.ceil(done), steps or math.ceil(done)),
         "seconds": max((float(np.nansum(table.of("step_seconds"))) for table in series.values()), default=0.0),
         "wall_seconds": elapsed,
         "tokens_per_second": sum(rank["tokens"] / rank["seconds"] for rank in ranks if rank["seconds"]),
-        "pairs_per_second": sum(rank["pairs_per_second"] for rank in ranks),
+        **sums,
+        "matrix_rate_share": sums["computed_tflops"] / rate if rate else 0.0,
         "efficiency": _efficiency(plan, events, present, start.get("time", 0.0)),
         "peak_memory_bytes": max((rank["peak_memory_bytes"] for rank in ranks), default=0.0),
         "cost": None,

@@ -240,6 +240,10 @@ class TrainingRun:
         """Says what the learning rate does where a run is resumed with other steps."""
         step, progress, train = self.progress.step, self.progress, self.config.train
         now, last = (learning_rate(train, *progress.rate_position(i)) for i in (step, self.steps - 1))
+        if not (now or last):
+            remedy = f"for another rate start a new run with model.adapter={self.folder}"
+            self.say.warning(f"the schedule has ended: steps {step + 1} to {self.steps} learn nothing; {remedy}")
+            return
         rates = f"{now:.3g} at step {step + 1}, {last:.3g} at {self.steps}"
         self.say.line(f"the learning rate goes on without a jump: {rates}")
 
