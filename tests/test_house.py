@@ -95,7 +95,7 @@ BUDGET = {
     "tests": 18_840,  # lines: 18,000
     "benchmarks": 4_000,  # lines: 4,000
     "benchmark files": 19,  # 20
-    "words": 15_930,  # of docs/: 16,000
+    "words": 15_950,  # of docs/: 16,000
     "config": 33,  # functions outside of lib/config that take the whole configuration: 15
     "odd words": 20,  # 20
 }
